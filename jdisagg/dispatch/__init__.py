@@ -1,0 +1,1 @@
+"""The path of a request: asyncio only, no JAX and no gRPC."""

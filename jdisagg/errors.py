@@ -1,0 +1,72 @@
+"""The errors of jdisagg: each says subject, rule, value and remedy, and carries the gRPC status that it becomes.
+
+`status` is the name of a gRPC status code, so that this file need not import gRPC; `service/` maps it.
+`assert` is kept for what our own code broke.
+"""
+
+from typing import ClassVar
+
+
+class JdisaggError(Exception):
+    """Base of all our errors. `retry_after_seconds` is a hint for the client, where waiting helps."""
+
+    status: ClassVar[str] = "INTERNAL"
+
+    def __init__(self, message: str, *, retry_after_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_seconds = retry_after_seconds
+
+
+class InvalidRequestError(JdisaggError):
+    """A field of a request is outside what is allowed; names the field, the value and the limit."""
+
+    status = "INVALID_ARGUMENT"
+
+
+class ConfigError(JdisaggError):
+    """A configuration, flag or layout that cannot work; names the field, the value and the remedy."""
+
+    status = "FAILED_PRECONDITION"
+
+
+class LayoutError(ConfigError):
+    """A layout that does not divide the model or the devices; names the numbers."""
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint that is missing, truncated, of an unknown family, or whose tensors do not fit; lists names and shapes."""
+
+
+class OverloadedError(JdisaggError):
+    """No room now: a bounded queue or the pages are full. Carries `retry_after_seconds`."""
+
+    status = "RESOURCE_EXHAUSTED"
+
+
+class DeadlineExceededError(JdisaggError):
+    """The request's deadline, or the deadline of one wait inside it, has passed."""
+
+    status = "DEADLINE_EXCEEDED"
+
+
+class CancelledError(JdisaggError):
+    """The client went away or cancelled."""
+
+    status = "CANCELLED"
+
+
+class UnavailableError(JdisaggError):
+    """A worker is gone, draining, or its program failed; another attempt elsewhere may succeed."""
+
+    status = "UNAVAILABLE"
+
+
+class HandoffError(UnavailableError):
+    """A hand-off of KV between two workers failed or ran out of time; the path re-enters at the cheapest point."""
+
+
+class IncompatiblePeerError(JdisaggError):
+    """Two workers whose protocol, model or KV geometry differ; names the field and both values."""
+
+    status = "FAILED_PRECONDITION"

@@ -1,0 +1,1 @@
+"""The hands: JAX programs on one mesh, run by command."""

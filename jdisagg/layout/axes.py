@@ -1,0 +1,129 @@
+"""Layouts, and the table from a weight's logical axes to mesh axes.
+
+Dimension key of the whole project: B sequences, T tokens of a flattened step, L layers, P pages, S slots of a page,
+N query heads, K kv heads, H head size, D model width, F ffn width, E experts, V vocabulary, C chunk.
+
+An instance's mesh has the axes ("dp", "kv", "rep"): tensor parallelism is split into `kv` (kv heads are sharded over
+it) and `rep` (kv heads are replicated over it, when tp exceeds them), so that every KV array has an ordinary sharding
+and a reshard plan needs no special case. All other tensor-parallel dimensions are sharded over both, `kv` major.
+Pure: knows no JAX.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from jdisagg.errors import LayoutError
+
+MESH_AXES = ("dp", "kv", "rep")
+TP_AXES = ("kv", "rep")
+
+LogicalAxis = Literal["vocab", "embed", "q_heads", "kv_heads", "head", "ffn", "expert", "expert_ffn", "router"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelGeometry:
+    """The sizes a layout must divide. `experts` is 0 for a dense model."""
+
+    query_heads: int
+    kv_heads: int
+    ffn: int
+    experts: int = 0
+    expert_ffn: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one model replica lies on dp * tp devices.
+
+    Attention is split over `tp` (its sequences over `dp`); experts over `ep`, one of 1 (experts are sharded inside, over
+    tp, like the dense ffn), tp, or dp * tp devices of the same mesh.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "ep"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise LayoutError(f"layout {name} must be a positive integer, got {value!r}")
+        if self.ep not in (1, self.tp, self.dp * self.tp):
+            raise LayoutError(
+                f"layout ep={self.ep} must be 1, tp={self.tp} or dp*tp={self.dp * self.tp}: "
+                "experts lie on the devices that attention uses"
+            )
+
+    @property
+    def devices(self) -> int:
+        return self.dp * self.tp
+
+    def __str__(self) -> str:
+        return f"dp={self.dp},tp={self.tp},ep={self.ep}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Layout":
+        """Reads 'dp=1,tp=2,ep=1' (any subset, any order)."""
+        sizes: dict[str, int] = {}
+        for part in filter(None, (piece.strip() for piece in text.split(","))):
+            match = re.fullmatch(r"(dp|tp|ep)=(\d+)", part)
+            if not match or match[1] in sizes:
+                raise LayoutError(f"layout {text!r}: {part!r} is not one of dp=N, tp=N, ep=N, each at most once")
+            sizes[match[1]] = int(match[2])
+        return cls(**sizes)
+
+    def mesh_shape(self, kv_heads: int) -> tuple[int, int, int]:
+        """Sizes of the mesh axes ("dp", "kv", "rep") for a model with this many kv heads."""
+        kv = min(self.tp, kv_heads)
+        if self.tp % kv or kv_heads % kv:
+            raise LayoutError(
+                f"layout tp={self.tp} does not divide the model's {kv_heads} kv heads, nor they it; "
+                f"choose a tp that divides {kv_heads} or is a multiple of it"
+            )
+        return self.dp, kv, self.tp // kv
+
+    def check(self, geometry: ModelGeometry) -> None:
+        """Raises `LayoutError` unless every sharded dimension of the model divides."""
+        self.mesh_shape(geometry.kv_heads)
+        _divides(self.tp, geometry.query_heads, "tp", "query heads")
+        _divides(self.tp, geometry.ffn, "tp", "ffn width")
+        if not geometry.experts:
+            if self.ep not in (1, self.tp):
+                raise LayoutError(f"layout ep={self.ep}: the model has no experts; use ep=1")
+            return
+        if self.ep > 1:
+            _divides(self.ep, geometry.experts, "ep", "experts")
+        else:
+            _divides(self.tp, geometry.expert_ffn, "tp", "expert ffn width")
+
+    def expert_axes(self) -> tuple[str, ...]:
+        """Mesh axes over which whole experts are spread; empty when each expert is sharded inside (ep = 1)."""
+        if self.ep == 1:
+            return ()
+        return TP_AXES if self.ep == self.tp else MESH_AXES
+
+    def axis_table(self) -> dict[str, tuple[str, ...]]:
+        """Logical axis of a weight -> mesh axes it is sharded over (empty: replicated)."""
+        experts = self.expert_axes()
+        return {
+            "vocab": TP_AXES,
+            "embed": (),
+            "q_heads": TP_AXES,
+            "kv_heads": ("kv",),
+            "head": (),
+            "ffn": TP_AXES,
+            "expert": experts,
+            "expert_ffn": () if experts else TP_AXES,
+            "router": (),
+        }
+
+
+def padded_vocabulary(vocabulary: int, tp: int) -> int:
+    """Rows of the embedding and the head once padded so that tp divides them; randomness and sampling see only the real ones."""
+    return -(-vocabulary // tp) * tp
+
+
+def _divides(divisor: int, number: int, divisor_name: str, number_name: str) -> None:
+    if number % divisor:
+        raise LayoutError(f"layout {divisor_name}={divisor} does not divide the model's {number} {number_name}; choose a divisor of {number}")

@@ -1,0 +1,65 @@
+"""What a model must offer to be served: a Protocol, so that programs depend on this and never on `models/`.
+
+A model is a stem (embedding, final norm, head) and a list of layers, each a Flax NNX module whose parameters carry
+logical axes. All calls work on LOCAL shards inside `shard_map` (`Shards` names the mesh axes), or on whole arrays when
+`Shards()` has no axes; local sizes are read off the weights. Activations are flattened tokens, `x_TD`, replicated over tp.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+
+from jdisagg.layout.axes import ModelGeometry
+from jdisagg.layout.kv_spec import KVSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Mesh axis names inside `shard_map`, and the platform whose implementation of each op is wanted.
+
+    `tp`: axes that split heads, ffn and vocabulary. `dp`: axes that split the tokens of a step. `ep`: axes that spread whole
+    experts (empty: experts are sharded inside, over tp). All empty: one device, no collectives.
+    """
+
+    tp: tuple[str, ...] = ()
+    dp: tuple[str, ...] = ()
+    ep: tuple[str, ...] = ()
+    platform: str = "cpu"
+
+
+class Attend(Protocol):
+    """Attention of one layer over whatever cache the program keeps: writes k, v and returns the mix.
+
+    q_TNH, k_TKH, v_TKH: local heads, after rope. Returns o_TNH in q's dtype. `window`: positions seen, itself included.
+    """
+
+    def __call__(self, q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, *, scale: float, window: int | None) -> jax.Array: ...
+
+
+class Layer(Protocol):
+    def __call__(self, x_TD: jax.Array, positions_T: jax.Array, attend: Attend, shards: Shards, valid_T: jax.Array | None = None) -> jax.Array:
+        """One block. `valid_T` (bool) marks real tokens: padding is routed to no expert."""
+        ...
+
+
+class Stem(Protocol):
+    def embed(self, tokens_T: jax.Array, shards: Shards) -> jax.Array:
+        """Token ids int32 [T] -> x [T, D], replicated over tp."""
+        ...
+
+    def logits(self, x_RD: jax.Array, shards: Shards) -> jax.Array:
+        """Final norm and head: [R, D] -> float32 [R, V_padded], gathered over tp; padded columns are -inf."""
+        ...
+
+
+class Model(Protocol):
+    """An NNX module. `vocabulary` is the unpadded size; `context_tokens` the longest sequence it was built for."""
+
+    stem: Stem
+    layers: Sequence[Layer]
+    kv_spec: KVSpec
+    geometry: ModelGeometry
+    vocabulary: int
+    context_tokens: int

@@ -1,0 +1,180 @@
+"""A request and what comes back: plain, frozen, serialisable data, ours alone.
+
+Rule 9 of the design: a sequence is (Request, accepted token ids, KV). Everything else (penalty counts, stop
+matching, detokenizer state, randomness) is derived from these, so that a sequence can be rebuilt anywhere.
+Validation that needs no model happens here, once; limits that depend on the model (vocabulary, context length)
+are checked by `dispatch/validation.py`.
+"""
+
+import enum
+import math
+from dataclasses import dataclass
+
+from jdisagg.errors import InvalidRequestError
+
+MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIAS = 512
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_BYTES = 1024
+MAX_STOP_TOKEN_IDS = 64
+MAX_N = 64
+MAX_SEED = 2**63 - 1
+
+
+class FinishReason(enum.Enum):
+    """Why a stream ended. `STOP`: EOS, a stop token or a stop string. `LENGTH`: max_tokens or the context is full."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen. `temperature` 0 is greedy: the largest logit, ties to the smallest token id.
+
+    top_k 0 and top_p 1 and min_p 0 switch the filters off; they apply in the order temperature, top-k, top-p (on what
+    top-k leaves, renormalised), min-p. Penalties follow the OpenAI (presence, frequency: over generated tokens) and
+    Hugging Face (repetition: over prompt and generated tokens) definitions.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _in_range("temperature", self.temperature, 0.0, 100.0)
+        _in_range("top_k", self.top_k, 0, 2**31 - 1)
+        _in_range("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise InvalidRequestError("top_p must be in (0, 1], got 0; use temperature=0 for greedy decoding")
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        _in_range("seed", self.seed, 0, MAX_SEED)
+        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _in_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _in_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _in_range("n", self.n, 1, MAX_N)
+        if self.logprobs is not None:
+            _in_range("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        _at_most("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
+        for token_id, bias in self.logit_bias:
+            _in_range("logit_bias token id", token_id, 0, 2**31 - 1)
+            _in_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        if len({token_id for token_id, _ in self.logit_bias}) != len(self.logit_bias):
+            raise InvalidRequestError("logit_bias names a token id twice; give each id one bias")
+        _at_most("stop", len(self.stop), MAX_STOP_STRINGS)
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise InvalidRequestError(f"stop must hold non-empty strings, got {text!r}; remove it")
+            _at_most("stop string bytes", len(text.encode("utf-8", "surrogatepass")), MAX_STOP_STRING_BYTES)
+        _at_most("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        for token_id in self.stop_token_ids:
+            _in_range("stop_token_ids", token_id, 0, 2**31 - 1)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the choice depends on the tokens so far (and not only through the logits)."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    @property
+    def shaped(self) -> bool:
+        """Whether logits are changed or reported beyond temperature and filters (the slower sampling program)."""
+        return self.penalised or bool(self.logit_bias) or self.min_tokens > 0 or self.logprobs is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request after tokenization. `deadline_seconds` is what remained when it was handed on.
+
+    `stop_ids` are all token ids that end the stream (EOS unless ignored, and the caller's); they are delivered to no one.
+    `seed` in `sampling` is always concrete: the door draws one where the client gave none.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+    stop_ids: tuple[int, ...] = ()
+    deadline_seconds: float | None = None
+    tenant: str = ""
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.prompt_token_ids:
+            raise InvalidRequestError("prompt is empty: at least one token is needed to predict the next; send some text")
+        if self.deadline_seconds is not None and not self.deadline_seconds > 0:
+            raise InvalidRequestError(f"deadline_seconds must be positive, got {self.deadline_seconds}")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural-log probabilities of one token and of the most likely ones, under the model's distribution after
+    penalties and bias, before temperature and filters."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds of one request; `kv_bytes_moved` crossed from the prefill mesh to the decode mesh."""
+
+    queue_seconds: float = 0.0
+    ttft_seconds: float = 0.0
+    tpot_seconds: float = 0.0
+    handoff_gap_seconds: float = 0.0
+    total_seconds: float = 0.0
+    kv_bytes_moved: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvent:
+    """One message of a stream to the client: new tokens of child `child`, from token `first_index` on.
+
+    `finish_reason` is set on a child's last event; `usage` and `timings` on the last event of the whole stream.
+    """
+
+    child: int
+    first_index: int
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+
+def _in_range(name: str, value: float, low: float, high: float) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or math.isnan(value) or not low <= value <= high:
+        raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value!r}")
+
+
+def _at_most(name: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise InvalidRequestError(f"{name} may hold at most {limit}, got {count}")

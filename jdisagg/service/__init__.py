@@ -1,0 +1,1 @@
+"""The door: gRPC services and the one file that converts between our data and the wire. Never imports JAX."""

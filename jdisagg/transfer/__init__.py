@@ -1,0 +1,1 @@
+"""The bridge: KV between meshes, behind one `Channel` seam."""
