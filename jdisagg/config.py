@@ -1,0 +1,150 @@
+"""Configuration: frozen dataclasses, composed; recipes in `configs/` return one, flags override fields by path.
+
+Each component gets only its own part. No environment variable changes behaviour. Sizes are tokens, pages and seconds.
+"""
+
+import dataclasses
+import enum
+import types
+import typing
+from dataclasses import dataclass, field
+
+from jdisagg.errors import ConfigError, JdisaggError
+from jdisagg.layout.axes import Layout
+
+
+class Mode(enum.Enum):
+    """DISAGGREGATED: two meshes. CHUNKED: one mesh, prefill chunks mixed between decode steps. UNIFIED: one mesh, whole prefills."""
+
+    DISAGGREGATED = "disaggregated"
+    CHUNKED = "chunked"
+    UNIFIED = "unified"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """`directory`: Hugging Face or Orbax form. `context_tokens` caps the model's own limit. `dtype` of weights and KV."""
+
+    directory: str = ""
+    dtype: str = "float32"
+    context_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"model.dtype must be float32 or bfloat16, got {self.dtype!r}")
+        if self.context_tokens is not None:
+            _positive("model.context_tokens", self.context_tokens)
+
+
+@dataclass(frozen=True)
+class InstanceConfig:
+    """One model replica on one mesh.
+
+    chunk_tokens: the largest packed prefill chunk per dp rank; smaller power-of-two buckets are made down to `min_chunk_tokens`.
+    pages_per_rank None: enough for `slots_per_rank` sequences of full context. layer_groups: how many programs a chunk is chained of.
+    """
+
+    layout: Layout = Layout()
+    page_size: int = 128
+    pages_per_rank: int | None = None
+    slots_per_rank: int = 8
+    chunk_tokens: int = 512
+    min_chunk_tokens: int = 64
+    layer_groups: int = 2
+    steps_per_dispatch: int = 1
+    queue_limit: int = 1024
+    growth_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "slots_per_rank", "chunk_tokens", "min_chunk_tokens", "layer_groups", "steps_per_dispatch", "queue_limit"):
+            _positive(name, getattr(self, name))
+        if self.pages_per_rank is not None:
+            _positive("pages_per_rank", self.pages_per_rank)
+        if self.growth_tokens < 1:
+            raise ConfigError(f"growth_tokens must be at least 1, got {self.growth_tokens}")
+        if self.min_chunk_tokens > self.chunk_tokens:
+            raise ConfigError(f"min_chunk_tokens={self.min_chunk_tokens} exceeds chunk_tokens={self.chunk_tokens}")
+
+
+@dataclass(frozen=True)
+class LimitsConfig:
+    """`default_deadline_seconds` bounds a request whose client gave none; leases bound each state of a hand-off."""
+
+    max_waiting_requests: int = 256
+    max_prompt_bytes: int = 4 << 20
+    default_deadline_seconds: float = 600.0
+    handoff_lease_seconds: float = 30.0
+    max_attempts: int = 8
+    stream_buffer_events: int = 64
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            _positive(f"limits.{spec.name}", getattr(self, spec.name))
+
+
+@dataclass(frozen=True)
+class ServiceConfig:
+    host: str = "127.0.0.1"
+    port: int = 8700
+    max_message_bytes: int = 16 << 20
+    drain_seconds: float = 30.0
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The embedded cluster. In the one-mesh modes `decode` describes the one mesh and `prefill` is not used.
+
+    device_count None: as many devices as the layouts need. `warm_up`: compile every bucket before serving.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    mode: Mode = Mode.DISAGGREGATED
+    prefill: InstanceConfig = field(default_factory=InstanceConfig)
+    decode: InstanceConfig = field(default_factory=InstanceConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    service: ServiceConfig = field(default_factory=ServiceConfig)
+    warm_up: bool = True
+    compilation_cache: str = "~/.cache/jdisagg/xla"
+
+
+def override(config: object, assignments: typing.Sequence[str]) -> typing.Any:
+    """Returns a copy of a (nested) config dataclass with `path.to.field=value` assignments applied, values parsed by field type."""
+    for assignment in assignments:
+        path, equals, text = assignment.partition("=")
+        if not equals:
+            raise ConfigError(f"override {assignment!r} must have the form path.to.field=value")
+        config = _replace(config, path.strip().split("."), text.strip(), path)
+    return config
+
+
+def _replace(config: typing.Any, names: list[str], text: str, path: str) -> typing.Any:
+    if not dataclasses.is_dataclass(config) or isinstance(config, Layout):
+        raise ConfigError(f"override {path!r}: {type(config).__name__} has no fields to set")
+    hints = typing.get_type_hints(type(config))
+    name = names[0]
+    if name not in hints:
+        raise ConfigError(f"override {path!r}: {type(config).__name__} has no field {name!r}; it has {', '.join(hints)}")
+    value = _replace(getattr(config, name), names[1:], text, path) if len(names) > 1 else _parse(hints[name], text, path)
+    return dataclasses.replace(config, **{name: value})
+
+
+def _parse(kind: typing.Any, text: str, path: str) -> object:
+    if isinstance(kind, types.UnionType):
+        if text.lower() == "none":
+            return None
+        kind = next(option for option in typing.get_args(kind) if option is not type(None))
+    try:
+        if kind is bool:
+            return {"true": True, "false": False}[text.lower()]
+        if kind is Layout:
+            return Layout.parse(text)
+        return kind(text)
+    except JdisaggError:
+        raise
+    except (KeyError, ValueError, TypeError) as error:
+        raise ConfigError(f"override {path!r}: {text!r} is not a {getattr(kind, '__name__', kind)}") from error
+
+
+def _positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ConfigError(f"{name} must be positive, got {value}")

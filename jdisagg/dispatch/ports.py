@@ -1,0 +1,221 @@
+"""Ports: what the request path asks of a worker, and what two workers say to each other at a hand-off.
+
+The embedded cluster calls these directly; `service/wire.py` is one more implementation. All arguments are frozen plain
+data. Durations are remaining seconds. `attempt` numbers rise with each retry of a request, so that a late zombie is ignored.
+"""
+
+import enum
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from jdisagg.request import Request, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """One of a request's n streams and the tokens already accepted for it; these are forced on re-prefill, never resampled."""
+
+    index: int
+    accepted: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveCall:
+    """Asks a decode worker for pages for the prompt, the accepted tokens and expected growth of all `children`.
+
+    Several children share the prompt's pages, so they must have accepted nothing yet.
+    """
+
+    request: Request
+    attempt: int
+    children: tuple[Child, ...]
+    deadline_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Pages held under a lease of `lease_seconds` from now; `generate` takes it over. `cached_tokens` need not be sent."""
+
+    reservation_id: int
+    worker: str
+    rank: int
+    lease_seconds: float
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffSource:
+    """Where the KV will come from: the prefill worker's name and the hand-off's id there."""
+
+    worker: str
+    handoff_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """Starts a reserved sequence. `source` None: the worker prefills it itself."""
+
+    reservation_id: int
+    attempt: int
+    deadline_seconds: float
+    source: HandoffSource | None = None
+
+
+class SpanEnd(enum.Enum):
+    """Why a child's spans end. `PREEMPTED`: its pages were taken; re-enter the path with the accepted tokens."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    PREEMPTED = "preempted"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens `first_index`.. (counted from the first generated token) of one child, all from one step or span of steps.
+
+    On `STOP` the stop id itself is the last token. `kv_bytes_moved` counts what the hand-off moved; set on the first span.
+    """
+
+    child: int
+    first_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    end: SpanEnd | None = None
+    kv_bytes_moved: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCall:
+    """Computes prompt + accepted tokens, samples one token per child, and offers the KV from `from_token` on under `handoff_id`."""
+
+    request: Request
+    attempt: int
+    children: tuple[Child, ...]
+    handoff_id: int
+    destination: str
+    from_token: int
+    deadline_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    child: int
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillReply:
+    tokens: tuple[FirstToken, ...]
+    queue_seconds: float
+    prefill_seconds: float
+
+
+class WorkerRole(enum.Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A snapshot, per worker; lists are per dp rank."""
+
+    name: str
+    role: WorkerRole
+    layout: str
+    free_pages: tuple[int, ...]
+    total_pages: tuple[int, ...]
+    running: int
+    waiting: int
+    slots: int
+    page_size: int
+    context_tokens: int
+    draining: bool = False
+    handoffs: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A block of KV ready to be pulled (perhaps still computing): positions [start, start + valid_tokens) of layer group `group`,
+    padded to `block_tokens`, on dp rank `rank` of the sender."""
+
+    offer_id: int
+    group: int
+    start: int
+    valid_tokens: int
+    block_tokens: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffEnd:
+    """All is offered: how many offers there were, how many positions, and the tokens sampled at the end."""
+
+    offers: int
+    tokens: int
+    firsts: tuple[FirstToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerHello:
+    """What must match before two workers hand over KV. `kv_layers` is the KV spec in words; differing fields are refused by name."""
+
+    protocol: int
+    worker: str
+    model_fingerprint: str
+    kv_layers: str
+    kv_dtype: str
+    layer_groups: int
+
+
+class PrefillPort(Protocol):
+    async def prefill(self, call: PrefillCall) -> PrefillReply:
+        """Returns when the tokens are sampled. Raises OverloadedError (queue full), DeadlineExceededError, UnavailableError."""
+        ...
+
+    async def cancel_prefill(self, handoff_id: int) -> None:
+        """Idempotent; frees compute, offers and pages of the hand-off."""
+        ...
+
+    async def status(self) -> WorkerStatus: ...
+
+
+class DecodePort(Protocol):
+    async def reserve(self, call: ReserveCall) -> Reservation:
+        """Waits in a bounded queue until there is room. Raises OverloadedError when the queue is full, InvalidRequestError when
+        the request can never fit, DeadlineExceededError when the wait outlasts the call's deadline."""
+        ...
+
+    def generate(self, call: GenerateCall) -> AsyncIterator[Span]:
+        """Spans of all children until each has ended. Raises HandoffError, UnavailableError, DeadlineExceededError.
+        Closing the iterator cancels."""
+        ...
+
+    async def cancel(self, reservation_id: int, child: int | None = None) -> None:
+        """Idempotent; frees the slot within one step and the pages at once (KV in flight within its lease). `child` None is all."""
+        ...
+
+    async def status(self) -> WorkerStatus: ...
+
+
+class PeerPort(Protocol):
+    """The prefill worker, as a decode worker sees it during a hand-off."""
+
+    async def hello(self, hello: PeerHello) -> PeerHello:
+        """Raises IncompatiblePeerError naming the field that differs and both values."""
+        ...
+
+    def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[Offer | HandoffEnd]:
+        """Offers as they are made, then HandoffEnd. Raises HandoffError when the sender gave up."""
+        ...
+
+    async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
+        """These blocks have arrived; the sender forgets them. Idempotent."""
+        ...
+
+    async def abort(self, handoff_id: int, reason: str) -> None:
+        """The receiver gives up; the sender frees all of it. Idempotent."""
+        ...

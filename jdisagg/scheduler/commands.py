@@ -1,0 +1,235 @@
+"""`StepCommand -> Executor.run -> StepResult`: what a scheduler asks of a mesh, as plain serialisable data.
+
+A command names sequences, dp ranks, pages and slots by number and carries every token id the mesh does not hold. It holds
+no arrays, no clock and no randomness, so that a command stream can be broadcast to the processes of an instance, recorded,
+replayed, and run by a cost model. Positions are absolute in the sequence. Page ids are local to a dp rank.
+
+Sequence state on the mesh: tokens t_0..t_(n-1) are known, KV is in pages for positions 0..n-2, the slot holds `token` =
+t_(n-1) and `position` = n-1. A decode step writes that token's KV, samples t_n and moves on, while position < limit.
+"""
+
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Protocol
+
+from jdisagg.layout.kv_spec import KVSpec
+from jdisagg.request import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """How the next tokens of one child are chosen. `history` (prompt, generated ids) is filled only when the choice
+    depends on it; `min_position` is the first position at which a stop id may be sampled."""
+
+    child: int
+    sampling: SamplingParams
+    stop_ids: tuple[int, ...] = ()
+    min_position: int = 0
+    prompt_history: tuple[int, ...] = ()
+    output_history: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OfferSpec:
+    """A piece of a row's KV to offer: layer group `group`, tokens [offset, offset + block_tokens) of the rank's chunk."""
+
+    offer_id: int
+    group: int
+    offset: int
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRow:
+    """One sequence's part of a packed chunk: `tokens` at `offset` of dp rank `rank`'s chunk, from position `start` on.
+
+    `pages` covers positions [0, start + len(tokens)). `samples` is non-empty on the sequence's last part: one per child.
+    """
+
+    sequence: int
+    rank: int
+    offset: int
+    tokens: tuple[int, ...]
+    start: int
+    pages: tuple[int, ...]
+    samples: tuple[SampleSpec, ...] = ()
+    offers: tuple[OfferSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Run one packed chunk of `chunk_tokens` tokens (a bucket) per dp rank. Rows that continue (start > 0) come first on their rank."""
+
+    step: int
+    chunk_tokens: int
+    rows: tuple[PrefillRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseOffers:
+    """Forget offered blocks: pulled and acknowledged, or given up."""
+
+    step: int
+    offer_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PullBlock:
+    """Begin pulling one offered block to dp rank `rank`; the result comes when it has arrived or failed. Never blocks the mesh."""
+
+    step: int
+    offer_id: int
+    rank: int
+    group: int
+    block_tokens: int
+    deadline_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class InsertBlock:
+    """Write a pulled block's first `valid_tokens` tokens into `pages` of its rank, from position `start` on."""
+
+    step: int
+    offer_id: int
+    rank: int
+    group: int
+    block_tokens: int
+    valid_tokens: int
+    start: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DropBlocks:
+    """Forget pulled blocks that will not be inserted."""
+
+    step: int
+    offer_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPages:
+    """Copy-on-write: (rank, source page, destination page) triples."""
+
+    step: int
+    copies: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotAdmit:
+    """Put a sequence into a slot. `limit`: first position that may not be written (pages or length end there)."""
+
+    sequence: int
+    rank: int
+    slot: int
+    token: int
+    position: int
+    limit: int
+    pages: tuple[int, ...]
+    sample: SampleSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SlotGrow:
+    """A running slot got more pages: its whole page row again, and the new limit."""
+
+    rank: int
+    slot: int
+    limit: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSteps:
+    """Admit and grow, then run `steps` decode steps over `slots[rank]`. A slot at its limit yields no token (-1)."""
+
+    step: int
+    steps: int
+    slots: tuple[tuple[int, ...], ...]
+    shaped: bool
+    sampled: bool
+    admits: tuple[SlotAdmit, ...] = ()
+    grows: tuple[SlotGrow, ...] = ()
+
+
+StepCommand = PrefillChunk | ReleaseOffers | PullBlock | InsertBlock | DropBlocks | CopyPages | DecodeSteps
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    sequence: int
+    child: int
+    token: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillResult:
+    step: int
+    samples: tuple[SampledToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeResult:
+    """`tokens[rank][row][k]` for row i of `slots[rank]`; `logprobs` alike where asked for, else empty."""
+
+    step: int
+    tokens: tuple[tuple[tuple[int, ...], ...], ...]
+    logprobs: tuple[tuple[tuple[TokenLogprobs | None, ...], ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PullResult:
+    """`error` is empty on success; `bytes_moved` counts what crossed between devices."""
+
+    step: int
+    offer_id: int
+    bytes_moved: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    step: int
+
+
+StepResult = PrefillResult | DecodeResult | PullResult | Done
+
+
+@dataclass(frozen=True, slots=True)
+class MeshLimits:
+    """What a scheduler may count on from its mesh. `pages_per_rank` are usable pages (ids 0..pages_per_rank-1).
+
+    `chunk_buckets` and `batch_buckets` ascend. A sequence may hold at most `context_tokens` positions. Offered blocks have
+    power-of-two lengths of at least `granule_tokens`; rows of a packed chunk start at multiples of it.
+    """
+
+    ranks: int
+    page_size: int
+    pages_per_rank: int
+    slots_per_rank: int
+    context_tokens: int
+    chunk_buckets: tuple[int, ...]
+    batch_buckets: tuple[int, ...]
+    layer_groups: int
+    granule_tokens: int
+    rows_per_chunk: int
+    samples_per_chunk: int
+    kv_spec: KVSpec
+
+
+class Executor(Protocol):
+    """The hands of one instance: runs commands on its mesh in the order in which `run` was called."""
+
+    limits: MeshLimits
+
+    def run(self, command: StepCommand) -> Awaitable[StepResult]:
+        """Enqueues at once and returns; awaiting gives the result. Raises `UnavailableError` when the mesh failed.
+
+        Must be called on the event loop; JAX runs on the executor's own threads.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stops the threads and frees the mesh's memory. Idempotent."""
+        ...
