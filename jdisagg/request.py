@@ -123,6 +123,16 @@ class Request:
         if self.deadline_seconds is not None and not self.deadline_seconds > 0:
             raise InvalidRequestError(f"deadline_seconds must be positive, got {self.deadline_seconds}")
 
+    def most_tokens(self, context_tokens: int) -> int:
+        """How many tokens a child may generate: max_tokens, or fewer where prompt and answer fill the context."""
+        return min(self.sampling.max_tokens, context_tokens - len(self.prompt_token_ids))
+
+    def end_at(self, index: int, token_id: int, context_tokens: int) -> "FinishReason | None":
+        """Why a child ends with generated token `index`, or None: the one rule that worker and path share."""
+        if token_id in self.stop_ids and index >= self.sampling.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if index + 1 >= self.most_tokens(context_tokens) else None
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:

@@ -24,13 +24,15 @@ class Child:
 class ReserveCall:
     """Asks a decode worker for pages for the prompt, the accepted tokens and expected growth of all `children`.
 
-    Several children share the prompt's pages, so they must have accepted nothing yet.
+    Several children share the prompt's pages, so they must have accepted nothing yet. `age_seconds` is how long ago the
+    request arrived: queues serve by arrival, so that a preempted request goes before younger ones.
     """
 
     request: Request
     attempt: int
     children: tuple[Child, ...]
     deadline_seconds: float
+    age_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,7 @@ class PrefillCall:
     destination: str
     from_token: int
     deadline_seconds: float
+    age_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from jdisagg.request import SamplingParams, TokenLogprobs
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
     """How the next tokens of one child are chosen. `history` (prompt, generated ids) is filled only when the choice
-    depends on it; `min_position` is the first position at which a stop id may be sampled."""
+    depends on it; generated ids are all of them so far, the slot's own `token` included. `min_position` is the first position
+    at which a stop id may be sampled."""
 
     child: int
     sampling: SamplingParams
@@ -87,7 +88,10 @@ class PullBlock:
 
 @dataclass(frozen=True, slots=True)
 class InsertBlock:
-    """Write a pulled block's first `valid_tokens` tokens into `pages` of its rank, from position `start` on."""
+    """Write a pulled block's first `valid_tokens` tokens into its rank's pages, from position `start` on.
+
+    `pages` covers positions [0, start + valid_tokens), as in `PrefillRow`: position p lies in pages[p // page_size].
+    """
 
     step: int
     offer_id: int
