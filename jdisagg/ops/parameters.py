@@ -1,0 +1,52 @@
+"""A model's parameters: arrays that carry the names of their dimensions, and their shardings under a layout.
+
+Each parameter is an `nnx.Param` with the metadata `logical_axes`, one name of `layout/axes.py`'s table per dimension. A
+layout's table maps them to mesh axes. Flax's own sharding annotations are not used: they constrain eagerly, while our
+programs run on local shards inside `shard_map`. Leaf order is always that of `jax.tree.leaves(nnx.state(module))`.
+"""
+
+from typing import Literal, Protocol
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdisagg.layout.axes import Layout, LogicalAxis
+
+Axes = tuple[LogicalAxis, ...]
+Role = Literal["matrix", "embedding", "norm", "bias"]
+
+
+class Make(Protocol):
+    """Makes the value of a parameter (an array, or only its shape), so that one description serves abstract models, random
+    ones and checkpoints. `fan_in` scales random matrices."""
+
+    def __call__(self, shape: tuple[int, ...], role: Role, fan_in: int) -> jax.Array | jax.ShapeDtypeStruct: ...
+
+
+def parameter(value: jax.Array | jax.ShapeDtypeStruct, axes: Axes) -> nnx.Param[jax.Array]:
+    """A parameter with its logical axes."""
+    if len(axes) != len(value.shape):
+        raise ValueError(f"parameter of shape {value.shape} needs one logical axis per dimension, got {axes}")
+    return nnx.Param(value, logical_axes=axes)
+
+
+def param_logical_axes(module: nnx.Module) -> tuple[Axes, ...]:
+    """The logical axes of each parameter, in leaf order."""
+    variables = jax.tree.leaves(nnx.state(module), is_leaf=_is_variable)
+    return tuple(variable.get_metadata()["logical_axes"] for variable in variables)
+
+
+def param_specs(module: nnx.Module, layout: Layout) -> tuple[PartitionSpec, ...]:
+    """The partition of each parameter over the mesh axes ("dp", "kv", "rep"), in leaf order: `shard_map`'s in_specs."""
+    table = layout.axis_table()
+    return tuple(PartitionSpec(*(table[axis] or None for axis in axes)) for axes in param_logical_axes(module))
+
+
+def weight_shardings(module: nnx.Module, mesh: Mesh, layout: Layout) -> tuple[NamedSharding, ...]:
+    """The sharding of each parameter on the mesh, in leaf order."""
+    return tuple(NamedSharding(mesh, spec) for spec in param_specs(module, layout))
+
+
+def _is_variable(node: object) -> bool:
+    return isinstance(node, nnx.Variable)
