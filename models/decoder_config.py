@@ -1,0 +1,79 @@
+"""What a decoder-only transformer of our families is made of: plain, frozen data that a family's file reads from config.json.
+
+Layers whose `LayerConfig` is equal have equal structure, so that one compiled program serves them all. Knows no JAX arrays.
+"""
+
+from dataclasses import dataclass
+
+from jdisagg.layout.axes import ModelGeometry
+from jdisagg.layout.kv_spec import KVSpec
+from jdisagg.ops.rope import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """`qk_norm`: a norm over each head of q and k before rope (Qwen3)."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertConfig:
+    """`normalised`: the chosen experts' weights are scaled to sum to one."""
+
+    experts: int
+    experts_per_token: int
+    ffn: int
+    normalised: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """`experts` is None in a dense layer. `window`: positions seen, the token's own included; None is all of them."""
+
+    window: int | None = None
+    experts: ExpertConfig | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """`ffn` is the width of dense layers; `context_tokens` the longest sequence that the positions were built for."""
+
+    family: str
+    vocabulary: int
+    width: int
+    ffn: int
+    attention: AttentionConfig
+    layers: tuple[LayerConfig, ...]
+    norm_epsilon: float
+    tied: bool
+    context_tokens: int
+    mlp_bias: bool = False
+
+    @property
+    def experts(self) -> ExpertConfig | None:
+        return next((layer.experts for layer in self.layers if layer.experts), None)
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        """The sizes a layout must divide; `ffn` is 0 where no layer is dense."""
+        dense = any(layer.experts is None for layer in self.layers)
+        experts = self.experts
+        return ModelGeometry(
+            query_heads=self.attention.query_heads,
+            kv_heads=self.attention.kv_heads,
+            ffn=self.ffn if dense else 0,
+            experts=experts.experts if experts else 0,
+            expert_ffn=experts.ffn if experts else 0,
+        )
+
+    def kv_spec(self, dtype: str) -> KVSpec:
+        attention = self.attention
+        windows = tuple(layer.window for layer in self.layers)
+        return KVSpec.attention(len(self.layers), attention.kv_heads, attention.head_dim, dtype, windows)

@@ -1,0 +1,16 @@
+"""Llama 2 and 3.x, and the many checkpoints of the same form: optional biases on all projections, one head size, no window."""
+
+from dataclasses import replace
+
+from models.decoder_config import DecoderConfig
+from models.hf_config import FamilyDefaults, HfConfig, read_decoder
+
+DEFAULTS = FamilyDefaults(kv_heads=None, context_tokens=2048)
+
+
+def read_config(hf: HfConfig) -> DecoderConfig:
+    for field in ("sliding_window", "layer_types", "use_sliding_window"):
+        hf.refuse(field, "the Llama family attends to everything")
+    bias = hf.flag("attention_bias", False)
+    config = read_decoder(hf, DEFAULTS, qkv_bias=bias, output_bias=bias)
+    return replace(config, mlp_bias=hf.flag("mlp_bias", False))
