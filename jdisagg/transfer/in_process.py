@@ -1,0 +1,231 @@
+"""The channel within one process: single-device `device_put`s, each straight to the device that keeps the piece.
+
+Knows the reshard plan and JAX; knows nothing of requests, pages or layers. Invariants:
+- a piece that is a whole shard is sent as it is; a smaller one is cut on its own device, all pieces of a shard by one program;
+- a piece for the device it lies on is not moved (its buffer is shared when it is a whole shard);
+- nothing waits: `device_put` of an array still being computed returns at once (half a millisecond for four pieces on CPU), and work
+  issued later on the destination device does not queue behind it (measured; see tests/transfer/test_in_process.py);
+- a global `device_put` between meshes is avoided on purpose: it can go through the host and block its caller for 100 ms.
+
+Warm-up: a pull for each shape compiles the cuts (one small program per shard shape and source device; none where granules are shards).
+"""
+
+import functools
+import threading
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import jax
+
+from jdisagg.clock import Clock
+from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError
+from jdisagg.layout.reshard_plan import ReshardPlan
+from jdisagg.transfer.boxes import HEAD_DIMENSION, plan_handoff, rank_placement
+from jdisagg.transfer.channel import Offered, PullTarget
+from jdisagg.transfer.polled_pull import PolledPull
+
+REMEMBERED_IDS = 65536
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Offer:
+    """One rank's shards, by device id. The block's other ranks are not kept alive."""
+
+    shards: dict[int, jax.Array]
+    shape: tuple[int, ...]
+    sharding: jax.sharding.Sharding
+    rank: int
+    pulls: weakref.WeakSet[PolledPull] = field(default_factory=weakref.WeakSet)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(shard.nbytes for shard in self.shards.values())
+
+
+_RouteKey = tuple[jax.sharding.Sharding, tuple[int, ...], int, jax.sharding.Sharding, tuple[int, ...], int]
+
+
+@dataclass(slots=True)
+class _Route:
+    """The plans of one kind of hand-off, one for each turn of the source's replicas."""
+
+    plans: tuple[ReshardPlan, ...]
+    uses: int = 0
+
+
+class InProcessChannel:
+    """`Channel` for two meshes of this process. See the module's docstring."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._offers: dict[int, _Offer] = {}
+        self._waiting: dict[int, list[tuple[PolledPull, PullTarget]]] = {}
+        self._ended: OrderedDict[int, str] = OrderedDict()
+        self._routes: dict[_RouteKey, _Route] = {}
+        self._moved: dict[tuple[int, int], int] = {}
+        self._planned: dict[tuple[int, int], int] = {}
+
+    def offer(self, offer_id: int, block: jax.Array, rank: int) -> None:
+        devices = rank_placement(block.sharding, block.shape, rank)
+        shards = {shard.device.id: shard.data for shard in block.addressable_shards if shard.device.id in devices}
+        offer = _Offer(shards, block.shape, block.sharding, rank)
+        with self._lock:
+            if offer_id in self._offers:
+                raise HandoffError(f"offer {offer_id:#x} is live already; draw a fresh random id for each offer")
+            ended = self._ended.get(offer_id, "")
+            if ended.startswith("revoked"):
+                return
+            if ended:
+                raise HandoffError(f"offer {offer_id:#x} was {ended}; ids are used once: draw a fresh one")
+            self._offers[offer_id] = offer
+            waiting = self._waiting.pop(offer_id, [])
+            offer.pulls.update(pull for pull, _ in waiting)
+        for pull, target in waiting:
+            if not pull.is_ready():  # neither late nor cancelled
+                self._begin(pull, offer, target)
+
+    def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> PolledPull:
+        pull = PolledPull(offer_id, self._clock, deadline_seconds)
+        with self._lock:
+            self._forget_ended_waits()
+            offer = self._offers.get(offer_id)
+            ended = self._ended.get(offer_id)
+            if offer is not None:
+                offer.pulls.add(pull)
+            elif ended is None:
+                self._waiting.setdefault(offer_id, []).append((pull, target))
+        if offer is not None:
+            self._begin(pull, offer, target)
+        elif ended is not None:
+            pull.fail(HandoffError(f"offer {offer_id:#x} was {ended}"))
+        return pull
+
+    def release(self, offer_id: int) -> None:
+        with self._lock:
+            if self._offers.pop(offer_id, None) is not None:
+                self._remember(offer_id, "released")
+
+    def revoke(self, offer_id: int, reason: str) -> None:
+        with self._lock:
+            offer = self._offers.pop(offer_id, None)
+            pulls = list(offer.pulls) if offer else []
+            pulls += [pull for pull, _ in self._waiting.pop(offer_id, [])]
+            if offer_id not in self._ended:
+                self._remember(offer_id, f"revoked: {reason}")
+        for pull in pulls:
+            pull.fail(HandoffError(f"offer {offer_id:#x} was revoked: {reason}"))
+
+    def offered(self) -> Offered:
+        with self._lock:
+            return Offered(len(self._offers), sum(offer.nbytes for offer in self._offers.values()))
+
+    def bytes_per_pair(self) -> dict[tuple[int, int], int]:
+        with self._lock:
+            return dict(self._moved)
+
+    def planned_bytes_per_pair(self) -> dict[tuple[int, int], int]:
+        """What the plans of all pulls so far say; equal to `bytes_per_pair`, which counts the arrays that were moved."""
+        with self._lock:
+            return dict(self._planned)
+
+    def _begin(self, pull: PolledPull, offer: _Offer, target: PullTarget) -> None:
+        """Issues the copies of one pull; waits for nothing. Called without the lock: JAX calls may take a millisecond."""
+        try:
+            _check_geometry(offer, target)
+            plan = self._next_plan(offer, target)
+            arrays, moved = _move(offer, target, plan)
+        except JdisaggError as error:
+            pull.fail(error)
+            return
+        except Exception as error:
+            pull.fail(HandoffError(f"the copies of a pull could not be issued: {error}"))
+            return
+        with self._lock:
+            _add(self._moved, moved)
+            _add(self._planned, plan.bytes_per_pair(target.zeros.dtype.itemsize))
+        pull.deliver(arrays, sum(moved.values()))
+
+    def _next_plan(self, offer: _Offer, target: PullTarget) -> ReshardPlan:
+        """The cached plan; source replicas take turns from one pull to the next."""
+        zeros = target.zeros
+        key = (offer.sharding, offer.shape, offer.rank, zeros.sharding, zeros.shape, target.rank)
+        with self._lock:
+            route = self._routes.get(key)
+            if route is None:
+                route = self._routes[key] = _Route(_plans(offer, target))
+            route.uses += 1
+            return route.plans[(route.uses - 1) % len(route.plans)]
+
+    def _remember(self, offer_id: int, how: str) -> None:
+        self._ended[offer_id] = how
+        while len(self._ended) > REMEMBERED_IDS:
+            self._ended.popitem(last=False)
+
+    def _forget_ended_waits(self) -> None:
+        for offer_id in [key for key, waits in self._waiting.items() if all(pull.is_ready() for pull, _ in waits)]:
+            del self._waiting[offer_id]
+
+
+def _plans(offer: _Offer, target: PullTarget) -> tuple[ReshardPlan, ...]:
+    source = rank_placement(offer.sharding, offer.shape, offer.rank)
+    zeros = target.zeros
+    whole = (zeros.shape[0], *offer.shape[1:])
+    destination = rank_placement(zeros.sharding, whole, target.rank)
+    replicas = max(list(source.values()).count(box) for box in source.values())
+    return tuple(plan_handoff(source, destination, target.granule, turn) for turn in range(replicas))
+
+
+def _move(offer: _Offer, target: PullTarget, plan: ReshardPlan) -> tuple[tuple[jax.Array, ...], dict[tuple[int, int], int]]:
+    """Cuts, copies and assembles; returns the arrays and the bytes moved per device pair."""
+    zeros, granule = target.zeros, target.granule
+    cuts: dict[int, tuple[jax.Array, ...]] = {}
+    resident = {shard.device.id: shard.data for shard in zeros.addressable_shards}
+    devices = {device.id: device for device in zeros.sharding.addressable_devices}
+    count = offer.shape[HEAD_DIMENSION] // zeros.shape[HEAD_DIMENSION]
+    received: list[dict[int, jax.Array]] = [dict(resident) for _ in range(count)]
+    moved: dict[tuple[int, int], int] = {}
+    for piece in plan.pieces:
+        if piece.source not in cuts:
+            shard = offer.shards[piece.source]
+            parts = shard.shape[HEAD_DIMENSION] // granule
+            cuts[piece.source] = _cut(shard, parts) if parts > 1 else (shard,)
+        part = cuts[piece.source][piece.source_slice[HEAD_DIMENSION][0] // granule]
+        if not piece.local:
+            part = jax.device_put(part, devices[piece.destination])
+            pair = (piece.source, piece.destination)
+            moved[pair] = moved.get(pair, 0) + part.nbytes
+        received[piece.destination_slice[HEAD_DIMENSION][0] // granule][piece.destination] = part
+    arrays = (jax.make_array_from_single_device_arrays(zeros.shape, zeros.sharding, list(parts.values())) for parts in received)
+    return tuple(arrays), moved
+
+
+@functools.partial(jax.jit, static_argnames="parts")
+def _cut(shard_1CKTH: jax.Array, parts: int) -> tuple[jax.Array, ...]:
+    size = shard_1CKTH.shape[HEAD_DIMENSION] // parts
+    return tuple(jax.lax.slice_in_dim(shard_1CKTH, part * size, part * size + size, axis=HEAD_DIMENSION) for part in range(parts))
+
+
+def _check_geometry(offer: _Offer, target: PullTarget) -> None:
+    """Raises IncompatiblePeerError naming the field and both values; the hand-shake should have refused such a peer before."""
+    shard = next(iter(offer.shards.values()))
+    zeros = target.zeros
+    pairs = [("dtype", str(shard.dtype), str(zeros.dtype)), ("dimensions", len(offer.shape), zeros.ndim)]
+    pairs += [
+        (f"size of dimension {axis}", offer.shape[axis], zeros.shape[axis]) for axis in (1, 3, 4) if len(offer.shape) == zeros.ndim == 5
+    ]
+    for name, offered, wanted in pairs:
+        if offered != wanted:
+            raise IncompatiblePeerError(f"a block's {name} is {offered!r} at the sender and {wanted!r} at the receiver; they must be equal")
+    heads, local = offer.shape[HEAD_DIMENSION], shard.shape[HEAD_DIMENSION]
+    if heads % zeros.shape[HEAD_DIMENSION] or local % target.granule:
+        raise IncompatiblePeerError(
+            f"pieces of {target.granule} heads ({zeros.shape[HEAD_DIMENSION]} over the receiver's mesh) do not divide "
+            f"the sender's {heads} kv heads and its {local} a shard; use head_granule"
+        )
+
+
+def _add(total: dict[tuple[int, int], int], more: dict[tuple[int, int], int]) -> None:
+    for pair, count in more.items():
+        total[pair] = total.get(pair, 0) + count

@@ -1,0 +1,88 @@
+"""A pull as a future that is polled: under way, then over for good (arrived, failed, cancelled or late).
+
+Knows arrays and a clock, no channel. Two threads meet here (a dispatch thread delivers, cancels or revokes, the completion thread
+polls), so every change happens under its lock; nothing is waited for under it. An ended pull keeps no array alive.
+"""
+
+import threading
+
+import jax
+
+from jdisagg.clock import Clock
+from jdisagg.errors import HandoffError, JdisaggError
+
+
+class PolledPull:
+    """A `Pull`: first without arrays (its offer is not made yet), then with arrays on their way, then over."""
+
+    def __init__(self, offer_id: int, clock: Clock, deadline_seconds: float) -> None:
+        self._offer_id = offer_id
+        self._clock = clock
+        self._deadline_seconds = deadline_seconds
+        self._deadline = clock.now() + deadline_seconds
+        self._lock = threading.Lock()
+        self._arrays: tuple[jax.Array, ...] | None = None
+        self._error: JdisaggError | None = None
+        self._arrived = False
+        self._bytes_moved = 0
+
+    @property
+    def bytes_moved(self) -> int:
+        return self._bytes_moved
+
+    def is_ready(self) -> bool:
+        with self._lock:
+            if self._error or self._arrived:
+                return True
+            if self._have_come():
+                self._arrived = not self._error
+            elif self._clock.now() >= self._deadline:
+                state = "was not made (or its id is unknown)" if self._arrays is None else "has not arrived"
+                self._end(HandoffError(f"offer {self._offer_id:#x} {state} within the deadline of {self._deadline_seconds} s; pull again"))
+            return bool(self._error or self._arrived)
+
+    def failed(self) -> JdisaggError | None:
+        self.is_ready()
+        return self._error
+
+    def arrays(self) -> tuple[jax.Array, ...]:
+        ready = self.is_ready()
+        with self._lock:
+            if self._error:
+                raise self._error
+            assert ready and self._arrays is not None, "arrays() of a pull that is under way; poll is_ready() first"
+            return self._arrays
+
+    def cancel(self) -> None:
+        with self._lock:
+            if not self._error:
+                self._end(HandoffError(f"the pull of offer {self._offer_id:#x} was cancelled"))
+
+    def deliver(self, arrays: tuple[jax.Array, ...], bytes_moved: int) -> None:
+        """The arrays, perhaps still on their way; dropped if the pull ended meanwhile."""
+        with self._lock:
+            self._bytes_moved = bytes_moved
+            if not self._error:
+                self._arrays = arrays
+
+    def fail(self, error: JdisaggError) -> None:
+        """Ends a pull that is under way; one that has arrived stays so."""
+        with self._lock:
+            if not self._error and not self._arrived:
+                self._end(error)
+
+    def _have_come(self) -> bool:
+        try:
+            if self._arrays is None or not all(map(_is_ready, self._arrays)):
+                return False
+            jax.block_until_ready(self._arrays)  # all are ready: this raises where the computation or the copy failed
+        except Exception as error:
+            self._end(HandoffError(f"offer {self._offer_id:#x}: its block could not be computed or moved: {error}"))
+        return True
+
+    def _end(self, error: JdisaggError) -> None:
+        self._error, self._arrays, self._arrived = error, None, False
+
+
+def _is_ready(array: jax.Array) -> bool:
+    return array.is_ready()  # pyright: ignore[reportAttributeAccessIssue] (public, but missing in the abstract class's stub)

@@ -1,0 +1,271 @@
+"""What every `Channel` must do, as a suite: subclass `ChannelConformance` and give it an `ends` fixture.
+
+The two ends may be one object (in process) or a sender and a receiver in one process that talk over a wire. The sender's meshes
+use devices 0-3, the receiver's 4-7. The oracle is numpy: what each device must hold is cut out of the whole block.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdisagg.errors import HandoffError, IncompatiblePeerError
+from jdisagg.layout.axes import Layout
+from jdisagg.transfer.boxes import head_granule
+from jdisagg.transfer.channel import Channel, Offered, Pull, PullTarget, block_sharding, resident_zeros
+
+COMPONENTS, TOKENS, HEAD_SIZE = 2, 4, 2
+LONG_SECONDS = 1000.0
+PREFILL = ("tp=1", "tp=2", "tp=4", "dp=2,tp=2", "dp=4")
+DECODE = ("tp=1", "dp=2", "dp=4", "dp=2,tp=2", "tp=4")
+PAIRS = [
+    *((source, destination, 4, "float32") for source in PREFILL for destination in DECODE),
+    *((source, destination, 2, "bfloat16") for source in PREFILL for destination in DECODE),
+    ("tp=3", "tp=2", 6, "float32"),
+    ("tp=2", "tp=3", 6, "bfloat16"),
+    ("tp=1", "dp=2,tp=2", 6, "float32"),
+]
+
+
+class ManualClock:
+    """Stands still until told."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    async def sleep(self, seconds: float) -> None:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Ends:
+    sender: Channel
+    receiver: Channel
+    clock: ManualClock
+
+
+@dataclass(frozen=True)
+class Case:
+    """A block on the sender's mesh with its values, and zeros on the receiver's mesh, whose devices are given too."""
+
+    block: jax.Array
+    values: np.ndarray
+    zeros: jax.Array
+    source: Layout
+    destination: Layout
+    destination_devices: tuple[int, ...]
+
+    def target(self, rank: int) -> PullTarget:
+        return PullTarget(self.zeros, rank)
+
+
+def mesh(layout: Layout, kv_heads: int, first_device: int) -> jax.sharding.Mesh:
+    devices = jax.devices()[first_device : first_device + layout.devices]
+    return jax.sharding.Mesh(np.array(devices).reshape(layout.mesh_shape(kv_heads)), ("dp", "kv", "rep"))
+
+
+def case(source: str, destination: str, kv_heads: int = 4, dtype: str = "float32", components: int = COMPONENTS) -> Case:
+    prefill, decode = Layout.parse(source), Layout.parse(destination)
+    prefill_mesh, decode_mesh = mesh(prefill, kv_heads, 0), mesh(decode, kv_heads, 4)
+    shape = (prefill.dp, components, kv_heads, TOKENS, HEAD_SIZE)
+    values = (np.arange(math.prod(shape)) % 251).reshape(shape).astype(jnp.dtype(dtype))  # exact in bfloat16 too
+    granule = head_granule(kv_heads, prefill_mesh.shape["kv"], decode_mesh.shape["kv"])
+    zeros = resident_zeros(decode_mesh, components, granule, TOKENS, HEAD_SIZE, jnp.dtype(dtype))
+    return Case(
+        jax.device_put(values, block_sharding(prefill_mesh)),
+        values,
+        zeros,
+        prefill,
+        decode,
+        tuple(device.id for device in decode_mesh.devices.flat),
+    )
+
+
+def finished(pull: Pull) -> Pull:
+    """Polls until the pull is over; the generous bound is a safety net, not an assertion about speed."""
+    end = time.monotonic() + 60
+    while not pull.is_ready():
+        assert time.monotonic() < end, "the pull hangs"
+        time.sleep(0.001)
+    return pull
+
+
+def received_shards(pull: Pull, case: Case, rank: int) -> dict[int, np.ndarray]:
+    """Device id -> its heads, of the receiving rank, joined as an insert program would."""
+    arrays = pull.arrays()
+    shards: dict[int, list[np.ndarray]] = {}
+    for array in arrays:
+        assert (array.shape, array.dtype, array.sharding) == (case.zeros.shape, case.zeros.dtype, case.zeros.sharding)
+        for shard in array.addressable_shards:
+            if shard.index[0] == slice(rank, rank + 1) or case.destination.dp == 1:
+                shards.setdefault(shard.device.id, []).append(np.asarray(shard.data))
+            else:
+                assert not np.asarray(shard.data).astype(np.float32).any(), "a rank that receives nothing must keep its zeros"
+    return {device: np.concatenate(parts, axis=2) for device, parts in shards.items()}
+
+
+def expected_shards(case: Case, source_rank: int, rank: int) -> dict[int, np.ndarray]:
+    kv_heads = case.values.shape[2]
+    part = case.values[source_rank : source_rank + 1]
+    _, kv, replicas = case.destination.mesh_shape(kv_heads)
+    first, size = rank * kv * replicas, kv_heads // kv
+    return {
+        case.destination_devices[first + shard * replicas + replica]: part[:, :, shard * size : (shard + 1) * size]
+        for shard in range(kv)
+        for replica in range(replicas)
+    }
+
+
+class ChannelConformance:
+    """Subclasses give the fixture `ends`."""
+
+    @pytest.mark.parametrize(("source", "destination", "kv_heads", "dtype"), PAIRS)
+    def test_each_destination_shard_gets_its_own_slice_and_its_bytes_once(
+        self, ends: Ends, source: str, destination: str, kv_heads: int, dtype: str
+    ) -> None:
+        block = case(source, destination, kv_heads, dtype)
+        for number, (source_rank, rank) in enumerate({(0, block.destination.dp - 1), (block.source.dp - 1, 0)}):
+            before = ends.receiver.bytes_per_pair()
+            ends.sender.offer(number, block.block, source_rank)
+            pull = finished(ends.receiver.pull(number, block.target(rank), LONG_SECONDS))
+            expected = expected_shards(block, source_rank, rank)
+            received = received_shards(pull, block, rank)
+            assert received.keys() == expected.keys()
+            for device, shard in expected.items():
+                np.testing.assert_array_equal(received[device], shard)
+
+            after = ends.receiver.bytes_per_pair()
+            moved = {pair: count - before.get(pair, 0) for pair, count in after.items() if count != before.get(pair, 0)}
+            arrived = {device: sum(count for (_, to), count in moved.items() if to == device) for _, device in moved}
+            assert arrived == {device: shard.nbytes for device, shard in expected.items()}
+            senders = {shard.device.id for shard in block.block.addressable_shards if shard.index[0].indices(99)[0] == source_rank}
+            assert {device for device, _ in moved} <= senders
+            assert pull.bytes_moved == sum(arrived.values())
+            ends.sender.release(number)
+        assert ends.sender.offered() == Offered(0, 0)
+
+    def test_replicas_of_the_source_take_turns(self, ends: Ends) -> None:
+        block = case("tp=4", "tp=1", kv_heads=2)
+        for number in range(4):
+            ends.sender.offer(number, block.block, 0)
+            finished(ends.receiver.pull(number, block.target(0), LONG_SECONDS)).arrays()
+        assert len(set(ends.receiver.bytes_per_pair().values())) == 1
+        assert len(ends.receiver.bytes_per_pair()) == 4
+
+    def test_an_offer_can_be_pulled_again(self, ends: Ends) -> None:
+        block = case("tp=2", "dp=2,tp=2")
+        ends.sender.offer(7, block.block, 0)
+        for rank in (0, 1, 0):
+            pull = finished(ends.receiver.pull(7, block.target(rank), LONG_SECONDS))
+            for device, shard in expected_shards(block, 0, rank).items():
+                np.testing.assert_array_equal(received_shards(pull, block, rank)[device], shard)
+
+    def test_a_pull_may_come_before_its_offer(self, ends: Ends) -> None:
+        block = case("tp=2", "tp=4")
+        pull = ends.receiver.pull(7, block.target(0), LONG_SECONDS)
+        assert not pull.is_ready()
+        assert pull.failed() is None
+        ends.sender.offer(7, block.block, 0)
+        assert received_shards(finished(pull), block, 0).keys() == expected_shards(block, 0, 0).keys()
+
+    def test_a_pull_whose_offer_never_comes_fails_at_its_deadline(self, ends: Ends) -> None:
+        pull = ends.receiver.pull(0xABC, case("tp=1", "tp=1").target(0), 5.0)
+        ends.clock.seconds = 4.9
+        assert not pull.is_ready()
+        ends.clock.seconds = 5.0
+        assert pull.is_ready()
+        with pytest.raises(HandoffError, match=r"0xabc was not made.*5\.0 s"):
+            pull.arrays()
+
+    def test_an_id_in_use_is_refused(self, ends: Ends) -> None:
+        block = case("tp=1", "tp=1")
+        ends.sender.offer(0xABC, block.block, 0)
+        with pytest.raises(HandoffError, match="0xabc is live already"):
+            ends.sender.offer(0xABC, block.block, 0)
+        assert ends.sender.offered().offers == 1
+
+    def test_an_id_used_before_is_refused(self, ends: Ends) -> None:
+        block = case("tp=1", "tp=1")
+        ends.sender.offer(0xABC, block.block, 0)
+        ends.sender.release(0xABC)
+        with pytest.raises(HandoffError, match="0xabc was released"):
+            ends.sender.offer(0xABC, block.block, 0)
+
+    def test_a_pull_after_the_release_fails_and_says_so(self, ends: Ends) -> None:
+        block = case("tp=1", "tp=1")
+        ends.sender.offer(7, block.block, 0)
+        ends.sender.release(7)
+        pull = finished(ends.receiver.pull(7, block.target(0), LONG_SECONDS))
+        with pytest.raises(HandoffError, match="released"):
+            pull.arrays()
+
+    def test_release_is_idempotent_and_knows_no_unknown_id(self, ends: Ends) -> None:
+        ends.sender.release(7)
+        ends.sender.offer(7, case("tp=1", "tp=1").block, 0)
+        ends.sender.release(7)
+        ends.sender.release(7)
+        assert ends.sender.offered() == Offered(0, 0)
+
+    def test_a_revoked_offer_fails_later_pulls_with_its_reason(self, ends: Ends) -> None:
+        block = case("tp=1", "tp=1")
+        ends.sender.offer(7, block.block, 0)
+        ends.sender.revoke(7, "the client went away")
+        ends.sender.revoke(7, "a second reason")
+        pull = finished(ends.receiver.pull(7, block.target(0), LONG_SECONDS))
+        with pytest.raises(HandoffError, match="the client went away"):
+            pull.arrays()
+        assert ends.sender.offered() == Offered(0, 0)
+
+    def test_a_revocation_reaches_a_pull_that_waits_for_its_offer(self, ends: Ends) -> None:
+        block = case("tp=1", "tp=1")
+        pull = ends.receiver.pull(7, block.target(0), LONG_SECONDS)
+        ends.sender.revoke(7, "prefill failed")
+        with pytest.raises(HandoffError, match="prefill failed"):
+            finished(pull).arrays()
+        ends.sender.offer(7, block.block, 0)
+        assert ends.sender.offered() == Offered(0, 0)
+
+    def test_an_arrived_pull_survives_release_and_revocation(self, ends: Ends) -> None:
+        block = case("tp=2", "tp=2")
+        for number, end in enumerate((ends.sender.release, lambda offer_id: ends.sender.revoke(offer_id, "late"))):
+            ends.sender.offer(number, block.block, 0)
+            pull = finished(ends.receiver.pull(number, block.target(0), LONG_SECONDS))
+            end(number)
+            assert pull.failed() is None
+            assert received_shards(pull, block, 0).keys() == expected_shards(block, 0, 0).keys()
+
+    def test_a_cancelled_pull_gives_nothing(self, ends: Ends) -> None:
+        block = case("tp=2", "tp=2")
+        ends.sender.offer(7, block.block, 0)
+        for pull in (ends.receiver.pull(7, block.target(0), LONG_SECONDS), ends.receiver.pull(8, block.target(0), LONG_SECONDS)):
+            pull.cancel()
+            pull.cancel()
+            assert pull.is_ready()
+            with pytest.raises(HandoffError, match="cancelled"):
+                pull.arrays()
+
+    def test_offered_counts_only_the_bytes_of_the_offered_rank(self, ends: Ends) -> None:
+        block = case("dp=2,tp=2", "tp=1")
+        ends.sender.offer(7, block.block, 1)
+        assert ends.sender.offered() == Offered(1, block.block.nbytes // 2)
+
+    @pytest.mark.parametrize(
+        ("field", "receiver"),
+        [
+            ("dtype is 'float32'.*'bfloat16'", lambda: case("tp=2", "tp=2", dtype="bfloat16")),
+            ("size of dimension 1 is 2.*3", lambda: case("tp=2", "tp=2", components=3)),
+            ("pieces of 3 heads", lambda: case("tp=2", "tp=2", kv_heads=6)),
+        ],
+    )
+    def test_a_receiver_of_another_geometry_is_refused_by_field(self, ends: Ends, field: str, receiver: Callable[[], Case]) -> None:
+        ends.sender.offer(7, case("tp=2", "tp=2").block, 0)
+        with pytest.raises(IncompatiblePeerError, match=field):
+            finished(ends.receiver.pull(7, receiver().target(0), LONG_SECONDS)).arrays()
