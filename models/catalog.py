@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jdisagg.errors import CheckpointError
 from models import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from models.decoder_config import DecoderConfig
 from models.hf_config import HfConfig
@@ -35,5 +34,7 @@ def read_config(hf: HfConfig) -> DecoderConfig:
         raise hf.error("model_type", f"must be one of {', '.join(FAMILIES)}", "this family is not supported")
     architectures = hf.names("architectures")
     if architectures and family.architecture not in architectures:
-        raise hf.error("architectures", f"must hold {family.architecture!r} for model_type {kind!r}", "only causal language models are served")
+        raise hf.error(
+            "architectures", f"must hold {family.architecture!r} for model_type {kind!r}", "only causal language models are served"
+        )
     return family.read_config(hf)

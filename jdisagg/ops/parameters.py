@@ -5,13 +5,16 @@ layout's table maps them to mesh axes. Flax's own sharding annotations are not u
 programs run on local shards inside `shard_map`. Leaf order is always that of `jax.tree.leaves(nnx.state(module))`.
 """
 
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdisagg.layout.axes import Layout, LogicalAxis
+from jdisagg.errors import LayoutError
+from jdisagg.layout.axes import MESH_AXES, Layout, LogicalAxis
 
 Axes = tuple[LogicalAxis, ...]
 Role = Literal["matrix", "embedding", "norm", "bias"]
@@ -46,6 +49,14 @@ def param_specs(module: nnx.Module, layout: Layout) -> tuple[PartitionSpec, ...]
 def weight_shardings(module: nnx.Module, mesh: Mesh, layout: Layout) -> tuple[NamedSharding, ...]:
     """The sharding of each parameter on the mesh, in leaf order."""
     return tuple(NamedSharding(mesh, spec) for spec in param_specs(module, layout))
+
+
+def layout_mesh(layout: Layout, kv_heads: int, devices: Sequence[jax.Device]) -> Mesh:
+    """The mesh of an instance on exactly these devices, with the axes ("dp", "kv", "rep")."""
+    shape = layout.mesh_shape(kv_heads)
+    if len(devices) != layout.devices:
+        raise LayoutError(f"layout {layout} needs {layout.devices} devices, got {len(devices)}; give as many as dp * tp")
+    return Mesh(np.array(devices, dtype=object).reshape(shape), MESH_AXES)
 
 
 def _is_variable(node: object) -> bool:

@@ -1,0 +1,113 @@
+"""Loads a checkpoint directory into any layout: each device's slices straight from the files, nothing gathered.
+
+A directory holds config.json and either safetensors files in Hugging Face form or the Orbax form that `launch.convert` writes.
+Every tensor must be accounted for: missing, extra and wrongly shaped ones are listed. Each process reads only its own slices.
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from tqdm import tqdm
+
+from jdisagg.errors import CheckpointError, ConfigError
+from jdisagg.layout.axes import Layout
+from jdisagg.ops.parameters import layout_mesh, weight_shardings
+from models import orbax_checkpoint
+from models.catalog import read_config
+from models.decoder import Decoder, abstract_model
+from models.decoder_config import DecoderConfig
+from models.hf_config import HfConfig
+from models.hf_weights import Source, find_source
+from models.parameter_tree import parameter_shapes, with_arrays
+from models.safetensors_files import SafetensorsFiles
+
+# Buffers that some checkpoints store and no forward pass of ours reads.
+_HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|attn\.bias)$")
+_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model whose parameters are global arrays on `mesh`, whose axes are ("dp", "kv", "rep")."""
+
+    model: Decoder
+    mesh: Mesh
+    layout: Layout
+
+
+def load_config(directory: str | Path) -> DecoderConfig:
+    """The model's configuration alone, without its weights."""
+    return read_config(HfConfig.from_directory(Path(directory)))
+
+
+def load_model(
+    directory: str | Path, layout: Layout, devices: Sequence[jax.Device], *, dtype: str = "float32", platform: str | None = None
+) -> LoadedModel:
+    """Loads the weights in `dtype` ("float32" or "bfloat16") onto `devices`, whose number is the layout's.
+
+    `platform` (the devices' where None) decides how kernels lie. Blocks until all is read. Raises `CheckpointError`, `LayoutError`.
+    """
+    if dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"dtype must be 'float32' or 'bfloat16', got {dtype!r}")
+    directory = Path(directory)
+    config = load_config(directory)
+    layout.check(config.geometry)
+    mesh = layout_mesh(layout, config.attention.kv_heads, devices)
+    model = abstract_model(config, dtype=dtype, platform=platform or devices[0].platform, tp=layout.tp)
+    if orbax_checkpoint.is_orbax(directory):
+        return LoadedModel(orbax_checkpoint.restore(directory, model, mesh, layout), mesh, layout)
+    return LoadedModel(_fill(model, SafetensorsFiles.from_directory(directory), directory, mesh, layout), mesh, layout)
+
+
+def _fill(model: Decoder, files: SafetensorsFiles, directory: Path, mesh: Mesh, layout: Layout) -> Decoder:
+    found = files.shapes()
+    parameters = parameter_shapes(model)
+    present = frozenset(found)
+    sources = [find_source(parameter, model.vocabulary, present) for parameter in parameters]
+    _check(sources, found, model.config, directory)
+    dtype = np.dtype(jnp.dtype(model.kv_spec.dtype))
+    shardings = weight_shardings(model, mesh, layout)
+    total = sum(dtype.itemsize * int(np.prod(parameter.shape)) for parameter in parameters)
+    arrays = []
+    with tqdm(total=total, desc=f"loading {directory.name}", unit="B", unit_scale=True, delay=2, file=sys.stderr) as progress:
+        for parameter, source, sharding in zip(parameters, sources, shardings, strict=True):
+            arrays.append(_read_array(source, files, parameter.shape, dtype, sharding))
+            progress.update(arrays[-1].nbytes)
+    return with_arrays(model, arrays)
+
+
+def _read_array(source: Source, files: SafetensorsFiles, shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding) -> jax.Array:
+    def one_shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        parts = index or (slice(None),) * len(shape)
+        bounded = tuple(slice(*part.indices(size)[:2]) for part, size in zip(parts, shape, strict=True))
+        return np.array(source.read(files.read, bounded), dtype=dtype, order="C", copy=True)  # JAX may alias what it is given
+
+    return jax.make_array_from_callback(shape, sharding, one_shard)
+
+
+def _check(sources: Sequence[Source], found: dict[str, tuple[int, ...]], config: DecoderConfig, directory: Path) -> None:
+    needed = {name: shape for source in sources for name, shape in source.needs().items()}
+    missing = [f"{name} {shape}" for name, shape in needed.items() if name not in found]
+    misshapen = [f"{name} is {found[name]}, not {shape}" for name, shape in needed.items() if name in found and found[name] != shape]
+    ignored = {"lm_head.weight"} if config.tied else set()
+    extra = [
+        f"{name} {shape}" for name, shape in found.items() if name not in needed and name not in ignored and not _HARMLESS.search(name)
+    ]
+    wrong = [_listed(*part) for part in (("missing", missing), ("of another shape", misshapen), ("not known", extra)) if part[1]]
+    if wrong:
+        raise CheckpointError(
+            f"{directory}: the tensors do not fit its config.json ({config.family}): {'; '.join(wrong)}; "
+            "use the config.json that the weights were saved with"
+        )
+
+
+def _listed(what: str, names: list[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"{len(names)} {what}: {', '.join(names[:_LISTED])}{more}"

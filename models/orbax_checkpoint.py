@@ -1,0 +1,125 @@
+"""Checkpoints in Orbax form: written once from any layout, restored directly into the shardings of any other.
+
+A directory holds `orbax/` (one array per parameter, named by its path) beside config.json and the tokenizer's files. Arrays are
+kept as [in, out] and with the plain vocabulary, so that the form depends on neither platform nor layout; Orbax pads the
+vocabulary on the way in, and kernels that a platform wants as [out, in] are flipped on their own devices afterwards.
+"""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdisagg.errors import CheckpointError
+from jdisagg.layout.axes import Layout
+from jdisagg.ops.parameters import param_logical_axes, weight_shardings
+from models.decoder import Decoder
+from models.parameter_tree import ParameterShape, parameter_shapes, with_arrays
+
+_FOLDER = "orbax"
+_COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+               "chat_template.jinja")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A parameter as it lies on disk: its name, shape (vocabulary unpadded), and the shape and sharding it is restored to."""
+
+    name: str
+    shape: tuple[int, ...]
+    padded: tuple[int, ...]
+    sharding: NamedSharding
+    flipped: bool
+
+
+def is_orbax(directory: Path) -> bool:
+    return (directory / _FOLDER).is_dir()
+
+
+def save(model: Decoder, mesh: Mesh, layout: Layout, source: Path, destination: Path) -> None:
+    """Writes the weights, and copies config and tokenizer files from `source`. Refuses a destination that has weights."""
+    if is_orbax(destination):
+        raise CheckpointError(f"{destination} already holds an Orbax checkpoint; choose another directory or remove it")
+    destination.mkdir(parents=True, exist_ok=True)
+    arrays = jax.tree.leaves(nnx.state(model))
+    stored = _stored_form(model, mesh, layout)
+    tree = {part.name: _to_disk_form(array, part) for array, part in zip(arrays, stored, strict=True)}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save((destination / _FOLDER).absolute(), args=ocp.args.PyTreeSave(tree))
+    for name in _COMPANIONS:
+        if (source / name).is_file() and source.resolve() != destination.resolve():
+            shutil.copyfile(source / name, destination / name)
+
+
+def restore(directory: Path, model: Decoder, mesh: Mesh, layout: Layout) -> Decoder:
+    """Fills an abstract model; each process reads only what its devices hold."""
+    path = (directory / _FOLDER).absolute()
+    stored = _stored_form(model, mesh, layout)
+    dtype = jnp.dtype(model.kv_spec.dtype)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        try:
+            _check(_shapes_on_disk(checkpointer, path), stored, directory)
+            restore_args = {
+                part.name: ocp.ArrayRestoreArgs(sharding=part.sharding, global_shape=part.padded, dtype=dtype, strict=False)
+                for part in stored
+            }
+            item = {part.name: jax.ShapeDtypeStruct(part.padded, dtype, sharding=part.sharding) for part in stored}
+            tree = checkpointer.restore(path, args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args))
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{path} cannot be read as an Orbax checkpoint ({error}); convert it again") from error
+    shardings = weight_shardings(model, mesh, layout)
+    return with_arrays(model, [_from_disk_form(tree[part.name], part, to) for part, to in zip(stored, shardings, strict=True)])
+
+
+def _stored_form(model: Decoder, mesh: Mesh, layout: Layout) -> list[_Stored]:
+    axes = param_logical_axes(model)
+    shardings = weight_shardings(model, mesh, layout)
+    return [
+        _stored(parameter, names, sharding, mesh, model.vocabulary)
+        for parameter, names, sharding in zip(parameter_shapes(model), axes, shardings, strict=True)
+    ]
+
+
+def _stored(parameter: ParameterShape, axes: Sequence[str], sharding: NamedSharding, mesh: Mesh, vocabulary: int) -> _Stored:
+    flipped = parameter.transposed and len(parameter.shape) == 2
+    order = slice(None, None, -1) if flipped else slice(None)
+    plain = tuple(vocabulary if axis == "vocab" else size for axis, size in zip(axes, parameter.shape, strict=True))
+    spec = PartitionSpec(*tuple(sharding.spec)[order])
+    name = ".".join(str(step) for step in parameter.path)
+    return _Stored(name, plain[order], parameter.shape[order], NamedSharding(mesh, spec), flipped)
+
+
+def _to_disk_form(array: jax.Array, part: _Stored) -> jax.Array:
+    if part.flipped:
+        array = jax.jit(jnp.swapaxes, static_argnums=(1, 2), out_shardings=part.sharding)(array, 0, 1)
+    if part.shape == part.padded:
+        return array
+    whole = NamedSharding(part.sharding.mesh, PartitionSpec())  # the plain vocabulary need not divide: written unsharded
+    return jax.jit(partial(jax.lax.slice, start_indices=(0,) * array.ndim, limit_indices=part.shape), out_shardings=whole)(array)
+
+
+def _from_disk_form(array: jax.Array, part: _Stored, sharding: NamedSharding) -> jax.Array:
+    if not part.flipped:
+        return array
+    return jax.jit(jnp.swapaxes, static_argnums=(1, 2), out_shardings=sharding)(array, 0, 1)
+
+
+def _shapes_on_disk(checkpointer: ocp.Checkpointer, path: Path) -> dict[str, tuple[int, ...]]:
+    metadata = checkpointer.metadata(path)
+    tree = metadata.item_metadata.tree  # type: ignore[union-attr]
+    return {name: tuple(leaf.shape) for name, leaf in tree.items()}
+
+
+def _check(found: dict[str, tuple[int, ...]], stored: Sequence[_Stored], directory: Path) -> None:
+    needed = {part.name: part.shape for part in stored}
+    wrong = [f"{name} {shape} is {found.get(name, 'missing')}" for name, shape in needed.items() if found.get(name) != shape]
+    wrong += [f"{name} {shape} is not known" for name, shape in found.items() if name not in needed]
+    if wrong:
+        raise CheckpointError(f"{directory}: the arrays do not fit its config.json: {'; '.join(wrong[:8])}; convert the checkpoint again")

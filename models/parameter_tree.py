@@ -1,0 +1,37 @@
+"""A model's parameters as a flat list of paths and shapes, and back: what every checkpoint form needs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+from flax import nnx
+
+from models.decoder import Decoder
+
+ParameterPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterShape:
+    """A parameter as the model declares it. `transposed`: its kernel is kept as [out, in], as theirs is."""
+
+    path: ParameterPath
+    shape: tuple[int, ...]
+    transposed: bool
+
+
+def parameter_shapes(model: nnx.Module) -> tuple[ParameterShape, ...]:
+    """Path, shape and orientation of each parameter, in leaf order."""
+    shapes = []
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        owner: object = model
+        for step in path[:-1]:
+            owner = owner[step] if isinstance(step, int) else getattr(owner, str(step))  # type: ignore[index]
+        shapes.append(ParameterShape(tuple(path), tuple(variable.get_value().shape), bool(getattr(owner, "transposed", False))))
+    return tuple(shapes)
+
+
+def with_arrays(model: Decoder, arrays: Sequence[jax.Array]) -> Decoder:
+    """The model around these parameters, in leaf order."""
+    graphdef, state = nnx.split(model)
+    return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), arrays))
