@@ -1,0 +1,69 @@
+"""From hidden states to chosen tokens, the end of both programs: logits, shaping, sampling, log-probabilities.
+
+Three variants, each a program of its own, so that greedy batches pay for nothing they do not use:
+GREEDY (argmax), SAMPLED (temperature and filters), SHAPED (penalties, bias, minimum length, log-probabilities as well).
+A row's token does not depend on the variant it runs in.
+"""
+
+import enum
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdisagg.executor.slot_state import RowFormat
+from jdisagg.ops.logit_shaping import logprobs, shape_logits, update_counts
+from jdisagg.ops.sampling import greedy, sample
+from jdisagg.request import MAX_TOP_LOGPROBS
+
+NO_TOKEN = -1
+BROKEN_LOGITS = -2
+
+
+class Variant(enum.Enum):
+    GREEDY = "greedy"
+    SAMPLED = "sampled"
+    SHAPED = "shaped"
+
+    @classmethod
+    def of(cls, sampled: bool, shaped: bool) -> "Variant":
+        return cls.SHAPED if shaped else cls.SAMPLED if sampled else cls.GREEDY
+
+
+class Chosen(NamedTuple):
+    """`token` int32 [B]: NO_TOKEN where the row is not active, BROKEN_LOGITS where its logits are not finite. The rest is filled
+    by SHAPED alone: log-probability [B], the top ids and log-probabilities [B, 20], and the rows' new counts [B, V]."""
+
+    token: jax.Array
+    logprob: jax.Array | None = None
+    top_ids: jax.Array | None = None
+    top_logprobs: jax.Array | None = None
+    counts: jax.Array | None = None
+
+
+def choose(
+    variant: Variant,
+    rows: RowFormat,
+    logits_BV: jax.Array,
+    ints_BI: jax.Array,
+    floats_BF: jax.Array,
+    position_B: jax.Array,
+    active_B: jax.Array,
+    counts_BV: jax.Array | None,
+) -> Chosen:
+    """Chooses a token for each active row; `position_B` is the position the token will have."""
+    logits_BV = logits_BV[:, : rows.vocabulary]
+    if variant is Variant.GREEDY:
+        return Chosen(_mark(greedy(logits_BV), active_B))
+    params = rows.sampling(ints_BI, floats_BF, position_B)
+    if variant is Variant.SAMPLED:
+        return Chosen(_mark(sample(logits_BV, params), active_B))
+    assert counts_BV is not None
+    shaped_BV = shape_logits(logits_BV, rows.shaping(ints_BI, floats_BF), counts_BV, position_B)
+    token_B = sample(shaped_BV, params)
+    chosen_B, top_ids_BK, top_BK = logprobs(shaped_BV, token_B, MAX_TOP_LOGPROBS)
+    return Chosen(_mark(token_B, active_B), chosen_B, top_ids_BK, top_BK, update_counts(counts_BV, token_B, active_B))
+
+
+def _mark(token_B: jax.Array, active_B: jax.Array) -> jax.Array:
+    return jnp.where(active_B, jnp.where(token_B < 0, BROKEN_LOGITS, token_B), NO_TOKEN)

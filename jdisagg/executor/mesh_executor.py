@@ -1,0 +1,215 @@
+"""The JAX executor: runs step commands on one mesh, in order, on its two threads.
+
+It obeys: it knows pages, slots and offers by number and keeps no account of who owns them; that is the scheduler's.
+One instance may prefill, decode, or both (one-mesh modes); it builds only the programs that its role uses. All device state
+(pages, slots, offered and pulled blocks) belongs to the dispatch thread.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jdisagg.executor.block_programs import BlockPrograms
+from jdisagg.executor.choose import Chosen, Variant, choose
+from jdisagg.executor.decode_program import DecodePrograms
+from jdisagg.executor.layer_groups import layer_groups
+from jdisagg.executor.page_pool import PagePool
+from jdisagg.executor.prefill_program import RANK, ChunkArrays, PrefillPrograms
+from jdisagg.executor.programs import Programs
+from jdisagg.executor.results import DecodeReading, Finished, PrefillReading, PullReading, start_reading
+from jdisagg.executor.slot_state import RowFormat
+from jdisagg.executor.weights import Weights, mesh_shards, split_model
+from jdisagg.executor.work_threads import Waiting, WorkThreads
+from jdisagg.layout.axes import Layout
+from jdisagg.model_api import Model
+from jdisagg.scheduler.commands import (
+    CopyPages,
+    DecodeSteps,
+    DropBlocks,
+    InsertBlock,
+    MeshLimits,
+    PrefillChunk,
+    PullBlock,
+    ReleaseOffers,
+    StepCommand,
+    StepResult,
+)
+from jdisagg.transfer.channel import Channel, Pull, PullTarget, resident_zeros
+
+
+@dataclass(frozen=True)
+class MeshRole:
+    """What an instance does. `emit`: prefilled KV is returned and offered. `sender_head_shards`: over how many devices the peer
+    that it pulls from spreads kv heads."""
+
+    prefill: bool
+    decode: bool
+    emit: bool = False
+    sender_head_shards: int = 1
+
+
+class MeshExecutor:
+    """Implements `scheduler.commands.Executor`."""
+
+    def __init__(
+        self,
+        name: str,
+        model: Model,
+        mesh: jax.sharding.Mesh,
+        layout: Layout,
+        limits: MeshLimits,
+        role: MeshRole,
+        channel: Channel,
+        platform: str,
+    ) -> None:
+        self.limits = limits
+        self.role = role
+        self.mesh = mesh
+        self.programs = Programs(mesh)
+        self._channel = channel
+        self._weights: Weights = split_model(model, layout)
+        self._shards = mesh_shards(mesh, layout, platform)
+        self._rows = RowFormat(-(-limits.context_tokens // limits.page_size), model.vocabulary)
+        self._pool = PagePool(mesh, limits.kv_spec, limits.pages_per_rank, limits.page_size, limits.batch_buckets[-1])
+        self._groups = layer_groups(len(self._weights.layers), limits.layer_groups)
+        self._prefill = PrefillPrograms(self.programs, self._weights, self._shards, self._pool, self._groups, role.emit)
+        self._blocks = BlockPrograms(self.programs, self._pool, self._groups, platform)
+        self._decode = DecodePrograms(self.programs, self._weights, self._shards, self._pool, limits, self._rows) if role.decode else None
+        self._wanted_logprobs: dict[tuple[int, int], int | None] = {}
+        self._pulls: dict[int, Pull] = {}
+        self._zeros: dict[tuple[int, int], jax.Array] = {}
+        self._threads = WorkThreads(name)
+
+    def run(self, command: StepCommand) -> asyncio.Future[StepResult]:
+        return self._threads.submit(lambda: self._issue(command))
+
+    def on_dispatch_thread(self, work: Callable[[], None]) -> asyncio.Future[StepResult]:
+        """Runs `work` between commands (warm-up, inspection); resolves when it returned."""
+
+        def issue() -> Waiting:
+            work()
+            return Finished(-1)
+
+        return self._threads.submit(issue)
+
+    def close(self) -> None:
+        self._threads.close()
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._pool.bytes
+
+    def issue_and_wait(self, command: StepCommand) -> StepResult:
+        """Runs a command on the calling thread; for warm-up and for tests, while the threads are idle."""
+        return self._issue(command).result()
+
+    def _issue(self, command: StepCommand) -> Waiting:
+        match command:
+            case PrefillChunk():
+                return self._run_prefill(command)
+            case DecodeSteps():
+                return self._run_decode(command)
+            case PullBlock():
+                return self._run_pull(command)
+            case InsertBlock():
+                pull = self._pulls.pop(command.offer_id)
+                self._blocks.insert(
+                    command.group, pull.arrays(), command.rank, command.start, command.valid_tokens, command.pages
+                )
+            case DropBlocks():
+                for offer_id in command.offer_ids:
+                    if pull := self._pulls.pop(offer_id, None):
+                        pull.cancel()
+            case ReleaseOffers():
+                for offer_id in command.offer_ids:
+                    self._channel.release(offer_id)
+            case CopyPages():
+                self._blocks.copy(command.copies)
+        return Finished(command.step)
+
+    def _run_prefill(self, command: PrefillChunk) -> Waiting:
+        x, blocks = self._prefill.run(ChunkArrays.build(command, self.limits))
+        for row in command.rows:
+            for offer in row.offers:
+                block = self._blocks.cut(blocks[offer.group], row.rank, offer.offset, offer.block_tokens)
+                self._channel.offer(offer.offer_id, block, row.rank)
+        samples = [(row, spec) for row in command.rows for spec in row.samples]
+        if not samples:
+            return PrefillReading(command, x, None)
+        last = np.zeros((self.limits.ranks, self.limits.samples_per_chunk), np.int32)
+        ints = np.zeros((*last.shape, self._rows.ints), np.int32)
+        floats = np.zeros((*last.shape, self._rows.floats), np.float32)
+        positions = np.zeros(last.shape, np.int32)
+        variant = Variant.of(
+            sampled=any(not spec.sampling.greedy for _, spec in samples), shaped=any(spec.sampling.shaped for _, spec in samples)
+        )
+        counts = np.zeros((*last.shape, self._rows.vocabulary), np.int32) if variant is Variant.SHAPED else None
+        used = [0] * self.limits.ranks
+        for row, spec in samples:
+            at = row.rank, used[row.rank]
+            used[row.rank] += 1
+            last[at] = row.offset + len(row.tokens) - 1
+            positions[at] = row.start + len(row.tokens)
+            self._rows.pack(ints[at], floats[at], spec)
+            if counts is not None and spec.sampling.penalised:
+                counts[at] = self._rows.pack_history(spec)
+        chosen = self._head(variant, self._prefill.pick(x, last), (ints, floats, positions, *([] if counts is None else [counts])))
+        start_reading(chosen)
+        return PrefillReading(command, x, chosen)
+
+    def _head(self, variant: Variant, x: jax.Array, rows: tuple[np.ndarray, ...]) -> Chosen:
+        """Logits and choice for the picked rows: x [ranks, R, D]."""
+        stem, shards, row_format = self._weights.stem, self._shards, self._rows
+
+        def body(leaves: tuple[jax.Array, ...], x: jax.Array, rows: tuple[jax.Array, ...]) -> Chosen:
+            ints, floats, position_R, *counts = (array[0] for array in rows)
+            logits_RV = stem.merge(leaves).logits(x[0], shards)  # type: ignore[attr-defined]
+            active_R = jnp.ones(position_R.shape, jnp.bool_)
+            chosen = choose(variant, row_format, logits_RV, ints, floats, position_R, active_R, counts[0] if counts else None)
+            return Chosen(*(None if part is None else part[None] for part in chosen[:4]))
+
+        on_mesh = jax.device_put(rows, NamedSharding(self.mesh, RANK))
+
+        def build() -> Callable[..., Chosen]:
+            out = Chosen(RANK, RANK, RANK, RANK) if variant is Variant.SHAPED else Chosen(RANK)
+            return self.programs.compile(body, (stem.leaves, x, on_mesh), (stem.specs, RANK, (RANK,) * len(rows)), out)
+
+        return self.programs.get(("head", variant), build)(stem.leaves, x, on_mesh)
+
+    def _run_decode(self, command: DecodeSteps) -> Waiting:
+        assert self._decode is not None, "this instance has no decode programs"
+        if command.admits or command.grows:
+            self._decode.update(command.admits, command.grows)
+            for admit in command.admits:
+                self._wanted_logprobs[admit.rank, admit.slot] = admit.sample.sampling.logprobs
+        variant = Variant.of(command.sampled, command.shaped)
+        chosen = [self._decode.step(command.slots, variant) for _ in range(command.steps)]
+        for step in chosen:
+            start_reading(step)
+        wanted: tuple[tuple[int | None, ...], ...] = tuple(() for _ in command.slots)
+        if variant is Variant.SHAPED:
+            wanted = tuple(tuple(self._wanted_logprobs.get((rank, slot)) for slot in row) for rank, row in enumerate(command.slots))
+        return DecodeReading(command, chosen, wanted)
+
+    def _run_pull(self, command: PullBlock) -> Waiting:
+        target = PullTarget(self._zero_block(command.group, command.block_tokens), command.rank)
+        pull = self._channel.pull(command.offer_id, target, command.deadline_seconds)
+        self._pulls[command.offer_id] = pull
+        return PullReading(command.step, command.offer_id, pull)
+
+    def _zero_block(self, group: int, tokens: int) -> jax.Array:
+        """What stands in for ranks that receive nothing, one for each shape."""
+        layers = [self.limits.kv_spec.layers[index] for index in self._groups[group]]
+        components = sum(len(layer.components) for layer in layers)
+        if (components, tokens) not in self._zeros:
+            part = layers[0].components[0]
+            granule = math.gcd(part.heads // self.role.sender_head_shards, part.heads // self.mesh.shape["kv"])
+            dtype = jnp.dtype(self.limits.kv_spec.dtype)
+            self._zeros[components, tokens] = resident_zeros(self.mesh, components, granule, tokens, part.width, dtype)
+        return self._zeros[components, tokens]

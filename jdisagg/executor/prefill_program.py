@@ -1,0 +1,180 @@
+"""Prefill: one packed chunk per dp rank, run as a chain of layer-group programs.
+
+embed -> group 0 -> group 1 -> ... -> pick rows -> head and sampling. Each group writes its keys and values into this
+mesh's pages (donated; for the later chunks of the same sequences) and, where the instance hands off, RETURNS them as one
+block [ranks, C, K, T, H] (C: the components of the group's layers, one after the other), so that the block is ready, and
+can leave, while the next group computes. Page arrays themselves are never offered. Logits are computed for the sampled rows alone.
+
+Groups of equal structure share one executable; there is one per chunk bucket. Inside `shard_map` each dp rank sees its own
+chunk and its own pages; tensor parallelism is in the model's collectives.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jdisagg.executor.page_pool import PAGES_SPEC, LayerPages, PagePool
+from jdisagg.executor.programs import Programs
+from jdisagg.executor.weights import Weights
+from jdisagg.model_api import Attend, Shards
+from jdisagg.ops.kv_pages import token_coordinates, write_tokens
+from jdisagg.ops.prefill_attention import PastPages, prefill_attention
+from jdisagg.scheduler.commands import MeshLimits, PrefillChunk
+
+RANK = P("dp")
+BLOCK_SPEC = P("dp", None, "kv", None, None)
+
+
+@dataclass(frozen=True)
+class ChunkArrays:
+    """A packed chunk on the host; every array leads with the dp rank. Rows with a past come first in `table` and `past`."""
+
+    tokens: np.ndarray  # int32 [ranks, T]
+    positions: np.ndarray  # int32 [ranks, T]
+    segment: np.ndarray  # int32 [ranks, T]; -1 is padding
+    table: np.ndarray  # int32 [ranks, R, N]
+    past: np.ndarray  # int32 [ranks, R]: tokens already in pages
+    continuing: np.ndarray  # int32 [ranks]: rows that have a past
+
+    @classmethod
+    def build(cls, command: PrefillChunk, limits: MeshLimits) -> "ChunkArrays":
+        """Packs a command's rows. Rows that continue come first on their rank."""
+        ranks, width, rows = limits.ranks, command.chunk_tokens, limits.rows_per_chunk
+        columns = -(-limits.context_tokens // limits.page_size)
+        chunk = cls(
+            tokens=np.zeros((ranks, width), np.int32),
+            positions=np.zeros((ranks, width), np.int32),
+            segment=np.full((ranks, width), -1, np.int32),
+            table=np.zeros((ranks, rows, columns), np.int32),
+            past=np.zeros((ranks, rows), np.int32),
+            continuing=np.zeros((ranks,), np.int32),
+        )
+        used = [0] * ranks
+        for row in command.rows:
+            rank, index = row.rank, used[row.rank]
+            assert row.start == 0 or chunk.continuing[rank] == index, "rows that continue come first on their rank"
+            span = slice(row.offset, row.offset + len(row.tokens))
+            assert np.all(chunk.segment[rank, span] == -1), "rows of a chunk overlap"
+            chunk.tokens[rank, span] = row.tokens
+            chunk.positions[rank, span] = np.arange(row.start, row.start + len(row.tokens))
+            chunk.segment[rank, span] = index
+            chunk.table[rank, index, : len(row.pages)] = row.pages
+            chunk.past[rank, index] = row.start
+            chunk.continuing[rank] += row.start > 0
+            used[rank] += 1
+        return chunk
+
+
+class PrefillPrograms:
+    """Builds and runs the chain. Called by the dispatch thread alone."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        weights: Weights,
+        shards: Shards,
+        pool: PagePool,
+        groups: tuple[range, ...],
+        emit: bool,
+    ) -> None:
+        self._programs, self._weights, self._shards, self._pool = programs, weights, shards, pool
+        self._groups, self._emit = groups, emit
+        self._sharding = NamedSharding(programs.mesh, RANK)
+
+    def run(self, chunk: ChunkArrays) -> tuple[jax.Array, list[jax.Array]]:
+        """Issues the chain. Returns the last activations [ranks, T, D] and, where emitting, one KV block per group."""
+        tokens, *meta = jax.device_put((chunk.tokens, chunk.positions, chunk.segment, chunk.table, chunk.past, chunk.continuing), self._sharding)
+        x = self._embed(chunk.tokens.shape[1])(self._weights.stem.leaves, tokens)
+        blocks: list[jax.Array] = []
+        for group in self._groups:
+            layers = [self._weights.layers[index].leaves for index in group]
+            pages = self._pool.layers[group.start : group.stop]
+            x, new_pages, block = self._group(group, chunk)(layers, pages, x, *meta)
+            self._pool.put(group.start, new_pages)
+            blocks.extend(block)
+        return x, blocks
+
+    def pick(self, x: jax.Array, rows: np.ndarray) -> jax.Array:
+        """x[rank, rows[rank]]: [ranks, R, D] from [ranks, T, D]."""
+
+        def body(x: jax.Array, rows: jax.Array) -> jax.Array:
+            return jnp.take(x[0], rows[0], axis=0, mode="clip")[None]
+
+        rows_on_mesh = jax.device_put(rows, self._sharding)
+        build = lambda: self._programs.compile(body, (x, rows_on_mesh), (RANK, RANK), RANK)  # noqa: E731
+        return self._programs.get(("pick", x.shape[1]), build)(x, rows_on_mesh)
+
+    def _embed(self, width: int) -> Any:
+        stem, shards = self._weights.stem, self._shards
+        ranks = self._programs.mesh.shape["dp"]
+
+        def body(leaves: Sequence[jax.Array], tokens: jax.Array) -> jax.Array:
+            return stem.merge(leaves).embed(tokens[0], shards)[None]  # type: ignore[attr-defined]
+
+        arguments = (stem.leaves, jax.ShapeDtypeStruct((ranks, width), jnp.int32))
+        return self._programs.get(("embed", width), lambda: self._programs.compile(body, arguments, (stem.specs, RANK), RANK))
+
+    def _group(self, group: range, chunk: ChunkArrays) -> Any:
+        parts = [self._weights.layers[index] for index in group]
+        width = chunk.tokens.shape[1]
+        key = ("group", width, tuple(part.structure for part in parts))
+
+        def build() -> Any:
+            pages = self._pool.layers[group.start : group.stop]
+            x = jax.ShapeDtypeStruct((*chunk.tokens.shape, self._weights.width), self._weights.dtype)
+            meta = (chunk.positions, chunk.segment, chunk.table, chunk.past, chunk.continuing)
+            page_specs = [tuple(PAGES_SPEC for _ in layer) for layer in pages]
+            in_specs = ([part.specs for part in parts], page_specs, *(RANK,) * 6)
+            out_specs = (RANK, page_specs, [BLOCK_SPEC] if self._emit else [])
+            arguments = ([part.leaves for part in parts], pages, x, *meta)
+            return self._programs.compile(self._group_body(group), arguments, in_specs, out_specs, donate=(1, 2))
+
+        return self._programs.get(key, build)
+
+    def _group_body(self, group: range) -> Any:
+        parts = [self._weights.layers[index] for index in group]
+        shards, emit, page_size, rank_rows = self._shards, self._emit, self._pool.page_size, self._pool.rank_rows
+
+        def body(
+            leaves: Sequence[Sequence[jax.Array]],
+            pages: Sequence[LayerPages],
+            x: jax.Array,
+            positions: jax.Array,
+            segment: jax.Array,
+            table: jax.Array,
+            past: jax.Array,
+            continuing: jax.Array,
+        ) -> tuple[jax.Array, list[LayerPages], list[jax.Array]]:
+            positions_T, segment_T, table_RN, past_R = positions[0], segment[0], table[0], past[0]
+            page_T, slot_T = token_coordinates(table_RN, segment_T, positions_T, pages=rank_rows, slots=page_size)
+            new_pages: list[LayerPages] = []
+            emitted: list[jax.Array] = []
+
+            def attend_with(layer_pages: LayerPages) -> Attend:
+                def attend(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, *, scale: float, window: int | None) -> jax.Array:
+                    # Written before they are read, so that the scatter is ordered before the loop over pages without a copy.
+                    k_pages = write_tokens(layer_pages[0], k_TKH, page_T, slot_T, unique=False)
+                    v_pages = write_tokens(layer_pages[1], v_TKH, page_T, slot_T, unique=False)
+                    new_pages.append((k_pages, v_pages))
+                    if emit:
+                        emitted.extend((k_TKH.swapaxes(0, 1), v_TKH.swapaxes(0, 1)))
+                    cached = PastPages(k_pages, v_pages, table_RN, past_R, continuing[0])
+                    return prefill_attention(
+                        q_TNH, k_TKH, v_TKH, segment_T, positions_T, cached, scale=scale, window=window, platform=shards.platform
+                    )
+
+                return attend
+
+            x_TD = x[0]
+            for part, part_leaves, layer_pages in zip(parts, leaves, pages, strict=True):
+                layer: Any = part.merge(part_leaves)
+                x_TD = layer(x_TD, positions_T, attend_with(layer_pages), shards, segment_T >= 0)
+            return x_TD[None], new_pages, [jnp.stack(emitted)[None]] if emit else []
+
+        return body

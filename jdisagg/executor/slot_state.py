@@ -1,0 +1,109 @@
+"""What a mesh keeps for each decode slot, packed: two matrices of parameters, and the running token and position.
+
+Per rank and slot: `hot` int32 [2] (token, position) changes every step; `ints` and `floats` (limits, sampling parameters, stop
+and bias ids, page table) change on admission and growth; `counts` int32 [V] holds which tokens were seen, for penalties, and is
+used only by shaped rows. Packing keeps a step's arguments, and the uploads of an admission, few.
+
+The same packing describes the rows that a prefill chunk samples. Everything here is derived from a `SampleSpec` (rule 9).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdisagg.ops.logit_shaping import ShapingRows, token_counts
+from jdisagg.ops.sampling import SamplingRows
+from jdisagg.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from jdisagg.scheduler.commands import SampleSpec
+
+STOP_COLUMNS = MAX_STOP_TOKEN_IDS + 16  # the caller's and the model's own
+_LIMIT, _TOP_K, _SEED, _CHILD, _MIN_POSITION, _TABLE = 0, 1, 2, 4, 5, 6
+_FLOATS = 6
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """Column positions for page tables of `table_columns` entries."""
+
+    table_columns: int
+    vocabulary: int
+
+    @property
+    def ints(self) -> int:
+        return _TABLE + self.table_columns + STOP_COLUMNS + MAX_LOGIT_BIAS
+
+    @property
+    def floats(self) -> int:
+        return _FLOATS + MAX_LOGIT_BIAS
+
+    def pack(self, ints: np.ndarray, floats: np.ndarray, spec: SampleSpec, pages: Iterable[int] = (), limit: int = 0) -> None:
+        """Fills one row, `ints` [I] and `floats` [F], in place."""
+        params = spec.sampling
+        ints[:_TABLE] = (limit, params.top_k, 0, 0, spec.child, spec.min_position)
+        ints[_SEED : _SEED + 2] = np.array([params.seed & 0xFFFFFFFF, params.seed >> 32], np.uint32).view(np.int32)
+        self.pack_pages(ints, pages, limit)
+        stops, biases = self._stop_columns, self._bias_columns
+        ints[stops] = -1
+        ints[stops][: len(spec.stop_ids)] = spec.stop_ids
+        ints[biases] = -1
+        floats[:] = 0
+        floats[:_FLOATS] = (
+            params.temperature,
+            params.top_p,
+            params.min_p,
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.repetition_penalty,
+        )
+        for column, (token_id, bias) in enumerate(params.logit_bias):
+            ints[biases.start + column] = token_id
+            floats[_FLOATS + column] = bias
+
+    def pack_pages(self, ints: np.ndarray, pages: Iterable[int], limit: int) -> None:
+        """Changes a row's page table and limit."""
+        ints[_LIMIT] = limit
+        row = tuple(pages)
+        ints[_TABLE : _TABLE + self.table_columns] = 0
+        ints[_TABLE : _TABLE + len(row)] = row
+
+    def pack_history(self, spec: SampleSpec) -> np.ndarray:
+        """One row of `counts` from the tokens so far: int32 [V]."""
+        return token_counts(spec.prompt_history, spec.output_history, self.vocabulary)
+
+    def limit_and_table(self, ints_BI: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return ints_BI[:, _LIMIT], ints_BI[:, _TABLE : _TABLE + self.table_columns]
+
+    def sampling(self, ints_BI: jax.Array, floats_BF: jax.Array, position_B: jax.Array) -> SamplingRows:
+        """`position_B`: index in the sequence of the token being chosen."""
+        return SamplingRows(
+            temperature=floats_BF[:, 0],
+            top_k=ints_BI[:, _TOP_K],
+            top_p=floats_BF[:, 1],
+            min_p=floats_BF[:, 2],
+            seed=jax.lax.bitcast_convert_type(ints_BI[:, _SEED : _SEED + 2], jnp.uint32),
+            child=ints_BI[:, _CHILD],
+            position=position_B,
+        )
+
+    def shaping(self, ints_BI: jax.Array, floats_BF: jax.Array) -> ShapingRows:
+        return ShapingRows(
+            presence=floats_BF[:, 3],
+            frequency=floats_BF[:, 4],
+            repetition=floats_BF[:, 5],
+            bias_ids=ints_BI[:, self._bias_columns],
+            bias_values=floats_BF[:, _FLOATS:],
+            stop_ids=ints_BI[:, self._stop_columns],
+            min_position=ints_BI[:, _MIN_POSITION],
+        )
+
+    @property
+    def _stop_columns(self) -> slice:
+        first = _TABLE + self.table_columns
+        return slice(first, first + STOP_COLUMNS)
+
+    @property
+    def _bias_columns(self) -> slice:
+        return slice(self._stop_columns.stop, self.ints)

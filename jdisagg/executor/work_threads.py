@@ -1,0 +1,138 @@
+"""The two threads of a mesh: one issues programs in order, one waits for what they give.
+
+The event loop never touches JAX. `submit` puts a job on the dispatch thread, which calls `issue()`: it starts device work and
+returns what to wait for. The completion thread waits (results in order, transfers as they come) and resolves the caller's
+future on the event loop. A failed job fails its own future; nothing is lost when the other thread is behind.
+"""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from jdisagg.errors import JdisaggError, UnavailableError
+from jdisagg.scheduler.commands import StepResult
+
+POLL_SECONDS = 2e-4
+
+
+class Waiting(Protocol):
+    """Something under way on the device."""
+
+    in_order: bool
+
+    def is_ready(self) -> bool: ...
+
+    def result(self) -> StepResult:
+        """Blocks until ready. In-order results are asked for in the order in which they were issued."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Job:
+    issue: Callable[[], Waiting]
+    future: asyncio.Future[StepResult]
+    loop: asyncio.AbstractEventLoop
+
+
+class WorkThreads:
+    """Owns the two threads. `submit` is called on an event loop; jobs are issued in the order of the calls."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._issued: queue.SimpleQueue[tuple[_Job, Waiting] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._dispatch, name=f"{name}-dispatch", daemon=True),
+            threading.Thread(target=self._complete, name=f"{name}-complete", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, issue: Callable[[], Waiting]) -> asyncio.Future[StepResult]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[StepResult] = loop.create_future()
+        if self._closed:
+            future.set_exception(UnavailableError("the mesh's executor is closed; send the work to another worker"))
+        else:
+            self._jobs.put(_Job(issue, future, loop))
+        return future
+
+    def close(self) -> None:
+        """Lets what was issued finish, then ends the threads. Blocks until they have ended."""
+        if not self._closed:
+            self._closed = True
+            self._jobs.put(None)
+            for thread in self._threads:
+                thread.join()
+
+    def _dispatch(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                waiting = job.issue()
+            except Exception as error:
+                _resolve(job, error)
+            else:
+                self._issued.put((job, waiting))
+            del job
+        self._issued.put(None)
+
+    def _complete(self) -> None:
+        """Blocks on results while there are no transfers; with transfers under way it polls both."""
+        steps: list[tuple[_Job, Waiting]] = []
+        transfers: list[tuple[_Job, Waiting]] = []
+        open_ = True
+        while open_ or steps or transfers:
+            for item in self._take(block=open_ and not steps and not transfers):
+                if item is None:
+                    open_ = False
+                else:
+                    (steps if item[1].in_order else transfers).append(item)
+            busy = False
+            for item in [item for item in transfers if item[1].is_ready()]:
+                transfers.remove(item)
+                _finish(*item)
+                busy = True
+            if steps and (not transfers or steps[0][1].is_ready()):
+                _finish(*steps.pop(0))
+                busy = True
+            if transfers and not busy:
+                time.sleep(POLL_SECONDS)
+
+    def _take(self, block: bool) -> list[tuple[_Job, Waiting] | None]:
+        taken: list[tuple[_Job, Waiting] | None] = []
+        try:
+            taken.append(self._issued.get(block=block))
+            while True:
+                taken.append(self._issued.get_nowait())
+        except queue.Empty:
+            return taken
+
+
+def _finish(job: _Job, waiting: Waiting) -> None:
+    try:
+        _resolve(job, waiting.result())
+    except Exception as error:
+        _resolve(job, error)
+
+
+def _resolve(job: _Job, outcome: StepResult | Exception) -> None:
+    def settle() -> None:
+        if job.future.done():
+            return
+        if not isinstance(outcome, Exception):
+            job.future.set_result(outcome)
+        elif isinstance(outcome, JdisaggError):
+            job.future.set_exception(outcome)
+        else:
+            error = UnavailableError(f"a program on the mesh failed: {type(outcome).__name__}: {outcome}")
+            error.__cause__ = outcome
+            job.future.set_exception(error)
+
+    try:
+        job.loop.call_soon_threadsafe(settle)
+    except RuntimeError:
+        return  # the event loop has ended: nobody is waiting
