@@ -21,6 +21,17 @@ MAX_N = 64
 MAX_SEED = 2**63 - 1
 
 
+def _in_range(name: str, value: float, low: float, high: float) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or math.isnan(value) or not low <= value <= high:
+        raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value!r}")
+
+
+def _at_most(name: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise InvalidRequestError(f"{name} may hold at most {limit}, got {count}")
+
+
 class FinishReason(enum.Enum):
     """Why a stream ended. `STOP`: EOS, a stop token or a stop string. `LENGTH`: max_tokens or the context is full."""
 
@@ -177,14 +188,3 @@ class StreamEvent:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     timings: Timings | None = None
-
-
-def _in_range(name: str, value: float, low: float, high: float) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or math.isnan(value) or not low <= value <= high:
-        raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value!r}")
-
-
-def _at_most(name: str, count: int, limit: int) -> None:
-    if count > limit:
-        raise InvalidRequestError(f"{name} may hold at most {limit}, got {count}")
