@@ -46,16 +46,18 @@ class Child(_message.Message):
     def __init__(self, index: _Optional[int] = ..., accepted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReserveCall(_message.Message):
-    __slots__ = ("request", "attempt", "children", "deadline_seconds")
+    __slots__ = ("request", "attempt", "children", "deadline_seconds", "age_seconds")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CHILDREN_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     request: Request
     attempt: int
     children: _containers.RepeatedCompositeFieldContainer[Child]
     deadline_seconds: float
-    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., attempt: _Optional[int] = ..., children: _Optional[_Iterable[_Union[Child, _Mapping]]] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
+    age_seconds: float
+    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., attempt: _Optional[int] = ..., children: _Optional[_Iterable[_Union[Child, _Mapping]]] = ..., deadline_seconds: _Optional[float] = ..., age_seconds: _Optional[float] = ...) -> None: ...
 
 class Reservation(_message.Message):
     __slots__ = ("reservation_id", "worker", "rank", "lease_seconds", "cached_tokens")
@@ -120,7 +122,7 @@ class CancelReply(_message.Message):
     def __init__(self) -> None: ...
 
 class PrefillCall(_message.Message):
-    __slots__ = ("request", "attempt", "children", "handoff_id", "destination", "from_token", "deadline_seconds")
+    __slots__ = ("request", "attempt", "children", "handoff_id", "destination", "from_token", "deadline_seconds", "age_seconds")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CHILDREN_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +130,7 @@ class PrefillCall(_message.Message):
     DESTINATION_FIELD_NUMBER: _ClassVar[int]
     FROM_TOKEN_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     request: Request
     attempt: int
     children: _containers.RepeatedCompositeFieldContainer[Child]
@@ -135,7 +138,8 @@ class PrefillCall(_message.Message):
     destination: str
     from_token: int
     deadline_seconds: float
-    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., attempt: _Optional[int] = ..., children: _Optional[_Iterable[_Union[Child, _Mapping]]] = ..., handoff_id: _Optional[int] = ..., destination: _Optional[str] = ..., from_token: _Optional[int] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
+    age_seconds: float
+    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., attempt: _Optional[int] = ..., children: _Optional[_Iterable[_Union[Child, _Mapping]]] = ..., handoff_id: _Optional[int] = ..., destination: _Optional[str] = ..., from_token: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., age_seconds: _Optional[float] = ...) -> None: ...
 
 class FirstToken(_message.Message):
     __slots__ = ("child", "token_id", "logprobs")

@@ -1,0 +1,203 @@
+"""Our data <-> proto, the parts that every service shares: sampling, logprobs, worker status, errors.
+
+`wire_generation`, `wire_workers` and `wire_commands` go on with the messages of one .proto each. Together they are the
+only place that knows both sides. Knows no gRPC: an error becomes a `WireStatus`, plain strings that the servicer sends.
+
+Invariants: `x_from_proto(x_to_proto(x)) == x` for every x; what came from outside and makes no sense is an
+InvalidRequestError that names the field, never another exception.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+from google.protobuf.message import DecodeError, EncodeError, Message
+
+from jdisagg import errors
+from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
+from jdisagg.errors import CancelledError, DeadlineExceededError, InvalidRequestError, JdisaggError, OverloadedError, UnavailableError
+from jdisagg.layout.axes import Layout
+from jdisagg.request import SamplingParams, TokenLogprobs
+from jdisagg.service import common_pb2 as pb
+
+ERROR_KEY = "jdisagg-error"
+RETRY_AFTER_KEY = "retry-after"
+# gRPC percent-encodes the message (three bytes for one) into headers of 8 KiB at most.
+MAX_DETAILS_BYTES = 2000
+
+Arguments = ParamSpec("Arguments")
+AnyMessage = TypeVar("AnyMessage", bound=Message)
+
+_ERROR_TYPES = {name: kind for name, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, JdisaggError)}
+# What a status that no jdisagg server annotated becomes: one from gRPC itself, a proxy, or another server.
+_BY_CODE: dict[str, type[JdisaggError]] = {
+    "INVALID_ARGUMENT": InvalidRequestError,
+    "RESOURCE_EXHAUSTED": OverloadedError,
+    "DEADLINE_EXCEEDED": DeadlineExceededError,
+    "CANCELLED": CancelledError,
+    "UNAVAILABLE": UnavailableError,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WireStatus:
+    """A gRPC status: the code's name, its message, its trailing metadata."""
+
+    code: str
+    details: str
+    metadata: tuple[tuple[str, str], ...] = ()
+
+
+def error_to_status(error: JdisaggError) -> WireStatus:
+    metadata = [(ERROR_KEY, type(error).__name__)]
+    if error.retry_after_seconds is not None:
+        metadata.append((RETRY_AFTER_KEY, repr(float(error.retry_after_seconds))))
+    raw = error.message.encode("utf-8", "replace")
+    details = raw.decode() if len(raw) <= MAX_DETAILS_BYTES else raw[:MAX_DETAILS_BYTES].decode("utf-8", "ignore") + " ..."
+    return WireStatus(error.status, details, tuple(metadata))
+
+
+def error_from_status(status: WireStatus) -> JdisaggError:
+    """The typed error that the other side raised; one of gRPC's own by its code."""
+    metadata = dict(status.metadata)
+    retry_after_seconds: float | None = None
+    with contextlib.suppress(KeyError, ValueError):
+        retry_after_seconds = float(metadata[RETRY_AFTER_KEY])
+    kind = _ERROR_TYPES.get(metadata.get(ERROR_KEY, ""))
+    if kind is not None:
+        return kind(status.details, retry_after_seconds=retry_after_seconds)
+    if status.code == "RESOURCE_EXHAUSTED" and "message larger than max" in status.details:
+        return InvalidRequestError(f"the message is too large: {status.details}; send less, or raise max_message_bytes on both sides")
+    return _BY_CODE.get(status.code, JdisaggError)(f"{status.code}: {status.details}", retry_after_seconds=retry_after_seconds)
+
+
+def parse(kind: type[AnyMessage], data: bytes) -> AnyMessage:
+    """Decodes bytes from outside."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        name = kind.DESCRIPTOR.full_name
+        raise InvalidRequestError(
+            f"the message is not a valid {name}: malformed, or a text in it is not UTF-8; send valid protobuf"
+        ) from None
+
+
+def build(kind: Callable[Arguments, AnyMessage], /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> AnyMessage:
+    """Makes a message of a caller's values: a wrong type, a number beyond 64 bits or invalid UTF-8 is an InvalidRequestError."""
+    try:
+        message = kind(*args, **kwargs)
+        message.ByteSize()
+        return message
+    except (TypeError, ValueError, OverflowError, EncodeError) as error:
+        raise InvalidRequestError(f"a value cannot be sent: {error}; see {getattr(kind, '__name__', 'the message')}'s fields") from error
+
+
+def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
+    return pb.SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=[pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in sampling.logit_bias],
+        min_tokens=sampling.min_tokens,
+        stop=sampling.stop,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+        logprobs=sampling.logprobs,
+        n=sampling.n,
+    )
+
+
+def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
+    """Concrete parameters, every scalar of which was set by another jdisagg process."""
+    return SamplingParams(
+        max_tokens=message.max_tokens,
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        min_p=message.min_p,
+        seed=message.seed,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty,
+        logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
+        min_tokens=message.min_tokens,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        n=message.n,
+    )
+
+
+def logprobs_to_proto(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(logprob=logprobs.logprob, top=[pb.TopLogprob(token_id=token, logprob=value) for token, value in logprobs.top])
+
+
+def logprobs_from_proto(message: pb.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(message.logprob, tuple((entry.token_id, entry.logprob) for entry in message.top))
+
+
+def all_logprobs_from_proto(messages: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(map(logprobs_from_proto, messages))
+
+
+def layout_to_proto(layout: Layout) -> pb.Layout:
+    return pb.Layout(dp=layout.dp, tp=layout.tp, ep=layout.ep)
+
+
+def layout_from_proto(message: pb.Layout) -> Layout:
+    return Layout(dp=message.dp, tp=message.tp, ep=message.ep)
+
+
+_ROLE_TO_PROTO = {
+    WorkerRole.PREFILL: pb.WORKER_ROLE_PREFILL,
+    WorkerRole.DECODE: pb.WORKER_ROLE_DECODE,
+    WorkerRole.MIXED: pb.WORKER_ROLE_MIXED,
+}
+_ROLE_FROM_PROTO: dict[int, WorkerRole] = {value: role for role, value in _ROLE_TO_PROTO.items()}
+
+
+def worker_status_to_proto(status: WorkerStatus) -> pb.WorkerStatus:
+    return pb.WorkerStatus(
+        name=status.name,
+        role=_ROLE_TO_PROTO[status.role],
+        layout=status.layout,
+        free_pages=status.free_pages,
+        total_pages=status.total_pages,
+        running=status.running,
+        waiting=status.waiting,
+        slots=status.slots,
+        page_size=status.page_size,
+        context_tokens=status.context_tokens,
+        draining=status.draining,
+        handoffs=status.handoffs,
+        preemptions=status.preemptions,
+    )
+
+
+def worker_status_from_proto(message: pb.WorkerStatus) -> WorkerStatus:
+    if message.role not in _ROLE_FROM_PROTO:
+        raise InvalidRequestError(f"WorkerStatus.role must be a known role, got {message.role}; are both sides of one version?")
+    return WorkerStatus(
+        name=message.name,
+        role=_ROLE_FROM_PROTO[message.role],
+        layout=message.layout,
+        free_pages=tuple(message.free_pages),
+        total_pages=tuple(message.total_pages),
+        running=message.running,
+        waiting=message.waiting,
+        slots=message.slots,
+        page_size=message.page_size,
+        context_tokens=message.context_tokens,
+        draining=message.draining,
+        handoffs=message.handoffs,
+        preemptions=message.preemptions,
+    )

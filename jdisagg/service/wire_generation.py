@@ -1,0 +1,247 @@
+"""Our data <-> the messages of generation.proto: a client's request, the stream's events, the model.
+
+Knows what `wire` says. A client's request stays a prompt and options, some unset; the server's `Frontend` makes a
+`Request` of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jdisagg.config import Mode
+from jdisagg.dispatch.frontend import ChatMessage, ChatPrompt, ModelInfo, Prompt, SamplingOptions, TokenPrompt
+from jdisagg.errors import InvalidRequestError
+from jdisagg.request import FinishReason, StreamEvent, Timings, Usage
+from jdisagg.service import common_pb2
+from jdisagg.service import generation_pb2 as pb
+from jdisagg.service.wire import all_logprobs_from_proto, build, layout_from_proto, layout_to_proto, logprobs_to_proto
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """What a client sends to `Generate`."""
+
+    prompt: Prompt
+    options: SamplingOptions
+    request_id: str = ""
+    deadline_seconds: float | None = None
+    tenant: str = ""
+    priority: int = 0
+
+
+_SCALARS = (
+    "max_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "logprobs",
+    "n",
+)
+
+
+def client_request_to_proto(request: ClientRequest) -> pb.GenerateRequest:
+    """Raises InvalidRequestError for what protobuf cannot hold; all else is the server's to judge."""
+    prompt = request.prompt
+    return build(
+        pb.GenerateRequest,
+        text=prompt if not isinstance(prompt, TokenPrompt | ChatPrompt) else None,
+        token_ids=build(pb.TokenIds, ids=prompt.token_ids) if isinstance(prompt, TokenPrompt) else None,
+        chat=_chat_to_proto(prompt) if isinstance(prompt, ChatPrompt) else None,
+        sampling=_options_to_proto(request.options),
+        request_id=request.request_id,
+        deadline_seconds=request.deadline_seconds,
+        tenant=request.tenant,
+        priority=request.priority,
+    )
+
+
+def client_request_from_proto(message: pb.GenerateRequest) -> ClientRequest:
+    kind = message.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequestError("prompt is missing: set one of text, token_ids, chat")
+    prompt: Prompt = message.text
+    if kind == "token_ids":
+        prompt = TokenPrompt(tuple(message.token_ids.ids))
+    elif kind == "chat":
+        prompt = _chat_from_proto(message.chat)
+    return ClientRequest(
+        prompt=prompt,
+        options=_options_from_proto(message.sampling),
+        request_id=message.request_id,
+        deadline_seconds=message.deadline_seconds if message.HasField("deadline_seconds") else None,
+        tenant=message.tenant,
+        priority=message.priority,
+    )
+
+
+def tokenize_to_proto(prompt: str | ChatPrompt) -> pb.TokenizeRequest:
+    if isinstance(prompt, ChatPrompt):
+        return build(pb.TokenizeRequest, chat=_chat_to_proto(prompt))
+    return build(pb.TokenizeRequest, text=prompt)
+
+
+def tokenize_from_proto(message: pb.TokenizeRequest) -> str | ChatPrompt:
+    kind = message.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequestError("prompt is missing: set one of text, chat")
+    return message.text if kind == "text" else _chat_from_proto(message.chat)
+
+
+def detokenize_to_proto(token_ids: Sequence[int], skip_special_tokens: bool) -> pb.DetokenizeRequest:
+    return build(pb.DetokenizeRequest, token_ids=token_ids, keep_special_tokens=not skip_special_tokens)
+
+
+def event_to_proto(event: StreamEvent) -> pb.GenerateResponse:
+    message = pb.GenerateResponse(child=event.child, first_index=event.first_index, token_ids=event.token_ids, text=event.text)
+    if event.logprobs:
+        message.logprobs.extend(map(logprobs_to_proto, event.logprobs))
+    if event.finish_reason is not None:
+        message.finish_reason = _FINISH_TO_PROTO[event.finish_reason]
+    if event.usage is not None:
+        usage = event.usage
+        message.usage.CopyFrom(pb.Usage(prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens))
+    if event.timings is not None:
+        message.timings.CopyFrom(_timings_to_proto(event.timings))
+    return message
+
+
+def event_from_proto(message: pb.GenerateResponse) -> StreamEvent:
+    return StreamEvent(
+        child=message.child,
+        first_index=message.first_index,
+        token_ids=tuple(message.token_ids),
+        text=message.text,
+        logprobs=all_logprobs_from_proto(message.logprobs),
+        finish_reason=_FINISH_FROM_PROTO.get(message.finish_reason),
+        usage=Usage(message.usage.prompt_tokens, message.usage.completion_tokens) if message.HasField("usage") else None,
+        timings=_timings_from_proto(message.timings) if message.HasField("timings") else None,
+    )
+
+
+def model_to_proto(model: ModelInfo) -> pb.GetModelResponse:
+    return pb.GetModelResponse(
+        name=model.name,
+        family=model.family,
+        vocabulary=model.vocabulary,
+        context_tokens=model.context_tokens,
+        dtype=model.dtype,
+        mode=_MODE_TO_PROTO[model.mode],
+        prefill_layout=layout_to_proto(model.prefill_layout) if model.prefill_layout is not None else None,
+        decode_layout=layout_to_proto(model.decode_layout),
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        version=model.version,
+    )
+
+
+def model_from_proto(message: pb.GetModelResponse) -> ModelInfo:
+    if message.mode not in _MODE_FROM_PROTO:
+        raise InvalidRequestError(f"GetModelResponse.mode must be a known mode, got {message.mode}; are both sides of one version?")
+    return ModelInfo(
+        name=message.name,
+        family=message.family,
+        vocabulary=message.vocabulary,
+        context_tokens=message.context_tokens,
+        dtype=message.dtype,
+        mode=_MODE_FROM_PROTO[message.mode],
+        prefill_layout=layout_from_proto(message.prefill_layout) if message.HasField("prefill_layout") else None,
+        decode_layout=layout_from_proto(message.decode_layout),
+        kv_bytes_per_token=message.kv_bytes_per_token,
+        version=message.version,
+    )
+
+
+_FINISH_TO_PROTO = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+}
+_FINISH_FROM_PROTO: dict[int, FinishReason] = {value: reason for reason, value in _FINISH_TO_PROTO.items()}
+
+_MODE_TO_PROTO = {
+    Mode.DISAGGREGATED: pb.SERVING_MODE_DISAGGREGATED,
+    Mode.CHUNKED: pb.SERVING_MODE_CHUNKED,
+    Mode.UNIFIED: pb.SERVING_MODE_UNIFIED,
+}
+_MODE_FROM_PROTO: dict[int, Mode] = {value: mode for mode, value in _MODE_TO_PROTO.items()}
+
+
+def _options_to_proto(options: SamplingOptions) -> common_pb2.SamplingParams:
+    known = SamplingOptions.__annotations__
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise InvalidRequestError(f"unknown sampling option {', '.join(unknown)}; known are {', '.join(known)}")
+    message = common_pb2.SamplingParams()
+    for name, value in options.items():
+        if value is None:
+            continue
+        try:
+            if name == "logit_bias":
+                pairs = options.get("logit_bias") or ()
+                message.logit_bias.extend(common_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in pairs)
+            elif name == "stop":
+                stop = options.get("stop") or ()
+                message.stop.extend((stop,) if isinstance(stop, str) else stop)
+            elif name == "stop_token_ids":
+                message.stop_token_ids.extend(options.get("stop_token_ids") or ())
+            else:
+                setattr(message, name, value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidRequestError(f"{name}={_short(value)} cannot be sent: {error}; it must be {known[name]}") from None
+    return message
+
+
+def _options_from_proto(message: common_pb2.SamplingParams) -> SamplingOptions:
+    """Only what was set."""
+    options = SamplingOptions()
+    if message.logit_bias:
+        options["logit_bias"] = tuple((entry.token_id, entry.bias) for entry in message.logit_bias)
+    if message.stop:
+        options["stop"] = tuple(message.stop)
+    if message.stop_token_ids:
+        options["stop_token_ids"] = tuple(message.stop_token_ids)
+    scalars = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
+    options.update(SamplingOptions(**scalars))
+    return options
+
+
+def _chat_to_proto(prompt: ChatPrompt) -> pb.ChatMessages:
+    return build(pb.ChatMessages, messages=[build(pb.ChatMessage, role=m.role, content=m.content) for m in prompt.messages])
+
+
+def _chat_from_proto(message: pb.ChatMessages) -> ChatPrompt:
+    return ChatPrompt(tuple(ChatMessage(m.role, m.content) for m in message.messages))
+
+
+def _timings_to_proto(timings: Timings) -> pb.Timings:
+    return pb.Timings(
+        queue_seconds=timings.queue_seconds,
+        ttft_seconds=timings.ttft_seconds,
+        tpot_seconds=timings.tpot_seconds,
+        handoff_gap_seconds=timings.handoff_gap_seconds,
+        total_seconds=timings.total_seconds,
+        kv_bytes_moved=timings.kv_bytes_moved,
+        preemptions=timings.preemptions,
+    )
+
+
+def _timings_from_proto(message: pb.Timings) -> Timings:
+    return Timings(
+        queue_seconds=message.queue_seconds,
+        ttft_seconds=message.ttft_seconds,
+        tpot_seconds=message.tpot_seconds,
+        handoff_gap_seconds=message.handoff_gap_seconds,
+        total_seconds=message.total_seconds,
+        kv_bytes_moved=message.kv_bytes_moved,
+        preemptions=message.preemptions,
+    )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + "..."
