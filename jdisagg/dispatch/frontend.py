@@ -1,0 +1,292 @@
+"""The front of the request path: from what a client says to a `Request`, and from there to the path's stream.
+
+What the gRPC door and `launch.generate` both use. All validation that needs the model happens here, once: prompt size,
+context length, token ids, chat roles. Knows a codec (the tokenizer) and a path by protocol; knows no gRPC and no JAX.
+
+Invariants: a prompt over the byte limit is refused before it is tokenized; long text is tokenized in a thread, so that
+it delays no other stream; every request that leaves has a concrete seed, a deadline, and room for one token at least.
+"""
+
+import asyncio
+import dataclasses
+import math
+import secrets
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypedDict, Unpack
+
+from jdisagg.config import LimitsConfig, Mode
+from jdisagg.dispatch.ports import WorkerStatus
+from jdisagg.errors import InvalidRequestError
+from jdisagg.layout.axes import Layout
+from jdisagg.request import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, Request, SamplingParams, StreamEvent
+
+ROLES = ("system", "user", "assistant", "tool")
+MAX_NAME_BYTES = 256
+THREAD_ABOVE_BYTES = 8 << 10
+DEFAULT_MAX_TOKENS = 256
+MAX_PRIORITY = 2**31 - 1
+
+
+class TextCodec(Protocol):
+    """The tokenizer, as the door sees it. `encode` adds what the model wants before a text (BOS) unless told not to."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
+        """Raises InvalidRequestError when the model has no chat template or the template refuses the messages."""
+        ...
+
+
+class Path(Protocol):
+    """The request path. Closing the iterator of `stream` cancels the request."""
+
+    def stream(self, request: Request) -> AsyncIterator[StreamEvent]: ...
+    async def status(self) -> tuple[WorkerStatus, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is served, and how. `prefill_layout` is None where one mesh does both."""
+
+    name: str
+    family: str
+    vocabulary: int
+    context_tokens: int
+    dtype: str
+    mode: Mode
+    prefill_layout: Layout | None
+    decode_layout: Layout
+    kv_bytes_per_token: int
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    messages: tuple[ChatMessage, ...]
+
+
+Prompt = str | TokenPrompt | ChatPrompt
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Keyword arguments of a generation: the fields of `SamplingParams`. Absent or None is the default: for `max_tokens`
+    256 or what room is left, whichever is less; for `seed` a fresh one."""
+
+    max_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    seed: int | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
+    logit_bias: Sequence[tuple[int, float]] | None
+    min_tokens: int | None
+    stop: Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    logprobs: int | None
+    n: int | None
+
+
+class Frontend:
+    """Builds requests and streams them through the path; refuses a second running request of the same tenant and id."""
+
+    def __init__(self, path: Path, codec: TextCodec, model: ModelInfo, limits: LimitsConfig) -> None:
+        self.model = model
+        self._path = path
+        self._codec = codec
+        self._limits = limits
+        self._running: set[tuple[str, str]] = set()
+
+    async def build_request(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str = "",
+        deadline_seconds: float | None = None,
+        tenant: str = "",
+        priority: int = 0,
+        **options: Unpack[SamplingOptions],
+    ) -> Request:
+        """Validates and tokenizes. Raises InvalidRequestError naming the field, the value and the limit."""
+        _check_name("request_id", request_id)
+        _check_name("tenant", tenant)
+        if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            raise InvalidRequestError(f"priority must be in [{-MAX_PRIORITY}, {MAX_PRIORITY}], got {priority}")
+        if deadline_seconds is None:
+            deadline_seconds = self._limits.default_deadline_seconds
+        elif not (deadline_seconds > 0 and math.isfinite(deadline_seconds)):
+            raise InvalidRequestError(f"deadline_seconds must be positive and finite, got {deadline_seconds}")
+        self._check_ids("stop_token_ids", (options.get("stop_token_ids") or ())[: MAX_STOP_TOKEN_IDS + 1])
+        self._check_ids("logit_bias", [token for token, _ in (options.get("logit_bias") or ())[: MAX_LOGIT_BIAS + 1]])
+        # The options are judged before the work of tokenizing; the default of max_tokens is known only after it.
+        _sampling(options, room_tokens=self.model.context_tokens)
+        token_ids = await self.tokenize(prompt)
+        room_tokens = self._room(len(token_ids), options.get("max_tokens"))
+        sampling = _sampling(options, room_tokens)
+        stop_ids = sampling.stop_token_ids if sampling.ignore_eos else (*self._codec.eos_ids, *sampling.stop_token_ids)
+        return Request(
+            request_id=request_id or uuid.uuid4().hex,
+            prompt_token_ids=token_ids,
+            sampling=sampling,
+            stop_ids=tuple(dict.fromkeys(stop_ids)),
+            deadline_seconds=deadline_seconds,
+            tenant=tenant,
+            priority=priority,
+        )
+
+    async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
+        """The token ids of a prompt, as `build_request` would use them. Raises InvalidRequestError."""
+        if isinstance(prompt, TokenPrompt):
+            if not prompt.token_ids:
+                raise InvalidRequestError("prompt token_ids is empty: at least one token is needed; send some")
+            # Length first: checking each id of a list that cannot fit would be work for nothing.
+            self._room(len(prompt.token_ids), None)
+            self._check_ids("prompt token_ids", prompt.token_ids)
+            return tuple(prompt.token_ids)
+        if isinstance(prompt, ChatPrompt):
+            size_bytes = self._check_chat(prompt)
+        else:
+            size_bytes = self._check_text("prompt", prompt)
+            if size_bytes == 0:
+                raise InvalidRequestError("prompt is empty: at least one token is needed to predict the next; send some text")
+        if size_bytes > THREAD_ABOVE_BYTES:
+            return await asyncio.to_thread(self._encode, prompt)
+        return self._encode(prompt)
+
+    async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        # Every token costs a byte at least on the wire, so the same limit bounds the work.
+        if len(token_ids) > self._limits.max_prompt_bytes:
+            raise InvalidRequestError(f"token_ids may hold at most {self._limits.max_prompt_bytes} ids, got {len(token_ids)}")
+        self._check_ids("token_ids", token_ids)
+        if len(token_ids) > THREAD_ABOVE_BYTES:
+            return await asyncio.to_thread(self._codec.decode, list(token_ids), skip_special_tokens)
+        return self._codec.decode(list(token_ids), skip_special_tokens)
+
+    async def stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]:
+        """The path's events. Closing this iterator closes the path's."""
+        key = request.tenant, request.request_id
+        if key in self._running:
+            raise InvalidRequestError(
+                f"request_id {request.request_id!r} is that of a request still running; choose another or leave it empty"
+            )
+        self._running.add(key)
+        events = self._path.stream(request)
+        try:
+            async for event in events:
+                yield event
+        finally:
+            self._running.discard(key)
+            close = getattr(events, "aclose", None)
+            if close is not None:
+                await close()
+
+    async def status(self) -> tuple[WorkerStatus, ...]:
+        return await self._path.status()
+
+    def _encode(self, prompt: str | ChatPrompt) -> tuple[int, ...]:
+        if isinstance(prompt, ChatPrompt):
+            # A chat template writes BOS itself.
+            text = self._codec.apply_chat_template([{"role": m.role, "content": m.content} for m in prompt.messages])
+            return tuple(self._codec.encode(text, add_special_tokens=False))
+        return tuple(self._codec.encode(prompt))
+
+    def _room(self, prompt_tokens: int, max_tokens: int | None) -> int:
+        context = self.model.context_tokens
+        if prompt_tokens + 1 > context:
+            raise InvalidRequestError(
+                f"prompt has {prompt_tokens} tokens; the model's context of {context} holds at most {context - 1} and one new token; "
+                "shorten the prompt"
+            )
+        if max_tokens is not None and prompt_tokens + max_tokens > context:
+            raise InvalidRequestError(
+                f"max_tokens={max_tokens} and the prompt's {prompt_tokens} tokens exceed the model's context of {context}; "
+                f"ask for at most {context - prompt_tokens}, or leave max_tokens unset"
+            )
+        return context - prompt_tokens
+
+    def _check_chat(self, prompt: ChatPrompt) -> int:
+        if not prompt.messages:
+            raise InvalidRequestError("chat messages are empty; send at least one")
+        for index, message in enumerate(prompt.messages):
+            if message.role not in ROLES:
+                raise InvalidRequestError(f"messages[{index}].role must be one of {', '.join(ROLES)}, got {message.role[:64]!r}")
+        size_bytes = sum(self._check_text(f"messages[{index}].content", m.content) for index, m in enumerate(prompt.messages))
+        self._check_size("messages", size_bytes)
+        return size_bytes
+
+    def _check_text(self, name: str, text: str) -> int:
+        self._check_size(name, len(text) if isinstance(text, str) else 0)
+        size_bytes = _utf8_bytes(name, text)
+        self._check_size(name, size_bytes)
+        return size_bytes
+
+    def _check_size(self, name: str, size_bytes: int) -> None:
+        limit = self._limits.max_prompt_bytes
+        if size_bytes > limit:
+            raise InvalidRequestError(f"{name} has {size_bytes} bytes or more; at most {limit} are taken (limits.max_prompt_bytes)")
+
+    def _check_ids(self, name: str, token_ids: Sequence[int]) -> None:
+        vocabulary = self.model.vocabulary
+        for index, token_id in enumerate(token_ids):
+            if not isinstance(token_id, int) or not 0 <= token_id < vocabulary:
+                raise InvalidRequestError(f"{name}[{index}]={token_id!r} is not a token id of the model; they are 0 to {vocabulary - 1}")
+
+
+def _sampling(options: SamplingOptions, room_tokens: int) -> SamplingParams:
+    """The concrete parameters; `room_tokens` bounds the default of max_tokens only."""
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in ("logit_bias", "stop_token_ids", "stop"):
+        if name in given:
+            given[name] = _tuple(name, given[name])
+    min_tokens = options.get("min_tokens") or 0
+    if options.get("max_tokens") is None and min_tokens > room_tokens:
+        raise InvalidRequestError(
+            f"min_tokens={min_tokens} exceeds the {room_tokens} tokens of context left after the prompt; ask for fewer"
+        )
+    default_tokens = min(max(DEFAULT_MAX_TOKENS, min_tokens), room_tokens)
+    return dataclasses.replace(SamplingParams(max_tokens=default_tokens, seed=secrets.randbelow(MAX_SEED)), **given)
+
+
+def _tuple(name: str, value: object) -> tuple[object, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, Sequence):
+        raise InvalidRequestError(f"{name} must be a sequence, got {type(value).__name__}")
+    for text in value if name == "stop" else ():
+        if isinstance(text, str):
+            _utf8_bytes("stop", text)
+    return tuple(value)
+
+
+def _check_name(name: str, text: str) -> None:
+    if _utf8_bytes(name, text) > MAX_NAME_BYTES:
+        raise InvalidRequestError(f"{name} may hold at most {MAX_NAME_BYTES} bytes, got {len(text)} characters")
+
+
+def _utf8_bytes(name: str, text: str) -> int:
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{name} must be text, got {type(text).__name__}")
+    try:
+        return len(text.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{name} is not valid UTF-8 at character {error.start}: {text[error.start]!r} cannot be encoded"
+        ) from None
