@@ -45,6 +45,7 @@ def largest(x_BV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
     They all lie in the `count` blocks whose maxima are largest (the smaller block first among equals).
     """
+    x_BV = jnp.where(x_BV == 0, 0, x_BV)  # top_k puts -0 below 0
     x_BnS = blocks_of(x_BV)
     rows, blocks, _ = x_BnS.shape
     if blocks <= 2 * count:
