@@ -24,8 +24,8 @@ COPIES_PER_CALL = 8
 class BlockPrograms:
     """Used by the dispatch thread alone."""
 
-    def __init__(self, programs: Programs, pool: PagePool, groups: tuple[range, ...], platform: str) -> None:
-        self._programs, self._pool, self._groups, self._platform = programs, pool, groups, platform
+    def __init__(self, programs: Programs, pool: PagePool, groups: tuple[range, ...]) -> None:
+        self._programs, self._pool, self._groups = programs, pool, groups
         self._ranks = programs.mesh.shape["dp"]
         self._sharding = NamedSharding(programs.mesh, RANK)
 
@@ -64,13 +64,11 @@ class BlockPrograms:
         self._pool.put(layers.start, program(held, pieces, on_mesh))
 
     def _build_insert(self, held: list[LayerPages], pieces: tuple[jax.Array, ...], coordinates: jax.Array) -> Any:
-        platform = self._platform
-
         def body(pages: list[LayerPages], pieces: tuple[jax.Array, ...], coordinates: jax.Array) -> list[LayerPages]:
             block_CKTH = jnp.concatenate([piece[0] for piece in pieces], axis=1)
             page_T, slot_T = coordinates[0, 0], coordinates[0, 1]
             parts = iter(block_CKTH)
-            return [tuple(insert_block(part, next(parts), page_T, slot_T, platform=platform) for part in layer) for layer in pages]
+            return [tuple(insert_block(part, next(parts), page_T, slot_T) for part in layer) for layer in pages]
 
         page_specs = [tuple(PAGES_SPEC for _ in layer) for layer in held]
         in_specs = (page_specs, tuple(BLOCK_SPEC for _ in pieces), RANK)

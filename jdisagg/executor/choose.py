@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jdisagg.executor.slot_state import RowFormat
 from jdisagg.ops.logit_shaping import logprobs, shape_logits, update_counts
@@ -39,6 +40,15 @@ class Chosen(NamedTuple):
     top_ids: jax.Array | None = None
     top_logprobs: jax.Array | None = None
     counts: jax.Array | None = None
+
+    def on_rank(self) -> "Chosen":
+        """What leaves a program's body: one dp rank's part, without the counts (they are slot state)."""
+        return Chosen(*(None if part is None else part[None] for part in self[:4]))
+
+    @staticmethod
+    def specs(variant: Variant) -> "Chosen":
+        """How `on_rank`'s arrays lie on the mesh."""
+        return Chosen(*(PartitionSpec("dp") for _ in range(4 if variant is Variant.SHAPED else 1)))  # type: ignore[arg-type]
 
 
 def choose(

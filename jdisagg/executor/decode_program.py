@@ -80,6 +80,12 @@ class DecodePrograms:
         self._state = SlotState(hot, ints, floats, counts_out if shaped else counts)
         return chosen
 
+    def warm_updates(self) -> None:
+        """Runs the programs of `update` without changing a row."""
+        nothing: list[list[SlotAdmit | SlotGrow]] = [[] for _ in range(self._limits.ranks)]
+        self._write_rows(nothing)
+        self._write_counts(nothing)
+
     def _batch_array(self, slots: tuple[tuple[int, ...], ...], bucket: int) -> jax.Array:
         if self._batch is None or self._batch[0] != slots or self._batch[1].shape[1] != bucket:
             rows = np.full((len(slots), bucket), self._limits.slots_per_rank, np.int32)  # out of range: no slot
@@ -97,7 +103,7 @@ class DecodePrograms:
             page_specs = [tuple(PAGES_SPEC for _ in layer) for layer in pages]
             counts_spec = RANK if shaped else ()
             in_specs = (stem.specs, [layer.specs for layer in layers], page_specs, RANK, counts_spec, RANK, RANK, RANK)
-            chosen_spec = Chosen(RANK, RANK, RANK, RANK) if shaped else Chosen(RANK)
+            chosen_spec = Chosen.specs(variant)
             arguments = (stem.leaves, [layer.leaves for layer in layers], pages, hot, counts if shaped else (), ints, floats, batch)
             return self._programs.compile(
                 self._step_body(variant), arguments, in_specs, (page_specs, RANK, chosen_spec, counts_spec), donate=(2, 3, 4)
@@ -110,7 +116,9 @@ class DecodePrograms:
         page_size, dummy = self._pool.page_size, self._pool.pages_per_rank
         slots = self._limits.slots_per_rank
 
-        def body(stem_leaves: Any, layer_leaves: Any, pages: list[LayerPages], hot: Any, counts: Any, ints: Any, floats: Any, batch: Any) -> Any:
+        def body(
+            stem_leaves: Any, layer_leaves: Any, pages: list[LayerPages], hot: Any, counts: Any, ints: Any, floats: Any, batch: Any
+        ) -> Any:
             slot_B, hot_S2 = batch[0], hot[0]
             ints_BI, floats_BF = jnp.take(ints[0], slot_B, axis=0, mode="clip"), jnp.take(floats[0], slot_B, axis=0, mode="clip")
             token_B, position_B = jnp.take(hot_S2, slot_B, axis=0, mode="clip").T
@@ -143,8 +151,7 @@ class DecodePrograms:
             next_B2 = jnp.stack((jnp.where(active_B, chosen.token, token_B), position_B + active_B.astype(jnp.int32)), axis=1)
             hot_S2 = hot_S2.at[slot_B].set(next_B2, mode="drop")
             counts_out = counts[0].at[slot_B].set(chosen.counts, mode="drop")[None] if chosen.counts is not None else ()
-            shown = Chosen(*(None if part is None else part[None] for part in chosen[:4]))
-            return new_pages, hot_S2[None], shown, counts_out
+            return new_pages, hot_S2[None], chosen.on_rank(), counts_out
 
         return body
 

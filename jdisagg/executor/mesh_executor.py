@@ -6,24 +6,25 @@ One instance may prefill, decode, or both (one-mesh modes); it builds only the p
 """
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding
 
 from jdisagg.executor.block_programs import BlockPrograms
-from jdisagg.executor.choose import Chosen, Variant, choose
+from jdisagg.executor.choose import Variant
 from jdisagg.executor.decode_program import DecodePrograms
 from jdisagg.executor.layer_groups import layer_groups
 from jdisagg.executor.page_pool import PagePool
-from jdisagg.executor.prefill_program import RANK, ChunkArrays, PrefillPrograms
+from jdisagg.executor.prefill_program import ChunkArrays, PrefillPrograms
+from jdisagg.executor.prefill_sampler import PrefillSampler
 from jdisagg.executor.programs import Programs
 from jdisagg.executor.results import DecodeReading, Finished, PrefillReading, PullReading, start_reading
 from jdisagg.executor.slot_state import RowFormat
+from jdisagg.executor.warm_up import block_lengths
 from jdisagg.executor.weights import Weights, mesh_shards, split_model
 from jdisagg.executor.work_threads import Waiting, WorkThreads
 from jdisagg.layout.axes import Layout
@@ -71,6 +72,7 @@ class MeshExecutor:
         self.limits = limits
         self.role = role
         self.mesh = mesh
+        self.platform = platform
         self.programs = Programs(mesh)
         self._channel = channel
         self._weights: Weights = split_model(model, layout)
@@ -79,7 +81,8 @@ class MeshExecutor:
         self._pool = PagePool(mesh, limits.kv_spec, limits.pages_per_rank, limits.page_size, limits.batch_buckets[-1])
         self._groups = layer_groups(len(self._weights.layers), limits.layer_groups)
         self._prefill = PrefillPrograms(self.programs, self._weights, self._shards, self._pool, self._groups, role.emit)
-        self._blocks = BlockPrograms(self.programs, self._pool, self._groups, platform)
+        self._sampler = PrefillSampler(self.programs, self._weights, self._shards, limits, self._rows)
+        self._blocks = BlockPrograms(self.programs, self._pool, self._groups)
         self._decode = DecodePrograms(self.programs, self._weights, self._shards, self._pool, limits, self._rows) if role.decode else None
         self._wanted_logprobs: dict[tuple[int, int], int | None] = {}
         self._pulls: dict[int, Pull] = {}
@@ -106,8 +109,39 @@ class MeshExecutor:
         return self._pool.bytes
 
     def issue_and_wait(self, command: StepCommand) -> StepResult:
-        """Runs a command on the calling thread; for warm-up and for tests, while the threads are idle."""
+        """Runs a command on the calling thread: for warm-up and tests, while the threads are idle."""
         return self._issue(command).result()
+
+    def warm_prefill(self, width: int, packed: bool) -> None:
+        """Runs a chunk of padding, and every cut that its rows may ask for."""
+        empty = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits)
+        x, blocks = self._prefill.run(dataclasses.replace(empty, packed=packed))
+        for block in blocks:
+            for tokens in block_lengths(self.limits):
+                if tokens < width:
+                    self._blocks.cut(block, 0, 0, tokens)
+        x.block_until_ready()
+        for variant in Variant:
+            self._sampler.warm_up(variant, width)
+
+    def warm_decode(self, size: int, variant: Variant) -> None:
+        """Runs a step of `size` rows, none of them anybody's."""
+        assert self._decode is not None
+        nobody = (self.limits.slots_per_rank,) * size
+        self._decode.step((nobody,) * self.limits.ranks, variant).token.block_until_ready()
+
+    def warm_updates(self) -> None:
+        """Runs what admits, grows, sets counts and copies pages."""
+        assert self._decode is not None
+        self._decode.warm_updates()
+        self._blocks.copy(((0, 0, self._pool.rank_rows),))
+
+    def warm_insert(self, group: int, tokens: int) -> None:
+        """Inserts a block of which no token is valid."""
+        zeros = self._zero_block(group, tokens)
+        local_heads = self.limits.kv_spec.kv_heads // self.mesh.shape["kv"]
+        pieces = local_heads // PullTarget(zeros, 0).granule
+        self._blocks.insert(group, (zeros,) * pieces, 0, 0, 0, (0,))
 
     def _issue(self, command: StepCommand) -> Waiting:
         match command:
@@ -119,9 +153,7 @@ class MeshExecutor:
                 return self._run_pull(command)
             case InsertBlock():
                 pull = self._pulls.pop(command.offer_id)
-                self._blocks.insert(
-                    command.group, pull.arrays(), command.rank, command.start, command.valid_tokens, command.pages
-                )
+                self._blocks.insert(command.group, pull.arrays(), command.rank, command.start, command.valid_tokens, command.pages)
             case DropBlocks():
                 for offer_id in command.offer_ids:
                     if pull := self._pulls.pop(offer_id, None):
@@ -139,48 +171,10 @@ class MeshExecutor:
             for offer in row.offers:
                 block = self._blocks.cut(blocks[offer.group], row.rank, offer.offset, offer.block_tokens)
                 self._channel.offer(offer.offer_id, block, row.rank)
-        samples = [(row, spec) for row in command.rows for spec in row.samples]
-        if not samples:
-            return PrefillReading(command, x, None)
-        last = np.zeros((self.limits.ranks, self.limits.samples_per_chunk), np.int32)
-        ints = np.zeros((*last.shape, self._rows.ints), np.int32)
-        floats = np.zeros((*last.shape, self._rows.floats), np.float32)
-        positions = np.zeros(last.shape, np.int32)
-        variant = Variant.of(
-            sampled=any(not spec.sampling.greedy for _, spec in samples), shaped=any(spec.sampling.shaped for _, spec in samples)
-        )
-        counts = np.zeros((*last.shape, self._rows.vocabulary), np.int32) if variant is Variant.SHAPED else None
-        used = [0] * self.limits.ranks
-        for row, spec in samples:
-            at = row.rank, used[row.rank]
-            used[row.rank] += 1
-            last[at] = row.offset + len(row.tokens) - 1
-            positions[at] = row.start + len(row.tokens)
-            self._rows.pack(ints[at], floats[at], spec)
-            if counts is not None and spec.sampling.penalised:
-                counts[at] = self._rows.pack_history(spec)
-        chosen = self._head(variant, self._prefill.pick(x, last), (ints, floats, positions, *([] if counts is None else [counts])))
-        start_reading(chosen)
+        chosen = self._sampler.run(command, x)
+        if chosen is not None:
+            start_reading(chosen)
         return PrefillReading(command, x, chosen)
-
-    def _head(self, variant: Variant, x: jax.Array, rows: tuple[np.ndarray, ...]) -> Chosen:
-        """Logits and choice for the picked rows: x [ranks, R, D]."""
-        stem, shards, row_format = self._weights.stem, self._shards, self._rows
-
-        def body(leaves: tuple[jax.Array, ...], x: jax.Array, rows: tuple[jax.Array, ...]) -> Chosen:
-            ints, floats, position_R, *counts = (array[0] for array in rows)
-            logits_RV = stem.merge(leaves).logits(x[0], shards)  # type: ignore[attr-defined]
-            active_R = jnp.ones(position_R.shape, jnp.bool_)
-            chosen = choose(variant, row_format, logits_RV, ints, floats, position_R, active_R, counts[0] if counts else None)
-            return Chosen(*(None if part is None else part[None] for part in chosen[:4]))
-
-        on_mesh = jax.device_put(rows, NamedSharding(self.mesh, RANK))
-
-        def build() -> Callable[..., Chosen]:
-            out = Chosen(RANK, RANK, RANK, RANK) if variant is Variant.SHAPED else Chosen(RANK)
-            return self.programs.compile(body, (stem.leaves, x, on_mesh), (stem.specs, RANK, (RANK,) * len(rows)), out)
-
-        return self.programs.get(("head", variant), build)(stem.leaves, x, on_mesh)
 
     def _run_decode(self, command: DecodeSteps) -> Waiting:
         assert self._decode is not None, "this instance has no decode programs"

@@ -9,6 +9,7 @@ Groups of equal structure share one executable; there is one per chunk bucket. I
 chunk and its own pages; tensor parallelism is in the model's collectives.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,7 @@ class ChunkArrays:
     table: np.ndarray  # int32 [ranks, R, N]
     past: np.ndarray  # int32 [ranks, R]: tokens already in pages
     continuing: np.ndarray  # int32 [ranks]: rows that have a past
+    packed: bool = False  # some rank has several rows, or one that does not come first
 
     @classmethod
     def build(cls, command: PrefillChunk, limits: MeshLimits) -> "ChunkArrays":
@@ -68,7 +70,8 @@ class ChunkArrays:
             chunk.past[rank, index] = row.start
             chunk.continuing[rank] += row.start > 0
             used[rank] += 1
-        return chunk
+        packed = any(row.offset > 0 for row in command.rows)
+        return dataclasses.replace(chunk, packed=packed)
 
 
 class PrefillPrograms:
@@ -89,7 +92,9 @@ class PrefillPrograms:
 
     def run(self, chunk: ChunkArrays) -> tuple[jax.Array, list[jax.Array]]:
         """Issues the chain. Returns the last activations [ranks, T, D] and, where emitting, one KV block per group."""
-        tokens, *meta = jax.device_put((chunk.tokens, chunk.positions, chunk.segment, chunk.table, chunk.past, chunk.continuing), self._sharding)
+        tokens, *meta = jax.device_put(
+            (chunk.tokens, chunk.positions, chunk.segment, chunk.table, chunk.past, chunk.continuing), self._sharding
+        )
         x = self._embed(chunk.tokens.shape[1])(self._weights.stem.leaves, tokens)
         blocks: list[jax.Array] = []
         for group in self._groups:
@@ -99,16 +104,6 @@ class PrefillPrograms:
             self._pool.put(group.start, new_pages)
             blocks.extend(block)
         return x, blocks
-
-    def pick(self, x: jax.Array, rows: np.ndarray) -> jax.Array:
-        """x[rank, rows[rank]]: [ranks, R, D] from [ranks, T, D]."""
-
-        def body(x: jax.Array, rows: jax.Array) -> jax.Array:
-            return jnp.take(x[0], rows[0], axis=0, mode="clip")[None]
-
-        rows_on_mesh = jax.device_put(rows, self._sharding)
-        build = lambda: self._programs.compile(body, (x, rows_on_mesh), (RANK, RANK), RANK)  # noqa: E731
-        return self._programs.get(("pick", x.shape[1]), build)(x, rows_on_mesh)
 
     def _embed(self, width: int) -> Any:
         stem, shards = self._weights.stem, self._shards
@@ -123,7 +118,7 @@ class PrefillPrograms:
     def _group(self, group: range, chunk: ChunkArrays) -> Any:
         parts = [self._weights.layers[index] for index in group]
         width = chunk.tokens.shape[1]
-        key = ("group", width, tuple(part.structure for part in parts))
+        key = ("group", width, chunk.packed, tuple(part.structure for part in parts))
 
         def build() -> Any:
             pages = self._pool.layers[group.start : group.stop]
@@ -133,11 +128,11 @@ class PrefillPrograms:
             in_specs = ([part.specs for part in parts], page_specs, *(RANK,) * 6)
             out_specs = (RANK, page_specs, [BLOCK_SPEC] if self._emit else [])
             arguments = ([part.leaves for part in parts], pages, x, *meta)
-            return self._programs.compile(self._group_body(group), arguments, in_specs, out_specs, donate=(1, 2))
+            return self._programs.compile(self._group_body(group, chunk.packed), arguments, in_specs, out_specs, donate=(1, 2))
 
         return self._programs.get(key, build)
 
-    def _group_body(self, group: range) -> Any:
+    def _group_body(self, group: range, packed: bool) -> Any:
         parts = [self._weights.layers[index] for index in group]
         shards, emit, page_size, rank_rows = self._shards, self._emit, self._pool.page_size, self._pool.rank_rows
 
@@ -165,9 +160,8 @@ class PrefillPrograms:
                     if emit:
                         emitted.extend((k_TKH.swapaxes(0, 1), v_TKH.swapaxes(0, 1)))
                     cached = PastPages(k_pages, v_pages, table_RN, past_R, continuing[0])
-                    return prefill_attention(
-                        q_TNH, k_TKH, v_TKH, segment_T, positions_T, cached, scale=scale, window=window, platform=shards.platform
-                    )
+                    how = {"scale": scale, "window": window, "platform": shards.platform, "packed": packed}
+                    return prefill_attention(q_TNH, k_TKH, v_TKH, segment_T, positions_T, cached, **how)
 
                 return attend
 

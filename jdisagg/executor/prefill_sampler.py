@@ -1,0 +1,86 @@
+"""The end of a prefill chunk: pick the rows that sample, compute their logits alone, choose a token for each.
+
+A chunk samples at most `samples_per_chunk` rows per dp rank; several children of one sequence sample the same row. Picking
+depends on the chunk bucket, the head does not, so that there is one head program a variant.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jdisagg.executor.choose import Chosen, Variant, choose
+from jdisagg.executor.prefill_program import RANK
+from jdisagg.executor.programs import Programs
+from jdisagg.executor.slot_state import RowFormat
+from jdisagg.executor.weights import Weights
+from jdisagg.model_api import Shards
+from jdisagg.scheduler.commands import MeshLimits, PrefillChunk
+
+
+class PrefillSampler:
+    """Called by the dispatch thread alone."""
+
+    def __init__(self, programs: Programs, weights: Weights, shards: Shards, limits: MeshLimits, rows: RowFormat) -> None:
+        self._programs, self._weights, self._shards, self._limits, self._rows = programs, weights, shards, limits, rows
+        self._sharding = NamedSharding(programs.mesh, RANK)
+
+    def run(self, command: PrefillChunk, x: jax.Array) -> Chosen | None:
+        """Issues the choice of the chunk's samples from its last activations x [ranks, T, D]; None where nothing samples."""
+        samples = [(row, spec) for row in command.rows for spec in row.samples]
+        if not samples:
+            return None
+        shaped = any(spec.sampling.shaped for _, spec in samples)
+        variant = Variant.of(sampled=any(not spec.sampling.greedy for _, spec in samples), shaped=shaped)
+        last, ints, floats, positions, *counts = rows = self._empty(variant)
+        used = [0] * self._limits.ranks
+        for row, spec in samples:
+            at = row.rank, used[row.rank]
+            used[row.rank] += 1
+            last[at] = row.offset + len(row.tokens) - 1
+            positions[at] = row.start + len(row.tokens)
+            self._rows.pack(ints[at], floats[at], spec)
+            if counts and spec.sampling.penalised:
+                counts[0][at] = self._rows.pack_history(spec)
+        return self._head(variant, self._pick(x, last), tuple(rows[1:]))
+
+    def warm_up(self, variant: Variant, width: int) -> None:
+        """Runs the programs of one variant and one chunk bucket on padding."""
+        last, *rows = self._empty(variant)
+        x = jnp.zeros((self._limits.ranks, width, self._weights.width), self._weights.dtype, device=self._sharding)
+        jax.block_until_ready(self._head(variant, self._pick(x, last), tuple(rows)).token)
+
+    def _empty(self, variant: Variant) -> list[np.ndarray]:
+        shape = (self._limits.ranks, self._limits.samples_per_chunk)
+        ints, floats = np.zeros((*shape, self._rows.ints), np.int32), np.zeros((*shape, self._rows.floats), np.float32)
+        rows = [np.zeros(shape, np.int32), ints, floats, np.zeros(shape, np.int32)]
+        return [*rows, np.zeros((*shape, self._rows.vocabulary), np.int32)] if variant is Variant.SHAPED else rows
+
+    def _pick(self, x: jax.Array, last: np.ndarray) -> jax.Array:
+        """x[rank, last[rank]]: [ranks, R, D]."""
+
+        def body(x: jax.Array, last: jax.Array) -> jax.Array:
+            return jnp.take(x[0], last[0], axis=0, mode="clip")[None]
+
+        on_mesh = jax.device_put(last, self._sharding)
+        build = lambda: self._programs.compile(body, (x, on_mesh), (RANK, RANK), RANK)  # noqa: E731
+        return self._programs.get(("pick", x.shape[1]), build)(x, on_mesh)
+
+    def _head(self, variant: Variant, x: jax.Array, rows: tuple[np.ndarray, ...]) -> Chosen:
+        stem, shards, row_format = self._weights.stem, self._shards, self._rows
+
+        def body(leaves: tuple[jax.Array, ...], x: jax.Array, rows: tuple[jax.Array, ...]) -> Chosen:
+            ints, floats, position_R, *counts = (array[0] for array in rows)
+            logits_RV = stem.merge(leaves).logits(x[0], shards)  # type: ignore[attr-defined]
+            active_R = jnp.ones(position_R.shape, jnp.bool_)
+            return choose(variant, row_format, logits_RV, ints, floats, position_R, active_R, counts[0] if counts else None).on_rank()
+
+        on_mesh = jax.device_put(rows, self._sharding)
+
+        def build() -> Callable[..., Chosen]:
+            in_specs = (stem.specs, RANK, (RANK,) * len(rows))
+            return self._programs.compile(body, (stem.leaves, x, on_mesh), in_specs, Chosen.specs(variant))
+
+        return self._programs.get(("head", variant), build)(stem.leaves, x, on_mesh)
