@@ -1,0 +1,116 @@
+"""Decode attention over KV pages: one new token a sequence, whose own k and v have just been written.
+
+`paged_attention` is the op; `platform` chooses the implementation:
+- `loop`: a `fori_loop` over page columns with online softmax. The trip count is traced (the longest sequence), so there
+  are no context buckets, and a block of pages stays in cache. The CPU's choice, and right everywhere.
+- `gather`: the whole padded table gathered and one softmax. The reference; also what XLA does best on an accelerator
+  without a kernel.
+- `pallas`: our own split-K kernel (`paged_attention_pallas`), the GPU's choice.
+
+It works on local shards and knows nothing of meshes or of who owns a page. Entries of the table beyond a sequence's
+length may be anything: they are clipped into range and masked. No row ever gives NaN.
+"""
+
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jdisagg.ops.kv_pages import gather_columns
+from jdisagg.ops.online_softmax import MASKED, Softmax, empty, finish, first, fold
+
+Implementation = Literal["loop", "gather", "pallas"]
+
+POSITIONS_PER_STEP = 128
+
+
+def paged_attention(
+    q_BNH: jax.Array,
+    k_pages_PKSH: jax.Array,
+    v_pages_PKSH: jax.Array,
+    table_BN: jax.Array,
+    positions_B: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    platform: str = "cpu",
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Token b attends to positions 0..positions_B[b] of its sequence (with `window`: the last `window` of these).
+
+    q_BNH: local query heads, a multiple of the pages' kv heads. table_BN, positions_B: int32. Returns o_BNH in q's dtype.
+    """
+    table_BN = jnp.clip(table_BN, 0, k_pages_PKSH.shape[0] - 1)
+    implementation = implementation or _default(platform)
+    attend = partial(_loop if implementation == "loop" else _gather, scale=scale, window=window)
+    return attend(q_BNH, k_pages_PKSH, v_pages_PKSH, table_BN, positions_B)
+
+
+def _default(platform: str) -> Implementation:
+    return "loop" if platform == "cpu" else "gather"
+
+
+def _loop(
+    q_BNH: jax.Array,
+    k_pages_PKSH: jax.Array,
+    v_pages_PKSH: jax.Array,
+    table_BN: jax.Array,
+    positions_B: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+) -> jax.Array:
+    batch, query_heads, width = q_BNH.shape
+    _, heads, slots, _ = k_pages_PKSH.shape
+    columns = max(1, min(POSITIONS_PER_STEP // slots, table_BN.shape[1]))
+    step = columns * slots
+    table_BN = jnp.pad(table_BN, ((0, 0), (0, -table_BN.shape[1] % columns)))
+    q_BKGH = q_BNH.reshape(batch, heads, query_heads // heads, width)
+
+    def body(index: jax.Array, state: Softmax) -> Softmax:
+        k_BKSH = gather_columns(k_pages_PKSH, table_BN, index * columns, columns)
+        v_BKSH = gather_columns(v_pages_PKSH, table_BN, index * columns, columns)
+        s_BKGS = _scores(q_BKGH, k_BKSH, _seen(index * step, step, positions_B, window), scale)
+        return fold(state, s_BKGS, partial(_mix, v_BKSH=v_BKSH))
+
+    begin = 0 if window is None else jnp.maximum(jnp.min(positions_B) - window + 1, 0) // step
+    end = jnp.clip(jnp.max(positions_B) // step + 1, 1, table_BN.shape[1] // columns)
+    state = lax.fori_loop(jnp.minimum(begin, end - 1), end, body, empty(q_BKGH.shape))
+    return finish(state).astype(q_BNH.dtype).reshape(q_BNH.shape)
+
+
+def _gather(
+    q_BNH: jax.Array,
+    k_pages_PKSH: jax.Array,
+    v_pages_PKSH: jax.Array,
+    table_BN: jax.Array,
+    positions_B: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+) -> jax.Array:
+    batch, query_heads, width = q_BNH.shape
+    heads, columns = k_pages_PKSH.shape[1], table_BN.shape[1]
+    q_BKGH = q_BNH.reshape(batch, heads, query_heads // heads, width)
+    k_BKSH = gather_columns(k_pages_PKSH, table_BN, 0, columns)
+    v_BKSH = gather_columns(v_pages_PKSH, table_BN, 0, columns)
+    s_BKGS = _scores(q_BKGH, k_BKSH, _seen(0, k_BKSH.shape[2], positions_B, window), scale)
+    return finish(first(s_BKGS, partial(_mix, v_BKSH=v_BKSH))).astype(q_BNH.dtype).reshape(q_BNH.shape)
+
+
+def _scores(q_BKGH: jax.Array, k_BKSH: jax.Array, seen_BS: jax.Array, scale: float) -> jax.Array:
+    s_BKGS = jnp.einsum("bkgh,bksh->bkgs", q_BKGH, k_BKSH, preferred_element_type=jnp.float32) * scale
+    return jnp.where(seen_BS[:, None, None, :], s_BKGS, MASKED)
+
+
+def _mix(p_BKGS: jax.Array, v_BKSH: jax.Array) -> jax.Array:
+    return jnp.einsum("bkgs,bksh->bkgh", p_BKGS.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32)
+
+
+def _seen(start: jax.Array | int, length: int, positions_B: jax.Array, window: int | None) -> jax.Array:
+    """Which of the positions start..start+length each token attends to: bool [B, length]."""
+    position_1S = (start + jnp.arange(length, dtype=jnp.int32))[None, :]
+    seen_BS = position_1S <= positions_B[:, None]
+    return seen_BS if window is None else seen_BS & (position_1S > positions_B[:, None] - window)

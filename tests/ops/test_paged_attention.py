@@ -1,0 +1,90 @@
+"""Decode attention against dense attention in float64, sequence by sequence."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdisagg.ops.paged_attention import Implementation, paged_attention
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("loop", "gather")
+
+
+def dense(q_NH: np.ndarray, k_LKH: np.ndarray, v_LKH: np.ndarray, scale: float) -> np.ndarray:
+    """One query over all of its keys, in float64."""
+    groups = q_NH.shape[0] // k_LKH.shape[1]
+    out = np.empty(q_NH.shape, np.float64)
+    for n in range(q_NH.shape[0]):
+        s = k_LKH[:, n // groups].astype(np.float64) @ q_NH[n].astype(np.float64) * scale
+        p = np.exp(s - s.max())
+        out[n] = p @ v_LKH[:, n // groups].astype(np.float64) / p.sum()
+    return out
+
+
+def case(batch: int, heads: int, groups: int, slots: int, columns: int, width: int, seed: int = 0) -> tuple[np.ndarray, ...]:
+    """q, k pages, v pages and a random table; the entries it does not use are out of range or foreign pages."""
+    rng = np.random.default_rng(seed)
+    pages = batch * columns + 3
+    q = rng.standard_normal((batch, heads * groups, width)).astype(np.float32)
+    k, v = rng.standard_normal((2, pages, heads, slots, width)).astype(np.float32)
+    table = rng.permutation(pages)[: batch * columns].reshape(batch, columns).astype(np.int32)
+    return q, k, v, table
+
+
+def expected(q: np.ndarray, k: np.ndarray, v: np.ndarray, table: np.ndarray, positions: np.ndarray, window: int | None) -> np.ndarray:
+    slots, scale, rows = k.shape[2], q.shape[-1] ** -0.5, []
+    for b, position in enumerate(positions):
+        seen = np.arange(0 if window is None else max(0, position - window + 1), position + 1)
+        at = table[b, seen // slots], slice(None), seen % slots
+        rows.append(dense(q[b], k[at], v[at], scale))
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("window", [None, 1, 37, 1000])
+@pytest.mark.parametrize(("slots", "columns"), [(8, 33), (16, 9), (128, 3)])
+def test_every_token_sees_exactly_its_own_past(implementation: Implementation, window: int | None, slots: int, columns: int) -> None:
+    q, k, v, table = case(batch=5, heads=2, groups=3, slots=slots, columns=columns, width=16)
+    positions = np.array([0, 7, slots * columns - 1, slots * columns // 2, 130], np.int32) % (slots * columns)
+    for b, position in enumerate(positions):
+        table[b, position // slots + 1 :] = 10**6  # beyond the length: anything
+    got = paged_attention(*map(jnp.asarray, (q, k, v, table, positions)), scale=16**-0.5, window=window, implementation=implementation)
+    np.testing.assert_allclose(got, expected(q, k, v, table, positions, window), atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 1), (1, 7)])
+def test_bfloat16_stays_within_its_rounding(implementation: Implementation, heads: int, groups: int) -> None:
+    q, k, v, table = (jnp.asarray(x) for x in case(batch=3, heads=heads, groups=groups, slots=16, columns=20, width=64))
+    q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
+    positions = np.array([319, 3, 200], np.int32)
+    got = paged_attention(q, k, v, table, jnp.asarray(positions), scale=0.125, window=None, implementation=implementation)
+    assert got.dtype == jnp.bfloat16
+    want = expected(*(np.asarray(x.astype(jnp.float32)) for x in (q, k, v)), np.asarray(table), positions, None)
+    np.testing.assert_allclose(got.astype(jnp.float32), want, atol=3e-2)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_without_a_sequence_are_finite_and_disturb_no_other(implementation: Implementation) -> None:
+    q, k, v, table = case(batch=3, heads=2, groups=2, slots=8, columns=4, width=8)
+    positions = np.array([20, -1, 5], np.int32)
+    got = paged_attention(*map(jnp.asarray, (q, k, v, table, positions)), scale=1.0, implementation=implementation)
+    assert np.isfinite(np.asarray(got)).all()
+    np.testing.assert_allclose(got[::2], expected(q * 8**0.5, k, v, table, np.array([20, 0, 5]), None)[::2], atol=1e-5)
+
+
+def test_scores_of_any_size_do_not_overflow() -> None:
+    q, k, v, table = case(batch=2, heads=1, groups=2, slots=8, columns=40, width=8)
+    positions = np.array([319, 160], np.int32)
+    got = paged_attention(*map(jnp.asarray, (q * 1e4, k, v, table, positions)), scale=8**-0.5)
+    np.testing.assert_allclose(got, expected(q * 1e4, k, v, table, positions, None), atol=1e-4)
+
+
+def test_the_loop_compiles_once_for_all_lengths_and_reads_no_table_sized_copy() -> None:
+    q, k, v, table = case(batch=2, heads=2, groups=2, slots=128, columns=16, width=32)
+    step = jax.jit(lambda *x: paged_attention(*x, scale=1.0))
+    for longest in (5, 1000, 2047):
+        step(q, k, v, table, np.array([longest, 1], np.int32))
+    assert step._cache_size() == 1
+    memory = step.lower(q, k, v, table, np.array([1, 1], np.int32)).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < k[table].nbytes // 4

@@ -1,0 +1,129 @@
+"""Packed prefill attention against dense attention in float64, token by token."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdisagg.ops import prefill_attention_cudnn
+from jdisagg.ops.prefill_attention import PastPages, prefill_attention
+from tests.ops.test_paged_attention import dense
+
+
+class Chunk:
+    """A random packed chunk: rows of (past tokens, new tokens), those with a past first; padding between and behind."""
+
+    def __init__(
+        self, rows: list[tuple[int, int]], *, heads: int = 2, groups: int = 3, width: int = 16, slots: int = 8, padding: int = 5
+    ) -> None:
+        rng = np.random.default_rng(len(rows))
+        self.scale, self.groups = width**-0.5, groups
+        full = [rng.standard_normal((2, old + new, heads, width)).astype(np.float32) for old, new in rows]
+        tokens = sum(new for _, new in rows) + padding
+        self.q = rng.standard_normal((tokens, heads * groups, width)).astype(np.float32)
+        self.k, self.v = rng.standard_normal((2, tokens, heads, width)).astype(np.float32)
+        self.segment = np.full(tokens, -1, np.int32)
+        self.positions = np.zeros(tokens, np.int32)
+        columns = max(1, max((old + slots - 1) // slots for old, _ in rows)) + 1
+        pages = len(rows) * columns + 2
+        k_pages, v_pages = rng.standard_normal((2, pages, heads, slots, width)).astype(np.float32)
+        table = rng.permutation(pages)[: len(rows) * columns].reshape(len(rows), columns).astype(np.int32)
+        self.full, self.rows, at = full, rows, 0
+        for row, (old, new) in enumerate(rows):
+            self.k[at : at + new], self.v[at : at + new] = full[row][:, old:]
+            self.segment[at : at + new] = row
+            self.positions[at : at + new] = np.arange(old, old + new)
+            for position in range(old):
+                page, slot = table[row, position // slots], position % slots
+                k_pages[page, :, slot], v_pages[page, :, slot] = full[row][:, position]
+            table[row, (old + slots - 1) // slots :] = 10**6
+            at += new
+        lengths, count = np.array([old for old, _ in rows], np.int32), np.int32(sum(old > 0 for old, _ in rows))
+        self.past = PastPages(*map(jnp.asarray, (k_pages, v_pages, table, lengths, count)))
+
+    def expected(self, window: int | None = None) -> np.ndarray:
+        out = np.zeros(self.q.shape, np.float64)
+        for t, (row, position) in enumerate(zip(self.segment, self.positions, strict=True)):
+            if row >= 0:
+                seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
+                out[t] = dense(self.q[t], self.full[row][0, seen], self.full[row][1, seen], self.scale)
+        return out
+
+    def run(self, *, past: bool, window: int | None = None, query_block: int = 128, packed: bool = True) -> np.ndarray:
+        arrays = map(jnp.asarray, (self.q, self.k, self.v, self.segment, self.positions))
+        attend = functools.partial(prefill_attention, scale=self.scale, window=window, query_block=query_block, packed=packed)
+        return np.asarray(jax.jit(attend)(*arrays, self.past if past else None))
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 100])
+@pytest.mark.parametrize("query_block", [16, 128])
+def test_packed_segments_see_only_their_own_earlier_tokens(window: int | None, query_block: int) -> None:
+    chunk = Chunk([(0, 1), (0, 40), (0, 3), (0, 90), (0, 17)])
+    got = chunk.run(past=False, window=window, query_block=query_block)
+    np.testing.assert_allclose(got, chunk.expected(window), atol=1e-5)
+    assert (got[chunk.segment < 0] == 0).all()
+
+
+@pytest.mark.parametrize("window", [None, 5, 150])
+@pytest.mark.parametrize("slots", [8, 16, 128])
+def test_a_chunk_continues_sequences_that_lie_in_pages(window: int | None, slots: int) -> None:
+    chunk = Chunk([(200, 30), (9, 50), (1, 1), (0, 25)], slots=slots)
+    np.testing.assert_allclose(chunk.run(past=True, window=window, query_block=32), chunk.expected(window), atol=1e-5)
+
+
+def test_an_unused_past_changes_nothing() -> None:
+    chunk = Chunk([(0, 20), (0, 30)])
+    np.testing.assert_array_equal(chunk.run(past=True), chunk.run(past=False))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("window", [None, 300, 600])
+def test_long_chunks_take_the_key_block_loop(packed: bool, window: int | None) -> None:
+    rows = [(0, 700), (0, 450)] if packed else [(0, 1100)]
+    chunk = Chunk(rows, heads=1, groups=2, width=8)
+    np.testing.assert_allclose(chunk.run(past=False, packed=packed, window=window), chunk.expected(window), atol=1e-5)
+
+
+def test_one_sequence_over_several_groups_of_queries_reads_its_past_each_time() -> None:
+    chunk = Chunk([(50, 600)], heads=1, groups=2, width=8)
+    np.testing.assert_allclose(chunk.run(past=True, packed=False), chunk.expected(), atol=1e-5)
+
+
+def test_bfloat16_stays_within_its_rounding() -> None:
+    chunk = Chunk([(40, 60), (0, 30)], width=64)
+    want = chunk.expected()
+    low = functools.partial(jnp.asarray, dtype=jnp.bfloat16)
+    past = chunk.past._replace(k_pages_PKSH=low(chunk.past.k_pages_PKSH), v_pages_PKSH=low(chunk.past.v_pages_PKSH))
+    attend = jax.jit(functools.partial(prefill_attention, scale=chunk.scale))
+    got = attend(low(chunk.q), low(chunk.k), low(chunk.v), jnp.asarray(chunk.segment), jnp.asarray(chunk.positions), past)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got.astype(jnp.float32), want, atol=4e-2)
+
+
+@pytest.mark.parametrize(("old", "new"), [(0, 20), (1, 7), (100, 33)])
+def test_the_cudnn_recipe_merges_past_and_self(old: int, new: int) -> None:
+    chunk = Chunk([(old, new)])
+    arrays = map(jnp.asarray, (chunk.q, chunk.k, chunk.v))
+    got = prefill_attention_cudnn.one_sequence(*arrays, jnp.int32(new), chunk.past, scale=chunk.scale, window=None, implementation="xla")
+    np.testing.assert_allclose(got[:new], chunk.expected()[:new], atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 1, 6])
+def test_the_cudnn_recipe_without_a_past_keeps_the_window(window: int | None) -> None:
+    chunk = Chunk([(0, 20)])
+    arrays = map(jnp.asarray, (chunk.q, chunk.k, chunk.v))
+    got = prefill_attention_cudnn.one_sequence(*arrays, jnp.int32(20), None, scale=chunk.scale, window=window, implementation="xla")
+    np.testing.assert_allclose(got[:20], chunk.expected(window)[:20], atol=1e-5)
+
+
+def test_cudnn_is_chosen_only_where_its_masks_are_right() -> None:
+    half, single, wide = jnp.zeros((1, 2, 64), jnp.bfloat16), jnp.zeros((1, 2, 64)), jnp.zeros((1, 2, 160), jnp.bfloat16)
+    applies = prefill_attention_cudnn.applies
+    assert applies(half, platform="gpu", window=None, has_past=True)
+    assert applies(half, platform="gpu", window=9, has_past=False)
+    assert not applies(half, platform="gpu", window=9, has_past=True)
+    assert not applies(half, platform="cpu", window=None, has_past=False)
+    assert not applies(single, platform="gpu", window=None, has_past=False)
+    assert not applies(wide, platform="gpu", window=None, has_past=False)
