@@ -1,0 +1,81 @@
+"""The hand-off of one sequence's KV from a prefill worker to a decode worker, as data: states, events, deadlines, sweep.
+
+Both sides run the same machine: sender COMPUTING -> OFFERED -> ACKED -> FREED, receiver RESERVED -> RECEIVING -> COMPLETE ->
+DECODING -> FREED; ABORTED is reachable from every state but FREED. Each state has a deadline on the local monotonic clock, which
+progress renews; `sweep` names those whose deadline has passed, whether or not there is work. Pure: knows no pages, no ports.
+
+Invariants: FREED and ABORTED are final; a move that the table does not list is our own bug (`HandoffStateError`).
+"""
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+
+class HandoffStateError(AssertionError):
+    """Our own code moved a hand-off along an edge that does not exist."""
+
+
+class HandoffState(enum.Enum):
+    COMPUTING = "computing"
+    OFFERED = "offered"
+    ACKED = "acked"
+    RESERVED = "reserved"
+    RECEIVING = "receiving"
+    COMPLETE = "complete"
+    DECODING = "decoding"
+    FREED = "freed"
+    ABORTED = "aborted"
+
+    @property
+    def final(self) -> bool:
+        return self in (HandoffState.FREED, HandoffState.ABORTED)
+
+
+class HandoffEvent(enum.Enum):
+    ALL_OFFERED = "all blocks are offered"
+    ALL_ACKED = "all blocks are acknowledged"
+    GENERATE = "generate took the reservation over"
+    ALL_INSERTED = "all blocks are in their pages"
+    ADMIT = "the sequence joined the batch"
+    FREE = "what was held is given back"
+    ABORT = "one side gave up"
+
+
+S, E = HandoffState, HandoffEvent
+
+TRANSITIONS: dict[tuple[HandoffState, HandoffEvent], HandoffState] = {
+    (S.COMPUTING, E.ALL_OFFERED): S.OFFERED,
+    (S.OFFERED, E.ALL_ACKED): S.ACKED,
+    (S.ACKED, E.FREE): S.FREED,
+    (S.RESERVED, E.GENERATE): S.RECEIVING,
+    (S.RECEIVING, E.ALL_INSERTED): S.COMPLETE,
+    (S.COMPLETE, E.ADMIT): S.DECODING,
+    (S.DECODING, E.FREE): S.FREED,
+    **{(state, E.ABORT): S.ABORTED for state in HandoffState if not state.final},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """One side of one hand-off: its state, and the instant by which it must have moved on."""
+
+    handoff_id: int
+    state: HandoffState
+    deadline: float
+
+    def move(self, event: HandoffEvent, deadline: float) -> "Handoff":
+        """The state after `event`, to be left by `deadline`."""
+        state = TRANSITIONS.get((self.state, event))
+        if state is None:
+            raise HandoffStateError(f"hand-off {self.handoff_id}: {event.name} is not possible in state {self.state.name}")
+        return replace(self, state=state, deadline=deadline)
+
+    def renew(self, deadline: float) -> "Handoff":
+        """Progress within a state: blocks came or went."""
+        return self if self.state.final else replace(self, deadline=max(self.deadline, deadline))
+
+
+def sweep(handoffs: Iterable[Handoff], now: float) -> tuple[Handoff, ...]:
+    """Those that stayed in a state beyond its deadline; their owner aborts them and frees all they hold."""
+    return tuple(handoff for handoff in handoffs if not handoff.state.final and handoff.deadline < now)

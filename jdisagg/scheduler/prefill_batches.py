@@ -1,0 +1,114 @@
+"""Packs prompts into chunks: first come (by arrival of the request), first served, on each dp rank.
+
+A chunk holds, per rank, at most one row that goes on with a long prompt, then fresh rows, each at a multiple of the granule;
+its size is the smallest bucket that holds the fullest rank. A prompt longer than what is left of the largest bucket is cut and
+goes on in the next chunk. Knows jobs and sizes, not who owns pages and not what becomes of the offers. Pure: ids come from
+the `new_id` it was given.
+
+Invariants: a job's rows are issued in order without gap; a job samples in its last row only; a rank has at most one begun job.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jdisagg.scheduler.blocks import padded, split_blocks
+from jdisagg.scheduler.commands import MeshLimits, OfferSpec, PrefillChunk, PrefillRow, SampleSpec
+
+
+@dataclass(slots=True)
+class PrefillJob:
+    """One sequence to prefill on `rank` into `pages`. `issued_tokens` of `tokens` are in commands already."""
+
+    sequence: int
+    rank: int
+    tokens: tuple[int, ...]
+    pages: tuple[int, ...]
+    samples: tuple[SampleSpec, ...]
+    arrival: float
+    offers: bool = False
+    issued_tokens: int = 0
+
+    @property
+    def left_tokens(self) -> int:
+        return len(self.tokens) - self.issued_tokens
+
+
+class PrefillBatches:
+    """The prompts of one mesh that are not wholly issued yet."""
+
+    def __init__(self, limits: MeshLimits, new_id: Callable[[], int]) -> None:
+        self._limits = limits
+        self._new_id = new_id
+        self._queues: list[list[PrefillJob]] = [[] for _ in range(limits.ranks)]
+
+    def __len__(self) -> int:
+        return sum(len(queue) for queue in self._queues)
+
+    def queued_tokens(self, rank: int) -> int:
+        return sum(job.left_tokens for job in self._queues[rank])
+
+    def add(self, job: PrefillJob) -> None:
+        """Queues a job behind those that arrived before it; a begun job keeps its place at the head."""
+        queue = self._queues[job.rank]
+        place = len(queue)
+        while place and not queue[place - 1].issued_tokens and queue[place - 1].arrival > job.arrival:
+            place -= 1
+        queue.insert(place, job)
+
+    def remove(self, sequence: int) -> None:
+        """Forgets what is not issued of a sequence. Idempotent."""
+        for queue in self._queues:
+            queue[:] = [job for job in queue if job.sequence != sequence]
+
+    def next_chunk(self, step: int) -> PrefillChunk | None:
+        """Takes the next chunk off the queues, or None when they are empty."""
+        rows: list[PrefillRow] = []
+        fullest = 0
+        for rank in range(self._limits.ranks):
+            packed = self._pack(rank)
+            rows += packed
+            if packed:
+                fullest = max(fullest, packed[-1].offset + len(packed[-1].tokens))
+        if not rows:
+            return None
+        chunk_tokens = next(bucket for bucket in self._limits.chunk_buckets if bucket >= fullest)
+        return PrefillChunk(step, chunk_tokens, tuple(rows))
+
+    def _pack(self, rank: int) -> list[PrefillRow]:
+        queue, limits = self._queues[rank], self._limits
+        rows: list[PrefillRow] = []
+        offset = samples = 0
+        capacity = limits.chunk_buckets[-1]
+        while queue and len(rows) < limits.rows_per_chunk and offset < capacity:
+            job = queue[0]
+            tokens = min(job.left_tokens, capacity - offset)
+            if tokens == job.left_tokens:
+                if samples + len(job.samples) > limits.samples_per_chunk:
+                    break
+                samples += len(job.samples)
+                queue.pop(0)
+            rows.append(self._row(job, offset, tokens))
+            offset += padded(tokens, limits.granule_tokens)
+        return rows
+
+    def _row(self, job: PrefillJob, offset: int, tokens: int) -> PrefillRow:
+        start = job.issued_tokens
+        job.issued_tokens += tokens
+        row = PrefillRow(
+            sequence=job.sequence,
+            rank=job.rank,
+            offset=offset,
+            tokens=job.tokens[start : job.issued_tokens],
+            start=start,
+            pages=job.pages[: -(-job.issued_tokens // self._limits.page_size)],
+            samples=job.samples if not job.left_tokens else (),
+            offers=tuple(self._offers(offset, tokens)) if job.offers else (),
+        )
+        return row
+
+    def _offers(self, offset: int, tokens: int) -> list[OfferSpec]:
+        return [
+            OfferSpec(self._new_id(), group, offset + at, block_tokens)
+            for group in range(self._limits.layer_groups)
+            for at, block_tokens, _ in split_blocks(tokens, self._limits.granule_tokens)
+        ]

@@ -1,0 +1,152 @@
+"""Who gets pages on a decode worker: a bounded queue by arrival, served strictly from its head. Pure.
+
+A reservation covers the prompt, the accepted tokens and growth (the fewer of what is left and `growth_tokens`) of each child.
+Full prompt pages are shared by the children; the last, partly filled one is theirs alone (its copy is issued when the KV has
+arrived). Nobody overtakes the head of the queue, so that an old large request is never starved by small ones, and a
+preempted one, as old as it was, goes before the younger.
+
+Grants keep a page in hand for each running sequence that will still grow, and no more sequences than slots (and a few
+ahead, so that a freed slot finds its next sequence ready).
+"""
+
+import bisect
+from collections.abc import Sequence as Sized
+from dataclasses import dataclass
+
+from jdisagg.errors import InvalidRequestError
+from jdisagg.request import Request
+from jdisagg.scheduler.decode_state import DecodeState
+from jdisagg.scheduler.handoff import Handoff, HandoffState
+from jdisagg.scheduler.page_ledger import pages_for
+from jdisagg.scheduler.sequences import Group, Sequence
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A reservation that waits for room. `children` are (index, accepted ids)."""
+
+    ticket: int
+    request: Request
+    attempt: int
+    children: tuple[tuple[int, tuple[int, ...]], ...]
+    arrival: float
+
+    @property
+    def order(self) -> tuple[float, int]:
+        return (self.arrival, self.ticket)
+
+    @property
+    def known_tokens(self) -> int:
+        return len(self.request.prompt_token_ids) + len(self.children[0][1])
+
+
+class Reservations:
+    """The queue of one mesh, and the grants from its head."""
+
+    def __init__(self, state: DecodeState, growth_tokens: int) -> None:
+        self._state = state
+        self._growth_tokens = growth_tokens
+        self._ahead = max(1, state.limits.slots_per_rank // 4)
+        self._queue: list[Waiting] = []
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def check(self, request: Request, children: Sized[tuple[int, tuple[int, ...]]]) -> None:
+        """Raises InvalidRequestError when no quiet moment will ever have room for it."""
+        limits = self._state.limits
+        prompt = len(request.prompt_token_ids)
+        if prompt >= limits.context_tokens:
+            raise InvalidRequestError(
+                f"prompt has {prompt} tokens; with one to generate the context holds {limits.context_tokens}: shorten it"
+            )
+        if len(children) > limits.samples_per_chunk:
+            raise InvalidRequestError(f"n={len(children)} exceeds the {limits.samples_per_chunk} samples of one prefill; ask for fewer")
+        most = prompt + request.most_tokens(limits.context_tokens) - 1
+        capacity = limits.pages_per_rank * limits.page_size
+        if most > capacity:
+            raise InvalidRequestError(
+                f"prompt of {prompt} tokens and max_tokens={request.sampling.max_tokens} need KV for {most} positions, a rank holds "
+                f"{capacity} ({limits.pages_per_rank} pages of {limits.page_size}); lower max_tokens or give the worker more pages"
+            )
+        least = self._pages(Waiting(0, request, 0, tuple(children), 0.0), growth_tokens=1)
+        if least > limits.pages_per_rank:
+            raise InvalidRequestError(
+                f"n={len(children)} streams of a prompt of {prompt} tokens need {least} pages to begin, a rank holds "
+                f"{limits.pages_per_rank}; lower n or give the worker more pages"
+            )
+
+    def enqueue(self, request: Request, attempt: int, children: tuple[tuple[int, tuple[int, ...]], ...], arrival: float) -> int:
+        """Queues a checked request and returns its ticket."""
+        ticket = self._state.new_key()
+        bisect.insort(self._queue, Waiting(ticket, request, attempt, children, arrival), key=lambda waiting: waiting.order)
+        return ticket
+
+    def withdraw(self, ticket: int) -> None:
+        """Leaves the queue. Idempotent."""
+        self._queue = [waiting for waiting in self._queue if waiting.ticket != ticket]
+
+    def grant(self, lease_until: float) -> list[Group]:
+        """Reserves for the head of the queue, and the next, while there is room. A group's `key` is its ticket."""
+        granted: list[Group] = []
+        while self._queue:
+            waiting = self._queue[0]
+            choice = self._rank_with_room(waiting)
+            if choice is None:
+                break
+            self._queue.pop(0)
+            granted.append(self._reserve(waiting, *choice, lease_until))
+        return granted
+
+    def _rank_with_room(self, waiting: Waiting) -> tuple[int, int] | None:
+        """(rank, growth tokens): the rank with room that has the most free pages."""
+        limits, best = self._state.limits, None
+        for rank in range(limits.ranks):
+            ledger = self._state.ledgers[rank]
+            held = self._state.sequences(rank)
+            growth = self._growth_tokens
+            need = self._pages(waiting, growth)
+            if need > limits.pages_per_rank:
+                growth, need = 1, self._pages(waiting, 1)
+            crowded = held and len(held) + len(waiting.children) > limits.slots_per_rank + self._ahead
+            growing = sum(len(ledger.pages(child.key)) * limits.page_size < child.limit for child in held)
+            if crowded or ledger.free_pages < need + growing:
+                continue
+            if best is None or ledger.free_pages > self._state.ledgers[best[0]].free_pages:
+                best = (rank, growth)
+        return best
+
+    def _pages(self, waiting: Waiting, growth_tokens: int) -> int:
+        """Fresh pages of all children together, the shared ones once."""
+        size = self._state.limits.page_size
+        known = waiting.known_tokens
+        own = pages_for(self._covered(waiting, growth_tokens), size) - pages_for(known, size)
+        copies = (len(waiting.children) - 1) * (known % size != 0)
+        return pages_for(known, size) + copies + len(waiting.children) * own
+
+    def _covered(self, waiting: Waiting, growth_tokens: int) -> int:
+        known = waiting.known_tokens
+        limit = len(waiting.request.prompt_token_ids) + waiting.request.most_tokens(self._state.limits.context_tokens) - 1
+        return max(known, min(limit, known + growth_tokens))
+
+    def _reserve(self, waiting: Waiting, rank: int, growth_tokens: int, lease_until: float) -> Group:
+        size, ledger = self._state.limits.page_size, self._state.ledgers[rank]
+        context = self._state.limits.context_tokens
+        handoff = Handoff(waiting.ticket, HandoffState.RESERVED, lease_until)
+        group = Group(waiting.ticket, waiting.request, waiting.attempt, rank, waiting.arrival, handoff, context)
+        known = waiting.known_tokens
+        prompt_pages = pages_for(known, size)
+        own_pages = pages_for(self._covered(waiting, growth_tokens), size) - prompt_pages
+        assert ledger.reserve(group.key, prompt_pages) is not None, "room was checked"
+        for number, (index, accepted) in enumerate(waiting.children):
+            limit = group.prompt_tokens + waiting.request.most_tokens(context) - 1
+            child = Sequence(self._state.new_key(), index, group, list(accepted), len(accepted), limit)
+            ledger.share(group.key, child.key, prompt_pages)
+            if number and known % size:
+                copy = ledger.own(child.key, prompt_pages - 1)
+                assert copy is not None, "the group holds the page too"
+                group.copies.append((rank, *copy))
+            assert ledger.extend(child.key, own_pages) is not None, "room was checked"
+            group.children.append(child)
+        self._state.groups[group.key] = group
+        return group

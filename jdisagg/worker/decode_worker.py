@@ -1,0 +1,307 @@
+"""The decode worker: a mesh's control endpoint, `DecodePort` in front, the schedulers and the step loop behind.
+
+It asks the schedulers, runs commands, reports facts; it decides nothing about pages or batches itself. It is mixed-capable:
+`generate` without a source prefills in the same pages. Mode CHUNKED then lets prefill chunks alternate with decode steps,
+UNIFIED runs whole prefills first; DISAGGREGATED receives KV from a prefill worker (and would prefill locally if asked to).
+
+All state is touched on the event loop only, between awaits, so that every method sees it whole. `_settle` runs after each
+change: it hands news to the listeners, grants freed pages to whoever waits, and wakes the loop.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+
+from jdisagg.clock import Clock
+from jdisagg.config import InstanceConfig, LimitsConfig, Mode
+from jdisagg.dispatch.ports import FirstToken, GenerateCall, PeerPort, Reservation, ReserveCall, Span, WorkerRole, WorkerStatus
+from jdisagg.errors import DeadlineExceededError, HandoffError, JdisaggError, OverloadedError, UnavailableError
+from jdisagg.request import FinishReason
+from jdisagg.scheduler.commands import DecodeResult, Executor, PrefillChunk, PrefillResult, SampledToken, StepCommand, StepResult
+from jdisagg.scheduler.decode_batches import DecodeBatches
+from jdisagg.scheduler.decode_state import DecodeState
+from jdisagg.scheduler.handoff import HandoffEvent, HandoffState, sweep
+from jdisagg.scheduler.prefill_batches import PrefillBatches, PrefillJob
+from jdisagg.scheduler.reservations import Reservations
+from jdisagg.scheduler.sequences import Group
+from jdisagg.telemetry import Counters
+from jdisagg.worker.attempts import Attempts
+from jdisagg.worker.handoffs import Handoffs
+from jdisagg.worker.peer_hello import hello_of
+from jdisagg.worker.span_stream import SpanStream
+from jdisagg.worker.step_loop import StepLoop
+from jdisagg.worker.sweeper import Sweeper
+
+
+class DecodeWorker:
+    """Implements `DecodePort`. `peers` are the prefill workers it may receive from; `ids` gives fresh random 64-bit numbers."""
+
+    def __init__(
+        self,
+        name: str,
+        executor: Executor,
+        config: InstanceConfig,
+        mode: Mode,
+        limits: LimitsConfig,
+        peers: Mapping[str, PeerPort],
+        clock: Clock,
+        ids: Callable[[], int],
+        model_fingerprint: str = "",
+    ) -> None:
+        self.name = name
+        self.counters = Counters()
+        self._executor = executor
+        self._config = config
+        self._mode = mode
+        self._limits = limits
+        self._clock = clock
+        self._state = DecodeState(executor.limits)
+        self._reservations = Reservations(self._state, config.growth_tokens)
+        self._batches = DecodeBatches(self._state, config.growth_tokens, config.steps_per_dispatch)
+        self._prefills = PrefillBatches(executor.limits, ids)
+        self._last_was_prefill = False
+        self._tickets: dict[int, asyncio.Future[Group]] = {}
+        self._streams: dict[int, SpanStream] = {}
+        self._attempts = Attempts()
+        self._loop = StepLoop(executor, self._plan, self._apply, self._break_down)
+        hello = hello_of(name, model_fingerprint, executor.limits)
+        self._handoffs = Handoffs(self._loop, peers, hello, executor.limits, limits.handoff_lease_seconds, self.counters)
+        self._sweeper = Sweeper(clock, limits.handoff_lease_seconds / 4, self._sweep)
+        self._draining = False
+        self._quiet = asyncio.Event()
+
+    async def start(self) -> None:
+        self._loop.start()
+        self._sweeper.start()
+
+    async def stop(self) -> None:
+        """Ends what still runs with UnavailableError and stops the tasks. The executor stays open."""
+        self._end_everything(UnavailableError(f"worker {self.name!r} was stopped"))
+        await self._sweeper.stop()
+        await self._handoffs.stop()
+        await self._loop.stop()
+
+    async def drain(self) -> None:
+        """Refuses new requests and returns when the running ones have ended."""
+        self._draining = True
+        while self._state.groups or len(self._reservations) or self._streams:
+            self._quiet.clear()
+            await self._quiet.wait()
+
+    async def reserve(self, call: ReserveCall) -> Reservation:
+        self._check_serving(call)
+        indices = tuple(child.index for child in call.children)
+        self._attempts.take(call.request.request_id, indices, call.attempt, self._clock.now())
+        self._supersede(call)
+        children = tuple((child.index, child.accepted) for child in call.children)
+        self._reservations.check(call.request, children)
+        if len(self._reservations) >= self._config.queue_limit:
+            raise OverloadedError(
+                f"worker {self.name!r}: {len(self._reservations)} requests wait for pages, the queue's limit; try again later",
+                retry_after_seconds=1.0,
+            )
+        arrival = self._clock.now() - call.age_seconds
+        ticket = self._reservations.enqueue(call.request, call.attempt, children, arrival)
+        granted = self._tickets[ticket] = asyncio.get_running_loop().create_future()
+        self._settle()
+        group = await self._granted(ticket, granted, call.deadline_seconds)
+        return Reservation(group.key, self.name, group.rank, max(0.0, group.handoff.deadline - self._clock.now()))
+
+    async def _granted(self, ticket: int, granted: "asyncio.Future[Group]", seconds: float) -> Group:
+        try:
+            async with asyncio.timeout(seconds):
+                return await asyncio.shield(granted)
+        except TimeoutError:
+            self._give_up(ticket)
+            raise DeadlineExceededError(f"worker {self.name!r} had no free pages for the request within its {seconds:g} s") from None
+        except asyncio.CancelledError:
+            self._give_up(ticket)
+            raise
+
+    def _give_up(self, ticket: int) -> None:
+        self._reservations.withdraw(ticket)
+        self._tickets.pop(ticket, None)
+        self._drop(ticket)
+
+    async def generate(self, call: GenerateCall) -> AsyncIterator[Span]:
+        stream = self._streams.get(call.reservation_id)
+        if stream is None or stream.taken or stream.attempt != call.attempt:
+            raise HandoffError(
+                f"worker {self.name!r}: reservation {call.reservation_id} is not held for attempt {call.attempt}: its lease passed"
+            )
+        stream.taken = True
+        until = self._clock.now() + call.deadline_seconds
+        group = self._state.groups.get(call.reservation_id)
+        try:
+            if group is not None:
+                group.handoff = group.handoff.move(HandoffEvent.GENERATE, until)
+                self._begin(group, stream, call)
+            while (span := await stream.next(until - self._clock.now())) is not None:
+                yield span
+        finally:
+            self._drop(call.reservation_id)
+
+    async def cancel(self, reservation_id: int, child: int | None = None) -> None:
+        group = self._state.groups.get(reservation_id)
+        if child is None:
+            self._drop(reservation_id)
+        elif group is not None:
+            for sequence in group.alive:
+                if sequence.child == child:
+                    self._state.end_child(sequence, FinishReason.CANCELLED)
+        self._settle()
+
+    async def status(self) -> WorkerStatus:
+        limits = self._executor.limits
+        running = len(self._state.sequences())
+        return WorkerStatus(
+            name=self.name,
+            role=WorkerRole.DECODE if self._mode is Mode.DISAGGREGATED else WorkerRole.MIXED,
+            layout=str(self._config.layout),
+            free_pages=tuple(ledger.free_pages for ledger in self._state.ledgers),
+            total_pages=tuple(ledger.total_pages for ledger in self._state.ledgers),
+            running=running,
+            waiting=len(self._reservations),
+            slots=limits.ranks * limits.slots_per_rank,
+            page_size=limits.page_size,
+            context_tokens=limits.context_tokens,
+            draining=self._draining,
+            handoffs=len(self._handoffs),
+            preemptions=self._state.preemptions,
+        )
+
+    def _begin(self, group: Group, stream: SpanStream, call: GenerateCall) -> None:
+        """Lets the KV come: from the peer, or by prefilling here."""
+        if call.source is not None:
+            stream.skip_first = True
+            self._handoffs.begin(
+                group,
+                call.source,
+                self._state.ledgers[group.rank].pages(group.key),
+                done=lambda firsts, moved: self._received(group, firsts, moved),
+                failed=lambda error: self._fail(group, error),
+            )
+        else:
+            specs = tuple(child.sample_spec() for child in group.alive)
+            pages = self._state.ledgers[group.rank].pages(group.key)
+            self._prefills.add(PrefillJob(group.key, group.rank, group.known_tokens, pages, specs, group.arrival))
+        self._settle()
+
+    def _received(self, group: Group, firsts: tuple[FirstToken, ...], bytes_moved: int) -> None:
+        if group.key in self._state.groups:
+            self._streams[group.key].kv_bytes_moved = bytes_moved
+            self.counters.add("handoffs_completed")
+            self.counters.add("kv_bytes_received", bytes_moved)
+            self._join(group, tuple(SampledToken(group.key, first.child, first.token_id, first.logprobs) for first in firsts))
+        self._settle()
+
+    def _join(self, group: Group, firsts: tuple[SampledToken, ...]) -> None:
+        copies = self._batches.ready(group, firsts, self._loop.next_number(), group.handoff.deadline)
+        if copies is not None:
+            self._loop.fire(copies)
+
+    def _plan(self, step: int) -> StepCommand | None:
+        command = self._choose(step)
+        if self._state.news:
+            self._settle()
+        return command
+
+    def _choose(self, step: int) -> StepCommand | None:
+        prefill = len(self._prefills) > 0
+        if prefill and (self._mode is Mode.UNIFIED or not self._last_was_prefill or not self._batches.runnable()):
+            self._last_was_prefill = True
+            return self._prefills.next_chunk(step)
+        decode = self._batches.next_step(step, quiet=not prefill and not self._handoffs.pulling)
+        if decode is None and prefill:
+            return self._prefills.next_chunk(step)
+        self._last_was_prefill = False
+        return decode
+
+    def _apply(self, command: StepCommand, result: StepResult) -> None:
+        if isinstance(command, PrefillChunk):
+            assert isinstance(result, PrefillResult)
+            for row in command.rows:
+                group = self._state.groups.get(row.sequence)
+                if row.samples and group is not None:
+                    self._join(group, tuple(sample for sample in result.samples if sample.sequence == row.sequence))
+        else:
+            assert isinstance(result, DecodeResult)
+            self._batches.apply(result)
+        self._settle()
+
+    def _settle(self) -> None:
+        """After any change: news to listeners, pages to waiters, and the loop looks again."""
+        for progress in self._state.take_news():
+            stream = self._streams.get(progress.group_key)
+            if stream is not None:
+                stream.put(progress)
+            if progress.group_key not in self._state.groups:
+                self._handoffs.abort(progress.group_key, "the receiver gave the sequence up")
+                self._prefills.remove(progress.group_key)
+        if self._loop.failure is None:
+            for group in self._reservations.grant(self._clock.now() + self._limits.handoff_lease_seconds):
+                self._streams[group.key] = SpanStream(group)
+                self._tickets.pop(group.key).set_result(group)
+        self._loop.wake()
+        self._quiet.set()
+
+    def _drop(self, reservation_id: int) -> None:
+        """Cancels a reservation and forgets its stream. Idempotent."""
+        group = self._state.groups.get(reservation_id)
+        if group is not None:
+            self._state.end_group(group)
+        self._settle()
+        self._streams.pop(reservation_id, None)
+        self._quiet.set()
+
+    def _fail(self, group: Group, error: JdisaggError) -> None:
+        """Ends a group with an error for its listener."""
+        stream = self._streams.get(group.key)
+        if stream is not None:
+            stream.fail(error)
+        if group.key in self._state.groups:
+            self._state.end_group(group)
+        self._settle()
+
+    def _supersede(self, call: ReserveCall) -> None:
+        """A later attempt at the same children makes an earlier one a zombie."""
+        indices = {child.index for child in call.children}
+        for group in list(self._state.groups.values()):
+            same = group.request.request_id == call.request.request_id and group.attempt < call.attempt
+            if same and indices & {child.child for child in group.alive}:
+                self.counters.add("attempts_superseded")
+                self._fail(group, HandoffError(f"attempt {group.attempt} was superseded by attempt {call.attempt}"))
+
+    def _sweep(self, now: float) -> None:
+        """Frees what outstayed its deadline, whether or not there is work."""
+        late = {handoff.handoff_id: handoff for handoff in sweep([group.handoff for group in self._state.groups.values()], now)}
+        for group in [self._state.groups[key] for key in late]:
+            self.counters.add("leases_expired")
+            if group.handoff.state is HandoffState.RESERVED:
+                self._fail(group, HandoffError(f"reservation {group.key}: its lease passed before generate took it over"))
+            else:
+                self._fail(group, DeadlineExceededError("the request's deadline passed while its tokens were being generated"))
+        unheard = [key for key, stream in self._streams.items() if not stream.taken and stream.lease_until < now]
+        for key in unheard:
+            self._streams.pop(key)
+        self._attempts.forget_before(now - 2 * self._limits.handoff_lease_seconds)
+        self._settle()
+
+    def _break_down(self, error: UnavailableError) -> None:
+        self.counters.add("mesh_failures")
+        self._end_everything(error)
+
+    def _end_everything(self, error: UnavailableError) -> None:
+        for ticket, granted in list(self._tickets.items()):
+            self._reservations.withdraw(ticket)
+            if not granted.done():
+                granted.set_exception(error)
+        self._tickets.clear()
+        for group in list(self._state.groups.values()):
+            self._fail(group, error)
+
+    def _check_serving(self, call: ReserveCall) -> None:
+        if self._loop.failure is not None:
+            raise self._loop.failure
+        fresh = not any(child.accepted for child in call.children)
+        if self._draining and fresh:
+            raise UnavailableError(f"worker {self.name!r} is draining and takes no new requests; try another", retry_after_seconds=1.0)

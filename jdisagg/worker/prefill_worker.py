@@ -1,0 +1,286 @@
+"""The prefill worker: a mesh's control endpoint, `PrefillPort` and `PeerPort` in front, the packer and the step loop behind.
+
+A prompt waits, by arrival, until some dp rank has pages for all of it; its pages serve only its own later chunks and are freed
+when its tokens are sampled. Its KV leaves as offers: announced as soon as the chunk that computes them is issued, kept until
+acknowledged, released at the latest when the lease ends. When too much is offered and not fetched, no chunk is issued: a
+stalled decode side holds prefill back instead of filling memory.
+
+All state is touched on the event loop only, between awaits.
+"""
+
+import asyncio
+import bisect
+from collections.abc import AsyncIterator, Callable
+
+from jdisagg.clock import Clock
+from jdisagg.config import InstanceConfig, LimitsConfig
+from jdisagg.dispatch.ports import FirstToken, HandoffEnd, Offer, PeerHello, PrefillCall, PrefillReply, WorkerRole, WorkerStatus
+from jdisagg.errors import DeadlineExceededError, HandoffError, InvalidRequestError, JdisaggError, OverloadedError, UnavailableError
+from jdisagg.scheduler.commands import Executor, PrefillChunk, PrefillResult, PrefillRow, ReleaseOffers, StepCommand, StepResult
+from jdisagg.scheduler.handoff import HandoffEvent, HandoffState, sweep
+from jdisagg.scheduler.page_ledger import PageLedger, pages_for
+from jdisagg.scheduler.prefill_batches import PrefillBatches, PrefillJob
+from jdisagg.scheduler.sequences import sample_spec
+from jdisagg.telemetry import Counters
+from jdisagg.worker.attempts import Attempts
+from jdisagg.worker.peer_hello import check_hello, hello_of
+from jdisagg.worker.sender import Sender
+from jdisagg.worker.step_loop import StepLoop
+from jdisagg.worker.sweeper import Sweeper
+
+CHUNKS_OFFERED = 4
+
+
+class PrefillWorker:
+    """Implements `PrefillPort` and `PeerPort`. At most `CHUNKS_OFFERED` full chunks of KV may be offered and not yet fetched."""
+
+    def __init__(
+        self,
+        name: str,
+        executor: Executor,
+        config: InstanceConfig,
+        limits: LimitsConfig,
+        clock: Clock,
+        ids: Callable[[], int],
+        model_fingerprint: str = "",
+    ) -> None:
+        self.name = name
+        self.counters = Counters()
+        self._mesh = executor.limits
+        self._config = config
+        self._limits = limits
+        self._clock = clock
+        self._hello = hello_of(name, model_fingerprint, executor.limits)
+        self._ledgers = [PageLedger(self._mesh.pages_per_rank) for _ in range(self._mesh.ranks)]
+        self._batches = PrefillBatches(self._mesh, ids)
+        self._waiting: list[Sender] = []
+        self._computing: dict[int, Sender] = {}
+        self._senders: dict[int, Sender] = {}
+        self._called: dict[int, asyncio.Event] = {}
+        self._last_key = 0
+        self._most_offered = CHUNKS_OFFERED * self._mesh.ranks * self._mesh.chunk_buckets[-1] * self._mesh.layer_groups
+        self._attempts = Attempts()
+        self._loop = StepLoop(executor, self._plan, self._apply, self._break_down)
+        self._sweeper = Sweeper(clock, limits.handoff_lease_seconds / 4, self._sweep)
+        self._draining = False
+        self._quiet = asyncio.Event()
+
+    async def start(self) -> None:
+        self._loop.start()
+        self._sweeper.start()
+
+    async def stop(self) -> None:
+        """Aborts what is left and stops the tasks. The executor stays open."""
+        self._abort_all(UnavailableError(f"worker {self.name!r} was stopped"))
+        await self._sweeper.stop()
+        await self._loop.stop()
+
+    async def drain(self) -> None:
+        """Refuses new prompts and returns when all offers are fetched."""
+        self._draining = True
+        while self._senders:
+            self._quiet.clear()
+            await self._quiet.wait()
+
+    async def prefill(self, call: PrefillCall) -> PrefillReply:
+        self._check(call)
+        now = self._clock.now()
+        self._last_key += 1
+        sender = Sender(self._last_key, call, now - call.age_seconds, now, now + call.deadline_seconds)
+        self._senders[call.handoff_id] = sender
+        bisect.insort(self._waiting, sender, key=lambda waiting: (waiting.arrival, waiting.key))
+        if (called := self._called.pop(call.handoff_id, None)) is not None:
+            called.set()
+        self._loop.wake()
+        try:
+            async with asyncio.timeout(call.deadline_seconds):
+                return await asyncio.shield(sender.reply)
+        except TimeoutError:
+            error = DeadlineExceededError(f"worker {self.name!r} did not prefill the prompt within its {call.deadline_seconds:g} s")
+            self._abort(sender, error)
+            raise error from None
+        except asyncio.CancelledError:
+            self._abort(sender, HandoffError("the caller gave the prompt up"))
+            raise
+
+    async def cancel_prefill(self, handoff_id: int) -> None:
+        await self.abort(handoff_id, "cancelled")
+
+    async def status(self) -> WorkerStatus:
+        return WorkerStatus(
+            name=self.name,
+            role=WorkerRole.PREFILL,
+            layout=str(self._config.layout),
+            free_pages=tuple(ledger.free_pages for ledger in self._ledgers),
+            total_pages=tuple(ledger.total_pages for ledger in self._ledgers),
+            running=len(self._computing),
+            waiting=len(self._waiting),
+            slots=self._mesh.ranks * self._mesh.rows_per_chunk,
+            page_size=self._mesh.page_size,
+            context_tokens=self._mesh.context_tokens,
+            draining=self._draining,
+            handoffs=len(self._senders),
+        )
+
+    async def hello(self, hello: PeerHello) -> PeerHello:
+        check_hello(self._hello, hello)
+        return self._hello
+
+    async def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[Offer | HandoffEnd]:
+        sender = self._senders.get(handoff_id) or await self._await_call(handoff_id)
+        if sender.call.attempt != attempt:
+            raise HandoffError(f"hand-off {handoff_id} belongs to attempt {sender.call.attempt}, not {attempt}")
+        async for message in sender.messages():
+            yield message
+
+    async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
+        sender = self._senders.get(handoff_id)
+        if sender is not None:
+            self._release(sender.acknowledge(offer_ids, self._lease()))
+            self._forget_if_done(sender)
+
+    async def abort(self, handoff_id: int, reason: str) -> None:
+        sender = self._senders.get(handoff_id)
+        if sender is not None:
+            self.counters.add("handoffs_aborted")
+            self._abort(sender, HandoffError(f"hand-off {handoff_id} was given up: {reason}"))
+
+    async def _await_call(self, handoff_id: int) -> Sender:
+        """The receiver may listen before the call has come."""
+        called = self._called.setdefault(handoff_id, asyncio.Event())
+        try:
+            async with asyncio.timeout(self._limits.handoff_lease_seconds):
+                await called.wait()
+        except TimeoutError:
+            raise HandoffError(f"worker {self.name!r}: hand-off {handoff_id} did not begin within its lease") from None
+        finally:
+            if self._called.get(handoff_id) is called:
+                del self._called[handoff_id]
+        sender = self._senders.get(handoff_id)
+        if sender is None:
+            raise HandoffError(f"worker {self.name!r}: hand-off {handoff_id} was given up")
+        return sender
+
+    def _check(self, call: PrefillCall) -> None:
+        if self._loop.failure is not None:
+            raise self._loop.failure
+        if self._draining:
+            raise UnavailableError(f"worker {self.name!r} is draining and takes no new prompts; try another", retry_after_seconds=1.0)
+        if call.handoff_id in self._senders:
+            raise HandoffError(f"hand-off {call.handoff_id} exists already; give each its own id")
+        indices = tuple(child.index for child in call.children)
+        self._attempts.take(call.request.request_id, indices, call.attempt, self._clock.now())
+        mesh, tokens = self._mesh, len(call.request.prompt_token_ids) + len(call.children[0].accepted)
+        if tokens > mesh.context_tokens or pages_for(tokens, mesh.page_size) > mesh.pages_per_rank:
+            raise InvalidRequestError(
+                f"prompt has {tokens} tokens; worker {self.name!r} holds {mesh.context_tokens} of context and "
+                f"{mesh.pages_per_rank} pages of {mesh.page_size} a rank: shorten it"
+            )
+        if len(indices) > mesh.samples_per_chunk:
+            raise InvalidRequestError(f"n={len(indices)} exceeds the {mesh.samples_per_chunk} samples of one prefill; ask for fewer")
+        if len(self._waiting) >= self._config.queue_limit:
+            raise OverloadedError(
+                f"worker {self.name!r}: {len(self._waiting)} prompts wait, the queue's limit; try again later", retry_after_seconds=1.0
+            )
+
+    def _plan(self, step: int) -> StepCommand | None:
+        self._place_waiting()
+        if sum(sum(sender.outstanding.values()) for sender in self._senders.values()) >= self._most_offered:
+            self.counters.add("chunks_held_back")
+            return None
+        chunk = self._batches.next_chunk(step)
+        for row in chunk.rows if chunk else ():
+            sender = self._computing[row.sequence]
+            if sender.started_at is None:
+                sender.started_at = self._clock.now()
+            sender.announce(_offers(row))
+        return chunk
+
+    def _place_waiting(self) -> None:
+        """Gives the oldest waiting prompts pages on the least loaded rank that has them; nobody overtakes."""
+        while self._waiting:
+            sender = self._waiting[0]
+            need = pages_for(len(sender.tokens), self._mesh.page_size)
+            ranks = [rank for rank, ledger in enumerate(self._ledgers) if ledger.free_pages >= need]
+            if not ranks:
+                return
+            self._waiting.pop(0)
+            sender.rank = min(ranks, key=lambda rank: (self._batches.queued_tokens(rank), -self._ledgers[rank].free_pages))
+            pages = self._ledgers[sender.rank].reserve(sender.key, need)
+            assert pages is not None, "room was checked"
+            self._computing[sender.key] = sender
+            request = sender.call.request
+            specs = tuple(sample_spec(request, child.index, child.accepted) for child in sender.call.children)
+            self._batches.add(PrefillJob(sender.key, sender.rank, sender.tokens, pages, specs, sender.arrival, offers=True))
+
+    def _apply(self, command: StepCommand, result: StepResult) -> None:
+        assert isinstance(command, PrefillChunk) and isinstance(result, PrefillResult)
+        for row in command.rows:
+            sender = self._computing.get(row.sequence)
+            if row.samples and sender is not None:
+                now, started = self._clock.now(), sender.started_at
+                assert started is not None, "its rows were planned"
+                firsts = (sample for sample in result.samples if sample.sequence == sender.key)
+                tokens = tuple(FirstToken(sample.child, sample.token, sample.logprobs) for sample in firsts)
+                self._stop_computing(sender)
+                sender.finish(PrefillReply(tokens, started - sender.queued_at, now - started), self._lease())
+                self._release(sender.acknowledge((), self._lease()))
+                self._forget_if_done(sender)
+
+    def _lease(self) -> float:
+        return self._clock.now() + self._limits.handoff_lease_seconds
+
+    def _release(self, offer_ids: tuple[int, ...]) -> None:
+        if offer_ids:
+            self._loop.fire(ReleaseOffers(self._loop.next_number(), offer_ids))
+            self._loop.wake()
+
+    def _stop_computing(self, sender: Sender) -> None:
+        if self._computing.pop(sender.key, None) is not None:
+            self._batches.remove(sender.key)
+            self._ledgers[sender.rank].free(sender.key)
+            self._loop.wake()
+
+    def _forget_if_done(self, sender: Sender) -> None:
+        if sender.handoff.state is HandoffState.ACKED:
+            sender.handoff = sender.handoff.move(HandoffEvent.FREE, sender.handoff.deadline)
+            self._forget(sender)
+
+    def _forget(self, sender: Sender) -> None:
+        self._senders.pop(sender.call.handoff_id, None)
+        self._quiet.set()
+
+    def _abort(self, sender: Sender, error: JdisaggError) -> None:
+        """Frees compute, pages and offers of a hand-off, and tells caller and listener."""
+        if sender.handoff.state.final:
+            return
+        if sender in self._waiting:
+            self._waiting.remove(sender)
+        self._stop_computing(sender)
+        self._release(sender.abort(error))
+        self._forget(sender)
+
+    def _abort_all(self, error: JdisaggError) -> None:
+        for sender in list(self._senders.values()):
+            self._abort(sender, error)
+
+    def _sweep(self, now: float) -> None:
+        late = {handoff.handoff_id for handoff in sweep([sender.handoff for sender in self._senders.values()], now)}
+        for handoff_id in late:
+            self.counters.add("leases_expired")
+            self._abort(self._senders[handoff_id], HandoffError(f"hand-off {handoff_id}: its blocks were not fetched within their lease"))
+        self._attempts.forget_before(now - 2 * self._limits.handoff_lease_seconds)
+
+    def _break_down(self, error: UnavailableError) -> None:
+        self.counters.add("mesh_failures")
+        self._abort_all(error)
+
+
+def _offers(row: PrefillRow) -> list[Offer]:
+    """What a row's blocks hold, in positions of the sequence."""
+    offers = []
+    for spec in row.offers:
+        at = spec.offset - row.offset
+        valid_tokens = min(spec.block_tokens, len(row.tokens) - at)
+        offers.append(Offer(spec.offer_id, spec.group, row.start + at, valid_tokens, spec.block_tokens, row.rank))
+    return offers

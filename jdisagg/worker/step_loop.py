@@ -1,0 +1,109 @@
+"""The loop of one mesh: ask for a command, run it, report its result; up to two commands in flight, results in order.
+
+The loop knows neither schedulers nor ports: `plan` gives the next command or None, `apply` takes a result in order of issue, and
+`failed` is told once when the mesh broke. It sleeps on an event while there is nothing to do; whoever changes what `plan`
+would say calls `wake`. Commands outside the loop's rhythm (pulls, inserts, copies, releases) go through `submit` and `fire`;
+they take their place in the mesh's order at the moment of the call.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from jdisagg.errors import JdisaggError, UnavailableError
+from jdisagg.scheduler.commands import Executor, StepCommand, StepResult
+
+DEPTH = 2
+
+
+class StepLoop:
+    """Runs `plan`'s commands on `executor` until stopped or broken."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        plan: Callable[[int], StepCommand | None],
+        apply: Callable[[StepCommand, StepResult], None],
+        failed: Callable[[UnavailableError], None],
+    ) -> None:
+        self._executor = executor
+        self._plan = plan
+        self._apply = apply
+        self._on_failure = failed
+        self._steps = 0
+        self._wake = asyncio.Event()
+        self._flight: deque[tuple[StepCommand, asyncio.Future[StepResult]]] = deque()
+        self._task: asyncio.Task[None] | None = None
+        self.failure: UnavailableError | None = None
+
+    def start(self) -> None:
+        assert self._task is None, "started twice"
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def stop(self) -> None:
+        """Stops planning; commands in flight run out on the mesh, unread."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        for _, future in self._flight:
+            future.cancel()
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def next_number(self) -> int:
+        self._steps += 1
+        return self._steps
+
+    def submit(self, command: StepCommand) -> "asyncio.Future[StepResult]":
+        """Enqueues a command now; the future gives its result or raises."""
+        if self.failure is not None:
+            raise self.failure
+        return asyncio.ensure_future(self._executor.run(command))
+
+    def fire(self, command: StepCommand) -> None:
+        """Enqueues a command whose result says nothing but that it worked; when it did not, the mesh is broken."""
+        if self.failure is None:
+            try:
+                self.submit(command).add_done_callback(self._check)
+            except Exception as error:
+                self.break_down(error)
+
+    def break_down(self, error: BaseException) -> None:
+        """The mesh failed: nothing on it can be trusted any more. Told once."""
+        if self.failure is not None:
+            return
+        text = error.message if isinstance(error, JdisaggError) else f"{type(error).__name__}: {error}"
+        self.failure = UnavailableError(f"the mesh's program failed: {text}; restart the worker")
+        self.failure.__cause__ = error
+        self._on_failure(self.failure)
+        self._wake.set()
+
+    def _check(self, future: "asyncio.Future[StepResult]") -> None:
+        if not future.cancelled() and (error := future.exception()) is not None:
+            self.break_down(error)
+
+    async def _run(self) -> None:
+        try:
+            while self.failure is None:
+                self._read_back()
+                self._issue()
+                await self._wake.wait()
+                self._wake.clear()
+        except Exception as error:
+            self.break_down(error)
+
+    def _read_back(self) -> None:
+        while self._flight and self._flight[0][1].done():
+            command, future = self._flight.popleft()
+            self._apply(command, future.result())
+
+    def _issue(self) -> None:
+        while len(self._flight) < DEPTH and self.failure is None:
+            command = self._plan(self.next_number())
+            if command is None:
+                return
+            future = self.submit(command)
+            future.add_done_callback(lambda _: self._wake.set())
+            self._flight.append((command, future))

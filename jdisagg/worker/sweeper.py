@@ -1,0 +1,27 @@
+"""A task that calls a function every so often on the clock, whether or not there is work. Leases end here."""
+
+import asyncio
+from collections.abc import Callable
+
+from jdisagg.clock import Clock
+
+
+class Sweeper:
+    def __init__(self, clock: Clock, every_seconds: float, sweep: Callable[[float], None]) -> None:
+        self._clock = clock
+        self._every_seconds = every_seconds
+        self._sweep = sweep
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            await self._clock.sleep(self._every_seconds)
+            self._sweep(self._clock.now())
