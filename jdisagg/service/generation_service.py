@@ -1,0 +1,60 @@
+"""The generation service: each call of generation.proto over a `Frontend`.
+
+Knows gRPC's contexts and the wire; decides nothing. Errors are left to the guard. Every wait on a slow client is a wait
+here, so that the path's own bounded buffer, and nothing else, holds what the client has not read.
+"""
+
+import math
+from contextlib import aclosing
+
+import grpc.aio
+
+from jdisagg.dispatch.frontend import Frontend
+from jdisagg.errors import DeadlineExceededError
+from jdisagg.service import generation_pb2 as pb
+from jdisagg.service import generation_pb2_grpc, wire, wire_generation
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """Methods are coroutines, `Generate` too (it writes to the context): a coroutine that is cancelled closes the path's
+    iterator there and then, an async generator suspended at a `yield` would wait for the garbage collector."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        asked = wire_generation.client_request_from_proto(request)
+        built = await self._frontend.build_request(
+            asked.prompt,
+            request_id=asked.request_id,
+            deadline_seconds=_deadline(asked.deadline_seconds, context.time_remaining()),
+            tenant=asked.tenant,
+            priority=asked.priority,
+            **asked.options,
+        )
+        async with aclosing(self._frontend.stream(built)) as events:
+            async for event in events:
+                await context.write(wire_generation.event_to_proto(event))
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
+        return pb.TokenizeResponse(token_ids=await self._frontend.tokenize(wire_generation.tokenize_from_proto(request)))
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext) -> pb.DetokenizeResponse:
+        text = await self._frontend.detokenize(request.token_ids, skip_special_tokens=not request.keep_special_tokens)
+        return pb.DetokenizeResponse(text=text)
+
+    async def GetModel(self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext) -> pb.GetModelResponse:
+        return wire_generation.model_to_proto(self._frontend.model)
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: grpc.aio.ServicerContext) -> pb.GetStatusResponse:
+        return pb.GetStatusResponse(workers=map(wire.worker_status_to_proto, await self._frontend.status()))
+
+
+def _deadline(asked_seconds: float | None, call_seconds: float | None) -> float | None:
+    """The sooner of the request's own deadline and the gRPC call's; gRPC says infinity where the client set none."""
+    if call_seconds is None or not math.isfinite(call_seconds):
+        return asked_seconds
+    if call_seconds <= 0:
+        raise DeadlineExceededError("the call's deadline had passed when it arrived; allow more time")
+    # A NaN or a negative number must reach the validation, so it is not compared away here.
+    return call_seconds if asked_seconds is None or asked_seconds > call_seconds else asked_seconds

@@ -1,0 +1,112 @@
+"""The guard at the door: what holds for every call of our service, whichever method it is.
+
+Decodes the request itself, so that malformed bytes are INVALID_ARGUMENT and not gRPC's UNKNOWN; turns our errors into
+statuses, anything else into INTERNAL and a log entry; knows which calls run, refuses new ones while draining, and can cut
+the running ones short. Health and reflection pass untouched.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar, cast
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from jdisagg.errors import InvalidRequestError, JdisaggError, UnavailableError
+from jdisagg.service import generation_pb2, wire
+
+SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
+
+Reply = TypeVar("Reply")
+Behaviour = Callable[[object, grpc.aio.ServicerContext], Awaitable[Reply]]
+
+log = logging.getLogger(__name__)
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """One per server. `refuse`, `idle` and `cut` are the steps of a drain."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[object]] = set()
+        self._refusing = False
+        self._cutting = False
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler | None:
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or not method.startswith(f"/{SERVICE_NAME}/"):
+            return handler
+        # Generated code sets both; gRPC's own types leave them open.
+        behaviour = cast(Behaviour[object], handler.unary_stream if handler.response_streaming else handler.unary_unary)
+        decode = cast(Callable[[bytes], object], handler.request_deserializer)
+
+        async def guarded(data: bytes, context: grpc.aio.ServicerContext) -> object:
+            return await self._run(method, decode, behaviour, data, context)
+
+        wrap = grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
+        return wrap(guarded, None, handler.response_serializer)
+
+    def refuse(self) -> None:
+        """From now on new calls are UNAVAILABLE."""
+        self._refusing = True
+
+    async def idle(self, timeout_seconds: float) -> bool:
+        """Waits until no call runs; False when the time is over first."""
+        if self._running:
+            await asyncio.wait(set(self._running), timeout=timeout_seconds)
+        return not self._running
+
+    def cut(self) -> int:
+        """Ends the running calls with UNAVAILABLE; returns how many there were."""
+        self._cutting = True
+        for task in self._running:
+            task.cancel()
+        return len(self._running)
+
+    async def _run(
+        self,
+        method: str,
+        decode: Callable[[bytes], object],
+        behaviour: Behaviour[object],
+        data: bytes,
+        context: grpc.aio.ServicerContext,
+    ) -> object:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            if self._refusing:
+                raise UnavailableError("the server is shutting down and takes no new requests; ask again later", retry_after_seconds=5.0)
+            self._running.add(task)
+            return await behaviour(_decoded(method, decode, data), context)
+        except asyncio.CancelledError:
+            if not self._cutting or context.cancelled():
+                raise
+            task.uncancel()
+            failure: JdisaggError = UnavailableError("the server shut down before the request had ended", retry_after_seconds=5.0)
+        except JdisaggError as error:
+            failure = error
+        except Exception as error:
+            if context.cancelled():
+                # The write of a message lost the race against the client's going away.
+                raise asyncio.CancelledError from error
+            log.exception("%s failed", method)
+            failure = JdisaggError(f"internal error ({type(error).__name__}); the server's log says more")
+        finally:
+            self._running.discard(task)
+        status = wire.error_to_status(failure)
+        return await context.abort(grpc.StatusCode[status.code], status.details, status.metadata)
+
+
+def _decoded(method: str, decode: Callable[[bytes], object], data: bytes) -> object:
+    try:
+        return decode(data)
+    except DecodeError:
+        raise InvalidRequestError(
+            f"the message of {method} ({len(data)} bytes) is malformed, or a text in it is not valid UTF-8; send valid protobuf"
+        ) from None
