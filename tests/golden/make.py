@@ -46,6 +46,8 @@ class Variant:
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}  # fmt: skip
+DEEPSEEK = {"mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 16.0, "truncate": False}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 MOE = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 12}
 VARIANTS: dict[str, Variant] = {
@@ -57,8 +59,8 @@ VARIANTS: dict[str, Variant] = {
     "llama_dynamic": Variant("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
                                        "max_position_embeddings": 40}),
     "llama_yarn": Variant("llama", {"rope_parameters": YARN}, legacy=True),
-    "qwen2_yarn": Variant("qwen2", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 16.0, "truncate": False}}),
-    "qwen2_windows": Variant("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "tie_word_embeddings": True}),
+    "qwen2_yarn": Variant("qwen2", {"rope_parameters": YARN | DEEPSEEK}),
+    "qwen2_windows": Variant("qwen2", WINDOWS | {"tie_word_embeddings": True}),
     "qwen3": Variant("qwen3", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
     "mistral_window": Variant("mistral", {"sliding_window": 7, "head_dim": 16}),
     "mixtral": Variant("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),

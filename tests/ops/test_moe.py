@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jdisagg.layout.axes import MESH_AXES, TP_AXES, Layout
+from jdisagg.layout.axes import TP_AXES, Layout
 from jdisagg.model_api import Shards
 from jdisagg.ops.moe import ExpertWeights, Routing, block_products, block_rows, plan_blocks, route, routed_experts
 from jdisagg.ops.parameters import layout_mesh

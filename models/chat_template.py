@@ -1,0 +1,79 @@
+"""A checkpoint's chat template: Jinja in a sandbox, with the helpers that published templates expect.
+
+Templates come with checkpoints and messages from clients; neither may reach Python through the other, so the environment is
+immutable and sandboxed. A template that does not compile is the checkpoint's fault, messages that it refuses are the client's.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from jdisagg.errors import CheckpointError, InvalidRequestError
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's words for training; in serving it only shows its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Refused(Exception):
+    """What `raise_exception` in a template raises."""
+
+
+class ChatTemplate:
+    """Renders messages to text. `special_tokens` are visible to the template by name (bos_token, eos_token, ...)."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._source = source
+        self._special = dict(special_tokens)
+
+    def render(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool) -> str:
+        """Raises `InvalidRequestError` for messages the template does not take, `CheckpointError` if it is no template."""
+        given = [dict(message) for message in messages]
+        try:
+            return self._template.render(
+                messages=given, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self._special
+            )
+        except (_Refused, jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise InvalidRequestError(
+                f"messages are refused by the model's chat template: {error}; send messages with the roles and order it expects"
+            ) from error
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = _now
+        try:
+            return environment.from_string(self._source)
+        except jinja2.TemplateError as error:
+            raise CheckpointError(f"the model's chat template does not compile ({error}); correct it, or send text instead") from error
+
+
+def _raise(message: str) -> None:
+    raise _Refused(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
+             sort_keys: bool = False) -> str:  # fmt: skip
+    """Plain JSON: Jinja's own filter escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

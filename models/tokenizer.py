@@ -1,0 +1,139 @@
+"""Text to token ids and back, as a checkpoint's tokenizer.json says, with its special tokens, ends and chat template.
+
+The work is done by the `tokenizers` package. Truncation and padding that a tokenizer.json may carry are switched off: length is
+the server's affair. Safe to share between threads.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import tokenizers
+
+from jdisagg.errors import CheckpointError, InvalidRequestError
+from models.chat_template import ChatTemplate
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """`eos_ids`: all ids that end a text, the first one the main. `special_ids`: ids that are no part of the text."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, *, eos_ids: Sequence[int], special_tokens: Mapping[str, str],
+                 chat_template: str | None) -> None:  # fmt: skip
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._chat = None if chat_template is None else ChatTemplate(chat_template, special_tokens)
+        self.eos_ids = tuple(eos_ids)
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.bos_id = None if "bos_token" not in special_tokens else backend.token_to_id(special_tokens["bos_token"])
+        self.vocabulary = backend.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def from_directory(cls, directory: str | Path) -> "Tokenizer":
+        """Reads tokenizer.json, and what else of tokenizer_config.json, generation_config.json and config.json is there."""
+        directory = Path(directory)
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(
+                f"model directory {str(directory)!r} has no tokenizer.json; fetch it, or convert the tokenizer to that form"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises plain Exception
+            raise CheckpointError(f"{path} is not a readable tokenizer ({error}); fetch it again") from error
+        settings = _read_object(directory / "tokenizer_config.json")
+        special = _special_tokens(_read_object(directory / "special_tokens_map.json") | settings)
+        return cls(
+            backend,
+            eos_ids=_eos_ids(directory, backend, special),
+            special_tokens=special,
+            chat_template=_find_template(directory, settings),
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids, with BOS and the like where tokenizer.json adds them."""
+        try:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise InvalidRequestError(f"text is not valid Unicode ({error}); send UTF-8 text") from error
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of the ids; ids beyond the vocabulary have none."""
+        try:
+            return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        except (OverflowError, TypeError) as error:
+            raise InvalidRequestError(f"token ids must be in [0, {self.vocabulary - 1}] ({error}); correct them") from error
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling, None of an unknown id."""
+        return self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
+        """The text that the model was taught to see for these messages; it holds its special tokens already."""
+        if self._chat is None:
+            raise InvalidRequestError("messages need a chat template and this model has none; send text or token ids instead")
+        return self._chat.render(messages, add_generation_prompt=add_generation_prompt)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation, ready for the model to answer."""
+        return self.encode(self.apply_chat_template(messages, add_generation_prompt=add_generation_prompt), add_special_tokens=False)
+
+
+def _read_object(path: Path) -> dict[str, object]:
+    if not path.is_file():
+        return {}
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}); fetch it again") from error
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(fields).__name__}; fetch it again")
+    return fields
+
+
+def _special_tokens(fields: Mapping[str, object]) -> dict[str, str]:
+    """Special tokens are given as strings, or as objects with their `content`."""
+    found = {}
+    for name in _SPECIAL_NAMES:
+        value = fields.get(name)
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            found[name] = content
+    return found
+
+
+def _eos_ids(directory: Path, backend: tokenizers.Tokenizer, special: Mapping[str, str]) -> tuple[int, ...]:
+    """From generation_config.json, else config.json (each an id or a list), else the tokenizer's EOS token; perhaps none."""
+    for name in ("generation_config.json", "config.json"):
+        value = _read_object(directory / name).get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(not isinstance(item, int) or isinstance(item, bool) or item < 0 for item in ids):
+            raise CheckpointError(f"{directory / name}: eos_token_id must be a token id or a list of them, got {value!r}; correct it")
+        if ids:
+            return tuple(ids)
+    eos = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
+    return () if eos is None else (eos,)
+
+
+def _find_template(directory: Path, settings: Mapping[str, object]) -> str | None:
+    """chat_template.jinja where there is one; else tokenizer_config.json's, a string or a list of named ones ('default' counts)."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    given = settings.get("chat_template")
+    if isinstance(given, list):
+        named = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
+        given = named.get("default")
+    if given is not None and not isinstance(given, str):
+        raise CheckpointError(f"{directory / 'tokenizer_config.json'}: chat_template must be text, got {type(given).__name__}; correct it")
+    return given

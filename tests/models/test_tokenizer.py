@@ -1,0 +1,123 @@
+"""A tokenizer's directory: ends, special tokens, and chat templates as published checkpoints write them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from jdisagg.errors import CheckpointError, InvalidRequestError
+from models.tokenizer import Tokenizer
+
+CHATML = (
+    "{% for message in messages %}\n    {%- if message.role not in ['user', 'assistant', 'system'] %}{{ raise_exception('unknown role') }}"
+    "{% endif %}\n    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}\n{%- endfor %}\n"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator(["once upon a time"], trainer)
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    backend.enable_truncation(4)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    _write(tmp_path / "tokenizer_config.json", bos_token="<s>", eos_token={"content": "</s>", "lstrip": False}, chat_template=CHATML)
+    return tmp_path
+
+
+def _write(path: Path, **fields: object) -> None:
+    path.write_text(json.dumps(fields))
+
+
+def test_text_makes_the_round_trip_untruncated(directory: Path) -> None:
+    tokenizer = Tokenizer.from_directory(directory)
+    ids = tokenizer.encode("once upon a time: zażółć 🙂")
+    assert ids[0] == tokenizer.bos_id == 0 and len(ids) > 4
+    assert tokenizer.decode(ids) == "once upon a time: zażółć 🙂"
+    assert tokenizer.decode(ids, skip_special_tokens=False).startswith("<s>")
+    assert tokenizer.special_ids == {0, 1, 2, 3} and tokenizer.id_to_token(1) == "</s>" and tokenizer.id_to_token(10**12) is None
+
+
+@pytest.mark.parametrize(("generation", "config", "ends"), [([3, 1], 2, (3, 1)), (3, 2, (3,)), (None, [2, 3], (2, 3)), (None, None, (1,))])
+def test_ends_come_from_generation_config_then_config_then_the_tokenizer(
+    directory: Path, generation: object, config: object, ends: tuple[int, ...]
+) -> None:
+    if generation is not None:
+        _write(directory / "generation_config.json", eos_token_id=generation)
+    _write(directory / "config.json", eos_token_id=config)
+    assert Tokenizer.from_directory(directory).eos_ids == ends
+
+
+def test_a_conversation_is_rendered_and_encoded_without_a_second_bos(directory: Path) -> None:
+    tokenizer = Tokenizer.from_directory(directory)
+    messages = [{"role": "user", "content": "a time?"}]
+    text = tokenizer.apply_chat_template(messages)
+    assert text == "<|im_start|>user\na time?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.apply_chat_template(messages, add_generation_prompt=False).endswith("<|im_end|>\n")
+    ids = tokenizer.encode_chat(messages)
+    assert ids[0] == 2 and 0 not in ids and tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_a_template_file_wins_and_named_templates_have_a_default(directory: Path) -> None:
+    _write(directory / "tokenizer_config.json", chat_template=[{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}])
+    assert Tokenizer.from_directory(directory).apply_chat_template([]) == "d"
+    (directory / "chat_template.jinja").write_text("{{ bos_token }}{{ messages | tojson }}{% generation %}g{% endgeneration %}")
+    _write(directory / "special_tokens_map.json", bos_token="<s>")
+    assert Tokenizer.from_directory(directory).apply_chat_template([{"content": "<ż>"}]) == '<s>[{"content": "<ż>"}]g'
+
+
+@pytest.mark.parametrize(
+    "messages", [[{"role": "wizard", "content": "x"}], [{"role": "user"}], [{"content": "x"}], [{"role": "user", "content": 7}]]
+)
+def test_messages_that_a_template_refuses_are_the_clients_error(directory: Path, messages: list[dict[str, object]]) -> None:
+    with pytest.raises(InvalidRequestError, match="chat template"):
+        Tokenizer.from_directory(directory).apply_chat_template(messages)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ messages.__class__.__mro__ }}", "{{ ''.__class__.__base__.__subclasses__() }}", "{% set _ = messages.append(1) %}"],
+)
+def test_a_template_cannot_leave_its_sandbox(directory: Path, template: str) -> None:
+    (directory / "chat_template.jinja").write_text(template)
+    with pytest.raises(InvalidRequestError):
+        Tokenizer.from_directory(directory).apply_chat_template([])
+
+
+def test_a_broken_template_or_none_is_said_by_name(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(CheckpointError, match="does not compile"):
+        Tokenizer.from_directory(directory).apply_chat_template([])
+    (directory / "chat_template.jinja").unlink()
+    (directory / "tokenizer_config.json").unlink()
+    with pytest.raises(InvalidRequestError, match="has none"):
+        Tokenizer.from_directory(directory).apply_chat_template([])
+
+
+def test_broken_files_are_named(directory: Path, tmp_path: Path) -> None:
+    _write(directory / "generation_config.json", eos_token_id="</s>")
+    with pytest.raises(CheckpointError, match="generation_config.json: eos_token_id"):
+        Tokenizer.from_directory(directory)
+    (directory / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match="tokenizer.json is not a readable tokenizer"):
+        Tokenizer.from_directory(directory)
+    with pytest.raises(CheckpointError, match="has no tokenizer.json"):
+        Tokenizer.from_directory(tmp_path / "nowhere")
+
+
+def test_text_and_ids_outside_their_range_are_refused(directory: Path) -> None:
+    tokenizer = Tokenizer.from_directory(directory)
+    with pytest.raises(InvalidRequestError):
+        tokenizer.encode("\ud800")
+    with pytest.raises(InvalidRequestError):
+        tokenizer.decode([-1])
+    assert tokenizer.decode([9999]) == ""
