@@ -34,9 +34,9 @@ class TextCodec(Protocol):
 
     @property
     def eos_ids(self) -> tuple[int, ...]: ...
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
         """Raises InvalidRequestError when the model has no chat template or the template refuses the messages."""
         ...
 
@@ -177,8 +177,8 @@ class Frontend:
             raise InvalidRequestError(f"token_ids may hold at most {self._limits.max_prompt_bytes} ids, got {len(token_ids)}")
         self._check_ids("token_ids", token_ids)
         if len(token_ids) > THREAD_ABOVE_BYTES:
-            return await asyncio.to_thread(self._codec.decode, list(token_ids), skip_special_tokens)
-        return self._codec.decode(list(token_ids), skip_special_tokens)
+            return await asyncio.to_thread(self._codec.decode, list(token_ids), skip_special_tokens=skip_special_tokens)
+        return self._codec.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     async def stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]:
         """The path's events. Closing this iterator closes the path's."""

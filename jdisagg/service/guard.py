@@ -99,8 +99,7 @@ class Guard(grpc.aio.ServerInterceptor):
             failure = JdisaggError(f"internal error ({type(error).__name__}); the server's log says more")
         finally:
             self._running.discard(task)
-        status = wire.error_to_status(failure)
-        return await context.abort(grpc.StatusCode[status.code], status.details, status.metadata)
+        return await _abort(context, wire.error_to_status(failure))
 
 
 def _decoded(method: str, decode: Callable[[bytes], object], data: bytes) -> object:
@@ -110,3 +109,13 @@ def _decoded(method: str, decode: Callable[[bytes], object], data: bytes) -> obj
         raise InvalidRequestError(
             f"the message of {method} ({len(data)} bytes) is malformed, or a text in it is not valid UTF-8; send valid protobuf"
         ) from None
+
+
+async def _abort(context: grpc.aio.ServicerContext, status: wire.WireStatus) -> object:
+    try:
+        return await context.abort(grpc.StatusCode[status.code], status.details, status.metadata)
+    except grpc.aio.AbortError:
+        raise
+    except Exception as error:
+        # A message to a client that reads no more is still on its way, or the call is over: no status can follow.
+        raise asyncio.CancelledError from error

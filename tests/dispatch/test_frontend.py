@@ -1,0 +1,186 @@
+"""What a client says becomes a valid Request, or an error that names the field, the value and the limit."""
+
+import asyncio
+import threading
+
+import pytest
+
+from jdisagg.config import LimitsConfig
+from jdisagg.dispatch.frontend import ChatMessage, ChatPrompt, TokenPrompt
+from jdisagg.errors import InvalidRequestError
+from tests.service.doors import EOS, FakePath, byte_tokenizer, make_frontend
+
+
+@pytest.fixture
+def frontend():
+    return make_frontend(FakePath())
+
+
+async def test_text_becomes_its_tokens_with_a_drawn_id_seed_and_the_default_deadline(frontend) -> None:
+    first, second = await frontend.build_request("Hé"), await frontend.build_request("Hé")
+    assert first.prompt_token_ids == tuple("Hé".encode())
+    assert first.deadline_seconds == LimitsConfig().default_deadline_seconds
+    assert first.stop_ids == (EOS,)
+    assert first.request_id and first.request_id != second.request_id
+    assert first.sampling.seed != second.sampling.seed
+
+
+async def test_what_the_client_chose_is_kept(frontend) -> None:
+    request = await frontend.build_request(
+        TokenPrompt((5, 6)),
+        request_id="mine",
+        deadline_seconds=7.0,
+        tenant="t",
+        priority=3,
+        seed=11,
+        stop=["a"],
+        stop_token_ids=[9],
+        n=2,
+        top_k=None,
+    )
+    assert (request.request_id, request.deadline_seconds, request.tenant, request.priority) == ("mine", 7.0, "t", 3)
+    assert (request.sampling.seed, request.sampling.stop, request.sampling.n, request.sampling.top_k) == (11, ("a",), 2, 0)
+    assert request.stop_ids == (EOS, 9)
+
+
+async def test_ignoring_eos_leaves_the_callers_stop_ids(frontend) -> None:
+    assert (await frontend.build_request("a", ignore_eos=True, stop_token_ids=(9,))).stop_ids == (9,)
+
+
+async def test_a_lone_stop_string_is_one_stop_string(frontend) -> None:
+    assert (await frontend.build_request("a", stop="end")).sampling.stop == ("end",)
+
+
+async def test_chat_messages_go_through_the_template(frontend) -> None:
+    request = await frontend.build_request(ChatPrompt((ChatMessage("system", "be"), ChatMessage("user", "hi"))))
+    assert bytes(request.prompt_token_ids) == b"<system>be<user>hi<assistant>"
+
+
+@pytest.mark.parametrize(("prompt_tokens", "expected"), [(1, 256), (300, 212), (511, 1)])
+async def test_without_max_tokens_the_default_is_what_the_context_leaves(frontend, prompt_tokens, expected) -> None:
+    assert (await frontend.build_request("x" * prompt_tokens)).sampling.max_tokens == expected
+
+
+async def test_min_tokens_raises_the_default_of_max_tokens(frontend) -> None:
+    assert (await frontend.build_request("x", min_tokens=400)).sampling.max_tokens == 400
+
+
+async def test_prompt_and_max_tokens_may_fill_the_context_exactly(frontend) -> None:
+    assert (await frontend.build_request("x" * 12, max_tokens=500)).sampling.max_tokens == 500
+
+
+BAD = [
+    ("", {}, "prompt is empty"),
+    (TokenPrompt(()), {}, "token_ids is empty"),
+    (ChatPrompt(()), {}, "messages are empty"),
+    ("x" * 512, {}, "prompt has 512 tokens.*context of 512"),
+    (TokenPrompt((1,) * 600), {}, "prompt has 600 tokens.*context of 512"),
+    ("x" * 12, {"max_tokens": 501}, "max_tokens=501 and the prompt's 12 tokens exceed the model's context of 512.*at most 500"),
+    ("x" * 12, {"min_tokens": 501}, "min_tokens=501 exceeds"),
+    (TokenPrompt((3, 257)), {}, r"prompt token_ids\[1\]=257.*0 to 256"),
+    (TokenPrompt((-1,)), {}, r"token_ids\[0\]=-1"),
+    ("x", {"stop_token_ids": (257,)}, r"stop_token_ids\[0\]=257"),
+    ("x", {"logit_bias": ((257, 1.0),)}, r"logit_bias\[0\]=257"),
+    ("x", {"stop": (5,)}, "stop must hold"),
+    ("x", {"stop": 5}, "stop must be a sequence"),
+    ("x", {"stop": ("a\ud800",)}, "stop is not valid UTF-8"),
+    ("a\ud800", {}, "prompt is not valid UTF-8 at character 1"),
+    (ChatPrompt((ChatMessage("robot", "hi"),)), {}, r"messages\[0\].role.*'robot'"),
+    (ChatPrompt((ChatMessage("user", "\udfff"),)), {}, r"messages\[0\].content is not valid UTF-8"),
+    ("x", {"temperature": float("nan")}, "temperature.*nan"),
+    ("x", {"temperature": -1.0}, "temperature.*-1.0"),
+    ("x", {"temperature": float("inf")}, "temperature.*inf"),
+    ("x", {"max_tokens": 0}, "max_tokens.*0"),
+    ("x", {"n": 10**9}, "n must.*1000000000"),
+    ("x", {"seed": -1}, "seed.*-1"),
+    ("x", {"deadline_seconds": -1.0}, "deadline_seconds.*-1.0"),
+    ("x", {"deadline_seconds": float("nan")}, "deadline_seconds.*nan"),
+    ("x", {"deadline_seconds": float("inf")}, "deadline_seconds.*inf"),
+    ("x", {"request_id": "i" * 300}, "request_id.*256"),
+    ("x", {"tenant": "i" * 300}, "tenant.*256"),
+    ("x", {"priority": 2**40}, "priority"),
+    (7, {}, "prompt must be text, got int"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "options", "message"), BAD, ids=lambda value: str(value)[:40] if isinstance(value, str) else "")
+async def test_a_bad_request_is_refused_by_field_value_and_limit(frontend, prompt, options, message) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        await frontend.build_request(prompt, **options)
+
+
+class Untouchable:
+    eos_ids = (EOS,)
+
+    def __getattr__(self, name: str):
+        raise AssertionError(f"{name} must not be asked for")
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["x" * 10_000_000, "é" * 3_000_000, ChatPrompt((ChatMessage("user", "x" * 3_000_000),) * 2)],
+    ids=["ascii", "two bytes a letter", "chat"],
+)
+async def test_a_prompt_over_the_byte_limit_is_refused_before_it_is_tokenized(prompt) -> None:
+    frontend = make_frontend(FakePath())
+    frontend._codec = Untouchable()
+    with pytest.raises(InvalidRequestError, match="bytes or more; at most 4194304"):
+        await frontend.build_request(prompt)
+
+
+class ThreadSpy:
+    eos_ids = (EOS,)
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+        self._codec = byte_tokenizer()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.threads.append(threading.current_thread())
+        return self._codec.encode(text, add_special_tokens=add_special_tokens)
+
+
+async def test_long_text_is_tokenized_off_the_event_loops_thread() -> None:
+    frontend = make_frontend(FakePath())
+    frontend._codec = spy = ThreadSpy()
+    await frontend.tokenize("short")
+    await frontend.tokenize("x" * 100_000)
+    assert spy.threads[0] is threading.current_thread()
+    assert spy.threads[1] is not threading.current_thread()
+
+
+async def test_closing_the_stream_closes_the_paths() -> None:
+    path = FakePath()
+    frontend = make_frontend(path)
+    events = frontend.stream(await frontend.build_request("x", request_id="a"))
+    await anext(events)
+    await events.aclose()
+    assert path.closed == ["a"]
+
+
+async def test_an_id_is_free_again_once_its_request_has_ended() -> None:
+    frontend = make_frontend(FakePath())
+    request = await frontend.build_request("x", request_id="a", max_tokens=2)
+    events = frontend.stream(request)
+    await anext(events)
+    with pytest.raises(InvalidRequestError, match="'a' is that of a request still running"):
+        await anext(frontend.stream(request))
+    assert len([event async for event in events]) == 1
+    assert len([event async for event in frontend.stream(request)]) == 2
+
+
+async def test_detokenizing_is_the_inverse_of_tokenizing(frontend) -> None:
+    for text in ("naïve ☃", "x" * 20_000):
+        ids = tuple(text.encode())
+        assert await frontend.detokenize(ids) == text
+    with pytest.raises(InvalidRequestError, match=r"token_ids\[0\]=300"):
+        await frontend.detokenize((300,))
+
+
+async def test_many_long_prompts_at_once_are_all_answered(frontend) -> None:
+    async def ask() -> str:
+        with pytest.raises(InvalidRequestError) as caught:
+            await frontend.build_request("x" * 200_000)
+        return caught.value.message
+
+    assert len(set(await asyncio.gather(*(ask() for _ in range(8))))) == 1

@@ -1,0 +1,140 @@
+"""What the door's tests stand on: a real tokenizer made here, a path whose tokens are known, a server on a free port."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from jdisagg.config import LimitsConfig, Mode
+from jdisagg.dispatch.frontend import Frontend, ModelInfo
+from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
+from jdisagg.errors import JdisaggError, OverloadedError
+from jdisagg.layout.axes import Layout
+from jdisagg.request import FinishReason, Request, StreamEvent, Timings, TokenLogprobs, Usage
+from jdisagg.service.server import GenerationServer
+from models.tokenizer import Tokenizer
+
+EOS = 256
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+MODEL = ModelInfo(
+    name="tiny",
+    family="llama",
+    vocabulary=257,
+    context_tokens=512,
+    dtype="float32",
+    mode=Mode.DISAGGREGATED,
+    prefill_layout=Layout(tp=2),
+    decode_layout=Layout(dp=2, tp=2, ep=4),
+    kv_bytes_per_token=64,
+)
+STATUS = WorkerStatus(
+    name="decode-0",
+    role=WorkerRole.DECODE,
+    layout="dp=2,tp=2,ep=4",
+    free_pages=(3, 4),
+    total_pages=(8, 8),
+    running=1,
+    waiting=0,
+    slots=8,
+    page_size=16,
+    context_tokens=512,
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token per byte, ids 0 to 255 in order of the byte, and an end token: what a text becomes is known without it."""
+    order = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    assert len(order) == 256
+    backend = tokenizers.Tokenizer(models.BPE(vocab={letter: _byte_of(letter) for letter in order} | {"<end>": EOS}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    return Tokenizer(backend, eos_ids=(EOS,), special_tokens={}, chat_template=TEMPLATE)
+
+
+def _byte_of(letter: str) -> int:
+    """GPT-2's byte alphabet: printable bytes stand for themselves, the others follow from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return ord(letter) if ord(letter) in printable else others[ord(letter) - 256]
+
+
+def expected_tokens(request: Request, child: int) -> tuple[int, ...]:
+    start = sum(request.prompt_token_ids) + 31 * child
+    return tuple(32 + (start + 7 * index) % 95 for index in range(request.sampling.max_tokens))
+
+
+@dataclass
+class FakePath:
+    """Tokens are `expected_tokens`. `gate` unset holds every stream after its first token; tenants named here fail."""
+
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    requests: list[Request] = field(default_factory=list)
+    closed: list[str] = field(default_factory=list)
+    made_events: int = 0
+    filler: str = ""
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    async def stream(self, request: Request) -> AsyncIterator[StreamEvent]:
+        self.requests.append(request)
+        sampling = request.sampling
+        try:
+            if request.tenant == "crowd":
+                raise OverloadedError("the queue holds 4 of 4 requests", retry_after_seconds=2.5)
+            for index in range(sampling.max_tokens):
+                for child in range(sampling.n):
+                    token = expected_tokens(request, child)[index]
+                    last = index + 1 == sampling.max_tokens
+                    end = last and child + 1 == sampling.n
+                    self.made_events += 1
+                    yield StreamEvent(
+                        child=child,
+                        first_index=index,
+                        token_ids=(token,),
+                        text=chr(token) + self.filler,
+                        logprobs=(TokenLogprobs(-0.5, ((token, -0.5),)),) if sampling.logprobs is not None else (),
+                        finish_reason=FinishReason.LENGTH if last else None,
+                        usage=Usage(len(request.prompt_token_ids), sampling.max_tokens * sampling.n) if end else None,
+                        timings=Timings(ttft_seconds=0.25, kv_bytes_moved=640) if end else None,
+                    )
+                await self.gate.wait()
+                if request.tenant == "bug" and index == 1:
+                    raise ZeroDivisionError("a bug of ours")
+                if request.tenant == "lost" and index == 1:
+                    raise JdisaggError("lost")
+        finally:
+            self.closed.append(request.request_id)
+
+    async def status(self) -> tuple[WorkerStatus, ...]:
+        return (STATUS,)
+
+
+def text_of(tokens: tuple[int, ...]) -> str:
+    return "".join(map(chr, tokens))
+
+
+def make_frontend(path: FakePath, model: ModelInfo = MODEL, limits: LimitsConfig | None = None) -> Frontend:
+    return Frontend(path, byte_tokenizer(), model, limits or LimitsConfig())
+
+
+@dataclass
+class Door:
+    path: FakePath
+    frontend: Frontend
+    server: GenerationServer
+    port: int
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+
+async def eventually(condition, seconds: float = 10.0) -> None:
+    """Waits for what must happen; how soon is no one's concern here."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
