@@ -84,10 +84,15 @@ def _fill(model: Decoder, files: SafetensorsFiles, directory: Path, mesh: Mesh, 
 
 
 def _read_array(source: Source, files: SafetensorsFiles, shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding) -> jax.Array:
+    read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # replicas share what was read
+
     def one_shard(index: tuple[slice, ...] | None) -> np.ndarray:
         parts = index or (slice(None),) * len(shape)
-        bounded = tuple(slice(*part.indices(size)[:2]) for part, size in zip(parts, shape, strict=True))
-        return np.array(source.read(files.read, bounded), dtype=dtype, order="C", copy=True)  # JAX may alias what it is given
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(parts, shape, strict=True))
+        if bounds not in read:
+            view = source.read(files.read, tuple(slice(*bound) for bound in bounds))
+            read[bounds] = np.array(view, dtype=dtype, order="C", copy=True)  # JAX may alias what it is given
+        return read[bounds]
 
     return jax.make_array_from_callback(shape, sharding, one_shard)
 

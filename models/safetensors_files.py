@@ -54,6 +54,10 @@ class SafetensorsFiles:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
+    def kinds(self) -> set[str]:
+        """The stored types, by their names in the format: F32, BF16, ..."""
+        return {tensor.kind for tensor in self._tensors.values()}
+
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """A view of the slice, in the stored dtype: valid while this object lives; copy what is kept."""
         tensor = self._tensors[name]

@@ -1,0 +1,50 @@
+"""Converts a Hugging Face checkpoint to Orbax form, which loads under any layout.
+
+    python -m launch.convert --source=HF_DIR --destination=DIR [--dtype=auto|float32|bfloat16] [--devices=1]
+
+Weights are loaded over `--devices` local devices (tensor parallel), so that a model larger than one device can be converted;
+the result does not depend on it. `--dtype=auto` writes bfloat16 where all tensors are bfloat16, and float32 otherwise, so that
+nothing is lost.
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+from absl import app, flags
+
+from jdisagg.errors import CheckpointError, JdisaggError
+from jdisagg.layout.axes import Layout
+from models import orbax_checkpoint
+from models.checkpoint import load_model
+from models.safetensors_files import SafetensorsFiles
+
+_SOURCE = flags.DEFINE_string("source", None, "Directory with config.json and safetensors files.", required=True)
+_DESTINATION = flags.DEFINE_string("destination", None, "Directory to write; made if it does not exist.", required=True)
+_DTYPE = flags.DEFINE_enum("dtype", "auto", ["auto", "float32", "bfloat16"], "Type of the weights written.")
+_DEVICES = flags.DEFINE_integer("devices", 1, "Local devices to spread the weights over while converting.", lower_bound=1)
+
+
+def convert(source: Path, destination: Path, dtype: str, devices: int) -> None:
+    """Loads and saves; raises `CheckpointError` or `LayoutError`."""
+    if orbax_checkpoint.is_orbax(source):
+        raise CheckpointError(f"{source} is in Orbax form already; give the Hugging Face directory")
+    if dtype == "auto":
+        dtype = "bfloat16" if SafetensorsFiles.from_directory(source).kinds() == {"BF16"} else "float32"
+    layout = Layout(tp=devices)
+    loaded = load_model(source, layout, jax.local_devices()[:devices], dtype=dtype)
+    orbax_checkpoint.save(loaded.model, loaded.mesh, layout, source, destination)
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    try:
+        convert(Path(_SOURCE.value), Path(_DESTINATION.value), _DTYPE.value, _DEVICES.value)
+    except JdisaggError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    print(_DESTINATION.value)
+
+
+if __name__ == "__main__":
+    app.run(main)

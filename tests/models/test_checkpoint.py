@@ -1,0 +1,174 @@
+"""One checkpoint under every layout, in both forms, each device reading only its slices; what does not fit is listed."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from jdisagg.errors import CheckpointError, ConfigError, LayoutError
+from jdisagg.layout.axes import Layout
+from launch.convert import convert
+from models.checkpoint import load_model
+from models.safetensors_files import SafetensorsFiles
+from tests.models.sharded import sharded_logits
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+DENSE, MOE = "llama_tied", "qwen3_moe"
+LAYOUTS = {
+    DENSE: ["tp=2", "tp=4", "dp=2,tp=4"],
+    "llama_biased": ["tp=4"],
+    "qwen3": ["dp=2,tp=2"],
+    MOE: ["dp=1,tp=4,ep=4", "dp=4,tp=1,ep=4", "dp=2,tp=4,ep=8", "dp=2,tp=2,ep=1", "dp=2,tp=2,ep=2"],
+    "mixtral": ["dp=2,tp=2,ep=4"],
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(GOLDEN / DENSE, tmp_path / "model"))
+
+
+def _load(directory: Path, layout: str = "", **options: str):
+    parsed = Layout.parse(layout)
+    return load_model(directory, parsed, jax.devices()[: parsed.devices], **options)
+
+
+@pytest.mark.parametrize(("name", "layout"), [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts])
+def test_logits_do_not_depend_on_the_layout(name: str, layout: str) -> None:
+    expected = np.load(GOLDEN / name / "expected.npz")
+    ranks = Layout.parse(layout).dp
+    logits_BTV = sharded_logits(_load(GOLDEN / name, layout), np.stack([np.roll(expected["prompt"], rank) for rank in range(ranks)]))
+    assert np.abs(logits_BTV[0] - expected["logits"]).max() < 2e-4
+
+
+def test_layers_of_one_configuration_have_equal_structure() -> None:
+    for name, structures in ((DENSE, 1), ("llama_sharded", 1), (MOE, 2), ("qwen2_windows", 2)):
+        model = _load(GOLDEN / name).model
+        assert len({nnx.graphdef(layer) for layer in model.layers}) == structures
+
+
+def test_bfloat16_weights_are_the_stored_ones_in_either_orientation() -> None:
+    stored = SafetensorsFiles.from_directory(GOLDEN / "qwen3").read("model.layers.0.mlp.up_proj.weight", (slice(None),) * 2)
+    on_cpu, elsewhere = (_load(GOLDEN / "qwen3", "tp=2", dtype="bfloat16", platform=platform).model for platform in ("cpu", "tpu"))
+    for kernel, expected in ((on_cpu.layers[0].mlp.up.kernel, stored), (elsewhere.layers[0].mlp.up.kernel, stored.T)):
+        assert kernel[...].dtype == ml_dtypes.bfloat16
+        np.testing.assert_array_equal(np.asarray(kernel[...]), expected)
+
+
+def test_a_process_reads_each_slice_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_bytes: dict[str, int] = {}
+    plain_read = SafetensorsFiles.read
+
+    def counted(self: SafetensorsFiles, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        part = plain_read(self, name, index)
+        read_bytes[name] = read_bytes.get(name, 0) + part.nbytes
+        return part
+
+    monkeypatch.setattr(SafetensorsFiles, "read", counted)
+    loaded = _load(GOLDEN / MOE, "dp=2,tp=2,ep=4")
+    monkeypatch.undo()
+    files = SafetensorsFiles.from_directory(GOLDEN / MOE)
+    whole_bytes = {name: 2 * int(np.prod(shape)) for name, shape in files.shapes().items()}
+    assert read_bytes == whole_bytes  # all four devices together: replicas share a read
+    experts = loaded.model.layers[1].mlp.up[...]
+    assert [shard.data.nbytes for shard in experts.addressable_shards] == [experts.nbytes // 4] * 4
+
+
+def test_experts_may_be_stored_fused(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / MOE, tmp_path / "model")
+    files = SafetensorsFiles.from_directory(GOLDEN / MOE)
+    tensors = {name: np.array(files.read(name, (slice(None),) * len(shape)), np.float32) for name, shape in files.shapes().items()}
+    for layer in (1, 2):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        gate, up, down = ([tensors.pop(f"{prefix}{expert}.{kind}_proj.weight") for expert in range(8)] for kind in ("gate", "up", "down"))
+        tensors[prefix + "gate_up_proj"] = np.concatenate((np.stack(gate), np.stack(up)), axis=1)
+        tensors[prefix + "down_proj"] = np.stack(down)
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    for layout in ("dp=2,tp=2,ep=4", "dp=1,tp=2,ep=1"):
+        expected, got = (jax.tree.leaves(nnx.state(_load(path, layout).model)) for path in (GOLDEN / MOE, tmp_path / "model"))
+        for one, other in zip(expected, got, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", [MOE, "llama_biased"])
+def test_the_orbax_form_loads_under_any_layout_and_orientation(name: str, tmp_path: Path) -> None:
+    convert(GOLDEN / name, tmp_path / "orbax", "auto", devices=2)
+    for layout, dtype in (("dp=2,tp=2" if name != MOE else "dp=2,tp=2,ep=4", "float32"), ("tp=4", "bfloat16")):
+        expected, got = (jax.tree.leaves(nnx.state(_load(path, layout, dtype=dtype).model)) for path in (GOLDEN / name, tmp_path / "orbax"))
+        for one, other in zip(expected, got, strict=True):
+            assert one.sharding == other.sharding
+            np.testing.assert_array_equal(one, other)
+    with pytest.raises(CheckpointError, match="already holds"):
+        convert(GOLDEN / name, tmp_path / "orbax", "auto", devices=1)
+    fields = json.loads((tmp_path / "orbax" / "config.json").read_text())
+    (tmp_path / "orbax" / "config.json").write_text(json.dumps(fields | {"vocab_size": 140}))
+    with pytest.raises(CheckpointError, match=r"stem.embedding \(140, 32\) is \(131, 32\)"):
+        _load(tmp_path / "orbax")
+
+
+def test_missing_extra_and_misshapen_tensors_are_listed_together(checkpoint: Path) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    del tensors["model.norm.weight"]
+    tensors["model.layers.0.mlp.up_proj.weight"] = np.zeros((47, 32), np.float32)
+    tensors |= {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32), "surprise": np.zeros(3, np.float32)}
+    save_file(tensors, checkpoint / "model.safetensors")
+    with pytest.raises(CheckpointError) as raised:
+        _load(checkpoint)
+    assert "1 missing: model.norm.weight (32,)" in raised.value.message
+    assert "1 of another shape: model.layers.0.mlp.up_proj.weight is (47, 32), not (48, 32)" in raised.value.message
+    assert "1 not known: surprise (3,)" in raised.value.message and "inv_freq" not in raised.value.message
+
+
+def test_a_stored_head_is_passed_over_where_it_is_tied(checkpoint: Path) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, checkpoint / "model.safetensors")
+    assert _load(checkpoint).model.stem.head is None
+
+
+@pytest.mark.parametrize(
+    ("keep", "said"), [(-1, "truncated: its header needs"), (200, "truncated or not"), (4, "truncated or not"), (0, "truncated or not")]
+)
+def test_a_truncated_file_is_refused_before_anything_is_read(checkpoint: Path, keep: int, said: str) -> None:
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=said):
+        _load(checkpoint)
+
+
+def test_directories_that_hold_no_model_are_named(tmp_path: Path, checkpoint: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        _load(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        _load(tmp_path)
+    (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors"):
+        _load(checkpoint)
+    (checkpoint / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    with pytest.raises(CheckpointError, match=r"missing: gone\.safetensors"):
+        _load(checkpoint)
+    (checkpoint / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        _load(checkpoint)
+
+
+def test_integer_weights_are_refused_by_name(checkpoint: Path) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors["model.norm.weight"] = np.zeros(32, np.int8)
+    save_file(tensors, checkpoint / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"'model\.norm\.weight'.*dtype I8"):
+        _load(checkpoint)
+
+
+def test_layouts_and_types_that_cannot_work_are_refused_with_the_numbers() -> None:
+    with pytest.raises(LayoutError, match="tp=3"):
+        _load(GOLDEN / DENSE, "tp=3")
+    with pytest.raises(LayoutError, match="needs 2 devices, got 1"):
+        load_model(GOLDEN / DENSE, Layout(tp=2), jax.devices()[:1])
+    with pytest.raises(ConfigError, match="'float16'"):
+        _load(GOLDEN / DENSE, dtype="float16")
