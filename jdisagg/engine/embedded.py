@@ -1,0 +1,164 @@
+"""An embedded cluster: prefill and decode meshes carved from this process's devices, one request path over both.
+
+This is assembly and nothing else: executors on meshes, workers on executors, the path over the workers. How weights get
+onto a mesh is the caller's affair (`LoadModel`), so that this package knows no model family.
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+
+from jdisagg.clock import MonotonicClock
+from jdisagg.config import EngineConfig, InstanceConfig, Mode
+from jdisagg.dispatch.ports import DecodePort, PeerPort, PrefillPort, WorkerStatus
+from jdisagg.dispatch.request_path import RequestPath
+from jdisagg.dispatch.token_stream import Detokenizer, TokenStream
+from jdisagg.engine.limits import mesh_limits
+from jdisagg.errors import ConfigError, LayoutError
+from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
+from jdisagg.executor.warm_up import warm_up_steps
+from jdisagg.layout.axes import Layout
+from jdisagg.layout.kv_spec import KVSpec
+from jdisagg.model_api import Model
+from jdisagg.request import Request, StreamEvent
+from jdisagg.transfer.in_process import InProcessChannel
+from jdisagg.worker.decode_worker import DecodeWorker
+from jdisagg.worker.prefill_worker import PrefillWorker
+
+PREFILL, DECODE = "prefill-0", "decode-0"
+
+
+class Loaded(Protocol):
+    """A model whose arrays lie on `mesh` ("dp", "kv", "rep")."""
+
+    @property
+    def model(self) -> Model: ...
+    @property
+    def mesh(self) -> jax.sharding.Mesh: ...
+
+
+LoadModel = Callable[[Layout, Sequence[jax.Device]], Loaded]
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class Instance:
+    """One model replica on one mesh."""
+
+    config: InstanceConfig
+    executor: MeshExecutor
+    loaded: Loaded
+
+
+def carve_devices(config: EngineConfig, devices: Sequence[jax.Device]) -> tuple[Sequence[jax.Device], Sequence[jax.Device]]:
+    """Devices of the prefill and the decode mesh: disjoint, in order; none for prefill in the one-mesh modes."""
+    one_mesh = config.mode is not Mode.DISAGGREGATED
+    wanted_prefill = 0 if one_mesh else config.prefill.layout.devices
+    wanted = wanted_prefill + config.decode.layout.devices
+    if wanted > len(devices):
+        layouts = f"decode ({config.decode.layout})" if one_mesh else f"prefill ({config.prefill.layout}) and decode ({config.decode.layout})"
+        raise LayoutError(f"{layouts} need {wanted} devices, and there are {len(devices)}; choose smaller layouts, or give more devices")
+    return devices[:wanted_prefill], devices[wanted_prefill:wanted]
+
+
+class EmbeddedCluster:
+    """Build, `start`, stream, `stop`. Building blocks while weights are loaded; `stream` is called on the event loop that started it."""
+
+    def __init__(self, config: EngineConfig, load: LoadModel, detokenizer: Detokenizer, devices: Sequence[jax.Device]) -> None:
+        self.config = config
+        self.clock = MonotonicClock()
+        self.channel = InProcessChannel(self.clock)
+        prefill_devices, decode_devices = carve_devices(config, devices)
+        disaggregated = config.mode is Mode.DISAGGREGATED
+        decode_loaded = load(config.decode.layout, decode_devices)
+        self.model = decode_loaded.model
+        self.context_tokens = _context_tokens(config, self.model)
+        self.prefill: Instance | None = None
+        if disaggregated:
+            prefill_loaded = load(config.prefill.layout, prefill_devices)
+            self.prefill = self._instance("prefill", config.prefill, prefill_loaded, MeshRole(prefill=True, decode=False, emit=True))
+            head_shards = prefill_loaded.mesh.shape["kv"]
+            role = MeshRole(prefill=False, decode=True, sender_head_shards=head_shards)
+        else:
+            role = MeshRole(prefill=True, decode=True)
+        self.decode = self._instance("decode", config.decode, decode_loaded, role)
+        prefill_ports: dict[str, PrefillPort] = {}
+        peers: dict[str, PeerPort] = {}
+        self._workers: list[PrefillWorker | DecodeWorker] = []
+        if self.prefill:
+            prefill_worker = PrefillWorker(PREFILL, self.prefill.executor, config.prefill, config.limits, self.clock, random_id)
+            prefill_ports[PREFILL] = peers[PREFILL] = prefill_worker
+            self._workers.append(prefill_worker)
+        decode_worker = DecodeWorker(DECODE, self.decode.executor, config.decode, config.mode, config.limits, peers, self.clock, random_id)
+        self._workers.append(decode_worker)
+        decode_ports: dict[str, DecodePort] = {DECODE: decode_worker}
+        self.path = RequestPath(prefill_ports, decode_ports, lambda request: _text_of(detokenizer, request), config.limits, self.clock)
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        return self.model.kv_spec
+
+    @property
+    def instances(self) -> list[Instance]:
+        return [instance for instance in (self.prefill, self.decode) if instance]
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled so far; stands still in steady state."""
+        return sum(instance.executor.programs.compilations for instance in self.instances)
+
+    async def start(self, progress: Progress | None = None) -> None:
+        """Compiles every program where the configuration says so, then starts the workers."""
+        if self.config.warm_up:
+            steps = [(instance.executor, step) for instance in self.instances for step in warm_up_steps(instance.executor)]
+            for done, (executor, step) in enumerate(steps):
+                await executor.on_dispatch_thread(step)
+                if progress:
+                    progress(done + 1, len(steps))
+        for worker in self._workers:
+            await worker.start()
+
+    def stream(self, request: Request) -> AsyncIterator[StreamEvent]:
+        return self.path.stream(request)
+
+    async def status(self) -> tuple[WorkerStatus, ...]:
+        return await self.path.status()
+
+    async def drain(self) -> None:
+        """Returns when running requests have ended; new ones are refused."""
+        for worker in reversed(self._workers):
+            await worker.drain()
+
+    async def stop(self) -> None:
+        """Ends what runs and frees the meshes."""
+        for worker in reversed(self._workers):
+            await worker.stop()
+        for instance in self.instances:
+            await asyncio.to_thread(instance.executor.close)
+
+    def _instance(self, name: str, config: InstanceConfig, loaded: Loaded, role: MeshRole) -> Instance:
+        groups = self.config.prefill.layer_groups if self.config.mode is Mode.DISAGGREGATED else 1
+        limits = mesh_limits(config, self.config.mode, loaded.model.kv_spec, self.context_tokens, groups)
+        platform = str(loaded.mesh.devices.flat[0].platform)
+        executor = MeshExecutor(name, loaded.model, loaded.mesh, config.layout, limits, role, self.channel, platform)
+        return Instance(config, executor, loaded)
+
+
+def random_id() -> int:
+    """Fresh random 64 bits: ids of reservations, hand-offs and offers."""
+    return secrets.randbits(64)
+
+
+def _context_tokens(config: EngineConfig, model: Model) -> int:
+    asked = config.model.context_tokens
+    if asked is not None and asked > model.context_tokens:
+        raise ConfigError(f"model.context_tokens={asked} exceeds the model's {model.context_tokens}; lower it")
+    return asked or model.context_tokens
+
+
+def _text_of(detokenizer: Detokenizer, request: Request) -> TokenStream:
+    return TokenStream(detokenizer, request.prompt_token_ids, request.sampling.stop, request.sampling.min_tokens)
