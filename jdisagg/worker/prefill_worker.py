@@ -164,7 +164,7 @@ class PrefillWorker:
     def _check(self, call: PrefillCall) -> None:
         if self._loop.failure is not None:
             raise self._loop.failure
-        if self._draining:
+        if self._draining and not any(child.accepted for child in call.children):
             raise UnavailableError(f"worker {self.name!r} is draining and takes no new prompts; try another", retry_after_seconds=1.0)
         if call.handoff_id in self._senders:
             raise HandoffError(f"hand-off {call.handoff_id} exists already; give each its own id")

@@ -85,7 +85,8 @@ class Receiver:
     async def _fetch(self, offer: Offer, received: Received) -> None:
         self.pulling += 1
         try:
-            received.bytes_moved += await self._pull(offer)
+            moved = await self._pull(offer)  # awaited first: `+= await` would read the sum before other pulls add to it
+            received.bytes_moved += moved
             if self.closed:
                 self.loop.fire(DropBlocks(self.loop.next_number(), (offer.offer_id,)))
                 return

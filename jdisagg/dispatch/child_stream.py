@@ -1,0 +1,84 @@
+"""One child's stream to the client: tokens in, exactly once and in order; events with text out.
+
+Knows the request, the text stream (detokenizer and stop strings) and what was accepted so far; knows no workers. `accepted`
+is what a re-prefill will force: the tokens delivered to the client, and nothing else.
+
+Invariant: token i is accepted once, in order (`DeliveryError` otherwise, our own bug); nothing follows the end.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from jdisagg.dispatch.ports import Child
+from jdisagg.request import FinishReason, Request, StreamEvent, TokenLogprobs
+
+
+class DeliveryError(AssertionError):
+    """A worker sent a token twice, or left one out."""
+
+
+class TextDelta(Protocol):
+    """New text; how many of the pushed tokens count (fewer when a stop string was hit); whether it was."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def tokens_kept(self) -> int: ...
+    @property
+    def stopped(self) -> bool: ...
+
+
+class TextStream(Protocol):
+    """What `dispatch/token_stream.py` offers: text of tokens, as far as it is certain."""
+
+    def push(self, token_ids: tuple[int, ...]) -> TextDelta: ...
+    def finish(self) -> str: ...
+
+
+NewTextStream = Callable[[Request], TextStream]
+
+
+class ChildStream:
+    """Child `index` of `request`."""
+
+    def __init__(self, request: Request, index: int, text: TextStream) -> None:
+        self.index = index
+        self.accepted: list[int] = []
+        self.finish: FinishReason | None = None
+        self._request = request
+        self._text = text
+
+    @property
+    def child(self) -> Child:
+        return Child(self.index, tuple(self.accepted))
+
+    def accept(
+        self, first_index: int, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], context_tokens: int
+    ) -> StreamEvent | None:
+        """Takes tokens `first_index`.. from a worker; returns what the client gets, if anything. What follows the end is dropped."""
+        if self.finish is not None or not token_ids:
+            return None
+        if first_index != len(self.accepted):
+            raise DeliveryError(
+                f"request {self._request.request_id!r}, child {self.index}: token {first_index} came, {len(self.accepted)} was next"
+            )
+        kept: list[int] = []
+        for token_id in token_ids:
+            self.finish = self._request.end_at(first_index + len(kept), token_id, context_tokens)
+            if self.finish is not FinishReason.STOP:
+                kept.append(token_id)
+            if self.finish is not None:
+                break
+        text = ""
+        if kept:
+            delta = self._text.push(tuple(kept))
+            text = delta.text
+            if delta.stopped:
+                del kept[delta.tokens_kept :]
+                self.finish = FinishReason.STOP
+        if self.finish is not None:
+            text += self._text.finish()
+        self.accepted += kept
+        if not kept and not text and self.finish is None:
+            return None
+        return StreamEvent(self.index, first_index, tuple(kept), text, logprobs[: len(kept)], self.finish)

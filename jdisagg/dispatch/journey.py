@@ -1,0 +1,201 @@
+"""One request under way: its children, the legs that carry them, its deadline, and what to do about each fact that a leg posts.
+
+A leg that was preempted or whose worker failed is followed by another, for the children that are not at their end, with the
+tokens accepted so far. Preemptions are no failures; they are counted and always go on. Failures are bounded by
+`limits.max_attempts`, and the workers of the failed leg are avoided while there are others. An overloaded worker refuses a
+fresh request to the client; one under way waits for it within its deadline.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
+
+from jdisagg.clock import Clock
+from jdisagg.config import LimitsConfig
+from jdisagg.dispatch.child_stream import ChildStream, NewTextStream
+from jdisagg.dispatch.leg import CLOSE_SECONDS, Cluster, Fact, Leg, LegEnded, Preempted, Tokens, Waited
+from jdisagg.dispatch.ports import Child, WorkerStatus
+from jdisagg.dispatch.timing import Stopwatch
+from jdisagg.errors import DeadlineExceededError, OverloadedError, UnavailableError
+from jdisagg.request import Request, StreamEvent, Usage
+from jdisagg.router.cluster_state import ClusterState
+from jdisagg.router.placement import place
+from jdisagg.telemetry import Counters
+
+FIRST_BACKOFF_SECONDS = 0.02
+MAX_BACKOFF_SECONDS = 1.0
+
+
+class Journey:
+    """`first_token` is called once, with the instant of the first token of all."""
+
+    def __init__(
+        self,
+        request: Request,
+        cluster: Cluster,
+        new_text: NewTextStream,
+        limits: LimitsConfig,
+        clock: Clock,
+        new_id: Callable[[], int],
+        statuses: Callable[[], Awaitable[tuple[WorkerStatus, ...]]],
+        first_token: Callable[[float], None],
+        counters: Counters,
+    ) -> None:
+        self.saw_token = False
+        self._request = request
+        self._cluster = cluster
+        self._limits = limits
+        self._clock = clock
+        self._new_id = new_id
+        self._statuses = statuses
+        self._first_token = first_token
+        self._counters = counters
+        self._seconds = request.deadline_seconds or limits.default_deadline_seconds
+        self._watch = Stopwatch(clock.now())
+        self._deadline = self._watch.started_at + self._seconds
+        self._attempt = 0
+        self._failures = 0
+        self._avoid: frozenset[str] = frozenset()
+        self._context_tokens = 0
+        self._facts: asyncio.Queue[Fact] = asyncio.Queue()
+        self._legs: dict[Leg, asyncio.Task[None]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._children = {index: ChildStream(request, index, new_text(request)) for index in range(request.sampling.n)}
+
+    @property
+    def unfinished(self) -> bool:
+        return any(child.finish is None for child in self._children.values())
+
+    def begin(self) -> None:
+        self._go(tuple(child.child for child in self._children.values()), delay_seconds=0.0)
+
+    async def next_fact(self) -> Fact:
+        """Raises DeadlineExceededError when the request's time is over."""
+        try:
+            async with asyncio.timeout(max(0.0, self._deadline - self._clock.now())):
+                return await self._facts.get()
+        except TimeoutError:
+            raise self._too_late() from None
+
+    def take(self, fact: Fact) -> StreamEvent | None:
+        """What the client gets of it, if anything. Starts the legs that follow; raises what ends the request."""
+        match fact:
+            case Waited(seconds):
+                self._watch.queue_seconds += seconds
+            case Tokens():
+                return self._take_tokens(fact)
+            case Preempted(child):
+                self._watch.preemptions += 1
+                self._counters.add("preemptions")
+                if self._children[child].finish is None:
+                    self._go((self._children[child].child,), delay_seconds=0.0)
+            case LegEnded(leg, error):
+                self._take_end(leg, error)
+        return None
+
+    async def close(self) -> None:
+        """Cancels what still runs, on all workers, and waits until it is said."""
+        tasks = [*self._legs.values(), *self._closing]
+        for task in self._legs.values():
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=2 * CLOSE_SECONDS)
+
+    def _take_tokens(self, fact: Tokens) -> StreamEvent | None:
+        now, stream = self._clock.now(), self._children[fact.child]
+        self._watch.kv_bytes_moved += fact.kv_bytes_moved
+        event = stream.accept(fact.first_index, fact.token_ids, fact.logprobs, self._context_tokens)
+        if event is None:
+            return None
+        self._watch.tokens(fact.child, len(event.token_ids), now)
+        if not self.saw_token:
+            self.saw_token = True
+            self._first_token(now)
+        if event.finish_reason is not None:
+            self._end_child(fact.child)
+            if not self.unfinished:
+                tokens = sum(len(child.accepted) for child in self._children.values())
+                usage = Usage(len(self._request.prompt_token_ids), tokens)
+                event = replace(event, usage=usage, timings=self._watch.timings(now))
+        return event
+
+    def _end_child(self, index: int) -> None:
+        """Its leg need not go on for it: a leg without open children is cancelled, which closes both sides."""
+        for leg, task in self._legs.items():
+            if index in leg.open:
+                if leg.open == {index}:
+                    leg.open.clear()
+                    if index not in leg.ended_by_worker:
+                        task.cancel()
+                else:
+                    closing = asyncio.create_task(leg.end_child(index))
+                    self._closing.add(closing)
+                    closing.add_done_callback(self._closing.discard)
+
+    def _take_end(self, leg: Leg, error: Exception | None) -> None:
+        self._legs.pop(leg, None)
+        alive = [self._children[child.index] for child in leg.children if child.index in leg.open]
+        alive = [stream for stream in alive if stream.finish is None]
+        if not alive:
+            return
+        if error is None:
+            error = UnavailableError("a worker ended a stream without saying why")
+        delay_seconds = self._delay_before_retry(error)
+        placement = leg.placement
+        self._avoid = frozenset() if placement is None else frozenset({placement.decode, placement.prefill or placement.decode})
+        together = tuple(stream.child for stream in alive if not stream.accepted)
+        if together:
+            self._go(together, delay_seconds)
+        for stream in alive:
+            if stream.accepted:
+                self._go((stream.child,), delay_seconds)
+
+    def _delay_before_retry(self, error: Exception) -> float:
+        """How long to wait before another leg; raises `error` when there is to be none."""
+        if isinstance(error, DeadlineExceededError):
+            raise self._too_late() from error
+        if isinstance(error, OverloadedError) and self._attempt > 1:
+            self._counters.add("waits_for_overloaded_workers")
+            return min(error.retry_after_seconds or MAX_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
+        if not isinstance(error, UnavailableError):
+            raise error
+        self._failures += 1
+        self._counters.add("legs_failed")
+        if self._failures >= self._limits.max_attempts:
+            raise error
+        return min(FIRST_BACKOFF_SECONDS * 2 ** (self._failures - 1), MAX_BACKOFF_SECONDS)
+
+    def _go(self, children: Iterable[Child], delay_seconds: float) -> None:
+        self._attempt += 1
+        leg = Leg(
+            cluster=self._cluster,
+            request=self._request,
+            children=tuple(children),
+            attempt=self._attempt,
+            new_id=self._new_id,
+            now=self._clock.now,
+            arrived_at=self._watch.started_at,
+            deadline=self._deadline,
+            post=self._facts.put_nowait,
+        )
+        self._legs[leg] = asyncio.create_task(self._run(leg, delay_seconds))
+
+    async def _run(self, leg: Leg, delay_seconds: float) -> None:
+        try:
+            if delay_seconds:
+                await self._clock.sleep(delay_seconds)
+            resuming = any(child.accepted for child in leg.children)
+            placement = place(ClusterState.of(await self._statuses()), self._avoid, resuming)
+            self._context_tokens = placement.context_tokens
+            await leg.run(placement)
+        except Exception as error:
+            self._facts.put_nowait(LegEnded(leg, error))
+        else:
+            self._facts.put_nowait(LegEnded(leg, None))
+
+    def _too_late(self) -> DeadlineExceededError:
+        tokens = sum(len(child.accepted) for child in self._children.values())
+        return DeadlineExceededError(
+            f"request {self._request.request_id!r}: its {self._seconds:g} s passed after {tokens} tokens; "
+            "ask for fewer tokens or give it more time"
+        )

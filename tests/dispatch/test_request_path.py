@@ -1,0 +1,49 @@
+"""The life of a request, over fake meshes in virtual time, against the toy model's oracle."""
+
+import asyncio
+
+import pytest
+
+from jdisagg.config import Mode
+from tests.fakes.cluster import Cluster, toy_request
+from tests.fakes.fake_executor import toy_limits
+from tests.fakes.virtual_time import run_virtually
+
+MODES = list(Mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_request_gives_the_oracles_tokens_and_leaves_nothing_behind(mode: Mode) -> None:
+    async def main() -> None:
+        async with Cluster(mode) as cluster:
+            request = toy_request(1)
+            cluster.check_against_oracle(request, await cluster.collect(request))
+            await cluster.check_quiet()
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_many_requests_at_once_give_each_its_own_tokens(mode: Mode, ranks: int) -> None:
+    async def main() -> None:
+        async with Cluster(mode, decode=toy_limits(ranks=ranks), prefill=toy_limits(ranks=ranks), steps_per_dispatch=3) as cluster:
+            requests = [
+                toy_request(
+                    number,
+                    prompt_tokens=1 + (number * 7) % 40,
+                    stop_ids=(number % 97, 11),
+                    temperature=float(number % 2),
+                    seed=number,
+                    n=1 + number % 3,
+                    presence_penalty=0.5 * (number % 5 == 0),
+                    min_tokens=number % 4,
+                )
+                for number in range(24)
+            ]
+            answers = await asyncio.gather(*(cluster.collect(request) for request in requests))
+            for request, answer in zip(requests, answers, strict=True):
+                cluster.check_against_oracle(request, answer)
+            await cluster.check_quiet()
+
+    run_virtually(main)

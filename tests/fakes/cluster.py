@@ -1,0 +1,148 @@
+"""A whole cluster on fake meshes in virtual time: workers, path and oracle, for tests of the path and the workers.
+
+`Cluster.check_quiet` is rule 6 of the design: when nothing runs, every page is free, every offer released, every block gone.
+"""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from jdisagg.config import InstanceConfig, LimitsConfig, Mode
+from jdisagg.dispatch.request_path import RequestPath
+from jdisagg.request import FinishReason, Request, SamplingParams, StreamEvent, Timings, TokenLogprobs, Usage
+from jdisagg.scheduler.commands import MeshLimits
+from jdisagg.worker.decode_worker import DecodeWorker
+from jdisagg.worker.prefill_worker import PrefillWorker
+from tests.fakes.fake_executor import Costs, FakeChannel, FakeExecutor, Faults, toy_limits
+from tests.fakes.toy_model import expected_tokens
+from tests.fakes.virtual_time import VirtualClock
+
+
+@dataclass(frozen=True)
+class ToyDelta:
+    text: str
+    tokens_kept: int
+    stopped: bool
+
+
+class ToyText:
+    """Each token is one word `<id>`; a stop string is looked for in the newest token's word only."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = set(stop)
+
+    def push(self, token_ids: tuple[int, ...]) -> ToyDelta:
+        words: list[str] = []
+        for kept, token_id in enumerate(token_ids):
+            word = f"<{token_id}>"
+            if word in self._stop:
+                return ToyDelta("".join(words), kept + 1, True)
+            words.append(word)
+        return ToyDelta("".join(words), len(token_ids), False)
+
+    def finish(self) -> str:
+        return ""
+
+
+@dataclass
+class Collected:
+    """One request's stream, put together; asserts exactly once on the way."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    text: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    finish: dict[int, FinishReason] = field(default_factory=dict)
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+    def add(self, event: StreamEvent) -> None:
+        assert self.usage is None, "nothing follows the last event"
+        assert event.child not in self.finish, "nothing follows a child's end"
+        tokens = self.tokens.setdefault(event.child, [])
+        assert event.first_index == len(tokens), "each token once, in order"
+        tokens += event.token_ids
+        self.text[event.child] = self.text.get(event.child, "") + event.text
+        self.logprobs.setdefault(event.child, []).extend(event.logprobs)
+        if event.finish_reason is not None:
+            self.finish[event.child] = event.finish_reason
+        self.usage, self.timings = event.usage, event.timings
+
+
+class Cluster:
+    """One prefill worker and one decode worker, or one mixed worker, behind a path. Use inside `run_virtually`."""
+
+    def __init__(
+        self,
+        mode: Mode = Mode.DISAGGREGATED,
+        decode: MeshLimits | None = None,
+        prefill: MeshLimits | None = None,
+        growth_tokens: int = 8,
+        steps_per_dispatch: int = 1,
+        queue_limit: int = 1024,
+        limits: LimitsConfig | None = None,
+        decode_faults: Faults | None = None,
+        prefill_faults: Faults | None = None,
+        costs: Costs | None = None,
+        seed: int = 0,
+    ) -> None:
+        config = InstanceConfig(growth_tokens=growth_tokens, steps_per_dispatch=steps_per_dispatch, queue_limit=queue_limit)
+        self.mode = mode
+        self.limits = limits or LimitsConfig()
+        self.channel = FakeChannel()
+        self.clock = VirtualClock()
+        self._random = random.Random(seed)
+        self.decode_mesh = FakeExecutor(decode or toy_limits(), self.channel, decode_faults, costs)
+        self.prefill_mesh = FakeExecutor(prefill or toy_limits(), self.channel, prefill_faults, costs)
+        self.prefill = PrefillWorker("prefill0", self.prefill_mesh, config, self.limits, self.clock, self.new_id)
+        peers = {"prefill0": self.prefill} if mode is Mode.DISAGGREGATED else {}
+        self.decode = DecodeWorker("decode0", self.decode_mesh, config, mode, self.limits, peers, self.clock, self.new_id)
+        self.path = RequestPath(
+            peers, {"decode0": self.decode}, lambda request: ToyText(request.sampling.stop), self.limits, self.clock, self.new_id
+        )
+
+    def new_id(self) -> int:
+        return self._random.getrandbits(63)
+
+    async def __aenter__(self) -> "Cluster":
+        await self.prefill.start()
+        await self.decode.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.decode.stop()
+        await self.prefill.stop()
+
+    async def collect(self, request: Request) -> Collected:
+        collected = Collected()
+        async for event in self.path.stream(request):
+            collected.add(event)
+        return collected
+
+    async def check_quiet(self, settle_seconds: float = 1.0) -> None:
+        """All pages free on all ranks, all offers and blocks gone, no hand-off left."""
+        await asyncio.sleep(settle_seconds)
+        for worker in (self.decode, self.prefill):
+            status = await worker.status()
+            assert status.free_pages == status.total_pages, f"{worker.name} holds pages: {status}"
+            assert (status.running, status.waiting, status.handoffs) == (0, 0, 0), status
+        assert not self.channel.offered
+        assert not self.decode_mesh.pulled
+
+    def check_against_oracle(self, request: Request, collected: Collected) -> None:
+        context_tokens = self.decode_mesh.limits.context_tokens
+        for child in range(request.sampling.n):
+            tokens, reason = expected_tokens(request, child, context_tokens)
+            assert tuple(collected.tokens[child]) == tokens
+            assert collected.finish[child].value == reason
+        assert collected.usage is not None
+        assert collected.usage.completion_tokens == sum(len(tokens) for tokens in collected.tokens.values())
+
+
+def toy_request(
+    number: int, prompt_tokens: int = 5, stop_ids: tuple[int, ...] = (), deadline_seconds: float | None = None, **sampling: object
+) -> Request:
+    """A request with a prompt of its own; greedy unless told otherwise."""
+    prompt = tuple((number * 37 + at * 11 + 1) % 89 for at in range(prompt_tokens))
+    params = replace(SamplingParams(max_tokens=12, temperature=0.0), **sampling)  # type: ignore[arg-type]
+    return Request(f"r{number}", prompt, params, stop_ids, deadline_seconds)

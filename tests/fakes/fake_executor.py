@@ -1,0 +1,303 @@
+"""A mesh without JAX: runs step commands on the toy model, in order, in virtual time, and checks every one of them.
+
+Each read of a page is verified: what lies there must be the KV of exactly this sequence's prefix, so a page that was freed and
+given away too early, a missing copy or a wrong position fails at once. Offers and pulled blocks are counted, so that a test can
+ask whether all were released. `Faults` lets pulls fail or never return, and breaks the mesh at a step.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from jdisagg.errors import UnavailableError
+from jdisagg.layout.kv_spec import KVSpec
+from jdisagg.request import TokenLogprobs
+from jdisagg.scheduler.blocks import padded
+from jdisagg.scheduler.commands import (
+    CopyPages,
+    DecodeResult,
+    DecodeSteps,
+    Done,
+    DropBlocks,
+    InsertBlock,
+    MeshLimits,
+    PrefillChunk,
+    PrefillResult,
+    PrefillRow,
+    PullBlock,
+    PullResult,
+    ReleaseOffers,
+    SampledToken,
+    SampleSpec,
+    SlotAdmit,
+    StepCommand,
+    StepResult,
+)
+from tests.fakes.toy_model import Entry, choose, extend
+
+
+@dataclass
+class FakeChannel:
+    """Blocks offered by one mesh and pulled by another: (group, entries, when computed)."""
+
+    offered: dict[int, tuple[int, list[Entry], float]] = field(default_factory=dict)
+
+
+@dataclass
+class Faults:
+    """`pull_error(nth pull)`: an error text, "stall" (never returns), or "" for success. `breaks_at(command)`: the mesh fails there."""
+
+    pull_error: Callable[[int], str] = lambda _: ""
+    breaks_at: Callable[[StepCommand], bool] = lambda _: False
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Virtual seconds."""
+
+    prefill_token: float = 1e-4
+    decode_step: float = 1e-2
+    pull: float = 5e-3
+    other: float = 1e-4
+
+
+@dataclass
+class _Slot:
+    sequence: int
+    token: int
+    position: int
+    limit: int
+    pages: tuple[int, ...]
+    spec: SampleSpec
+    outputs: list[int]
+
+
+def toy_limits(
+    ranks: int = 1,
+    page_size: int = 4,
+    pages_per_rank: int = 64,
+    slots_per_rank: int = 4,
+    context_tokens: int = 128,
+    chunk_buckets: tuple[int, ...] = (8, 16),
+    layer_groups: int = 2,
+    granule_tokens: int = 4,
+    rows_per_chunk: int = 4,
+    samples_per_chunk: int = 8,
+) -> MeshLimits:
+    spec = KVSpec.attention(layers=2, kv_heads=1, head_dim=1, dtype="float32")
+    return MeshLimits(
+        ranks=ranks,
+        page_size=page_size,
+        pages_per_rank=pages_per_rank,
+        slots_per_rank=slots_per_rank,
+        context_tokens=context_tokens,
+        chunk_buckets=chunk_buckets,
+        batch_buckets=(slots_per_rank,),
+        layer_groups=layer_groups,
+        granule_tokens=granule_tokens,
+        rows_per_chunk=rows_per_chunk,
+        samples_per_chunk=samples_per_chunk,
+        kv_spec=spec,
+    )
+
+
+class FakeExecutor:
+    """Implements `scheduler.commands.Executor`."""
+
+    def __init__(self, limits: MeshLimits, channel: FakeChannel, faults: Faults | None = None, costs: Costs | None = None) -> None:
+        self.limits = limits
+        self.log: list[StepCommand] = []
+        self.pulled: dict[int, list[Entry]] = {}
+        self.closed = False
+        self._channel = channel
+        self._faults = faults or Faults()
+        self._costs = costs or Costs()
+        empty: Entry = (-1, -1, -1)
+        self._pages = [
+            [[[empty] * limits.page_size for _ in range(limits.pages_per_rank)] for _ in range(limits.layer_groups)]
+            for _ in range(limits.ranks)
+        ]
+        self._slots: dict[tuple[int, int], _Slot] = {}
+        self._dropped: set[int] = set()
+        self._pulls = 0
+        self._free_at = 0.0
+        self._broken = False
+
+    def run(self, command: StepCommand) -> "asyncio.Future[StepResult]":
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[StepResult] = loop.create_future()
+        self.log.append(command)
+        if self._broken or self._faults.breaks_at(command):
+            self._broken = True
+            loop.call_soon(future.set_exception, UnavailableError("the fake mesh broke"))
+        elif isinstance(command, PullBlock):
+            self._pull(command, future)
+        else:
+            result = self._execute(command)
+            self._free_at = max(self._free_at, loop.time()) + self._cost(command)
+            loop.call_at(self._free_at, _set, future, result)
+        return future
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _cost(self, command: StepCommand) -> float:
+        if isinstance(command, PrefillChunk):
+            return command.chunk_tokens * self._costs.prefill_token
+        return command.steps * self._costs.decode_step if isinstance(command, DecodeSteps) else self._costs.other
+
+    def _execute(self, command: StepCommand) -> StepResult:
+        match command:
+            case PrefillChunk():
+                return self._prefill(command)
+            case DecodeSteps():
+                return self._decode(command)
+            case InsertBlock():
+                self._insert(command)
+            case DropBlocks():
+                for offer_id in command.offer_ids:
+                    self.pulled.pop(offer_id, None)
+                    self._dropped.add(offer_id)
+            case ReleaseOffers():
+                for offer_id in command.offer_ids:
+                    assert offer_id in self._channel.offered, "released twice, or never offered"
+                    del self._channel.offered[offer_id]
+            case CopyPages():
+                for rank, source, destination in command.copies:
+                    for group in self._pages[rank]:
+                        group[destination] = list(group[source])
+        return Done(command.step)
+
+    def _read(self, rank: int, pages: tuple[int, ...], tokens: int) -> int:
+        """Verifies positions [0, tokens) in all layer groups and returns their chain."""
+        size, chain = self.limits.page_size, 1
+        for position in range(tokens):
+            page, slot = pages[position // size], position % size
+            entry = self._pages[rank][0][page][slot]
+            chain = extend(chain, entry[1])
+            assert entry == (position, entry[1], chain), f"rank {rank} page {page} slot {slot} holds {entry}, not position {position}"
+            for group in self._pages[rank][1:]:
+                assert group[page][slot] == entry, f"layer groups differ at position {position}"
+        return chain
+
+    def _write(self, rank: int, pages: tuple[int, ...], entry: Entry, groups: range | None = None) -> None:
+        page, slot = pages[entry[0] // self.limits.page_size], entry[0] % self.limits.page_size
+        for group in groups or range(self.limits.layer_groups):
+            self._pages[rank][group][page][slot] = entry
+
+    def _prefill(self, chunk: PrefillChunk) -> PrefillResult:
+        self._check_chunk(chunk)
+        samples: list[SampledToken] = []
+        ready_at = max(self._free_at, asyncio.get_running_loop().time()) + self._cost(chunk)
+        for row in chunk.rows:
+            chain = self._read(row.rank, row.pages, row.start)
+            entries: list[Entry] = []
+            for at, token in enumerate(row.tokens):
+                chain = extend(chain, token)
+                entries.append((row.start + at, token, chain))
+                self._write(row.rank, row.pages, entries[-1])
+            for offer in row.offers:
+                at = offer.offset - row.offset
+                self._channel.offered[offer.offer_id] = (offer.group, entries[at : at + offer.block_tokens], ready_at)
+            end = row.start + len(row.tokens)
+            for spec in row.samples:
+                token, logprobs = choose(chain, end, spec, spec.output_history)
+                samples.append(SampledToken(row.sequence, spec.child, token, logprobs))
+        return PrefillResult(chunk.step, tuple(samples))
+
+    def _check_chunk(self, chunk: PrefillChunk) -> None:
+        limits = self.limits
+        assert chunk.rows and chunk.chunk_tokens in limits.chunk_buckets
+        for rank in range(limits.ranks):
+            rows = [row for row in chunk.rows if row.rank == rank]
+            assert len(rows) <= limits.rows_per_chunk
+            assert sum(len(row.samples) for row in rows) <= limits.samples_per_chunk
+            assert all(row.start == 0 for row in rows[1:]), "a row that goes on comes first"
+            at = 0
+            for row in rows:
+                assert row.tokens and row.offset == at and row.offset % limits.granule_tokens == 0
+                at += padded(len(row.tokens), limits.granule_tokens)
+                assert len(row.pages) == -(-(row.start + len(row.tokens)) // limits.page_size)
+                _check_offers(row, limits)
+            assert at <= chunk.chunk_tokens
+
+    def _pull(self, command: PullBlock, future: "asyncio.Future[StepResult]") -> None:
+        loop = asyncio.get_running_loop()
+        self._pulls += 1
+        error = self._faults.pull_error(self._pulls)
+        self._dropped.discard(command.offer_id)
+        offered = self._channel.offered.get(command.offer_id)
+        if offered is None:
+            error = error or "no such offer"
+        if error == "stall":
+            return
+        ready_at = loop.time() if offered is None else max(loop.time(), offered[2])
+
+        def arrive() -> None:
+            if offered is not None and not error and command.offer_id not in self._dropped:
+                assert command.group == offered[0]
+                self.pulled[command.offer_id] = offered[1]
+            moved = 0 if error or offered is None else len(offered[1]) * 8
+            _set(future, PullResult(command.step, command.offer_id, moved, error))
+
+        loop.call_at(ready_at + self._costs.pull, arrive)
+
+    def _insert(self, command: InsertBlock) -> None:
+        entries = self.pulled.pop(command.offer_id)
+        assert len(entries) == command.valid_tokens <= command.block_tokens
+        assert entries[0][0] == command.start
+        assert len(command.pages) == -(-(command.start + command.valid_tokens) // self.limits.page_size)
+        for entry in entries:
+            self._write(command.rank, command.pages, entry, range(command.group, command.group + 1))
+
+    def _decode(self, command: DecodeSteps) -> DecodeResult:
+        for admit in command.admits:
+            self._admit(admit)
+        for grow in command.grows:
+            slot = self._slots[grow.rank, grow.slot]
+            assert grow.pages[: len(slot.pages)] == slot.pages and grow.limit > slot.limit
+            slot.pages, slot.limit = grow.pages, grow.limit
+        rows = [[self._slots[rank, slot] for slot in slots] for rank, slots in enumerate(command.slots)]
+        assert any(rows) and len(rows) == self.limits.ranks
+        assert all(len(set(slots)) == len(slots) <= self.limits.batch_buckets[-1] for slots in command.slots)
+        every = [slot.spec.sampling for slots in rows for slot in slots]
+        assert command.shaped == any(sampling.shaped for sampling in every)
+        assert command.sampled == any(not sampling.greedy for sampling in every)
+        steps = [[[self._step(rank, slot) for slot in slots] for rank, slots in enumerate(rows)] for _ in range(command.steps)]
+        tokens = tuple(tuple(tuple(step[rank][row][0] for step in steps) for row in range(len(slots))) for rank, slots in enumerate(rows))
+        logprobs = tuple(tuple(tuple(step[rank][row][1] for step in steps) for row in range(len(slots))) for rank, slots in enumerate(rows))
+        return DecodeResult(command.step, tokens, logprobs if command.shaped else ())
+
+    def _admit(self, admit: SlotAdmit) -> None:
+        assert 0 <= admit.slot < self.limits.slots_per_rank
+        assert admit.position < admit.limit <= len(admit.pages) * self.limits.page_size
+        slot = _Slot(admit.sequence, admit.token, admit.position, admit.limit, admit.pages, admit.sample, list(admit.sample.output_history))
+        self._slots[admit.rank, admit.slot] = slot
+
+    def _step(self, rank: int, slot: _Slot) -> tuple[int, TokenLogprobs | None]:
+        if slot.position >= slot.limit:
+            return -1, None
+        chain = extend(self._read(rank, slot.pages, slot.position), slot.token)
+        self._write(rank, slot.pages, (slot.position, slot.token, chain))
+        slot.position += 1
+        slot.token, logprobs = choose(chain, slot.position, slot.spec, tuple(slot.outputs))
+        slot.outputs.append(slot.token)
+        return slot.token, logprobs
+
+
+def _check_offers(row: PrefillRow, limits: MeshLimits) -> None:
+    """Every layer group's offers tile the row's padded room; each is a power of two."""
+    if not row.offers:
+        return
+    for group in range(limits.layer_groups):
+        at = row.offset
+        for offer in sorted((offer for offer in row.offers if offer.group == group), key=lambda offer: offer.offset):
+            assert offer.offset == at and offer.block_tokens >= limits.granule_tokens
+            assert offer.block_tokens & (offer.block_tokens - 1) == 0
+            at += offer.block_tokens
+        assert at == row.offset + padded(len(row.tokens), limits.granule_tokens)
+
+
+def _set(future: "asyncio.Future[StepResult]", result: StepResult) -> None:
+    if not future.done():
+        future.set_result(result)
