@@ -1,13 +1,19 @@
 """The in-process channel: the shared suite, and what it promises beyond it: nothing through the host, nothing waits."""
 
+import gc
+import queue
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import transfer
 
+from jdisagg.errors import HandoffError, LayoutError
 from jdisagg.layout.axes import Layout
-from jdisagg.transfer.boxes import plan_handoff, rank_placement
-from jdisagg.transfer.channel import PullTarget, block_sharding
+from jdisagg.transfer.boxes import head_granule, plan_handoff, rank_placement
+from jdisagg.transfer.channel import Offered, Pull, PullTarget, block_sharding
 from jdisagg.transfer.in_process import InProcessChannel
 from tests.transfer.conformance import (
     LONG_SECONDS,
@@ -103,3 +109,126 @@ def test_pulls_of_one_shape_compile_nothing_after_the_first(ends: Ends) -> None:
             ends.sender.offer(number, block.block, 0)
             finished(ends.receiver.pull(number, block.target(0), LONG_SECONDS)).arrays()
     assert not compiled
+
+
+def behind_work(block: jax.Array) -> jax.Array:
+    """`block` as the output of a program that still runs for some tenths of a second when this returns."""
+
+    def work(local: jax.Array, rounds: jax.Array) -> jax.Array:
+        weight = jnp.ones((400, 400))
+        busy = jax.lax.fori_loop(0, rounds, lambda _, x: (x @ weight) * 1e-3, weight)
+        return local + 0 * busy[0, 0].astype(local.dtype)
+
+    sharding = block.sharding
+    assert isinstance(sharding, jax.sharding.NamedSharding)
+    spec = sharding.spec
+    program = jax.jit(jax.shard_map(work, mesh=sharding.mesh, in_specs=(spec, jax.P()), out_specs=spec, check_vma=False))
+    jax.block_until_ready(program(block, jnp.int32(1)))
+    return program(block, jnp.int32(300))
+
+
+def test_offering_and_pulling_do_not_wait_for_the_block_and_work_on_the_destination_goes_on(ends: Ends) -> None:
+    """The work is a single-device program: XLA:CPU runs the multi-device programs of a process one after another, pull or no pull."""
+    block = case("tp=2", "tp=4")
+    ends.sender.offer(0, block.block, 0)
+    finished(ends.receiver.pull(0, block.target(0), LONG_SECONDS))  # the cuts are compiled
+    step = jax.jit(lambda x: x + 1)
+    resident = [shard.data for shard in block.zeros.addressable_shards]
+    jax.block_until_ready([step(shard) for shard in resident])
+    computing = behind_work(block.block)
+    ends.sender.offer(1, computing, 0)
+    pull = ends.receiver.pull(1, block.target(0), LONG_SECONDS)
+    jax.block_until_ready([step(shard) for shard in resident])
+    assert not pull.is_ready(), "the block should still be computing"
+    for device, shard in expected_shards(block, 0, 0).items():
+        np.testing.assert_array_equal(received_shards(finished(pull), block, 0)[device], shard)
+
+
+def test_a_pull_under_way_ends_by_deadline_by_revocation_and_by_cancellation_but_not_by_release(ends: Ends) -> None:
+    block = case("tp=2", "tp=2")
+    computing = behind_work(block.block)
+    for number in range(4):
+        ends.sender.offer(number, computing, 0)
+    late, revoked, cancelled, released = (ends.receiver.pull(number, block.target(0), 5.0 + 90 * (number > 0)) for number in range(4))
+    assert not any(pull.is_ready() for pull in (late, revoked, cancelled, released))
+    ends.sender.revoke(1, "prefill was aborted")
+    cancelled.cancel()
+    ends.sender.release(3)
+    ends.clock.seconds = 5.0
+    for pull, why in ((late, r"has not arrived within the deadline of 5\.0 s"), (revoked, "prefill was aborted"), (cancelled, "cancelled")):
+        assert pull.is_ready()
+        with pytest.raises(HandoffError, match=why):
+            pull.arrays()
+    assert received_shards(finished(released), block, 0).keys() == expected_shards(block, 0, 0).keys()
+    jax.block_until_ready(computing)
+    assert late.failed() is not None, "a pull that ended stays ended, also when its bytes arrive later"
+
+
+def test_a_block_whose_computation_failed_fails_its_pull(ends: Ends) -> None:
+    block = case("tp=1", "tp=1")
+    aval = jax.ShapeDtypeStruct(block.block.shape, block.block.dtype, sharding=block.block.sharding)
+    ends.sender.offer(7, transfer.make_error_array(aval, "prefill broke"), 0)
+    pull = finished(ends.receiver.pull(7, block.target(0), LONG_SECONDS))
+    with pytest.raises(HandoffError, match="prefill broke"):
+        pull.arrays()
+
+
+def test_three_threads_may_offer_pull_and_poll_at_once(ends: Ends) -> None:
+    block, count = case("tp=4", "dp=2", kv_heads=2), 60
+    pulls: queue.Queue[tuple[int, Pull]] = queue.Queue()
+
+    def offer() -> None:
+        for number in range(count):
+            ends.sender.offer(number, block.block, 0)
+
+    def pull() -> None:
+        for number in range(count):
+            pulls.put((number, ends.receiver.pull(number, block.target(number % 2), LONG_SECONDS)))
+
+    threads = [threading.Thread(target=offer), threading.Thread(target=pull)]
+    for thread in threads:
+        thread.start()
+    for _ in range(count):
+        number, arrived = pulls.get(timeout=60)
+        rank = number % 2
+        for device, shard in expected_shards(block, 0, rank).items():
+            np.testing.assert_array_equal(received_shards(finished(arrived), block, rank)[device], shard)
+        ends.sender.release(number)
+    for thread in threads:
+        thread.join()
+    assert ends.sender.offered() == Offered(0, 0)
+    assert sum(ends.receiver.bytes_per_pair().values()) == count * block.block.nbytes
+    assert max(ends.receiver.bytes_per_pair().values()) == min(ends.receiver.bytes_per_pair().values())
+
+
+def test_released_blocks_and_dropped_pulls_leave_no_array_alive(ends: Ends) -> None:
+    block = case("dp=2,tp=2", "tp=4")
+    ends.sender.offer(0, block.block, 0)
+    finished(ends.receiver.pull(0, block.target(0), LONG_SECONDS))
+    ends.sender.release(0)
+    gc.collect()
+    before = len(jax.live_arrays())
+    for number in range(1, 5):
+        ends.sender.offer(number, block.block + 0, 0)
+        pull = finished(ends.receiver.pull(number, block.target(0), LONG_SECONDS))
+        if number % 2:
+            ends.sender.release(number)
+            pull.cancel()
+        else:
+            ends.sender.revoke(number, "enough")
+    del pull
+    gc.collect()
+    assert len(jax.live_arrays()) == before
+
+
+def test_what_does_not_fit_is_refused_with_its_numbers() -> None:
+    block = case("dp=2,tp=2", "tp=4")
+    with pytest.raises(LayoutError, match="rank 2 is not one of the block's 2 dp ranks"):
+        InProcessChannel(ManualClock()).offer(1, block.block, 2)
+    with pytest.raises(LayoutError, match=r"rank 1 must be in \[0, 1\)"):
+        block.target(1)
+    replicated = jax.sharding.NamedSharding(mesh(Layout.parse("dp=2"), 4, 0), jax.P())
+    with pytest.raises(LayoutError, match=r"holds dp ranks \[0, 2\)"):
+        rank_placement(replicated, block.block.shape, 0)
+    with pytest.raises(LayoutError, match="6 kv heads cannot be sharded over 4 devices on the destination side"):
+        head_granule(6, 2, 4)
