@@ -1,0 +1,20 @@
+"""A server process for the drain test: prints its port; a line on stdin lets the held streams go on; ends on SIGTERM."""
+
+import asyncio
+import sys
+
+from jdisagg.config import ServiceConfig
+from jdisagg.service.server import serve_until_signalled
+from tests.service.doors import FakePath, make_frontend
+
+
+async def main() -> None:
+    path = FakePath()
+    path.gate.clear()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(sys.stdin, path.gate.set)
+    await serve_until_signalled(make_frontend(path), ServiceConfig(port=0), lambda port: print(port, flush=True))
+    print("drained", path.closed, flush=True)
+
+
+asyncio.run(main())

@@ -1,0 +1,118 @@
+"""The server as an operator sees it: health, reflection, its port, and its end."""
+
+import asyncio
+import pathlib
+import signal
+import sys
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from jdisagg.client import AsyncClient
+from jdisagg.config import ServiceConfig
+from jdisagg.errors import ConfigError, UnavailableError
+from jdisagg.service.server import GenerationServer
+from tests.service.doors import Door, FakePath, eventually, make_frontend
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+async def health(target: str, service: str = "jdisagg.v1.GenerationService") -> int:
+    async with grpc.aio.insecure_channel(target) as channel:
+        reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
+    return reply.status
+
+
+async def test_a_running_server_is_healthy(door: Door) -> None:
+    assert await health(door.target) == SERVING
+    assert await health(door.target, "") == SERVING
+
+
+async def test_reflection_describes_the_service(door: Door) -> None:
+    def look() -> tuple[list[str], list[str]]:
+        with grpc.insecure_channel(door.target) as channel:
+            database = ProtoReflectionDescriptorDatabase(channel)
+            file = database.FindFileContainingSymbol("jdisagg.v1.GenerationService")
+            return list(database.get_services()), [method.name for method in file.service[0].method]
+
+    services, methods = await asyncio.to_thread(look)
+    assert {"jdisagg.v1.GenerationService", "grpc.health.v1.Health"} <= set(services)
+    assert methods == ["Generate", "Tokenize", "Detokenize", "GetModel", "GetStatus"]
+
+
+async def test_a_port_that_is_taken_is_a_clear_error(door: Door) -> None:
+    second = GenerationServer(make_frontend(FakePath()), ServiceConfig(port=door.port))
+    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{door.port}"):
+        await second.start()
+
+
+async def test_what_outlasts_the_drain_is_cut_with_a_typed_error() -> None:
+    path = FakePath()
+    path.gate.clear()
+    server = GenerationServer(make_frontend(path), ServiceConfig(port=0, drain_seconds=0.1))
+    async with AsyncClient(f"127.0.0.1:{await server.start()}") as client:
+        events = client.generate("x", request_id="long")
+        await anext(events)
+        draining = asyncio.ensure_future(server.drain())
+        with pytest.raises(UnavailableError, match="shut down before the request had ended"):
+            await anext(events)
+        assert path.closed == ["long"]
+        await draining
+
+
+async def test_sigterm_lets_running_streams_end_and_refuses_new_ones() -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.service.drain_server", cwd=ROOT, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdin is not None and process.stdout is not None
+        target = f"127.0.0.1:{int(await asyncio.wait_for(process.stdout.readline(), 60))}"
+        async with AsyncClient(target) as client:
+            events = client.generate("x", max_tokens=30, request_id="running")
+            received = [await anext(events)]
+            process.send_signal(signal.SIGTERM)
+            states: list[int] = []
+
+            async def stopped() -> None:
+                while NOT_SERVING not in states:
+                    states.append(await health(target))
+
+            await asyncio.wait_for(stopped(), 20)
+            with pytest.raises(UnavailableError, match="shutting down") as caught:
+                await client.complete("too late")
+            assert caught.value.retry_after_seconds is not None
+            process.stdin.write(b"go on\n")
+            received += [event async for event in events]
+        assert [event.first_index for event in received] == list(range(30))
+        rest = await asyncio.wait_for(process.stdout.read(), 20)
+        assert rest == b"drained ['running']\n"
+        assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_a_drain_without_work_ends_at_once() -> None:
+    server = GenerationServer(make_frontend(FakePath()), ServiceConfig(port=0, drain_seconds=3600))
+    await server.start()
+    await asyncio.wait_for(server.drain(), 30)
+    await server.drain()
+
+
+async def test_streams_that_end_make_a_drain_end(door: Door) -> None:
+    door.path.gate.clear()
+    async with AsyncClient(door.target) as client:
+        answer = asyncio.ensure_future(client.complete("x", max_tokens=5))
+        await eventually(lambda: len(door.path.requests) == 1)
+        draining = asyncio.ensure_future(door.server.drain())
+        await asyncio.sleep(0)
+        assert not draining.done()
+        door.path.gate.set()
+        assert len((await answer).choices[0].token_ids) == 5
+        await asyncio.wait_for(draining, 20)

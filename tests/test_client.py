@@ -1,0 +1,154 @@
+"""The sync client, what both clients do when there is no server, and `launch.ask`, which stands on them."""
+
+import asyncio
+import pathlib
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from jdisagg.client import AsyncClient, ChatMessage, Client
+from jdisagg.config import ServiceConfig
+from jdisagg.errors import InvalidRequestError, JdisaggError, OverloadedError, UnavailableError
+from jdisagg.request import StreamEvent
+from jdisagg.service.server import GenerationServer
+from tests.service.conftest import door  # noqa: F401  (a fixture)
+from tests.service.doors import Door, FakePath, eventually, expected_tokens, make_frontend, text_of
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+async def test_the_sync_client_does_all_that_the_service_offers(door: Door) -> None:  # noqa: F811
+    def use() -> None:
+        with Client(door.target) as client:
+            events = list(client.generate("Once", max_tokens=4))
+            assert tuple(token for event in events for token in event.token_ids) == expected_tokens(door.path.requests[0], 0)
+            completion = client.complete(messages=[ChatMessage("user", "hi")], max_tokens=3, n=2)
+            assert [choice.text for choice in completion.choices] == [text_of(expected_tokens(door.path.requests[1], c)) for c in (0, 1)]
+            assert completion.text == completion.choices[0].text
+            assert completion.usage is not None and completion.usage.completion_tokens == 6
+            assert client.detokenize(client.tokenize("naïve")) == "naïve"
+            assert client.model() == door.frontend.model
+            assert client.status()[0].free_pages == (3, 4)
+            with pytest.raises(OverloadedError):
+                client.complete("x", tenant="crowd")
+            with pytest.raises(InvalidRequestError, match="max_tokens=600"):
+                client.complete("x", max_tokens=600)
+
+    await asyncio.to_thread(use)
+
+
+async def test_closing_a_sync_stream_cancels_the_request(door: Door) -> None:  # noqa: F811
+    door.path.gate.clear()
+
+    def use() -> None:
+        with Client(door.target) as client:
+            events = client.generate("x", request_id="gone")
+            next(events)
+            events.close()
+
+    await asyncio.to_thread(use)
+    await eventually(lambda: door.path.closed == ["gone"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "exactly one of prompt, token_ids, messages"),
+        ({"prompt": "x", "token_ids": [1]}, "exactly one of"),
+        ({"prompt": "x\ud800"}, "cannot be sent"),
+        ({"prompt": b"\xff\xfe"}, "cannot be sent"),
+        ({"prompt": "x", "max_tokens": 2**70}, "max_tokens"),
+        ({"prompt": "x", "temperature": "hot"}, "temperature='hot'"),
+        ({"prompt": "x", "beams": 4}, "unknown sampling option beams"),
+        ({"prompt": "x", "stop": 5}, "stop=5"),
+        ({"token_ids": ["a"]}, "cannot be sent"),
+        ({"messages": [{"role": "user"}]}, "a role and a content"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_before_anything_is(options, message) -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequestError, match=message):
+        client.generate(**options)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def test_without_a_server_both_clients_say_so() -> None:
+    target = f"127.0.0.1:{free_port()}"
+
+    def use() -> None:
+        with Client(target, connect_seconds=0.2) as client, pytest.raises(UnavailableError, match=f"no server answered at {target}"):
+            client.model()
+
+    await asyncio.to_thread(use)
+    async with AsyncClient(target, connect_seconds=0.2) as client:
+        with pytest.raises(UnavailableError, match=f"no server answered at {target}"):
+            await client.complete("x")
+
+
+async def test_a_client_waits_for_a_server_that_comes_late_and_for_one_that_comes_back() -> None:
+    port = free_port()
+    async with AsyncClient(f"127.0.0.1:{port}", connect_seconds=30) as client:
+        answer = asyncio.ensure_future(client.complete("x", max_tokens=2))
+        await asyncio.sleep(0.1)
+        for _ in range(2):
+            server = GenerationServer(make_frontend(FakePath()), ServiceConfig(port=port))
+            await server.start()
+            assert len((await answer).choices[0].token_ids) == 2
+            await server.drain()
+            answer = asyncio.ensure_future(client.complete("x", max_tokens=2))
+        answer.cancel()
+
+
+async def test_a_token_that_is_missing_is_an_error_and_not_an_answer(door: Door) -> None:  # noqa: F811
+    async def gap(request):
+        yield StreamEvent(child=0, first_index=0, token_ids=(1,))
+        yield StreamEvent(child=0, first_index=2, token_ids=(3,))
+
+    door.path.stream = gap
+    async with AsyncClient(door.target) as client:
+        with pytest.raises(JdisaggError, match="token 2 came where 1 was due"):
+            await client.complete("x")
+
+
+async def ask(*flags: str, stdin: bytes = b"") -> tuple[int, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "launch.ask", *flags, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    out, err = await asyncio.wait_for(process.communicate(stdin), 60)
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_ask_streams_the_text_to_stdout_and_timings_to_stderr(door: Door) -> None:  # noqa: F811
+    code, out, err = await ask(f"--target={door.target}", "--prompt=Once", "--max_tokens=12", "--temperature=0", "--seed=3")
+    request = door.path.requests[0]
+    assert (code, out) == (0, text_of(expected_tokens(request, 0)) + "\n")
+    assert (request.sampling.temperature, request.sampling.seed) == (0.0, 3)
+    assert "4 + 12 tokens, TTFT 250 ms" in err and "640 KV bytes moved" in err
+
+
+async def test_ask_reads_stdin_and_speaks_chat(door: Door) -> None:  # noqa: F811
+    code, out, _ = await ask(
+        f"--target={door.target}", "--prompt=-", "--chat", "--system=be", "--n=2", "--max_tokens=2", stdin="né".encode()
+    )
+    request = door.path.requests[0]
+    assert bytes(request.prompt_token_ids).decode() == "<system>be<user>né<assistant>"
+    assert (code, out) == (0, "\n\n".join(text_of(expected_tokens(request, child)) for child in (0, 1)) + "\n")
+
+
+async def test_ask_reports_an_error_and_fails(door: Door) -> None:  # noqa: F811
+    code, out, err = await ask(f"--target={door.target}", "--prompt=x", "--max_tokens=600")
+    assert (code, out) == (1, "")
+    assert "error: max_tokens=600" in err
+
+
+def test_the_client_imports_neither_jax_nor_the_router() -> None:
+    names = "[m for m in sys.modules if m.split('.')[0] in ('jax', 'flax') or m.startswith('jdisagg.router.')]"
+    command = [sys.executable, "-c", f"import sys, jdisagg.client; print({names})"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == "[]\n"
