@@ -1,0 +1,23 @@
+"""The shipped dense model on any CPU: prefill TP=2 on two virtual devices, decode DP=2 on two more.
+
+    python -m launch.serve --config=configs/tiny_cpu.py
+    python -m launch.ask --target=localhost:8700 --prompt="Once upon a time"
+
+Hardware: a CPU, 2 GiB of memory. Virtual devices share the CPU's cores: this recipe shows correctness, not speed.
+"""
+
+from pathlib import Path
+
+from jdisagg.config import EngineConfig, InstanceConfig, ModelConfig
+from jdisagg.layout.axes import Layout
+
+_MODEL = Path(__file__).resolve().parent.parent / "models" / "tiny" / "llama"
+
+
+def get_config() -> EngineConfig:
+    sizes = {"page_size": 16, "slots_per_rank": 16, "chunk_tokens": 128, "min_chunk_tokens": 128}
+    return EngineConfig(
+        model=ModelConfig(str(_MODEL)),
+        prefill=InstanceConfig(layout=Layout(dp=1, tp=2), **sizes),
+        decode=InstanceConfig(layout=Layout(dp=2, tp=1), **sizes),
+    )

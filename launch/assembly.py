@@ -1,0 +1,68 @@
+"""From a configuration to an embedded cluster with its front: what the launch scripts share."""
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from tqdm import tqdm
+
+from jdisagg.config import EngineConfig, Mode
+from jdisagg.dispatch.frontend import Frontend, ModelInfo
+from jdisagg.engine.compilation import use_compilation_cache
+from jdisagg.engine.embedded import EmbeddedCluster
+from jdisagg.engine.host_memory import keep_freed_memory
+from jdisagg.errors import ConfigError
+from jdisagg.layout.axes import Layout
+from models.checkpoint import LoadedModel, load_config, load_model
+from models.tokenizer import Tokenizer
+
+SHIPPED_MODEL = str(Path(__file__).resolve().parent.parent / "models" / "tiny" / "llama")
+
+
+def prepare_runtime(cpu_devices: int, compilation_cache: str) -> None:
+    """Settings that must precede the first use of a device. On CPU: so many virtual devices."""
+    if cpu_devices < 1:
+        raise ConfigError(f"devices must be at least 1, got {cpu_devices}")
+    logging.getLogger("jax").setLevel(logging.WARNING)  # absl lets INFO through: which plugins are not installed
+    jax.config.update("jax_num_cpu_devices", cpu_devices)
+    keep_freed_memory()
+    use_compilation_cache(compilation_cache)
+
+
+class Deployment:
+    """An embedded cluster, its tokenizer and its front."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        directory = config.model.directory or SHIPPED_MODEL
+        model_config = load_config(directory)
+        self.config = config
+        self.tokenizer = Tokenizer.from_directory(directory)
+
+        def load(layout: Layout, devices: Sequence[jax.Device]) -> LoadedModel:
+            return load_model(directory, layout, devices, dtype=config.model.dtype)
+
+        self.cluster = EmbeddedCluster(config, load, self.tokenizer, jax.devices())
+        info = ModelInfo(
+            name=Path(directory).resolve().name,
+            family=model_config.family,
+            vocabulary=self.cluster.model.vocabulary,
+            context_tokens=self.cluster.context_tokens,
+            dtype=config.model.dtype,
+            mode=config.mode,
+            prefill_layout=config.prefill.layout if config.mode is Mode.DISAGGREGATED else None,
+            decode_layout=config.decode.layout,
+            kv_bytes_per_token=self.cluster.kv_spec.bytes_per_token,
+        )
+        self.frontend = Frontend(self.cluster.path, self.tokenizer, info, config.limits)
+
+    async def start(self) -> None:
+        """Warms up, with a progress bar on stderr where it takes long, and starts the workers."""
+        with tqdm(desc="compiling", unit="program", delay=2, file=sys.stderr, leave=False) as bar:
+
+            def progress(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            await self.cluster.start(progress)

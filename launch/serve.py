@@ -1,0 +1,70 @@
+"""Serves an embedded cluster over gRPC (`jdisagg.v1.GenerationService`, health, reflection) until SIGTERM or SIGINT.
+
+    python -m launch.serve
+    python -m launch.serve --config=configs/tiny_moe_cpu.py --set decode.slots_per_rank=16 --port=8700
+
+Prints one line on stdout when it is ready. The configuration is a Python file whose `get_config()` returns an `EngineConfig`; --set
+changes fields by path. On SIGTERM new requests are refused and running ones finish, within `service.drain_seconds`.
+"""
+
+import asyncio
+import importlib.util
+import sys
+from pathlib import Path
+
+from absl import app, flags
+
+from jdisagg.config import EngineConfig, Mode, override
+from jdisagg.errors import ConfigError, JdisaggError
+from jdisagg.service.server import serve_until_signalled
+from launch.assembly import Deployment, prepare_runtime
+
+DEFAULT_CONFIG = str(Path(__file__).resolve().parent.parent / "configs" / "tiny_cpu.py")
+
+_CONFIG = flags.DEFINE_string("config", DEFAULT_CONFIG, "A recipe: a Python file with get_config().")
+_SET = flags.DEFINE_multi_string("set", [], "path.to.field=value, may be repeated.")
+_MODEL = flags.DEFINE_string("model", None, "Checkpoint directory; replaces the recipe's.")
+_PORT = flags.DEFINE_integer("port", None, "Port; replaces the recipe's. 0 lets the system choose.")
+
+
+def main(_: list[str]) -> None:
+    try:
+        config = load_recipe(_CONFIG.value)
+        shortcuts = [("model.directory", _MODEL.value), ("service.port", _PORT.value)]
+        config = override(config, [*_SET.value, *(f"{path}={value}" for path, value in shortcuts if value is not None)])
+        one_mesh = config.mode is not Mode.DISAGGREGATED
+        prepare_runtime(config.decode.layout.devices + (0 if one_mesh else config.prefill.layout.devices), config.compilation_cache)
+        asyncio.run(_serve(config))
+    except JdisaggError as error:
+        sys.exit(f"error: {error.message}")
+
+
+def load_recipe(path: str) -> EngineConfig:
+    """Runs a recipe file and returns its configuration."""
+    spec = importlib.util.spec_from_file_location("recipe", path)
+    if spec is None or spec.loader is None or not Path(path).is_file():
+        raise ConfigError(f"config {path!r} is not a Python file; give a recipe such as configs/tiny_cpu.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = getattr(module, "get_config", lambda: None)()
+    if not isinstance(config, EngineConfig):
+        raise ConfigError(f"config {path!r} has no get_config() that returns an EngineConfig; see configs/tiny_cpu.py")
+    return config
+
+
+async def _serve(config: EngineConfig) -> None:
+    deployment = Deployment(config)
+    try:
+        await deployment.start()
+
+        def ready(port: int) -> None:
+            name = deployment.frontend.model.name
+            print(f"jdisagg serves {name} ({config.mode.value}) on {config.service.host}:{port}", flush=True)
+
+        await serve_until_signalled(deployment.frontend, config.service, ready)
+    finally:
+        await deployment.cluster.stop()
+
+
+if __name__ == "__main__":
+    app.run(main)
