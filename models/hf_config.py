@@ -5,7 +5,6 @@ Fields follow transformers 5 (`rope_parameters`) and 4 (`rope_scaling`, `rope_th
 """
 
 import json
-import logging
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,8 +12,6 @@ from pathlib import Path
 from jdisagg.errors import CheckpointError
 from jdisagg.ops.rope import Rope
 from models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig
-
-_log = logging.getLogger(__name__)
 
 _ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 

@@ -27,7 +27,13 @@ def parameter_shapes(model: nnx.Module) -> tuple[ParameterShape, ...]:
         owner: object = model
         for step in path[:-1]:
             owner = owner[step] if isinstance(step, int) else getattr(owner, str(step))  # type: ignore[index]
-        shapes.append(ParameterShape(tuple(path), tuple(variable.get_value().shape), bool(getattr(owner, "transposed", False))))
+        shapes.append(
+            ParameterShape(
+                tuple(step if isinstance(step, int) else str(step) for step in path),
+                tuple(variable.get_value().shape),
+                bool(getattr(owner, "transposed", False)),
+            )
+        )
     return tuple(shapes)
 
 

@@ -117,10 +117,11 @@ def _eos_ids(directory: Path, backend: tokenizers.Tokenizer, special: Mapping[st
     for name in ("generation_config.json", "config.json"):
         value = _read_object(directory / name).get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        if any(not isinstance(item, int) or isinstance(item, bool) or item < 0 for item in ids):
+        found = tuple(item for item in ids if isinstance(item, int) and not isinstance(item, bool) and item >= 0)
+        if len(found) < len(ids):
             raise CheckpointError(f"{directory / name}: eos_token_id must be a token id or a list of them, got {value!r}; correct it")
-        if ids:
-            return tuple(ids)
+        if found:
+            return found
     eos = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
     return () if eos is None else (eos,)
 

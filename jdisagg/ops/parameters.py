@@ -31,7 +31,7 @@ def parameter(value: jax.Array | jax.ShapeDtypeStruct, axes: Axes) -> nnx.Param[
     """A parameter with its logical axes."""
     if len(axes) != len(value.shape):
         raise ValueError(f"parameter of shape {value.shape} needs one logical axis per dimension, got {axes}")
-    return nnx.Param(value, logical_axes=axes)
+    return nnx.Param(value, logical_axes=axes)  # type: ignore[return-value]  # an abstract model holds shapes
 
 
 def param_logical_axes(module: nnx.Module) -> tuple[Axes, ...]:

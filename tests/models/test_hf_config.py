@@ -1,0 +1,161 @@
+"""config.json of every family: transformers' defaults where it is silent, refusal by name of what is not supported."""
+
+import pytest
+
+from jdisagg.errors import CheckpointError
+from models.catalog import FAMILIES, read_config
+from models.decoder_config import DecoderConfig
+from models.hf_config import HfConfig
+
+BASE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "rope_theta": 10000.0}  # fmt: skip
+
+
+def _read(family: str, **fields: object) -> DecoderConfig:
+    return read_config(HfConfig({"model_type": family, **BASE, **fields}))
+
+
+def _windows(config: DecoderConfig) -> list[int | None]:
+    return [layer.window for layer in config.layers]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"])
+def test_a_needed_field_that_is_missing_is_named(family: str, field: str) -> None:
+    fields = {name: value for name, value in BASE.items() if name != field}
+    with pytest.raises(CheckpointError, match=f"needed field '{field}' is missing"):
+        read_config(HfConfig({"model_type": family, **fields}))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("quantization_config", {"quant_method": "gptq"}),
+        ("hidden_act", "gelu"),
+        ("rope_scaling", {"rope_type": "longrope", "factor": 2.0}),
+        ("rope_scaling", {"type": "mrope", "mrope_section": [1]}),
+        ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
+        ("partial_rotary_factor", 0.5),
+        ("attn_logit_softcapping", 50.0),
+        ("num_key_value_heads", 3),
+        ("num_hidden_layers", 0),
+        ("hidden_size", "32"),
+        ("vocab_size", True),
+        ("rms_norm_eps", "tiny"),
+        ("rms_norm_eps", float("nan")),
+        ("tie_word_embeddings", "yes"),
+        ("head_dim", 7),
+        ("architectures", ["LlamaForSequenceClassification"]),
+    ],
+)
+def test_an_option_we_do_not_have_is_refused_by_name(family: str, field: str, value: object) -> None:
+    with pytest.raises(CheckpointError, match=field):
+        _read(family, **{field: value})
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama4", None, 7])
+def test_an_unknown_family_is_refused_with_the_known_ones(family: object) -> None:
+    with pytest.raises(CheckpointError, match=r"model_type must be one of llama, mistral, .*got"):
+        read_config(HfConfig({"model_type": family, **BASE}))
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [{"rope_type": "linear"}, {"rope_type": "dynamic"}, {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0},
+     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}, {"rope_type": "linear", "factor": 0},
+     {"rope_type": "linear", "factor": "2"}],
+)  # fmt: skip
+def test_rope_parameters_that_cannot_work_are_refused(scaling: dict[str, object]) -> None:
+    with pytest.raises(CheckpointError, match="rope_scaling"):
+        _read("llama", rope_scaling=scaling)
+
+
+def test_rope_reads_both_forms_and_rope_scaling_wins() -> None:
+    old = _read("llama", rope_theta=7.0, rope_scaling={"type": "linear", "factor": 2}).attention.rope
+    new = _read("llama", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}).attention.rope
+    both = _read(
+        "llama", rope_theta=7.0, rope_scaling={"type": "linear", "factor": 2}, rope_parameters={"rope_type": "default"}
+    ).attention.rope
+    assert old == new == both
+    assert _read("llama", rope_scaling=None, rope_parameters=None).attention.rope.type == "default"
+
+
+def test_yarn_takes_its_factor_and_temperature_as_transformers_does() -> None:
+    yarn = {"rope_type": "yarn", "original_max_position_embeddings": 64}
+    implicit = _read("llama", max_position_embeddings=256, rope_scaling=yarn).attention.rope
+    assert (implicit.factor, implicit.attention_factor) == (4.0, pytest.approx(1.1386294361))
+    assert _read("llama", rope_scaling=yarn | {"factor": 4.0, "attention_factor": 0.5}).attention.rope.attention_factor == 0.5
+    scaled = _read("llama", rope_scaling=yarn | {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5}).attention.rope
+    assert scaled.attention_factor == pytest.approx(1.1386294361 / 1.0693147181)
+
+
+def test_the_context_is_what_the_rope_type_stretches_it_to() -> None:
+    assert _read("llama", max_position_embeddings=100).context_tokens == 100
+    assert _read("llama", max_position_embeddings=100, rope_scaling={"type": "dynamic", "factor": 4.0}).context_tokens == 400
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
+    assert _read("qwen2", max_position_embeddings=100, rope_scaling=yarn).context_tokens == 400
+    assert _read("qwen2", max_position_embeddings=400, rope_scaling=yarn).context_tokens == 400
+
+
+def test_silent_fields_take_the_familys_own_defaults() -> None:
+    silent = {name: value for name, value in BASE.items() if name not in ("rope_theta", "num_key_value_heads")}
+
+    def read(family: str, **fields: object) -> DecoderConfig:
+        return read_config(HfConfig({"model_type": family, **silent, **fields}))
+
+    assert read("llama").attention.kv_heads == 4
+    assert read("qwen3", num_key_value_heads=None).attention.kv_heads == 4
+    assert read("mixtral", num_attention_heads=8).attention.rope.theta == 1e6 and read("llama").attention.rope.theta == 1e4
+    assert read("mixtral", num_attention_heads=8).norm_epsilon == 1e-5
+    assert read("qwen3_moe").attention.head_dim == 8 and read("qwen3", num_attention_heads=32).attention.head_dim == 128
+    with pytest.raises(CheckpointError, match="num_key_value_heads must divide"):
+        read("qwen2")
+
+
+def test_biases_and_norms_follow_the_family() -> None:
+    def marks(config: DecoderConfig) -> tuple[bool, ...]:
+        attention = config.attention
+        return attention.qkv_bias, attention.output_bias, attention.qk_norm, config.mlp_bias
+
+    assert marks(_read("llama", attention_bias=True)) == (True, True, False, False)
+    assert marks(_read("llama", mlp_bias=True)) == (False, False, False, True)
+    assert marks(_read("qwen2")) == (True, False, False, False)
+    assert marks(_read("qwen3")) == marks(_read("qwen3_moe")) == (False, False, True, False)
+    assert marks(_read("qwen3", attention_bias=True)) == (True, True, True, False)
+    assert marks(_read("mistral")) == marks(_read("mixtral")) == (False, False, False, False)
+
+
+def test_windows_follow_the_family() -> None:
+    assert _windows(_read("mistral")) == [4096] * 4
+    assert _windows(_read("mistral", sliding_window=None)) == [None] * 4
+    assert _windows(_read("mixtral")) == [None] * 4 and _windows(_read("mixtral", sliding_window=9)) == [9] * 4
+    assert _windows(_read("qwen2", sliding_window=9)) == [None] * 4
+    assert _windows(_read("qwen2", sliding_window=9, use_sliding_window=True)) == [None] * 4
+    assert _windows(_read("qwen3", sliding_window=9, use_sliding_window=True, max_window_layers=2)) == [None, None, 9, 9]
+    assert _windows(_read("qwen3", use_sliding_window=True, max_window_layers=0)) == [4096] * 4
+    mixed = ["sliding_attention", "full_attention"] * 2
+    assert _windows(_read("qwen2", sliding_window=9, use_sliding_window=True, layer_types=mixed)) == [9, None] * 2
+    assert _windows(_read("qwen3_moe", sliding_window=9, use_sliding_window=True)) == [9] * 4
+    assert _windows(_read("qwen3_moe", sliding_window=9)) == [None] * 4
+    for fields in ({"layer_types": mixed}, {"layer_types": mixed[:1]}, {"layer_types": ["chunked_attention"] * 4}):
+        with pytest.raises(CheckpointError, match="layer_types"):
+            _read("qwen2", **fields)
+    with pytest.raises(CheckpointError, match="sliding_window"):
+        _read("llama", sliding_window=9)
+
+
+def test_experts_lie_in_the_layers_that_qwen3_moe_says() -> None:
+    def sparse(**fields: object) -> list[bool]:
+        return [layer.experts is not None for layer in _read("qwen3_moe", num_experts=8, num_experts_per_tok=2, **fields).layers]
+
+    assert sparse() == [True] * 4
+    assert sparse(decoder_sparse_step=2) == [False, True, False, True]
+    assert sparse(mlp_only_layers=[1]) == [True, False, True, True]
+    config = _read("qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=20)
+    assert config.experts is not None and not config.experts.normalised
+    assert (config.geometry.ffn, config.geometry.experts, config.geometry.expert_ffn) == (0, 8, 20)
+    with pytest.raises(CheckpointError, match="num_experts_per_tok"):
+        _read("qwen3_moe", num_experts=4, num_experts_per_tok=5)
+    with pytest.raises(CheckpointError, match="mlp_only_layers"):
+        _read("qwen3_moe", mlp_only_layers="1")
