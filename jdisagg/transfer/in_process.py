@@ -3,11 +3,11 @@
 Knows the reshard plan and JAX; knows nothing of requests, pages or layers. Invariants:
 - a piece that is a whole shard is sent as it is; a smaller one is cut on its own device, all pieces of a shard by one program;
 - a piece for the device it lies on is not moved (its buffer is shared when it is a whole shard);
-- nothing waits: `device_put` of an array still being computed returns at once (half a millisecond for four pieces on CPU), and work
-  issued later on the destination device does not queue behind it (measured; see tests/transfer/test_in_process.py);
+- nothing waits: `device_put` of an array still being computed returns at once (measured on CPU: half a millisecond a pull of four
+  pieces), and single-device work issued later on the destination does not queue behind it. (XLA:CPU runs the multi-device
+  programs of one process one after another, whatever their devices; that is not the channel's doing, and cuts are
+  single-device programs also for this reason.)
 - a global `device_put` between meshes is avoided on purpose: it can go through the host and block its caller for 100 ms.
-
-Warm-up: a pull for each shape compiles the cuts (one small program per shard shape and source device; none where granules are shards).
 """
 
 import functools
@@ -17,12 +17,13 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import jax
+import numpy as np
 
 from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError
 from jdisagg.layout.reshard_plan import ReshardPlan
 from jdisagg.transfer.boxes import HEAD_DIMENSION, plan_handoff, rank_placement
-from jdisagg.transfer.channel import Offered, PullTarget
+from jdisagg.transfer.channel import Offered, PullTarget, block_sharding
 from jdisagg.transfer.polled_pull import PolledPull
 
 REMEMBERED_IDS = 65536
@@ -116,6 +117,15 @@ class InProcessChannel:
                 self._remember(offer_id, f"revoked: {reason}")
         for pull in pulls:
             pull.fail(HandoffError(f"offer {offer_id:#x} was revoked: {reason}"))
+
+    def warm_up(self, source_mesh: jax.sharding.Mesh, target: PullTarget, kv_heads: int) -> None:
+        """Compiles what pulls from this mesh to targets like this one will run: the cuts, where a shard is several pieces."""
+        _, components, _, tokens, head_size = target.zeros.shape
+        local = kv_heads // source_mesh.shape["kv"]
+        shard = np.zeros((1, components, local, tokens, head_size), target.zeros.dtype)
+        if local > target.granule:
+            for device in block_sharding(source_mesh).addressable_devices:
+                _cut(jax.device_put(shard, device), local // target.granule)
 
     def offered(self) -> Offered:
         with self._lock:

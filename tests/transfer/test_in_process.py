@@ -3,11 +3,13 @@
 import gc
 import queue
 import threading
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import compiler as jax_compiler
 from jax.experimental import transfer
 
 from jdisagg.errors import HandoffError, LayoutError
@@ -56,7 +58,8 @@ def test_the_counted_bytes_are_the_plans(ends: Ends, source: str, destination: s
 
 
 def test_nothing_passes_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The transfer guard sees host reads on a GPU only, so on CPU the array's own host view is made to fail as well."""
+    """The transfer guard sees host reads on a GPU only; on CPU the array's own host view is made to fail (a global resharding
+    `device_put` trips over it), and what is put must be a single-device array."""
     channel = InProcessChannel(ManualClock())
     blocks = [case("tp=2", "dp=2,tp=2"), case("tp=4", "tp=1"), case("tp=3", "tp=2", kv_heads=6)]
     puts: list[tuple[jax.Array, object]] = []
@@ -98,17 +101,25 @@ def test_a_whole_shard_for_its_own_device_is_shared_and_a_rank_that_receives_not
     assert channel.bytes_per_pair() == {}
 
 
-def test_pulls_of_one_shape_compile_nothing_after_the_first(ends: Ends) -> None:
-    block = case("tp=1", "tp=2")
-    ends.sender.offer(0, block.block, 0)
-    finished(ends.receiver.pull(0, block.target(0), LONG_SECONDS))
-    with jax.log_compiles(), pytest.MonkeyPatch.context() as patched:
-        compiled: list[str] = []
-        patched.setattr("jax._src.compiler.compile_or_get_cached", lambda *args, **kwargs: compiled.append("compiled"))
-        for number in range(1, 4):
-            ends.sender.offer(number, block.block, 0)
-            finished(ends.receiver.pull(number, block.target(0), LONG_SECONDS)).arrays()
-    assert not compiled
+@pytest.mark.parametrize(("source", "destination"), [("tp=1", "tp=2"), ("dp=2,tp=2", "tp=4"), ("tp=4", "tp=1")])
+def test_after_the_warm_up_no_pull_compiles_anything(source: str, destination: str) -> None:
+    channel, block = InProcessChannel(ManualClock()), case(source, destination, components=5)
+    channel.warm_up(mesh(block.source, 4, 0), block.target(0), kv_heads=4)
+    compiled: list[str] = []
+    compiler: Callable[..., object] = jax_compiler.compile_or_get_cached
+
+    def seen(*args: object, **options: object) -> object:
+        compiled.append("a program")
+        return compiler(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(jax_compiler, "compile_or_get_cached", seen)
+        for number in range(4):
+            channel.offer(number, block.block, number % block.source.dp)
+            finished(channel.pull(number, block.target(0), LONG_SECONDS)).arrays()
+        assert compiled == []
+        jax.jit(lambda x: x * 3)(block.zeros)
+        assert compiled, "the trap must see a compilation"
 
 
 def behind_work(block: jax.Array) -> jax.Array:
