@@ -29,8 +29,11 @@ class TextDelta(Protocol):
 
 
 class TextStream(Protocol):
-    """What `dispatch/token_stream.py` offers: text of tokens, as far as it is certain."""
+    """What `dispatch/token_stream.py` offers: text of tokens, as far as it is certain. Held-back text may still complete a stop
+    string when it is given out at the end."""
 
+    @property
+    def stopped(self) -> bool: ...
     def push(self, token_ids: tuple[int, ...]) -> TextDelta: ...
     def finish(self) -> str: ...
 
@@ -78,6 +81,8 @@ class ChildStream:
                 self.finish = FinishReason.STOP
         if self.finish is not None:
             text += self._text.finish()
+            if self._text.stopped:
+                self.finish = FinishReason.STOP
         self.accepted += kept
         if not kept and not text and self.finish is None:
             return None

@@ -25,7 +25,7 @@ def check_hello(ours: PeerHello, theirs: PeerHello) -> None:
         mine, other = getattr(ours, field.name), getattr(theirs, field.name)
         if field.name != "worker" and mine != other:
             raise IncompatiblePeerError(
-                f"workers {ours.worker!r} and {theirs.worker!r} cannot hand over KV: {field.name} is {mine!r} here and {other!r} there; "
+                f"{field.name} is {mine!r} on {ours.worker!r} and {other!r} on {theirs.worker!r}: these workers cannot hand over KV; "
                 "serve the same model with the same settings on both"
             )
 

@@ -31,12 +31,14 @@ class ToyText:
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = set(stop)
+        self.stopped = False
 
     def push(self, token_ids: tuple[int, ...]) -> ToyDelta:
         words: list[str] = []
         for kept, token_id in enumerate(token_ids):
             word = f"<{token_id}>"
             if word in self._stop:
+                self.stopped = True
                 return ToyDelta("".join(words), kept + 1, True)
             words.append(word)
         return ToyDelta("".join(words), len(token_ids), False)

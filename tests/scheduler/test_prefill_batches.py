@@ -1,0 +1,119 @@
+"""Packing of prompts into chunks, and the cut of rows into blocks."""
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jdisagg.request import SamplingParams
+from jdisagg.scheduler.blocks import padded, split_blocks
+from jdisagg.scheduler.commands import MeshLimits, PrefillChunk, SampleSpec
+from jdisagg.scheduler.prefill_batches import PrefillBatches, PrefillJob
+from tests.fakes.fake_executor import toy_limits
+
+LIMITS = toy_limits(chunk_buckets=(16, 32, 64), granule_tokens=8, rows_per_chunk=3, page_size=8, context_tokens=512)
+
+
+def job(sequence: int, tokens: int, rank: int = 0, arrival: float = 0.0, samples: int = 1, offers: bool = True) -> PrefillJob:
+    specs = tuple(SampleSpec(child, SamplingParams()) for child in range(samples))
+    return PrefillJob(sequence, rank, tuple(range(tokens)), tuple(range(100)), specs, arrival, offers)
+
+
+def batches(limits: MeshLimits = LIMITS) -> PrefillBatches:
+    return PrefillBatches(limits, itertools.count(1).__next__)
+
+
+def all_chunks(packer: PrefillBatches) -> list[PrefillChunk]:
+    return list(iter(lambda: packer.next_chunk(0), None))
+
+
+@given(st.integers(1, 3000), st.sampled_from([1, 4, 8, 64]))
+def test_blocks_are_few_powers_of_two_that_tile_the_row(tokens: int, granule: int) -> None:
+    blocks = list(split_blocks(tokens, granule))
+    assert [offset for offset, _, _ in blocks] == list(itertools.accumulate((size for _, size, _ in blocks[:-1]), initial=0))
+    assert sum(size for _, size, _ in blocks) == padded(tokens, granule)
+    assert sum(valid for _, _, valid in blocks) == tokens
+    assert all(valid == size for _, size, valid in blocks[:-1]), "only the last block is padded"
+    sizes = [size // granule for _, size, _ in blocks]
+    assert all(size & (size - 1) == 0 for size in sizes) and sizes == sorted(set(sizes), reverse=True)
+
+
+@given(st.lists(st.tuples(st.integers(1, 200), st.integers(0, 1), st.integers(0, 5), st.integers(1, 4)), min_size=1, max_size=12))
+def test_every_prompt_is_prefilled_whole_in_order_within_the_limits(shapes: list[tuple[int, int, int, int]]) -> None:
+    limits = toy_limits(ranks=2, chunk_buckets=(16, 64), granule_tokens=8, rows_per_chunk=3, samples_per_chunk=4)
+    packer = batches(limits)
+    for sequence, (tokens, rank, arrival, samples) in enumerate(shapes):
+        packer.add(job(sequence, tokens, rank, float(arrival), samples))
+    done: dict[int, int] = {}
+    finished: list[int] = []
+    for chunk in all_chunks(packer):
+        for rank in range(2):
+            rows = [row for row in chunk.rows if row.rank == rank]
+            assert len(rows) <= 3 and sum(len(row.samples) for row in rows) <= 4
+            assert all(row.start == 0 for row in rows[1:])
+            assert all(row.offset % 8 == 0 for row in rows)
+            ends = [row.offset + len(row.tokens) for row in rows]
+            assert all(end <= row.offset for end, row in zip(ends, rows[1:], strict=False))
+            assert not ends or ends[-1] <= chunk.chunk_tokens
+        for row in chunk.rows:
+            assert row.start == done.get(row.sequence, 0) and row.tokens[0] == row.start
+            done[row.sequence] = row.start + len(row.tokens)
+            if row.samples:
+                finished.append(row.sequence)
+    assert done == {sequence: shape[0] for sequence, shape in enumerate(shapes)}
+    assert sorted(finished) == list(range(len(shapes)))
+    for rank in range(2):
+        order = [sequence for sequence in finished if shapes[sequence][1] == rank]
+        assert order == sorted(order, key=lambda sequence: (shapes[sequence][2], sequence)), "first come, first served"
+
+
+def test_small_prompts_share_a_chunk_of_the_smallest_bucket_that_holds_them() -> None:
+    packer = batches()
+    for sequence in range(3):
+        packer.add(job(sequence, 5))
+    chunk = packer.next_chunk(1)
+    assert chunk is not None and chunk.chunk_tokens == 32
+    assert [(row.sequence, row.offset) for row in chunk.rows] == [(0, 0), (1, 8), (2, 16)]
+
+
+def test_a_long_prompt_goes_in_chunks_of_the_largest_bucket_and_fills_up_with_the_next() -> None:
+    packer = batches()
+    packer.add(job(0, 150))
+    packer.add(job(1, 10))
+    chunks = all_chunks(packer)
+    assert [chunk.chunk_tokens for chunk in chunks] == [64, 64, 64]
+    assert [[(row.sequence, row.start, len(row.tokens)) for row in chunk.rows] for chunk in chunks] == [
+        [(0, 0, 64)],
+        [(0, 64, 64)],
+        [(0, 128, 22), (1, 0, 10)],
+    ]
+    assert [row.pages for row in chunks[1].rows] == [tuple(range(16))], "the pages of all positions so far"
+
+
+def test_an_older_prompt_goes_before_a_younger_one_but_not_before_a_begun_one() -> None:
+    packer = batches()
+    packer.add(job(0, 100, arrival=5.0))
+    packer.next_chunk(0)
+    packer.add(job(1, 40, arrival=3.0))
+    packer.add(job(2, 40, arrival=1.0))
+    rows = [row.sequence for chunk in all_chunks(packer) for row in chunk.rows if row.start == 0]
+    assert rows == [2, 1]
+
+
+def test_each_layer_group_offers_each_row_under_ids_of_its_own() -> None:
+    packer = batches()
+    packer.add(job(0, 21))
+    chunk = packer.next_chunk(0)
+    assert chunk is not None
+    offers = chunk.rows[0].offers
+    assert [(offer.group, offer.offset, offer.block_tokens) for offer in offers] == [(0, 0, 16), (0, 16, 8), (1, 0, 16), (1, 16, 8)]
+    assert len({offer.offer_id for offer in offers}) == 4
+
+
+def test_a_removed_prompt_leaves_the_queue() -> None:
+    packer = batches()
+    packer.add(job(0, 100))
+    packer.next_chunk(0)
+    packer.remove(0)
+    packer.remove(0)
+    assert packer.next_chunk(0) is None and len(packer) == 0

@@ -1,0 +1,95 @@
+"""The arrows of the house, followed transitively through the source text; nothing is imported to find out.
+
+1. The plain and the pure rooms reach neither JAX nor gRPC. 2. `service` and `client` never reach JAX. 3. `jdisagg` never imports
+`models`, `launch`, `configs`. And `import jdisagg` is light: neither JAX nor gRPC.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PURE = ("request", "config", "errors", "clock", "telemetry", "layout", "router", "scheduler", "dispatch", "worker", "simulator")
+WITHOUT_JAX = ("service", "client")
+JAX = {"jax", "jaxlib", "flax", "orbax", "tensorstore", "optax"}
+GRPC = {"grpc", "google", "grpc_health", "grpc_reflection"}
+CLIENTS = {"models", "launch", "configs"}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_names(path: Path, module: str) -> Iterator[str]:
+    """Every name that an import statement anywhere in the file could load."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            up = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*up, *([node.module] if node.module else [])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def import_graph() -> dict[str, set[str]]:
+    files = [path for package in ("jdisagg", *sorted(CLIENTS)) for path in (ROOT / package).rglob("*.py")]
+    return {module_name(path): set(imported_names(path, module_name(path))) for path in files}
+
+
+def reached(graph: dict[str, set[str]], start: str) -> tuple[set[str], dict[str, str]]:
+    """Our modules reached from `start`, its packages included, and foreign top names with the module that imports them."""
+    ours: set[str] = set()
+    foreign: dict[str, str] = {}
+    todo = [start]
+    while todo:
+        module = todo.pop()
+        if module in ours:
+            continue
+        ours.add(module)
+        parents = module.split(".")[:-1]
+        targets = graph[module] | {".".join(parents[: end + 1]) for end in range(len(parents))}
+        for target in targets:
+            while target and target not in graph:
+                target, last = target.rpartition(".")[0], target
+                if not target:
+                    foreign.setdefault(last, module)
+            if target:
+                todo.append(target)
+    return ours, foreign
+
+
+GRAPH = import_graph()
+
+
+def rooms(names: tuple[str, ...]) -> list[str]:
+    return sorted(module for module in GRAPH if module.startswith("jdisagg.") and module.split(".")[1] in names)
+
+
+@pytest.mark.parametrize("module", ["jdisagg", *rooms(PURE)])
+def test_pure_rooms_reach_neither_jax_nor_grpc(module: str) -> None:
+    _, foreign = reached(GRAPH, module)
+    assert not {name: via for name, via in foreign.items() if name in JAX | GRPC}
+
+
+@pytest.mark.parametrize("module", rooms(WITHOUT_JAX))
+def test_the_door_and_the_client_never_reach_jax(module: str) -> None:
+    _, foreign = reached(GRAPH, module)
+    assert not {name: via for name, via in foreign.items() if name in JAX}
+
+
+def test_the_package_never_imports_its_clients() -> None:
+    for module in GRAPH:
+        if module.split(".")[0] == "jdisagg":
+            ours, foreign = reached(GRAPH, module)
+            outside = {name.split(".")[0] for name in ours} | set(foreign)
+            assert not outside & CLIENTS, f"{module} reaches {outside & CLIENTS}"
+
+
+def test_the_rules_see_what_they_guard() -> None:
+    assert any("jax" in targets for targets in GRAPH.values()), "the executor imports jax: the graph must show it"
+    assert len(rooms(PURE)) > 20

@@ -1,0 +1,236 @@
+"""The decode worker by its port: leases, zombies, cancels, n > 1 on shared pages, and the loop's commands."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from jdisagg.config import InstanceConfig, LimitsConfig, Mode
+from jdisagg.dispatch.ports import Child, GenerateCall, HandoffSource, ReserveCall, Span, SpanEnd
+from jdisagg.errors import DeadlineExceededError, HandoffError, IncompatiblePeerError, UnavailableError
+from jdisagg.scheduler.commands import CopyPages, DecodeSteps, PrefillChunk
+from jdisagg.worker.decode_worker import DecodeWorker
+from tests.fakes.cluster import Cluster, toy_request
+from tests.fakes.fake_executor import Costs, toy_limits
+from tests.fakes.toy_model import expected_tokens
+from tests.fakes.virtual_time import run_virtually
+
+
+def reserve_call(number: int = 1, attempt: int = 1, children: tuple[Child, ...] = (Child(0),), **sampling: object) -> ReserveCall:
+    return ReserveCall(toy_request(number, **sampling), attempt, children, deadline_seconds=100.0)  # type: ignore[arg-type]
+
+
+async def spans_of(worker: DecodeWorker, reservation_id: int, attempt: int = 1, source: HandoffSource | None = None) -> list[Span]:
+    return [span async for span in worker.generate(GenerateCall(reservation_id, attempt, 100.0, source))]
+
+
+def test_a_reservation_that_nobody_takes_over_is_freed_by_its_lease_without_new_work() -> None:
+    async def main() -> None:
+        async with Cluster(limits=LimitsConfig(handoff_lease_seconds=8)) as cluster:
+            reservation = await cluster.decode.reserve(reserve_call())
+            assert 0 < reservation.lease_seconds <= 8
+            await asyncio.sleep(7)
+            assert (await cluster.decode.status()).free_pages != (64,)
+            await asyncio.sleep(5)
+            await cluster.check_quiet()
+            assert cluster.decode.counters["leases_expired"] == 1
+            with pytest.raises(HandoffError, match="lease"):
+                await spans_of(cluster.decode, reservation.reservation_id)
+
+    run_virtually(main)
+
+
+def test_a_reservation_covers_prompt_and_growth_and_full_prompt_pages_once() -> None:
+    async def main() -> None:
+        async with Cluster(growth_tokens=8) as cluster:
+            await cluster.decode.reserve(reserve_call(prompt_tokens=10, max_tokens=50))
+            assert (await cluster.decode.status()).free_pages == (64 - 5,), "10 + 8 positions in pages of 4"
+            await cluster.decode.reserve(reserve_call(2, children=(Child(0), Child(1), Child(2)), prompt_tokens=10, max_tokens=50, n=3))
+            shared, last_pages, growth = 2, 3, 3 * 2
+            assert (await cluster.decode.status()).free_pages == (59 - shared - last_pages - growth,)
+
+    run_virtually(main)
+
+
+def test_children_share_the_prompt_and_copy_its_last_page_once_each() -> None:
+    async def main() -> None:
+        async with Cluster(Mode.CHUNKED) as cluster:
+            request = toy_request(1, prompt_tokens=10, n=4, temperature=1.0, max_tokens=9)
+            cluster.check_against_oracle(request, await cluster.collect(request))
+            copies = [command for command in cluster.decode_mesh.log if isinstance(command, CopyPages)]
+            assert [len(command.copies) for command in copies] == [3]
+            assert sum(isinstance(command, PrefillChunk) for command in cluster.decode_mesh.log) == 1, "prefilled once"
+            whole_pages = toy_request(2, prompt_tokens=12, n=4, temperature=1.0, max_tokens=9)
+            cluster.check_against_oracle(whole_pages, await cluster.collect(whole_pages))
+            assert sum(isinstance(command, CopyPages) for command in cluster.decode_mesh.log) == 1, "nothing to copy"
+
+    run_virtually(main)
+
+
+def test_a_late_zombie_is_ignored_and_a_later_attempt_supersedes_the_earlier() -> None:
+    async def main() -> None:
+        async with Cluster(Mode.CHUNKED) as cluster:
+            first = await cluster.decode.reserve(reserve_call(attempt=1, max_tokens=90))
+            running = asyncio.create_task(spans_of(cluster.decode, first.reservation_id))
+            await asyncio.sleep(0.05)
+            second = await cluster.decode.reserve(reserve_call(attempt=3, max_tokens=90))
+            with pytest.raises(HandoffError, match="superseded"):
+                await running
+            with pytest.raises(HandoffError, match="attempt 2 comes after attempt 3"):
+                await cluster.decode.reserve(reserve_call(attempt=2, max_tokens=90))
+            with pytest.raises(HandoffError):
+                await spans_of(cluster.decode, second.reservation_id, attempt=2)
+            await cluster.decode.cancel(second.reservation_id)
+            await cluster.check_quiet()
+
+    run_virtually(main)
+
+
+def test_generating_twice_from_one_reservation_is_refused() -> None:
+    async def main() -> None:
+        async with Cluster(Mode.CHUNKED) as cluster:
+            reservation = await cluster.decode.reserve(reserve_call())
+            first = asyncio.create_task(spans_of(cluster.decode, reservation.reservation_id))
+            await asyncio.sleep(0.001)
+            with pytest.raises(HandoffError):
+                await spans_of(cluster.decode, reservation.reservation_id)
+            spans = await first
+            assert sum((span.token_ids for span in spans), ()) == expected_tokens(toy_request(1), 0, 128)[0]
+            assert spans[-1].end is SpanEnd.LENGTH
+            await cluster.check_quiet()
+
+    run_virtually(main)
+
+
+def test_cancelling_one_child_leaves_the_others() -> None:
+    async def main() -> None:
+        async with Cluster(Mode.CHUNKED) as cluster:
+            request = toy_request(1, n=3, temperature=1.0, max_tokens=40, prompt_tokens=6)
+            call = ReserveCall(request, 1, (Child(0), Child(1), Child(2)), 100.0)
+            reservation = await cluster.decode.reserve(call)
+            await cluster.decode.cancel(reservation.reservation_id, child=0)
+            generating = asyncio.create_task(spans_of(cluster.decode, reservation.reservation_id))
+            await asyncio.sleep(0.1)
+            await cluster.decode.cancel(reservation.reservation_id, child=2)
+            spans = await generating
+            assert {span.child for span in spans if span.end} == {1}
+            tokens = sum((span.token_ids for span in spans if span.child == 1), ())
+            assert tokens == expected_tokens(request, 1, 128)[0]
+            await cluster.check_quiet()
+
+    run_virtually(main)
+
+
+def test_waiting_for_pages_ends_with_the_calls_deadline() -> None:
+    async def main() -> None:
+        async with Cluster(decode=toy_limits(pages_per_rank=8), growth_tokens=64) as cluster:
+            await cluster.decode.reserve(reserve_call(1, max_tokens=27))
+            with pytest.raises(DeadlineExceededError, match="no free pages"):
+                await cluster.decode.reserve(replace(reserve_call(2, max_tokens=20), deadline_seconds=3.0))
+            assert (await cluster.decode.status()).waiting == 0
+
+    run_virtually(main)
+
+
+def test_the_older_request_is_served_first_however_late_it_calls() -> None:
+    async def main() -> None:
+        async with Cluster(decode=toy_limits(pages_per_rank=8), growth_tokens=64) as cluster:
+            held = await cluster.decode.reserve(reserve_call(1, max_tokens=27))
+            order: list[int] = []
+
+            async def wait(number: int, age_seconds: float) -> None:
+                await cluster.decode.reserve(replace(reserve_call(number, max_tokens=20), age_seconds=age_seconds))
+                order.append(number)
+
+            waiting = [asyncio.create_task(wait(2, 0.0)), asyncio.create_task(wait(3, 50.0))]
+            await asyncio.sleep(0.01)
+            await cluster.decode.cancel(held.reservation_id)
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            assert order == [3]
+            await cluster.decode.stop()
+            answers = await asyncio.gather(*waiting, return_exceptions=True)
+            assert isinstance(answers[0], UnavailableError)
+
+    run_virtually(main)
+
+
+def test_several_steps_go_into_one_dispatch_only_when_nothing_waits() -> None:
+    async def main() -> None:
+        async with Cluster(Mode.CHUNKED, steps_per_dispatch=4) as cluster:
+            long = asyncio.create_task(cluster.collect(toy_request(1, max_tokens=60)))
+            await asyncio.sleep(0.3)
+            other = asyncio.create_task(cluster.collect(toy_request(2, prompt_tokens=100, max_tokens=3)))
+            await asyncio.gather(long, other)
+            log = cluster.decode_mesh.log
+            chunks = [at for at, command in enumerate(log) if isinstance(command, PrefillChunk)][1:]
+            during = [command.steps for command in log[chunks[0] : chunks[-1]] if isinstance(command, DecodeSteps)]
+            assert during and set(during) == {1}
+            assert 4 in {command.steps for command in log if isinstance(command, DecodeSteps)}
+
+    run_virtually(main)
+
+
+def test_chunked_mode_alternates_and_unified_mode_prefills_first() -> None:
+    def between(cluster: Cluster) -> int:
+        log = cluster.decode_mesh.log
+        chunks = [at for at, command in enumerate(log) if isinstance(command, PrefillChunk)][1:]
+        return sum(isinstance(command, DecodeSteps) for command in log[chunks[0] : chunks[-1]])
+
+    async def main(mode: Mode) -> int:
+        async with Cluster(mode) as cluster:
+            long = asyncio.create_task(cluster.collect(toy_request(1, max_tokens=60)))
+            await asyncio.sleep(0.2)
+            await cluster.collect(toy_request(2, prompt_tokens=100, max_tokens=3))
+            await long
+            return between(cluster)
+
+    assert run_virtually(lambda: main(Mode.CHUNKED)) == 6, "one step after each of the seven chunks but the last"
+    assert run_virtually(lambda: main(Mode.UNIFIED)) == 0
+
+
+def test_peers_that_do_not_match_are_refused_by_the_field_that_differs() -> None:
+    async def main() -> None:
+        async with Cluster() as cluster:
+            other = DecodeWorker(
+                "decode1",
+                cluster.decode_mesh,
+                InstanceConfig(),
+                Mode.DISAGGREGATED,
+                cluster.limits,
+                {"prefill0": cluster.prefill},
+                cluster.clock,
+                cluster.new_id,
+                model_fingerprint="another model",
+            )
+            reservation = await other.reserve(reserve_call())
+            with pytest.raises(IncompatiblePeerError, match="model_fingerprint is '' on 'prefill0' and 'another model' on 'decode1'"):
+                await spans_of(other, reservation.reservation_id, source=HandoffSource("prefill0", 1))
+            assert (await other.status()).free_pages == (64,)
+
+    run_virtually(main)
+
+
+def test_an_unknown_peer_is_a_hand_off_error() -> None:
+    async def main() -> None:
+        async with Cluster() as cluster:
+            reservation = await cluster.decode.reserve(reserve_call())
+            with pytest.raises(HandoffError, match="'nobody' is not known"):
+                await spans_of(cluster.decode, reservation.reservation_id, source=HandoffSource("nobody", 1))
+            await cluster.check_quiet()
+
+    run_virtually(main)
+
+
+def test_a_reader_that_never_reads_stops_no_other_stream() -> None:
+    async def main() -> None:
+        async with Cluster(Mode.CHUNKED, costs=Costs()) as cluster:
+            reservation = await cluster.decode.reserve(reserve_call(1, max_tokens=50))
+            spans = cluster.decode.generate(GenerateCall(reservation.reservation_id, 1, 1000.0))
+            await anext(spans)
+            request = toy_request(2, max_tokens=50)
+            cluster.check_against_oracle(request, await cluster.collect(request))
+            rest = [span async for span in spans]
+            assert sum(len(span.token_ids) for span in rest) == 49
+            await cluster.check_quiet()
+
+    run_virtually(main)
