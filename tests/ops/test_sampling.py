@@ -34,7 +34,9 @@ def pack(rows: list[Row]) -> SamplingRows:
     seeds = np.array([[row.seed & 0xFFFFFFFF, row.seed >> 32] for row in rows], np.uint32)
     floats = (column(name, np.float32) for name in ("temperature", "top_p", "min_p"))
     temperature, top_p, min_p = floats
-    return SamplingRows(temperature, column("top_k", np.int32), top_p, min_p, jnp.asarray(seeds), column("child", np.int32), column("position", np.int32))
+    return SamplingRows(
+        temperature, column("top_k", np.int32), top_p, min_p, jnp.asarray(seeds), column("child", np.int32), column("position", np.int32)
+    )
 
 
 def mix(x: int) -> int:
@@ -79,7 +81,9 @@ def acceptable(logits: np.ndarray, row: Row) -> set[int]:
     logits = logits.astype(np.float64)
     if row.temperature == 0:
         return {int(np.argmax(logits))}
-    score = (logits - logits.max()) / row.temperature - np.log(reference_exponential(replace(row, top_k=0, top_p=1, min_p=0, temperature=1), len(logits)))
+    score = (logits - logits.max()) / row.temperature - np.log(
+        reference_exponential(replace(row, top_k=0, top_p=1, min_p=0, temperature=1), len(logits))
+    )
     strict = reference_set(logits, replace(row, top_p=row.top_p * (1 - 1e-5), min_p=min(1, row.min_p * (1 + 1e-5))))
     loose = reference_set(logits, replace(row, top_p=min(1, row.top_p * (1 + 1e-5)), min_p=row.min_p * (1 - 1e-5)))
     return set(np.flatnonzero(loose & (score > score[strict].max() - 2e-4 / min(1, row.temperature))).tolist())
@@ -225,5 +229,7 @@ def test_sampling_works_on_the_shards_of_a_mesh() -> None:
     logits = jnp.asarray(random.standard_normal((16, 384)).astype(np.float32))
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "tp"))
     for check_vma in (False, True):
-        sharded = jax.shard_map(sampling.sample, mesh=mesh, in_specs=PartitionSpec("dp"), out_specs=PartitionSpec("dp"), check_vma=check_vma)
+        sharded = jax.shard_map(
+            sampling.sample, mesh=mesh, in_specs=PartitionSpec("dp"), out_specs=PartitionSpec("dp"), check_vma=check_vma
+        )
         assert np.asarray(jax.jit(sharded)(logits, pack(rows))).tolist() == np.asarray(sample(logits, pack(rows))).tolist()

@@ -85,7 +85,7 @@ def test_a_uniform_number_is_never_zero_or_one_and_its_exponential_is_positive_a
     bits = jnp.asarray(np.array([0, 1, 2, 255, 2**16, 2**31, 2**32 - 2**9, 2**32 - 2, 2**32 - 1], np.uint32))
     uniform = np.asarray(randomness.uniform(bits))
     assert uniform.dtype == np.float32
-    assert (0 < uniform).all() and (uniform < 1).all()
+    assert (uniform > 0).all() and (uniform < 1).all()
     exponential = np.asarray(randomness.exponential(bits))
     assert (exponential > 0).all() and np.isfinite(exponential).all()
 
