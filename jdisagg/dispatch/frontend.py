@@ -26,6 +26,8 @@ ROLES = ("system", "user", "assistant", "tool")
 MAX_NAME_BYTES = 256
 THREAD_ABOVE_BYTES = 8 << 10
 DEFAULT_MAX_TOKENS = 256
+PROBE_CHARACTERS = 16 << 10
+PROBE_CHARACTERS_PER_TOKEN = 32
 MAX_PRIORITY = 2**31 - 1
 
 
@@ -138,7 +140,7 @@ class Frontend:
         self._check_ids("logit_bias", [token for token, _ in (options.get("logit_bias") or ())[: MAX_LOGIT_BIAS + 1]])
         # The options are judged before the work of tokenizing; the default of max_tokens is known only after it.
         _sampling(options, room_tokens=self.model.context_tokens)
-        token_ids = await self.tokenize(prompt)
+        token_ids = await self._tokens(prompt, within_context=True)
         room_tokens = self._room(len(token_ids), options.get("max_tokens"))
         sampling = _sampling(options, room_tokens)
         stop_ids = sampling.stop_token_ids if sampling.ignore_eos else (*self._codec.eos_ids, *sampling.stop_token_ids)
@@ -153,23 +155,8 @@ class Frontend:
         )
 
     async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
-        """The token ids of a prompt, as `build_request` would use them. Raises InvalidRequestError."""
-        if isinstance(prompt, TokenPrompt):
-            if not prompt.token_ids:
-                raise InvalidRequestError("prompt token_ids is empty: at least one token is needed; send some")
-            # Length first: checking each id of a list that cannot fit would be work for nothing.
-            self._room(len(prompt.token_ids), None)
-            self._check_ids("prompt token_ids", prompt.token_ids)
-            return tuple(prompt.token_ids)
-        if isinstance(prompt, ChatPrompt):
-            size_bytes = self._check_chat(prompt)
-        else:
-            size_bytes = self._check_text("prompt", prompt)
-            if size_bytes == 0:
-                raise InvalidRequestError("prompt is empty: at least one token is needed to predict the next; send some text")
-        if size_bytes > THREAD_ABOVE_BYTES:
-            return await asyncio.to_thread(self._encode, prompt)
-        return self._encode(prompt)
+        """The token ids of a prompt, as `build_request` would use them, but as many as they are. Raises InvalidRequestError."""
+        return await self._tokens(prompt, within_context=False)
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         # Every token costs a byte at least on the wire, so the same limit bounds the work.
@@ -193,20 +180,61 @@ class Frontend:
             async for event in events:
                 yield event
         finally:
-            self._running.discard(key)
-            close = getattr(events, "aclose", None)
-            if close is not None:
-                await close()
+            try:
+                close = getattr(events, "aclose", None)
+                if close is not None:
+                    await close()
+            finally:
+                self._running.discard(key)
 
     async def status(self) -> tuple[WorkerStatus, ...]:
         return await self._path.status()
 
-    def _encode(self, prompt: str | ChatPrompt) -> tuple[int, ...]:
+    async def _tokens(self, prompt: Prompt, within_context: bool) -> tuple[int, ...]:
+        if isinstance(prompt, TokenPrompt):
+            if not prompt.token_ids:
+                raise InvalidRequestError("prompt token_ids is empty: at least one token is needed; send some")
+            if within_context:
+                # Length first: checking each id of a list that cannot fit would be work for nothing.
+                self._room(len(prompt.token_ids), None)
+            self._check_ids("prompt token_ids", prompt.token_ids)
+            return tuple(prompt.token_ids)
+        if isinstance(prompt, ChatPrompt):
+            size_bytes = self._check_chat(prompt)
+        else:
+            size_bytes = self._check_text("prompt", prompt)
+            if size_bytes == 0:
+                raise InvalidRequestError("prompt is empty: at least one token is needed to predict the next; send some text")
+        if size_bytes > THREAD_ABOVE_BYTES:
+            return await asyncio.to_thread(self._encode, prompt, within_context)
+        return self._encode(prompt, within_context)
+
+    def _encode(self, prompt: str | ChatPrompt, within_context: bool) -> tuple[int, ...]:
+        text, add_special_tokens = prompt, True
         if isinstance(prompt, ChatPrompt):
             # A chat template writes BOS itself.
-            text = self._codec.apply_chat_template([{"role": m.role, "content": m.content} for m in prompt.messages])
-            return tuple(self._codec.encode(text, add_special_tokens=False))
-        return tuple(self._codec.encode(prompt))
+            messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
+            text, add_special_tokens = self._codec.apply_chat_template(messages), False
+        assert isinstance(text, str)
+        if within_context:
+            self._check_beginning(text)
+        return tuple(self._codec.encode(text, add_special_tokens=add_special_tokens))
+
+    def _check_beginning(self, text: str) -> None:
+        """Refuses a text of megabytes by its beginning, so that the work is bounded by the context and not by the client.
+
+        Tokens of a beginning may differ from the whole's only near the cut; twice the context leaves no doubt.
+        """
+        context = self.model.context_tokens
+        probe_characters = PROBE_CHARACTERS + PROBE_CHARACTERS_PER_TOKEN * context
+        if len(text) <= 2 * probe_characters:
+            return
+        probe_tokens = len(self._codec.encode(text[:probe_characters], add_special_tokens=False))
+        if probe_tokens > 2 * context:
+            raise InvalidRequestError(
+                f"prompt has more than {2 * context} tokens in its first {probe_characters} characters alone; "
+                f"the model's context holds {context}; shorten the prompt"
+            )
 
     def _room(self, prompt_tokens: int, max_tokens: int | None) -> int:
         context = self.model.context_tokens

@@ -133,11 +133,16 @@ class ThreadSpy:
 
     def __init__(self) -> None:
         self.threads: list[threading.Thread] = []
+        self.longest = 0
         self._codec = byte_tokenizer()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         self.threads.append(threading.current_thread())
+        self.longest = max(self.longest, len(text))
         return self._codec.encode(text, add_special_tokens=add_special_tokens)
+
+    def apply_chat_template(self, messages, *, add_generation_prompt: bool = True) -> str:
+        return self._codec.apply_chat_template(messages, add_generation_prompt=add_generation_prompt)
 
 
 async def test_long_text_is_tokenized_off_the_event_loops_thread() -> None:
@@ -147,6 +152,16 @@ async def test_long_text_is_tokenized_off_the_event_loops_thread() -> None:
     await frontend.tokenize("x" * 100_000)
     assert spy.threads[0] is threading.current_thread()
     assert spy.threads[1] is not threading.current_thread()
+
+
+@pytest.mark.parametrize("chat", [False, True])
+async def test_a_text_far_beyond_the_context_is_refused_by_its_beginning(chat) -> None:
+    frontend = make_frontend(FakePath())
+    frontend._codec = spy = ThreadSpy()
+    text = "x" * 4_000_000
+    with pytest.raises(InvalidRequestError, match="prompt has more than 1024 tokens .* context holds 512"):
+        await frontend.build_request(ChatPrompt((ChatMessage("user", text),)) if chat else text)
+    assert spy.longest < 50_000
 
 
 async def test_closing_the_stream_closes_the_paths() -> None:
