@@ -56,6 +56,7 @@ class Journey:
         self._attempt = 0
         self._failures = 0
         self._avoid: frozenset[str] = frozenset()
+        self._cause: UnavailableError | None = None
         self._context_tokens = 0
         self._facts: asyncio.Queue[Fact] = asyncio.Queue()
         self._legs: dict[Leg, asyncio.Task[None]] = {}
@@ -140,8 +141,10 @@ class Journey:
             return
         if error is None:
             error = UnavailableError("a worker ended a stream without saying why")
-        delay_seconds = self._delay_before_retry(error)
         placement = leg.placement
+        if placement is not None and isinstance(error, UnavailableError):
+            self._cause = error
+        delay_seconds = self._delay_before_retry(error)
         self._avoid = frozenset() if placement is None else frozenset({placement.decode, placement.prefill or placement.decode})
         together = tuple(stream.child for stream in alive if not stream.accepted)
         if together:
@@ -162,7 +165,7 @@ class Journey:
         self._failures += 1
         self._counters.add("legs_failed")
         if self._failures >= self._limits.max_attempts:
-            raise error
+            raise self._cause or error  # what a worker said tells more than that none is left
         return min(FIRST_BACKOFF_SECONDS * 2 ** (self._failures - 1), MAX_BACKOFF_SECONDS)
 
     def _go(self, children: Iterable[Child], delay_seconds: float) -> None:

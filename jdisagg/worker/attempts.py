@@ -6,23 +6,23 @@ Knows numbers only. Entries are forgotten some time after they were last seen: a
 from collections.abc import Iterable
 
 from jdisagg.errors import HandoffError
+from jdisagg.request import Request
 
 
 class Attempts:
     """The highest attempt seen per (request, child)."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[str, int], tuple[int, float]] = {}
+        self._seen: dict[tuple[str, str, int], tuple[int, float]] = {}
 
-    def take(self, request_id: str, children: Iterable[int], attempt: int, now: float) -> None:
+    def take(self, request: Request, children: Iterable[int], attempt: int, now: float) -> None:
         """Notes an attempt; raises HandoffError when a later one was seen."""
-        children = tuple(children)
-        for child in children:
-            latest, _ = self._seen.get((request_id, child), (attempt, now))
+        keys = [(request.tenant, request.request_id, child) for child in children]
+        for key in keys:
+            latest, _ = self._seen.get(key, (attempt, now))
             if attempt < latest:
-                raise HandoffError(f"request {request_id!r}, child {child}: attempt {attempt} comes after attempt {latest}; it is ignored")
-        for child in children:
-            self._seen[request_id, child] = (attempt, now)
+                raise HandoffError(f"request {key[1]!r}, child {key[2]}: attempt {attempt} comes after attempt {latest}; it is ignored")
+        self._seen.update((key, (attempt, now)) for key in keys)
 
     def forget_before(self, instant: float) -> None:
         self._seen = {key: entry for key, entry in self._seen.items() if entry[1] >= instant}

@@ -65,7 +65,7 @@ class DecodeWorker:
         self._loop = StepLoop(executor, self._plan, self._apply, self._break_down)
         hello = hello_of(name, model_fingerprint, executor.limits)
         self._handoffs = Handoffs(self._loop, peers, hello, executor.limits, limits.handoff_lease_seconds, self.counters)
-        self._sweeper = Sweeper(clock, limits.handoff_lease_seconds / 4, self._sweep)
+        self._sweeper = Sweeper(clock, limits.handoff_lease_seconds / 4, self._sweep, self._loop.break_down)
         self._draining = False
         self._quiet = asyncio.Event()
 
@@ -90,7 +90,7 @@ class DecodeWorker:
     async def reserve(self, call: ReserveCall) -> Reservation:
         self._check_serving(call)
         indices = tuple(child.index for child in call.children)
-        self._attempts.take(call.request.request_id, indices, call.attempt, self._clock.now())
+        self._attempts.take(call.request, indices, call.attempt, self._clock.now())
         self._supersede(call)
         children = tuple((child.index, child.accepted) for child in call.children)
         self._reservations.check(call.request, children)
@@ -151,6 +151,7 @@ class DecodeWorker:
         self._settle()
 
     async def status(self) -> WorkerStatus:
+        self._loop.check()
         limits = self._executor.limits
         running = len(self._state.sequences())
         return WorkerStatus(
@@ -266,7 +267,8 @@ class DecodeWorker:
         """A later attempt at the same children makes an earlier one a zombie."""
         indices = {child.index for child in call.children}
         for group in list(self._state.groups.values()):
-            same = group.request.request_id == call.request.request_id and group.attempt < call.attempt
+            names = [(request.tenant, request.request_id) for request in (group.request, call.request)]
+            same = names[0] == names[1] and group.attempt < call.attempt
             if same and indices & {child.child for child in group.alive}:
                 self.counters.add("attempts_superseded")
                 self._fail(group, HandoffError(f"attempt {group.attempt} was superseded by attempt {call.attempt}"))
@@ -294,14 +296,13 @@ class DecodeWorker:
         for ticket, granted in list(self._tickets.items()):
             self._reservations.withdraw(ticket)
             if not granted.done():
-                granted.set_exception(error)
+                granted.set_exception(UnavailableError(error.message))
         self._tickets.clear()
         for group in list(self._state.groups.values()):
-            self._fail(group, error)
+            self._fail(group, UnavailableError(error.message))
 
     def _check_serving(self, call: ReserveCall) -> None:
-        if self._loop.failure is not None:
-            raise self._loop.failure
+        self._loop.check()
         fresh = not any(child.accepted for child in call.children)
         if self._draining and fresh:
             raise UnavailableError(f"worker {self.name!r} is draining and takes no new requests; try another", retry_after_seconds=1.0)

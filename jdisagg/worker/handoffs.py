@@ -102,17 +102,14 @@ class Handoffs:
         try:
             await self._greet(receiver.source.worker, receiver.peer)
             received = await receiver.receive()
-        except asyncio.CancelledError:
-            raise
+            self._running.pop(key, None)
+            done(received.firsts, received.bytes_moved)
         except Exception as error:
             self._counters.add("handoffs_failed")
             self._running.pop(key, None)
             receiver.close()
             self._say_farewell(receiver, str(error))
             failed(error if isinstance(error, JdisaggError) else UnavailableError(f"hand-off failed: {type(error).__name__}: {error}"))
-        else:
-            self._running.pop(key, None)
-            done(received.firsts, received.bytes_moved)
 
     async def _greet(self, name: str, peer: PeerPort) -> None:
         if name not in self._greeted:

@@ -61,7 +61,7 @@ class PrefillWorker:
         self._most_offered = CHUNKS_OFFERED * self._mesh.ranks * self._mesh.chunk_buckets[-1] * self._mesh.layer_groups
         self._attempts = Attempts()
         self._loop = StepLoop(executor, self._plan, self._apply, self._break_down)
-        self._sweeper = Sweeper(clock, limits.handoff_lease_seconds / 4, self._sweep)
+        self._sweeper = Sweeper(clock, limits.handoff_lease_seconds / 4, self._sweep, self._loop.break_down)
         self._draining = False
         self._quiet = asyncio.Event()
 
@@ -107,6 +107,7 @@ class PrefillWorker:
         await self.abort(handoff_id, "cancelled")
 
     async def status(self) -> WorkerStatus:
+        self._loop.check()
         return WorkerStatus(
             name=self.name,
             role=WorkerRole.PREFILL,
@@ -162,14 +163,13 @@ class PrefillWorker:
         return sender
 
     def _check(self, call: PrefillCall) -> None:
-        if self._loop.failure is not None:
-            raise self._loop.failure
+        self._loop.check()
         if self._draining and not any(child.accepted for child in call.children):
             raise UnavailableError(f"worker {self.name!r} is draining and takes no new prompts; try another", retry_after_seconds=1.0)
         if call.handoff_id in self._senders:
             raise HandoffError(f"hand-off {call.handoff_id} exists already; give each its own id")
         indices = tuple(child.index for child in call.children)
-        self._attempts.take(call.request.request_id, indices, call.attempt, self._clock.now())
+        self._attempts.take(call.request, indices, call.attempt, self._clock.now())
         mesh, tokens = self._mesh, len(call.request.prompt_token_ids) + len(call.children[0].accepted)
         if tokens > mesh.context_tokens or pages_for(tokens, mesh.page_size) > mesh.pages_per_rank:
             raise InvalidRequestError(
@@ -260,9 +260,9 @@ class PrefillWorker:
         self._release(sender.abort(error))
         self._forget(sender)
 
-    def _abort_all(self, error: JdisaggError) -> None:
+    def _abort_all(self, error: UnavailableError) -> None:
         for sender in list(self._senders.values()):
-            self._abort(sender, error)
+            self._abort(sender, UnavailableError(error.message))
 
     def _sweep(self, now: float) -> None:
         late = {handoff.handoff_id for handoff in sweep([sender.handoff for sender in self._senders.values()], now)}

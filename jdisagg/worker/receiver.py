@@ -107,38 +107,34 @@ class Receiver:
             self.pulling -= 1
 
     async def _pull(self, offer: Offer) -> int:
-        error = ""
-        for _ in range(PULL_TRIES):
+        name = f"hand-off {self.source.handoff_id}"
+        tries = 0
+        while True:
+            tries += 1
             number = self.loop.next_number()
-            pull = PullBlock(number, offer.offer_id, self.rank, offer.group, offer.block_tokens, self.pull_seconds)
-            future = self.loop.submit(pull)
+            future = self.loop.submit(PullBlock(number, offer.offer_id, self.rank, offer.group, offer.block_tokens, self.pull_seconds))
             try:
                 async with asyncio.timeout(1.25 * self.pull_seconds):
                     result = await asyncio.shield(future)
             except TimeoutError:
-                self._drop_when_done(offer, future)
+                self._drop(offer, future)
                 self.counters.add("pulls_timed_out")
-                text = f"hand-off {self.source.handoff_id}: a block did not arrive within {self.pull_seconds:g} s"
-                raise HandoffError(text) from None
+                raise HandoffError(f"{name}: a block did not arrive within {self.pull_seconds:g} s") from None
             except asyncio.CancelledError:
-                self._drop_when_done(offer, future)
+                self._drop(offer, future)
                 raise
             assert isinstance(result, PullResult)
             if not result.error:
                 return result.bytes_moved
             self.counters.add("pulls_failed")
-            error = result.error
-        raise HandoffError(f"hand-off {self.source.handoff_id}: a block could not be pulled in {PULL_TRIES} tries: {error}")
+            if tries == PULL_TRIES:
+                self._drop(offer, future)
+                raise HandoffError(f"{name}: a block could not be pulled in {PULL_TRIES} tries: {result.error}")
 
-    def _drop_when_done(self, offer: Offer, future: "asyncio.Future[StepResult]") -> None:
-        def drop(done: "asyncio.Future[StepResult]") -> None:
-            if done.cancelled() or done.exception() is not None:
-                return
-            result = done.result()
-            if isinstance(result, PullResult) and not result.error:
-                self.loop.fire(DropBlocks(self.loop.next_number(), (offer.offer_id,)))
-
-        future.add_done_callback(drop)
+    def _drop(self, offer: Offer, pull: "asyncio.Future[StepResult]") -> None:
+        """Forgets a block, also one that is still on its way; nobody will read how its pull ended."""
+        pull.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self.loop.fire(DropBlocks(self.loop.next_number(), (offer.offer_id,)))
 
     def _check_coverage(self, blocks: list[Offer], end: HandoffEnd) -> None:
         whole = len(blocks) == end.offers

@@ -7,6 +7,7 @@ they take their place in the mesh's order at the moment of the call.
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 
@@ -14,6 +15,8 @@ from jdisagg.errors import JdisaggError, UnavailableError
 from jdisagg.scheduler.commands import Executor, StepCommand, StepResult
 
 DEPTH = 2
+
+_log = logging.getLogger(__name__)
 
 
 class StepLoop:
@@ -46,8 +49,6 @@ class StepLoop:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
-        for _, future in self._flight:
-            future.cancel()
 
     def wake(self) -> None:
         self._wake.set()
@@ -56,10 +57,14 @@ class StepLoop:
         self._steps += 1
         return self._steps
 
+    def check(self) -> None:
+        """Raises what broke the mesh, if it is broken: a fresh error for each who asks."""
+        if self.failure is not None:
+            raise UnavailableError(self.failure.message) from self.failure
+
     def submit(self, command: StepCommand) -> "asyncio.Future[StepResult]":
         """Enqueues a command now; the future gives its result or raises."""
-        if self.failure is not None:
-            raise self.failure
+        self.check()
         return asyncio.ensure_future(self._executor.run(command))
 
     def fire(self, command: StepCommand) -> None:
@@ -77,7 +82,13 @@ class StepLoop:
         text = error.message if isinstance(error, JdisaggError) else f"{type(error).__name__}: {error}"
         self.failure = UnavailableError(f"the mesh's program failed: {text}; restart the worker")
         self.failure.__cause__ = error
+        _log.error("%s", self.failure.message, exc_info=error)
         self._on_failure(self.failure)
+        self._wake.set()
+
+    def _came_back(self, future: "asyncio.Future[StepResult]") -> None:
+        if not future.cancelled():
+            future.exception()  # seen: it is raised when its turn to be read comes, if it does
         self._wake.set()
 
     def _check(self, future: "asyncio.Future[StepResult]") -> None:
@@ -105,5 +116,5 @@ class StepLoop:
             if command is None:
                 return
             future = self.submit(command)
-            future.add_done_callback(lambda _: self._wake.set())
+            future.add_done_callback(self._came_back)
             self._flight.append((command, future))

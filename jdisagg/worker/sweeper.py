@@ -1,4 +1,7 @@
-"""A task that calls a function every so often on the clock, whether or not there is work. Leases end here."""
+"""A task that calls a function every so often on the clock, whether or not there is work. Leases end here.
+
+When the function fails, nothing would end leases any more: `failed` is told, and the sweeping ends.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -7,10 +10,11 @@ from jdisagg.clock import Clock
 
 
 class Sweeper:
-    def __init__(self, clock: Clock, every_seconds: float, sweep: Callable[[float], None]) -> None:
+    def __init__(self, clock: Clock, every_seconds: float, sweep: Callable[[float], None], failed: Callable[[Exception], None]) -> None:
         self._clock = clock
         self._every_seconds = every_seconds
         self._sweep = sweep
+        self._failed = failed
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -24,4 +28,8 @@ class Sweeper:
     async def _run(self) -> None:
         while True:
             await self._clock.sleep(self._every_seconds)
-            self._sweep(self._clock.now())
+            try:
+                self._sweep(self._clock.now())
+            except Exception as error:
+                self._failed(error)
+                return

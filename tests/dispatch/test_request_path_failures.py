@@ -260,8 +260,12 @@ def test_a_broken_mesh_ends_every_stream_with_a_typed_error(side: str) -> None:
             answers = await asyncio.gather(*(cluster.collect(request) for request in requests), return_exceptions=True)
             errors = [answer for answer in answers if isinstance(answer, BaseException)]
             assert errors and all(isinstance(error, UnavailableError) for error in errors)
-            status = await cluster.decode.status()
-            assert status.free_pages == status.total_pages
+            broken, whole = (cluster.prefill, cluster.decode) if side == "prefill" else (cluster.decode, cluster.prefill)
+            with pytest.raises(UnavailableError, match="the fake mesh broke"):
+                await broken.status()
+            await asyncio.sleep(60)
+            status = await whole.status()
+            assert status.free_pages == status.total_pages and status.handoffs == 0
 
     run_virtually(main)
 
