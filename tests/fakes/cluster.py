@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from jdisagg.config import InstanceConfig, LimitsConfig, Mode
+from jdisagg.dispatch.ports import DecodePort, PeerPort, PrefillPort
 from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.request import FinishReason, Request, SamplingParams, StreamEvent, Timings, TokenLogprobs, Usage
 from jdisagg.scheduler.commands import MeshLimits
+from jdisagg.service.wire_ports import WireDecodeLoopback, WirePeerLoopback, WirePrefillLoopback
 from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.prefill_worker import PrefillWorker
 from tests.fakes.fake_executor import Costs, FakeChannel, FakeExecutor, Faults, toy_limits
@@ -87,7 +89,9 @@ class Cluster:
         prefill_faults: Faults | None = None,
         costs: Costs | None = None,
         seed: int = 0,
+        wire: bool = False,
     ) -> None:
+        """`wire`: every port call goes through the wire format and back."""
         config = InstanceConfig(growth_tokens=growth_tokens, steps_per_dispatch=steps_per_dispatch, queue_limit=queue_limit)
         self.mode = mode
         self.limits = limits or LimitsConfig()
@@ -97,10 +101,14 @@ class Cluster:
         self.decode_mesh = FakeExecutor(decode or toy_limits(), self.channel, decode_faults, costs)
         self.prefill_mesh = FakeExecutor(prefill or toy_limits(), self.channel, prefill_faults, costs)
         self.prefill = PrefillWorker("prefill0", self.prefill_mesh, config, self.limits, self.clock, self.new_id)
-        peers = {"prefill0": self.prefill} if mode is Mode.DISAGGREGATED else {}
+        peer = WirePeerLoopback(self.prefill) if wire else self.prefill
+        peers: dict[str, PeerPort] = {"prefill0": peer} if mode is Mode.DISAGGREGATED else {}
         self.decode = DecodeWorker("decode0", self.decode_mesh, config, mode, self.limits, peers, self.clock, self.new_id)
+        prefill_port: PrefillPort = WirePrefillLoopback(self.prefill) if wire else self.prefill
+        decode_port: DecodePort = WireDecodeLoopback(self.decode) if wire else self.decode
+        prefills = {"prefill0": prefill_port} if mode is Mode.DISAGGREGATED else {}
         self.path = RequestPath(
-            peers, {"decode0": self.decode}, lambda request: ToyText(request.sampling.stop), self.limits, self.clock, self.new_id
+            prefills, {"decode0": decode_port}, lambda request: ToyText(request.sampling.stop), self.limits, self.clock, self.new_id
         )
 
     def new_id(self) -> int:
