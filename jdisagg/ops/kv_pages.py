@@ -8,9 +8,21 @@ Invariants: a page id of `P` or more means "nowhere": the row is dropped (paddin
 would count from the end. Pages must only ever hold finite values: attention multiplies stale slots by zero.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+
+class PastPages(NamedTuple):
+    """The earlier tokens of the sequences of a prefill chunk. Rows 0..count-1 have a past, of lengths_R tokens; 0 is allowed."""
+
+    k_pages_PKSH: jax.Array
+    v_pages_PKSH: jax.Array
+    table_RN: jax.Array
+    lengths_R: jax.Array
+    count: jax.Array
 
 
 def token_coordinates(

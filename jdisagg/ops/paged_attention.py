@@ -3,8 +3,8 @@
 `paged_attention` is the op; `platform` chooses the implementation:
 - `loop`: a `fori_loop` over page columns with online softmax. The trip count is traced (the longest sequence), so there
   are no context buckets, and a block of pages stays in cache. The CPU's choice, and right everywhere.
-- `gather`: the whole padded table gathered and one softmax. The reference; also what XLA does best on an accelerator
-  without a kernel.
+- `gather`: the whole padded table gathered and one softmax: for a GPU where the kernel does not apply (a loop of
+  unknown length would be driven by the host), at the price of the table's width.
 - `pallas`: our own split-K kernel (`paged_attention_pallas`), the GPU's choice.
 
 It works on local shards and knows nothing of meshes or of who owns a page. Entries of the table beyond a sequence's
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jdisagg.ops import paged_attention_pallas
 from jdisagg.ops.kv_pages import gather_columns
 from jdisagg.ops.online_softmax import MASKED, Softmax, empty, finish, first, fold
 
@@ -42,14 +43,16 @@ def paged_attention(
 
     q_BNH: local query heads, a multiple of the pages' kv heads. table_BN, positions_B: int32. Returns o_BNH in q's dtype.
     """
+    implementation = implementation or _default(platform, q_BNH, k_pages_PKSH)
     table_BN = jnp.clip(table_BN, 0, k_pages_PKSH.shape[0] - 1)
-    implementation = implementation or _default(platform)
-    attend = partial(_loop if implementation == "loop" else _gather, scale=scale, window=window)
-    return attend(q_BNH, k_pages_PKSH, v_pages_PKSH, table_BN, positions_B)
+    attend = {"loop": _loop, "gather": _gather, "pallas": paged_attention_pallas.paged_attention}[implementation]
+    return attend(q_BNH, k_pages_PKSH, v_pages_PKSH, table_BN, positions_B, scale=scale, window=window)
 
 
-def _default(platform: str) -> Implementation:
-    return "loop" if platform == "cpu" else "gather"
+def _default(platform: str, q_BNH: jax.Array, k_pages_PKSH: jax.Array) -> Implementation:
+    if platform == "gpu":
+        return "pallas" if paged_attention_pallas.applies(q_BNH, k_pages_PKSH) else "gather"
+    return "loop"
 
 
 def _loop(

@@ -11,13 +11,13 @@ sequence go to cuDNN (`prefill_attention_cudnn`).
 """
 
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jdisagg.ops import prefill_attention_cudnn
+from jdisagg.ops.kv_pages import PastPages as PastPages
 from jdisagg.ops.kv_pages import gather_columns
 from jdisagg.ops.online_softmax import MASKED, Softmax, finish, first, fold
 
@@ -26,16 +26,6 @@ DENSE_TOKENS_PACKED = 512  # a packed chunk gains earlier from skipping key bloc
 KEY_BLOCK = 256
 PAST_QUERIES = 512  # query rows that share one gather of pages
 PAST_POSITIONS = 128
-
-
-class PastPages(NamedTuple):
-    """Earlier tokens in pages. Rows 0..count-1 of the chunk have a past; lengths_R tokens of it, 0 is allowed."""
-
-    k_pages_PKSH: jax.Array
-    v_pages_PKSH: jax.Array
-    table_RN: jax.Array
-    lengths_R: jax.Array
-    count: jax.Array
 
 
 def prefill_attention(

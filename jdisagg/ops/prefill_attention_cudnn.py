@@ -9,24 +9,14 @@ Does not know packed chunks or a window together with a past: `applies` says no,
 same recipe runs on any platform with `implementation="xla"`, which is how it is tested without a GPU.
 """
 
-from typing import Literal, Protocol
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from jdisagg.ops.kv_pages import gather_columns
+from jdisagg.ops.kv_pages import PastPages, gather_columns
 
 LARGEST_HEAD = 128
-
-
-class Past(Protocol):
-    """The pages of the chunk's earlier tokens; row 0 is the sequence's (`prefill_attention.PastPages`)."""
-
-    k_pages_PKSH: jax.Array
-    v_pages_PKSH: jax.Array
-    table_RN: jax.Array
-    lengths_R: jax.Array
-    count: jax.Array
 
 
 def applies(q_TNH: jax.Array, *, platform: str, window: int | None, has_past: bool) -> bool:
@@ -40,7 +30,7 @@ def one_sequence(
     k_TKH: jax.Array,
     v_TKH: jax.Array,
     tokens: jax.Array,
-    past: Past | None,
+    past: PastPages | None,
     *,
     scale: float,
     window: int | None,
@@ -81,7 +71,7 @@ def _cudnn(
     """Partial attention and its log-sum-exp in float32: [T, N, H], [T, N, 1]."""
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention  # private: the public one rounds the residual
 
-    o_1TNH, lse_1NT = dot_product_attention(
+    outputs = dot_product_attention(
         q_TNH[None],
         k_SKH[None],
         v_SKH[None],
@@ -91,6 +81,7 @@ def _cudnn(
         mask_type=MaskType.PADDING_CAUSAL if causal else MaskType.PADDING,
         return_residual=True,
     )
+    o_1TNH, lse_1NT = outputs[0], outputs[1]
     return o_1TNH[0], lse_1NT[0].astype(jnp.float32).T[:, :, None]
 
 

@@ -1,0 +1,33 @@
+"""Attention in float64, one query and one head at a time, and random cases for it."""
+
+import numpy as np
+
+
+def dense(q_NH: np.ndarray, k_LKH: np.ndarray, v_LKH: np.ndarray, scale: float) -> np.ndarray:
+    """One query over all of its keys, in float64."""
+    groups = q_NH.shape[0] // k_LKH.shape[1]
+    out = np.empty(q_NH.shape, np.float64)
+    for n in range(q_NH.shape[0]):
+        s = k_LKH[:, n // groups].astype(np.float64) @ q_NH[n].astype(np.float64) * scale
+        p = np.exp(s - s.max())
+        out[n] = p @ v_LKH[:, n // groups].astype(np.float64) / p.sum()
+    return out
+
+
+def case(batch: int, heads: int, groups: int, slots: int, columns: int, width: int, seed: int = 0) -> tuple[np.ndarray, ...]:
+    """q, k pages, v pages and a random table; the entries it does not use are out of range or foreign pages."""
+    rng = np.random.default_rng(seed)
+    pages = batch * columns + 3
+    q = rng.standard_normal((batch, heads * groups, width)).astype(np.float32)
+    k, v = rng.standard_normal((2, pages, heads, slots, width)).astype(np.float32)
+    table = rng.permutation(pages)[: batch * columns].reshape(batch, columns).astype(np.int32)
+    return q, k, v, table
+
+
+def expected(q: np.ndarray, k: np.ndarray, v: np.ndarray, table: np.ndarray, positions: np.ndarray, window: int | None) -> np.ndarray:
+    slots, scale, rows = k.shape[2], q.shape[-1] ** -0.5, []
+    for b, position in enumerate(positions):
+        seen = np.arange(0 if window is None else max(0, position - window + 1), position + 1)
+        at = table[b, seen // slots], slice(None), seen % slots
+        rows.append(dense(q[b], k[at], v[at], scale))
+    return np.stack(rows)
