@@ -56,7 +56,15 @@ class InstanceConfig:
     growth_tokens: int = 256
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "slots_per_rank", "chunk_tokens", "min_chunk_tokens", "layer_groups", "steps_per_dispatch", "queue_limit"):
+        for name in (
+            "page_size",
+            "slots_per_rank",
+            "chunk_tokens",
+            "min_chunk_tokens",
+            "layer_groups",
+            "steps_per_dispatch",
+            "queue_limit",
+        ):
             _positive(name, getattr(self, name))
         if self.pages_per_rank is not None:
             _positive("pages_per_rank", self.pages_per_rank)

@@ -39,7 +39,9 @@ class Attend(Protocol):
 
 
 class Layer(Protocol):
-    def __call__(self, x_TD: jax.Array, positions_T: jax.Array, attend: Attend, shards: Shards, valid_T: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, x_TD: jax.Array, positions_T: jax.Array, attend: Attend, shards: Shards, valid_T: jax.Array | None = None
+    ) -> jax.Array:
         """One block. `valid_T` (bool) marks real tokens: padding is routed to no expert."""
         ...
 

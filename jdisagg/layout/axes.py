@@ -51,8 +51,7 @@ class Layout:
                 raise LayoutError(f"layout {name} must be a positive integer, got {value!r}")
         if self.ep not in (1, self.tp, self.dp * self.tp):
             raise LayoutError(
-                f"layout ep={self.ep} must be 1, tp={self.tp} or dp*tp={self.dp * self.tp}: "
-                "experts lie on the devices that attention uses"
+                f"layout ep={self.ep} must be 1, tp={self.tp} or dp*tp={self.dp * self.tp}: experts lie on the devices that attention uses"
             )
 
     @property
@@ -126,4 +125,6 @@ def padded_vocabulary(vocabulary: int, tp: int) -> int:
 
 def _divides(divisor: int, number: int, divisor_name: str, number_name: str) -> None:
     if number % divisor:
-        raise LayoutError(f"layout {divisor_name}={divisor} does not divide the model's {number} {number_name}; choose a divisor of {number}")
+        raise LayoutError(
+            f"layout {divisor_name}={divisor} does not divide the model's {number} {number_name}; choose a divisor of {number}"
+        )
