@@ -16,6 +16,7 @@ from pathlib import Path
 from absl import app, flags
 
 from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig
+from jdisagg.dispatch.frontend import ChatMessage, ChatPrompt
 from jdisagg.errors import JdisaggError
 from jdisagg.layout.axes import Layout
 from jdisagg.request import StreamEvent
@@ -103,10 +104,8 @@ async def _generate(config: EngineConfig, prompts: list[str]) -> None:
 
 
 async def _stream(deployment: Deployment, prompt: str, queue: asyncio.Queue[StreamEvent | None]) -> None:
-    messages = [{"role": "user", "content": prompt}]
-    text = deployment.tokenizer.apply_chat_template(messages) if _CHAT.value else prompt
     request = await deployment.frontend.build_request(
-        text,
+        ChatPrompt((ChatMessage("user", prompt),)) if _CHAT.value else prompt,
         max_tokens=_MAX_TOKENS.value,
         temperature=_TEMPERATURE.value,
         top_k=_TOP_K.value,
@@ -133,7 +132,8 @@ async def _print(config: EngineConfig, events: AsyncIterator[StreamEvent], label
             times, usage = event.timings, event.usage
             summary = (
                 f"{label}TTFT {times.ttft_seconds * 1e3:.1f} ms, TPOT {times.tpot_seconds * 1e3:.2f} ms, "
-                f"{usage.prompt_tokens} + {usage.completion_tokens} tokens, {times.kv_bytes_moved} KV bytes moved, {config.mode.value} {layouts}"
+                f"{usage.prompt_tokens} + {usage.completion_tokens} tokens, {times.kv_bytes_moved} KV bytes moved, "
+                f"{config.mode.value} {layouts}"
             )
             print(flush=True)
             print(summary, file=sys.stderr)
