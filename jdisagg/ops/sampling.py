@@ -32,6 +32,7 @@ from jdisagg.ops import randomness, selection
 INVALID_TOKEN = -1
 SMALL_TOP_K = 64
 _LEAST_TEMPERATURE = np.float32(1e-6)
+_LEAST_TOP_P = np.float32(1e-30)
 _RERUN_ROWS = 4
 
 
@@ -67,12 +68,12 @@ def sample(logits_BV: jax.Array, rows: SamplingRows) -> jax.Array:
     weight_BV = jnp.exp((logits_BV - largest_B[:, None]) * scale_B[:, None])
     bits_BV = randomness.random_bits(randomness.row_keys(rows.seed, rows.child, rows.position), logits_BV.shape[1])
     threshold_B = _top_k_threshold(logits_BV, jnp.where(drawn_B, rows.top_k, 0))
-    kept_BV = (logits_BV >= threshold_B[:, None]) & (weight_BV >= rows.min_p[:, None])
-    drawn_score_BV = jnp.where(kept_BV, weight_BV / randomness.exponential(bits_BV), -1)
+    weight_BV = jnp.where(logits_BV >= threshold_B[:, None], weight_BV, 0)
+    drawn_score_BV = jnp.where(weight_BV >= rows.min_p[:, None], weight_BV / randomness.exponential(bits_BV), -1)
     # A greedy row runs the same race with its logits alone as the score, so that one argmax serves all rows.
     score_BV = jnp.where(greedy_B[:, None], logits_BV, drawn_score_BV)
 
-    token_B = _in_nucleus(score_BV, logits_BV, weight_BV, threshold_B, jnp.where(drawn_B, rows.top_p, 1))
+    token_B = _in_nucleus(score_BV, logits_BV, weight_BV, jnp.where(drawn_B, rows.top_p, 1))
     return jnp.where(valid_B, token_B, INVALID_TOKEN)
 
 
@@ -91,7 +92,7 @@ def _top_k_threshold(logits_BV: jax.Array, top_k_B: jax.Array) -> jax.Array:
     return jnp.where(small_B, kth_B, separating_B)
 
 
-def _in_nucleus(score_BV: jax.Array, logits_BV: jax.Array, weight_BV: jax.Array, threshold_B: jax.Array, top_p_B: jax.Array) -> jax.Array:
+def _in_nucleus(score_BV: jax.Array, logits_BV: jax.Array, weight_BV: jax.Array, top_p_B: jax.Array) -> jax.Array:
     """int32 [B]: the winner of the race within each row's nucleus. Rows with top_p 1 take the first winner.
 
     Few rows lose their first winner, so the race is run again for _RERUN_ROWS rows at a time: the work is that of the rows concerned.
@@ -99,9 +100,8 @@ def _in_nucleus(score_BV: jax.Array, logits_BV: jax.Array, weight_BV: jax.Array,
     first_B = selection.argmax(score_BV)
 
     def race() -> jax.Array:
-        allowed_B = top_p_B * jnp.sum(jnp.where(logits_BV >= threshold_B[:, None], weight_BV, 0), axis=-1)
         bound_B = _at(logits_BV, first_B)
-        waiting_B = (top_p_B < 1) & _outside(logits_BV, weight_BV, bound_B, allowed_B)
+        waiting_B = (top_p_B < 1) & _outside(logits_BV, weight_BV, bound_B, top_p_B)
 
         def rerun(state: _Race) -> _Race:
             _, rows_R = lax.top_k(state.waiting_B.astype(jnp.int32), min(_RERUN_ROWS, top_p_B.shape[0]))
@@ -109,7 +109,7 @@ def _in_nucleus(score_BV: jax.Array, logits_BV: jax.Array, weight_BV: jax.Array,
             waiting_R, bound_R = state.waiting_B[rows_R], state.bound_B[rows_R]
             token_R = selection.argmax(jnp.where(logits_RV > bound_R[:, None], score_RV, -1))
             bound_R = _at(logits_RV, token_R)
-            outside_R = _outside(logits_RV, weight_RV, bound_R, allowed_B[rows_R])
+            outside_R = _outside(logits_RV, weight_RV, bound_R, top_p_B[rows_R])
             return _Race(
                 state.token_B.at[rows_R].set(jnp.where(waiting_R, token_R, state.token_B[rows_R])),
                 state.bound_B.at[rows_R].set(bound_R),
@@ -127,13 +127,13 @@ class _Race(NamedTuple):
     waiting_B: jax.Array  # whether the token lies outside the nucleus
 
 
-def _outside(logits_BV: jax.Array, weight_BV: jax.Array, bound_B: jax.Array, allowed_B: jax.Array) -> jax.Array:
-    """bool [B]: whether a token of logit `bound` is outside the nucleus: logits above it have at least the allowed weight.
+def _outside(logits_BV: jax.Array, weight_BV: jax.Array, bound_B: jax.Array, top_p_B: jax.Array) -> jax.Array:
+    """bool [B]: whether a token of logit `bound` is outside the nucleus: larger logits have at least top_p of the weight.
 
-    Where they have none it is the most likely token, which is always in, even where top_p underflows.
+    larger >= p * total, as (1 - p) * larger - p * rest >= 0: one sum. The most likely token is in: p * rest must not underflow.
     """
-    larger_B = jnp.sum(jnp.where(logits_BV > bound_B[:, None], weight_BV, 0), axis=-1)
-    return (larger_B >= allowed_B) & (larger_B > 0)
+    p_B1 = jnp.maximum(top_p_B, _LEAST_TOP_P)[:, None]
+    return jnp.sum(jnp.where(logits_BV > bound_B[:, None], 1 - p_B1, -p_B1) * weight_BV, axis=-1) >= 0
 
 
 def _nan_to_inf(x_BV: jax.Array) -> jax.Array:
