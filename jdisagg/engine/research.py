@@ -166,6 +166,11 @@ class Engine:
             self._instances[key] = ResearchInstance(f"research-{layout}", loaded, layout, limits, self.channel)
         return self._instances[key]
 
+    @property
+    def instances(self) -> list[ResearchInstance]:
+        """What has been built so far."""
+        return list(self._instances.values())
+
     def close(self) -> None:
         """Ends all sessions and frees all meshes. Caches in the hand stay valid. Idempotent."""
         for session in list(self.sessions.values()):
