@@ -79,7 +79,6 @@ class DecodeBatches:
             return None
         self._issued[step] = tuple(issued)
         sampling = [row.sequence.group.request.sampling for rows in issued for row in rows]
-        admitted = {(admit.rank, admit.slot) for admit in admits}
         return DecodeSteps(
             step=step,
             steps=steps,
@@ -87,7 +86,7 @@ class DecodeBatches:
             shaped=any(params.shaped for params in sampling),
             sampled=any(not params.greedy for params in sampling),
             admits=tuple(admits),
-            grows=tuple(grow for grow in grows if (grow.rank, grow.slot) not in admitted),
+            grows=tuple(grows),
         )
 
     def apply(self, result: DecodeResult) -> None:
@@ -122,6 +121,7 @@ class DecodeBatches:
             self._state.news.append(progress)
 
     def _grow_running(self, steps: int) -> list[SlotGrow]:
+        """Oldest first, and the victim is the youngest: who has grown in this plan is not preempted in it."""
         grows: list[SlotGrow] = []
         for child in self._state.sequences(stage=Stage.RUNNING):
             if child.stage is not Stage.RUNNING or child.issued_position >= child.limit:
@@ -130,7 +130,7 @@ class DecodeBatches:
                 pages = self._state.ledgers[child.rank].pages(child.key)
                 child.issued_limit = min(child.limit, len(pages) * self._state.limits.page_size)
                 grows.append(SlotGrow(child.rank, child.slot, child.issued_limit, pages))
-        return [grow for grow in grows if self._state.slots[grow.rank][grow.slot] is not None]
+        return grows
 
     def _grow(self, child: Sequence) -> bool:
         """Extends by a growth step, or by what there is; preempts only when the child could not make a single step."""

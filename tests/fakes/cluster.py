@@ -5,7 +5,7 @@
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from jdisagg.config import InstanceConfig, LimitsConfig, Mode
@@ -90,8 +90,10 @@ class Cluster:
         costs: Costs | None = None,
         seed: int = 0,
         wire: bool = False,
+        wrap_prefill: Callable[[PrefillPort], PrefillPort] = lambda port: port,
+        wrap_decode: Callable[[DecodePort], DecodePort] = lambda port: port,
     ) -> None:
-        """`wire`: every port call goes through the wire format and back."""
+        """`wire`: every port call goes through the wire format and back. The wraps stand between path and workers."""
         config = InstanceConfig(growth_tokens=growth_tokens, steps_per_dispatch=steps_per_dispatch, queue_limit=queue_limit)
         self.mode = mode
         self.limits = limits or LimitsConfig()
@@ -106,9 +108,14 @@ class Cluster:
         self.decode = DecodeWorker("decode0", self.decode_mesh, config, mode, self.limits, peers, self.clock, self.new_id)
         prefill_port: PrefillPort = WirePrefillLoopback(self.prefill) if wire else self.prefill
         decode_port: DecodePort = WireDecodeLoopback(self.decode) if wire else self.decode
-        prefills = {"prefill0": prefill_port} if mode is Mode.DISAGGREGATED else {}
+        prefills = {"prefill0": wrap_prefill(prefill_port)} if mode is Mode.DISAGGREGATED else {}
         self.path = RequestPath(
-            prefills, {"decode0": decode_port}, lambda request: ToyText(request.sampling.stop), self.limits, self.clock, self.new_id
+            prefills,
+            {"decode0": wrap_decode(decode_port)},
+            lambda request: ToyText(request.sampling.stop),
+            self.limits,
+            self.clock,
+            self.new_id,
         )
 
     def new_id(self) -> int:

@@ -234,3 +234,35 @@ def test_a_reader_that_never_reads_stops_no_other_stream() -> None:
             await cluster.check_quiet()
 
     run_virtually(main)
+
+
+@pytest.mark.parametrize("spans_read", [1, 3])
+def test_closing_the_spans_cancels(spans_read: int) -> None:
+    async def main() -> None:
+        async with Cluster(Mode.CHUNKED) as cluster:
+            reservation = await cluster.decode.reserve(reserve_call(max_tokens=90))
+            spans = cluster.decode.generate(GenerateCall(reservation.reservation_id, 1, 100.0))
+            for _ in range(spans_read):
+                await anext(spans)
+            await spans.aclose()  # type: ignore[attr-defined]
+            await cluster.check_quiet()
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize("mode", [Mode.CHUNKED, Mode.UNIFIED])
+@pytest.mark.parametrize("after_seconds", [0.0005, 0.002, 0.004])
+def test_a_prompt_cancelled_between_its_chunks_writes_no_more(mode: Mode, after_seconds: float) -> None:
+    async def main() -> None:
+        async with Cluster(mode) as cluster:
+            reservation = await cluster.decode.reserve(reserve_call(prompt_tokens=100, max_tokens=20))
+            generating = asyncio.create_task(spans_of(cluster.decode, reservation.reservation_id))
+            await asyncio.sleep(after_seconds)
+            await cluster.decode.cancel(reservation.reservation_id)
+            assert await generating == []
+            issued = sum(isinstance(command, PrefillChunk) for command in cluster.decode_mesh.log)
+            await asyncio.sleep(1.0)
+            assert sum(isinstance(command, PrefillChunk) for command in cluster.decode_mesh.log) == issued < 7
+            await cluster.check_quiet()
+
+    run_virtually(main)

@@ -189,3 +189,16 @@ def test_prompts_are_spread_over_the_ranks() -> None:
             await cluster.check_quiet()
 
     run_virtually(main)
+
+
+def test_a_caller_that_goes_away_frees_its_prompt() -> None:
+    async def main() -> None:
+        async with Cluster() as cluster:
+            for number, after_seconds in enumerate([0.0, 0.0005, 0.003]):
+                calling = asyncio.create_task(cluster.prefill.prefill(prefill_call(number, handoff_id=number, prompt_tokens=60)))
+                await asyncio.sleep(after_seconds)
+                calling.cancel()
+                await asyncio.gather(calling, return_exceptions=True)
+                await cluster.check_quiet()
+
+    run_virtually(main)

@@ -1,0 +1,98 @@
+"""Late replies and lost cancellations between path and workers: order is kept, everything is freed, preemption is no failure."""
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jdisagg.config import LimitsConfig, Mode
+from jdisagg.dispatch.ports import DecodePort, PrefillPort
+from tests.dispatch.test_request_path_storms import mixed_requests, stream_all
+from tests.fakes.cluster import Cluster, toy_request
+from tests.fakes.fake_executor import Costs, toy_limits
+from tests.fakes.lossy_ports import LossyDecode, LossyPrefill
+from tests.fakes.virtual_time import run_virtually
+
+
+@pytest.mark.parametrize(("prefill_late", "decode_late"), [(0.5, 0.0), (0.0, 0.05), (0.3, 0.05)])
+def test_late_replies_change_no_token_and_a_preemption_is_no_failure(prefill_late: float, decode_late: float) -> None:
+    async def main() -> None:
+        async with Cluster(
+            decode=toy_limits(pages_per_rank=14),
+            growth_tokens=1,
+            costs=Costs(pull=0.02),
+            limits=LimitsConfig(max_attempts=1),
+            wrap_prefill=lambda port: LossyPrefill(port, prefill_late),
+            wrap_decode=lambda port: LossyDecode(port, decode_late),
+        ) as cluster:
+            assert await stream_all(cluster, mixed_requests(10)) > 0
+            assert cluster.path.counters["legs_failed"] == 0
+
+    run_virtually(main)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    mode=st.sampled_from(list(Mode)),
+    n=st.integers(1, 3),
+    cancel_after=st.floats(0, 0.08),
+    pages=st.sampled_from([17, 64]),
+    decode_late=st.sampled_from([0.0, 0.02]),
+)
+def test_explicit_cancels_free_everything_when_closing_is_lost(
+    mode: Mode, n: int, cancel_after: float, pages: int, decode_late: float
+) -> None:
+    async def main() -> None:
+        async with Cluster(
+            mode,
+            decode=toy_limits(pages_per_rank=pages),
+            costs=Costs(prefill_token=1e-3, decode_step=2e-3),
+            wrap_prefill=LossyPrefill,
+            wrap_decode=lambda port: LossyDecode(port, decode_late),
+        ) as cluster:
+            stays = [toy_request(number, prompt_tokens=3, max_tokens=30) for number in (0, 2)]
+            leaving = asyncio.create_task(cluster.collect(toy_request(1, prompt_tokens=40, n=n, max_tokens=25, temperature=1.0)))
+            await asyncio.sleep(0)
+            staying = [asyncio.create_task(cluster.collect(request)) for request in stays]
+            await asyncio.sleep(cancel_after)
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+            for request, answer in zip(stays, await asyncio.gather(*staying), strict=True):
+                cluster.check_against_oracle(request, answer)
+            await cluster.check_quiet()
+
+    run_virtually(main)
+
+
+def test_every_call_of_a_request_carries_its_age() -> None:
+    ports: list[LossyDecode] = []
+    prefills: list[LossyPrefill] = []
+
+    def wrap(port: DecodePort) -> LossyDecode:
+        ports.append(LossyDecode(port))
+        return ports[-1]
+
+    def wrap_prefill(port: PrefillPort) -> LossyPrefill:
+        prefills.append(LossyPrefill(port))
+        return prefills[-1]
+
+    async def main() -> None:
+        tight = toy_limits(pages_per_rank=14)
+        async with Cluster(decode=tight, growth_tokens=1, wrap_decode=wrap, wrap_prefill=wrap_prefill) as cluster:
+            requests = [toy_request(number, max_tokens=30) for number in range(5)]
+            started: dict[str, float] = {}
+            tasks = []
+            for request in requests:
+                started[request.request_id] = asyncio.get_running_loop().time()
+                tasks.append(asyncio.create_task(cluster.collect(request)))
+                await asyncio.sleep(0.03)
+            await asyncio.gather(*tasks)
+            calls = ports[0].calls
+            again = [call for _, call in calls if call.attempt > 1]
+            assert again and all(call.children[0].accepted for call in again)
+            for at, call in calls:
+                assert call.age_seconds == pytest.approx(at - started[call.request.request_id])
+            assert all(call.age_seconds > 0 for call in prefills[0].calls if call.attempt > 1)
+
+    run_virtually(main)

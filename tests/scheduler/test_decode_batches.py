@@ -1,0 +1,136 @@
+"""The decode scheduler by hand: plans, results that come one step late, overrun, growth, preemption."""
+
+from dataclasses import replace
+
+from jdisagg.request import FinishReason
+from jdisagg.scheduler.commands import DecodeResult, DecodeSteps, MeshLimits, SampledToken
+from jdisagg.scheduler.decode_batches import DecodeBatches
+from jdisagg.scheduler.decode_state import DecodeState
+from jdisagg.scheduler.handoff import HandoffEvent
+from jdisagg.scheduler.reservations import Reservations
+from jdisagg.scheduler.sequences import Group, Stage
+from tests.fakes.cluster import toy_request
+from tests.fakes.fake_executor import toy_limits
+
+STOP = 99
+
+
+class Bench:
+    """A state with its two deciders, and short names for what a worker would do."""
+
+    def __init__(self, limits: MeshLimits, growth_tokens: int = 4, steps: int = 1) -> None:
+        self.state = DecodeState(limits)
+        self.reservations = Reservations(self.state, growth_tokens)
+        self.batches = DecodeBatches(self.state, growth_tokens, steps)
+        self.step = 0
+
+    def ready(self, number: int, prompt_tokens: int = 4, max_tokens: int = 20, first: int = 1) -> Group:
+        request = replace(toy_request(number, prompt_tokens, max_tokens=max_tokens), stop_ids=(STOP,))
+        self.reservations.enqueue(request, 1, ((0, ()),), arrival=float(number))
+        (group,) = self.reservations.grant(lease_until=9.0)
+        group.handoff = group.handoff.move(HandoffEvent.GENERATE, 9.0)
+        self.batches.ready(group, (SampledToken(group.key, 0, first),), 0, 9.0)
+        return group
+
+    def plan(self, quiet: bool = True) -> DecodeSteps:
+        self.step += 1
+        plan = self.batches.next_step(self.step, quiet)
+        assert plan is not None
+        return plan
+
+    def result(self, plan: DecodeSteps, *rows: tuple[int, ...]) -> None:
+        self.batches.apply(DecodeResult(plan.step, (rows,)))
+
+
+def test_the_next_step_is_planned_before_the_last_is_read() -> None:
+    bench = Bench(toy_limits())
+    group = bench.ready(1)
+    first, second = bench.plan(), bench.plan()
+    assert first.admits[0].position == 4 and not second.admits
+    bench.result(first, (2,))
+    bench.result(second, (3,))
+    assert group.children[0].generated == [1, 2, 3]
+
+
+def test_tokens_behind_a_stop_are_overrun_and_dropped() -> None:
+    bench = Bench(toy_limits(), steps=3)
+    group = bench.ready(1)
+    bench.result(bench.plan(), (5,))
+    wide, late = bench.plan(), bench.plan()
+    assert wide.steps == 3
+    bench.state.take_news()
+    bench.result(wide, (6, STOP, 7))
+    bench.result(late, (8, 9, 10))
+    assert group.children[0].generated == [1, 5, 6, STOP]
+    news = bench.state.take_news()
+    assert [(progress.token_ids, progress.finish) for progress in news] == [((6, STOP), FinishReason.STOP)]
+    assert bench.state.ledgers[0].free_pages == 64
+
+
+def test_a_sequence_is_stepped_to_its_limit_and_no_further() -> None:
+    bench = Bench(toy_limits(), steps=4)
+    bench.ready(1, max_tokens=4)
+    admit = bench.plan()
+    assert admit.admits[0].limit == 4 + 4 - 1
+    last = bench.plan()
+    assert bench.batches.next_step(9, True) is None, "nothing is left to issue, though nothing is read"
+    bench.result(admit, (2,))
+    bench.result(last, (3, 4, -1, -1))
+    assert bench.state.take_news()[-1].finish is FinishReason.LENGTH
+
+
+def test_growth_comes_before_the_limit_is_reached() -> None:
+    bench = Bench(toy_limits(page_size=4), growth_tokens=4)
+    bench.ready(1, max_tokens=20)
+    plans = [bench.plan() for _ in range(6)]
+    assert plans[0].admits[0].limit == 8
+    assert [[(grow.limit, len(grow.pages)) for grow in plan.grows] for plan in plans] == [[], [], [], [], [(12, 3)], []]
+
+
+def test_the_youngest_is_preempted_and_its_tokens_in_flight_are_dropped() -> None:
+    bench = Bench(toy_limits(pages_per_rank=5, page_size=4), growth_tokens=1)
+    old, young = bench.ready(1), bench.ready(2)
+    in_flight = [bench.plan() for _ in range(5)]
+    for plan in in_flight:
+        rows = ((2,),) if len(plan.slots[0]) == 1 else ((2,), (3,))
+        bench.result(plan, *rows)
+    assert (old.children[0].stage, young.children[0].stage) == (Stage.RUNNING, Stage.ENDED)
+    preempted = [progress for progress in bench.state.take_news() if progress.preempted]
+    assert len(preempted) == 1 and preempted[0].first_index == len(young.children[0].generated) == 1
+    assert bench.state.preemptions == 1
+
+
+def test_a_lone_sequence_that_fits_the_rank_is_never_preempted() -> None:
+    bench = Bench(toy_limits(pages_per_rank=6, page_size=4), growth_tokens=1)
+    group = bench.ready(1, max_tokens=20)
+    for token in range(19):
+        bench.result(bench.plan(), (token,))
+    assert bench.state.take_news()[-1].finish is FinishReason.LENGTH and bench.state.preemptions == 0
+    assert len(group.children[0].generated) == 20
+
+
+def test_ready_sequences_wait_for_a_slot_oldest_first() -> None:
+    bench = Bench(toy_limits(slots_per_rank=1))
+    running = bench.ready(1)
+    bench.plan()
+    waiting = bench.ready(2)
+    assert not bench.plan().admits
+    bench.state.end_group(running)
+    plan = bench.plan()
+    assert [admit.sequence for admit in plan.admits] == [waiting.children[0].key] and plan.slots == ((0,),)
+
+
+def test_shaped_and_sampled_say_what_the_active_slots_need() -> None:
+    bench = Bench(toy_limits())
+    bench.ready(1)
+    plan = bench.plan()
+    assert not plan.shaped and not plan.sampled
+    request = toy_request(2, temperature=0.7, presence_penalty=1.0)
+    bench.reservations.enqueue(request, 1, ((0, ()),), arrival=2.0)
+    (group,) = bench.reservations.grant(9.0)
+    group.handoff = group.handoff.move(HandoffEvent.GENERATE, 9.0)
+    bench.batches.ready(group, (SampledToken(group.key, 0, 42),), 0, 9.0)
+    plan = bench.plan()
+    assert plan.shaped and plan.sampled
+    assert plan.admits[0].sample.prompt_history == request.prompt_token_ids
+    assert plan.admits[0].sample.output_history == (42,), "the slot's own token is part of the history"
