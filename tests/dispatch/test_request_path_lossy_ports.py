@@ -15,13 +15,14 @@ from tests.fakes.lossy_ports import LossyDecode, LossyPrefill
 from tests.fakes.virtual_time import run_virtually
 
 
+@pytest.mark.parametrize("prefill_token", [1e-4, 2e-2])
 @pytest.mark.parametrize(("prefill_late", "decode_late"), [(0.5, 0.0), (0.0, 0.05), (0.3, 0.05)])
-def test_late_replies_change_no_token_and_a_preemption_is_no_failure(prefill_late: float, decode_late: float) -> None:
+def test_late_replies_change_no_token_and_a_preemption_is_no_failure(prefill_late: float, decode_late: float, prefill_token: float) -> None:
     async def main() -> None:
         async with Cluster(
             decode=toy_limits(pages_per_rank=14),
             growth_tokens=1,
-            costs=Costs(pull=0.02),
+            costs=Costs(pull=0.02, prefill_token=prefill_token),
             limits=LimitsConfig(max_attempts=1),
             wrap_prefill=lambda port: LossyPrefill(port, prefill_late),
             wrap_decode=lambda port: LossyDecode(port, decode_late),
@@ -61,6 +62,21 @@ def test_explicit_cancels_free_everything_when_closing_is_lost(
             for request, answer in zip(stays, await asyncio.gather(*staying), strict=True):
                 cluster.check_against_oracle(request, answer)
             await cluster.check_quiet()
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("cancel_after", [0.0, 0.01, 0.05, 0.3])
+def test_a_lost_close_leaves_nothing_running_right_after_a_cancel(mode: Mode, cancel_after: float) -> None:
+    async def main() -> None:
+        costs = Costs(prefill_token=1e-3, decode_step=0.1)
+        async with Cluster(mode, costs=costs, wrap_prefill=LossyPrefill, wrap_decode=LossyDecode) as cluster:
+            leaving = asyncio.create_task(cluster.collect(toy_request(1, prompt_tokens=40, max_tokens=80)))
+            await asyncio.sleep(cancel_after)
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+            await cluster.check_quiet(settle_seconds=0.02)
 
     run_virtually(main)
 

@@ -245,7 +245,7 @@ def test_closing_the_spans_cancels(spans_read: int) -> None:
             for _ in range(spans_read):
                 await anext(spans)
             await spans.aclose()  # type: ignore[attr-defined]
-            await cluster.check_quiet()
+            await cluster.check_quiet(settle_seconds=0.02)
 
     run_virtually(main)
 
