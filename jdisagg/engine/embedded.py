@@ -20,7 +20,7 @@ from jdisagg.dispatch.token_stream import Detokenizer, TokenStream
 from jdisagg.engine.limits import mesh_limits
 from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
-from jdisagg.executor.warm_up import warm_up_steps
+from jdisagg.executor.warm_up import block_lengths, warm_up_steps
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.model_api import Model
@@ -115,12 +115,25 @@ class EmbeddedCluster:
         """Compiles every program where the configuration says so, then starts the workers."""
         if self.config.warm_up:
             steps = [(instance.executor, step) for instance in self.instances for step in warm_up_steps(instance.executor)]
+            steps += [(self.decode.executor, step) for step in self._channel_steps()]
             for done, (executor, step) in enumerate(steps):
                 await executor.on_dispatch_thread(step)
                 if progress:
                     progress(done + 1, len(steps))
         for worker in self._workers:
             await worker.start()
+
+    def _channel_steps(self) -> list[Callable[[], None]]:
+        """What the channel compiles for each shape of block."""
+        if not self.prefill:
+            return []
+        source, executor = self.prefill.loaded.mesh, self.decode.executor
+        heads = self.kv_spec.kv_heads
+        blocks = [(group, tokens) for group in range(executor.limits.layer_groups) for tokens in block_lengths(self.prefill.executor.limits)]
+        return [
+            lambda group=group, tokens=tokens: self.channel.warm_up(source, executor.pull_target(group, tokens, 0), heads)
+            for group, tokens in blocks
+        ]
 
     def stream(self, request: Request) -> AsyncIterator[StreamEvent]:
         return self.path.stream(request)

@@ -138,10 +138,13 @@ class MeshExecutor:
 
     def warm_insert(self, group: int, tokens: int) -> None:
         """Inserts a block of which no token is valid."""
-        zeros = self._zero_block(group, tokens)
+        target = self.pull_target(group, tokens, 0)
         local_heads = self.limits.kv_spec.kv_heads // self.mesh.shape["kv"]
-        pieces = local_heads // PullTarget(zeros, 0).granule
-        self._blocks.insert(group, (zeros,) * pieces, 0, 0, 0, (0,))
+        self._blocks.insert(group, (target.zeros,) * (local_heads // target.granule), 0, 0, 0, (0,))
+
+    def pull_target(self, group: int, tokens: int, rank: int) -> PullTarget:
+        """Where a block of this shape goes on this mesh. On the dispatch thread."""
+        return PullTarget(self._zero_block(group, tokens), rank)
 
     def _issue(self, command: StepCommand) -> Waiting:
         match command:
@@ -192,7 +195,7 @@ class MeshExecutor:
         return DecodeReading(command, chosen, wanted)
 
     def _run_pull(self, command: PullBlock) -> Waiting:
-        target = PullTarget(self._zero_block(command.group, command.block_tokens), command.rank)
+        target = self.pull_target(command.group, command.block_tokens, command.rank)
         pull = self._channel.pull(command.offer_id, target, command.deadline_seconds)
         self._pulls[command.offer_id] = pull
         return PullReading(command.step, command.offer_id, pull)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import jax
-import numpy as np
 
 from jdisagg.errors import UnavailableError
 from jdisagg.executor.choose import BROKEN_LOGITS, Chosen
@@ -106,7 +105,7 @@ class _Host:
     """One step's choices as numpy arrays."""
 
     def __init__(self, chosen: Chosen) -> None:
-        self._token, *self._rest = (None if array is None else np.asarray(array) for array in chosen[:4])
+        self._token, *self._rest = (None if array is None else jax.device_get(array) for array in chosen[:4])
 
     def token(self, rank: int, row: int) -> int:
         assert self._token is not None

@@ -121,11 +121,12 @@ class InProcessChannel:
     def warm_up(self, source_mesh: jax.sharding.Mesh, target: PullTarget, kv_heads: int) -> None:
         """Compiles what pulls from this mesh to targets like this one will run: the cuts, where a shard is several pieces."""
         _, components, _, tokens, head_size = target.zeros.shape
-        local = kv_heads // source_mesh.shape["kv"]
-        shard = np.zeros((1, components, local, tokens, head_size), target.zeros.dtype)
-        if local > target.granule:
-            for device in block_sharding(source_mesh).addressable_devices:
-                _cut(jax.device_put(shard, device), local // target.granule)
+        pieces = kv_heads // source_mesh.shape["kv"] // target.granule
+        if pieces > 1:
+            shape = (source_mesh.shape["dp"], components, kv_heads, tokens, head_size)
+            block = jax.device_put(np.zeros(shape, target.zeros.dtype), block_sharding(source_mesh))
+            for shard in block.addressable_shards:  # shards as an offer holds them: on one device they keep the mesh's sharding
+                _cut(shard.data, pieces)
 
     def offered(self) -> Offered:
         with self._lock:

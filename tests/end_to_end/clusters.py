@@ -44,7 +44,9 @@ def config(
     growth: int = 64,
     steps: int = 1,
 ) -> EngineConfig:
-    common = InstanceConfig(chunk_tokens=chunk, min_chunk_tokens=min(chunk, 64), slots_per_rank=slots, growth_tokens=growth, steps_per_dispatch=steps)
+    common = InstanceConfig(
+        chunk_tokens=chunk, min_chunk_tokens=min(chunk, 64), slots_per_rank=slots, growth_tokens=growth, steps_per_dispatch=steps
+    )
     return EngineConfig(
         model=ModelConfig(str(directory), dtype, context),
         mode=mode,

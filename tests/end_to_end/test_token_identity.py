@@ -9,7 +9,8 @@ from jdisagg.request import Request
 from jdisagg.scheduler.commands import DecodeSteps, InsertBlock, PrefillChunk
 from tests.end_to_end.clusters import Completed, Running, config, running
 
-WORDS = "once upon a time there was a little dog who lived in the forest and it liked to play with a red ball under the big tree".split()
+SENTENCE = "once upon a time there was a little dog who lived in the forest and it liked to play with a red ball under the big tree"
+WORDS = SENTENCE.split()
 
 
 def mixed_requests(run: Running) -> list[Request]:
@@ -88,7 +89,7 @@ async def test_all_at_once_on_one_mesh_gives_the_same_streams(mode):
 
 @pytest.mark.parametrize(("mode", "steps"), [(Mode.DISAGGREGATED, 1), (Mode.DISAGGREGATED, 4), (Mode.CHUNKED, 1)])
 async def test_preemption_changes_no_stream(mode, steps):
-    engine = config(mode, "tp=1", "dp=2", decode_page=8, pages=60, growth=8, steps=steps)
+    engine = config(mode, "tp=1", "dp=2", decode_page=8, pages=60, growth=1, steps=steps)
     async with running(engine) as run:
         requests = mixed_requests(run)
         # Short prompts first: many sequences then grow at once, and together outgrow their pages.
@@ -97,6 +98,7 @@ async def test_preemption_changes_no_stream(mode, steps):
         done = [completed[index] for index in range(len(requests))]
         preemptions = sum(status.preemptions for status in await run.cluster.status())
     assert preemptions > 0, "the pages were not few enough"
-    assert sum(one.last.timings.preemptions for one in done if one.last and one.last.timings) == preemptions
+    noticed = sum(one.last.timings.preemptions for one in done if one.last and one.last.timings)
+    assert 0 < noticed <= preemptions  # a child may be preempted just when its stop string ends it
     assert streams(done) == await reference()
 

@@ -1,0 +1,65 @@
+"""Rule 12: after warm-up nothing is compiled, whatever the mix of requests; and nothing but tokens is read back."""
+
+import jax
+import pytest
+
+from jdisagg.config import Mode
+from tests.end_to_end.clusters import config, running
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+class Compilations:
+    """Counts what JAX itself reports, beside our own count."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> "Compilations":
+        jax.monitoring.register_event_duration_secs_listener(self._heard)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._heard)
+
+    def _heard(self, event: str, duration: float, **_: object) -> None:
+        self.count += event == COMPILE_EVENT
+
+
+def test_the_count_sees_a_compilation():
+    with Compilations() as seen:
+        jax.jit(lambda x: x * 3 + 1).lower(jax.ShapeDtypeStruct((7, 3), "float32")).compile()
+    assert seen.count == 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "prefill", "decode"),
+    [(Mode.DISAGGREGATED, "tp=1", "dp=2,tp=2"), (Mode.DISAGGREGATED, "dp=2,tp=2", "tp=1"), (Mode.CHUNKED, "", "dp=2")],
+)
+async def test_nothing_is_compiled_after_warm_up(mode, prefill, decode):
+    engine = config(mode, prefill or "tp=1", decode, chunk=64, slots=4, decode_page=8, warm_up=True, pages=40, growth=8, context=256)
+    async with running(engine) as run:
+        before = run.cluster.compilations
+        requests = [
+            run.request("a dog", "a", max_tokens=40, ignore_eos=True),
+            run.request("a cat and a dog " * 20, "b", max_tokens=9, temperature=0.7, top_p=0.9, seed=3),
+            run.request("one " * 100, "c", max_tokens=30, presence_penalty=0.5, repetition_penalty=1.1, logprobs=2, n=2, ignore_eos=True),
+            run.request("the", "d", max_tokens=60, min_tokens=9, logit_bias=((9, 2.0),), temperature=1.0, seed=1),
+            *(run.request("run " * (3 * index + 1), f"e{index}", max_tokens=50, ignore_eos=True) for index in range(12)),
+        ]
+        with Compilations() as seen:
+            await run.complete_all(requests)
+        assert seen.count == 0
+        assert run.cluster.compilations == before
+
+
+async def test_the_host_reads_tokens_and_nothing_else():
+    """Every array that comes back is read through `jax.device_get`, which this guard allows; any other way it forbids (on CPU, where
+    host and device share memory, the guard sees less than on a GPU)."""
+    jax.config.update("jax_transfer_guard_device_to_host", "disallow")
+    try:
+        async with running(config(Mode.DISAGGREGATED, "tp=2", "dp=2")) as run:
+            done = await run.complete(run.request("Once upon a time", max_tokens=20, ignore_eos=True))
+            assert len(done.tokens[0]) == 20
+    finally:
+        jax.config.update("jax_transfer_guard_device_to_host", "allow")
