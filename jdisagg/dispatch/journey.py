@@ -13,7 +13,7 @@ from dataclasses import replace
 from jdisagg.clock import Clock
 from jdisagg.config import LimitsConfig
 from jdisagg.dispatch.child_stream import ChildStream, NewTextStream
-from jdisagg.dispatch.leg import CLOSE_SECONDS, Cluster, Fact, Leg, LegEnded, Preempted, Tokens, Waited
+from jdisagg.dispatch.leg import CLOSE_SECONDS, Cluster, DeadlinePassed, Fact, Leg, LegEnded, Preempted, Tokens, Waited
 from jdisagg.dispatch.ports import Child, WorkerStatus
 from jdisagg.dispatch.timing import Stopwatch
 from jdisagg.errors import DeadlineExceededError, OverloadedError, UnavailableError
@@ -60,6 +60,7 @@ class Journey:
         self._context_tokens = 0
         self._facts: asyncio.Queue[Fact] = asyncio.Queue()
         self._legs: dict[Leg, asyncio.Task[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._children = {index: ChildStream(request, index, new_text(request)) for index in range(request.sampling.n)}
 
@@ -68,15 +69,13 @@ class Journey:
         return any(child.finish is None for child in self._children.values())
 
     def begin(self) -> None:
+        """Starts the first leg, and one timer for the whole request: one for each token would cost more than the token."""
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._facts.put_nowait, DeadlinePassed())
         self._go(tuple(child.child for child in self._children.values()), delay_seconds=0.0)
 
     async def next_fact(self) -> Fact:
-        """Raises DeadlineExceededError when the request's time is over."""
-        try:
-            async with asyncio.timeout(max(0.0, self._deadline - self._clock.now())):
-                return await self._facts.get()
-        except TimeoutError:
-            raise self._too_late() from None
+        """Waits for what comes next; the deadline is a fact too."""
+        return await self._facts.get()
 
     def take(self, fact: Fact) -> StreamEvent | None:
         """What the client gets of it, if anything. Starts the legs that follow; raises what ends the request."""
@@ -92,10 +91,14 @@ class Journey:
                     self._go((self._children[child].child,), delay_seconds=0.0)
             case LegEnded(leg, error):
                 self._take_end(leg, error)
+            case DeadlinePassed():
+                raise self._too_late()
         return None
 
     async def close(self) -> None:
         """Cancels what still runs, on all workers, and waits until it is said."""
+        if self._timer is not None:
+            self._timer.cancel()
         tasks = [*self._legs.values(), *self._closing]
         for task in self._legs.values():
             task.cancel()

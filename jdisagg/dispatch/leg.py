@@ -58,7 +58,12 @@ class LegEnded:
     error: Exception | None
 
 
-Fact = Tokens | Waited | Preempted | LegEnded
+@dataclass(frozen=True, slots=True)
+class DeadlinePassed:
+    """The request's time is over; posted once, by the journey's own timer."""
+
+
+Fact = Tokens | Waited | Preempted | LegEnded | DeadlinePassed
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,7 +135,7 @@ class DecodeWorker:
             if group is not None:
                 group.handoff = group.handoff.move(HandoffEvent.GENERATE, until)
                 self._begin(group, stream, call)
-            while (span := await stream.next(until - self._clock.now())) is not None:
+            while (span := await stream.next()) is not None:
                 yield span
         finally:
             self._drop(call.reservation_id)
