@@ -29,7 +29,7 @@ from jdisagg.ops.prefill_attention import PastPages, prefill_attention
 from jdisagg.scheduler.commands import MeshLimits, PrefillChunk
 
 RANK = P("dp")
-BLOCK_SPEC = P("dp", None, "kv", None, None)
+BLOCK_SPEC = P("dp", None, "kv")  # as `transfer.channel.block_sharding`
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,12 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import jax
-import numpy as np
 
 from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError
 from jdisagg.layout.reshard_plan import ReshardPlan
 from jdisagg.transfer.boxes import HEAD_DIMENSION, plan_handoff, rank_placement
-from jdisagg.transfer.channel import Offered, PullTarget, block_sharding
+from jdisagg.transfer.channel import Offered, PullTarget, resident_zeros
 from jdisagg.transfer.polled_pull import PolledPull
 
 REMEMBERED_IDS = 65536
@@ -121,12 +120,12 @@ class InProcessChannel:
     def warm_up(self, source_mesh: jax.sharding.Mesh, target: PullTarget, kv_heads: int) -> None:
         """Compiles what pulls from this mesh to targets like this one will run: the cuts, where a shard is several pieces."""
         _, components, _, tokens, head_size = target.zeros.shape
-        pieces = kv_heads // source_mesh.shape["kv"] // target.granule
-        if pieces > 1:
-            shape = (source_mesh.shape["dp"], components, kv_heads, tokens, head_size)
-            block = jax.device_put(np.zeros(shape, target.zeros.dtype), block_sharding(source_mesh))
-            for shard in block.addressable_shards:  # shards as an offer holds them: on one device they keep the mesh's sharding
-                _cut(shard.data, pieces)
+        local = kv_heads // source_mesh.shape["kv"]
+        if local > target.granule:
+            # Made by a program, as offered blocks are: on a mesh of one device such a shard keeps the mesh's sharding.
+            block = resident_zeros(source_mesh, components, local, tokens, head_size, target.zeros.dtype)
+            for shard in block.addressable_shards:
+                _cut(shard.data, local // target.granule)
 
     def offered(self) -> Offered:
         with self._lock:
