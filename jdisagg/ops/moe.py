@@ -3,6 +3,7 @@
 Pairs (token, chosen expert) are sorted by local expert and cut into blocks of rows that belong to one expert; a loop runs over
 the blocks that exist, whose number is known only on the device. `lax.ragged_dot` would be simpler, but on CPU and GPU it
 multiplies every row by every expert (75 ms against 5 ms for 32 experts); on TPU it is a grouped product, and is used there.
+Kernels are [in, out] for all types: neither [out, in] nor a barrier before the product gained anything here on CPU.
 
 Three placements (see `layout/axes.py`): experts whole and spread over dp and tp (tokens gathered over dp, results scattered
 back), over tp alone (tokens are already on all of tp), or each split inside over tp. Padding tokens are routed nowhere.
