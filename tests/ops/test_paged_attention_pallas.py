@@ -18,7 +18,7 @@ def run(
     attend = functools.partial(
         paged_attention_pallas.paged_attention, scale=q.shape[-1] ** -0.5, window=window, splits=splits, interpret=True
     )
-    return attend(*(jnp.asarray(x).astype(dtype) for x in (q, k, v)), jnp.asarray(table), jnp.asarray(positions))
+    return jax.jit(attend)(*(jnp.asarray(x).astype(dtype) for x in (q, k, v)), jnp.asarray(table), jnp.asarray(positions))
 
 
 @pytest.mark.parametrize(
