@@ -62,6 +62,13 @@ class UnavailableError(JdisaggError):
     status = "UNAVAILABLE"
 
 
+class BrokenModelError(JdisaggError):
+    """The model computed logits that are not finite for this sequence; another try would do the same. Ends that request alone."""
+
+    def __init__(self) -> None:
+        super().__init__("the model's logits for this request are not finite (NaN or infinity); check the checkpoint and its dtype")
+
+
 class HandoffError(UnavailableError):
     """A hand-off of KV between two workers failed or ran out of time; the path re-enters at the cheapest point."""
 

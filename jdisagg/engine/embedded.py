@@ -143,6 +143,7 @@ class EmbeddedCluster:
 
     async def drain(self) -> None:
         """Returns when running requests have ended; new ones are refused."""
+        await self.path.drain()
         for worker in reversed(self._workers):
             await worker.drain()
 

@@ -16,9 +16,7 @@ from jdisagg.executor.slot_state import RowFormat
 from jdisagg.ops.logit_shaping import logprobs, shape_logits, update_counts
 from jdisagg.ops.sampling import greedy, sample
 from jdisagg.request import MAX_TOP_LOGPROBS
-
-NO_TOKEN = -1
-BROKEN_LOGITS = -2
+from jdisagg.scheduler.commands import BROKEN_TOKEN, NO_TOKEN
 
 
 class Variant(enum.Enum):
@@ -32,7 +30,7 @@ class Variant(enum.Enum):
 
 
 class Chosen(NamedTuple):
-    """`token` int32 [B]: NO_TOKEN where the row is not active, BROKEN_LOGITS where its logits are not finite. The rest is filled
+    """`token` int32 [B]: NO_TOKEN where the row is not active, BROKEN_TOKEN where its logits are not finite. The rest is filled
     by SHAPED alone: log-probability [B], the top ids and log-probabilities [B, 20], and the rows' new counts [B, V]."""
 
     token: jax.Array
@@ -76,4 +74,4 @@ def choose(
 
 
 def _mark(token_B: jax.Array, active_B: jax.Array) -> jax.Array:
-    return jnp.where(active_B, jnp.where(token_B < 0, BROKEN_LOGITS, token_B), NO_TOKEN)
+    return jnp.where(active_B, jnp.where(token_B < 0, BROKEN_TOKEN, token_B), NO_TOKEN)

@@ -25,6 +25,7 @@ from jdisagg.executor.weights import Weights
 from jdisagg.model_api import Attend, Shards
 from jdisagg.ops.kv_pages import write_tokens
 from jdisagg.ops.paged_attention import paged_attention
+from jdisagg.ops.quarantine import reveal, seal
 from jdisagg.scheduler.commands import MeshLimits, SlotAdmit, SlotGrow
 
 ROWS_PER_UPDATE = 8
@@ -133,10 +134,12 @@ class DecodePrograms:
 
             def attend_with(layer_pages: LayerPages) -> Attend:
                 def attend(q_BNH: jax.Array, k_BKH: jax.Array, v_BKH: jax.Array, *, scale: float, window: int | None) -> jax.Array:
+                    k_BKH, v_BKH = seal(k_BKH, v_BKH)
                     k_pages = write_tokens(layer_pages[0], k_BKH, page_B, place_B, unique=True)
                     v_pages = write_tokens(layer_pages[1], v_BKH, page_B, place_B, unique=True)
                     new_pages.append((k_pages, v_pages))
-                    return paged_attention(q_BNH, k_pages, v_pages, table_BN, at_B, scale=scale, window=window, platform=shards.platform)
+                    how = {"scale": scale, "window": window, "platform": shards.platform}
+                    return reveal(paged_attention(q_BNH, k_pages, v_pages, table_BN, at_B, **how))
 
                 return attend
 

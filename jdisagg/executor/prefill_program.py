@@ -26,6 +26,7 @@ from jdisagg.executor.weights import Weights
 from jdisagg.model_api import Attend, Shards
 from jdisagg.ops.kv_pages import token_coordinates, write_tokens
 from jdisagg.ops.prefill_attention import PastPages, prefill_attention
+from jdisagg.ops.quarantine import reveal, seal
 from jdisagg.scheduler.commands import MeshLimits, PrefillChunk
 
 RANK = P("dp")
@@ -153,6 +154,7 @@ class PrefillPrograms:
 
             def attend_with(layer_pages: LayerPages) -> Attend:
                 def attend(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, *, scale: float, window: int | None) -> jax.Array:
+                    k_TKH, v_TKH = seal(k_TKH, v_TKH)
                     # Written before they are read, so that the scatter is ordered before the loop over pages without a copy.
                     k_pages = write_tokens(layer_pages[0], k_TKH, page_T, slot_T, unique=False)
                     v_pages = write_tokens(layer_pages[1], v_TKH, page_T, slot_T, unique=False)
@@ -161,7 +163,7 @@ class PrefillPrograms:
                         emitted.extend((k_TKH.swapaxes(0, 1), v_TKH.swapaxes(0, 1)))
                     cached = PastPages(k_pages, v_pages, table_RN, past_R, continuing[0])
                     how = {"scale": scale, "window": window, "platform": shards.platform, "packed": packed}
-                    return prefill_attention(q_TNH, k_TKH, v_TKH, segment_T, positions_T, cached, **how)
+                    return reveal(prefill_attention(q_TNH, k_TKH, v_TKH, segment_T, positions_T, cached, **how))
 
                 return attend
 

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import jax
 
-from jdisagg.errors import UnavailableError
-from jdisagg.executor.choose import BROKEN_LOGITS, Chosen
+from jdisagg.executor.choose import Chosen
 from jdisagg.request import TokenLogprobs
 from jdisagg.scheduler.commands import DecodeResult, DecodeSteps, Done, PrefillChunk, PrefillResult, PullResult, SampledToken
 from jdisagg.transfer.channel import Pull
@@ -109,10 +108,7 @@ class _Host:
 
     def token(self, rank: int, row: int) -> int:
         assert self._token is not None
-        token = int(self._token[rank, row])
-        if token == BROKEN_LOGITS:
-            raise UnavailableError("the model's logits are not finite (NaN or infinity); check the checkpoint and its dtype")
-        return token
+        return int(self._token[rank, row])
 
     def logprobs(self, rank: int, row: int, wanted: int | None) -> TokenLogprobs | None:
         logprob, top_ids, top = self._rest

@@ -175,7 +175,10 @@ class PrefillResult:
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
-    """`tokens[rank][row][k]` for row i of `slots[rank]`; `logprobs` alike where asked for, else empty."""
+    """`tokens[rank][row][k]` for row i of `slots[rank]`, NO_TOKEN and BROKEN_TOKEN included.
+
+    `logprobs` alike where asked for, else empty.
+    """
 
     step: int
     tokens: tuple[tuple[tuple[int, ...], ...], ...]
@@ -220,6 +223,10 @@ class MeshLimits:
     rows_per_chunk: int
     samples_per_chunk: int
     kv_spec: KVSpec
+
+
+NO_TOKEN = -1  # a slot that stood at its limit
+BROKEN_TOKEN = -2  # a sequence whose logits are not finite
 
 
 class Executor(Protocol):

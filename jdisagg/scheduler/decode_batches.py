@@ -13,7 +13,7 @@ are accepted once, in order.
 from dataclasses import dataclass
 
 from jdisagg.request import FinishReason, TokenLogprobs
-from jdisagg.scheduler.commands import CopyPages, DecodeResult, DecodeSteps, SampledToken, SlotAdmit, SlotGrow
+from jdisagg.scheduler.commands import BROKEN_TOKEN, NO_TOKEN, CopyPages, DecodeResult, DecodeSteps, SampledToken, SlotAdmit, SlotGrow
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.handoff import HandoffEvent
 from jdisagg.scheduler.page_ledger import pages_for
@@ -89,16 +89,21 @@ class DecodeBatches:
             grows=tuple(grows),
         )
 
-    def apply(self, result: DecodeResult) -> None:
-        """Accepts what was read back; news goes to the state."""
+    def apply(self, result: DecodeResult) -> list[Group]:
+        """Accepts what was read back; news goes to the state. Returns the groups whose logits are not finite, for the caller to end."""
+        broken: list[Group] = []
         for rank, rows in enumerate(self._issued.pop(result.step)):
             for row, issued in enumerate(rows):
                 if issued.sequence.stage is not Stage.RUNNING:
                     continue
-                tokens = tuple(token for token in result.tokens[rank][row] if token >= 0)
+                if BROKEN_TOKEN in result.tokens[rank][row]:
+                    broken.append(issued.sequence.group)
+                    continue
+                tokens = tuple(token for token in result.tokens[rank][row] if token != NO_TOKEN)
                 assert len(tokens) == issued.tokens, f"step {result.step}: {len(tokens)} tokens came back, {issued.tokens} were due"
                 logprobs = result.logprobs[rank][row] if result.logprobs else ()
                 self._accept(issued.sequence, tokens, tuple(entry for entry in logprobs if entry is not None))
+        return broken
 
     def forget_all_issued(self) -> None:
         self._issued.clear()

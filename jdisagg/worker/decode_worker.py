@@ -14,9 +14,18 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from jdisagg.clock import Clock
 from jdisagg.config import InstanceConfig, LimitsConfig, Mode
 from jdisagg.dispatch.ports import FirstToken, GenerateCall, PeerPort, Reservation, ReserveCall, Span, WorkerRole, WorkerStatus
-from jdisagg.errors import DeadlineExceededError, HandoffError, JdisaggError, OverloadedError, UnavailableError
+from jdisagg.errors import BrokenModelError, DeadlineExceededError, HandoffError, JdisaggError, OverloadedError, UnavailableError
 from jdisagg.request import FinishReason
-from jdisagg.scheduler.commands import DecodeResult, Executor, PrefillChunk, PrefillResult, SampledToken, StepCommand, StepResult
+from jdisagg.scheduler.commands import (
+    BROKEN_TOKEN,
+    DecodeResult,
+    Executor,
+    PrefillChunk,
+    PrefillResult,
+    SampledToken,
+    StepCommand,
+    StepResult,
+)
 from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState, sweep
@@ -196,6 +205,8 @@ class DecodeWorker:
         self._settle()
 
     def _join(self, group: Group, firsts: tuple[SampledToken, ...]) -> None:
+        if any(first.token == BROKEN_TOKEN for first in firsts):
+            return self._fail(group, BrokenModelError())
         copies = self._batches.ready(group, firsts, self._loop.next_number(), group.handoff.deadline)
         if copies is not None:
             self._loop.fire(copies)
@@ -226,7 +237,8 @@ class DecodeWorker:
                     self._join(group, tuple(sample for sample in result.samples if sample.sequence == row.sequence))
         else:
             assert isinstance(result, DecodeResult)
-            self._batches.apply(result)
+            for group in self._batches.apply(result):
+                self._fail(group, BrokenModelError())
         self._settle()
 
     def _settle(self) -> None:

@@ -15,8 +15,25 @@ from collections.abc import AsyncIterator, Callable
 from jdisagg.clock import Clock
 from jdisagg.config import InstanceConfig, LimitsConfig
 from jdisagg.dispatch.ports import FirstToken, HandoffEnd, Offer, PeerHello, PrefillCall, PrefillReply, WorkerRole, WorkerStatus
-from jdisagg.errors import DeadlineExceededError, HandoffError, InvalidRequestError, JdisaggError, OverloadedError, UnavailableError
-from jdisagg.scheduler.commands import Executor, PrefillChunk, PrefillResult, PrefillRow, ReleaseOffers, StepCommand, StepResult
+from jdisagg.errors import (
+    BrokenModelError,
+    DeadlineExceededError,
+    HandoffError,
+    InvalidRequestError,
+    JdisaggError,
+    OverloadedError,
+    UnavailableError,
+)
+from jdisagg.scheduler.commands import (
+    BROKEN_TOKEN,
+    Executor,
+    PrefillChunk,
+    PrefillResult,
+    PrefillRow,
+    ReleaseOffers,
+    StepCommand,
+    StepResult,
+)
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState, sweep
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
 from jdisagg.scheduler.prefill_batches import PrefillBatches, PrefillJob
@@ -220,7 +237,10 @@ class PrefillWorker:
             if row.samples and sender is not None:
                 now, started = self._clock.now(), sender.started_at
                 assert started is not None, "its rows were planned"
-                firsts = (sample for sample in result.samples if sample.sequence == sender.key)
+                firsts = [sample for sample in result.samples if sample.sequence == sender.key]
+                if any(first.token == BROKEN_TOKEN for first in firsts):
+                    self._abort(sender, BrokenModelError())
+                    continue
                 tokens = tuple(FirstToken(sample.child, sample.token, sample.logprobs) for sample in firsts)
                 self._stop_computing(sender)
                 sender.finish(PrefillReply(tokens, started - sender.queued_at, now - started), self._lease())
