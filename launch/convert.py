@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 import jax
-from absl import app, flags
+from absl import app, flags, logging
 
 from jdisagg.errors import CheckpointError, JdisaggError
 from jdisagg.layout.axes import Layout
 from models import orbax_checkpoint
-from models.checkpoint import load_model
+from models.checkpoint import load_config, load_model
 from models.safetensors_files import SafetensorsFiles
 
 _SOURCE = flags.DEFINE_string("source", None, "Directory with config.json and safetensors files.", required=True)
@@ -29,6 +29,7 @@ def convert(source: Path, destination: Path, dtype: str, devices: int) -> None:
     """Loads and saves; raises `CheckpointError` or `LayoutError`."""
     if orbax_checkpoint.is_orbax(source):
         raise CheckpointError(f"{source} is in Orbax form already; give the Hugging Face directory")
+    load_config(source)
     if dtype == "auto":
         dtype = "bfloat16" if SafetensorsFiles.from_directory(source).kinds() == {"BF16"} else "float32"
     layout = Layout(tp=devices)
@@ -39,6 +40,7 @@ def convert(source: Path, destination: Path, dtype: str, devices: int) -> None:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    logging.set_verbosity(logging.WARNING)
     try:
         convert(Path(_SOURCE.value), Path(_DESTINATION.value), _DTYPE.value, _DEVICES.value)
     except JdisaggError as error:

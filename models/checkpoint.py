@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from jdisagg.errors import CheckpointError, ConfigError
 from jdisagg.layout.axes import Layout
+from jdisagg.model_api import Device
 from jdisagg.ops.parameters import layout_mesh, weight_shardings
 from models import orbax_checkpoint
 from models.catalog import read_config
@@ -48,7 +49,12 @@ def load_config(directory: str | Path) -> DecoderConfig:
 
 
 def load_model(
-    directory: str | Path, layout: Layout, devices: Sequence[jax.Device], *, dtype: str = "float32", platform: str | None = None
+    directory: str | Path,
+    layout: Layout,
+    devices: Sequence[Device],
+    *,
+    dtype: str = "float32",
+    platform: str | None = None,
 ) -> LoadedModel:
     """Loads the weights in `dtype` ("float32" or "bfloat16") onto `devices`, whose number is the layout's.
 

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdisagg.errors import LayoutError
 from jdisagg.layout.axes import MESH_AXES, Layout, LogicalAxis
+from jdisagg.model_api import Device
 
 Axes = tuple[LogicalAxis, ...]
 Role = Literal["matrix", "embedding", "norm", "bias"]
@@ -51,7 +52,7 @@ def weight_shardings(module: nnx.Module, mesh: Mesh, layout: Layout) -> tuple[Na
     return tuple(NamedSharding(mesh, spec) for spec in param_specs(module, layout))
 
 
-def layout_mesh(layout: Layout, kv_heads: int, devices: Sequence[jax.Device]) -> Mesh:
+def layout_mesh(layout: Layout, kv_heads: int, devices: Sequence[Device]) -> Mesh:
     """The mesh of an instance on exactly these devices, with the axes ("dp", "kv", "rep")."""
     shape = layout.mesh_shape(kv_heads)
     if len(devices) != layout.devices:
