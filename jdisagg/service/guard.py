@@ -88,18 +88,20 @@ class Guard(grpc.aio.ServerInterceptor):
             if not self._cutting or context.cancelled():
                 raise
             task.uncancel()
-            failure: JdisaggError = UnavailableError("the server shut down before the request had ended", retry_after_seconds=5.0)
+            cut = UnavailableError("the server shut down before the request had ended", retry_after_seconds=5.0)
+            status = wire.error_to_status(cut)
         except JdisaggError as error:
-            failure = error
+            # The status and not the error, whose traceback would hold this frame, and with it the request, until a collection.
+            status = wire.error_to_status(error)
         except Exception as error:
             if context.cancelled():
                 # The write of a message lost the race against the client's going away.
                 raise asyncio.CancelledError from error
             log.exception("%s failed", method)
-            failure = JdisaggError(f"internal error ({type(error).__name__}); the server's log says more")
+            status = wire.error_to_status(JdisaggError(f"internal error ({type(error).__name__}); the server's log says more"))
         finally:
             self._running.discard(task)
-        return await _abort(context, wire.error_to_status(failure))
+        return await _abort(context, status)
 
 
 def _decoded(method: str, decode: Callable[[bytes], object], data: bytes) -> object:
