@@ -126,7 +126,7 @@ def override(config: object, assignments: typing.Sequence[str]) -> typing.Any:
 
 
 def _replace(config: typing.Any, names: list[str], text: str, path: str) -> typing.Any:
-    if not dataclasses.is_dataclass(config) or isinstance(config, Layout):
+    if not dataclasses.is_dataclass(config) or isinstance(config, type | Layout):
         raise ConfigError(f"override {path!r}: {type(config).__name__} has no fields to set")
     hints = typing.get_type_hints(type(config))
     name = names[0]

@@ -7,12 +7,23 @@ logical axes. All calls work on LOCAL shards inside `shard_map` (`Shards` names 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import jax
 
 from jdisagg.layout.axes import ModelGeometry
 from jdisagg.layout.kv_spec import KVSpec
+
+if TYPE_CHECKING:
+
+    class Device(Protocol):
+        """What we use of `jax.Device`, which JAX sets at run time and type checkers do not know."""
+
+        id: int
+        platform: str
+        process_index: int
+else:
+    Device = jax.Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +70,15 @@ class Stem(Protocol):
 class Model(Protocol):
     """An NNX module. `vocabulary` is the unpadded size; `context_tokens` the longest sequence it was built for."""
 
-    stem: Stem
-    layers: Sequence[Layer]
-    kv_spec: KVSpec
-    geometry: ModelGeometry
-    vocabulary: int
-    context_tokens: int
+    @property
+    def stem(self) -> Stem: ...
+    @property
+    def layers(self) -> Sequence[Layer]: ...
+    @property
+    def kv_spec(self) -> KVSpec: ...
+    @property
+    def geometry(self) -> ModelGeometry: ...
+    @property
+    def vocabulary(self) -> int: ...
+    @property
+    def context_tokens(self) -> int: ...

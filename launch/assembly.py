@@ -15,6 +15,7 @@ from jdisagg.engine.embedded import EmbeddedCluster
 from jdisagg.engine.host_memory import keep_freed_memory
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
+from jdisagg.model_api import Device
 from models.checkpoint import LoadedModel, load_config, load_model
 from models.tokenizer import Tokenizer
 
@@ -40,7 +41,7 @@ class Deployment:
         self.config = config
         self.tokenizer = Tokenizer.from_directory(directory)
 
-        def load(layout: Layout, devices: Sequence[jax.Device]) -> LoadedModel:
+        def load(layout: Layout, devices: Sequence[Device]) -> LoadedModel:
             return load_model(directory, layout, devices, dtype=config.model.dtype)
 
         self.cluster = EmbeddedCluster(config, load, self.tokenizer, jax.devices())

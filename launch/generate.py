@@ -76,12 +76,13 @@ def _configuration() -> EngineConfig:
 def _prompts() -> list[str]:
     if (_PROMPT.value is None) == (_PROMPTS_FILE.value is None):
         raise app.UsageError("give either --prompt or --prompts_file")
-    if _PROMPT.value is not None:
-        return [_PROMPT.value]
+    path = _PROMPTS_FILE.value
+    if path is None:
+        return [_PROMPT.value or ""]
     try:
-        return Path(_PROMPTS_FILE.value).read_text(encoding="utf-8").splitlines()
+        return Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise app.UsageError(f"--prompts_file={_PROMPTS_FILE.value} cannot be read: {error}") from error
+        raise app.UsageError(f"--prompts_file={path} cannot be read: {error}") from error
 
 
 async def _generate(config: EngineConfig, prompts: list[str]) -> None:

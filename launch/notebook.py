@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-import jax
-
 from jdisagg.config import EngineConfig
 from jdisagg.engine.research import Engine
 from jdisagg.layout.axes import Layout
+from jdisagg.model_api import Device
 from launch.assembly import SHIPPED_MODEL, prepare_runtime
 from models.checkpoint import LoadedModel, load_model
 from models.tokenizer import Tokenizer
@@ -26,7 +25,7 @@ def open_engine(
     """An engine on all devices of this process. On CPU, `devices` virtual ones: this must precede the first use of JAX."""
     prepare_runtime(devices, compilation_cache)
 
-    def load(layout: Layout, on: Sequence[jax.Device]) -> LoadedModel:
+    def load(layout: Layout, on: Sequence[Device]) -> LoadedModel:
         return load_model(directory, layout, on, dtype=dtype)
 
     return Engine(

@@ -23,7 +23,7 @@ from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.warm_up import block_lengths, warm_up_steps
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KVSpec
-from jdisagg.model_api import Model
+from jdisagg.model_api import Device, Model
 from jdisagg.request import Request, StreamEvent
 from jdisagg.transfer.in_process import InProcessChannel
 from jdisagg.worker.decode_worker import DecodeWorker
@@ -41,7 +41,7 @@ class Loaded(Protocol):
     def mesh(self) -> jax.sharding.Mesh: ...
 
 
-LoadModel = Callable[[Layout, Sequence[jax.Device]], Loaded]
+LoadModel = Callable[[Layout, Sequence[Device]], Loaded]
 Progress = Callable[[int, int], None]
 
 
@@ -54,13 +54,15 @@ class Instance:
     loaded: Loaded
 
 
-def carve_devices(config: EngineConfig, devices: Sequence[jax.Device]) -> tuple[Sequence[jax.Device], Sequence[jax.Device]]:
+def carve_devices(config: EngineConfig, devices: Sequence[Device]) -> tuple[Sequence[Device], Sequence[Device]]:
     """Devices of the prefill and the decode mesh: disjoint, in order; none for prefill in the one-mesh modes."""
     one_mesh = config.mode is not Mode.DISAGGREGATED
     wanted_prefill = 0 if one_mesh else config.prefill.layout.devices
     wanted = wanted_prefill + config.decode.layout.devices
     if wanted > len(devices):
-        layouts = f"decode ({config.decode.layout})" if one_mesh else f"prefill ({config.prefill.layout}) and decode ({config.decode.layout})"
+        layouts = (
+            f"decode ({config.decode.layout})" if one_mesh else f"prefill ({config.prefill.layout}) and decode ({config.decode.layout})"
+        )
         raise LayoutError(f"{layouts} need {wanted} devices, and there are {len(devices)}; choose smaller layouts, or give more devices")
     return devices[:wanted_prefill], devices[wanted_prefill:wanted]
 
@@ -68,7 +70,7 @@ def carve_devices(config: EngineConfig, devices: Sequence[jax.Device]) -> tuple[
 class EmbeddedCluster:
     """Build, `start`, stream, `stop`. Building blocks while weights are loaded; `stream` is called on the event loop that started it."""
 
-    def __init__(self, config: EngineConfig, load: LoadModel, detokenizer: Detokenizer, devices: Sequence[jax.Device]) -> None:
+    def __init__(self, config: EngineConfig, load: LoadModel, detokenizer: Detokenizer, devices: Sequence[Device]) -> None:
         self.config = config
         self.clock = MonotonicClock()
         self.channel = InProcessChannel(self.clock)
@@ -129,7 +131,9 @@ class EmbeddedCluster:
             return []
         source, executor = self.prefill.loaded.mesh, self.decode.executor
         heads = self.kv_spec.kv_heads
-        blocks = [(group, tokens) for group in range(executor.limits.layer_groups) for tokens in block_lengths(self.prefill.executor.limits)]
+        blocks = [
+            (group, tokens) for group in range(executor.limits.layer_groups) for tokens in block_lengths(self.prefill.executor.limits)
+        ]
         return [
             lambda group=group, tokens=tokens: self.channel.warm_up(source, executor.pull_target(group, tokens, 0), heads)
             for group, tokens in blocks

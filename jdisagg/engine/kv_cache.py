@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdisagg.errors import InvalidRequestError
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KVSpec
+from jdisagg.model_api import Device
 from jdisagg.request import SamplingParams, TokenLogprobs
 
 
@@ -83,7 +84,7 @@ class KVCache:
         return len(self.spec.layers)
 
     @property
-    def devices(self) -> list[jax.Device]:
+    def devices(self) -> list[Device]:
         """The devices of the rank that holds the sequence."""
         return list(self.mesh.devices[self.rank].flat)
 

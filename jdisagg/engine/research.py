@@ -33,6 +33,7 @@ from jdisagg.engine.research_instance import ResearchInstance
 from jdisagg.engine.session import Generation, Move, Session, TextCodec, choice_of
 from jdisagg.errors import ConfigError, InvalidRequestError, LayoutError
 from jdisagg.layout.axes import Layout
+from jdisagg.model_api import Device
 from jdisagg.request import MAX_TOP_LOGPROBS, SamplingParams
 from jdisagg.scheduler.commands import SampleSpec
 from jdisagg.transfer.in_process import InProcessChannel
@@ -52,7 +53,7 @@ class Engine:
         self,
         load: LoadModel,
         tokenizer: TextCodec | None = None,
-        devices: Sequence[jax.Device] | None = None,
+        devices: Sequence[Device] | None = None,
         *,
         page_size: int = 16,
         chunk_tokens: int = 256,
@@ -85,7 +86,7 @@ class Engine:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
-        devices: Sequence[jax.Device] | None = None,
+        devices: Sequence[Device] | None = None,
     ) -> KVCache:
         """Computes the KV of a prompt, text or token ids, on the layout's mesh, and chooses the next token (with log-probabilities)."""
         sampling = SamplingParams(1, temperature, top_k, top_p, seed=seed)
@@ -102,7 +103,7 @@ class Engine:
         kv = instance.prefill(tokens, SampleSpec(0, replace(choice, logprobs=wanted)))
         return replace(kv, next_token=replace(kv.next_token, sampling=choice))
 
-    def create_session(self, session_id: str, layout: Layout = ONE_DEVICE, *, devices: Sequence[jax.Device] | None = None) -> Session:
+    def create_session(self, session_id: str, layout: Layout = ONE_DEVICE, *, devices: Sequence[Device] | None = None) -> Session:
         """An empty session on the layout's mesh; `push` a cache into it."""
         if session_id in self.sessions:
             raise InvalidRequestError(f"session {session_id!r} is open already; close it, or choose another id")
@@ -140,7 +141,7 @@ class Engine:
             session.push(source)
             return session.generate(sampling, on_token)
 
-    def instance(self, layout: Layout, devices: Sequence[jax.Device]) -> ResearchInstance:
+    def instance(self, layout: Layout, devices: Sequence[Device]) -> ResearchInstance:
         """The executor of a layout on these devices, built on first use."""
         if len(devices) != layout.devices:
             raise LayoutError(

@@ -16,6 +16,7 @@ from jdisagg.engine.kv_cache import KVCache, NextToken
 from jdisagg.engine.research_instance import ResearchInstance
 from jdisagg.errors import IncompatiblePeerError, InvalidRequestError
 from jdisagg.layout.axes import Layout
+from jdisagg.model_api import Device
 from jdisagg.request import FinishReason, SamplingParams
 from jdisagg.scheduler.commands import SampleSpec
 
@@ -74,7 +75,7 @@ class Generation:
 class Session:
     """One sequence on one decode mesh, in pages. Made by `Engine.create_session`; a context manager."""
 
-    def __init__(self, engine: "Engine", session_id: str, layout: Layout, devices: Sequence[jax.Device] | None = None) -> None:
+    def __init__(self, engine: "Engine", session_id: str, layout: Layout, devices: Sequence[Device] | None = None) -> None:
         self.session_id = session_id
         self._engine = engine
         self._instance = self._find(engine, layout, devices)
@@ -109,7 +110,7 @@ class Session:
     def next_token(self) -> NextToken:
         return self._holding().next_token
 
-    def push(self, kv: KVCache, target_layout: Layout | None = None, *, devices: Sequence[jax.Device] | None = None) -> Move:
+    def push(self, kv: KVCache, target_layout: Layout | None = None, *, devices: Sequence[Device] | None = None) -> Move:
         """Moves a copy of a cache into this session, over the channel, by the reshard plan; what the session held is dropped.
 
         With `target_layout` or `devices` the session moves to that mesh. If anything fails, the session is as it was.
@@ -179,7 +180,7 @@ class Session:
             del self._engine.sessions[self.session_id]
 
     @staticmethod
-    def _find(engine: "Engine", layout: Layout, devices: Sequence[jax.Device] | None) -> ResearchInstance:
+    def _find(engine: "Engine", layout: Layout, devices: Sequence[Device] | None) -> ResearchInstance:
         return engine.instance(layout, engine.devices[-layout.devices :] if devices is None else devices)
 
     def _drop(self) -> None:

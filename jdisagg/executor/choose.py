@@ -41,7 +41,8 @@ class Chosen(NamedTuple):
 
     def on_rank(self) -> "Chosen":
         """What leaves a program's body: one dp rank's part, without the counts (they are slot state)."""
-        return Chosen(*(None if part is None else part[None] for part in self[:4]))
+        extra = (None if part is None else part[None] for part in (self.logprob, self.top_ids, self.top_logprobs))
+        return Chosen(self.token[None], *extra)
 
     @staticmethod
     def specs(variant: Variant) -> "Chosen":

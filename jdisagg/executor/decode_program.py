@@ -9,6 +9,7 @@ are reached by the model's collectives. Layers are unrolled: a scan would copy e
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -133,13 +134,13 @@ class DecodePrograms:
             new_pages: list[LayerPages] = []
 
             def attend_with(layer_pages: LayerPages) -> Attend:
-                def attend(q_BNH: jax.Array, k_BKH: jax.Array, v_BKH: jax.Array, *, scale: float, window: int | None) -> jax.Array:
-                    k_BKH, v_BKH = seal(k_BKH, v_BKH)
-                    k_pages = write_tokens(layer_pages[0], k_BKH, page_B, place_B, unique=True)
-                    v_pages = write_tokens(layer_pages[1], v_BKH, page_B, place_B, unique=True)
+                def attend(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, *, scale: float, window: int | None) -> jax.Array:
+                    k_TKH, v_TKH = seal(k_TKH, v_TKH)
+                    k_pages = write_tokens(layer_pages[0], k_TKH, page_B, place_B, unique=True)
+                    v_pages = write_tokens(layer_pages[1], v_TKH, page_B, place_B, unique=True)
                     new_pages.append((k_pages, v_pages))
-                    how = {"scale": scale, "window": window, "platform": shards.platform}
-                    return reveal(paged_attention(q_BNH, k_pages, v_pages, table_BN, at_B, **how))
+                    how = partial(paged_attention, scale=scale, window=window, platform=shards.platform)
+                    return reveal(how(q_TNH, k_pages, v_pages, table_BN, at_B))
 
                 return attend
 
@@ -182,7 +183,8 @@ class DecodePrograms:
         arguments = (state, *jax.device_put((where, (hot, ints, floats)), self._sharding))
         specs = ((RANK,) * 3, RANK, (RANK,) * 3)
         build = lambda: self._programs.compile(body, arguments, specs, (RANK,) * 3, donate=(0,))  # noqa: E731
-        self._state = SlotState(*self._programs.get(("rows",), build)(*arguments), self._state.counts)
+        hot_array, ints_array, floats_array = self._programs.get(("rows",), build)(*arguments)
+        self._state = SlotState(hot_array, ints_array, floats_array, self._state.counts)
 
     def _write_counts(self, changed: list[list[SlotAdmit | SlotGrow]]) -> None:
         where = np.full((self._limits.ranks, 1), self._limits.slots_per_rank, np.int32)

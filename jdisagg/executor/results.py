@@ -17,6 +17,11 @@ def start_reading(chosen: Chosen) -> None:
             array.copy_to_host_async()
 
 
+def is_ready(array: jax.Array) -> bool:
+    """Whether an array is computed. Never blocks."""
+    return array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]  # missing from JAX's stubs
+
+
 @dataclass
 class Finished:
     """Nothing to wait for."""
@@ -41,7 +46,7 @@ class PrefillReading:
     in_order: bool = True
 
     def is_ready(self) -> bool:
-        return self.last.is_ready() if self.chosen is None else self.chosen.token.is_ready()
+        return is_ready(self.last if self.chosen is None else self.chosen.token)
 
     def result(self) -> PrefillResult:
         if self.chosen is None:
@@ -69,7 +74,7 @@ class DecodeReading:
     in_order: bool = True
 
     def is_ready(self) -> bool:
-        return self.chosen[-1].token.is_ready()
+        return is_ready(self.chosen[-1].token)
 
     def result(self) -> DecodeResult:
         steps = [_Host(chosen) for chosen in self.chosen]

@@ -81,7 +81,7 @@ def _cudnn(
         mask_type=MaskType.PADDING_CAUSAL if causal else MaskType.PADDING,
         return_residual=True,
     )
-    o_1TNH, lse_1NT = outputs[0], outputs[1]
+    o_1TNH, lse_1NT = outputs[0], outputs[1]  # pyright: ignore[reportIndexIssue]  # the private function is typed `object`
     return o_1TNH[0], lse_1NT[0].astype(jnp.float32).T[:, :, None]
 
 
