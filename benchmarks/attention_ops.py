@@ -79,12 +79,10 @@ def prefill(tokens: int, dtype: jnp.dtype, rounds: int) -> None:
 
 
 def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """float32 weights lie [in, out], bfloat16 [out, in]; one bfloat16 row is slow on CPU, two are not."""
-    if x.dtype == jnp.float32:
-        return x @ weight
-    if x.shape[0] == 1:
-        return (jax.lax.optimization_barrier(jnp.concatenate([x, x])) @ weight.T)[:1]
-    return x @ weight.T
+    """One bfloat16 row is slow on CPU, two are not."""
+    if x.dtype == jnp.bfloat16 and x.shape[0] == 1:
+        return (jax.lax.optimization_barrier(jnp.concatenate([x, x])) @ weight)[:1]
+    return x @ weight
 
 
 def make_weights(dtype: jnp.dtype) -> dict[str, list[jax.Array]]:
@@ -92,8 +90,7 @@ def make_weights(dtype: jnp.dtype) -> dict[str, list[jax.Array]]:
     rng = np.random.default_rng(0)
 
     def draw(shape: tuple[int, int]) -> jax.Array:
-        weight = rng.standard_normal(shape, np.float32) * shape[0] ** -0.5
-        return jnp.asarray(weight if dtype == jnp.float32 else weight.T, dtype)
+        return jnp.asarray(rng.standard_normal(shape, np.float32) * shape[0] ** -0.5, dtype)
 
     weights = {name: [draw(shape) for _ in range(LAYERS)] for name, shape in shapes.items()}
     return weights | {"head": [draw((D, V))], "embedding": [jnp.asarray(rng.standard_normal((V, D), np.float32), dtype)]}
@@ -168,9 +165,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--part", choices=("prefill", "decode", "both"), default="both")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "both"), default="both")
     options = parser.parse_args()
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {len(jax.devices())} device(s)")
-    for dtype in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
+    names = ("float32", "bfloat16") if options.dtype == "both" else (options.dtype,)
+    for dtype in map(jnp.dtype, names):
         if options.part != "decode":
             for tokens in (128, 512, 2048):
                 prefill(tokens, dtype, options.rounds)
