@@ -4,6 +4,7 @@ Knows gRPC's contexts and the wire; decides nothing. Errors are left to the guar
 here, so that the path's own bounded buffer, and nothing else, holds what the client has not read.
 """
 
+import asyncio
 import math
 from contextlib import aclosing
 
@@ -13,6 +14,10 @@ from jdisagg.dispatch.frontend import Frontend
 from jdisagg.errors import DeadlineExceededError
 from jdisagg.service import generation_pb2 as pb
 from jdisagg.service import generation_pb2_grpc, wire, wire_generation
+
+# How long after a request's deadline its client may still read: the path's own timer says what happened, this one frees
+# what a client that stopped reading would hold for ever.
+UNREAD_SECONDS = 1.0
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -32,9 +37,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             priority=asked.priority,
             **asked.options,
         )
-        async with aclosing(self._frontend.stream(built)) as events:
-            async for event in events:
-                await context.write(wire_generation.event_to_proto(event))
+        assert built.deadline_seconds is not None, "the front gives every request one"
+        try:
+            async with asyncio.timeout(built.deadline_seconds + UNREAD_SECONDS), aclosing(self._frontend.stream(built)) as events:
+                async for event in events:
+                    await context.write(wire_generation.event_to_proto(event))
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"request {built.request_id!r}: its {built.deadline_seconds:g} s passed and its messages were not read; read faster"
+            ) from None
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
         return pb.TokenizeResponse(token_ids=await self._frontend.tokenize(wire_generation.tokenize_from_proto(request)))
