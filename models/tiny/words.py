@@ -73,3 +73,10 @@ PLACES = (
     ),
 )
 HELPERS = {"mom": "she", "dad": "he", "grandma": "she", "grandpa": "he", "aunt": "she", "uncle": "he"}
+
+# What a reader must remember to follow a story, names apart.
+REMEMBERED = (
+    *("he", "she", "his", "her", "him", "He", "She", "His", "Her"),
+    *(*CHILDREN, *ANIMALS, *COLORS, *TOYS, *FOODS, *BREAKABLES, *SKILLS, *JOBS, *PRESENTS, *HELPERS),
+    *(place.name.removeprefix("the ") for place in PLACES),
+)

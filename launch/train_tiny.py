@@ -1,0 +1,54 @@
+"""Trains one of the shipped tiny models on generated stories and writes it in Hugging Face form.
+
+    python -m launch.train_tiny --family=llama --destination=models/tiny/llama
+    python -m launch.train_tiny --family=qwen3_moe --destination=models/tiny/qwen3_moe
+
+Needs the `train` extra (Optax).
+"""
+
+import json
+from pathlib import Path
+
+import jax
+from absl import app, flags
+from tokenizers import Tokenizer
+
+from models.tiny.corpus import document
+from models.tiny.export import write_checkpoint
+from models.tiny.network import SHAPES, TinyNetwork
+from models.tiny.tokenizer import train_tokenizer
+from models.tiny.training import Progress, Schedule, held_out_losses, train
+
+_TOKENIZER_DOCUMENTS = 6000
+
+_FAMILY = flags.DEFINE_enum("family", "llama", sorted(SHAPES), "Which of the two models.")
+_STEPS = flags.DEFINE_integer("steps", 4000, "Steps of about a thousand tokens.", lower_bound=1)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the text and of the first weights.", lower_bound=0)
+_MINUTES = flags.DEFINE_float("minutes", 60.0, "Stop early after so many minutes, and write what there is.", lower_bound=0.0)
+_KEEP = flags.DEFINE_string("keep", None, "File that keeps the state of training, to go on from (perhaps to more --steps).")
+_DESTINATION = flags.DEFINE_string("destination", None, "Folder to write.", required=True)
+
+
+def tokenizer_of(seed: int) -> Tokenizer:
+    """Both families have the same tokenizer."""
+    return train_tokenizer((document(seed, index) for index in range(_TOKENIZER_DOCUMENTS)), SHAPES["llama"].vocabulary)
+
+
+def main(_: list[str]) -> None:
+    destination = Path(_DESTINATION.value)
+    tokenizer = tokenizer_of(_SEED.value)
+    schedule = Schedule(_STEPS.value, _SEED.value, seconds_at_most=60 * _MINUTES.value)
+    keep = Path(_KEEP.value) if _KEEP.value else None
+
+    def report(progress: Progress, network: TinyNetwork) -> None:
+        told = f"loss {progress.loss:.4f}  imbalance {progress.imbalance:.3f}  {progress.seconds:.0f} s"
+        print(f"step {progress.step}/{schedule.steps}  {told}", flush=True)
+        write_checkpoint(network, tokenizer, destination)
+
+    network = train(SHAPES[_FAMILY.value], tokenizer, schedule, report, keep=keep)
+    losses = {name: round(loss, 4) for name, loss in held_out_losses(network, tokenizer, _SEED.value).items()}
+    print(f"held-out loss, nats a token: {json.dumps(losses)}; JAX {jax.__version__}; written to {destination}")
+
+
+if __name__ == "__main__":
+    app.run(main)
