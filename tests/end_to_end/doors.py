@@ -1,0 +1,122 @@
+"""A real server on a free loopback port over a real embedded cluster, and means to hold a mesh still and to look for what is left.
+
+`Held` keeps results of a mesh's programs back, so that a test says what happens while one runs without counting milliseconds.
+"""
+
+import asyncio
+import gc
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from jdisagg.client import AsyncClient, Completion, GenerateOptions
+from jdisagg.config import EngineConfig, Mode, ServiceConfig
+from jdisagg.dispatch.frontend import Frontend, ModelInfo
+from jdisagg.dispatch.ports import WorkerStatus
+from jdisagg.executor.mesh_executor import MeshExecutor
+from jdisagg.scheduler.commands import DecodeSteps, PrefillChunk, StepCommand, StepResult
+from jdisagg.service.server import GenerationServer
+from models.checkpoint import load_config
+from tests.end_to_end.clusters import Running, running
+
+
+class Held:
+    """Results of prefill chunks and decode steps of one mesh are held back while it is `closed`."""
+
+    def __init__(self, executor: MeshExecutor) -> None:
+        self._open = asyncio.Event()
+        self._open.set()
+        self._inner = executor.run
+        executor.run = self._run  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def _run(self, command: StepCommand) -> asyncio.Future[StepResult]:
+        future = self._inner(command)
+        if self._open.is_set() or not isinstance(command, DecodeSteps | PrefillChunk):
+            return future
+        return asyncio.ensure_future(self._later(future))
+
+    async def _later(self, future: asyncio.Future[StepResult]) -> StepResult:
+        await self._open.wait()
+        return await future
+
+
+@dataclass
+class Served:
+    run: Running
+    server: GenerationServer
+    frontend: Frontend
+    client: AsyncClient
+    port: int
+    prefill: Held
+    decode: Held
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def decode_status(self) -> WorkerStatus:
+        return (await self.run.cluster.status())[-1]
+
+    async def complete_all(self, requests: list[GenerateOptions]) -> list[Completion]:
+        return list(await asyncio.gather(*(self.client.complete(**request) for request in requests)))
+
+    async def quiet(self) -> None:
+        """Waits until nothing of any request is left: pages, slots, queues, hand-offs, offers, blocks on their way, calls."""
+        cluster = self.run.cluster
+        async with asyncio.timeout(30):
+            while True:
+                statuses = await cluster.status()
+                busy = any(one.running or one.waiting or one.handoffs or one.free_pages != one.total_pages for one in statuses)
+                if not busy and not cluster.channel.offered().offers and not requests_alive():
+                    return
+                await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def served(engine: EngineConfig, service: ServiceConfig | None = None) -> AsyncIterator[Served]:
+    """Starts all of it; on leaving, the server is drained and every page must be free."""
+    async with running(engine) as run:
+        info = ModelInfo(
+            name=Path(engine.model.directory).name,
+            family=load_config(engine.model.directory).family,
+            vocabulary=run.cluster.model.vocabulary,
+            context_tokens=run.cluster.context_tokens,
+            dtype=engine.model.dtype,
+            mode=engine.mode,
+            prefill_layout=engine.prefill.layout if engine.mode is Mode.DISAGGREGATED else None,
+            decode_layout=engine.decode.layout,
+            kv_bytes_per_token=run.cluster.kv_spec.bytes_per_token,
+        )
+        frontend = Frontend(run.cluster.path, run.tokenizer, info, engine.limits)
+        server = GenerationServer(frontend, service or ServiceConfig(port=0, drain_seconds=5.0))
+        port = await server.start()
+        assert run.cluster.prefill is not None
+        held = Held(run.cluster.prefill.executor), Held(run.cluster.decode.executor)
+        try:
+            async with AsyncClient(f"127.0.0.1:{port}") as client:
+                yield Served(run, server, frontend, client, port, *held)
+        finally:
+            for one in held:
+                one.open()
+            await server.drain()
+
+
+def requests_alive() -> int:
+    """Legs, senders, groups and streams of requests that something still holds on to."""
+    names = ("Journey", "Leg", "Sender", "Group", "SpanStream", "Receiver")
+    counts = our_objects()
+    return sum(counts[name] for name in names)
+
+
+def our_objects() -> "Counter[str]":
+    """How many objects of our own classes live, by class, after a full collection."""
+    gc.collect()
+    return Counter(type(item).__name__ for item in gc.get_objects() if str(type(item).__module__).startswith("jdisagg."))

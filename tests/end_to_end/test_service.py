@@ -1,0 +1,258 @@
+"""The generation service over the real engine: many streams at once, clients that vanish, deadlines, full queues."""
+
+import asyncio
+import random
+from contextlib import aclosing
+from dataclasses import replace
+
+import grpc
+import grpc.aio
+import pytest
+import pytest_asyncio
+
+from jdisagg.client import AsyncClient, Completion, GenerateOptions
+from jdisagg.config import LimitsConfig
+from jdisagg.errors import DeadlineExceededError, OverloadedError
+from jdisagg.request import FinishReason
+from jdisagg.scheduler.commands import DecodeSteps
+from jdisagg.service import common_pb2, generation_pb2, generation_pb2_grpc
+from tests.end_to_end.clusters import LLAMA, config, dense_greedy
+from tests.end_to_end.doors import Served, served
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+WORDS = "once upon a time there was a little dog who lived in the forest and it liked to play with a red ball".split()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def door():
+    async with served(config(context=256, slots=4, limits=LimitsConfig(handoff_lease_seconds=5.0))) as door:
+        yield door
+
+
+def mixed_requests(count: int, seed: int) -> list[GenerateOptions]:
+    """Greedy and seeded, short and long, stop strings, two children, logprobs; each its own."""
+    rng = random.Random(seed)
+    requests: list[GenerateOptions] = []
+    for index in range(count):
+        text = " ".join(rng.choice(WORDS) for _ in range(rng.choice((1, 3, 9, 30, 80))))
+        options = GenerateOptions(prompt=text, temperature=0.0, max_tokens=rng.choice((1, 2, 7, 20, 45)))  # type: ignore[typeddict-unknown-key]
+        if index % 2:
+            options |= GenerateOptions(temperature=0.9, top_p=0.95, seed=rng.getrandbits(30))
+        if index % 5 == 1:
+            options["n"] = 2
+        if index % 4 == 2:
+            options["stop"] = ["the", "\n"]
+        if index % 7 == 3:
+            options["logprobs"] = 2
+        if index % 3:
+            options["ignore_eos"] = True
+        requests.append(options)
+    return requests
+
+
+def answers(done: Completion) -> list[tuple[object, ...]]:
+    return [(choice.token_ids, choice.text, choice.finish_reason) for choice in done.choices]
+
+
+async def test_a_hundred_streams_at_once_give_each_what_it_gets_alone(door: Served):
+    requests = mixed_requests(25, seed=3)
+    alone = [await door.client.complete(**request) for request in requests]
+    together = await door.complete_all(requests * 4)
+    for index, done in enumerate(together):
+        reference, asked = alone[index % 25], requests[index % 25]
+        assert answers(done) == answers(reference)
+        assert len(done.choices) == asked.get("n", 1) and all(choice.finish_reason for choice in done.choices)
+        assert done.usage == reference.usage
+        assert done.usage and done.usage.completion_tokens == sum(len(choice.token_ids) for choice in done.choices)
+        if asked.get("logprobs"):
+            assert [len(choice.logprobs) for choice in done.choices] == [len(choice.token_ids) for choice in done.choices]
+    assert {choice.finish_reason for done in together for choice in done.choices} == {FinishReason.STOP, FinishReason.LENGTH}
+    await door.quiet()
+
+
+async def test_what_comes_over_the_wire_is_what_a_dense_forward_pass_gives(door: Served):
+    ids = door.run.tokenizer.encode("Once upon a time")
+    done = await door.client.complete("Once upon a time", temperature=0, max_tokens=40, ignore_eos=True)
+    assert done.choices[0].token_ids == dense_greedy(LLAMA, ids, 40)
+    assert done.text == door.run.tokenizer.decode(ids + done.choices[0].token_ids)[len(door.run.tokenizer.decode(ids)) :]
+    assert done.usage and (done.usage.prompt_tokens, done.usage.completion_tokens) == (len(ids), 40)
+    assert done.timings and done.timings.kv_bytes_moved > 0
+
+
+class Watched:
+    """How many commands the decode mesh had been given when the worker heard that a stream is over."""
+
+    def __init__(self, door: Served) -> None:
+        self.commands = door.run.recording.decode
+        self.heard_at: list[int] = []
+        self._ports = door.run.cluster.path._cluster.decode
+        self._worker = self._ports["decode-0"]
+
+    def __enter__(self) -> "Watched":
+        self._ports["decode-0"] = self  # type: ignore[index]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ports["decode-0"] = self._worker  # type: ignore[index]
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._worker, name)
+
+    async def generate(self, call: object):
+        spans = self._worker.generate(call)  # type: ignore[arg-type]
+        try:
+            async for span in spans:
+                yield span
+        finally:
+            self.heard_at.append(len(self.commands))
+            await spans.aclose()  # type: ignore[attr-defined]
+
+    def steps_of(self, prompt_tokens: int) -> list[int]:
+        """At which commands the sequence with a prompt of that length, admitted last, was stepped."""
+        rank = slot = start = -1
+        for index, command in enumerate(self.commands):
+            for admit in command.admits if isinstance(command, DecodeSteps) else ():
+                if admit.position == prompt_tokens:
+                    rank, slot, start = admit.rank, admit.slot, index
+        assert start >= 0
+        steps = enumerate(self.commands[start:], start)
+        return [index for index, command in steps if isinstance(command, DecodeSteps) and slot in command.slots[rank]]
+
+
+@pytest.mark.parametrize("how", ["cancels the call", "closes its channel"])
+async def test_a_client_that_disappears_frees_its_slot_within_a_step_and_all_its_pages(door: Served, how: str):
+    prompt = door.run.tokenizer.encode("a little dog lived in the big forest and one day")
+    others = [door.client.complete(**request) for request in mixed_requests(4, seed=5)]
+    alone = [answers(await other) for other in others]
+    with Watched(door) as watched:
+        client = AsyncClient(door.target)
+        events = client.generate(token_ids=prompt, max_tokens=200, ignore_eos=True, temperature=0)
+        seen = [await anext(events) for _ in range(5)]
+        bystanders = asyncio.gather(*(door.client.complete(**request) for request in mixed_requests(4, seed=5)))
+        if how == "cancels the call":
+            await events.aclose()
+        else:
+            await client.close()
+        async with asyncio.timeout(10):
+            while not watched.heard_at:
+                await asyncio.sleep(0.001)
+        issued = watched.heard_at[0]
+        assert [answers(done) for done in await bystanders] == alone
+        await client.close()
+    assert [event.first_index for event in seen] == list(range(5))
+    steps = watched.steps_of(len(prompt))
+    assert all(index < issued for index in steps), "its slot was stepped after the worker had heard"
+    assert len(steps) < 150
+    await door.quiet()
+
+
+async def test_a_client_that_disappears_while_its_prompt_is_prefilled_leaves_nothing_behind(door: Served):
+    door.prefill.close()
+    try:
+        calls = [asyncio.ensure_future(door.client.complete("the dog " * 60, max_tokens=5)) for _ in range(12)]
+        while (await door.run.cluster.status())[0].running == 0:
+            await asyncio.sleep(0.005)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        async with asyncio.timeout(10):
+            while any(status.free_pages != status.total_pages for status in await door.run.cluster.status()):
+                await asyncio.sleep(0.005)
+    finally:
+        door.prefill.open()
+    await door.quiet()
+
+
+async def test_a_deadline_that_passes_while_tokens_come_is_said_and_frees_all(door: Served):
+    events = door.client.generate("Once upon a time", max_tokens=200, ignore_eos=True, deadline_seconds=1.0)
+    with pytest.raises(DeadlineExceededError, match=r"1 s passed after \d+ tokens"):
+        async with aclosing(events):
+            async for event in events:
+                if event.first_index >= 2:
+                    door.decode.close()
+    door.decode.open()
+    await door.quiet()
+
+
+@pytest.mark.parametrize("where", ["prefill", "decode"])
+async def test_a_deadline_that_passes_in_a_queue_is_said_and_frees_all(door: Served, where: str):
+    held = door.prefill if where == "prefill" else door.decode
+    held.close()
+    calls = [door.client.complete("a dog", max_tokens=20, ignore_eos=True, deadline_seconds=0.3) for _ in range(20)]
+    ends = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(end) for end in ends] == [DeadlineExceededError] * 20
+    held.open()
+    await door.quiet()
+
+
+async def test_the_deadline_of_the_grpc_call_counts_too(door: Served):
+    async with grpc.aio.insecure_channel(door.target) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        sampling = common_pb2.SamplingParams(max_tokens=200, ignore_eos=True)
+        door.decode.close()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in stub.Generate(generation_pb2.GenerateRequest(text="a dog", sampling=sampling), timeout=0.4):
+                pass
+        door.decode.open()
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await door.quiet()
+
+
+async def test_after_all_of_it_the_service_answers_as_before(door: Served):
+    request = mixed_requests(1, seed=11)[0]
+    assert answers(await door.client.complete(**request)) == answers(await door.client.complete(**request))
+
+
+async def test_a_full_queue_refuses_with_a_hint_and_harms_no_one():
+    limits = LimitsConfig(max_waiting_requests=3)
+    async with served(config(context=256, slots=4, limits=limits)) as door:
+        alone = answers(await door.client.complete("a dog", temperature=0, max_tokens=20))
+        door.prefill.close()
+        first = [asyncio.ensure_future(door.client.complete("a dog", temperature=0, max_tokens=20)) for _ in range(3)]
+        while len(door.run.cluster.path._running) < 3:
+            await asyncio.sleep(0.005)
+        for _ in range(5):
+            with pytest.raises(OverloadedError, match="3 requests wait for their first token, the limit is 3") as caught:
+                await door.client.complete("one too many", max_tokens=20)
+            assert caught.value.retry_after_seconds and 0.1 <= caught.value.retry_after_seconds <= 60
+        door.prefill.open()
+        assert [answers(done) for done in await asyncio.gather(*first)] == [alone] * 3
+        await door.quiet()
+        storm = [door.client.complete("a dog", temperature=0, max_tokens=20) for _ in range(40)]
+        ends = await asyncio.gather(*storm, return_exceptions=True)
+        refused = [end for end in ends if isinstance(end, OverloadedError)]
+        assert refused and all(end.retry_after_seconds for end in refused)
+        assert [answers(end) for end in ends if isinstance(end, Completion)] == [alone] * (40 - len(refused))
+        await door.quiet()
+
+
+async def test_a_worker_without_pages_refuses_beyond_its_queue():
+    engine = config(context=256, slots=4, pages=8, growth=200)
+    engine = replace(engine, decode=replace(engine.decode, queue_limit=2))
+    async with served(engine) as door:
+        request = GenerateOptions(temperature=0, max_tokens=100, ignore_eos=True)
+        alone = answers(await door.client.complete("a dog", **request))
+        door.decode.close()
+        calls = [asyncio.ensure_future(door.client.complete("a dog", **request)) for _ in range(8)]
+        done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        refused = [call for call in done if isinstance(call.exception(), OverloadedError)]
+        door.decode.open()
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        assert refused and all(isinstance(end, OverloadedError) and end.retry_after_seconds for end in ends if not isinstance(end, Completion))
+        kept = [answers(end) for end in ends if isinstance(end, Completion)]
+        assert len(kept) >= 4 and kept == [alone] * len(kept)
+        await door.quiet()
+
+
+async def test_a_reader_that_does_not_read_holds_no_one_up(door: Served):
+    """Its tokens wait for it, and all come when it reads again."""
+    request = GenerateOptions(prompt="a dog", temperature=0, max_tokens=200, ignore_eos=True)  # type: ignore[typeddict-unknown-key]
+    slow = [door.client.generate(**request) for _ in range(3)]
+    seen = [[await anext(events)] for events in slow]
+    await door.complete_all(mixed_requests(6, seed=17))
+    for events, received in zip(slow, seen, strict=True):
+        received += [event async for event in events]
+        assert [event.first_index for event in received if event.token_ids] == list(range(200))
+    assert len({"".join(event.text for event in received) for received in seen}) == 1
+    await door.quiet()
