@@ -1,1 +1,4 @@
-"""Named scripts, one question each. Figures are ratios of interleaved runs in one process; `results/` keeps them with machine, versions and commit."""
+"""Named scripts, one question each. Figures are ratios of interleaved runs in one process.
+
+`results/` keeps them with machine, versions and commit.
+"""

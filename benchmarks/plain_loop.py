@@ -54,7 +54,9 @@ def weights_of(model: Any) -> LoopWeights:
         kernels = {name: part.kernel[...] for name, part in names.items()}
         return kernels | {"norm1": one.attention_norm.weight[...], "norm2": one.mlp_norm.weight[...]}
 
-    return LoopWeights(model.stem.embedding[...], model.stem.norm.weight[...], model.stem.head.kernel[...], tuple(layer(one) for one in model.layers))
+    return LoopWeights(
+        model.stem.embedding[...], model.stem.norm.weight[...], model.stem.head.kernel[...], tuple(layer(one) for one in model.layers)
+    )
 
 
 def new_cache(batch: int, positions: int, dtype: str) -> Cache:

@@ -3,7 +3,7 @@
 Rule 9 of the design: a sequence is (Request, accepted token ids, KV). Everything else (penalty counts, stop
 matching, detokenizer state, randomness) is derived from these, so that a sequence can be rebuilt anywhere.
 Validation that needs no model happens here, once; limits that depend on the model (vocabulary, context length)
-are checked by `dispatch/validation.py`.
+are checked by `dispatch/frontend.py`.
 """
 
 import enum

@@ -4,7 +4,7 @@ The two deciders (`reservations.py`: who gets pages; `decode_batches.py`: what r
 moves that both need: ending a child, ending a group, and preemption. A freed page or slot may be given at once to commands
 issued from now on: commands run in order, so a token that the device writes too much is written before any later use.
 
-Invariants (tests/scheduler/test_decode_state.py): an ended child owns no slot and no pages; a group without living
+Invariants (tests/scheduler/test_decode_batches.py): an ended child owns no slot and no pages; a group without living
 children holds nothing; after all groups ended every ledger is full.
 """
 

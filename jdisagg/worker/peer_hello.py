@@ -1,6 +1,6 @@
 """What two workers must agree on before KV moves between them: built from a mesh's limits, compared by field.
 
-Page size, layout and page dtype may differ; the protocol, the model, the KV spec and the layer groups may not.
+Page size and layout may differ; the protocol, the model, the KV spec with its dtype and the layer groups may not.
 """
 
 from dataclasses import fields

@@ -101,4 +101,3 @@ async def test_preemption_changes_no_stream(mode, steps):
     noticed = sum(one.last.timings.preemptions for one in done if one.last and one.last.timings)
     assert 0 < noticed <= preemptions  # a child may be preempted just when its stop string ends it
     assert streams(done) == await reference()
-

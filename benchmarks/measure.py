@@ -1,0 +1,66 @@
+"""What benchmarks share: the machine in words, medians of interleaved rounds, results as JSON beside the figures in the log."""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jaxlib
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def machine() -> dict[str, object]:
+    """Processor, cores, load, versions and commit: what a figure means nothing without."""
+    model = next(
+        (line.split(":", 1)[1].strip() for line in _read("/proc/cpuinfo").splitlines() if line.startswith("model name")),
+        platform.processor(),
+    )
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent).stdout.strip()
+    return {
+        "processor": model,
+        "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "backend": jax.default_backend(),
+        "commit": commit,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def summary(seconds: Sequence[float]) -> dict[str, float]:
+    """Median, fastest and slowest, in milliseconds."""
+    return {"median_ms": 1e3 * statistics.median(seconds), "min_ms": 1e3 * min(seconds), "max_ms": 1e3 * max(seconds)}
+
+
+def paired(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, object]:
+    """`speed`: median over rounds of theirs / ours: 1 is as fast, above 1 is faster than they."""
+    ratios = [other / own for own, other in zip(ours, theirs, strict=True)]
+    return {
+        "speed": statistics.median(ratios),
+        "rounds": [round(ratio, 3) for ratio in ratios],
+        "ours": summary(ours),
+        "theirs": summary(theirs),
+    }
+
+
+def save(name: str, figures: dict[str, object]) -> Path:
+    """Writes `results/<name>.json`."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": machine(), **figures}, indent=1) + "\n")
+    return path
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
