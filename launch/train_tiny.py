@@ -20,9 +20,10 @@ from models.tiny.tokenizer import train_tokenizer
 from models.tiny.training import Progress, Schedule, held_out_losses, train
 
 _TOKENIZER_DOCUMENTS = 6000
+_STEPS_OF_FAMILY = {"llama": 4000, "qwen3_moe": 3000}
 
 _FAMILY = flags.DEFINE_enum("family", "llama", sorted(SHAPES), "Which of the two models.")
-_STEPS = flags.DEFINE_integer("steps", 4000, "Steps of about a thousand tokens.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", None, f"Steps of about a thousand tokens; else {_STEPS_OF_FAMILY}.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the text and of the first weights.", lower_bound=0)
 _MINUTES = flags.DEFINE_float("minutes", 60.0, "Stop early after so many minutes, and write what there is.", lower_bound=0.0)
 _KEEP = flags.DEFINE_string("keep", None, "File that keeps the state of training, to go on from (perhaps to more --steps).")
@@ -37,7 +38,8 @@ def tokenizer_of(seed: int) -> Tokenizer:
 def main(_: list[str]) -> None:
     destination = Path(_DESTINATION.value)
     tokenizer = tokenizer_of(_SEED.value)
-    schedule = Schedule(_STEPS.value, _SEED.value, seconds_at_most=60 * _MINUTES.value)
+    steps = _STEPS.value or _STEPS_OF_FAMILY[_FAMILY.value]
+    schedule = Schedule(steps, _SEED.value, seconds_at_most=60 * _MINUTES.value)
     keep = Path(_KEEP.value) if _KEEP.value else None
 
     def report(progress: Progress, network: TinyNetwork) -> None:
