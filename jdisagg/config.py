@@ -97,6 +97,13 @@ class ServiceConfig:
     max_message_bytes: int = 16 << 20
     drain_seconds: float = 30.0
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"service.port must be in [0, 65535], got {self.port}; 0 lets the system choose")
+        _positive("service.max_message_bytes", self.max_message_bytes)
+        if not self.drain_seconds >= 0:
+            raise ConfigError(f"service.drain_seconds must not be negative, got {self.drain_seconds}")
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -115,25 +122,44 @@ class EngineConfig:
     compilation_cache: str = "~/.cache/jdisagg/xla"
 
 
+@dataclass(frozen=True)
+class _Change:
+    """`text` for the field that `names` lead to; `path` is how the user wrote it."""
+
+    names: tuple[str, ...]
+    text: str
+    path: str
+
+
 def override(config: object, assignments: typing.Sequence[str]) -> typing.Any:
-    """Returns a copy of a (nested) config dataclass with `path.to.field=value` assignments applied, values parsed by field type."""
+    """Returns a copy of a (nested) config dataclass with `path.to.field=value` assignments applied, values parsed by field type.
+
+    All of a dataclass's fields change together before it is validated, so that the order of assignments does not matter.
+    """
+    changes: list[_Change] = []
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
         if not equals:
             raise ConfigError(f"override {assignment!r} must have the form path.to.field=value")
-        config = _replace(config, path.strip().split("."), text.strip(), path)
-    return config
+        changes.append(_Change(tuple(path.strip().split(".")), text.strip(), path))
+    return _replace(config, changes) if changes else config
 
 
-def _replace(config: typing.Any, names: list[str], text: str, path: str) -> typing.Any:
+def _replace(config: typing.Any, changes: typing.Sequence[_Change]) -> typing.Any:
     if not dataclasses.is_dataclass(config) or isinstance(config, type | Layout):
-        raise ConfigError(f"override {path!r}: {type(config).__name__} has no fields to set")
+        raise ConfigError(f"override {changes[0].path!r}: {type(config).__name__} has no fields to set")
     hints = typing.get_type_hints(type(config))
-    name = names[0]
-    if name not in hints:
-        raise ConfigError(f"override {path!r}: {type(config).__name__} has no field {name!r}; it has {', '.join(hints)}")
-    value = _replace(getattr(config, name), names[1:], text, path) if len(names) > 1 else _parse(hints[name], text, path)
-    return dataclasses.replace(config, **{name: value})
+    values: dict[str, object] = {}
+    for change in changes:
+        name = change.names[0]
+        if name not in hints:
+            raise ConfigError(f"override {change.path!r}: {type(config).__name__} has no field {name!r}; it has {', '.join(hints)}")
+        if len(change.names) == 1:
+            values[name] = _parse(hints[name], change.text, change.path)
+        elif name not in values:
+            inner = [dataclasses.replace(other, names=other.names[1:]) for other in changes if other.names[0] == name and other.names[1:]]
+            values[name] = _replace(getattr(config, name), inner)
+    return dataclasses.replace(config, **values)
 
 
 def _parse(kind: typing.Any, text: str, path: str) -> object:
@@ -141,6 +167,8 @@ def _parse(kind: typing.Any, text: str, path: str) -> object:
         if text.lower() == "none":
             return None
         kind = next(option for option in typing.get_args(kind) if option is not type(None))
+    if dataclasses.is_dataclass(kind) and kind is not Layout:
+        raise ConfigError(f"override {path!r}: it is no single value; set one of its fields, {', '.join(typing.get_type_hints(kind))}")
     try:
         if kind is bool:
             return {"true": True, "false": False}[text.lower()]
@@ -150,7 +178,8 @@ def _parse(kind: typing.Any, text: str, path: str) -> object:
     except JdisaggError:
         raise
     except (KeyError, ValueError, TypeError) as error:
-        raise ConfigError(f"override {path!r}: {text!r} is not a {getattr(kind, '__name__', kind)}") from error
+        choices = f": one of {', '.join(member.value for member in kind)}" if isinstance(kind, enum.EnumMeta) else ""
+        raise ConfigError(f"override {path!r}: {text!r} is not a {getattr(kind, '__name__', kind)}{choices}") from error
 
 
 def _positive(name: str, value: float) -> None:

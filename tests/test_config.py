@@ -1,0 +1,62 @@
+"""Overrides of a recipe's fields, as `launch.serve --set` gives them."""
+
+import pytest
+
+from configs import tiny_cpu
+from jdisagg.config import EngineConfig, InstanceConfig, Mode, ServiceConfig, override
+from jdisagg.errors import ConfigError, LayoutError
+from jdisagg.layout.axes import Layout
+
+
+def test_fields_are_set_by_path_and_parsed_by_their_type():
+    config = override(
+        tiny_cpu.get_config(),
+        ["mode=chunked", "decode.layout=dp=2,tp=2", "decode.pages_per_rank=9", "limits.handoff_lease_seconds=2.5", "warm_up=false"],
+    )
+    assert (config.mode, config.decode.layout, config.decode.pages_per_rank) == (Mode.CHUNKED, Layout(2, 2), 9)
+    assert (config.limits.handoff_lease_seconds, config.warm_up) == (2.5, False)
+    assert config.prefill == tiny_cpu.get_config().prefill
+    assert override(config, ["decode.pages_per_rank=none"]).decode.pages_per_rank is None
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_order_of_overrides_does_not_matter(order: int):
+    both = ["decode.chunk_tokens=64", "decode.min_chunk_tokens=32"][::order]
+    start = EngineConfig(decode=InstanceConfig(chunk_tokens=128, min_chunk_tokens=128))
+    decode = override(start, both).decode
+    assert (decode.chunk_tokens, decode.min_chunk_tokens) == (64, 32)
+
+
+def test_of_two_overrides_of_a_field_the_later_counts():
+    assert override(EngineConfig(), ["service.port=1", "service.port=2"]).service.port == 2
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("decode.slots=4", "'decode.slots': InstanceConfig has no field 'slots'; it has layout, page_size"),
+        ("decoder.page_size=4", "EngineConfig has no field 'decoder'"),
+        ("decode.page_size.x=4", "'decode.page_size.x': int has no fields"),
+        ("decode=4", "'decode': it is no single value; set one of its fields, layout"),
+        ("decode.page_size", "must have the form path.to.field=value"),
+        ("decode.page_size=many", "'many' is not a int"),
+        ("mode=magic", "'magic' is not a Mode: one of disaggregated, chunked, unified"),
+        ("warm_up=perhaps", "'perhaps' is not a bool"),
+        ("decode.page_size=0", "page_size must be positive, got 0"),
+        ("service.port=99999", r"service.port must be in \[0, 65535\], got 99999"),
+    ],
+)
+def test_an_override_that_cannot_work_is_named(assignment: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        override(EngineConfig(), [assignment])
+
+
+def test_a_layout_that_cannot_be_read_is_a_layout_error():
+    with pytest.raises(LayoutError, match="'dp2' is not one of dp=N"):
+        override(EngineConfig(), ["decode.layout=dp2"])
+
+
+@pytest.mark.parametrize("fields", [{"port": -1}, {"max_message_bytes": 0}, {"drain_seconds": -0.1}, {"drain_seconds": float("nan")}])
+def test_a_service_that_cannot_be_is_refused(fields: dict[str, float]):
+    with pytest.raises(ConfigError, match=f"service.{next(iter(fields))}"):
+        ServiceConfig(**fields)  # type: ignore[arg-type]
