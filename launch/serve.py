@@ -16,7 +16,7 @@ from absl import app, flags
 
 from jdisagg.config import EngineConfig, Mode, override
 from jdisagg.errors import ConfigError, JdisaggError
-from jdisagg.service.server import serve_until_signalled
+from jdisagg.service.server import check_address, serve_until_signalled
 from launch.assembly import Deployment, prepare_runtime
 
 DEFAULT_CONFIG = str(Path(__file__).resolve().parent.parent / "configs" / "tiny_cpu.py")
@@ -32,6 +32,7 @@ def main(_: list[str]) -> None:
         config = load_recipe(_CONFIG.value)
         shortcuts = [("model.directory", _MODEL.value), ("service.port", _PORT.value)]
         config = override(config, [*_SET.value, *(f"{path}={value}" for path, value in shortcuts if value is not None)])
+        check_address(config.service)
         one_mesh = config.mode is not Mode.DISAGGREGATED
         prepare_runtime(config.decode.layout.devices + (0 if one_mesh else config.prefill.layout.devices), config.compilation_cache)
         asyncio.run(_serve(config))

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 from collections.abc import Callable
 
 import grpc.aio
@@ -61,7 +62,7 @@ class GenerationServer:
         try:
             bound = self._server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
         except RuntimeError as error:
-            raise ConfigError(f"service cannot listen on {host}:{port}: {error}; is the port taken? choose another") from error
+            raise _cannot_listen(self._config, error) from error
         await self._server.start()
         await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)
         return bound
@@ -89,6 +90,19 @@ class GenerationServer:
     def hurry(self) -> None:
         """Ends the waiting of a drain, now or to come."""
         self._hurry.set()
+
+
+def check_address(config: ServiceConfig) -> None:
+    """Raises ConfigError where the server could not listen, before minutes are spent on what it would serve."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        socket.create_server((config.host, config.port), family=family).close()
+    except OSError as error:
+        raise _cannot_listen(config, error) from error
+
+
+def _cannot_listen(config: ServiceConfig, error: Exception) -> ConfigError:
+    return ConfigError(f"service cannot listen on {config.host}:{config.port}: {error}; is the port taken? choose another")
 
 
 async def serve_until_signalled(frontend: Frontend, config: ServiceConfig, ready: Callable[[int], None]) -> None:
