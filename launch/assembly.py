@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+from absl import logging as absl_logging
 from tqdm import tqdm
 
 from jdisagg.config import EngineConfig, Mode
@@ -26,7 +27,9 @@ def prepare_runtime(cpu_devices: int, compilation_cache: str) -> None:
     """Settings that must precede the first use of a device. On CPU: so many virtual devices."""
     if cpu_devices < 1:
         raise ConfigError(f"devices must be at least 1, got {cpu_devices}")
-    logging.getLogger("jax").setLevel(logging.WARNING)  # absl lets INFO through: which plugins are not installed
+    # absl lets INFO through: which plugins are not installed, what Orbax is about to read.
+    absl_logging.set_verbosity(absl_logging.WARNING)
+    logging.getLogger("jax").setLevel(logging.WARNING)
     jax.config.update("jax_num_cpu_devices", cpu_devices)
     keep_freed_memory()
     use_compilation_cache(compilation_cache)
