@@ -239,7 +239,9 @@ async def test_a_worker_without_pages_refuses_beyond_its_queue():
         refused = [call for call in done if isinstance(call.exception(), OverloadedError)]
         door.decode.open()
         ends = await asyncio.gather(*calls, return_exceptions=True)
-        assert refused and all(isinstance(end, OverloadedError) and end.retry_after_seconds for end in ends if not isinstance(end, Completion))
+        assert refused and all(
+            isinstance(end, OverloadedError) and end.retry_after_seconds for end in ends if not isinstance(end, Completion)
+        )
         kept = [answers(end) for end in ends if isinstance(end, Completion)]
         assert len(kept) >= 4 and kept == [alone] * len(kept)
         await door.quiet()
