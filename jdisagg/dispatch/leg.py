@@ -167,7 +167,9 @@ class Leg:
         self._post(Waited(reply.queue_seconds))
         accepted = {child.index: len(child.accepted) for child in self.children}
         for first in reply.tokens:
-            self._post(Tokens(first.child, accepted[first.child], (first.token_id,), (first.logprobs,) if first.logprobs else ()))
+            # A child that was preempted while this reply was on its way goes again, and gets its first token there.
+            if first.child in self.open:
+                self._post(Tokens(first.child, accepted[first.child], (first.token_id,), (first.logprobs,) if first.logprobs else ()))
         self._firsts_known.set()
 
     async def _decode(self, decode: DecodePort, source: HandoffSource | None) -> None:
