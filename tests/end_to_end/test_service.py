@@ -21,7 +21,7 @@ from tests.end_to_end.doors import Served, served
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-WORDS = "once upon a time there was a little dog who lived in the forest and it liked to play with a red ball".split()
+SENTENCE = "once upon a time there was a little dog who lived in the forest and it liked to play with a red ball"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -32,10 +32,10 @@ async def door():
 
 def mixed_requests(count: int, seed: int) -> list[GenerateOptions]:
     """Greedy and seeded, short and long, stop strings, two children, logprobs; each its own."""
-    rng = random.Random(seed)
+    rng, words = random.Random(seed), SENTENCE.split()
     requests: list[GenerateOptions] = []
     for index in range(count):
-        text = " ".join(rng.choice(WORDS) for _ in range(rng.choice((1, 3, 9, 30, 80))))
+        text = " ".join(rng.choice(words) for _ in range(rng.choice((1, 3, 9, 30, 80))))
         options = GenerateOptions(prompt=text, temperature=0.0, max_tokens=rng.choice((1, 2, 7, 20, 45)))  # type: ignore[typeddict-unknown-key]
         if index % 2:
             options |= GenerateOptions(temperature=0.9, top_p=0.95, seed=rng.getrandbits(30))
@@ -258,3 +258,22 @@ async def test_a_reader_that_does_not_read_holds_no_one_up(door: Served):
         assert [event.first_index for event in received if event.token_ids] == list(range(200))
     assert len({"".join(event.text for event in received) for received in seen}) == 1
     await door.quiet()
+
+
+async def test_a_client_that_stops_reading_is_let_go_at_its_deadline(door: Served):
+    """More than the transport's window holds, so that the server waits for a reader; then the pages are free and so is all else."""
+    sampling = common_pb2.SamplingParams(max_tokens=220, ignore_eos=True, n=4, logprobs=20)
+    request = generation_pb2.GenerateRequest(text="a dog", sampling=sampling, deadline_seconds=4.0)
+    async with grpc.aio.insecure_channel(door.target, [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16384)]) as channel:
+        call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(request)
+        received = [await call.read()]
+        await door.quiet()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while (message := await call.read()) is not grpc.aio.EOF:
+                received.append(message)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert len(received) < 4 * 220
+    for child in range(4):
+        assert [message.first_index for message in received if message.child == child] == list(
+            range(sum(message.child == child for message in received))
+        )
