@@ -9,7 +9,6 @@ are reached by the model's collectives. Layers are unrolled: a scan would copy e
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -139,8 +138,7 @@ class DecodePrograms:
                     k_pages = write_tokens(layer_pages[0], k_TKH, page_B, place_B, unique=True)
                     v_pages = write_tokens(layer_pages[1], v_TKH, page_B, place_B, unique=True)
                     new_pages.append((k_pages, v_pages))
-                    how = partial(paged_attention, scale=scale, window=window, platform=shards.platform)
-                    return reveal(how(q_TNH, k_pages, v_pages, table_BN, at_B))
+                    return paged_attention(q_TNH, k_pages, v_pages, table_BN, at_B, scale=scale, window=window, platform=shards.platform)
 
                 return attend
 
@@ -149,7 +147,7 @@ class DecodePrograms:
             for part, leaves, layer_pages in zip(weights.layers, layer_leaves, pages, strict=True):
                 layer: Any = part.merge(leaves)
                 x_BD = layer(x_BD, at_B, attend_with(layer_pages), shards, active_B)
-            logits_BV = stem.logits(x_BD, shards)
+            logits_BV = stem.logits(reveal(x_BD), shards)
             counts_BV = jnp.take(counts[0], slot_B, axis=0, mode="clip") if variant is Variant.SHAPED else None
             chosen = choose(variant, rows, logits_BV, ints_BI, floats_BF, at_B + 1, active_B, counts_BV)
             next_B2 = jnp.stack((jnp.where(active_B, chosen.token, token_B), position_B + active_B.astype(jnp.int32)), axis=1)

@@ -17,6 +17,7 @@ from jdisagg.executor.programs import Programs
 from jdisagg.executor.slot_state import RowFormat
 from jdisagg.executor.weights import Weights
 from jdisagg.model_api import Shards
+from jdisagg.ops.quarantine import reveal
 from jdisagg.scheduler.commands import MeshLimits, PrefillChunk
 
 
@@ -73,7 +74,7 @@ class PrefillSampler:
 
         def body(leaves: tuple[jax.Array, ...], x: jax.Array, rows: tuple[jax.Array, ...]) -> Chosen:
             ints, floats, position_R, *counts = (array[0] for array in rows)
-            logits_RV = stem.merge(leaves).logits(x[0], shards)  # type: ignore[attr-defined]
+            logits_RV = stem.merge(leaves).logits(reveal(x[0]), shards)  # type: ignore[attr-defined]
             active_R = jnp.ones(position_R.shape, jnp.bool_)
             return choose(variant, row_format, logits_RV, ints, floats, position_R, active_R, counts[0] if counts else None).on_rank()
 

@@ -91,3 +91,18 @@ def gather_columns(pages_PKSH: jax.Array, table_BN: jax.Array, column: jax.Array
     row_BKC = table_BC[:, None, :] * heads + jnp.arange(heads, dtype=table_BN.dtype)[None, :, None]
     rows = pages_PKSH.reshape(pages * heads, slots * width).at[row_BKC].get(mode="promise_in_bounds")
     return rows.reshape(batch, heads, count * slots, width)
+
+
+def gather_span(pages_PKSH: jax.Array, table_BN: jax.Array, index: jax.Array, length: int) -> jax.Array:
+    """Positions [index * length, (index + 1) * length) of each sequence, as one contiguous [B, K, length, H].
+
+    `length` is a multiple of the page size, or divides it.
+    """
+    pages, heads, slots, width = pages_PKSH.shape
+    if length % slots == 0:
+        return gather_columns(pages_PKSH, table_BN, index * (length // slots), length // slots)
+    batch, parts = table_BN.shape[0], slots // length
+    table_B1 = lax.dynamic_slice(table_BN, (0, index // parts), (batch, 1))
+    row_BK = (table_B1 * heads + jnp.arange(heads, dtype=table_BN.dtype)[None, :]) * parts + (index % parts).astype(table_BN.dtype)
+    rows = pages_PKSH.reshape(pages * heads * parts, length * width).at[row_BK].get(mode="promise_in_bounds")
+    return rows.reshape(batch, heads, length, width)

@@ -19,12 +19,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdisagg.ops import paged_attention_pallas
-from jdisagg.ops.kv_pages import gather_columns
+from jdisagg.ops.kv_pages import gather_columns, gather_span
 from jdisagg.ops.online_softmax import MASKED, Softmax, empty, finish, first, fold
 
 Implementation = Literal["loop", "gather", "pallas"]
 
 POSITIONS_PER_STEP = 128
+PARTS_PER_STEP = 4
 
 
 def paged_attention(
@@ -65,22 +66,29 @@ def _loop(
     scale: float,
     window: int | None,
 ) -> jax.Array:
+    """Whole steps of 128 positions or a page, then what is left of the longest sequence in parts of a step: a last page that has
+    just begun is not read whole."""
     batch, query_heads, width = q_BNH.shape
     _, heads, slots, _ = k_pages_PKSH.shape
     columns = max(1, min(POSITIONS_PER_STEP // slots, table_BN.shape[1]))
     step = columns * slots
+    part = max(1, step // PARTS_PER_STEP)
+    if step % part or (slots % part and part % slots):  # not whole pages, nor whole parts of one
+        part = step
     table_BN = jnp.pad(table_BN, ((0, 0), (0, -table_BN.shape[1] % columns)))
     q_BKGH = q_BNH.reshape(batch, heads, query_heads // heads, width)
 
-    def body(index: jax.Array, state: Softmax) -> Softmax:
-        k_BKSH = gather_columns(k_pages_PKSH, table_BN, index * columns, columns)
-        v_BKSH = gather_columns(v_pages_PKSH, table_BN, index * columns, columns)
-        s_BKGS = _scores(q_BKGH, k_BKSH, _seen(index * step, step, positions_B, window), scale)
+    def fold_span(length: int, index: jax.Array, state: Softmax) -> Softmax:
+        k_BKSH, v_BKSH = (gather_span(pages, table_BN, index, length) for pages in (k_pages_PKSH, v_pages_PKSH))
+        s_BKGS = _scores(q_BKGH, k_BKSH, _seen(index * length, length, positions_B, window), scale)
         return fold(state, s_BKGS, partial(_mix, v_BKSH=v_BKSH))
 
-    begin = 0 if window is None else jnp.maximum(jnp.min(positions_B) - window + 1, 0) // step
-    end = jnp.clip(jnp.max(positions_B) // step + 1, 1, table_BN.shape[1] // columns)
-    state = lax.fori_loop(jnp.minimum(begin, end - 1), end, body, empty(q_BKGH.shape))
+    capacity = table_BN.shape[1] * slots
+    end = jnp.clip(jnp.max(positions_B) + 1, 1, capacity)
+    begin = 0 if window is None else jnp.clip(jnp.min(positions_B) - window + 1, 0, end - 1)
+    whole = end // step
+    state = lax.fori_loop(begin // step, whole, partial(fold_span, step), empty(q_BKGH.shape))
+    state = lax.fori_loop(jnp.maximum(whole * step, begin) // part, -(-end // part), partial(fold_span, part), state)
     return finish(state).astype(q_BNH.dtype).reshape(q_BNH.shape)
 
 

@@ -1,9 +1,11 @@
 """Keeps a sequence whose activations are not finite from reaching any other through attention.
 
 Attention multiplies what it masks by zero, and zero times NaN is NaN: a broken sequence would break whoever shares its chunk,
-and whoever is later given the pages that it leaves. So its keys are stored as zeros and its values as a marker, finite and far
-beyond any real value: masked, it contributes exactly nothing; attended to, by the sequence itself, it shows in the mix, however
-small its weight, and is turned back into NaN. The sequence stays broken to its end, where sampling finds it out.
+and whoever is later given the pages that it leaves. So where its keys or values are not finite, keys are stored as zero and
+values as a marker, finite and far beyond any real value: masked, it contributes exactly nothing; attended to, by the sequence
+itself, it shows in the residual stream, however small its weight, and stays there. `reveal` finds it before the logits.
+
+`seal` is element by element, so that it costs no kernel of its own; `reveal` is one reduction a step, not one a layer.
 """
 
 import jax
@@ -15,11 +17,11 @@ SHOWS = 1e15
 
 def seal(k_TKH: jax.Array, v_TKH: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Keys and values of a layer as they may be cached and attended to."""
-    whole_T = jnp.all(jnp.isfinite(k_TKH) & jnp.isfinite(v_TKH), axis=(1, 2))[:, None, None]
-    return jnp.where(whole_T, k_TKH, jnp.zeros((), k_TKH.dtype)), jnp.where(whole_T, v_TKH, jnp.asarray(MARKER, v_TKH.dtype))
+    whole = jnp.isfinite(k_TKH) & jnp.isfinite(v_TKH)
+    return jnp.where(whole, k_TKH, jnp.zeros((), k_TKH.dtype)), jnp.where(whole, v_TKH, jnp.asarray(MARKER, v_TKH.dtype))
 
 
-def reveal(o_TNH: jax.Array) -> jax.Array:
-    """Attention's output with NaN in the rows that saw a marker."""
-    broken_T = jnp.any(jnp.abs(o_TNH) > SHOWS, axis=(1, 2))[:, None, None]
-    return jnp.where(broken_T, jnp.asarray(jnp.nan, o_TNH.dtype), o_TNH)
+def reveal(x_RD: jax.Array) -> jax.Array:
+    """The last hidden states, NaN in the rows that saw a marker."""
+    broken_R1 = jnp.any(jnp.abs(x_RD) > SHOWS, axis=-1, keepdims=True)
+    return jnp.where(broken_R1, jnp.asarray(jnp.nan, x_RD.dtype), x_RD)
