@@ -10,7 +10,7 @@ import pathlib
 import sys
 
 PROTOS = ("common", "generation", "workers", "commands")
-SERVICES = ("generation", "workers")
+SERVICES = ("generation",)  # the workers' services get their stubs with their servicers
 HERE = pathlib.Path(__file__).resolve().parent
 
 
