@@ -11,6 +11,7 @@ from absl import app, flags
 
 from jdisagg.client import ChatMessage, Client, GenerateOptions
 from jdisagg.errors import JdisaggError
+from launch.console import quiet_end
 
 _TARGET = flags.DEFINE_string("target", "localhost:8700", "Address of the server, host:port.")
 _PROMPT = flags.DEFINE_string("prompt", None, "The prompt; '-' reads it from stdin.", required=True)
@@ -33,13 +34,11 @@ def main(argv: list[str]) -> int:
         raise app.UsageError(f"no arguments are taken beside flags, got {' '.join(argv[1:])!r}; quote the prompt")
     prompt = sys.stdin.read() if _PROMPT.value == "-" else _PROMPT.value
     try:
-        with Client(_TARGET.value) as client:
+        with quiet_end(), Client(_TARGET.value) as client:
             _ask(client, prompt)
     except JdisaggError as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     return 0
 
 

@@ -21,6 +21,7 @@ from jdisagg.errors import JdisaggError
 from jdisagg.layout.axes import Layout
 from jdisagg.request import StreamEvent
 from launch.assembly import Deployment, prepare_runtime
+from launch.console import quiet_end
 
 _MODEL = flags.DEFINE_string("model", "", "Checkpoint directory (Hugging Face or Orbax form). Default: the shipped model.")
 _PROMPT = flags.DEFINE_string("prompt", None, "The prompt.")
@@ -47,7 +48,8 @@ def main(_: list[str]) -> None:
     try:
         config, prompts = _configuration(), _prompts()
         prepare_runtime(_DEVICES.value, config.compilation_cache)
-        asyncio.run(_generate(config, prompts))
+        with quiet_end():
+            asyncio.run(_generate(config, prompts))
     except JdisaggError as error:
         sys.exit(f"error: {error.message}")
 
@@ -80,9 +82,13 @@ def _prompts() -> list[str]:
     if path is None:
         return [_PROMPT.value or ""]
     try:
-        return Path(path).read_text(encoding="utf-8").splitlines()
+        prompts = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise app.UsageError(f"--prompts_file={path} cannot be read: {error}") from error
+    if not all(prompts) or not prompts:
+        where = f"line {prompts.index('') + 1} is empty" if prompts else "it is empty"
+        raise app.UsageError(f"--prompts_file={path}: {where}; give one prompt a line")
+    return prompts
 
 
 async def _generate(config: EngineConfig, prompts: list[str]) -> None:
@@ -98,7 +104,7 @@ async def _generate(config: EngineConfig, prompts: list[str]) -> None:
                 await _print(config, _drain(queue), f"prompt {number + 1}: " if len(prompts) > 1 else "")
         if len(prompts) > 1:
             print(f"{len(prompts)} prompts in {time.monotonic() - started:.3f} s", file=sys.stderr)
-    except* JdisaggError as group:
+    except* (JdisaggError, BrokenPipeError) as group:
         raise _first(group) from None
     finally:
         await deployment.cluster.stop()
