@@ -47,8 +47,10 @@ def run(module: str, *flags: str, seconds: float = 240) -> "tuple[int, str, str]
 def end(process: "subprocess.Popen[str]", seconds: float = 240) -> "tuple[int, str, str]":
     try:
         out, err = process.communicate(timeout=seconds)
-    finally:
+    except subprocess.TimeoutExpired:
         process.kill()
+        out, err = process.communicate()
+        raise AssertionError(f"{process.args} did not end within {seconds:g} s; it said {out!r} and {err!r}") from None
     return process.returncode, out, err
 
 
@@ -96,6 +98,15 @@ def test_a_file_of_prompts_is_answered_in_order_by_a_converted_checkpoint_under_
     assert re.fullmatch(r"3 prompts in [\d.]+ s", lines[3]) and len(lines) == 4
 
 
+def test_an_interrupted_generate_ends_at_once_and_without_a_word(cache: str):
+    process = start("generate", f"--prompt={PROMPT}", "--max_tokens=900", "--ignore_eos", *SMALL, cache)
+    assert process.stdout is not None and process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    status, out, err = end(process)
+    assert (status, err) == (130, ""), err
+    assert len(out) < 4000
+
+
 @contextmanager
 def serving(*flags: str) -> "Iterator[tuple[subprocess.Popen[str], int]]":
     sizes = {"prefill.chunk_tokens": 64, "prefill.min_chunk_tokens": 64, "decode.chunk_tokens": 64, "decode.min_chunk_tokens": 64}
@@ -125,6 +136,12 @@ def test_a_server_streams_to_ask_survives_its_death_and_drains_at_sigterm(cache:
         assert (status, out) == (1, "")
         assert re.fullmatch(r"\nerror: max_tokens=100000 and the prompt's \d+ tokens exceed .*\n", err), err
 
+        with start("ask", target, f"--prompt={PROMPT}", "--max_tokens=900", "--ignore_eos") as left:
+            assert left.stdout is not None and left.stderr is not None and left.stdout.read(1)
+            left.stdout.close()
+            assert (left.wait(60), left.stderr.read()) == (1, "")
+        wait_until_free(client)
+
         killed = start("ask", target, f"--prompt={PROMPT}", "--max_tokens=900", "--ignore_eos")
         assert killed.stdout is not None and killed.stdout.read(1)
         killed.kill()
@@ -152,6 +169,7 @@ BAD: list[tuple[str, tuple[str, ...], str]] = [
     ("generate", (), "give either --prompt or --prompts_file"),
     ("generate", ("--prompt=a", "--mode=magic"), "--mode=magic: value should be one of <disaggregated|chunked|unified>"),
     ("generate", ("--prompts_file=/nowhere/prompts",), "--prompts_file=/nowhere/prompts cannot be read"),
+    ("generate", ("--prompts_file=/dev/null",), "--prompts_file=/dev/null: it is empty; give one prompt a line"),
     ("generate", ("--prompt=a", "--model=/nowhere"), r"error: .*/nowhere.*"),
     ("generate", ("--prompt=a", "--prefill=tp=3"), "error: layout tp=3 does not divide"),
     ("generate", ("--prompt=a", "--devices=2"), "error: prefill .* and decode .* need 4 devices, and there are 2"),
@@ -166,12 +184,12 @@ BAD: list[tuple[str, tuple[str, ...], str]] = [
 ]
 
 
-@pytest.mark.parametrize("batch", [BAD[:5], BAD[5:9], BAD[9:]])
+@pytest.mark.parametrize("batch", [BAD[:5], BAD[5:10], BAD[10:]])
 def test_what_cannot_work_ends_with_one_clear_message(batch: list[tuple[str, tuple[str, ...], str]]):
     """Several at a time: each is mostly the start of an interpreter."""
     processes = [start(module, *flags) for module, flags, _ in batch]
-    for (module, flags, message), process in zip(batch, processes, strict=True):
-        status, out, err = end(process)
+    ends = [end(process) for process in processes]
+    for (module, flags, message), (status, out, err) in zip(batch, ends, strict=True):
         assert status == 1 and not out.startswith("jdisagg serves"), (module, flags, status, out, err)
         assert re.search(message, out + err), (module, flags, out, err)
         assert "Traceback" not in err, (module, flags, err)
