@@ -65,8 +65,13 @@ class UnavailableError(JdisaggError):
 class BrokenModelError(JdisaggError):
     """The model computed logits that are not finite for this sequence; another try would do the same. Ends that request alone."""
 
-    def __init__(self) -> None:
-        super().__init__("the model's logits for this request are not finite (NaN or infinity); check the checkpoint and its dtype")
+    def __init__(
+        self,
+        message: str = "the model's logits for this request are not finite (NaN or infinity); check the checkpoint and its dtype",
+        *,
+        retry_after_seconds: float | None = None,
+    ) -> None:
+        super().__init__(message, retry_after_seconds=retry_after_seconds)
 
 
 class HandoffError(UnavailableError):
