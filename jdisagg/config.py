@@ -178,7 +178,7 @@ def _parse(kind: typing.Any, text: str, path: str) -> object:
     except JdisaggError:
         raise
     except (KeyError, ValueError, TypeError) as error:
-        choices = f": one of {', '.join(member.value for member in kind)}" if isinstance(kind, enum.EnumMeta) else ""
+        choices = f": one of {', '.join(member.value for member in kind)}" if isinstance(kind, type) and issubclass(kind, enum.Enum) else ""
         raise ConfigError(f"override {path!r}: {text!r} is not a {getattr(kind, '__name__', kind)}{choices}") from error
 
 
