@@ -15,7 +15,7 @@ _MODEL = Path(__file__).resolve().parent.parent / "models" / "tiny" / "llama"
 
 
 def get_config() -> EngineConfig:
-    sizes = {"page_size": 16, "slots_per_rank": 16, "chunk_tokens": 128, "min_chunk_tokens": 128}
+    sizes = {"page_size": 128, "slots_per_rank": 16, "chunk_tokens": 128, "min_chunk_tokens": 128}
     return EngineConfig(
         model=ModelConfig(str(_MODEL)),
         prefill=InstanceConfig(layout=Layout(dp=1, tp=2), **sizes),
