@@ -3,7 +3,13 @@
     python -m launch.train_tiny --family=llama --destination=models/tiny/llama
     python -m launch.train_tiny --family=qwen3_moe --destination=models/tiny/qwen3_moe
 
-Needs the `train` extra (Optax).
+Needs the `train` extra (Optax). The shipped weights: seed 0, Python 3.12, JAX 0.12.0.1, Flax 0.12.12, Optax 0.2.8, one core of an
+AMD Zen 5 machine shared with other work; the MoE was stopped after step 1600 and taken up again with --keep. Held-out loss:
+
+| family | steps | CPU time | nats a token | bigram counts | unigram counts |
+| --- | --- | --- | --- | --- | --- |
+| llama | 4000 (4 million tokens) | about 12 minutes | 0.332 | 2.381 | 5.584 |
+| qwen3_moe | 3000 (3 million tokens) | about 14 minutes | 0.279 | 2.381 | 5.584 |
 """
 
 import json

@@ -36,7 +36,7 @@ class TinyShape:
     norm_epsilon: float = 1e-5
 
 
-SHAPES: dict[Family, TinyShape] = {
+SHAPES: dict[str, TinyShape] = {
     "llama": TinyShape("llama", layers=4, ffn=320),
     "qwen3_moe": TinyShape("qwen3_moe", layers=4, experts=8),
 }

@@ -210,14 +210,13 @@ def _kind(path: tuple[object, ...], leaf: jax.Array) -> str:
     return "matrix" if leaf.ndim == 2 and "embedding" not in name and "router" not in name else "other"
 
 
-def _write_state(file: Path, step: int, state: object) -> None:
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+def _write_state(file: Path, step: int, state: tuple[nnx.State, optax.OptState]) -> None:
     partial = file.with_suffix(".partial.npz")
-    np.savez(partial, step=np.asarray(step), **{f"leaf{number}": leaf for number, leaf in enumerate(leaves)})
+    np.savez(partial, np.asarray(step), *(np.asarray(leaf) for leaf in jax.tree.leaves(state)))
     partial.replace(file)
 
 
 def _read_state(file: Path, like: tuple[nnx.State, optax.OptState]) -> tuple[int, tuple[nnx.State, optax.OptState]]:
     with np.load(file) as kept:
-        leaves = [jnp.asarray(kept[f"leaf{number}"]) for number in range(len(kept.files) - 1)]
-        return int(kept["step"]), jax.tree.unflatten(jax.tree.structure(like), leaves)
+        step, *leaves = (kept[f"arr_{number}"] for number in range(len(kept.files)))
+    return int(step), jax.tree.unflatten(jax.tree.structure(like), [jnp.asarray(leaf) for leaf in leaves])
