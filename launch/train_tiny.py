@@ -3,8 +3,9 @@
     python -m launch.train_tiny --family=llama --destination=models/tiny/llama
     python -m launch.train_tiny --family=qwen3_moe --destination=models/tiny/qwen3_moe
 
-Needs the `train` extra (Optax). The shipped weights: seed 0, Python 3.12, JAX 0.12.0.1, Flax 0.12.12, Optax 0.2.8, one core of an
-AMD Zen 5 machine shared with other work; the MoE was stopped after step 1600 and taken up again with --keep. Held-out loss:
+Needs the `train` extra (Optax). The shipped weights: seed 0, Python 3.12, JAX 0.12.0.1, Flax 0.12.12, Optax 0.2.8, on one or two
+AMD Zen 5 cores shared with other work, so that the CPU times are rough; no run was repeated at full length. The MoE was stopped
+after step 1600 and taken up again with --keep. Held-out loss:
 
 | family | steps | CPU time | nats a token | bigram counts | unigram counts |
 | --- | --- | --- | --- | --- | --- |
