@@ -37,6 +37,7 @@ from models.hf_config import HfConfig
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Weights and KV.")
 _PARTS = flags.DEFINE_list("parts", ["prefill", "decode", "offline", "sampled", "grpc"], "What to measure.")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Interleaved rounds of each part.")
+_STEPS = flags.DEFINE_integer("steps_per_dispatch", 4, "The engine's decode steps per dispatch when nothing waits.")
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
 
 PROMPT, OUTPUT, BATCH, SLOT = 512, 64, 32, 576
@@ -56,7 +57,14 @@ class Engine:
         config = EngineConfig(
             model=ModelConfig(dtype=dtype, context_tokens=2304),
             mode=Mode.UNIFIED,
-            decode=InstanceConfig(layout=Layout(), page_size=128, slots_per_rank=BATCH, growth_tokens=OUTPUT, min_chunk_tokens=512),
+            decode=InstanceConfig(
+                layout=Layout(),
+                page_size=128,
+                slots_per_rank=BATCH,
+                growth_tokens=OUTPUT,
+                min_chunk_tokens=512,
+                steps_per_dispatch=_STEPS.value,
+            ),
             warm_up=False,
         )
         mesh = layout_mesh(Layout(), plain_loop.KV_HEADS, jax.devices()[:1])

@@ -12,7 +12,11 @@ SAMPLES_PER_CHUNK = 16
 
 
 def mesh_limits(instance: InstanceConfig, mode: Mode, spec: KVSpec, context_tokens: int, layer_groups: int) -> MeshLimits:
-    """`layer_groups` is the prefill side's: both sides of a hand-off cut layers alike."""
+    """`layer_groups` is the prefill side's: both sides of a hand-off cut layers alike.
+
+    Unified mode prefills a prompt whole, whatever its length, but packs short ones only up to `chunk_tokens`: on a CPU a chunk of
+    several thousand tokens leaves the caches and is slower a token than several of 512.
+    """
     pages_per_sequence = -(-context_tokens // instance.page_size)
     pages = instance.pages_per_rank or instance.slots_per_rank * pages_per_sequence
     largest = instance.chunk_tokens
@@ -33,6 +37,7 @@ def mesh_limits(instance: InstanceConfig, mode: Mode, spec: KVSpec, context_toke
         rows_per_chunk=ROWS_PER_CHUNK,
         samples_per_chunk=SAMPLES_PER_CHUNK,
         kv_spec=spec,
+        pack_tokens=min(instance.chunk_tokens, largest) if mode is Mode.UNIFIED else None,
     )
 
 

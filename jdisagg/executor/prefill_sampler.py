@@ -4,6 +4,7 @@ A chunk samples at most `samples_per_chunk` rows per dp rank; several children o
 depends on the chunk bucket, the head does not, so that there is one head program a variant.
 """
 
+from collections import Counter
 from collections.abc import Callable
 
 import jax
@@ -35,7 +36,8 @@ class PrefillSampler:
             return None
         shaped = any(spec.sampling.shaped for _, spec in samples)
         variant = Variant.of(sampled=any(not spec.sampling.greedy for _, spec in samples), shaped=shaped)
-        last, ints, floats, positions, *counts = rows = self._empty(variant)
+        per_rank = Counter(row.rank for row, _ in samples)
+        last, ints, floats, positions, *counts = rows = self._empty(variant, max(per_rank.values()))
         used = [0] * self._limits.ranks
         for row, spec in samples:
             at = row.rank, used[row.rank]
@@ -49,12 +51,15 @@ class PrefillSampler:
 
     def warm_up(self, variant: Variant, width: int) -> None:
         """Runs the programs of one variant and one chunk bucket on padding."""
-        last, *rows = self._empty(variant)
         x = jnp.zeros((self._limits.ranks, width, self._weights.width), self._weights.dtype, device=self._sharding)
-        jax.block_until_ready(self._head(variant, self._pick(x, last), tuple(rows)).token)
+        for samples in {1, self._limits.samples_per_chunk}:
+            last, *rows = self._empty(variant, samples)
+            jax.block_until_ready(self._head(variant, self._pick(x, last), tuple(rows)).token)
 
-    def _empty(self, variant: Variant) -> list[np.ndarray]:
-        shape = (self._limits.ranks, self._limits.samples_per_chunk)
+    def _empty(self, variant: Variant, samples: int) -> list[np.ndarray]:
+        """Arrays for so many samples a rank: one, or room for as many as a chunk may hold. (A head over 16 rows for the one sample of
+        a long prompt would cost 1 % of its prefill.)"""
+        shape = (self._limits.ranks, 1 if samples == 1 else self._limits.samples_per_chunk)
         ints, floats = np.zeros((*shape, self._rows.ints), np.int32), np.zeros((*shape, self._rows.floats), np.float32)
         rows = [np.zeros(shape, np.int32), ints, floats, np.zeros(shape, np.int32)]
         return [*rows, np.zeros((*shape, self._rows.vocabulary), np.int32)] if variant is Variant.SHAPED else rows
@@ -67,7 +72,7 @@ class PrefillSampler:
 
         on_mesh = jax.device_put(last, self._sharding)
         build = lambda: self._programs.compile(body, (x, on_mesh), (RANK, RANK), RANK)  # noqa: E731
-        return self._programs.get(("pick", x.shape[1]), build)(x, on_mesh)
+        return self._programs.get(("pick", x.shape[1], last.shape), build)(x, on_mesh)
 
     def _head(self, variant: Variant, x: jax.Array, rows: tuple[np.ndarray, ...]) -> Chosen:
         stem, shards, row_format = self._weights.stem, self._shards, self._rows
@@ -84,4 +89,4 @@ class PrefillSampler:
             in_specs = (stem.specs, RANK, (RANK,) * len(rows))
             return self._programs.compile(body, (stem.leaves, x, on_mesh), in_specs, Chosen.specs(variant))
 
-        return self._programs.get(("head", variant), build)(stem.leaves, x, on_mesh)
+        return self._programs.get(("head", variant, x.shape), build)(stem.leaves, x, on_mesh)

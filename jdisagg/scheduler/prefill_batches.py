@@ -78,10 +78,13 @@ class PrefillBatches:
         queue, limits = self._queues[rank], self._limits
         rows: list[PrefillRow] = []
         offset = samples = 0
-        capacity = limits.chunk_buckets[-1]
-        while queue and len(rows) < limits.rows_per_chunk and offset < capacity:
+        largest = limits.chunk_buckets[-1]
+        capacity = limits.pack_tokens or largest
+        while queue and len(rows) < limits.rows_per_chunk and (not rows or offset < capacity):
             job = queue[0]
-            tokens = min(job.left_tokens, capacity - offset)
+            tokens = min(job.left_tokens, capacity - offset if rows else largest)
+            if rows and tokens < job.left_tokens and capacity < largest:
+                break  # whole prompts only: this one gets a chunk of its own
             if tokens == job.left_tokens:
                 if samples + len(job.samples) > limits.samples_per_chunk:
                     break
