@@ -19,7 +19,7 @@ from jdisagg.executor.choose import Variant
 from jdisagg.executor.decode_program import DecodePrograms
 from jdisagg.executor.layer_groups import layer_groups
 from jdisagg.executor.page_pool import PagePool
-from jdisagg.executor.prefill_program import ChunkArrays, PrefillPrograms
+from jdisagg.executor.prefill_program import ChunkArrays, ChunkForm, PrefillPrograms
 from jdisagg.executor.prefill_sampler import PrefillSampler
 from jdisagg.executor.programs import Programs
 from jdisagg.executor.results import DecodeReading, Finished, PrefillReading, PullReading, start_reading
@@ -112,10 +112,10 @@ class MeshExecutor:
         """Runs a command on the calling thread: for warm-up and tests, while the threads are idle."""
         return self._issue(command).result()
 
-    def warm_prefill(self, width: int, packed: bool) -> None:
+    def warm_prefill(self, width: int, form: ChunkForm) -> None:
         """Runs a chunk of padding, and every cut that its rows may ask for."""
         empty = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits)
-        x, blocks = self._prefill.run(dataclasses.replace(empty, packed=packed))
+        x, blocks = self._prefill.run(dataclasses.replace(empty, form=form))
         for block in blocks:
             for tokens in block_lengths(self.limits):
                 if tokens < width:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jdisagg.executor.choose import Variant
+from jdisagg.executor.prefill_program import FORMS
 from jdisagg.scheduler.commands import MeshLimits
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ def warm_up_steps(executor: "MeshExecutor") -> list[Callable[[], None]]:
     limits, role = executor.limits, executor.role
     steps: list[Callable[[], None]] = []
     if role.prefill:
-        widths = [(width, packed) for width in limits.chunk_buckets for packed in (False, True)]
-        steps += [lambda width=width, packed=packed: executor.warm_prefill(width, packed) for width, packed in widths]
+        chunks = [(width, form) for width in limits.chunk_buckets for form in FORMS]
+        steps += [lambda width=width, form=form: executor.warm_prefill(width, form) for width, form in chunks]
     if role.decode:
         sizes = [(size, variant) for size in limits.batch_buckets for variant in Variant]
         steps += [lambda size=size, variant=variant: executor.warm_decode(size, variant) for size, variant in sizes]

@@ -207,8 +207,9 @@ StepResult = PrefillResult | DecodeResult | PullResult | Done
 class MeshLimits:
     """What a scheduler may count on from its mesh. `pages_per_rank` are usable pages (ids 0..pages_per_rank-1).
 
-    `chunk_buckets` and `batch_buckets` ascend. Prompts are packed into one chunk up to `pack_tokens` together; one prompt alone may fill
-    the largest bucket. Where the two differ, only whole prompts are packed. A sequence may hold at most `context_tokens` positions. Offered blocks have
+    `chunk_buckets` and `batch_buckets` ascend. Prompts are packed into one chunk up to `pack_tokens` together; one prompt
+    alone may fill the largest bucket. Where the two differ, only whole prompts are packed. A sequence may hold at most
+    `context_tokens` positions. Offered blocks have
     power-of-two lengths of at least `granule_tokens`; rows of a packed chunk start at multiples of it.
     """
 

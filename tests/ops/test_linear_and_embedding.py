@@ -22,7 +22,8 @@ def test_a_product_is_the_same_in_either_orientation_and_for_any_number_of_rows(
     exact = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64) + np.asarray(bias, np.float64)
     for transposed in (False, True):
         stored = kernel.T if transposed else kernel
-        for out_dtype, tolerance in ((None, 1e-5 if dtype == "float32" else 0.2), (jnp.dtype("float32"), 1e-4)):
+        rounded = dtype == "bfloat16" and platform == "cpu"  # there logits, too, are rounded to bfloat16: see `_bfloat16_on_cpu`
+        for out_dtype, tolerance in ((None, 1e-5 if dtype == "float32" else 0.2), (jnp.dtype("float32"), 0.2 if rounded else 1e-4)):
             got = jax.jit(partial(project, transposed=transposed, platform=platform, out_dtype=out_dtype))(x[:rows], stored, bias)
             assert got.dtype == (out_dtype or dtype)
             np.testing.assert_allclose(np.asarray(got, np.float64), exact[:rows], atol=tolerance)
