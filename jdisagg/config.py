@@ -83,7 +83,6 @@ class LimitsConfig:
     default_deadline_seconds: float = 600.0
     handoff_lease_seconds: float = 30.0
     max_attempts: int = 8
-    stream_buffer_events: int = 64
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
