@@ -17,6 +17,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import jax
+import numpy as np
 
 from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError
@@ -122,9 +123,10 @@ class InProcessChannel:
         _, components, _, tokens, head_size = target.zeros.shape
         local = kv_heads // source_mesh.shape["kv"]
         if local > target.granule:
-            # Made by a program, as offered blocks are: on a mesh of one device such a shard keeps the mesh's sharding.
-            block = resident_zeros(source_mesh, components, local, tokens, head_size, target.zeros.dtype)
-            for shard in block.addressable_shards:
+            # On a mesh of one device a shard that a program made keeps the mesh's sharding, one that was put there does not.
+            made = resident_zeros(source_mesh, components, local, tokens, head_size, target.zeros.dtype)
+            put = jax.device_put(np.zeros(made.shape, made.dtype), made.sharding)
+            for shard in (*made.addressable_shards, *put.addressable_shards):
                 _cut(shard.data, local // target.granule)
 
     def offered(self) -> Offered:

@@ -89,7 +89,7 @@ async def test_all_at_once_on_one_mesh_gives_the_same_streams(mode):
 
 @pytest.mark.parametrize(("mode", "steps"), [(Mode.DISAGGREGATED, 1), (Mode.DISAGGREGATED, 4), (Mode.CHUNKED, 1)])
 async def test_preemption_changes_no_stream(mode, steps):
-    engine = config(mode, "tp=1", "dp=2", decode_page=8, pages=60, growth=1, steps=steps)
+    engine = config(mode, "tp=1", "tp=1", decode_page=8, pages=58, growth=1, steps=steps, slots=16)
     async with running(engine) as run:
         requests = mixed_requests(run)
         # Short prompts first: many sequences then grow at once, and together outgrow their pages.
