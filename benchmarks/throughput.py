@@ -103,11 +103,13 @@ class Loop:
 
     def __init__(self, model: Decoder, dtype: str) -> None:
         self.weights, self.dtype = plain_loop.weights_of(model), dtype
+        self._caches: dict[int, plain_loop.Cache] = {}
 
     def first_token(self, prompt: np.ndarray) -> int:
-        cache = plain_loop.new_cache(1, len(prompt), self.dtype)
-        jax.block_until_ready(cache)
-        return int(plain_loop.prefill(self.weights, cache, jnp.asarray(prompt, jnp.int32), jnp.int32(0))[1][0])
+        """Into a cache that is there already, as the engine's pages are."""
+        cache = self._caches.pop(len(prompt), None) or plain_loop.new_cache(1, len(prompt), self.dtype)
+        self._caches[len(prompt)], token = plain_loop.prefill(self.weights, cache, jnp.asarray(prompt, jnp.int32), jnp.int32(0))
+        return int(token[0])
 
     def batch(self, prompts: np.ndarray, count: int) -> tuple[float, float, list[list[int]]]:
         """As `Engine.batch`: prompts one after the other, then all rows step together, tokens read one step late."""
