@@ -23,7 +23,7 @@ from jdisagg.executor.programs import Programs
 from jdisagg.executor.slot_state import RowFormat
 from jdisagg.executor.weights import Weights
 from jdisagg.model_api import Attend, Shards
-from jdisagg.ops.kv_pages import write_tokens
+from jdisagg.ops.kv_pages import decode_coordinates, write_tokens
 from jdisagg.ops.paged_attention import paged_attention
 from jdisagg.ops.quarantine import reveal, seal
 from jdisagg.scheduler.commands import MeshLimits, SlotAdmit, SlotGrow
@@ -127,9 +127,9 @@ class DecodePrograms:
             active_B = (slot_B < slots) & (position_B < limit_B)
             row_B = jnp.arange(slot_B.shape[0], dtype=jnp.int32)
             at_B = jnp.where(active_B, position_B, 0)
-            own_B = jnp.take_along_axis(table_BN, (at_B // page_size)[:, None], axis=1)[:, 0]
-            page_B = jnp.where(active_B, own_B, dummy + row_B // page_size)
-            place_B = jnp.where(active_B, at_B % page_size, row_B % page_size)
+            own_page_B, own_place_B = decode_coordinates(table_BN, at_B, slots=page_size)
+            page_B = jnp.where(active_B, own_page_B, dummy + row_B // page_size)
+            place_B = jnp.where(active_B, own_place_B, row_B % page_size)
             new_pages: list[LayerPages] = []
 
             def attend_with(layer_pages: LayerPages) -> Attend:

@@ -104,10 +104,6 @@ class MeshExecutor:
     def close(self) -> None:
         self._threads.close()
 
-    @property
-    def kv_bytes(self) -> int:
-        return self._pool.bytes
-
     def issue_and_wait(self, command: StepCommand) -> StepResult:
         """Runs a command on the calling thread: for warm-up and tests, while the threads are idle."""
         return self._issue(command).result()

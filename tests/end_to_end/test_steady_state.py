@@ -54,8 +54,8 @@ async def test_nothing_is_compiled_after_warm_up(mode, prefill, decode):
 
 
 async def test_the_host_reads_tokens_and_nothing_else():
-    """Every array that comes back is read through `jax.device_get`, which this guard allows; any other way it forbids (on CPU, where
-    host and device share memory, the guard sees less than on a GPU)."""
+    """Tokens are read back in one place (`executor/results.py`), which says that it is meant; any other way this guard forbids (on CPU,
+    where host and device share memory, the guard sees less than on a GPU)."""
     jax.config.update("jax_transfer_guard_device_to_host", "disallow")
     try:
         async with running(config(Mode.DISAGGREGATED, "tp=2", "dp=2")) as run:
