@@ -94,7 +94,8 @@ class Engine:
         high = min(times[-2] for _, times in streams)
         reference = streams[0][1]
         inside = [when for when in reference if low <= when <= high]
-        step = (inside[-1] - inside[0]) / (len(inside) - 1)
+        # Tokens of one dispatch come at one instant: those that came with the first instant took their time before it.
+        step = (inside[-1] - inside[0]) / sum(when > inside[0] for when in inside)
         return total, step, [tokens for tokens, _ in streams]
 
 

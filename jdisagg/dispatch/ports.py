@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.request import Request, TokenLogprobs
 
 
@@ -48,10 +49,12 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class HandoffSource:
-    """Where the KV will come from: the prefill worker's name and the hand-off's id there."""
+    """Where the KV will come from: the sender's name, the hand-off's id there, and where its `PeerPort` listens (host:port; empty
+    where it is known by name, as in the embedded cluster)."""
 
     worker: str
     handoff_id: int
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,14 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
+class OfferChecksum:
+    """What an offered block must sum to after insertion; follows its offer once it is computed."""
+
+    offer_id: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
 class HandoffEnd:
     """All is offered: how many offers there were, how many positions, and the tokens sampled at the end."""
 
@@ -162,9 +173,16 @@ class HandoffEnd:
     firsts: tuple[FirstToken, ...]
 
 
+PeerMessage = Offer | OfferChecksum | HandoffEnd
+
+
 @dataclass(frozen=True, slots=True)
 class PeerHello:
-    """What must match before two workers hand over KV. `kv_layers` is the KV spec in words; differing fields are refused by name."""
+    """What must match before two workers hand over KV. `kv_layers` is the KV spec in words; differing fields are refused by name.
+
+    `worker`, `boot_id`, `checksum_key` and `mesh` are each side's own (of the mesh, `transports` must match). `checksum_key` keys
+    the checksums of what this side offers: a secret, told over this control connection alone.
+    """
 
     protocol: int
     worker: str
@@ -172,6 +190,9 @@ class PeerHello:
     kv_layers: str
     kv_dtype: str
     layer_groups: int
+    boot_id: int = 0
+    checksum_key: int = 0
+    mesh: MeshCard | None = None
 
 
 class PrefillPort(Protocol):
@@ -211,8 +232,8 @@ class PeerPort(Protocol):
         """Raises IncompatiblePeerError naming the field that differs and both values."""
         ...
 
-    def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[Offer | HandoffEnd]:
-        """Offers as they are made, then HandoffEnd. Raises HandoffError when the sender gave up."""
+    def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:
+        """Offers as they are made, the checksum of each when it is computed, then HandoffEnd. Raises HandoffError when the sender gave up."""
         ...
 
     async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:

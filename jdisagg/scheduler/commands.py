@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jdisagg.layout.kv_spec import KVSpec
+from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.request import SamplingParams, TokenLogprobs
 
 
@@ -59,11 +60,15 @@ class PrefillRow:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Run one packed chunk of `chunk_tokens` tokens (a bucket) per dp rank. Rows that continue (start > 0) come first on their rank."""
+    """Run one packed chunk of `chunk_tokens` tokens (a bucket) per dp rank. Rows that continue (start > 0) come first on their rank.
+
+    `checksum_key` keys the checksums of what is offered (ops/checksum.py).
+    """
 
     step: int
     chunk_tokens: int
     rows: tuple[PrefillRow, ...]
+    checksum_key: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +80,44 @@ class ReleaseOffers:
 
 
 @dataclass(frozen=True, slots=True)
+class ExtractBlock:
+    """Offer KV that lies in this mesh's pages (a running sequence moves to another worker): tokens [start, start + valid_tokens) of
+    layer group `group` on dp rank `rank`, as a block of `block_tokens`. `pages` as in `InsertBlock`. Gives an `ExtractResult`."""
+
+    step: int
+    offer_id: int
+    rank: int
+    group: int
+    start: int
+    valid_tokens: int
+    block_tokens: int
+    pages: tuple[int, ...]
+    checksum_key: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectPeer:
+    """From now on blocks may be pulled from `peer` (a name that is never used for another mesh: it holds the boot id)."""
+
+    step: int
+    peer: str
+    card: MeshCard
+
+
+@dataclass(frozen=True, slots=True)
+class DisconnectPeer:
+    """Nothing will be pulled from `peer` any more; pulls under way fail."""
+
+    step: int
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
 class PullBlock:
-    """Begin pulling one offered block to dp rank `rank`; the result comes when it has arrived or failed. Never blocks the mesh."""
+    """Begin pulling one offered block from `peer` to dp rank `rank`; the result comes when it has arrived or failed.
+
+    Never blocks the mesh. `codec` names how the block travels (transfer/codec.py).
+    """
 
     step: int
     offer_id: int
@@ -84,6 +125,8 @@ class PullBlock:
     group: int
     block_tokens: int
     deadline_seconds: float
+    peer: str = ""
+    codec: str = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +134,7 @@ class InsertBlock:
     """Write a pulled block's first `valid_tokens` tokens into its rank's pages, from position `start` on.
 
     `pages` covers positions [0, start + valid_tokens), as in `PrefillRow`: position p lies in pages[p // page_size].
+    Gives an `InsertResult`: what was written is read back and summed under `checksum_key`.
     """
 
     step: int
@@ -101,6 +145,9 @@ class InsertBlock:
     valid_tokens: int
     start: int
     pages: tuple[int, ...]
+    checksum_key: int = 0
+    peer: str = ""
+    codec: str = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +203,18 @@ class DecodeSteps:
     grows: tuple[SlotGrow, ...] = ()
 
 
-StepCommand = PrefillChunk | ReleaseOffers | PullBlock | InsertBlock | DropBlocks | CopyPages | DecodeSteps
+StepCommand = (
+    PrefillChunk
+    | ReleaseOffers
+    | ExtractBlock
+    | ConnectPeer
+    | DisconnectPeer
+    | PullBlock
+    | InsertBlock
+    | DropBlocks
+    | CopyPages
+    | DecodeSteps
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +226,18 @@ class SampledToken:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockChecksum:
+    """The keyed sum of an offered block's valid tokens, taken where they were computed."""
+
+    offer_id: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillResult:
     step: int
     samples: tuple[SampledToken, ...]
+    checksums: tuple[BlockChecksum, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +263,28 @@ class PullResult:
 
 
 @dataclass(frozen=True, slots=True)
+class InsertResult:
+    """`checksum`: the keyed sum of the inserted tokens, read back from the pages. `intact`: what came was what its (lossy) codec
+    had packed, and the pages hold what was unpacked; always true without a lossy codec, where `checksum` says it all."""
+
+    step: int
+    offer_id: int
+    checksum: int
+    intact: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractResult:
+    step: int
+    checksum: BlockChecksum
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     step: int
 
 
-StepResult = PrefillResult | DecodeResult | PullResult | Done
+StepResult = PrefillResult | DecodeResult | PullResult | InsertResult | ExtractResult | Done
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,9 @@ class DecodeBatches:
     def next_step(self, step: int, quiet: bool) -> DecodeSteps | None:
         """The next dispatch, or None. `quiet`: nothing waits beside it, so that several steps may run at once."""
         ready = self._state.sequences(stage=Stage.READY)
-        steps = self._steps if quiet and not ready else 1
+        running = self._state.sequences(stage=Stage.RUNNING)
+        wanted = max((child.limit - child.issued_position for child in running), default=1)
+        steps = max(1, min(self._steps, wanted)) if quiet and not ready else 1
         grows = self._grow_running(steps)
         admits = [admit for child in self._state.sequences(stage=Stage.READY) if (admit := self._admit(child))]
         if admits:

@@ -56,12 +56,14 @@ class PrefillRow(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., rank: _Optional[int] = ..., offset: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., samples: _Optional[_Iterable[_Union[SampleSpec, _Mapping]]] = ..., offers: _Optional[_Iterable[_Union[OfferSpec, _Mapping]]] = ...) -> None: ...
 
 class PrefillChunk(_message.Message):
-    __slots__ = ("chunk_tokens", "rows")
+    __slots__ = ("chunk_tokens", "rows", "checksum_key")
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_KEY_FIELD_NUMBER: _ClassVar[int]
     chunk_tokens: int
     rows: _containers.RepeatedCompositeFieldContainer[PrefillRow]
-    def __init__(self, chunk_tokens: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[PrefillRow, _Mapping]]] = ...) -> None: ...
+    checksum_key: int
+    def __init__(self, chunk_tokens: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[PrefillRow, _Mapping]]] = ..., checksum_key: _Optional[int] = ...) -> None: ...
 
 class ReleaseOffers(_message.Message):
     __slots__ = ("offer_ids",)
@@ -69,22 +71,60 @@ class ReleaseOffers(_message.Message):
     offer_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, offer_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class ExtractBlock(_message.Message):
+    __slots__ = ("offer_id", "rank", "group", "start", "valid_tokens", "block_tokens", "pages", "checksum_key")
+    OFFER_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    VALID_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_KEY_FIELD_NUMBER: _ClassVar[int]
+    offer_id: int
+    rank: int
+    group: int
+    start: int
+    valid_tokens: int
+    block_tokens: int
+    pages: _containers.RepeatedScalarFieldContainer[int]
+    checksum_key: int
+    def __init__(self, offer_id: _Optional[int] = ..., rank: _Optional[int] = ..., group: _Optional[int] = ..., start: _Optional[int] = ..., valid_tokens: _Optional[int] = ..., block_tokens: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., checksum_key: _Optional[int] = ...) -> None: ...
+
+class ConnectPeer(_message.Message):
+    __slots__ = ("peer", "card")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    CARD_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    card: _common_pb2.MeshCard
+    def __init__(self, peer: _Optional[str] = ..., card: _Optional[_Union[_common_pb2.MeshCard, _Mapping]] = ...) -> None: ...
+
+class DisconnectPeer(_message.Message):
+    __slots__ = ("peer",)
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    def __init__(self, peer: _Optional[str] = ...) -> None: ...
+
 class PullBlock(_message.Message):
-    __slots__ = ("offer_id", "rank", "group", "block_tokens", "deadline_seconds")
+    __slots__ = ("offer_id", "rank", "group", "block_tokens", "deadline_seconds", "peer", "codec")
     OFFER_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
     offer_id: int
     rank: int
     group: int
     block_tokens: int
     deadline_seconds: float
-    def __init__(self, offer_id: _Optional[int] = ..., rank: _Optional[int] = ..., group: _Optional[int] = ..., block_tokens: _Optional[int] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
+    peer: str
+    codec: str
+    def __init__(self, offer_id: _Optional[int] = ..., rank: _Optional[int] = ..., group: _Optional[int] = ..., block_tokens: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., peer: _Optional[str] = ..., codec: _Optional[str] = ...) -> None: ...
 
 class InsertBlock(_message.Message):
-    __slots__ = ("offer_id", "rank", "group", "block_tokens", "valid_tokens", "start", "pages")
+    __slots__ = ("offer_id", "rank", "group", "block_tokens", "valid_tokens", "start", "pages", "checksum_key", "peer", "codec")
     OFFER_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +132,9 @@ class InsertBlock(_message.Message):
     VALID_TOKENS_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_KEY_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
     offer_id: int
     rank: int
     group: int
@@ -99,7 +142,10 @@ class InsertBlock(_message.Message):
     valid_tokens: int
     start: int
     pages: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, offer_id: _Optional[int] = ..., rank: _Optional[int] = ..., group: _Optional[int] = ..., block_tokens: _Optional[int] = ..., valid_tokens: _Optional[int] = ..., start: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ...) -> None: ...
+    checksum_key: int
+    peer: str
+    codec: str
+    def __init__(self, offer_id: _Optional[int] = ..., rank: _Optional[int] = ..., group: _Optional[int] = ..., block_tokens: _Optional[int] = ..., valid_tokens: _Optional[int] = ..., start: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., checksum_key: _Optional[int] = ..., peer: _Optional[str] = ..., codec: _Optional[str] = ...) -> None: ...
 
 class DropBlocks(_message.Message):
     __slots__ = ("offer_ids",)
@@ -178,7 +224,7 @@ class DecodeSteps(_message.Message):
     def __init__(self, steps: _Optional[int] = ..., slots: _Optional[_Iterable[_Union[RankSlots, _Mapping]]] = ..., shaped: _Optional[bool] = ..., sampled: _Optional[bool] = ..., admits: _Optional[_Iterable[_Union[SlotAdmit, _Mapping]]] = ..., grows: _Optional[_Iterable[_Union[SlotGrow, _Mapping]]] = ...) -> None: ...
 
 class StepCommand(_message.Message):
-    __slots__ = ("step", "prefill_chunk", "release_offers", "pull_block", "insert_block", "drop_blocks", "copy_pages", "decode_steps")
+    __slots__ = ("step", "prefill_chunk", "release_offers", "pull_block", "insert_block", "drop_blocks", "copy_pages", "decode_steps", "extract_block", "connect_peer", "disconnect_peer")
     STEP_FIELD_NUMBER: _ClassVar[int]
     PREFILL_CHUNK_FIELD_NUMBER: _ClassVar[int]
     RELEASE_OFFERS_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +233,9 @@ class StepCommand(_message.Message):
     DROP_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     COPY_PAGES_FIELD_NUMBER: _ClassVar[int]
     DECODE_STEPS_FIELD_NUMBER: _ClassVar[int]
+    EXTRACT_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    CONNECT_PEER_FIELD_NUMBER: _ClassVar[int]
+    DISCONNECT_PEER_FIELD_NUMBER: _ClassVar[int]
     step: int
     prefill_chunk: PrefillChunk
     release_offers: ReleaseOffers
@@ -195,7 +244,10 @@ class StepCommand(_message.Message):
     drop_blocks: DropBlocks
     copy_pages: CopyPages
     decode_steps: DecodeSteps
-    def __init__(self, step: _Optional[int] = ..., prefill_chunk: _Optional[_Union[PrefillChunk, _Mapping]] = ..., release_offers: _Optional[_Union[ReleaseOffers, _Mapping]] = ..., pull_block: _Optional[_Union[PullBlock, _Mapping]] = ..., insert_block: _Optional[_Union[InsertBlock, _Mapping]] = ..., drop_blocks: _Optional[_Union[DropBlocks, _Mapping]] = ..., copy_pages: _Optional[_Union[CopyPages, _Mapping]] = ..., decode_steps: _Optional[_Union[DecodeSteps, _Mapping]] = ...) -> None: ...
+    extract_block: ExtractBlock
+    connect_peer: ConnectPeer
+    disconnect_peer: DisconnectPeer
+    def __init__(self, step: _Optional[int] = ..., prefill_chunk: _Optional[_Union[PrefillChunk, _Mapping]] = ..., release_offers: _Optional[_Union[ReleaseOffers, _Mapping]] = ..., pull_block: _Optional[_Union[PullBlock, _Mapping]] = ..., insert_block: _Optional[_Union[InsertBlock, _Mapping]] = ..., drop_blocks: _Optional[_Union[DropBlocks, _Mapping]] = ..., copy_pages: _Optional[_Union[CopyPages, _Mapping]] = ..., decode_steps: _Optional[_Union[DecodeSteps, _Mapping]] = ..., extract_block: _Optional[_Union[ExtractBlock, _Mapping]] = ..., connect_peer: _Optional[_Union[ConnectPeer, _Mapping]] = ..., disconnect_peer: _Optional[_Union[DisconnectPeer, _Mapping]] = ...) -> None: ...
 
 class SampledToken(_message.Message):
     __slots__ = ("sequence", "child", "token", "logprobs")
@@ -209,11 +261,21 @@ class SampledToken(_message.Message):
     logprobs: _common_pb2.TokenLogprobs
     def __init__(self, sequence: _Optional[int] = ..., child: _Optional[int] = ..., token: _Optional[int] = ..., logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
 
+class BlockChecksum(_message.Message):
+    __slots__ = ("offer_id", "checksum")
+    OFFER_ID_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    offer_id: int
+    checksum: int
+    def __init__(self, offer_id: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
+
 class PrefillResult(_message.Message):
-    __slots__ = ("samples",)
+    __slots__ = ("samples", "checksums")
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     samples: _containers.RepeatedCompositeFieldContainer[SampledToken]
-    def __init__(self, samples: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ...) -> None: ...
+    checksums: _containers.RepeatedCompositeFieldContainer[BlockChecksum]
+    def __init__(self, samples: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., checksums: _Optional[_Iterable[_Union[BlockChecksum, _Mapping]]] = ...) -> None: ...
 
 class RowTokens(_message.Message):
     __slots__ = ("tokens",)
@@ -263,20 +325,40 @@ class PullResult(_message.Message):
     error: str
     def __init__(self, offer_id: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
+class InsertResult(_message.Message):
+    __slots__ = ("offer_id", "checksum", "intact")
+    OFFER_ID_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    INTACT_FIELD_NUMBER: _ClassVar[int]
+    offer_id: int
+    checksum: int
+    intact: bool
+    def __init__(self, offer_id: _Optional[int] = ..., checksum: _Optional[int] = ..., intact: _Optional[bool] = ...) -> None: ...
+
+class ExtractResult(_message.Message):
+    __slots__ = ("checksum",)
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    checksum: BlockChecksum
+    def __init__(self, checksum: _Optional[_Union[BlockChecksum, _Mapping]] = ...) -> None: ...
+
 class Done(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("step", "prefill", "decode", "pull", "done")
+    __slots__ = ("step", "prefill", "decode", "pull", "done", "insert", "extract")
     STEP_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
+    INSERT_FIELD_NUMBER: _ClassVar[int]
+    EXTRACT_FIELD_NUMBER: _ClassVar[int]
     step: int
     prefill: PrefillResult
     decode: DecodeResult
     pull: PullResult
     done: Done
-    def __init__(self, step: _Optional[int] = ..., prefill: _Optional[_Union[PrefillResult, _Mapping]] = ..., decode: _Optional[_Union[DecodeResult, _Mapping]] = ..., pull: _Optional[_Union[PullResult, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ...) -> None: ...
+    insert: InsertResult
+    extract: ExtractResult
+    def __init__(self, step: _Optional[int] = ..., prefill: _Optional[_Union[PrefillResult, _Mapping]] = ..., decode: _Optional[_Union[DecodeResult, _Mapping]] = ..., pull: _Optional[_Union[PullResult, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., insert: _Optional[_Union[InsertResult, _Mapping]] = ..., extract: _Optional[_Union[ExtractResult, _Mapping]] = ...) -> None: ...

@@ -117,3 +117,25 @@ class WorkerStatus(_message.Message):
     handoffs: int
     preemptions: int
     def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., layout: _Optional[str] = ..., free_pages: _Optional[_Iterable[int]] = ..., total_pages: _Optional[_Iterable[int]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots: _Optional[int] = ..., page_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., handoffs: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
+
+class KvEnd(_message.Message):
+    __slots__ = ("control", "boot_id")
+    CONTROL_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    control: str
+    boot_id: int
+    def __init__(self, control: _Optional[str] = ..., boot_id: _Optional[int] = ...) -> None: ...
+
+class MeshCard(_message.Message):
+    __slots__ = ("shape", "devices", "processes", "ends", "transports")
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    PROCESSES_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    devices: _containers.RepeatedScalarFieldContainer[int]
+    processes: _containers.RepeatedScalarFieldContainer[int]
+    ends: _containers.RepeatedCompositeFieldContainer[KvEnd]
+    transports: int
+    def __init__(self, shape: _Optional[_Iterable[int]] = ..., devices: _Optional[_Iterable[int]] = ..., processes: _Optional[_Iterable[int]] = ..., ends: _Optional[_Iterable[_Union[KvEnd, _Mapping]]] = ..., transports: _Optional[int] = ...) -> None: ...

@@ -19,6 +19,7 @@ from jdisagg import errors
 from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
 from jdisagg.errors import CancelledError, DeadlineExceededError, InvalidRequestError, JdisaggError, OverloadedError, UnavailableError
 from jdisagg.layout.axes import Layout
+from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.request import SamplingParams, TokenLogprobs
 from jdisagg.service import common_pb2 as pb
 
@@ -201,3 +202,21 @@ def worker_status_from_proto(message: pb.WorkerStatus) -> WorkerStatus:
         handoffs=message.handoffs,
         preemptions=message.preemptions,
     )
+
+
+def mesh_card_to_proto(card: MeshCard) -> pb.MeshCard:
+    return pb.MeshCard(
+        shape=card.shape,
+        devices=card.devices,
+        processes=card.processes,
+        ends=[pb.KvEnd(control=end.control, boot_id=end.boot_id) for end in card.ends],
+        transports=card.transports,
+    )
+
+
+def mesh_card_from_proto(message: pb.MeshCard) -> MeshCard:
+    if len(message.shape) != 3:
+        raise InvalidRequestError(f"MeshCard.shape must be (dp, kv, rep), got {list(message.shape)}; are both sides of one version?")
+    dp, kv, rep = message.shape
+    ends = tuple(KvEnd(end.control, end.boot_id) for end in message.ends)
+    return MeshCard((dp, kv, rep), tuple(message.devices), tuple(message.processes), ends, message.transports)

@@ -8,12 +8,18 @@ from collections.abc import Iterable
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import TokenLogprobs
 from jdisagg.scheduler.commands import (
+    BlockChecksum,
+    ConnectPeer,
     CopyPages,
     DecodeResult,
     DecodeSteps,
+    DisconnectPeer,
     Done,
     DropBlocks,
+    ExtractBlock,
+    ExtractResult,
     InsertBlock,
+    InsertResult,
     OfferSpec,
     PrefillChunk,
     PrefillResult,
@@ -29,7 +35,15 @@ from jdisagg.scheduler.commands import (
     StepResult,
 )
 from jdisagg.service import commands_pb2 as pb
-from jdisagg.service.wire import logprobs_from_proto, logprobs_to_proto, parse, sampling_from_proto, sampling_to_proto
+from jdisagg.service.wire import (
+    logprobs_from_proto,
+    logprobs_to_proto,
+    mesh_card_from_proto,
+    mesh_card_to_proto,
+    parse,
+    sampling_from_proto,
+    sampling_to_proto,
+)
 
 
 def command_to_bytes(command: StepCommand) -> bytes:
@@ -52,10 +66,28 @@ def command_to_proto(command: StepCommand) -> pb.StepCommand:
     step = command.step
     match command:
         case PrefillChunk():
-            chunk = pb.PrefillChunk(chunk_tokens=command.chunk_tokens, rows=map(_row_to_proto, command.rows))
+            chunk = pb.PrefillChunk(
+                chunk_tokens=command.chunk_tokens, rows=map(_row_to_proto, command.rows), checksum_key=command.checksum_key
+            )
             return pb.StepCommand(step=step, prefill_chunk=chunk)
         case ReleaseOffers():
             return pb.StepCommand(step=step, release_offers=pb.ReleaseOffers(offer_ids=command.offer_ids))
+        case ExtractBlock():
+            extract = pb.ExtractBlock(
+                offer_id=command.offer_id,
+                rank=command.rank,
+                group=command.group,
+                start=command.start,
+                valid_tokens=command.valid_tokens,
+                block_tokens=command.block_tokens,
+                pages=command.pages,
+                checksum_key=command.checksum_key,
+            )
+            return pb.StepCommand(step=step, extract_block=extract)
+        case ConnectPeer():
+            return pb.StepCommand(step=step, connect_peer=pb.ConnectPeer(peer=command.peer, card=mesh_card_to_proto(command.card)))
+        case DisconnectPeer():
+            return pb.StepCommand(step=step, disconnect_peer=pb.DisconnectPeer(peer=command.peer))
         case PullBlock():
             pull = pb.PullBlock(
                 offer_id=command.offer_id,
@@ -63,6 +95,8 @@ def command_to_proto(command: StepCommand) -> pb.StepCommand:
                 group=command.group,
                 block_tokens=command.block_tokens,
                 deadline_seconds=command.deadline_seconds,
+                peer=command.peer,
+                codec=command.codec,
             )
             return pb.StepCommand(step=step, pull_block=pull)
         case InsertBlock():
@@ -74,6 +108,9 @@ def command_to_proto(command: StepCommand) -> pb.StepCommand:
                 valid_tokens=command.valid_tokens,
                 start=command.start,
                 pages=command.pages,
+                checksum_key=command.checksum_key,
+                peer=command.peer,
+                codec=command.codec,
             )
             return pb.StepCommand(step=step, insert_block=insert)
         case DropBlocks():
@@ -90,9 +127,26 @@ def command_from_proto(message: pb.StepCommand) -> StepCommand:
     match message.WhichOneof("kind"):
         case "prefill_chunk":
             chunk = message.prefill_chunk
-            return PrefillChunk(step, chunk.chunk_tokens, tuple(map(_row_from_proto, chunk.rows)))
+            return PrefillChunk(step, chunk.chunk_tokens, tuple(map(_row_from_proto, chunk.rows)), chunk.checksum_key)
         case "release_offers":
             return ReleaseOffers(step, tuple(message.release_offers.offer_ids))
+        case "extract_block":
+            extract = message.extract_block
+            return ExtractBlock(
+                step=step,
+                offer_id=extract.offer_id,
+                rank=extract.rank,
+                group=extract.group,
+                start=extract.start,
+                valid_tokens=extract.valid_tokens,
+                block_tokens=extract.block_tokens,
+                pages=tuple(extract.pages),
+                checksum_key=extract.checksum_key,
+            )
+        case "connect_peer":
+            return ConnectPeer(step, message.connect_peer.peer, mesh_card_from_proto(message.connect_peer.card))
+        case "disconnect_peer":
+            return DisconnectPeer(step, message.disconnect_peer.peer)
         case "pull_block":
             pull = message.pull_block
             return PullBlock(
@@ -102,6 +156,8 @@ def command_from_proto(message: pb.StepCommand) -> StepCommand:
                 group=pull.group,
                 block_tokens=pull.block_tokens,
                 deadline_seconds=pull.deadline_seconds,
+                peer=pull.peer,
+                codec=pull.codec,
             )
         case "insert_block":
             insert = message.insert_block
@@ -114,6 +170,9 @@ def command_from_proto(message: pb.StepCommand) -> StepCommand:
                 valid_tokens=insert.valid_tokens,
                 start=insert.start,
                 pages=tuple(insert.pages),
+                checksum_key=insert.checksum_key,
+                peer=insert.peer,
+                codec=insert.codec,
             )
         case "drop_blocks":
             return DropBlocks(step, tuple(message.drop_blocks.offer_ids))
@@ -129,7 +188,8 @@ def result_to_proto(result: StepResult) -> pb.StepResult:
     step = result.step
     match result:
         case PrefillResult():
-            return pb.StepResult(step=step, prefill=pb.PrefillResult(samples=map(_sampled_to_proto, result.samples)))
+            sums = map(_checksum_to_proto, result.checksums)
+            return pb.StepResult(step=step, prefill=pb.PrefillResult(samples=map(_sampled_to_proto, result.samples), checksums=sums))
         case DecodeResult():
             tokens = [pb.RankTokens(rows=[pb.RowTokens(tokens=row) for row in rows]) for rows in result.tokens]
             logprobs = [pb.RankLogprobs(rows=map(_row_logprobs_to_proto, rows)) for rows in result.logprobs]
@@ -137,6 +197,11 @@ def result_to_proto(result: StepResult) -> pb.StepResult:
         case PullResult():
             pull = pb.PullResult(offer_id=result.offer_id, bytes_moved=result.bytes_moved, error=result.error)
             return pb.StepResult(step=step, pull=pull)
+        case InsertResult():
+            insert = pb.InsertResult(offer_id=result.offer_id, checksum=result.checksum, intact=result.intact)
+            return pb.StepResult(step=step, insert=insert)
+        case ExtractResult():
+            return pb.StepResult(step=step, extract=pb.ExtractResult(checksum=_checksum_to_proto(result.checksum)))
         case Done():
             return pb.StepResult(step=step, done=pb.Done())
 
@@ -145,7 +210,10 @@ def result_from_proto(message: pb.StepResult) -> StepResult:
     step = message.step
     match message.WhichOneof("kind"):
         case "prefill":
-            return PrefillResult(step, tuple(map(_sampled_from_proto, message.prefill.samples)))
+            prefill = message.prefill
+            return PrefillResult(
+                step, tuple(map(_sampled_from_proto, prefill.samples)), tuple(map(_checksum_from_proto, prefill.checksums))
+            )
         case "decode":
             decode = message.decode
             tokens = tuple(tuple(tuple(row.tokens) for row in rank.rows) for rank in decode.tokens)
@@ -153,6 +221,10 @@ def result_from_proto(message: pb.StepResult) -> StepResult:
             return DecodeResult(step, tokens, logprobs)
         case "pull":
             return PullResult(step, message.pull.offer_id, message.pull.bytes_moved, message.pull.error)
+        case "insert":
+            return InsertResult(step, message.insert.offer_id, message.insert.checksum, message.insert.intact)
+        case "extract":
+            return ExtractResult(step, _checksum_from_proto(message.extract.checksum))
         case "done":
             return Done(step)
         case _:
@@ -255,6 +327,14 @@ def _admit_from_proto(message: pb.SlotAdmit) -> SlotAdmit:
         pages=tuple(message.pages),
         sample=_sample_from_proto(message.sample),
     )
+
+
+def _checksum_to_proto(checksum: BlockChecksum) -> pb.BlockChecksum:
+    return pb.BlockChecksum(offer_id=checksum.offer_id, checksum=checksum.checksum)
+
+
+def _checksum_from_proto(message: pb.BlockChecksum) -> BlockChecksum:
+    return BlockChecksum(message.offer_id, message.checksum)
 
 
 def _sampled_to_proto(sampled: SampledToken) -> pb.SampledToken:

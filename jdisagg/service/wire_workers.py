@@ -12,7 +12,9 @@ from jdisagg.dispatch.ports import (
     HandoffEnd,
     HandoffSource,
     Offer,
+    OfferChecksum,
     PeerHello,
+    PeerMessage,
     PrefillCall,
     PrefillReply,
     Reservation,
@@ -23,7 +25,15 @@ from jdisagg.dispatch.ports import (
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import Request
 from jdisagg.service import workers_pb2 as pb
-from jdisagg.service.wire import all_logprobs_from_proto, logprobs_from_proto, logprobs_to_proto, sampling_from_proto, sampling_to_proto
+from jdisagg.service.wire import (
+    all_logprobs_from_proto,
+    logprobs_from_proto,
+    logprobs_to_proto,
+    mesh_card_from_proto,
+    mesh_card_to_proto,
+    sampling_from_proto,
+    sampling_to_proto,
+)
 
 
 def request_to_proto(request: Request) -> pb.Request:
@@ -96,7 +106,7 @@ def generate_call_to_proto(call: GenerateCall) -> pb.GenerateCall:
         reservation_id=call.reservation_id,
         attempt=call.attempt,
         deadline_seconds=call.deadline_seconds,
-        source=pb.HandoffSource(worker=source.worker, handoff_id=source.handoff_id) if source is not None else None,
+        source=_source_to_proto(source) if source is not None else None,
     )
 
 
@@ -105,7 +115,7 @@ def generate_call_from_proto(message: pb.GenerateCall) -> GenerateCall:
         reservation_id=message.reservation_id,
         attempt=message.attempt,
         deadline_seconds=message.deadline_seconds,
-        source=HandoffSource(message.source.worker, message.source.handoff_id) if message.HasField("source") else None,
+        source=_source_from_proto(message.source) if message.HasField("source") else None,
     )
 
 
@@ -193,6 +203,9 @@ def hello_to_proto(hello: PeerHello) -> pb.PeerHello:
         kv_layers=hello.kv_layers,
         kv_dtype=hello.kv_dtype,
         layer_groups=hello.layer_groups,
+        boot_id=hello.boot_id,
+        checksum_key=hello.checksum_key,
+        mesh=mesh_card_to_proto(hello.mesh) if hello.mesh is not None else None,
     )
 
 
@@ -204,10 +217,15 @@ def hello_from_proto(message: pb.PeerHello) -> PeerHello:
         kv_layers=message.kv_layers,
         kv_dtype=message.kv_dtype,
         layer_groups=message.layer_groups,
+        boot_id=message.boot_id,
+        checksum_key=message.checksum_key,
+        mesh=mesh_card_from_proto(message.mesh) if message.HasField("mesh") else None,
     )
 
 
-def offer_to_proto(offer: Offer | HandoffEnd) -> pb.OfferOrEnd:
+def offer_to_proto(offer: PeerMessage) -> pb.OfferOrEnd:
+    if isinstance(offer, OfferChecksum):
+        return pb.OfferOrEnd(checksum=pb.OfferChecksum(offer_id=offer.offer_id, checksum=offer.checksum))
     if isinstance(offer, HandoffEnd):
         return pb.OfferOrEnd(end=pb.HandoffEnd(offers=offer.offers, tokens=offer.tokens, firsts=map(_first_to_proto, offer.firsts)))
     return pb.OfferOrEnd(
@@ -222,8 +240,10 @@ def offer_to_proto(offer: Offer | HandoffEnd) -> pb.OfferOrEnd:
     )
 
 
-def offer_from_proto(message: pb.OfferOrEnd) -> Offer | HandoffEnd:
+def offer_from_proto(message: pb.OfferOrEnd) -> PeerMessage:
     kind = message.WhichOneof("kind")
+    if kind == "checksum":
+        return OfferChecksum(message.checksum.offer_id, message.checksum.checksum)
     if kind == "end":
         return HandoffEnd(message.end.offers, message.end.tokens, tuple(map(_first_from_proto, message.end.firsts)))
     if kind is None:
@@ -237,6 +257,14 @@ def offer_from_proto(message: pb.OfferOrEnd) -> Offer | HandoffEnd:
         block_tokens=offer.block_tokens,
         rank=offer.rank,
     )
+
+
+def _source_to_proto(source: HandoffSource) -> pb.HandoffSource:
+    return pb.HandoffSource(worker=source.worker, handoff_id=source.handoff_id, address=source.address)
+
+
+def _source_from_proto(message: pb.HandoffSource) -> HandoffSource:
+    return HandoffSource(message.worker, message.handoff_id, message.address)
 
 
 def _child_to_proto(child: Child) -> pb.Child:

@@ -74,12 +74,14 @@ class Reservation(_message.Message):
     def __init__(self, reservation_id: _Optional[int] = ..., worker: _Optional[str] = ..., rank: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class HandoffSource(_message.Message):
-    __slots__ = ("worker", "handoff_id")
+    __slots__ = ("worker", "handoff_id", "address")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
     worker: str
     handoff_id: int
-    def __init__(self, worker: _Optional[str] = ..., handoff_id: _Optional[int] = ...) -> None: ...
+    address: str
+    def __init__(self, worker: _Optional[str] = ..., handoff_id: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class GenerateCall(_message.Message):
     __slots__ = ("reservation_id", "attempt", "deadline_seconds", "source")
@@ -176,20 +178,26 @@ class StatusCall(_message.Message):
     def __init__(self) -> None: ...
 
 class PeerHello(_message.Message):
-    __slots__ = ("protocol", "worker", "model_fingerprint", "kv_layers", "kv_dtype", "layer_groups")
+    __slots__ = ("protocol", "worker", "model_fingerprint", "kv_layers", "kv_dtype", "layer_groups", "boot_id", "checksum_key", "mesh")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     KV_LAYERS_FIELD_NUMBER: _ClassVar[int]
     KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
     LAYER_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_KEY_FIELD_NUMBER: _ClassVar[int]
+    MESH_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     worker: str
     model_fingerprint: str
     kv_layers: str
     kv_dtype: str
     layer_groups: int
-    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., kv_layers: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., layer_groups: _Optional[int] = ...) -> None: ...
+    boot_id: int
+    checksum_key: int
+    mesh: _common_pb2.MeshCard
+    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., kv_layers: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., layer_groups: _Optional[int] = ..., boot_id: _Optional[int] = ..., checksum_key: _Optional[int] = ..., mesh: _Optional[_Union[_common_pb2.MeshCard, _Mapping]] = ...) -> None: ...
 
 class OffersCall(_message.Message):
     __slots__ = ("handoff_id", "attempt")
@@ -225,13 +233,23 @@ class HandoffEnd(_message.Message):
     firsts: _containers.RepeatedCompositeFieldContainer[FirstToken]
     def __init__(self, offers: _Optional[int] = ..., tokens: _Optional[int] = ..., firsts: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ...) -> None: ...
 
+class OfferChecksum(_message.Message):
+    __slots__ = ("offer_id", "checksum")
+    OFFER_ID_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    offer_id: int
+    checksum: int
+    def __init__(self, offer_id: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
+
 class OfferOrEnd(_message.Message):
-    __slots__ = ("offer", "end")
+    __slots__ = ("offer", "end", "checksum")
     OFFER_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     offer: Offer
     end: HandoffEnd
-    def __init__(self, offer: _Optional[_Union[Offer, _Mapping]] = ..., end: _Optional[_Union[HandoffEnd, _Mapping]] = ...) -> None: ...
+    checksum: OfferChecksum
+    def __init__(self, offer: _Optional[_Union[Offer, _Mapping]] = ..., end: _Optional[_Union[HandoffEnd, _Mapping]] = ..., checksum: _Optional[_Union[OfferChecksum, _Mapping]] = ...) -> None: ...
 
 class AcknowledgeCall(_message.Message):
     __slots__ = ("handoff_id", "offer_ids")

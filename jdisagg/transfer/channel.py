@@ -6,6 +6,9 @@ kv, T, H], each `granule` heads a kv shard: on the receiving rank, array i of kv
 and on, so that concatenating the n local shards along heads gives the shard's heads in order. Ranks that do not receive hold
 the resident zeros that the target brought; no byte moves to them.
 
+Several peers: a target names the peer that its block comes from; `connect` must have introduced it (a channel within one process
+needs no introduction). With a lossy codec what is received are the codec's leaves of each piece (transfer/codec.py), not its heads.
+
 Rules. Ids are random 64-bit numbers, used once. Nothing here waits: a pull is a future to poll, and its deadline passes
 whoever polls. A pull may come before its offer, for the two sides' threads are not ordered: it then waits, within
 its deadline. Failures come out of the pull, typed, never out of a late JAX call. Offered blocks are never donated; pulled
@@ -21,6 +24,7 @@ import jax.numpy as jnp
 
 from jdisagg.errors import JdisaggError, LayoutError
 from jdisagg.layout.axes import MESH_AXES
+from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.transfer.boxes import HEAD_DIMENSION, RANK_DIMENSION
 
 
@@ -42,10 +46,14 @@ class PullTarget:
 
     zeros: [dp, C, granule * kv, T, H] under `block_sharding`; gives the shape, dtype and sharding of each received array, and stands
         in for the ranks that receive nothing.
+    peer: whom it comes from; "" where there is only one.
+    codec: how it travels.
     """
 
     zeros: jax.Array
     rank: int
+    peer: str = ""
+    codec: str = "none"
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.zeros.shape[RANK_DIMENSION]:
@@ -91,8 +99,30 @@ class Pull(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class BlockStamp:
+    """What the values of a block are, for the sums that travel with a lossy codec: the first of its tokens is position `start`,
+    `valid_tokens` of them count, its components are `component`.. of the model's. `key` keys the sums (ops/checksum.py)."""
+
+    key: int = 0
+    component: int = 0
+    start: int = 0
+    valid_tokens: int = 0
+
+
+_NO_STAMP = BlockStamp()
+
+
 class Channel(Protocol):
-    def offer(self, offer_id: int, block: jax.Array, rank: int) -> None:
+    def connect(self, peer: str, card: MeshCard) -> None:
+        """Introduces a peer to pull from. Returns at once; what does not work shows in its pulls. A name is never used for another mesh."""
+        ...
+
+    def disconnect(self, peer: str) -> None:
+        """Drops the connection; pulls under way from it fail. Idempotent; an unknown name is fine."""
+        ...
+
+    def offer(self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = _NO_STAMP) -> None:
         """Holds dp rank `rank`'s shards of `block` until release or revocation; does not wait for them to be computed.
 
         Raises HandoffError for an id in use or used before. An offer revoked before it was made is dropped.

@@ -21,12 +21,14 @@ import numpy as np
 
 from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError
+from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.layout.reshard_plan import ReshardPlan
 from jdisagg.transfer.boxes import HEAD_DIMENSION, plan_handoff, rank_placement
-from jdisagg.transfer.channel import Offered, PullTarget, resident_zeros
+from jdisagg.transfer.channel import BlockStamp, Offered, PullTarget, resident_zeros
 from jdisagg.transfer.polled_pull import PolledPull
 
 REMEMBERED_IDS = 65536
+_NO_STAMP = BlockStamp()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +70,13 @@ class InProcessChannel:
         self._moved: dict[tuple[int, int], int] = {}
         self._planned: dict[tuple[int, int], int] = {}
 
-    def offer(self, offer_id: int, block: jax.Array, rank: int) -> None:
+    def connect(self, peer: str, card: MeshCard) -> None:
+        """Nothing to do: who offers here is known."""
+
+    def disconnect(self, peer: str) -> None:
+        """Nothing to do."""
+
+    def offer(self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = _NO_STAMP) -> None:
         devices = rank_placement(block.sharding, block.shape, rank)
         shards = {shard.device.id: shard.data for shard in block.addressable_shards if shard.device.id in devices}
         offer = _Offer(shards, block.shape, block.sharding, rank)

@@ -222,6 +222,8 @@ class DecodeWorker:
         if prefill and (self._mode is Mode.UNIFIED or not self._last_was_prefill or not self._batches.runnable()):
             self._last_was_prefill = True
             return self._prefills.next_chunk(step)
+        if self._mode is Mode.UNIFIED and self._loop.in_flight(PrefillChunk):
+            return None  # its sequences join the very next step; one without them would cost them a step more
         decode = self._batches.next_step(step, quiet=not prefill and not self._handoffs.pulling)
         if decode is None and prefill:
             return self._prefills.next_chunk(step)

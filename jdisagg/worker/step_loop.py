@@ -57,6 +57,10 @@ class StepLoop:
         self._steps += 1
         return self._steps
 
+    def in_flight(self, kind: type) -> bool:
+        """Whether a planned command of this kind was issued and its result not yet applied."""
+        return any(isinstance(command, kind) for command, _ in self._flight)
+
     def check(self) -> None:
         """Raises what broke the mesh, if it is broken: a fresh error for each who asks."""
         if self.failure is not None:
