@@ -1,0 +1,156 @@
+"""The roster of workers: registration, liveness by heartbeats, restarts under the same name, live views."""
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
+from jdisagg.dispatch.roster import GONE_SECONDS, SUSPECT_SECONDS, Liveness, ModelCard, Roster, WorkerCard, WorkerPorts
+from jdisagg.errors import IncompatiblePeerError, InvalidRequestError
+from jdisagg.layout.axes import Layout
+
+MODEL = ModelCard("llama", "llama", 512, 256, "float32", 1024, "abc")
+
+
+class HandClock:
+    """Time that the test moves by hand."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    async def sleep(self, seconds: float) -> None:
+        raise AssertionError("a roster waits for nothing")
+
+
+@dataclass
+class Factory:
+    """Ports are stand-ins that know whose they are; closings are written down."""
+
+    closed: list[int] = field(default_factory=list)
+
+    def __call__(self, card: WorkerCard) -> WorkerPorts:
+        port: object = card
+        prefill, decode = (port, None) if card.role is WorkerRole.PREFILL else (None, port)
+        return WorkerPorts(prefill, decode, lambda: self.closed.append(card.boot_id))  # type: ignore[arg-type]
+
+
+def card(name: str, boot_id: int, role: WorkerRole = WorkerRole.DECODE) -> WorkerCard:
+    return WorkerCard(name, boot_id, role, f"127.0.0.1:{boot_id}", Layout(), MODEL)
+
+
+def status(name: str, role: WorkerRole = WorkerRole.DECODE, free: int = 8) -> WorkerStatus:
+    return WorkerStatus(name, role, "dp=1,tp=1", (free,), (8,), 0, 0, 4, 16, 256)
+
+
+@pytest.fixture
+def clock() -> HandClock:
+    return HandClock()
+
+
+@pytest.fixture
+def factory() -> Factory:
+    return Factory()
+
+
+@pytest.fixture
+def roster(clock: HandClock, factory: Factory) -> Roster:
+    return Roster(clock, factory)
+
+
+def test_a_worker_is_known_with_its_ports_once_registered_and_counts_once_it_said_its_status(roster: Roster):
+    roster.register(card("d", 1))
+    assert dict(roster.decode) == {"d": card("d", 1)} and not roster.prefill
+    assert roster.statuses() == ()
+    assert roster.heartbeat(1, status("d", free=5))
+    assert [said.free_pages for said in roster.statuses()] == [(5,)]
+
+
+def test_ready_needs_a_worker_of_each_kind_or_a_mixed_one(roster: Roster):
+    for name, role in (("p", WorkerRole.PREFILL), ("d", WorkerRole.DECODE)):
+        assert not roster.ready
+        roster.register(card(name, len(name), role))
+        roster.heartbeat(len(name), status(name, role))
+    assert roster.ready
+    roster.deregister("p", 1)
+    assert not roster.ready
+    roster.register(card("m", 7, WorkerRole.MIXED))
+    assert roster.heartbeat(7, status("m", WorkerRole.MIXED)) and roster.ready
+
+
+def test_silence_makes_a_worker_suspect_and_then_gone_and_its_ports_are_closed(roster: Roster, clock: HandClock, factory: Factory):
+    roster.register(card("d", 1))
+    roster.heartbeat(1, status("d"))
+    clock.seconds += SUSPECT_SECONDS + 0.1
+    assert roster.liveness("d") is Liveness.SUSPECT and roster.statuses()[0].draining
+    assert roster.sweep() == () and "d" in roster.decode
+    clock.seconds += GONE_SECONDS - SUSPECT_SECONDS
+    assert roster.liveness("d") is None and roster.statuses() == ()
+    assert roster.sweep() == (card("d", 1),)
+    assert factory.closed == [1] and "d" not in roster.decode
+    assert not roster.heartbeat(1, status("d")), "it must register again"
+
+
+def test_a_heartbeat_makes_a_suspect_live_again(roster: Roster, clock: HandClock):
+    roster.register(card("d", 1))
+    clock.seconds += SUSPECT_SECONDS + 0.1
+    assert roster.heartbeat(1, status("d"))
+    assert roster.liveness("d") is Liveness.LIVE and not roster.statuses()[0].draining
+
+
+def test_a_new_boot_id_replaces_the_old_process_and_its_ports_at_once(roster: Roster, factory: Factory):
+    roster.register(card("d", 1))
+    roster.heartbeat(1, status("d"))
+    roster.register(card("d", 2))
+    assert factory.closed == [1] and roster.decode["d"] == card("d", 2)
+    assert roster.statuses() == (), "what the old process said is nothing about the new one"
+    assert not roster.heartbeat(1, status("d")) and roster.heartbeat(2, status("d"))
+    roster.deregister("d", 1)
+    assert "d" in roster.decode, "the old process's farewell does not concern the new one"
+
+
+def test_registering_again_is_no_restart(roster: Roster, factory: Factory):
+    roster.register(card("d", 1))
+    roster.heartbeat(1, status("d"))
+    roster.register(card("d", 1))
+    assert not factory.closed and roster.statuses()
+
+
+@pytest.mark.parametrize(("field_name", "value"), [("fingerprint", "other"), ("dtype", "bfloat16"), ("context_tokens", 128)])
+def test_another_model_is_refused_naming_the_field_and_both_values(roster: Roster, field_name: str, value: object):
+    roster.register(card("d", 1))
+    other = replace(card("e", 2), model=replace(MODEL, **{field_name: value}))
+    with pytest.raises(IncompatiblePeerError, match=f"worker 'e'.*{field_name} is {value!r}.*{getattr(MODEL, field_name)!r}"):
+        roster.register(other)
+    assert list(roster.decode) == ["d"]
+
+
+def test_a_worker_needs_a_name_and_an_address(roster: Roster):
+    with pytest.raises(InvalidRequestError, match="must not be empty"):
+        roster.register(replace(card("d", 1), address=""))
+
+
+def test_workers_may_come_and_go_while_the_views_are_iterated(roster: Roster):
+    for boot_id in range(1, 4):
+        roster.register(card(f"d{boot_id}", boot_id))
+    seen = []
+    for name in roster.decode:
+        seen.append(name)
+        roster.deregister("d3", 3)
+        roster.register(card("d9", 9))
+    assert seen == ["d1", "d2", "d3"] and len(roster.decode) == 3
+    with pytest.raises(KeyError):
+        roster.prefill["d1"]
+
+
+def test_every_change_is_told(roster: Roster, clock: HandClock):
+    told: list[bool] = []
+    roster.on_change = lambda: told.append(roster.ready)
+    roster.register(card("m", 1, WorkerRole.MIXED))
+    roster.heartbeat(1, status("m", WorkerRole.MIXED))
+    roster.heartbeat(1, status("m", WorkerRole.MIXED))
+    clock.seconds += GONE_SECONDS + 1
+    roster.sweep()
+    assert told == [False, True, False]
