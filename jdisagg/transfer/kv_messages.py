@@ -1,0 +1,110 @@
+"""What the two ends of a transfer channel say to each other about bytes: plain data, JAX-free, carried by a `KvLink`.
+
+One pull, receiver process R and each sender process S of the peer's instance:
+    R -> S  PullRequest   what R wants for its own devices, under a fresh random id that also names it on the data plane
+    S -> R  Posted        where the bytes wait (perhaps none: S holds nothing for R), or
+    S -> R  Refused       why not; also later, when the offer is revoked
+    R -> S  Pulled        all has arrived; S forgets the posting, or
+    R -> S  Withdraw      R gave up; S takes back what it posted under the id
+    R -> S  Leave         R will pull nothing more; S closes what it kept for R
+Any message may be lost, late or doubled: ids are used once and deadlines decide. Devices are numbers of the side that names them.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One device of the receiving dp rank: the process it belongs to and its head shard (0 .. PullRequest.head_shards - 1)."""
+
+    device: int
+    process: int
+    head_shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class PullRequest:
+    """What one receiver process asks of one sender process.
+
+    pull_id: random 64 bits, used once. sender_boot_id: whom it is meant for; another boot refuses. link: counts the connections that
+        the receiver has made to this sender process; a higher number replaces the lower one.
+    transports: connections of the data plane, which must be equal on both sides.
+    deadline_seconds: what remains of the pull's.
+    codec: how it travels. dtype, components, granule, tokens, head_size: of a piece [1, C, G, T, H] before the codec.
+    head_shards: over how many shards the receiver splits its heads. wanted: all devices of the receiving rank, in all processes, from
+        which every sender process makes the same plan. process: the receiver's own among them; only its devices are served.
+    turn: which replica of the sender begins.
+    """
+
+    pull_id: int
+    offer_id: int
+    sender_boot_id: int
+    link: int
+    transports: int
+    deadline_seconds: float
+    codec: str
+    dtype: str
+    components: int
+    granule: int
+    tokens: int
+    head_size: int
+    head_shards: int
+    wanted: tuple[Wanted, ...]
+    process: int
+    turn: int
+
+
+@dataclass(frozen=True, slots=True)
+class PostedPiece:
+    """One piece: from `source` (a device of the sender) to `destination` (a device of the receiver), its `part`-th granule."""
+
+    source: int
+    destination: int
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """The pieces wait under uuid `pull_id` on the transfer server at `address` (host:port), in this order, each as its codec's leaves.
+
+    heads: kv heads of the whole block. pieces: may be empty, then nothing waits and `address` says nothing.
+    """
+
+    pull_id: int
+    link: int
+    address: str
+    heads: int
+    pieces: tuple[PostedPiece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The pull has failed. `error`: name of a type in jdisagg/errors.py."""
+
+    pull_id: int
+    error: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """All that this sender process posted under the id has arrived."""
+
+    pull_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """The receiver gave the pull up."""
+
+    pull_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The receiver closes its connection number `link` and all before."""
+
+    link: int
+
+
+KvMessage = PullRequest | Posted | Refused | Pulled | Withdraw | Leave
