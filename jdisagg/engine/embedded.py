@@ -83,11 +83,12 @@ class EmbeddedCluster:
         if disaggregated:
             prefill_loaded = load(config.prefill.layout, prefill_devices)
             self.prefill = self._instance("prefill", config.prefill, prefill_loaded, MeshRole(prefill=True, decode=False, emit=True))
-            head_shards = prefill_loaded.mesh.shape["kv"]
-            role = MeshRole(prefill=False, decode=True, sender_head_shards=head_shards)
+            role = MeshRole(prefill=False, decode=True)
         else:
             role = MeshRole(prefill=True, decode=True)
         self.decode = self._instance("decode", config.decode, decode_loaded, role)
+        if self.prefill:
+            self.decode.executor.expect(self.prefill.executor.card)
         prefill_ports: dict[str, PrefillPort] = {}
         peers: dict[str, PeerPort] = {}
         self._workers: list[PrefillWorker | DecodeWorker] = []

@@ -22,6 +22,7 @@ from jdisagg.executor.page_pool import PAGES_SPEC
 from jdisagg.executor.prefill_program import BLOCK_SPEC, RANK
 from jdisagg.executor.work_threads import POLL_SECONDS
 from jdisagg.layout.axes import Layout
+from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.ops.kv_pages import gather_tokens
 from jdisagg.request import SamplingParams
 from jdisagg.scheduler.blocks import padded, split_blocks
@@ -41,10 +42,11 @@ from jdisagg.scheduler.commands import (
     SlotAdmit,
 )
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
-from jdisagg.transfer.channel import Channel, Offered, Pull, PullTarget
+from jdisagg.transfer.channel import BlockStamp, Channel, Offered, Pull, PullTarget
 from jdisagg.transfer.in_process import InProcessChannel
 
 PULL_SECONDS = 600.0
+_NO_STAMP = BlockStamp()
 STEP = 0  # commands run one by one: their results need no numbers
 
 
@@ -62,7 +64,13 @@ class KeepingChannel:
         """Drops what a failed prefill left."""
         self._kept.clear()
 
-    def offer(self, offer_id: int, block: jax.Array, rank: int) -> None:
+    def connect(self, peer: str, card: MeshCard) -> None:
+        self._channel.connect(peer, card)
+
+    def disconnect(self, peer: str) -> None:
+        self._channel.disconnect(peer)
+
+    def offer(self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = _NO_STAMP) -> None:
         self._kept[offer_id] = block
 
     def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> Pull:
@@ -90,10 +98,13 @@ class ResearchInstance(MeshExecutor):
         self.ledgers = [PageLedger(limits.pages_per_rank) for _ in range(limits.ranks)]
         self._wire = channel
         self._keeper = KeepingChannel(channel)
-        # Pieces of one head fit every sender's layout: one set of resident zeros and insert programs serves them all.
-        role = MeshRole(prefill=True, decode=True, emit=True, sender_head_shards=limits.kv_spec.kv_heads)
+        role = MeshRole(prefill=True, decode=True, emit=True)
         platform = str(loaded.mesh.devices.flat[0].platform)
         super().__init__(name, loaded.model, loaded.mesh, layout, limits, role, self._keeper, platform)
+
+    def granule(self, peer: str) -> int:
+        """One head: such pieces fit every sender's layout, so that one set of resident zeros and insert programs serves them all."""
+        return 1
 
     def prefill(self, tokens: tuple[int, ...], spec: SampleSpec) -> KVCache:
         """Runs the prompt chunk by chunk, chooses the next token, gives the pages back and the blocks to the caller. Blocks."""

@@ -7,13 +7,13 @@ One instance may prefill, decode, or both (one-mesh modes); it builds only the p
 
 import asyncio
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
+from jdisagg.errors import HandoffError
 from jdisagg.executor.block_programs import BlockPrograms
 from jdisagg.executor.choose import Variant
 from jdisagg.executor.decode_program import DecodePrograms
@@ -28,11 +28,15 @@ from jdisagg.executor.warm_up import block_lengths
 from jdisagg.executor.weights import Weights, mesh_shards, split_model
 from jdisagg.executor.work_threads import Waiting, WorkThreads
 from jdisagg.layout.axes import Layout
+from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.model_api import Model
 from jdisagg.scheduler.commands import (
+    ConnectPeer,
     CopyPages,
     DecodeSteps,
+    DisconnectPeer,
     DropBlocks,
+    ExtractBlock,
     InsertBlock,
     MeshLimits,
     PrefillChunk,
@@ -41,18 +45,17 @@ from jdisagg.scheduler.commands import (
     StepCommand,
     StepResult,
 )
+from jdisagg.transfer.boxes import head_granule, mesh_card
 from jdisagg.transfer.channel import Channel, Pull, PullTarget, resident_zeros
 
 
 @dataclass(frozen=True)
 class MeshRole:
-    """What an instance does. `emit`: prefilled KV is returned and offered. `sender_head_shards`: over how many devices the peer
-    that it pulls from spreads kv heads."""
+    """What an instance does. `emit`: prefilled KV is returned and offered."""
 
     prefill: bool
     decode: bool
     emit: bool = False
-    sender_head_shards: int = 1
 
 
 class MeshExecutor:
@@ -72,6 +75,7 @@ class MeshExecutor:
         self.limits = limits
         self.role = role
         self.mesh = mesh
+        self.card = mesh_card(mesh)
         self.platform = platform
         self.programs = Programs(mesh)
         self._channel = channel
@@ -86,7 +90,8 @@ class MeshExecutor:
         self._decode = DecodePrograms(self.programs, self._weights, self._shards, self._pool, limits, self._rows) if role.decode else None
         self._wanted_logprobs: dict[tuple[int, int], int | None] = {}
         self._pulls: dict[int, Pull] = {}
-        self._zeros: dict[tuple[int, int], jax.Array] = {}
+        self._zeros: dict[tuple[int, int, int], jax.Array] = {}
+        self._granules: dict[str, int] = {}
         self._threads = WorkThreads(name)
 
     def run(self, command: StepCommand) -> asyncio.Future[StepResult]:
@@ -103,6 +108,24 @@ class MeshExecutor:
 
     def close(self) -> None:
         self._threads.close()
+
+    def expect(self, card: MeshCard) -> None:
+        """Blocks will come from a mesh like this one: warm-up prepares for it, and a pull that names no peer means it. Before the
+        first command."""
+        self._granules[""] = self._granule_of(card)
+
+    def granule(self, peer: str) -> int:
+        """Heads of a piece that comes from `peer`. Raises HandoffError for one that was not introduced."""
+        known = set(self._granules.values())
+        if not peer and len(known) == 1:
+            return known.pop()
+        if peer not in self._granules:
+            raise HandoffError(f"nothing can be pulled from {peer!r}: it is not connected; hello first")
+        return self._granules[peer]
+
+    def granules(self) -> set[int]:
+        """Of all peers known so far."""
+        return set(self._granules.values())
 
     def issue_and_wait(self, command: StepCommand) -> StepResult:
         """Runs a command on the calling thread: for warm-up and tests, while the threads are idle."""
@@ -133,14 +156,15 @@ class MeshExecutor:
         self._blocks.copy(((0, 0, self._pool.rank_rows),))
 
     def warm_insert(self, group: int, tokens: int) -> None:
-        """Inserts a block of which no token is valid."""
-        target = self.pull_target(group, tokens, 0)
+        """Inserts blocks of which no token is valid, in pieces as every known peer sends them."""
         local_heads = self.limits.kv_spec.kv_heads // self.mesh.shape["kv"]
-        self._blocks.insert(group, (target.zeros,) * (local_heads // target.granule), 0, 0, 0, (0,))
+        for granule in self.granules():
+            zeros = self._zero_block(group, tokens, granule)
+            self._blocks.insert(group, (zeros,) * (local_heads // granule), 0, 0, 0, (0,))
 
-    def pull_target(self, group: int, tokens: int, rank: int) -> PullTarget:
+    def pull_target(self, group: int, tokens: int, rank: int, peer: str = "") -> PullTarget:
         """Where a block of this shape goes on this mesh. On the dispatch thread."""
-        return PullTarget(self._zero_block(group, tokens), rank)
+        return PullTarget(self._zero_block(group, tokens, self.granule(peer)), rank, peer)
 
     def _issue(self, command: StepCommand) -> Waiting:
         match command:
@@ -162,6 +186,14 @@ class MeshExecutor:
                     self._channel.release(offer_id)
             case CopyPages():
                 self._blocks.copy(command.copies)
+            case ConnectPeer():
+                self._granules[command.peer] = self._granule_of(command.card)
+                self._channel.connect(command.peer, command.card)
+            case DisconnectPeer():
+                self._granules.pop(command.peer, None)
+                self._channel.disconnect(command.peer)
+            case ExtractBlock():
+                raise NotImplementedError
         return Finished(command.step)
 
     def _run_prefill(self, command: PrefillChunk) -> Waiting:
@@ -191,18 +223,20 @@ class MeshExecutor:
         return DecodeReading(command, chosen, wanted)
 
     def _run_pull(self, command: PullBlock) -> Waiting:
-        target = self.pull_target(command.group, command.block_tokens, command.rank)
+        target = self.pull_target(command.group, command.block_tokens, command.rank, command.peer)
         pull = self._channel.pull(command.offer_id, target, command.deadline_seconds)
         self._pulls[command.offer_id] = pull
         return PullReading(command.step, command.offer_id, pull)
 
-    def _zero_block(self, group: int, tokens: int) -> jax.Array:
+    def _granule_of(self, card: MeshCard) -> int:
+        return head_granule(self.limits.kv_spec.kv_heads, card.head_shards, self.mesh.shape["kv"])
+
+    def _zero_block(self, group: int, tokens: int, granule: int) -> jax.Array:
         """What stands in for ranks that receive nothing, one for each shape."""
         layers = [self.limits.kv_spec.layers[index] for index in self._groups[group]]
         components = sum(len(layer.components) for layer in layers)
-        if (components, tokens) not in self._zeros:
-            part = layers[0].components[0]
-            granule = math.gcd(part.heads // self.role.sender_head_shards, part.heads // self.mesh.shape["kv"])
+        key = (components, tokens, granule)
+        if key not in self._zeros:
             dtype = jnp.dtype(self.limits.kv_spec.dtype)
-            self._zeros[components, tokens] = resident_zeros(self.mesh, components, granule, tokens, part.width, dtype)
-        return self._zeros[components, tokens]
+            self._zeros[key] = resident_zeros(self.mesh, components, granule, tokens, layers[0].components[0].width, dtype)
+        return self._zeros[key]

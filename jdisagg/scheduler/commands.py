@@ -320,6 +320,7 @@ class Executor(Protocol):
     """The hands of one instance: runs commands on its mesh in the order in which `run` was called."""
 
     limits: MeshLimits
+    card: MeshCard  # what peers are told of this mesh
 
     def run(self, command: StepCommand) -> Awaitable[StepResult]:
         """Enqueues at once and returns; awaiting gives the result. Raises `UnavailableError` when the mesh failed.

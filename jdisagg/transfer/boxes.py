@@ -10,10 +10,18 @@ import math
 import jax
 
 from jdisagg.errors import LayoutError
+from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.layout.reshard_plan import Box, ReshardPlan, plan_reshard
 
 RANK_DIMENSION = 0
 HEAD_DIMENSION = 2
+
+
+def mesh_card(mesh: jax.sharding.Mesh) -> MeshCard:
+    """A mesh ("dp", "kv", "rep") as data; who runs its processes adds where they are reached."""
+    dp, kv, rep = mesh.devices.shape
+    devices = tuple(mesh.devices.flat)
+    return MeshCard((dp, kv, rep), tuple(device.id for device in devices), tuple(device.process_index for device in devices))
 
 
 def placement(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[int, Box]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from jdisagg.errors import UnavailableError
 from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.request import TokenLogprobs
+from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.scheduler.blocks import padded
 from jdisagg.scheduler.commands import (
     CopyPages,
@@ -106,6 +107,7 @@ class FakeExecutor:
 
     def __init__(self, limits: MeshLimits, channel: FakeChannel, faults: Faults | None = None, costs: Costs | None = None) -> None:
         self.limits = limits
+        self.card = MeshCard((limits.ranks, 1, 1), tuple(range(limits.ranks)), (0,) * limits.ranks)
         self.log: list[StepCommand] = []
         self.pulled: dict[int, list[Entry]] = {}
         self.closed = False
