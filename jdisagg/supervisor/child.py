@@ -1,0 +1,130 @@
+"""One child process: started in a process group of its own, its output read line by line, its end waited for.
+
+The child dies with its parent, whatever kills that (Linux: PR_SET_PDEATHSIG; elsewhere only an orderly stop reaches it). It is
+in a session of its own, so that Ctrl-C on the terminal reaches the parent alone, who stops children in order. When a child
+has ended, whatever is left of its process group is killed.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+_PR_SET_PDEATHSIG = 1
+_READ_BYTES = 64 << 10
+_LONGEST_LINE_BYTES = 1 << 20
+_OUTPUT_SECONDS = 2.0
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+TakeLine = Callable[[str, str], None]
+
+
+@dataclass(frozen=True)
+class Command:
+    """What to run under which name. `environment` is the whole of it; None: the parent's. `directory` None: the parent's."""
+
+    name: str
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str] | None = field(default=None)
+    directory: str | None = None
+
+
+class Child:
+    """A process that runs, or ran. `status` is its exit status (negative: the signal that ended it) once it has ended."""
+
+    def __init__(self, command: Command, process: asyncio.subprocess.Process, output: int, take_line: TakeLine) -> None:
+        self.name = command.name
+        self.pid = process.pid
+        self._process = process
+        self._reading = asyncio.create_task(_read_lines(output, lambda line: take_line(command.name, line)))
+
+    @classmethod
+    async def start(cls, command: Command, take_line: TakeLine) -> "Child":
+        """`take_line(name, line)` gets each line of stdout and stderr, in order. Raises OSError when there is no such program."""
+        # A pipe of our own: with asyncio's, `wait` would also wait for whoever inherited the writing end.
+        output, into = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command.arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=into,
+                stderr=into,
+                env=None if command.environment is None else dict(command.environment),
+                cwd=command.directory,
+                start_new_session=True,
+                preexec_fn=_die_with(os.getpid()),
+            )
+        except BaseException:
+            os.close(output)
+            raise
+        finally:
+            os.close(into)
+        return cls(command, process, output, take_line)
+
+    @property
+    def status(self) -> int | None:
+        return self._process.returncode
+
+    async def ended(self) -> int:
+        """Waits for the end, and a moment for the last of its output."""
+        status = await self._process.wait()
+        self._kill_group()
+        await asyncio.wait({self._reading}, timeout=_OUTPUT_SECONDS)
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+        return status
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the process alone; nothing when it has ended."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    def kill(self) -> None:
+        if self._process.returncode is None:
+            self._kill_group()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def _die_with(parent: int) -> Callable[[], None]:
+    """Runs in the child between fork and exec."""
+
+    def die_with_parent() -> None:
+        if _LIBC is not None:
+            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
+
+    return die_with_parent
+
+
+async def _read_lines(output: int, take: Callable[[str], None]) -> None:
+    """Not readline: a line longer than its limit would raise, and a child that writes one must not stop the log."""
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(output, "rb", buffering=0)
+    )
+    rest = b""
+    try:
+        while chunk := await reader.read(_READ_BYTES):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                take(_text(line))
+            if len(rest) > _LONGEST_LINE_BYTES:
+                take(_text(rest))
+                rest = b""
+    finally:
+        transport.close()
+        if rest:
+            take(_text(rest))
+
+
+def _text(line: bytes) -> str:
+    return line.decode("utf-8", errors="replace").rstrip("\r")
