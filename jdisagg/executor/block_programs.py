@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
 
 from jdisagg.executor.page_pool import PAGES_SPEC, LayerPages, PagePool
 from jdisagg.executor.prefill_program import BLOCK_SPEC, RANK
@@ -27,7 +26,6 @@ class BlockPrograms:
     def __init__(self, programs: Programs, pool: PagePool, groups: tuple[range, ...]) -> None:
         self._programs, self._pool, self._groups = programs, pool, groups
         self._ranks = programs.mesh.shape["dp"]
-        self._sharding = NamedSharding(programs.mesh, RANK)
 
     def cut(self, block: jax.Array, rank: int, offset: int, tokens: int) -> jax.Array:
         """Tokens [offset, offset + tokens) of rank `rank` out of a chunk's block [ranks, C, K, T, H]; the other ranks' part is unspecified.
@@ -42,7 +40,7 @@ class BlockPrograms:
 
         offsets = np.zeros((self._ranks,), np.int32)
         offsets[rank] = offset
-        on_mesh = jax.device_put(offsets, self._sharding)
+        on_mesh = self._programs.put(offsets)
         build = lambda: self._programs.compile(body, (block, on_mesh), (BLOCK_SPEC, RANK), BLOCK_SPEC)  # noqa: E731
         return self._programs.get(("cut", block.shape, str(block.dtype), tokens), build)(block, on_mesh)
 
@@ -58,7 +56,7 @@ class BlockPrograms:
         positions = np.arange(start, start + valid_tokens)
         coordinates[rank, 0, :valid_tokens] = np.asarray(pages, np.int32)[positions // self._pool.page_size]
         coordinates[rank, 1] = (start + np.arange(tokens)) % self._pool.page_size
-        on_mesh = jax.device_put(coordinates, self._sharding)
+        on_mesh = self._programs.put(coordinates)
         key = ("insert", len(layers), tokens, len(pieces), pieces[0].shape)
         program = self._programs.get(key, lambda: self._build_insert(held, pieces, on_mesh))
         self._pool.put(layers.start, program(held, pieces, on_mesh))
@@ -81,7 +79,7 @@ class BlockPrograms:
             pairs[:, 0] = 0
             for column, (rank, source, destination) in enumerate(copies[first : first + COPIES_PER_CALL]):
                 pairs[rank, :, column] = source, destination
-            on_mesh = jax.device_put(pairs, self._sharding)
+            on_mesh = self._programs.put(pairs)
             program = self._programs.get(("copy",), lambda on_mesh=on_mesh: self._build_copy(on_mesh))
             self._pool.put(0, program(self._pool.layers, on_mesh))
 

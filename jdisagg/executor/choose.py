@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
+from jdisagg.executor.programs import Programs
 from jdisagg.executor.slot_state import RowFormat
 from jdisagg.ops.logit_shaping import logprobs, shape_logits, update_counts
 from jdisagg.ops.sampling import greedy, sample
@@ -39,15 +39,15 @@ class Chosen(NamedTuple):
     top_logprobs: jax.Array | None = None
     counts: jax.Array | None = None
 
-    def on_rank(self) -> "Chosen":
-        """What leaves a program's body: one dp rank's part, without the counts (they are slot state)."""
+    def on_rank(self, programs: Programs) -> "Chosen":
+        """What leaves a program's body: one dp rank's part, without the counts (they are slot state), readable by the host."""
         extra = (None if part is None else part[None] for part in (self.logprob, self.top_ids, self.top_logprobs))
-        return Chosen(self.token[None], *extra)
+        return programs.readable(Chosen(self.token[None], *extra))
 
     @staticmethod
-    def specs(variant: Variant) -> "Chosen":
+    def specs(variant: Variant, programs: Programs) -> "Chosen":
         """How `on_rank`'s arrays lie on the mesh."""
-        return Chosen(*(PartitionSpec("dp") for _ in range(4 if variant is Variant.SHAPED else 1)))  # type: ignore[arg-type]
+        return Chosen(*(programs.readable_spec for _ in range(4 if variant is Variant.SHAPED else 1)))  # type: ignore[arg-type]
 
 
 def choose(

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from jdisagg.executor.choose import Chosen, Variant, choose
 from jdisagg.executor.page_pool import PAGES_SPEC, LayerPages, PagePool
@@ -46,12 +45,11 @@ class DecodePrograms:
     def __init__(self, programs: Programs, weights: Weights, shards: Shards, pool: PagePool, limits: MeshLimits, rows: RowFormat) -> None:
         self._programs, self._weights, self._shards, self._pool = programs, weights, shards, pool
         self._limits, self._rows = limits, rows
-        self._sharding = NamedSharding(programs.mesh, RANK)
         ranks, slots = limits.ranks, limits.slots_per_rank
         self._ints = np.zeros((ranks, slots, rows.ints), np.int32)  # the host's copy: growth changes part of a row
         self._floats = np.zeros((ranks, slots, rows.floats), np.float32)
         hot, counts = np.zeros((ranks, slots, 2), np.int32), np.zeros((ranks, slots, rows.vocabulary), np.int32)
-        self._state = SlotState(*jax.device_put((hot, self._ints, self._floats, counts), self._sharding))
+        self._state = SlotState(*programs.put((hot, self._ints, self._floats, counts)))
         self._batch: tuple[tuple[tuple[int, ...], ...], jax.Array] | None = None
 
     def update(self, admits: Sequence[SlotAdmit], grows: Sequence[SlotGrow]) -> None:
@@ -92,7 +90,7 @@ class DecodePrograms:
             rows = np.full((len(slots), bucket), self._limits.slots_per_rank, np.int32)  # out of range: no slot
             for rank, row in enumerate(slots):
                 rows[rank, : len(row)] = row
-            self._batch = (slots, jax.device_put(rows, self._sharding))
+            self._batch = (slots, self._programs.put(rows))
         return self._batch[1]
 
     def _program(self, bucket: int, variant: Variant) -> Any:
@@ -104,7 +102,7 @@ class DecodePrograms:
             page_specs = [tuple(PAGES_SPEC for _ in layer) for layer in pages]
             counts_spec = RANK if shaped else ()
             in_specs = (stem.specs, [layer.specs for layer in layers], page_specs, RANK, counts_spec, RANK, RANK, RANK)
-            chosen_spec = Chosen.specs(variant)
+            chosen_spec = Chosen.specs(variant, self._programs)
             arguments = (stem.leaves, [layer.leaves for layer in layers], pages, hot, counts if shaped else (), ints, floats, batch)
             return self._programs.compile(
                 self._step_body(variant), arguments, in_specs, (page_specs, RANK, chosen_spec, counts_spec), donate=(2, 3, 4)
@@ -113,7 +111,7 @@ class DecodePrograms:
         return self._programs.get(("decode", bucket, variant), build)
 
     def _step_body(self, variant: Variant) -> Any:
-        weights, shards, rows = self._weights, self._shards, self._rows
+        weights, shards, rows, programs = self._weights, self._shards, self._rows, self._programs
         page_size, dummy = self._pool.page_size, self._pool.pages_per_rank
         slots = self._limits.slots_per_rank
 
@@ -153,7 +151,7 @@ class DecodePrograms:
             next_B2 = jnp.stack((jnp.where(active_B, chosen.token, token_B), position_B + active_B.astype(jnp.int32)), axis=1)
             hot_S2 = hot_S2.at[slot_B].set(next_B2, mode="drop")
             counts_out = counts[0].at[slot_B].set(chosen.counts, mode="drop")[None] if chosen.counts is not None else ()
-            return new_pages, hot_S2[None], chosen.on_rank(), counts_out
+            return new_pages, hot_S2[None], chosen.on_rank(programs), counts_out
 
         return body
 
@@ -178,7 +176,7 @@ class DecodePrograms:
             return hot_S2[None], ints_SI[None], floats_SF.at[where[0, :, 0]].set(rows[2][0], mode="drop")[None]
 
         state = tuple(self._state[:3])
-        arguments = (state, *jax.device_put((where, (hot, ints, floats)), self._sharding))
+        arguments = (state, *self._programs.put((where, (hot, ints, floats))))
         specs = ((RANK,) * 3, RANK, (RANK,) * 3)
         build = lambda: self._programs.compile(body, arguments, specs, (RANK,) * 3, donate=(0,))  # noqa: E731
         hot_array, ints_array, floats_array = self._programs.get(("rows",), build)(*arguments)
@@ -196,7 +194,7 @@ class DecodePrograms:
         def body(counts: jax.Array, where: jax.Array, new: jax.Array) -> jax.Array:
             return counts[0].at[where[0]].set(new[0], mode="drop")[None]
 
-        arguments = (self._state.counts, *jax.device_put((where, counts), self._sharding))
+        arguments = (self._state.counts, *self._programs.put((where, counts)))
         build = lambda: self._programs.compile(body, arguments, (RANK,) * 3, RANK, donate=(0,))  # noqa: E731
         self._state = self._state._replace(counts=self._programs.get(("counts",), build)(*arguments))
 

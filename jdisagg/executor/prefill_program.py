@@ -17,11 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdisagg.executor.page_pool import PAGES_SPEC, LayerPages, PagePool
-from jdisagg.executor.programs import Programs
+from jdisagg.executor.programs import RANK, Programs
 from jdisagg.executor.weights import Weights
 from jdisagg.model_api import Attend, Shards
 from jdisagg.ops.kv_pages import token_coordinates, write_tokens
@@ -29,7 +28,6 @@ from jdisagg.ops.prefill_attention import PastPages, prefill_attention
 from jdisagg.ops.quarantine import seal
 from jdisagg.scheduler.commands import MeshLimits, PrefillChunk
 
-RANK = P("dp")
 BLOCK_SPEC = P("dp", None, "kv")  # as `transfer.channel.block_sharding`
 
 
@@ -101,13 +99,10 @@ class PrefillPrograms:
     ) -> None:
         self._programs, self._weights, self._shards, self._pool = programs, weights, shards, pool
         self._groups, self._emit = groups, emit
-        self._sharding = NamedSharding(programs.mesh, RANK)
 
     def run(self, chunk: ChunkArrays) -> tuple[jax.Array, list[jax.Array]]:
         """Issues the chain. Returns the last activations [ranks, T, D] and, where emitting, one KV block per group."""
-        tokens, *meta = jax.device_put(
-            (chunk.tokens, chunk.positions, chunk.segment, chunk.table, chunk.past, chunk.continuing), self._sharding
-        )
+        tokens, *meta = self._programs.put((chunk.tokens, chunk.positions, chunk.segment, chunk.table, chunk.past, chunk.continuing))
         x = self._embed(chunk.tokens.shape[1])(self._weights.stem.leaves, tokens)
         blocks: list[jax.Array] = []
         for group in self._groups:

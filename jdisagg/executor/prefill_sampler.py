@@ -51,7 +51,8 @@ class PrefillSampler:
 
     def warm_up(self, variant: Variant, width: int) -> None:
         """Runs the programs of one variant and one chunk bucket on padding."""
-        x = jnp.zeros((self._limits.ranks, width, self._weights.width), self._weights.dtype, device=self._sharding)
+        shape = (self._limits.ranks, width, self._weights.width)
+        x = jax.jit(lambda: jnp.zeros(shape, self._weights.dtype), out_shardings=self._sharding)()
         for samples in {1, self._limits.samples_per_chunk}:
             last, *rows = self._empty(variant, samples)
             jax.block_until_ready(self._head(variant, self._pick(x, last), tuple(rows)).token)
@@ -70,23 +71,25 @@ class PrefillSampler:
         def body(x: jax.Array, last: jax.Array) -> jax.Array:
             return jnp.take(x[0], last[0], axis=0, mode="clip")[None]
 
-        on_mesh = jax.device_put(last, self._sharding)
+        on_mesh = self._programs.put(last)
         build = lambda: self._programs.compile(body, (x, on_mesh), (RANK, RANK), RANK)  # noqa: E731
         return self._programs.get(("pick", x.shape[1], last.shape), build)(x, on_mesh)
 
     def _head(self, variant: Variant, x: jax.Array, rows: tuple[np.ndarray, ...]) -> Chosen:
-        stem, shards, row_format = self._weights.stem, self._shards, self._rows
+        stem, shards, row_format, programs = self._weights.stem, self._shards, self._rows, self._programs
 
         def body(leaves: tuple[jax.Array, ...], x: jax.Array, rows: tuple[jax.Array, ...]) -> Chosen:
             ints, floats, position_R, *counts = (array[0] for array in rows)
             logits_RV = stem.merge(leaves).logits(reveal(x[0]), shards)  # type: ignore[attr-defined]
             active_R = jnp.ones(position_R.shape, jnp.bool_)
-            return choose(variant, row_format, logits_RV, ints, floats, position_R, active_R, counts[0] if counts else None).on_rank()
+            return choose(variant, row_format, logits_RV, ints, floats, position_R, active_R, counts[0] if counts else None).on_rank(
+                programs
+            )
 
-        on_mesh = jax.device_put(rows, self._sharding)
+        on_mesh = self._programs.put(rows)
 
         def build() -> Callable[..., Chosen]:
             in_specs = (stem.specs, RANK, (RANK,) * len(rows))
-            return self._programs.compile(body, (stem.leaves, x, on_mesh), in_specs, Chosen.specs(variant))
+            return self._programs.compile(body, (stem.leaves, x, on_mesh), in_specs, Chosen.specs(variant, programs))
 
         return self._programs.get(("head", variant, x.shape), build)(stem.leaves, x, on_mesh)

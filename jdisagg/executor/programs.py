@@ -2,6 +2,9 @@
 
 A program is lowered from abstract arguments with explicit shardings and kept as a compiled executable: a call whose shapes
 differ raises instead of compiling (rule 12). `compilations` counts what was compiled; it stands still in steady state.
+
+A mesh may span several processes, each of which runs the same programs in the same order: host arrays then go up by callback
+(a `device_put` would talk to the other processes), and what a host reads is gathered over dp inside the program.
 """
 
 import threading
@@ -9,7 +12,10 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+RANK = PartitionSpec("dp")
 
 
 class Programs:
@@ -17,9 +23,33 @@ class Programs:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
+        self.spans_processes = any(device.process_index != jax.process_index() for device in mesh.devices.flat)
         self.compilations = 0
+        self._by_rank = NamedSharding(mesh, RANK)
         self._built: dict[Hashable, Callable[..., Any]] = {}
         self._lock = threading.Lock()
+
+    @property
+    def readable_spec(self) -> PartitionSpec:
+        """How arrays lie that `readable` gave: by rank, or replicated where the mesh spans processes."""
+        return PartitionSpec() if self.spans_processes else RANK
+
+    def readable(self, local: Any) -> Any:
+        """At the end of a program's body: arrays [1, ...] of this rank, made readable by every process of the mesh."""
+        if not self.spans_processes or self.mesh.shape["dp"] == 1:
+            return local
+        return jax.tree.map(lambda array: jax.lax.all_gather(array, "dp", axis=0, tiled=True), local)
+
+    def put(self, host: Any) -> Any:
+        """Host arrays [ranks, ...] (every process holds the same), each rank's part to its devices. Does not wait for other processes."""
+        if not self.spans_processes:
+            return jax.device_put(host, self._by_rank)
+
+        def by_callback(array: np.ndarray) -> jax.Array:
+            kept = array.copy()  # the callback's slices may be aliased, and callers reuse their arrays
+            return jax.make_array_from_callback(array.shape, self._by_rank, lambda index: kept[index])
+
+        return jax.tree.map(by_callback, host)
 
     def get(self, key: Hashable, build: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
         """The executable of `key`, built on first use."""
