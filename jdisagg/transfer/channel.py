@@ -48,12 +48,14 @@ class PullTarget:
         in for the ranks that receive nothing.
     peer: whom it comes from; "" where there is only one.
     codec: how it travels.
+    leaves: with a codec, the resident zeros of each of its leaves, [dp, C', granule * kv, T', x] under `block_sharding`; () for none.
     """
 
     zeros: jax.Array
     rank: int
     peer: str = ""
     codec: str = "none"
+    leaves: tuple[jax.Array, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.zeros.shape[RANK_DIMENSION]:

@@ -10,7 +10,6 @@ Knows the reshard plan and JAX; knows nothing of requests, pages or layers. Inva
 - a global `device_put` between meshes is avoided on purpose: it can go through the host and block its caller for 100 ms.
 """
 
-import functools
 import threading
 import weakref
 from collections import OrderedDict
@@ -20,11 +19,12 @@ import jax
 import numpy as np
 
 from jdisagg.clock import Clock
-from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError
+from jdisagg.errors import HandoffError, JdisaggError
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.layout.reshard_plan import ReshardPlan
 from jdisagg.transfer.boxes import HEAD_DIMENSION, plan_handoff, rank_placement
 from jdisagg.transfer.channel import BlockStamp, Offered, PullTarget, resident_zeros
+from jdisagg.transfer.pieces import OfferedBlock, add_counts, check_geometry, cut
 from jdisagg.transfer.polled_pull import PolledPull
 
 REMEMBERED_IDS = 65536
@@ -33,17 +33,8 @@ _NO_STAMP = BlockStamp()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Offer:
-    """One rank's shards, by device id. The block's other ranks are not kept alive."""
-
-    shards: dict[int, jax.Array]
-    shape: tuple[int, ...]
-    sharding: jax.sharding.Sharding
-    rank: int
+    block: OfferedBlock
     pulls: weakref.WeakSet[PolledPull] = field(default_factory=weakref.WeakSet)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(shard.nbytes for shard in self.shards.values())
 
 
 _RouteKey = tuple[jax.sharding.Sharding, tuple[int, ...], int, jax.sharding.Sharding, tuple[int, ...], int]
@@ -77,9 +68,7 @@ class InProcessChannel:
         """Nothing to do."""
 
     def offer(self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = _NO_STAMP) -> None:
-        devices = rank_placement(block.sharding, block.shape, rank)
-        shards = {shard.device.id: shard.data for shard in block.addressable_shards if shard.device.id in devices}
-        offer = _Offer(shards, block.shape, block.sharding, rank)
+        offer = _Offer(OfferedBlock.of(block, rank, stamp))
         with self._lock:
             if offer_id in self._offers:
                 raise HandoffError(f"offer {offer_id:#x} is live already; draw a fresh random id for each offer")
@@ -135,11 +124,11 @@ class InProcessChannel:
             made = resident_zeros(source_mesh, components, local, tokens, head_size, target.zeros.dtype)
             put = jax.device_put(np.zeros(made.shape, made.dtype), made.sharding)
             for shard in (*made.addressable_shards, *put.addressable_shards):
-                _cut(shard.data, local // target.granule)
+                cut(shard.data, local // target.granule)
 
     def offered(self) -> Offered:
         with self._lock:
-            return Offered(len(self._offers), sum(offer.nbytes for offer in self._offers.values()))
+            return Offered(len(self._offers), sum(offer.block.nbytes for offer in self._offers.values()))
 
     def bytes_per_pair(self) -> dict[tuple[int, int], int]:
         with self._lock:
@@ -153,9 +142,9 @@ class InProcessChannel:
     def _begin(self, pull: PolledPull, offer: _Offer, target: PullTarget) -> None:
         """Issues the copies of one pull; waits for nothing. Called without the lock: JAX calls may take a millisecond."""
         try:
-            _check_geometry(offer, target)
-            plan = self._next_plan(offer, target)
-            arrays, moved = _move(offer, target, plan)
+            check_geometry(offer.block, str(target.zeros.dtype), target.zeros.shape, target.granule)
+            plan = self._next_plan(offer.block, target)
+            arrays, moved = _move(offer.block, target, plan)
         except JdisaggError as error:
             pull.fail(error)
             return
@@ -163,11 +152,11 @@ class InProcessChannel:
             pull.fail(HandoffError(f"the copies of a pull could not be issued: {error}"))
             return
         with self._lock:
-            _add(self._moved, moved)
-            _add(self._planned, plan.bytes_per_pair(target.zeros.dtype.itemsize))
+            add_counts(self._moved, moved)
+            add_counts(self._planned, plan.bytes_per_pair(target.zeros.dtype.itemsize))
         pull.deliver(arrays, sum(moved.values()))
 
-    def _next_plan(self, offer: _Offer, target: PullTarget) -> ReshardPlan:
+    def _next_plan(self, offer: OfferedBlock, target: PullTarget) -> ReshardPlan:
         """The cached plan; source replicas take turns from one pull to the next."""
         zeros = target.zeros
         key = (offer.sharding, offer.shape, offer.rank, zeros.sharding, zeros.shape, target.rank)
@@ -188,7 +177,7 @@ class InProcessChannel:
             del self._waiting[offer_id]
 
 
-def _plans(offer: _Offer, target: PullTarget) -> tuple[ReshardPlan, ...]:
+def _plans(offer: OfferedBlock, target: PullTarget) -> tuple[ReshardPlan, ...]:
     source = rank_placement(offer.sharding, offer.shape, offer.rank)
     zeros = target.zeros
     whole = (zeros.shape[0], *offer.shape[1:])
@@ -197,7 +186,7 @@ def _plans(offer: _Offer, target: PullTarget) -> tuple[ReshardPlan, ...]:
     return tuple(plan_handoff(source, destination, target.granule, turn) for turn in range(replicas))
 
 
-def _move(offer: _Offer, target: PullTarget, plan: ReshardPlan) -> tuple[tuple[jax.Array, ...], dict[tuple[int, int], int]]:
+def _move(offer: OfferedBlock, target: PullTarget, plan: ReshardPlan) -> tuple[tuple[jax.Array, ...], dict[tuple[int, int], int]]:
     """Cuts, copies and assembles; returns the arrays and the bytes moved per device pair."""
     zeros, granule = target.zeros, target.granule
     cuts: dict[int, tuple[jax.Array, ...]] = {}
@@ -210,7 +199,7 @@ def _move(offer: _Offer, target: PullTarget, plan: ReshardPlan) -> tuple[tuple[j
         if piece.source not in cuts:
             shard = offer.shards[piece.source]
             parts = shard.shape[HEAD_DIMENSION] // granule
-            cuts[piece.source] = _cut(shard, parts) if parts > 1 else (shard,)
+            cuts[piece.source] = cut(shard, parts) if parts > 1 else (shard,)
         part = cuts[piece.source][piece.source_slice[HEAD_DIMENSION][0] // granule]
         if not piece.local:
             part = jax.device_put(part, devices[piece.destination])
@@ -219,33 +208,3 @@ def _move(offer: _Offer, target: PullTarget, plan: ReshardPlan) -> tuple[tuple[j
         received[piece.destination_slice[HEAD_DIMENSION][0] // granule][piece.destination] = part
     arrays = (jax.make_array_from_single_device_arrays(zeros.shape, zeros.sharding, list(parts.values())) for parts in received)
     return tuple(arrays), moved
-
-
-@functools.partial(jax.jit, static_argnames="parts")
-def _cut(shard_1CKTH: jax.Array, parts: int) -> tuple[jax.Array, ...]:
-    size = shard_1CKTH.shape[HEAD_DIMENSION] // parts
-    return tuple(jax.lax.slice_in_dim(shard_1CKTH, part * size, part * size + size, axis=HEAD_DIMENSION) for part in range(parts))
-
-
-def _check_geometry(offer: _Offer, target: PullTarget) -> None:
-    """Raises IncompatiblePeerError naming the field and both values; the hand-shake should have refused such a peer before."""
-    shard = next(iter(offer.shards.values()))
-    zeros = target.zeros
-    pairs = [("dtype", str(shard.dtype), str(zeros.dtype)), ("dimensions", len(offer.shape), zeros.ndim)]
-    pairs += [
-        (f"size of dimension {axis}", offer.shape[axis], zeros.shape[axis]) for axis in (1, 3, 4) if len(offer.shape) == zeros.ndim == 5
-    ]
-    for name, offered, wanted in pairs:
-        if offered != wanted:
-            raise IncompatiblePeerError(f"a block's {name} is {offered!r} at the sender and {wanted!r} at the receiver; they must be equal")
-    heads, local = offer.shape[HEAD_DIMENSION], shard.shape[HEAD_DIMENSION]
-    if heads % zeros.shape[HEAD_DIMENSION] or local % target.granule:
-        raise IncompatiblePeerError(
-            f"pieces of {target.granule} heads ({zeros.shape[HEAD_DIMENSION]} over the receiver's mesh) do not divide "
-            f"the sender's {heads} kv heads and its {local} a shard; use head_granule"
-        )
-
-
-def _add(total: dict[tuple[int, int], int], more: dict[tuple[int, int], int]) -> None:
-    for pair, count in more.items():
-        total[pair] = total.get(pair, 0) + count

@@ -5,11 +5,14 @@ polls), so every change happens under its lock; nothing is waited for under it. 
 """
 
 import threading
+from collections.abc import Callable
 
 import jax
 
 from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, JdisaggError
+
+Assemble = Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
 
 
 class PolledPull:
@@ -22,6 +25,7 @@ class PolledPull:
         self._deadline = clock.now() + deadline_seconds
         self._lock = threading.Lock()
         self._arrays: tuple[jax.Array, ...] | None = None
+        self._assemble: Assemble | None = None
         self._error: JdisaggError | None = None
         self._arrived = False
         self._bytes_moved = 0
@@ -58,12 +62,18 @@ class PolledPull:
             if not self._error:
                 self._end(HandoffError(f"the pull of offer {self._offer_id:#x} was cancelled"))
 
-    def deliver(self, arrays: tuple[jax.Array, ...], bytes_moved: int) -> None:
-        """The arrays, perhaps still on their way; dropped if the pull ended meanwhile."""
+    @property
+    def deadline(self) -> float:
+        """On the channel's clock."""
+        return self._deadline
+
+    def deliver(self, arrays: tuple[jax.Array, ...], bytes_moved: int, assemble: Assemble | None = None) -> None:
+        """The arrays, perhaps still on their way; dropped if the pull ended meanwhile. `assemble` makes of them, once all are there,
+        what `arrays()` gives; it runs under this pull's lock."""
         with self._lock:
             self._bytes_moved = bytes_moved
             if not self._error:
-                self._arrays = arrays
+                self._arrays, self._assemble = arrays, assemble
 
     def fail(self, error: JdisaggError) -> None:
         """Ends a pull that is under way; one that has arrived stays so."""
@@ -73,16 +83,19 @@ class PolledPull:
 
     def _have_come(self) -> bool:
         try:
-            if self._arrays is None or not all(map(_is_ready, self._arrays)):
+            if self._arrays is None or not all(map(is_ready, self._arrays)):
                 return False
             jax.block_until_ready(self._arrays)  # all are ready: this raises where the computation or the copy failed
+            if self._assemble is not None:
+                self._arrays, self._assemble = self._assemble(self._arrays), None
         except Exception as error:
             self._end(HandoffError(f"offer {self._offer_id:#x}: its block could not be computed or moved: {error}"))
         return True
 
     def _end(self, error: JdisaggError) -> None:
-        self._error, self._arrays, self._arrived = error, None, False
+        self._error, self._arrays, self._assemble, self._arrived = error, None, None, False
 
 
-def _is_ready(array: jax.Array) -> bool:
+def is_ready(array: jax.Array) -> bool:
+    """Whether it has arrived or failed; never waits."""
     return array.is_ready()  # pyright: ignore[reportAttributeAccessIssue] (public, but missing in the abstract class's stub)
