@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from jdisagg.errors import UnavailableError
 from jdisagg.layout.kv_spec import KVSpec
-from jdisagg.request import TokenLogprobs
 from jdisagg.layout.mesh_card import MeshCard
+from jdisagg.request import TokenLogprobs
 from jdisagg.scheduler.blocks import padded
 from jdisagg.scheduler.commands import (
     CopyPages,
