@@ -113,9 +113,27 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class AcceptedChild:
+    """What a client already has of one child: its tokens, and how it ended if it did."""
+
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """A client asks again for a request whose stream broke. `number` is 1 for the first such time and rises; `children` are all of
+    the request's, in order. The stream goes on at the next token of each; a child that had ended is not heard of again."""
+
+    number: int
+    children: tuple[AcceptedChild, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One request after tokenization. `deadline_seconds` is what remained when it was handed on.
 
+    `resumption` is for the request path alone, which turns it into each child's accepted tokens: workers never see it.
     `stop_ids` are all token ids that end the stream (EOS unless ignored, and the caller's); they are delivered to no one.
     `seed` in `sampling` is always concrete: the door draws one where the client gave none.
     """
@@ -127,6 +145,7 @@ class Request:
     deadline_seconds: float | None = None
     tenant: str = ""
     priority: int = 0
+    resumption: Resumption | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:

@@ -8,6 +8,7 @@ it delays no other stream; every request that leaves has a concrete seed, a dead
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import math
 import secrets
@@ -20,7 +21,7 @@ from jdisagg.config import LimitsConfig, Mode
 from jdisagg.dispatch.ports import WorkerStatus
 from jdisagg.errors import InvalidRequestError
 from jdisagg.layout.axes import Layout
-from jdisagg.request import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, Request, SamplingParams, StreamEvent
+from jdisagg.request import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, Request, Resumption, SamplingParams, StreamEvent
 
 ROLES = ("system", "user", "assistant", "tool")
 MAX_NAME_BYTES = 256
@@ -29,6 +30,8 @@ DEFAULT_MAX_TOKENS = 256
 PROBE_CHARACTERS = 16 << 10
 PROBE_CHARACTERS_PER_TOKEN = 32
 MAX_PRIORITY = 2**31 - 1
+# A server that pings its clients notices within this time that a connection is dead.
+RESUME_WAIT_SECONDS = 8.0
 
 
 class TextCodec(Protocol):
@@ -115,7 +118,7 @@ class Frontend:
         self._path = path
         self._codec = codec
         self._limits = limits
-        self._running: set[tuple[str, str]] = set()
+        self._running: dict[tuple[str, str], asyncio.Event] = {}
 
     async def build_request(
         self,
@@ -125,9 +128,13 @@ class Frontend:
         deadline_seconds: float | None = None,
         tenant: str = "",
         priority: int = 0,
+        resumption: Resumption | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Request:
-        """Validates and tokenizes. Raises InvalidRequestError naming the field, the value and the limit."""
+        """Validates and tokenizes. Raises InvalidRequestError naming the field, the value and the limit.
+
+        `resumption`: what the client already has; the path goes on from there.
+        """
         _check_name("request_id", request_id)
         _check_name("tenant", tenant)
         if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
@@ -143,6 +150,8 @@ class Frontend:
         token_ids = await self._tokens(prompt, within_context=True)
         room_tokens = self._room(len(token_ids), options.get("max_tokens"))
         sampling = _sampling(options, room_tokens)
+        if resumption is not None:
+            self._check_resumption(resumption, len(token_ids), sampling)
         stop_ids = sampling.stop_token_ids if sampling.ignore_eos else (*self._codec.eos_ids, *sampling.stop_token_ids)
         return Request(
             request_id=request_id or uuid.uuid4().hex,
@@ -152,6 +161,7 @@ class Frontend:
             deadline_seconds=deadline_seconds,
             tenant=tenant,
             priority=priority,
+            resumption=resumption,
         )
 
     async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
@@ -170,11 +180,13 @@ class Frontend:
     async def stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]:
         """The path's events. Closing this iterator closes the path's."""
         key = request.tenant, request.request_id
+        if request.resumption is not None:
+            await self._gone(key)
         if key in self._running:
             raise InvalidRequestError(
                 f"request_id {request.request_id!r} is that of a request still running; choose another or leave it empty"
             )
-        self._running.add(key)
+        over = self._running[key] = asyncio.Event()
         events = self._path.stream(request)
         try:
             async for event in events:
@@ -185,7 +197,15 @@ class Frontend:
                 if close is not None:
                     await close()
             finally:
-                self._running.discard(key)
+                del self._running[key]
+                over.set()
+
+    async def _gone(self, key: tuple[str, str]) -> None:
+        """Waits until the broken stream of a request that is resumed has been noticed here too."""
+        over = self._running.get(key)
+        if over is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), RESUME_WAIT_SECONDS)
 
     async def status(self) -> tuple[WorkerStatus, ...]:
         return await self._path.status()
@@ -249,6 +269,16 @@ class Frontend:
                 f"ask for at most {context - prompt_tokens}, or leave max_tokens unset"
             )
         return context - prompt_tokens
+
+    def _check_resumption(self, resumption: Resumption, prompt_tokens: int, sampling: SamplingParams) -> None:
+        if len(resumption.children) != sampling.n:
+            raise InvalidRequestError(f"accepted names {len(resumption.children)} children of a request with n={sampling.n}")
+        most = min(sampling.max_tokens, self.model.context_tokens - prompt_tokens)
+        for index, child in enumerate(resumption.children):
+            given = len(child.token_ids)
+            if given > most or (given == most and child.finish_reason is None):
+                raise InvalidRequestError(f"accepted tokens of child {index}: {given} leave none of its {most} to go on with")
+            self._check_ids(f"accepted tokens of child {index}", child.token_ids)
 
     def _check_chat(self, prompt: ChatPrompt) -> int:
         if not prompt.messages:

@@ -118,6 +118,23 @@ class WorkerStatus(_message.Message):
     preemptions: int
     def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., layout: _Optional[str] = ..., free_pages: _Optional[_Iterable[int]] = ..., total_pages: _Optional[_Iterable[int]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots: _Optional[int] = ..., page_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., handoffs: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
+class ErrorStatus(_message.Message):
+    __slots__ = ("code", "details", "metadata")
+    class MetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    code: str
+    details: str
+    metadata: _containers.ScalarMap[str, str]
+    def __init__(self, code: _Optional[str] = ..., details: _Optional[str] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
 class KvEnd(_message.Message):
     __slots__ = ("control", "boot_id")
     CONTROL_FIELD_NUMBER: _ClassVar[int]

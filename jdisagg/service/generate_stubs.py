@@ -9,8 +9,8 @@ import importlib.resources
 import pathlib
 import sys
 
-PROTOS = ("common", "generation", "workers", "commands")
-SERVICES = ("generation",)  # the workers' services get their stubs with their servicers
+PROTOS = ("common", "generation", "workers", "commands", "registry", "kv_plane")
+SERVICES = ("generation", "workers", "registry", "kv_plane")
 HERE = pathlib.Path(__file__).resolve().parent
 
 

@@ -51,7 +51,7 @@ class ChatMessages(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "chat", "sampling", "request_id", "deadline_seconds", "tenant", "priority")
+    __slots__ = ("text", "token_ids", "chat", "sampling", "request_id", "deadline_seconds", "tenant", "priority", "resumption", "accepted")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,8 @@ class GenerateRequest(_message.Message):
     DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    RESUMPTION_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
     chat: ChatMessages
@@ -68,7 +70,19 @@ class GenerateRequest(_message.Message):
     deadline_seconds: float
     tenant: str
     priority: int
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., deadline_seconds: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+    resumption: int
+    accepted: _containers.RepeatedCompositeFieldContainer[AcceptedTokens]
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., deadline_seconds: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., resumption: _Optional[int] = ..., accepted: _Optional[_Iterable[_Union[AcceptedTokens, _Mapping]]] = ...) -> None: ...
+
+class AcceptedTokens(_message.Message):
+    __slots__ = ("child", "token_ids", "finish_reason")
+    CHILD_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    child: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    finish_reason: FinishReason
+    def __init__(self, child: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens")

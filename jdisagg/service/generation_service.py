@@ -35,6 +35,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             deadline_seconds=_deadline(asked.deadline_seconds, context.time_remaining()),
             tenant=asked.tenant,
             priority=asked.priority,
+            resumption=asked.resumption,
             **asked.options,
         )
         assert built.deadline_seconds is not None, "the front gives every request one"

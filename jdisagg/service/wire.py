@@ -17,7 +17,15 @@ from google.protobuf.message import DecodeError, EncodeError, Message
 
 from jdisagg import errors
 from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
-from jdisagg.errors import CancelledError, DeadlineExceededError, InvalidRequestError, JdisaggError, OverloadedError, UnavailableError
+from jdisagg.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    JdisaggError,
+    LayoutError,
+    OverloadedError,
+    UnavailableError,
+)
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.request import SamplingParams, TokenLogprobs
@@ -58,6 +66,15 @@ def error_to_status(error: JdisaggError) -> WireStatus:
     raw = error.message.encode("utf-8", "replace")
     details = raw.decode() if len(raw) <= MAX_DETAILS_BYTES else raw[:MAX_DETAILS_BYTES].decode("utf-8", "ignore") + " ..."
     return WireStatus(error.status, details, tuple(metadata))
+
+
+def status_to_proto(status: WireStatus) -> pb.ErrorStatus:
+    """The error as part of a message."""
+    return pb.ErrorStatus(code=status.code, details=status.details, metadata=dict(status.metadata))
+
+
+def status_from_proto(message: pb.ErrorStatus) -> WireStatus:
+    return WireStatus(message.code, message.details, tuple(message.metadata.items()))
 
 
 def error_from_status(status: WireStatus) -> JdisaggError:
@@ -166,10 +183,21 @@ _ROLE_TO_PROTO = {
 _ROLE_FROM_PROTO: dict[int, WorkerRole] = {value: role for role, value in _ROLE_TO_PROTO.items()}
 
 
+def role_to_proto(role: WorkerRole) -> pb.WorkerRole:
+    return _ROLE_TO_PROTO[role]
+
+
+def role_from_proto(message: str, role: int) -> WorkerRole:
+    """`message` is the name of the message that the role stood in."""
+    if role not in _ROLE_FROM_PROTO:
+        raise InvalidRequestError(f"{message}.role must be a known role, got {role}; are both sides of one version?")
+    return _ROLE_FROM_PROTO[role]
+
+
 def worker_status_to_proto(status: WorkerStatus) -> pb.WorkerStatus:
     return pb.WorkerStatus(
         name=status.name,
-        role=_ROLE_TO_PROTO[status.role],
+        role=role_to_proto(status.role),
         layout=status.layout,
         free_pages=status.free_pages,
         total_pages=status.total_pages,
@@ -185,11 +213,9 @@ def worker_status_to_proto(status: WorkerStatus) -> pb.WorkerStatus:
 
 
 def worker_status_from_proto(message: pb.WorkerStatus) -> WorkerStatus:
-    if message.role not in _ROLE_FROM_PROTO:
-        raise InvalidRequestError(f"WorkerStatus.role must be a known role, got {message.role}; are both sides of one version?")
     return WorkerStatus(
         name=message.name,
-        role=_ROLE_FROM_PROTO[message.role],
+        role=role_from_proto("WorkerStatus", message.role),
         layout=message.layout,
         free_pages=tuple(message.free_pages),
         total_pages=tuple(message.total_pages),
@@ -219,4 +245,7 @@ def mesh_card_from_proto(message: pb.MeshCard) -> MeshCard:
         raise InvalidRequestError(f"MeshCard.shape must be (dp, kv, rep), got {list(message.shape)}; are both sides of one version?")
     dp, kv, rep = message.shape
     ends = tuple(KvEnd(end.control, end.boot_id) for end in message.ends)
-    return MeshCard((dp, kv, rep), tuple(message.devices), tuple(message.processes), ends, message.transports)
+    try:
+        return MeshCard((dp, kv, rep), tuple(message.devices), tuple(message.processes), ends, message.transports)
+    except LayoutError as error:
+        raise InvalidRequestError(f"{error}; are both sides of one version?") from None

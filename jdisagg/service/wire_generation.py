@@ -10,15 +10,18 @@ from dataclasses import dataclass
 from jdisagg.config import Mode
 from jdisagg.dispatch.frontend import ChatMessage, ChatPrompt, ModelInfo, Prompt, SamplingOptions, TokenPrompt
 from jdisagg.errors import InvalidRequestError
-from jdisagg.request import FinishReason, StreamEvent, Timings, Usage
+from jdisagg.request import MAX_N, AcceptedChild, FinishReason, Resumption, StreamEvent, Timings, Usage
 from jdisagg.service import common_pb2
 from jdisagg.service import generation_pb2 as pb
 from jdisagg.service.wire import all_logprobs_from_proto, build, layout_from_proto, layout_to_proto, logprobs_to_proto
 
+# A client tries a few times a second within its own patience; a larger number is no client of ours.
+MAX_RESUMPTIONS = 1_000_000
+
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """What a client sends to `Generate`."""
+    """What a client sends to `Generate`. `resumption` is None the first time."""
 
     prompt: Prompt
     options: SamplingOptions
@@ -26,6 +29,7 @@ class ClientRequest:
     deadline_seconds: float | None = None
     tenant: str = ""
     priority: int = 0
+    resumption: Resumption | None = None
 
 
 _SCALARS = (
@@ -58,6 +62,8 @@ def client_request_to_proto(request: ClientRequest) -> pb.GenerateRequest:
         deadline_seconds=request.deadline_seconds,
         tenant=request.tenant,
         priority=request.priority,
+        resumption=request.resumption.number if request.resumption is not None else 0,
+        accepted=_accepted_to_proto(request.resumption) if request.resumption is not None else None,
     )
 
 
@@ -77,7 +83,44 @@ def client_request_from_proto(message: pb.GenerateRequest) -> ClientRequest:
         deadline_seconds=message.deadline_seconds if message.HasField("deadline_seconds") else None,
         tenant=message.tenant,
         priority=message.priority,
+        resumption=_resumption_from_proto(message),
     )
+
+
+def _accepted_to_proto(resumption: Resumption) -> list[pb.AcceptedTokens]:
+    return [
+        pb.AcceptedTokens(child=index, token_ids=child.token_ids, finish_reason=_finish_to_proto(child.finish_reason))
+        for index, child in enumerate(resumption.children)
+    ]
+
+
+def _resumption_from_proto(message: pb.GenerateRequest) -> Resumption | None:
+    """What the client left out, it has nothing of. Raises InvalidRequestError naming the field."""
+    number, count = message.resumption, message.sampling.n if message.sampling.HasField("n") else 1
+    if number == 0 and not message.accepted:
+        return None
+    if not 1 <= number <= MAX_RESUMPTIONS:
+        raise InvalidRequestError(f"resumption must be in [1, {MAX_RESUMPTIONS}] where a request is resumed, got {number}")
+    if not message.request_id or not message.sampling.HasField("seed"):
+        raise InvalidRequestError("a resumed request must name its request_id and its sampling.seed; send those of the first time")
+    children = {entry.child: AcceptedChild(tuple(entry.token_ids), _finish_from_proto(entry.finish_reason)) for entry in message.accepted}
+    if len(children) != len(message.accepted) or any(not 0 <= child < count for child in children):
+        raise InvalidRequestError(
+            f"accepted must name each child once at most, of 0 to {count - 1}; got {[e.child for e in message.accepted][:64]}"
+        )
+    if children and all(child.finish_reason is not None for child in children.values()) and len(children) == count:
+        raise InvalidRequestError("accepted says that every child has ended: there is nothing to resume")
+    return Resumption(number, tuple(children.get(index, AcceptedChild()) for index in range(min(count, MAX_N))))
+
+
+def _finish_to_proto(reason: FinishReason | None) -> pb.FinishReason:
+    return _FINISH_TO_PROTO[reason] if reason is not None else pb.FINISH_REASON_UNSPECIFIED
+
+
+def _finish_from_proto(reason: int) -> FinishReason | None:
+    if reason != pb.FINISH_REASON_UNSPECIFIED and reason not in _FINISH_FROM_PROTO:
+        raise InvalidRequestError(f"accepted.finish_reason must be a known reason, got {reason}")
+    return _FINISH_FROM_PROTO.get(reason)
 
 
 def tokenize_to_proto(prompt: str | ChatPrompt) -> pb.TokenizeRequest:

@@ -111,6 +111,42 @@ class Span(_message.Message):
     kv_bytes_moved: int
     def __init__(self, child: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., end: _Optional[_Union[SpanEnd, str]] = ..., kv_bytes_moved: _Optional[int] = ...) -> None: ...
 
+class SpansCall(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    def __init__(self, session_id: _Optional[int] = ...) -> None: ...
+
+class StartCall(_message.Message):
+    __slots__ = ("session_id", "call")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    call: GenerateCall
+    def __init__(self, session_id: _Optional[int] = ..., call: _Optional[_Union[GenerateCall, _Mapping]] = ...) -> None: ...
+
+class StartReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReservationSpans(_message.Message):
+    __slots__ = ("reservation_id", "spans", "ended", "error")
+    RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    reservation_id: int
+    spans: _containers.RepeatedCompositeFieldContainer[Span]
+    ended: bool
+    error: _common_pb2.ErrorStatus
+    def __init__(self, reservation_id: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., ended: _Optional[bool] = ..., error: _Optional[_Union[_common_pb2.ErrorStatus, _Mapping]] = ...) -> None: ...
+
+class SpanBatch(_message.Message):
+    __slots__ = ("reservations",)
+    RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    reservations: _containers.RepeatedCompositeFieldContainer[ReservationSpans]
+    def __init__(self, reservations: _Optional[_Iterable[_Union[ReservationSpans, _Mapping]]] = ...) -> None: ...
+
 class CancelCall(_message.Message):
     __slots__ = ("reservation_id", "child")
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]

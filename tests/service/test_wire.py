@@ -4,6 +4,7 @@ Strategies are derived from the dataclasses' own annotations, so a field that is
 """
 
 import dataclasses
+import math
 import types
 import typing
 
@@ -13,13 +14,29 @@ from hypothesis import HealthCheck, given, settings
 
 from jdisagg import errors
 from jdisagg.dispatch import frontend, ports
+from jdisagg.dispatch.roster import WorkerCard
 from jdisagg.errors import InvalidRequestError, JdisaggError
 from jdisagg.layout.axes import Layout
+from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.request import Request, SamplingParams, StreamEvent, TokenLogprobs
 from jdisagg.scheduler import commands
-from jdisagg.service import common_pb2, generation_pb2, wire, wire_commands, wire_generation, wire_workers, workers_pb2
+from jdisagg.service import (
+    common_pb2,
+    generation_pb2,
+    kv_plane_pb2,
+    registry_pb2,
+    wire,
+    wire_commands,
+    wire_generation,
+    wire_kv,
+    wire_registry,
+    wire_workers,
+    workers_pb2,
+)
+from jdisagg.transfer.kv_messages import KvMessage
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
+UINT64 = st.integers(0, 2**64 - 1)
 FLOATS = st.floats(allow_nan=False)
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
 UNIT = st.floats(0.001, 1.0)
@@ -28,7 +45,7 @@ UNIT = st.floats(0.001, 1.0)
 def of_annotation(kind: typing.Any) -> st.SearchStrategy[typing.Any]:
     """Values of an annotated type, made of the strategies above and of dataclasses field by field."""
     known = {int: INT64, float: FLOATS, str: TEXT, bool: st.booleans(), type(None): st.none()}
-    special = {SamplingParams: SAMPLING, Request: REQUESTS, Layout: LAYOUTS}
+    special = {SamplingParams: SAMPLING, Request: REQUESTS, Layout: LAYOUTS, MeshCard: CARDS}
     if kind in known:
         return known[kind]
     if kind in special:
@@ -47,11 +64,32 @@ def of_annotation(kind: typing.Any) -> st.SearchStrategy[typing.Any]:
 
 def of_dataclass(kind: type) -> st.SearchStrategy[typing.Any]:
     hints = typing.get_type_hints(kind)
-    return st.builds(kind, **{field.name: of_annotation(hints[field.name]) for field in dataclasses.fields(kind)})
+    return st.builds(kind, **{field.name: of_field(field.name, hints[field.name]) for field in dataclasses.fields(kind)})
+
+
+def of_field(name: str, kind: typing.Any) -> st.SearchStrategy[typing.Any]:
+    """Names and checksums are drawn from all 64 bits, unsigned."""
+    if "token" not in name and name.endswith(("_id", "_ids", "checksum", "checksum_key")):
+        if kind is int:
+            return UINT64
+        if kind == tuple[int, ...] and name == "offer_ids":
+            return st.lists(UINT64, max_size=3).map(tuple)
+    return of_annotation(kind)
 
 
 IDS = st.integers(0, 2**31 - 1)
 LAYOUTS = st.builds(Layout, dp=st.integers(1, 8), tp=st.integers(1, 8), ep=st.just(1))
+ENDS = st.builds(KvEnd, control=TEXT, boot_id=UINT64)
+CARDS = st.tuples(*3 * [st.integers(0, 2)]).flatmap(
+    lambda shape: st.builds(
+        MeshCard,
+        shape=st.just(shape),
+        devices=st.lists(IDS, min_size=math.prod(shape), max_size=math.prod(shape)).map(tuple),
+        processes=st.lists(IDS, min_size=math.prod(shape), max_size=math.prod(shape)).map(tuple),
+        ends=st.lists(ENDS, max_size=2).map(tuple),
+        transports=IDS,
+    )
+)
 SAMPLING = st.builds(
     SamplingParams,
     max_tokens=st.integers(8, 2**31 - 1),
@@ -97,6 +135,9 @@ ROUND_TRIPS = [
     (ports.PeerHello, workers_pb2.PeerHello, wire_workers.hello_to_proto, wire_workers.hello_from_proto),
     (ports.Offer, workers_pb2.OfferOrEnd, wire_workers.offer_to_proto, wire_workers.offer_from_proto),
     (ports.HandoffEnd, workers_pb2.OfferOrEnd, wire_workers.offer_to_proto, wire_workers.offer_from_proto),
+    (ports.OfferChecksum, workers_pb2.OfferOrEnd, wire_workers.offer_to_proto, wire_workers.offer_from_proto),
+    (WorkerCard, registry_pb2.WorkerCard, wire_registry.worker_card_to_proto, wire_registry.worker_card_from_proto),
+    *((kind, kv_plane_pb2.KvMessage, wire_kv.kv_message_to_proto, wire_kv.kv_message_from_proto) for kind in typing.get_args(KvMessage)),
     (StreamEvent, generation_pb2.GenerateResponse, wire_generation.event_to_proto, wire_generation.event_from_proto),
     (frontend.ModelInfo, generation_pb2.GetModelResponse, wire_generation.model_to_proto, wire_generation.model_from_proto),
 ]
