@@ -11,7 +11,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PURE = ("request", "config", "errors", "clock", "telemetry", "layout", "router", "scheduler", "dispatch", "worker", "supervisor", "simulator")
+PURE = (
+    "request",
+    "config",
+    "errors",
+    "clock",
+    "telemetry",
+    "layout",
+    "router",
+    "scheduler",
+    "dispatch",
+    "worker",
+    "supervisor",
+    "simulator",
+)
 WITHOUT_JAX = ("service", "client")
 JAX = {"jax", "jaxlib", "flax", "orbax", "tensorstore", "optax"}
 GRPC = {"grpc", "google", "grpc_health", "grpc_reflection"}

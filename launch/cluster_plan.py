@@ -1,0 +1,101 @@
+"""Which processes make a cluster on one host, and their command lines: data from flags, no process is started here.
+
+Every process keeps its port for life, so that one that is restarted is found where it was; only an instance's coordinator
+listens elsewhere at each start, for its old port may still be settling.
+"""
+
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jdisagg.errors import ConfigError
+from jdisagg.layout.axes import Layout
+from jdisagg.supervisor.child import Command
+from jdisagg.supervisor.supervisor import GroupSpec
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+
+
+@dataclass(frozen=True, slots=True)
+class InstancePlan:
+    """One instance: `layout` over `processes` processes, each with its port."""
+
+    name: str
+    role: str
+    layout: Layout
+    ports: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """`worker_flags` and `router_flags` go to every worker and to the router as they are."""
+
+    host: str
+    port: int
+    instances: tuple[InstancePlan, ...]
+    worker_flags: tuple[str, ...]
+    router_flags: tuple[str, ...]
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def router(self) -> GroupSpec:
+        command = _command("router", "router", f"--host={self.host}", f"--port={self.port}", *self.router_flags)
+        return GroupSpec("router", lambda: (command,))
+
+    def workers(self) -> tuple[GroupSpec, ...]:
+        return tuple(GroupSpec(instance.name, lambda instance=instance: self._commands(instance)) for instance in self.instances)
+
+    def _commands(self, instance: InstancePlan) -> Sequence[Command]:
+        count = len(instance.ports)
+        common = (
+            f"--role={instance.role}",
+            f"--layout={instance.layout}",
+            f"--name={instance.name}",
+            f"--router={self.address}",
+            f"--host={self.host}",
+            f"--devices={instance.layout.devices // count}",
+            *self.worker_flags,
+        )
+        if count == 1:
+            return (_command(instance.name, "worker", *common, f"--port={instance.ports[0]}"),)
+        coordinator = free_ports(self.host, 1)[0]
+        together = (f"--num_processes={count}", f"--coordinator={self.host}:{coordinator}", f"--leader={self.host}:{instance.ports[0]}")
+        return tuple(
+            _command(f"{instance.name}.{index}", "worker", *common, *together, f"--process_id={index}", f"--port={port}")
+            for index, port in enumerate(instance.ports)
+        )
+
+
+def plan_instances(role: str, count: int, layout: str, processes: int, host: str) -> tuple[InstancePlan, ...]:
+    """`count` instances of a role, named role-0 and on, each port free at this moment. Raises ConfigError, LayoutError."""
+    if count < 0 or processes < 1:
+        raise ConfigError(f"--{role}={count} must not be negative and --processes_per_instance={processes} must be at least 1")
+    parsed = Layout.parse(layout)
+    if parsed.devices % processes:
+        raise ConfigError(
+            f"--{role}_layout={layout} has {parsed.devices} devices, which --processes_per_instance={processes} does not divide: "
+            "each process needs as many; change one of the two"
+        )
+    ports = free_ports(host, count * processes)
+    return tuple(
+        InstancePlan(f"{role}-{index}", role, parsed, tuple(ports[index * processes : (index + 1) * processes])) for index in range(count)
+    )
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """Ports that nobody listens on now, all different. Between this and their use somebody might take one: its process then says so."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sockets = [socket.create_server((host, 0), family=family) for _ in range(count)]
+    try:
+        return [listening.getsockname()[1] for listening in sockets]
+    finally:
+        for listening in sockets:
+            listening.close()
+
+
+def _command(name: str, module: str, *flags: str) -> Command:
+    return Command(name, (sys.executable, "-u", "-m", f"launch.{module}", *flags), directory=ROOT)
