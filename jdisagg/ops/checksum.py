@@ -1,0 +1,89 @@
+"""Keyed checksums of KV: equal on both sides of a hand-off whatever the sharding, the paging and the cutting in between.
+
+A row is one (component, head, position) of H values, taken as the integers that their bits are. Its term is
+
+    mix(sum_h bits_h * weight(h, key) + row_key(component, head, position, key))      mod 2^32,
+
+with odd weights and a bijective `mix`, and the sum of rows is the sum of their terms mod 2^32. There are two independent lanes, so 64 bits.
+The sum is additive: over components, heads and positions, so over any shards and any cut into blocks. Any single changed
+bit changes it for certain (an odd weight times a power of two is not zero mod 2^32); rows that changed places, another key, several
+changed bits or missing rows change it but for a chance of 2^-64. All weights depend on the key, which outsiders do not have.
+
+Coordinates are the model's own: the component's index over all layers, the global kv head, the absolute position. Pure and traceable;
+32-bit integer arithmetic alone. Sum what lies in memory, not what a fusion may compute a second time with another rounding.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+LANES = 2
+_GOLDEN, _HEAD, _POSITION = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
+_LANE_SALTS = (0x27D4EB2F, 0x165667B1)
+
+
+def key_words(key: int) -> np.ndarray:
+    """A 64-bit key as programs take it: uint32 [2]."""
+    return np.array([key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF], np.uint32)
+
+
+def fold(sums: np.ndarray) -> int:
+    """The one number that sums [..., 2] of several parts amount to: lane 0 is the low half."""
+    low, high = (int(lane) & 0xFFFFFFFF for lane in sums.reshape(-1, LANES).astype(np.uint64).sum(axis=0))
+    return high << 32 | low
+
+
+def row_sums(
+    parts: Sequence[jax.Array], key_2: jax.Array, component: jax.Array, head: jax.Array, positions_T: jax.Array, valid_T: jax.Array
+) -> jax.Array:
+    """Sums over components of the rows of `parts`, each [C, K, T, x] (one row's values lie one after the other): uint32 [K, T, 2].
+
+    component, head: what index 0 stands for in the model. Rows of tokens that are not valid give 0.
+    """
+    components, heads = parts[0].shape[:2]
+    c_C11 = jnp.arange(components, dtype=jnp.uint32)[:, None, None] + jnp.asarray(component).astype(jnp.uint32)
+    k_1K1 = jnp.arange(heads, dtype=jnp.uint32)[None, :, None] + jnp.asarray(head).astype(jnp.uint32)
+    t_11T = positions_T.astype(jnp.uint32)[None, None, :]
+    bits = [bits_of(part) for part in parts]
+    lanes = []
+    for lane in range(LANES):
+        seed = _lane_seed(key_2, lane)
+        first = 0
+        row_CKT = jnp.zeros((1, 1, 1), jnp.uint32)
+        for part_CKTx in bits:
+            width = part_CKTx.shape[-1]
+            index_x = jnp.arange(first + 1, first + 1 + width, dtype=jnp.uint32)
+            weight_x = _mix(seed + index_x * jnp.uint32(_GOLDEN)) | jnp.uint32(1)
+            row_CKT = row_CKT + jnp.sum(part_CKTx * weight_x[None, None, None, :], axis=-1, dtype=jnp.uint32)
+            first += width
+        place_CK1 = _mix(~seed + c_C11 * jnp.uint32(_GOLDEN) + k_1K1 * jnp.uint32(_HEAD))
+        row_key_CKT = _mix(place_CK1 + t_11T * jnp.uint32(_POSITION))
+        lanes.append(jnp.sum(_mix(row_CKT + row_key_CKT), axis=0, dtype=jnp.uint32))
+    return jnp.where(valid_T[None, :, None], jnp.stack(lanes, axis=-1), jnp.uint32(0))
+
+
+def granule_sums(rows_KT2: jax.Array, granule: int) -> jax.Array:
+    """Sums over heads and over each `granule` tokens: uint32 [ceil(T / granule), 2]."""
+    rows_T2 = jnp.sum(rows_KT2, axis=0, dtype=jnp.uint32)
+    rows_T2 = jnp.pad(rows_T2, ((0, -rows_T2.shape[0] % granule), (0, 0)))
+    return jnp.sum(rows_T2.reshape(-1, granule, LANES), axis=1, dtype=jnp.uint32)
+
+
+def bits_of(values: jax.Array) -> jax.Array:
+    """The bits of each value as uint32."""
+    return lax.bitcast_convert_type(values, jnp.dtype(f"uint{8 * values.dtype.itemsize}")).astype(jnp.uint32)
+
+
+def _lane_seed(key_2: jax.Array, lane: int) -> jax.Array:
+    """Both words of the key go into each lane."""
+    return _mix(key_2[lane] + _mix(key_2[1 - lane] ^ jnp.uint32(_LANE_SALTS[lane])))
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """A bijection of 32 bits that spreads every bit over all (two rounds of xor-shift and multiplication)."""
+    x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> jnp.uint32(15))) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> jnp.uint32(16))

@@ -1,0 +1,134 @@
+"""The checksum against a twin in NumPy's 64-bit integers, and what it must notice."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdisagg.ops.checksum import fold, granule_sums, key_words, row_sums
+
+C, K, T, H = 4, 4, 64, 8
+KEY = 0x0123456789ABCDEF
+MASK = 0xFFFFFFFF
+
+
+def mix(x: int) -> int:
+    x = ((x ^ x >> 16) * 0x7FEB352D) & MASK
+    x = ((x ^ x >> 15) * 0x846CA68B) & MASK
+    return x ^ x >> 16
+
+
+def twin(block: np.ndarray, key: int, component: int = 0, head: int = 0, start: int = 0, valid: int | None = None) -> int:
+    """The sum of a block [C, K, T, H], one row after the other, in Python's integers."""
+    bits = block.view({2: np.uint16, 4: np.uint32, 1: np.uint8}[block.itemsize]).astype(object)
+    words = (key & MASK, key >> 32)
+    total = 0
+    for lane, salt in enumerate((0x27D4EB2F, 0x165667B1)):
+        seed = mix((words[lane] + mix(words[1 - lane] ^ salt)) & MASK)
+        weights = np.array([mix((seed + (h + 1) * 0x9E3779B1) & MASK) | 1 for h in range(block.shape[-1])], object)
+        rows = (bits * weights).sum(axis=-1)
+        part = 0
+        for (c, k, t), row in np.ndenumerate(rows[:, :, :valid]):
+            place = mix(((seed ^ MASK) + (component + c) * 0x9E3779B1 + (head + k) * 0x85EBCA77) & MASK)
+            part += mix((row + mix((place + (start + t) * 0xC2B2AE3D) & MASK)) & MASK)
+        total |= (part & MASK) << 32 * lane
+    return total
+
+
+@jax.jit
+def _granules(block: jax.Array, key: jax.Array, component: jax.Array, head: jax.Array, start: jax.Array, valid: jax.Array) -> jax.Array:
+    token_T = jnp.arange(block.shape[2])
+    return granule_sums(row_sums((block,), key, component, head, start + token_T, token_T < valid), 16)
+
+
+def checksum(block: np.ndarray, key: int = KEY, component: int = 0, head: int = 0, start: int = 0, valid: int | None = None) -> int:
+    valid = block.shape[2] if valid is None else valid
+    arguments = (np.int32(component), np.int32(head), np.int32(start), np.int32(valid))
+    return fold(np.asarray(_granules(jnp.asarray(block), key_words(key), *arguments)))
+
+
+def random_block(dtype: str, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(C, K, T, H)).astype(jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(("component", "head", "start", "valid"), [(0, 0, 0, T), (6, 2, 48, 37), (1, 0, 100_000, 0)])
+def test_it_equals_its_twin_in_plain_integers(dtype, component, head, start, valid):
+    block = (20 * random_block("float32")).astype(jnp.dtype(dtype))
+    assert checksum(block, KEY, component, head, start, valid) == twin(block, KEY, component, head, start, valid)
+
+
+def added(*sums: int) -> int:
+    """Sums of parts, lane by lane."""
+    return fold(np.array([[one & MASK, one >> 32] for one in sums], np.uint32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_any_cut_into_components_heads_and_tokens_adds_up(dtype):
+    block, rng = random_block(dtype), np.random.default_rng(1)
+    whole = checksum(block, component=3, head=5, start=160)
+    for _ in range(10):
+        c, k, t = rng.integers(1, C), rng.integers(1, K), 16 * rng.integers(1, T // 16)
+        parts = [
+            checksum(block[cs, ks, ts], KEY, 3 + cs.start, 5 + ks.start, 160 + ts.start)
+            for cs in (slice(0, c), slice(c, C))
+            for ks in (slice(0, k), slice(k, K))
+            for ts in (slice(0, t), slice(t, T))
+        ]
+        assert added(*parts) == whole
+
+
+def test_granules_are_sums_of_their_own_tokens():
+    block = random_block("float32")
+    sums = _granules(jnp.asarray(block), key_words(KEY), np.int32(0), np.int32(0), np.int32(32), np.int32(50))
+    assert [fold(np.asarray(sums[i])) for i in range(4)] == [
+        checksum(block[:, :, 16 * i : 16 * i + 16], start=32 + 16 * i, valid=min(16, 50 - 16 * i)) for i in range(4)
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_any_single_flipped_bit_changes_both_lanes(dtype):
+    block, rng = random_block(dtype), np.random.default_rng(2)
+    right = checksum(block)
+    bits = np.uint32 if dtype == "float32" else np.uint16
+    for bit in range(8 * block.itemsize):
+        broken = block.copy()
+        at = tuple(rng.integers(0, size) for size in block.shape)
+        broken.view(bits)[at] ^= bits(1 << bit)
+        wrong = checksum(broken)
+        assert wrong & MASK != right & MASK
+        assert wrong >> 32 != right >> 32
+
+
+def test_padding_may_hold_anything():
+    block = random_block("float32")
+    other = block.copy()
+    other[:, :, 40:] = np.nan
+    assert checksum(block, valid=40) == checksum(other, valid=40)
+
+
+def _swap(axis: int, first: int, second: int):
+    order = list(range((C, K, T, H)[axis]))
+    order[first], order[second] = second, first
+    return lambda block: np.take(block, order, axis)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [_swap(1, 0, 1), _swap(1, 0, 3), _swap(2, 3, 4), _swap(2, 0, 63), _swap(0, 0, 2), _swap(0, 0, 1), _swap(3, 1, 2)],
+    ids=["heads", "far heads", "positions", "far positions", "layers", "keys for values", "values within a row"],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_changed_places_is_noticed(dtype, damage):
+    block = random_block(dtype)
+    assert checksum(np.ascontiguousarray(damage(block))) != checksum(block)
+
+
+def test_other_coordinates_and_other_keys_give_other_sums():
+    block = random_block("bfloat16")
+    sums = [checksum(block, KEY)]
+    sums += [checksum(block, KEY ^ 1 << bit) for bit in range(64)]
+    sums += [checksum(block, start=1), checksum(block, start=16), checksum(block, head=1), checksum(block, component=1)]
+    sums += [checksum(block, valid=63), checksum(np.zeros_like(block)), checksum(np.zeros_like(block), start=1)]
+    assert len(set(sums)) == len(sums)
+    assert len({one & MASK for one in sums}) == len({one >> 32 for one in sums}) == len(sums)
