@@ -4,54 +4,25 @@ This is assembly and nothing else: executors on meshes, workers on executors, th
 onto a mesh is the caller's affair (`LoadModel`), so that this package knows no model family.
 """
 
-import asyncio
-import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
-
-import jax
 
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import EngineConfig, InstanceConfig, Mode
 from jdisagg.dispatch.ports import DecodePort, PeerPort, PrefillPort, WorkerStatus
 from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.dispatch.token_stream import Detokenizer, TokenStream
-from jdisagg.engine.limits import mesh_limits
-from jdisagg.errors import ConfigError, LayoutError
-from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
+from jdisagg.engine.instance import Instance, Loaded, LoadModel, Progress, build_instance, close_instance, context_tokens, random_id
+from jdisagg.errors import LayoutError
+from jdisagg.executor.mesh_executor import MeshRole
 from jdisagg.executor.warm_up import block_lengths, warm_up_steps
-from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KVSpec
-from jdisagg.model_api import Device, Model
+from jdisagg.model_api import Device
 from jdisagg.request import Request, StreamEvent
 from jdisagg.transfer.in_process import InProcessChannel
 from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.prefill_worker import PrefillWorker
 
 PREFILL, DECODE = "prefill-0", "decode-0"
-
-
-class Loaded(Protocol):
-    """A model whose arrays lie on `mesh` ("dp", "kv", "rep")."""
-
-    @property
-    def model(self) -> Model: ...
-    @property
-    def mesh(self) -> jax.sharding.Mesh: ...
-
-
-LoadModel = Callable[[Layout, Sequence[Device]], Loaded]
-Progress = Callable[[int, int], None]
-
-
-@dataclass
-class Instance:
-    """One model replica on one mesh."""
-
-    config: InstanceConfig
-    executor: MeshExecutor
-    loaded: Loaded
 
 
 def carve_devices(config: EngineConfig, devices: Sequence[Device]) -> tuple[Sequence[Device], Sequence[Device]]:
@@ -78,7 +49,7 @@ class EmbeddedCluster:
         disaggregated = config.mode is Mode.DISAGGREGATED
         decode_loaded = load(config.decode.layout, decode_devices)
         self.model = decode_loaded.model
-        self.context_tokens = _context_tokens(config, self.model)
+        self.context_tokens = context_tokens(config.model, self.model)
         self.prefill: Instance | None = None
         if disaggregated:
             prefill_loaded = load(config.prefill.layout, prefill_devices)
@@ -157,26 +128,11 @@ class EmbeddedCluster:
         for worker in reversed(self._workers):
             await worker.stop()
         for instance in self.instances:
-            await asyncio.to_thread(instance.executor.close)
+            await close_instance(instance)
 
     def _instance(self, name: str, config: InstanceConfig, loaded: Loaded, role: MeshRole) -> Instance:
         groups = self.config.prefill.layer_groups if self.config.mode is Mode.DISAGGREGATED else 1
-        limits = mesh_limits(config, self.config.mode, loaded.model.kv_spec, self.context_tokens, groups)
-        platform = str(loaded.mesh.devices.flat[0].platform)
-        executor = MeshExecutor(name, loaded.model, loaded.mesh, config.layout, limits, role, self.channel, platform)
-        return Instance(config, executor, loaded)
-
-
-def random_id() -> int:
-    """Fresh random 64 bits: ids of reservations, hand-offs and offers."""
-    return secrets.randbits(64)
-
-
-def _context_tokens(config: EngineConfig, model: Model) -> int:
-    asked = config.model.context_tokens
-    if asked is not None and asked > model.context_tokens:
-        raise ConfigError(f"model.context_tokens={asked} exceeds the model's {model.context_tokens}; lower it")
-    return asked or model.context_tokens
+        return build_instance(name, config, self.config.mode, loaded, role, self.channel, self.context_tokens, groups)
 
 
 def _text_of(detokenizer: Detokenizer, request: Request) -> TokenStream:

@@ -25,7 +25,7 @@ import numpy as np
 
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import InstanceConfig, Mode
-from jdisagg.engine.embedded import LoadModel
+from jdisagg.engine.instance import LoadModel
 from jdisagg.engine.kv_cache import KVCache
 from jdisagg.engine.layouts import DecoderLayout, PrefillLayout
 from jdisagg.engine.limits import mesh_limits

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jdisagg.engine.embedded import Loaded, random_id
+from jdisagg.engine.instance import Loaded, random_id
 from jdisagg.engine.kv_cache import KVBlock, KVCache, NextToken
 from jdisagg.errors import HandoffError, OverloadedError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
