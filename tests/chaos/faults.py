@@ -1,0 +1,278 @@
+"""A channel across a bad network: pulls and offers are lost, late, doubled, garbled, mistaken for another's, or fail.
+
+Around any `Channel`. Which call gets which fault is drawn from a seeded generator, or forced at the n-th call, so that a run can be
+repeated as far as the threads' order allows. A fault is counted when it took effect (a garbled array was handed out, a late one
+was withheld), never when it was only drawn: a test that injects faults asserts on `FaultPlan.took_effect`.
+
+Faults of a pull: DROP (never arrives: fails at its deadline), DELAY, DUPLICATE (a second pull of the same offer, given up when it has
+come), CORRUPT (one byte of the first token of one shard), WRONG_ID (another offer's block, or nobody's), ERROR (fails at once).
+Faults of an offer: DROP (not made), DELAY (made later), DUPLICATE (made twice), ERROR (made, then revoked).
+"""
+
+import enum
+import random
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from jdisagg.clock import Clock
+from jdisagg.errors import HandoffError, JdisaggError
+from jdisagg.layout.mesh_card import MeshCard
+from jdisagg.transfer.channel import BlockStamp, Channel, Offered, Pull, PullTarget
+
+_NO_STAMP = BlockStamp()
+REMEMBERED_IDS = 32
+
+
+class Fault(enum.Enum):
+    DROP = "drop"
+    DELAY = "delay"
+    DUPLICATE = "duplicate"
+    CORRUPT = "corrupt"
+    WRONG_ID = "wrong id"
+    ERROR = "error"
+
+
+OF_PULLS = frozenset(Fault)
+OF_OFFERS = frozenset({Fault.DROP, Fault.DELAY, Fault.DUPLICATE, Fault.ERROR})
+
+
+@dataclass
+class FaultPlan:
+    """Which calls go wrong. `rates`: probability of each fault, for each call. `forced`: (operation, n from 1) -> fault, before any
+    draw; operations are "pull" and "offer". `delay_seconds`: the longest delay. May be asked from any thread."""
+
+    seed: int = 0
+    rates: Mapping[Fault, float] = field(default_factory=dict)
+    forced: Mapping[tuple[str, int], Fault] = field(default_factory=dict)
+    delay_seconds: float = 0.3
+    took_effect: "Counter[tuple[str, Fault]]" = field(default_factory=Counter)
+    calls: "Counter[str]" = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self._lock = threading.Lock()
+
+    def draw(self, operation: str, possible: frozenset[Fault]) -> Fault | None:
+        with self._lock:
+            self.calls[operation] += 1
+            at = self.random.random()
+            if (operation, self.calls[operation]) in self.forced:
+                return self.forced[operation, self.calls[operation]]
+            for fault, rate in self.rates.items():
+                if fault in possible and at < rate:
+                    return fault
+                at -= rate if fault in possible else 0.0
+            return None
+
+    def took(self, operation: str, fault: Fault) -> None:
+        with self._lock:
+            self.took_effect[operation, fault] += 1
+
+    def seconds(self) -> float:
+        return self.random.uniform(0.2, 1.0) * self.delay_seconds
+
+    @property
+    def total(self) -> int:
+        return sum(self.took_effect.values())
+
+
+def everything(rate: float, *, without: frozenset[Fault] = frozenset()) -> dict[Fault, float]:
+    """Rates that let `rate` of all pulls go wrong, one kind as often as another."""
+    kinds = [fault for fault in Fault if fault not in without]
+    return {fault: rate / len(kinds) for fault in kinds}
+
+
+class FaultyChannel:
+    """`Channel` with faults. What it does not know (`warm_up`) is the inner channel's."""
+
+    def __init__(self, inner: Channel, plan: FaultPlan, clock: Clock) -> None:
+        self.plan = plan
+        self._inner = inner
+        self._clock = clock
+        self._recent: deque[int] = deque(maxlen=REMEMBERED_IDS)
+        self._duplicates: list[Pull] = []
+        self._late: dict[int, threading.Timer] = {}
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def connect(self, peer: str, card: MeshCard) -> None:
+        self._inner.connect(peer, card)
+
+    def disconnect(self, peer: str) -> None:
+        self._inner.disconnect(peer)
+
+    def offer(self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = _NO_STAMP) -> None:
+        def make() -> None:
+            with self._lock:
+                self._late.pop(offer_id, None)
+            self._inner.offer(offer_id, block, rank, stamp)
+
+        fault = self.plan.draw("offer", OF_OFFERS)
+        if fault is not None:
+            self.plan.took("offer", fault)
+        if fault is Fault.DELAY:
+            timer = threading.Timer(self.plan.seconds(), make)
+            timer.daemon = True
+            with self._lock:
+                self._late[offer_id] = timer
+            timer.start()
+        elif fault is not Fault.DROP:
+            make()
+        if fault is Fault.ERROR:
+            self._inner.revoke(offer_id, "an injected fault")
+        if fault is Fault.DUPLICATE:
+            try:
+                make()
+            except HandoffError:
+                return
+            raise AssertionError("the channel took the same offer twice")
+
+    def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> Pull:
+        fault = self.plan.draw("pull", OF_PULLS)
+        self._forget_duplicates()
+        if fault is Fault.WRONG_ID:
+            wrong = self._another(offer_id)
+            self.plan.took("pull", fault)
+            return self._inner.pull(wrong, target, deadline_seconds)
+        self._recent.append(offer_id)
+        if fault in (Fault.DROP, Fault.ERROR):
+            self.plan.took("pull", fault)
+            return _LostPull(self._clock, deadline_seconds if fault is Fault.DROP else 0.0, f"offer {offer_id:#x}: injected {fault.value}")
+        pull = self._inner.pull(offer_id, target, deadline_seconds)
+        if fault is Fault.DUPLICATE:
+            self.plan.took("pull", fault)
+            with self._lock:
+                self._duplicates.append(self._inner.pull(offer_id, target, deadline_seconds))
+        if fault is Fault.DELAY:
+            return _LatePull(pull, self._clock, self.plan.seconds(), lambda: self.plan.took("pull", Fault.DELAY))
+        if fault is Fault.CORRUPT:
+            return _GarbledPull(pull, target.rank, self.plan)
+        return pull
+
+    def release(self, offer_id: int) -> None:
+        self._forget_late(offer_id)
+        self._inner.release(offer_id)
+
+    def revoke(self, offer_id: int, reason: str) -> None:
+        self._forget_late(offer_id)
+        self._inner.revoke(offer_id, reason)
+
+    def offered(self) -> Offered:
+        return self._inner.offered()
+
+    def bytes_per_pair(self) -> dict[tuple[int, int], int]:
+        return self._inner.bytes_per_pair()
+
+    def _another(self, offer_id: int) -> int:
+        others = [known for known in self._recent if known != offer_id]
+        return self.plan.random.choice(others) if others else self.plan.random.getrandbits(64)
+
+    def _forget_late(self, offer_id: int) -> None:
+        with self._lock:
+            timer = self._late.pop(offer_id, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _forget_duplicates(self) -> None:
+        with self._lock:
+            over = [pull for pull in self._duplicates if pull.is_ready()]
+            self._duplicates = [pull for pull in self._duplicates if pull not in over]
+        for pull in over:
+            pull.cancel()
+
+
+class _LostPull:
+    """Fails after a while, and moved nothing."""
+
+    bytes_moved = 0
+
+    def __init__(self, clock: Clock, seconds: float, reason: str) -> None:
+        self._clock = clock
+        self._until = clock.now() + seconds
+        self._reason = reason
+
+    def is_ready(self) -> bool:
+        return self._clock.now() >= self._until
+
+    def failed(self) -> JdisaggError | None:
+        return HandoffError(self._reason) if self.is_ready() else None
+
+    def arrays(self) -> tuple[jax.Array, ...]:
+        raise HandoffError(self._reason)
+
+    def cancel(self) -> None:
+        self._until = self._clock.now()
+
+
+class _AroundPull:
+    def __init__(self, inner: Pull) -> None:
+        self._inner = inner
+
+    @property
+    def bytes_moved(self) -> int:
+        return self._inner.bytes_moved
+
+    def is_ready(self) -> bool:
+        return self._inner.is_ready()
+
+    def failed(self) -> JdisaggError | None:
+        return self._inner.failed() if self.is_ready() else None
+
+    def arrays(self) -> tuple[jax.Array, ...]:
+        return self._inner.arrays()
+
+    def cancel(self) -> None:
+        self._inner.cancel()
+
+
+class _LatePull(_AroundPull):
+    """Arrives `seconds` later than it could have."""
+
+    def __init__(self, inner: Pull, clock: Clock, seconds: float, withheld: Callable[[], None]) -> None:
+        super().__init__(inner)
+        self._clock = clock
+        self._seconds = seconds
+        self._until: float | None = None
+        self._withheld = withheld
+
+    def is_ready(self) -> bool:
+        if not self._inner.is_ready():
+            return False
+        if self._until is None:
+            self._until = self._clock.now() + self._seconds
+            self._withheld()
+        return self._clock.now() >= self._until
+
+
+class _GarbledPull(_AroundPull):
+    """Hands out arrays of which one byte is another."""
+
+    def __init__(self, inner: Pull, rank: int, plan: FaultPlan) -> None:
+        super().__init__(inner)
+        self._rank = rank
+        self._plan = plan
+
+    def arrays(self) -> tuple[jax.Array, ...]:
+        first, *rest = self._inner.arrays()
+        self._plan.took("pull", Fault.CORRUPT)
+        return (garbled(first, self._rank, self._plan.random), *rest)
+
+
+def garbled(array: jax.Array, rank: int, rng: random.Random) -> jax.Array:
+    """`array` [dp, C, K, T, x] with one byte changed: of the first token, which counts in any block, in one shard of dp rank `rank`."""
+    shards = list(array.addressable_shards)
+    hit = next(index for index, shard in enumerate(shards) if (shard.index[0].start or 0) == rank)
+    values = np.array(jax.device_get(shards[hit].data))
+    at = (0, rng.randrange(values.shape[1]), rng.randrange(values.shape[2]), 0, rng.randrange(values.shape[4]))
+    raw = values[at].reshape(1).view(np.uint8)
+    raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
+    values[at] = raw.view(values.dtype)[0]
+    parts = [jax.device_put(values, shard.device) if index == hit else shard.data for index, shard in enumerate(shards)]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
