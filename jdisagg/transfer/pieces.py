@@ -3,14 +3,20 @@
 Knows JAX and the shapes of `channel.py`; knows no way to move anything.
 """
 
+import collections
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 
 from jdisagg.errors import IncompatiblePeerError
-from jdisagg.transfer.boxes import HEAD_DIMENSION, rank_placement
+from jdisagg.layout.reshard_plan import Box
+from jdisagg.transfer.boxes import HEAD_DIMENSION, plan_handoff, rank_placement
 from jdisagg.transfer.channel import BlockStamp
+from jdisagg.transfer.codec import codec, stamp_array
+from jdisagg.transfer.kv_messages import PullRequest, Wanted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,3 +76,82 @@ def cut(shard_1CKTH: jax.Array, parts: int) -> tuple[jax.Array, ...]:
 def add_counts(total: dict[tuple[int, int], int], more: dict[tuple[int, int], int]) -> None:
     for pair, count in more.items():
         total[pair] = total.get(pair, 0) + count
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPiece:
+    """Granule `source_part` of the shard on device `source` goes to the `place`-th wanted device, as its granule `part`. `first_head`
+    is the global number of its first head."""
+
+    source: int
+    source_part: int
+    place: int
+    part: int
+    first_head: int
+
+
+def plan_of_request(offer: OfferedBlock, request: PullRequest) -> tuple[PlannedPiece, ...]:
+    """The pieces that this process holds and that the request's process wants."""
+    turn = request.turn % _replicas(offer.sharding, offer.shape, offer.rank)
+    pieces = _plan(offer.sharding, offer.shape, offer.rank, request.wanted, request.head_shards, request.granule, turn)
+    return tuple(piece for piece in pieces if piece.source in offer.shards and request.wanted[piece.place].process == request.process)
+
+
+@functools.lru_cache(maxsize=1024)
+def _replicas(sharding: jax.sharding.Sharding, shape: tuple[int, ...], rank: int) -> int:
+    return max(collections.Counter(rank_placement(sharding, shape, rank).values()).values())
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...], rank: int, wanted: tuple[Wanted, ...], shards: int, granule: int, turn: int
+) -> tuple[PlannedPiece, ...]:
+    source = rank_placement(sharding, shape, rank)
+    whole = ((0, 1), *((0, size) for size in shape[1:]))
+    local = shape[HEAD_DIMENSION] // shards
+    destination: dict[int, Box] = {}
+    for place, device in enumerate(wanted):
+        heads = (device.head_shard * local, device.head_shard * local + local)
+        # Negative: both jobs count their devices from 0, and the plan would take equal numbers for one device.
+        destination[-1 - place] = (*whole[:HEAD_DIMENSION], heads, *whole[HEAD_DIMENSION + 1 :])
+    return tuple(
+        PlannedPiece(
+            piece.source,
+            piece.source_slice[HEAD_DIMENSION][0] // granule,
+            -1 - piece.destination,
+            piece.destination_slice[HEAD_DIMENSION][0] // granule,
+            piece.box[HEAD_DIMENSION][0],
+        )
+        for piece in plan_handoff(source, destination, granule, turn).pieces
+    )
+
+
+def encoded_pieces(offer: OfferedBlock, pieces: Sequence[PlannedPiece], granule: int, codec_name: str) -> list[jax.Array]:
+    """The leaves of each piece in turn, on the devices that hold them; returns before they are computed. A piece that several devices
+    want is made once; one that is a whole shard and has no codec is the shard itself."""
+    made: dict[tuple[int, int], tuple[jax.Array, ...]] = {}
+    cuts: dict[int, tuple[jax.Array, ...]] = {}
+    parts = offer.local_heads // granule
+    stamp = stamp_array(offer.stamp)
+    leaves: list[jax.Array] = []
+    for piece in pieces:
+        key = (piece.source, piece.source_part)
+        if key not in made:
+            if piece.source not in cuts:
+                shard = offer.shards[piece.source]
+                cuts[piece.source] = cut(shard, parts) if parts > 1 else (shard,)
+            part = cuts[piece.source][piece.source_part]
+            made[key] = encoder(codec_name)(part, stamp, np.int32(piece.first_head)) if codec_name != "none" else (part,)
+        leaves += made[key]
+    return leaves
+
+
+@functools.cache
+def encoder(codec_name: str) -> Callable[[jax.Array, np.ndarray, np.int32], tuple[jax.Array, ...]]:
+    """(piece, stamp, first head) -> leaves: one program a piece, on the piece's own device."""
+    return jax.jit(codec(codec_name).encode)
+
+
+def leaf_avals(codec_name: str, piece: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What a piece [1, C, G, T, H] travels as."""
+    return codec(codec_name).leaves(piece)

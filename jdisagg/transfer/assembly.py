@@ -1,0 +1,108 @@
+"""One pull's destination on this process: which pieces its devices need, what has been announced, and the global arrays at the end.
+
+Knows a `PullTarget` and what the senders announce; moves nothing. What they announce is checked: each own device of the receiving rank
+gets each part once, and nothing else comes.
+"""
+
+import functools
+
+import jax
+
+from jdisagg.errors import HandoffError, IncompatiblePeerError
+from jdisagg.transfer.boxes import HEAD_DIMENSION, rank_placement
+from jdisagg.transfer.channel import PullTarget
+from jdisagg.transfer.kv_messages import PostedPiece, Wanted
+from jdisagg.transfer.pieces import leaf_avals
+
+
+class Assembly:
+    """Used by one thread at a time. `wanted`: all devices of the receiving rank. `assembled`: whether `assemble` has run."""
+
+    def __init__(self, target: PullTarget, wanted: tuple[Wanted, ...]) -> None:
+        self.wanted = wanted
+        self.assembled = False
+        self.bytes_per_pair: dict[tuple[int, int], int] = {}
+        self._target = target
+        process = jax.process_index()
+        self._own = {device.device for device in wanted if device.process == process}
+        self._devices = {device.id: device for device in target.zeros.sharding.addressable_devices}
+        self._resident = target.leaves if target.codec != "none" else (target.zeros,)
+        _, components, _, tokens, head_size = target.zeros.shape
+        piece = jax.ShapeDtypeStruct((1, components, target.granule, tokens, head_size), target.zeros.dtype)
+        self._leaves = leaf_avals(target.codec, piece)
+        if [(leaf.shape, leaf.dtype) for leaf in self._leaves] != [
+            (zeros.sharding.shard_shape(zeros.shape), zeros.dtype) for zeros in self._resident
+        ]:
+            raise IncompatiblePeerError(
+                f"pull target: its leaves' zeros {self._resident} are not those of codec {target.codec!r}: {self._leaves}"
+            )
+        self._parts: int | None = None
+        self._announced: set[tuple[int, int]] = set()
+        self._coming: dict[tuple[int, int], list[jax.Array]] = {}
+
+    @staticmethod
+    def of(target: PullTarget) -> "Assembly":
+        return Assembly(target, _wanted(target.zeros.sharding, target.zeros.shape, target.rank))
+
+    def expect(self, heads: int, pieces: tuple[PostedPiece, ...]) -> list[jax.ShapeDtypeStruct]:
+        """What to pull for these pieces of a block with so many heads, in the sender's order: leaves inside pieces."""
+        parts, rest = divmod(heads, self._target.zeros.shape[HEAD_DIMENSION])
+        if rest or not parts or self._parts not in (None, parts):
+            raise HandoffError(f"a sender announced {heads} kv heads, which do not fit the pull")
+        self._parts = parts
+        avals: list[jax.ShapeDtypeStruct] = []
+        for piece in pieces:
+            key = (piece.part, piece.destination)
+            if piece.destination not in self._own or not 0 <= piece.part < parts or key in self._announced:
+                raise HandoffError(f"a sender announced the piece {piece}, which was not asked for, or comes already")
+            self._announced.add(key)
+            place = jax.sharding.SingleDeviceSharding(self._devices[piece.destination])
+            avals += [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place) for leaf in self._leaves]
+        return avals
+
+    def coming(self, pieces: tuple[PostedPiece, ...], arrays: list[jax.Array]) -> None:
+        """The arrays of `expect`, on their way."""
+        count = len(self._leaves)
+        for index, piece in enumerate(pieces):
+            leaves = arrays[index * count : index * count + count]
+            self._coming[piece.part, piece.destination] = leaves
+            pair = (piece.source, piece.destination)
+            self.bytes_per_pair[pair] = self.bytes_per_pair.get(pair, 0) + sum(leaf.nbytes for leaf in leaves)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all is on its way. (A process without devices in the rank still learns from a sender how many arrays there are.)"""
+        return self._parts is not None and len(self._coming) == self._parts * len(self._own)
+
+    @property
+    def flat(self) -> tuple[jax.Array, ...]:
+        return tuple(leaf for key in sorted(self._coming) for leaf in self._coming[key])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.bytes_per_pair.values())
+
+    def assemble(self, arrived: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """The global arrays, part-major, leaves inside, of `flat`, all of which must be there."""
+        assert self._parts is not None
+        count = len(self._leaves)
+        pieces = {key: arrived[index * count : index * count + count] for index, key in enumerate(sorted(self._coming))}
+        made: list[jax.Array] = []
+        for part in range(self._parts):
+            for leaf, zeros in enumerate(self._resident):
+                shards = [
+                    pieces[part, shard.device.id][leaf] if shard.device.id in self._own else shard.data
+                    for shard in zeros.addressable_shards
+                ]
+                made.append(jax.make_array_from_single_device_arrays(zeros.shape, zeros.sharding, shards))
+        self._coming.clear()
+        self.assembled = True
+        return tuple(made)
+
+
+@functools.lru_cache(maxsize=1024)
+def _wanted(sharding: jax.sharding.Sharding, shape: tuple[int, ...], rank: int) -> tuple[Wanted, ...]:
+    process = {device.id: device.process_index for device in sharding.device_set}
+    granule = sharding.shard_shape(shape)[HEAD_DIMENSION]
+    boxes = rank_placement(sharding, shape, rank)
+    return tuple(Wanted(device, process[device], boxes[device][HEAD_DIMENSION][0] // granule) for device in sorted(boxes))

@@ -1,0 +1,75 @@
+"""The channel between processes: control messages over a `KvLink`, bytes over `jax.experimental.transfer`.
+
+One of these a process. Its sending half (kv_sender.py) holds offers and posts the pieces that are asked for; its receiving half
+(kv_puller.py) asks, pulls and puts together; the engine itself is called in transfer_engine.py alone. Each process of an instance
+moves only the shards that it holds. The owner of the link gives what arrives to `handle`, and closes the channel at the end.
+"""
+
+import jax
+
+from jdisagg.clock import Clock
+from jdisagg.layout.mesh_card import KvEnd, MeshCard
+from jdisagg.transfer.channel import BlockStamp, Offered, PullTarget
+from jdisagg.transfer.kv_link import KvLink
+from jdisagg.transfer.kv_messages import KvMessage, Posted, Refused
+from jdisagg.transfer.kv_puller import KvPuller
+from jdisagg.transfer.kv_sender import KvSender
+from jdisagg.transfer.polled_pull import PolledPull
+from jdisagg.transfer.transfer_engine import EngineOptions
+
+_NO_STAMP = BlockStamp()
+
+
+class JaxTransferChannel:
+    """`Channel`, and the `KvReceiver` of its link.
+
+    end: this process's own, as its card shows it. host: the one interface on which the engine listens; never all, for it has no
+    authentication. transports: as in the card; the same on all workers.
+    """
+
+    def __init__(
+        self, clock: Clock, end: KvEnd, link: KvLink, *, host: str = "127.0.0.1", transports: int = 4, transfer_size: int = 1 << 20
+    ) -> None:
+        options = EngineOptions(host, transports, transfer_size)
+        self._sender = KvSender(clock, end, link, options)
+        self._puller = KvPuller(clock, link, options)
+
+    def handle(self, sender: KvEnd, message: KvMessage) -> None:
+        """What came over the link from `sender`. From any thread; never blocks."""
+        if isinstance(message, Posted | Refused):
+            self._puller.handle(sender, message)
+        else:
+            self._sender.handle(sender, message)
+
+    def connect(self, peer: str, card: MeshCard) -> None:
+        self._puller.connect(peer, card)
+
+    def disconnect(self, peer: str) -> None:
+        self._puller.disconnect(peer)
+
+    def offer(self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = _NO_STAMP) -> None:
+        self._sender.offer(offer_id, block, rank, stamp)
+
+    def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> PolledPull:
+        return self._puller.pull(offer_id, target, deadline_seconds)
+
+    def release(self, offer_id: int) -> None:
+        self._sender.release(offer_id)
+
+    def revoke(self, offer_id: int, reason: str) -> None:
+        self._sender.revoke(offer_id, reason)
+
+    def offered(self) -> Offered:
+        return self._sender.offered()
+
+    def postings(self) -> int:
+        """Requests whose pieces wait in the engine to be pulled; 0 once all is quiet."""
+        return self._sender.postings()
+
+    def bytes_per_pair(self) -> dict[tuple[int, int], int]:
+        return self._puller.bytes_per_pair()
+
+    def close(self) -> None:
+        """Ends threads, connections and servers; pulls under way fail. Idempotent."""
+        self._puller.close()
+        self._sender.close()

@@ -1,0 +1,252 @@
+"""The sending half of `JaxTransferChannel`: offers, and the pieces that receivers ask for.
+
+All engine work (cut, encode, post) is done on this half's own thread, by order of arrival, without waiting for anything. Invariants:
+- each receiver process has an `Outlet` of its own, so that a stalled one harms itself alone; a receiver that connects anew (a higher
+  link number) or restarts (another boot id at its address) gets a new one;
+- every process of the sender makes the same plan from the request alone (own mesh, `wanted`, `turn`), and posts the pieces it holds;
+- a posting ends: pulled, withdrawn, revoked, or its deadline passed. Then nothing of it is held here or in the engine;
+- a request for an offer that is not made yet waits, within its deadline.
+"""
+
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import jax
+
+from jdisagg.clock import Clock
+from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError
+from jdisagg.layout.mesh_card import KvEnd
+from jdisagg.transfer.channel import BlockStamp, Offered
+from jdisagg.transfer.channel_thread import ChannelThread
+from jdisagg.transfer.kv_link import KvLink
+from jdisagg.transfer.kv_messages import Leave, Posted, PostedPiece, Pulled, PullRequest, Refused, Withdraw
+from jdisagg.transfer.pieces import OfferedBlock, check_geometry, encoded_pieces, plan_of_request
+from jdisagg.transfer.transfer_engine import EngineOptions, Outlet
+
+REMEMBERED_IDS = 65536
+TICK_SECONDS = 0.25
+SLACK_SECONDS = 1.0  # between a pull's deadline, which the receiver keeps, and the end of its posting
+IDLE_OUTLET_SECONDS = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    receiver: KvEnd
+    request: PullRequest
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Posting:
+    receiver: KvEnd
+    offer_id: int
+    avals: tuple[jax.ShapeDtypeStruct, ...]
+    until: float
+
+
+@dataclass(slots=True)
+class _Door:
+    """What is kept for one receiver process."""
+
+    link: int
+    outlet: Outlet
+    used: float
+    postings: dict[int, _Posting] = field(default_factory=dict)
+
+
+class KvSender:
+    """See the module's docstring. `_offers`, `_waiting`, `_ended` are under the lock; `_doors` and `_seen` belong to the thread."""
+
+    def __init__(self, clock: Clock, end: KvEnd, link: KvLink, options: EngineOptions) -> None:
+        self._clock, self._end, self._link, self._options = clock, end, link, options
+        self._lock = threading.Lock()
+        self._offers: dict[int, OfferedBlock] = {}
+        self._waiting: dict[int, list[_Waiting]] = {}
+        self._ended: OrderedDict[int, str] = OrderedDict()
+        self._doors: dict[KvEnd, _Door] = {}
+        self._seen: OrderedDict[int, None] = OrderedDict()
+        self._tick_due = 0.0
+        self._thread = ChannelThread("kv-send", self._regularly)
+
+    def offer(self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp) -> None:
+        offered = OfferedBlock.of(block, rank, stamp)
+        with self._lock:
+            if offer_id in self._offers:
+                raise HandoffError(f"offer {offer_id:#x} is live already; draw a fresh random id for each offer")
+            ended = self._ended.get(offer_id, "")
+            if ended.startswith("revoked"):
+                return
+            if ended:
+                raise HandoffError(f"offer {offer_id:#x} was {ended}; ids are used once: draw a fresh one")
+            self._offers[offer_id] = offered
+            waiting = self._waiting.pop(offer_id, [])
+        for wait in waiting:
+            self._thread.submit(lambda wait=wait: self._serve(wait))
+
+    def release(self, offer_id: int) -> None:
+        with self._lock:
+            if self._offers.pop(offer_id, None) is not None:
+                self._remember(offer_id, "released")
+
+    def revoke(self, offer_id: int, reason: str) -> None:
+        with self._lock:
+            self._offers.pop(offer_id, None)
+            waiting = self._waiting.pop(offer_id, [])
+            if offer_id not in self._ended:
+                self._remember(offer_id, f"revoked: {reason}")
+        self._thread.submit(lambda: self._withdraw_offer(offer_id, f"offer {offer_id:#x} was revoked: {reason}", waiting))
+
+    def offered(self) -> Offered:
+        with self._lock:
+            return Offered(len(self._offers), sum(offer.nbytes for offer in self._offers.values()))
+
+    def handle(self, receiver: KvEnd, message: PullRequest | Withdraw | Pulled | Leave) -> None:
+        self._thread.submit(lambda: self._take(receiver, message))
+
+    def postings(self) -> int:
+        """Pieces' postings that wait to be pulled, in all."""
+        return sum(len(door.postings) for door in list(self._doors.values()))
+
+    def close(self) -> None:
+        self._thread.close(self._close_all)
+
+    # From here on: on the thread.
+
+    def _take(self, receiver: KvEnd, message: PullRequest | Withdraw | Pulled | Leave) -> None:
+        door = self._doors.get(receiver)
+        match message:
+            case PullRequest():
+                self._ask(receiver, message)
+            case Pulled():
+                if door is not None:
+                    door.postings.pop(message.pull_id, None)
+            case Withdraw():
+                self._stop_waiting(receiver, message.pull_id)
+                if door is not None:
+                    _withdraw(door, message.pull_id, "the receiver gave the pull up")
+            case Leave():
+                if door is not None and door.link <= message.link:
+                    self._close_door(receiver)
+
+    def _ask(self, receiver: KvEnd, request: PullRequest) -> None:
+        if request.pull_id in self._seen:
+            return  # a double
+        self._seen[request.pull_id] = None
+        while len(self._seen) > REMEMBERED_IDS:
+            self._seen.popitem(last=False)
+        if request.sender_boot_id != self._end.boot_id:
+            return self._refuse(receiver, request, HandoffError(f"the sender at {self._end.control} has restarted; greet it again"))
+        if request.transports != self._options.transports:
+            ours = self._options.transports
+            error = f"transports is {ours} at the sender and {request.transports} at the receiver; set the same on both"
+            return self._refuse(receiver, request, IncompatiblePeerError(error))
+        wait = _Waiting(receiver, request, self._clock.now() + request.deadline_seconds)
+        with self._lock:
+            known = request.offer_id in self._offers or request.offer_id in self._ended
+            if not known:
+                self._waiting.setdefault(request.offer_id, []).append(wait)
+        if known:
+            self._serve(wait)
+
+    def _serve(self, wait: _Waiting) -> None:
+        receiver, request = wait.receiver, wait.request
+        try:
+            remaining = wait.until - self._clock.now()
+            if remaining > 0:  # else the receiver has given it up
+                self._post(receiver, request, remaining)
+        except JdisaggError as error:
+            self._refuse(receiver, request, error)
+        except Exception as error:
+            self._refuse(receiver, request, HandoffError(f"the pieces of offer {request.offer_id:#x} could not be posted: {error}"))
+
+    def _post(self, receiver: KvEnd, request: PullRequest, seconds: float) -> None:
+        with self._lock:
+            offer = self._offers.get(request.offer_id)
+            ended = self._ended.get(request.offer_id)
+        if offer is None:
+            raise HandoffError(f"offer {request.offer_id:#x} was {ended}")
+        heads = request.granule * request.head_shards
+        shape = (1, request.components, heads, request.tokens, request.head_size)
+        check_geometry(offer, request.dtype, shape, request.granule)
+        pieces = plan_of_request(offer, request)
+        address = ""
+        if pieces:
+            door = self._door(receiver, request.link)
+            arrays = encoded_pieces(offer, pieces, request.granule, request.codec)
+            door.outlet.post(request.pull_id, arrays, seconds + SLACK_SECONDS)
+            avals = tuple(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding) for array in arrays)
+            door.postings[request.pull_id] = _Posting(receiver, request.offer_id, avals, self._clock.now() + seconds + SLACK_SECONDS)
+            address = door.outlet.address
+        posted = tuple(PostedPiece(piece.source, request.wanted[piece.place].device, piece.part) for piece in pieces)
+        self._link.send(receiver, Posted(request.pull_id, request.link, address, offer.shape[2], posted))
+
+    def _door(self, receiver: KvEnd, link: int) -> _Door:
+        door = self._doors.get(receiver)
+        if door is not None and link < door.link:
+            raise HandoffError(f"connection {link} was replaced by {door.link}; pull again")
+        if door is None or link > door.link:
+            for other in [end for end in self._doors if end.control == receiver.control]:
+                self._close_door(other)  # an older connection, or an older life, of the same receiver
+            door = self._doors[receiver] = _Door(link, Outlet(self._options), 0.0)
+        door.used = time.monotonic()
+        return door
+
+    def _refuse(self, receiver: KvEnd, request: PullRequest, error: JdisaggError) -> None:
+        self._link.send(receiver, Refused(request.pull_id, type(error).__name__, error.message))
+
+    def _stop_waiting(self, receiver: KvEnd, pull_id: int) -> None:
+        with self._lock:
+            for offer_id, waits in list(self._waiting.items()):
+                kept = [wait for wait in waits if (wait.receiver, wait.request.pull_id) != (receiver, pull_id)]
+                if kept:
+                    self._waiting[offer_id] = kept
+                else:
+                    del self._waiting[offer_id]
+
+    def _withdraw_offer(self, offer_id: int, reason: str, waiting: list[_Waiting]) -> None:
+        for wait in waiting:
+            self._refuse(wait.receiver, wait.request, HandoffError(reason))
+        for receiver, door in self._doors.items():
+            for pull_id in [pull_id for pull_id, posting in door.postings.items() if posting.offer_id == offer_id]:
+                _withdraw(door, pull_id, reason)
+                self._link.send(receiver, Refused(pull_id, HandoffError.__name__, reason))
+
+    def _regularly(self) -> float:
+        if time.monotonic() >= self._tick_due:
+            self._tick_due = time.monotonic() + TICK_SECONDS
+            now = self._clock.now()
+            for receiver, door in list(self._doors.items()):
+                for pull_id in [pull_id for pull_id, posting in door.postings.items() if now >= posting.until]:
+                    _withdraw(door, pull_id, "the pull's deadline has passed")
+                if not door.postings and time.monotonic() - door.used > IDLE_OUTLET_SECONDS:
+                    self._close_door(receiver)
+                else:
+                    door.outlet.tick()
+            with self._lock:
+                for offer_id, waits in list(self._waiting.items()):
+                    if all(now >= wait.until for wait in waits):
+                        del self._waiting[offer_id]
+        return TICK_SECONDS
+
+    def _close_door(self, receiver: KvEnd) -> None:
+        self._doors.pop(receiver).outlet.close()
+
+    def _close_all(self) -> None:
+        for receiver in list(self._doors):
+            self._close_door(receiver)
+        with self._lock:
+            self._offers.clear()
+            self._waiting.clear()
+
+    def _remember(self, offer_id: int, how: str) -> None:
+        self._ended[offer_id] = how
+        while len(self._ended) > REMEMBERED_IDS:
+            self._ended.popitem(last=False)
+
+
+def _withdraw(door: _Door, pull_id: int, reason: str) -> None:
+    posting = door.postings.pop(pull_id, None)
+    if posting is not None:
+        door.outlet.withdraw(pull_id, posting.avals, reason)
