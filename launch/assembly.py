@@ -17,10 +17,9 @@ from jdisagg.engine.host_memory import keep_freed_memory
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Device
+from launch.shipped import SHIPPED_MODEL
 from models.checkpoint import LoadedModel, load_config, load_model
 from models.tokenizer import Tokenizer
-
-SHIPPED_MODEL = str(Path(__file__).resolve().parent.parent / "models" / "tiny" / "llama")
 
 
 def prepare_runtime(cpu_devices: int, compilation_cache: str) -> None:

@@ -138,6 +138,11 @@ class Roster:
     def cards(self) -> tuple[WorkerCard, ...]:
         return tuple(entry.card for entry in self._entries.values())
 
+    def address(self, name: str) -> str:
+        """Where a worker's services listen; empty when it is not known (any more)."""
+        entry = self._entries.get(name)
+        return entry.card.address if entry else ""
+
     def liveness(self, name: str) -> Liveness | None:
         """None: not known, or gone."""
         entry = self._entries.get(name)
