@@ -23,6 +23,7 @@ PURE = (
     "dispatch",
     "worker",
     "supervisor",
+    "observe",
     "simulator",
 )
 WITHOUT_JAX = ("service", "client")

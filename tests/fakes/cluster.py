@@ -12,7 +12,7 @@ from jdisagg.config import InstanceConfig, LimitsConfig, Mode
 from jdisagg.dispatch.ports import DecodePort, PeerPort, PrefillPort
 from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.request import FinishReason, Request, SamplingParams, StreamEvent, Timings, TokenLogprobs, Usage
-from jdisagg.scheduler.commands import MeshLimits
+from jdisagg.scheduler.commands import Executor, MeshLimits
 from jdisagg.service.wire_ports import WireDecodeLoopback, WirePeerLoopback, WirePrefillLoopback
 from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.prefill_worker import PrefillWorker
@@ -92,8 +92,11 @@ class Cluster:
         wire: bool = False,
         wrap_prefill: Callable[[PrefillPort], PrefillPort] = lambda port: port,
         wrap_decode: Callable[[DecodePort], DecodePort] = lambda port: port,
+        wrap_peer: Callable[[PeerPort], PeerPort] = lambda port: port,
+        wrap_mesh: Callable[[str, Executor], Executor] = lambda name, mesh: mesh,
     ) -> None:
-        """`wire`: every port call goes through the wire format and back. The wraps stand between path and workers."""
+        """`wire`: every port call goes through the wire format and back. The wraps stand between path and workers, between workers,
+        and between a worker and its mesh."""
         config = InstanceConfig(growth_tokens=growth_tokens, steps_per_dispatch=steps_per_dispatch, queue_limit=queue_limit)
         self.mode = mode
         self.limits = limits or LimitsConfig()
@@ -102,10 +105,12 @@ class Cluster:
         self._random = random.Random(seed)
         self.decode_mesh = FakeExecutor(decode or toy_limits(), self.channel, decode_faults, costs)
         self.prefill_mesh = FakeExecutor(prefill or toy_limits(), self.channel, prefill_faults, costs)
-        self.prefill = PrefillWorker("prefill0", self.prefill_mesh, config, self.limits, self.clock, self.new_id)
-        peer = WirePeerLoopback(self.prefill) if wire else self.prefill
+        self.prefill = PrefillWorker("prefill0", wrap_mesh("prefill0", self.prefill_mesh), config, self.limits, self.clock, self.new_id)
+        peer = wrap_peer(WirePeerLoopback(self.prefill) if wire else self.prefill)
         peers: dict[str, PeerPort] = {"prefill0": peer} if mode is Mode.DISAGGREGATED else {}
-        self.decode = DecodeWorker("decode0", self.decode_mesh, config, mode, self.limits, peers, self.clock, self.new_id)
+        self.decode = DecodeWorker(
+            "decode0", wrap_mesh("decode0", self.decode_mesh), config, mode, self.limits, peers, self.clock, self.new_id
+        )
         prefill_port: PrefillPort = WirePrefillLoopback(self.prefill) if wire else self.prefill
         decode_port: DecodePort = WireDecodeLoopback(self.decode) if wire else self.decode
         prefills = {"prefill0": wrap_prefill(prefill_port)} if mode is Mode.DISAGGREGATED else {}

@@ -1,0 +1,115 @@
+"""A canary on the real path: a tiny request of a reserved tenant, reserved, prefilled, handed off and decoded like any other.
+
+It drives the ports of one pair itself, because the path would choose a pair of its own. All it holds is freed whatever happens.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from jdisagg.dispatch.ports import (
+    Child,
+    DecodePort,
+    GenerateCall,
+    HandoffSource,
+    PrefillCall,
+    PrefillPort,
+    ReserveCall,
+    SpanEnd,
+    WorkerRole,
+    WorkerStatus,
+)
+from jdisagg.errors import HandoffError, JdisaggError, UnavailableError
+from jdisagg.observe.canary import Pair
+from jdisagg.request import Request, SamplingParams
+
+CANARY_TENANT = "jdisagg-canary"
+PROMPT_TOKENS = 16
+NEW_TOKENS = 2  # the second one is decoded from KV that was handed over
+CLOSE_SECONDS = 5.0
+
+
+def pairs_of(statuses: Sequence[WorkerStatus]) -> tuple[Pair, ...]:
+    """All pairs of workers that take requests; a mixed worker is its own."""
+    serving = [status for status in statuses if not status.draining]
+    prefills = [status.name for status in serving if status.role is WorkerRole.PREFILL]
+    pairs = [Pair(prefill, status.name) for status in serving if status.role is WorkerRole.DECODE for prefill in prefills]
+    return tuple(pairs + [Pair("", status.name) for status in serving if status.role is WorkerRole.MIXED])
+
+
+class PortProbe:
+    """Sends canaries through ports. `address` says where a prefill worker's `PeerPort` listens, as in `HandoffSource`."""
+
+    def __init__(
+        self,
+        prefill: Mapping[str, PrefillPort],
+        decode: Mapping[str, DecodePort],
+        new_id: Callable[[], int],
+        deadline_seconds: float = 5.0,
+        address: Callable[[str], str] = lambda _: "",
+    ) -> None:
+        self._prefill = prefill
+        self._decode = decode
+        self._new_id = new_id
+        self._deadline_seconds = deadline_seconds
+        self._address = address
+
+    async def __call__(self, pair: Pair) -> None:
+        """Returns when NEW_TOKENS tokens came. Raises what the workers raise, and UnavailableError for a worker that is not there."""
+        decode = self._decode.get(pair.decode)
+        prefill = self._prefill.get(pair.prefill) if pair.prefill else None
+        if decode is None or (pair.prefill and prefill is None):
+            raise UnavailableError(f"pair {pair} is no longer there")
+        request = _request(f"canary-{self._new_id():x}")
+        reservation = await decode.reserve(ReserveCall(request, 1, (Child(0),), self._deadline_seconds))
+        source = HandoffSource(pair.prefill, self._new_id(), self._address(pair.prefill)) if pair.prefill else None
+        generate = self._generate(decode, GenerateCall(reservation.reservation_id, 1, self._deadline_seconds, source))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(generate)
+                if prefill is not None and source is not None:
+                    call = PrefillCall(request, 1, (Child(0),), source.handoff_id, pair.decode, 0, self._deadline_seconds)
+                    tasks.create_task(_compute(prefill, call))
+        except BaseExceptionGroup as group:
+            if prefill is not None and source is not None:
+                await _quietly(prefill.cancel_prefill(source.handoff_id))
+            raise _first(group) from group
+        finally:
+            await _quietly(decode.cancel(reservation.reservation_id))
+
+    async def _generate(self, decode: DecodePort, call: GenerateCall) -> None:
+        spans = decode.generate(call)
+        ended = False
+        try:
+            async for span in spans:
+                ended = ended or span.end in (SpanEnd.LENGTH, SpanEnd.STOP)
+        finally:
+            close = getattr(spans, "aclose", None)
+            if close is not None:
+                await close()
+        if not ended:
+            raise HandoffError("the canary's stream stopped before its last token")
+
+
+def _request(request_id: str) -> Request:
+    """The same small ids that every vocabulary has."""
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+    return Request(request_id, tuple(range(1, PROMPT_TOKENS + 1)), sampling, tenant=CANARY_TENANT, priority=0)
+
+
+async def _compute(prefill: PrefillPort, call: PrefillCall) -> None:
+    await prefill.prefill(call)
+
+
+async def _quietly(call: Awaitable[None]) -> None:
+    """What it misses, the workers' leases free."""
+    with contextlib.suppress(JdisaggError, TimeoutError):
+        async with asyncio.timeout(CLOSE_SECONDS):
+            await call
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,106 @@
+"""An executor as seen by an observer: how long each command took, what it moved, whose it was.
+
+Commands run in order, so a command's time begins where the one before ended, not where it was enqueued; pulls run beside them
+and count from their posting. Works on the commands alone: a row's request is found by what it offers, a pull's by its offer.
+"""
+
+import asyncio
+from collections.abc import Awaitable
+from functools import partial
+
+from jdisagg.layout.mesh_card import MeshCard
+from jdisagg.observe.observer import Observer
+from jdisagg.observe.timeline import Ref, Value, offer_ref, reservation_ref
+from jdisagg.scheduler.commands import (
+    DecodeSteps,
+    Executor,
+    ExtractBlock,
+    InsertBlock,
+    MeshLimits,
+    PrefillChunk,
+    PrefillRow,
+    PullBlock,
+    PullResult,
+    StepCommand,
+    StepResult,
+)
+
+IN_PROCESS = "local"
+_NAMES = {PrefillChunk: "prefill chunk", DecodeSteps: "decode steps", InsertBlock: "insert", ExtractBlock: "extract", PullBlock: "pull"}
+
+
+class ObservedExecutor:
+    """Implements `Executor`. `worker` is the name under which its numbers are kept."""
+
+    def __init__(self, worker: str, executor: Executor, observer: Observer) -> None:
+        self._worker = worker
+        self._executor = executor
+        self._observer = observer
+        self._free_at = 0.0
+
+    @property
+    def limits(self) -> MeshLimits:
+        return self._executor.limits
+
+    @property
+    def card(self) -> MeshCard:
+        return self._executor.card
+
+    def run(self, command: StepCommand) -> "asyncio.Future[StepResult]":
+        issued_at = self._observer.now()
+        running: Awaitable[StepResult] = self._executor.run(command)
+        future = asyncio.ensure_future(running)
+        if type(command) in _NAMES:
+            future.add_done_callback(partial(self._done, command, issued_at))
+        return future
+
+    def close(self) -> None:
+        self._executor.close()
+
+    def _done(self, command: StepCommand, issued_at: float, future: "asyncio.Future[StepResult]") -> None:
+        if future.cancelled() or future.exception() is not None:
+            return
+        now = self._observer.now()
+        if isinstance(command, PullBlock):
+            result = future.result()
+            assert isinstance(result, PullResult)
+            self._pulled(command, result, issued_at, now)
+            return
+        started, self._free_at = max(issued_at, self._free_at), now
+        self._observer.metrics.step_seconds.labels(self._worker, _NAMES[type(command)].replace(" ", "_")).observe(now - started)
+        if self._observer.timeline.on:
+            self._record(command, started, now)
+
+    def _pulled(self, command: PullBlock, result: PullResult, issued_at: float, now: float) -> None:
+        metrics, source = self._observer.metrics, command.peer.partition("#")[0] or IN_PROCESS
+        metrics.pulls.labels(source, self._worker, "failed" if result.error else "arrived").inc()
+        metrics.kv_bytes.labels(source, self._worker, command.codec).inc(result.bytes_moved)
+        metrics.pull_seconds.labels(source, self._worker).observe(now - issued_at)
+        args: dict[str, Value] = {"source": source, "codec": command.codec, "group": command.group, "bytes": result.bytes_moved}
+        if result.error:
+            args["error"] = result.error
+        self._observer.timeline.span("pull", issued_at, now, offer_ref(command.offer_id), "", worker=self._worker, **args)
+
+    def _record(self, command: StepCommand, started: float, now: float) -> None:
+        timeline, worker, track = self._observer.timeline, self._worker, f"mesh of {self._worker}"
+        match command:
+            case PrefillChunk():
+                tokens = sum(len(row.tokens) for row in command.rows)
+                timeline.span("prefill chunk", started, now, None, track, step=command.step, rows=len(command.rows), tokens=tokens)
+                for row in command.rows:
+                    args: dict[str, Value] = {"start": row.start, "tokens": len(row.tokens), "step": command.step}
+                    timeline.span("prefill chunk", started, now, _owner(worker, row), "", worker=worker, **args)
+            case DecodeSteps():
+                running = sum(len(slots) for slots in command.slots)
+                sizes: dict[str, Value] = {"steps": command.steps, "running": running, "admits": len(command.admits), "step": command.step}
+                timeline.span("decode steps", started, now, None, track, **sizes)
+            case InsertBlock() | ExtractBlock():
+                name = _NAMES[type(command)]
+                timeline.span(name, started, now, None, track, step=command.step)
+                ref = offer_ref(command.offer_id)
+                timeline.span(name, started, now, ref, worker=worker, start=command.start, tokens=command.valid_tokens, group=command.group)
+
+
+def _owner(worker: str, row: PrefillRow) -> Ref:
+    """A row that offers belongs to its hand-off; one that does not is a reservation's own prefill."""
+    return offer_ref(row.offers[0].offer_id) if row.offers else reservation_ref(worker, row.sequence)

@@ -1,0 +1,76 @@
+"""Logs: one line of JSON a record, whatever is in it."""
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from jdisagg.errors import ConfigError
+from jdisagg.observe.logs import configure_logging
+
+
+@pytest.fixture
+def root() -> Iterator[logging.Logger]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield root
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+class Unspeakable:
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+
+def logged(log_format: str, *args: object, extra: dict[str, object] | None = None, error: Exception | None = None) -> str:
+    stream = io.StringIO()
+    configure_logging(log_format, "decode-0", "decode", stream=stream)
+    logging.getLogger("jdisagg.test").warning(*args, extra=extra, exc_info=error)  # type: ignore[arg-type]
+    return stream.getvalue()
+
+
+def test_a_json_record_has_its_fields(root: logging.Logger) -> None:
+    line = json.loads(logged("json", "pull %d failed", 3, extra={"request_id": "r1", "offer": 7}))
+    assert line.pop("time").endswith("Z")
+    assert line == {
+        "level": "WARNING",
+        "process": "decode-0",
+        "worker": "decode",
+        "request_id": "r1",
+        "logger": "jdisagg.test",
+        "message": "pull 3 failed",
+        "fields": {"offer": 7},
+    }
+
+
+def test_every_record_is_one_line_of_valid_json(root: logging.Logger) -> None:
+    fields: dict[str, object] = {"a": "x\n\ud800y", "b": float("nan"), "c": Unspeakable(), "d": {1: (2, b"\xff")}}
+    text = logged("json", "two\nlines\x00", extra=fields, error=ValueError("why\nnot"))
+    assert text.count("\n") == 1 and text.endswith("\n") and text.isascii()
+    line = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert line["message"] == "two\nlines\x00"
+    assert line["error"].endswith("ValueError: why\nnot")
+    assert line["fields"]["a"] == "x\n\ud800y" and line["fields"]["b"] == "nan"
+
+
+def test_a_message_whose_arguments_do_not_fit_is_not_lost(root: logging.Logger) -> None:
+    assert "%d apples" in json.loads(logged("json", "%d apples", "three"))["message"]
+
+
+def test_text_names_process_request_and_fields(root: logging.Logger) -> None:
+    text = logged("text", "pull failed", extra={"request_id": "r1", "offer": 7})
+    assert "WARNING decode-0/decode [r1] pull failed  offer=7" in text
+
+
+def test_other_handlers_go(root: logging.Logger) -> None:
+    logging.getLogger().addHandler(logging.NullHandler())
+    handler = configure_logging("json", "p", stream=io.StringIO())
+    assert root.handlers == [handler]
+
+
+def test_an_unknown_format_is_refused() -> None:
+    with pytest.raises(ConfigError, match="xml"):
+        configure_logging("xml", "p")
