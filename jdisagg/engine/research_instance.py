@@ -19,7 +19,7 @@ from jdisagg.engine.kv_cache import KVBlock, KVCache, NextToken
 from jdisagg.errors import HandoffError, OverloadedError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.page_pool import PAGES_SPEC
-from jdisagg.executor.prefill_program import BLOCK_SPEC, RANK
+from jdisagg.executor.programs import BLOCK_SPEC, RANK
 from jdisagg.executor.work_threads import POLL_SECONDS
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import MeshCard

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jdisagg.errors import HandoffError
 from jdisagg.executor.block_programs import BlockPrograms
+from jdisagg.executor.block_sums import ChunkSums, PrefillSums
 from jdisagg.executor.choose import Variant
 from jdisagg.executor.decode_program import DecodePrograms
 from jdisagg.executor.layer_groups import layer_groups
@@ -22,7 +23,7 @@ from jdisagg.executor.page_pool import PagePool
 from jdisagg.executor.prefill_program import ChunkArrays, ChunkForm, PrefillPrograms
 from jdisagg.executor.prefill_sampler import PrefillSampler
 from jdisagg.executor.programs import Programs
-from jdisagg.executor.results import DecodeReading, Finished, PrefillReading, PullReading, start_reading
+from jdisagg.executor.results import BlockReading, DecodeReading, Finished, PrefillReading, PullReading, start_reading
 from jdisagg.executor.slot_state import RowFormat
 from jdisagg.executor.warm_up import block_lengths
 from jdisagg.executor.weights import Weights, mesh_shards, split_model
@@ -47,15 +48,19 @@ from jdisagg.scheduler.commands import (
 )
 from jdisagg.transfer.boxes import head_granule, mesh_card
 from jdisagg.transfer.channel import Channel, Pull, PullTarget, resident_zeros
+from jdisagg.transfer.codec import codec
 
 
 @dataclass(frozen=True)
 class MeshRole:
-    """What an instance does. `emit`: prefilled KV is returned and offered."""
+    """What an instance does. `emit`: prefilled KV is returned and offered. `codec`: how blocks come to it. `extracts`: it may hand
+    running sequences on."""
 
     prefill: bool
     decode: bool
     emit: bool = False
+    codec: str = "none"
+    extracts: bool = False
 
 
 class MeshExecutor:
@@ -76,6 +81,7 @@ class MeshExecutor:
         self.role = role
         self.mesh = mesh
         self.card = mesh_card(mesh)
+        codec(role.codec)  # refuses an unknown one here, not at the first pull
         self.platform = platform
         self.programs = Programs(mesh)
         self._channel = channel
@@ -84,13 +90,15 @@ class MeshExecutor:
         self._rows = RowFormat(-(-limits.context_tokens // limits.page_size), model.vocabulary)
         self._pool = PagePool(mesh, limits.kv_spec, limits.pages_per_rank, limits.page_size, limits.batch_buckets[-1])
         self._groups = layer_groups(len(self._weights.layers), limits.layer_groups)
-        self._prefill = PrefillPrograms(self.programs, self._weights, self._shards, self._pool, self._groups, role.emit)
+        self._sums = PrefillSums(self.programs, self._pool, self._groups, limits.granule_tokens) if role.emit else None
+        self._prefill = PrefillPrograms(self.programs, self._weights, self._shards, self._pool, self._groups, self._sums)
         self._sampler = PrefillSampler(self.programs, self._weights, self._shards, limits, self._rows)
         self._blocks = BlockPrograms(self.programs, self._pool, self._groups)
         self._decode = DecodePrograms(self.programs, self._weights, self._shards, self._pool, limits, self._rows) if role.decode else None
         self._wanted_logprobs: dict[tuple[int, int], int | None] = {}
         self._pulls: dict[int, Pull] = {}
         self._zeros: dict[tuple[int, int, int], jax.Array] = {}
+        self._leaves: dict[tuple[int, int, int, str], tuple[jax.Array, ...]] = {}
         self._granules: dict[str, int] = {}
         self._threads = WorkThreads(name)
 
@@ -134,7 +142,7 @@ class MeshExecutor:
     def warm_prefill(self, width: int, form: ChunkForm) -> None:
         """Runs a chunk of padding, and every cut that its rows may ask for."""
         empty = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits)
-        x, blocks = self._prefill.run(dataclasses.replace(empty, form=form))
+        x, blocks, _ = self._prefill.run(dataclasses.replace(empty, form=form))
         for block in blocks:
             for tokens in block_lengths(self.limits):
                 if tokens < width:
@@ -159,12 +167,17 @@ class MeshExecutor:
         """Inserts blocks of which no token is valid, in pieces as every known peer sends them."""
         local_heads = self.limits.kv_spec.kv_heads // self.mesh.shape["kv"]
         for granule in self.granules():
-            zeros = self._zero_block(group, tokens, granule)
-            self._blocks.insert(group, (zeros,) * (local_heads // granule), 0, 0, 0, (0,))
+            target = self._target(group, tokens, 0, granule, "", self.role.codec)
+            nothing = InsertBlock(-1, 0, 0, group, tokens, 0, 0, (), codec=self.role.codec)
+            self._blocks.insert(nothing, (target.leaves or (target.zeros,)) * (local_heads // granule)).block_until_ready()
 
-    def pull_target(self, group: int, tokens: int, rank: int, peer: str = "") -> PullTarget:
+    def warm_extract(self, group: int, tokens: int) -> None:
+        """Extracts a block of which no token is valid."""
+        self._blocks.extract(ExtractBlock(-1, 0, 0, group, 0, 0, tokens, ()))[1].block_until_ready()
+
+    def pull_target(self, group: int, tokens: int, rank: int, peer: str = "", codec_name: str = "none") -> PullTarget:
         """Where a block of this shape goes on this mesh. On the dispatch thread."""
-        return PullTarget(self._zero_block(group, tokens, self.granule(peer)), rank, peer)
+        return self._target(group, tokens, rank, self.granule(peer), peer, codec_name)
 
     def _issue(self, command: StepCommand) -> Waiting:
         match command:
@@ -175,8 +188,9 @@ class MeshExecutor:
             case PullBlock():
                 return self._run_pull(command)
             case InsertBlock():
-                pull = self._pulls.pop(command.offer_id)
-                self._blocks.insert(command.group, pull.arrays(), command.rank, command.start, command.valid_tokens, command.pages)
+                found = self._blocks.insert(command, self._pulls.pop(command.offer_id).arrays())
+                start_reading((found,))
+                return BlockReading(command.step, command.offer_id, found)
             case DropBlocks():
                 for offer_id in command.offer_ids:
                     if pull := self._pulls.pop(offer_id, None):
@@ -193,19 +207,25 @@ class MeshExecutor:
                 self._granules.pop(command.peer, None)
                 self._channel.disconnect(command.peer)
             case ExtractBlock():
-                raise NotImplementedError
+                block, found, stamp = self._blocks.extract(command)
+                self._channel.offer(command.offer_id, block, command.rank, stamp)
+                start_reading((found,))
+                return BlockReading(command.step, command.offer_id, found, extracted=True)
         return Finished(command.step)
 
     def _run_prefill(self, command: PrefillChunk) -> Waiting:
-        x, blocks = self._prefill.run(ChunkArrays.build(command, self.limits))
+        x, blocks, sums = self._prefill.run(ChunkArrays.build(command, self.limits))
         for row in command.rows:
             for offer in row.offers:
+                assert self._sums is not None, "this instance hands nothing off"
                 block = self._blocks.cut(blocks[offer.group], row.rank, offer.offset, offer.block_tokens)
-                self._channel.offer(offer.offer_id, block, row.rank)
+                at = offer.offset - row.offset
+                valid = min(offer.block_tokens, len(row.tokens) - at)
+                stamp = self._sums.stamp(offer.group, command.checksum_key, row.start + at, valid)
+                self._channel.offer(offer.offer_id, block, row.rank, stamp)
         chosen = self._sampler.run(command, x)
-        if chosen is not None:
-            start_reading(chosen)
-        return PrefillReading(command, x, chosen)
+        start_reading((*(chosen or ()), *sums))
+        return PrefillReading(command, x, chosen, ChunkSums(command, self.limits.granule_tokens, sums))
 
     def _run_decode(self, command: DecodeSteps) -> Waiting:
         assert self._decode is not None, "this instance has no decode programs"
@@ -223,7 +243,7 @@ class MeshExecutor:
         return DecodeReading(command, chosen, wanted)
 
     def _run_pull(self, command: PullBlock) -> Waiting:
-        target = self.pull_target(command.group, command.block_tokens, command.rank, command.peer)
+        target = self.pull_target(command.group, command.block_tokens, command.rank, command.peer, command.codec)
         pull = self._channel.pull(command.offer_id, target, command.deadline_seconds)
         self._pulls[command.offer_id] = pull
         return PullReading(command.step, command.offer_id, pull)
@@ -231,12 +251,20 @@ class MeshExecutor:
     def _granule_of(self, card: MeshCard) -> int:
         return head_granule(self.limits.kv_spec.kv_heads, card.head_shards, self.mesh.shape["kv"])
 
-    def _zero_block(self, group: int, tokens: int, granule: int) -> jax.Array:
-        """What stands in for ranks that receive nothing, one for each shape."""
+    def _target(self, group: int, tokens: int, rank: int, granule: int, peer: str, codec_name: str) -> PullTarget:
+        """With what stands in for ranks that receive nothing: made once for each shape."""
         layers = [self.limits.kv_spec.layers[index] for index in self._groups[group]]
-        components = sum(len(layer.components) for layer in layers)
+        components, width = sum(len(layer.components) for layer in layers), layers[0].components[0].width
         key = (components, tokens, granule)
         if key not in self._zeros:
-            dtype = jnp.dtype(self.limits.kv_spec.dtype)
-            self._zeros[key] = resident_zeros(self.mesh, components, granule, tokens, layers[0].components[0].width, dtype)
-        return self._zeros[key]
+            self._zeros[key] = resident_zeros(self.mesh, components, granule, tokens, width, jnp.dtype(self.limits.kv_spec.dtype))
+        zeros, how = self._zeros[key], codec(codec_name)
+        if not how.lossy:
+            return PullTarget(zeros, rank, peer)
+        if (*key, codec_name) not in self._leaves:
+            piece = jax.ShapeDtypeStruct((1, components, granule, tokens, width), zeros.dtype)
+            self._leaves[*key, codec_name] = tuple(
+                resident_zeros(self.mesh, leaf.shape[1], leaf.shape[2], leaf.shape[3], leaf.shape[4], leaf.dtype)
+                for leaf in how.leaves(piece)
+            )
+        return PullTarget(zeros, rank, peer, codec_name, self._leaves[*key, codec_name])

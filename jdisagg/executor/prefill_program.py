@@ -3,7 +3,8 @@
 embed -> group 0 -> group 1 -> ... -> pick rows -> head and sampling. Each group writes its keys and values into this
 mesh's pages (donated; for the later chunks of the same sequences) and, where the instance hands off, RETURNS them as one
 block [ranks, C, K, T, H] (C: the components of the group's layers, one after the other), so that the block is ready, and
-can leave, while the next group computes. Page arrays themselves are never offered. Logits are computed for the sampled rows alone.
+can leave, while the next group computes; a small program sums each block for its checksum. Page arrays themselves are never
+offered. Logits are computed for the sampled rows alone.
 
 Groups of equal structure share one executable; there is one per chunk bucket. Inside `shard_map` each dp rank sees its own
 chunk and its own pages; tensor parallelism is in the model's collectives.
@@ -17,18 +18,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
+from jdisagg.executor.block_sums import PrefillSums
 from jdisagg.executor.page_pool import PAGES_SPEC, LayerPages, PagePool
-from jdisagg.executor.programs import RANK, Programs
+from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
 from jdisagg.executor.weights import Weights
 from jdisagg.model_api import Attend, Shards
 from jdisagg.ops.kv_pages import token_coordinates, write_tokens
 from jdisagg.ops.prefill_attention import PastPages, prefill_attention
 from jdisagg.ops.quarantine import seal
 from jdisagg.scheduler.commands import MeshLimits, PrefillChunk
-
-BLOCK_SPEC = P("dp", None, "kv")  # as `transfer.channel.block_sharding`
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +52,7 @@ class ChunkArrays:
     table: np.ndarray  # int32 [ranks, R, N]
     past: np.ndarray  # int32 [ranks, R]: tokens already in pages
     continuing: np.ndarray  # int32 [ranks]: rows that have a past
+    checksum_key: int = 0
     form: "ChunkForm" = dataclasses.field(default_factory=lambda: ChunkForm())
 
     @classmethod
@@ -67,6 +67,7 @@ class ChunkArrays:
             table=np.zeros((ranks, rows, columns), np.int32),
             past=np.zeros((ranks, rows), np.int32),
             continuing=np.zeros((ranks,), np.int32),
+            checksum_key=command.checksum_key,
         )
         used = [0] * ranks
         for row in command.rows:
@@ -95,23 +96,28 @@ class PrefillPrograms:
         shards: Shards,
         pool: PagePool,
         groups: tuple[range, ...],
-        emit: bool,
+        sums: PrefillSums | None,
     ) -> None:
+        """`sums` where chunks are handed off: their blocks are returned and summed."""
         self._programs, self._weights, self._shards, self._pool = programs, weights, shards, pool
-        self._groups, self._emit = groups, emit
+        self._groups, self._sums, self._emit = groups, sums, sums is not None
 
-    def run(self, chunk: ChunkArrays) -> tuple[jax.Array, list[jax.Array]]:
-        """Issues the chain. Returns the last activations [ranks, T, D] and, where emitting, one KV block per group."""
+    def run(self, chunk: ChunkArrays) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
+        """Issues the chain. Returns the last activations [ranks, T, D] and, where emitting, one KV block per group and its sums."""
         tokens, *meta = self._programs.put((chunk.tokens, chunk.positions, chunk.segment, chunk.table, chunk.past, chunk.continuing))
         x = self._embed(chunk.tokens.shape[1])(self._weights.stem.leaves, tokens)
         blocks: list[jax.Array] = []
-        for group in self._groups:
+        sums: list[jax.Array] = []
+        key = self._programs.put(self._sums.key(chunk.checksum_key)) if self._sums else None
+        for index, group in enumerate(self._groups):
             layers = [self._weights.layers[index].leaves for index in group]
             pages = self._pool.layers[group.start : group.stop]
             x, new_pages, block = self._group(group, chunk)(layers, pages, x, *meta)
             self._pool.put(group.start, new_pages)
+            if self._sums and key is not None:
+                sums.append(self._sums.run(index, block[0], meta[0], meta[1], key))
             blocks.extend(block)
-        return x, blocks
+        return x, blocks, sums
 
     def _embed(self, width: int) -> Any:
         stem, shards = self._weights.stem, self._shards

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 RANK = PartitionSpec("dp")
+BLOCK_SPEC = PartitionSpec("dp", None, "kv")  # as `transfer.channel.block_sharding`
 
 
 class Programs:

@@ -1,19 +1,34 @@
 """What the completion thread waits for: device arrays on their way to plain results. Reading blocks; issuing does not."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 
+from jdisagg.executor.block_sums import ChunkSums
 from jdisagg.executor.choose import Chosen
+from jdisagg.ops.checksum import fold
 from jdisagg.request import TokenLogprobs
-from jdisagg.scheduler.commands import DecodeResult, DecodeSteps, Done, PrefillChunk, PrefillResult, PullResult, SampledToken
+from jdisagg.scheduler.commands import (
+    BlockChecksum,
+    DecodeResult,
+    DecodeSteps,
+    Done,
+    ExtractResult,
+    InsertResult,
+    PrefillChunk,
+    PrefillResult,
+    PullResult,
+    SampledToken,
+)
 from jdisagg.transfer.channel import Pull
 
 
-def start_reading(chosen: Chosen) -> None:
+def start_reading(arrays: Iterable[jax.Array | None]) -> None:
     """Asks for the copies to the host, so that they are under way before anyone waits."""
     with jax.transfer_guard_device_to_host("allow"):  # the one place that reads back: a guard may forbid all others
-        for array in chosen:
+        for array in arrays:
             if array is not None:
                 array.copy_to_host_async()
 
@@ -39,20 +54,22 @@ class Finished:
 
 @dataclass
 class PrefillReading:
-    """The tokens sampled at the end of a chunk. A chunk that samples nothing is over when its last activations are there."""
+    """The tokens sampled at the end of a chunk, and the checksums of what it offers. A chunk that samples nothing is over when its last
+    activations are there."""
 
     command: PrefillChunk
     last: jax.Array
     chosen: Chosen | None
+    sums: ChunkSums
     in_order: bool = True
 
     def is_ready(self) -> bool:
-        return is_ready(self.last if self.chosen is None else self.chosen.token)
+        return all(map(is_ready, (self.last if self.chosen is None else self.chosen.token, *self.sums.groups)))
 
     def result(self) -> PrefillResult:
         if self.chosen is None:
             self.last.block_until_ready()
-            return PrefillResult(self.command.step, ())
+            return PrefillResult(self.command.step, (), self.sums.read())
         host = _Host(self.chosen)
         samples: list[SampledToken] = []
         used: dict[int, int] = {}
@@ -62,7 +79,28 @@ class PrefillReading:
                 used[row.rank] = column + 1
                 token = host.token(row.rank, column)
                 samples.append(SampledToken(row.sequence, spec.child, token, host.logprobs(row.rank, column, spec.sampling.logprobs)))
-        return PrefillResult(self.command.step, tuple(samples))
+        return PrefillResult(self.command.step, tuple(samples), self.sums.read())
+
+
+@dataclass
+class BlockReading:
+    """The sum of a block that was inserted or extracted, and how many devices found it broken: uint32 [3]."""
+
+    step: int
+    offer_id: int
+    found: jax.Array
+    extracted: bool = False
+    in_order: bool = True
+
+    def is_ready(self) -> bool:
+        return is_ready(self.found)
+
+    def result(self) -> InsertResult | ExtractResult:
+        *sums, broken = jax.device_get(self.found).tolist()
+        checksum = fold(np.array(sums, np.uint32))
+        if self.extracted:
+            return ExtractResult(self.step, BlockChecksum(self.offer_id, checksum))
+        return InsertResult(self.step, self.offer_id, checksum, broken == 0)
 
 
 @dataclass

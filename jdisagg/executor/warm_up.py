@@ -31,6 +31,8 @@ def warm_up_steps(executor: "MeshExecutor") -> list[Callable[[], None]]:
         if not role.prefill:
             blocks = [(group, tokens) for group in range(limits.layer_groups) for tokens in block_lengths(limits)]
             steps += [lambda group=group, tokens=tokens: executor.warm_insert(group, tokens) for group, tokens in blocks]
+            if role.extracts:
+                steps += [lambda group=group, tokens=tokens: executor.warm_extract(group, tokens) for group, tokens in blocks]
     runs = GPU_RUNS if executor.platform == "gpu" else 1
     return [step for step in steps for _ in range(runs)]
 
