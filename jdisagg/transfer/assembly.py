@@ -8,11 +8,11 @@ import functools
 
 import jax
 
-from jdisagg.errors import HandoffError, IncompatiblePeerError
+from jdisagg.errors import HandoffError
 from jdisagg.transfer.boxes import HEAD_DIMENSION, rank_placement
 from jdisagg.transfer.channel import PullTarget
 from jdisagg.transfer.kv_messages import PostedPiece, Wanted
-from jdisagg.transfer.pieces import leaf_avals
+from jdisagg.transfer.pieces import check_leaves
 
 
 class Assembly:
@@ -26,16 +26,7 @@ class Assembly:
         process = jax.process_index()
         self._own = {device.device for device in wanted if device.process == process}
         self._devices = {device.id: device for device in target.zeros.sharding.addressable_devices}
-        self._resident = target.leaves if target.codec != "none" else (target.zeros,)
-        _, components, _, tokens, head_size = target.zeros.shape
-        piece = jax.ShapeDtypeStruct((1, components, target.granule, tokens, head_size), target.zeros.dtype)
-        self._leaves = leaf_avals(target.codec, piece)
-        if [(leaf.shape, leaf.dtype) for leaf in self._leaves] != [
-            (zeros.sharding.shard_shape(zeros.shape), zeros.dtype) for zeros in self._resident
-        ]:
-            raise IncompatiblePeerError(
-                f"pull target: its leaves' zeros {self._resident} are not those of codec {target.codec!r}: {self._leaves}"
-            )
+        self._leaves = check_leaves(target)
         self._parts: int | None = None
         self._announced: set[tuple[int, int]] = set()
         self._coming: dict[tuple[int, int], list[jax.Array]] = {}
@@ -89,7 +80,7 @@ class Assembly:
         pieces = {key: arrived[index * count : index * count + count] for index, key in enumerate(sorted(self._coming))}
         made: list[jax.Array] = []
         for part in range(self._parts):
-            for leaf, zeros in enumerate(self._resident):
+            for leaf, zeros in enumerate(self._target.resident):
                 shards = [
                     pieces[part, shard.device.id][leaf] if shard.device.id in self._own else shard.data
                     for shard in zeros.addressable_shards

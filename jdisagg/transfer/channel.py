@@ -62,6 +62,11 @@ class PullTarget:
             raise LayoutError(f"pull target: rank {self.rank} must be in [0, {self.zeros.shape[RANK_DIMENSION]})")
 
     @property
+    def resident(self) -> tuple[jax.Array, ...]:
+        """The zeros of what travels: the codec's leaves, or the heads themselves."""
+        return self.leaves or (self.zeros,)
+
+    @property
     def granule(self) -> int:
         """Heads of one piece."""
         return self.zeros.sharding.shard_shape(self.zeros.shape)[HEAD_DIMENSION]

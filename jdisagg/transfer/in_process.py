@@ -10,21 +10,21 @@ Knows the reshard plan and JAX; knows nothing of requests, pages or layers. Inva
 - a global `device_put` between meshes is avoided on purpose: it can go through the host and block its caller for 100 ms.
 """
 
+import math
 import threading
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import jax
-import numpy as np
 
 from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, JdisaggError
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.layout.reshard_plan import ReshardPlan
 from jdisagg.transfer.boxes import HEAD_DIMENSION, plan_handoff, rank_placement
-from jdisagg.transfer.channel import BlockStamp, Offered, PullTarget, resident_zeros
-from jdisagg.transfer.pieces import OfferedBlock, add_counts, check_geometry, cut
+from jdisagg.transfer.channel import BlockStamp, Offered, PullTarget
+from jdisagg.transfer.pieces import OfferedBlock, add_counts, check_geometry, check_leaves, cut, encode, warm_pieces
 from jdisagg.transfer.polled_pull import PolledPull
 
 REMEMBERED_IDS = 65536
@@ -116,15 +116,10 @@ class InProcessChannel:
             pull.fail(HandoffError(f"offer {offer_id:#x} was revoked: {reason}"))
 
     def warm_up(self, source_mesh: jax.sharding.Mesh, target: PullTarget, kv_heads: int) -> None:
-        """Compiles what pulls from this mesh to targets like this one will run: the cuts, where a shard is several pieces."""
+        """Compiles what pulls from this mesh to targets like this one will run: the cuts, and the codec."""
         _, components, _, tokens, head_size = target.zeros.shape
-        local = kv_heads // source_mesh.shape["kv"]
-        if local > target.granule:
-            # On a mesh of one device a shard that a program made keeps the mesh's sharding, one that was put there does not.
-            made = resident_zeros(source_mesh, components, local, tokens, head_size, target.zeros.dtype)
-            put = jax.device_put(np.zeros(made.shape, made.dtype), made.sharding)
-            for shard in (*made.addressable_shards, *put.addressable_shards):
-                cut(shard.data, local // target.granule)
+        shape = (components, kv_heads // source_mesh.shape["kv"], tokens, head_size)
+        warm_pieces(source_mesh, shape, target.zeros.dtype, target.granule, target.codec)
 
     def offered(self) -> Offered:
         with self._lock:
@@ -142,6 +137,7 @@ class InProcessChannel:
     def _begin(self, pull: PolledPull, offer: _Offer, target: PullTarget) -> None:
         """Issues the copies of one pull; waits for nothing. Called without the lock: JAX calls may take a millisecond."""
         try:
+            check_leaves(target)
             check_geometry(offer.block, str(target.zeros.dtype), target.zeros.shape, target.granule)
             plan = self._next_plan(offer.block, target)
             arrays, moved = _move(offer.block, target, plan)
@@ -153,7 +149,7 @@ class InProcessChannel:
             return
         with self._lock:
             add_counts(self._moved, moved)
-            add_counts(self._planned, plan.bytes_per_pair(target.zeros.dtype.itemsize))
+            add_counts(self._planned, _planned_bytes(plan, target))
         pull.deliver(arrays, sum(moved.values()))
 
     def _next_plan(self, offer: OfferedBlock, target: PullTarget) -> ReshardPlan:
@@ -187,24 +183,43 @@ def _plans(offer: OfferedBlock, target: PullTarget) -> tuple[ReshardPlan, ...]:
 
 
 def _move(offer: OfferedBlock, target: PullTarget, plan: ReshardPlan) -> tuple[tuple[jax.Array, ...], dict[tuple[int, int], int]]:
-    """Cuts, copies and assembles; returns the arrays and the bytes moved per device pair."""
-    zeros, granule = target.zeros, target.granule
+    """Cuts, encodes, copies and assembles; returns the arrays and the bytes moved per device pair."""
+    granule, parts = target.granule, offer.local_heads // target.granule
     cuts: dict[int, tuple[jax.Array, ...]] = {}
-    resident = {shard.device.id: shard.data for shard in zeros.addressable_shards}
-    devices = {device.id: device for device in zeros.sharding.addressable_devices}
-    count = offer.shape[HEAD_DIMENSION] // zeros.shape[HEAD_DIMENSION]
-    received: list[dict[int, jax.Array]] = [dict(resident) for _ in range(count)]
+    encoded: dict[tuple[int, int], tuple[jax.Array, ...]] = {}
+    devices = {device.id: device for device in target.zeros.sharding.addressable_devices}
+    resident = [{shard.device.id: shard.data for shard in zeros.addressable_shards} for zeros in target.resident]
+    count = offer.shape[HEAD_DIMENSION] // target.zeros.shape[HEAD_DIMENSION]
+    received = [[dict(shards) for shards in resident] for _ in range(count)]
     moved: dict[tuple[int, int], int] = {}
     for piece in plan.pieces:
         if piece.source not in cuts:
             shard = offer.shards[piece.source]
-            parts = shard.shape[HEAD_DIMENSION] // granule
             cuts[piece.source] = cut(shard, parts) if parts > 1 else (shard,)
-        part = cuts[piece.source][piece.source_slice[HEAD_DIMENSION][0] // granule]
-        if not piece.local:
-            part = jax.device_put(part, devices[piece.destination])
-            pair = (piece.source, piece.destination)
-            moved[pair] = moved.get(pair, 0) + part.nbytes
-        received[piece.destination_slice[HEAD_DIMENSION][0] // granule][piece.destination] = part
-    arrays = (jax.make_array_from_single_device_arrays(zeros.shape, zeros.sharding, list(parts.values())) for parts in received)
+        part = piece.source_slice[HEAD_DIMENSION][0] // granule
+        if (piece.source, part) not in encoded:
+            encoded[piece.source, part] = encode(cuts[piece.source][part], target.codec, offer.stamp, piece.box[HEAD_DIMENSION][0])
+        place = received[piece.destination_slice[HEAD_DIMENSION][0] // granule]
+        for number, leaf in enumerate(encoded[piece.source, part]):
+            if not piece.local:
+                leaf = jax.device_put(leaf, devices[piece.destination])
+                pair = (piece.source, piece.destination)
+                moved[pair] = moved.get(pair, 0) + leaf.nbytes
+            place[number][piece.destination] = leaf
+    arrays = (
+        jax.make_array_from_single_device_arrays(zeros.shape, zeros.sharding, list(shards.values()))
+        for leaves in received
+        for zeros, shards in zip(target.resident, leaves, strict=True)
+    )
     return tuple(arrays), moved
+
+
+def _planned_bytes(plan: ReshardPlan, target: PullTarget) -> dict[tuple[int, int], int]:
+    """What the plan's pieces weigh, packed as they travel."""
+    weight = sum(math.prod(zeros.sharding.shard_shape(zeros.shape)) * zeros.dtype.itemsize for zeros in target.resident)
+    planned: dict[tuple[int, int], int] = {}
+    for piece in plan.pieces:
+        if not piece.local:
+            pair = (piece.source, piece.destination)
+            planned[pair] = planned.get(pair, 0) + weight
+    return planned

@@ -6,6 +6,7 @@ moves only the shards that it holds. The owner of the link gives what arrives to
 """
 
 import jax
+import jax.numpy as jnp
 
 from jdisagg.clock import Clock
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
@@ -14,6 +15,7 @@ from jdisagg.transfer.kv_link import KvLink
 from jdisagg.transfer.kv_messages import KvMessage, Posted, Refused
 from jdisagg.transfer.kv_puller import KvPuller
 from jdisagg.transfer.kv_sender import KvSender
+from jdisagg.transfer.pieces import warm_pieces
 from jdisagg.transfer.polled_pull import PolledPull
 from jdisagg.transfer.transfer_engine import EngineOptions
 
@@ -58,6 +60,10 @@ class JaxTransferChannel:
 
     def revoke(self, offer_id: int, reason: str) -> None:
         self._sender.revoke(offer_id, reason)
+
+    def warm_up(self, mesh: jax.sharding.Mesh, shape: tuple[int, int, int, int], dtype: jnp.dtype, granule: int, codec_name: str) -> None:
+        """Compiles what serving blocks of a shard's `shape` (C, local K, T, H) in pieces of `granule` heads will run. Waits for it."""
+        warm_pieces(mesh, shape, dtype, granule, codec_name)
 
     def offered(self) -> Offered:
         return self._sender.offered()

@@ -9,14 +9,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdisagg.errors import IncompatiblePeerError
 from jdisagg.layout.reshard_plan import Box
 from jdisagg.transfer.boxes import HEAD_DIMENSION, plan_handoff, rank_placement
-from jdisagg.transfer.channel import BlockStamp
+from jdisagg.transfer.channel import BlockStamp, PullTarget, resident_zeros
 from jdisagg.transfer.codec import codec, stamp_array
 from jdisagg.transfer.kv_messages import PullRequest, Wanted
+
+NO_CODEC = "none"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,7 +135,6 @@ def encoded_pieces(offer: OfferedBlock, pieces: Sequence[PlannedPiece], granule:
     made: dict[tuple[int, int], tuple[jax.Array, ...]] = {}
     cuts: dict[int, tuple[jax.Array, ...]] = {}
     parts = offer.local_heads // granule
-    stamp = stamp_array(offer.stamp)
     leaves: list[jax.Array] = []
     for piece in pieces:
         key = (piece.source, piece.source_part)
@@ -140,18 +142,61 @@ def encoded_pieces(offer: OfferedBlock, pieces: Sequence[PlannedPiece], granule:
             if piece.source not in cuts:
                 shard = offer.shards[piece.source]
                 cuts[piece.source] = cut(shard, parts) if parts > 1 else (shard,)
-            part = cuts[piece.source][piece.source_part]
-            made[key] = encoder(codec_name)(part, stamp, np.int32(piece.first_head)) if codec_name != "none" else (part,)
+            made[key] = encode(cuts[piece.source][piece.source_part], codec_name, offer.stamp, piece.first_head)
         leaves += made[key]
     return leaves
 
 
+def encode(piece_1CGTH: jax.Array, codec_name: str, stamp: BlockStamp, first_head: int) -> tuple[jax.Array, ...]:
+    """The leaves of a piece, by one program on its own device; the piece itself without a codec."""
+    if codec_name == NO_CODEC:
+        return (piece_1CGTH,)
+    return _encoder(codec_name)(piece_1CGTH, stamp_array(stamp), np.int32(first_head))
+
+
 @functools.cache
-def encoder(codec_name: str) -> Callable[[jax.Array, np.ndarray, np.int32], tuple[jax.Array, ...]]:
-    """(piece, stamp, first head) -> leaves: one program a piece, on the piece's own device."""
+def _encoder(codec_name: str) -> Callable[[jax.Array, np.ndarray, np.int32], tuple[jax.Array, ...]]:
     return jax.jit(codec(codec_name).encode)
 
 
-def leaf_avals(codec_name: str, piece: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What a piece [1, C, G, T, H] travels as."""
-    return codec(codec_name).leaves(piece)
+def check_leaves(target: PullTarget) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What a piece of this target travels as. Raises IncompatiblePeerError where the target's zeros are not made for that."""
+    _, components, _, tokens, head_size = target.zeros.shape
+    leaves = codec(target.codec).leaves(jax.ShapeDtypeStruct((1, components, target.granule, tokens, head_size), target.zeros.dtype))
+    wanted = [(leaf.shape, leaf.dtype) for leaf in leaves]
+    found = [(zeros.sharding.shard_shape(zeros.shape), zeros.dtype) for zeros in target.resident]
+    if found != wanted:
+        raise IncompatiblePeerError(
+            f"pull target: codec {target.codec!r} has leaves {wanted}, the zeros given for a device are {found}; see leaf_zeros"
+        )
+    return leaves
+
+
+def leaf_zeros(zeros: jax.Array, codec_name: str) -> tuple[jax.Array, ...]:
+    """The `leaves` of a `PullTarget` with these zeros: made once for each shape and codec, kept, never donated."""
+    if codec_name == NO_CODEC:
+        return ()
+    ranks, _, heads, _, _ = zeros.shape
+    piece = jax.ShapeDtypeStruct(zeros.sharding.shard_shape(zeros.shape), zeros.dtype)
+    shards = heads // piece.shape[HEAD_DIMENSION]
+    leaves = codec(codec_name).leaves(piece)
+    shapes = [(ranks, leaf.shape[1], leaf.shape[2] * shards, *leaf.shape[3:]) for leaf in leaves]
+    make = jax.jit(
+        lambda: tuple(jnp.zeros(shape, leaf.dtype) for shape, leaf in zip(shapes, leaves, strict=True)),
+        out_shardings=(zeros.sharding,) * len(leaves),
+    )
+    return make()
+
+
+def warm_pieces(mesh: jax.sharding.Mesh, shape: tuple[int, int, int, int], dtype: jnp.dtype, granule: int, codec_name: str) -> None:
+    """Compiles the cut and the codec for shards [1, *shape] of this process's devices of `mesh`, and waits for it."""
+    components, local, tokens, head_size = shape
+    if local == granule and codec_name == NO_CODEC:
+        return
+    # On a mesh of one device a shard that a program made keeps the mesh's sharding, one that was put there does not.
+    made = resident_zeros(mesh, components, local, tokens, head_size, dtype)
+    shards = [shard.data for shard in made.addressable_shards]
+    shards += [jax.device_put(np.zeros((1, *shape), dtype), shard.device) for shard in made.addressable_shards]
+    for shard in shards:
+        parts = cut(shard, local // granule) if local > granule else (shard,)
+        jax.block_until_ready([encode(part, codec_name, BlockStamp(), 0) for part in parts])

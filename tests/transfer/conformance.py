@@ -17,7 +17,9 @@ import pytest
 from jdisagg.errors import HandoffError, IncompatiblePeerError
 from jdisagg.layout.axes import Layout
 from jdisagg.transfer.boxes import head_granule
-from jdisagg.transfer.channel import Channel, Offered, Pull, PullTarget, block_sharding, resident_zeros
+from jdisagg.transfer.channel import BlockStamp, Channel, Offered, Pull, PullTarget, block_sharding, resident_zeros
+from jdisagg.transfer.codec import codec, stamp_array
+from jdisagg.transfer.pieces import leaf_zeros
 
 COMPONENTS, TOKENS, HEAD_SIZE = 2, 4, 2
 LONG_SECONDS = 1000.0
@@ -122,6 +124,30 @@ def expected_shards(case: Case, source_rank: int, rank: int) -> dict[int, np.nda
         for shard in range(kv)
         for replica in range(replicas)
     }
+
+
+def packed_bytes(array: jax.Array) -> int:
+    """Of all devices, replicas counted."""
+    return sum(shard.data.nbytes for shard in array.addressable_shards)
+
+
+def unpacked_shards(pull: Pull, target: PullTarget, stamp: BlockStamp) -> dict[int, tuple[np.ndarray, bool]]:
+    """Device id -> its heads, of the receiving rank, and whether all of its pieces are what was packed under this stamp."""
+    how, arrays, count = codec(target.codec), pull.arrays(), len(target.leaves)
+    parts = [arrays[at : at + count] for at in range(0, len(arrays), count)]
+    found: dict[int, tuple[list[np.ndarray], bool]] = {}
+    for number, leaves in enumerate(parts):
+        by_device = [{shard.device.id: shard for shard in leaf.addressable_shards} for leaf in leaves]
+        for device, shard in by_device[0].items():
+            (rank, _, _), (start, _, _) = (shard.index[axis].indices(leaves[0].shape[axis]) for axis in (0, 2))
+            if rank == target.rank:
+                local = [jnp.asarray(np.asarray(leaf[device].data)) for leaf in by_device]
+                head = start * len(parts) + number * target.granule
+                values = np.asarray(how.decode(local, target.zeros.dtype))
+                intact = bool(how.verify(local, jnp.asarray(stamp_array(stamp)), jnp.int32(head)))
+                so_far, all_intact = found.get(device, ([], True))
+                found[device] = ([*so_far, values], all_intact and intact)
+    return {device: (np.concatenate(values, axis=2), intact) for device, (values, intact) in found.items()}
 
 
 class ChannelConformance:
@@ -269,3 +295,41 @@ class ChannelConformance:
         ends.sender.offer(7, case("tp=2", "tp=2").block, 0)
         with pytest.raises(IncompatiblePeerError, match=field):
             finished(ends.receiver.pull(7, receiver().target(0), LONG_SECONDS)).arrays()
+
+    @pytest.mark.parametrize("name", ["int8", "int4"])
+    @pytest.mark.parametrize(("source", "destination"), [("tp=1", "tp=4"), ("tp=4", "dp=2,tp=2"), ("dp=2,tp=2", "tp=1"), ("tp=4", "dp=4")])
+    def test_a_lossy_codec_brings_each_shard_within_its_bound_and_intact(
+        self, ends: Ends, source: str, destination: str, name: str
+    ) -> None:
+        block, stamp = case(source, destination), BlockStamp(0x1234_5678_9ABC, 3, 32, TOKENS)
+        before = ends.receiver.bytes_per_pair()
+        ends.sender.offer(7, block.block, 0, stamp)
+        target = PullTarget(block.zeros, block.destination.dp - 1, codec=name, leaves=leaf_zeros(block.zeros, name))
+        pull = finished(ends.receiver.pull(7, target, LONG_SECONDS))
+        unpacked = unpacked_shards(pull, target, stamp)
+        expected = expected_shards(block, 0, target.rank)
+        largest = {"int8": 127, "int4": 7}[name]
+        assert unpacked.keys() == expected.keys()
+        for device, (values, intact) in unpacked.items():
+            bound = np.abs(expected[device]).max(axis=-1, keepdims=True) / largest * 0.51
+            assert (np.abs(values - expected[device]) <= bound).all()
+            assert intact
+        moved = sum(ends.receiver.bytes_per_pair().values()) - sum(before.values())
+        assert (
+            moved == pull.bytes_moved == sum(map(packed_bytes, pull.arrays())) // (1 if block.destination.dp == 1 else block.destination.dp)
+        )
+
+    def test_a_codec_notices_leaves_that_were_packed_under_another_stamp(self, ends: Ends) -> None:
+        block = case("tp=2", "tp=2")
+        target = PullTarget(block.zeros, 0, codec="int8", leaves=leaf_zeros(block.zeros, "int8"))
+        ends.sender.offer(7, block.block, 0, BlockStamp(5, 0, 16, TOKENS))
+        pull = finished(ends.receiver.pull(7, target, LONG_SECONDS))
+        for wrong in (BlockStamp(6, 0, 16, TOKENS), BlockStamp(5, 1, 16, TOKENS), BlockStamp(5, 0, 32, TOKENS)):
+            assert not any(intact for _, intact in unpacked_shards(pull, target, wrong).values())
+        assert all(intact for _, intact in unpacked_shards(pull, target, BlockStamp(5, 0, 16, TOKENS)).values())
+
+    def test_a_target_without_the_leaves_of_its_codec_is_refused(self, ends: Ends) -> None:
+        block = case("tp=2", "tp=2")
+        ends.sender.offer(7, block.block, 0)
+        with pytest.raises(IncompatiblePeerError, match="codec 'int8' has leaves"):
+            finished(ends.receiver.pull(7, PullTarget(block.zeros, 0, codec="int8"), LONG_SECONDS)).arrays()
