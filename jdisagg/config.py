@@ -40,6 +40,7 @@ class ModelConfig:
 class InstanceConfig:
     """One model replica on one mesh.
 
+    codec: how KV that this instance receives travels (transfer/codec.py).
     chunk_tokens: the largest packed prefill chunk per dp rank; smaller power-of-two buckets are made down to `min_chunk_tokens`.
     pages_per_rank None: enough for `slots_per_rank` sequences of full context. layer_groups: how many programs a chunk is chained of.
     """
@@ -54,6 +55,7 @@ class InstanceConfig:
     steps_per_dispatch: int = 1
     queue_limit: int = 1024
     growth_tokens: int = 256
+    codec: str = "none"
 
     def __post_init__(self) -> None:
         for name in (
@@ -76,27 +78,47 @@ class InstanceConfig:
 
 @dataclass(frozen=True)
 class LimitsConfig:
-    """`default_deadline_seconds` bounds a request whose client gave none; leases bound each state of a hand-off."""
+    """`default_deadline_seconds` bounds a request whose client gave none; leases bound each state of a hand-off, `pull_seconds` each
+    try of a transfer, `step_seconds` each command on a mesh. `verify`: hand-offs are checked by keyed checksums after insertion."""
 
     max_waiting_requests: int = 256
     max_prompt_bytes: int = 4 << 20
     default_deadline_seconds: float = 600.0
     handoff_lease_seconds: float = 30.0
     max_attempts: int = 8
+    pull_seconds: float = 10.0
+    step_seconds: float = 120.0
+    verify: bool = True
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
-            _positive(f"limits.{spec.name}", getattr(self, spec.name))
+            if spec.name != "verify":
+                _positive(f"limits.{spec.name}", getattr(self, spec.name))
 
 
 @dataclass(frozen=True)
 class ServiceConfig:
+    """Where a process listens, and whom it lets in.
+
+    tls_certificate, tls_key: PEM files; with them the port speaks TLS alone. tls_client_ca: clients, too, must show a certificate that it
+    signed. token_file: bearer tokens of clients, one a line; cluster_token_file: the token that our processes show each other.
+    """
+
     host: str = "127.0.0.1"
     port: int = 8700
     max_message_bytes: int = 16 << 20
     drain_seconds: float = 30.0
+    tls_certificate: str = ""
+    tls_key: str = ""
+    tls_client_ca: str = ""
+    token_file: str = ""
+    cluster_token_file: str = ""
 
     def __post_init__(self) -> None:
+        if bool(self.tls_certificate) != bool(self.tls_key):
+            raise ConfigError("service.tls_certificate and service.tls_key go together; give both or none")
+        if self.tls_client_ca and not self.tls_certificate:
+            raise ConfigError("service.tls_client_ca asks for clients' certificates, which needs TLS; give tls_certificate and tls_key")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"service.port must be in [0, 65535], got {self.port}; 0 lets the system choose")
         _positive("service.max_message_bytes", self.max_message_bytes)

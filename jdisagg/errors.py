@@ -38,6 +38,12 @@ class CheckpointError(ConfigError):
     """A checkpoint that is missing, truncated, of an unknown family, or whose tensors do not fit; lists names and shapes."""
 
 
+class UnauthenticatedError(JdisaggError):
+    """A call without the bearer token that its service asks for."""
+
+    status = "UNAUTHENTICATED"
+
+
 class OverloadedError(JdisaggError):
     """No room now: a bounded queue or the pages are full. Carries `retry_after_seconds`."""
 

@@ -14,10 +14,17 @@ from jdisagg.dispatch.frontend import Frontend
 from jdisagg.errors import DeadlineExceededError
 from jdisagg.service import generation_pb2 as pb
 from jdisagg.service import generation_pb2_grpc, wire, wire_generation
+from jdisagg.service.guard import Service
 
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 # How long after a request's deadline its client may still read: the path's own timer says what happened, this one frees
 # what a client that stopped reading would hold for ever.
 UNREAD_SECONDS = 1.0
+
+
+def generation_service(frontend: Frontend, tokens: tuple[str, ...] = ()) -> Service:
+    servicer = GenerationServicer(frontend)
+    return Service(SERVICE_NAME, lambda server: generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server), tokens)
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):

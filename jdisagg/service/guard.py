@@ -1,23 +1,27 @@
-"""The guard at the door: what holds for every call of our service, whichever method it is.
+"""The guard at the door: what holds for every call of our services, whichever method it is.
 
-Decodes the request itself, so that malformed bytes are INVALID_ARGUMENT and not gRPC's UNKNOWN; turns our errors into
-statuses, anything else into INTERNAL and a log entry; knows which calls run, refuses new ones while draining, and can cut
-the running ones short. Health and reflection pass untouched.
+Refuses calls without the service's token, and those meant for another boot of this process. Decodes the request itself, so that malformed
+bytes are INVALID_ARGUMENT and not gRPC's UNKNOWN; turns our errors into statuses, anything else into INTERNAL and a log entry; knows
+which calls run, refuses new ones while draining, and can cut the running ones short. Health and reflection pass untouched.
+
+Methods are coroutines that take one request; streaming ones write to the context.
 """
 
 import asyncio
+import hashlib
+import hmac
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from jdisagg.errors import InvalidRequestError, JdisaggError, UnavailableError
-from jdisagg.service import generation_pb2, wire
-
-SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
+from jdisagg.errors import InvalidRequestError, JdisaggError, UnauthenticatedError, UnavailableError
+from jdisagg.service import wire
+from jdisagg.service.connection import BOOT_KEY, TOKEN_KEY
 
 Reply = TypeVar("Reply")
 Behaviour = Callable[[object, grpc.aio.ServicerContext], Awaitable[Reply]]
@@ -25,10 +29,27 @@ Behaviour = Callable[[object, grpc.aio.ServicerContext], Awaitable[Reply]]
 log = logging.getLogger(__name__)
 
 
-class Guard(grpc.aio.ServerInterceptor):
-    """One per server. `refuse`, `idle` and `cut` are the steps of a drain."""
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One of our services, as a server takes it in. `name` is its full name; `add` adds its servicer to a server.
 
-    def __init__(self) -> None:
+    tokens: bearer tokens, one of which every call must show; none: all may call. lasting: methods that a drain does not wait for.
+    """
+
+    name: str
+    add: Callable[[grpc.aio.Server], None]
+    tokens: tuple[str, ...] = field(default=(), repr=False)
+    lasting: frozenset[str] = frozenset()
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """One per server. `refuse`, `idle` and `cut` are the steps of a drain. `boot_id`: this process's, where it has one."""
+
+    def __init__(self, services: Sequence[Service], boot_id: int | None = None) -> None:
+        self._tokens = {service.name: [_digest(token) for token in service.tokens] for service in services}
+        self._lasting = {f"/{service.name}/{method}" for service in services for method in service.lasting}
+        self._boot = f"{boot_id:x}" if boot_id is not None else None
+        self._unhurried: set[asyncio.Task[object]] = set()
         self._running: set[asyncio.Task[object]] = set()
         self._refusing = False
         self._cutting = False
@@ -40,13 +61,17 @@ class Guard(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler | None:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or not method.startswith(f"/{SERVICE_NAME}/"):
+        service = method[1:].rpartition("/")[0]
+        if handler is None or service not in self._tokens:
             return handler
+        refusal = self._refusal(service, dict(handler_call_details.invocation_metadata or ()))
         # Generated code sets both; gRPC's own types leave them open.
         behaviour = cast(Behaviour[object], handler.unary_stream if handler.response_streaming else handler.unary_unary)
         decode = cast(Callable[[bytes], object], handler.request_deserializer)
 
         async def guarded(data: bytes, context: grpc.aio.ServicerContext) -> object:
+            if refusal is not None:
+                return await _abort(context, wire.error_to_status(refusal))
             return await self._run(method, decode, behaviour, data, context)
 
         wrap = grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
@@ -63,11 +88,23 @@ class Guard(grpc.aio.ServerInterceptor):
         return not self._running
 
     def cut(self) -> int:
-        """Ends the running calls with UNAVAILABLE; returns how many there were."""
+        """Ends the running calls with UNAVAILABLE; returns how many there were that a drain waits for."""
         self._cutting = True
-        for task in self._running:
+        for task in (*self._running, *self._unhurried):
             task.cancel()
         return len(self._running)
+
+    def _refusal(self, service: str, metadata: dict[str, str | bytes]) -> JdisaggError | None:
+        """Compares every token, whole, so that how long it takes tells nothing."""
+        tokens, shown = self._tokens[service], metadata.get(TOKEN_KEY, "")
+        if tokens:
+            digest = _digest(shown.removeprefix("Bearer ") if isinstance(shown, str) else "")
+            if not any([hmac.compare_digest(digest, token) for token in tokens]):
+                return UnauthenticatedError(f"{service} asks for a bearer token; send one that it knows as `authorization: Bearer ...`")
+        boot = metadata.get(BOOT_KEY)
+        if boot is not None and self._boot is not None and boot != self._boot:
+            return UnavailableError(f"the call is meant for boot {boot!s} of this process, and this is {self._boot}: it was restarted")
+        return None
 
     async def _run(
         self,
@@ -82,7 +119,7 @@ class Guard(grpc.aio.ServerInterceptor):
         try:
             if self._refusing:
                 raise UnavailableError("the server is shutting down and takes no new requests; ask again later", retry_after_seconds=5.0)
-            self._running.add(task)
+            (self._unhurried if method in self._lasting else self._running).add(task)
             return await behaviour(_decoded(method, decode, data), context)
         except asyncio.CancelledError:
             if not self._cutting or context.cancelled():
@@ -101,7 +138,12 @@ class Guard(grpc.aio.ServerInterceptor):
             status = wire.error_to_status(JdisaggError(f"internal error ({type(error).__name__}); the server's log says more"))
         finally:
             self._running.discard(task)
+            self._unhurried.discard(task)
         return await _abort(context, status)
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
 
 
 def _decoded(method: str, decode: Callable[[bytes], object], data: bytes) -> object:

@@ -1,7 +1,7 @@
-"""The gRPC server: generation service, health, reflection, limits, and a graceful end.
+"""The gRPC server of every process: its services, health, reflection, limits, TLS, and a graceful end.
 
 A drain: health says NOT_SERVING and new calls are refused, running ones may finish within `drain_seconds`, then they end
-with UNAVAILABLE. Loopback by default. Knows no engine: whoever built the `Frontend` closes what is behind it afterwards.
+with UNAVAILABLE. Loopback by default. Knows no engine: whoever built what is behind the services closes it afterwards.
 """
 
 import asyncio
@@ -9,8 +9,9 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # pyright: ignore[reportAttributeAccessIssue]
@@ -19,23 +20,42 @@ from grpc_reflection.v1alpha import reflection
 from jdisagg.config import ServiceConfig
 from jdisagg.dispatch.frontend import Frontend
 from jdisagg.errors import ConfigError
-from jdisagg.service import generation_pb2_grpc
-from jdisagg.service.generation_service import GenerationServicer
-from jdisagg.service.guard import SERVICE_NAME, Guard
+from jdisagg.service.connection import read_secret
+from jdisagg.service.generation_service import generation_service
+from jdisagg.service.guard import Guard, Service
 
 log = logging.getLogger(__name__)
 
 # How long calls that were cut short get to say so before their connections close.
 FAREWELL_SECONDS = 1.0
 
+LISTENING_OPTIONS: list[tuple[str, int]] = [
+    # Without this a second server on the port would silently take half of its clients.
+    ("grpc.so_reuseport", 0),
+    # A client that vanished without a word is found out by unanswered pings; ours ping too, and are not taken for a flood.
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+    # A connection that never says anything sensible is closed.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+]
 
-class GenerationServer:
-    """Build it on the event loop that runs the path; `start`, then `drain`."""
 
-    def __init__(self, frontend: Frontend, config: ServiceConfig) -> None:
+class GrpcServer:
+    """Serves `services`, health and reflection. Build it on the event loop that runs what is behind them; `start`, then `drain`.
+
+    boot_id: refuses calls meant for another boot of this process.
+    """
+
+    def __init__(self, services: Sequence[Service], config: ServiceConfig, boot_id: int | None = None) -> None:
         self._config = config
-        self._guard = Guard()
+        self._services = tuple(services)
+        self._guard = Guard(self._services, boot_id)
         self._health = health_aio.HealthServicer()
+        self._credentials = _server_credentials(config)
         self._drained = False
         self._hurry = asyncio.Event()
         self._server = grpc.aio.server(
@@ -43,29 +63,34 @@ class GenerationServer:
             options=(
                 ("grpc.max_receive_message_length", config.max_message_bytes),
                 ("grpc.max_send_message_length", config.max_message_bytes),
-                # Without this a second server on the port would silently take half of its clients.
-                ("grpc.so_reuseport", 0),
-                # A client that vanished without a word is found out by unanswered pings.
-                ("grpc.keepalive_time_ms", 20_000),
-                ("grpc.keepalive_timeout_ms", 10_000),
-                ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+                *LISTENING_OPTIONS,
             ),
         )
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(frontend), self._server)
+        for service in self._services:
+            service.add(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+        health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+        names = (*(service.name for service in self._services), health, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self) -> int:
         """Binds and serves; returns the port (the one the system chose where the configuration says 0)."""
         host, port = self._config.host, self._config.port
         try:
-            bound = self._server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            secure = self._credentials
+            bound = self._server.add_secure_port(address, secure) if secure else self._server.add_insecure_port(address)
         except RuntimeError as error:
             raise _cannot_listen(self._config, error) from error
         await self._server.start()
-        await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)
+        await self.set_ready(True)
         return bound
+
+    async def set_ready(self, ready: bool) -> None:
+        """What health says of our services, until a drain says NOT_SERVING for good. The whole server's ("") stays SERVING: it lives."""
+        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in self._services:
+            await self._health.set(service.name, status)
 
     async def drain(self) -> None:
         """Ends gracefully, as the module says. Idempotent."""
@@ -90,6 +115,31 @@ class GenerationServer:
     def hurry(self) -> None:
         """Ends the waiting of a drain, now or to come."""
         self._hurry.set()
+
+
+class GenerationServer(GrpcServer):
+    """The door: the generation service, with the bearer tokens of the configuration, and perhaps other services beside it."""
+
+    def __init__(self, frontend: Frontend, config: ServiceConfig, others: Sequence[Service] = ()) -> None:
+        super().__init__((generation_service(frontend, read_tokens(config.token_file)), *others), config)
+
+
+def read_tokens(path: str) -> tuple[str, ...]:
+    """The tokens in a file, one a line; none where there is no path. Raises ConfigError: a file without a token would open the door."""
+    if not path:
+        return ()
+    tokens = tuple(line.strip() for line in read_secret(path).decode("utf-8", "replace").splitlines() if line.strip())
+    if not tokens:
+        raise ConfigError(f"token file {path!r} holds no token; write one a line")
+    return tokens
+
+
+def _server_credentials(config: ServiceConfig) -> grpc.ServerCredentials | None:
+    if not config.tls_certificate:
+        return None
+    pair = (read_secret(config.tls_key), read_secret(config.tls_certificate))
+    authority = read_secret(config.tls_client_ca) or None
+    return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
 
 
 def check_address(config: ServiceConfig) -> None:

@@ -13,9 +13,8 @@ from google.protobuf.message import Message
 from jdisagg.dispatch.ports import (
     DecodePort,
     GenerateCall,
-    HandoffEnd,
-    Offer,
     PeerHello,
+    PeerMessage,
     PeerPort,
     PrefillCall,
     PrefillPort,
@@ -96,7 +95,7 @@ class WirePeerLoopback:
             reply = await self._inner.hello(sent)
         return wire_workers.hello_from_proto(_across(wire_workers.hello_to_proto(reply)))
 
-    async def offers(self, handoff_id: int, attempt: int) -> AsyncGenerator[Offer | HandoffEnd, None]:
+    async def offers(self, handoff_id: int, attempt: int) -> AsyncGenerator[PeerMessage, None]:
         sent = _across(pb.OffersCall(handoff_id=handoff_id, attempt=attempt))
         async with aclosing(_stream_across(self._inner.offers(sent.handoff_id, sent.attempt))) as offers:
             async for offer in offers:

@@ -1,0 +1,207 @@
+"""A gRPC connection from one of our processes to another: who we are, how a dead peer is noticed, what its errors become.
+
+A peer that fell silent (stopped, its host gone) is noticed by unanswered pings within 3 s, a closed connection at once; running calls
+then raise UnavailableError. The connection comes back by itself, so that a process restarted at the same address is usable within
+a second or two. Calls fail fast: none waits for a peer that is known to be away. With a `boot_id` calls are meant for that boot of the
+process alone: another one at the same address refuses them.
+
+Knows no service. Every call but a stream that its caller bounds has a deadline.
+"""
+
+import asyncio
+import pathlib
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from jdisagg.errors import ConfigError, JdisaggError, UnavailableError
+from jdisagg.service import wire
+
+MAX_MESSAGE_BYTES = 16 << 20
+BOOT_KEY = "jdisagg-boot"
+TOKEN_KEY = "authorization"
+# The other side ends a call at its deadline and says why; the call's own deadline is the net below.
+SLACK_SECONDS = 1.0
+
+Reply = TypeVar("Reply")
+Answer = TypeVar("Answer", bound=Message)
+
+PING_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.keepalive_time_ms", 1_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+RECONNECT_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    # Also how long an attempt to connect may take: a stopped process accepts connections and says nothing.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Channels to one address would share their connection, and with it their back-off.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What a process shows and believes when it connects. PEM texts; empty ones are not used.
+
+    authority: who signs the other side's certificates (`tls` without it: the system's roots). certificate, key: our own, for
+    mutual TLS. token: sent as a bearer token. server_name: the name in the other side's certificate, where it is not in the address.
+    """
+
+    tls: bool = False
+    authority: bytes = b""
+    certificate: bytes = b""
+    key: bytes = field(default=b"", repr=False)
+    token: str = field(default="", repr=False)
+    server_name: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.certificate) != bool(self.key):
+            raise ConfigError("credentials: a certificate and its key go together; give both or none")
+        if not self.tls and (self.authority or self.certificate):
+            raise ConfigError("credentials: certificates without tls would not be used; set tls")
+        if self.token and not (self.token.isascii() and self.token.isprintable()):
+            raise ConfigError("credentials: a token may hold printable ASCII characters alone")
+
+    @classmethod
+    def load(cls, *, authority: str = "", certificate: str = "", key: str = "", token: str = "", server_name: str = "") -> "Credentials":
+        """Reads files; TLS is on where an authority or a certificate is given. Raises ConfigError naming the file."""
+        return cls(
+            tls=bool(authority or certificate),
+            authority=read_secret(authority),
+            certificate=read_secret(certificate),
+            key=read_secret(key),
+            token=read_secret(token).decode("utf-8", "replace").strip(),
+            server_name=server_name,
+        )
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return ((TOKEN_KEY, f"Bearer {self.token}"),) if self.token else ()
+
+    def options(self) -> list[tuple[str, str]]:
+        return [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
+
+    def channel(self) -> grpc.ChannelCredentials:
+        return grpc.ssl_channel_credentials(self.authority or None, self.key or None, self.certificate or None)
+
+
+NO_CREDENTIALS = Credentials()
+
+
+def read_secret(path: str) -> bytes:
+    """The bytes of a file, none where there is no path. Raises ConfigError."""
+    try:
+        return pathlib.Path(path).expanduser().read_bytes() if path else b""
+    except OSError as error:
+        raise ConfigError(f"cannot read {path!r}: {error.strerror}; give the path of a readable PEM or token file") from None
+
+
+class Connection:
+    """Use it on one event loop; calls from several tasks share it. `boot_id` None: whichever boot answers."""
+
+    def __init__(self, address: str, credentials: Credentials = NO_CREDENTIALS, boot_id: int | None = None) -> None:
+        self.address = address
+        self.boot_id = boot_id
+        self._credentials = credentials
+        self._closed = False
+        self._background: set[asyncio.Task[None]] = set()
+        options: list[tuple[str, int | str]] = [
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            *PING_OPTIONS,
+            *RECONNECT_OPTIONS,
+            *credentials.options(),
+        ]
+        if credentials.tls:
+            self.channel = grpc.aio.secure_channel(address, credentials.channel(), options)
+        else:
+            self.channel = grpc.aio.insecure_channel(address, options)
+
+    async def call(self, method: Callable[..., Awaitable[Reply]], request: Message, seconds: float, any_boot: bool = False) -> Reply:
+        """One answer. Raises our typed errors; UnavailableError when the peer is away or goes away."""
+        self._check_open()
+        try:
+            return await method(request, timeout=seconds, metadata=self._credentials.metadata() if any_boot else self._metadata())
+        except grpc.aio.AioRpcError as error:
+            raise self._typed(error) from None
+        except asyncio.CancelledError:
+            self._check_closed_under_us()
+            raise
+
+    async def stream(
+        self, method: Callable[..., object], request: Message, kind: type[Answer], seconds: float | None
+    ) -> AsyncGenerator[Answer, None]:
+        """The answers, each of type `kind`. Closing the iterator cancels. Raises as `call` does."""
+        self._check_open()
+        call = method(request, timeout=seconds, metadata=self._metadata())
+        assert isinstance(call, grpc.aio.UnaryStreamCall)
+        try:
+            async for message in call:
+                assert isinstance(message, kind)
+                yield message
+        except grpc.aio.AioRpcError as error:
+            raise self._typed(error) from None
+        except asyncio.CancelledError:
+            self._check_closed_under_us()
+            raise
+        finally:
+            call.cancel()
+
+    def fire(self, method: Callable[..., Awaitable[Message]], request: Message, seconds: float) -> None:
+        """A call that nobody waits for and whose failure changes nothing."""
+        if self._closed:
+            return
+        task = asyncio.ensure_future(self._quietly(method, request, seconds))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def close(self) -> None:
+        """Ends the running calls with UnavailableError. Idempotent; what remains happens soon on the loop."""
+        if self._closed:
+            return
+        self._closed = True
+        task = asyncio.ensure_future(self.channel.close())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def aclose(self) -> None:
+        """The same, and waits for the end."""
+        self.close()
+        await asyncio.wait(set(self._background), timeout=SLACK_SECONDS) if self._background else None
+
+    async def _quietly(self, method: Callable[..., Awaitable[Message]], request: Message, seconds: float) -> None:
+        try:
+            await self.call(method, request, seconds)
+        except JdisaggError:
+            return
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        boot = ((BOOT_KEY, f"{self.boot_id:x}"),) if self.boot_id is not None else ()
+        return (*self._credentials.metadata(), *boot)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UnavailableError(f"the connection to {self.address} is closed: the process there left, or was given up")
+
+    def _check_closed_under_us(self) -> None:
+        """Closing a channel cancels its calls; only their callers' own cancellation may pass as one."""
+        task = asyncio.current_task()
+        if self._closed and (task is None or not task.cancelling()):
+            raise UnavailableError(f"the connection to {self.address} was closed during the call") from None
+
+    def _typed(self, error: grpc.aio.AioRpcError) -> JdisaggError:
+        metadata = tuple((key, value) for key, value in error.trailing_metadata() or () if isinstance(value, str))
+        status = wire.WireStatus(error.code().name, error.details() or "", metadata)
+        if wire.ERROR_KEY not in dict(metadata) and status.code in ("CANCELLED", "UNKNOWN", "INTERNAL", "UNIMPLEMENTED"):
+            # Not one of our servers' answers: the connection broke midway, or somebody else listens there.
+            return UnavailableError(f"{self.address}: {status.code}: {status.details}")
+        typed = wire.error_from_status(status)
+        if wire.ERROR_KEY not in dict(metadata):
+            typed.message = f"{self.address}: {typed.message}"
+        return typed

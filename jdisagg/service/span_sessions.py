@@ -1,0 +1,114 @@
+"""The worker's side of the span streams: for each calling process one stream that carries the spans of all it started.
+
+A session lives as long as its stream. When the stream ends, however, all that it started is cancelled: the process is gone or will
+never hear of it, and a router re-enters its path. What a slow reader has not taken waits here, never more than the tokens that its
+reservations asked for (worker/span_stream.py): it holds up neither the worker's loop nor other sessions. Spans that wait when a message is
+made go out together, so that the tokens of one step cost one message.
+
+Knows a `DecodePort` and messages; knows no gRPC.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from jdisagg.dispatch.ports import DecodePort, GenerateCall
+from jdisagg.errors import HandoffError, InvalidRequestError, JdisaggError, UnavailableError
+from jdisagg.service import wire, wire_workers
+from jdisagg.service import workers_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+# Of one message: with the most logprobs that may be asked for, well below a message's limit.
+MAX_BATCH_SPANS = 1024
+
+
+class _Session:
+    """What one stream still has to say, and the tasks that follow its reservations."""
+
+    def __init__(self) -> None:
+        self.news: deque[pb.ReservationSpans] = deque()
+        self.stirred = asyncio.Event()
+        self.running: dict[int, asyncio.Task[None]] = {}
+
+    def put(self, news: pb.ReservationSpans) -> None:
+        self.news.append(news)
+        self.stirred.set()
+
+    def take(self) -> pb.SpanBatch:
+        """What waits, in order; entries of one reservation are put together."""
+        batch = pb.SpanBatch()
+        entries: dict[int, pb.ReservationSpans] = {}
+        for _ in range(min(len(self.news), MAX_BATCH_SPANS)):
+            news = self.news.popleft()
+            entry = entries.get(news.reservation_id)
+            if entry is None:
+                entry = entries[news.reservation_id] = batch.reservations.add()
+            entry.MergeFrom(news)
+        if not self.news:
+            self.stirred.clear()
+        return batch
+
+
+class SpanSessions:
+    """The sessions of one decode worker."""
+
+    def __init__(self, port: DecodePort) -> None:
+        self._port = port
+        self._sessions: dict[int, _Session] = {}
+
+    async def serve(self, session_id: int, write: Callable[[pb.SpanBatch], Awaitable[object]]) -> None:
+        """Opens the session and writes its batches, the first of them empty, until cancelled; then all of it is cancelled."""
+        if session_id in self._sessions:
+            raise InvalidRequestError(f"span session {session_id:x} is open already; draw another id")
+        session = self._sessions[session_id] = _Session()
+        try:
+            await write(pb.SpanBatch())
+            while True:
+                await session.stirred.wait()
+                await write(session.take())
+        finally:
+            del self._sessions[session_id]
+            for task in session.running.values():
+                task.cancel()
+
+    def start(self, session_id: int, call: GenerateCall) -> None:
+        """Follows a reservation; what comes of it, an error too, goes to the session's stream."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise UnavailableError(f"span session {session_id:x} is not open: its stream broke; open another and try again")
+        if call.reservation_id in session.running:
+            raise HandoffError(f"reservation {call.reservation_id} runs already in this session; start it once")
+        session.running[call.reservation_id] = asyncio.create_task(self._follow(session, call))
+
+    async def cancel(self, reservation_id: int, child: int | None) -> None:
+        await self._port.cancel(reservation_id, child)
+        if child is None:
+            for session in self._sessions.values():
+                task = session.running.get(reservation_id)
+                if task is not None:
+                    task.cancel()
+
+    async def _follow(self, session: _Session, call: GenerateCall) -> None:
+        reservation_id = call.reservation_id
+        spans = self._port.generate(call)
+        end = pb.ReservationSpans(reservation_id=reservation_id, ended=True)
+        try:
+            async for span in spans:
+                session.put(pb.ReservationSpans(reservation_id=reservation_id, spans=(wire_workers.span_to_proto(span),)))
+        except JdisaggError as error:
+            end = _error_end(reservation_id, error)
+        except Exception as error:
+            log.exception("the spans of reservation %d failed", reservation_id)
+            end = _error_end(reservation_id, JdisaggError(f"internal error ({type(error).__name__}); the worker's log says more"))
+        finally:
+            session.running.pop(reservation_id, None)
+            session.put(end)
+            close = getattr(spans, "aclose", None)
+            if close is not None:
+                await close()
+
+
+def _error_end(reservation_id: int, error: JdisaggError) -> pb.ReservationSpans:
+    return pb.ReservationSpans(reservation_id=reservation_id, error=wire.status_to_proto(wire.error_to_status(error)))
