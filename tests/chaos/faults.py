@@ -88,10 +88,11 @@ def everything(rate: float, *, without: frozenset[Fault] = frozenset()) -> dict[
 
 
 class FaultyChannel:
-    """`Channel` with faults. What it does not know (`warm_up`) is the inner channel's."""
+    """`Channel` with faults. What it does not know (`warm_up`) is the inner channel's. `watch` sees each pull, and may hold it."""
 
-    def __init__(self, inner: Channel, plan: FaultPlan, clock: Clock) -> None:
+    def __init__(self, inner: Channel, plan: FaultPlan, clock: Clock, watch: Callable[[PullTarget, Pull], Pull] | None = None) -> None:
         self.plan = plan
+        self._watch = watch or (lambda _, pull: pull)
         self._inner = inner
         self._clock = clock
         self._recent: deque[int] = deque(maxlen=REMEMBERED_IDS)
@@ -135,6 +136,9 @@ class FaultyChannel:
             raise AssertionError("the channel took the same offer twice")
 
     def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> Pull:
+        return self._watch(target, self._pull(offer_id, target, deadline_seconds))
+
+    def _pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> Pull:
         fault = self.plan.draw("pull", OF_PULLS)
         self._forget_duplicates()
         if fault is Fault.WRONG_ID:
@@ -211,7 +215,9 @@ class _LostPull:
         self._until = self._clock.now()
 
 
-class _AroundPull:
+class AroundPull:
+    """A pull as it is; to be made worse."""
+
     def __init__(self, inner: Pull) -> None:
         self._inner = inner
 
@@ -232,7 +238,7 @@ class _AroundPull:
         self._inner.cancel()
 
 
-class _LatePull(_AroundPull):
+class _LatePull(AroundPull):
     """Arrives `seconds` later than it could have."""
 
     def __init__(self, inner: Pull, clock: Clock, seconds: float, withheld: Callable[[], None]) -> None:
@@ -251,7 +257,7 @@ class _LatePull(_AroundPull):
         return self._clock.now() >= self._until
 
 
-class _GarbledPull(_AroundPull):
+class _GarbledPull(AroundPull):
     """Hands out arrays of which one byte is another."""
 
     def __init__(self, inner: Pull, rank: int, plan: FaultPlan) -> None:

@@ -1,0 +1,79 @@
+"""Chaos for as long as one likes: random scenarios from a seed, each judged, with a table of recovery times at the end.
+
+    python -m tests.chaos --minutes=10 --seed=1
+    python -m tests.chaos --minutes=10 --seed=1 --rate=0.05              # besides, every worker's channel goes wrong
+    python -m tests.chaos --minutes=10 --processes=2 --prefill_layout=tp=2 --decode_layout=dp=2
+
+Ends with 1 when the service broke its word in any of them.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.chaos.cluster import ChaosCluster, Shape
+from tests.chaos.load import known_kinds
+from tests.chaos.report import table
+from tests.chaos.scenarios import Harness, Outcome, all_scenarios
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--streams", type=int, default=50, help="of each scenario")
+    parser.add_argument("--rate", type=float, default=0.0, help="of faults in the workers' channels")
+    parser.add_argument("--processes", type=int, default=1, help="of each instance")
+    parser.add_argument("--prefill_layout", default="tp=1")
+    parser.add_argument("--decode_layout", default="tp=1")
+    parser.add_argument("--only", default="", help="scenarios with this in their name, each once, in order")
+    parser.add_argument("--cache", default="", help="folder of compiled programs; a fresh one by default")
+    parser.add_argument("--json", default="", help="file for the outcomes")
+    asked = parser.parse_args()
+    shape = Shape(
+        prefill_layout=asked.prefill_layout, decode_layout=asked.decode_layout, processes=asked.processes, rate=asked.rate, seed=asked.seed
+    )
+    with tempfile.TemporaryDirectory(prefix="jdisagg-chaos-") as folder:
+        outcomes = asyncio.run(run(shape, asked, Path(folder)))
+    print(table(outcomes))
+    if asked.json:
+        Path(asked.json).write_text(json.dumps([outcome.row for outcome in outcomes], indent=1) + "\n")
+    return int(any(outcome.faults for outcome in outcomes))
+
+
+async def run(shape: Shape, asked: argparse.Namespace, folder: Path) -> list[Outcome]:
+    kinds = await known_kinds(20, seed=asked.seed)
+    cluster = ChaosCluster(shape, folder, asked.cache or str(folder / "programs"))
+    outcomes: list[Outcome] = []
+    try:
+        await cluster.start()
+        harness = Harness(cluster, kinds, asked.streams, asked.seed)
+        rng, until = random.Random(asked.seed), time.monotonic() + 60 * asked.minutes
+        scenarios = list(all_scenarios(shape.processes))
+        chosen = [scenario for scenario in scenarios if asked.only in scenario.name] if asked.only else None
+        while time.monotonic() < until and chosen != []:
+            scenario = rng.choice(scenarios) if chosen is None else chosen.pop(0)
+            began = time.monotonic()
+            outcomes.append(await harness.run(scenario))
+            seconds = time.monotonic() - began
+            print(f"{scenario.name}: {'; '.join(outcomes[-1].faults) or 'right'} ({seconds:.1f} s)", file=sys.stderr, flush=True)
+        if cluster.desk.counts:
+            print(f"faults in the channels: {cluster.desk.counts}", file=sys.stderr)
+    finally:
+        await cluster.stop()
+        if any(outcome.faults for outcome in outcomes):
+            kept = Path(tempfile.gettempdir()) / f"jdisagg-chaos-{asked.seed}.log"
+            kept.write_bytes(cluster.log.read_bytes())
+            print(f"what the processes said: {kept}", file=sys.stderr)
+    return outcomes
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""A cluster of real processes that can be hurt: router and workers as `launch.cluster` starts them, the workers taking orders.
+
+Processes are restarted by the supervisor, as they are there. What they say goes to one log file.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from jdisagg.client import AsyncClient
+from jdisagg.clock import MonotonicClock
+from jdisagg.dispatch.ports import WorkerStatus
+from jdisagg.errors import JdisaggError
+from jdisagg.supervisor.child import Command
+from jdisagg.supervisor.supervisor import Group, GroupSpec
+from launch.cluster_plan import ClusterPlan, free_ports, plan_instances
+from tests.chaos.orders import OrderDesk
+
+HOST = "127.0.0.1"
+ROUTER = "router"
+START_SECONDS = 240.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What to start. `rate`: of faults in every worker's channel."""
+
+    prefill: int = 2
+    decode: int = 2
+    prefill_layout: str = "tp=1"
+    decode_layout: str = "tp=1"
+    processes: int = 1
+    codec: str = "none"
+    rate: float = 0.0
+    seed: int = 0
+    drain_seconds: float = 20.0
+    settings: tuple[str, ...] = (
+        "model.context_tokens=512",
+        "instance.growth_tokens=64",
+        "limits.handoff_lease_seconds=5",
+        "limits.pull_seconds=2",
+    )
+
+
+class ChaosCluster:
+    """`folder` holds the log and the socket of orders; `cache` the compiled programs."""
+
+    def __init__(self, shape: Shape, folder: Path, cache: str) -> None:
+        self.shape = shape
+        self.log = folder / "processes.log"
+        self.desk = OrderDesk(str(folder / "orders"))
+        layouts = {"prefill": shape.prefill_layout, "decode": shape.decode_layout}
+        counts = {"prefill": shape.prefill, "decode": shape.decode}
+        instances = [one for role in counts for one in plan_instances(role, counts[role], layouts[role], shape.processes, HOST)]
+        sizes = ("--page_size=16", "--slots=8", "--prefill_chunk=64", f"--codec={shape.codec}", f"--compilation_cache={cache}")
+        drain = f"--drain_seconds={shape.drain_seconds}"
+        settings = tuple(f"--set={assignment}" for assignment in shape.settings)
+        limits = tuple(f"--set={text.removeprefix('limits.')}" for text in shape.settings if text.startswith("limits."))
+        self.plan = ClusterPlan(HOST, free_ports(HOST, 1)[0], tuple(instances), (*sizes, drain, *settings), (drain, *limits))
+        specs = [self.plan.router(), *self.plan.workers()]
+        self.groups = {
+            spec.name: Group(self._with_orders(spec), MonotonicClock(), self._write, self._write, self._failed) for spec in specs
+        }
+        self.failed: list[str] = []
+        self._out = self.log.open("a", buffering=1)
+
+    @property
+    def address(self) -> str:
+        return self.plan.address
+
+    @property
+    def workers(self) -> list[str]:
+        return [name for name in self.groups if name != ROUTER]
+
+    def of_role(self, role: str) -> list[str]:
+        return [name for name in self.groups if name.startswith(role)]
+
+    async def start(self) -> None:
+        await self.desk.start()
+        for group in self.groups.values():
+            group.start()
+        await self.until_live(self.workers, START_SECONDS)
+
+    async def stop(self) -> None:
+        for name in self.groups:  # a stopped process would not hear SIGTERM
+            self.signal(name, signal.SIGCONT)
+        await self.groups[ROUTER].stop(5)
+        await asyncio.gather(*(group.stop(5) for group in self.groups.values()))
+        await self.desk.stop()
+        self._out.close()
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        return [psutil.Process(pid) for pid in self.groups[name].pids]
+
+    def signal(self, name: str, number: signal.Signals, member: int | None = None) -> list[int]:
+        """To one process of a group, or to all of them; the ids of those that were signalled."""
+        pids = list(self.groups[name].pids)
+        hit = pids if member is None else pids[member : member + 1]
+        for pid in hit:
+            os.kill(pid, number)
+        return hit
+
+    async def statuses(self) -> dict[str, WorkerStatus]:
+        """What the router says of its workers; none where it does not answer."""
+        async with AsyncClient(self.address, connect_seconds=1.0, timeout_seconds=2.0) as client:
+            try:
+                return {status.name: status for status in await client.status()}
+            except JdisaggError:
+                return {}
+
+    async def until_live(self, names: Sequence[str], seconds: float) -> float:
+        """Waits until the router knows all of them as serving; how long that took."""
+
+        def live(statuses: dict[str, WorkerStatus]) -> bool:
+            return all(name in statuses and not statuses[name].draining for name in names)
+
+        return await self.until(live, seconds, f"{', '.join(names)} should serve")
+
+    async def until_quiet(self, seconds: float) -> float:
+        """Waits until every live worker has all its pages and runs nothing; how long that took."""
+
+        def quiet(statuses: dict[str, WorkerStatus]) -> bool:
+            busy = [one for one in statuses.values() if one.running or one.waiting or one.handoffs or one.free_pages != one.total_pages]
+            return bool(statuses) and not busy
+
+        return await self.until(quiet, seconds, "all pages should be free")
+
+    async def until(self, what: Callable[[dict[str, WorkerStatus]], bool], seconds: float, words: str) -> float:
+        began = time.monotonic()
+        statuses: dict[str, WorkerStatus] = {}
+        while time.monotonic() - began < seconds:
+            if self.failed:
+                raise AssertionError(f"{self.failed} cannot work; see {self.log}:\n{self.last_words()}")
+            statuses = await self.statuses()
+            if what(statuses):
+                return time.monotonic() - began
+            await asyncio.sleep(0.1)
+        shown = "\n".join(map(str, statuses.values()))
+        raise AssertionError(f"{words} within {seconds:g} s; statuses:\n{shown}\nlast words:\n{self.last_words()}")
+
+    def last_words(self, lines: int = 40) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def _with_orders(self, spec: GroupSpec) -> GroupSpec:
+        return GroupSpec(spec.name, lambda: [self._with_socket(command) for command in spec.commands()])
+
+    def _with_socket(self, command: Command) -> Command:
+        # Two counts of virtual devices would contradict each other.
+        environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+        arguments = command.arguments
+        if "launch.worker" in arguments:
+            own = ("--chaos_socket=" + self.desk.path, f"--chaos_rate={self.shape.rate}", f"--chaos_seed={self.shape.seed}")
+            at = arguments.index("launch.worker")
+            arguments = (sys.executable, "-u", "-m", "tests.chaos.worker_main", *own, *arguments[at + 1 :])
+        return replace(command, arguments=arguments, environment=environment)
+
+    def _write(self, name: str, line: str) -> None:
+        if not self._out.closed:
+            self._out.write(f"{time.strftime('%H:%M:%S')} {name}: {line}\n")
+
+    def _failed(self, name: str) -> None:
+        self.failed.append(name)

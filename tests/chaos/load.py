@@ -1,0 +1,94 @@
+"""Streams whose every token is known beforehand: what the harness sends, and what must come back.
+
+The oracle is one instance on one device, request by request, in this process: no hand-off, no batch, no fault.
+"""
+
+import random
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from jdisagg.client import AsyncClient, GenerateOptions
+from jdisagg.config import Mode
+from jdisagg.errors import JdisaggError
+from tests.end_to_end.clusters import config, running
+
+DEADLINE_SECONDS = 90.0
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A request and its answer."""
+
+    token_ids: tuple[int, ...]
+    max_tokens: int
+    seed: int | None
+    expected: tuple[int, ...] = ()
+    text: str = ""
+
+    @property
+    def options(self) -> GenerateOptions:
+        sampling: dict[str, object] = {"temperature": 0.0} if self.seed is None else {"temperature": 0.8, "top_k": 50, "seed": self.seed}
+        return GenerateOptions(token_ids=self.token_ids, max_tokens=self.max_tokens, ignore_eos=True, **sampling)  # type: ignore[typeddict-item]
+
+
+async def known_kinds(count: int, *, seed: int = 0, tokens: Sequence[int] = (24, 60, 120)) -> list[Kind]:
+    """Greedy and seeded, prompts within one chunk and over several, with the tokens that each must give."""
+    rng = random.Random(seed)
+    kinds = []
+    async with running(config(Mode.UNIFIED, decode="tp=1", slots=1)) as run:
+        for index in range(count):
+            ids = tuple(rng.randrange(300) for _ in range((3, 40, 70, 150, 200)[index % 5]))
+            kind = Kind(ids, tokens[index % len(tokens)], index if index % 2 else None)
+            options = {name: value for name, value in kind.options.items() if name not in ("token_ids",)}
+            done = await run.complete(run.request(ids, f"oracle-{index}", **options))
+            kinds.append(Kind(kind.token_ids, kind.max_tokens, kind.seed, tuple(done.tokens[0]), done.text[0]))
+    return kinds
+
+
+@dataclass
+class Stream:
+    """One request as its client saw it."""
+
+    kind: Kind
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    times: list[float] = field(default_factory=list)
+    ended_at: float | None = None
+    error: Exception | None = None
+
+    @property
+    def wrong(self) -> str:
+        """What is not as it must be; "" for a whole, right stream."""
+        if self.error is not None:
+            return f"after {len(self.tokens)} tokens: {type(self.error).__name__}: {self.error}"
+        if tuple(self.tokens) != self.kind.expected:
+            pairs = zip(self.tokens, self.kind.expected, strict=False)
+            first = next((index for index, (got, due) in enumerate(pairs) if got != due), len(self.tokens))
+            return f"wrong from token {first} of {len(self.kind.expected)} on: {self.tokens[first : first + 4]}"
+        return "" if self.text == self.kind.text else f"right tokens, wrong text {self.text!r}"
+
+    def pause_after(self, instant: float) -> float | None:
+        """From the instant to the first sign of life after it; None when it had not begun or had ended by then."""
+        if not self.times or self.times[0] > instant or (self.ended_at is not None and self.ended_at <= instant):
+            return None
+        later = [at for at in self.times if at > instant]
+        return (later[0] if later else (self.ended_at or time.monotonic())) - instant
+
+    async def run(self, client: AsyncClient, deadline_seconds: float = DEADLINE_SECONDS) -> "Stream":
+        """Never raises: how it ended is what is asked for."""
+        try:
+            named = GenerateOptions(request_id=uuid.uuid4().hex, deadline_seconds=deadline_seconds)
+            async with aclosing(client.generate(**{**self.kind.options, **named})) as events:
+                async for event in events:
+                    if event.token_ids and event.first_index != len(self.tokens):
+                        raise AssertionError(f"token {event.first_index} came where {len(self.tokens)} was due")
+                    self.tokens += event.token_ids
+                    self.text += event.text
+                    self.times.append(time.monotonic())
+        except (JdisaggError, AssertionError) as error:
+            self.error = error
+        self.ended_at = time.monotonic()
+        return self

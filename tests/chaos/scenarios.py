@@ -1,0 +1,202 @@
+"""One fault at one moment under load: what is done to whom, and whether the service kept its word.
+
+A scenario starts a batch of streams, waits until a hand-off is held at its moment, kills or stops a process, lets go, and then asks:
+did the fault take effect, did every stream come to its end with the right tokens, are all pages free within ten seconds, and is the
+victim back. How long streams paused is reported, not judged.
+"""
+
+import asyncio
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import psutil
+
+from jdisagg.client import AsyncClient
+from tests.chaos.cluster import ROUTER, ChaosCluster
+from tests.chaos.load import DEADLINE_SECONDS, Kind, Stream
+from tests.chaos.moments import Moment
+
+HOLD_SECONDS = 8.0
+REACH_SECONDS = 30.0
+STOP_SECONDS = 4.5
+QUIET_SECONDS = 10.0
+BACK_SECONDS = 90.0
+CLIENT = "client"
+
+HOLDERS = {
+    Moment.RESERVED: "decode",
+    Moment.COMPUTING: "prefill",
+    Moment.OFFERED: "prefill",
+    Moment.PULLING: "decode",
+    Moment.PART_INSERTED: "prefill",
+    Moment.ALL_INSERTED: "prefill",
+    Moment.DECODING: "decode",
+    Moment.MIGRATING: "decode",
+}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """`victim`: a role, "router" or "client". `deed`: SIGKILL, SIGSTOP (SIGCONT follows) or SIGTERM.
+
+    `member`: which process of the victim; None: all."""
+
+    moment: Moment
+    victim: str
+    deed: signal.Signals = signal.SIGKILL
+    member: int | None = None
+
+    @property
+    def name(self) -> str:
+        which = "" if self.member is None else f"'s process {self.member}"
+        return f"{self.deed.name} {self.victim}{which} while {self.moment.value}"
+
+
+@dataclass
+class Outcome:
+    """What came of a scenario. `faults`: what is wrong, empty when all is well."""
+
+    scenario: str
+    faults: list[str] = field(default_factory=list)
+    pauses: list[float] = field(default_factory=list)
+    quiet_seconds: float | None = None
+    back_seconds: float | None = None
+
+    @property
+    def row(self) -> dict[str, object]:
+        median = round(statistics.median(self.pauses), 2) if self.pauses else None
+        longest = round(max(self.pauses), 2) if self.pauses else None
+        times = {"quiet_s": self.quiet_seconds, "victim_back_s": self.back_seconds}
+        rounded = {name: None if value is None else round(value, 2) for name, value in times.items()}
+        counts = {"streams_interrupted": len(self.pauses), "pause_median_s": median, "pause_max_s": longest}
+        return {"scenario": self.scenario, **counts, **rounded, "faults": self.faults}
+
+
+def all_scenarios(processes: int = 1) -> Iterator[Scenario]:
+    """Every moment, victim and deed."""
+    members = [None] if processes == 1 else list(range(processes))
+    for moment, deed in product(Moment, (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)):
+        if moment is not Moment.MIGRATING:
+            yield from (Scenario(moment, victim, deed, member) for victim, member in product(("prefill", "decode"), members))
+            yield Scenario(moment, ROUTER, deed)
+        elif deed is not signal.SIGTERM:
+            yield Scenario(moment, "decode", deed)
+    yield from (Scenario(moment, CLIENT) for moment in Moment if moment is not Moment.MIGRATING)
+
+
+class Harness:
+    """Runs scenarios against one cluster, one after the other."""
+
+    def __init__(self, cluster: ChaosCluster, kinds: Sequence[Kind], streams: int, seed: int = 0) -> None:
+        self._cluster = cluster
+        self._kinds = kinds
+        self._streams = streams
+        self._random = random.Random(seed)
+
+    async def run(self, scenario: Scenario) -> Outcome:
+        outcome = Outcome(scenario.name)
+        await self._cluster.until_live(self._cluster.workers, BACK_SECONDS)
+        async with AsyncClient(self._cluster.address, connect_seconds=30.0) as client:
+            streams = [Stream(self._random.choice(self._kinds)) for _ in range(self._streams)]
+            own = self._own_client() if scenario.victim == CLIENT else None
+            tasks = _start(streams, client) if own is None else []
+            number, reached = self._cluster.desk.hold(self._holders(scenario), scenario.moment, HOLD_SECONDS)
+            try:
+                if scenario.moment is Moment.MIGRATING:
+                    await asyncio.sleep(1.0)
+                    self._cluster.signal(self._holders(scenario)[0], signal.SIGTERM)
+                held = await asyncio.wait_for(asyncio.shield(reached), REACH_SECONDS)
+                tasks = tasks or _start(streams, client)
+                if own is not None:
+                    await asyncio.sleep(0.5)
+                victim = self._victim(scenario, held.worker, held.other)
+                at = time.monotonic()
+                await self._hurt(scenario, victim, own, number, outcome)
+                await asyncio.wait(tasks, timeout=DEADLINE_SECONDS + 10)
+                self._judge(streams, tasks, at, outcome)
+                outcome.quiet_seconds = await self._cluster.until_quiet(QUIET_SECONDS)
+                if victim != CLIENT:
+                    await self._cluster.until_live(self._cluster.workers, BACK_SECONDS)
+                    outcome.back_seconds = time.monotonic() - at
+            except TimeoutError:
+                outcome.faults.append(f"no hand-off came to {scenario.moment.value} within {REACH_SECONDS:g} s")
+            except AssertionError as error:
+                outcome.faults.append(str(error))
+            finally:
+                self._cluster.desk.let_go(number)
+                if own is not None:
+                    own.kill()
+                    own.wait()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        return outcome
+
+    def _own_client(self) -> "subprocess.Popen[bytes]":
+        """A client in a process of its own, alone for now: the hand-off that is held is its."""
+        prompt = "Once upon a time there was a little dog who liked to play " * 4
+        flags = (f"--target={self._cluster.address}", f"--prompt={prompt}", "--max_tokens=200", "--ignore_eos")
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL}
+        return subprocess.Popen([sys.executable, "-m", "launch.ask", *flags], **quiet)  # type: ignore[call-overload]
+
+    def _holders(self, scenario: Scenario) -> list[str]:
+        names = self._cluster.of_role(HOLDERS[scenario.moment])
+        chosen = names if scenario.moment is not Moment.MIGRATING else [self._random.choice(names)]
+        if self._cluster.shape.processes == 1:
+            return chosen
+        return [f"{name}.{process}" for name in chosen for process in range(self._cluster.shape.processes)]
+
+    def _victim(self, scenario: Scenario, holder: str, other: str) -> str:
+        """The worker that takes part in the held hand-off, where it is known."""
+        if scenario.victim in (ROUTER, CLIENT):
+            return scenario.victim
+        known = [name.partition(".")[0] for name in (holder, other) if name.startswith(scenario.victim)]
+        return known[0] if known else self._random.choice(self._cluster.of_role(scenario.victim))
+
+    async def _hurt(self, scenario: Scenario, victim: str, own: "subprocess.Popen[bytes] | None", number: int, outcome: Outcome) -> None:
+        """Does it, lets the hand-off go, and sees to it that it took effect."""
+        if own is not None:
+            assert own.poll() is None, "the client had ended before it could be killed"
+            own.kill()
+            own.wait()
+            self._cluster.desk.let_go(number)
+            return
+        before = [psutil.Process(pid) for pid in self._cluster.signal(victim, scenario.deed, scenario.member)]
+        assert before, f"{victim} does not run"
+        if scenario.deed is signal.SIGSTOP:
+            await asyncio.sleep(0.2)
+            stopped = all(process.status() == psutil.STATUS_STOPPED for process in before)
+            self._cluster.desk.let_go(number)
+            await asyncio.sleep(STOP_SECONDS)
+            for process in before:
+                process.send_signal(signal.SIGCONT)
+            assert stopped, f"{victim} went on after SIGSTOP"
+            return
+        await asyncio.sleep(0.05)
+        self._cluster.desk.let_go(number)
+        seconds = 2.0 if scenario.deed is signal.SIGKILL else self._cluster.shape.drain_seconds + 10
+        until = time.monotonic() + seconds
+        while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in before):
+            assert time.monotonic() < until, f"{victim} still runs {seconds:g} s after {scenario.deed.name}"
+            await asyncio.sleep(0.02)
+
+    def _judge(self, streams: list[Stream], tasks: "list[asyncio.Task[Stream]]", at: float, outcome: Outcome) -> None:
+        waiting = sum(not task.done() for task in tasks)
+        if waiting:
+            outcome.faults.append(f"{waiting} streams still wait past their deadline")
+        outcome.faults += [wrong for stream, task in zip(streams, tasks, strict=True) if task.done() and (wrong := stream.wrong)]
+        pauses = [stream.pause_after(at) for stream in streams]
+        outcome.pauses = [pause for pause in pauses if pause is not None]
+        if not outcome.pauses:
+            outcome.faults.append("no stream was under way when it happened")
+
+
+def _start(streams: list[Stream], client: AsyncClient) -> "list[asyncio.Task[Stream]]":
+    return [asyncio.create_task(stream.run(client)) for stream in streams]
