@@ -72,6 +72,10 @@ class JaxTransferChannel:
         """Requests whose pieces wait in the engine to be pulled; 0 once all is quiet."""
         return self._sender.postings()
 
+    def under_way(self) -> int:
+        """Requests of this process's pulls that are neither answered to the end nor given up; 0 once all is quiet."""
+        return self._puller.under_way()
+
     def bytes_per_pair(self) -> dict[tuple[int, int], int]:
         return self._puller.bytes_per_pair()
 

@@ -106,6 +106,10 @@ class KvPuller:
     def handle(self, sender: KvEnd, message: Posted | Refused) -> None:
         self._thread.submit(lambda: self._take(sender, message))
 
+    def under_way(self) -> int:
+        with self._lock:
+            return len(self._asks) + len(self._stuck)
+
     def bytes_per_pair(self) -> dict[tuple[int, int], int]:
         with self._lock:
             return dict(self._moved)

@@ -126,6 +126,22 @@ def expected_shards(case: Case, source_rank: int, rank: int) -> dict[int, np.nda
     }
 
 
+def behind_work(block: jax.Array) -> jax.Array:
+    """`block` as the output of a program that still runs for some tenths of a second when this returns."""
+
+    def work(local: jax.Array, rounds: jax.Array) -> jax.Array:
+        weight = jnp.ones((400, 400))
+        busy = jax.lax.fori_loop(0, rounds, lambda _, x: (x @ weight) * 1e-3, weight)
+        return local + 0 * busy[0, 0].astype(local.dtype)
+
+    sharding = block.sharding
+    assert isinstance(sharding, jax.sharding.NamedSharding)
+    spec = sharding.spec
+    program = jax.jit(jax.shard_map(work, mesh=sharding.mesh, in_specs=(spec, jax.P()), out_specs=spec, check_vma=False))
+    jax.block_until_ready(program(block, jnp.int32(1)))
+    return program(block, jnp.int32(300))
+
+
 def packed_bytes(array: jax.Array) -> int:
     """Of all devices, replicas counted."""
     return sum(shard.data.nbytes for shard in array.addressable_shards)

@@ -23,6 +23,7 @@ from tests.transfer.conformance import (
     ChannelConformance,
     Ends,
     ManualClock,
+    behind_work,
     case,
     expected_shards,
     finished,
@@ -120,22 +121,6 @@ def test_after_the_warm_up_no_pull_compiles_anything(source: str, destination: s
         assert compiled == []
         jax.jit(lambda x: x * 3)(block.zeros)
         assert compiled, "the trap must see a compilation"
-
-
-def behind_work(block: jax.Array) -> jax.Array:
-    """`block` as the output of a program that still runs for some tenths of a second when this returns."""
-
-    def work(local: jax.Array, rounds: jax.Array) -> jax.Array:
-        weight = jnp.ones((400, 400))
-        busy = jax.lax.fori_loop(0, rounds, lambda _, x: (x @ weight) * 1e-3, weight)
-        return local + 0 * busy[0, 0].astype(local.dtype)
-
-    sharding = block.sharding
-    assert isinstance(sharding, jax.sharding.NamedSharding)
-    spec = sharding.spec
-    program = jax.jit(jax.shard_map(work, mesh=sharding.mesh, in_specs=(spec, jax.P()), out_specs=spec, check_vma=False))
-    jax.block_until_ready(program(block, jnp.int32(1)))
-    return program(block, jnp.int32(300))
 
 
 def test_offering_and_pulling_do_not_wait_for_the_block_and_work_on_the_destination_goes_on(ends: Ends) -> None:

@@ -1,13 +1,33 @@
 """The channel between processes, over the real transfer engine: both ends in this process."""
 
+import dataclasses
+import gc
+import threading
+import time
 from collections.abc import Callable, Iterator
 
+import jax
+import numpy as np
 import pytest
+from jax.experimental import transfer
 
+from jdisagg.errors import ConfigError, HandoffError, IncompatiblePeerError
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.transfer.jax_transfer import JaxTransferChannel
-from jdisagg.transfer.kv_messages import KvMessage
-from tests.transfer.conformance import ChannelConformance, Ends, ManualClock
+from jdisagg.transfer.kv_messages import KvMessage, Posted, Pulled, PullRequest, Refused, Withdraw
+from jdisagg.transfer.transfer_engine import EngineOptions, Outlet
+from tests.transfer.conformance import (
+    LONG_SECONDS,
+    Case,
+    ChannelConformance,
+    Ends,
+    ManualClock,
+    behind_work,
+    case,
+    expected_shards,
+    finished,
+    received_shards,
+)
 
 SENDER, RECEIVER = KvEnd("127.0.0.1:1", 0xA), KvEnd("127.0.0.1:2", 0xB)
 
@@ -56,3 +76,243 @@ def ends(loopback: Loopback) -> Iterator[Ends]:
 
 class TestJaxTransferChannel(ChannelConformance):
     pass
+
+
+def settled(condition: Callable[[], bool]) -> None:
+    """Waits until what the channel's own threads do is done; the bound is a safety net."""
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, "the channel does not come to rest"
+        time.sleep(0.005)
+
+
+def pulled(ends: Ends, offer_id: int, block: Case, deadline_seconds: float = LONG_SECONDS) -> dict[int, np.ndarray]:
+    return received_shards(finished(ends.receiver.pull(offer_id, block.target(0), deadline_seconds)), block, 0)
+
+
+def test_nothing_is_kept_of_pulls_that_are_over(ends: Ends, loopback: Loopback) -> None:
+    block = case("tp=2", "tp=4")
+    sender, receiver = loopback.channels[SENDER], loopback.channels[RECEIVER]
+    for number in range(2):  # connections and programs
+        ends.sender.offer(number, block.block + 0, 0)
+        pulled(ends, number, block)
+        ends.sender.release(number)
+    settled(lambda: sender.postings() == 0 and receiver.under_way() == 0)
+    gc.collect()
+    before = len(jax.live_arrays())
+    for number in range(2, 10):
+        ends.sender.offer(number, block.block + 0, 0)
+        pull = ends.receiver.pull(number, block.target(0), LONG_SECONDS)
+        match number % 4:
+            case 0:
+                finished(pull)
+                ends.sender.release(number)
+            case 1:
+                pull.cancel()
+                ends.sender.release(number)
+            case 2:
+                ends.sender.revoke(number, "enough")
+                finished(pull)
+            case _:
+                ends.receiver.pull(number + 100, block.target(0), LONG_SECONDS).cancel()
+                finished(pull)
+                pull.cancel()
+                ends.sender.release(number)
+    del pull
+    settled(lambda: sender.postings() == 0 and receiver.under_way() == 0)
+    settled(lambda: gc.collect() >= 0 and len(jax.live_arrays()) <= before)
+
+
+def test_a_doubled_request_is_posted_once_and_a_doubled_answer_pulled_once(ends: Ends, loopback: Loopback) -> None:
+    doubled: list[KvMessage] = []
+
+    def twice(message: KvMessage) -> list[KvMessage]:
+        doubled.append(message)
+        return [message, message]
+
+    loopback.tamper = twice
+    block = case("tp=2", "dp=2,tp=2")
+    ends.sender.offer(7, block.block, 0)
+    for _ in range(5):
+        for device, shard in expected_shards(block, 0, 0).items():
+            np.testing.assert_array_equal(pulled(ends, 7, block)[device], shard)
+    assert {type(message) for message in doubled} >= {PullRequest, Posted}
+    settled(lambda: loopback.channels[SENDER].postings() == 0)
+
+
+@pytest.mark.parametrize("lost", [PullRequest, Posted])
+def test_a_lost_message_costs_one_pull_at_its_deadline_and_no_more(ends: Ends, loopback: Loopback, lost: type[KvMessage]) -> None:
+    block, dropped = case("tp=2", "tp=2"), []
+
+    def lose_first(message: KvMessage) -> list[KvMessage]:
+        if isinstance(message, lost) and not dropped:
+            dropped.append(message)
+            return []
+        return [message]
+
+    loopback.tamper = lose_first
+    ends.sender.offer(7, block.block, 0)
+    pull = ends.receiver.pull(7, block.target(0), 5.0)
+    settled(lambda: len(dropped) == 1)
+    ends.clock.seconds = 5.0
+    with pytest.raises(HandoffError, match=r"within the deadline of 5\.0 s"):
+        pull.arrays()
+    for device, shard in expected_shards(block, 0, 0).items():
+        np.testing.assert_array_equal(pulled(ends, 7, block)[device], shard)
+    settled(lambda: loopback.channels[SENDER].postings() == 0)
+
+
+@pytest.mark.parametrize("lost", [Pulled, Withdraw])
+def test_a_sender_that_never_hears_how_a_pull_ended_frees_the_posting_at_its_deadline(
+    ends: Ends, loopback: Loopback, lost: type[KvMessage]
+) -> None:
+    block, dropped = case("tp=2", "tp=2"), []
+
+    def lose(message: KvMessage) -> list[KvMessage]:
+        gone = isinstance(message, lost) or (lost is Withdraw and isinstance(message, Posted))
+        if gone:
+            dropped.append(type(message))
+        return [] if gone else [message]
+
+    loopback.tamper = lose
+    ends.sender.offer(7, block.block, 0)
+    pull = ends.receiver.pull(7, block.target(0), 5.0)
+    if lost is Pulled:
+        finished(pull).arrays()
+    else:
+        settled(lambda: Posted in dropped)
+        pull.cancel()
+    settled(lambda: lost in dropped)
+    assert loopback.channels[SENDER].postings() == 1
+    ends.clock.seconds = 6.0
+    settled(lambda: loopback.channels[SENDER].postings() == 0)
+
+
+def test_pieces_under_an_id_that_was_not_posted_end_at_the_deadline_and_the_connection_is_made_anew(ends: Ends, loopback: Loopback) -> None:
+    """A wrong id is what a lost posting looks like: the engine never answers it."""
+    block, numbers = case("tp=2", "tp=2"), []
+
+    def misdirect(message: KvMessage) -> list[KvMessage]:
+        if isinstance(message, PullRequest):
+            numbers.append(message.link)
+        if isinstance(message, Posted) and len(numbers) == 2:
+            loopback.channels[SENDER].handle(RECEIVER, Pulled(message.pull_id))
+            return [dataclasses.replace(message, address=other.address)]
+        return [message]
+
+    other = Outlet(EngineOptions(transports=2))  # where nothing is posted
+    loopback.tamper = misdirect
+    ends.sender.offer(7, block.block, 0)
+    pulled(ends, 7, block)
+    pull = ends.receiver.pull(7, block.target(0), 5.0)
+    settled(lambda: loopback.channels[SENDER].postings() == 0)
+    assert not pull.is_ready()
+    ends.clock.seconds = 5.0
+    with pytest.raises(HandoffError, match=r"has not arrived within the deadline of 5\.0 s"):
+        pull.arrays()
+    settled(lambda: loopback.channels[RECEIVER].under_way() == 0)
+    for device, shard in expected_shards(block, 0, 0).items():
+        np.testing.assert_array_equal(pulled(ends, 7, block)[device], shard)
+    assert numbers[0] == numbers[1] < numbers[2]
+    other.close()
+
+
+def test_a_revocation_ends_pulls_that_wait_in_the_engine(ends: Ends, loopback: Loopback) -> None:
+    block = case("tp=2", "tp=2")
+    computing = behind_work(block.block)
+    ends.sender.offer(7, computing, 0)
+    pull = ends.receiver.pull(7, block.target(0), LONG_SECONDS)
+    settled(lambda: loopback.channels[SENDER].postings() == 1)
+    ends.sender.revoke(7, "prefill was aborted")
+    with pytest.raises(HandoffError, match="prefill was aborted"):
+        finished(pull).arrays()
+    jax.block_until_ready(computing)
+    settled(lambda: loopback.channels[SENDER].postings() == 0 and loopback.channels[RECEIVER].under_way() == 0)
+
+
+def test_a_block_whose_computation_failed_fails_its_pull_and_no_other(ends: Ends) -> None:
+    block = case("tp=1", "tp=1")
+    aval = jax.ShapeDtypeStruct(block.block.shape, block.block.dtype, sharding=block.block.sharding)
+    ends.sender.offer(7, transfer.make_error_array(aval, "prefill broke"), 0)
+    ends.sender.offer(8, block.block, 0)
+    broken, whole = (ends.receiver.pull(number, block.target(0), LONG_SECONDS) for number in (7, 8))
+    with pytest.raises(HandoffError, match="prefill broke"):
+        finished(broken).arrays()
+    finished(whole).arrays()
+
+
+def test_a_deleted_block_fails_its_pull_and_the_process_lives(ends: Ends) -> None:
+    block = case("tp=2", "tp=2")
+    copy = block.block + 0
+    ends.sender.offer(7, copy, 0)
+    copy.delete()
+    with pytest.raises(HandoffError, match="deleted"):
+        finished(ends.receiver.pull(7, block.target(0), LONG_SECONDS)).arrays()
+
+
+def test_another_number_of_transports_is_refused_on_both_sides_before_anything_connects(ends: Ends, loopback: Loopback) -> None:
+    block = case("tp=1", "tp=1")
+    ends.sender.offer(7, block.block, 0)
+    ends.receiver.connect("other", card(SENDER, transports=4))
+    target = dataclasses.replace(block.target(0), peer="other")
+    with pytest.raises(IncompatiblePeerError, match="transports is 2 here and 4 on peer 'other'"):
+        finished(ends.receiver.pull(7, target, LONG_SECONDS)).arrays()
+    loopback.tamper = lambda message: [dataclasses.replace(message, transports=4) if isinstance(message, PullRequest) else message]
+    with pytest.raises(IncompatiblePeerError, match="transports is 2 at the sender and 4 at the receiver"):
+        finished(ends.receiver.pull(7, block.target(0), LONG_SECONDS)).arrays()
+
+
+def test_a_request_for_another_boot_of_the_process_is_refused(ends: Ends, loopback: Loopback) -> None:
+    block = case("tp=1", "tp=1")
+    ends.sender.offer(7, block.block, 0)
+    loopback.tamper = lambda message: [dataclasses.replace(message, sender_boot_id=0xDEAD) if isinstance(message, PullRequest) else message]
+    with pytest.raises(HandoffError, match="has restarted"):
+        finished(ends.receiver.pull(7, block.target(0), LONG_SECONDS)).arrays()
+
+
+def test_an_answer_from_somebody_else_is_ignored(ends: Ends, loopback: Loopback) -> None:
+    requests: list[PullRequest] = []
+
+    def note(message: KvMessage) -> list[KvMessage]:
+        requests.extend([message] if isinstance(message, PullRequest) else [])
+        return [message]
+
+    loopback.tamper = note
+    block = case("tp=1", "tp=1")
+    pull = ends.receiver.pull(7, block.target(0), LONG_SECONDS)
+    loopback.channels[RECEIVER].handle(KvEnd(SENDER.control, 0xDEAD), Refused(requests[0].pull_id, "HandoffError", "a lie"))
+    ends.sender.offer(7, block.block, 0)
+    finished(pull).arrays()
+
+
+def test_pulls_of_a_peer_that_is_disconnected_fail_and_the_other_peers_go_on(ends: Ends) -> None:
+    block = case("tp=2", "tp=2")
+    ends.receiver.connect("gone", card(KvEnd("127.0.0.1:3", 0xC)))
+    lost = ends.receiver.pull(7, dataclasses.replace(block.target(0), peer="gone"), LONG_SECONDS)
+    waiting = ends.receiver.pull(7, block.target(0), LONG_SECONDS)
+    ends.receiver.disconnect("gone")
+    ends.receiver.disconnect("gone")
+    with pytest.raises(HandoffError, match="'gone' was disconnected"):
+        finished(lost).arrays()
+    with pytest.raises(HandoffError, match="'gone' is not connected"):
+        ends.receiver.pull(7, dataclasses.replace(block.target(0), peer="gone"), LONG_SECONDS).arrays()
+    ends.sender.offer(7, block.block, 0)
+    finished(waiting).arrays()
+
+
+def test_a_closed_channel_ends_its_pulls_and_its_threads(ends: Ends, loopback: Loopback) -> None:
+    block = case("tp=2", "tp=2")
+    ends.sender.offer(7, block.block, 0)
+    pulled(ends, 7, block)
+    pull = ends.receiver.pull(8, block.target(0), LONG_SECONDS)
+    loopback.channels[RECEIVER].close()
+    with pytest.raises(HandoffError, match="closed"):
+        finished(pull).arrays()
+    loopback.channels[SENDER].close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
+
+
+def test_the_kv_plane_never_listens_on_every_interface() -> None:
+    for host in ("", "0.0.0.0", "::"):
+        with pytest.raises(ConfigError, match="every interface"):
+            EngineOptions(host)
