@@ -20,7 +20,7 @@ def mix(x: int) -> int:
 
 def twin(block: np.ndarray, key: int, component: int = 0, head: int = 0, start: int = 0, valid: int | None = None) -> int:
     """The sum of a block [C, K, T, H], one row after the other, in Python's integers."""
-    bits = block.view({2: np.uint16, 4: np.uint32, 1: np.uint8}[block.itemsize]).astype(object)
+    bits = block.view(np.dtype(f"uint{8 * block.itemsize}")).astype(object)
     words = (key & MASK, key >> 32)
     total = 0
     for lane, salt in enumerate((0x27D4EB2F, 0x165667B1)):
@@ -68,7 +68,7 @@ def test_any_cut_into_components_heads_and_tokens_adds_up(dtype):
     block, rng = random_block(dtype), np.random.default_rng(1)
     whole = checksum(block, component=3, head=5, start=160)
     for _ in range(10):
-        c, k, t = rng.integers(1, C), rng.integers(1, K), 16 * rng.integers(1, T // 16)
+        c, k, t = (int(rng.integers(1, size)) * unit for size, unit in ((C, 1), (K, 1), (T // 16, 16)))
         parts = [
             checksum(block[cs, ks, ts], KEY, 3 + cs.start, 5 + ks.start, 160 + ts.start)
             for cs in (slice(0, c), slice(c, C))

@@ -89,7 +89,12 @@ def test_every_kind_of_damage_is_noticed(name):
     swapped = tuple(leaf[:, :, ::-1] for leaf in leaves)
     assert not intact(how, swapped)
     for wrong in ({"key": 1}, {"start": 49}, {"component": 7}, {"valid_tokens": 26}):
-        fields = {"key": STAMP.key, "component": STAMP.component, "start": STAMP.start, "valid_tokens": STAMP.valid_tokens} | wrong
+        fields: dict[str, int] = {
+            "key": STAMP.key,
+            "component": STAMP.component,
+            "start": STAMP.start,
+            "valid_tokens": STAMP.valid_tokens,
+        } | wrong
         assert not intact(how, leaves, stamp=BlockStamp(**fields)), wrong
     assert not intact(how, leaves, first_head=1)
 

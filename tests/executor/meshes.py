@@ -1,0 +1,156 @@
+"""What executor tests share: two executors on meshes of their own with one channel between them, commanded by hand."""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from jdisagg.clock import MonotonicClock
+from jdisagg.config import InstanceConfig, Mode
+from jdisagg.engine.instance import build_instance
+from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
+from jdisagg.layout.axes import Layout
+from jdisagg.layout.mesh_card import MeshCard
+from jdisagg.request import SamplingParams
+from jdisagg.scheduler.blocks import padded, split_blocks
+from jdisagg.scheduler.commands import (
+    ConnectPeer,
+    InsertBlock,
+    InsertResult,
+    OfferSpec,
+    PrefillChunk,
+    PrefillResult,
+    PrefillRow,
+    PullBlock,
+    PullResult,
+    SampleSpec,
+)
+from jdisagg.transfer.channel import BlockStamp, Offered, Pull, PullTarget
+from jdisagg.transfer.in_process import InProcessChannel
+from models.checkpoint import load_model
+from tests.end_to_end.clusters import LLAMA
+
+Damage = Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
+PEER = "prefill-0#1"
+
+
+class HandChannel:
+    """The in-process channel; remembers what was offered, and may damage what is pulled."""
+
+    def __init__(self) -> None:
+        self.inner = InProcessChannel(MonotonicClock())
+        self.offers: dict[int, tuple[jax.Array, int, BlockStamp]] = {}
+        self.connected: list[str] = []
+        self.damage: Damage | None = None
+
+    def connect(self, peer: str, card: MeshCard) -> None:
+        self.connected.append(peer)
+
+    def disconnect(self, peer: str) -> None:
+        self.connected.remove(peer)
+
+    def offer(self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = BlockStamp()) -> None:  # noqa: B008
+        self.offers[offer_id] = (block, rank, stamp)
+        self.inner.offer(offer_id, block, rank, stamp)
+
+    def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> Pull:
+        pull = self.inner.pull(offer_id, target, deadline_seconds)
+        return _Damaged(pull, self.damage) if self.damage else pull  # type: ignore[return-value]
+
+    def release(self, offer_id: int) -> None:
+        self.inner.release(offer_id)
+
+    def revoke(self, offer_id: int, reason: str) -> None:
+        self.inner.revoke(offer_id, reason)
+
+    def offered(self) -> Offered:
+        return self.inner.offered()
+
+    def bytes_per_pair(self) -> dict[tuple[int, int], int]:
+        return self.inner.bytes_per_pair()
+
+
+class _Damaged:
+    """A pull whose arrays are not what was sent."""
+
+    def __init__(self, pull: Pull, damage: Damage) -> None:
+        self._pull, self._damage = pull, damage
+
+    def arrays(self) -> tuple[jax.Array, ...]:
+        before = self._pull.arrays()
+        after = self._damage(before)
+        assert any(_differ(a, b) for a, b in zip(before, after, strict=True)), "the fault took no effect"
+        return after
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._pull, name)
+
+
+def _differ(before: jax.Array, after: jax.Array) -> bool:
+    """On some device, replicas included."""
+    pairs = zip(before.addressable_shards, after.addressable_shards, strict=True)
+    return any(np.asarray(a.data).tobytes() != np.asarray(b.data).tobytes() for a, b in pairs)
+
+
+def executor(name: str, layout: str, role: MeshRole, channel: HandChannel, first_device: int, *, page: int, dtype: str) -> MeshExecutor:
+    shape = Layout.parse(layout)
+    loaded = load_model(str(LLAMA), shape, jax.devices()[first_device : first_device + shape.devices], dtype=dtype)
+    config = InstanceConfig(layout=shape, page_size=page, pages_per_rank=24, slots_per_rank=2, chunk_tokens=128, layer_groups=2)
+    mode = Mode.DISAGGREGATED
+    return build_instance(name, config, mode, loaded, role, channel, 256, 2).executor
+
+
+class Pair:
+    """A prefill executor and a decode executor that knows it. `first_device`: where the decode mesh begins."""
+
+    def __init__(
+        self,
+        prefill: str,
+        decode: str,
+        *,
+        pages: tuple[int, int] = (16, 8),
+        dtype: str = "float32",
+        first_device: int = 4,
+        codec: str = "none",
+    ) -> None:
+        self.channel = HandChannel()
+        self.prefill = executor("p", prefill, MeshRole(True, False, emit=True), self.channel, 0, page=pages[0], dtype=dtype)
+        role = MeshRole(False, True, codec=codec)
+        self.decode = executor("d", decode, role, self.channel, first_device, page=pages[1], dtype=dtype)
+        self.decode.issue_and_wait(ConnectPeer(0, PEER, self.prefill.card))
+        self.codec = codec
+
+    def close(self) -> None:
+        self.prefill.close()
+        self.decode.close()
+
+    async def compute(self, rows: list[tuple[int, int, int, int]], key: int, *, chunk: int = 128, past: int = 0) -> PrefillResult:
+        """Prefills rows (rank, offset, tokens, first offer id) that end at position past + tokens; offers all of them."""
+        limits = self.prefill.limits
+        commands: list[PrefillRow] = []
+        for sequence, (rank, offset, tokens, offer_id) in enumerate(rows):
+            cuts = [(at, size) for at, size, _ in split_blocks(tokens, limits.granule_tokens)]
+            offers = [OfferSpec(offer_id + i, i % 2, offset + at, size) for i, (at, size) in enumerate(c for c in cuts for _ in range(2))]
+            ids = tuple((7 * sequence + 3 * t + offer_id) % 1000 + 5 for t in range(tokens))
+            first_page = 8 * sequence
+            pages = tuple(range(first_page, first_page + -(-(past + tokens) // limits.page_size)))
+            sample = (SampleSpec(0, SamplingParams(temperature=0.0)),) if tokens % 2 else ()
+            commands.append(PrefillRow(sequence, rank, offset, ids, past, pages, sample, tuple(offers)))
+            assert padded(tokens, 16) + offset <= chunk
+        result = await self.prefill.run(PrefillChunk(1, chunk, tuple(commands), key))
+        assert isinstance(result, PrefillResult)
+        return result
+
+    async def move(self, offer_id: int, rank: int, key: int, *, start: int | None = None) -> InsertResult:
+        """Pulls an offer to a rank of the decode mesh, into pages 3.. of it (in descending order), and inserts it."""
+        block, _, stamp = self.channel.offers[offer_id]
+        at = stamp.start if start is None else start
+        group, tokens = offer_id % 2, block.shape[3]
+        pull = await self.decode.run(PullBlock(2, offer_id, rank, group, tokens, 10.0, PEER, self.codec))
+        assert isinstance(pull, PullResult)
+        assert not pull.error
+        pages = tuple(range(3, 24))[::-1][: -(-(at + stamp.valid_tokens) // self.decode.limits.page_size)]
+        command = InsertBlock(3, offer_id, rank, group, tokens, stamp.valid_tokens, at, pages, key, PEER, self.codec)
+        result = await self.decode.run(command)
+        assert isinstance(result, InsertResult)
+        return result
