@@ -9,8 +9,8 @@ import importlib.resources
 import pathlib
 import sys
 
-PROTOS = ("common", "generation", "workers", "commands", "registry", "kv_plane")
-SERVICES = ("generation", "workers", "registry", "kv_plane")
+PROTOS = ("common", "generation", "workers", "commands", "registry", "kv_plane", "instance")
+SERVICES = ("generation", "workers", "registry", "kv_plane", "instance")
 HERE = pathlib.Path(__file__).resolve().parent
 
 

@@ -1,0 +1,114 @@
+"""The leader's executor: every command goes to the followers and to its own mesh, in the same order.
+
+To the worker's loop it is an `Executor` like any other. Results are the leader's own (tokens and sums are replicated over the mesh),
+but for pulls, of which each process makes its part: bytes add up, and one error is an error. When a process fails, falls silent
+or goes, everything under way and everything later raises `UnavailableError`: programs of the leader's own mesh may then hang in a
+collective for ever, so nothing waits for them, and the process must exit hard.
+"""
+
+import asyncio
+import dataclasses
+from collections import deque
+
+from jdisagg.errors import UnavailableError
+from jdisagg.instance.followers import Followers
+from jdisagg.instance.messages import Failed, Reported
+from jdisagg.layout.mesh_card import KvEnd, MeshCard
+from jdisagg.scheduler.commands import Executor, MeshLimits, PullBlock, PullResult, StepCommand, StepResult
+
+
+@dataclasses.dataclass
+class _UnderWay:
+    """A command: who has yet to report, what was said so far."""
+
+    future: asyncio.Future[StepResult]
+    missing: set[int]
+    own: StepResult | None = None
+    pulls: list[PullResult] = dataclasses.field(default_factory=list)
+    failed: str = ""
+
+
+class BroadcastExecutor:
+    """Implements `scheduler.commands.Executor` over `local` and the followers. `end`: the leader's own place on the KV plane."""
+
+    def __init__(self, local: Executor, followers: Followers, end: KvEnd | None = None) -> None:
+        self.limits: MeshLimits = local.limits
+        self.card: MeshCard = dataclasses.replace(local.card, ends=followers.ends(end))
+        self._local = local
+        self._followers = followers
+        self._under_way: dict[int, _UnderWay] = {}
+        self._raised: deque[int] = deque(maxlen=1024)  # on this mesh: what all processes refuse alike breaks nothing
+        followers.when_told(self._told)
+        followers.when_failed(self._fail_all)
+
+    def run(self, command: StepCommand) -> asyncio.Future[StepResult]:
+        future: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
+        if self._followers.failure:
+            future.set_exception(self._followers.failure)
+            return future
+        number = self._followers.order(command)
+        reporters = set(range(1, self._followers.processes)) if isinstance(command, PullBlock) else set()
+        self._under_way[number] = _UnderWay(future, reporters)
+        own = asyncio.ensure_future(self._local.run(command))
+        own.add_done_callback(lambda done: self._finished(number, done))
+        return future
+
+    def close(self) -> None:
+        """Frees the mesh, after `Followers.stop`, on any thread; a failed instance's mesh is left as it is, for it may hang."""
+        if not self._followers.failure:
+            self._local.close()
+
+    def _finished(self, number: int, done: "asyncio.Future[StepResult]") -> None:
+        entry = self._under_way.get(number)
+        if done.cancelled() or entry is None:
+            return  # the instance has failed meanwhile
+        if error := done.exception():
+            del self._under_way[number]
+            self._raised.append(number)
+            if not entry.future.done():
+                entry.future.set_exception(error)
+        elif entry.failed:
+            self._followers.fail(f"what this process could run failed on another: {entry.failed}")
+        else:
+            entry.own = done.result()
+            self._settle(number, entry)
+
+    def _told(self, process: int, message: Reported | Failed) -> None:
+        entry = self._under_way.get(message.number)
+        if isinstance(message, Reported):
+            if entry is not None and isinstance(message.result, PullResult):
+                self._pulled(process, entry, message.number, message.result)
+            return
+        what = f"process {process}, command {message.number}: {message.message}"
+        if message.fatal:
+            self._followers.fail(what)
+        elif entry is None:
+            if message.number not in self._raised:
+                self._followers.fail(f"what this process could run failed on another: {what}")
+        elif process in entry.missing:
+            self._pulled(process, entry, message.number, PullResult(-1, 0, 0, message.message))
+        else:
+            entry.failed = what
+
+    def _pulled(self, process: int, entry: _UnderWay, number: int, part: PullResult) -> None:
+        entry.missing.discard(process)
+        entry.pulls.append(part)
+        self._settle(number, entry)
+
+    def _settle(self, number: int, entry: _UnderWay) -> None:
+        if entry.own is None or entry.missing:
+            return
+        del self._under_way[number]
+        result = entry.own
+        if isinstance(result, PullResult):
+            parts = [result, *entry.pulls]
+            error = next((part.error for part in parts if part.error), "")
+            result = dataclasses.replace(result, bytes_moved=sum(part.bytes_moved for part in parts), error=error)
+        if not entry.future.done():
+            entry.future.set_result(result)
+
+    def _fail_all(self, error: UnavailableError) -> None:
+        for entry in self._under_way.values():
+            if not entry.future.done():
+                entry.future.set_exception(error)
+        self._under_way.clear()

@@ -1,0 +1,128 @@
+"""A follower's main loop: it runs what the leader orders, in order, on its own part of the mesh.
+
+asyncio alone; `LeaderLink` carries the messages. The follower decides nothing. It returns when the leader says stop, and raises
+`UnavailableError` when the leader goes, falls silent, or a command breaks the mesh: the process must then exit hard, for programs may
+hang in a collective whose other half is gone.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Protocol
+
+from jdisagg.clock import Clock
+from jdisagg.errors import HandoffError, IncompatiblePeerError, UnavailableError
+from jdisagg.instance.liveness import LOOK_SECONDS, InstanceTiming, SilenceWatch
+from jdisagg.instance.messages import Beat, Begin, Failed, FollowerMessage, Join, LeaderMessage, Ordered, Ready, Reported, Stop
+from jdisagg.scheduler.commands import Executor, PullBlock, StepResult
+
+
+class LeaderLink(Protocol):
+    """One stream to the leader."""
+
+    def send(self, message: FollowerMessage) -> None:
+        """Queues a message; never blocks."""
+        ...
+
+    def received(self) -> AsyncIterator[LeaderMessage]:
+        """What the leader sends; ends, or raises `JdisaggError`, when the stream does."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+async def run_follower(
+    link: LeaderLink,
+    join: Join,
+    executor: Executor,
+    prepare: Callable[[], Awaitable[None]],
+    clock: Clock,
+    timing: InstanceTiming | None = None,
+) -> None:
+    """Joins, prepares (the warm-up, in lockstep with the other processes), then obeys until told to stop."""
+    await _Follower(link, executor, clock, timing or InstanceTiming()).run(join, prepare)
+
+
+class _Follower:
+    def __init__(self, link: LeaderLink, executor: Executor, clock: Clock, timing: InstanceTiming) -> None:
+        self._link, self._executor, self._clock, self._timing = link, executor, clock, timing
+        self._watch = SilenceWatch(clock.now())
+        self._running = False
+        self._next = 1
+        self._under_way: set[asyncio.Future[StepResult]] = set()
+
+    async def run(self, join: Join, prepare: Callable[[], Awaitable[None]]) -> None:
+        self._link.send(join)
+        obey = asyncio.ensure_future(self._obey())
+        broken: list[BaseException] = []
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()):
+                broken.append(error)
+                obey.cancel()
+
+        helpers = [asyncio.create_task(self._beat_and_watch()), asyncio.create_task(self._prepare(prepare))]
+        for helper in helpers:
+            helper.add_done_callback(ended)
+        try:
+            await obey
+        except asyncio.CancelledError:
+            if broken:
+                raise broken[0] from None
+            raise
+        finally:
+            for helper in helpers:
+                helper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._link.close()
+
+    async def _prepare(self, prepare: Callable[[], Awaitable[None]]) -> None:
+        await prepare()
+        self._link.send(Ready())
+
+    async def _obey(self) -> None:
+        async for message in self._link.received():
+            self._watch.heard()
+            match message:
+                case Begin():
+                    self._running = True
+                case Ordered():
+                    self._run(message)
+                case Stop():
+                    if self._under_way:
+                        await asyncio.wait(set(self._under_way), timeout=self._timing.silence_seconds)
+                    return
+                case Beat():
+                    pass
+        raise UnavailableError("the instance failed: the leader's stream ended; this process must be started anew with the others")
+
+    def _run(self, order: Ordered) -> None:
+        if order.number != self._next:
+            raise UnavailableError(f"the instance failed: command {self._next} is missing, {order.number} came; start it anew")
+        self._next += 1
+        future = asyncio.ensure_future(self._executor.run(order.command))
+        self._under_way.add(future)
+        future.add_done_callback(lambda done: self._report(order, done))
+
+    def _report(self, order: Ordered, done: "asyncio.Future[StepResult]") -> None:
+        self._under_way.discard(done)
+        if done.cancelled():
+            return
+        error = done.exception()
+        if error is not None:
+            expected = isinstance(error, (HandoffError, IncompatiblePeerError))
+            self._link.send(Failed(order.number, str(error), fatal=not expected))
+        elif isinstance(order.command, PullBlock):
+            self._link.send(Reported(order.number, done.result()))
+
+    async def _beat_and_watch(self) -> None:
+        next_beat = self._clock.now()
+        while True:
+            now = self._clock.now()
+            if now >= next_beat:
+                self._link.send(Beat())
+                next_beat = now + self._timing.beat_seconds
+            limit = self._timing.silence_seconds if self._running else self._timing.starting_silence_seconds
+            if self._watch.look(now) > limit:
+                raise UnavailableError(f"the instance failed: the leader was silent for {limit} s; start it anew")
+            await asyncio.sleep(LOOK_SECONDS)

@@ -1,0 +1,190 @@
+"""The leader's roster of followers: who joined, who is ready, who is alive. One that fails, fails the instance.
+
+asyncio alone; messages come and go through `FollowerSession`, one for each follower's stream, whatever carries it. Invariants:
+every follower gets every order, in the same order; nobody joins twice, late or without the secret; after the first failure nothing
+is ordered any more, and `failure` says why.
+"""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Callable
+
+from jdisagg.clock import Clock
+from jdisagg.errors import InvalidRequestError, UnavailableError
+from jdisagg.instance.liveness import LOOK_SECONDS, InstanceTiming, SilenceWatch
+from jdisagg.instance.messages import Beat, Begin, Failed, FollowerMessage, Join, LeaderMessage, Ordered, Ready, Reported, Stop
+from jdisagg.layout.mesh_card import KvEnd
+from jdisagg.scheduler.commands import StepCommand
+
+
+class FollowerSession:
+    """One follower's stream, on the leader's side."""
+
+    def __init__(self, roster: "Followers", join: Join, now: float) -> None:
+        self.process, self.end = join.process, join.end
+        self.ready = asyncio.Event()
+        self.watch = SilenceWatch(now)
+        self._roster = roster
+        self._outgoing: asyncio.Queue[LeaderMessage | None] = asyncio.Queue()
+
+    def send(self, message: LeaderMessage) -> None:
+        self._outgoing.put_nowait(message)
+
+    def close(self) -> None:
+        """Ends the stream once what was sent is out."""
+        self._outgoing.put_nowait(None)
+
+    async def outgoing(self) -> AsyncIterator[LeaderMessage]:
+        """What goes to the follower, until `close`."""
+        while (message := await self._outgoing.get()) is not None:
+            yield message
+
+    def received(self, message: FollowerMessage) -> None:
+        self.watch.heard()
+        match message:
+            case Ready():
+                self.ready.set()
+            case Reported() | Failed():
+                self._roster.told(self.process, message)
+            case Join():
+                raise InvalidRequestError(f"instance: process {self.process} joined twice on one stream")
+
+    def ended(self, reason: str) -> None:
+        """The stream is over, from the other side."""
+        self._roster.fail(f"process {self.process}: {reason}")
+
+
+class Followers:
+    """Made, used and stopped on one event loop. `processes` counts the leader (process 0) too."""
+
+    def __init__(self, processes: int, clock: Clock, timing: InstanceTiming | None = None) -> None:
+        self.processes = processes
+        self.failure: UnavailableError | None = None
+        self.secret = secrets.randbits(64)
+        self._clock = clock
+        self._timing = timing or InstanceTiming()
+        self._sessions: dict[int, FollowerSession] = {}
+        self._changed = asyncio.Event()
+        self._failed = asyncio.Event()
+        self._on_failure: list[Callable[[UnavailableError], None]] = []
+        self._on_told: Callable[[int, Reported | Failed], None] | None = None
+        self._number = 0
+        self._running = self._stopped = False
+        self._pulse: asyncio.Task[None] | None = None
+
+    def join(self, join: Join) -> FollowerSession:
+        """Takes a follower in. Raises `InvalidRequestError` for one that does not belong here, `UnavailableError` when it is too late."""
+        if join.secret != self.secret:
+            raise InvalidRequestError("instance: the secret of a joining process is not this instance's; start all processes together")
+        if not 1 <= join.process < self.processes:
+            raise InvalidRequestError(f"instance: process {join.process} must be in [1, {self.processes})")
+        if self.failure or self._stopped:
+            raise UnavailableError(f"instance: it is over ({self.failure or 'stopped'}); start all its processes anew")
+        if join.process in self._sessions:
+            raise InvalidRequestError(f"instance: process {join.process} has joined already; start all processes anew")
+        session = self._sessions[join.process] = FollowerSession(self, join, self._clock.now())
+        if self._pulse is None:
+            self._pulse = asyncio.get_running_loop().create_task(self._beat_and_watch())
+        self._changed.set()
+        return session
+
+    async def all_ready(self, timeout_seconds: float) -> None:
+        """Waits until every follower has joined and is warm, then tells them to begin. Raises `UnavailableError`."""
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                while len(self._sessions) < self.processes - 1 and not self.failure:
+                    self._changed.clear()
+                    await self._changed.wait()
+                for session in self._sessions.values():
+                    await self._or_failure(session.ready)
+        except TimeoutError:
+            missing = sorted(
+                number for number in range(1, self.processes) if number not in self._sessions or not self._sessions[number].ready.is_set()
+            )
+            self.fail(f"processes {missing} were not ready within {timeout_seconds} s")
+        if self.failure:
+            raise self.failure
+        self._running = True
+        self._send_all(Begin())
+
+    def ends(self, own: KvEnd | None) -> tuple[KvEnd, ...]:
+        """By process index; `own` is the leader's. Empty unless every process has one."""
+        ends = [own, *(self._sessions[number].end for number in sorted(self._sessions))]
+        return tuple(end for end in ends if end) if all(ends) else ()
+
+    def order(self, command: StepCommand) -> int:
+        """Sends a command to every follower; returns its number."""
+        self._number += 1
+        self._send_all(Ordered(self._number, command))
+        return self._number
+
+    def when_told(self, callback: Callable[[int, Reported | Failed], None]) -> None:
+        """Who hears (process, message) of what followers report."""
+        self._on_told = callback
+
+    def when_failed(self, callback: Callable[[UnavailableError], None]) -> None:
+        """Called once, at the first failure."""
+        self._on_failure.append(callback)
+
+    async def failed(self) -> UnavailableError:
+        """Returns when the instance has failed: its processes must then exit, at once and hard (collectives may hang)."""
+        await self._failed.wait()
+        assert self.failure
+        return self.failure
+
+    def told(self, process: int, message: Reported | Failed) -> None:
+        if self._on_told and not self.failure:
+            self._on_told(process, message)
+
+    def fail(self, why: str) -> None:
+        """The instance is over. Idempotent; the first reason stays."""
+        if self.failure or self._stopped:
+            return
+        self.failure = UnavailableError(f"the instance failed: {why}; it ends as one and must be started anew")
+        self._failed.set()
+        self._changed.set()
+        for callback in self._on_failure:
+            callback(self.failure)
+        self._close()
+
+    def stop(self) -> None:
+        """Lets the followers finish and go. Idempotent."""
+        if not self._stopped and not self.failure:
+            self._stopped = True
+            self._send_all(Stop())
+            self._close()
+
+    def _close(self) -> None:
+        for session in self._sessions.values():
+            session.close()
+        if self._pulse:
+            self._pulse.cancel()
+
+    def _send_all(self, message: LeaderMessage) -> None:
+        for session in self._sessions.values():
+            session.send(message)
+
+    async def _or_failure(self, event: asyncio.Event) -> None:
+        waits = [asyncio.ensure_future(event.wait()), asyncio.ensure_future(self._failed.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await wait
+
+    async def _beat_and_watch(self) -> None:
+        next_beat = self._clock.now()
+        while True:
+            now = self._clock.now()
+            if now >= next_beat:
+                self._send_all(Beat())
+                next_beat = now + self._timing.beat_seconds
+            limit = self._timing.silence_seconds if self._running else self._timing.starting_silence_seconds
+            for session in self._sessions.values():
+                if session.watch.look(now) > limit:
+                    self.fail(f"process {session.process} was silent for {limit} s")
+                    return
+            await asyncio.sleep(LOOK_SECONDS)

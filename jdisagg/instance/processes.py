@@ -1,0 +1,87 @@
+"""Several processes become one JAX job: who am I, how many are we, and a few words that process 0 says to all.
+
+The only file of this room that knows JAX. On CPU collectives go over gloo. Slurm, Kubernetes and Open MPI are detected by JAX when no
+flags are given. Must run before the first use of a device.
+"""
+
+import os
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jdisagg.errors import ConfigError
+
+SHARED_BYTES = 256
+START_SECONDS = 120
+# A second net under the instance's own heartbeats, which notice a death within 3 s: JAX then ends the process itself.
+JOB_HEARTBEAT_SECONDS = 30
+SHUTDOWN_SECONDS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGroup:
+    """One process's place in its instance. Process 0 leads."""
+
+    process: int
+    processes: int
+
+    @property
+    def leads(self) -> bool:
+        return self.process == 0
+
+    def share(self, text: str) -> str:
+        """Process 0's `text` (UTF-8, at most 256 bytes), on every process. All must call it; blocks until they have."""
+        data = text.encode() if self.leads else b""
+        if len(data) > SHARED_BYTES:
+            raise ConfigError(f"instance: {len(data)} bytes to share exceed {SHARED_BYTES}; choose shorter addresses")
+        if self.processes == 1:
+            return text
+        padded = np.zeros(SHARED_BYTES, np.uint8)
+        padded[: len(data)] = np.frombuffer(data, np.uint8)
+        return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))).rstrip(b"\0").decode()
+
+    def leave(self) -> None:
+        """The clean end of the job: waits, bounded, for the other processes."""
+        if self.processes > 1:
+            jax.distributed.shutdown()
+
+
+def join_instance(coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None) -> ProcessGroup:
+    """Joins this process to its instance's JAX job. `coordinator` is process 0's host:port; all None: as the cluster's scheduler says.
+
+    Raises `ConfigError` where the processes do not find each other within START_SECONDS.
+    """
+    given = [value is not None for value in (coordinator, num_processes, process_id)]
+    if any(given) and not all(given):
+        raise ConfigError(
+            f"instance: coordinator={coordinator}, num_processes={num_processes}, process_id={process_id}: give all three, or none under "
+            "Slurm, Kubernetes or Open MPI"
+        )
+    if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
+        raise ConfigError(f"instance: process_id={process_id} must be in [0, {num_processes})")
+    if num_processes == 1:
+        return ProcessGroup(0, 1)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            num_processes,
+            process_id,
+            initialization_timeout=START_SECONDS,
+            heartbeat_timeout_seconds=JOB_HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"instance: the processes did not become one job: {error}; check that all are started, and that coordinator={coordinator} "
+            "is process 0's address and free"
+        ) from error
+    return ProcessGroup(jax.process_index(), jax.process_count())
+
+
+def exit_failed() -> None:
+    """Ends a process of a failed instance at once: threads may hang in a collective whose other half is gone, and every orderly end
+    (interpreter, JAX's shutdown barrier) would wait for them."""
+    os._exit(1)

@@ -1,0 +1,50 @@
+"""A follower's end of its stream to the leader, over gRPC. Implements `instance.follower.LeaderLink`. Knows no JAX."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+
+from jdisagg.errors import UnavailableError
+from jdisagg.instance.messages import FollowerMessage, LeaderMessage
+from jdisagg.service import instance_pb2 as pb
+from jdisagg.service import instance_pb2_grpc
+from jdisagg.service.instance_server import MESSAGE_BYTES
+from jdisagg.service.instance_wire import follower_message_to_proto, leader_message_from_proto
+
+CONNECT_SECONDS = 30.0
+
+
+class LeaderConnection:
+    """Made on the event loop that uses it. The stream opens with the first message."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        limits = (("grpc.max_receive_message_length", MESSAGE_BYTES), ("grpc.max_send_message_length", MESSAGE_BYTES))
+        self._channel = grpc.aio.insecure_channel(address, options=limits)
+        self._outgoing: asyncio.Queue[FollowerMessage | None] = asyncio.Queue()
+
+    def send(self, message: FollowerMessage) -> None:
+        self._outgoing.put_nowait(message)
+
+    async def received(self) -> AsyncIterator[LeaderMessage]:
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await self._channel.channel_ready()
+        except TimeoutError:
+            raise UnavailableError(f"the leader at {self._address} was not there within {CONNECT_SECONDS} s; start it anew") from None
+        try:
+            async for message in instance_pb2_grpc.InstanceLeaderStub(self._channel).Follow(self._messages()):
+                yield leader_message_from_proto(message)
+        except grpc.aio.AioRpcError as error:
+            code = error.code().name
+            raise UnavailableError(f"the instance failed: the leader's stream broke ({code}: {error.details()}); start it anew") from error
+
+    async def close(self) -> None:
+        self._outgoing.put_nowait(None)
+        await self._channel.close()
+
+    async def _messages(self) -> AsyncIterator[pb.FollowerMessage]:
+        while (message := await self._outgoing.get()) is not None:
+            yield follower_message_to_proto(message)

@@ -1,0 +1,94 @@
+"""The leader's end of an instance's streams, over gRPC: each follower opens `Follow` and joins.
+
+The port serves nothing else. A stranger, who does not know the instance's secret, is refused after one message; a stream that does
+not join in time is closed. Knows no JAX.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+
+from jdisagg.errors import ConfigError, InvalidRequestError, JdisaggError
+from jdisagg.instance.followers import Followers, FollowerSession
+from jdisagg.instance.messages import Join
+from jdisagg.service import instance_pb2 as pb
+from jdisagg.service import instance_pb2_grpc, wire
+from jdisagg.service.instance_wire import follower_message_from_proto, leader_message_to_proto
+
+JOIN_SECONDS = 10.0
+GRACE_SECONDS = 1.0
+# A prefill command of a long prompt has tens of thousands of tokens; penalised ones bring their history.
+MESSAGE_BYTES = 256 << 20
+
+log = logging.getLogger(__name__)
+
+
+class _Servicer(instance_pb2_grpc.InstanceLeaderServicer):
+    def __init__(self, followers: Followers) -> None:
+        self._followers = followers
+
+    async def Follow(
+        self, request_iterator: AsyncIterator[pb.FollowerMessage], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.LeaderMessage]:
+        try:
+            async with asyncio.timeout(JOIN_SECONDS):
+                first = await anext(request_iterator, None)
+            message = first and follower_message_from_proto(first)
+            if not isinstance(message, Join):
+                raise InvalidRequestError("instance: the first message of a follower must be Join; is this the right port?")
+            session = self._followers.join(message)
+        except (JdisaggError, TimeoutError) as error:
+            known = error if isinstance(error, JdisaggError) else InvalidRequestError(f"instance: no Join within {JOIN_SECONDS} s")
+            status = wire.error_to_status(known)
+            await context.abort(grpc.StatusCode[status.code], status.details, status.metadata)
+        listener = asyncio.ensure_future(_listen(session, request_iterator))
+        try:
+            async for outgoing in session.outgoing():
+                yield leader_message_to_proto(outgoing)
+        finally:
+            listener.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await listener
+            session.ended("its stream broke")
+
+
+async def _listen(session: FollowerSession, messages: AsyncIterator[pb.FollowerMessage]) -> None:
+    try:
+        async for message in messages:
+            session.received(follower_message_from_proto(message))
+        session.ended("its stream ended")
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:
+        session.ended(f"its stream broke: {error or type(error).__name__}")
+
+
+class InstanceServer:
+    """Start it before the followers learn the address; stop it last."""
+
+    def __init__(self, followers: Followers) -> None:
+        self._server = grpc.aio.server(
+            options=(
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", MESSAGE_BYTES),
+                ("grpc.max_send_message_length", MESSAGE_BYTES),
+            )
+        )
+        instance_pb2_grpc.add_InstanceLeaderServicer_to_server(_Servicer(followers), self._server)
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Binds and serves; returns the address, host:port."""
+        name = f"[{host}]" if ":" in host else host
+        try:
+            bound = self._server.add_insecure_port(f"{name}:{port}")
+        except RuntimeError as error:
+            raise ConfigError(f"instance cannot listen on {host}:{port}: {error}; choose another host or port") from error
+        await self._server.start()
+        return f"{name}:{bound}"
+
+    async def stop(self) -> None:
+        await self._server.stop(grace=GRACE_SECONDS)

@@ -1,0 +1,211 @@
+"""A leader and its followers over real gRPC in one process, with executors that only note what they are told."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from jdisagg.clock import MonotonicClock
+from jdisagg.errors import HandoffError, InvalidRequestError, UnavailableError
+from jdisagg.instance.broadcast import BroadcastExecutor
+from jdisagg.instance.follower import run_follower
+from jdisagg.instance.followers import Followers
+from jdisagg.instance.liveness import InstanceTiming, SilenceWatch
+from jdisagg.instance.messages import Join
+from jdisagg.layout.kv_spec import KVSpec
+from jdisagg.layout.mesh_card import KvEnd, MeshCard
+from jdisagg.scheduler.commands import CopyPages, Done, DropBlocks, MeshLimits, PullBlock, PullResult, StepCommand, StepResult
+from jdisagg.service.instance_client import LeaderConnection
+from jdisagg.service.instance_server import InstanceServer
+
+LIMITS = MeshLimits(1, 16, 4, 2, 64, (64,), (1, 2), 1, 16, 4, 4, KVSpec((), "float32"))
+FAST = InstanceTiming(beat_seconds=0.05, silence_seconds=1.0, starting_silence_seconds=5.0)
+CLOCK = MonotonicClock()
+
+
+@dataclass
+class NotingExecutor:
+    """Runs nothing. `answers` may change what a command gives: a result, an error to raise, or None for never."""
+
+    limits: MeshLimits = LIMITS
+    card: MeshCard = field(default_factory=lambda: MeshCard((1, 1, 1), (0,), (0,)))
+    seen: list[StepCommand] = field(default_factory=list)
+    answers: Callable[[StepCommand], StepResult | Exception | None] = lambda command: Done(command.step)
+    closed: bool = False
+
+    def run(self, command: StepCommand) -> asyncio.Future[StepResult]:
+        self.seen.append(command)
+        future: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
+        answer = self.answers(command)
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        elif answer is not None:
+            future.set_result(answer)
+        return future
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class Instance:
+    leader: NotingExecutor
+    others: list[NotingExecutor]
+    tasks: list[asyncio.Task[None]]
+    links: list[LeaderConnection]
+    followers: Followers
+    executor: BroadcastExecutor
+
+
+async def nothing() -> None:
+    return
+
+
+@asynccontextmanager
+async def instance(processes: int = 3) -> AsyncIterator[Instance]:
+    followers = Followers(processes, CLOCK, FAST)
+    server = InstanceServer(followers)
+    address = await server.start()
+    leader, others = NotingExecutor(), [NotingExecutor() for _ in range(processes - 1)]
+    links = [LeaderConnection(address) for _ in others]
+    tasks = [
+        asyncio.create_task(run_follower(link, Join(1 + i, followers.secret, KvEnd(f"h:{i + 1}", i + 1)), other, nothing, CLOCK, FAST))
+        for i, (link, other) in enumerate(zip(links, others, strict=True))
+    ]
+    try:
+        await followers.all_ready(10)
+        yield Instance(leader, others, tasks, links, followers, BroadcastExecutor(leader, followers, KvEnd("h:0", 100)))
+    finally:
+        followers.stop()
+        await asyncio.wait(tasks, timeout=5)
+        await server.stop()
+        for task in tasks:
+            assert task.done()
+            _ = task.cancelled() or task.exception()
+
+
+def pull(step: int) -> PullBlock:
+    return PullBlock(step, offer_id=7, rank=0, group=0, block_tokens=16, deadline_seconds=1.0, peer="p")
+
+
+async def test_every_process_runs_the_same_commands_in_the_same_order() -> None:
+    commands = [CopyPages(step, ((0, step, step + 1),)) for step in range(50)]
+    async with instance() as it:
+        results = await asyncio.gather(*(it.executor.run(command) for command in commands))
+    assert results == [Done(step) for step in range(50)]
+    assert it.leader.seen == commands
+    assert all(other.seen == commands for other in it.others), "a follower ended before it had run what was ordered"
+
+
+async def test_the_card_holds_where_every_process_takes_messages() -> None:
+    async with instance() as it:
+        assert it.executor.card.ends == (KvEnd("h:0", 100), KvEnd("h:1", 1), KvEnd("h:2", 2))
+
+
+async def test_a_pull_is_over_when_it_is_over_on_every_process() -> None:
+    async with instance() as it:
+        it.leader.answers = lambda command: PullResult(command.step, 7, 100)
+        it.others[0].answers = lambda command: PullResult(command.step, 7, 20)
+        it.others[1].answers = lambda command: PullResult(command.step, 7, 3)
+        assert await it.executor.run(pull(1)) == PullResult(1, 7, 123)
+        it.others[1].answers = lambda command: None
+        waiting = it.executor.run(pull(2))
+        await asyncio.sleep(0.2)
+        assert len(it.others[1].seen) == 2 and not waiting.done()
+
+
+async def test_one_process_that_cannot_pull_fails_the_pull_and_not_the_instance() -> None:
+    async with instance() as it:
+        it.leader.answers = it.others[0].answers = lambda command: PullResult(command.step, 7, 1)
+        it.others[1].answers = lambda command: PullResult(command.step, 7, 0, "the offer was revoked")
+        result = await it.executor.run(pull(1))
+        assert isinstance(result, PullResult) and result.error == "the offer was revoked"
+        it.others[1].answers = lambda command: HandoffError("not connected")
+        result = await it.executor.run(pull(2))
+        assert isinstance(result, PullResult) and result.error == "not connected"
+        it.leader.answers = lambda command: Done(command.step)
+        assert await it.executor.run(DropBlocks(3, (7,))) == Done(3)
+
+
+async def test_what_all_processes_refuse_alike_is_refused_and_breaks_nothing() -> None:
+    async with instance() as it:
+        it.leader.answers = it.others[0].answers = it.others[1].answers = lambda command: HandoffError("offer 7 is live already")
+        with pytest.raises(HandoffError, match="live already"):
+            await it.executor.run(DropBlocks(1, (7,)))
+        it.leader.answers = it.others[0].answers = it.others[1].answers = lambda command: Done(command.step)
+        await asyncio.sleep(0.2)
+        assert await it.executor.run(DropBlocks(2, ())) == Done(2)
+
+
+@pytest.mark.parametrize("error", [UnavailableError("a program on the mesh failed"), HandoffError("here alone")])
+async def test_a_command_that_fails_on_one_process_alone_fails_the_instance(error: Exception) -> None:
+    async with instance() as it:
+        it.others[0].answers = lambda command: error
+        first = await asyncio.gather(it.executor.run(DropBlocks(1, ())), return_exceptions=True)
+        async with asyncio.timeout(5):
+            failure = await it.followers.failed()
+        assert "process 1, command 1" in failure.message and str(error) in failure.message
+        assert first == [Done(1)] or isinstance(first[0], UnavailableError)
+        with pytest.raises(UnavailableError, match="process 1"):
+            await it.executor.run(DropBlocks(2, ()))
+        it.executor.close()
+        assert not it.leader.closed, "the mesh of a failed instance may hang: nobody waits for it"
+
+
+async def test_a_follower_that_goes_fails_what_is_under_way() -> None:
+    async with instance() as it:
+        it.leader.answers = lambda command: None  # as a collective whose other half is gone
+        waiting = it.executor.run(DropBlocks(1, ()))
+        await it.links[0].close()
+        with pytest.raises(UnavailableError, match="process 1: its stream"):
+            async with asyncio.timeout(5):
+                await waiting
+        async with asyncio.timeout(5):
+            with pytest.raises(UnavailableError):
+                await it.tasks[1]
+
+
+async def test_a_silent_follower_fails_the_instance() -> None:
+    async with instance() as it:
+        it.links[1].send = lambda message: None  # type: ignore[method-assign]
+        async with asyncio.timeout(10):
+            failure = await it.followers.failed()
+        assert "process 2 was silent" in failure.message
+
+
+async def test_a_silent_leader_ends_its_followers() -> None:
+    async with instance() as it:
+        it.followers._send_all = lambda message: None  # type: ignore[method-assign]
+        async with asyncio.timeout(10):
+            with pytest.raises(UnavailableError, match="the leader was silent"):
+                await it.tasks[0]
+
+
+async def test_strangers_and_doubles_are_refused() -> None:
+    followers = Followers(2, CLOCK, FAST)
+    server = InstanceServer(followers)
+    address = await server.start()
+    for join in (Join(1, followers.secret ^ 1), Join(2, followers.secret), Join(0, followers.secret)):
+        with pytest.raises(UnavailableError, match="INVALID_ARGUMENT"):
+            await run_follower(LeaderConnection(address), join, NotingExecutor(), nothing, CLOCK, FAST)
+    followers.join(Join(1, followers.secret))
+    with pytest.raises(InvalidRequestError, match="has joined already"):
+        followers.join(Join(1, followers.secret))
+    assert not followers.failure
+    followers.stop()
+    await server.stop()
+
+
+async def test_followers_that_never_come_fail_the_start() -> None:
+    with pytest.raises(UnavailableError, match=r"processes \[1\] were not ready within 0.1 s"):
+        await Followers(2, CLOCK, FAST).all_ready(0.1)
+
+
+def test_silence_counts_only_while_somebody_listened() -> None:
+    watch = SilenceWatch(0.0)
+    assert watch.look(0.1) == pytest.approx(0.1)
+    assert watch.look(1000.0) == pytest.approx(0.3), "we were asleep: nobody else was silent"
+    watch.heard()
+    assert watch.look(1000.1) == pytest.approx(0.1)
