@@ -54,7 +54,7 @@ class EmbeddedCluster:
         if disaggregated:
             prefill_loaded = load(config.prefill.layout, prefill_devices)
             self.prefill = self._instance("prefill", config.prefill, prefill_loaded, MeshRole(prefill=True, decode=False, emit=True))
-            role = MeshRole(prefill=False, decode=True)
+            role = MeshRole(prefill=False, decode=True, codec=config.decode.codec)
         else:
             role = MeshRole(prefill=True, decode=True)
         self.decode = self._instance("decode", config.decode, decode_loaded, role)
@@ -101,13 +101,13 @@ class EmbeddedCluster:
         """What the channel compiles for each shape of block."""
         if not self.prefill:
             return []
-        source, executor = self.prefill.loaded.mesh, self.decode.executor
+        source, executor, codec = self.prefill.loaded.mesh, self.decode.executor, self.config.decode.codec
         heads = self.kv_spec.kv_heads
         blocks = [
             (group, tokens) for group in range(executor.limits.layer_groups) for tokens in block_lengths(self.prefill.executor.limits)
         ]
         return [
-            lambda group=group, tokens=tokens: self.channel.warm_up(source, executor.pull_target(group, tokens, 0), heads)
+            lambda group=group, tokens=tokens: self.channel.warm_up(source, executor.pull_target(group, tokens, 0, codec_name=codec), heads)
             for group, tokens in blocks
         ]
 

@@ -93,7 +93,7 @@ def build_worker_instance(
         config.instance,
         mode,
         loaded,
-        mesh_role(role),
+        mesh_role(role, config.instance.codec),
         channel,
         context_tokens(config.model, loaded.model),
         layer_groups(role, config),
@@ -111,12 +111,13 @@ def worker_mode(role: WorkerRole, asked: Mode) -> Mode:
     return asked
 
 
-def mesh_role(role: WorkerRole) -> MeshRole:
+def mesh_role(role: WorkerRole, codec: str) -> MeshRole:
+    """`codec`: how KV comes to this instance. A decode worker may hand running sequences on."""
     match role:
         case WorkerRole.PREFILL:
             return MeshRole(prefill=True, decode=False, emit=True)
         case WorkerRole.DECODE:
-            return MeshRole(prefill=False, decode=True)
+            return MeshRole(prefill=False, decode=True, codec=codec, extracts=True)
         case WorkerRole.MIXED:
             return MeshRole(prefill=True, decode=True)
 

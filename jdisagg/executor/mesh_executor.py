@@ -132,8 +132,10 @@ class MeshExecutor:
         return self._granules[peer]
 
     def granules(self) -> set[int]:
-        """Of all peers known so far."""
-        return set(self._granules.values())
+        """Heads of a piece, of all peers known so far; while none is known, of all that there can be."""
+        heads = self.limits.kv_spec.kv_heads
+        shards = (count for count in range(1, heads + 1) if heads % count == 0)
+        return set(self._granules.values()) or {head_granule(heads, count, self.mesh.shape["kv"]) for count in shards}
 
     def issue_and_wait(self, command: StepCommand) -> StepResult:
         """Runs a command on the calling thread: for warm-up and tests, while the threads are idle."""
@@ -164,7 +166,7 @@ class MeshExecutor:
         self._blocks.copy(((0, 0, self._pool.rank_rows),))
 
     def warm_insert(self, group: int, tokens: int) -> None:
-        """Inserts blocks of which no token is valid, in pieces as every known peer sends them."""
+        """Inserts blocks of which no token is valid, in pieces as peers may send them."""
         local_heads = self.limits.kv_spec.kv_heads // self.mesh.shape["kv"]
         for granule in self.granules():
             target = self._target(group, tokens, 0, granule, "", self.role.codec)
