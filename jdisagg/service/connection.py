@@ -33,6 +33,8 @@ Answer = TypeVar("Answer", bound=Message)
 PING_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", 1_000),
     ("grpc.keepalive_timeout_ms", 2_000),
+    # gRPC also pings to measure the link, and sends no other ping while the answer to one is due.
+    ("grpc.http2.ping_timeout_ms", 2_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]

@@ -35,6 +35,7 @@ LISTENING_OPTIONS: list[tuple[str, int]] = [
     # A client that vanished without a word is found out by unanswered pings; ours ping too, and are not taken for a flood.
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.http2.ping_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
