@@ -1,0 +1,140 @@
+"""Workers and routers find each other: the registry that a router serves, and the client in each worker.
+
+A worker registers with every router it was told of, says how it is a few times a second, and registers again with a router that does not
+know it (any more): routers may restart, workers need not. A router that is away is tried again until it is back, and holds up no other.
+A router that refuses the worker (another model) is asked again now and then, and the refusal is logged once.
+
+Knows what a `Registrar` is (dispatch/roster.py) and nothing of what a router makes of it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+import grpc.aio
+
+from jdisagg.dispatch.ports import WorkerStatus
+from jdisagg.dispatch.roster import HEARTBEAT_SECONDS, WorkerCard
+from jdisagg.errors import JdisaggError, UnavailableError
+from jdisagg.service import registry_pb2 as pb
+from jdisagg.service import registry_pb2_grpc, wire, wire_registry
+from jdisagg.service.connection import NO_CREDENTIALS, Connection, Credentials
+from jdisagg.service.guard import Service
+
+REGISTRY_NAME = pb.DESCRIPTOR.services_by_name["Registry"].full_name
+
+CALL_SECONDS = 2.0
+STATUS_SECONDS = 2.0
+REFUSED_SECONDS = 2.0
+
+log = logging.getLogger(__name__)
+
+
+class Registrar(Protocol):
+    """What a router does with workers that come and go; dispatch/roster.py's `Roster` is one."""
+
+    def register(self, card: WorkerCard) -> None: ...
+    def heartbeat(self, boot_id: int, status: WorkerStatus) -> bool:
+        """False: not known; register again."""
+        ...
+
+    def deregister(self, name: str, boot_id: int) -> None: ...
+
+
+def registry_service(registrar: Registrar, tokens: tuple[str, ...] = ()) -> Service:
+    servicer = RegistryServicer(registrar)
+    return Service(REGISTRY_NAME, lambda server: registry_pb2_grpc.add_RegistryServicer_to_server(servicer, server), tokens)
+
+
+class RegistryServicer(registry_pb2_grpc.RegistryServicer):
+    def __init__(self, registrar: Registrar) -> None:
+        self._registrar = registrar
+
+    async def Register(self, request: pb.WorkerCard, context: grpc.aio.ServicerContext) -> pb.RegisterReply:
+        self._registrar.register(wire_registry.worker_card_from_proto(request))
+        return pb.RegisterReply()
+
+    async def Heartbeat(self, request: pb.HeartbeatCall, context: grpc.aio.ServicerContext) -> pb.HeartbeatReply:
+        return pb.HeartbeatReply(known=self._registrar.heartbeat(request.boot_id, wire.worker_status_from_proto(request.status)))
+
+    async def Deregister(self, request: pb.DeregisterCall, context: grpc.aio.ServicerContext) -> pb.DeregisterReply:
+        self._registrar.deregister(request.name, request.boot_id)
+        return pb.DeregisterReply()
+
+
+class RegistryClient:
+    """Keeps one worker known to its routers from `start` to `leave`. `status` raises when the worker is broken: it is then not heard of,
+    which is how routers learn of it."""
+
+    def __init__(
+        self,
+        routers: Sequence[str],
+        card: WorkerCard,
+        status: Callable[[], Awaitable[WorkerStatus]],
+        credentials: Credentials = NO_CREDENTIALS,
+        heartbeat_seconds: float = HEARTBEAT_SECONDS,
+    ) -> None:
+        self._card = card
+        self._status = status
+        self._heartbeat_seconds = heartbeat_seconds
+        self._links = [_RouterLink(Connection(address, credentials)) for address in dict.fromkeys(routers)]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def registered(self) -> frozenset[str]:
+        """The addresses of the routers that know the worker."""
+        return frozenset(link.connection.address for link in self._links if link.registered)
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._keep_known(link)) for link in self._links]
+
+    async def leave(self) -> None:
+        """Tells all routers that the worker leaves, as far as they can be reached, and stops. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        call = pb.DeregisterCall(name=self._card.name, boot_id=self._card.boot_id)
+        known = [link for link in self._links if link.registered]
+        farewells = (link.connection.call(link.stub.Deregister, call, CALL_SECONDS) for link in known)
+        await asyncio.gather(*farewells, return_exceptions=True)
+        for link in self._links:
+            link.registered = False
+            await link.connection.aclose()
+
+    async def _keep_known(self, link: "_RouterLink") -> None:
+        said = ""
+        while True:
+            pause = self._heartbeat_seconds
+            try:
+                await self._say(link)
+                said = ""
+            except (JdisaggError, TimeoutError) as error:
+                if not isinstance(error, UnavailableError | TimeoutError):
+                    pause = REFUSED_SECONDS
+                if str(error) != said:
+                    said = str(error)
+                    log.warning("worker %s, router %s: %s", self._card.name, link.connection.address, said or "no status in time")
+            except Exception:
+                log.exception("worker %s, router %s", self._card.name, link.connection.address)
+            await asyncio.sleep(pause)
+
+    async def _say(self, link: "_RouterLink") -> None:
+        async with asyncio.timeout(STATUS_SECONDS):
+            status = await self._status()
+        if not link.registered:
+            await link.connection.call(link.stub.Register, wire_registry.worker_card_to_proto(self._card), CALL_SECONDS)
+            link.registered = True
+        call = pb.HeartbeatCall(name=self._card.name, boot_id=self._card.boot_id, status=wire.worker_status_to_proto(status))
+        reply: pb.HeartbeatReply = await link.connection.call(link.stub.Heartbeat, call, CALL_SECONDS)
+        if not reply.known:
+            link.registered = False
+            await link.connection.call(link.stub.Register, wire_registry.worker_card_to_proto(self._card), CALL_SECONDS)
+            link.registered = True
+
+
+class _RouterLink:
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.stub = registry_pb2_grpc.RegistryStub(connection.channel)
+        self.registered = False

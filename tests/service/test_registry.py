@@ -1,0 +1,101 @@
+"""Workers register with every router, stay known, come back after a router's restart, and leave."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+from jdisagg.clock import MonotonicClock
+from jdisagg.config import ServiceConfig
+from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
+from jdisagg.dispatch.roster import Liveness, ModelCard, Roster, WorkerCard, WorkerPorts
+from jdisagg.errors import UnavailableError
+from jdisagg.layout.axes import Layout
+from jdisagg.service.registry import RegistryClient, registry_service
+from jdisagg.service.server import GrpcServer
+from tests.service.doors import STATUS, eventually
+
+MODEL = ModelCard("tiny", "llama", 257, 512, "float32", 64, "f00")
+CARD = WorkerCard("decode-0", 2**64 - 1, WorkerRole.DECODE, "127.0.0.1:1", Layout(dp=2, tp=2), MODEL)
+
+
+async def status() -> WorkerStatus:
+    return STATUS
+
+
+@contextlib.asynccontextmanager
+async def router(port: int = 0) -> AsyncIterator[tuple[str, Roster]]:
+    roster = Roster(MonotonicClock(), lambda card: WorkerPorts())
+    server = GrpcServer((registry_service(roster),), ServiceConfig(port=port, drain_seconds=0.0))
+    address = f"127.0.0.1:{await server.start()}"
+    try:
+        yield address, roster
+    finally:
+        await server.drain()
+
+
+@contextlib.asynccontextmanager
+async def worker(*routers: str, card: WorkerCard = CARD, says=status) -> AsyncIterator[RegistryClient]:
+    client = RegistryClient(routers, card, says, heartbeat_seconds=0.02)
+    client.start()
+    try:
+        yield client
+    finally:
+        await client.leave()
+
+
+async def test_a_worker_is_known_to_all_routers_until_it_leaves() -> None:
+    async with router() as (one, first), router() as (two, second):
+        async with worker(one, two) as client:
+            await eventually(lambda: first.statuses() == second.statuses() == (STATUS,))
+            assert first.cards() == second.cards() == (CARD,)
+            assert client.registered == {one, two}
+        assert first.cards() == second.cards() == ()
+
+
+async def test_a_router_that_is_away_holds_up_no_other_and_knows_the_worker_when_it_is_back() -> None:
+    async with router() as (one, roster), contextlib.AsyncExitStack() as stack:
+        async with router() as (away, _):
+            pass
+        async with worker(one, away):
+            await eventually(lambda: roster.statuses() == (STATUS,))
+            _, later = await stack.enter_async_context(router(port=int(away.rpartition(":")[2])))
+            await eventually(lambda: later.statuses() == (STATUS,))
+
+
+async def test_a_router_that_forgot_a_worker_hears_of_it_again() -> None:
+    async with router() as (one, roster), worker(one):
+        await eventually(lambda: roster.statuses() == (STATUS,))
+        roster.deregister(CARD.name, CARD.boot_id)
+        assert roster.cards() == ()
+        await eventually(lambda: roster.statuses() == (STATUS,))
+
+
+async def test_a_refused_worker_asks_on_and_others_are_not_disturbed(caplog) -> None:
+    async with router() as (one, roster), worker(one):
+        await eventually(lambda: roster.statuses() == (STATUS,))
+        other = replace(CARD, name="decode-1", model=replace(MODEL, dtype="bfloat16"))
+        async with worker(one, card=other) as refused:
+            await eventually(lambda: "dtype is 'bfloat16'" in caplog.text)
+            assert refused.registered == frozenset()
+        assert roster.cards() == (CARD,)
+
+
+async def test_a_broken_worker_is_not_heard_of() -> None:
+    broken = asyncio.Event()
+    heard = []
+
+    async def says() -> WorkerStatus:
+        heard.append(broken.is_set())
+        if broken.is_set():
+            raise UnavailableError("the mesh failed")
+        return STATUS
+
+    async with router() as (one, roster), worker(one, says=says):
+        await eventually(lambda: roster.statuses() == (STATUS,))
+        broken.set()
+        await eventually(lambda: heard.count(True) > 2)
+        heard_at = roster._entries[CARD.name].heard_at
+        await eventually(lambda: heard.count(True) > 5)
+        assert roster._entries[CARD.name].heard_at == heard_at
+        assert roster.liveness(CARD.name) is Liveness.LIVE
