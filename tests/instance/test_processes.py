@@ -1,0 +1,109 @@
+"""Instances of two real processes, under jax.distributed and gloo, against one process of the same layout."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.instance.member import Task
+
+ROOT = Path(__file__).resolve().parents[2]
+LLAMA, MOE = (str(ROOT / "models" / "tiny" / name) for name in ("llama", "qwen3_moe"))
+SECONDS = 120
+
+
+def start(task: Task, log: Path) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, "-m", "tests.instance.member", json.dumps(dataclasses.asdict(task))]
+    with log.open("wb") as output:
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+
+
+@contextlib.contextmanager
+def running(folder: Path, name: str, processes: int, task: Task) -> Iterator[list[subprocess.Popen[bytes]]]:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    children = [
+        start(
+            dataclasses.replace(task, process=number, processes=processes, coordinator=coordinator, devices=task.devices // processes),
+            folder / f"{name}-{number}.log",
+        )
+        for number in range(processes)
+    ]
+    try:
+        yield children
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+            child.wait(10)
+
+
+def complete(folder: Path, name: str, processes: int, task: Task) -> dict[str, object]:
+    """Runs a script to its end; every process must leave cleanly."""
+    with running(folder, name, processes, task) as children:
+        for number, child in enumerate(children):
+            assert child.wait(SECONDS) == 0, (folder / f"{name}-{number}.log").read_text()
+    return json.loads(Path(task.result).read_text())
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param(LLAMA, "dp=2,tp=2"),
+        pytest.param(LLAMA, "tp=4", marks=pytest.mark.slow),
+        pytest.param(MOE, "tp=4,ep=4", marks=pytest.mark.slow),
+        pytest.param(MOE, "dp=2,tp=2,ep=4", marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_give_the_tokens_of_one(tmp_path: Path, model: str, layout: str) -> None:
+    def task(name: str) -> Task:
+        return Task(model=model, layout=layout, result=str(tmp_path / f"{name}.json"), cache=str(tmp_path / "programs"))
+
+    one, two = complete(tmp_path, "one", 1, task("one")), complete(tmp_path, "two", 2, task("two"))
+    assert two["first"] == one["first"] and two["tokens"] == one["tokens"]
+    assert one["logprobs"], "the sampled row asks for them"
+    assert two["logprobs"] == pytest.approx(one["logprobs"], abs=1e-4)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+def test_a_follower_that_dies_or_stops_fails_the_instance(tmp_path: Path, number: signal.Signals) -> None:
+    path = tmp_path / "result.json"
+    task = Task(model=LLAMA, layout="tp=2", devices=2, steps=0, result=str(path), cache=str(tmp_path / "programs"))
+    with running(tmp_path, "hurt", 2, task) as (leader, follower):
+        wait_for(path, "ready", tmp_path)
+        follower.send_signal(number)
+        struck = time.monotonic()
+        failure = wait_for(path, "failure", tmp_path)
+        print(f"{number.name} noticed after {time.monotonic() - struck:.2f} s")
+        assert "process 1" in str(failure)
+        assert leader.wait(10) == 1
+
+
+@pytest.mark.slow
+def test_followers_end_when_their_leader_dies(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    task = Task(model=LLAMA, layout="tp=2", devices=2, steps=0, result=str(path), cache=str(tmp_path / "programs"))
+    with running(tmp_path, "hurt", 2, task) as (leader, follower):
+        wait_for(path, "ready", tmp_path)
+        leader.kill()
+        assert follower.wait(20) != 0
+
+
+def wait_for(path: Path, key: str, logs: Path) -> object:
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(FileNotFoundError):
+            if key in (found := json.loads(path.read_text())):
+                return found[key]
+        time.sleep(0.02)
+    raise AssertionError(f"no {key!r} in time: " + "\n".join(log.read_text() for log in logs.glob("*.log")))
