@@ -1,15 +1,22 @@
-"""The registry that a router serves, and a router as its workers' registration reaches it.
+"""Workers and routers find each other: the registry that a router serves, and the client in each worker.
 
-Knows what a `Registrar` is (dispatch/roster.py has it) and nothing of what a router makes of it; how a worker keeps itself known is
-dispatch/registration.py's.
+A worker registers with every router it was told of, says how it is a few times a second, and registers again with a router that does not
+know it (any more): routers may restart, workers need not. A router that is away is tried again until it is back, and holds up no other.
+A router that refuses the worker (another model) is asked again now and then, and the refusal is logged once.
+
+Knows what a `Registrar` is (dispatch/roster.py) and nothing of what a router makes of it.
 """
 
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import grpc.aio
 
 from jdisagg.dispatch.ports import WorkerStatus
-from jdisagg.dispatch.roster import WorkerCard
+from jdisagg.dispatch.roster import HEARTBEAT_SECONDS, WorkerCard
+from jdisagg.errors import IncompatiblePeerError, InvalidRequestError, JdisaggError, UnauthenticatedError
 from jdisagg.service import registry_pb2 as pb
 from jdisagg.service import registry_pb2_grpc, wire, wire_registry
 from jdisagg.service.connection import NO_CREDENTIALS, Connection, Credentials
@@ -18,6 +25,10 @@ from jdisagg.service.guard import Service
 REGISTRY_NAME = pb.DESCRIPTOR.services_by_name["Registry"].full_name
 
 CALL_SECONDS = 2.0
+STATUS_SECONDS = 2.0
+REFUSED_SECONDS = 2.0
+
+log = logging.getLogger(__name__)
 
 
 class Registrar(Protocol):
@@ -52,23 +63,95 @@ class RegistryServicer(registry_pb2_grpc.RegistryServicer):
         return pb.DeregisterReply()
 
 
-class RemoteRouter:
-    """A router as its workers see it: a `RouterPort` (dispatch/registration.py) over gRPC."""
+class RegistryClient:
+    """Keeps one worker known to its routers from `start` to `leave`. `status` raises when the worker is broken: it is then not heard of,
+    which is how routers learn of it.
 
-    def __init__(self, address: str, credentials: Credentials = NO_CREDENTIALS) -> None:
-        self._connection = Connection(address, credentials)
-        self._stub = registry_pb2_grpc.RegistryStub(self._connection.channel)
+    `failed` gets an exception when the worker cannot serve: its status raised, or a router refuses its card. Whoever runs the worker
+    ends it then, or lets it be.
+    """
 
-    async def register(self, card: WorkerCard) -> None:
-        await self._connection.call(self._stub.Register, wire_registry.worker_card_to_proto(card), CALL_SECONDS)
+    def __init__(
+        self,
+        routers: Sequence[str],
+        card: WorkerCard,
+        status: Callable[[], Awaitable[WorkerStatus]],
+        credentials: Credentials = NO_CREDENTIALS,
+        heartbeat_seconds: float = HEARTBEAT_SECONDS,
+    ) -> None:
+        self._card = card
+        self._status = status
+        self._heartbeat_seconds = heartbeat_seconds
+        self._links = [_RouterLink(Connection(address, credentials)) for address in dict.fromkeys(routers)]
+        self._tasks: list[asyncio.Task[None]] = []
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def heartbeat(self, boot_id: int, status: WorkerStatus) -> bool:
-        call = pb.HeartbeatCall(name=status.name, boot_id=boot_id, status=wire.worker_status_to_proto(status))
-        reply: pb.HeartbeatReply = await self._connection.call(self._stub.Heartbeat, call, CALL_SECONDS)
-        return reply.known
+    @property
+    def registered(self) -> frozenset[str]:
+        """The addresses of the routers that know the worker."""
+        return frozenset(link.connection.address for link in self._links if link.registered)
 
-    async def deregister(self, name: str, boot_id: int) -> None:
-        await self._connection.call(self._stub.Deregister, pb.DeregisterCall(name=name, boot_id=boot_id), CALL_SECONDS)
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._keep_known(link)) for link in self._links]
 
-    async def aclose(self) -> None:
-        await self._connection.aclose()
+    async def leave(self) -> None:
+        """Tells all routers that the worker leaves, as far as they can be reached, and stops. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.failed.done() and not self.failed.cancelled():
+            self.failed.exception()
+        self.failed.cancel()
+        call = pb.DeregisterCall(name=self._card.name, boot_id=self._card.boot_id)
+        known = [link for link in self._links if link.registered]
+        farewells = (link.connection.call(link.stub.Deregister, call, CALL_SECONDS) for link in known)
+        await asyncio.gather(*farewells, return_exceptions=True)
+        for link in self._links:
+            link.registered = False
+            await link.connection.aclose()
+
+    async def _keep_known(self, link: "_RouterLink") -> None:
+        said = ""
+        while True:
+            pause = self._heartbeat_seconds
+            try:
+                await self._say(link)
+                said = ""
+            except (JdisaggError, TimeoutError) as error:
+                if isinstance(error, IncompatiblePeerError | InvalidRequestError | UnauthenticatedError):
+                    pause = REFUSED_SECONDS
+                    self._fail(error)
+                if str(error) != said:
+                    said = str(error)
+                    log.warning("worker %s, router %s: %s", self._card.name, link.connection.address, said or "no status in time")
+            except Exception:
+                log.exception("worker %s, router %s", self._card.name, link.connection.address)
+            await asyncio.sleep(pause)
+
+    async def _say(self, link: "_RouterLink") -> None:
+        try:
+            async with asyncio.timeout(STATUS_SECONDS):
+                status = await self._status()
+        except JdisaggError as error:
+            self._fail(error)
+            raise
+        if not link.registered:
+            await link.connection.call(link.stub.Register, wire_registry.worker_card_to_proto(self._card), CALL_SECONDS)
+            link.registered = True
+        call = pb.HeartbeatCall(name=self._card.name, boot_id=self._card.boot_id, status=wire.worker_status_to_proto(status))
+        reply: pb.HeartbeatReply = await link.connection.call(link.stub.Heartbeat, call, CALL_SECONDS)
+        if not reply.known:
+            link.registered = False
+            await link.connection.call(link.stub.Register, wire_registry.worker_card_to_proto(self._card), CALL_SECONDS)
+            link.registered = True
+
+    def _fail(self, error: JdisaggError) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(type(error)(error.message))
+
+
+class _RouterLink:
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.stub = registry_pb2_grpc.RegistryStub(connection.channel)
+        self.registered = False

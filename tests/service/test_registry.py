@@ -1,5 +1,6 @@
 """Workers register with every router, stay known, come back after a router's restart, and leave."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -9,11 +10,10 @@ import pytest
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import ServiceConfig
 from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
-from jdisagg.dispatch.registration import Registration
 from jdisagg.dispatch.roster import ModelCard, Roster, WorkerCard, WorkerPorts
 from jdisagg.errors import IncompatiblePeerError, UnavailableError
 from jdisagg.layout.axes import Layout
-from jdisagg.service.registry import RemoteRouter, registry_service
+from jdisagg.service.registry import RegistryClient, registry_service
 from jdisagg.service.server import GrpcServer
 from tests.service.doors import STATUS, eventually
 
@@ -37,23 +37,21 @@ async def router(port: int = 0) -> AsyncIterator[tuple[str, Roster]]:
 
 
 @contextlib.asynccontextmanager
-async def worker(*routers: str) -> AsyncIterator[None]:
-    remotes = [RemoteRouter(address) for address in routers]
-    registration = Registration(remotes, CARD, status, MonotonicClock())
-    registration.start()
+async def worker(*routers: str, card: WorkerCard = CARD, says=status) -> AsyncIterator[RegistryClient]:
+    client = RegistryClient(routers, card, says, heartbeat_seconds=0.02)
+    client.start()
     try:
-        yield
+        yield client
     finally:
-        await registration.leave()
-        for remote in remotes:
-            await remote.aclose()
+        await client.leave()
 
 
 async def test_a_worker_is_known_to_all_routers_until_it_leaves() -> None:
     async with router() as (one, first), router() as (two, second):
-        async with worker(one, two):
+        async with worker(one, two) as client:
             await eventually(lambda: first.statuses() == second.statuses() == (STATUS,))
             assert first.cards() == second.cards() == (CARD,)
+            assert client.registered == {one, two}
         assert first.cards() == second.cards() == ()
 
 
@@ -75,18 +73,34 @@ async def test_a_router_that_forgot_a_worker_hears_of_it_again() -> None:
         await eventually(lambda: roster.statuses() == (STATUS,))
 
 
-async def test_a_router_refuses_a_worker_of_another_model_by_name_of_the_field() -> None:
+async def test_a_refused_worker_asks_on_and_others_are_not_disturbed(caplog) -> None:
     async with router() as (one, roster), worker(one):
         await eventually(lambda: roster.statuses() == (STATUS,))
-        remote = RemoteRouter(one)
-        with pytest.raises(IncompatiblePeerError, match="dtype is 'bfloat16'"):
-            await remote.register(replace(CARD, name="decode-1", model=replace(MODEL, dtype="bfloat16")))
-        await remote.aclose()
+        other = replace(CARD, name="decode-1", model=replace(MODEL, dtype="bfloat16"))
+        async with worker(one, card=other) as refused:
+            await eventually(lambda: "dtype is 'bfloat16'" in caplog.text)
+            assert refused.registered == frozenset()
+            with pytest.raises(IncompatiblePeerError, match="dtype"):
+                await asyncio.wait_for(refused.failed, 5)
         assert roster.cards() == (CARD,)
 
 
-async def test_a_router_that_is_not_there_is_unavailable() -> None:
-    remote = RemoteRouter("127.0.0.1:1")
-    with pytest.raises(UnavailableError):
-        await remote.heartbeat(1, STATUS)
-    await remote.aclose()
+async def test_a_broken_worker_is_not_heard_of() -> None:
+    broken = asyncio.Event()
+    heard = []
+
+    async def says() -> WorkerStatus:
+        heard.append(broken.is_set())
+        if broken.is_set():
+            raise UnavailableError("the mesh failed")
+        return STATUS
+
+    async with router() as (one, roster), worker(one, says=says) as client:
+        await eventually(lambda: roster.statuses() == (STATUS,))
+        broken.set()
+        await eventually(lambda: heard.count(True) > 2)
+        heard_at = roster._entries[CARD.name].heard_at
+        await eventually(lambda: heard.count(True) > 5)
+        assert roster._entries[CARD.name].heard_at == heard_at
+        with pytest.raises(UnavailableError, match="the mesh failed"):
+            await client.failed
