@@ -100,6 +100,14 @@ def finished(pull: Pull) -> Pull:
     return pull
 
 
+def settled(condition: Callable[[], bool]) -> None:
+    """Waits until what the channel's own threads do is done; the bound is a safety net."""
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, "the channel does not come to rest"
+        time.sleep(0.005)
+
+
 def received_shards(pull: Pull, case: Case, rank: int) -> dict[int, np.ndarray]:
     """Device id -> its heads, of the receiving rank, joined as an insert program would."""
     arrays = pull.arrays()

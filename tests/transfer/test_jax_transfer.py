@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import jax
@@ -27,6 +26,7 @@ from tests.transfer.conformance import (
     expected_shards,
     finished,
     received_shards,
+    settled,
 )
 
 SENDER, RECEIVER = KvEnd("127.0.0.1:1", 0xA), KvEnd("127.0.0.1:2", 0xB)
@@ -76,14 +76,6 @@ def ends(loopback: Loopback) -> Iterator[Ends]:
 
 class TestJaxTransferChannel(ChannelConformance):
     pass
-
-
-def settled(condition: Callable[[], bool]) -> None:
-    """Waits until what the channel's own threads do is done; the bound is a safety net."""
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end, "the channel does not come to rest"
-        time.sleep(0.005)
 
 
 def pulled(ends: Ends, offer_id: int, block: Case, deadline_seconds: float = LONG_SECONDS) -> dict[int, np.ndarray]:

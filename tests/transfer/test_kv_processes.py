@@ -1,0 +1,166 @@
+"""The transfer channel between real processes: jobs of several processes, deaths, stops, restarts, and a receiver that stalls."""
+
+import math
+import signal
+import time
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+
+from jdisagg.clock import MonotonicClock
+from jdisagg.layout.axes import Layout
+from jdisagg.layout.mesh_card import KvEnd, MeshCard
+from jdisagg.transfer.channel import PullTarget, resident_zeros
+from jdisagg.transfer.jax_transfer import JaxTransferChannel
+from tests.transfer.conformance import case, expected_shards, finished, received_shards, settled
+from tests.transfer.kv_processes import TRANSPORTS, Arrived, Block, Introduce, MakeOffer, MakePull, Post, Process
+
+HERE = KvEnd("the test", 0x7E57)
+PATIENCE_SECONDS = 60.0
+BIG_TOKENS = 1 << 21  # 128 MB
+
+
+class World:
+    """This process's channel, and others."""
+
+    def __init__(self) -> None:
+        self.post = Post()
+        self.channel = JaxTransferChannel(MonotonicClock(), HERE, self.post.of(HERE), transports=TRANSPORTS)
+        self.post.join(HERE, self.channel.handle)
+
+    def close(self) -> None:
+        self.post.close()
+        self.channel.close()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.close()
+
+
+def card(*ends: KvEnd) -> MeshCard:
+    return MeshCard((1, 1, 1), (0,), (0,), ends, TRANSPORTS)
+
+
+def offer_everywhere(processes: list[Process], offer: MakeOffer) -> None:
+    for process in processes:
+        process.do(offer)
+    for process in processes:
+        assert process.answer().error == ""
+
+
+def pull_here(world: World, offer_id: int, peer: str, destination: str, source: str = "tp=4", rank: int = 0) -> dict[int, np.ndarray]:
+    here = case(source, destination)
+    return received_shards(finished(world.channel.pull(offer_id, PullTarget(here.zeros, rank, peer), PATIENCE_SECONDS)), here, rank)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_each_process_sends_and_receives_its_own_shards(world: World, processes: int) -> None:
+    """tp=4 and dp=2,tp=2 of a job of one or two processes, in both directions."""
+    job = world.post.start(devices=4 // processes, count=processes)
+    world.channel.connect("job", card(*(process.end for process in job)))
+    number = 0
+    for source in ("tp=4", "dp=2,tp=2"):
+        for rank in range(Layout.parse(source).dp):
+            offer_everywhere(job, MakeOffer(number, Block(source), rank))
+            for destination in ("tp=1", "tp=2", "dp=2,tp=2", "tp=4"):
+                received = pull_here(world, number, "job", destination, source)
+                expected = expected_shards(case(source, destination), rank, 0)
+                assert received.keys() == expected.keys()
+                for device, shard in expected.items():
+                    np.testing.assert_array_equal(received[device], shard)
+            number += 1
+    for process in job:
+        process.do(Introduce("here", card(HERE)))
+        process.answer()
+    for source in ("tp=1", "tp=4"):
+        here = case(source, "tp=4")
+        world.channel.offer(number, here.block, 0)
+        for destination in ("tp=4", "dp=2,tp=2"):
+            layout = Layout.parse(destination)
+            granule = math.gcd(4 // Layout.parse(source).tp, 4 // layout.tp)
+            for rank in range(layout.dp):
+                for process in job:
+                    process.do(MakePull(number, "here", Block(destination), rank, granule, PATIENCE_SECONDS))
+                shards = merged([process.answer() for process in job])
+                expected = here.values[:1]
+                assert len(shards) == layout.tp
+                for place, device in enumerate(sorted(shards, key=lambda device: (device // 2048, device))):
+                    heads = 4 // layout.tp
+                    np.testing.assert_array_equal(shards[device], expected[:, :, place * heads : place * heads + heads])
+        number += 1
+
+
+def merged(answers: list[Arrived]) -> dict[int, np.ndarray]:
+    assert not [answer.error for answer in answers if answer.error]
+    shards: dict[int, np.ndarray] = {}
+    for answer in answers:
+        assert not shards.keys() & answer.shards.keys()
+        shards |= answer.shards
+    return shards
+
+
+def test_a_killed_sender_fails_its_pulls_and_its_successor_serves_under_a_new_name(world: World) -> None:
+    (first,) = world.post.start(devices=4)
+    world.channel.connect("first", card(first.end))
+    offer_everywhere([first], MakeOffer(1, Block("tp=4"), 0))
+    pull_here(world, 1, "first", "tp=2")
+    here = case("tp=4", "tp=2")
+    waiting = world.channel.pull(2, PullTarget(here.zeros, 0, "first"), 1.0)
+    first.end_it()
+    after = world.channel.pull(1, PullTarget(here.zeros, 0, "first"), 1.0)
+    for pull in (waiting, after):
+        assert "HandoffError" in type(finished(pull).failed()).__name__
+    world.channel.disconnect("first")
+    (second,) = world.post.start(devices=4)
+    world.channel.connect("second", card(second.end))
+    offer_everywhere([second], MakeOffer(1, Block("tp=4"), 0))
+    pull_here(world, 1, "second", "tp=2")
+
+
+def test_pulls_from_a_stopped_sender_end_at_their_deadline_and_it_serves_again_when_it_goes_on(world: World) -> None:
+    (sender,) = world.post.start(devices=4)
+    world.channel.connect("peer", card(sender.end))
+    here = case("tp=4", "tp=2")
+    big = Block("tp=1", tokens=BIG_TOKENS)
+    offer_everywhere([sender], MakeOffer(1, Block("tp=4"), 0))
+    offer_everywhere([sender], MakeOffer(2, big, 0))
+    pull_here(world, 1, "peer", "tp=2")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("dp", "kv", "rep"))
+    zeros = resident_zeros(mesh, 2, 4, BIG_TOKENS, 2, np.dtype(np.float32))
+    in_its_bytes = world.channel.pull(2, PullTarget(zeros, 0, "peer"), 2.0)
+    time.sleep(0.03)
+    sender.signal(signal.SIGSTOP)
+    unanswered = world.channel.pull(1, PullTarget(here.zeros, 0, "peer"), 0.5)
+    for pull in (unanswered, in_its_bytes):
+        error = finished(pull).failed()
+        assert error is not None and "within the deadline" in error.message
+    sender.signal(signal.SIGCONT)
+    pull_here(world, 1, "peer", "tp=2")
+    settled(lambda: world.channel.under_way() == 0)
+
+
+def test_a_receiver_that_stalls_in_the_middle_of_its_bytes_does_not_slow_another(world: World) -> None:
+    (stalled,) = world.post.start(devices=1)
+    stalled.do(Introduce("here", card(HERE)))
+    stalled.answer()
+    block = Block("tp=1", tokens=BIG_TOKENS)
+    values = jax.numpy.zeros(block.shape(1), jax.numpy.float32)
+    world.channel.offer(1, jax.device_put(values, jax.devices()[0]), 0)
+    world.channel.offer(2, case("tp=4", "tp=2").block, 0)
+    stalled.do(MakePull(1, "here", block, 0, 4, PATIENCE_SECONDS))
+    while world.channel.postings() == 0:
+        time.sleep(0.001)
+    time.sleep(0.03)  # into the middle of its bytes
+    stalled.signal(signal.SIGSTOP)
+    world.channel.connect("", card(HERE))
+    for _ in range(3):
+        pull_here(world, 2, "", "tp=2")
+    assert world.channel.postings() >= 1
+    assert not stalled.has_answered(), "the other receiver should be stalled"
+    stalled.signal(signal.SIGCONT)
+    assert stalled.answer().error == ""
