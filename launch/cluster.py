@@ -30,6 +30,7 @@ from launch.cluster_plan import ClusterPlan, free_ports, plan_instances
 _POLL_SECONDS = 0.5
 _STATUS_SECONDS = 2.0
 _FAREWELL_SECONDS = 10.0
+_TRIES = 4  # of a process, before the cluster has ever served
 
 _PREFILL = flags.DEFINE_integer("prefill", 1, "Prefill instances.")
 _DECODE = flags.DEFINE_integer("decode", 1, "Decode instances.")
@@ -150,6 +151,10 @@ class Cluster:
                 if not said and statuses.keys() >= {group.name for group in self._workers}:
                     said = True
                     print(f"jdisagg cluster serves on {self._plan.address}: {', '.join(sorted(statuses))}", flush=True)
+                if not said:
+                    for group in (self._router, *self._workers):
+                        if group.restarts >= _TRIES:
+                            self._cannot_work(group.name)
                 self._log.show([_shown(group, statuses.get(group.name)) for group in (self._router, *self._workers)])
                 await asyncio.sleep(_POLL_SECONDS)
 

@@ -63,7 +63,7 @@ class ClusterPlan:
         if count == 1:
             return (_command(instance.name, "worker", *common, f"--port={instance.ports[0]}"),)
         coordinator = free_ports(self.host, 1)[0]
-        together = (f"--num_processes={count}", f"--coordinator={self.host}:{coordinator}", f"--leader={self.host}:{instance.ports[0]}")
+        together = (f"--num_processes={count}", f"--coordinator={self.host}:{coordinator}")
         return tuple(
             _command(f"{instance.name}.{index}", "worker", *common, *together, f"--process_id={index}", f"--port={port}")
             for index, port in enumerate(instance.ports)

@@ -1,24 +1,24 @@
 """One child process: started in a process group of its own, its output read line by line, its end waited for.
 
-The child dies with its parent, whatever kills that (Linux: PR_SET_PDEATHSIG; elsewhere only an orderly stop reaches it). It is
+The child dies with its parent, whatever kills that (leash.py; Linux alone, elsewhere only an orderly stop reaches it). It is
 in a session of its own, so that Ctrl-C on the terminal reaches the parent alone, who stops children in order. When a child
 has ended, whatever is left of its process group is killed.
 """
 
 import asyncio
 import contextlib
-import ctypes
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
 _READ_BYTES = 64 << 10
 _LONGEST_LINE_BYTES = 1 << 20
 _OUTPUT_SECONDS = 2.0
-_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+_LEASH = str(Path(__file__).with_name("leash.py"))
 
 TakeLine = Callable[[str, str], None]
 
@@ -44,19 +44,23 @@ class Child:
 
     @classmethod
     async def start(cls, command: Command, take_line: TakeLine) -> "Child":
-        """`take_line(name, line)` gets each line of stdout and stderr, in order. Raises OSError when there is no such program."""
+        """`take_line(name, line)` gets each line of stdout and stderr, in order. Raises OSError when there is no such program.
+
+        No code of ours runs between fork and exec (`preexec_fn`): with other threads in the parent, gRPC's for one, it might hang.
+        """
+        if shutil.which(command.arguments[0]) is None:
+            raise FileNotFoundError(f"there is no program {command.arguments[0]!r}")
         # A pipe of our own: with asyncio's, `wait` would also wait for whoever inherited the writing end.
         output, into = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
-                *command.arguments,
+                *_on_leash(command.arguments),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=into,
                 stderr=into,
                 env=None if command.environment is None else dict(command.environment),
                 cwd=command.directory,
                 start_new_session=True,
-                preexec_fn=_die_with(os.getpid()),
             )
         except BaseException:
             os.close(output)
@@ -93,16 +97,10 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
 
 
-def _die_with(parent: int) -> Callable[[], None]:
-    """Runs in the child between fork and exec."""
-
-    def die_with_parent() -> None:
-        if _LIBC is not None:
-            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:
-                os._exit(1)
-
-    return die_with_parent
+def _on_leash(arguments: tuple[str, ...]) -> tuple[str, ...]:
+    if sys.platform != "linux":
+        return arguments
+    return (sys.executable, "-I", "-S", _LEASH, str(os.getpid()), *arguments)
 
 
 async def _read_lines(output: int, take: Callable[[str], None]) -> None:

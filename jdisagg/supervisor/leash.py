@@ -1,0 +1,23 @@
+"""Ties this process to its parent's life, then becomes another program: `python leash.py <parent's pid> program argument...` (Linux).
+
+PR_SET_PDEATHSIG survives exec; it is set here, not between fork and exec, and costs the start of a bare interpreter. A file to be
+run, with the standard library alone.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(parent: int, arguments: list[str]) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        sys.exit(1)
+    os.execvp(arguments[0], arguments)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

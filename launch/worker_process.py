@@ -1,0 +1,226 @@
+"""A worker process from its configuration to its end: build, warm up, serve, register, beat, drain, leave.
+
+One event loop: gRPC, the worker's loop and the heartbeats; JAX runs on the executor's threads. Order matters: nobody learns of the
+worker before its programs are compiled and its port answers, and it leaves the rosters before its port closes.
+"""
+
+import asyncio
+import sys
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
+
+from tqdm import tqdm
+
+from jdisagg.clock import MonotonicClock
+from jdisagg.config import ServiceConfig
+from jdisagg.dispatch.ports import HandoffSource, PeerPort, WorkerRole
+from jdisagg.dispatch.roster import ModelCard, WorkerCard
+from jdisagg.engine.instance import (
+    Instance,
+    KvPlane,
+    LoadModel,
+    WorkerConfig,
+    build_worker_instance,
+    random_id,
+    warm_up,
+    worker_mode,
+)
+from jdisagg.errors import HandoffError, UnavailableError
+from jdisagg.instance.processes import ProcessGroup
+from jdisagg.layout.mesh_card import KvEnd
+from jdisagg.model_api import Device
+from jdisagg.scheduler.commands import Executor
+from jdisagg.service.guard import Service
+from jdisagg.service.kv_link import GrpcKvLink
+from jdisagg.service.registry import RegistryClient
+from jdisagg.service.remote_ports import RemoteWorker
+from jdisagg.service.server import GrpcServer
+from jdisagg.service.worker_service import decode_service, peer_service, prefill_service
+from jdisagg.transfer.jax_transfer import JaxTransferChannel
+from jdisagg.worker.decode_worker import DecodeWorker
+from jdisagg.worker.peers import PeerResolver
+from jdisagg.worker.prefill_worker import PrefillWorker
+from launch.cluster_plan import free_ports
+from launch.instance_processes import follow, lead
+from launch.signals import Signals
+
+EXIT_BROKEN = 3
+TRANSPORTS = 4
+LOOK_SECONDS = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """Who the worker is; what it is made of is its `WorkerConfig`'s affair."""
+
+    name: str
+    role: WorkerRole
+    routers: tuple[str, ...]
+    family: str
+    model_name: str
+    fingerprint: str
+
+
+class WorkerProcess:
+    """Build it anywhere; `run` on the loop, once."""
+
+    def __init__(self, spec: WorkerSpec, config: WorkerConfig) -> None:
+        self._spec = spec
+        self._config = config
+        self._clock = MonotonicClock()
+        self._hurry = asyncio.Event()
+
+    async def run(self, group: ProcessGroup, load: LoadModel, devices: Sequence[Device]) -> int:
+        """The exit status. Raises what makes the configuration unworkable. `devices` are the instance's, of all its processes."""
+        signals = Signals(self._hurry.set)
+        service = self._config.service
+        service = replace(service, port=service.port or free_ports(service.host, 1)[0])
+        address = f"[{service.host}]:{service.port}" if ":" in service.host else f"{service.host}:{service.port}"
+        end = KvEnd(address, random_id())
+        link = GrpcKvLink(end)
+        channel = JaxTransferChannel(self._clock, end, link, host=service.host, transports=TRANSPORTS)
+        link.deliver_to(channel)
+        peers = _PeerPorts()
+        try:
+            leading = await lead(group, self._clock, service.host) if group.leads and group.processes > 1 else None
+            plane = KvPlane((end,), TRANSPORTS)
+            instance = build_worker_instance(self._spec.name, self._spec.role, self._config, load, devices, channel, plane)
+            if not group.leads:
+                server = GrpcServer((link.service(),), service)
+                await server.start()
+                await follow(group, instance.executor, lambda: self._warm_up(instance), self._clock, end)
+                return 0
+            if not await self._unless_signalled(signals, self._warm_up(instance)):
+                return 0
+            executor = await leading.over(instance.executor, end) if leading else instance.executor
+            status = await self._lead_a_life(signals, service, address, instance, executor, link, peers)
+            if leading:
+                await leading.stop()
+            if status == 0:
+                await asyncio.to_thread(executor.close)
+            return status
+        finally:
+            channel.close()
+            await link.close()
+            await peers.close()
+
+    async def _lead_a_life(
+        self,
+        signals: Signals,
+        service: ServiceConfig,
+        address: str,
+        instance: Instance,
+        executor: Executor,
+        link: GrpcKvLink,
+        peers: "_PeerPorts",
+    ) -> int:
+        worker = self._worker(executor, address, peers.find)
+        server = GrpcServer((*_services(worker), link.service()), service, worker.boot_id)
+        await worker.start()
+        await server.start()
+        registration = RegistryClient(self._spec.routers, self._card(instance, worker, address), worker.status)
+        registration.start()
+        print(f"jdisagg {self._spec.role.value} worker {self._spec.name} ({self._config.instance.layout}) serves on {address}", flush=True)
+        status = await self._serve(signals, worker)
+        await registration.leave()
+        server.hurry()
+        await server.drain()
+        await worker.stop()
+        return status
+
+    async def _warm_up(self, instance: Instance) -> None:
+        if not self._config.warm_up:
+            return
+        with tqdm(desc=f"compiling {self._spec.name}", unit="program", delay=5, mininterval=5, file=sys.stderr, leave=False) as bar:
+
+            def progress(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            await warm_up(instance, progress)
+
+    async def _unless_signalled(self, signals: Signals, work: Coroutine[None, None, None]) -> bool:
+        """False when it was asked to end meanwhile: then it does at once, for nobody knows it yet."""
+        working = asyncio.create_task(work)
+        ending = asyncio.create_task(signals.first())
+        await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
+        ending.cancel()
+        if working.done():
+            working.result()
+            return True
+        working.cancel()
+        return False
+
+    def _worker(self, executor: Executor, address: str, find_peer: PeerResolver) -> PrefillWorker | DecodeWorker:
+        spec, config = self._spec, self._config
+        if spec.role is WorkerRole.PREFILL:
+            return PrefillWorker(spec.name, executor, config.instance, config.limits, self._clock, random_id, spec.fingerprint)
+        mode = worker_mode(spec.role, config.mode)
+        return DecodeWorker(
+            spec.name, executor, config.instance, mode, config.limits, find_peer, self._clock, random_id, spec.fingerprint, address
+        )
+
+    def _card(self, instance: Instance, worker: PrefillWorker | DecodeWorker, address: str) -> WorkerCard:
+        limits, model, spec = instance.executor.limits, instance.loaded.model, self._spec
+        card = ModelCard(
+            name=spec.model_name,
+            family=spec.family,
+            vocabulary=model.vocabulary,
+            context_tokens=limits.context_tokens,
+            dtype=self._config.model.dtype,
+            kv_bytes_per_token=model.kv_spec.bytes_per_token,
+            fingerprint=spec.fingerprint,
+        )
+        return WorkerCard(spec.name, worker.boot_id, spec.role, address, self._config.instance.layout, card)
+
+    async def _serve(self, signals: Signals, worker: PrefillWorker | DecodeWorker) -> int:
+        """Until it is asked to end, and drained then, or its mesh broke."""
+        breaking = asyncio.create_task(self._broken(worker))
+        ending = asyncio.create_task(signals.first())
+        await asyncio.wait({ending, breaking}, return_when=asyncio.FIRST_COMPLETED)
+        tasks = [ending, breaking]
+        if ending.done():
+            seconds = self._config.service.drain_seconds
+            print(f"draining, for at most {seconds:g} s", flush=True)
+            tasks += [asyncio.create_task(worker.drain(seconds)), asyncio.create_task(self._hurry.wait())]
+            await asyncio.wait(tasks[1:], return_when=asyncio.FIRST_COMPLETED)
+        status = 0
+        if breaking.done():
+            print(f"error: {breaking.result().message}", file=sys.stderr, flush=True)
+            status = EXIT_BROKEN
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return status
+
+    async def _broken(self, worker: PrefillWorker | DecodeWorker) -> UnavailableError:
+        """Returns when the worker's mesh is broken."""
+        while True:
+            try:
+                await worker.status()
+            except UnavailableError as error:
+                return error
+            await self._clock.sleep(LOOK_SECONDS)
+
+
+def _services(worker: PrefillWorker | DecodeWorker) -> tuple[Service, ...]:
+    if isinstance(worker, PrefillWorker):
+        return prefill_service(worker), peer_service(worker)
+    return decode_service(worker), peer_service(worker)
+
+
+class _PeerPorts:
+    """Ports of the workers that KV comes from, one for each address; a restarted worker is greeted through the same."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, RemoteWorker] = {}
+
+    def find(self, source: HandoffSource) -> PeerPort:
+        if not source.address:
+            raise HandoffError(f"worker {source.worker!r}: its address is not known; is the router of this version?")
+        if source.address not in self._workers:
+            self._workers[source.address] = RemoteWorker(source.address)
+        return self._workers[source.address].peer
+
+    async def close(self) -> None:
+        await asyncio.gather(*(worker.aclose() for worker in self._workers.values()))

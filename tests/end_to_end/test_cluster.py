@@ -1,0 +1,183 @@
+"""A cluster of real processes on one host: what it streams, what becomes of it when a process is killed, and how it ends.
+
+What it says is held against a dense forward pass made here. Programs are compiled once, into a folder that all share.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from jdisagg.client import Client
+from jdisagg.errors import JdisaggError
+from jdisagg.request import FinishReason
+from models.tokenizer import Tokenizer
+from tests.end_to_end.clusters import LLAMA, dense_greedy
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = "Once upon a time"
+SMALL = ("--prefill_chunk=64", "--page_size=16", "--slots=4", "--set=warm_up=False", "--drain_seconds=20")
+READY = r"jdisagg cluster serves on (127\.0\.0\.1:\d+): (.+)\n"
+START_SECONDS = 120.0
+END_SECONDS = 60.0
+
+
+class RunningCluster:
+    """The parent process, where its router listens, and its log."""
+
+    def __init__(self, process: "subprocess.Popen[str]", log: Path, address: str, workers: list[str]) -> None:
+        self.process, self.log, self.address, self.workers = process, log, address, workers
+
+    def pids(self) -> set[int]:
+        """The parent's and all its descendants'."""
+        with_children = psutil.Process(self.process.pid).children(recursive=True)
+        return {self.process.pid, *(child.pid for child in with_children)}
+
+    def worker(self, name: str) -> psutil.Process:
+        children = psutil.Process(self.process.pid).children()
+        return next(child for child in children if f"--name={name}" in child.cmdline())
+
+    def end(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(END_SECONDS)
+
+
+@contextmanager
+def cluster(folder: Path, *flags: str) -> Iterator[RunningCluster]:
+    """On leaving no process of it lives, whatever happened."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    log = folder / f"cluster-{time.monotonic_ns()}.log"
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "launch.cluster", "--port=0", *SMALL, f"--compilation_cache={folder / 'programs'}", *flags],
+            cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True,
+        )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        ready = re.fullmatch(READY, line)
+        assert ready, f"no ready line but {line!r}: {log.read_text()}"
+        yield RunningCluster(process, log, ready[1], ready[2].split(", "))
+    finally:
+        pids = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        process.kill()
+        process.communicate()
+        psutil.wait_procs(pids, timeout=10)
+        assert not [pid for pid in pids if pid.is_running()], "children outlived their parent"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cluster")
+
+
+def oracle(count: int) -> tuple[str, list[int]]:
+    """Greedy text and tokens, EOS ignored."""
+    tokenizer = Tokenizer.from_directory(LLAMA)
+    ids = tokenizer.encode(PROMPT)
+    tokens = dense_greedy(LLAMA, ids, count)
+    return tokenizer.decode(ids + tokens)[len(tokenizer.decode(ids)) :], tokens
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, what
+        time.sleep(0.05)
+
+
+def all_free(client: Client, workers: list[str]) -> bool:
+    try:
+        statuses = {status.name: status for status in client.status()}
+    except JdisaggError:
+        return False
+    return set(workers) == set(statuses) and all(
+        status.free_pages == status.total_pages and not status.running and not status.handoffs for status in statuses.values()
+    )
+
+
+def ask(running: RunningCluster, *flags: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "launch.ask", f"--target={running.address}", f"--prompt={PROMPT}", *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+def check_a_life(running: RunningCluster, killed: str) -> None:
+    """Streams, is seen, loses a worker and gets it back, streams again, and ends without a trace."""
+    text, tokens = oracle(60)
+    with Client(running.address) as client:
+        answer = ask(running, "--max_tokens=60", "--ignore_eos", "--temperature=0")
+        assert (answer.returncode, answer.stdout) == (0, text + "\n"), answer.stderr + running.log.read_text()
+        assert {status.name: status.layout for status in client.status()}.keys() == set(running.workers)
+        wait_until(lambda: all_free(client, running.workers), "pages are not free once all is quiet")
+
+        worker = running.worker(killed)
+        worker.kill()
+        wait_until(lambda: not worker.is_running(), "the kill took no effect")
+        wait_until(lambda: all_free(client, running.workers) and running.worker(killed).pid != worker.pid, running.log.read_text())
+        completion = client.complete(PROMPT, max_tokens=60, ignore_eos=True, temperature=0)
+        assert completion.choices[0].token_ids == tokens
+
+        events = client.generate(PROMPT, max_tokens=200, ignore_eos=True, temperature=0)
+        seen = [next(events)]
+        pids = running.pids()
+        running.process.send_signal(signal.SIGTERM)
+        seen += events
+        assert seen[-1].finish_reason is FinishReason.LENGTH, "a running stream was cut short by SIGTERM"
+        assert [event.first_index for event in seen if event.token_ids] == list(range(200))
+    assert running.process.wait(END_SECONDS) == 0, running.log.read_text()
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def test_a_cluster_streams_survives_a_killed_decode_worker_and_ends_without_a_trace(folder: Path):
+    with cluster(folder, "--prefill=1", "--decode=1") as running:
+        assert running.workers == ["decode-0", "prefill-0"]
+        check_a_life(running, "decode-0")
+
+
+@pytest.mark.slow
+def test_two_of_each_kind_survive_a_killed_prefill_worker(folder: Path):
+    with cluster(folder, "--prefill=2", "--decode=2") as running:
+        assert len(running.workers) == 4
+        check_a_life(running, "prefill-1")
+
+
+def test_mixed_workers_alone_serve_too(folder: Path):
+    text, _ = oracle(30)
+    with cluster(folder, "--mixed=1") as running:
+        assert running.workers == ["mixed-0"]
+        answer = ask(running, "--max_tokens=30", "--ignore_eos", "--temperature=0")
+        assert (answer.returncode, answer.stdout) == (0, text + "\n"), answer.stderr
+        assert running.end() == 0
+
+
+def test_children_die_with_a_parent_that_is_killed(folder: Path):
+    with cluster(folder, "--mixed=1") as running:
+        pids = running.pids()
+        assert len(pids) >= 3
+        running.process.kill()
+        running.process.wait()
+        wait_until(lambda: not [pid for pid in pids if psutil.pid_exists(pid)], "orphans")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--prefill=1", "--decode=0"), "error: --prefill=1 --decode=0: one of each at least"),
+        (("--prefill_layout=dp=1,tp=3", "--processes_per_instance=2"), "does not divide"),
+        (("--model=/nowhere",), "/nowhere"),
+        (("--set=instance.nonsense=1",), "InstanceConfig has no field 'nonsense'"),
+    ],
+)
+def test_a_cluster_that_cannot_work_says_so_and_ends(flags: tuple[str, ...], message: str):
+    command = [sys.executable, "-m", "launch.cluster", "--port=0", *flags]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1 and message in ended.stderr, ended.stderr
+    assert "Traceback" not in ended.stderr, ended.stderr
