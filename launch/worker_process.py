@@ -26,6 +26,7 @@ from jdisagg.engine.instance import (
     worker_mode,
 )
 from jdisagg.errors import HandoffError, UnavailableError
+from jdisagg.instance.followers import Followers
 from jdisagg.instance.processes import ProcessGroup
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.model_api import Device
@@ -69,6 +70,7 @@ class WorkerProcess:
         self._config = config
         self._clock = MonotonicClock()
         self._hurry = asyncio.Event()
+        self._followers: Followers | None = None
 
     async def run(self, group: ProcessGroup, load: LoadModel, devices: Sequence[Device]) -> int:
         """The exit status. Raises what makes the configuration unworkable. `devices` are the instance's, of all its processes."""
@@ -83,6 +85,7 @@ class WorkerProcess:
         peers = _PeerPorts()
         try:
             leading = await lead(group, self._clock, service.host) if group.leads and group.processes > 1 else None
+            self._followers = leading.followers if leading else None
             plane = KvPlane((end,), TRANSPORTS)
             instance = build_worker_instance(self._spec.name, self._spec.role, self._config, load, devices, channel, plane)
             if not group.leads:
@@ -194,8 +197,10 @@ class WorkerProcess:
         return status
 
     async def _broken(self, worker: PrefillWorker | DecodeWorker) -> UnavailableError:
-        """Returns when the worker's mesh is broken."""
+        """Returns when the worker's mesh is broken, or another process of its instance is gone."""
         while True:
+            if self._followers and self._followers.failure:
+                return self._followers.failure
             try:
                 await worker.status()
             except UnavailableError as error:

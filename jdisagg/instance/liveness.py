@@ -15,7 +15,7 @@ class InstanceTiming:
 
     beat_seconds: float = 0.5
     silence_seconds: float = 2.0
-    starting_silence_seconds: float = 120.0
+    starting_silence_seconds: float = 600.0
 
 
 class SilenceWatch:

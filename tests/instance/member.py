@@ -47,7 +47,7 @@ class Task:
 
 def build(task: Task) -> MeshExecutor:
     layout = Layout.parse(task.layout)
-    loaded = load_model(task.model, layout, jax.devices())
+    loaded = load_model(task.model, layout, jax.devices()[: layout.devices])
     config = InstanceConfig(layout=layout, page_size=PAGE, slots_per_rank=4, chunk_tokens=CHUNK, min_chunk_tokens=CHUNK)
     limits = mesh_limits(config, Mode.CHUNKED, loaded.model.kv_spec, CONTEXT, 1)
     role = MeshRole(prefill=True, decode=True)

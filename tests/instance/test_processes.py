@@ -1,5 +1,6 @@
 """Instances of two real processes, under jax.distributed and gloo, against one process of the same layout."""
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.instance.member import Task
+from tests.instance.member import Task, build, script
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA, MOE = (str(ROOT / "models" / "tiny" / name) for name in ("llama", "qwen3_moe"))
@@ -48,9 +49,9 @@ def running(folder: Path, name: str, processes: int, task: Task) -> Iterator[lis
             child.wait(10)
 
 
-def complete(folder: Path, name: str, processes: int, task: Task) -> dict[str, object]:
-    """Runs a script to its end; every process must leave cleanly."""
-    with running(folder, name, processes, task) as children:
+def complete(folder: Path, name: str, task: Task) -> dict[str, object]:
+    """Runs a script over two processes to its end; each must leave cleanly."""
+    with running(folder, name, 2, task) as children:
         for number, child in enumerate(children):
             assert child.wait(SECONDS) == 0, (folder / f"{name}-{number}.log").read_text()
     return json.loads(Path(task.result).read_text())
@@ -65,12 +66,13 @@ def complete(folder: Path, name: str, processes: int, task: Task) -> dict[str, o
         pytest.param(MOE, "dp=2,tp=2,ep=4", marks=pytest.mark.slow),
     ],
 )
-def test_two_processes_give_the_tokens_of_one(tmp_path: Path, model: str, layout: str) -> None:
-    def task(name: str) -> Task:
-        return Task(model=model, layout=layout, result=str(tmp_path / f"{name}.json"), cache=str(tmp_path / "programs"))
-
-    one, two = complete(tmp_path, "one", 1, task("one")), complete(tmp_path, "two", 2, task("two"))
-    assert two["first"] == one["first"] and two["tokens"] == one["tokens"]
+async def test_two_processes_give_the_tokens_of_one(tmp_path: Path, model: str, layout: str) -> None:
+    task = Task(model=model, layout=layout, result=str(tmp_path / "two.json"), cache=str(tmp_path / "programs"))
+    here = build(task)
+    one = await script(here, task.steps)
+    await asyncio.to_thread(here.close)
+    two = complete(tmp_path, "two", task)
+    assert two["first"] == one["first"] and two["tokens"] == json.loads(json.dumps(one["tokens"]))
     assert one["logprobs"], "the sampled row asks for them"
     assert two["logprobs"] == pytest.approx(one["logprobs"], abs=1e-4)
 
