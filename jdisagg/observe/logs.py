@@ -17,6 +17,7 @@ from typing import TextIO
 from jdisagg.errors import ConfigError
 
 FORMATS = ("text", "json")
+OURS = ("jdisagg", "launch", "models")
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -68,14 +69,19 @@ class TextFormatter(logging.Formatter):
 def configure_logging(
     log_format: str, process: str, worker: str = "", level: int = logging.INFO, stream: TextIO | None = None
 ) -> logging.Handler:
-    """Makes this the root logger's only handler, in place of what absl put there. Returns it. `log_format` is one of FORMATS."""
+    """Makes this the root logger's only handler, in place of what absl put there. Returns it. `log_format` is one of FORMATS.
+
+    `level` is that of our own loggers; of other libraries, warnings and worse are shown.
+    """
     if log_format not in FORMATS:
         raise ConfigError(f"log_format must be one of {', '.join(FORMATS)}, got {log_format!r}")
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(process, worker) if log_format == "json" else TextFormatter(process, worker))
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level)
+    root.setLevel(logging.WARNING)
+    for ours in OURS:
+        logging.getLogger(ours).setLevel(level)
     return handler
 
 

@@ -1,7 +1,8 @@
 """An executor as seen by an observer: how long each command took, what it moved, whose it was.
 
 Commands run in order, so a command's time begins where the one before ended, not where it was enqueued; pulls run beside them
-and count from their posting. Works on the commands alone: a row's request is found by what it offers, a pull's by its offer.
+and count from their posting. Works on the commands alone: a row's request is found by what it offers, a pull's by its offer, an admitted
+sequence's by who last wrote the page of its newest position.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.observe.observer import Observer
 from jdisagg.observe.timeline import Ref, Value, offer_ref, reservation_ref
 from jdisagg.scheduler.commands import (
+    CopyPages,
     DecodeSteps,
     Executor,
     ExtractBlock,
@@ -30,24 +32,21 @@ _NAMES = {PrefillChunk: "prefill chunk", DecodeSteps: "decode steps", InsertBloc
 
 
 class ObservedExecutor:
-    """Implements `Executor`. `worker` is the name under which its numbers are kept."""
+    """Implements `Executor`. `worker` is the name under which its numbers are kept. Wrap when the card is final."""
 
     def __init__(self, worker: str, executor: Executor, observer: Observer) -> None:
+        self.limits: MeshLimits = executor.limits
+        self.card: MeshCard = executor.card
         self._worker = worker
         self._executor = executor
         self._observer = observer
         self._free_at = 0.0
-
-    @property
-    def limits(self) -> MeshLimits:
-        return self._executor.limits
-
-    @property
-    def card(self) -> MeshCard:
-        return self._executor.card
+        self._writers: dict[tuple[int, int], Ref] = {}
 
     def run(self, command: StepCommand) -> "asyncio.Future[StepResult]":
         issued_at = self._observer.now()
+        if self._observer.timeline.on:
+            self._remember(command)
         running: Awaitable[StepResult] = self._executor.run(command)
         future = asyncio.ensure_future(running)
         if type(command) in _NAMES:
@@ -94,11 +93,32 @@ class ObservedExecutor:
                 running = sum(len(slots) for slots in command.slots)
                 sizes: dict[str, Value] = {"steps": command.steps, "running": running, "admits": len(command.admits), "step": command.step}
                 timeline.span("decode steps", started, now, None, track, **sizes)
+                for admit in command.admits:
+                    writer = self._writers.get((admit.rank, self._page(admit.pages, admit.position)))
+                    timeline.instant("admit", started, writer, worker=worker, child=admit.sample.child, slot=admit.slot, step=command.step)
             case InsertBlock() | ExtractBlock():
                 name = _NAMES[type(command)]
                 timeline.span(name, started, now, None, track, step=command.step)
                 ref = offer_ref(command.offer_id)
                 timeline.span(name, started, now, ref, worker=worker, start=command.start, tokens=command.valid_tokens, group=command.group)
+
+    def _remember(self, command: StepCommand) -> None:
+        """Who writes which page: the page of a sequence's newest position is written for it alone, until it is copied for a child."""
+        match command:
+            case PrefillChunk():
+                for row in command.rows:
+                    self._writers[(row.rank, self._page(row.pages, row.start + len(row.tokens)))] = _owner(self._worker, row)
+            case InsertBlock():
+                page = self._page(command.pages, command.start + command.valid_tokens)
+                self._writers[(command.rank, page)] = offer_ref(command.offer_id)
+            case CopyPages():
+                for rank, source, destination in command.copies:
+                    if (writer := self._writers.get((rank, source))) is not None:
+                        self._writers[(rank, destination)] = writer
+
+    def _page(self, pages: tuple[int, ...], end: int) -> int:
+        """Of the last position before `end`."""
+        return pages[(end - 1) // self.limits.page_size]
 
 
 def _owner(worker: str, row: PrefillRow) -> Ref:

@@ -7,12 +7,13 @@ come from small fixed sets (worker, codec, cause), never from requests.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import generate_latest
 
-from jdisagg.observe.sources import Compilations, Snapshots, StatusOf, Watched
+from jdisagg.observe.canary import Canary
+from jdisagg.observe.sources import CanaryAges, Compilations, Snapshots, StatusesOf, StatusOf, Watched
 from jdisagg.telemetry import Counters
 
 STATUS_SECONDS = 2.0
@@ -55,7 +56,14 @@ class Metrics:
 
     def watch_worker(self, name: str, status: StatusOf, counters: Counters | None = None, compilations: Compilations | None = None) -> None:
         """Exports a worker's status, and what it counts."""
-        self._watched.append(Watched(name, counters, status, compilations))
+        self._watched.append(Watched(name, counters, status, compilations=compilations))
+
+    def watch_cluster(self, statuses: StatusesOf) -> None:
+        """Exports the statuses of workers that come and go, as a router knows them. Not together with `watch_worker` of the same."""
+        self._watched.append(Watched("cluster", statuses=statuses))
+
+    def watch_canary(self, canary: Canary, now: Callable[[], float]) -> None:
+        self.registry.register(CanaryAges(canary, now))
 
     def unwatch(self, name: str) -> None:
         """A worker that has left. Idempotent."""

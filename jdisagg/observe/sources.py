@@ -15,9 +15,11 @@ from prometheus_client.registry import Collector
 
 from jdisagg.dispatch.ports import WorkerStatus
 from jdisagg.errors import JdisaggError
+from jdisagg.observe.canary import Canary
 from jdisagg.telemetry import Counters, Labels
 
 StatusOf = Callable[[], Awaitable[WorkerStatus]]
+StatusesOf = Callable[[], Awaitable[Sequence[WorkerStatus]]]
 Compilations = Callable[[], int]
 
 # Counter -> (metric, its label), in one table that can be read.
@@ -41,28 +43,35 @@ _GAUGES = {
 class Reading:
     owner: str
     counts: tuple[tuple[str, Labels, int], ...]
-    watches_status: bool
-    status: WorkerStatus | None
+    up: bool | None
+    statuses: tuple[WorkerStatus, ...]
     compilations: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
+    """`status` is one worker's; `statuses` those of workers that come and go."""
+
     owner: str
     counters: Counters | None = None
     status: StatusOf | None = None
+    statuses: StatusesOf | None = None
     compilations: Compilations | None = None
 
     async def read(self, seconds: float) -> Reading:
-        status = None
-        if self.status is not None:
-            try:
-                async with asyncio.timeout(seconds):
-                    status = await self.status()
-            except (JdisaggError, TimeoutError):
-                pass
+        up, statuses = None, tuple[WorkerStatus, ...]()
+        try:
+            async with asyncio.timeout(seconds):
+                if self.status is not None:
+                    up = False
+                    statuses = (await self.status(),)
+                    up = True
+                elif self.statuses is not None:
+                    statuses = tuple(await self.statuses())
+        except (JdisaggError, TimeoutError):
+            pass
         counts = () if self.counters is None else tuple((name, labels, value) for (name, labels), value in self.counters.labelled().items())
-        return Reading(self.owner, counts, self.status is not None, status, self.compilations() if self.compilations else None)
+        return Reading(self.owner, counts, up, statuses, self.compilations() if self.compilations else None)
 
 
 class Snapshots(Collector):
@@ -81,7 +90,7 @@ class Snapshots(Collector):
         info.add_metric([self._process], 1)
         yield info
         yield from _counters(self.readings)
-        yield from _statuses([reading for reading in self.readings if reading.watches_status])
+        yield from _statuses(self.readings)
         compilations = CounterMetricFamily("jdisagg_compilations", "Programs compiled; stands still in steady state.", labels=["worker"])
         for reading in self.readings:
             if reading.compilations is not None:
@@ -111,18 +120,40 @@ def _statuses(readings: Sequence[Reading]) -> Iterator[Metric]:
     pages = GaugeMetricFamily("jdisagg_pages", "KV pages by state.", labels=["worker", "role", "rank", "state"])
     preemptions = CounterMetricFamily("jdisagg_worker_preemptions", "Sequences whose pages were taken.", labels=["worker", "role"])
     for reading in readings:
-        status = reading.status
-        up.add_metric([reading.owner], 0 if status is None else 1)
-        if status is None:
-            continue
-        labels = [reading.owner, status.role.value]
-        values = (status.running, status.waiting, status.slots, status.handoffs, status.draining)
-        for name, value in zip(_GAUGES, values, strict=True):
-            gauges[name].add_metric(labels, int(value))
-        preemptions.add_metric(labels, status.preemptions)
-        for rank, state, count in pages_by_state(status):
-            pages.add_metric([*labels, str(rank), state], count)
+        if reading.up is not None:
+            up.add_metric([reading.owner], int(reading.up))
+        for status in reading.statuses:
+            labels = [status.name, status.role.value]
+            values = (status.running, status.waiting, status.slots, status.handoffs, status.draining)
+            for name, value in zip(_GAUGES, values, strict=True):
+                gauges[name].add_metric(labels, int(value))
+            preemptions.add_metric(labels, status.preemptions)
+            for rank, state, count in pages_by_state(status):
+                pages.add_metric([*labels, str(rank), state], count)
     yield from (up, *gauges.values(), pages, preemptions)
+
+
+class CanaryAges(Collector):
+    """Readiness, and how long ago KV last made each pair's trip."""
+
+    def __init__(self, canary: Canary, now: Callable[[], float]) -> None:
+        self._canary = canary
+        self._now = now
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        now = self._now()
+        ready = self._canary.readiness(now).ready
+        yield GaugeMetricFamily("jdisagg_ready", "1 while KV has made the trip from prefill to decode lately.", value=int(ready))
+        labels = ["prefill", "decode"]
+        ages = GaugeMetricFamily("jdisagg_canary_age_seconds", "Since the pair last handed KV over; absent before it did.", labels=labels)
+        for pair in self._canary.pairs:
+            age = self._canary.age_seconds(pair, now)
+            if age is not None:
+                ages.add_metric([pair.prefill, pair.decode], age)
+        yield ages
 
 
 def pages_by_state(status: WorkerStatus) -> Iterator[tuple[int, str, int]]:

@@ -8,16 +8,18 @@ from collections.abc import Iterator
 import pytest
 
 from jdisagg.errors import ConfigError
-from jdisagg.observe.logs import configure_logging
+from jdisagg.observe.logs import OURS, configure_logging
 
 
 @pytest.fixture
 def root() -> Iterator[logging.Logger]:
     root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    loggers = [root, *(logging.getLogger(name) for name in OURS)]
+    handlers, levels = root.handlers[:], [logger.level for logger in loggers]
     yield root
     root.handlers[:] = handlers
-    root.setLevel(level)
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 class Unspeakable:
@@ -69,6 +71,15 @@ def test_other_handlers_go(root: logging.Logger) -> None:
     logging.getLogger().addHandler(logging.NullHandler())
     handler = configure_logging("json", "p", stream=io.StringIO())
     assert root.handlers == [handler]
+
+
+def test_only_our_own_loggers_talk_of_what_is_normal(root: logging.Logger) -> None:
+    stream = io.StringIO()
+    configure_logging("text", "p", stream=stream)
+    logging.getLogger("jdisagg.x").info("ours")
+    logging.getLogger("other").info("theirs")
+    logging.getLogger("other").warning("their trouble")
+    assert [line.split(" p ")[1] for line in stream.getvalue().splitlines()] == ["ours", "their trouble"]
 
 
 def test_an_unknown_format_is_refused() -> None:

@@ -1,0 +1,177 @@
+"""Metrics say what the cluster did: read back as Prometheus reads them, against the workers' own counters and the oracle's tokens."""
+
+import asyncio
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from jdisagg.config import Mode
+from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
+from jdisagg.errors import UnavailableError
+from jdisagg.observe.metrics import Metrics
+from jdisagg.observe.sources import pages_by_state
+from jdisagg.telemetry import Counters
+from tests.fakes.cluster import toy_request
+from tests.fakes.fake_executor import Faults, toy_limits
+from tests.fakes.virtual_time import run_virtually
+from tests.observe.observed import ObservedCluster
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def parse(text: bytes) -> Samples:
+    """By name and labels, with Prometheus' own parser."""
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    }
+
+
+def at(samples: Samples, name: str, **labels: str) -> float:
+    return samples[(name, frozenset(labels.items()))]
+
+
+def test_what_is_scraped_equals_what_was_counted_and_delivered() -> None:
+    async def main() -> None:
+        async with ObservedCluster() as cluster:
+            before = parse(await cluster.observer.metrics.scrape())
+            assert at(before, "jdisagg_generated_tokens_total") == 0
+            answers = await asyncio.gather(*(cluster.collect(toy_request(number, prompt_tokens=20)) for number in range(6)))
+            samples = parse(await cluster.observer.metrics.scrape())
+            tokens = sum(len(answer.tokens[0]) for answer in answers)
+            assert at(samples, "jdisagg_generated_tokens_total") == tokens
+            assert at(samples, "jdisagg_prompt_tokens_total") == 6 * 20
+            assert at(samples, "jdisagg_requests_finished_total", result="length") == 6
+            assert at(samples, "jdisagg_requests_started_total", owner="path") == cluster.path.counters["requests_started"] == 6
+            completed = cluster.decode.counters["handoffs_completed"]
+            assert at(samples, "jdisagg_handoffs_total", owner="decode0", result="completed") == completed == 6
+            moved = cluster.decode.counters["kv_bytes_received"]
+            assert at(samples, "jdisagg_kv_bytes_received_total", owner="decode0") == moved > 0
+            by_link = [value for (name, labels), value in samples.items() if name == "jdisagg_kv_bytes_total"]
+            assert sum(by_link) == moved
+            assert at(samples, "jdisagg_compilations_total", worker="decode0") == 7
+
+    run_virtually(main)
+
+
+def test_histograms_hold_the_instants_of_the_virtual_clock() -> None:
+    async def main() -> None:
+        async with ObservedCluster() as cluster:
+            answer = await cluster.collect(toy_request(1, prompt_tokens=20))
+            samples = parse(await cluster.observer.metrics.scrape())
+            timings = answer.timings
+            assert timings is not None
+            close = 1e-9
+            assert at(samples, "jdisagg_time_to_first_token_seconds_count") == 1
+            assert abs(at(samples, "jdisagg_time_to_first_token_seconds_sum") - timings.ttft_seconds) < close
+            assert abs(at(samples, "jdisagg_time_per_output_token_seconds_sum") - timings.tpot_seconds) < close
+            assert abs(at(samples, "jdisagg_handoff_gap_seconds_sum") - timings.handoff_gap_seconds) < close
+            gaps = timings.total_seconds - timings.ttft_seconds
+            assert abs(at(samples, "jdisagg_time_between_tokens_seconds_sum") - gaps) < close
+            assert at(samples, "jdisagg_exposed_transfer_seconds_count", destination="decode0") == 1
+            assert 0 < at(samples, "jdisagg_exposed_transfer_seconds_sum", destination="decode0") <= timings.handoff_gap_seconds
+            assert at(samples, "jdisagg_step_seconds_count", worker="prefill0", command="prefill_chunk") >= 2
+
+    run_virtually(main)
+
+
+def test_pages_of_every_rank_add_up_to_all_pages_while_requests_run() -> None:
+    async def main() -> None:
+        async with ObservedCluster(decode=toy_limits(ranks=2)) as cluster:
+            running = [asyncio.create_task(cluster.collect(toy_request(number))) for number in range(4)]
+            used = 0.0
+            for _ in range(20):
+                await asyncio.sleep(0.005)
+                samples = parse(await cluster.observer.metrics.scrape())
+                for rank in "01":
+                    labels = {"worker": "decode0", "role": "decode", "rank": rank}
+                    states = [at(samples, "jdisagg_pages", state=state, **labels) for state in ("free", "reserved", "used")]
+                    assert sum(states) == 64 and min(states) >= 0
+                    used += states[1] + states[2]
+            assert used > 0, "the requests held pages while we looked"
+            await asyncio.gather(*running)
+
+    run_virtually(main)
+
+
+def test_retries_are_counted_by_what_ended_the_attempt_before() -> None:
+    async def main() -> None:
+        faults = Faults(pull_error=lambda nth: "the wire broke" if nth < 12 else "")
+        async with ObservedCluster(decode_faults=faults) as cluster:
+            request = toy_request(1)
+            cluster.check_against_oracle(request, await cluster.collect(request))
+            samples = parse(await cluster.observer.metrics.scrape())
+            failed = cluster.decode.counters["pulls_failed"]
+            assert failed > 0, "the fault took effect"
+            assert at(samples, "jdisagg_pull_failures_total", owner="decode0", cause="failed") == failed
+            legs = cluster.path.counters["legs_failed"]
+            retries = {dict(labels)["cause"]: value for (name, labels), value in samples.items() if name == "jdisagg_retries_total"}
+            assert sum(retries.values()) == legs
+            assert legs > 0 and set(retries) == {"HandoffError"}
+
+    run_virtually(main)
+
+
+def test_preemptions_are_a_cause_of_their_own() -> None:
+    async def main() -> None:
+        async with ObservedCluster(decode=toy_limits(pages_per_rank=10), growth_tokens=1) as cluster:
+            requests = [toy_request(number, prompt_tokens=8, max_tokens=24) for number in range(3)]
+            await asyncio.gather(*(cluster.collect(request) for request in requests))
+            samples = parse(await cluster.observer.metrics.scrape())
+            preemptions = cluster.path.counters["preemptions"]
+            assert preemptions > 0, "pages were too few for all"
+            assert at(samples, "jdisagg_retries_total", cause="preempted") == preemptions
+
+    run_virtually(main)
+
+
+def test_a_client_that_goes_away_is_counted_as_cancelled() -> None:
+    async def main() -> None:
+        async with ObservedCluster(mode=Mode.CHUNKED) as cluster:
+            events = cluster.observed.stream(toy_request(1))
+            await anext(events)
+            await events.aclose()
+            samples = parse(await cluster.observer.metrics.scrape())
+            assert at(samples, "jdisagg_requests_finished_total", result="cancelled") == 1
+            await cluster.check_quiet()
+
+    run_virtually(main)
+
+
+async def test_a_worker_that_does_not_answer_is_down_and_hides_nothing_else() -> None:
+    async def gone() -> WorkerStatus:
+        raise UnavailableError("gone")
+
+    metrics, counters = Metrics("router"), Counters()
+    counters.add("leases_expired", 3)
+    metrics.watch_worker("decode0", gone, counters)
+    samples = parse(await metrics.scrape())
+    assert at(samples, "jdisagg_worker_up", worker="decode0") == 0
+    assert at(samples, "jdisagg_leases_expired_total", owner="decode0") == 3
+    metrics.unwatch("decode0")
+    assert not [name for name, _ in parse(await metrics.scrape()) if name in ("jdisagg_worker_up", "jdisagg_leases_expired_total")]
+
+
+async def test_two_processes_metrics_do_not_mix() -> None:
+    one, other = Metrics("one"), Metrics("other")
+    one.ttft.observe(1.0)
+    assert at(parse(await other.scrape()), "jdisagg_time_to_first_token_seconds_count") == 0
+
+
+async def test_a_counter_split_by_labels_keeps_its_sum() -> None:
+    metrics, counters = Metrics("one"), Counters()
+    counters.add("retries_done", 2, cause="checksum")
+    counters.add("retries_done", 1, cause="timeout")
+    counters.add("retries_done")
+    assert counters["retries_done"] == counters.snapshot()["retries_done"] == sum(counters.labelled().values()) == 4
+    metrics.watch_counters("path", counters)
+    samples = parse(await metrics.scrape())
+    assert at(samples, "jdisagg_retries_done_total", owner="path", cause="checksum") == 2
+    assert at(samples, "jdisagg_retries_done_total", owner="path", cause="") == 1
+
+
+def test_reserved_pages_are_told_apart_where_the_worker_says_so() -> None:
+    status = WorkerStatus("d", WorkerRole.DECODE, "dp=1", (3, 8), (8, 8), 0, 0, 4, 4, 64)
+    assert set(pages_by_state(status)) >= {(0, "free", 3), (1, "free", 8)}
+    for rank in (0, 1):
+        assert sum(count for at_rank, _, count in pages_by_state(status) if at_rank == rank) == 8

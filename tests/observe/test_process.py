@@ -1,0 +1,140 @@
+"""Observing a process from its start to its end; ports that come and go; the merge script."""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jdisagg.dispatch.ports import HandoffSource, PeerPort, WorkerRole
+from jdisagg.dispatch.roster import ModelCard, WorkerCard, WorkerPorts
+from jdisagg.errors import ConfigError
+from jdisagg.layout.axes import Layout
+from jdisagg.observe import wrap
+from jdisagg.observe.canary import Canary, Pair
+from jdisagg.observe.observer import Observer
+from jdisagg.observe.process import ObserveConfig, observing
+from jdisagg.observe.roster import observe_peers, observe_ports
+from tests.fakes.cluster import Cluster, toy_request
+from tests.fakes.virtual_time import VirtualClock, run_virtually
+from tests.observe.test_metrics import at, parse
+from tests.observe.test_metrics_server import get
+from tests.observe.test_timeline import trace_of
+from tests.observe.trace_format import check
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+async def test_metrics_are_there_from_start_to_end_and_the_timeline_is_written(tmp_path: Path) -> None:
+    port = free_port()
+    async with observing("decode-0", ObserveConfig(metrics_port=port, timelines=str(tmp_path / "t"))) as observer:
+        assert observer is not None
+        samples = parse(await asyncio.to_thread(get, port))
+        assert at(samples, "jdisagg_process_info", process="decode-0") == 1
+        observer.timeline.instant("one", 1.0)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await asyncio.sleep(0.05)
+        (written,) = (tmp_path / "t").iterdir()
+        assert len(json.loads(written.read_text())["events"]) == 1, "on demand"
+        observer.timeline.instant("two", 2.0)
+    assert len(json.loads(written.read_text())["events"]) == 2, "at the end"
+    with pytest.raises(OSError):
+        await asyncio.to_thread(get, port)
+
+
+async def test_a_process_that_is_asked_for_nothing_is_not_observed() -> None:
+    async with observing("p", ObserveConfig()) as observer:
+        assert observer is None
+        port = object()
+        assert wrap.prefill("p", port, observer) is port  # type: ignore[arg-type]
+
+
+async def test_a_timeline_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING):
+        async with observing("p", ObserveConfig(timelines=str(tmp_path / "file"))):
+            pass
+    assert "could not be written" in caplog.text
+
+
+@pytest.mark.parametrize("field", [{"metrics_port": -1}, {"metrics_host": "0.0.0.0"}, {"log_format": "xml"}])
+def test_what_cannot_be_is_refused_at_once(field: dict) -> None:
+    with pytest.raises(ConfigError):
+        ObserveConfig(**field)
+
+
+async def test_readiness_and_the_age_of_canaries_are_exported() -> None:
+    now, canary, observer = 100.0, Canary(10.0), Observer("router")
+    canary.know([Pair("p0", "d0"), Pair("p1", "d0")])
+    observer.metrics.watch_canary(canary, lambda: now)
+    assert at(parse(await observer.metrics.scrape()), "jdisagg_ready") == 0
+    canary.succeeded(Pair("p0", "d0"), 95.0)
+    samples = parse(await observer.metrics.scrape())
+    assert at(samples, "jdisagg_ready") == 1
+    assert at(samples, "jdisagg_canary_age_seconds", prefill="p0", decode="d0") == 5
+    assert ("jdisagg_canary_age_seconds", frozenset({("prefill", "p1"), ("decode", "d0")})) not in samples
+
+
+def test_a_router_exports_the_workers_that_are_there_and_observes_their_ports_as_they_open(tmp_path: Path) -> None:
+    async def main() -> None:
+        observer = Observer("router", trace=True, now=VirtualClock().now)
+        async with Cluster() as cluster:
+            card = ModelCard("m", "toy", 97, 128, "float32", 1)
+            workers = {"prefill0": WorkerRole.PREFILL, "decode0": WorkerRole.DECODE}
+            ports = {"prefill0": WorkerPorts(prefill=cluster.prefill), "decode0": WorkerPorts(decode=cluster.decode)}
+            opened = observe_ports(lambda card: ports[card.name], observer)
+            cards = {name: WorkerCard(name, 1, role, "host:1", Layout(), card) for name, role in workers.items()}
+            prefill, decode = opened(cards["prefill0"]).prefill, opened(cards["decode0"]).decode
+            assert prefill is not None and decode is not None and opened(cards["decode0"]).prefill is None
+            assert (await prefill.status()).name == "prefill0" and (await decode.status()).name == "decode0"
+            observer.metrics.watch_cluster(cluster.path.status)
+            samples = parse(await observer.metrics.scrape())
+            for name, role in workers.items():
+                assert at(samples, "jdisagg_pages", worker=name, role=role.value, rank="0", state="free") == 64
+                assert at(samples, "jdisagg_worker_waiting", worker=name, role=role.value) == 0
+
+    run_virtually(main)
+
+
+def test_peers_are_observed_as_they_are_resolved() -> None:
+    async def main() -> None:
+        observer = Observer("d", now=VirtualClock().now)
+
+        async with Cluster() as cluster:
+
+            def resolve(source: HandoffSource) -> PeerPort:
+                assert source.address == "host:1"
+                return cluster.prefill
+
+            peer = observe_peers("decode0", resolve, observer)(HandoffSource("prefill0", 1, "host:1"))
+            await peer.abort(1, "nothing there")  # goes through to the worker, which knows no such hand-off
+
+    run_virtually(main)
+
+
+def test_the_script_merges_a_folder_into_one_trace(tmp_path: Path) -> None:
+    from tests.observe.observed import ObservedCluster
+
+    async def main() -> int:
+        async with ObservedCluster() as cluster:
+            await cluster.collect(toy_request(1))
+            await cluster.collect(toy_request(2))
+            return len(trace_of(cluster, tmp_path, "r2"))
+
+    events = run_virtually(main)
+    command = [sys.executable, "-m", "launch.trace", f"--inputs={tmp_path}", f"--output={tmp_path / 'trace.json'}"]
+    done = subprocess.run([*command, "--request=r2"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert len(check(json.loads((tmp_path / "trace.json").read_text()))) == events
+    absent = subprocess.run([*command, "--request=r9"], capture_output=True, text=True, timeout=60)
+    assert absent.returncode != 0 and "r9" in absent.stderr
