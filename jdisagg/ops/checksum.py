@@ -48,21 +48,32 @@ def row_sums(
     k_1K1 = jnp.arange(heads, dtype=jnp.uint32)[None, :, None] + jnp.asarray(head).astype(jnp.uint32)
     t_11T = positions_T.astype(jnp.uint32)[None, None, :]
     bits = [bits_of(part) for part in parts]
-    lanes = []
-    for lane in range(LANES):
-        seed = _lane_seed(key_2, lane)
-        first = 0
-        row_CKT = jnp.zeros((1, 1, 1), jnp.uint32)
-        for part_CKTx in bits:
-            width = part_CKTx.shape[-1]
-            index_x = jnp.arange(first + 1, first + 1 + width, dtype=jnp.uint32)
-            weight_x = _mix(seed + index_x * jnp.uint32(_GOLDEN)) | jnp.uint32(1)
-            row_CKT = row_CKT + jnp.sum(part_CKTx * weight_x[None, None, None, :], axis=-1, dtype=jnp.uint32)
-            first += width
+    seeds = [_lane_seed(key_2, lane) for lane in range(LANES)]
+    terms = []
+    for seed, row_CKT in zip(seeds, _weighted(bits, seeds), strict=True):
         place_CK1 = _mix(~seed + c_C11 * jnp.uint32(_GOLDEN) + k_1K1 * jnp.uint32(_HEAD))
-        row_key_CKT = _mix(place_CK1 + t_11T * jnp.uint32(_POSITION))
-        lanes.append(jnp.sum(_mix(row_CKT + row_key_CKT), axis=0, dtype=jnp.uint32))
-    return jnp.where(valid_T[None, :, None], jnp.stack(lanes, axis=-1), jnp.uint32(0))
+        terms.append(_mix(row_CKT + _mix(place_CK1 + t_11T * jnp.uint32(_POSITION))))
+    rows_KT2 = jnp.stack(_sum_lanes(terms, 0), axis=-1)
+    return jnp.where(valid_T[None, :, None], rows_KT2, jnp.uint32(0))
+
+
+def _weighted(bits: Sequence[jax.Array], seeds: Sequence[jax.Array]) -> list[jax.Array]:
+    """For each lane the weighted sum of a row's bits: uint32 [C, K, T]."""
+    lanes = [jnp.uint32(0)] * len(seeds)
+    first = 1
+    for part_CKTx in bits:
+        index_x = jnp.arange(first, first + part_CKTx.shape[-1], dtype=jnp.uint32)
+        weights = [_mix(seed + index_x * jnp.uint32(_GOLDEN)) | jnp.uint32(1) for seed in seeds]
+        sums = _sum_lanes([part_CKTx * weight_x[None, None, None, :] for weight_x in weights], 3)
+        lanes = [lane + one for lane, one in zip(lanes, sums, strict=True)]
+        first += part_CKTx.shape[-1]
+    return lanes
+
+
+def _sum_lanes(lanes: Sequence[jax.Array], axis: int) -> list[jax.Array]:
+    """Sums all lanes in one pass over what they have in common (one reduction each took five times as long on a CPU)."""
+    zeros = [jnp.uint32(0)] * len(lanes)
+    return list(lax.reduce(list(lanes), zeros, lambda one, other: [a + b for a, b in zip(one, other, strict=True)], (axis,)))
 
 
 def granule_sums(rows_KT2: jax.Array, granule: int) -> jax.Array:
