@@ -10,14 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from jdisagg.client import Client
-from jdisagg.errors import JdisaggError
+from jdisagg.errors import JdisaggError, UnavailableError
 from jdisagg.request import FinishReason
 from models.tokenizer import Tokenizer
 from tests.end_to_end.clusters import LLAMA, dense_greedy
@@ -41,9 +41,13 @@ class RunningCluster:
         with_children = psutil.Process(self.process.pid).children(recursive=True)
         return {self.process.pid, *(child.pid for child in with_children)}
 
-    def worker(self, name: str) -> psutil.Process:
-        children = psutil.Process(self.process.pid).children()
-        return next(child for child in children if f"--name={name}" in child.cmdline())
+    def worker(self, name: str) -> psutil.Process | None:
+        """None while it does not run."""
+        for child in psutil.Process(self.process.pid).children():
+            with suppress(psutil.Error):
+                if f"--name={name}" in child.cmdline():
+                    return child
+        return None
 
     def end(self) -> int:
         self.process.send_signal(signal.SIGTERM)
@@ -119,11 +123,19 @@ def check_a_life(running: RunningCluster, killed: str) -> None:
         wait_until(lambda: all_free(client, running.workers), "pages are not free once all is quiet")
 
         worker = running.worker(killed)
+        assert worker is not None
         worker.kill()
-        wait_until(lambda: not worker.is_running(), "the kill took no effect")
-        wait_until(lambda: all_free(client, running.workers) and running.worker(killed).pid != worker.pid, running.log.read_text())
-        completion = client.complete(PROMPT, max_tokens=60, ignore_eos=True, temperature=0)
-        assert completion.choices[0].token_ids == tokens
+        wait_until(lambda: running.worker(killed) not in (None, worker), "it was not started again")
+        said: list[list[int]] = []
+
+        def usable_again() -> bool:
+            with suppress(UnavailableError):
+                said.append(client.complete(PROMPT, max_tokens=60, ignore_eos=True, temperature=0).choices[0].token_ids)
+            return bool(said)
+
+        wait_until(usable_again, "the cluster is not usable again")
+        assert said == [tokens]
+        wait_until(lambda: all_free(client, running.workers), "pages are not free after a worker's death")
 
         events = client.generate(PROMPT, max_tokens=200, ignore_eos=True, temperature=0)
         seen = [next(events)]
