@@ -26,6 +26,7 @@ from tests.chaos.orders import OrderDesk
 HOST = "127.0.0.1"
 ROUTER = "router"
 START_SECONDS = 240.0
+MOST_STARTS = 3
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class ChaosCluster:
             spec.name: Group(self._with_orders(spec), MonotonicClock(), self._write, self._write, self._failed) for spec in specs
         }
         self.failed: list[str] = []
+        self._serving: dict[str, int] = {}
         self._out = self.log.open("a", buffering=1)
 
     @property
@@ -86,7 +88,13 @@ class ChaosCluster:
         await self.desk.start()
         for group in self.groups.values():
             group.start()
-        await self.until_live(self.workers, START_SECONDS)
+
+        def live(statuses: dict[str, WorkerStatus]) -> bool:
+            failing = [name for name, group in self.groups.items() if group.restarts > MOST_STARTS]
+            assert not failing, f"{failing} cannot be started; last words:\n{self.last_words()}"
+            return statuses.keys() >= set(self._serving) >= set(self.workers)
+
+        await self.until(live, START_SECONDS, "the cluster should serve")
 
     async def stop(self) -> None:
         for name in self.groups:  # a stopped process would not hear SIGTERM
@@ -119,7 +127,9 @@ class ChaosCluster:
         """Waits until the router knows all of them as serving; how long that took."""
 
         def live(statuses: dict[str, WorkerStatus]) -> bool:
-            return all(name in statuses and not statuses[name].draining for name in names)
+            """The router may not have noticed yet that one has died: the newest start must have said that it serves."""
+            started = all(self._serving.get(name) == self.groups[name].restarts for name in names)
+            return started and all(name in statuses and not statuses[name].draining for name in names)
 
         return await self.until(live, seconds, f"{', '.join(names)} should serve")
 
@@ -162,6 +172,9 @@ class ChaosCluster:
         return replace(command, arguments=arguments, environment=environment)
 
     def _write(self, name: str, line: str) -> None:
+        group = name.partition(".")[0]
+        if f" worker {group} " in line and " serves on " in line:
+            self._serving[group] = self.groups[group].restarts
         if not self._out.closed:
             self._out.write(f"{time.strftime('%H:%M:%S')} {name}: {line}\n")
 

@@ -10,7 +10,7 @@ import threading
 
 from absl import app
 
-from jdisagg.clock import Clock, MonotonicClock
+from jdisagg.clock import MonotonicClock
 from jdisagg.transfer import jax_transfer
 from jdisagg.transfer.channel import Channel
 from tests.chaos.faults import FaultPlan, FaultyChannel, everything
@@ -40,9 +40,7 @@ def _watch_channels(taker: OrderTaker, plan: FaultPlan) -> None:
     inner = jax_transfer.JaxTransferChannel
 
     def watched(*arguments: object, **named: object) -> Channel:
-        clock = next((item for item in (*arguments, *named.values()) if hasattr(item, "now")), MonotonicClock())
-        assert isinstance(clock, Clock | MonotonicClock)
-        return FaultyChannel(inner(*arguments, **named), plan, clock, taker.moments.watch_pull)  # type: ignore[arg-type]
+        return FaultyChannel(inner(*arguments, **named), plan, MonotonicClock(), taker.moments.watch_pull)  # type: ignore[arg-type]
 
     jax_transfer.JaxTransferChannel = watched  # type: ignore[misc,assignment]
     threading.Thread(target=_tell_counts, args=(taker, plan), name="fault-counts", daemon=True).start()
