@@ -82,6 +82,8 @@ class PortProbe:
         ended = False
         try:
             async for span in spans:
+                if span.lost is not None:  # the worker would wait for another source; there is none, this pair is what is asked about
+                    raise HandoffError(span.lost.reason)
                 ended = ended or span.end in (SpanEnd.LENGTH, SpanEnd.STOP)
         finally:
             close = getattr(spans, "aclose", None)

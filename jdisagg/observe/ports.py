@@ -27,7 +27,7 @@ from jdisagg.dispatch.ports import (
     WorkerStatus,
 )
 from jdisagg.observe.observer import Observer
-from jdisagg.observe.timeline import handoff_ref, offer_ref, request_ref, reservation_ref
+from jdisagg.observe.timeline import Value, handoff_ref, offer_ref, request_ref, reservation_ref
 from jdisagg.request import Request
 
 _HANDOFFS_KEPT = 1024
@@ -120,8 +120,9 @@ class ObservedDecodePort:
                         self._record(first if before is None else "decode", started if before is None else before, now, held, span)
                         if span.token_ids:
                             latest[span.child] = now
-                    if span.end is SpanEnd.PREEMPTED:
-                        observer.causes.put(held.request.tenant, held.request.request_id, "preempted")
+                    cause = _cause_in(span)
+                    if cause:
+                        observer.causes.put(held.request.tenant, held.request.request_id, cause)
                     yield span
         finally:
             self._held.pop(call.reservation_id, None)
@@ -137,8 +138,10 @@ class ObservedDecodePort:
         observer.timeline.link(handoff_ref(call.source.handoff_id), ref)
         with _failures(observer, self._name, "resume_source", held.request, call.attempt):
             from_token = await self._port.resume_source(call)
-        kept = "all" if from_token is None else str(from_token)
-        observer.timeline.instant("source resumed", observer.now(), ref, source=call.source.worker, kept_tokens=kept, attempt=call.attempt)
+        kept, cause = "all" if from_token is None else str(from_token), observer.causes.take(held.request.tenant, held.request.request_id)
+        observer.metrics.retries.labels(cause).inc()
+        args: dict[str, Value] = {"attempt": call.attempt, "cause": cause, "source": call.source.worker, "kept_tokens": kept}
+        observer.timeline.instant("retry", observer.now(), ref, "", **args)
         return from_token
 
     async def cancel(self, reservation_id: int, child: int | None = None) -> None:
@@ -232,6 +235,15 @@ class ObservedPeerPort:
             else:
                 self._observer.metrics.exposed.labels(self._receiver).observe(now - receiving.ended_at)
                 self._observer.timeline.span("exposed transfer", receiving.ended_at, now, handoff_ref(handoff_id), worker=self._receiver)
+
+
+def _cause_in(span: Span) -> str:
+    """Why what follows this span is another attempt, if it is."""
+    if span.end is SpanEnd.PREEMPTED:
+        return "preempted"
+    if span.lost is not None:
+        return "source_lost"
+    return "moving" if span.moving is not None else ""
 
 
 @contextmanager

@@ -59,9 +59,9 @@ def test_a_disaggregated_request_shows_all_its_phases_in_order(tmp_path: Path) -
     assert exposed_end == max(verified)
     (admitted,) = starts(events, "admit")
     (handed,) = ends(events, "hand-off to first span")
-    assert starts(events, "first token")[0] <= exposed_end <= admitted <= handed
+    assert starts(events, "first token")[0] <= exposed_end <= min(admitted, handed)
     decodes = starts(events, "decode")
-    assert len(decodes) >= 5 and min(decodes) >= handed
+    assert len(decodes) >= 5 and min(decodes) >= handed and min(ends(events, "decode")) > admitted
 
 
 def test_chunks_and_steps_also_show_on_the_mesh_that_ran_them(tmp_path: Path) -> None:
@@ -102,14 +102,15 @@ def test_a_retry_shows_its_cause_and_its_attempt(tmp_path: Path) -> None:
         faults = Faults(pull_error=lambda nth: "the wire broke" if nth < 12 else "")
         async with ObservedCluster(decode_faults=faults) as cluster:
             await cluster.collect(toy_request(1))
-            assert cluster.path.counters["legs_failed"] > 0, "the fault took effect"
+            again = cluster.path.counters["legs_failed"] + cluster.decode.counters["sources_replaced"]
+            assert again > 0, "the fault took effect"
             return trace_of(cluster, tmp_path, request="r1")
 
     events = run_virtually(main)
     retries = [event for event in events if event["name"] == "retry"]
-    assert retries and retries[0]["args"]["attempt"] == 2 and retries[0]["args"]["cause"] == "HandoffError"
+    assert retries and retries[0]["args"]["attempt"] >= 1 and retries[0]["args"]["cause"] in ("HandoffError", "source_lost")
     assert [event for event in events if event["name"] == "pull" and event["args"].get("error") == "the wire broke"]
-    assert starts(events, "failed")[0] <= retries[0]["ts"]
+    assert min(starts(events, "failed") + starts(events, "source lost")) <= retries[0]["ts"]
 
 
 def test_processes_are_aligned_by_their_wall_clocks(tmp_path: Path) -> None:
