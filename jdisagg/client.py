@@ -4,14 +4,17 @@
         for event in client.generate("Once upon a time", max_tokens=75, temperature=0):
             print(event.text, end="")
 
-Needs gRPC, neither JAX nor the router. A call waits for the server to be reachable for `connect_seconds`; a request that may
-have reached it is never sent twice.
+Needs gRPC, neither JAX nor the router. A call waits for the server to be reachable for `connect_seconds`. When the connection of a
+stream breaks, or the server shuts down, the client asks again, for `resume_seconds`, and the stream goes on at the next token: the caller
+sees one stream, each token once. A `target` may name several servers ("ipv4:10.0.0.1:8700,10.0.0.2:8700"). Any other call that may have
+reached the server is never sent twice.
 """
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self, TypeVar, Unpack, cast
 
 import grpc
@@ -24,12 +27,13 @@ from jdisagg.errors import InvalidRequestError, JdisaggError, UnavailableError
 from jdisagg.request import FinishReason, StreamEvent, Timings, TokenLogprobs, Usage
 from jdisagg.service import generation_pb2 as pb
 from jdisagg.service import generation_pb2_grpc, wire, wire_generation
+from jdisagg.service.client_stream import ResumableStream, lost, never_sent, typed_error
+from jdisagg.service.connection import NO_CREDENTIALS, RECONNECT_OPTIONS, Credentials
+from jdisagg.service.wire_generation import ClientRequest
 
-__all__ = ["AsyncClient", "ChatMessage", "Choice", "Client", "Completion", "GenerateOptions"]
+__all__ = ["AsyncClient", "ChatMessage", "Choice", "Client", "Completion", "Credentials", "GenerateOptions"]
 
 MAX_MESSAGE_BYTES = 16 << 20
-# The server ends a request at its deadline and says why; the call's own deadline is the net below.
-DEADLINE_SLACK_SECONDS = 5.0
 
 Reply = TypeVar("Reply")
 Messages = Sequence[ChatMessage | Mapping[str, str]]
@@ -98,19 +102,34 @@ class Client:
     """Blocking. Threads may share one; each stream belongs to the thread that reads it."""
 
     def __init__(
-        self, target: str, *, connect_seconds: float = 10.0, timeout_seconds: float = 60.0, max_message_bytes: int = MAX_MESSAGE_BYTES
+        self,
+        target: str,
+        *,
+        connect_seconds: float = 10.0,
+        timeout_seconds: float = 60.0,
+        resume_seconds: float = 30.0,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        token: str = "",
+        credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
-        """`timeout_seconds` bounds every call but `generate`, which has `deadline_seconds`."""
+        """`timeout_seconds` bounds every call but `generate`, which has `deadline_seconds`. `token`: that of `credentials`."""
         self._target = target
         self._connect_seconds = connect_seconds
         self._timeout_seconds = timeout_seconds
+        self._resume_seconds = resume_seconds
         self._connected = False
-        self._channel = grpc.insecure_channel(target, _channel_options(max_message_bytes))
+        credentials = replace(credentials, token=token) if token else credentials
+        self._metadata = credentials.metadata()
+        options = _channel_options(max_message_bytes, credentials)
+        if credentials.tls:
+            self._channel = grpc.secure_channel(target, credentials.channel(), options)
+        else:
+            self._channel = grpc.insecure_channel(target, options)
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
     def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Generator[StreamEvent, None, None]:
         """Streams one request: exactly one of `prompt`, `token_ids`, `messages`. Closing the iterator cancels the request."""
-        return self._events(_generate_request(prompt, options), _call_seconds(options.get("deadline_seconds")))
+        return self._events(ResumableStream(_asked(prompt, options), self._resume_seconds))
 
     def complete(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Completion:
         """`generate`, read to its end."""
@@ -143,41 +162,51 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _events(self, request: pb.GenerateRequest, timeout_seconds: float | None) -> Generator[StreamEvent, None, None]:
-        for again in (True, False):
-            self._connect()
-            call = self._stub.Generate(request, timeout=timeout_seconds)
+    def _events(self, stream: ResumableStream) -> Generator[StreamEvent, None, None]:
+        again = True
+        while not stream.complete:
+            call = None
             try:
+                self._connect(stream.connect_seconds(self._connect_seconds))
+                call = self._stub.Generate(stream.request(), timeout=stream.call_seconds(), metadata=self._metadata)
                 for message in call:
-                    yield wire_generation.event_from_proto(message)
+                    yield stream.take(message)
                 return
             except grpc.RpcError as error:
-                self._connected = not _lost(error)
-                if not (again and _never_sent(error)):
-                    raise _typed(error) from None
+                self._connected = not lost(error)
+                if stream.complete:
+                    return
+                if again and not stream.resuming and never_sent(error):
+                    again = False
+                    continue
+                pause_seconds = stream.pause_after(error)
+            except _Unreachable as error:
+                pause_seconds = stream.pause_after(error)
             finally:
-                call.cancel()
+                if call is not None:
+                    call.cancel()
+            time.sleep(pause_seconds)
 
     def _unary(self, method: Callable[..., Reply], request: Message) -> Reply:
         for again in (True, False):
-            self._connect()
+            self._connect(self._connect_seconds)
             try:
-                return method(request, timeout=self._timeout_seconds)
+                return method(request, timeout=self._timeout_seconds, metadata=self._metadata)
             except grpc.RpcError as error:
-                self._connected = not _lost(error)
-                if not (again and _never_sent(error)):
-                    raise _typed(error) from None
+                self._connected = not lost(error)
+                if not (again and never_sent(error)):
+                    raise typed_error(error) from None
         raise AssertionError("the second attempt returns or raises")
 
-    def _connect(self) -> None:
+    def _connect(self, seconds: float) -> None:
         if self._connected:
             return
         ready = grpc.channel_ready_future(self._channel)
         try:
-            ready.result(timeout=self._connect_seconds)
+            ready.result(timeout=seconds)
         except grpc.FutureTimeoutError:
             ready.cancel()
-            raise _unreachable(self._target, self._connect_seconds) from None
+            raise _unreachable(self._target, seconds) from None
         self._connected = True
 
 
@@ -185,19 +214,35 @@ class AsyncClient:
     """The same for asyncio; use it on one event loop."""
 
     def __init__(
-        self, target: str, *, connect_seconds: float = 10.0, timeout_seconds: float = 60.0, max_message_bytes: int = MAX_MESSAGE_BYTES
+        self,
+        target: str,
+        *,
+        connect_seconds: float = 10.0,
+        timeout_seconds: float = 60.0,
+        resume_seconds: float = 30.0,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        token: str = "",
+        credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
-        """`timeout_seconds` bounds every call but `generate`, which has `deadline_seconds`. Call it where the loop runs."""
+        """`timeout_seconds` bounds every call but `generate`, which has `deadline_seconds`. `token`: that of `credentials`.
+        Call it where the loop runs."""
         self._target = target
         self._connect_seconds = connect_seconds
         self._timeout_seconds = timeout_seconds
+        self._resume_seconds = resume_seconds
         self._connected = False
-        self._channel = grpc.aio.insecure_channel(target, _channel_options(max_message_bytes))
+        credentials = replace(credentials, token=token) if token else credentials
+        self._metadata = credentials.metadata()
+        options = _channel_options(max_message_bytes, credentials)
+        if credentials.tls:
+            self._channel = grpc.aio.secure_channel(target, credentials.channel(), options)
+        else:
+            self._channel = grpc.aio.insecure_channel(target, options)
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
     def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> AsyncGenerator[StreamEvent, None]:
         """Streams one request: exactly one of `prompt`, `token_ids`, `messages`. Closing the iterator cancels the request."""
-        return self._events(_generate_request(prompt, options), _call_seconds(options.get("deadline_seconds")))
+        return self._events(ResumableStream(_asked(prompt, options), self._resume_seconds))
 
     async def complete(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Completion:
         """`generate`, read to its end."""
@@ -231,45 +276,55 @@ class AsyncClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _events(self, request: pb.GenerateRequest, timeout_seconds: float | None) -> AsyncGenerator[StreamEvent, None]:
-        for again in (True, False):
-            await self._connect()
-            call = self._stub.Generate(request, timeout=timeout_seconds)
+    async def _events(self, stream: ResumableStream) -> AsyncGenerator[StreamEvent, None]:
+        again = True
+        while not stream.complete:
+            call = None
             try:
+                await self._connect(stream.connect_seconds(self._connect_seconds))
+                call = self._stub.Generate(stream.request(), timeout=stream.call_seconds(), metadata=self._metadata)
                 async for message in call:
-                    yield wire_generation.event_from_proto(message)
+                    yield stream.take(message)
                 return
             except grpc.RpcError as error:
-                self._connected = not _lost(error)
-                if not (again and _never_sent(error)):
-                    raise _typed(error) from None
+                self._connected = not lost(error)
+                if stream.complete:
+                    return
+                if again and not stream.resuming and never_sent(error):
+                    again = False
+                    continue
+                pause_seconds = stream.pause_after(error)
+            except _Unreachable as error:
+                pause_seconds = stream.pause_after(error)
             finally:
-                call.cancel()
+                if call is not None:
+                    call.cancel()
+            await asyncio.sleep(pause_seconds)
 
     async def _unary(self, method: Callable[..., Awaitable[Reply]], request: Message) -> Reply:
         for again in (True, False):
-            await self._connect()
+            await self._connect(self._connect_seconds)
             try:
-                return await method(request, timeout=self._timeout_seconds)
+                return await method(request, timeout=self._timeout_seconds, metadata=self._metadata)
             except grpc.RpcError as error:
-                self._connected = not _lost(error)
-                if not (again and _never_sent(error)):
-                    raise _typed(error) from None
+                self._connected = not lost(error)
+                if not (again and never_sent(error)):
+                    raise typed_error(error) from None
         raise AssertionError("the second attempt returns or raises")
 
-    async def _connect(self) -> None:
+    async def _connect(self, seconds: float) -> None:
         if self._connected:
             return
         try:
-            await asyncio.wait_for(self._channel.channel_ready(), self._connect_seconds)
+            await asyncio.wait_for(self._channel.channel_ready(), seconds)
         except TimeoutError:
-            raise _unreachable(self._target, self._connect_seconds) from None
+            raise _unreachable(self._target, seconds) from None
         self._connected = True
 
 
-def _generate_request(prompt: str | None, options: GenerateOptions) -> pb.GenerateRequest:
+def _asked(prompt: str | None, options: GenerateOptions) -> ClientRequest:
     sampling = {name: value for name, value in options.items() if name not in _REQUEST_OPTIONS}
-    asked = wire_generation.ClientRequest(
+    return ClientRequest(
         prompt=_prompt(prompt, options.get("token_ids"), options.get("messages")),
         options=cast(SamplingOptions, sampling),
         request_id=options.get("request_id") or "",
@@ -277,7 +332,6 @@ def _generate_request(prompt: str | None, options: GenerateOptions) -> pb.Genera
         tenant=options.get("tenant") or "",
         priority=options.get("priority") or 0,
     )
-    return wire_generation.client_request_to_proto(asked)
 
 
 _REQUEST_OPTIONS = frozenset(GenerateOptions.__annotations__) - frozenset(SamplingOptions.__annotations__)
@@ -312,41 +366,21 @@ def _message(message: ChatMessage | Mapping[str, str]) -> ChatMessage:
     return ChatMessage(message["role"], message["content"])
 
 
-def _call_seconds(deadline_seconds: float | None) -> float | None:
-    # A deadline that makes no sense goes to the server, which refuses it by name.
-    sensible = isinstance(deadline_seconds, int | float) and 0 < deadline_seconds < 1e9
-    return deadline_seconds + DEADLINE_SLACK_SECONDS if deadline_seconds is not None and sensible else None
-
-
-def _channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
+def _channel_options(max_message_bytes: int, credentials: Credentials) -> list[tuple[str, int | str]]:
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         # A server that vanished without a word is found out by unanswered pings.
-        ("grpc.keepalive_time_ms", 20_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_time_ms", 3_000),
+        ("grpc.keepalive_timeout_ms", 3_000),
+        ("grpc.http2.ping_timeout_ms", 3_000),
+        *RECONNECT_OPTIONS,
+        *credentials.options(),
     ]
 
 
-def _status(error: grpc.RpcError) -> wire.WireStatus:
-    # Every error that a call raises is a grpc.Call (or AioRpcError) too, but the type does not say so.
-    call = cast(grpc.Call, error)
-    metadata = tuple((key, value) for key, value in call.trailing_metadata() or () if isinstance(value, str))
-    return wire.WireStatus(call.code().name, call.details() or "", metadata)
+class _Unreachable(UnavailableError):
+    """Nobody answered in time."""
 
 
-def _typed(error: grpc.RpcError) -> JdisaggError:
-    return wire.error_from_status(_status(error))
-
-
-def _lost(error: grpc.RpcError) -> bool:
-    """Whether the connection failed, and not a jdisagg server that answered."""
-    status = _status(error)
-    return status.code == "UNAVAILABLE" and wire.ERROR_KEY not in dict(status.metadata)
-
-
-def _never_sent(error: grpc.RpcError) -> bool:
-    return _lost(error) and "failed to connect" in _status(error).details
-
-
-def _unreachable(target: str, seconds: float) -> UnavailableError:
-    return UnavailableError(f"no server answered at {target} within {seconds:g} s; is it running (python -m launch.serve)?")
+def _unreachable(target: str, seconds: float) -> _Unreachable:
+    return _Unreachable(f"no server answered at {target} within {seconds:g} s; is it running (python -m launch.serve)?")

@@ -68,13 +68,17 @@ def expected_tokens(request: Request, child: int) -> tuple[int, ...]:
 
 @dataclass
 class FakePath:
-    """Tokens are `expected_tokens`. `gate` unset holds every stream after its first token; tenants named here fail."""
+    """Tokens are `expected_tokens`; a resumed request goes on where it was.
+
+    `gate` unset holds every stream after its first token; tenants named here fail.
+    """
 
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     requests: list[Request] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
     made_events: int = 0
     filler: str = ""
+    pause_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -85,8 +89,12 @@ class FakePath:
         try:
             if request.tenant == "crowd":
                 raise OverloadedError("the queue holds 4 of 4 requests", retry_after_seconds=2.5)
+            had = request.resumption.children if request.resumption is not None else ()
             for index in range(sampling.max_tokens):
+                await asyncio.sleep(self.pause_seconds)
                 for child in range(sampling.n):
+                    if had and (index < len(had[child].token_ids) or had[child].finish_reason is not None):
+                        continue
                     token = expected_tokens(request, child)[index]
                     last = index + 1 == sampling.max_tokens
                     end = last and child + 1 == sampling.n

@@ -55,7 +55,7 @@ async def test_what_outlasts_the_drain_is_cut_with_a_typed_error() -> None:
     path = FakePath()
     path.gate.clear()
     server = GenerationServer(make_frontend(path), ServiceConfig(port=0, drain_seconds=0.1))
-    async with AsyncClient(f"127.0.0.1:{await server.start()}") as client:
+    async with AsyncClient(f"127.0.0.1:{await server.start()}", resume_seconds=0.0) as client:
         events = client.generate("x", request_id="long")
         await anext(events)
         draining = asyncio.ensure_future(server.drain())

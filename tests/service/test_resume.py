@@ -1,0 +1,205 @@
+"""A client whose stream breaks asks again and goes on at the next token: its caller sees one stream, each token once, or a typed error."""
+
+import asyncio
+import contextlib
+import pathlib
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+
+from jdisagg.client import AsyncClient, Client
+from jdisagg.config import ServiceConfig
+from jdisagg.errors import DeadlineExceededError, InvalidRequestError, JdisaggError, UnavailableError
+from jdisagg.request import FinishReason, Request, SamplingParams, StreamEvent
+from jdisagg.service import generation_pb2 as pb
+from jdisagg.service import wire_generation
+from jdisagg.service.client_stream import ResumableStream
+from jdisagg.service.server import GenerationServer
+from jdisagg.service.wire_generation import ClientRequest
+from tests.service.doors import FakePath, eventually, expected_tokens, make_frontend, text_of
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PROMPT = tuple(b"once")
+
+
+def expected(child: int, max_tokens: int) -> tuple[int, ...]:
+    return expected_tokens(Request("r", PROMPT, SamplingParams(max_tokens=max_tokens)), child)
+
+
+@contextlib.asynccontextmanager
+async def door(path: FakePath, port: int = 0) -> AsyncIterator[int]:
+    """Ends without a drain: what runs is cut."""
+    server = GenerationServer(make_frontend(path), ServiceConfig(port=port, drain_seconds=0.0))
+    try:
+        yield await server.start()
+    finally:
+        server.hurry()
+        await server.drain()
+
+
+def held() -> FakePath:
+    path = FakePath()
+    path.gate.clear()
+    return path
+
+
+async def test_a_stream_goes_on_with_the_server_that_comes_after() -> None:
+    first, second = held(), FakePath()
+    received: list[StreamEvent] = []
+    async with contextlib.AsyncExitStack() as stack:
+        async with door(first) as port:
+            client = await stack.enter_async_context(AsyncClient(f"127.0.0.1:{port}"))
+            events = client.generate("once", max_tokens=20)
+            received.append(await anext(events))
+            rest = asyncio.ensure_future(_all(events))
+        await stack.enter_async_context(door(second, port))
+        received += await asyncio.wait_for(rest, 20)
+    assert [event.first_index for event in received] == list(range(20))
+    assert "".join(event.text for event in received) == text_of(expected(0, 20))
+    assert received[-1].finish_reason is FinishReason.LENGTH and received[-1].usage is not None
+    (asked,), (again,) = first.requests, second.requests
+    assert (again.request_id, again.sampling, again.prompt_token_ids) == (asked.request_id, asked.sampling, asked.prompt_token_ids)
+    assert asked.resumption is None and again.resumption is not None
+    assert again.resumption.number >= 1 and again.resumption.children[0].token_ids == expected(0, 20)[:1]
+
+
+async def test_each_child_goes_on_where_it_was() -> None:
+    first, second = held(), FakePath()
+    async with contextlib.AsyncExitStack() as stack:
+        async with door(first) as port:
+            client = await stack.enter_async_context(AsyncClient(f"127.0.0.1:{port}"))
+            answer = asyncio.ensure_future(client.complete("once", max_tokens=6, n=3, seed=5))
+            await eventually(lambda: first.made_events == 3)
+        await stack.enter_async_context(door(second, port))
+        completion = await asyncio.wait_for(answer, 20)
+    assert [tuple(choice.token_ids) for choice in completion.choices] == [expected(child, 6) for child in range(3)]
+    assert [choice.text for choice in completion.choices] == [text_of(expected(child, 6)) for child in range(3)]
+
+
+async def test_the_blocking_client_goes_on_when_the_servers_process_is_killed_and_started_again() -> None:
+    async def start(port: int) -> tuple[asyncio.subprocess.Process, int]:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tests.service.resume_server", str(port), cwd=ROOT, stdout=asyncio.subprocess.PIPE
+        )
+        assert process.stdout is not None
+        return process, int(await asyncio.wait_for(process.stdout.readline(), 60))
+
+    process, port = await start(0)
+    seen: list[StreamEvent] = []
+
+    def watch() -> None:
+        with Client(f"127.0.0.1:{port}") as client:
+            for event in client.generate("once", max_tokens=150, temperature=0):
+                seen.append(event)
+
+    asking = asyncio.ensure_future(asyncio.to_thread(watch))
+    try:
+        await eventually(lambda: len(seen) > 5)
+        process.kill()
+        await process.wait()
+        assert len(seen) < 150, "killed in mid-stream"
+        process, _ = await start(port)
+        await asyncio.wait_for(asking, 30)
+    finally:
+        process.kill()
+        await process.wait()
+    assert [event.first_index for event in seen] == list(range(150))
+    assert tuple(token for event in seen for token in event.token_ids) == expected(0, 150)
+
+
+async def test_without_a_server_the_stream_ends_with_a_typed_error_in_time() -> None:
+    path = held()
+    async with door(path) as port:
+        client = AsyncClient(f"127.0.0.1:{port}", resume_seconds=0.4)
+        events = client.generate("once", max_tokens=20)
+        await anext(events)
+    with pytest.raises(UnavailableError):
+        await asyncio.wait_for(anext(events), 10)
+    await client.close()
+
+
+async def test_a_deadline_counts_from_the_first_time_it_was_asked() -> None:
+    path = held()
+    async with door(path) as port:
+        client = AsyncClient(f"127.0.0.1:{port}")
+        events = client.generate("once", max_tokens=20, deadline_seconds=1.0)
+        await anext(events)
+    with pytest.raises(DeadlineExceededError, match="deadline passed while the connection was broken"):
+        await asyncio.wait_for(anext(events), 20)
+    await client.close()
+
+
+async def test_a_refusal_is_not_asked_again() -> None:
+    path = FakePath()
+    async with door(path) as port, AsyncClient(f"127.0.0.1:{port}") as client:
+        with pytest.raises(JdisaggError, match="lost"):
+            await client.complete("once", tenant="lost", max_tokens=5)
+        assert len(path.requests) == 1
+
+
+async def test_a_request_that_still_runs_here_is_resumed_once_its_broken_stream_was_noticed() -> None:
+    path = held()
+    frontend = make_frontend(path)
+    old = await frontend.build_request("once", request_id="r", max_tokens=5, seed=1)
+    stream = frontend.stream(old)
+    await anext(stream)
+    asked = ClientRequest("once", {"max_tokens": 5, "seed": 1}, request_id="r")
+    resumption = wire_generation.client_request_from_proto(_again(asked, [expected(0, 5)[0]])).resumption
+    new = await frontend.build_request("once", request_id="r", max_tokens=5, seed=1, resumption=resumption)
+    path.gate.set()
+    resumed = asyncio.ensure_future(_all(frontend.stream(new)))
+    await asyncio.sleep(0.05)
+    assert len(path.requests) == 1, "the first has not been noticed yet"
+    await stream.aclose()
+    assert [event.first_index for event in await asyncio.wait_for(resumed, 5)] == [1, 2, 3, 4]
+
+
+def test_a_stream_that_goes_on_at_the_wrong_token_is_an_error() -> None:
+    stream = ResumableStream(ClientRequest("once", {}), 30.0)
+    stream.take(pb.GenerateResponse(first_index=0, token_ids=[1]))
+    with pytest.raises(JdisaggError, match="token 2 came where 1 was due"):
+        stream.take(pb.GenerateResponse(first_index=2, token_ids=[3]))
+    with pytest.raises(JdisaggError, match="token 0 came where 1 was due"):
+        stream.take(pb.GenerateResponse(first_index=0, token_ids=[1]))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"resumption": -1}, "resumption must be in"),
+        ({"resumption": 0}, "resumption must be in"),
+        ({"request_id": ""}, "must name its request_id"),
+        ({"accepted": [pb.AcceptedTokens(child=1)]}, "each child once"),
+        ({"accepted": [pb.AcceptedTokens(child=0)] * 2}, "each child once"),
+        ({"accepted": [pb.AcceptedTokens(child=0, finish_reason=pb.FINISH_REASON_STOP)]}, "nothing to resume"),
+    ],
+)
+def test_a_resumption_that_makes_no_sense_is_refused_by_name(change, words) -> None:
+    message = _again(ClientRequest("once", {"seed": 1}, request_id="r"), [5])
+    for name, value in change.items():
+        message.ClearField(name)
+        if name == "accepted":
+            message.accepted.extend(value)
+        else:
+            setattr(message, name, value)
+    with pytest.raises(InvalidRequestError, match=words):
+        wire_generation.client_request_from_proto(message)
+
+
+@pytest.mark.parametrize(("tokens", "words"), [([999], "is not a token id"), ([1] * 5, "leave none of its 5")])
+async def test_accepted_tokens_are_checked_against_the_model_and_the_request(tokens, words) -> None:
+    asked = wire_generation.client_request_from_proto(_again(ClientRequest("once", {"seed": 1}, request_id="r"), tokens))
+    with pytest.raises(InvalidRequestError, match=words):
+        await make_frontend(FakePath()).build_request("once", request_id="r", max_tokens=5, seed=1, resumption=asked.resumption)
+
+
+def _again(asked: ClientRequest, tokens: list[int]) -> pb.GenerateRequest:
+    message = wire_generation.client_request_to_proto(asked)
+    message.resumption = 1
+    message.accepted.append(pb.AcceptedTokens(child=0, token_ids=tokens))
+    return message
+
+
+async def _all(events: AsyncIterator[StreamEvent]) -> list[StreamEvent]:
+    return [event async for event in events]
