@@ -86,7 +86,7 @@ class LimitsConfig:
     default_deadline_seconds: float = 600.0
     handoff_lease_seconds: float = 30.0
     max_attempts: int = 8
-    pull_seconds: float = 10.0
+    pull_seconds: float = 5.0
     step_seconds: float = 120.0
     verify: bool = True
 

@@ -175,7 +175,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds of one request; `kv_bytes_moved` crossed from the prefill mesh to the decode mesh."""
+    """Seconds of one request; `kv_bytes_moved` crossed from the prefill mesh to the decode mesh. `exposed_transfer_seconds`: what the
+    hand-offs took beyond the end of their prefill."""
 
     queue_seconds: float = 0.0
     ttft_seconds: float = 0.0
@@ -184,6 +185,7 @@ class Timings:
     total_seconds: float = 0.0
     kv_bytes_moved: int = 0
     preemptions: int = 0
+    exposed_transfer_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

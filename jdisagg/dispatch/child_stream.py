@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from jdisagg.dispatch.ports import Child
-from jdisagg.request import FinishReason, Request, StreamEvent, TokenLogprobs
+from jdisagg.request import AcceptedChild, FinishReason, Request, StreamEvent, TokenLogprobs
 
 
 class DeliveryError(AssertionError):
@@ -54,6 +54,14 @@ class ChildStream:
     @property
     def child(self) -> Child:
         return Child(self.index, tuple(self.accepted))
+
+    def resume(self, had: AcceptedChild) -> None:
+        """Takes what the client has already: the text goes on where it was (rule 9), an end is not told again."""
+        assert not self.accepted, "a stream is resumed before anything else"
+        if had.token_ids:
+            self._text.push(had.token_ids)
+        self.accepted += had.token_ids
+        self.finish = had.finish_reason
 
     def accept(
         self, first_index: int, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], context_tokens: int

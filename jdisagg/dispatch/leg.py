@@ -1,217 +1,162 @@
 """One pass of some children of a request through the cluster: place, reserve, prefill and hand off, decode.
 
-A leg posts what it learns (`Tokens`, `Preempted`, `LegEnded`) and decides nothing: whether to go again is the path's. Cancelling
-the leg's task closes everything it holds on both sides. First tokens go out straight from the prefill's reply, while the KV
-is still moving; spans from the decode side wait until the reply is known, so that tokens are posted in order.
+A leg posts what it learns (`Tokens`, `Preempted`, `Retried`, `LegEnded`) and decides nothing about what follows it: whether to go again
+is the path's. Cancelling the leg's task closes everything it holds on both sides. First tokens go out straight from the prefill's
+reply, while the KV is still moving; the decode side gives them out again, so that nothing hangs on that reply: what was posted
+already is cut off (`_post_tokens`), and tokens are posted in order, once.
+
+Two changes of workers happen inside a leg: a source of KV that fails is replaced while the reservation and what has come are kept
+(dispatch/sources.py), and a running sequence moves to another decode worker when its own asks for that (dispatch/move.py).
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator
 
-from jdisagg.dispatch.ports import (
-    Child,
-    DecodePort,
-    GenerateCall,
-    HandoffSource,
-    PrefillCall,
-    PrefillPort,
-    Reservation,
-    ReserveCall,
-    Span,
-    SpanEnd,
-)
-from jdisagg.errors import HandoffError, JdisaggError, UnavailableError
-from jdisagg.request import Request, TokenLogprobs
+from jdisagg.dispatch.move import Move
+from jdisagg.dispatch.ports import Child, FirstToken, GenerateCall, HandoffSource, SourceLost, Span, SpanEnd
+from jdisagg.dispatch.sources import Sources
+from jdisagg.dispatch.trip import Hold, Preempted, Tokens, Trip, Waited, close, quietly
+from jdisagg.errors import HandoffError, UnavailableError
+from jdisagg.request import TokenLogprobs
 from jdisagg.router.placement import Placement
-
-CLOSE_SECONDS = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    child: int
-    first_index: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    kv_bytes_moved: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Waited:
-    """Time spent in queues before any token."""
-
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Preempted:
-    child: int
-
-
-@dataclass(frozen=True, slots=True)
-class LegEnded:
-    """The leg is over; `error` is None when every child came to its own end."""
-
-    leg: "Leg"
-    error: Exception | None
-
-
-@dataclass(frozen=True, slots=True)
-class DeadlinePassed:
-    """The request's time is over; posted once, by the journey's own timer."""
-
-
-Fact = Tokens | Waited | Preempted | LegEnded | DeadlinePassed
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """The ports of all workers, by name."""
-
-    prefill: Mapping[str, PrefillPort]
-    decode: Mapping[str, DecodePort]
 
 
 class Leg:
-    """`remaining` gives the seconds until the request's deadline, `age` those since it came."""
+    """Children `children` under attempt `attempt`. `failed`: workers that let it down, to be avoided by what follows."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        request: Request,
-        children: tuple[Child, ...],
-        attempt: int,
-        new_id: Callable[[], int],
-        now: Callable[[], float],
-        arrived_at: float,
-        deadline: float,
-        post: Callable[[Fact], None],
-    ) -> None:
+    def __init__(self, trip: Trip, children: tuple[Child, ...], attempt: int) -> None:
+        self.trip = trip
         self.children = children
         self.attempt = attempt
         self.open = {child.index for child in children}
         self.ended_by_worker: set[int] = set()
-        self.placement: Placement | None = None
-        self._cluster = cluster
-        self._request = request
-        self._new_id = new_id
-        self._now = now
-        self._arrived_at = arrived_at
-        self._deadline = deadline
-        self._post = post
-        self._reservation: Reservation | None = None
-        self._firsts_known = asyncio.Event()
+        self.failed: set[str] = set()
+        self.lost: asyncio.Queue[SourceLost] = asyncio.Queue()
+        self.placed = False
+        self._hold: Hold | None = None
+        self._move: Move | None = None
+        self._tokens = {child.index: list(child.accepted) for child in children}
+        self._firsts: dict[int, FirstToken] = {}
 
     async def run(self, placement: Placement) -> None:
         """Returns when every child has come to an end here. Raises what the workers raise."""
-        self.placement = placement
-        decode = self._cluster.decode[placement.decode]
-        asked_at = self._now()
-        call = ReserveCall(self._request, self.attempt, self.children, self._remaining(), self._age())
-        self._reservation = await decode.reserve(call)
-        self._post(Waited(self._now() - asked_at))
+        self.placed = True
+        asked_at = self.trip.now()
+        with self.blaming(placement.decode):
+            hold = self._hold = await self.trip.reserve(placement.decode, self.children, self.attempt)
+        self.trip.post(Waited(self.trip.now() - asked_at))
         try:
             if placement.prefill is None:
-                self._firsts_known.set()
-                await self._decode(decode, None)
+                await self.decode(hold, None)
             else:
-                await self._hand_off(decode, self._cluster.prefill[placement.prefill], placement)
+                await Sources(self, hold).run(placement.prefill)
         finally:
-            await _quietly(decode.cancel(self._reservation.reservation_id))
+            await quietly(hold.port.cancel(hold.key))
+            if self._hold is not hold:
+                await quietly(self._hold.port.cancel(self._hold.key))
 
     async def end_child(self, child: int) -> None:
         """The path needs no more of this child."""
         self.open.discard(child)
-        if self.placement is not None and self._reservation is not None and child not in self.ended_by_worker:
-            await _quietly(self._cluster.decode[self.placement.decode].cancel(self._reservation.reservation_id, child))
+        if self._hold is not None and child not in self.ended_by_worker:
+            await quietly(self._hold.port.cancel(self._hold.key, child))
 
-    async def _hand_off(self, decode: DecodePort, prefill: PrefillPort, placement: Placement) -> None:
-        assert placement.prefill is not None
-        source = HandoffSource(placement.prefill, self._new_id())
-        computing = asyncio.create_task(self._prefill(prefill, source.handoff_id, placement.decode))
-        decoding = asyncio.create_task(self._decode(decode, source))
-        whole = False
+    @contextlib.contextmanager
+    def blaming(self, worker: str) -> Iterator[None]:
+        """A worker that is gone is avoided from now on; a hand-off that failed says nothing about who reports it."""
         try:
-            await asyncio.wait({computing, decoding}, return_when=asyncio.FIRST_COMPLETED)
-            if computing.done() and isinstance(computing.exception(), HandoffError):
-                # The receiver may have given up because it preempted us: then it says so, and that is no failure.
-                await asyncio.wait({decoding}, timeout=CLOSE_SECONDS)
-            elif computing.done() and computing.exception() is None:
-                await asyncio.wait({decoding})
-            if decoding.done():
-                decoding.result()
-                whole = computing.done() and computing.exception() is None
-            else:
-                computing.result()
-        finally:
-            for task in (computing, decoding):
-                task.cancel()
-            await asyncio.gather(computing, decoding, return_exceptions=True)
-            if not whole:
-                await _quietly(prefill.cancel_prefill(source.handoff_id))
+            yield
+        except UnavailableError as error:
+            if not isinstance(error, HandoffError):
+                self.failed.add(worker)
+            raise
 
-    async def _prefill(self, prefill: PrefillPort, handoff_id: int, destination: str) -> None:
-        call = PrefillCall(
-            request=self._request,
-            attempt=self.attempt,
-            children=self.children,
-            handoff_id=handoff_id,
-            destination=destination,
-            from_token=0,
-            deadline_seconds=self._remaining(),
-            age_seconds=self._age(),
-        )
-        reply = await prefill.prefill(call)
-        self._post(Waited(reply.queue_seconds))
-        accepted = {child.index: len(child.accepted) for child in self.children}
-        for first in reply.tokens:
-            # A child that was preempted while this reply was on its way goes again, and gets its first token there.
+    @property
+    def posted(self) -> tuple[Child, ...]:
+        """The open children with all tokens that were posted of them."""
+        return tuple(Child(index, tuple(self._tokens[index])) for index in sorted(self.open))
+
+    @property
+    def posted_firsts(self) -> tuple[FirstToken, ...]:
+        """First tokens that went out already: they hold, whatever is sampled again."""
+        return tuple(self._firsts.values())
+
+    def post_firsts(self, firsts: tuple[FirstToken, ...]) -> None:
+        """The tokens of a prefill's reply. A child that was preempted while the reply was on its way gets its first token elsewhere."""
+        for first in firsts:
             if first.child in self.open:
-                self._post(Tokens(first.child, accepted[first.child], (first.token_id,), (first.logprobs,) if first.logprobs else ()))
-        self._firsts_known.set()
+                self._post(first.child, self._accepted(first.child), (first.token_id,), (first.logprobs,) if first.logprobs else ())
 
-    async def _decode(self, decode: DecodePort, source: HandoffSource | None) -> None:
-        assert self._reservation is not None
-        call = GenerateCall(self._reservation.reservation_id, self.attempt, self._remaining(), source)
-        spans = decode.generate(call)
+    async def decode(self, hold: Hold, source: HandoffSource | None) -> None:
+        """Posts all spans of a reservation, and of those that its sequence moves to."""
+        spans = hold.port.generate(GenerateCall(hold.key, hold.attempt, self.trip.remaining(), source))
         try:
-            async for span in spans:
-                if span.end is not SpanEnd.PREEMPTED or span.token_ids:
-                    await self._firsts_known.wait()
-                if span.end is not None:
-                    self.ended_by_worker.add(span.child)
-                self._post_span(span)
+            while True:
+                with self.blaming(hold.worker):
+                    moved = await self._follow(hold, spans)
+                if not moved:
+                    break
+                await close(spans)
+                if self._move is None:
+                    raise HandoffError(f"worker {hold.worker!r} says that a sequence moved, and nobody took it")
+                hold, spans = self._move.arrived()
+                self._hold, self._move = hold, None
         finally:
-            await _close(spans)
+            await close(spans)
+            if self._move is not None:
+                await self._move.close()
         missing = self.open - self.ended_by_worker
         if missing:
             raise UnavailableError(f"the stream of children {sorted(missing)} stopped before its end")
 
+    async def _follow(self, hold: Hold, spans: AsyncIterator[Span]) -> bool:
+        """Posts the spans of one reservation. True: its sequence moved."""
+        async for span in spans:
+            if span.lost is not None:
+                self.lost.put_nowait(span.lost)
+            elif span.moving is not None:
+                await self._begin_move(hold, span.moving)
+            elif span.end is SpanEnd.MOVED:
+                return True
+            else:
+                self._post_span(span)
+        return False
+
+    async def _begin_move(self, hold: Hold, source: HandoffSource) -> None:
+        if self._move is not None:
+            await self._move.close()
+        if not source.address:
+            source = HandoffSource(source.worker, source.handoff_id, self.trip.cluster.address(source.worker))
+        self._move = Move(self.trip, self.posted, hold.worker, source)
+
     def _post_span(self, span: Span) -> None:
+        if span.end is not None:
+            self.ended_by_worker.add(span.child)
         if span.token_ids or span.kv_bytes_moved:
-            self._post(Tokens(span.child, span.first_index, span.token_ids, span.logprobs, span.kv_bytes_moved))
+            self._post(span.child, span.first_index, span.token_ids, span.logprobs, span.kv_bytes_moved, span.exposed_transfer_seconds)
         if span.end is SpanEnd.PREEMPTED:
             self.open.discard(span.child)
-            self._post(Preempted(span.child))
+            self.trip.post(Preempted(span.child))
 
-    def _remaining(self) -> float:
-        return max(1e-3, self._deadline - self._now())
+    def _post(
+        self,
+        child: int,
+        first_index: int,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+        kv_bytes_moved: int = 0,
+        exposed_seconds: float = 0.0,
+    ) -> None:
+        """Posts what is new of these tokens."""
+        known = self._tokens[child]
+        seen = max(0, len(known) - first_index)
+        token_ids, logprobs = token_ids[seen:], logprobs[seen:]
+        if token_ids and first_index + seen == self._accepted(child):
+            self._firsts[child] = FirstToken(child, token_ids[0], logprobs[0] if logprobs else None)
+        known += token_ids
+        if token_ids or kv_bytes_moved:
+            self.trip.post(Tokens(child, first_index + seen, token_ids, logprobs, kv_bytes_moved, exposed_seconds))
 
-    def _age(self) -> float:
-        return self._now() - self._arrived_at
-
-
-async def _close(spans: AsyncIterator[Span]) -> None:
-    """Closing a port's iterator cancels; what is no generator has nothing to close."""
-    close = getattr(spans, "aclose", None)
-    if close is not None:
-        await close()
-
-
-async def _quietly(call: Awaitable[None]) -> None:
-    """A clean-up call whose failure changes nothing: the worker's lease frees what it missed."""
-    with contextlib.suppress(JdisaggError, TimeoutError):
-        async with asyncio.timeout(CLOSE_SECONDS):
-            await call
+    def _accepted(self, index: int) -> int:
+        return next(len(child.accepted) for child in self.children if child.index == index)

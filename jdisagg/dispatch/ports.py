@@ -48,6 +48,13 @@ class Reservation:
 
 
 @dataclass(frozen=True, slots=True)
+class FirstToken:
+    child: int
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class HandoffSource:
     """Where the KV will come from: the sender's name, the hand-off's id there, and where its `PeerPort` listens (host:port; empty
     where it is known by name, as in the embedded cluster)."""
@@ -68,18 +75,32 @@ class GenerateCall:
 
 
 class SpanEnd(enum.Enum):
-    """Why a child's spans end. `PREEMPTED`: its pages were taken; re-enter the path with the accepted tokens."""
+    """Why a child's spans end. `PREEMPTED`: its pages were taken; re-enter the path with the accepted tokens. `MOVED`: the worker
+    that took the sequence over goes on with it."""
 
     STOP = "stop"
     LENGTH = "length"
     PREEMPTED = "preempted"
+    MOVED = "moved"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLost:
+    """The KV of hand-off `handoff_id` will not come (any more). The reservation is kept a while, with the first `kept_tokens` positions
+    that have come: `resume_source` lets the rest come from elsewhere."""
+
+    handoff_id: int
+    kept_tokens: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """Tokens `first_index`.. (counted from the first generated token) of one child, all from one step or span of steps.
 
-    On `STOP` the stop id itself is the last token. `kv_bytes_moved` counts what the hand-off moved; set on the first span.
+    On `STOP` the stop id itself is the last token. Set on the first span: `kv_bytes_moved` counts what the hand-off moved,
+    `exposed_transfer_seconds` what it took beyond the prefill. `lost` and `moving` are news of the whole reservation, without tokens:
+    the KV's source failed; the sequence can be taken over from this worker under that hand-off.
     """
 
     child: int
@@ -88,6 +109,20 @@ class Span:
     logprobs: tuple[TokenLogprobs, ...] = ()
     end: SpanEnd | None = None
     kv_bytes_moved: int = 0
+    exposed_transfer_seconds: float = 0.0
+    lost: SourceLost | None = None
+    moving: HandoffSource | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeCall:
+    """Lets the rest of a reservation's KV come from another source. `firsts`: first tokens that the client has already; they hold,
+    whatever the new source samples."""
+
+    reservation_id: int
+    attempt: int
+    source: HandoffSource
+    firsts: tuple[FirstToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +140,6 @@ class PrefillCall:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstToken:
-    child: int
-    token_id: int
-    logprobs: TokenLogprobs | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class PrefillReply:
     tokens: tuple[FirstToken, ...]
     queue_seconds: float
@@ -126,7 +154,7 @@ class WorkerRole(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A snapshot, per worker; lists are per dp rank."""
+    """A snapshot, per worker; lists are per dp rank. `reserved_pages` are held for KV that has not all come; empty where none ever are."""
 
     name: str
     role: WorkerRole
@@ -141,6 +169,7 @@ class WorkerStatus:
     draining: bool = False
     handoffs: int = 0
     preemptions: int = 0
+    reserved_pages: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +195,15 @@ class OfferChecksum:
 
 @dataclass(frozen=True, slots=True)
 class HandoffEnd:
-    """All is offered: how many offers there were, how many positions, and the tokens sampled at the end."""
+    """All is offered: how many offers there were, how many positions, and the tokens sampled at the end.
+
+    Of a running sequence that moves, `moved` holds all tokens generated so far; the newest one's KV is not among the positions.
+    """
 
     offers: int
     tokens: int
     firsts: tuple[FirstToken, ...]
+    moved: tuple[int, ...] = ()
 
 
 PeerMessage = Offer | OfferChecksum | HandoffEnd
@@ -218,6 +251,11 @@ class DecodePort(Protocol):
         Closing the iterator cancels."""
         ...
 
+    async def resume_source(self, call: ResumeCall) -> int | None:
+        """Gives the old source up and lets the KV come from another: returns from which position on it is wanted, None when all of
+        it is here already. Raises HandoffError when the reservation is not held (any more)."""
+        ...
+
     async def cancel(self, reservation_id: int, child: int | None = None) -> None:
         """Idempotent; frees the slot within one step and the pages at once (KV in flight within its lease). `child` None is all."""
         ...
@@ -226,18 +264,22 @@ class DecodePort(Protocol):
 
 
 class PeerPort(Protocol):
-    """The prefill worker, as a decode worker sees it during a hand-off."""
+    """The worker that KV comes from, as a decode worker sees it during a hand-off: a prefill worker, or a decode worker that hands a
+    running sequence on."""
 
     async def hello(self, hello: PeerHello) -> PeerHello:
         """Raises IncompatiblePeerError naming the field that differs and both values."""
         ...
 
     def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:
-        """Offers as they are made, the checksum of each when it is computed, then HandoffEnd. Raises HandoffError when the sender gave up."""
+        """Offers as they are made, the checksum of each when it is computed, then HandoffEnd.
+
+        Raises HandoffError when the sender gave up."""
         ...
 
     async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
-        """These blocks have arrived; the sender forgets them. Idempotent."""
+        """These blocks have arrived; the sender forgets them. Naming none says that the receiver is still at it: the lease goes on.
+        Idempotent."""
         ...
 
     async def abort(self, handoff_id: int, reason: str) -> None:

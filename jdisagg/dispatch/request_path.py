@@ -7,7 +7,9 @@
     first token         to the client straight from the prefill's reply; the transfer is not on its way
     decode              spans of tokens; each child's text, stop strings and end (dispatch/child_stream.py)
     preempted           that child goes again: prompt and accepted tokens are prefilled, the stream goes on at the next index
-    a worker failed     the same, a bounded number of times, elsewhere if there is an elsewhere
+    a source failed     another prefill worker computes, and sends what the decode worker has not got yet (dispatch/sources.py)
+    a sequence moves    another decode worker takes it over with its KV, and its spans follow the old one's (dispatch/move.py)
+    a worker failed     as if preempted, a bounded number of times, elsewhere if there is an elsewhere
     the end             usage and timings ride on the last event; everything is freed on both sides
 
 A child that its first token ends is not waited for. Closing the generator cancels: the legs' tasks are cancelled, which
@@ -18,14 +20,15 @@ loop's time, which run alike (a virtual clock comes with an event loop of its ow
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 
 from jdisagg.clock import Clock
 from jdisagg.config import LimitsConfig
 from jdisagg.dispatch.child_stream import NewTextStream
 from jdisagg.dispatch.journey import Journey
-from jdisagg.dispatch.leg import Cluster
 from jdisagg.dispatch.ports import DecodePort, PrefillPort, WorkerStatus
+from jdisagg.dispatch.trip import Cluster
 from jdisagg.errors import InvalidRequestError, UnavailableError
 from jdisagg.request import Request, StreamEvent
 from jdisagg.router.admission import admit
@@ -40,7 +43,11 @@ def random_id() -> int:
 
 
 class RequestPath:
-    """Streams requests through a cluster of workers. `new_text` opens a child's detokenizer."""
+    """Streams requests through a cluster of workers. `new_text` opens a child's detokenizer.
+
+    The mappings may be live, as workers come and go. `address` says where a worker listens, for its peers (empty: they know it by name);
+    `statuses` what the workers last said of themselves; without it they are asked.
+    """
 
     def __init__(
         self,
@@ -50,9 +57,13 @@ class RequestPath:
         limits: LimitsConfig,
         clock: Clock,
         new_id: Callable[[], int] = random_id,
+        address: Callable[[str], str] = lambda name: "",
+        statuses: Callable[[], tuple[WorkerStatus, ...]] | None = None,
     ) -> None:
         self.counters = Counters()
-        self._cluster = Cluster(prefill_workers, decode_workers)
+        self._cluster = Cluster(prefill_workers, decode_workers, address)
+        self._last_statuses = statuses
+        self._placed: Counter[str] = Counter()
         self._new_text = new_text
         self._limits = limits
         self._clock = clock
@@ -68,7 +79,16 @@ class RequestPath:
         """Events of all children, in order for each. Raises typed errors; closing the generator cancels the request."""
         self._enter(request)
         journey = Journey(
-            request, self._cluster, self._new_text, self._limits, self._clock, self._new_id, self.status, self._first_token, self.counters
+            request,
+            self._cluster,
+            self._new_text,
+            self._limits,
+            self._clock,
+            self._new_id,
+            self.status,
+            self._first_token,
+            self.counters,
+            self._placed,
         )
         try:
             journey.begin()
@@ -82,6 +102,8 @@ class RequestPath:
 
     async def status(self) -> tuple[WorkerStatus, ...]:
         """A snapshot of all workers that answer."""
+        if self._last_statuses is not None:
+            return self._last_statuses()
         ports = [*self._cluster.prefill.values(), *self._cluster.decode.values()]
         answers = await asyncio.gather(*(_status(port) for port in ports))
         return tuple(answer for answer in answers if answer is not None)

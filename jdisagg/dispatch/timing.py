@@ -20,6 +20,7 @@ class Stopwatch:
     started_at: float
     queue_seconds: float = 0.0
     kv_bytes_moved: int = 0
+    exposed_transfer_seconds: float = 0.0
     preemptions: int = 0
     _children: dict[int, _Tokens] = field(default_factory=dict)
 
@@ -50,4 +51,5 @@ class Stopwatch:
             total_seconds=now - self.started_at,
             kv_bytes_moved=self.kv_bytes_moved,
             preemptions=self.preemptions,
+            exposed_transfer_seconds=self.exposed_transfer_seconds,
         )

@@ -55,26 +55,43 @@ class DecodeBatches:
         self._state.release_root(group)
         return CopyPages(step, copies) if copies else None
 
+    def take_over(self, group: Group, generated: tuple[int, ...], deadline: float) -> bool:
+        """The group's only child has come from another worker with all its KV and these tokens: it goes on from there. False when it
+        is not the one that was expected, or there is no page for its next step."""
+        (child,) = group.children
+        position = group.prompt_tokens + len(generated) - 1
+        ours = tuple(child.generated)
+        if generated[: len(ours)] != ours or position >= child.limit or self._state.cover(group, position + 1) is None:
+            return False
+        group.handoff = group.handoff.move(HandoffEvent.ALL_INSERTED, deadline).move(HandoffEvent.ADMIT, deadline)
+        child.generated, child.accepted = list(generated), len(generated)
+        child.stage = Stage.READY
+        self._state.release_root(group)
+        return True
+
     def runnable(self) -> bool:
         """Whether a plan would hold any step."""
-        return any(child is not None and child.issued_position < child.limit for slots in self._state.slots for child in slots) or bool(
-            self._state.sequences(stage=Stage.READY)
-        )
+        held = [child for slots in self._state.slots for child in slots if child is not None and not child.frozen]
+        return any(child.issued_position < child.limit for child in held) or bool(self._ready())
+
+    def _ready(self) -> list[Sequence]:
+        return [child for child in self._state.sequences(stage=Stage.READY) if not child.frozen]
 
     def next_step(self, step: int, quiet: bool) -> DecodeSteps | None:
         """The next dispatch, or None. `quiet`: nothing waits beside it, so that several steps may run at once."""
-        ready = self._state.sequences(stage=Stage.READY)
+        ready = self._ready()
         running = self._state.sequences(stage=Stage.RUNNING)
         wanted = max((child.limit - child.issued_position for child in running), default=1)
         steps = max(1, min(self._steps, wanted)) if quiet and not ready else 1
         grows = self._grow_running(steps)
-        admits = [admit for child in self._state.sequences(stage=Stage.READY) if (admit := self._admit(child))]
+        admits = [admit for child in self._ready() if (admit := self._admit(child))]
         if admits:
             steps = 1
         slots: list[tuple[int, ...]] = []
         issued: list[tuple[_Issued, ...]] = []
         for rank_slots in self._state.slots:
-            active = [child for child in rank_slots if child is not None and child.issued_position < child.issued_limit]
+            held = [child for child in rank_slots if child is not None and not child.frozen]
+            active = [child for child in held if child.issued_position < child.issued_limit]
             slots.append(tuple(child.slot for child in active))
             issued.append(tuple(self._issue(child, steps) for child in active))
         if not any(slots):
@@ -131,7 +148,7 @@ class DecodeBatches:
         """Oldest first, and the victim is the youngest: who has grown in this plan is not preempted in it."""
         grows: list[SlotGrow] = []
         for child in self._state.sequences(stage=Stage.RUNNING):
-            if child.stage is not Stage.RUNNING or child.issued_position >= child.limit:
+            if child.stage is not Stage.RUNNING or child.frozen or child.issued_position >= child.limit:
                 continue
             if child.issued_position + steps > child.issued_limit and child.issued_limit < child.limit and self._grow(child):
                 pages = self._state.ledgers[child.rank].pages(child.key)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from jdisagg.request import FinishReason
 from jdisagg.scheduler.commands import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
-from jdisagg.scheduler.page_ledger import PageLedger
+from jdisagg.scheduler.page_ledger import PageLedger, pages_for
 from jdisagg.scheduler.sequences import Group, Progress, Sequence, Stage
 
 
@@ -48,7 +48,25 @@ class DecodeState:
         news, self.news = self.news, []
         return news
 
-    def end_child(self, child: Sequence, finish: FinishReason | None = None, preempted: bool = False, last: Progress | None = None) -> None:
+    def cover(self, group: Group, tokens: int) -> tuple[int, ...] | None:
+        """The pages that KV for positions [0, tokens) of the group is written to. One that moved here may have grown beyond what
+        was reserved; None when there are no pages for that."""
+        ledger, size = self.ledgers[group.rank], self.limits.page_size
+        owner = group.children[0].key if len(group.children) == 1 else group.key
+        count = pages_for(tokens, size)
+        missing = count - len(ledger.pages(owner))
+        if missing > 0 and ledger.extend(owner, missing) is None:
+            return None
+        return ledger.pages(owner)[:count]
+
+    def end_child(
+        self,
+        child: Sequence,
+        finish: FinishReason | None = None,
+        preempted: bool = False,
+        last: Progress | None = None,
+        moved: bool = False,
+    ) -> None:
         """Frees the child's slot and pages and tells why, together with its `last` tokens. Idempotent."""
         if child.stage is Stage.ENDED:
             return
@@ -58,13 +76,18 @@ class DecodeState:
         child.stage = Stage.ENDED
         self.ledgers[child.rank].free(child.key)
         last = last or Progress(child.group.key, child.child, len(child.generated))
-        self.news.append(replace(last, finish=finish, preempted=preempted))
+        self.news.append(replace(last, finish=finish, preempted=preempted, moved=moved))
         if not child.group.alive:
             self._forget(child.group)
 
     def end_group(self, group: Group, preempted: bool = False) -> None:
         for child in group.alive:
             self.end_child(child, None if preempted else FinishReason.CANCELLED, preempted)
+
+    def reserved_pages(self, rank: int) -> int:
+        """Pages of sequences whose KV has not all come."""
+        waiting = [child for child in self.sequences(rank) if child.stage is Stage.RESERVED]
+        return len({page for child in waiting for page in self.ledgers[rank].pages(child.key)})
 
     def release_root(self, group: Group) -> None:
         """The children own all they need; the group itself lets go."""

@@ -1,7 +1,8 @@
 """The hand-off of one sequence's KV from a prefill worker to a decode worker, as data: states, events, deadlines, sweep.
 
 Both sides run the same machine: sender COMPUTING -> OFFERED -> ACKED -> FREED, receiver RESERVED -> RECEIVING -> COMPLETE ->
-DECODING -> FREED; ABORTED is reachable from every state but FREED. Each state has a deadline on the local monotonic clock, which
+DECODING -> FREED; ABORTED is reachable from every state but FREED. A receiver whose source failed is
+ORPHANED until another takes over. Each state has a deadline on the local monotonic clock, which
 progress renews; `sweep` names those whose deadline has passed, whether or not there is work. Pure: knows no pages, no ports.
 
 Invariants: FREED and ABORTED are final; a move that the table does not list is our own bug (`HandoffStateError`).
@@ -22,6 +23,7 @@ class HandoffState(enum.Enum):
     ACKED = "acked"
     RESERVED = "reserved"
     RECEIVING = "receiving"
+    ORPHANED = "orphaned"
     COMPLETE = "complete"
     DECODING = "decoding"
     FREED = "freed"
@@ -36,6 +38,8 @@ class HandoffEvent(enum.Enum):
     ALL_OFFERED = "all blocks are offered"
     ALL_ACKED = "all blocks are acknowledged"
     GENERATE = "generate took the reservation over"
+    SOURCE_LOST = "what is missing will not come from this source"
+    NEW_SOURCE = "another source takes over"
     ALL_INSERTED = "all blocks are in their pages"
     ADMIT = "the sequence joined the batch"
     FREE = "what was held is given back"
@@ -50,6 +54,9 @@ TRANSITIONS: dict[tuple[HandoffState, HandoffEvent], HandoffState] = {
     (S.ACKED, E.FREE): S.FREED,
     (S.RESERVED, E.GENERATE): S.RECEIVING,
     (S.RECEIVING, E.ALL_INSERTED): S.COMPLETE,
+    (S.RECEIVING, E.SOURCE_LOST): S.ORPHANED,
+    (S.RECEIVING, E.NEW_SOURCE): S.RECEIVING,
+    (S.ORPHANED, E.NEW_SOURCE): S.RECEIVING,
     (S.COMPLETE, E.ADMIT): S.DECODING,
     (S.DECODING, E.FREE): S.FREED,
     **{(state, E.ABORT): S.ABORTED for state in HandoffState if not state.final},

@@ -17,7 +17,8 @@ from jdisagg.scheduler.commands import MeshLimits, OfferSpec, PrefillChunk, Pref
 
 @dataclass(slots=True)
 class PrefillJob:
-    """One sequence to prefill on `rank` into `pages`. `issued_tokens` of `tokens` are in commands already."""
+    """One sequence to prefill on `rank` into `pages`. `issued_tokens` of `tokens` are in commands already. `offers_from`: the first
+    position (a multiple of the granule) whose KV is offered to a peer; None: none is."""
 
     sequence: int
     rank: int
@@ -25,7 +26,7 @@ class PrefillJob:
     pages: tuple[int, ...]
     samples: tuple[SampleSpec, ...]
     arrival: float
-    offers: bool = False
+    offers_from: int | None = None
     issued_tokens: int = 0
 
     @property
@@ -105,13 +106,14 @@ class PrefillBatches:
             start=start,
             pages=job.pages[: -(-job.issued_tokens // self._limits.page_size)],
             samples=job.samples if not job.left_tokens else (),
-            offers=tuple(self._offers(offset, tokens)) if job.offers else (),
+            offers=tuple(self._offers(offset, tokens, start, job.offers_from)),
         )
         return row
 
-    def _offers(self, offset: int, tokens: int) -> list[OfferSpec]:
+    def _offers(self, offset: int, tokens: int, start: int, offers_from: int | None) -> list[OfferSpec]:
+        skipped = tokens if offers_from is None else min(tokens, max(0, offers_from - start))
         return [
-            OfferSpec(self._new_id(), group, offset + at, block_tokens)
+            OfferSpec(self._new_id(), group, offset + skipped + at, block_tokens)
             for group in range(self._limits.layer_groups)
-            for at, block_tokens, _ in split_blocks(tokens, self._limits.granule_tokens)
+            for at, block_tokens, _ in split_blocks(tokens - skipped, self._limits.granule_tokens)
         ]

@@ -37,7 +37,8 @@ class Stage(enum.Enum):
 
 @dataclass(slots=True)
 class Sequence:
-    """One child of a group. `accepted` generated tokens came with the call; `limit` is the first position it may never write."""
+    """One child of a group. `accepted` generated tokens came with the call; `limit` is the first position it may never write. A
+    `frozen` one makes no further steps for now: its last positions are on their way to another worker."""
 
     key: int
     child: int
@@ -46,6 +47,7 @@ class Sequence:
     accepted: int
     limit: int
     stage: Stage = Stage.RESERVED
+    frozen: bool = False
     slot: int = -1
     issued_position: int = 0
     issued_limit: int = 0
@@ -110,3 +112,4 @@ class Progress:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish: FinishReason | None = None
     preempted: bool = False
+    moved: bool = False

@@ -93,7 +93,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("queue_seconds", "ttft_seconds", "tpot_seconds", "handoff_gap_seconds", "total_seconds", "kv_bytes_moved", "preemptions")
+    __slots__ = ("queue_seconds", "ttft_seconds", "tpot_seconds", "handoff_gap_seconds", "total_seconds", "kv_bytes_moved", "preemptions", "exposed_transfer_seconds")
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TTFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TPOT_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,7 @@ class Timings(_message.Message):
     TOTAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_MOVED_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    EXPOSED_TRANSFER_SECONDS_FIELD_NUMBER: _ClassVar[int]
     queue_seconds: float
     ttft_seconds: float
     tpot_seconds: float
@@ -108,7 +109,8 @@ class Timings(_message.Message):
     total_seconds: float
     kv_bytes_moved: int
     preemptions: int
-    def __init__(self, queue_seconds: _Optional[float] = ..., ttft_seconds: _Optional[float] = ..., tpot_seconds: _Optional[float] = ..., handoff_gap_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., kv_bytes_moved: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    exposed_transfer_seconds: float
+    def __init__(self, queue_seconds: _Optional[float] = ..., ttft_seconds: _Optional[float] = ..., tpot_seconds: _Optional[float] = ..., handoff_gap_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., kv_bytes_moved: _Optional[int] = ..., preemptions: _Optional[int] = ..., exposed_transfer_seconds: _Optional[float] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("child", "first_index", "token_ids", "text", "logprobs", "finish_reason", "usage", "timings")

@@ -14,6 +14,7 @@ from jdisagg.dispatch.ports import (
     PrefillReply,
     Reservation,
     ReserveCall,
+    ResumeCall,
     Span,
     WorkerStatus,
 )
@@ -76,6 +77,11 @@ class RemoteDecodePort:
 
     def generate(self, call: GenerateCall) -> AsyncGenerator[Span, None]:
         return self._spans.generate(call)
+
+    async def resume_source(self, call: ResumeCall) -> int | None:
+        request = wire_workers.resume_call_to_proto(call)
+        reply: pb.ResumeReply = await self._connection.call(self._stub.ResumeSource, request, 2 * CALL_SECONDS)
+        return wire_workers.resume_reply_from_proto(reply)
 
     async def cancel(self, reservation_id: int, child: int | None = None) -> None:
         await self._connection.call(self._stub.Cancel, wire_workers.cancel_to_proto(reservation_id, child), CALL_SECONDS)

@@ -270,6 +270,7 @@ def _timings_to_proto(timings: Timings) -> pb.Timings:
         total_seconds=timings.total_seconds,
         kv_bytes_moved=timings.kv_bytes_moved,
         preemptions=timings.preemptions,
+        exposed_transfer_seconds=timings.exposed_transfer_seconds,
     )
 
 
@@ -282,6 +283,7 @@ def _timings_from_proto(message: pb.Timings) -> Timings:
         total_seconds=message.total_seconds,
         kv_bytes_moved=message.kv_bytes_moved,
         preemptions=message.preemptions,
+        exposed_transfer_seconds=message.exposed_transfer_seconds,
     )
 
 

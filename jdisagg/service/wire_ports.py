@@ -21,6 +21,7 @@ from jdisagg.dispatch.ports import (
     PrefillReply,
     Reservation,
     ReserveCall,
+    ResumeCall,
     Span,
     WorkerStatus,
 )
@@ -71,6 +72,12 @@ class WireDecodeLoopback:
         async with aclosing(_stream_across(self._inner.generate(sent))) as spans:
             async for span in spans:
                 yield wire_workers.span_from_proto(_across(wire_workers.span_to_proto(span)))
+
+    async def resume_source(self, call: ResumeCall) -> int | None:
+        sent = wire_workers.resume_call_from_proto(_across(wire_workers.resume_call_to_proto(call)))
+        with _errors_across():
+            from_token = await self._inner.resume_source(sent)
+        return wire_workers.resume_reply_from_proto(_across(wire_workers.resume_reply_to_proto(from_token)))
 
     async def cancel(self, reservation_id: int, child: int | None = None) -> None:
         sent = wire_workers.cancel_from_proto(_across(wire_workers.cancel_to_proto(reservation_id, child)))

@@ -19,6 +19,8 @@ from jdisagg.dispatch.ports import (
     PrefillReply,
     Reservation,
     ReserveCall,
+    ResumeCall,
+    SourceLost,
     Span,
     SpanEnd,
 )
@@ -123,6 +125,7 @@ _END_TO_PROTO = {
     SpanEnd.STOP: pb.SPAN_END_STOP,
     SpanEnd.LENGTH: pb.SPAN_END_LENGTH,
     SpanEnd.PREEMPTED: pb.SPAN_END_PREEMPTED,
+    SpanEnd.MOVED: pb.SPAN_END_MOVED,
 }
 _END_FROM_PROTO: dict[int, SpanEnd] = {value: end for end, value in _END_TO_PROTO.items()}
 
@@ -135,6 +138,9 @@ def span_to_proto(span: Span) -> pb.Span:
         logprobs=map(logprobs_to_proto, span.logprobs),
         end=_END_TO_PROTO[span.end] if span.end is not None else pb.SPAN_END_UNSPECIFIED,
         kv_bytes_moved=span.kv_bytes_moved,
+        exposed_transfer_seconds=span.exposed_transfer_seconds,
+        lost=_lost_to_proto(span.lost) if span.lost is not None else None,
+        moving=_source_to_proto(span.moving) if span.moving is not None else None,
     )
 
 
@@ -148,7 +154,32 @@ def span_from_proto(message: pb.Span) -> Span:
         logprobs=all_logprobs_from_proto(message.logprobs),
         end=_END_FROM_PROTO.get(message.end),
         kv_bytes_moved=message.kv_bytes_moved,
+        exposed_transfer_seconds=message.exposed_transfer_seconds,
+        lost=_lost_from_proto(message.lost) if message.HasField("lost") else None,
+        moving=_source_from_proto(message.moving) if message.HasField("moving") else None,
     )
+
+
+def resume_call_to_proto(call: ResumeCall) -> pb.ResumeCall:
+    return pb.ResumeCall(
+        reservation_id=call.reservation_id,
+        attempt=call.attempt,
+        source=_source_to_proto(call.source),
+        firsts=map(_first_to_proto, call.firsts),
+    )
+
+
+def resume_call_from_proto(message: pb.ResumeCall) -> ResumeCall:
+    firsts = tuple(map(_first_from_proto, message.firsts))
+    return ResumeCall(message.reservation_id, message.attempt, _source_from_proto(message.source), firsts)
+
+
+def resume_reply_to_proto(from_token: int | None) -> pb.ResumeReply:
+    return pb.ResumeReply(from_token=from_token)
+
+
+def resume_reply_from_proto(message: pb.ResumeReply) -> int | None:
+    return message.from_token if message.HasField("from_token") else None
 
 
 def prefill_call_to_proto(call: PrefillCall) -> pb.PrefillCall:
@@ -227,7 +258,8 @@ def offer_to_proto(offer: PeerMessage) -> pb.OfferOrEnd:
     if isinstance(offer, OfferChecksum):
         return pb.OfferOrEnd(checksum=pb.OfferChecksum(offer_id=offer.offer_id, checksum=offer.checksum))
     if isinstance(offer, HandoffEnd):
-        return pb.OfferOrEnd(end=pb.HandoffEnd(offers=offer.offers, tokens=offer.tokens, firsts=map(_first_to_proto, offer.firsts)))
+        firsts = map(_first_to_proto, offer.firsts)
+        return pb.OfferOrEnd(end=pb.HandoffEnd(offers=offer.offers, tokens=offer.tokens, firsts=firsts, moved=offer.moved))
     return pb.OfferOrEnd(
         offer=pb.Offer(
             offer_id=offer.offer_id,
@@ -245,7 +277,8 @@ def offer_from_proto(message: pb.OfferOrEnd) -> PeerMessage:
     if kind == "checksum":
         return OfferChecksum(message.checksum.offer_id, message.checksum.checksum)
     if kind == "end":
-        return HandoffEnd(message.end.offers, message.end.tokens, tuple(map(_first_from_proto, message.end.firsts)))
+        end = message.end
+        return HandoffEnd(end.offers, end.tokens, tuple(map(_first_from_proto, end.firsts)), tuple(end.moved))
     if kind is None:
         raise InvalidRequestError("OfferOrEnd.kind must be an offer or an end, got neither; are both sides of one version?")
     offer = message.offer
@@ -257,6 +290,14 @@ def offer_from_proto(message: pb.OfferOrEnd) -> PeerMessage:
         block_tokens=offer.block_tokens,
         rank=offer.rank,
     )
+
+
+def _lost_to_proto(lost: SourceLost) -> pb.SourceLost:
+    return pb.SourceLost(handoff_id=lost.handoff_id, kept_tokens=lost.kept_tokens, reason=lost.reason)
+
+
+def _lost_from_proto(message: pb.SourceLost) -> SourceLost:
+    return SourceLost(message.handoff_id, message.kept_tokens, message.reason)
 
 
 def _source_to_proto(source: HandoffSource) -> pb.HandoffSource:

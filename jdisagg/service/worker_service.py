@@ -68,6 +68,9 @@ class DecodeServicer(workers_pb2_grpc.DecodeWorkerServicer):
         self._sessions.start(request.session_id, wire_workers.generate_call_from_proto(request.call))
         return pb.StartReply()
 
+    async def ResumeSource(self, request: pb.ResumeCall, context: Context) -> pb.ResumeReply:
+        return wire_workers.resume_reply_to_proto(await self._port.resume_source(wire_workers.resume_call_from_proto(request)))
+
     async def Cancel(self, request: pb.CancelCall, context: Context) -> pb.CancelReply:
         await self._sessions.cancel(*wire_workers.cancel_from_proto(request))
         return pb.CancelReply()

@@ -14,10 +14,12 @@ class SpanEnd(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SPAN_END_STOP: _ClassVar[SpanEnd]
     SPAN_END_LENGTH: _ClassVar[SpanEnd]
     SPAN_END_PREEMPTED: _ClassVar[SpanEnd]
+    SPAN_END_MOVED: _ClassVar[SpanEnd]
 SPAN_END_UNSPECIFIED: SpanEnd
 SPAN_END_STOP: SpanEnd
 SPAN_END_LENGTH: SpanEnd
 SPAN_END_PREEMPTED: SpanEnd
+SPAN_END_MOVED: SpanEnd
 
 class Request(_message.Message):
     __slots__ = ("request_id", "prompt_token_ids", "sampling", "stop_ids", "deadline_seconds", "tenant", "priority")
@@ -95,21 +97,55 @@ class GenerateCall(_message.Message):
     source: HandoffSource
     def __init__(self, reservation_id: _Optional[int] = ..., attempt: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., source: _Optional[_Union[HandoffSource, _Mapping]] = ...) -> None: ...
 
+class SourceLost(_message.Message):
+    __slots__ = ("handoff_id", "kept_tokens", "reason")
+    HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
+    KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    handoff_id: int
+    kept_tokens: int
+    reason: str
+    def __init__(self, handoff_id: _Optional[int] = ..., kept_tokens: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
 class Span(_message.Message):
-    __slots__ = ("child", "first_index", "token_ids", "logprobs", "end", "kv_bytes_moved")
+    __slots__ = ("child", "first_index", "token_ids", "logprobs", "end", "kv_bytes_moved", "exposed_transfer_seconds", "lost", "moving")
     CHILD_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_MOVED_FIELD_NUMBER: _ClassVar[int]
+    EXPOSED_TRANSFER_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    MOVING_FIELD_NUMBER: _ClassVar[int]
     child: int
     first_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
     end: SpanEnd
     kv_bytes_moved: int
-    def __init__(self, child: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., end: _Optional[_Union[SpanEnd, str]] = ..., kv_bytes_moved: _Optional[int] = ...) -> None: ...
+    exposed_transfer_seconds: float
+    lost: SourceLost
+    moving: HandoffSource
+    def __init__(self, child: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., end: _Optional[_Union[SpanEnd, str]] = ..., kv_bytes_moved: _Optional[int] = ..., exposed_transfer_seconds: _Optional[float] = ..., lost: _Optional[_Union[SourceLost, _Mapping]] = ..., moving: _Optional[_Union[HandoffSource, _Mapping]] = ...) -> None: ...
+
+class ResumeCall(_message.Message):
+    __slots__ = ("reservation_id", "attempt", "source", "firsts")
+    RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    FIRSTS_FIELD_NUMBER: _ClassVar[int]
+    reservation_id: int
+    attempt: int
+    source: HandoffSource
+    firsts: _containers.RepeatedCompositeFieldContainer[FirstToken]
+    def __init__(self, reservation_id: _Optional[int] = ..., attempt: _Optional[int] = ..., source: _Optional[_Union[HandoffSource, _Mapping]] = ..., firsts: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ...) -> None: ...
+
+class ResumeReply(_message.Message):
+    __slots__ = ("from_token",)
+    FROM_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    from_token: int
+    def __init__(self, from_token: _Optional[int] = ...) -> None: ...
 
 class SpansCall(_message.Message):
     __slots__ = ("session_id",)
@@ -260,14 +296,16 @@ class Offer(_message.Message):
     def __init__(self, offer_id: _Optional[int] = ..., group: _Optional[int] = ..., start: _Optional[int] = ..., valid_tokens: _Optional[int] = ..., block_tokens: _Optional[int] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class HandoffEnd(_message.Message):
-    __slots__ = ("offers", "tokens", "firsts")
+    __slots__ = ("offers", "tokens", "firsts", "moved")
     OFFERS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRSTS_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
     offers: int
     tokens: int
     firsts: _containers.RepeatedCompositeFieldContainer[FirstToken]
-    def __init__(self, offers: _Optional[int] = ..., tokens: _Optional[int] = ..., firsts: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ...) -> None: ...
+    moved: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, offers: _Optional[int] = ..., tokens: _Optional[int] = ..., firsts: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., moved: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OfferChecksum(_message.Message):
     __slots__ = ("offer_id", "checksum")

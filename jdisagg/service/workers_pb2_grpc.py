@@ -208,6 +208,11 @@ class DecodeWorkerStub:
                 request_serializer=jdisagg_dot_service_dot_workers__pb2.StartCall.SerializeToString,
                 response_deserializer=jdisagg_dot_service_dot_workers__pb2.StartReply.FromString,
                 _registered_method=True)
+        self.ResumeSource = channel.unary_unary(
+                '/jdisagg.v1.DecodeWorker/ResumeSource',
+                request_serializer=jdisagg_dot_service_dot_workers__pb2.ResumeCall.SerializeToString,
+                response_deserializer=jdisagg_dot_service_dot_workers__pb2.ResumeReply.FromString,
+                _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/jdisagg.v1.DecodeWorker/Cancel',
                 request_serializer=jdisagg_dot_service_dot_workers__pb2.CancelCall.SerializeToString,
@@ -244,6 +249,12 @@ class DecodeWorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResumeSource(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Cancel(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -273,6 +284,11 @@ def add_DecodeWorkerServicer_to_server(servicer, server):
                     servicer.Start,
                     request_deserializer=jdisagg_dot_service_dot_workers__pb2.StartCall.FromString,
                     response_serializer=jdisagg_dot_service_dot_workers__pb2.StartReply.SerializeToString,
+            ),
+            'ResumeSource': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeSource,
+                    request_deserializer=jdisagg_dot_service_dot_workers__pb2.ResumeCall.FromString,
+                    response_serializer=jdisagg_dot_service_dot_workers__pb2.ResumeReply.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
@@ -366,6 +382,33 @@ class DecodeWorker:
             '/jdisagg.v1.DecodeWorker/Start',
             jdisagg_dot_service_dot_workers__pb2.StartCall.SerializeToString,
             jdisagg_dot_service_dot_workers__pb2.StartReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeSource(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jdisagg.v1.DecodeWorker/ResumeSource',
+            jdisagg_dot_service_dot_workers__pb2.ResumeCall.SerializeToString,
+            jdisagg_dot_service_dot_workers__pb2.ResumeReply.FromString,
             options,
             channel_credentials,
             insecure,

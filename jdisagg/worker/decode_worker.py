@@ -1,19 +1,34 @@
-"""The decode worker: a mesh's control endpoint, `DecodePort` in front, the schedulers and the step loop behind.
+"""The decode worker: a mesh's control endpoint, `DecodePort` and `PeerPort` in front, the schedulers and the step loop behind.
 
 It asks the schedulers, runs commands, reports facts; it decides nothing about pages or batches itself. It is mixed-capable:
 `generate` without a source prefills in the same pages. Mode CHUNKED then lets prefill chunks alternate with decode steps,
 UNIFIED runs whole prefills first; DISAGGREGATED receives KV from a prefill worker (and would prefill locally if asked to).
+Running sequences move to another decode worker through its `PeerPort` (worker/movers.py). A source of KV that fails does not end a reservation: it waits for another.
 
 All state is touched on the event loop only, between awaits, so that every method sees it whole. `_settle` runs after each
 change: it hands news to the listeners, grants freed pages to whoever waits, and wakes the loop.
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 
 from jdisagg.clock import Clock
 from jdisagg.config import InstanceConfig, LimitsConfig, Mode
-from jdisagg.dispatch.ports import FirstToken, GenerateCall, PeerPort, Reservation, ReserveCall, Span, WorkerRole, WorkerStatus
+from jdisagg.dispatch.ports import (
+    GenerateCall,
+    HandoffSource,
+    PeerHello,
+    PeerMessage,
+    PeerPort,
+    Reservation,
+    ReserveCall,
+    ResumeCall,
+    SourceLost,
+    Span,
+    WorkerRole,
+    WorkerStatus,
+)
 from jdisagg.errors import BrokenModelError, DeadlineExceededError, HandoffError, JdisaggError, OverloadedError, UnavailableError
 from jdisagg.request import FinishReason
 from jdisagg.scheduler.commands import (
@@ -35,14 +50,22 @@ from jdisagg.scheduler.sequences import Group
 from jdisagg.telemetry import Counters
 from jdisagg.worker.attempts import Attempts
 from jdisagg.worker.handoffs import Handoffs
+from jdisagg.worker.movers import Movers
+from jdisagg.worker.outbox import Outboxes
 from jdisagg.worker.peer_hello import hello_of
+from jdisagg.worker.peers import PeerResolver, Peers
+from jdisagg.worker.receiver import Received
 from jdisagg.worker.span_stream import SpanStream
 from jdisagg.worker.step_loop import StepLoop
 from jdisagg.worker.sweeper import Sweeper
 
+MOST_MOVES = 3
+RESUME_SECONDS = 5.0
+
 
 class DecodeWorker:
-    """Implements `DecodePort`. `peers` are the prefill workers it may receive from; `ids` gives fresh random 64-bit numbers."""
+    """Implements `DecodePort` and `PeerPort`. `peers`: whom it may receive from, by name, or a resolver by address; `address`: where
+    its own `PeerPort` listens. `ids` gives fresh random 64-bit numbers."""
 
     def __init__(
         self,
@@ -51,12 +74,15 @@ class DecodeWorker:
         config: InstanceConfig,
         mode: Mode,
         limits: LimitsConfig,
-        peers: Mapping[str, PeerPort],
+        peers: Mapping[str, PeerPort] | PeerResolver,
         clock: Clock,
         ids: Callable[[], int],
         model_fingerprint: str = "",
+        address: str = "",
     ) -> None:
         self.name = name
+        self.address = address
+        self.boot_id = ids()
         self.counters = Counters()
         self._executor = executor
         self._config = config
@@ -71,10 +97,15 @@ class DecodeWorker:
         self._tickets: dict[int, asyncio.Future[Group]] = {}
         self._streams: dict[int, SpanStream] = {}
         self._attempts = Attempts()
-        self._loop = StepLoop(executor, self._plan, self._apply, self._break_down)
-        hello = hello_of(name, model_fingerprint, executor.limits)
-        self._handoffs = Handoffs(self._loop, peers, hello, executor.limits, limits.handoff_lease_seconds, self.counters)
-        self._sweeper = Sweeper(clock, limits.handoff_lease_seconds / 4, self._sweep, self._loop.break_down)
+        self._loop = StepLoop(executor, self._plan, self._apply, self._break_down, clock.now)
+        key = ids() if limits.verify else 0
+        lease_seconds = limits.handoff_lease_seconds
+        hello = hello_of(name, model_fingerprint, executor.limits, executor.card, self.boot_id, key)
+        self._peers = Peers(peers, hello, self._loop, config.codec, limits.verify, clock.now)
+        self._handoffs = Handoffs(self._loop, self._peers, executor.limits, limits.pull_seconds, clock.now, self.counters)
+        self._boxes = Outboxes(hello, self._loop, clock, lease_seconds, self.counters)
+        self._movers = Movers(self._state, self._boxes, self._loop, ids, key, lease_seconds, self._settle, self.counters)
+        self._sweeper = Sweeper(clock, lease_seconds / 4, self._sweep, self._loop.break_down)
         self._draining = False
         self._quiet = asyncio.Event()
 
@@ -89,12 +120,30 @@ class DecodeWorker:
         await self._handoffs.stop()
         await self._loop.stop()
 
-    async def drain(self) -> None:
-        """Refuses new requests and returns when the running ones have ended."""
+    async def drain(self, deadline_seconds: float | None = None) -> None:
+        """Refuses new requests and returns when the running ones have ended. With a deadline, they are offered to other decode workers
+        meanwhile; what is left when it passes is ended with UnavailableError, for the path to begin it elsewhere."""
         self._draining = True
-        while self._state.groups or len(self._reservations) or self._streams:
-            self._quiet.clear()
-            await self._quiet.wait()
+        offered: dict[int, int] = {}
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                while self._state.groups or len(self._reservations) or self._streams:
+                    for key in list(self._state.groups) if deadline_seconds is not None else ():
+                        if offered.get(key, 0) < MOST_MOVES and self.migrate_out(key):
+                            offered[key] = offered.get(key, 0) + 1
+                    self._quiet.clear()
+                    await self._quiet.wait()
+        except TimeoutError:
+            self.counters.add("drains_cut_short")
+            self._end_everything(UnavailableError(f"worker {self.name!r} shuts down; its time to drain is over"))
+
+    def migrate_out(self, reservation_id: int) -> bool:
+        """Offers a running sequence to other decode workers; it goes on here until one of them has it. False: it cannot move (now)."""
+        group, stream = self._state.groups.get(reservation_id), self._streams.get(reservation_id)
+        if group is None or stream is None or not stream.taken or not self._movers.movable(group):
+            return False
+        stream.tell(moving=HandoffSource(self.name, self._movers.begin(group, stream.until), self.address))
+        return True
 
     async def reserve(self, call: ReserveCall) -> Reservation:
         self._check_serving(call)
@@ -138,16 +187,51 @@ class DecodeWorker:
                 f"worker {self.name!r}: reservation {call.reservation_id} is not held for attempt {call.attempt}: its lease passed"
             )
         stream.taken = True
-        until = self._clock.now() + call.deadline_seconds
+        stream.until = self._clock.now() + call.deadline_seconds
         group = self._state.groups.get(call.reservation_id)
         try:
             if group is not None:
-                group.handoff = group.handoff.move(HandoffEvent.GENERATE, until)
-                self._begin(group, stream, call)
+                group.handoff = group.handoff.move(HandoffEvent.GENERATE, stream.until)
+                self._begin(group, call.source, 0)
+            stream.begun.set()
             while (span := await stream.next()) is not None:
                 yield span
         finally:
             self._drop(call.reservation_id)
+
+    async def resume_source(self, call: ResumeCall) -> int | None:
+        stream = self._streams.get(call.reservation_id)
+        if stream is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RESUME_SECONDS):
+                    await stream.begun.wait()  # this call may have overtaken that of `generate`
+        group = self._state.groups.get(call.reservation_id)
+        if group is None or stream is None or stream.attempt != call.attempt or group.handoff.state is HandoffState.RESERVED:
+            raise HandoffError(f"worker {self.name!r}: reservation {call.reservation_id} is not held for attempt {call.attempt} any more")
+        if group.handoff.state not in (HandoffState.RECEIVING, HandoffState.ORPHANED):
+            return None
+        here = self._handoffs.abort(group.key, "another source takes over")
+        granule, wanted = self._executor.limits.granule_tokens, len(group.known_tokens)
+        kept = min(stream.kept_tokens if here is None else here, wanted - 1) // granule * granule
+        group.handoff = group.handoff.move(HandoffEvent.NEW_SOURCE, stream.until)
+        stream.firsts.update((first.child, first) for first in call.firsts)
+        self.counters.add("sources_replaced")
+        self.counters.add("kv_tokens_kept", kept)
+        self._begin(group, call.source, kept)
+        return kept
+
+    async def hello(self, hello: PeerHello) -> PeerHello:
+        return await self._boxes.hello(hello)
+
+    def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:
+        return self._boxes.offers(handoff_id, attempt)
+
+    async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
+        await self._boxes.acknowledge(handoff_id, offer_ids)
+        self._movers.poke()
+
+    async def abort(self, handoff_id: int, reason: str) -> None:
+        await self._boxes.abort(handoff_id, reason)
 
     async def cancel(self, reservation_id: int, child: int | None = None) -> None:
         group = self._state.groups.get(reservation_id)
@@ -175,20 +259,21 @@ class DecodeWorker:
             page_size=limits.page_size,
             context_tokens=limits.context_tokens,
             draining=self._draining,
-            handoffs=len(self._handoffs),
+            handoffs=len(self._handoffs) + len(self._boxes),
             preemptions=self._state.preemptions,
+            reserved_pages=tuple(self._state.reserved_pages(rank) for rank in range(limits.ranks)),
         )
 
-    def _begin(self, group: Group, stream: SpanStream, call: GenerateCall) -> None:
+    def _begin(self, group: Group, source: HandoffSource | None, cached_tokens: int) -> None:
         """Lets the KV come: from the peer, or by prefilling here."""
-        if call.source is not None:
-            stream.skip_first = True
+        if source is not None:
             self._handoffs.begin(
                 group,
-                call.source,
-                self._state.ledgers[group.rank].pages(group.key),
-                done=lambda firsts, moved: self._received(group, firsts, moved),
-                failed=lambda error: self._fail(group, error),
+                source,
+                lambda tokens: self._pages_to_receive(group, tokens),
+                cached_tokens,
+                done=lambda received: self._received(group, received),
+                failed=lambda error, kept: self._lost(group, source, error, kept),
             )
         else:
             specs = tuple(child.sample_spec() for child in group.alive)
@@ -196,13 +281,38 @@ class DecodeWorker:
             self._prefills.add(PrefillJob(group.key, group.rank, group.known_tokens, pages, specs, group.arrival))
         self._settle()
 
-    def _received(self, group: Group, firsts: tuple[FirstToken, ...], bytes_moved: int) -> None:
+    def _pages_to_receive(self, group: Group, tokens: int) -> tuple[int, ...]:
+        pages = self._state.cover(group, tokens)
+        if pages is None:
+            raise HandoffError(f"worker {self.name!r} has no pages for the {tokens} positions to which the moving sequence has grown")
+        return pages
+
+    def _received(self, group: Group, received: Received) -> None:
         if group.key in self._state.groups:
-            self._streams[group.key].kv_bytes_moved = bytes_moved
+            stream = self._streams[group.key]
+            stream.kv_bytes_moved, stream.exposed_seconds = received.bytes_moved, received.exposed_seconds
             self.counters.add("handoffs_completed")
-            self.counters.add("kv_bytes_received", bytes_moved)
-            self._join(group, tuple(SampledToken(group.key, first.child, first.token_id, first.logprobs) for first in firsts))
+            self.counters.add("kv_bytes_received", received.bytes_moved)
+            if received.moved:
+                if not self._batches.take_over(group, received.moved, stream.until):
+                    self._fail(group, HandoffError(f"worker {self.name!r} cannot go on with the sequence that moved to it"))
+            else:
+                firsts = [stream.firsts.get(first.child, first) for first in received.firsts]
+                self._join(group, tuple(SampledToken(group.key, first.child, first.token_id, first.logprobs) for first in firsts))
         self._settle()
+
+    def _lost(self, group: Group, source: HandoffSource, error: JdisaggError, kept_tokens: int) -> None:
+        """What is missing will not come from this source. The reservation waits for another, with what it has."""
+        if group.key not in self._state.groups:
+            return
+        if not isinstance(error, UnavailableError) or self._loop.failure is not None:
+            return self._fail(group, error)
+        stream = self._streams[group.key]
+        until = min(stream.until, self._clock.now() + self._limits.handoff_lease_seconds)
+        group.handoff = group.handoff.move(HandoffEvent.SOURCE_LOST, until)
+        stream.kept_tokens = kept_tokens
+        self.counters.add("sources_lost")
+        stream.tell(lost=SourceLost(source.handoff_id, kept_tokens, error.message))
 
     def _join(self, group: Group, firsts: tuple[SampledToken, ...]) -> None:
         if any(first.token == BROKEN_TOKEN for first in firsts):
@@ -241,6 +351,7 @@ class DecodeWorker:
             assert isinstance(result, DecodeResult)
             for group in self._batches.apply(result):
                 self._fail(group, BrokenModelError())
+        self._movers.poke()
         self._settle()
 
     def _settle(self) -> None:
@@ -251,6 +362,7 @@ class DecodeWorker:
                 stream.put(progress)
             if progress.group_key not in self._state.groups:
                 self._handoffs.abort(progress.group_key, "the receiver gave the sequence up")
+                self._movers.abort(progress.group_key, "the sequence has ended")
                 self._prefills.remove(progress.group_key)
         if self._loop.failure is None:
             for group in self._reservations.grant(self._clock.now() + self._limits.handoff_lease_seconds):
@@ -294,11 +406,16 @@ class DecodeWorker:
             self.counters.add("leases_expired")
             if group.handoff.state is HandoffState.RESERVED:
                 self._fail(group, HandoffError(f"reservation {group.key}: its lease passed before generate took it over"))
+            elif group.handoff.state is HandoffState.ORPHANED:
+                self._fail(group, HandoffError(f"reservation {group.key}: its source failed, and its lease passed before another came"))
             else:
                 self._fail(group, DeadlineExceededError("the request's deadline passed while its tokens were being generated"))
         unheard = [key for key, stream in self._streams.items() if not stream.taken and stream.lease_until < now]
         for key in unheard:
             self._streams.pop(key)
+        self._boxes.sweep(now)
+        self._peers.sweep(now)
+        self._loop.break_if_stalled(self._limits.step_seconds)
         self._attempts.forget_before(now - 2 * self._limits.handoff_lease_seconds)
         self._settle()
 

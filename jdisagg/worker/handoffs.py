@@ -1,23 +1,23 @@
 """The hand-offs that a decode worker is receiving: one task each, begun, aborted and reported here.
 
-Greets each peer once before the first hand-off. An aborted hand-off is told to its sender, so that it frees at once; when the
-message is lost, the sender's lease does it. Knows no batches: what came is reported to `done` or `failed`.
+An aborted hand-off is told to its sender, so that it frees at once; when the message is lost, the sender's lease does it. Knows no
+batches: what came is reported to `done` or `failed`.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from jdisagg.dispatch.ports import FirstToken, HandoffSource, PeerHello, PeerPort
-from jdisagg.errors import HandoffError, JdisaggError, UnavailableError
+from jdisagg.dispatch.ports import HandoffSource
+from jdisagg.errors import JdisaggError, UnavailableError
 from jdisagg.scheduler.commands import MeshLimits
 from jdisagg.scheduler.sequences import Group
 from jdisagg.telemetry import Counters
-from jdisagg.worker.peer_hello import check_hello
-from jdisagg.worker.receiver import Receiver
+from jdisagg.worker.peers import Peers
+from jdisagg.worker.receiver import Received, Receiver
 from jdisagg.worker.step_loop import StepLoop
 
-ABORT_SECONDS = 5.0
+SPEAK_SECONDS = 5.0
 
 
 @dataclass(slots=True)
@@ -27,20 +27,25 @@ class _Running:
 
 
 class Handoffs:
-    """Receives for one mesh. `lease_seconds` bounds each pull."""
+    """Receives for one mesh. `pull_seconds` bounds each try of a pull."""
 
     def __init__(
-        self, loop: StepLoop, peers: Mapping[str, PeerPort], hello: PeerHello, limits: MeshLimits, lease_seconds: float, counters: Counters
+        self,
+        loop: StepLoop,
+        peers: Peers,
+        limits: MeshLimits,
+        pull_seconds: float,
+        now: Callable[[], float],
+        counters: Counters,
     ) -> None:
         self._loop = loop
         self._peers = peers
-        self._hello = hello
         self._limits = limits
-        self._lease_seconds = lease_seconds
+        self._pull_seconds = pull_seconds
+        self._now = now
         self._counters = counters
-        self._greeted: set[str] = set()
         self._running: dict[int, _Running] = {}
-        self._farewells: set[asyncio.Task[None]] = set()
+        self._spoken: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         return len(self._running)
@@ -53,14 +58,17 @@ class Handoffs:
         self,
         group: Group,
         source: HandoffSource,
-        pages: tuple[int, ...],
-        done: Callable[[tuple[FirstToken, ...], int], None],
-        failed: Callable[[JdisaggError], None],
+        pages: Callable[[int], tuple[int, ...]],
+        cached_tokens: int,
+        done: Callable[[Received], None],
+        failed: Callable[[JdisaggError, int], None],
     ) -> None:
-        """Starts receiving into `pages`; ends in exactly one call of `done` or `failed`, unless it is aborted."""
-        peer = self._peers.get(source.worker)
-        if peer is None:
-            failed(HandoffError(f"prefill worker {source.worker!r} is not known here; known: {', '.join(self._peers) or 'none'}"))
+        """Starts receiving into `pages`; ends in exactly one call of `done` or `failed` (with how many positions are here), unless it
+        is aborted."""
+        try:
+            peer = self._peers.find(source)
+        except JdisaggError as error:
+            failed(error, cached_tokens)
             return
         receiver = Receiver(
             loop=self._loop,
@@ -69,64 +77,60 @@ class Handoffs:
             attempt=group.attempt,
             rank=group.rank,
             pages=pages,
-            page_size=self._limits.page_size,
             layer_groups=self._limits.layer_groups,
-            cached_tokens=0,
-            pull_seconds=self._lease_seconds,
+            cached_tokens=cached_tokens,
+            pull_seconds=self._pull_seconds,
             counters=self._counters,
+            now=self._now,
+            speak=self._speak,
         )
         task = asyncio.get_running_loop().create_task(self._receive(group.key, receiver, done, failed))
         self._running[group.key] = _Running(receiver, task)
 
-    def abort(self, key: int, reason: str) -> None:
-        """Nothing is inserted from now on; the sender is told. Idempotent."""
+    def abort(self, key: int, reason: str) -> int | None:
+        """Nothing is inserted from now on; the sender is told. Returns how many positions are here; None when none is under way."""
         running = self._running.pop(key, None)
         if running is None:
-            return
+            return None
         running.receiver.close()
         running.task.cancel()
         self._say_farewell(running.receiver, reason)
+        return running.receiver.kept_tokens()
 
     async def stop(self) -> None:
         for key in list(self._running):
             self.abort(key, "the receiver stops")
-        await asyncio.gather(*self._farewells, return_exceptions=True)
+        await asyncio.gather(*self._spoken, return_exceptions=True)
 
     async def _receive(
-        self,
-        key: int,
-        receiver: Receiver,
-        done: Callable[[tuple[FirstToken, ...], int], None],
-        failed: Callable[[JdisaggError], None],
+        self, key: int, receiver: Receiver, done: Callable[[Received], None], failed: Callable[[JdisaggError, int], None]
     ) -> None:
         try:
-            await self._greet(receiver.source.worker, receiver.peer)
+            receiver.link = await self._peers.greet(receiver.source, receiver.peer)
             received = await receiver.receive()
             self._running.pop(key, None)
-            done(received.firsts, received.bytes_moved)
+            done(received)
         except Exception as error:
             self._counters.add("handoffs_failed")
             self._running.pop(key, None)
             receiver.close()
             self._say_farewell(receiver, str(error))
-            failed(error if isinstance(error, JdisaggError) else UnavailableError(f"hand-off failed: {type(error).__name__}: {error}"))
-
-    async def _greet(self, name: str, peer: PeerPort) -> None:
-        if name not in self._greeted:
-            check_hello(self._hello, await peer.hello(self._hello))
-            self._greeted.add(name)
+            known = error if isinstance(error, JdisaggError) else UnavailableError(f"hand-off failed: {type(error).__name__}: {error}")
+            failed(known, receiver.kept_tokens())
 
     def _say_farewell(self, receiver: Receiver, reason: str) -> None:
-        async def abort() -> None:
+        self._speak(lambda: receiver.peer.abort(receiver.source.handoff_id, reason))
+
+    def _speak(self, message: Callable[[], Awaitable[None]]) -> None:
+        """Runs a message to a sender that nobody waits for; when it is lost, the sender's lease makes up for it."""
+
+        async def speak() -> None:
             try:
-                async with asyncio.timeout(ABORT_SECONDS):
-                    await receiver.peer.abort(receiver.source.handoff_id, reason)
+                async with asyncio.timeout(SPEAK_SECONDS):
+                    await message()
             except (JdisaggError, TimeoutError):
-                self._counters.add("aborts_lost")
+                self._counters.add("messages_to_senders_lost")
 
-        self._spawn(abort())
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._farewells.add(task)
-        task.add_done_callback(self._farewells.discard)
+        task = asyncio.get_running_loop().create_task(speak())
+        self._spoken.add(task)
+        task.add_done_callback(self._spoken.discard)

@@ -1,33 +1,42 @@
 """What two workers must agree on before KV moves between them: built from a mesh's limits, compared by field.
 
-Page size and layout may differ; the protocol, the model, the KV spec with its dtype and the layer groups may not.
+Page size and layout may differ; the protocol, the model, the KV spec with its dtype, the layer groups and the transfer engine's
+parallel connections may not. Who a worker is (name, boot id, key, mesh) is told, not compared.
 """
 
-from dataclasses import fields
 from itertools import groupby
 
 from jdisagg.dispatch.ports import PeerHello
 from jdisagg.errors import IncompatiblePeerError
 from jdisagg.layout.kv_spec import KVLayer
+from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.scheduler.commands import MeshLimits
 
-PROTOCOL = 1
+PROTOCOL = 2
+_COMPARED = ("protocol", "model_fingerprint", "kv_layers", "kv_dtype", "layer_groups")
 
 
-def hello_of(worker: str, model_fingerprint: str, limits: MeshLimits) -> PeerHello:
+def hello_of(worker: str, model_fingerprint: str, limits: MeshLimits, card: MeshCard, boot_id: int, checksum_key: int) -> PeerHello:
     layers = ", ".join(f"{len(list(same))} x {_words(layer)}" for layer, same in groupby(limits.kv_spec.layers))
-    return PeerHello(PROTOCOL, worker, model_fingerprint, layers, limits.kv_spec.dtype, limits.layer_groups)
+    return PeerHello(PROTOCOL, worker, model_fingerprint, layers, limits.kv_spec.dtype, limits.layer_groups, boot_id, checksum_key, card)
 
 
 def check_hello(ours: PeerHello, theirs: PeerHello) -> None:
     """Raises IncompatiblePeerError naming the first field that differs and both values."""
-    for field in fields(PeerHello):
-        mine, other = getattr(ours, field.name), getattr(theirs, field.name)
-        if field.name != "worker" and mine != other:
+    pairs = [(name, getattr(ours, name), getattr(theirs, name)) for name in _COMPARED]
+    if ours.mesh is not None and theirs.mesh is not None:
+        pairs.append(("transports", ours.mesh.transports, theirs.mesh.transports))
+    for name, mine, other in pairs:
+        if mine != other:
             raise IncompatiblePeerError(
-                f"{field.name} is {mine!r} on {ours.worker!r} and {other!r} on {theirs.worker!r}: these workers cannot hand over KV; "
+                f"{name} is {mine!r} on {ours.worker!r} and {other!r} on {theirs.worker!r}: these workers cannot hand over KV; "
                 "serve the same model with the same settings on both"
             )
+
+
+def peer_name(hello: PeerHello) -> str:
+    """What commands call a peer: never the same for two starts of a worker."""
+    return f"{hello.worker}#{hello.boot_id:x}"
 
 
 def _words(layer: KVLayer) -> str:

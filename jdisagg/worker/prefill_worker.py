@@ -11,10 +11,11 @@ All state is touched on the event loop only, between awaits.
 import asyncio
 import bisect
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 from jdisagg.clock import Clock
 from jdisagg.config import InstanceConfig, LimitsConfig
-from jdisagg.dispatch.ports import FirstToken, HandoffEnd, Offer, PeerHello, PrefillCall, PrefillReply, WorkerRole, WorkerStatus
+from jdisagg.dispatch.ports import FirstToken, Offer, PeerHello, PeerMessage, PrefillCall, PrefillReply, WorkerRole, WorkerStatus
 from jdisagg.errors import (
     BrokenModelError,
     DeadlineExceededError,
@@ -30,17 +31,17 @@ from jdisagg.scheduler.commands import (
     PrefillChunk,
     PrefillResult,
     PrefillRow,
-    ReleaseOffers,
+    SampledToken,
     StepCommand,
     StepResult,
 )
-from jdisagg.scheduler.handoff import HandoffEvent, HandoffState, sweep
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
 from jdisagg.scheduler.prefill_batches import PrefillBatches, PrefillJob
 from jdisagg.scheduler.sequences import sample_spec
 from jdisagg.telemetry import Counters
 from jdisagg.worker.attempts import Attempts
-from jdisagg.worker.peer_hello import check_hello, hello_of
+from jdisagg.worker.outbox import Outbox, Outboxes
+from jdisagg.worker.peer_hello import hello_of
 from jdisagg.worker.sender import Sender
 from jdisagg.worker.step_loop import StepLoop
 from jdisagg.worker.sweeper import Sweeper
@@ -67,17 +68,18 @@ class PrefillWorker:
         self._config = config
         self._limits = limits
         self._clock = clock
-        self._hello = hello_of(name, model_fingerprint, executor.limits)
+        self.boot_id = ids()
+        self._checksum_key = ids() if limits.verify else 0
         self._ledgers = [PageLedger(self._mesh.pages_per_rank) for _ in range(self._mesh.ranks)]
         self._batches = PrefillBatches(self._mesh, ids)
         self._waiting: list[Sender] = []
         self._computing: dict[int, Sender] = {}
-        self._senders: dict[int, Sender] = {}
-        self._called: dict[int, asyncio.Event] = {}
         self._last_key = 0
         self._most_offered = CHUNKS_OFFERED * self._mesh.ranks * self._mesh.chunk_buckets[-1] * self._mesh.layer_groups
         self._attempts = Attempts()
-        self._loop = StepLoop(executor, self._plan, self._apply, self._break_down)
+        self._loop = StepLoop(executor, self._plan, self._apply, self._break_down, clock.now)
+        hello = hello_of(name, model_fingerprint, executor.limits, executor.card, self.boot_id, self._checksum_key)
+        self._boxes = Outboxes(hello, self._loop, clock, limits.handoff_lease_seconds, self.counters)
         self._sweeper = Sweeper(clock, limits.handoff_lease_seconds / 4, self._sweep, self._loop.break_down)
         self._draining = False
         self._quiet = asyncio.Event()
@@ -92,32 +94,36 @@ class PrefillWorker:
         await self._sweeper.stop()
         await self._loop.stop()
 
-    async def drain(self) -> None:
-        """Refuses new prompts and returns when all offers are fetched."""
+    async def drain(self, deadline_seconds: float | None = None) -> None:
+        """Refuses new prompts and returns when all offers are fetched, or when the time is over; what is left then is given up."""
         self._draining = True
-        while self._senders:
-            self._quiet.clear()
-            await self._quiet.wait()
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                while len(self._boxes):
+                    self._quiet.clear()
+                    await self._quiet.wait()
+        except TimeoutError:
+            self.counters.add("drains_cut_short")
+            self._abort_all(UnavailableError(f"worker {self.name!r} shuts down; its time to drain is over"))
 
     async def prefill(self, call: PrefillCall) -> PrefillReply:
         self._check(call)
         now = self._clock.now()
         self._last_key += 1
-        sender = Sender(self._last_key, call, now - call.age_seconds, now, now + call.deadline_seconds)
-        self._senders[call.handoff_id] = sender
+        box = Outbox(call.handoff_id, call.attempt, now + call.deadline_seconds, lambda error: self._ended(sender, error))
+        sender = Sender(self._last_key, call, box, now - call.age_seconds, now)
+        self._boxes.open(box)
         bisect.insort(self._waiting, sender, key=lambda waiting: (waiting.arrival, waiting.key))
-        if (called := self._called.pop(call.handoff_id, None)) is not None:
-            called.set()
         self._loop.wake()
         try:
             async with asyncio.timeout(call.deadline_seconds):
                 return await asyncio.shield(sender.reply)
         except TimeoutError:
             error = DeadlineExceededError(f"worker {self.name!r} did not prefill the prompt within its {call.deadline_seconds:g} s")
-            self._abort(sender, error)
+            self._boxes.abort_box(sender.box, error)
             raise error from None
         except asyncio.CancelledError:
-            self._abort(sender, HandoffError("the caller gave the prompt up"))
+            self._boxes.abort_box(sender.box, HandoffError("the caller gave the prompt up"))
             raise
 
     async def cancel_prefill(self, handoff_id: int) -> None:
@@ -137,53 +143,27 @@ class PrefillWorker:
             page_size=self._mesh.page_size,
             context_tokens=self._mesh.context_tokens,
             draining=self._draining,
-            handoffs=len(self._senders),
+            handoffs=len(self._boxes),
         )
 
     async def hello(self, hello: PeerHello) -> PeerHello:
-        check_hello(self._hello, hello)
-        return self._hello
+        return await self._boxes.hello(hello)
 
-    async def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[Offer | HandoffEnd]:
-        sender = self._senders.get(handoff_id) or await self._await_call(handoff_id)
-        if sender.call.attempt != attempt:
-            raise HandoffError(f"hand-off {handoff_id} belongs to attempt {sender.call.attempt}, not {attempt}")
-        async for message in sender.messages():
-            yield message
+    def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:
+        return self._boxes.offers(handoff_id, attempt)
 
     async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
-        sender = self._senders.get(handoff_id)
-        if sender is not None:
-            self._release(sender.acknowledge(offer_ids, self._lease()))
-            self._forget_if_done(sender)
+        await self._boxes.acknowledge(handoff_id, offer_ids)
+        self._loop.wake()
 
     async def abort(self, handoff_id: int, reason: str) -> None:
-        sender = self._senders.get(handoff_id)
-        if sender is not None:
-            self.counters.add("handoffs_aborted")
-            self._abort(sender, HandoffError(f"hand-off {handoff_id} was given up: {reason}"))
-
-    async def _await_call(self, handoff_id: int) -> Sender:
-        """The receiver may listen before the call has come."""
-        called = self._called.setdefault(handoff_id, asyncio.Event())
-        try:
-            async with asyncio.timeout(self._limits.handoff_lease_seconds):
-                await called.wait()
-        except TimeoutError:
-            raise HandoffError(f"worker {self.name!r}: hand-off {handoff_id} did not begin within its lease") from None
-        finally:
-            if self._called.get(handoff_id) is called:
-                del self._called[handoff_id]
-        sender = self._senders.get(handoff_id)
-        if sender is None:
-            raise HandoffError(f"worker {self.name!r}: hand-off {handoff_id} was given up")
-        return sender
+        await self._boxes.abort(handoff_id, reason)
 
     def _check(self, call: PrefillCall) -> None:
         self._loop.check()
         if self._draining and not any(child.accepted for child in call.children):
             raise UnavailableError(f"worker {self.name!r} is draining and takes no new prompts; try another", retry_after_seconds=1.0)
-        if call.handoff_id in self._senders:
+        if call.handoff_id in self._boxes:
             raise HandoffError(f"hand-off {call.handoff_id} exists already; give each its own id")
         indices = tuple(child.index for child in call.children)
         self._attempts.take(call.request, indices, call.attempt, self._clock.now())
@@ -192,6 +172,11 @@ class PrefillWorker:
             raise InvalidRequestError(
                 f"prompt has {tokens} tokens; worker {self.name!r} holds {mesh.context_tokens} of context and "
                 f"{mesh.pages_per_rank} pages of {mesh.page_size} a rank: shorten it"
+            )
+        if call.from_token % mesh.granule_tokens or not 0 <= call.from_token < tokens:
+            raise HandoffError(
+                f"from_token={call.from_token} of {tokens} tokens must be a multiple of {mesh.granule_tokens} and leave one to send: "
+                "do both workers run the same version?"
             )
         if len(indices) > mesh.samples_per_chunk:
             raise InvalidRequestError(f"n={len(indices)} exceeds the {mesh.samples_per_chunk} samples of one prefill; ask for fewer")
@@ -202,7 +187,7 @@ class PrefillWorker:
 
     def _plan(self, step: int) -> StepCommand | None:
         self._place_waiting()
-        if sum(sum(sender.outstanding.values()) for sender in self._senders.values()) >= self._most_offered:
+        if self._boxes.outstanding_tokens >= self._most_offered:
             self.counters.add("chunks_held_back")
             return None
         chunk = self._batches.next_chunk(step)
@@ -210,8 +195,8 @@ class PrefillWorker:
             sender = self._computing[row.sequence]
             if sender.started_at is None:
                 sender.started_at = self._clock.now()
-            sender.announce(_offers(row))
-        return chunk
+            sender.box.announce(_offers(row))
+        return replace(chunk, checksum_key=self._checksum_key) if chunk else None
 
     def _place_waiting(self) -> None:
         """Gives the oldest waiting prompts pages on the least loaded rank that has them; nobody overtakes."""
@@ -228,32 +213,32 @@ class PrefillWorker:
             self._computing[sender.key] = sender
             request = sender.call.request
             specs = tuple(sample_spec(request, child.index, child.accepted) for child in sender.call.children)
-            self._batches.add(PrefillJob(sender.key, sender.rank, sender.tokens, pages, specs, sender.arrival, offers=True))
+            job = PrefillJob(sender.key, sender.rank, sender.tokens, pages, specs, sender.arrival, offers_from=sender.call.from_token)
+            self._batches.add(job)
 
     def _apply(self, command: StepCommand, result: StepResult) -> None:
         assert isinstance(command, PrefillChunk) and isinstance(result, PrefillResult)
+        sums = {entry.offer_id: entry for entry in result.checksums}
         for row in command.rows:
             sender = self._computing.get(row.sequence)
-            if row.samples and sender is not None:
-                now, started = self._clock.now(), sender.started_at
-                assert started is not None, "its rows were planned"
-                firsts = [sample for sample in result.samples if sample.sequence == sender.key]
-                if any(first.token == BROKEN_TOKEN for first in firsts):
-                    self._abort(sender, BrokenModelError())
-                    continue
-                tokens = tuple(FirstToken(sample.child, sample.token, sample.logprobs) for sample in firsts)
-                self._stop_computing(sender)
-                sender.finish(PrefillReply(tokens, started - sender.queued_at, now - started), self._lease())
-                self._release(sender.acknowledge((), self._lease()))
-                self._forget_if_done(sender)
+            if sender is None:
+                continue
+            sender.box.announce_checksums(sums[offer.offer_id] for offer in row.offers if offer.offer_id in sums)
+            if row.samples:
+                self._finish(sender, [sample for sample in result.samples if sample.sequence == sender.key])
 
-    def _lease(self) -> float:
-        return self._clock.now() + self._limits.handoff_lease_seconds
-
-    def _release(self, offer_ids: tuple[int, ...]) -> None:
-        if offer_ids:
-            self._loop.fire(ReleaseOffers(self._loop.next_number(), offer_ids))
-            self._loop.wake()
+    def _finish(self, sender: Sender, firsts: list[SampledToken]) -> None:
+        """Its tokens are sampled, so all of it is offered."""
+        now, started = self._clock.now(), sender.started_at
+        assert started is not None, "its rows were planned"
+        if any(first.token == BROKEN_TOKEN for first in firsts):
+            self._boxes.abort_box(sender.box, BrokenModelError())
+            return
+        tokens = tuple(FirstToken(sample.child, sample.token, sample.logprobs) for sample in firsts)
+        self._stop_computing(sender)
+        if not sender.reply.done():
+            sender.reply.set_result(PrefillReply(tokens, started - sender.queued_at, now - started))
+        self._boxes.finish(sender.box, sender.end)
 
     def _stop_computing(self, sender: Sender) -> None:
         if self._computing.pop(sender.key, None) is not None:
@@ -261,34 +246,22 @@ class PrefillWorker:
             self._ledgers[sender.rank].free(sender.key)
             self._loop.wake()
 
-    def _forget_if_done(self, sender: Sender) -> None:
-        if sender.handoff.state is HandoffState.ACKED:
-            sender.handoff = sender.handoff.move(HandoffEvent.FREE, sender.handoff.deadline)
-            self._forget(sender)
-
-    def _forget(self, sender: Sender) -> None:
-        self._senders.pop(sender.call.handoff_id, None)
-        self._quiet.set()
-
-    def _abort(self, sender: Sender, error: JdisaggError) -> None:
-        """Frees compute, pages and offers of a hand-off, and tells caller and listener."""
-        if sender.handoff.state.final:
-            return
+    def _ended(self, sender: Sender, error: JdisaggError | None) -> None:
+        """All of it was fetched, or it was given up: then compute and pages are freed, and the caller is told."""
         if sender in self._waiting:
             self._waiting.remove(sender)
         self._stop_computing(sender)
-        self._release(sender.abort(error))
-        self._forget(sender)
+        if error is not None:
+            sender.fail(error)
+        self._quiet.set()
 
     def _abort_all(self, error: UnavailableError) -> None:
-        for sender in list(self._senders.values()):
-            self._abort(sender, UnavailableError(error.message))
+        for box in self._boxes.all():
+            self._boxes.abort_box(box, UnavailableError(error.message))
 
     def _sweep(self, now: float) -> None:
-        late = {handoff.handoff_id for handoff in sweep([sender.handoff for sender in self._senders.values()], now)}
-        for handoff_id in late:
-            self.counters.add("leases_expired")
-            self._abort(self._senders[handoff_id], HandoffError(f"hand-off {handoff_id}: its blocks were not fetched within their lease"))
+        self._boxes.sweep(now)
+        self._loop.break_if_stalled(self._limits.step_seconds)
         self._attempts.forget_before(now - 2 * self._limits.handoff_lease_seconds)
 
     def _break_down(self, error: UnavailableError) -> None:

@@ -1,150 +1,242 @@
-"""The receiving side of a hand-off: listens to the sender's offers, pulls each block, inserts it, acknowledges it.
+"""The receiving side of a hand-off: listens to the sender's offers, pulls each block, inserts it, verifies it, acknowledges it.
 
-Works on one reservation, whose pages are given; knows no batches and no slots. A bounded number of pulls is in flight; a failed
-pull is tried again, a few times, because the sender keeps a block until it is acknowledged. A block that was pulled but will
-not be inserted is dropped, also when this task is cancelled midway. At the end it is checked that every layer group
-got every position exactly once.
+Works on one reservation, whose pages are given; knows no batches and no slots. A bounded number of pulls is in flight. A pull that
+failed or came late, and a block whose pages do not sum to what the sender computed, is pulled again, a few times, because the sender
+keeps a block until it is acknowledged. A block that was pulled but will not be inserted is dropped, also when this task is cancelled
+midway. While it lasts, the sender hears every now and then that we are still at it, and we that the sender lives.
+
+At the end it is checked that every layer group got every position exactly once. Nothing counts as come before it is verified.
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from jdisagg.dispatch.ports import FirstToken, HandoffEnd, HandoffSource, Offer, PeerPort
+from jdisagg.dispatch.ports import FirstToken, HandoffEnd, HandoffSource, Offer, OfferChecksum, PeerPort
 from jdisagg.errors import HandoffError, JdisaggError, UnavailableError
-from jdisagg.scheduler.commands import DropBlocks, InsertBlock, PullBlock, PullResult, StepResult
+from jdisagg.scheduler.commands import DropBlocks, InsertBlock, InsertResult, PullBlock, PullResult, StepResult
 from jdisagg.telemetry import Counters
+from jdisagg.worker.peers import Link
 from jdisagg.worker.step_loop import StepLoop
 
 PULLS_IN_FLIGHT = 4
 PULL_TRIES = 3
+HEARTBEAT_SECONDS = 2.0
+HEARTBEATS_MISSED = 2
 
 
 @dataclass(slots=True)
 class Received:
-    """What came: the tokens sampled by the sender, and how many bytes crossed."""
+    """What came: the tokens sampled by the sender (or, of a moved sequence, all generated so far), bytes, and the time from the
+    sender's last word to the last verified block."""
 
     firsts: tuple[FirstToken, ...] = ()
+    moved: tuple[int, ...] = ()
     bytes_moved: int = 0
+    exposed_seconds: float = 0.0
     blocks: list[Offer] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Receiver:
-    """One hand-off into `pages` of `rank`."""
+    """One hand-off to dp rank `rank`. `pages(n)` are those of positions [0, n), or raises HandoffError. The positions below
+    `cached_tokens` are here already. `speak` runs a message to the sender that nobody waits for."""
 
     loop: StepLoop
     peer: PeerPort
     source: HandoffSource
     attempt: int
     rank: int
-    pages: tuple[int, ...]
-    page_size: int
+    pages: Callable[[int], tuple[int, ...]]
     layer_groups: int
     cached_tokens: int
     pull_seconds: float
     counters: Counters
+    now: Callable[[], float]
+    speak: Callable[[Callable[[], Awaitable[None]]], None]
+    link: Link = Link()
     pulling: int = 0
     closed: bool = False
+    received: Received = field(default_factory=Received)
+    _sums: dict[int, "asyncio.Future[int]"] = field(default_factory=dict)
+    _said_all: bool = False
 
     def close(self) -> None:
         """The pages are no longer ours: from this moment nothing is inserted, even before the task that receives has ended."""
         self.closed = True
 
+    def kept_tokens(self) -> int:
+        """Positions [0, n) that are here in every layer group."""
+        return min(self._contiguous(group) for group in range(self.layer_groups))
+
     async def receive(self) -> Received:
         """Returns when all KV is in its pages. Raises HandoffError, or UnavailableError when a mesh failed."""
-        received = Received()
         try:
-            end = await self._follow(received)
+            async with asyncio.TaskGroup() as tasks:
+                beat = tasks.create_task(self._keep_alive())
+                end, ended_at = await self._follow()
+                beat.cancel()
         except BaseExceptionGroup as group:
             raise _first_error(group) from group
-        self._check_coverage(received.blocks, end)
-        received.firsts = end.firsts
+        received = self.received
+        self._check_coverage(end)
+        received.firsts, received.moved = end.firsts, end.moved
+        received.exposed_seconds = self.now() - ended_at
+        if end.moved:  # a running sequence waits for this word; those for each block may have been lost
+            ids = tuple(block.offer_id for block in received.blocks)
+            self.speak(lambda: self.peer.acknowledge(self.source.handoff_id, ids))
         return received
 
-    async def _follow(self, received: Received) -> HandoffEnd:
+    async def _follow(self) -> tuple[HandoffEnd, float]:
         room = asyncio.Semaphore(PULLS_IN_FLIGHT)
         offers = self.peer.offers(self.source.handoff_id, self.attempt)
-        end: HandoffEnd | None = None
+        end, ended_at = None, 0.0
         try:
             async with asyncio.TaskGroup() as tasks:
                 async for message in offers:
                     if isinstance(message, HandoffEnd):
-                        end = message
+                        end, ended_at = message, self.now()
                         break
-                    await room.acquire()
-                    fetch = tasks.create_task(self._fetch(message, received))
-                    fetch.add_done_callback(lambda _: room.release())
+                    if isinstance(message, OfferChecksum):
+                        expected = self._sum(message.offer_id)
+                        if not expected.done():
+                            expected.set_result(message.checksum)
+                    else:
+                        tasks.create_task(self._fetch(message, room))
+                self._no_more_sums()
         finally:
             close = getattr(offers, "aclose", None)
             if close is not None:
                 await close()
         if end is None:
             raise HandoffError(f"hand-off {self.source.handoff_id}: {self.source.worker!r} stopped offering before the end")
-        return end
+        return end, ended_at
 
-    async def _fetch(self, offer: Offer, received: Received) -> None:
+    async def _keep_alive(self) -> None:
+        """The sender's lease goes on; a sender that does not answer is given up."""
+        missed = 0
+        while True:
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            try:
+                async with asyncio.timeout(HEARTBEAT_SECONDS):
+                    await self.peer.acknowledge(self.source.handoff_id, ())
+                missed = 0
+            except (JdisaggError, TimeoutError) as error:
+                missed += 1
+                if missed == HEARTBEATS_MISSED:
+                    raise HandoffError(f"hand-off {self.source.handoff_id}: {self.source.worker!r} does not answer") from error
+
+    async def _fetch(self, offer: Offer, room: asyncio.Semaphore) -> None:
+        problem = ""
+        for tries in range(PULL_TRIES):
+            if tries:
+                self.counters.add("blocks_pulled_again")
+            async with room:
+                problem = await self._pull(offer)
+                if problem:
+                    continue
+                if self.closed:
+                    self._drop(offer)
+                    return
+                inserted = await self.loop.submit(self._insert_command(offer))
+            problem = await self._compare(offer, inserted)
+            if not problem:
+                self.received.blocks.append(offer)
+                self.speak(lambda: self.peer.acknowledge(self.source.handoff_id, (offer.offer_id,)))
+                return
+        raise HandoffError(f"hand-off {self.source.handoff_id}: a block could not be had in {PULL_TRIES} tries: {problem}")
+
+    def _insert_command(self, offer: Offer) -> InsertBlock:
+        return InsertBlock(
+            step=self.loop.next_number(),
+            offer_id=offer.offer_id,
+            rank=self.rank,
+            group=offer.group,
+            block_tokens=offer.block_tokens,
+            valid_tokens=offer.valid_tokens,
+            start=offer.start,
+            pages=self.pages(offer.start + offer.valid_tokens),
+            checksum_key=self.link.checksum_key,
+            peer=self.link.peer,
+            codec=self.link.codec,
+        )
+
+    async def _pull(self, offer: Offer) -> str:
+        """Pulls once; returns what went wrong, if anything."""
+        number, seconds, link = self.loop.next_number(), self.pull_seconds, self.link
+        command = PullBlock(number, offer.offer_id, self.rank, offer.group, offer.block_tokens, seconds, link.peer, link.codec)
+        future = self.loop.submit(command)
         self.pulling += 1
         try:
-            moved = await self._pull(offer)  # awaited first: `+= await` would read the sum before other pulls add to it
-            received.bytes_moved += moved
-            if self.closed:
-                self.loop.fire(DropBlocks(self.loop.next_number(), (offer.offer_id,)))
-                return
-            insert = InsertBlock(
-                step=self.loop.next_number(),
-                offer_id=offer.offer_id,
-                rank=self.rank,
-                group=offer.group,
-                block_tokens=offer.block_tokens,
-                valid_tokens=offer.valid_tokens,
-                start=offer.start,
-                pages=self.pages[: -(-(offer.start + offer.valid_tokens) // self.page_size)],
-            )
-            await self.loop.submit(insert)
-            received.blocks.append(offer)
-            await self.peer.acknowledge(self.source.handoff_id, (offer.offer_id,))
+            async with asyncio.timeout(1.25 * seconds):
+                result = await asyncio.shield(future)
+        except TimeoutError:
+            self._drop(offer, future)
+            self.counters.add("pulls_timed_out")
+            return f"it did not arrive within {seconds:g} s"
+        except asyncio.CancelledError:
+            self._drop(offer, future)
+            raise
         finally:
             self.pulling -= 1
-
-    async def _pull(self, offer: Offer) -> int:
-        name = f"hand-off {self.source.handoff_id}"
-        tries = 0
-        while True:
-            tries += 1
-            number = self.loop.next_number()
-            future = self.loop.submit(PullBlock(number, offer.offer_id, self.rank, offer.group, offer.block_tokens, self.pull_seconds))
-            try:
-                async with asyncio.timeout(1.25 * self.pull_seconds):
-                    result = await asyncio.shield(future)
-            except TimeoutError:
-                self._drop(offer, future)
-                self.counters.add("pulls_timed_out")
-                raise HandoffError(f"{name}: a block did not arrive within {self.pull_seconds:g} s") from None
-            except asyncio.CancelledError:
-                self._drop(offer, future)
-                raise
-            assert isinstance(result, PullResult)
-            if not result.error:
-                return result.bytes_moved
+        assert isinstance(result, PullResult)
+        if result.error:
+            self._drop(offer)
             self.counters.add("pulls_failed")
-            if tries == PULL_TRIES:
-                self._drop(offer, future)
-                raise HandoffError(f"{name}: a block could not be pulled in {PULL_TRIES} tries: {result.error}")
+        else:
+            self.received.bytes_moved += result.bytes_moved
+        return result.error
 
-    def _drop(self, offer: Offer, pull: "asyncio.Future[StepResult]") -> None:
+    async def _compare(self, offer: Offer, inserted: StepResult) -> str:
+        """Whether the pages hold what the sender computed; returns what is wrong with them, if anything."""
+        if not self.link.verify:
+            return ""
+        assert isinstance(inserted, InsertResult), "a mesh that is asked to verify sums what it inserts"
+        if not inserted.intact:
+            self.counters.add("checksums_mismatched")
+            return "it is not what its codec had packed"
+        if self.link.codec != "none":
+            return ""
+        expected = await self._sum(offer.offer_id)
+        if expected == inserted.checksum:
+            return ""
+        self.counters.add("checksums_mismatched")
+        return f"its checksum is {inserted.checksum:#x} after insertion, and was {expected:#x} where it was computed"
+
+    def _sum(self, offer_id: int) -> "asyncio.Future[int]":
+        if offer_id not in self._sums:
+            self._sums[offer_id] = asyncio.get_running_loop().create_future()
+            if self._said_all:
+                self._no_more_sums()
+        return self._sums[offer_id]
+
+    def _no_more_sums(self) -> None:
+        """The sender has said all: a checksum that has not come never will."""
+        self._said_all = True
+        for expected in self._sums.values():
+            if not expected.done():
+                expected.set_exception(HandoffError(f"hand-off {self.source.handoff_id}: no checksum came for a block"))
+                expected.exception()
+
+    def _drop(self, offer: Offer, pull: "asyncio.Future[StepResult] | None" = None) -> None:
         """Forgets a block, also one that is still on its way; nobody will read how its pull ended."""
-        pull.add_done_callback(lambda done: done.cancelled() or done.exception())
+        if pull is not None:
+            pull.add_done_callback(lambda done: done.cancelled() or done.exception())
         self.loop.fire(DropBlocks(self.loop.next_number(), (offer.offer_id,)))
 
-    def _check_coverage(self, blocks: list[Offer], end: HandoffEnd) -> None:
-        whole = len(blocks) == end.offers
-        for group in range(self.layer_groups):
-            at = self.cached_tokens
-            for block in sorted((block for block in blocks if block.group == group), key=lambda block: block.start):
-                whole &= block.start == at
-                at += block.valid_tokens
-            whole &= at == end.tokens
-        if not whole:
+    def _contiguous(self, group: int) -> int:
+        at = self.cached_tokens
+        for block in sorted((block for block in self.received.blocks if block.group == group), key=lambda block: block.start):
+            if block.start != at:
+                break
+            at += block.valid_tokens
+        return at
+
+    def _check_coverage(self, end: HandoffEnd) -> None:
+        blocks = self.received.blocks
+        each = sum(block.valid_tokens for block in blocks) == self.layer_groups * (end.tokens - self.cached_tokens)
+        whole = all(self._contiguous(group) == end.tokens for group in range(self.layer_groups))
+        if not (each and whole and len(blocks) == end.offers):
             raise HandoffError(
                 f"hand-off {self.source.handoff_id}: {len(blocks)} blocks came, which do not cover {end.tokens} positions of "
                 f"{self.layer_groups} layer groups once each"

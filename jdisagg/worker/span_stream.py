@@ -6,9 +6,8 @@ no timer of its own: a timer for each token would cost more than the token.
 """
 
 import asyncio
-from dataclasses import replace
 
-from jdisagg.dispatch.ports import Span, SpanEnd
+from jdisagg.dispatch.ports import FirstToken, HandoffSource, SourceLost, Span, SpanEnd
 from jdisagg.errors import JdisaggError
 from jdisagg.request import FinishReason
 from jdisagg.scheduler.sequences import Group, Progress
@@ -17,34 +16,39 @@ _ENDS = {FinishReason.STOP: SpanEnd.STOP, FinishReason.LENGTH: SpanEnd.LENGTH}
 
 
 class SpanStream:
-    """`skip_first`: the first sampled token of each child went to the client from elsewhere and is not repeated."""
+    """`until`: the deadline of the call that took it. `kept_tokens`: positions that are here of a hand-off whose source failed.
+    `firsts`: first tokens that the client has already, whatever a new source samples."""
 
     def __init__(self, group: Group) -> None:
         self.attempt = group.attempt
         self.lease_until = group.handoff.deadline
-        self.skip_first = False
+        self.until = group.handoff.deadline
         self.taken = False
+        self.begun = asyncio.Event()
+        self.kept_tokens = 0
+        self.firsts: dict[int, FirstToken] = {}
         self.kv_bytes_moved = 0
-        self._first = {child.child: child.accepted for child in group.children}
-        self._open = set(self._first)
+        self.exposed_seconds = 0.0
+        self._open = {child.child for child in group.children}
         self._spans: asyncio.Queue[Span | JdisaggError | None] = asyncio.Queue()
 
     def put(self, progress: Progress) -> None:
         """Turns the scheduler's news into a span."""
         if progress.child not in self._open:
             return
-        end = SpanEnd.PREEMPTED if progress.preempted else _ENDS.get(progress.finish) if progress.finish else None
-        tokens, logprobs = progress.token_ids, progress.logprobs
-        if tokens and self.skip_first and progress.first_index == self._first[progress.child]:
-            progress = replace(progress, first_index=progress.first_index + 1)
-            tokens, logprobs = tokens[1:], logprobs[1:]
-        if tokens or end:
-            self._spans.put_nowait(Span(progress.child, progress.first_index, tokens, logprobs, end, self.kv_bytes_moved))
-            self.kv_bytes_moved = 0
-        if progress.finish or progress.preempted:
+        end = _end_of(progress)
+        if progress.token_ids or end:
+            moved, exposed = self.kv_bytes_moved, self.exposed_seconds
+            self._spans.put_nowait(Span(progress.child, progress.first_index, progress.token_ids, progress.logprobs, end, moved, exposed))
+            self.kv_bytes_moved, self.exposed_seconds = 0, 0.0
+        if end or progress.finish:
             self._open.discard(progress.child)
             if not self._open:
                 self._spans.put_nowait(None)
+
+    def tell(self, lost: SourceLost | None = None, moving: HandoffSource | None = None) -> None:
+        """News of the whole reservation."""
+        self._spans.put_nowait(Span(-1, 0, (), lost=lost, moving=moving))
 
     def fail(self, error: JdisaggError) -> None:
         self._open.clear()
@@ -56,3 +60,11 @@ class SpanStream:
         if isinstance(item, JdisaggError):
             raise item
         return item
+
+
+def _end_of(progress: Progress) -> SpanEnd | None:
+    if progress.preempted:
+        return SpanEnd.PREEMPTED
+    if progress.moved:
+        return SpanEnd.MOVED
+    return _ENDS.get(progress.finish) if progress.finish else None

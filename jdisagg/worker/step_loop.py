@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from jdisagg.errors import JdisaggError, UnavailableError
-from jdisagg.scheduler.commands import Executor, StepCommand, StepResult
+from jdisagg.scheduler.commands import Executor, PullBlock, StepCommand, StepResult
 
 DEPTH = 2
 
@@ -28,7 +28,10 @@ class StepLoop:
         plan: Callable[[int], StepCommand | None],
         apply: Callable[[StepCommand, StepResult], None],
         failed: Callable[[UnavailableError], None],
+        now: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        self._now = now
+        self._running: dict[asyncio.Future[StepResult], tuple[float, str]] = {}
         self._executor = executor
         self._plan = plan
         self._apply = apply
@@ -69,7 +72,17 @@ class StepLoop:
     def submit(self, command: StepCommand) -> "asyncio.Future[StepResult]":
         """Enqueues a command now; the future gives its result or raises."""
         self.check()
-        return asyncio.ensure_future(self._executor.run(command))
+        future = asyncio.ensure_future(self._executor.run(command))
+        if not isinstance(command, PullBlock):  # a pull has a deadline of its own, and blocks nothing
+            self._running[future] = (self._now(), type(command).__name__)
+            future.add_done_callback(lambda done: self._running.pop(done, None))
+        return future
+
+    def break_if_stalled(self, seconds: float) -> None:
+        """A command that takes longer than `seconds` will never end: the mesh hangs, and the worker with it."""
+        late = next(((at, name) for at, name in self._running.values() if self._now() - at > seconds), None)
+        if late is not None:
+            self.break_down(UnavailableError(f"{late[1]} did not end within {seconds:g} s (limits.step_seconds)"))
 
     def fire(self, command: StepCommand) -> None:
         """Enqueues a command whose result says nothing but that it worked; when it did not, the mesh is broken."""

@@ -209,7 +209,7 @@ def test_a_hand_off_that_fails_is_done_again_and_the_stream_is_unbroken() -> Non
             answers = await asyncio.gather(*(cluster.collect(request) for request in requests))
             for request, answer in zip(requests, answers, strict=True):
                 cluster.check_against_oracle(request, answer)
-            assert cluster.path.counters["legs_failed"] > 0
+            assert cluster.path.counters["sources_replaced"] > 0 and cluster.path.counters["legs_failed"] == 0
             await cluster.check_quiet()
 
     run_virtually(main)
@@ -243,7 +243,7 @@ def test_offers_are_freed_by_their_lease_when_the_receiver_says_nothing() -> Non
         faults = Faults(pull_error=lambda _: "stall")
         limits = LimitsConfig(handoff_lease_seconds=5, max_attempts=1, default_deadline_seconds=60)
         async with Cluster(decode_faults=faults, limits=limits) as cluster:
-            with pytest.raises(HandoffError):
+            with pytest.raises(DeadlineExceededError):
                 await cluster.collect(toy_request(1, prompt_tokens=30))
             await cluster.check_quiet(settle_seconds=20)
 

@@ -2,7 +2,8 @@
 
 Each read of a page is verified: what lies there must be the KV of exactly this sequence's prefix, so a page that was freed and
 given away too early, a missing copy or a wrong position fails at once. Offers and pulled blocks are counted, so that a test can
-ask whether all were released. `Faults` lets pulls fail or never return, and breaks the mesh at a step.
+ask whether all were released. Pulls come from connected peers alone; checksums are computed where the real ones are. `Faults` lets pulls
+fail, never return or bring something else, breaks the mesh at a step, or lets a command hang.
 """
 
 import asyncio
@@ -15,12 +16,18 @@ from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.request import TokenLogprobs
 from jdisagg.scheduler.blocks import padded
 from jdisagg.scheduler.commands import (
+    BlockChecksum,
+    ConnectPeer,
     CopyPages,
     DecodeResult,
     DecodeSteps,
+    DisconnectPeer,
     Done,
     DropBlocks,
+    ExtractBlock,
+    ExtractResult,
     InsertBlock,
+    InsertResult,
     MeshLimits,
     PrefillChunk,
     PrefillResult,
@@ -39,17 +46,30 @@ from tests.fakes.toy_model import Entry, choose, extend
 
 @dataclass
 class FakeChannel:
-    """Blocks offered by one mesh and pulled by another: (group, entries, when computed)."""
+    """Blocks offered by one mesh and pulled by another: (group, entries, when computed); and whose they are."""
 
     offered: dict[int, tuple[int, list[Entry], float]] = field(default_factory=dict)
+    owners: dict[int, "FakeExecutor"] = field(default_factory=dict)
+
+    def offer(self, owner: "FakeExecutor", offer_id: int, group: int, entries: list[Entry], ready_at: float) -> None:
+        assert offer_id not in self.owners, "ids are used once"
+        self.offered[offer_id] = (group, entries, ready_at)
+        self.owners[offer_id] = owner
+
+    def lose(self, owner: "FakeExecutor") -> None:
+        """The process of this mesh has died: nothing of it can be pulled any more."""
+        for offer_id in [offer_id for offer_id in self.offered if self.owners[offer_id] is owner]:
+            del self.offered[offer_id]
 
 
 @dataclass
 class Faults:
-    """`pull_error(nth pull)`: an error text, "stall" (never returns), or "" for success. `breaks_at(command)`: the mesh fails there."""
+    """`pull_error(nth pull)`: an error text, "stall" (never returns), "garble" (brings something else), or "" for success.
+    `breaks_at(command)`: the mesh fails there; `hangs_at(command)`: it never ends."""
 
     pull_error: Callable[[int], str] = lambda _: ""
     breaks_at: Callable[[StepCommand], bool] = lambda _: False
+    hangs_at: Callable[[StepCommand], bool] = lambda _: False
 
 
 @dataclass(frozen=True)
@@ -121,6 +141,7 @@ class FakeExecutor:
         ]
         self._slots: dict[tuple[int, int], _Slot] = {}
         self._dropped: set[int] = set()
+        self.peers: set[str] = set()
         self._pulls = 0
         self._free_at = 0.0
         self._broken = False
@@ -131,7 +152,11 @@ class FakeExecutor:
         self.log.append(command)
         if self._broken or self._faults.breaks_at(command):
             self._broken = True
-            loop.call_soon(future.set_exception, UnavailableError("the fake mesh broke"))
+            loop.call_soon(_fail, future, UnavailableError("the fake mesh broke"))
+        elif self._faults.hangs_at(command):
+            self._free_at = float("inf")
+        elif self._free_at == float("inf"):
+            pass
         elif isinstance(command, PullBlock):
             self._pull(command, future)
         else:
@@ -155,7 +180,14 @@ class FakeExecutor:
             case DecodeSteps():
                 return self._decode(command)
             case InsertBlock():
-                self._insert(command)
+                return self._insert(command)
+            case ExtractBlock():
+                return self._extract(command)
+            case ConnectPeer():
+                assert command.peer not in self.peers, "connected twice"
+                self.peers.add(command.peer)
+            case DisconnectPeer():
+                self.peers.remove(command.peer)
             case DropBlocks():
                 for offer_id in command.offer_ids:
                     self.pulled.pop(offer_id, None)
@@ -190,6 +222,7 @@ class FakeExecutor:
     def _prefill(self, chunk: PrefillChunk) -> PrefillResult:
         self._check_chunk(chunk)
         samples: list[SampledToken] = []
+        checksums: list[BlockChecksum] = []
         ready_at = max(self._free_at, asyncio.get_running_loop().time()) + self._cost(chunk)
         for row in chunk.rows:
             chain = self._read(row.rank, row.pages, row.start)
@@ -200,12 +233,27 @@ class FakeExecutor:
                 self._write(row.rank, row.pages, entries[-1])
             for offer in row.offers:
                 at = offer.offset - row.offset
-                self._channel.offered[offer.offer_id] = (offer.group, entries[at : at + offer.block_tokens], ready_at)
+                piece = entries[at : at + offer.block_tokens]
+                self._channel.offer(self, offer.offer_id, offer.group, piece, ready_at)
+                checksums.append(BlockChecksum(offer.offer_id, checksum(chunk.checksum_key, offer.group, piece)))
             end = row.start + len(row.tokens)
             for spec in row.samples:
                 token, logprobs = choose(chain, end, spec, spec.output_history)
                 samples.append(SampledToken(row.sequence, spec.child, token, logprobs))
-        return PrefillResult(chunk.step, tuple(samples))
+        return PrefillResult(chunk.step, tuple(samples), tuple(checksums))
+
+    def _extract(self, command: ExtractBlock) -> ExtractResult:
+        end = command.start + command.valid_tokens
+        assert command.valid_tokens <= command.block_tokens and len(command.pages) == -(-end // self.limits.page_size)
+        assert command.block_tokens % self.limits.granule_tokens == 0 and command.start % self.limits.granule_tokens == 0
+        self._read(command.rank, command.pages, end)
+        entries = self._entries(command.rank, command.group, command.pages, command.start, end)
+        self._channel.offer(self, command.offer_id, command.group, entries, asyncio.get_running_loop().time())
+        return ExtractResult(command.step, BlockChecksum(command.offer_id, checksum(command.checksum_key, command.group, entries)))
+
+    def _entries(self, rank: int, group: int, pages: tuple[int, ...], start: int, end: int) -> list[Entry]:
+        size = self.limits.page_size
+        return [self._pages[rank][group][pages[position // size]][position % size] for position in range(start, end)]
 
     def _check_chunk(self, chunk: PrefillChunk) -> None:
         limits = self.limits
@@ -225,6 +273,7 @@ class FakeExecutor:
 
     def _pull(self, command: PullBlock, future: "asyncio.Future[StepResult]") -> None:
         loop = asyncio.get_running_loop()
+        assert command.peer in self.peers, f"pulled from {command.peer!r}, connected are {self.peers}"
         self._pulls += 1
         error = self._faults.pull_error(self._pulls)
         self._dropped.discard(command.offer_id)
@@ -233,24 +282,31 @@ class FakeExecutor:
             error = error or "no such offer"
         if error == "stall":
             return
+        garbled = error == "garble"
+        error = "" if garbled else error
         ready_at = loop.time() if offered is None else max(loop.time(), offered[2])
 
         def arrive() -> None:
             if offered is not None and not error and command.offer_id not in self._dropped:
                 assert command.group == offered[0]
-                self.pulled[command.offer_id] = offered[1]
+                entries = list(offered[1])
+                if garbled:
+                    entries[-1] = (entries[-1][0], entries[-1][1], entries[-1][2] + 1)
+                self.pulled[command.offer_id] = entries
             moved = 0 if error or offered is None else len(offered[1]) * 8
             _set(future, PullResult(command.step, command.offer_id, moved, error))
 
         loop.call_at(ready_at + self._costs.pull, arrive)
 
-    def _insert(self, command: InsertBlock) -> None:
+    def _insert(self, command: InsertBlock) -> InsertResult:
         entries = self.pulled.pop(command.offer_id)
         assert len(entries) == command.valid_tokens <= command.block_tokens
         assert entries[0][0] == command.start
         assert len(command.pages) == -(-(command.start + command.valid_tokens) // self.limits.page_size)
         for entry in entries:
             self._write(command.rank, command.pages, entry, range(command.group, command.group + 1))
+        written = self._entries(command.rank, command.group, command.pages, command.start, command.start + command.valid_tokens)
+        return InsertResult(command.step, command.offer_id, checksum(command.checksum_key, command.group, written))
 
     def _decode(self, command: DecodeSteps) -> DecodeResult:
         for admit in command.admits:
@@ -287,17 +343,29 @@ class FakeExecutor:
         return slot.token, logprobs
 
 
+def checksum(key: int, group: int, entries: list[Entry]) -> int:
+    """Keyed and additive over entries, as the real one is."""
+    return sum(hash((key, group, entry)) for entry in entries) % (1 << 64)
+
+
 def _check_offers(row: PrefillRow, limits: MeshLimits) -> None:
-    """Every layer group's offers tile the row's padded room; each is a power of two."""
+    """Every layer group's offers tile the row's padded room from the first offered token on; each is a power of two."""
     if not row.offers:
         return
+    first = min(offer.offset for offer in row.offers)
+    assert (first - row.offset) % limits.granule_tokens == 0
     for group in range(limits.layer_groups):
-        at = row.offset
+        at = first
         for offer in sorted((offer for offer in row.offers if offer.group == group), key=lambda offer: offer.offset):
             assert offer.offset == at and offer.block_tokens >= limits.granule_tokens
             assert offer.block_tokens & (offer.block_tokens - 1) == 0
             at += offer.block_tokens
         assert at == row.offset + padded(len(row.tokens), limits.granule_tokens)
+
+
+def _fail(future: "asyncio.Future[StepResult]", error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
 
 
 def _set(future: "asyncio.Future[StepResult]", result: StepResult) -> None:

@@ -15,6 +15,7 @@ from jdisagg.dispatch.ports import (
     PrefillReply,
     Reservation,
     ReserveCall,
+    ResumeCall,
     Span,
     WorkerStatus,
 )
@@ -76,6 +77,9 @@ class LossyDecode:
             if isinstance(item, JdisaggError):
                 raise item
             yield item
+
+    async def resume_source(self, call: ResumeCall) -> int | None:
+        return await self._inner.resume_source(call)
 
     async def cancel(self, reservation_id: int, child: int | None = None) -> None:
         await self._inner.cancel(reservation_id, child)

@@ -14,9 +14,9 @@ from tests.fakes.fake_executor import toy_limits
 LIMITS = toy_limits(chunk_buckets=(16, 32, 64), granule_tokens=8, rows_per_chunk=3, page_size=8, context_tokens=512)
 
 
-def job(sequence: int, tokens: int, rank: int = 0, arrival: float = 0.0, samples: int = 1, offers: bool = True) -> PrefillJob:
+def job(sequence: int, tokens: int, rank: int = 0, arrival: float = 0.0, samples: int = 1, offers_from: int | None = 0) -> PrefillJob:
     specs = tuple(SampleSpec(child, SamplingParams()) for child in range(samples))
-    return PrefillJob(sequence, rank, tuple(range(tokens)), tuple(range(100)), specs, arrival, offers)
+    return PrefillJob(sequence, rank, tuple(range(tokens)), tuple(range(100)), specs, arrival, offers_from)
 
 
 def batches(limits: MeshLimits = LIMITS) -> PrefillBatches:

@@ -210,12 +210,15 @@ def test_peers_that_do_not_match_are_refused_by_the_field_that_differs() -> None
     run_virtually(main)
 
 
-def test_an_unknown_peer_is_a_hand_off_error() -> None:
+def test_a_source_that_is_not_known_is_lost_and_the_reservation_waits_for_another_within_its_lease() -> None:
     async def main() -> None:
         async with Cluster() as cluster:
             reservation = await cluster.decode.reserve(reserve_call())
-            with pytest.raises(HandoffError, match="'nobody' is not known"):
-                await spans_of(cluster.decode, reservation.reservation_id, source=HandoffSource("nobody", 1))
+            spans = cluster.decode.generate(GenerateCall(reservation.reservation_id, 1, 100.0, HandoffSource("nobody", 1)))
+            lost = (await anext(spans)).lost
+            assert lost is not None and lost.kept_tokens == 0 and "'nobody' is not known" in lost.reason
+            with pytest.raises(HandoffError, match="its lease passed before another came"):
+                await anext(spans)
             await cluster.check_quiet()
 
     run_virtually(main)

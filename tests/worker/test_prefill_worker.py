@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.config import LimitsConfig
-from jdisagg.dispatch.ports import Child, HandoffEnd, Offer, PrefillCall
+from jdisagg.dispatch.ports import Child, HandoffEnd, Offer, PeerMessage, PrefillCall
 from jdisagg.errors import DeadlineExceededError, HandoffError, InvalidRequestError, OverloadedError
 from jdisagg.scheduler.commands import PrefillChunk, ReleaseOffers
 from tests.fakes.cluster import Cluster, toy_request
@@ -19,7 +19,7 @@ def prefill_call(number: int = 1, handoff_id: int = 7, attempt: int = 1, accepte
     return PrefillCall(toy_request(number, **request), attempt, (Child(0, accepted),), handoff_id, "decode0", 0, 100.0)  # type: ignore[arg-type]
 
 
-async def messages(cluster: Cluster, handoff_id: int = 7, attempt: int = 1) -> list[Offer | HandoffEnd]:
+async def messages(cluster: Cluster, handoff_id: int = 7, attempt: int = 1) -> list[PeerMessage]:
     return [message async for message in cluster.prefill.offers(handoff_id, attempt)]
 
 
@@ -32,7 +32,9 @@ def test_a_prompt_is_offered_whole_in_every_layer_group_and_freed_when_acknowled
             *offers, end = await listening
             request = toy_request(1, prompt_tokens=37)
             assert reply.tokens[0].token_id == expected_tokens(request, 0, 128)[0][0]
-            assert isinstance(end, HandoffEnd) and (end.offers, end.tokens, end.firsts) == (len(offers), 37, reply.tokens)
+            assert isinstance(end, HandoffEnd) and (end.offers, end.tokens, end.firsts) == (len(offers) // 2, 37, reply.tokens), (
+                "and a checksum for each"
+            )
             for group in range(2):
                 covered = [(offer.start, offer.valid_tokens) for offer in offers if isinstance(offer, Offer) and offer.group == group]
                 assert sum(tokens for _, tokens in covered) == 37

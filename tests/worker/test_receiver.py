@@ -5,13 +5,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from jdisagg.dispatch.ports import FirstToken, HandoffEnd, HandoffSource, Offer, PeerHello
+from jdisagg.dispatch.ports import FirstToken, HandoffEnd, HandoffSource, Offer, OfferChecksum, PeerHello, PeerMessage
 from jdisagg.errors import HandoffError
 from jdisagg.scheduler.commands import DropBlocks, InsertBlock
 from jdisagg.telemetry import Counters
+from jdisagg.worker.peers import Link
 from jdisagg.worker.receiver import Receiver
 from jdisagg.worker.step_loop import StepLoop
-from tests.fakes.fake_executor import FakeChannel, FakeExecutor, toy_limits
+from tests.fakes.fake_executor import Costs, FakeChannel, FakeExecutor, Faults, checksum, toy_limits
 from tests.fakes.toy_model import extend
 from tests.fakes.virtual_time import run_virtually
 
@@ -19,19 +20,24 @@ from tests.fakes.virtual_time import run_virtually
 class ScriptedPeer:
     """Offers what it was given."""
 
-    def __init__(self, messages: list[Offer | HandoffEnd]) -> None:
+    def __init__(self, messages: list[PeerMessage]) -> None:
         self.messages = messages
         self.acknowledged: list[int] = []
+        self.heartbeats = 0
+        self.silent = False
 
     async def hello(self, hello: PeerHello) -> PeerHello:
         return hello
 
-    async def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[Offer | HandoffEnd]:
+    async def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:
         for message in self.messages:
             yield message
 
     async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
+        if self.silent:
+            await asyncio.sleep(1000)
         self.acknowledged += offer_ids
+        self.heartbeats += not offer_ids
 
     async def abort(self, handoff_id: int, reason: str) -> None: ...
 
@@ -44,14 +50,37 @@ def blocks(tokens: int) -> tuple[FakeChannel, list[Offer]]:
         for start in range(0, tokens, 4):
             offer_id = 1000 * (group + 1) + start
             piece = entries[start : start + 4]
-            channel.offered[offer_id] = (group, piece, 0.0)
+            channel.offered[offer_id] = (group, list(piece), 0.0)
             offers.append(Offer(offer_id, group, start, len(piece), 4, 0))
     return channel, offers
 
 
-def receiver(mesh: FakeExecutor, peer: ScriptedPeer) -> Receiver:
+def receiver(mesh: FakeExecutor, peer: ScriptedPeer, verify: bool = False) -> Receiver:
     loop = StepLoop(mesh, lambda _: None, lambda *_: None, lambda _: None)
-    return Receiver(loop, peer, HandoffSource("p", 1), 1, 0, (5, 6, 7), 4, 2, 0, 10.0, Counters())
+    mesh.peers.add("p#1")
+    return Receiver(
+        loop=loop,
+        peer=peer,
+        source=HandoffSource("p", 1),
+        attempt=1,
+        rank=0,
+        pages=lambda tokens: (5, 6, 7)[: -(-tokens // 4)],
+        layer_groups=2,
+        cached_tokens=0,
+        pull_seconds=10.0,
+        counters=Counters(),
+        now=asyncio.get_running_loop().time,
+        speak=lambda message: SPOKEN.append(asyncio.ensure_future(message())),
+        link=Link("p#1", KEY, verify=verify),
+    )
+
+
+KEY = 77
+SPOKEN: list[asyncio.Future[None]] = []
+
+
+def sums(channel: FakeChannel, offers: list[Offer]) -> list[OfferChecksum]:
+    return [OfferChecksum(offer.offer_id, checksum(KEY, offer.group, channel.offered[offer.offer_id][1])) for offer in offers]
 
 
 def test_blocks_are_inserted_then_acknowledged_and_counted() -> None:
@@ -59,6 +88,7 @@ def test_blocks_are_inserted_then_acknowledged_and_counted() -> None:
         channel, offers = blocks(10)
         mesh, peer = FakeExecutor(toy_limits(), channel), ScriptedPeer([*offers, HandoffEnd(6, 10, (FirstToken(0, 3),))])
         received = await receiver(mesh, peer).receive()
+        await asyncio.sleep(0)
         assert received.firsts == (FirstToken(0, 3),) and received.bytes_moved == 2 * 10 * 8
         assert sorted(peer.acknowledged) == sorted(offer.offer_id for offer in offers)
 
@@ -86,7 +116,7 @@ def test_a_closed_receiver_inserts_nothing_and_drops_what_arrives() -> None:
 def test_an_incomplete_hand_off_is_refused(missing: str) -> None:
     async def main() -> None:
         channel, offers = blocks(10)
-        messages: list[Offer | HandoffEnd] = {
+        messages: list[PeerMessage] = {
             "a block": [*offers[:-1], HandoffEnd(6, 10, ())],
             "a position": [*offers, HandoffEnd(6, 11, ())],
             "the end": [*offers],
@@ -94,5 +124,74 @@ def test_an_incomplete_hand_off_is_refused(missing: str) -> None:
         }[missing]
         with pytest.raises(HandoffError):
             await receiver(FakeExecutor(toy_limits(), channel), ScriptedPeer(messages)).receive()
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize("order", ["with its block", "before any block", "after all blocks"])
+def test_a_hand_off_is_whole_only_when_every_block_sums_to_what_the_sender_computed(order: str) -> None:
+    async def main() -> None:
+        channel, offers = blocks(10)
+        mesh, checksums = FakeExecutor(toy_limits(), channel), sums(channel, offers)
+        paired: list[PeerMessage] = [message for pair in zip(offers, checksums, strict=True) for message in pair]
+        messages = {"with its block": paired, "before any block": [*checksums, *offers], "after all blocks": [*offers, *checksums]}[order]
+        receiving = receiver(mesh, ScriptedPeer([*messages, HandoffEnd(6, 10, ())]), verify=True)
+        assert len((await receiving.receive()).blocks) == 6
+        assert receiving.counters["checksums_mismatched"] == 0
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize("garbled", [{1}, {1, 2, 3}, {2, 5}])
+def test_a_block_that_came_out_wrong_is_pulled_again(garbled: set[int]) -> None:
+    async def main() -> None:
+        channel, offers = blocks(10)
+        mesh = FakeExecutor(toy_limits(), channel, Faults(pull_error=lambda nth: "garble" if nth in garbled else ""))
+        receiving = receiver(mesh, ScriptedPeer([*offers, *sums(channel, offers), HandoffEnd(6, 10, ())]), verify=True)
+        assert len((await receiving.receive()).blocks) == 6
+        assert receiving.counters["checksums_mismatched"] == receiving.counters["blocks_pulled_again"] == len(garbled)
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize(("fault", "counter"), [("garble", "checksums_mismatched"), ("lost", "pulls_failed"), ("stall", "pulls_timed_out")])
+def test_a_block_that_never_comes_out_right_fails_after_three_tries(fault: str, counter: str) -> None:
+    async def main() -> None:
+        channel, offers = blocks(4)
+        mesh = FakeExecutor(toy_limits(), channel, Faults(pull_error=lambda nth: "" if nth == 2 else fault))
+        receiving = receiver(mesh, ScriptedPeer([*offers, *sums(channel, offers), HandoffEnd(2, 4, ())]), verify=True)
+        with pytest.raises(HandoffError, match="in 3 tries"):
+            await receiving.receive()
+        assert receiving.counters[counter] == 3
+        await asyncio.sleep(1)
+        assert not mesh.pulled
+
+    run_virtually(main)
+
+
+def test_a_checksum_that_never_comes_fails_the_hand_off() -> None:
+    async def main() -> None:
+        channel, offers = blocks(4)
+        messages: list[PeerMessage] = [*offers, *sums(channel, offers)[:1], HandoffEnd(2, 4, ())]
+        receiving = receiver(FakeExecutor(toy_limits(), channel), ScriptedPeer(messages), verify=True)
+        with pytest.raises(HandoffError, match="no checksum"):
+            await receiving.receive()
+        assert receiving.kept_tokens() == 0, "a block counts as come only once it is verified, in every layer group"
+
+    run_virtually(main)
+
+
+def test_a_long_pull_keeps_the_senders_lease_alive_and_a_silent_sender_is_given_up() -> None:
+    async def main() -> None:
+        channel, offers = blocks(4)
+        peer = ScriptedPeer([*offers, HandoffEnd(2, 4, ())])
+        slow = receiver(FakeExecutor(toy_limits(), channel, costs=Costs(pull=9.0)), peer)
+        received = await slow.receive()
+        assert peer.heartbeats == 4 and received.exposed_seconds == pytest.approx(9.0, abs=0.01)
+        silent = ScriptedPeer([*offers, HandoffEnd(2, 4, ())])
+        silent.silent = True
+        with pytest.raises(HandoffError, match="does not answer"):
+            await receiver(FakeExecutor(toy_limits(), channel, costs=Costs(pull=9.5)), silent).receive()
+        assert asyncio.get_running_loop().time() < 9.1 + 9.0
 
     run_virtually(main)

@@ -1,0 +1,105 @@
+"""Whom a worker receives KV from: finds the peer's port, greets it, and makes it known to its own mesh.
+
+Each hand-off begins with a hello, so that a peer that was restarted at its address is never taken for the one that was there before:
+another boot id is another peer to the mesh. Peers are connected once, and disconnected when they were replaced or long unused.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from jdisagg.dispatch.ports import HandoffSource, PeerHello, PeerPort
+from jdisagg.errors import HandoffError, IncompatiblePeerError
+from jdisagg.scheduler.commands import ConnectPeer, DisconnectPeer
+from jdisagg.worker.peer_hello import check_hello, peer_name
+from jdisagg.worker.step_loop import StepLoop
+
+HELLO_SECONDS = 5.0
+IDLE_SECONDS = 600.0
+
+PeerResolver = Callable[[HandoffSource], PeerPort]
+"""Gives the port of a source by its address. Raises HandoffError where there is none. Opening one must not wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How blocks come from one start of one peer: its name in commands, the key of its checksums, the codec."""
+
+    peer: str = ""
+    checksum_key: int = 0
+    codec: str = "none"
+    verify: bool = False
+
+
+@dataclass(slots=True)
+class _Connected:
+    peer: str
+    used_at: float
+
+
+class Peers:
+    """`peers`: ports by worker name (embedded), or a resolver by address."""
+
+    def __init__(
+        self,
+        peers: Mapping[str, PeerPort] | PeerResolver,
+        hello: PeerHello,
+        loop: StepLoop,
+        codec: str,
+        verify: bool,
+        now: Callable[[], float],
+    ) -> None:
+        self._peers = peers
+        self._hello = hello
+        self._loop = loop
+        self._codec = codec
+        self._verify = verify
+        self._now = now
+        self._connected: dict[tuple[str, str], _Connected] = {}
+
+    def find(self, source: HandoffSource) -> PeerPort:
+        """Raises HandoffError when there is no such peer."""
+        if not isinstance(self._peers, Mapping):
+            return self._peers(source)
+        peer = self._peers.get(source.worker)
+        if peer is None:
+            raise HandoffError(f"worker {source.worker!r} is not known here; known: {', '.join(self._peers) or 'none'}")
+        return peer
+
+    async def greet(self, source: HandoffSource, port: PeerPort) -> Link:
+        """Raises IncompatiblePeerError naming what differs, HandoffError when there is no answer."""
+        try:
+            async with asyncio.timeout(HELLO_SECONDS):
+                theirs = await port.hello(self._hello)
+        except TimeoutError:
+            raise HandoffError(f"worker {source.worker!r} did not answer a hello within {HELLO_SECONDS:g} s") from None
+        check_hello(self._hello, theirs)
+        if self._verify and not theirs.checksum_key:
+            raise IncompatiblePeerError(
+                f"limits.verify is set on {self._hello.worker!r} and not on {theirs.worker!r}: it sends no checksums; set it alike"
+            )
+        return Link(self._connect(source, theirs), theirs.checksum_key, self._codec, self._verify)
+
+    def sweep(self, now: float) -> None:
+        """Peers that nothing was pulled from for long are disconnected; a hello connects them again."""
+        for key, connected in list(self._connected.items()):
+            if now - connected.used_at > IDLE_SECONDS:
+                self._disconnect(key)
+
+    def _connect(self, source: HandoffSource, theirs: PeerHello) -> str:
+        key, name = (source.worker, source.address), peer_name(theirs)
+        known = self._connected.get(key)
+        if known is not None and known.peer == name:
+            known.used_at = self._now()
+            return name
+        if theirs.mesh is None:
+            return ""
+        if known is not None:
+            self._disconnect(key)
+        self._connected[key] = _Connected(name, self._now())
+        self._loop.fire(ConnectPeer(self._loop.next_number(), name, theirs.mesh))
+        return name
+
+    def _disconnect(self, key: tuple[str, str]) -> None:
+        gone = self._connected.pop(key)
+        self._loop.fire(DisconnectPeer(self._loop.next_number(), gone.peer))
