@@ -10,6 +10,7 @@ What goes wrong otherwise (each is a test in tests/transfer/test_engine_dangers.
 - an id used twice meets the dead request of its first use: ids are random and used once (error arrays excepted, they flush it);
 - a broken connection never heals, and a poisoned one wedges its server until the object is gone: `Inlet.close` poisons, then drops;
 - big default chunks take gigabytes and are slower: `transfer_size` is small;
+- a server lives on while a connection to it is open, with all that is posted: `Outlet.close` empties it first;
 - bytes are reinterpreted without a word: callers compare geometry before. Whether a pull arrived is for `is_ready()`; nothing waits here.
 """
 
@@ -80,7 +81,9 @@ class Outlet:
         self._server.await_pull(TICK_ID, [self._tick])
 
     def close(self) -> None:
-        """Ends the server, whose pulls under way fail. The object is of no use afterwards."""
+        """Frees what is posted; requests that wait fail. The object is of no use afterwards. (The engine's threads end when the receiver,
+        too, has dropped its connection.)"""
+        self._server._reset_rendevous_table()  # pyright: ignore[reportAttributeAccessIssue] (private; an open connection holds the postings)
         del self._server
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import os
 import threading
 from collections.abc import Callable, Iterator
 
@@ -207,6 +208,28 @@ def test_pieces_under_an_id_that_was_not_posted_end_at_the_deadline_and_the_conn
         np.testing.assert_array_equal(pulled(ends, 7, block)[device], shard)
     assert numbers[0] == numbers[1] < numbers[2]
     other.close()
+
+
+def test_connections_that_are_made_anew_leave_no_threads_behind(ends: Ends, loopback: Loopback) -> None:
+    block, numbers = case("tp=2", "tp=2"), set[int]()
+
+    def note(message: KvMessage) -> list[KvMessage]:
+        numbers.update([message.link] if isinstance(message, Posted) else [])
+        return [message]
+
+    loopback.tamper = note
+    ends.sender.offer(7, block.block, 0)
+    pulled(ends, 7, block)
+    before = len(os.listdir("/proc/self/task"))
+    for _ in range(5):
+        waiting = ends.receiver.pull(8, block.target(0), LONG_SECONDS)
+        ends.receiver.disconnect("")
+        assert finished(waiting).failed() is not None
+        ends.receiver.connect("", card(SENDER))
+        settled(lambda: loopback.channels[RECEIVER].under_way() == 0)
+        pulled(ends, 7, block)
+    assert len(numbers) == 6
+    settled(lambda: len(os.listdir("/proc/self/task")) <= before)
 
 
 def test_a_revocation_ends_pulls_that_wait_in_the_engine(ends: Ends, loopback: Loopback) -> None:
