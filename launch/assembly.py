@@ -17,6 +17,7 @@ from jdisagg.engine.host_memory import keep_freed_memory
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Device
+from jdisagg.observe.observer import Observer
 from launch.shipped import SHIPPED_MODEL
 from models.checkpoint import LoadedModel, load_config, load_model
 from models.tokenizer import Tokenizer
@@ -37,7 +38,7 @@ def prepare_runtime(cpu_devices: int, compilation_cache: str) -> None:
 class Deployment:
     """An embedded cluster, its tokenizer and its front."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, observer: Observer | None = None) -> None:
         directory = config.model.directory or SHIPPED_MODEL
         model_config = load_config(directory)
         self.config = config
@@ -46,7 +47,7 @@ class Deployment:
         def load(layout: Layout, devices: Sequence[Device]) -> LoadedModel:
             return load_model(directory, layout, devices, dtype=config.model.dtype)
 
-        self.cluster = EmbeddedCluster(config, load, self.tokenizer, jax.devices())
+        self.cluster = EmbeddedCluster(config, load, self.tokenizer, jax.devices(), observer)
         info = ModelInfo(
             name=Path(directory).resolve().name,
             family=model_config.family,
@@ -58,7 +59,7 @@ class Deployment:
             decode_layout=config.decode.layout,
             kv_bytes_per_token=self.cluster.kv_spec.bytes_per_token,
         )
-        self.frontend = Frontend(self.cluster.path, self.tokenizer, info, config.limits)
+        self.frontend = Frontend(self.cluster.observed_path, self.tokenizer, info, config.limits)
 
     async def start(self) -> None:
         """Warms up, with a progress bar on stderr where it takes long, and starts the workers."""

@@ -4,7 +4,8 @@
     python -m launch.serve --config=configs/tiny_moe_cpu.py --set decode.slots_per_rank=16 --port=8700
 
 Prints one line on stdout when it is ready. The configuration is a Python file whose `get_config()` returns an `EngineConfig`; --set
-changes fields by path. On SIGTERM new requests are refused and running ones finish, within `service.drain_seconds`.
+changes fields by path. --metrics_port, --timelines and --log_format are in docs/observability.md. On SIGTERM new requests are refused and
+running ones finish, within `service.drain_seconds`.
 """
 
 import asyncio
@@ -16,8 +17,11 @@ from absl import app, flags
 
 from jdisagg.config import EngineConfig, Mode, override
 from jdisagg.errors import ConfigError, JdisaggError
+from jdisagg.observe.logs import configure_logging
+from jdisagg.observe.process import ObserveConfig, observing
 from jdisagg.service.server import check_address, serve_until_signalled
 from launch.assembly import Deployment, prepare_runtime
+from launch.observing import observe_config
 
 DEFAULT_CONFIG = str(Path(__file__).resolve().parent.parent / "configs" / "tiny_cpu.py")
 
@@ -35,7 +39,9 @@ def main(_: list[str]) -> None:
         check_address(config.service)
         one_mesh = config.mode is not Mode.DISAGGREGATED
         prepare_runtime(config.decode.layout.devices + (0 if one_mesh else config.prefill.layout.devices), config.compilation_cache)
-        asyncio.run(_serve(config))
+        observe = observe_config()
+        configure_logging(observe.log_format, "serve")
+        asyncio.run(_serve(config, observe))
     except JdisaggError as error:
         sys.exit(f"error: {error.message}")
 
@@ -53,18 +59,19 @@ def load_recipe(path: str) -> EngineConfig:
     return config
 
 
-async def _serve(config: EngineConfig) -> None:
-    deployment = Deployment(config)
-    try:
-        await deployment.start()
+async def _serve(config: EngineConfig, observe: ObserveConfig) -> None:
+    async with observing("serve", observe) as observer:
+        deployment = Deployment(config, observer)
+        try:
+            await deployment.start()
 
-        def ready(port: int) -> None:
-            name = deployment.frontend.model.name
-            print(f"jdisagg serves {name} ({config.mode.value}) on {config.service.host}:{port}", flush=True)
+            def ready(port: int) -> None:
+                name = deployment.frontend.model.name
+                print(f"jdisagg serves {name} ({config.mode.value}) on {config.service.host}:{port}", flush=True)
 
-        await serve_until_signalled(deployment.frontend, config.service, ready)
-    finally:
-        await deployment.cluster.stop()
+            await serve_until_signalled(deployment.frontend, config.service, ready)
+        finally:
+            await deployment.cluster.stop()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ This is assembly and nothing else: executors on meshes, workers on executors, th
 onto a mesh is the caller's affair (`LoadModel`), so that this package knows no model family.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from jdisagg.clock import MonotonicClock
@@ -11,18 +12,22 @@ from jdisagg.config import EngineConfig, InstanceConfig, Mode
 from jdisagg.dispatch.ports import DecodePort, PeerPort, PrefillPort, WorkerStatus
 from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.dispatch.token_stream import Detokenizer, TokenStream
-from jdisagg.engine.instance import Instance, Loaded, LoadModel, Progress, build_instance, close_instance, context_tokens, random_id
+from jdisagg.engine.instance import Instance, Loaded, LoadModel, Progress, build_instance, context_tokens, random_id
 from jdisagg.errors import LayoutError
 from jdisagg.executor.mesh_executor import MeshRole
 from jdisagg.executor.warm_up import block_lengths, warm_up_steps
 from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.model_api import Device
+from jdisagg.observe import wrap
+from jdisagg.observe.observer import Observer
 from jdisagg.request import Request, StreamEvent
+from jdisagg.scheduler.commands import Executor
 from jdisagg.transfer.in_process import InProcessChannel
 from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.prefill_worker import PrefillWorker
 
 PREFILL, DECODE = "prefill-0", "decode-0"
+Record = Callable[[str, Instance], Executor]
 
 
 def carve_devices(config: EngineConfig, devices: Sequence[Device]) -> tuple[Sequence[Device], Sequence[Device]]:
@@ -39,9 +44,19 @@ def carve_devices(config: EngineConfig, devices: Sequence[Device]) -> tuple[Sequ
 
 
 class EmbeddedCluster:
-    """Build, `start`, stream, `stop`. Building blocks while weights are loaded; `stream` is called on the event loop that started it."""
+    """Build, `start`, stream, `stop`. Building blocks while weights are loaded; `stream` is called on the event loop that started it.
+    `observer`: who measures workers and meshes, if anybody does; `observed_path` is then measured too. `record` may put something
+    between a worker and its mesh."""
 
-    def __init__(self, config: EngineConfig, load: LoadModel, detokenizer: Detokenizer, devices: Sequence[Device]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        load: LoadModel,
+        detokenizer: Detokenizer,
+        devices: Sequence[Device],
+        observer: Observer | None = None,
+        record: Record | None = None,
+    ) -> None:
         self.config = config
         self.clock = MonotonicClock()
         self.channel = InProcessChannel(self.clock)
@@ -51,6 +66,7 @@ class EmbeddedCluster:
         self.model = decode_loaded.model
         self.context_tokens = context_tokens(config.model, self.model)
         self.prefill: Instance | None = None
+        self._meshes: list[Executor] = []
         if disaggregated:
             prefill_loaded = load(config.prefill.layout, prefill_devices)
             self.prefill = self._instance("prefill", config.prefill, prefill_loaded, MeshRole(prefill=True, decode=False, emit=True))
@@ -64,13 +80,24 @@ class EmbeddedCluster:
         peers: dict[str, PeerPort] = {}
         self._workers: list[PrefillWorker | DecodeWorker] = []
         if self.prefill:
-            prefill_worker = PrefillWorker(PREFILL, self.prefill.executor, config.prefill, config.limits, self.clock, random_id)
-            prefill_ports[PREFILL] = peers[PREFILL] = prefill_worker
+            mesh = wrap.mesh(PREFILL, record(PREFILL, self.prefill) if record else self.prefill.executor, observer)
+            self._meshes.append(mesh)
+            prefill_worker = PrefillWorker(PREFILL, mesh, config.prefill, config.limits, self.clock, random_id)
+            prefill_ports[PREFILL] = wrap.prefill(PREFILL, prefill_worker, observer)
+            peers[PREFILL] = wrap.peer(DECODE, prefill_worker, observer)
             self._workers.append(prefill_worker)
-        decode_worker = DecodeWorker(DECODE, self.decode.executor, config.decode, config.mode, config.limits, peers, self.clock, random_id)
+        mesh = wrap.mesh(DECODE, record(DECODE, self.decode) if record else self.decode.executor, observer)
+        self._meshes.append(mesh)
+        decode_worker = DecodeWorker(DECODE, mesh, config.decode, config.mode, config.limits, peers, self.clock, random_id)
         self._workers.append(decode_worker)
-        decode_ports: dict[str, DecodePort] = {DECODE: decode_worker}
+        decode_ports: dict[str, DecodePort] = {DECODE: wrap.decode(DECODE, decode_worker, observer)}
         self.path = RequestPath(prefill_ports, decode_ports, lambda request: _text_of(detokenizer, request), config.limits, self.clock)
+        self.observed_path = wrap.path(self.path, observer)
+        if observer:
+            observer.metrics.watch_counters("path", self.path.counters)
+            for worker, instance in zip(self._workers, self.instances, strict=True):
+                programs = instance.executor.programs
+                observer.metrics.watch_worker(worker.name, worker.status, worker.counters, lambda programs=programs: programs.compilations)
 
     @property
     def kv_spec(self) -> KVSpec:
@@ -112,7 +139,7 @@ class EmbeddedCluster:
         ]
 
     def stream(self, request: Request) -> AsyncIterator[StreamEvent]:
-        return self.path.stream(request)
+        return self.observed_path.stream(request)
 
     async def status(self) -> tuple[WorkerStatus, ...]:
         return await self.path.status()
@@ -127,8 +154,8 @@ class EmbeddedCluster:
         """Ends what runs and frees the meshes."""
         for worker in reversed(self._workers):
             await worker.stop()
-        for instance in self.instances:
-            await close_instance(instance)
+        for mesh in self._meshes:
+            await asyncio.to_thread(mesh.close)
 
     def _instance(self, name: str, config: InstanceConfig, loaded: Loaded, role: MeshRole) -> Instance:
         groups = self.config.prefill.layer_groups if self.config.mode is Mode.DISAGGREGATED else 1

@@ -159,7 +159,7 @@ class CanaryAges(Collector):
 def pages_by_state(status: WorkerStatus) -> Iterator[tuple[int, str, int]]:
     """(rank, state, pages): "reserved" are held for KV that has not all come, "used" hold what is computed with; with "free" they
     are all pages."""
-    reserved_by_rank = getattr(status, "reserved_pages", ()) or (0,) * len(status.free_pages)
+    reserved_by_rank = status.reserved_pages or (0,) * len(status.free_pages)
     for rank, (free, total, reserved) in enumerate(zip(status.free_pages, status.total_pages, reserved_by_rank, strict=True)):
         yield rank, "free", free
         yield rank, "reserved", reserved

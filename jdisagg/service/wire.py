@@ -209,6 +209,7 @@ def worker_status_to_proto(status: WorkerStatus) -> pb.WorkerStatus:
         draining=status.draining,
         handoffs=status.handoffs,
         preemptions=status.preemptions,
+        reserved_pages=status.reserved_pages,
     )
 
 
@@ -227,6 +228,7 @@ def worker_status_from_proto(message: pb.WorkerStatus) -> WorkerStatus:
         draining=message.draining,
         handoffs=message.handoffs,
         preemptions=message.preemptions,
+        reserved_pages=tuple(message.reserved_pages),
     )
 
 

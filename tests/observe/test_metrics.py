@@ -79,7 +79,7 @@ def test_pages_of_every_rank_add_up_to_all_pages_while_requests_run() -> None:
     async def main() -> None:
         async with ObservedCluster(decode=toy_limits(ranks=2)) as cluster:
             running = [asyncio.create_task(cluster.collect(toy_request(number))) for number in range(4)]
-            used = 0.0
+            used, reserved = 0.0, 0.0
             for _ in range(20):
                 await asyncio.sleep(0.005)
                 samples = parse(await cluster.observer.metrics.scrape())
@@ -87,8 +87,9 @@ def test_pages_of_every_rank_add_up_to_all_pages_while_requests_run() -> None:
                     labels = {"worker": "decode0", "role": "decode", "rank": rank}
                     states = [at(samples, "jdisagg_pages", state=state, **labels) for state in ("free", "reserved", "used")]
                     assert sum(states) == 64 and min(states) >= 0
-                    used += states[1] + states[2]
-            assert used > 0, "the requests held pages while we looked"
+                    reserved += states[1]
+                    used += states[2]
+            assert used > 0 and reserved > 0, "the requests held pages while we looked, before and after their KV came"
             await asyncio.gather(*running)
 
     run_virtually(main)
@@ -171,7 +172,12 @@ async def test_a_counter_split_by_labels_keeps_its_sum() -> None:
 
 
 def test_reserved_pages_are_told_apart_where_the_worker_says_so() -> None:
-    status = WorkerStatus("d", WorkerRole.DECODE, "dp=1", (3, 8), (8, 8), 0, 0, 4, 4, 64)
-    assert set(pages_by_state(status)) >= {(0, "free", 3), (1, "free", 8)}
-    for rank in (0, 1):
-        assert sum(count for at_rank, _, count in pages_by_state(status) if at_rank == rank) == 8
+    status = WorkerStatus("d", WorkerRole.DECODE, "dp=2", (3, 8), (8, 8), 0, 0, 4, 4, 64, reserved_pages=(4, 0))
+    assert list(pages_by_state(status)) == [
+        (0, "free", 3),
+        (0, "reserved", 4),
+        (0, "used", 1),
+        (1, "free", 8),
+        (1, "reserved", 0),
+        (1, "used", 0),
+    ]
