@@ -112,13 +112,18 @@ class Pair:
         dtype: str = "float32",
         first_device: int = 4,
         codec: str = "none",
+        connect: bool = True,
     ) -> None:
         self.channel = HandChannel()
         self.prefill = executor("p", prefill, MeshRole(True, False, emit=True), self.channel, 0, page=pages[0], dtype=dtype)
         role = MeshRole(False, True, codec=codec)
         self.decode = executor("d", decode, role, self.channel, first_device, page=pages[1], dtype=dtype)
-        self.decode.issue_and_wait(ConnectPeer(0, PEER, self.prefill.card))
         self.codec = codec
+        if connect:
+            self.connect()
+
+    def connect(self) -> None:
+        self.decode.issue_and_wait(ConnectPeer(0, PEER, self.prefill.card))
 
     def close(self) -> None:
         self.prefill.close()
