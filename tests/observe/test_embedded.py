@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax
 
-from jdisagg.config import EngineConfig, InstanceConfig, ModelConfig
+from jdisagg.config import EngineConfig, InstanceConfig, LimitsConfig, ModelConfig
 from jdisagg.engine.embedded import EmbeddedCluster
 from jdisagg.layout.axes import Layout
 from jdisagg.observe.observer import Observer
@@ -23,7 +23,9 @@ async def test_an_embedded_cluster_is_seen_from_the_first_token_to_the_last(tmp_
     small = InstanceConfig(
         layout=Layout(dp=1, tp=1), page_size=16, pages_per_rank=64, slots_per_rank=4, chunk_tokens=32, min_chunk_tokens=32
     )
-    config = EngineConfig(ModelConfig(SHIPPED_MODEL, context_tokens=256), prefill=small, decode=small, warm_up=False)
+    # Programs are compiled on the way: a pull that waits for one is not given up.
+    patient = LimitsConfig(pull_seconds=120.0, handoff_lease_seconds=120.0)
+    config = EngineConfig(ModelConfig(SHIPPED_MODEL, context_tokens=256), limits=patient, prefill=small, decode=small, warm_up=False)
 
     def load(layout: Layout, devices: list[jax.Device]) -> LoadedModel:
         return load_model(SHIPPED_MODEL, layout, devices, dtype="float32")
@@ -53,4 +55,4 @@ async def test_an_embedded_cluster_is_seen_from_the_first_token_to_the_last(tmp_
     events = check(merge(read_timelines(tmp_path), "a"))
     assert len(starts(events, "prefill chunk")) == 3, "70 tokens in chunks of 32"
     assert len(starts(events, "pull")) == len(starts(events, "insert")) == len(starts(events, "verified"))
-    assert ends(events, "reserve")[0] <= starts(events, "prefill chunk")[0] <= starts(events, "admit")[0] <= starts(events, "decode")[0]
+    assert ends(events, "reserve")[0] <= starts(events, "prefill chunk")[0] <= starts(events, "admit")[0] <= ends(events, "decode")[0]
