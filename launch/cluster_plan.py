@@ -75,7 +75,7 @@ def plan_instances(role: str, count: int, layout: str, processes: int, host: str
     if count < 0 or processes < 1:
         raise ConfigError(f"--{role}={count} must not be negative and --processes_per_instance={processes} must be at least 1")
     parsed = Layout.parse(layout)
-    if parsed.devices % processes:
+    if count and parsed.devices % processes:
         raise ConfigError(
             f"--{role}_layout={layout} has {parsed.devices} devices, which --processes_per_instance={processes} does not divide: "
             "each process needs as many; change one of the two"

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 class Service:
     """One of our services, as a server takes it in. `name` is its full name; `add` adds its servicer to a server.
 
-    tokens: bearer tokens, one of which every call must show; none: all may call. lasting: methods that a drain does not wait for.
+    tokens: bearer tokens, one of which every call must show; none: all may call. lasting: methods that a drain neither refuses nor waits for.
     """
 
     name: str
@@ -117,7 +117,7 @@ class Guard(grpc.aio.ServerInterceptor):
         task = asyncio.current_task()
         assert task is not None
         try:
-            if self._refusing:
+            if self._cutting or (self._refusing and method not in self._lasting):
                 raise UnavailableError("the server is shutting down and takes no new requests; ask again later", retry_after_seconds=5.0)
             (self._unhurried if method in self._lasting else self._running).add(task)
             return await behaviour(_decoded(method, decode, data), context)

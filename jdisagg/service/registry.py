@@ -43,8 +43,10 @@ class Registrar(Protocol):
 
 
 def registry_service(registrar: Registrar, tokens: tuple[str, ...] = ()) -> Service:
+    """A router that drains hears of its workers to the end: running requests need them."""
     servicer = RegistryServicer(registrar)
-    return Service(REGISTRY_NAME, lambda server: registry_pb2_grpc.add_RegistryServicer_to_server(servicer, server), tokens)
+    lasting = frozenset({"Register", "Heartbeat", "Deregister"})
+    return Service(REGISTRY_NAME, lambda server: registry_pb2_grpc.add_RegistryServicer_to_server(servicer, server), tokens, lasting)
 
 
 class RegistryServicer(registry_pb2_grpc.RegistryServicer):

@@ -42,10 +42,12 @@ class RunningCluster:
         return {self.process.pid, *(child.pid for child in with_children)}
 
     def worker(self, name: str) -> psutil.Process | None:
-        """None while it does not run."""
+        """A worker, or process k of it as name.k. None while it does not run."""
+        name, _, process = name.partition(".")
+        wanted = {f"--name={name}", *([f"--process_id={process}"] if process else [])}
         for child in psutil.Process(self.process.pid).children():
             with suppress(psutil.Error):
-                if f"--name={name}" in child.cmdline():
+                if wanted <= set(child.cmdline()):
                     return child
         return None
 
@@ -70,6 +72,9 @@ def cluster(folder: Path, *flags: str) -> Iterator[RunningCluster]:
         ready = re.fullmatch(READY, line)
         assert ready, f"no ready line but {line!r}: {log.read_text()}"
         yield RunningCluster(process, log, ready[1], ready[2].split(", "))
+    except BaseException:
+        print(log.read_text())  # pytest shows it
+        raise
     finally:
         pids = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         process.kill()
@@ -118,7 +123,7 @@ def check_a_life(running: RunningCluster, killed: str) -> None:
     text, tokens = oracle(60)
     with Client(running.address) as client:
         answer = ask(running, "--max_tokens=60", "--ignore_eos", "--temperature=0")
-        assert (answer.returncode, answer.stdout) == (0, text + "\n"), answer.stderr + running.log.read_text()
+        assert (answer.returncode, answer.stdout) == (0, text + "\n"), answer.stderr
         assert {status.name: status.layout for status in client.status()}.keys() == set(running.workers)
         wait_until(lambda: all_free(client, running.workers), "pages are not free once all is quiet")
 
@@ -159,6 +164,15 @@ def test_two_of_each_kind_survive_a_killed_prefill_worker(folder: Path):
     with cluster(folder, "--prefill=2", "--decode=2") as running:
         assert len(running.workers) == 4
         check_a_life(running, "prefill-1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["decode-0.0", "prefill-0.1"])
+def test_instances_of_two_processes_each_survive_the_death_of_one_of_them(folder: Path, killed: str):
+    layouts = ("--prefill_layout=dp=1,tp=4", "--decode_layout=dp=2,tp=2")
+    with cluster(folder, "--prefill=1", "--decode=1", "--processes_per_instance=2", *layouts) as running:
+        assert len(running.pids()) == 6
+        check_a_life(running, killed)
 
 
 def test_mixed_workers_alone_serve_too(folder: Path):
