@@ -72,6 +72,7 @@ class RemoteDecodePort:
 
     async def reserve(self, call: ReserveCall) -> Reservation:
         request = wire_workers.reserve_call_to_proto(call)
+        request.session_id = await self._spans.session_id(call.deadline_seconds)
         reply: pb.Reservation = await self._connection.call(self._stub.Reserve, request, call.deadline_seconds + SLACK_SECONDS)
         return wire_workers.reservation_from_proto(reply)
 

@@ -66,6 +66,10 @@ class RemoteSpans:
         self._session: _Session | None = None
         self._reading: set[asyncio.Task[None]] = set()
 
+    async def session_id(self, seconds: float) -> int:
+        """The open session's; what is reserved for it is freed when it breaks."""
+        return (await self._open(seconds)).session_id
+
     async def generate(self, call: GenerateCall) -> AsyncGenerator[Span, None]:
         session = await self._open(call.deadline_seconds)
         reservation_id, over = call.reservation_id, False

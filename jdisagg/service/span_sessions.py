@@ -1,7 +1,7 @@
 """The worker's side of the span streams: for each calling process one stream that carries the spans of all it started.
 
-A session lives as long as its stream. When the stream ends, however, all that it started is cancelled: the process is gone or will
-never hear of it, and a router re-enters its path. What a slow reader has not taken waits here, never more than the tokens that its
+A session lives as long as its stream. When the stream ends, however, all that it reserved and started is cancelled: the process is gone or
+will never hear of it, and a router re-enters its path. What a slow reader has not taken waits here, never more than the tokens that its
 reservations asked for (worker/span_stream.py): it holds up neither the worker's loop nor other sessions. Spans that wait when a message is
 made go out together, so that the tokens of one step cost one message.
 
@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from jdisagg.dispatch.ports import DecodePort, GenerateCall
+from jdisagg.dispatch.ports import DecodePort, GenerateCall, Reservation, ReserveCall
 from jdisagg.errors import HandoffError, InvalidRequestError, JdisaggError, UnavailableError
 from jdisagg.service import wire, wire_workers
 from jdisagg.service import workers_pb2 as pb
@@ -31,6 +31,8 @@ class _Session:
         self.news: deque[pb.ReservationSpans] = deque()
         self.stirred = asyncio.Event()
         self.running: dict[int, asyncio.Task[None]] = {}
+        self.reserved: set[int] = set()
+        self.ended = False
 
     def put(self, news: pb.ReservationSpans) -> None:
         self.news.append(news)
@@ -57,6 +59,7 @@ class SpanSessions:
     def __init__(self, port: DecodePort) -> None:
         self._port = port
         self._sessions: dict[int, _Session] = {}
+        self._cancelling: set[asyncio.Task[None]] = set()
 
     async def serve(self, session_id: int, write: Callable[[pb.SpanBatch], Awaitable[object]]) -> None:
         """Opens the session and writes its batches, the first of them empty, until cancelled; then all of it is cancelled."""
@@ -70,25 +73,49 @@ class SpanSessions:
                 await write(session.take())
         finally:
             del self._sessions[session_id]
-            for task in session.running.values():
-                task.cancel()
+            self._end(session)
+
+    async def reserve(self, session_id: int, call: ReserveCall) -> Reservation:
+        """Reserves for a session (0: for none), which may end meanwhile."""
+        session = self._session(session_id) if session_id else None
+        reservation = await self._port.reserve(call)
+        if session is not None:
+            session.reserved.add(reservation.reservation_id)
+            if session.ended:
+                self._end(session)
+        return reservation
 
     def start(self, session_id: int, call: GenerateCall) -> None:
         """Follows a reservation; what comes of it, an error too, goes to the session's stream."""
-        session = self._sessions.get(session_id)
-        if session is None:
-            raise UnavailableError(f"span session {session_id:x} is not open: its stream broke; open another and try again")
+        session = self._session(session_id)
         if call.reservation_id in session.running:
             raise HandoffError(f"reservation {call.reservation_id} runs already in this session; start it once")
+        session.reserved.discard(call.reservation_id)
         session.running[call.reservation_id] = asyncio.create_task(self._follow(session, call))
 
     async def cancel(self, reservation_id: int, child: int | None) -> None:
         await self._port.cancel(reservation_id, child)
         if child is None:
             for session in self._sessions.values():
+                session.reserved.discard(reservation_id)
                 task = session.running.get(reservation_id)
                 if task is not None:
                     task.cancel()
+
+    def _session(self, session_id: int) -> _Session:
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise UnavailableError(f"span session {session_id:x} is not open: its stream broke; open another and try again")
+        return session
+
+    def _end(self, session: _Session) -> None:
+        session.ended = True
+        for task in session.running.values():
+            task.cancel()
+        while session.reserved:
+            cancelling = asyncio.create_task(self._port.cancel(session.reserved.pop()))
+            self._cancelling.add(cancelling)
+            cancelling.add_done_callback(self._cancelling.discard)
 
     async def _follow(self, session: _Session, call: GenerateCall) -> None:
         reservation_id = call.reservation_id

@@ -59,7 +59,8 @@ class DecodeServicer(workers_pb2_grpc.DecodeWorkerServicer):
         self._sessions = SpanSessions(port)
 
     async def Reserve(self, request: pb.ReserveCall, context: Context) -> pb.Reservation:
-        return wire_workers.reservation_to_proto(await self._port.reserve(wire_workers.reserve_call_from_proto(request)))
+        call = wire_workers.reserve_call_from_proto(request)
+        return wire_workers.reservation_to_proto(await self._sessions.reserve(request.session_id, call))
 
     async def Spans(self, request: pb.SpansCall, context: Context) -> None:
         await self._sessions.serve(request.session_id, context.write)

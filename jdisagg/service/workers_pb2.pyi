@@ -48,18 +48,20 @@ class Child(_message.Message):
     def __init__(self, index: _Optional[int] = ..., accepted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReserveCall(_message.Message):
-    __slots__ = ("request", "attempt", "children", "deadline_seconds", "age_seconds")
+    __slots__ = ("request", "attempt", "children", "deadline_seconds", "age_seconds", "session_id")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CHILDREN_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     request: Request
     attempt: int
     children: _containers.RepeatedCompositeFieldContainer[Child]
     deadline_seconds: float
     age_seconds: float
-    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., attempt: _Optional[int] = ..., children: _Optional[_Iterable[_Union[Child, _Mapping]]] = ..., deadline_seconds: _Optional[float] = ..., age_seconds: _Optional[float] = ...) -> None: ...
+    session_id: int
+    def __init__(self, request: _Optional[_Union[Request, _Mapping]] = ..., attempt: _Optional[int] = ..., children: _Optional[_Iterable[_Union[Child, _Mapping]]] = ..., deadline_seconds: _Optional[float] = ..., age_seconds: _Optional[float] = ..., session_id: _Optional[int] = ...) -> None: ...
 
 class Reservation(_message.Message):
     __slots__ = ("reservation_id", "worker", "rank", "lease_seconds", "cached_tokens")

@@ -187,6 +187,20 @@ async def test_a_broken_stream_ends_all_its_iterators_and_another_routers_go_on(
         assert [span.token_ids for span in await going] == [(3,)]
 
 
+async def test_what_a_router_had_reserved_is_freed_when_it_goes_away() -> None:
+    worker = Worker()
+    async with serving(worker) as (address, _), connected(address, 2) as (one, two):
+        reserve = ReserveCall(REQUEST, 1, (Child(0),), 2.0)
+        assert await one.decode.reserve(reserve) == await two.decode.reserve(reserve)
+        with pytest.raises(HandoffError):
+            await collect(two, 5)
+        two.close()
+        await asyncio.sleep(0.05)
+        assert (5, None) not in worker.told, "the second router's was started, and has ended"
+        one.close()
+        await eventually(lambda: (5, None) in worker.told)
+
+
 async def test_a_router_that_does_not_read_holds_up_nobody_and_misses_nothing() -> None:
     worker = Spanner()
     sessions = SpanSessions(worker)

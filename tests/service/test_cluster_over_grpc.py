@@ -1,0 +1,132 @@
+"""The toy cluster in real time with gRPC between path and workers and between the workers: the oracle's tokens, and nothing left over."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+
+from jdisagg.config import ServiceConfig
+from jdisagg.dispatch.ports import PeerPort
+from jdisagg.dispatch.request_path import RequestPath
+from jdisagg.errors import JdisaggError
+from jdisagg.request import Request
+from jdisagg.service.remote_ports import RemoteWorker
+from jdisagg.service.server import GrpcServer
+from jdisagg.service.worker_service import decode_service, peer_service, prefill_service
+from tests.fakes.cluster import Cluster, Collected, ToyText, toy_request
+from tests.fakes.fake_executor import Costs
+from tests.service.doors import eventually
+
+COSTS = Costs(prefill_token=1e-5, decode_step=1e-3, pull=1e-3, other=1e-5)
+
+
+class LatePeer:
+    """A peer port whose address is known only after it was handed out."""
+
+    def __init__(self) -> None:
+        self.target: PeerPort | None = None
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.target, name)
+
+
+@dataclass
+class Router:
+    path: RequestPath
+    prefill: RemoteWorker
+    decode: RemoteWorker
+
+    async def collect(self, request: Request) -> Collected:
+        collected = Collected()
+        async for event in self.path.stream(request):
+            collected.add(event)
+        return collected
+
+    async def close(self) -> None:
+        await self.prefill.aclose()
+        await self.decode.aclose()
+
+
+@dataclass
+class Served:
+    cluster: Cluster
+    addresses: tuple[str, str]
+
+    def router(self) -> Router:
+        prefill, decode = map(RemoteWorker, self.addresses)
+        cluster = self.cluster
+        text = lambda request: ToyText(request.sampling.stop)  # noqa: E731
+        path = RequestPath({"prefill0": prefill.prefill}, {"decode0": decode.decode}, text, cluster.limits, cluster.clock, cluster.new_id)
+        return Router(path, prefill, decode)
+
+    async def is_quiet(self) -> bool:
+        statuses = [await worker.status() for worker in (self.cluster.decode, self.cluster.prefill)]
+        return all(s.free_pages == s.total_pages and not (s.running or s.waiting or s.handoffs) for s in statuses)
+
+
+@contextlib.asynccontextmanager
+async def served() -> AsyncIterator[Served]:
+    late = LatePeer()
+    cluster = Cluster(costs=COSTS, wrap_peer=lambda _: late)  # type: ignore[arg-type, return-value]
+    async with cluster:
+        config = ServiceConfig(port=0, drain_seconds=0.0)
+        prefill = GrpcServer((prefill_service(cluster.prefill), peer_service(cluster.prefill)), config, cluster.prefill.boot_id)
+        decode = GrpcServer((decode_service(cluster.decode),), config, cluster.decode.boot_id)
+        addresses = f"127.0.0.1:{await prefill.start()}", f"127.0.0.1:{await decode.start()}"
+        peer = RemoteWorker(addresses[0])
+        late.target = peer.peer
+        try:
+            yield Served(cluster, addresses)
+        finally:
+            await decode.drain()
+            await prefill.drain()
+            await peer.aclose()
+
+
+async def quiet(served: Served) -> None:
+    async with asyncio.timeout(20):
+        while not await served.is_quiet():
+            await asyncio.sleep(0.02)
+    await served.cluster.check_quiet(0.0)
+
+
+async def test_every_request_gets_the_oracles_tokens_and_nothing_is_left() -> None:
+    async with served() as cluster:
+        router = cluster.router()
+        requests = [toy_request(number, prompt_tokens=3 + number, n=1 + number % 3, max_tokens=4 + number % 9) for number in range(16)]
+        requests += [toy_request(50 + number, temperature=1.0, seed=number, logprobs=2) for number in range(4)]
+        for request, collected in zip(requests, await asyncio.gather(*map(router.collect, requests)), strict=True):
+            cluster.cluster.check_against_oracle(request, collected)
+            assert collected.timings is not None and collected.timings.kv_bytes_moved > 0
+        await quiet(cluster)
+        await router.close()
+
+
+async def test_what_clients_give_up_is_freed() -> None:
+    async with served() as cluster:
+        router = cluster.router()
+        for number in range(8):
+            stream = router.path.stream(toy_request(number, max_tokens=100))
+            for _ in range(1 + number % 4):
+                await anext(stream)
+            await stream.aclose()
+        await quiet(cluster)
+        await router.close()
+
+
+async def test_one_router_dies_and_the_others_streams_go_on() -> None:
+    async with served() as cluster:
+        dying, living = cluster.router(), cluster.router()
+        request = toy_request(1, max_tokens=60)
+        answer = asyncio.ensure_future(living.collect(request))
+        lost = [asyncio.ensure_future(dying.collect(toy_request(10 + number, max_tokens=110))) for number in range(2)]
+        await eventually(lambda: len(cluster.cluster.decode._state.groups) == 3)
+        await dying.close()
+        for task in lost:
+            with pytest.raises(JdisaggError):
+                await asyncio.wait_for(task, 20)
+        cluster.cluster.check_against_oracle(request, await answer)
+        await quiet(cluster)
+        await living.close()
