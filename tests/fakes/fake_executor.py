@@ -57,7 +57,8 @@ class FakeChannel:
         self.owners[offer_id] = owner
 
     def lose(self, owner: "FakeExecutor") -> None:
-        """The process of this mesh has died: nothing of it can be pulled any more."""
+        """The process of this mesh has died: nothing of it can be pulled any more, what is under way neither."""
+        owner.gone = True
         for offer_id in [offer_id for offer_id in self.offered if self.owners[offer_id] is owner]:
             del self.offered[offer_id]
 
@@ -142,6 +143,7 @@ class FakeExecutor:
         self._slots: dict[tuple[int, int], _Slot] = {}
         self._dropped: set[int] = set()
         self.peers: set[str] = set()
+        self.gone = False
         self._pulls = 0
         self._free_at = 0.0
         self._broken = False
@@ -194,8 +196,8 @@ class FakeExecutor:
                     self._dropped.add(offer_id)
             case ReleaseOffers():
                 for offer_id in command.offer_ids:
-                    assert offer_id in self._channel.offered, "released twice, or never offered"
-                    del self._channel.offered[offer_id]
+                    assert offer_id in self._channel.offered or self.gone, "released twice, or never offered"
+                    self._channel.offered.pop(offer_id, None)
             case CopyPages():
                 for rank, source, destination in command.copies:
                     for group in self._pages[rank]:
@@ -287,6 +289,9 @@ class FakeExecutor:
         ready_at = loop.time() if offered is None else max(loop.time(), offered[2])
 
         def arrive() -> None:
+            if offered is not None and self._channel.owners[command.offer_id].gone:
+                _set(future, PullResult(command.step, command.offer_id, 0, "connection reset"))
+                return
             if offered is not None and not error and command.offer_id not in self._dropped:
                 assert command.group == offered[0]
                 entries = list(offered[1])

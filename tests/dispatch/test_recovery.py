@@ -1,0 +1,172 @@
+"""Workers that die, in virtual time: while one of each kind lives, every stream goes on with the right tokens and nothing is left held."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jdisagg.config import LimitsConfig
+from jdisagg.errors import UnavailableError
+from jdisagg.request import AcceptedChild, Resumption
+from tests.dispatch.test_request_path_storms import mixed_requests
+from tests.fakes.cluster import Collected, toy_request
+from tests.fakes.fake_executor import Costs, Faults
+from tests.fakes.fleet import Fleet
+from tests.fakes.virtual_time import run_virtually
+
+SLOW = Costs(prefill_token=1e-3, pull=0.02)
+
+
+async def kill_later(fleet: Fleet, name: str, seconds: float) -> None:
+    await asyncio.sleep(seconds)
+    await fleet.kill(name)
+
+
+@pytest.mark.parametrize("wire", [False, True])
+@pytest.mark.parametrize(
+    ("name", "seconds"),
+    [("prefill0", at) for at in (0.001, 0.01, 0.03, 0.06)] + [("decode0", at) for at in (0.001, 0.01, 0.03, 0.06, 0.1, 0.2)],
+)
+def test_a_dead_worker_ends_no_stream_while_another_lives(name: str, seconds: float, wire: bool) -> None:
+    async def main() -> None:
+        async with Fleet(costs=SLOW, wire=wire) as fleet:
+            await asyncio.gather(fleet.collect_all(mixed_requests(10)), kill_later(fleet, name, seconds))
+            counters = fleet.path.counters
+            assert counters["sources_replaced"] + counters["legs_failed"] > 0, "the death was felt"
+            await fleet.check_quiet(settle_seconds=10.0)
+
+    run_virtually(main)
+
+
+def test_what_has_come_of_a_dead_prefill_workers_kv_is_kept_and_its_first_token_holds() -> None:
+    async def main() -> None:
+        async with Fleet(costs=Costs(pull=0.05, prefill_token=1e-4)) as fleet:
+            request = toy_request(1, prompt_tokens=100, max_tokens=9)
+            collecting = asyncio.create_task(fleet.collect(request))
+            await asyncio.sleep(0.12)
+            assert fleet.processes["prefill0"].worker.counters["handoffs_aborted"] == 0
+            await fleet.kill("prefill0")
+            fleet.check(request, await collecting)
+            assert fleet.path.counters["sources_replaced"] == 1 and fleet.path.counters["legs_failed"] == 0
+            kept = fleet.counted("kv_tokens_kept")
+            assert 0 < kept < 100 and kept % 4 == 0
+            answer = collecting.result()
+            assert answer.timings is not None and answer.timings.kv_bytes_moved < 2 * 100 * 8, "what was here is not moved again"
+            await fleet.check_quiet()
+
+    run_virtually(main)
+
+
+def test_several_children_whose_first_tokens_were_delivered_keep_them_across_a_prefill_death() -> None:
+    async def main() -> None:
+        async with Fleet(costs=Costs(pull=0.2)) as fleet:
+            request = toy_request(1, prompt_tokens=50, max_tokens=9, n=3, temperature=1.0)
+            collecting = asyncio.create_task(fleet.collect(request))
+            await asyncio.sleep(0.15)
+            await fleet.kill("prefill0")
+            fleet.check(request, await collecting)
+            assert fleet.path.counters["sources_replaced"] == 1 and fleet.path.counters["legs_failed"] == 0
+            await fleet.check_quiet()
+
+    run_virtually(main)
+
+
+def test_a_prefill_that_lost_its_reply_does_not_hold_the_stream_back() -> None:
+    """All KV had come when the prefill worker died, but not its reply: the decode side gives the first token out."""
+
+    async def main() -> None:
+        async with Fleet(costs=Costs(pull=0.001)) as fleet:
+            for number, seconds in enumerate([0.0016, 0.0018, 0.002, 0.0025, 0.003, 0.004]):
+                request = toy_request(number, prompt_tokens=8, max_tokens=5)
+                collecting = asyncio.create_task(fleet.collect(request))
+                await asyncio.sleep(seconds)
+                await fleet.kill("prefill0")
+                fleet.check(request, await collecting)
+                await fleet.start("prefill0")
+            await fleet.check_quiet()
+
+    run_virtually(main)
+
+
+def test_a_worker_restarted_under_its_name_is_another_peer() -> None:
+    async def main() -> None:
+        async with Fleet(prefills=1, decodes=1) as fleet:
+            for number in range(3):
+                await fleet.collect_all([toy_request(number, prompt_tokens=20)])
+                await fleet.kill("prefill0")
+                with pytest.raises(UnavailableError):
+                    await fleet.collect(toy_request(10 + number))
+                await fleet.start("prefill0")
+            await fleet.collect_all([toy_request(7, prompt_tokens=20)])
+            assert len(fleet.processes["decode0"].mesh.peers) == 1, "the former ones are disconnected"
+            await fleet.check_quiet()
+
+    run_virtually(main)
+
+
+def test_without_survivors_streams_end_with_a_typed_error() -> None:
+    async def main() -> None:
+        async with Fleet(prefills=1, decodes=1, limits=LimitsConfig(max_attempts=4)) as fleet:
+            streams = [asyncio.create_task(fleet.collect(request)) for request in mixed_requests(6)]
+            await asyncio.sleep(0.05)
+            await fleet.kill("decode0")
+            answers = await asyncio.gather(*streams, return_exceptions=True)
+            assert any(isinstance(answer, UnavailableError) for answer in answers)
+            assert all(isinstance(answer, UnavailableError | Collected) for answer in answers)
+            await fleet.check_quiet(settle_seconds=40)
+
+    run_virtually(main)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    deaths=st.lists(st.tuples(st.sampled_from(["prefill0", "decode0"]), st.floats(0, 0.4)), min_size=1, max_size=2, unique_by=lambda d: d[0]),
+    restart=st.booleans(),
+    pull_faults=st.sampled_from([0, 11, 20]),
+    kind=st.sampled_from(["lost", "garble", "stall"]),
+    pull=st.sampled_from([0.001, 0.03]),
+    seed=st.integers(0, 1000),
+)
+def test_any_deaths_and_bad_transfers_change_no_token(
+    deaths: list[tuple[str, float]], restart: bool, pull_faults: int, kind: str, pull: float, seed: int
+) -> None:
+    async def main() -> None:
+        faults = Faults(pull_error=lambda nth: kind if pull_faults and nth % pull_faults == 3 else "")
+        costs = Costs(prefill_token=1e-3, pull=pull)
+        async with Fleet(costs=costs, faults=lambda name: faults, seed=seed, growth_tokens=1 + seed % 8) as fleet:
+
+            async def die(name: str, seconds: float) -> None:
+                await kill_later(fleet, name, seconds)
+                if restart:
+                    await asyncio.sleep(0.05)
+                    await fleet.start(name)
+
+            await asyncio.gather(fleet.collect_all(mixed_requests(8)), *(die(*death) for death in deaths))
+            await fleet.check_quiet(settle_seconds=40.0)
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize("after", [0.0, 0.02, 0.1, 0.3])
+@pytest.mark.parametrize("old_router_dies", [True, False])
+def test_a_client_goes_on_through_another_router_at_its_next_token(after: float, old_router_dies: bool) -> None:
+    async def main() -> None:
+        async with Fleet() as fleet:
+            request = toy_request(1, prompt_tokens=20, max_tokens=40, n=2, temperature=1.0, repetition_penalty=1.2)
+            had = Collected()
+            first = asyncio.create_task(fleet.collect(request, into=had))
+            await asyncio.sleep(after)
+            if old_router_dies:
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
+            children = tuple(AcceptedChild(tuple(had.tokens.get(child, ())), had.finish.get(child)) for child in range(2))
+            again = replace(request, resumption=Resumption(1, children))
+            rest = Collected(tokens={child: list(one.token_ids) for child, one in enumerate(children)})
+            fleet.check(request, await fleet.collect(again, fleet.new_path(), rest))
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            await fleet.check_quiet()
+
+    run_virtually(main)

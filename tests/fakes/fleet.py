@@ -1,0 +1,293 @@
+"""Several prefill and decode workers on fake meshes in virtual time, which may be killed and started again under their names.
+
+A killed worker's calls fail, those under way too, its offers are gone, and nothing that it still says reaches anybody. `check_quiet`
+is rule 6 of the design for those that live.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from jdisagg.config import InstanceConfig, LimitsConfig, Mode
+from jdisagg.dispatch.ports import (
+    DecodePort,
+    GenerateCall,
+    HandoffSource,
+    PeerHello,
+    PeerMessage,
+    PeerPort,
+    PrefillCall,
+    PrefillPort,
+    PrefillReply,
+    Reservation,
+    ReserveCall,
+    ResumeCall,
+    Span,
+    WorkerStatus,
+)
+from jdisagg.dispatch.request_path import RequestPath
+from jdisagg.errors import HandoffError, UnavailableError
+from jdisagg.request import Request
+from jdisagg.scheduler.commands import MeshLimits
+from jdisagg.service.wire_ports import WireDecodeLoopback, WirePeerLoopback, WirePrefillLoopback
+from jdisagg.worker.decode_worker import DecodeWorker
+from jdisagg.worker.prefill_worker import PrefillWorker
+from tests.fakes.cluster import Collected, ToyText
+from tests.fakes.fake_executor import Costs, FakeChannel, FakeExecutor, Faults, toy_limits
+from tests.fakes.toy_model import expected_tokens
+from tests.fakes.virtual_time import VirtualClock
+
+T = TypeVar("T")
+
+
+class Life:
+    """Of one process: calls through `during` end when it does."""
+
+    def __init__(self) -> None:
+        self.dead = asyncio.Event()
+
+    def check(self) -> None:
+        if self.dead.is_set():
+            raise UnavailableError("connection refused")
+
+    async def during(self, call: Awaitable[T]) -> T:
+        task = asyncio.ensure_future(call)
+        death = asyncio.ensure_future(self.dead.wait())
+        try:
+            await asyncio.wait({task, death}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() or self.dead.is_set():
+                raise UnavailableError("connection reset")
+            return task.result()
+        finally:
+            for one in (task, death):
+                one.cancel()
+            await asyncio.gather(task, death, return_exceptions=True)
+
+    async def each(self, items: AsyncIterator[T]) -> AsyncIterator[T]:
+        self.check()
+        try:
+            while True:
+                try:
+                    yield await self.during(anext(items))
+                except StopAsyncIteration:
+                    return
+        finally:
+            close = getattr(items, "aclose", None)
+            if close is not None and not self.dead.is_set():
+                await close()
+
+
+@dataclass
+class MortalPrefill:
+    inner: PrefillPort
+    life: Life
+
+    async def prefill(self, call: PrefillCall) -> PrefillReply:
+        self.life.check()
+        return await self.life.during(self.inner.prefill(call))
+
+    async def cancel_prefill(self, handoff_id: int) -> None:
+        self.life.check()
+        await self.inner.cancel_prefill(handoff_id)
+
+    async def status(self) -> WorkerStatus:
+        self.life.check()
+        return await self.inner.status()
+
+
+@dataclass
+class MortalDecode:
+    inner: DecodePort
+    life: Life
+
+    async def reserve(self, call: ReserveCall) -> Reservation:
+        self.life.check()
+        return await self.life.during(self.inner.reserve(call))
+
+    def generate(self, call: GenerateCall) -> AsyncIterator[Span]:
+        return self.life.each(self.inner.generate(call))
+
+    async def resume_source(self, call: ResumeCall) -> int | None:
+        self.life.check()
+        return await self.life.during(self.inner.resume_source(call))
+
+    async def cancel(self, reservation_id: int, child: int | None = None) -> None:
+        self.life.check()
+        await self.inner.cancel(reservation_id, child)
+
+    async def status(self) -> WorkerStatus:
+        self.life.check()
+        return await self.inner.status()
+
+
+@dataclass
+class MortalPeer:
+    """Between two processes: either may die."""
+
+    inner: PeerPort
+    life: Life
+    ours: Life
+
+    def _check(self) -> None:
+        self.life.check()
+        self.ours.check()
+
+    async def hello(self, hello: PeerHello) -> PeerHello:
+        self._check()
+        return await self.inner.hello(hello)
+
+    def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:
+        return self.ours.each(self.life.each(self.inner.offers(handoff_id, attempt)))
+
+    async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
+        self._check()
+        await self.inner.acknowledge(handoff_id, offer_ids)
+
+    async def abort(self, handoff_id: int, reason: str) -> None:
+        self._check()
+        await self.inner.abort(handoff_id, reason)
+
+
+@dataclass
+class Process:
+    """One start of one worker."""
+
+    worker: PrefillWorker | DecodeWorker
+    mesh: FakeExecutor
+    life: Life = field(default_factory=Life)
+
+
+class Fleet:
+    """`prefills` and `decodes` workers behind a path. Use inside `run_virtually`."""
+
+    def __init__(
+        self,
+        prefills: int = 2,
+        decodes: int = 2,
+        decode: MeshLimits | None = None,
+        prefill: MeshLimits | None = None,
+        growth_tokens: int = 8,
+        limits: LimitsConfig | None = None,
+        faults: Callable[[str], Faults] = lambda name: Faults(),
+        costs: Costs | None = None,
+        seed: int = 0,
+        wire: bool = False,
+    ) -> None:
+        self.channel = FakeChannel()
+        self.clock = VirtualClock()
+        self.limits = limits or LimitsConfig()
+        self.processes: dict[str, Process] = {}
+        self._config = InstanceConfig(growth_tokens=growth_tokens)
+        self._meshes = {"p": prefill or toy_limits(), "d": decode or toy_limits()}
+        self._faults = faults
+        self._costs = costs
+        self._random = random.Random(seed)
+        self._wire = wire
+        self._names = [f"prefill{number}" for number in range(prefills)] + [f"decode{number}" for number in range(decodes)]
+        self._prefill_ports: dict[str, PrefillPort] = {}
+        self._decode_ports: dict[str, DecodePort] = {}
+        self.path = self.new_path()
+
+    def new_path(self) -> RequestPath:
+        """Of another router, to the same workers."""
+        return RequestPath(
+            self._prefill_ports,
+            self._decode_ports,
+            lambda request: ToyText(request.sampling.stop),
+            self.limits,
+            self.clock,
+            self.new_id,
+            address=lambda name: f"{name}:1",
+        )
+
+    def new_id(self) -> int:
+        return self._random.getrandbits(63)
+
+    def decode_worker(self, name: str) -> DecodeWorker:
+        worker = self.processes[name].worker
+        assert isinstance(worker, DecodeWorker)
+        return worker
+
+    def counted(self, counter: str) -> int:
+        return sum(process.worker.counters[counter] for process in self.processes.values())
+
+    async def __aenter__(self) -> "Fleet":
+        for name in self._names:
+            await self.start(name)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for name in self._names:
+            if not self.processes[name].life.dead.is_set():
+                await self.processes[name].worker.stop()
+
+    async def start(self, name: str) -> None:
+        mesh = FakeExecutor(self._meshes[name[0]], self.channel, self._faults(name), self._costs)
+        life = Life()
+        worker: PrefillWorker | DecodeWorker
+        if name.startswith("p"):
+            worker = PrefillWorker(name, mesh, self._config, self.limits, self.clock, self.new_id)
+            self._prefill_ports[name] = MortalPrefill(WirePrefillLoopback(worker) if self._wire else worker, life)
+        else:
+            worker = DecodeWorker(
+                name,
+                mesh,
+                self._config,
+                Mode.DISAGGREGATED,
+                self.limits,
+                lambda source: self._peer(source, life),
+                self.clock,
+                self.new_id,
+                address=f"{name}:1",
+            )
+            self._decode_ports[name] = MortalDecode(WireDecodeLoopback(worker) if self._wire else worker, life)
+        self.processes[name] = Process(worker, mesh, life)
+        await worker.start()
+
+    async def kill(self, name: str) -> None:
+        """As `kill -9`: from one moment to the next nothing of it answers."""
+        process = self.processes[name]
+        process.life.dead.set()
+        self.channel.lose(process.mesh)
+        await asyncio.sleep(0)
+        await process.worker.stop()
+
+    async def collect(self, request: Request, path: RequestPath | None = None, into: Collected | None = None) -> Collected:
+        collected = into or Collected()
+        async for event in (path or self.path).stream(request):
+            collected.add(event)
+        return collected
+
+    def check(self, request: Request, collected: Collected) -> None:
+        for child in range(request.sampling.n):
+            tokens, reason = expected_tokens(request, child, self._meshes["d"].context_tokens)
+            assert tuple(collected.tokens[child]) == tokens, f"{request.request_id} child {child}"
+            assert collected.finish[child].value == reason
+
+    async def collect_all(self, requests: list[Request]) -> None:
+        """Streams all at once and checks each against the oracle."""
+        answers = await asyncio.gather(*(self.collect(request) for request in requests))
+        for request, answer in zip(requests, answers, strict=True):
+            self.check(request, answer)
+
+    async def check_quiet(self, settle_seconds: float = 1.0) -> None:
+        await asyncio.sleep(settle_seconds)
+        for name, process in self.processes.items():
+            if process.life.dead.is_set():
+                continue
+            status = await process.worker.status()
+            assert status.free_pages == status.total_pages, f"{name} holds pages: {status}"
+            assert (status.running, status.waiting, status.handoffs) == (0, 0, 0), status
+            assert not process.mesh.pulled
+        left = [offer_id for offer_id in self.channel.offered]
+        assert not left, f"offers of {[self.channel.owners[offer_id].log[:1] for offer_id in left]}"
+
+    def _peer(self, source: HandoffSource, ours: Life) -> PeerPort:
+        assert source.address == f"{source.worker}:1", "the path tells where a source is"
+        process = self.processes.get(source.worker)
+        if process is None:
+            raise HandoffError(f"nobody listens at {source.address}")
+        peer = process.worker
+        return MortalPeer(WirePeerLoopback(peer) if self._wire else peer, process.life, ours)
