@@ -18,6 +18,7 @@ from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Device
 from jdisagg.observe.observer import Observer
+from launch.recording import embedded_recorder
 from launch.shipped import SHIPPED_MODEL
 from models.checkpoint import LoadedModel, load_config, load_model
 from models.tokenizer import Tokenizer
@@ -36,9 +37,9 @@ def prepare_runtime(cpu_devices: int, compilation_cache: str) -> None:
 
 
 class Deployment:
-    """An embedded cluster, its tokenizer and its front."""
+    """An embedded cluster, its tokenizer and its front. `record_to`: a folder for its recordings, where not empty."""
 
-    def __init__(self, config: EngineConfig, observer: Observer | None = None) -> None:
+    def __init__(self, config: EngineConfig, observer: Observer | None = None, record_to: str = "") -> None:
         directory = config.model.directory or SHIPPED_MODEL
         model_config = load_config(directory)
         self.config = config
@@ -47,7 +48,8 @@ class Deployment:
         def load(layout: Layout, devices: Sequence[Device]) -> LoadedModel:
             return load_model(directory, layout, devices, dtype=config.model.dtype)
 
-        self.cluster = EmbeddedCluster(config, load, self.tokenizer, jax.devices(), observer)
+        record = embedded_recorder(record_to, directory, config.model.dtype)
+        self.cluster = EmbeddedCluster(config, load, self.tokenizer, jax.devices(), observer, record)
         info = ModelInfo(
             name=Path(directory).resolve().name,
             family=model_config.family,

@@ -42,6 +42,7 @@ _PAGE_SIZE = flags.DEFINE_integer("page_size", 128, "Tokens of a KV page.")
 _SLOTS = flags.DEFINE_integer("slots", 8, "Sequences that decode at once, per dp rank.")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of weights and KV.")
 _CACHE = flags.DEFINE_string("compilation_cache", EngineConfig.compilation_cache, "Folder for compiled programs; '' switches it off.")
+_RECORD = flags.DEFINE_string("record", "", "Folder for recordings of every mesh's commands, for launch.replay; they hold the prompts.")
 
 
 def main(_: list[str]) -> None:
@@ -92,7 +93,7 @@ def _prompts() -> list[str]:
 
 
 async def _generate(config: EngineConfig, prompts: list[str]) -> None:
-    deployment = Deployment(config)
+    deployment = Deployment(config, record_to=_RECORD.value)
     await deployment.start()
     try:
         started = time.monotonic()

@@ -29,6 +29,7 @@ _CONFIG = flags.DEFINE_string("config", DEFAULT_CONFIG, "A recipe: a Python file
 _SET = flags.DEFINE_multi_string("set", [], "path.to.field=value, may be repeated.")
 _MODEL = flags.DEFINE_string("model", None, "Checkpoint directory; replaces the recipe's.")
 _PORT = flags.DEFINE_integer("port", None, "Port; replaces the recipe's. 0 lets the system choose.")
+_RECORD = flags.DEFINE_string("record", "", "Folder for recordings of every mesh's commands, for launch.replay; they hold the prompts.")
 
 
 def main(_: list[str]) -> None:
@@ -61,7 +62,7 @@ def load_recipe(path: str) -> EngineConfig:
 
 async def _serve(config: EngineConfig, observe: ObserveConfig) -> None:
     async with observing("serve", observe) as observer:
-        deployment = Deployment(config, observer)
+        deployment = Deployment(config, observer, _RECORD.value)
         try:
             await deployment.start()
 

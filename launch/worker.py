@@ -52,6 +52,7 @@ _CODEC = flags.DEFINE_string("codec", "none", "How KV travels to this worker: no
 _DEVICES = flags.DEFINE_integer("devices", None, "Virtual devices on CPU. Default: as many as the layout needs of this process.")
 _DRAIN = flags.DEFINE_float("drain_seconds", 30.0, "How long it may drain.")
 _CACHE = flags.DEFINE_string("compilation_cache", WorkerConfig.compilation_cache, "Folder for compiled programs; '' switches it off.")
+_RECORD = flags.DEFINE_string("record", "", "Folder for recordings of every mesh's commands, for launch.replay; they hold the prompts.")
 _SET = flags.DEFINE_multi_string("set", [], "path.to.field=value of WorkerConfig: instance.growth_tokens=64, limits.pull_seconds=2.")
 _PROCESSES = flags.DEFINE_integer("num_processes", 1, "Processes of this instance; 0: as Slurm, Kubernetes or Open MPI say.")
 _PROCESS = flags.DEFINE_integer("process_id", 0, "Which of them this is; 0 leads.")
@@ -107,6 +108,7 @@ def _configuration() -> tuple[WorkerConfig, WorkerSpec]:
         family=load_config(config.model.directory).family,
         model_name=Path(config.model.directory).resolve().name,
         fingerprint=model_fingerprint(config.model.directory, config.model.dtype),
+        record_to=_RECORD.value,
     )
     return config, spec
 

@@ -8,6 +8,7 @@ import asyncio
 import sys
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -43,6 +44,7 @@ from jdisagg.worker.peers import PeerResolver
 from jdisagg.worker.prefill_worker import PrefillWorker
 from launch.cluster_plan import free_ports
 from launch.instance_processes import follow, lead
+from launch.recording import record
 from launch.signals import Signals
 
 EXIT_BROKEN = 3
@@ -60,6 +62,7 @@ class WorkerSpec:
     family: str
     model_name: str
     fingerprint: str
+    record_to: str = ""
 
 
 class WorkerProcess:
@@ -96,6 +99,7 @@ class WorkerProcess:
             if not await self._unless_signalled(signals, self._warm_up(instance)):
                 return 0
             executor = await leading.over(instance.executor, end) if leading else instance.executor
+            executor = self._recorded(executor, instance)
             status = await self._lead_a_life(signals, service, address, instance, executor, link, peers)
             if leading:
                 await leading.stop()
@@ -153,6 +157,12 @@ class WorkerProcess:
             return True
         working.cancel()
         return False
+
+    def _recorded(self, executor: Executor, instance: Instance) -> Executor:
+        if not self._spec.record_to:
+            return executor
+        model, layout = self._config.model, self._config.instance.layout
+        return record(Path(self._spec.record_to), self._spec.name, executor, instance.executor, layout, model.directory, model.dtype)
 
     def _worker(self, executor: Executor, address: str, find_peer: PeerResolver) -> PrefillWorker | DecodeWorker:
         spec, config = self._spec, self._config

@@ -1,0 +1,138 @@
+"""A command stream on file: what a mesh was told and what came of it, in order, so that it can be replayed (`launch.replay`).
+
+A file is a magic word and records, each a byte of kind, two little-endian numbers (the command's, the length) and so many bytes:
+the header (JSON: what is needed to build the mesh again), commands and results (the bytes of `wire_commands`), errors (text). Written
+as it happens and flushed at once, so that the recording of a process that died ends at its last command; a cut last record is ignored.
+Holds prompts: treat it as private.
+"""
+
+import asyncio
+import dataclasses
+import json
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from jdisagg.errors import ConfigError, JdisaggError
+from jdisagg.scheduler.commands import Executor, StepCommand, StepResult
+from jdisagg.service.wire_commands import command_from_bytes, command_to_bytes, result_from_bytes, result_to_bytes
+
+MAGIC = b"jdisagg commands 1\n"
+_RECORD = struct.Struct("<cQQ")
+_HEADER, _COMMAND, _RESULT, _ERROR = b"H", b"C", b"R", b"E"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecordingHeader:
+    """The mesh. `limits`: the fields of `MeshLimits` but for the KV spec, which is the model's."""
+
+    name: str
+    model: str
+    dtype: str
+    layout: str
+    prefill: bool
+    decode: bool
+    emit: bool
+    extracts: bool
+    codec: str
+    processes: int
+    limits: dict[str, int | list[int] | None]
+    versions: str = ""
+
+
+@dataclasses.dataclass(slots=True)
+class Entry:
+    """One command and what it gave: a result, an error, or neither where the recording ends before."""
+
+    number: int
+    command: StepCommand
+    result: StepResult | None = None
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recording:
+    path: Path
+    header: RecordingHeader
+    entries: list[Entry]
+
+
+class RecordingExecutor:
+    """Implements `scheduler.commands.Executor` over another and notes all that passes."""
+
+    def __init__(self, inner: Executor, path: Path, header: RecordingHeader) -> None:
+        self.limits, self.card = inner.limits, inner.card
+        self._inner = inner
+        self._number = 0
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: BinaryIO = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
+        except OSError as error:
+            raise ConfigError(f"recording: cannot write {path}: {error.strerror}; choose another place") from error
+        self._file.write(MAGIC)
+        self._write(_HEADER, 0, json.dumps(dataclasses.asdict(header)).encode())
+
+    def run(self, command: StepCommand) -> asyncio.Future[StepResult]:
+        self._number += 1
+        number = self._number
+        self._write(_COMMAND, number, command_to_bytes(command))
+        future = asyncio.ensure_future(self._inner.run(command))
+        future.add_done_callback(lambda done: self._ended(number, done))
+        return future
+
+    def close(self) -> None:
+        self._inner.close()
+        self._file.close()
+
+    def _ended(self, number: int, done: "asyncio.Future[StepResult]") -> None:
+        if done.cancelled():
+            return
+        if error := done.exception():
+            self._write(_ERROR, number, str(error).encode())
+        else:
+            self._write(_RESULT, number, result_to_bytes(done.result()))
+
+    def _write(self, kind: bytes, number: int, data: bytes) -> None:
+        if not self._file.closed:
+            self._file.write(_RECORD.pack(kind, number, len(data)) + data)
+            self._file.flush()
+
+
+def read_recording(path: Path) -> Recording:
+    """Raises `ConfigError` for what is not a recording of this version."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"recording: cannot read {path}: {error.strerror}; give a file that --record wrote") from error
+    if not data.startswith(MAGIC):
+        raise ConfigError(f"recording: {path} does not begin with {MAGIC!r}; give a file that this version's --record wrote")
+    header: RecordingHeader | None = None
+    entries: dict[int, Entry] = {}
+    try:
+        for kind, number, body in _records(data[len(MAGIC) :]):
+            if kind == _HEADER:
+                header = RecordingHeader(**json.loads(body))
+            elif kind == _COMMAND:
+                entries[number] = Entry(number, command_from_bytes(body))
+            elif kind == _RESULT:
+                entries[number].result = result_from_bytes(body)
+            else:
+                entries[number].error = body.decode("utf-8", "replace")
+    except (JdisaggError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"recording: {path} is damaged, or of another version: {error}; record again") from error
+    if header is None:
+        raise ConfigError(f"recording: {path} has no header; record again")
+    return Recording(path, header, list(entries.values()))
+
+
+def _records(data: bytes) -> Iterator[tuple[bytes, int, bytes]]:
+    at = 0
+    while at + _RECORD.size <= len(data):
+        kind, number, length = _RECORD.unpack_from(data, at)
+        at += _RECORD.size
+        if at + length > len(data):
+            return
+        yield kind, number, data[at : at + length]
+        at += length
