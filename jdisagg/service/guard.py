@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 class Service:
     """One of our services, as a server takes it in. `name` is its full name; `add` adds its servicer to a server.
 
-    tokens: bearer tokens, one of which every call must show; none: all may call. lasting: methods that a drain neither refuses nor waits for.
+    tokens: bearer tokens, one of which every call must show; none: all may call. lasting: methods that a drain neither refuses nor waits
+    for.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Guard(grpc.aio.ServerInterceptor):
         if handler is None or service not in self._tokens:
             return handler
         refusal = self._refusal(service, dict(handler_call_details.invocation_metadata or ()))
+        assert not handler.request_streaming, f"{method}: the guard reads one request of each call"
         # Generated code sets both; gRPC's own types leave them open.
         behaviour = cast(Behaviour[object], handler.unary_stream if handler.response_streaming else handler.unary_unary)
         decode = cast(Callable[[bytes], object], handler.request_deserializer)
