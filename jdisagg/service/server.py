@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from jdisagg.config import ServiceConfig
 from jdisagg.dispatch.frontend import Frontend
 from jdisagg.errors import ConfigError
-from jdisagg.service.connection import read_secret
+from jdisagg.service.connection import Credentials, read_secret
 from jdisagg.service.generation_service import generation_service
 from jdisagg.service.guard import Guard, Service
 
@@ -133,6 +133,24 @@ def read_tokens(path: str) -> tuple[str, ...]:
     if not tokens:
         raise ConfigError(f"token file {path!r} holds no token; write one a line")
     return tokens
+
+
+def cluster_credentials(config: ServiceConfig) -> Credentials:
+    """What a process with this configuration shows the others of its cluster, and believes of them.
+
+    They share an authority (tls_client_ca; without it the certificate itself, which all of them then use) and the first token of
+    cluster_token_file. A certificate names the hosts that it is for.
+    """
+    tokens = read_tokens(config.cluster_token_file)
+    if not config.tls_certificate:
+        return Credentials(token=tokens[0] if tokens else "")
+    return Credentials(
+        tls=True,
+        authority=read_secret(config.tls_client_ca or config.tls_certificate),
+        certificate=read_secret(config.tls_certificate),
+        key=read_secret(config.tls_key),
+        token=tokens[0] if tokens else "",
+    )
 
 
 def _server_credentials(config: ServiceConfig) -> grpc.ServerCredentials | None:

@@ -23,7 +23,7 @@ from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.service.kv_link import GrpcKvLink
 from jdisagg.service.registry import registry_service
 from jdisagg.service.remote_ports import RemoteWorker
-from jdisagg.service.server import GenerationServer, GrpcServer, read_tokens
+from jdisagg.service.server import GenerationServer, GrpcServer, cluster_credentials, read_tokens
 from jdisagg.service.worker_service import decode_service, peer_service, prefill_service
 from tests.service.doors import STATUS, FakePath, make_frontend
 from tests.service.test_wire_ports import HELLO, PREFILL, Worker
@@ -159,6 +159,22 @@ async def test_processes_show_each_other_the_clusters_token() -> None:
                 await call()
         await ours.aclose()
         await stranger.aclose()
+
+
+async def test_processes_of_one_configuration_reach_each_other(papers: Papers, tmp_path) -> None:
+    (tmp_path / "token").write_text("between us\n")
+    config = ServiceConfig(
+        tls_certificate=papers.certificate,
+        tls_key=papers.key,
+        tls_client_ca=papers.authority,
+        cluster_token_file=str(tmp_path / "token"),
+    )
+    for change in ({}, {"tls_client_ca": ""}, {"tls_certificate": "", "tls_key": "", "tls_client_ca": ""}):
+        one = replace(config, **change)
+        async with workers(one, read_tokens(one.cluster_token_file)) as address:
+            remote = RemoteWorker(address, cluster_credentials(one))
+            assert await remote.decode.status() == STATUS
+            await remote.aclose()
 
 
 async def test_every_method_of_our_services_is_guarded() -> None:
