@@ -9,7 +9,7 @@ import time
 
 from absl import app, flags
 
-from jdisagg.client import ChatMessage, Client, GenerateOptions
+from jdisagg.client import ChatMessage, Client, Credentials, GenerateOptions
 from jdisagg.errors import JdisaggError
 from launch.console import quiet_end
 
@@ -26,6 +26,10 @@ _SEED = flags.DEFINE_integer("seed", None, "Same seed, same text.")
 _STOP = flags.DEFINE_multi_string("stop", [], "A text that ends the stream; may be repeated.")
 _IGNORE_EOS = flags.DEFINE_bool("ignore_eos", None, "Go on past the end token.")
 _N = flags.DEFINE_integer("n", 1, "How many answers; with more than one they are printed when all have ended.")
+_AUTHORITY = flags.DEFINE_string("authority", "", "PEM file of who signed the server's certificate; with it TLS is spoken.")
+_CERTIFICATE = flags.DEFINE_string("certificate", "", "PEM file of our own certificate, where the server asks for one.")
+_KEY = flags.DEFINE_string("key", "", "PEM file of its key.")
+_TOKEN_FILE = flags.DEFINE_string("token_file", "", "Our bearer token, where the server asks for one.")
 _DEADLINE = flags.DEFINE_float("deadline_seconds", None, "Give up after this long.")
 
 
@@ -34,7 +38,8 @@ def main(argv: list[str]) -> int:
         raise app.UsageError(f"no arguments are taken beside flags, got {' '.join(argv[1:])!r}; quote the prompt")
     prompt = sys.stdin.read() if _PROMPT.value == "-" else _PROMPT.value
     try:
-        with quiet_end(), Client(_TARGET.value) as client:
+        credentials = Credentials.load(authority=_AUTHORITY.value, certificate=_CERTIFICATE.value, key=_KEY.value, token=_TOKEN_FILE.value)
+        with quiet_end(), Client(_TARGET.value, credentials=credentials) as client:
             _ask(client, prompt)
     except JdisaggError as error:
         print(f"\nerror: {error}", file=sys.stderr)

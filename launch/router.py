@@ -26,9 +26,10 @@ from jdisagg.dispatch.token_stream import TokenStream
 from jdisagg.errors import JdisaggError
 from jdisagg.layout.axes import Layout
 from jdisagg.request import Request
+from jdisagg.service.connection import Credentials
 from jdisagg.service.registry import registry_service
 from jdisagg.service.remote_ports import RemoteWorker
-from jdisagg.service.server import GenerationServer, check_address
+from jdisagg.service.server import GenerationServer, check_address, cluster_credentials, read_tokens
 from jdisagg.supervisor.supervisor import EXIT_CONFIG
 from launch.shipped import SHIPPED_MODEL
 from launch.signals import Signals
@@ -42,13 +43,27 @@ _HOST = flags.DEFINE_string("host", "127.0.0.1", "Interface to listen on.")
 _PORT = flags.DEFINE_integer("port", 8700, "Port; 0 lets the system choose.")
 _MODEL = flags.DEFINE_string("model", SHIPPED_MODEL, "Checkpoint directory; its tokenizer alone is read.")
 _DRAIN = flags.DEFINE_float("drain_seconds", 30.0, "How long running requests may take at the end.")
+_TLS_CERTIFICATE = flags.DEFINE_string("tls_certificate", "", "PEM file; with it the port speaks TLS alone.")
+_TLS_KEY = flags.DEFINE_string("tls_key", "", "PEM file of the certificate's key.")
+_TLS_CLIENT_CA = flags.DEFINE_string("tls_client_ca", "", "PEM file; clients and workers must show a certificate that it signed.")
+_TOKEN_FILE = flags.DEFINE_string("token_file", "", "Bearer tokens of clients, one a line.")
+_CLUSTER_TOKEN_FILE = flags.DEFINE_string("cluster_token_file", "", "The token that router and workers show each other.")
 _SET = flags.DEFINE_multi_string("set", [], "limits or service settings: max_waiting_requests=64; may be repeated.")
 
 
 def main(_: list[str]) -> int:
     absl_logging.set_verbosity(absl_logging.WARNING)
     try:
-        service = ServiceConfig(_HOST.value, _PORT.value, drain_seconds=_DRAIN.value)
+        service = ServiceConfig(
+            _HOST.value,
+            _PORT.value,
+            drain_seconds=_DRAIN.value,
+            tls_certificate=_TLS_CERTIFICATE.value,
+            tls_key=_TLS_KEY.value,
+            tls_client_ca=_TLS_CLIENT_CA.value,
+            token_file=_TOKEN_FILE.value,
+            cluster_token_file=_CLUSTER_TOKEN_FILE.value,
+        )
         limits = override(LimitsConfig(), _SET.value)
         check_address(service)
         tokenizer = Tokenizer.from_directory(_MODEL.value)
@@ -72,13 +87,14 @@ class Router:
 
     async def run(self) -> None:
         """Serves until it is signalled, then drains."""
-        roster = Roster(self._clock, _open_ports)
+        credentials = cluster_credentials(self._service)
+        roster = Roster(self._clock, lambda card: _open_ports(card, credentials))
         roster.on_change = self._changed.set
         path = RequestPath(
             roster.prefill, roster.decode, self._text_of, self._limits, self._clock, address=roster.address, statuses=roster.statuses
         )
         frontend = Frontend(path, self._tokenizer, _model_info(roster, self._name, self._tokenizer.vocabulary), self._limits)
-        server = GenerationServer(frontend, self._service, others=[registry_service(roster)])
+        server = GenerationServer(frontend, self._service, others=[registry_service(roster, read_tokens(self._service.cluster_token_file))])
         signals = Signals(server.hurry)
         port = await server.start()
         await server.set_ready(False)
@@ -116,8 +132,8 @@ class Router:
         return TokenStream(self._tokenizer, request.prompt_token_ids, request.sampling.stop, request.sampling.min_tokens)
 
 
-def _open_ports(card: WorkerCard) -> WorkerPorts:
-    worker = RemoteWorker(card.address, boot_id=card.boot_id)
+def _open_ports(card: WorkerCard, credentials: Credentials) -> WorkerPorts:
+    worker = RemoteWorker(card.address, credentials, card.boot_id)
     if card.role is WorkerRole.PREFILL:
         return WorkerPorts(prefill=worker.prefill, close=worker.close)
     return WorkerPorts(decode=worker.decode, close=worker.close)

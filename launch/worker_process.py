@@ -32,11 +32,12 @@ from jdisagg.instance.processes import ProcessGroup
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.model_api import Device
 from jdisagg.scheduler.commands import Executor
+from jdisagg.service.connection import Credentials
 from jdisagg.service.guard import Service
 from jdisagg.service.kv_link import GrpcKvLink
 from jdisagg.service.registry import RegistryClient
 from jdisagg.service.remote_ports import RemoteWorker
-from jdisagg.service.server import GrpcServer
+from jdisagg.service.server import GrpcServer, cluster_credentials, read_tokens
 from jdisagg.service.worker_service import decode_service, peer_service, prefill_service
 from jdisagg.transfer.jax_transfer import JaxTransferChannel
 from jdisagg.worker.decode_worker import DecodeWorker
@@ -82,17 +83,18 @@ class WorkerProcess:
         service = replace(service, port=service.port or free_ports(service.host, 1)[0])
         address = f"[{service.host}]:{service.port}" if ":" in service.host else f"{service.host}:{service.port}"
         end = KvEnd(address, random_id())
-        link = GrpcKvLink(end)
+        credentials = cluster_credentials(service)
+        link = GrpcKvLink(end, credentials)
         channel = JaxTransferChannel(self._clock, end, link, host=service.host, transports=TRANSPORTS)
         link.deliver_to(channel)
-        peers = _PeerPorts()
+        peers = _PeerPorts(credentials)
         try:
             leading = await lead(group, self._clock, service.host) if group.leads and group.processes > 1 else None
             self._followers = leading.followers if leading else None
             plane = KvPlane((end,), TRANSPORTS)
             instance = build_worker_instance(self._spec.name, self._spec.role, self._config, load, devices, channel, plane)
             if not group.leads:
-                server = GrpcServer((link.service(),), service)
+                server = GrpcServer((link.service(read_tokens(service.cluster_token_file)),), service)
                 await server.start()
                 await follow(group, instance.executor, lambda: self._warm_up(instance), self._clock, end)
                 return 0
@@ -122,10 +124,13 @@ class WorkerProcess:
         peers: "_PeerPorts",
     ) -> int:
         worker = self._worker(executor, address, peers.find)
-        server = GrpcServer((*_services(worker), link.service()), service, worker.boot_id)
+        tokens = read_tokens(service.cluster_token_file)
+        server = GrpcServer((*_services(worker, tokens), link.service(tokens)), service, worker.boot_id)
         await worker.start()
         await server.start()
-        registration = RegistryClient(self._spec.routers, self._card(instance, worker, address), worker.status)
+        registration = RegistryClient(
+            self._spec.routers, self._card(instance, worker, address), worker.status, cluster_credentials(service)
+        )
         registration.start()
         print(f"jdisagg {self._spec.role.value} worker {self._spec.name} ({self._config.instance.layout}) serves on {address}", flush=True)
         status = await self._serve(signals, worker)
@@ -218,23 +223,24 @@ class WorkerProcess:
             await self._clock.sleep(LOOK_SECONDS)
 
 
-def _services(worker: PrefillWorker | DecodeWorker) -> tuple[Service, ...]:
+def _services(worker: PrefillWorker | DecodeWorker, tokens: tuple[str, ...]) -> tuple[Service, ...]:
     if isinstance(worker, PrefillWorker):
-        return prefill_service(worker), peer_service(worker)
-    return decode_service(worker), peer_service(worker)
+        return prefill_service(worker, tokens), peer_service(worker, tokens)
+    return decode_service(worker, tokens), peer_service(worker, tokens)
 
 
 class _PeerPorts:
     """Ports of the workers that KV comes from, one for each address; a restarted worker is greeted through the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
         self._workers: dict[str, RemoteWorker] = {}
 
     def find(self, source: HandoffSource) -> PeerPort:
         if not source.address:
             raise HandoffError(f"worker {source.worker!r}: its address is not known; is the router of this version?")
         if source.address not in self._workers:
-            self._workers[source.address] = RemoteWorker(source.address)
+            self._workers[source.address] = RemoteWorker(source.address, self._credentials)
         return self._workers[source.address].peer
 
     async def close(self) -> None:

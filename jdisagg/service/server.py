@@ -162,7 +162,11 @@ def _server_credentials(config: ServiceConfig) -> grpc.ServerCredentials | None:
 
 
 def check_address(config: ServiceConfig) -> None:
-    """Raises ConfigError where the server could not listen, before minutes are spent on what it would serve."""
+    """Raises ConfigError where the server could not listen, or its certificates and tokens cannot be read, before minutes are spent on
+    what it would serve."""
+    _server_credentials(config)
+    for path in (config.token_file, config.cluster_token_file):
+        read_tokens(path)
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         socket.create_server((config.host, config.port), family=family).close()
