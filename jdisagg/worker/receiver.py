@@ -1,6 +1,6 @@
 """The receiving side of a hand-off: listens to the sender's offers, pulls each block, inserts it, verifies it, acknowledges it.
 
-Works on one reservation, whose pages are given; knows no batches and no slots. A bounded number of pulls is in flight. A pull that
+Works on one reservation, whose pages are given; knows no batches and no slots. A bounded number of blocks is in flight. A pull that
 failed or came late, and a block whose pages do not sum to what the sender computed, is pulled again, a few times, because the sender
 keeps a block until it is acknowledged. A block that was pulled but will not be inserted is dropped, also when this task is cancelled
 midway. While it lasts, the sender hears every now and then that we are still at it, and we that the sender lives.
@@ -20,6 +20,7 @@ from jdisagg.worker.peers import Link
 from jdisagg.worker.step_loop import StepLoop
 
 PULLS_IN_FLIGHT = 4
+BLOCKS_IN_FLIGHT = 16
 PULL_TRIES = 3
 HEARTBEAT_SECONDS = 2.0
 HEARTBEATS_MISSED = 2
@@ -88,7 +89,7 @@ class Receiver:
         return received
 
     async def _follow(self) -> tuple[HandoffEnd, float]:
-        room = asyncio.Semaphore(PULLS_IN_FLIGHT)
+        room = _Room(asyncio.Semaphore(PULLS_IN_FLIGHT), asyncio.Semaphore(BLOCKS_IN_FLIGHT))
         offers = self.peer.offers(self.source.handoff_id, self.attempt)
         end, ended_at = None, 0.0
         try:
@@ -126,19 +127,25 @@ class Receiver:
                 if missed == HEARTBEATS_MISSED:
                     raise HandoffError(f"hand-off {self.source.handoff_id}: {self.source.worker!r} does not answer") from error
 
-    async def _fetch(self, offer: Offer, room: asyncio.Semaphore) -> None:
+    async def _fetch(self, offer: Offer, room: "_Room") -> None:
         problem = ""
         for tries in range(PULL_TRIES):
             if tries:
                 self.counters.add("blocks_pulled_again")
-            async with room:
-                problem = await self._pull(offer)
+            async with room.blocks:
+                async with room.pulls:
+                    problem = await self._pull(offer)
                 if problem:
                     continue
                 if self.closed:
                     self._drop(offer)
                     return
-                inserted = await self.loop.submit(self._insert_command(offer))
+                try:
+                    command = self._insert_command(offer)
+                except HandoffError:
+                    self._drop(offer)
+                    raise
+                inserted = await self.loop.submit(command)
             problem = await self._compare(offer, inserted)
             if not problem:
                 self.received.blocks.append(offer)
@@ -241,6 +248,14 @@ class Receiver:
                 f"hand-off {self.source.handoff_id}: {len(blocks)} blocks came, which do not cover {end.tokens} positions of "
                 f"{self.layer_groups} layer groups once each"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """How many blocks may be pulled at once, and how many may be on their way into the pages: an insertion waits for the mesh's steps."""
+
+    pulls: asyncio.Semaphore
+    blocks: asyncio.Semaphore
 
 
 def _first_error(group: BaseExceptionGroup[BaseException]) -> JdisaggError:

@@ -289,7 +289,8 @@ class FakeExecutor:
         ready_at = loop.time() if offered is None else max(loop.time(), offered[2])
 
         def arrive() -> None:
-            if offered is not None and self._channel.owners[command.offer_id].gone:
+            owner = self._channel.owners.get(command.offer_id)
+            if owner is not None and owner.gone:
                 _set(future, PullResult(command.step, command.offer_id, 0, "connection reset"))
                 return
             if offered is not None and not error and command.offer_id not in self._dropped:

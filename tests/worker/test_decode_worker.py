@@ -11,7 +11,7 @@ from jdisagg.errors import DeadlineExceededError, HandoffError, IncompatiblePeer
 from jdisagg.scheduler.commands import CopyPages, DecodeSteps, PrefillChunk
 from jdisagg.worker.decode_worker import DecodeWorker
 from tests.fakes.cluster import Cluster, toy_request
-from tests.fakes.fake_executor import Costs, toy_limits
+from tests.fakes.fake_executor import Costs, Faults, toy_limits
 from tests.fakes.toy_model import expected_tokens
 from tests.fakes.virtual_time import run_virtually
 
@@ -267,5 +267,23 @@ def test_a_prompt_cancelled_between_its_chunks_writes_no_more(mode: Mode, after_
             await asyncio.sleep(1.0)
             assert sum(isinstance(command, PrefillChunk) for command in cluster.decode_mesh.log) == issued < 7
             await cluster.check_quiet()
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_mesh_that_hangs_is_broken_after_its_time_and_every_stream_ends(side: str) -> None:
+    async def main() -> None:
+        hangs = Faults(hangs_at=lambda command: isinstance(command, PrefillChunk | DecodeSteps) and command.step > 9)
+        faults = {f"{side}_faults": hangs}
+        async with Cluster(limits=LimitsConfig(max_attempts=2, step_seconds=20), **faults) as cluster:  # type: ignore[arg-type]
+            requests = [toy_request(number, prompt_tokens=20, max_tokens=60) for number in range(4)]
+            answers = await asyncio.gather(*(cluster.collect(request) for request in requests), return_exceptions=True)
+            errors = [answer for answer in answers if isinstance(answer, BaseException)]
+            assert errors and all(isinstance(error, UnavailableError) for error in errors)
+            assert asyncio.get_running_loop().time() < 20 + 2 * 30 / 4 + 5
+            broken = cluster.prefill if side == "prefill" else cluster.decode
+            with pytest.raises(UnavailableError, match="did not end within 20 s"):
+                await broken.status()
 
     run_virtually(main)
