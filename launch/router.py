@@ -4,13 +4,15 @@
     python -m launch.worker --role=prefill --layout=tp=2 --router=localhost:8700 --name=prefill-0 --port=8701
     python -m launch.worker --role=decode --layout=dp=2 --router=localhost:8700 --name=decode-0 --port=8702
 
-Prints one line on stdout when it listens. Health says NOT_SERVING until there is a worker for each half of a request. Several routers
-may serve the same workers: workers own their reservations and register with each. On SIGTERM new requests are refused and running ones
-finish, within --drain_seconds; a second signal ends the waiting.
+Prints one line on stdout when it listens. Health says SERVING while there is a worker for each half of a request, and a small request of
+the router's own (a canary) went through two of them lately. Several routers may serve the same workers: workers own their reservations
+and register with each. On SIGTERM new requests are refused and running ones finish, within --drain_seconds; a second signal ends
+the waiting.
 """
 
 import asyncio
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from absl import app, flags
@@ -20,17 +22,24 @@ from jdisagg.clock import MonotonicClock
 from jdisagg.config import LimitsConfig, Mode, ServiceConfig, override
 from jdisagg.dispatch.frontend import Frontend, ModelInfo
 from jdisagg.dispatch.ports import WorkerRole
-from jdisagg.dispatch.request_path import RequestPath
+from jdisagg.dispatch.request_path import RequestPath, random_id
 from jdisagg.dispatch.roster import Roster, WorkerCard, WorkerPorts
 from jdisagg.dispatch.token_stream import TokenStream
 from jdisagg.errors import JdisaggError
 from jdisagg.layout.axes import Layout
+from jdisagg.observe import wrap
+from jdisagg.observe.canary import Canary, CanaryRunner, Pair, Readiness
+from jdisagg.observe.canary_probe import PortProbe, pairs_of
+from jdisagg.observe.logs import configure_logging
+from jdisagg.observe.observer import Observer
+from jdisagg.observe.process import ObserveConfig, observing
+from jdisagg.observe.roster import observe_ports
 from jdisagg.request import Request
-from jdisagg.service.connection import Credentials
 from jdisagg.service.registry import registry_service
 from jdisagg.service.remote_ports import RemoteWorker
 from jdisagg.service.server import GenerationServer, check_address, cluster_credentials, read_tokens
 from jdisagg.supervisor.supervisor import EXIT_CONFIG
+from launch.observing import observe_config
 from launch.shipped import SHIPPED_MODEL
 from launch.signals import Signals
 from models.tokenizer import Tokenizer
@@ -38,6 +47,11 @@ from models.tokenizer import Tokenizer
 SWEEP_SECONDS = 0.25
 # What is said of the model before the first worker has registered; requests are refused until then.
 _UNKNOWN_CONTEXT = 1 << 24
+
+_PARTS = ("limits", "service")
+# Readiness ends after so many canaries that did not arrive; the first ones may wait for programs to be compiled.
+CANARY_PATIENCE = 4.0
+CANARY_DEADLINE_SECONDS = 10.0
 
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Interface to listen on.")
 _PORT = flags.DEFINE_integer("port", 8700, "Port; 0 lets the system choose.")
@@ -48,7 +62,17 @@ _TLS_KEY = flags.DEFINE_string("tls_key", "", "PEM file of the certificate's key
 _TLS_CLIENT_CA = flags.DEFINE_string("tls_client_ca", "", "PEM file; clients and workers must show a certificate that it signed.")
 _TOKEN_FILE = flags.DEFINE_string("token_file", "", "Bearer tokens of clients, one a line.")
 _CLUSTER_TOKEN_FILE = flags.DEFINE_string("cluster_token_file", "", "The token that router and workers show each other.")
-_SET = flags.DEFINE_multi_string("set", [], "limits or service settings: max_waiting_requests=64; may be repeated.")
+_CANARY = flags.DEFINE_float("canary_seconds", 5.0, "How often a small request proves that KV moves, which readiness asks for; 0: never.")
+_SET = flags.DEFINE_multi_string("set", [], "path.to.field=value of RouterConfig: limits.max_attempts=4; may be repeated.")
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """`canary_seconds`: how often a small request of the router's own proves that KV moves; 0: never, and readiness asks for none."""
+
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    service: ServiceConfig = field(default_factory=ServiceConfig)
+    canary_seconds: float = 5.0
 
 
 def main(_: list[str]) -> int:
@@ -64,79 +88,120 @@ def main(_: list[str]) -> int:
             token_file=_TOKEN_FILE.value,
             cluster_token_file=_CLUSTER_TOKEN_FILE.value,
         )
-        limits = override(LimitsConfig(), _SET.value)
-        check_address(service)
+        config = RouterConfig(service=service, canary_seconds=_CANARY.value)
+        config = override(config, [text if text.split(".")[0] in _PARTS else f"limits.{text}" for text in _SET.value])
+        check_address(config.service)
         tokenizer = Tokenizer.from_directory(_MODEL.value)
+        observe = observe_config()
+        configure_logging(observe.log_format, "router")
+        asyncio.run(_run(config, observe, tokenizer))
     except JdisaggError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return EXIT_CONFIG
-    asyncio.run(Router(service, limits, tokenizer, Path(_MODEL.value).resolve().name).run())
     return 0
+
+
+async def _run(config: RouterConfig, observe: ObserveConfig, tokenizer: Tokenizer) -> None:
+    async with observing("router", observe) as observer:
+        await Router(config, tokenizer, Path(_MODEL.value).resolve().name, observer).run()
 
 
 class Router:
     """Build it where the loop runs."""
 
-    def __init__(self, service: ServiceConfig, limits: LimitsConfig, tokenizer: Tokenizer, name: str) -> None:
-        self._service = service
+    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, name: str, observer: Observer | None = None) -> None:
+        self._config = config
         self._clock = MonotonicClock()
         self._name = name
         self._tokenizer = tokenizer
-        self._limits = limits
+        self._observer = observer
+        self._credentials = cluster_credentials(config.service)
         self._changed = asyncio.Event()
+        self._canary: CanaryRunner | None = None
 
     async def run(self) -> None:
         """Serves until it is signalled, then drains."""
-        credentials = cluster_credentials(self._service)
-        roster = Roster(self._clock, lambda card: _open_ports(card, credentials))
+        observer, limits, service = self._observer, self._config.limits, self._config.service
+        roster = Roster(self._clock, observe_ports(self._open_ports, observer) if observer else self._open_ports)
         roster.on_change = self._changed.set
         path = RequestPath(
-            roster.prefill, roster.decode, self._text_of, self._limits, self._clock, address=roster.address, statuses=roster.statuses
+            roster.prefill, roster.decode, self._text_of, limits, self._clock, address=roster.address, statuses=roster.statuses
         )
-        frontend = Frontend(path, self._tokenizer, _model_info(roster, self._name, self._tokenizer.vocabulary), self._limits)
-        server = GenerationServer(frontend, self._service, others=[registry_service(roster, read_tokens(self._service.cluster_token_file))])
+        self._start_canary(roster)
+        if observer:
+            observer.metrics.watch_counters("path", path.counters)
+            observer.metrics.watch_cluster(path.status)
+        info = _model_info(roster, self._name, self._tokenizer.vocabulary)
+        frontend = Frontend(wrap.path(path, observer), self._tokenizer, info, limits)
+        server = GenerationServer(frontend, service, others=[registry_service(roster, read_tokens(service.cluster_token_file))])
         signals = Signals(server.hurry)
         port = await server.start()
         await server.set_ready(False)
         watching = asyncio.create_task(self._watch(roster, server, frontend))
-        print(f"jdisagg router listens on {self._service.host}:{port}", flush=True)
+        print(f"jdisagg router listens on {service.host}:{port}", flush=True)
         try:
             await signals.first()
             await server.drain()
         finally:
             watching.cancel()
-            roster.close()
             await asyncio.gather(watching, return_exceptions=True)
+            if self._canary:
+                await self._canary.stop()
+            roster.close()
+
+    def _start_canary(self, roster: Roster) -> None:
+        seconds = self._config.canary_seconds
+        if not seconds:
+            return
+        canary = Canary(CANARY_PATIENCE * seconds)
+
+        async def pairs() -> tuple[Pair, ...]:
+            return pairs_of(roster.statuses())
+
+        def changed(readiness: Readiness) -> None:
+            self._changed.set()
+            print(f"canary: {readiness.reason}", flush=True)
+
+        probe = PortProbe(roster.prefill, roster.decode, random_id, CANARY_DEADLINE_SECONDS, roster.address)
+        self._canary = CanaryRunner(probe, pairs, self._clock, canary, seconds, CANARY_DEADLINE_SECONDS, changed)
+        self._canary.start()
+        if self._observer:
+            self._observer.metrics.watch_canary(canary, self._clock.now)
 
     async def _watch(self, roster: Roster, server: GenerationServer, frontend: Frontend) -> None:
         """Forgets silent workers; keeps what the door says of model and health up to date."""
-        ready = False
+        ready, said = False, ""
         while True:
             for card in roster.sweep():
                 print(f"worker {card.name} at {card.address} is silent: given up until it registers again", flush=True)
             if self._changed.is_set():
                 self._changed.clear()
                 frontend.model = _model_info(roster, self._name, self._tokenizer.vocabulary)
-                known = ", ".join(sorted(f"{card.name} ({card.role.value} {card.layout})" for card in roster.cards()))
-                print(f"workers: {known or 'none'}", flush=True)
-            if roster.ready is not ready:
-                ready = roster.ready
+                known = ", ".join(sorted(f"{card.name} ({card.role.value} {card.layout})" for card in roster.cards())) or "none"
+                if known != said:
+                    print(f"workers: {known}", flush=True)
+                    said = known
+            if self._is_ready(roster) is not ready:
+                ready = not ready
                 await server.set_ready(ready)
-                print("serving" if ready else "not serving: a prefill and a decode worker are needed, or a mixed one", flush=True)
+                print("ready" if ready else "not ready", flush=True)
             try:
                 await asyncio.wait_for(self._changed.wait(), SWEEP_SECONDS)
             except TimeoutError:
                 continue
 
+    def _is_ready(self, roster: Roster) -> bool:
+        """A worker for each half of a request is there, and KV made the trip lately."""
+        return roster.ready and (self._canary is None or self._canary.readiness().ready)
+
+    def _open_ports(self, card: WorkerCard) -> WorkerPorts:
+        worker = RemoteWorker(card.address, self._credentials, card.boot_id)
+        if card.role is WorkerRole.PREFILL:
+            return WorkerPorts(prefill=worker.prefill, close=worker.close)
+        return WorkerPorts(decode=worker.decode, close=worker.close)
+
     def _text_of(self, request: Request) -> TokenStream:
         return TokenStream(self._tokenizer, request.prompt_token_ids, request.sampling.stop, request.sampling.min_tokens)
-
-
-def _open_ports(card: WorkerCard, credentials: Credentials) -> WorkerPorts:
-    worker = RemoteWorker(card.address, credentials, card.boot_id)
-    if card.role is WorkerRole.PREFILL:
-        return WorkerPorts(prefill=worker.prefill, close=worker.close)
-    return WorkerPorts(decode=worker.decode, close=worker.close)
 
 
 def _model_info(roster: Roster, name: str, vocabulary: int) -> ModelInfo:

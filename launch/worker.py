@@ -29,10 +29,13 @@ from jdisagg.errors import JdisaggError, UnavailableError
 from jdisagg.instance.processes import ProcessGroup, join_instance
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Device
+from jdisagg.observe.logs import configure_logging
+from jdisagg.observe.process import ObserveConfig, observing
 from jdisagg.service.server import check_address
 from jdisagg.supervisor.supervisor import EXIT_CONFIG
 from launch.assembly import prepare_runtime
 from launch.fingerprint import model_fingerprint
+from launch.observing import observe_config
 from launch.shipped import SHIPPED_MODEL
 from launch.worker_process import EXIT_BROKEN, WorkerProcess, WorkerSpec
 from models.checkpoint import load_config, load_model
@@ -66,7 +69,9 @@ def main(_: list[str]) -> int:
         layout, processes = config.instance.layout, _PROCESSES.value
         prepare_runtime(_DEVICES.value or max(1, layout.devices // max(1, processes)), config.compilation_cache)
         group = ProcessGroup(0, 1) if processes == 1 else _join()
-        status = asyncio.run(WorkerProcess(spec, config).run(group, _load(config), jax.devices()))
+        observe = observe_config()
+        configure_logging(observe.log_format, spec.name)
+        status = asyncio.run(_run(spec, config, observe, group))
         if status == 0:
             group.leave()
     except JdisaggError as error:
@@ -76,6 +81,11 @@ def main(_: list[str]) -> int:
     sys.stderr.flush()
     # JAX's own farewell waits for programs and transfers that no one needs any more.
     os._exit(status)
+
+
+async def _run(spec: WorkerSpec, config: WorkerConfig, observe: ObserveConfig, group: ProcessGroup) -> int:
+    async with observing(spec.name, observe if group.leads else ObserveConfig()) as observer:
+        return await WorkerProcess(spec, config, observer).run(group, _load(config), jax.devices())
 
 
 def _join() -> ProcessGroup:

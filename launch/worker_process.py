@@ -31,6 +31,9 @@ from jdisagg.instance.followers import Followers
 from jdisagg.instance.processes import ProcessGroup
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.model_api import Device
+from jdisagg.observe import wrap
+from jdisagg.observe.observer import Observer
+from jdisagg.observe.roster import observe_peers
 from jdisagg.scheduler.commands import Executor
 from jdisagg.service.connection import Credentials
 from jdisagg.service.guard import Service
@@ -55,7 +58,7 @@ LOOK_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """Who the worker is; what it is made of is its `WorkerConfig`'s affair."""
+    """Who the worker is; what it is made of is its `WorkerConfig`'s affair. `record_to`: a folder for its commands; empty: none."""
 
     name: str
     role: WorkerRole
@@ -69,9 +72,10 @@ class WorkerSpec:
 class WorkerProcess:
     """Build it anywhere; `run` on the loop, once."""
 
-    def __init__(self, spec: WorkerSpec, config: WorkerConfig) -> None:
+    def __init__(self, spec: WorkerSpec, config: WorkerConfig, observer: Observer | None = None) -> None:
         self._spec = spec
         self._config = config
+        self._observer = observer
         self._clock = MonotonicClock()
         self._hurry = asyncio.Event()
         self._followers: Followers | None = None
@@ -96,12 +100,12 @@ class WorkerProcess:
             if not group.leads:
                 server = GrpcServer((link.service(read_tokens(service.cluster_token_file)),), service)
                 await server.start()
-                await follow(group, instance.executor, lambda: self._warm_up(instance), self._clock, end)
+                following = follow(group, instance.executor, lambda: self._warm_up(instance), self._clock, end)
+                await self._unless(self._hurry.wait(), following)  # the first signal is the leader's affair, who lets us go
                 return 0
-            if not await self._unless_signalled(signals, self._warm_up(instance)):
+            if not await self._unless(signals.first(), self._warm_up(instance)):
                 return 0
-            executor = await leading.over(instance.executor, end) if leading else instance.executor
-            executor = self._recorded(executor, instance)
+            executor = self._watched(instance, await leading.over(instance.executor, end) if leading else instance.executor)
             status = await self._lead_a_life(signals, service, address, instance, executor, link, peers)
             if leading:
                 await leading.stop()
@@ -123,7 +127,13 @@ class WorkerProcess:
         link: GrpcKvLink,
         peers: "_PeerPorts",
     ) -> int:
-        worker = self._worker(executor, address, peers.find)
+        worker = self._worker(
+            executor, address, observe_peers(self._spec.name, peers.find, self._observer) if self._observer else peers.find
+        )
+        if self._observer:
+            programs = instance.executor.programs
+            self._observer.metrics.watch_worker(worker.name, worker.status, worker.counters, lambda: programs.compilations)
+            self._observer.metrics.watch_counters("kv_link", link.counters)
         tokens = read_tokens(service.cluster_token_file)
         server = GrpcServer((*_services(worker, tokens), link.service(tokens)), service, worker.boot_id)
         await worker.start()
@@ -151,23 +161,24 @@ class WorkerProcess:
 
             await warm_up(instance, progress)
 
-    async def _unless_signalled(self, signals: Signals, work: Coroutine[None, None, None]) -> bool:
-        """False when it was asked to end meanwhile: then it does at once, for nobody knows it yet."""
-        working = asyncio.create_task(work)
-        ending = asyncio.create_task(signals.first())
+    async def _unless(self, end: Coroutine[None, None, object], work: Coroutine[None, None, None]) -> bool:
+        """Whether the work was done; False when the end came before, which is at once: nobody knows this worker yet."""
+        working, ending = asyncio.create_task(work), asyncio.create_task(end)
         await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
-        ending.cancel()
-        if working.done():
+        done = working.done()
+        for task in (working, ending):
+            task.cancel()
+        if done:
             working.result()
-            return True
-        working.cancel()
-        return False
+        return done
 
-    def _recorded(self, executor: Executor, instance: Instance) -> Executor:
-        if not self._spec.record_to:
-            return executor
-        model, layout = self._config.model, self._config.instance.layout
-        return record(Path(self._spec.record_to), self._spec.name, executor, instance.executor, layout, model.directory, model.dtype)
+    def _watched(self, instance: Instance, executor: Executor) -> Executor:
+        """Recorded and observed, where that is asked for."""
+        spec, config = self._spec, self._config
+        if spec.record_to:
+            layout, model = config.instance.layout, config.model
+            executor = record(Path(spec.record_to), spec.name, executor, instance.executor, layout, model.directory, model.dtype)
+        return wrap.mesh(spec.name, executor, self._observer)
 
     def _worker(self, executor: Executor, address: str, find_peer: PeerResolver) -> PrefillWorker | DecodeWorker:
         spec, config = self._spec, self._config
