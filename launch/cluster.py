@@ -5,8 +5,9 @@
     python -m launch.ask --target=localhost:8700 --prompt="Once upon a time"
 
 Prints one line on stdout when all instances serve. A worker that dies is started again under its name and address; one that cannot work
-as it was told to ends the cluster. SIGTERM or SIGINT: the router takes no new requests and running ones end, then the workers
-are stopped; a second signal stops all now. Children die with this process, whatever kills it.
+as it was told to ends the cluster. SIGTERM or SIGINT: the router takes no new requests and running ones end, then the workers are
+stopped; a second signal stops all now. Children die with this process, whatever kills it.
+--metrics_port=9100 gives the router's metrics there and the instances' on the ports that follow; see docs/observability.md.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ from jdisagg.service.server import check_address
 from jdisagg.supervisor.supervisor import Group, GroupSpec
 from launch.cluster_log import ClusterLog, Shown
 from launch.cluster_plan import ClusterPlan, free_ports, plan_instances
+from launch.observing import observe_config, observe_flags
 
 _POLL_SECONDS = 0.5
 _STATUS_SECONDS = 2.0
@@ -51,7 +53,9 @@ _SLOTS = flags.DEFINE_integer("slots", None, "Sequences that decode at once, per
 _CHUNK = flags.DEFINE_integer("prefill_chunk", None, "Tokens of a prefill chunk, a multiple of 16.")
 _CODEC = flags.DEFINE_string("codec", None, "How KV travels: none, int8, int4 or fp8.")
 _CACHE = flags.DEFINE_string("compilation_cache", None, "Folder for compiled programs; '' switches it off.")
-_SET = flags.DEFINE_multi_string("set", [], "path.to.field=value of the workers' settings, as launch.worker takes it; may be repeated.")
+_RECORD = flags.DEFINE_string("record", None, "Folder for recordings of every mesh's commands, for launch.replay; they hold the prompts.")
+_CANARY = flags.DEFINE_float("canary_seconds", None, "How often the router proves that KV moves; 0: never.")
+_SET = flags.DEFINE_multi_string("set", [], "path.to.field=value of the workers' settings (limits.*: the router's, too); may be repeated.")
 
 
 def main(_: list[str]) -> int:
@@ -69,6 +73,7 @@ def _plan() -> ClusterPlan:
     if not counts["mixed"] and not (counts["prefill"] and counts["decode"]):
         raise ConfigError(f"--prefill={counts['prefill']} --decode={counts['decode']}: one of each at least, or some --mixed")
     check_address(ServiceConfig(_HOST.value, _PORT.value))
+    observe = observe_config()
     layouts = {"prefill": _PREFILL_LAYOUT.value, "decode": _DECODE_LAYOUT.value, "mixed": _MIXED_LAYOUT.value}
     instances = [
         instance for role, count in counts.items() for instance in plan_instances(role, count, layouts[role], _PROCESSES.value, _HOST.value)
@@ -86,8 +91,13 @@ def _plan() -> ClusterPlan:
         _HOST.value,
         _PORT.value or free_ports(_HOST.value, 1)[0],
         tuple(instances),
-        (*_given({**both, **workers}), *(f"--set={assignment}" for assignment in _SET.value)),
-        _given(both),
+        (*_given({**both, **workers, "record": _RECORD.value}), *observe_flags(), *(f"--set={text}" for text in _SET.value)),
+        (
+            *_given({**both, "canary_seconds": _CANARY.value}),
+            *observe_flags(),
+            *(f"--set={text}" for text in _SET.value if text.startswith("limits.")),
+        ),
+        observe.metrics_port,
     )
 
 

@@ -30,20 +30,23 @@ class InstancePlan:
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """`worker_flags` and `router_flags` go to every worker and to the router as they are."""
+    """`worker_flags` and `router_flags` go to every worker and to the router as they are. `metrics_port`: the router's; the instances'
+    follow it; 0: none."""
 
     host: str
     port: int
     instances: tuple[InstancePlan, ...]
     worker_flags: tuple[str, ...]
     router_flags: tuple[str, ...]
+    metrics_port: int = 0
 
     @property
     def address(self) -> str:
         return f"{self.host}:{self.port}"
 
     def router(self) -> GroupSpec:
-        command = _command("router", "router", f"--host={self.host}", f"--port={self.port}", *self.router_flags)
+        metrics = (f"--metrics_port={self.metrics_port}",) if self.metrics_port else ()
+        command = _command("router", "router", f"--host={self.host}", f"--port={self.port}", *metrics, *self.router_flags)
         return GroupSpec("router", lambda: (command,))
 
     def workers(self) -> tuple[GroupSpec, ...]:
@@ -58,6 +61,7 @@ class ClusterPlan:
             f"--router={self.address}",
             f"--host={self.host}",
             f"--devices={instance.layout.devices // count}",
+            *((f"--metrics_port={self.metrics_port + 1 + self.instances.index(instance)}",) if self.metrics_port else ()),
             *self.worker_flags,
         )
         if count == 1:
