@@ -115,6 +115,10 @@ class ChaosCluster:
             os.kill(pid, number)
         return hit
 
+    def forget_start(self, name: str) -> None:
+        """Its present start is over, or will be: the next must say that it serves before the worker counts as live."""
+        self._serving.pop(name, None)
+
     async def statuses(self) -> dict[str, WorkerStatus]:
         """What the router says of its workers; none where it does not answer."""
         async with AsyncClient(self.address, connect_seconds=1.0, timeout_seconds=2.0) as client:

@@ -56,6 +56,7 @@ class Stream:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     times: list[float] = field(default_factory=list)
+    asked_at: float | None = None
     ended_at: float | None = None
     error: Exception | None = None
 
@@ -71,14 +72,15 @@ class Stream:
         return "" if self.text == self.kind.text else f"right tokens, wrong text {self.text!r}"
 
     def pause_after(self, instant: float) -> float | None:
-        """From the instant to the first sign of life after it; None when it had not begun or had ended by then."""
-        if not self.times or self.times[0] > instant or (self.ended_at is not None and self.ended_at <= instant):
+        """From the instant to the first sign of life after it; None when the request came later or had ended by then."""
+        if self.asked_at is None or self.asked_at > instant or (self.ended_at is not None and self.ended_at <= instant):
             return None
         later = [at for at in self.times if at > instant]
         return (later[0] if later else (self.ended_at or time.monotonic())) - instant
 
     async def run(self, client: AsyncClient, deadline_seconds: float = DEADLINE_SECONDS) -> "Stream":
         """Never raises: how it ended is what is asked for."""
+        self.asked_at = time.monotonic()
         try:
             named = GenerateOptions(request_id=uuid.uuid4().hex, deadline_seconds=deadline_seconds)
             async with aclosing(client.generate(**{**self.kind.options, **named})) as events:

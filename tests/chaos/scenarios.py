@@ -106,16 +106,22 @@ class Harness:
         async with AsyncClient(self._cluster.address, connect_seconds=30.0) as client:
             streams = [Stream(self._random.choice(self._kinds)) for _ in range(self._streams)]
             own = self._own_client() if scenario.victim == CLIENT else None
-            tasks = _start(streams, client) if own is None else []
-            number, reached = self._cluster.desk.hold(self._holders(scenario), scenario.moment, HOLD_SECONDS)
+            early = 0 if own else max(1, self._streams // 3)
+            tasks = _start(streams[:early], client)
+            await _until_one_begins(streams[:early])
+            holders = self._holders(scenario)
+            number, reached = self._cluster.desk.hold(holders, scenario.moment, HOLD_SECONDS)
             try:
+                if own is None:
+                    tasks += _start(streams[early:], client)
                 if scenario.moment is Moment.MIGRATING:
-                    await asyncio.sleep(1.0)
-                    self._cluster.signal(self._holders(scenario)[0], signal.SIGTERM)
+                    await asyncio.sleep(0.3)
+                    self._cluster.signal(holders[0].partition(".")[0], signal.SIGTERM)
+                    self._cluster.forget_start(holders[0].partition(".")[0])
                 held = await asyncio.wait_for(asyncio.shield(reached), REACH_SECONDS)
-                tasks = tasks or _start(streams, client)
                 if own is not None:
-                    await asyncio.sleep(0.5)
+                    tasks += _start(streams, client)
+                    await _until_one_begins(streams)
                 victim = self._victim(scenario, held.worker, held.other)
                 at = time.monotonic()
                 await self._hurt(scenario, victim, own, number, outcome)
@@ -169,6 +175,8 @@ class Harness:
             self._cluster.desk.let_go(number)
             return
         before = [psutil.Process(pid) for pid in self._cluster.signal(victim, scenario.deed, scenario.member)]
+        if scenario.deed is not signal.SIGSTOP:
+            self._cluster.forget_start(victim)
         assert before, f"{victim} does not run"
         if scenario.deed is signal.SIGSTOP:
             await asyncio.sleep(0.2)
@@ -200,3 +208,10 @@ class Harness:
 
 def _start(streams: list[Stream], client: AsyncClient) -> "list[asyncio.Task[Stream]]":
     return [asyncio.create_task(stream.run(client)) for stream in streams]
+
+
+async def _until_one_begins(streams: list[Stream]) -> None:
+    """So that some are decoding while others are handed over."""
+    until = time.monotonic() + REACH_SECONDS
+    while streams and not any(stream.times for stream in streams) and time.monotonic() < until:
+        await asyncio.sleep(0.01)
