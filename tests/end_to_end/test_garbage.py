@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import pytest
 import pytest_asyncio
 
 from jdisagg.client import AsyncClient
@@ -18,6 +19,8 @@ from tests.chaos.load import Kind, Stream, known_kinds
 IDLE = 1000
 RECOVER_SECONDS = 60.0
 SHAPE = Shape(prefill=2, decode=2)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -1,0 +1,125 @@
+"""Deaths, stops and bad channels under load, in real processes: one fault ends no stream, no token is wrong, no page is lost.
+
+One cluster for the file, hurt again and again. The short form runs by default; `-m slow` runs every moment, victim and deed, and
+`python -m tests.chaos` random ones for as long as one likes.
+"""
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from jdisagg.client import AsyncClient
+from jdisagg.errors import DeadlineExceededError, JdisaggError, UnavailableError
+from tests.chaos.cluster import ROUTER, ChaosCluster, Shape
+from tests.chaos.load import Kind, Stream, known_kinds
+from tests.chaos.moments import Moment
+from tests.chaos.report import table
+from tests.chaos.scenarios import Harness, Outcome, Scenario, all_scenarios
+
+STREAMS = 8
+RATE = 0.05
+KILL, STOP, TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
+SHORT = [
+    Scenario(Moment.PART_INSERTED, "prefill", KILL),
+    Scenario(Moment.DECODING, "decode", KILL),
+    Scenario(Moment.PULLING, "prefill", STOP),
+    Scenario(Moment.OFFERED, ROUTER, KILL),
+    Scenario(Moment.ALL_INSERTED, "client", KILL),
+    Scenario(Moment.DECODING, "decode", TERM),
+]
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def kinds() -> list[Kind]:
+    return await known_kinds(10)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ChaosCluster]:
+    """Every worker's channel goes wrong in some of its calls, too."""
+    folder: Path = tmp_path_factory.mktemp("chaos")
+    cluster = ChaosCluster(Shape(rate=RATE, seed=11), folder, str(folder / "programs"))
+    try:
+        await cluster.start()
+        yield cluster
+    finally:
+        await cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[Outcome]:
+    return []
+
+
+@pytest.mark.parametrize("scenario", SHORT, ids=lambda scenario: scenario.name)
+async def test_one_fault_ends_no_stream(scenario: Scenario, cluster: ChaosCluster, kinds: list[Kind], outcomes: list[Outcome]):
+    outcomes.append(await Harness(cluster, kinds, STREAMS).run(scenario))
+    assert outcomes[-1].faults == []
+
+
+async def test_faults_of_the_channels_took_effect_meanwhile(cluster: ChaosCluster, outcomes: list[Outcome]):
+    print(table(outcomes))
+    took = sum(sum(counts.values()) for counts in cluster.desk.counts.values())
+    assert took > 0, "no channel went wrong: the scenarios above proved less than they say"
+
+
+async def test_a_stopped_decode_worker_holds_back_no_hand_off_to_another(cluster: ChaosCluster, kinds: list[Kind]):
+    """Streams that the stopped one has may wait for it or move; new ones end meanwhile."""
+    await cluster.until_live(cluster.workers, 90)
+    async with AsyncClient(cluster.address) as client:
+        before = [asyncio.create_task(Stream(kind).run(client)) for kind in kinds[:4]]
+        await asyncio.sleep(0.3)
+        assert cluster.signal("decode-0", STOP)
+        try:
+            assert cluster.processes("decode-0")[0].status() == "stopped"
+            after = await asyncio.wait_for(asyncio.gather(*(Stream(kind).run(client) for kind in kinds)), 60)
+            assert cluster.processes("decode-0")[0].status() == "stopped"
+        finally:
+            cluster.signal("decode-0", signal.SIGCONT)
+        assert [stream.wrong for stream in (*after, *await asyncio.gather(*before)) if stream.wrong] == []
+    await cluster.until_quiet(10)
+
+
+async def test_without_survivors_streams_end_with_a_typed_error(cluster: ChaosCluster, kinds: list[Kind]):
+    await cluster.until_live(cluster.workers, 90)
+    long = [kind for kind in kinds if kind.max_tokens > 50]
+    async with AsyncClient(cluster.address) as client:
+        streams = [Stream(kind) for kind in long]
+        tasks = [asyncio.create_task(stream.run(client, deadline_seconds=30)) for stream in streams]
+        while not all(stream.times for stream in streams):
+            assert not any(task.done() for task in tasks)
+            await asyncio.sleep(0.01)
+        for name in cluster.of_role("decode"):
+            cluster.forget_start(name)
+            await cluster.groups[name].stop(0)
+        at = time.monotonic()
+        await asyncio.wait_for(asyncio.gather(*tasks), 40)
+        print(f"told after {max(stream.ended_at or 0 for stream in streams) - at:.1f} s: {streams[0].error}")
+        for stream in streams:
+            assert isinstance(stream.error, UnavailableError | DeadlineExceededError), stream.error
+            assert tuple(stream.tokens) == stream.kind.expected[: len(stream.tokens)], "wrong tokens before the end"
+        with pytest.raises(JdisaggError):
+            await client.complete(token_ids=long[0].token_ids, max_tokens=4, deadline_seconds=5)
+    await cluster.until_quiet(10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_every_moment_victim_and_deed(processes: int, tmp_path: Path, kinds: list[Kind]):
+    layouts = {"prefill_layout": "tp=2", "decode_layout": "dp=2"} if processes == 2 else {}
+    own = ChaosCluster(Shape(processes=processes, **layouts), tmp_path, str(tmp_path / "programs"))  # type: ignore[arg-type]
+    try:
+        await own.start()
+        harness = Harness(own, kinds, 50)
+        outcomes = [await harness.run(scenario) for scenario in all_scenarios(processes)]
+    finally:
+        await own.stop()
+    print(table(outcomes))
+    assert {outcome.scenario: outcome.faults for outcome in outcomes if outcome.faults} == {}
