@@ -42,8 +42,8 @@ def _granules(block: jax.Array, key: jax.Array, component: jax.Array, head: jax.
 
 
 def checksum(block: np.ndarray, key: int = KEY, component: int = 0, head: int = 0, start: int = 0, valid: int | None = None) -> int:
-    valid = block.shape[2] if valid is None else valid
-    arguments = (np.int32(component), np.int32(head), np.int32(start), np.int32(valid))
+    counted = block.shape[2] if valid is None else valid
+    arguments = (np.int32(component), np.int32(head), np.int32(start), np.int32(counted))
     return fold(np.asarray(_granules(jnp.asarray(block), key_words(key), *arguments)))
 
 
