@@ -69,7 +69,7 @@ async def test_messages_of_many_threads_arrive_each_threads_in_order() -> None:
         pulls = [message.pull_id for _, message in channel.got if isinstance(message, Pulled)]
         for thread in range(4):
             assert [pull for pull in pulls if pull // 1000 == thread] == [1000 * thread + index for index in range(500)]
-        assert other.counters.snapshot()["kv_messages_sent"] == 2000
+        await eventually(lambda: other.counters["kv_messages_sent"] == 2000)
 
 
 async def test_messages_for_another_boot_are_dropped_and_later_ones_arrive() -> None:
