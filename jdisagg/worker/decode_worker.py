@@ -3,7 +3,8 @@
 It asks the schedulers, runs commands, reports facts; it decides nothing about pages or batches itself. It is mixed-capable:
 `generate` without a source prefills in the same pages. Mode CHUNKED then lets prefill chunks alternate with decode steps,
 UNIFIED runs whole prefills first; DISAGGREGATED receives KV from a prefill worker (and would prefill locally if asked to).
-Running sequences move to another decode worker through its `PeerPort` (worker/movers.py). A source of KV that fails does not end a reservation: it waits for another.
+Running sequences move to another decode worker through its `PeerPort` (worker/movers.py). A source of KV
+that fails does not end a reservation: it waits for another.
 
 All state is touched on the event loop only, between awaits, so that every method sees it whole. `_settle` runs after each
 change: it hands news to the listeners, grants freed pages to whoever waits, and wakes the loop.

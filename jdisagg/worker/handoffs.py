@@ -108,9 +108,12 @@ class Handoffs:
         try:
             receiver.link = await self._peers.greet(receiver.source, receiver.peer)
             received = await receiver.receive()
-            self._running.pop(key, None)
-            done(received)
+            if not receiver.closed:
+                del self._running[key]
+                done(received)
         except Exception as error:
+            if receiver.closed:
+                return  # aborted: another may be receiving into this reservation by now
             self._counters.add("handoffs_failed")
             self._running.pop(key, None)
             receiver.close()

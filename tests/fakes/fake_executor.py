@@ -136,7 +136,7 @@ class FakeExecutor:
         self._faults = faults or Faults()
         self._costs = costs or Costs()
         empty: Entry = (-1, -1, -1)
-        self._pages = [
+        self._pages: list[list[list[list[Entry]]]] = [
             [[[empty] * limits.page_size for _ in range(limits.pages_per_rank)] for _ in range(limits.layer_groups)]
             for _ in range(limits.ranks)
         ]

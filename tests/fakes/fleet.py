@@ -183,6 +183,7 @@ class Fleet:
         self._meshes = {"p": prefill or toy_limits(), "d": decode or toy_limits()}
         self._faults = faults
         self._costs = costs
+        self.unseen: list[dict[str, object]] = []
         self._random = random.Random(seed)
         self._wire = wire
         self._names = [f"prefill{number}" for number in range(prefills)] + [f"decode{number}" for number in range(decodes)]
@@ -214,6 +215,7 @@ class Fleet:
         return sum(process.worker.counters[counter] for process in self.processes.values())
 
     async def __aenter__(self) -> "Fleet":
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: self.unseen.append(context))
         for name in self._names:
             await self.start(name)
         return self
@@ -274,6 +276,7 @@ class Fleet:
 
     async def check_quiet(self, settle_seconds: float = 1.0) -> None:
         await asyncio.sleep(settle_seconds)
+        assert not self.unseen, f"failures that nobody saw: {self.unseen}"
         for name, process in self.processes.items():
             if process.life.dead.is_set():
                 continue
