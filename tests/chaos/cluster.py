@@ -18,6 +18,7 @@ from jdisagg.client import AsyncClient
 from jdisagg.clock import MonotonicClock
 from jdisagg.dispatch.ports import WorkerStatus
 from jdisagg.errors import JdisaggError
+from jdisagg.supervisor import supervisor
 from jdisagg.supervisor.child import Command
 from jdisagg.supervisor.supervisor import Group, GroupSpec
 from launch.cluster_plan import ClusterPlan, free_ports, plan_instances
@@ -27,6 +28,8 @@ HOST = "127.0.0.1"
 ROUTER = "router"
 START_SECONDS = 240.0
 MOST_STARTS = 3
+# The supervisor lets who dies again and again wait ever longer; here they die because they are killed.
+PAUSE_SECONDS = 0.4
 
 
 @dataclass(frozen=True)
@@ -60,17 +63,19 @@ class ChaosCluster:
         layouts = {"prefill": shape.prefill_layout, "decode": shape.decode_layout}
         counts = {"prefill": shape.prefill, "decode": shape.decode}
         instances = [one for role in counts for one in plan_instances(role, counts[role], layouts[role], shape.processes, HOST)]
-        sizes = ("--page_size=16", "--slots=8", "--prefill_chunk=64", f"--codec={shape.codec}", f"--compilation_cache={cache}")
+        sizes = ("--page_size=16", "--slots=4", "--prefill_chunk=64", f"--codec={shape.codec}", f"--compilation_cache={cache}")
         drain = f"--drain_seconds={shape.drain_seconds}"
         settings = tuple(f"--set={assignment}" for assignment in shape.settings)
         limits = tuple(f"--set={text.removeprefix('limits.')}" for text in shape.settings if text.startswith("limits."))
         self.plan = ClusterPlan(HOST, free_ports(HOST, 1)[0], tuple(instances), (*sizes, drain, *settings), (drain, *limits))
+        supervisor.LONGEST_PAUSE_SECONDS = PAUSE_SECONDS
         specs = [self.plan.router(), *self.plan.workers()]
         self.groups = {
             spec.name: Group(self._with_orders(spec), MonotonicClock(), self._write, self._write, self._failed) for spec in specs
         }
         self.failed: list[str] = []
         self._serving: dict[str, int] = {}
+        self.served_at: dict[str, float] = {}
         self._out = self.log.open("a", buffering=1)
 
     @property
@@ -179,6 +184,7 @@ class ChaosCluster:
         group = name.partition(".")[0]
         if f" worker {group} " in line and " serves on " in line:
             self._serving[group] = self.groups[group].restarts
+            self.served_at[group] = time.monotonic()
         if not self._out.closed:
             self._out.write(f"{time.strftime('%H:%M:%S')} {name}: {line}\n")
 

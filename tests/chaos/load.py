@@ -34,7 +34,7 @@ class Kind:
         return GenerateOptions(token_ids=self.token_ids, max_tokens=self.max_tokens, ignore_eos=True, **sampling)  # type: ignore[typeddict-item]
 
 
-async def known_kinds(count: int, *, seed: int = 0, tokens: Sequence[int] = (24, 60, 120)) -> list[Kind]:
+async def known_kinds(count: int, *, seed: int = 0, tokens: Sequence[int] = (24, 60, 240)) -> list[Kind]:
     """Greedy and seeded, prompts within one chunk and over several, with the tokens that each must give."""
     rng = random.Random(seed)
     kinds = []

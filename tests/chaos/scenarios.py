@@ -104,7 +104,11 @@ class Harness:
         outcome = Outcome(scenario.name)
         await self._cluster.until_live(self._cluster.workers, BACK_SECONDS)
         async with AsyncClient(self._cluster.address, connect_seconds=30.0) as client:
-            streams = [Stream(self._random.choice(self._kinds)) for _ in range(self._streams)]
+            # What is to move, or to be interrupted while it decodes, must not have ended by then.
+            lasting = scenario.moment in (Moment.MIGRATING, Moment.DECODING)
+            most = max(kind.max_tokens for kind in self._kinds)
+            kinds = [kind for kind in self._kinds if kind.max_tokens == most or not lasting]
+            streams = [Stream(self._random.choice(kinds)) for _ in range(self._streams)]
             own = self._own_client() if scenario.victim == CLIENT else None
             early = 0 if own else max(1, self._streams // 3)
             tasks = _start(streams[:early], client)

@@ -87,8 +87,23 @@ async def test_a_stopped_decode_worker_holds_back_no_hand_off_to_another(cluster
     await cluster.until_quiet(10)
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_worker_started_again_at_its_address_is_used_again(role: str, cluster: ChaosCluster, kinds: list[Kind]):
+    """The only one of its role, killed: its peers and the router must find the new process behind the old address."""
+    name, other = f"{role}-0", f"{role}-1"
+    await cluster.until_live([name], 90)
+    await cluster.groups[other].stop(30)
+    async with AsyncClient(cluster.address) as client:
+        cluster.forget_start(name)
+        assert cluster.signal(name, KILL)
+        await cluster.until_live([name], 90)
+        stream = await Stream(kinds[1]).run(client)
+    assert stream.wrong == "" and stream.ended_at is not None
+    print(f"{name}: a whole stream {stream.ended_at - cluster.served_at[name]:.1f} s after it served again")
+
+
 async def test_without_survivors_streams_end_with_a_typed_error(cluster: ChaosCluster, kinds: list[Kind]):
-    await cluster.until_live(cluster.workers, 90)
+    """The one of each role that is left serves until here; then the decode worker goes for good."""
     long = [kind for kind in kinds if kind.max_tokens > 50]
     async with AsyncClient(cluster.address) as client:
         streams = [Stream(kind) for kind in long]
@@ -97,7 +112,6 @@ async def test_without_survivors_streams_end_with_a_typed_error(cluster: ChaosCl
             assert not any(task.done() for task in tasks)
             await asyncio.sleep(0.01)
         for name in cluster.of_role("decode"):
-            cluster.forget_start(name)
             await cluster.groups[name].stop(0)
         at = time.monotonic()
         await asyncio.wait_for(asyncio.gather(*tasks), 40)
