@@ -201,6 +201,28 @@ async def test_what_a_router_had_reserved_is_freed_when_it_goes_away() -> None:
         await eventually(lambda: (5, None) in worker.told)
 
 
+async def test_the_tokens_of_one_step_cost_one_message() -> None:
+    worker = Spanner()
+    sessions, batches = SpanSessions(worker), []
+
+    async def write(batch: workers_pb2.SpanBatch) -> None:
+        batches.append([entry.reservation_id for entry in batch.reservations])
+
+    serving_it = asyncio.ensure_future(sessions.serve(1, write))
+    await eventually(lambda: batches == [[]])
+    for number in range(30):
+        sessions.start(1, call_of(number))
+    await asyncio.sleep(0.01)
+    for step in range(4):
+        for number in range(30):
+            worker.of(number).put_nowait(Span(0, step, (7,)))
+        await asyncio.sleep(0.01)
+    assert batches[1:] == [list(range(30))] * 4
+    serving_it.cancel()
+    await asyncio.gather(serving_it, return_exceptions=True)
+    await eventually(lambda: sorted(worker.dropped) == list(range(30)))
+
+
 async def test_a_router_that_does_not_read_holds_up_nobody_and_misses_nothing() -> None:
     worker = Spanner()
     sessions = SpanSessions(worker)

@@ -64,6 +64,19 @@ async def test_a_stream_goes_on_with_the_server_that_comes_after() -> None:
     assert again.resumption.number >= 1 and again.resumption.children[0].token_ids == expected(0, 20)[:1]
 
 
+async def test_a_client_that_knows_two_servers_goes_on_with_the_other() -> None:
+    first, second = held(), FakePath()
+    async with contextlib.AsyncExitStack() as stack:
+        other = await stack.enter_async_context(door(second))
+        async with door(first) as port:
+            client = await stack.enter_async_context(AsyncClient(f"ipv4:127.0.0.1:{port},127.0.0.1:{other}"))
+            answer = asyncio.ensure_future(client.complete("once", max_tokens=9))
+            await eventually(lambda: first.made_events == 1)
+        completion = await asyncio.wait_for(answer, 20)
+    assert tuple(completion.choices[0].token_ids) == expected(0, 9)
+    assert len(first.requests) == len(second.requests) == 1
+
+
 async def test_each_child_goes_on_where_it_was() -> None:
     first, second = held(), FakePath()
     async with contextlib.AsyncExitStack() as stack:
