@@ -153,13 +153,17 @@ class WorkerProcess:
     async def _warm_up(self, instance: Instance) -> None:
         if not self._config.warm_up:
             return
-        with tqdm(desc=f"compiling {self._spec.name}", unit="program", delay=5, mininterval=5, file=sys.stderr, leave=False) as bar:
+        began = self._clock.now()
+        print(f"worker {self._spec.name} compiles its programs", flush=True)
+        terminal = sys.stderr.isatty()
+        with tqdm(desc="compiling", unit="program", delay=2, file=sys.stderr, leave=False, disable=not terminal) as bar:
 
             def progress(done: int, total: int) -> None:
                 bar.total = total
                 bar.update(done - bar.n)
 
             await warm_up(instance, progress)
+        print(f"worker {self._spec.name} is warm after {self._clock.now() - began:.1f} s", flush=True)
 
     async def _unless(self, end: Coroutine[None, None, object], work: Coroutine[None, None, None]) -> bool:
         """Whether the work was done; False when the end came before, which is at once: nobody knows this worker yet."""

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jdisagg.client import Client
 from jdisagg.errors import JdisaggError, UnavailableError
@@ -113,6 +115,13 @@ def all_free(client: Client, workers: list[str]) -> bool:
     )
 
 
+def healthy(running: RunningCluster) -> bool:
+    """What the standard health service says of the generation service."""
+    with grpc.insecure_channel(running.address) as channel:
+        request = health_pb2.HealthCheckRequest(service="jdisagg.v1.GenerationService")
+        return health_pb2_grpc.HealthStub(channel).Check(request, timeout=10).status == health_pb2.HealthCheckResponse.SERVING
+
+
 def ask(running: RunningCluster, *flags: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "launch.ask", f"--target={running.address}", f"--prompt={PROMPT}", *flags]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
@@ -127,6 +136,7 @@ def check_a_life(running: RunningCluster, killed: str) -> None:
         assert {status.name: status.layout for status in client.status()}.keys() == set(running.workers)
         wait_until(lambda: all_free(client, running.workers), "pages are not free once all is quiet")
 
+        wait_until(lambda: healthy(running), "no canary made the trip")
         worker = running.worker(killed)
         assert worker is not None
         worker.kill()
@@ -141,6 +151,7 @@ def check_a_life(running: RunningCluster, killed: str) -> None:
         wait_until(usable_again, "the cluster is not usable again")
         assert said == [tokens]
         wait_until(lambda: all_free(client, running.workers), "pages are not free after a worker's death")
+        wait_until(lambda: healthy(running), "no canary made the trip after the restart")
 
         events = client.generate(PROMPT, max_tokens=200, ignore_eos=True, temperature=0)
         seen = [next(events)]
