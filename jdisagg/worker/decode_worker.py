@@ -11,7 +11,6 @@ change: it hands news to the listeners, grants freed pages to whoever waits, and
 """
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 
 from jdisagg.clock import Clock
@@ -25,7 +24,6 @@ from jdisagg.dispatch.ports import (
     Reservation,
     ReserveCall,
     ResumeCall,
-    SourceLost,
     Span,
     WorkerRole,
     WorkerStatus,
@@ -51,17 +49,16 @@ from jdisagg.scheduler.sequences import Group
 from jdisagg.telemetry import Counters
 from jdisagg.worker.attempts import Attempts
 from jdisagg.worker.handoffs import Handoffs
+from jdisagg.worker.intake import Intake
 from jdisagg.worker.movers import Movers
 from jdisagg.worker.outbox import Outboxes
 from jdisagg.worker.peer_hello import hello_of
 from jdisagg.worker.peers import PeerResolver, Peers
-from jdisagg.worker.receiver import Received
 from jdisagg.worker.span_stream import SpanStream
 from jdisagg.worker.step_loop import StepLoop
 from jdisagg.worker.sweeper import Sweeper
 
 MOST_MOVES = 3
-RESUME_SECONDS = 5.0
 
 
 class DecodeWorker:
@@ -104,6 +101,20 @@ class DecodeWorker:
         hello = hello_of(name, model_fingerprint, executor.limits, executor.card, self.boot_id, key)
         self._peers = Peers(peers, hello, self._loop, config.codec, limits.verify, clock.now)
         self._handoffs = Handoffs(self._loop, self._peers, executor.limits, limits.pull_seconds, clock.now, self.counters)
+        self._intake = Intake(
+            name,
+            self._state,
+            self._streams,
+            self._batches,
+            self._handoffs,
+            limits,
+            self._loop,
+            clock,
+            self.counters,
+            self._join,
+            self._fail,
+            self._settle,
+        )
         self._boxes = Outboxes(hello, self._loop, clock, lease_seconds, self.counters)
         self._movers = Movers(self._state, self._boxes, self._loop, ids, key, lease_seconds, self._settle, self.counters)
         self._sweeper = Sweeper(clock, lease_seconds / 4, self._sweep, self._loop.break_down)
@@ -193,7 +204,7 @@ class DecodeWorker:
         try:
             if group is not None:
                 group.handoff = group.handoff.move(HandoffEvent.GENERATE, stream.until)
-                self._begin(group, call.source, 0)
+                self._begin(group, call.source)
             stream.begun.set()
             while (span := await stream.next()) is not None:
                 yield span
@@ -201,25 +212,7 @@ class DecodeWorker:
             self._drop(call.reservation_id)
 
     async def resume_source(self, call: ResumeCall) -> int | None:
-        stream = self._streams.get(call.reservation_id)
-        if stream is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RESUME_SECONDS):
-                    await stream.begun.wait()  # this call may have overtaken that of `generate`
-        group = self._state.groups.get(call.reservation_id)
-        if group is None or stream is None or stream.attempt != call.attempt or group.handoff.state is HandoffState.RESERVED:
-            raise HandoffError(f"worker {self.name!r}: reservation {call.reservation_id} is not held for attempt {call.attempt} any more")
-        if group.handoff.state not in (HandoffState.RECEIVING, HandoffState.ORPHANED):
-            return None
-        here = self._handoffs.abort(group.key, "another source takes over")
-        granule, wanted = self._executor.limits.granule_tokens, len(group.known_tokens)
-        kept = min(stream.kept_tokens if here is None else here, wanted - 1) // granule * granule
-        group.handoff = group.handoff.move(HandoffEvent.NEW_SOURCE, stream.until)
-        stream.firsts.update((first.child, first) for first in call.firsts)
-        self.counters.add("sources_replaced")
-        self.counters.add("kv_tokens_kept", kept)
-        self._begin(group, call.source, kept)
-        return kept
+        return await self._intake.resume(call)
 
     async def hello(self, hello: PeerHello) -> PeerHello:
         return await self._boxes.hello(hello)
@@ -265,55 +258,15 @@ class DecodeWorker:
             reserved_pages=tuple(self._state.reserved_pages(rank) for rank in range(limits.ranks)),
         )
 
-    def _begin(self, group: Group, source: HandoffSource | None, cached_tokens: int) -> None:
+    def _begin(self, group: Group, source: HandoffSource | None) -> None:
         """Lets the KV come: from the peer, or by prefilling here."""
         if source is not None:
-            self._handoffs.begin(
-                group,
-                source,
-                lambda tokens: self._pages_to_receive(group, tokens),
-                cached_tokens,
-                done=lambda received: self._received(group, received),
-                failed=lambda error, kept: self._lost(group, source, error, kept),
-            )
+            self._intake.begin(group, source)
         else:
             specs = tuple(child.sample_spec() for child in group.alive)
             pages = self._state.ledgers[group.rank].pages(group.key)
             self._prefills.add(PrefillJob(group.key, group.rank, group.known_tokens, pages, specs, group.arrival))
         self._settle()
-
-    def _pages_to_receive(self, group: Group, tokens: int) -> tuple[int, ...]:
-        pages = self._state.cover(group, tokens)
-        if pages is None:
-            raise HandoffError(f"worker {self.name!r} has no pages for the {tokens} positions to which the moving sequence has grown")
-        return pages
-
-    def _received(self, group: Group, received: Received) -> None:
-        if group.key in self._state.groups:
-            stream = self._streams[group.key]
-            stream.kv_bytes_moved, stream.exposed_seconds = received.bytes_moved, received.exposed_seconds
-            self.counters.add("handoffs_completed")
-            self.counters.add("kv_bytes_received", received.bytes_moved)
-            if received.moved:
-                if not self._batches.take_over(group, received.moved, stream.until):
-                    self._fail(group, HandoffError(f"worker {self.name!r} cannot go on with the sequence that moved to it"))
-            else:
-                firsts = [stream.firsts.get(first.child, first) for first in received.firsts]
-                self._join(group, tuple(SampledToken(group.key, first.child, first.token_id, first.logprobs) for first in firsts))
-        self._settle()
-
-    def _lost(self, group: Group, source: HandoffSource, error: JdisaggError, kept_tokens: int) -> None:
-        """What is missing will not come from this source. The reservation waits for another, with what it has."""
-        if group.key not in self._state.groups:
-            return
-        if not isinstance(error, UnavailableError) or self._loop.failure is not None:
-            return self._fail(group, error)
-        stream = self._streams[group.key]
-        until = min(stream.until, self._clock.now() + self._limits.handoff_lease_seconds)
-        group.handoff = group.handoff.move(HandoffEvent.SOURCE_LOST, until)
-        stream.kept_tokens = kept_tokens
-        self.counters.add("sources_lost")
-        stream.tell(lost=SourceLost(source.handoff_id, kept_tokens, error.message))
 
     def _join(self, group: Group, firsts: tuple[SampledToken, ...]) -> None:
         if any(first.token == BROKEN_TOKEN for first in firsts):
