@@ -1,15 +1,16 @@
 """A model directory's fingerprint: equal where the same files are served in the same type, without reading terabytes.
 
-Of each file under the directory: its path, its size, its first bytes (all of a small one, the header of a safetensors file) and samples
-from all over. Copies on two hosts agree; another fine-tune of the same shapes differs. The Hugging Face and the Orbax form
+Of each file under the directory: its path, its size, and all of it up to 64 MiB; of a larger one its first bytes (the header of a
+safetensors file) and samples from all over. Copies on two hosts agree; another fine-tune of the same shapes differs. The Hugging Face and the Orbax form
 of one model differ too: serve one form in a cluster.
 """
 
 import hashlib
 from pathlib import Path
 
-_WHOLE_BYTES = 1 << 20
-_SAMPLES = 32
+_WHOLE_BYTES = 64 << 20
+_FIRST_BYTES = 1 << 20
+_SAMPLES = 64
 _SAMPLE_BYTES = 4096
 _IGNORED = {".md", ".txt", ".gitattributes", ".py", ".png"}
 
@@ -22,9 +23,12 @@ def model_fingerprint(directory: str | Path, dtype: str) -> str:
         size = path.stat().st_size
         digest.update(f"\n{path.relative_to(root).as_posix()} {size}\n".encode())
         with path.open("rb") as file:
-            digest.update(file.read(_WHOLE_BYTES))
-            for sample in range(_SAMPLES if size > _WHOLE_BYTES else 0):
-                file.seek(_WHOLE_BYTES + (size - _WHOLE_BYTES) * sample // _SAMPLES)
+            if size <= _WHOLE_BYTES:
+                digest.update(file.read())
+                continue
+            digest.update(file.read(_FIRST_BYTES))
+            for sample in range(_SAMPLES):
+                file.seek(_FIRST_BYTES + (size - _FIRST_BYTES) * sample // _SAMPLES)
                 digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:32]
 
