@@ -2,7 +2,8 @@
 
 A `pull` sends its requests at once; what comes back is worked on by this half's own thread, which also watches what is under way.
 Invariants:
-- a request's id is random and fresh; a pull that is tried again is another pull with other ids;
+- a request's id is random and fresh; a pull that is tried again is another pull with other ids. (A request that nobody answers is sent
+  again as it is, for messages may be lost: the sender never serves an id twice.)
 - global arrays are made only when each piece is there: an array that has not arrived never reaches a program;
 - a pull ends at its deadline whoever is silent. What it asked for is withdrawn, and where bytes were on their way on a connection that
   moves nothing else, the connection is poisoned and dropped; the next pull makes a new one;
@@ -10,6 +11,7 @@ Invariants:
   nothing say so; it is complete when its own devices have all their pieces.
 """
 
+import dataclasses
 import itertools
 import secrets
 import threading
@@ -32,6 +34,7 @@ from jdisagg.transfer.transfer_engine import ID_BITS, EngineOptions, Inlet, is_d
 
 WATCH_SECONDS = 0.01
 IDLE_SECONDS = 0.25
+ASK_AGAIN_SECONDS = 1.0
 QUIET_SECONDS = 1.0  # a connection on which something arrived this lately is alive
 
 
@@ -47,11 +50,13 @@ class _Connection:
 
 @dataclass(slots=True, eq=False)
 class _Ask:
-    """What one sender process was asked for one pull. `arrays` once they are on their way."""
+    """What one sender process was asked for one pull, and when last. `arrays` once they are on their way."""
 
     pull_id: int
     connection: _Connection
     transfer: "_Transfer"
+    asked: float
+    request: PullRequest | None = None
     arrays: list[jax.Array] | None = None
     refused: bool = False
 
@@ -133,12 +138,13 @@ class KvPuller:
             key = (target.peer, target.zeros.shape, target.rank)
             turn = self._turns[key] = self._turns.get(key, -1) + 1
             for end in card.ends:
-                ask = _Ask(secrets.randbits(ID_BITS), self._connection(end), transfer)
+                ask = _Ask(secrets.randbits(ID_BITS), self._connection(end), transfer, self._clock.now())
                 transfer.asks.append(ask)
                 self._asks[ask.pull_id] = ask
-        self._thread.submit(lambda: self._watched.append(transfer))
         for ask in transfer.asks:
-            self._link.send(ask.connection.end, self._request(ask, offer_id, target, deadline_seconds, turn))
+            ask.request = self._request(ask, offer_id, target, deadline_seconds, turn)
+            self._link.send(ask.connection.end, ask.request)
+        self._thread.submit(lambda: self._watched.append(transfer))
 
     def _request(self, ask: _Ask, offer_id: int, target: PullTarget, deadline_seconds: float, turn: int) -> PullRequest:
         zeros = target.zeros
@@ -216,6 +222,7 @@ class KvPuller:
             if transfer.pull.is_ready() or self._has_failed(transfer):
                 self._settle(transfer)
             else:
+                self._ask_again(transfer)
                 under_way.append(transfer)
         self._watched = under_way
         now = self._clock.now()
@@ -238,6 +245,14 @@ class KvPuller:
                 transfer.pull.fail(HandoffError(f"the pieces from {ask.connection.end.control} could not be computed or moved: {error}"))
                 return True
         return False
+
+    def _ask_again(self, transfer: _Transfer) -> None:
+        """A message may be lost: those who have not answered are asked again, under the same id."""
+        now = self._clock.now()
+        for ask in transfer.asks:
+            if ask.arrays is None and ask.request is not None and now - ask.asked >= ASK_AGAIN_SECONDS:
+                ask.asked = now
+                self._link.send(ask.connection.end, dataclasses.replace(ask.request, deadline_seconds=transfer.pull.deadline - now))
 
     def _settle(self, transfer: _Transfer) -> None:
         arrived = transfer.pull.failed() is None or transfer.assembly.assembled
@@ -265,7 +280,8 @@ class KvPuller:
                 del self._connections[connection.end]
         if connection.inlet is not None:
             inlet, connection.inlet = connection.inlet, None
-            inlet.close()
+            asks = [ask for transfer in self._watched for ask in transfer.asks] + [ask for ask, _ in self._stuck]
+            inlet.close(in_flight=any(ask.connection is connection and not all(map(is_ready, ask.arrays or ())) for ask in asks))
         self._link.send(connection.end, Leave(connection.number))
 
     def _drop_peer(self, peer: str, ends: list[KvEnd]) -> None:

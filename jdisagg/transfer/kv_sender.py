@@ -18,11 +18,12 @@ import jax
 from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError
 from jdisagg.layout.mesh_card import KvEnd
+from jdisagg.transfer.boxes import HEAD_DIMENSION
 from jdisagg.transfer.channel import BlockStamp, Offered
 from jdisagg.transfer.channel_thread import ChannelThread
 from jdisagg.transfer.kv_link import KvLink
 from jdisagg.transfer.kv_messages import Leave, Posted, PostedPiece, Pulled, PullRequest, Refused, Withdraw
-from jdisagg.transfer.pieces import OfferedBlock, check_geometry, encoded_pieces, plan_of_request
+from jdisagg.transfer.pieces import OfferedBlock, PlannedPiece, check_geometry, encoded_pieces, plan_of_request
 from jdisagg.transfer.transfer_engine import EngineOptions, Outlet
 
 REMEMBERED_IDS = 65536
@@ -44,6 +45,7 @@ class _Posting:
     offer_id: int
     avals: tuple[jax.ShapeDtypeStruct, ...]
     until: float
+    answer: Posted
 
 
 @dataclass(slots=True)
@@ -131,17 +133,17 @@ class KvSender:
                     self._close_door(receiver)
 
     def _ask(self, receiver: KvEnd, request: PullRequest) -> None:
-        if request.pull_id in self._seen:
-            return  # a double
-        self._seen[request.pull_id] = None
-        while len(self._seen) > REMEMBERED_IDS:
-            self._seen.popitem(last=False)
         if request.sender_boot_id != self._end.boot_id:
             return self._refuse(receiver, request, HandoffError(f"the sender at {self._end.control} has restarted; greet it again"))
         if request.transports != self._options.transports:
             ours = self._options.transports
             error = f"transports is {ours} at the sender and {request.transports} at the receiver; set the same on both"
             return self._refuse(receiver, request, IncompatiblePeerError(error))
+        if request.pull_id in self._seen:
+            return self._answer_again(receiver, request)
+        self._seen[request.pull_id] = None
+        while len(self._seen) > REMEMBERED_IDS:
+            self._seen.popitem(last=False)
         wait = _Waiting(receiver, request, self._clock.now() + request.deadline_seconds)
         with self._lock:
             known = request.offer_id in self._offers or request.offer_id in self._ended
@@ -167,20 +169,35 @@ class KvSender:
             ended = self._ended.get(request.offer_id)
         if offer is None:
             raise HandoffError(f"offer {request.offer_id:#x} was {ended}")
-        heads = request.granule * request.head_shards
-        shape = (1, request.components, heads, request.tokens, request.head_size)
-        check_geometry(offer, request.dtype, shape, request.granule)
-        pieces = plan_of_request(offer, request)
-        address = ""
-        if pieces:
-            door = self._door(receiver, request.link)
-            arrays = encoded_pieces(offer, pieces, request.granule, request.codec)
-            door.outlet.post(request.pull_id, arrays, seconds + SLACK_SECONDS)
-            avals = tuple(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding) for array in arrays)
-            door.postings[request.pull_id] = _Posting(receiver, request.offer_id, avals, self._clock.now() + seconds + SLACK_SECONDS)
-            address = door.outlet.address
+        pieces = _pieces(offer, request)
+        if not pieces:
+            return self._link.send(receiver, Posted(request.pull_id, request.link, "", offer.shape[HEAD_DIMENSION], ()))
+        door = self._door(receiver, request.link)
+        arrays = encoded_pieces(offer, pieces, request.granule, request.codec)
+        seconds += SLACK_SECONDS
+        door.outlet.post(request.pull_id, arrays, seconds)
+        avals = tuple(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding) for array in arrays)
         posted = tuple(PostedPiece(piece.source, request.wanted[piece.place].device, piece.part) for piece in pieces)
-        self._link.send(receiver, Posted(request.pull_id, request.link, address, offer.shape[2], posted))
+        answer = Posted(request.pull_id, request.link, door.outlet.address, offer.shape[HEAD_DIMENSION], posted)
+        door.postings[request.pull_id] = _Posting(receiver, request.offer_id, avals, self._clock.now() + seconds, answer)
+        self._link.send(receiver, answer)
+
+    def _answer_again(self, receiver: KvEnd, request: PullRequest) -> None:
+        """The first answer may have been lost. Nothing is posted a second time: the id may have been pulled, or withdrawn."""
+        door = self._doors.get(receiver)
+        posting = door.postings.get(request.pull_id) if door is not None else None
+        with self._lock:
+            offer, ended = self._offers.get(request.offer_id), self._ended.get(request.offer_id)
+        if posting is not None:
+            self._link.send(receiver, posting.answer)
+        elif ended is not None:
+            self._refuse(receiver, request, HandoffError(f"offer {request.offer_id:#x} was {ended}"))
+        elif offer is not None:
+            try:
+                if not _pieces(offer, request):
+                    self._link.send(receiver, Posted(request.pull_id, request.link, "", offer.shape[HEAD_DIMENSION], ()))
+            except JdisaggError as error:
+                self._refuse(receiver, request, error)
 
     def _door(self, receiver: KvEnd, link: int) -> _Door:
         door = self._doors.get(receiver)
@@ -231,7 +248,8 @@ class KvSender:
         return TICK_SECONDS
 
     def _close_door(self, receiver: KvEnd) -> None:
-        self._doors.pop(receiver).outlet.close()
+        door = self._doors.pop(receiver)
+        door.outlet.close(in_flight=bool(door.postings))
 
     def _close_all(self) -> None:
         for receiver in list(self._doors):
@@ -244,6 +262,13 @@ class KvSender:
         self._ended[offer_id] = how
         while len(self._ended) > REMEMBERED_IDS:
             self._ended.popitem(last=False)
+
+
+def _pieces(offer: OfferedBlock, request: PullRequest) -> tuple[PlannedPiece, ...]:
+    """What of the offer this process holds for the request. Raises where the two do not fit."""
+    shape = (1, request.components, request.granule * request.head_shards, request.tokens, request.head_size)
+    check_geometry(offer, request.dtype, shape, request.granule)
+    return plan_of_request(offer, request)
 
 
 def _withdraw(door: _Door, pull_id: int, reason: str) -> None:

@@ -9,6 +9,7 @@ What goes wrong otherwise (each is a test in tests/transfer/test_engine_dangers.
 - zero-size leaves never arrive, deleted arrays crash: neither is posted;
 - an id used twice meets the dead request of its first use: ids are random and used once (error arrays excepted, they flush it);
 - a broken connection never heals, and a poisoned one wedges its server until the object is gone: `Inlet.close` poisons, then drops;
+- deleting a server while bytes are on their way may stop the whole process: such servers are kept, with their few threads;
 - big default chunks take gigabytes and are slower: `transfer_size` is small;
 - a server lives on while a connection to it is open, with all that is posted: `Outlet.close` empties it first;
 - bytes are reinterpreted without a word: callers compare geometry before. Whether a pull arrived is for `is_ready()`; nothing waits here.
@@ -27,6 +28,8 @@ from jdisagg.errors import ConfigError, HandoffError
 TICK_ID = 2**64 - 1
 ID_BITS = 63  # of a pull's id: never the tick's
 ERROR_SECONDS = 5.0  # how long an error array waits for a request that may still be on its way
+_NEVER_DELETED: list[transfer.TransferServer] = []
+"""Servers that were given up while bytes were on their way. To delete one can block for ever, with the interpreter's lock held."""
 _EVERY_INTERFACE = ("", "0.0.0.0", "::", "[::]")
 
 
@@ -60,6 +63,7 @@ class Outlet:
 
     def __init__(self, options: EngineOptions) -> None:
         self._server = options.start_server()
+        self._withdrew = False
         self._tick = jax.device_put(np.zeros(1, np.uint8), jax.local_devices()[0])
         self.address = self._server.address()
 
@@ -73,6 +77,7 @@ class Outlet:
 
     def withdraw(self, pull_id: int, avals: Sequence[jax.ShapeDtypeStruct], reason: str) -> None:
         """Frees what was posted; a request that comes for it, or waits for it, fails with the reason."""
+        self._withdrew = True
         errors = [transfer.make_error_array(aval, reason) for aval in avals]
         self._server.await_pull(pull_id, errors, timeout=_in(ERROR_SECONDS))
 
@@ -80,10 +85,12 @@ class Outlet:
         """Lets the engine look at its time-outs."""
         self._server.await_pull(TICK_ID, [self._tick])
 
-    def close(self) -> None:
-        """Frees what is posted; requests that wait fail. The object is of no use afterwards. (The engine's threads end when the receiver,
-        too, has dropped its connection.)"""
+    def close(self, in_flight: bool) -> None:
+        """Frees what is posted; requests that wait fail. `in_flight`: whether bytes may be on their way. The object is of no use
+        afterwards. (The engine's threads end when the receiver, too, has dropped its connection.)"""
         self._server._reset_rendevous_table()  # pyright: ignore[reportAttributeAccessIssue] (private; an open connection holds the postings)
+        if in_flight or self._withdrew:
+            _NEVER_DELETED.append(self._server)
         del self._server
 
 
@@ -103,9 +110,11 @@ class Inlet:
         assert self._connection is not None
         return self._connection.pull(pull_id, list(avals))
 
-    def close(self) -> None:
-        """All pulls under way fail at once. The object is of no use afterwards."""
+    def close(self, in_flight: bool) -> None:
+        """All pulls under way fail at once. `in_flight`: whether there are any. The object is of no use afterwards."""
         self._drop()
+        if in_flight:
+            _NEVER_DELETED.append(self._server)
         del self._server
 
     def _drop(self) -> None:

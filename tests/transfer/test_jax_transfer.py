@@ -133,8 +133,8 @@ def test_a_doubled_request_is_posted_once_and_a_doubled_answer_pulled_once(ends:
     settled(lambda: loopback.channels[SENDER].postings() == 0)
 
 
-@pytest.mark.parametrize("lost", [PullRequest, Posted])
-def test_a_lost_message_costs_one_pull_at_its_deadline_and_no_more(ends: Ends, loopback: Loopback, lost: type[KvMessage]) -> None:
+@pytest.mark.parametrize("lost", [PullRequest, Posted, Refused])
+def test_what_is_lost_is_asked_for_again(ends: Ends, loopback: Loopback, lost: type[KvMessage]) -> None:
     block, dropped = case("tp=2", "tp=2"), []
 
     def lose_first(message: KvMessage) -> list[KvMessage]:
@@ -145,11 +145,39 @@ def test_a_lost_message_costs_one_pull_at_its_deadline_and_no_more(ends: Ends, l
 
     loopback.tamper = lose_first
     ends.sender.offer(7, block.block, 0)
+    if lost is Refused:
+        ends.sender.release(7)
+    pull = ends.receiver.pull(7, block.target(0), LONG_SECONDS)
+    settled(lambda: len(dropped) == 1)
+    assert not pull.is_ready()
+    ends.clock.seconds = 1.0
+    if lost is Refused:
+        with pytest.raises(HandoffError, match="released"):
+            finished(pull).arrays()
+    else:
+        for device, shard in expected_shards(block, 0, 0).items():
+            np.testing.assert_array_equal(received_shards(finished(pull), block, 0)[device], shard)
+    settled(lambda: loopback.channels[SENDER].postings() == 0)
+
+
+@pytest.mark.parametrize("lost", [PullRequest, Posted])
+def test_a_pull_of_which_nobody_hears_ends_at_its_deadline_and_the_next_one_arrives(
+    ends: Ends, loopback: Loopback, lost: type[KvMessage]
+) -> None:
+    block, dropped = case("tp=2", "tp=2"), []
+
+    def lose(message: KvMessage) -> list[KvMessage]:
+        dropped.extend([message] if isinstance(message, lost) else [])
+        return [] if isinstance(message, lost) else [message]
+
+    loopback.tamper = lose
+    ends.sender.offer(7, block.block, 0)
     pull = ends.receiver.pull(7, block.target(0), 5.0)
     settled(lambda: len(dropped) == 1)
     ends.clock.seconds = 5.0
     with pytest.raises(HandoffError, match=r"within the deadline of 5\.0 s"):
         pull.arrays()
+    loopback.tamper = lambda message: [message]
     for device, shard in expected_shards(block, 0, 0).items():
         np.testing.assert_array_equal(pulled(ends, 7, block)[device], shard)
     settled(lambda: loopback.channels[SENDER].postings() == 0)
@@ -207,7 +235,7 @@ def test_pieces_under_an_id_that_was_not_posted_end_at_the_deadline_and_the_conn
     for device, shard in expected_shards(block, 0, 0).items():
         np.testing.assert_array_equal(pulled(ends, 7, block)[device], shard)
     assert numbers[0] == numbers[1] < numbers[2]
-    other.close()
+    other.close(in_flight=False)
 
 
 def test_connections_that_are_made_anew_leave_no_threads_behind(ends: Ends, loopback: Loopback) -> None:
