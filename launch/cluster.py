@@ -42,7 +42,8 @@ _PREFILL_LAYOUT = flags.DEFINE_string("prefill_layout", "dp=1,tp=2", "Layout of 
 _DECODE_LAYOUT = flags.DEFINE_string("decode_layout", "dp=2,tp=1", "Layout of each decode mesh.")
 _MIXED_LAYOUT = flags.DEFINE_string("mixed_layout", "dp=1,tp=1", "Layout of each mixed mesh.")
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Interface that everything listens on.")
-_PORT = flags.DEFINE_integer("port", 8700, "The router's port; 0 lets the system choose.")
+_PORT = flags.DEFINE_integer("port", 8700, "The router's port, and that of the first of several; 0 lets the system choose.")
+_ROUTERS = flags.DEFINE_integer("routers", 1, "Routers over the same workers, on ports that follow each other.", lower_bound=1)
 _LOG_DIR = flags.DEFINE_string("cluster_log_dir", None, "Folder for a log file of each process.")
 _TABLE = flags.DEFINE_bool("table", None, "Show the live table; by default where stdout is a terminal.")
 _DRAIN = flags.DEFINE_float("drain_seconds", 30.0, "How long running requests may take at the end.")
@@ -72,7 +73,9 @@ def _plan() -> ClusterPlan:
         counts |= {"prefill": 0, "decode": 0}
     if not counts["mixed"] and not (counts["prefill"] and counts["decode"]):
         raise ConfigError(f"--prefill={counts['prefill']} --decode={counts['decode']}: one of each at least, or some --mixed")
-    check_address(ServiceConfig(_HOST.value, _PORT.value))
+    ports = [_PORT.value + index for index in range(_ROUTERS.value)] if _PORT.value else free_ports(_HOST.value, _ROUTERS.value)
+    for port in ports:
+        check_address(ServiceConfig(_HOST.value, port))
     observe = observe_config()
     layouts = {"prefill": _PREFILL_LAYOUT.value, "decode": _DECODE_LAYOUT.value, "mixed": _MIXED_LAYOUT.value}
     instances = [
@@ -89,7 +92,7 @@ def _plan() -> ClusterPlan:
     }
     return ClusterPlan(
         _HOST.value,
-        _PORT.value or free_ports(_HOST.value, 1)[0],
+        ports[0],
         tuple(instances),
         (*_given({**both, **workers, "record": _RECORD.value}), *observe_flags(), *(f"--set={text}" for text in _SET.value)),
         (
@@ -98,6 +101,7 @@ def _plan() -> ClusterPlan:
             *(f"--set={text}" for text in _SET.value if text.startswith("limits.")),
         ),
         observe.metrics_port,
+        tuple(ports[1:]),
     )
 
 
@@ -115,7 +119,7 @@ class Cluster:
         self._failed: str | None = None
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
-        self._router = self._group(plan.router())
+        self._routers = [self._group(spec) for spec in plan.routers()]
         self._workers = [self._group(spec) for spec in plan.workers()]
 
     async def run(self) -> int:
@@ -125,7 +129,7 @@ class Cluster:
             loop.add_signal_handler(number, self._signalled)
         watching = asyncio.create_task(self._watch())
         try:
-            for group in (self._router, *self._workers):
+            for group in (*self._routers, *self._workers):
                 group.start()
             await self._stop.wait()
         finally:
@@ -160,18 +164,18 @@ class Cluster:
                     statuses = {status.name: status for status in await client.status()}
                 if not said and statuses.keys() >= {group.name for group in self._workers}:
                     said = True
-                    print(f"jdisagg cluster serves on {self._plan.address}: {', '.join(sorted(statuses))}", flush=True)
+                    print(f"jdisagg cluster serves on {','.join(self._plan.addresses)}: {', '.join(sorted(statuses))}", flush=True)
                 if not said:
-                    for group in (self._router, *self._workers):
+                    for group in (*self._routers, *self._workers):
                         if group.restarts >= _TRIES:
                             self._cannot_work(group.name)
-                self._log.show([_shown(group, statuses.get(group.name)) for group in (self._router, *self._workers)])
+                self._log.show([_shown(group, statuses.get(group.name)) for group in (*self._routers, *self._workers)])
                 await asyncio.sleep(_POLL_SECONDS)
 
     async def _stop_all(self) -> None:
-        """The router first: its running requests need the workers."""
+        """The routers first: their running requests need the workers."""
         seconds = _DRAIN.value + _FAREWELL_SECONDS
-        await self._stop_groups([self._router], seconds)
+        await self._stop_groups(self._routers, seconds)
         await self._stop_groups(self._workers, seconds)
 
     async def _stop_groups(self, groups: Sequence[Group], seconds: float) -> None:

@@ -31,7 +31,7 @@ class InstancePlan:
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
     """`worker_flags` and `router_flags` go to every worker and to the router as they are. `metrics_port`: the router's; the instances'
-    follow it; 0: none."""
+    follow it; 0: none. `more_ports`: of further routers over the same workers."""
 
     host: str
     port: int
@@ -39,15 +39,27 @@ class ClusterPlan:
     worker_flags: tuple[str, ...]
     router_flags: tuple[str, ...]
     metrics_port: int = 0
+    more_ports: tuple[int, ...] = ()
 
     @property
     def address(self) -> str:
-        return f"{self.host}:{self.port}"
+        """The first router's."""
+        return self.addresses[0]
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(f"{self.host}:{port}" for port in (self.port, *self.more_ports))
 
     def router(self) -> GroupSpec:
+        return self.routers()[0]
+
+    def routers(self) -> tuple[GroupSpec, ...]:
+        """The first is `router`, alone with a metrics port; the others are router-1 and on."""
         metrics = (f"--metrics_port={self.metrics_port}",) if self.metrics_port else ()
-        command = _command("router", "router", f"--host={self.host}", f"--port={self.port}", *metrics, *self.router_flags)
-        return GroupSpec("router", lambda: (command,))
+        flags = [(f"--host={self.host}", f"--port={port}", *self.router_flags) for port in (self.port, *self.more_ports)]
+        commands = [_command("router", "router", *flags[0], *metrics)]
+        commands += [_command(f"router-{index}", "router", *given) for index, given in enumerate(flags[1:], start=1)]
+        return tuple(GroupSpec(command.name, lambda command=command: (command,)) for command in commands)
 
     def workers(self) -> tuple[GroupSpec, ...]:
         return tuple(GroupSpec(instance.name, lambda instance=instance: self._commands(instance)) for instance in self.instances)
@@ -58,7 +70,7 @@ class ClusterPlan:
             f"--role={instance.role}",
             f"--layout={instance.layout}",
             f"--name={instance.name}",
-            f"--router={self.address}",
+            f"--router={','.join(self.addresses)}",
             f"--host={self.host}",
             f"--devices={instance.layout.devices // count}",
             *((f"--metrics_port={self.metrics_port + 1 + self.instances.index(instance)}",) if self.metrics_port else ()),

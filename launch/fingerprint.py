@@ -1,8 +1,8 @@
 """A model directory's fingerprint: equal where the same files are served in the same type, without reading terabytes.
 
 Of each file under the directory: its path, its size, and all of it up to 64 MiB; of a larger one its first bytes (the header of a
-safetensors file) and samples from all over. Copies on two hosts agree; another fine-tune of the same shapes differs. The Hugging Face and the Orbax form
-of one model differ too: serve one form in a cluster.
+safetensors file) and samples from all over. Copies on two hosts agree; another fine-tune of the same shapes differs. The Hugging
+Face and the Orbax form of one model differ too: serve one form in a cluster.
 """
 
 import hashlib
