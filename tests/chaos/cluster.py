@@ -34,7 +34,7 @@ PAUSE_SECONDS = 0.4
 
 @dataclass(frozen=True)
 class Shape:
-    """What to start. `rate`: of faults in every worker's channel."""
+    """What to start. `rate`: of faults in every worker's channel. Without `warm_up` processes serve sooner and compile as they go."""
 
     prefill: int = 2
     decode: int = 2
@@ -45,6 +45,7 @@ class Shape:
     rate: float = 0.0
     seed: int = 0
     drain_seconds: float = 20.0
+    warm_up: bool = True
     settings: tuple[str, ...] = (
         "model.context_tokens=512",
         "instance.growth_tokens=64",
@@ -65,7 +66,7 @@ class ChaosCluster:
         instances = [one for role in counts for one in plan_instances(role, counts[role], layouts[role], shape.processes, HOST)]
         sizes = ("--page_size=16", "--slots=4", "--prefill_chunk=64", f"--codec={shape.codec}", f"--compilation_cache={cache}")
         drain = f"--drain_seconds={shape.drain_seconds}"
-        settings = tuple(f"--set={assignment}" for assignment in shape.settings)
+        settings = tuple(f"--set={assignment}" for assignment in (*shape.settings, f"warm_up={shape.warm_up}"))
         limits = tuple(f"--set={text.removeprefix('limits.')}" for text in shape.settings if text.startswith("limits."))
         self.plan = ClusterPlan(HOST, free_ports(HOST, 1)[0], tuple(instances), (*sizes, drain, *settings), (drain, *limits))
         supervisor.LONGEST_PAUSE_SECONDS = PAUSE_SECONDS
@@ -119,6 +120,15 @@ class ChaosCluster:
         for pid in hit:
             os.kill(pid, number)
         return hit
+
+    async def stop_process(self, name: str) -> None:
+        """SIGSTOP, and waits until it stands still; `signal(name, SIGCONT)` lets it go on."""
+        assert self.signal(name, signal.SIGSTOP), f"{name} does not run"
+        for _ in range(200):
+            if all(process.status() == psutil.STATUS_STOPPED for process in self.processes(name)):
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"{name} goes on after SIGSTOP")
 
     def forget_start(self, name: str) -> None:
         """Its present start is over, or will be: the next must say that it serves before the worker counts as live."""

@@ -18,7 +18,7 @@ from tests.chaos.load import Kind, Stream, known_kinds
 
 IDLE = 1000
 RECOVER_SECONDS = 60.0
-SHAPE = Shape(prefill=2, decode=2)
+SHAPE = Shape(warm_up=False)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
