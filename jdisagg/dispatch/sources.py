@@ -37,7 +37,7 @@ class Sources:
         try:
             while (trouble := await self._trouble(decoding, computing, source)) is not None:
                 if self._used == MOST_SOURCES:
-                    raise trouble
+                    raise HandoffError(f"{MOST_SOURCES} sources failed, the last one so: {trouble.message}") from trouble
                 await self._give_up(computing, source)
                 leg.failed.add(source.worker)
                 self._used += 1

@@ -7,6 +7,7 @@ Knows no scheduler; of the mesh only that offers are released there.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from jdisagg.clock import Clock
@@ -17,6 +18,9 @@ from jdisagg.scheduler.handoff import Handoff, HandoffEvent, HandoffState, sweep
 from jdisagg.telemetry import Counters
 from jdisagg.worker.peer_hello import check_hello
 from jdisagg.worker.step_loop import StepLoop
+
+# Of so many hand-offs that are over it is known that they are; a receiver that comes later is told at once.
+ENDED_KEPT = 1024
 
 
 class Outbox:
@@ -110,6 +114,7 @@ class Outboxes:
         self._counters = counters
         self._boxes: dict[int, Outbox] = {}
         self._awaited: dict[int, asyncio.Event] = {}
+        self._over: deque[int] = deque(maxlen=ENDED_KEPT)
 
     def __len__(self) -> int:
         return len(self._boxes)
@@ -141,8 +146,7 @@ class Outboxes:
         if box.handoff.state.final:
             return
         self._release(box.abort(error))
-        self._boxes.pop(box.handoff_id, None)
-        box.ended(error)
+        self._forget(box, error)
 
     def sweep(self, now: float) -> None:
         for late in sweep([box.handoff for box in self._boxes.values()], now):
@@ -175,6 +179,8 @@ class Outboxes:
 
     async def _await_box(self, handoff_id: int) -> Outbox:
         """The receiver may listen before the call that makes the KV has come."""
+        if handoff_id in self._over:
+            raise HandoffError(f"worker {self._hello.worker!r}: hand-off {handoff_id} is over")
         awaited = self._awaited.setdefault(handoff_id, asyncio.Event())
         try:
             async with asyncio.timeout(self._lease_seconds):
@@ -200,5 +206,9 @@ class Outboxes:
     def _forget_if_done(self, box: Outbox) -> None:
         if box.handoff.state is HandoffState.ACKED:
             box.handoff = box.handoff.move(HandoffEvent.FREE, box.handoff.deadline)
-            self._boxes.pop(box.handoff_id, None)
-            box.ended(None)
+            self._forget(box, None)
+
+    def _forget(self, box: Outbox, error: JdisaggError | None) -> None:
+        self._boxes.pop(box.handoff_id, None)
+        self._over.append(box.handoff_id)
+        box.ended(error)

@@ -122,7 +122,9 @@ def test_without_survivors_streams_end_with_a_typed_error() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    deaths=st.lists(st.tuples(st.sampled_from(["prefill0", "decode0"]), st.floats(0, 0.4)), min_size=1, max_size=2, unique_by=lambda d: d[0]),
+    deaths=st.lists(
+        st.tuples(st.sampled_from(["prefill0", "decode0"]), st.floats(0, 0.4)), min_size=1, max_size=2, unique_by=lambda d: d[0]
+    ),
     restart=st.booleans(),
     pull_faults=st.sampled_from([0, 11, 20]),
     kind=st.sampled_from(["lost", "garble", "stall"]),

@@ -2,8 +2,11 @@
 
 import asyncio
 
+import pytest
+
 from jdisagg.config import LimitsConfig
 from jdisagg.dispatch.ports import Child, HandoffEnd, Offer, OfferChecksum, PrefillCall
+from jdisagg.errors import HandoffError
 from tests.fakes.cluster import Cluster, toy_request
 from tests.fakes.virtual_time import run_virtually
 
@@ -25,6 +28,20 @@ def test_a_receiver_that_is_still_at_it_keeps_the_lease_until_the_requests_deadl
                 await cluster.prefill.acknowledge(7, ())
                 await asyncio.sleep(1.0)
             assert cluster.prefill.counters["leases_expired"] == 1
+            await cluster.check_quiet()
+
+    run_virtually(main)
+
+
+def test_a_receiver_that_comes_when_all_is_over_is_told_at_once() -> None:
+    async def main() -> None:
+        async with Cluster() as cluster:
+            await cluster.prefill.prefill(call())
+            await cluster.prefill.abort(7, "nobody came")
+            began = asyncio.get_running_loop().time()
+            with pytest.raises(HandoffError, match="is over"):
+                await anext(aiter(cluster.prefill.offers(7, 1)))
+            assert asyncio.get_running_loop().time() == began
             await cluster.check_quiet()
 
     run_virtually(main)
