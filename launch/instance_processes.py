@@ -9,16 +9,19 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from jdisagg.clock import Clock
+from jdisagg.config import ServiceConfig
+from jdisagg.errors import UnavailableError
 from jdisagg.instance.broadcast import BroadcastExecutor
 from jdisagg.instance.follower import run_follower
 from jdisagg.instance.followers import Followers
 from jdisagg.instance.liveness import InstanceTiming
 from jdisagg.instance.messages import Join, LeaderPlace
-from jdisagg.instance.processes import ProcessGroup
+from jdisagg.instance.processes import ProcessGroup, exit_soon
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.scheduler.commands import Executor
 from jdisagg.service.instance_client import LeaderConnection
 from jdisagg.service.instance_server import InstanceServer
+from jdisagg.service.server import cluster_credentials, server_credentials
 
 READY_SECONDS = 600.0
 
@@ -41,11 +44,16 @@ class Leading:
         await self.server.stop()
 
 
-async def lead(group: ProcessGroup, clock: Clock, host: str = "127.0.0.1", timing: InstanceTiming | None = None) -> Leading:
-    """Listens for the followers on `host` and tells them where. Returns before they join."""
+async def lead(
+    group: ProcessGroup, clock: Clock, service: ServiceConfig | None = None, timing: InstanceTiming | None = None, exit_status: int = 1
+) -> Leading:
+    """Listens for the followers on the service's host, with its TLS, and tells them where. Returns before they join. When the instance
+    fails, this process ends with `exit_status` soon, whatever it hangs in."""
     followers = Followers(group.processes, clock, timing)
-    server = InstanceServer(followers)
-    address = await server.start(host)
+    followers.when_failed(lambda error: exit_soon(exit_status))
+    service = service or ServiceConfig()
+    server = InstanceServer(followers, server_credentials(service))
+    address = await server.start(service.host)
     await asyncio.to_thread(group.share, LeaderPlace(address, followers.secret).text())
     return Leading(followers, server)
 
@@ -56,8 +64,16 @@ async def follow(
     prepare: Callable[[], Awaitable[None]],
     clock: Clock,
     end: KvEnd | None = None,
+    service: ServiceConfig | None = None,
     timing: InstanceTiming | None = None,
+    exit_status: int = 1,
 ) -> None:
-    """A follower's whole life once its executor is built. Returns when told to stop; raises `UnavailableError` when the instance failed."""
+    """A follower's whole life once its executor is built. Returns when told to stop; raises `UnavailableError` when the instance failed,
+    and then this process ends with `exit_status` soon, whatever it hangs in."""
     place = LeaderPlace.parse(await asyncio.to_thread(group.share, ""))
-    await run_follower(LeaderConnection(place.address), Join(group.process, place.secret, end), executor, prepare, clock, timing)
+    connection = LeaderConnection(place.address, cluster_credentials(service or ServiceConfig()))
+    try:
+        await run_follower(connection, Join(group.process, place.secret, end), executor, prepare, clock, timing)
+    except UnavailableError:
+        exit_soon(exit_status)
+        raise

@@ -93,14 +93,16 @@ class WorkerProcess:
         link.deliver_to(channel)
         peers = _PeerPorts(credentials)
         try:
-            leading = await lead(group, self._clock, service.host) if group.leads and group.processes > 1 else None
+            leading = await lead(group, self._clock, service, exit_status=EXIT_BROKEN) if group.leads and group.processes > 1 else None
             self._followers = leading.followers if leading else None
             plane = KvPlane((end,), TRANSPORTS)
             instance = build_worker_instance(self._spec.name, self._spec.role, self._config, load, devices, channel, plane)
             if not group.leads:
                 server = GrpcServer((link.service(read_tokens(service.cluster_token_file)),), service)
                 await server.start()
-                following = follow(group, instance.executor, lambda: self._warm_up(instance), self._clock, end)
+                following = follow(
+                    group, instance.executor, lambda: self._warm_up(instance), self._clock, end, service, exit_status=EXIT_BROKEN
+                )
                 await self._unless(self._hurry.wait(), following)  # the first signal is the leader's affair, who lets us go
                 return 0
             if not await self._unless(signals.first(), self._warm_up(instance)):

@@ -10,6 +10,7 @@ from jdisagg.errors import UnavailableError
 from jdisagg.instance.messages import FollowerMessage, LeaderMessage
 from jdisagg.service import instance_pb2 as pb
 from jdisagg.service import instance_pb2_grpc
+from jdisagg.service.connection import NO_CREDENTIALS, Credentials
 from jdisagg.service.instance_server import MESSAGE_BYTES
 from jdisagg.service.instance_wire import follower_message_to_proto, leader_message_from_proto
 
@@ -19,10 +20,13 @@ CONNECT_SECONDS = 30.0
 class LeaderConnection:
     """Made on the event loop that uses it. The stream opens with the first message."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: Credentials = NO_CREDENTIALS) -> None:
         self._address = address
         limits = (("grpc.max_receive_message_length", MESSAGE_BYTES), ("grpc.max_send_message_length", MESSAGE_BYTES))
-        self._channel = grpc.aio.insecure_channel(address, options=limits)
+        if credentials.tls:
+            self._channel = grpc.aio.secure_channel(address, credentials.channel(), options=(*limits, *credentials.options()))
+        else:
+            self._channel = grpc.aio.insecure_channel(address, options=limits)
         self._outgoing: asyncio.Queue[FollowerMessage | None] = asyncio.Queue()
 
     def send(self, message: FollowerMessage) -> None:

@@ -68,9 +68,10 @@ async def _listen(session: FollowerSession, messages: AsyncIterator[pb.FollowerM
 
 
 class InstanceServer:
-    """Start it before the followers learn the address; stop it last."""
+    """Start it before the followers learn the address; stop it last. `credentials`: for TLS, as the worker's own server."""
 
-    def __init__(self, followers: Followers) -> None:
+    def __init__(self, followers: Followers, credentials: grpc.ServerCredentials | None = None) -> None:
+        self._credentials = credentials
         self._server = grpc.aio.server(
             options=(
                 ("grpc.so_reuseport", 0),
@@ -84,7 +85,8 @@ class InstanceServer:
         """Binds and serves; returns the address, host:port."""
         name = f"[{host}]" if ":" in host else host
         try:
-            bound = self._server.add_insecure_port(f"{name}:{port}")
+            address, secure = f"{name}:{port}", self._credentials
+            bound = self._server.add_secure_port(address, secure) if secure else self._server.add_insecure_port(address)
         except RuntimeError as error:
             raise ConfigError(f"instance cannot listen on {host}:{port}: {error}; choose another host or port") from error
         await self._server.start()

@@ -56,7 +56,7 @@ class GrpcServer:
         self._services = tuple(services)
         self._guard = Guard(self._services, boot_id)
         self._health = health_aio.HealthServicer()
-        self._credentials = _server_credentials(config)
+        self._credentials = server_credentials(config)
         self._drained = False
         self._hurry = asyncio.Event()
         self._server = grpc.aio.server(
@@ -153,7 +153,8 @@ def cluster_credentials(config: ServiceConfig) -> Credentials:
     )
 
 
-def _server_credentials(config: ServiceConfig) -> grpc.ServerCredentials | None:
+def server_credentials(config: ServiceConfig) -> grpc.ServerCredentials | None:
+    """For what this process listens on; None without TLS."""
     if not config.tls_certificate:
         return None
     pair = (read_secret(config.tls_key), read_secret(config.tls_certificate))
@@ -164,7 +165,7 @@ def _server_credentials(config: ServiceConfig) -> grpc.ServerCredentials | None:
 def check_address(config: ServiceConfig) -> None:
     """Raises ConfigError where the server could not listen, or its certificates and tokens cannot be read, before minutes are spent on
     what it would serve."""
-    _server_credentials(config)
+    server_credentials(config)
     for path in (config.token_file, config.cluster_token_file):
         read_tokens(path)
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET

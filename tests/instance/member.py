@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from jdisagg.engine.compilation import use_compilation_cache
 from jdisagg.engine.limits import mesh_limits
 from jdisagg.errors import UnavailableError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
-from jdisagg.instance.processes import ProcessGroup, exit_failed, join_instance
+from jdisagg.instance.processes import ProcessGroup, join_instance
 from jdisagg.layout.axes import Layout
 from jdisagg.request import SamplingParams
 from jdisagg.scheduler.commands import DecodeResult, DecodeSteps, Executor, PrefillChunk, PrefillResult, PrefillRow, SampleSpec, SlotAdmit
@@ -123,7 +124,7 @@ async def main(task: Task, group: ProcessGroup) -> None:
     else:
         write(task, {"ready": True})
         write(task, await until_failure(executor))
-        exit_failed()
+        await asyncio.sleep(60)  # it is ended
 
 
 async def warm(executor: MeshExecutor) -> None:
@@ -147,5 +148,5 @@ if __name__ == "__main__":
         asyncio.run(main(its_task, its_group))
     except UnavailableError as failure:
         print(failure.message, file=sys.stderr, flush=True)
-        exit_failed()
+        os._exit(1)
     its_group.leave()
