@@ -15,6 +15,7 @@ What goes wrong otherwise (each is a test in tests/transfer/test_engine_dangers.
 - bytes are reinterpreted without a word: callers compare geometry before. Whether a pull arrived is for `is_ready()`; nothing waits here.
 """
 
+import ctypes
 import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,8 +29,6 @@ from jdisagg.errors import ConfigError, HandoffError
 TICK_ID = 2**64 - 1
 ID_BITS = 63  # of a pull's id: never the tick's
 ERROR_SECONDS = 5.0  # how long an error array waits for a request that may still be on its way
-_NEVER_DELETED: list[transfer.TransferServer] = []
-"""Servers that were given up while bytes were on their way. To delete one can block for ever, with the interpreter's lock held."""
 _EVERY_INTERFACE = ("", "0.0.0.0", "::", "[::]")
 
 
@@ -90,7 +89,7 @@ class Outlet:
         afterwards. (The engine's threads end when the receiver, too, has dropped its connection.)"""
         self._server._reset_rendevous_table()  # pyright: ignore[reportAttributeAccessIssue] (private; an open connection holds the postings)
         if in_flight or self._withdrew:
-            _NEVER_DELETED.append(self._server)
+            _keep_for_ever(self._server)
         del self._server
 
 
@@ -114,7 +113,7 @@ class Inlet:
         """All pulls under way fail at once. `in_flight`: whether there are any. The object is of no use afterwards."""
         self._drop()
         if in_flight:
-            _NEVER_DELETED.append(self._server)
+            _keep_for_ever(self._server)
         del self._server
 
     def _drop(self) -> None:
@@ -131,3 +130,9 @@ def is_dead_connection(error: str) -> bool:
 
 def _in(seconds: float) -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=min(seconds, 1e7))
+
+
+def _keep_for_ever(server: transfer.TransferServer) -> None:
+    """For one that is given up while bytes are on their way: to delete it can block for ever with the interpreter's lock held, at
+    the interpreter's end too, where a list would be emptied."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))

@@ -139,9 +139,9 @@ def test_pulls_from_a_stopped_sender_end_at_their_deadline_and_it_serves_again_w
     for pull in (unanswered, in_its_bytes):
         error = finished(pull).failed()
         assert error is not None and "within the deadline" in error.message
+    settled(lambda: world.channel.under_way() == 0)  # the connection was dropped
     sender.signal(signal.SIGCONT)
     pull_here(world, 1, "peer", "tp=2")
-    settled(lambda: world.channel.under_way() == 0)
 
 
 def test_a_receiver_that_stalls_in_the_middle_of_its_bytes_does_not_slow_another(world: World) -> None:
