@@ -21,6 +21,7 @@ class LeaderConnection:
     """Made on the event loop that uses it. The stream opens with the first message."""
 
     def __init__(self, address: str, credentials: Credentials = NO_CREDENTIALS) -> None:
+        self.patience_seconds = CONNECT_SECONDS  # until the leader answers
         self._address = address
         limits = (("grpc.max_receive_message_length", MESSAGE_BYTES), ("grpc.max_send_message_length", MESSAGE_BYTES))
         if credentials.tls:
@@ -34,10 +35,10 @@ class LeaderConnection:
 
     async def received(self) -> AsyncIterator[LeaderMessage]:
         try:
-            async with asyncio.timeout(CONNECT_SECONDS):
+            async with asyncio.timeout(self.patience_seconds):
                 await self._channel.channel_ready()
         except TimeoutError:
-            raise UnavailableError(f"the leader at {self._address} was not there within {CONNECT_SECONDS} s; start it anew") from None
+            raise UnavailableError(f"the leader at {self._address} was not there within {self.patience_seconds} s; start it anew") from None
         try:
             async for message in instance_pb2_grpc.InstanceLeaderStub(self._channel).Follow(self._messages()):
                 yield leader_message_from_proto(message)
