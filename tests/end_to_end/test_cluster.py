@@ -119,7 +119,9 @@ def healthy(running: RunningCluster) -> bool:
     """What the standard health service says of the generation service."""
     with grpc.insecure_channel(running.address) as channel:
         request = health_pb2.HealthCheckRequest(service="jdisagg.v1.GenerationService")
-        return health_pb2_grpc.HealthStub(channel).Check(request, timeout=10).status == health_pb2.HealthCheckResponse.SERVING
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = stub.Check(request, timeout=10)  # pyright: ignore[reportAttributeAccessIssue]
+        return answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
 def ask(running: RunningCluster, *flags: str) -> "subprocess.CompletedProcess[str]":
