@@ -84,6 +84,11 @@ class ChaosCluster:
         return self.plan.address
 
     @property
+    def control_ports(self) -> set[int]:
+        """Where gRPC listens; the others that a worker opens are the transfer engine's."""
+        return {self.plan.port, *(port for instance in self.plan.instances for port in instance.ports)}
+
+    @property
     def workers(self) -> list[str]:
         return [name for name in self.groups if name != ROUTER]
 

@@ -5,7 +5,7 @@ happened is printed.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -66,13 +66,15 @@ class Load:
         await self._client.close()
 
 
-async def attacked(cluster: ChaosCluster, kinds: list[Kind], attack: Callable[[str, int], object]) -> dict[str, int]:
-    """Attacks each port of each process under load, then sees to it that all is well; restarts by group."""
+async def attacked(cluster: ChaosCluster, kinds: list[Kind], attack: Callable[[str, int], Awaitable[None]], most: int) -> dict[str, int]:
+    """Attacks up to `most` ports of each process under load, then sees to it that all is well; restarts by group."""
     restarts = {name: group.restarts for name, group in cluster.groups.items()}
     async with Load(cluster, kinds) as load:
         for name in cluster.groups:
-            for port in listening_ports(cluster.processes(name)):
-                await attack(name, port)  # type: ignore[misc]
+            ports = listening_ports(cluster.processes(name))
+            ports.sort(key=lambda port: port not in cluster.control_ports)  # those are attacked in any case
+            for port in ports[:most]:
+                await attack(name, port)
             await cluster.until_live(cluster.workers, RECOVER_SECONDS)
     assert [stream.wrong for stream in load.streams if stream.wrong] == []
     assert load.streams
@@ -85,7 +87,7 @@ async def attacked(cluster: ChaosCluster, kinds: list[Kind], attack: Callable[[s
 async def test_every_process_listens_where_it_was_told_and_on_one_interface_only(cluster: ChaosCluster):
     for name in cluster.groups:
         addresses = {
-            connection.laddr.ip
+            connection.laddr.ip.removeprefix("::ffff:")
             for process in cluster.processes(name)
             for connection in process.net_connections("tcp")
             if connection.status == "LISTEN"
@@ -101,13 +103,13 @@ async def test_garbage_on_every_port_ends_nobodys_stream(cluster: ChaosCluster, 
             if await send(port, message(), ENDS[number % len(ENDS)]):
                 answered.append((name, what))
 
-    died = await attacked(cluster, kinds, attack)
+    died = await attacked(cluster, kinds, attack, most=100)
     print(f"started again: {died or 'none'}")
     assert {name for name, _ in answered} == set(cluster.groups), "a process was not reached"
     assert {what for _, what in answered} == set(MESSAGES)
 
 
-async def test_a_thousand_idle_connections_on_every_port_end_nobodys_stream(cluster: ChaosCluster, kinds: list[Kind]):
+async def test_a_thousand_idle_connections_on_a_port_end_nobodys_stream(cluster: ChaosCluster, kinds: list[Kind]):
     let_in: dict[str, int] = {}
 
     async def attack(name: str, port: int) -> None:
@@ -115,7 +117,7 @@ async def test_a_thousand_idle_connections_on_every_port_end_nobodys_stream(clus
             let_in[f"{name}:{port}"] = count
             await asyncio.sleep(1.0)
 
-    died = await attacked(cluster, kinds, attack)
+    died = await attacked(cluster, kinds, attack, most=3)
     print(f"let in: {let_in}; started again: {died or 'none'}")
-    assert len(let_in) >= len(cluster.groups)
+    assert {int(name.partition(":")[2]) for name in let_in} >= cluster.control_ports
     assert sum(count > IDLE / 2 for count in let_in.values()) >= len(cluster.groups)
