@@ -1,0 +1,253 @@
+"""The sizes of a model that its cost depends on: attention, feed-forward, experts, vocabulary. Plain numbers; reads no weights.
+
+A geometry comes from a catalogue of published models or from the fields of a config.json; families beyond those that `models/` can
+serve are known too, for planning and simulation need no weights. What is derived here (parameters, KV bytes) is exact arithmetic on
+those sizes, small tensors (norms, biases, the positions of OPT) left out. Knows no hardware and no layout.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jdisagg.errors import ConfigError
+from jdisagg.layout.kv_spec import DTYPE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """MHA, GQA and MQA by `kv_heads`. `window`: positions seen, the token's own included, in `windowed_layers` of the layers."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+    windowed_layers: int = 0
+
+    def parameters(self, width: int) -> int:
+        return width * self.head_dim * 2 * (self.query_heads + self.kv_heads)
+
+    @property
+    def kv_values(self) -> int:
+        """Values that one layer keeps of one token."""
+        return 2 * self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """MLA (DeepSeek-V2, arXiv 2405.04434): a latent of `kv_rank` and a rope part are kept, shared by all heads."""
+
+    query_heads: int
+    query_rank: int
+    kv_rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+
+    def parameters(self, width: int) -> int:
+        query = width * self.query_rank + self.query_rank * self.query_heads * (self.nope_dim + self.rope_dim)
+        if not self.query_rank:
+            query = width * self.query_heads * (self.nope_dim + self.rope_dim)
+        keys = width * self.kv_values + self.kv_rank * self.query_heads * (self.nope_dim + self.value_dim)
+        return query + keys + self.query_heads * self.value_dim * width
+
+    @property
+    def kv_values(self) -> int:
+        return self.kv_rank + self.rope_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A routed feed-forward: `active` of `count` experts of `ffn` for each token, and one of `shared_ffn` for all (0: none)."""
+
+    count: int
+    active: int
+    ffn: int
+    shared_ffn: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.active <= self.count:
+            raise ConfigError(f"model geometry: {self.active} active experts of {self.count}; active must be between 1 and all")
+
+    def touched(self, tokens: float) -> float:
+        """How many experts `tokens` tokens need, if each chooses evenly and independently."""
+        return self.count * (1.0 - (1.0 - self.active / self.count) ** tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class CostGeometry:
+    """`layers` in all, of which `expert_layers` route their tokens and the others have a dense ffn. `gated`: three matrices, else two."""
+
+    name: str
+    width: int
+    layers: int
+    vocabulary: int
+    attention: Attention | LatentAttention
+    ffn: int
+    gated: bool = True
+    tied: bool = False
+    experts: Experts | None = None
+    expert_layers: int = 0
+    context_tokens: int = 4096
+
+    def __post_init__(self) -> None:
+        for name in ("width", "layers", "vocabulary", "context_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"model geometry {self.name}: {name} must be at least 1, got {getattr(self, name)}")
+        if self.expert_layers and self.experts is None:
+            raise ConfigError(f"model geometry {self.name}: {self.expert_layers} expert layers and no experts; describe the experts")
+        if not 0 <= self.expert_layers <= self.layers:
+            raise ConfigError(f"model geometry {self.name}: expert_layers={self.expert_layers} is not within 0..{self.layers}")
+
+    @property
+    def matrices(self) -> int:
+        return 3 if self.gated else 2
+
+    @property
+    def parameters(self) -> int:
+        """All weights, as stored."""
+        experts = 0
+        if self.experts:
+            each = self.matrices * self.width * (self.experts.count * self.experts.ffn + self.experts.shared_ffn)
+            experts = self.expert_layers * (each + self.width * self.experts.count)
+        return self._always_read + experts
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that one token is multiplied with."""
+        experts = 0
+        if self.experts:
+            each = self.matrices * self.width * (self.experts.active * self.experts.ffn + self.experts.shared_ffn)
+            experts = self.expert_layers * (each + self.width * self.experts.count)
+        return self._always_read + experts
+
+    @property
+    def _always_read(self) -> int:
+        dense = (self.layers - self.expert_layers) * self.matrices * self.width * self.ffn
+        embeddings = self.vocabulary * self.width * (1 if self.tied else 2)
+        return self.layers * self.attention.parameters(self.width) + dense + embeddings
+
+    def kv_bytes_per_token(self, dtype: str = "bfloat16") -> int:
+        return self.layers * self.attention.kv_values * dtype_bytes(dtype)
+
+    def kv_row(self) -> tuple[int, int]:
+        """(rows, values in a row) that one layer keeps of a token: what a codec's scale is shared by. MLA: latent and rope together."""
+        if isinstance(self.attention, LatentAttention):
+            return 1, self.attention.kv_values
+        return 2 * self.attention.kv_heads, self.attention.head_dim
+
+
+def dtype_bytes(dtype: str) -> int:
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
+    return DTYPE_BYTES[dtype]
+
+
+def from_hf_fields(fields: Mapping[str, object], name: str = "config.json") -> CostGeometry:
+    """From the fields of a Hugging Face config.json; raises ConfigError naming a field that is missing or no count."""
+
+    def count(*names: str, default: int | None = None, least: int = 1) -> int:
+        for field in names:
+            value = fields.get(field)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name}: {field} must be an integer of at least {least}, got {value!r}; correct it")
+            return value
+        if default is None:
+            raise ConfigError(f"{name}: needed field {names[0]!r} is missing; take it from the model's published config.json")
+        return default
+
+    family = fields.get("model_type")
+    width, layers = count("hidden_size", "n_embed"), count("num_hidden_layers", "n_layer")
+    heads = count("num_attention_heads", "n_head")
+    attention: Attention | LatentAttention
+    if fields.get("kv_lora_rank") is not None:
+        attention = LatentAttention(
+            heads,
+            count("q_lora_rank", default=0, least=0),
+            count("kv_lora_rank"),
+            count("qk_rope_head_dim"),
+            count("qk_nope_head_dim"),
+            count("v_head_dim"),
+        )
+    else:
+        window = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
+        windowed = isinstance(window, int) and not isinstance(window, bool) and window > 0
+        head_dim = count("head_dim", default=max(1, width // heads))
+        attention = Attention(
+            heads,
+            count("num_key_value_heads", default=heads),
+            head_dim,
+            window if windowed and isinstance(window, int) else None,
+            layers - count("max_window_layers", default=0, least=0) if windowed else 0,
+        )
+    experts_count = count("num_experts", "num_local_experts", "n_routed_experts", default=0, least=0)
+    experts, expert_layers = None, 0
+    if experts_count:
+        expert_ffn = count("moe_intermediate_size", default=count("intermediate_size"))
+        shared = count("n_shared_experts", default=0, least=0) * expert_ffn
+        experts = Experts(experts_count, count("num_experts_per_tok"), expert_ffn, shared)
+        dense_first = count("first_k_dense_replace", default=0, least=0)
+        dense_only = fields.get("mlp_only_layers")
+        step = count("decoder_sparse_step", "moe_layer_freq", default=1)
+        expert_layers = max(0, (layers - dense_first) // step - (len(dense_only) if isinstance(dense_only, list) else 0))
+    return CostGeometry(
+        name=name,
+        width=width,
+        layers=layers,
+        vocabulary=count("vocab_size"),
+        attention=attention,
+        ffn=count("intermediate_size", "ffn_dim", default=4 * width),
+        gated=family not in ("opt", "bloom", "gpt2", "gpt_neox", "falcon"),
+        tied=fields.get("tie_word_embeddings", family in ("opt", "bloom")) is True,
+        experts=experts,
+        expert_layers=expert_layers,
+        context_tokens=count("max_position_embeddings", "seq_length", default=2048),
+    )
+
+
+# Sizes as in each model's published config.json (named Hugging Face repository); Llama-2 and BLOOM also in arXiv 2307.09288, 2211.05100.
+CATALOG: dict[str, CostGeometry] = {
+    geometry.name: geometry
+    for geometry in (
+        # meta-llama/Llama-2-70b-hf
+        CostGeometry("llama-2-70b", 8192, 80, 32000, Attention(64, 8, 128), 28672, context_tokens=4096),
+        # meta-llama/Meta-Llama-3-8B and -70B
+        CostGeometry("llama-3-8b", 4096, 32, 128256, Attention(32, 8, 128), 14336, context_tokens=8192),
+        CostGeometry("llama-3-70b", 8192, 80, 128256, Attention(64, 8, 128), 28672, context_tokens=8192),
+        # meta-llama/Llama-3.1-8B and -70B
+        CostGeometry("llama-3.1-8b", 4096, 32, 128256, Attention(32, 8, 128), 14336, context_tokens=131072),
+        CostGeometry("llama-3.1-70b", 8192, 80, 128256, Attention(64, 8, 128), 28672, context_tokens=131072),
+        # bigscience/bloom
+        CostGeometry("bloom-176b", 14336, 70, 250880, Attention(112, 112, 128), 57344, gated=False, tied=True, context_tokens=2048),
+        # facebook/opt-13b
+        CostGeometry("opt-13b", 5120, 40, 50272, Attention(40, 40, 128), 20480, gated=False, tied=True, context_tokens=2048),
+        # mistralai/Mixtral-8x7B-v0.1
+        CostGeometry(
+            "mixtral-8x7b", 4096, 32, 32000, Attention(32, 8, 128), 14336,
+            experts=Experts(8, 2, 14336), expert_layers=32, context_tokens=32768,
+        ),
+        # Qwen/Qwen3-235B-A22B
+        CostGeometry(
+            "qwen3-235b-a22b", 4096, 94, 151936, Attention(64, 4, 128), 12288,
+            experts=Experts(128, 8, 1536), expert_layers=94, context_tokens=40960,
+        ),
+        # deepseek-ai/DeepSeek-V3: MLA, the first three layers dense, one shared expert
+        CostGeometry(
+            "deepseek-v3", 7168, 61, 129280, LatentAttention(128, 1536, 512, 64, 128, 128), 18432,
+            experts=Experts(256, 8, 2048, 2048), expert_layers=58, context_tokens=163840,
+        ),
+        # models/tiny/llama and models/tiny/qwen3_moe of this repository
+        CostGeometry("tiny-llama", 128, 4, 1280, Attention(8, 4, 16), 320, tied=True, context_tokens=1024),
+        CostGeometry(
+            "tiny-qwen3-moe", 128, 4, 1280, Attention(8, 4, 16), 320, tied=True,
+            experts=Experts(8, 2, 64), expert_layers=4, context_tokens=1024,
+        ),
+    )
+}  # fmt: skip
+
+
+def geometry(name: str) -> CostGeometry:
+    """From the catalogue; an unknown name is refused with those that are known."""
+    if name not in CATALOG:
+        raise ConfigError(f"no model named {name!r} in the catalogue; it has {', '.join(sorted(CATALOG))}, or give a model directory")
+    return CATALOG[name]
