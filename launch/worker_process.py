@@ -50,6 +50,7 @@ from launch.cluster_plan import free_ports
 from launch.instance_processes import follow, lead
 from launch.recording import record
 from launch.signals import Signals
+from launch.warmed import WarmedBefore
 
 EXIT_BROKEN = 3
 TRANSPORTS = 4
@@ -105,10 +106,14 @@ class WorkerProcess:
                 )
                 await self._unless(self._hurry.wait(), following)  # the first signal is the leader's affair, who lets us go
                 return 0
-            if not await self._unless(signals.first(), self._warm_up(instance)):
-                return 0
+            warmed = WarmedBefore(self._config, self._spec.role, self._spec.fingerprint)
+            later = group.processes == 1 and self._config.warm_up and warmed.found()
+            if not later:
+                if not await self._unless(signals.first(), self._warm_up(instance)):
+                    return 0
+                warmed.note()
             executor = self._watched(instance, await leading.over(instance.executor, end) if leading else instance.executor)
-            status = await self._lead_a_life(signals, service, address, instance, executor, link, peers)
+            status = await self._lead_a_life(signals, service, address, instance, executor, link, peers, later)
             if leading:
                 await leading.stop()
             if status == 0:
@@ -128,7 +133,9 @@ class WorkerProcess:
         executor: Executor,
         link: GrpcKvLink,
         peers: "_PeerPorts",
+        warm_up_later: bool,
     ) -> int:
+        """`warm_up_later`: serve at once; programs are loaded between the commands of whoever comes first."""
         worker = self._worker(
             executor, address, observe_peers(self._spec.name, peers.find, self._observer) if self._observer else peers.find
         )
@@ -145,7 +152,10 @@ class WorkerProcess:
         )
         registration.start()
         print(f"jdisagg {self._spec.role.value} worker {self._spec.name} ({self._config.instance.layout}) serves on {address}", flush=True)
+        warming = asyncio.create_task(self._warm_up(instance)) if warm_up_later else None
         status = await self._serve(signals, worker)
+        if warming:
+            warming.cancel()
         await registration.leave()
         server.hurry()
         await server.drain()
