@@ -1,0 +1,100 @@
+"""The cases of the matrix and what one run of a case says. Knows no process and no JAX; both sides and the reference read it alike."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jdisagg.config import EngineConfig, InstanceConfig, LimitsConfig, Mode, ModelConfig
+from jdisagg.layout.axes import Layout
+from tests.end_to_end.clusters import LLAMA
+
+PREFILLS = ("tp=1", "tp=2", "tp=4")
+DECODES = ("tp=1", "tp=2", "dp=2,tp=2", "dp=4")
+PAGES = (8, 16)
+DTYPES = ("float32", "bfloat16")
+CODECS = ("none", "int8")
+
+CONTEXT_TOKENS, CHUNK_TOKENS, NEW_TOKENS = 128, 32, 14
+ANSWER_SECONDS = 120.0
+# Several chunks, of which the last is neither full nor a multiple of a page; and part of one.
+PROMPTS = (
+    "Once upon a time there was a little girl named Lily who lived in a small house near the forest. One day she went to the park with her "
+    "mother and saw a big red ball under the tree. She was very happy and wanted to play with it. Her mother said that they could take the "
+    "ball home. Lily",
+    "There was a dog named",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    prefill: str
+    decode: str
+    prefill_page: int
+    decode_page: int
+    dtype: str
+    codec: str
+
+    def __str__(self) -> str:
+        layouts = f"{self.prefill}_page{self.prefill_page}-{self.decode}_page{self.decode_page}"
+        return f"{layouts}-{self.dtype}-{self.codec}".replace("=", "").replace(",", "")
+
+    def engine(self) -> EngineConfig:
+        """The whole of it in one process; its halves are the two workers'."""
+        return EngineConfig(
+            model=ModelConfig(str(LLAMA), self.dtype, CONTEXT_TOKENS),
+            mode=Mode.DISAGGREGATED,
+            prefill=_instance(self.prefill, self.prefill_page, "none"),
+            decode=_instance(self.decode, self.decode_page, self.codec),
+            # A pull may wait for programs to be compiled.
+            limits=LimitsConfig(pull_seconds=ANSWER_SECONDS / 2),
+            warm_up=False,
+        )
+
+
+def _instance(layout: str, page: int, codec: str) -> InstanceConfig:
+    """A slot for each prompt, and no more pages than they need: programs are small, and few."""
+    return InstanceConfig(
+        layout=Layout.parse(layout),
+        page_size=page,
+        slots_per_rank=2,
+        chunk_tokens=CHUNK_TOKENS,
+        min_chunk_tokens=CHUNK_TOKENS,
+        growth_tokens=16,
+        codec=codec,
+    )
+
+
+@dataclass
+class Seen:
+    """KV as it lay in one mesh's pages, by the length of its prompt: [components of all layers, heads, positions, head size]; and how
+    many chunks were prefilled, or blocks inserted."""
+
+    kv: dict[int, np.ndarray] = field(default_factory=dict)
+    chunks: int = 0
+    inserts: int = 0
+
+
+@dataclass
+class Streams:
+    """Greedy tokens of each prompt: run by itself, and all at once."""
+
+    alone: list[list[int]]
+    together: list[list[int]]
+
+
+def pairwise(cases: Sequence[Case]) -> list[Case]:
+    """Cases in which every two values of different fields meet that meet in `cases`, chosen greedily, always the same."""
+    pairs = {case: {pair for pair in itertools.combinations(sorted(vars(case).items()), 2)} for case in cases}
+    wanted = set().union(*pairs.values())
+    chosen: list[Case] = []
+    while wanted:
+        best = max(cases, key=lambda case: len(pairs[case] & wanted))
+        chosen.append(best)
+        wanted -= pairs[best]
+    return chosen
+
+
+ALL = tuple(itertools.starmap(Case, itertools.product(PREFILLS, DECODES, PAGES, PAGES, DTYPES, CODECS)))
+PAIRWISE = tuple(pairwise(ALL))

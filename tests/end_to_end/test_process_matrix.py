@@ -1,0 +1,97 @@
+"""Layouts, page sizes, types and codecs over two real processes and the real transfer engine.
+
+Of each case it is held that the KV in the receiver's pages, when the sequence joins the batch, is what the sender's pages held (bit for
+bit; with int8 within the codec's bound), and that the greedy tokens are those of the same layouts and codec in one process: identical in
+float32, and identical in bfloat16 where the batches are the same too. Where they are not (prompts at once), rule 1: streams part only
+where the choice was close. By default a pairwise choice runs; all: `pytest -m slow tests/end_to_end/test_process_matrix.py`.
+"""
+
+import itertools
+from collections.abc import Iterator
+from functools import cache
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.end_to_end.clusters import LLAMA, dense_greedy
+from tests.end_to_end.process_matrix.cases import ALL, CHUNK_TOKENS, NEW_TOKENS, PAIRWISE, Case
+from tests.end_to_end.process_matrix.processes import PROMPT_IDS, Matrix, in_process, two_processes
+from tests.end_to_end.test_bfloat16 import EPSILON, margins
+
+LAYER_GROUPS = 2
+# What rounding the result to its type adds, of the largest value in a row: half a step, and float32's own roundings.
+ROUNDING = {"float32": 2.0**-21, "bfloat16": 2.0**-8}
+
+
+@pytest.fixture(scope="module")
+def matrix() -> Iterator[Matrix]:
+    with two_processes() as matrix:
+        yield matrix
+
+
+@cache
+def dense(prompt: tuple[int, ...]) -> list[int]:
+    return dense_greedy(LLAMA, prompt, NEW_TOKENS)
+
+
+def check_kv(case: Case, sent: np.ndarray, received: np.ndarray) -> None:
+    assert sent.shape == received.shape and sent.dtype == received.dtype == jnp.dtype(case.dtype)
+    if case.codec == "none":
+        assert sent.tobytes() == received.tobytes()
+        return
+    before, after = sent.astype(np.float32), received.astype(np.float32)
+    largest = np.max(np.abs(before), axis=-1, keepdims=True)
+    assert np.all(np.abs(after - before) <= largest * (1 / 254 + ROUNDING[case.dtype]))
+    assert np.any(after != before), "nothing was packed"
+
+
+def check_streams(case: Case, streams: list[list[int]], expected: list[list[int]]) -> None:
+    """Rule 1, where batches may differ."""
+    if case.dtype == "float32":
+        assert streams == expected
+        return
+    for prompt, tokens, reference in zip(PROMPT_IDS, streams, expected, strict=True):
+        assert len(tokens) == NEW_TOKENS
+        parted = next((index for index, pair in enumerate(zip(tokens, reference, strict=True)) if pair[0] != pair[1]), None)
+        if parted is not None:
+            margin = margins(LLAMA, prompt, reference)[parted]
+            assert margin < EPSILON, f"streams part at token {parted}, where the choice was not close ({margin:.3f})"
+
+
+async def check(matrix: Matrix, case: Case) -> None:
+    run = await matrix.run(case)
+    reference, kv = await in_process(case)
+    sent, received = run.sent.seen, run.received.seen
+    chunks = [-(-len(prompt) // CHUNK_TOKENS) for prompt in PROMPT_IDS]
+    assert max(chunks) > 1 and min(chunks) == 1
+    assert sent.chunks == sum(chunks) and received.inserts >= LAYER_GROUPS * sum(chunks)
+    assert run.received.bytes_moved > 0
+    assert not {"checksums_mismatched", "pulls_failed", "blocks_pulled_again"} & run.received.counters.keys()
+    assert sent.kv.keys() == received.kv.keys() == kv.keys() == {len(prompt) for prompt in PROMPT_IDS}
+    for tokens in sent.kv:
+        assert np.all(np.any(sent.kv[tokens] != 0, axis=-1)), "a row of the sender's KV was never written"
+        check_kv(case, sent.kv[tokens], received.kv[tokens])
+        assert kv[tokens].tobytes() == received.kv[tokens].tobytes(), "the same programs in one process left other KV"
+    assert run.streams.alone == reference.alone
+    check_streams(case, run.streams.together, reference.together)
+    check_streams(case, run.streams.together, reference.alone)
+    if case.dtype == "float32" and case.codec == "none":
+        assert reference.alone == [dense(prompt) for prompt in PROMPT_IDS]
+
+
+@pytest.mark.parametrize("case", PAIRWISE, ids=str)
+async def test_two_processes_move_kv_and_give_the_tokens_of_one(matrix: Matrix, case: Case):
+    await check(matrix, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ALL, ids=str)
+async def test_two_processes_move_kv_and_give_the_tokens_of_one_in_all_combinations(matrix: Matrix, case: Case):
+    await check(matrix, case)
+
+
+def test_the_pairwise_choice_covers_every_pair():
+    for first, second in itertools.combinations(vars(ALL[0]), 2):
+        assert {(vars(case)[first], vars(case)[second]) for case in ALL} == {(vars(case)[first], vars(case)[second]) for case in PAIRWISE}
+    assert len(PAIRWISE) <= 12
