@@ -19,7 +19,7 @@ from jdisagg.telemetry import Counters
 from jdisagg.worker.peers import Link
 from jdisagg.worker.step_loop import StepLoop
 
-PULLS_IN_FLIGHT = 4
+PULLS_IN_FLIGHT = 12
 BLOCKS_IN_FLIGHT = 16
 PULL_TRIES = 3
 HEARTBEAT_SECONDS = 2.0

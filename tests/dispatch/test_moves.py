@@ -114,11 +114,11 @@ def test_a_draining_prefill_worker_waits_until_its_offers_are_fetched_within_its
             await streams
             assert fleet.path.counters["legs_failed"] == fleet.path.counters["sources_replaced"] == 0
             await fleet.check_quiet()
-        async with Fleet(costs=Costs(pull=0.2)) as fleet:
+        async with Fleet(costs=Costs(pull=0.2, prefill_token=1e-3)) as fleet:
             streams = asyncio.create_task(fleet.collect_all(long_requests(4)))
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.02)
             worker = fleet.processes["prefill0"].worker
-            await worker.drain(0.1)
+            await worker.drain(0.01)
             assert worker.counters["drains_cut_short"] == 1
             await streams
             assert fleet.path.counters["sources_replaced"] > 0
