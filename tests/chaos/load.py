@@ -3,6 +3,7 @@
 The oracle is one instance on one device, request by request, in this process: no hand-off, no batch, no fault.
 """
 
+import asyncio
 import random
 import time
 import uuid
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 
 from jdisagg.client import AsyncClient, GenerateOptions
 from jdisagg.config import Mode
-from jdisagg.errors import JdisaggError
+from jdisagg.errors import JdisaggError, UnavailableError
 from tests.end_to_end.clusters import config, running
 
 DEADLINE_SECONDS = 90.0
@@ -59,6 +60,7 @@ class Stream:
     asked_at: float | None = None
     ended_at: float | None = None
     error: Exception | None = None
+    refusals: int = 0
 
     @property
     def wrong(self) -> str:
@@ -79,18 +81,26 @@ class Stream:
         return (later[0] if later else (self.ended_at or time.monotonic())) - instant
 
     async def run(self, client: AsyncClient, deadline_seconds: float = DEADLINE_SECONDS) -> "Stream":
-        """Never raises: how it ended is what is asked for."""
+        """Never raises: how it ended is what is asked for. A server that shuts down may refuse what is new to it: it is asked again."""
         self.asked_at = time.monotonic()
-        try:
-            named = GenerateOptions(request_id=uuid.uuid4().hex, deadline_seconds=deadline_seconds)
-            async with aclosing(client.generate(**{**self.kind.options, **named})) as events:
-                async for event in events:
-                    if event.token_ids and event.first_index != len(self.tokens):
-                        raise AssertionError(f"token {event.first_index} came where {len(self.tokens)} was due")
-                    self.tokens += event.token_ids
-                    self.text += event.text
-                    self.times.append(time.monotonic())
-        except (JdisaggError, AssertionError) as error:
-            self.error = error
-        self.ended_at = time.monotonic()
-        return self
+        while True:
+            try:
+                await self._run(client, self.asked_at + deadline_seconds - time.monotonic())
+            except (JdisaggError, AssertionError) as error:
+                if not self.times and isinstance(error, UnavailableError) and "shutting down" in str(error):
+                    self.refusals += 1
+                    await asyncio.sleep(0.2)
+                    continue
+                self.error = error
+            self.ended_at = time.monotonic()
+            return self
+
+    async def _run(self, client: AsyncClient, seconds: float) -> None:
+        named = GenerateOptions(request_id=uuid.uuid4().hex, deadline_seconds=seconds)
+        async with aclosing(client.generate(**{**self.kind.options, **named})) as events:
+            async for event in events:
+                if event.token_ids and event.first_index != len(self.tokens):
+                    raise AssertionError(f"token {event.first_index} came where {len(self.tokens)} was due")
+                self.tokens += event.token_ids
+                self.text += event.text
+                self.times.append(time.monotonic())
