@@ -68,7 +68,7 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """`scale_up`: the link within a domain of `domain_devices` devices (NVLink, ICI); `host`: to its memory; `scale_out`: to other hosts."""
+    """`scale_up`: the link within a domain of `domain_devices` devices (NVLink, ICI); `host`: to its memory; `scale_out`: off the host."""
 
     name: str
     peak_flops: float
