@@ -17,6 +17,8 @@ DTYPES = ("float32", "bfloat16")
 CODECS = ("none", "int8")
 
 CONTEXT_TOKENS, CHUNK_TOKENS, NEW_TOKENS = 128, 32, 14
+# Both halves have devices of their own, also in the one process of the reference, and always the same: programs are compiled for devices.
+PREFILL_DEVICES, DECODE_DEVICES = slice(0, 4), slice(4, 8)
 ANSWER_SECONDS = 120.0
 # Several chunks, of which the last is neither full nor a multiple of a page; and part of one.
 PROMPTS = (
@@ -54,11 +56,12 @@ class Case:
 
 
 def _instance(layout: str, page: int, codec: str) -> InstanceConfig:
-    """A slot for each prompt, and no more pages than they need: programs are small, and few."""
+    """A slot for each prompt and few sizes of chunks and batches: programs are small, and few."""
+    parsed = Layout.parse(layout)
     return InstanceConfig(
-        layout=Layout.parse(layout),
+        layout=parsed,
         page_size=page,
-        slots_per_rank=2,
+        slots_per_rank=1 if parsed.dp > 1 else len(PROMPTS),
         chunk_tokens=CHUNK_TOKENS,
         min_chunk_tokens=CHUNK_TOKENS,
         growth_tokens=16,

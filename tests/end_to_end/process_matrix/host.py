@@ -3,7 +3,7 @@
 `main` is the whole life of a process: it obeys its parent, one command at a time, and ends with the connection.
 What carries KV (link, transfer channel and its servers) lives as long as the process; executor, worker and its gRPC port as long as a case.
 
-A half lies on the devices on which it lies in the embedded cluster, whose compiled programs are then the same, and are compiled once.
+A half lies on the devices on which it lies in the reference, whose programs are then the same, and are compiled once for both.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.prefill_worker import PrefillWorker
 from launch.cluster_plan import free_ports
 from models.checkpoint import load_model
-from tests.end_to_end.process_matrix.cases import Case, Seen
+from tests.end_to_end.process_matrix.cases import DECODE_DEVICES, PREFILL_DEVICES, Case, Seen
 from tests.end_to_end.process_matrix.kv_watch import KvWatch
 
 HOST, TRANSPORTS = "127.0.0.1", 2
@@ -125,7 +125,7 @@ class _Served:
         half = engine.prefill if role is WorkerRole.PREFILL else engine.decode
         config = WorkerConfig(model=engine.model, instance=half, warm_up=False)
         load = lambda layout, devices: load_model(engine.model.directory, layout, devices, dtype=engine.model.dtype)  # noqa: E731
-        devices = jax.devices() if role is WorkerRole.PREFILL else jax.devices()[engine.prefill.layout.devices :]
+        devices = jax.devices()[PREFILL_DEVICES if role is WorkerRole.PREFILL else DECODE_DEVICES]
         instance = await asyncio.to_thread(build_worker_instance, role.value, role, config, load, devices, channel, plane)
         watch, limits, peers = KvWatch(instance.executor), engine.limits, _Peers()
         service = ServiceConfig(HOST, free_ports(HOST, 1)[0], drain_seconds=0.0)

@@ -23,7 +23,7 @@ from jdisagg.service.remote_ports import RemoteWorker
 from models.checkpoint import load_model
 from models.tokenizer import Tokenizer
 from tests.end_to_end.clusters import LLAMA, assert_all_free, collect
-from tests.end_to_end.process_matrix.cases import ANSWER_SECONDS, NEW_TOKENS, PROMPTS, Case, Streams
+from tests.end_to_end.process_matrix.cases import ANSWER_SECONDS, DECODE_DEVICES, NEW_TOKENS, PREFILL_DEVICES, PROMPTS, Case, Streams
 from tests.end_to_end.process_matrix.host import Build, Built, Failed, Gone, Look, Looked, TearDown
 from tests.end_to_end.process_matrix.kv_watch import KvWatch
 
@@ -140,7 +140,8 @@ async def in_process(case: Case) -> tuple[Streams, dict[int, np.ndarray]]:
 
     engine = case.engine()
     load = lambda layout, devices: load_model(LLAMA, layout, devices, dtype=case.dtype)  # noqa: E731
-    cluster = EmbeddedCluster(engine, load, TOKENIZER, jax.devices(), record=watch)
+    prefill, decode = jax.devices()[PREFILL_DEVICES], jax.devices()[DECODE_DEVICES]
+    cluster = EmbeddedCluster(engine, load, TOKENIZER, [*prefill[: engine.prefill.layout.devices], *decode], record=watch)
     await cluster.start()
     try:
         alone = [await complete(cluster, request) for request in requests()]

@@ -1,0 +1,45 @@
+"""Clusters whose instances are two processes each, dense and with experts spread over all devices, say what launch.generate says.
+
+A folder of compiled programs is shared by all; every cluster must end cleanly. (tests/end_to_end/test_cluster.py kills such processes.)
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.clusters import LLAMA, MOE
+from tests.end_to_end.test_cluster import PROMPT, ROOT, ask, cluster
+
+TOKENS = 48
+
+
+def generated(folder: Path, model: Path, prefill: str, decode: str) -> str:
+    """The same in one process, by the launcher."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    flags = (f"--model={model}", f"--prompt={PROMPT}", f"--prefill={prefill}", f"--decode={decode}", "--page_size=16", "--ignore_eos")
+    command = [sys.executable, "-m", "launch.generate", *flags, f"--max_tokens={TOKENS}", f"--compilation_cache={folder / 'programs'}"]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "prefill", "decode"),
+    [
+        pytest.param(LLAMA, "tp=4", "dp=2,tp=2", id="dense"),
+        pytest.param(MOE, "tp=4,ep=4", "dp=4,ep=4", id="experts"),
+    ],
+)
+def test_instances_of_two_processes_each_say_what_one_process_says(tmp_path: Path, model: Path, prefill: str, decode: str):
+    expected = generated(tmp_path, model, prefill, decode)
+    assert len(expected) > TOKENS
+    layouts = (f"--model={model}", f"--prefill_layout={prefill}", f"--decode_layout={decode}")
+    with cluster(tmp_path, "--prefill=1", "--decode=1", "--processes_per_instance=2", *layouts) as running:
+        assert len(running.pids()) == 6, "a parent, a router, and two processes for each instance"
+        answer = ask(running, f"--max_tokens={TOKENS}", "--ignore_eos", "--temperature=0")
+        assert (answer.returncode, answer.stdout) == (0, expected), answer.stderr
+        assert running.end() == 0, running.log.read_text()
