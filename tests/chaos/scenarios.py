@@ -6,6 +6,7 @@ victim back. How long streams paused is reported, not judged.
 """
 
 import asyncio
+import contextlib
 import random
 import signal
 import statistics
@@ -80,9 +81,9 @@ class Outcome:
 
 
 def all_scenarios(processes: int = 1) -> Iterator[Scenario]:
-    """Every moment, victim and deed."""
-    members = [None] if processes == 1 else list(range(processes))
+    """Every moment, victim and deed. SIGTERM goes to all processes of an instance: to end is not for one to decide."""
     for moment, deed in product(Moment, (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)):
+        members = [None] if processes == 1 or deed is signal.SIGTERM else list(range(processes))
         if moment is not Moment.MIGRATING:
             yield from (Scenario(moment, victim, deed, member) for victim, member in product(("prefill", "decode"), members))
             yield Scenario(moment, ROUTER, deed)
@@ -188,7 +189,8 @@ class Harness:
             self._cluster.desk.let_go(number)
             await asyncio.sleep(STOP_SECONDS)
             for process in before:
-                process.send_signal(signal.SIGCONT)
+                with contextlib.suppress(psutil.NoSuchProcess):  # given up for dead meanwhile, and started again
+                    process.send_signal(signal.SIGCONT)
             assert stopped, f"{victim} went on after SIGSTOP"
             return
         await asyncio.sleep(0.05)
