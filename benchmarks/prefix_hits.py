@@ -48,9 +48,7 @@ def main(argv: list[str]) -> None:
             ours, _ = hit_percent(requests, capacity, True)
             rows.append({"pages": capacity, "published": expected, "plain_lru": round(plain, 3), "children_first": round(ours, 3)})
             per_block = 1e6 * seconds / sum(map(len, requests))
-            print(
-                f"{name} {capacity or 'all'}: published {expected}, plain {plain:.2f}, children first {ours:.2f}; {per_block:.1f} us a block"
-            )
+            print(f"{name} {capacity}: published {expected}, plain {plain:.2f}, children first {ours:.2f}; {per_block:.1f} us a block")
         figures[name] = rows
     if _NAME.value:
         print(save(_NAME.value, figures))
