@@ -11,7 +11,7 @@ import os
 import threading
 import traceback
 from dataclasses import dataclass
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 
 import jax
 
@@ -189,6 +189,7 @@ async def _live(connection: Connection) -> None:
         await asyncio.to_thread(connection.send, answer)
 
 
-def main(port: int, cache: str) -> None:
+def main(pipe: int, cache: str) -> None:
+    """`pipe`: the number of an open file, this process's end."""
     use_compilation_cache(cache)
-    asyncio.run(_live(Client((HOST, port))))
+    asyncio.run(_live(Connection(pipe)))

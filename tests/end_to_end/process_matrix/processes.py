@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Listener
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import jax
@@ -44,6 +45,11 @@ class HostProcess:
         answer = await asyncio.to_thread(self._ask, command)
         assert not isinstance(answer, Failed), answer.traceback
         return answer
+
+    def end(self) -> None:
+        self.child.kill()
+        self.child.wait()
+        self.connection.close()
 
     def _ask(self, command: Build | Look | TearDown) -> Built | Looked | Gone | Failed:
         self.connection.send(command)
@@ -113,21 +119,22 @@ class Matrix:
 @contextmanager
 def two_processes() -> Iterator[Matrix]:
     """They have this process's XLA flags and folder of compiled programs, end with it, and are gone when this is left."""
-    hosts: list[HostProcess] = []
-    with Listener(("127.0.0.1", 0)) as listener:
-        port = listener.address[1]  # type: ignore[misc]
-        cache: str = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-        program = f"from tests.end_to_end.process_matrix.host import main; main({port}, {cache!r})"
-        children = [subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) for _ in range(2)]
-        try:
-            hosts += [HostProcess(child, listener.accept()) for child in children]  # which is which does not matter yet
-            yield Matrix(*hosts)
-        finally:
-            for child in children:
-                child.kill()
-                child.wait()
-            for host in hosts:
-                host.connection.close()
+    hosts = []
+    try:
+        hosts += [_start(), _start()]  # which is which does not matter yet
+        yield Matrix(*hosts)
+    finally:
+        for host in hosts:
+            host.end()
+
+
+def _start() -> HostProcess:
+    """The pipe between them closes when either is gone, which the other notices."""
+    ours, its = Pipe()
+    cache: str = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    program = f"from tests.end_to_end.process_matrix.host import main; main({its.fileno()}, {cache!r})"
+    with its:
+        return HostProcess(subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, pass_fds=(its.fileno(),)), ours)
 
 
 async def in_process(case: Case) -> tuple[Streams, dict[int, np.ndarray]]:
