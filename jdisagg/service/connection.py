@@ -131,7 +131,7 @@ class Connection:
         try:
             return await method(request, timeout=seconds, metadata=self._credentials.metadata() if any_boot else self._metadata())
         except grpc.aio.AioRpcError as error:
-            raise self._typed(error) from None
+            raise self._typed(error, seconds) from None
         except asyncio.CancelledError:
             self._check_closed_under_us()
             raise
@@ -148,7 +148,7 @@ class Connection:
                 assert isinstance(message, kind)
                 yield message
         except grpc.aio.AioRpcError as error:
-            raise self._typed(error) from None
+            raise self._typed(error, seconds) from None
         except asyncio.CancelledError:
             self._check_closed_under_us()
             raise
@@ -197,12 +197,15 @@ class Connection:
         if self._closed and (task is None or not task.cancelling()):
             raise UnavailableError(f"the connection to {self.address} was closed during the call") from None
 
-    def _typed(self, error: grpc.aio.AioRpcError) -> JdisaggError:
+    def _typed(self, error: grpc.aio.AioRpcError, seconds: float | None) -> JdisaggError:
         metadata = tuple((key, value) for key, value in error.trailing_metadata() or () if isinstance(value, str))
         status = wire.WireStatus(error.code().name, error.details() or "", metadata)
         if wire.ERROR_KEY not in dict(metadata) and status.code in ("CANCELLED", "UNKNOWN", "INTERNAL", "UNIMPLEMENTED"):
             # Not one of our servers' answers: the connection broke midway, or somebody else listens there.
             return UnavailableError(f"{self.address}: {status.code}: {status.details}")
+        if wire.ERROR_KEY not in dict(metadata) and status.code == "DEADLINE_EXCEEDED":
+            # The call's own time, which tells of the peer: whose request's time is over hears so from the worker, or knows by itself.
+            return UnavailableError(f"{self.address} did not answer {'in time' if seconds is None else f'within {seconds:g} s'}")
         typed = wire.error_from_status(status)
         if wire.ERROR_KEY not in dict(metadata):
             typed.message = f"{self.address}: {typed.message}"

@@ -110,8 +110,9 @@ class SpanSessions:
 
     def _end(self, session: _Session) -> None:
         session.ended = True
-        for task in session.running.values():
+        for reservation_id, task in session.running.items():
             task.cancel()
+            session.reserved.add(reservation_id)  # a task that had not begun closes nothing
         while session.reserved:
             cancelling = asyncio.create_task(self._port.cancel(session.reserved.pop()))
             self._cancelling.add(cancelling)

@@ -12,7 +12,17 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.config import ServiceConfig
-from jdisagg.dispatch.ports import Child, GenerateCall, HandoffSource, Reservation, ReserveCall, Span, SpanEnd
+from jdisagg.dispatch.ports import (
+    Child,
+    GenerateCall,
+    HandoffSource,
+    PeerHello,
+    Reservation,
+    ReserveCall,
+    ResumeCall,
+    Span,
+    SpanEnd,
+)
 from jdisagg.errors import (
     DeadlineExceededError,
     HandoffError,
@@ -22,7 +32,7 @@ from jdisagg.errors import (
     OverloadedError,
     UnavailableError,
 )
-from jdisagg.service import workers_pb2
+from jdisagg.service import remote_ports, workers_pb2
 from jdisagg.service.remote_ports import RemoteWorker
 from jdisagg.service.server import GrpcServer
 from jdisagg.service.span_sessions import SpanSessions
@@ -331,6 +341,37 @@ async def test_a_reservation_that_says_nothing_ends_at_its_deadline() -> None:
             async for _ in remote.decode.generate(call_of(1, deadline_seconds=0.05)):
                 raise AssertionError("nothing was said")
         await eventually(lambda: worker.dropped == [1])
+
+
+async def test_a_worker_that_does_not_answer_a_short_call_is_unavailable_and_the_requests_deadline_has_not_passed(monkeypatch) -> None:
+    class Absent(Worker):
+        async def resume_source(self, call: ResumeCall) -> int | None:
+            await asyncio.Event().wait()
+            return None
+
+        async def hello(self, hello: PeerHello) -> PeerHello:
+            await asyncio.Event().wait()
+            return hello
+
+    monkeypatch.setattr(remote_ports, "CALL_SECONDS", 0.1)
+    async with serving(Absent()) as (address, _), connected(address) as (remote,):
+        with pytest.raises(UnavailableError, match="did not answer within 0.2 s"):
+            await remote.decode.resume_source(ResumeCall(5, 1, HandoffSource("prefill-1", 8, "127.0.0.1:1")))
+        with pytest.raises(UnavailableError, match="did not answer within 0.1 s"):
+            await remote.peer.hello(HELLO)
+
+
+async def test_a_session_that_ends_before_its_stream_was_followed_still_frees_the_reservation() -> None:
+    worker = Worker()
+    sessions = SpanSessions(worker)
+
+    async def write(batch: workers_pb2.SpanBatch) -> None: ...
+
+    serving_it = asyncio.create_task(sessions.serve(9, write))
+    await asyncio.sleep(0)
+    serving_it.cancel()
+    sessions.start(9, call_of(5))  # in the same turn of the loop: the task that follows the reservation is cancelled before it begins
+    await eventually(lambda: worker.told == [(5, None)], seconds=1.0)
 
 
 async def test_one_reservation_is_generated_once() -> None:
