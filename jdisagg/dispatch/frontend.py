@@ -19,7 +19,7 @@ from typing import Protocol, TypedDict, Unpack
 
 from jdisagg.config import LimitsConfig, Mode
 from jdisagg.dispatch.ports import WorkerStatus
-from jdisagg.errors import InvalidRequestError
+from jdisagg.errors import InvalidRequestError, UnavailableError
 from jdisagg.layout.axes import Layout
 from jdisagg.request import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, Request, Resumption, SamplingParams, StreamEvent
 
@@ -182,6 +182,11 @@ class Frontend:
         key = request.tenant, request.request_id
         if request.resumption is not None:
             await self._gone(key)
+            if key in self._running:
+                raise UnavailableError(
+                    f"request_id {request.request_id!r} is still being closed here since its stream broke; ask again",
+                    retry_after_seconds=1.0,
+                )
         if key in self._running:
             raise InvalidRequestError(
                 f"request_id {request.request_id!r} is that of a request still running; choose another or leave it empty"

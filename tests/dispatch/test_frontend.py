@@ -2,12 +2,15 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 
 from jdisagg.config import LimitsConfig
+from jdisagg.dispatch import frontend as frontend_module
 from jdisagg.dispatch.frontend import ChatMessage, ChatPrompt, TokenPrompt
-from jdisagg.errors import InvalidRequestError
+from jdisagg.errors import InvalidRequestError, UnavailableError
+from jdisagg.request import AcceptedChild, Resumption
 from tests.service.doors import EOS, FakePath, byte_tokenizer, make_frontend
 
 
@@ -182,6 +185,20 @@ async def test_an_id_is_free_again_once_its_request_has_ended() -> None:
         await anext(frontend.stream(request))
     assert len([event async for event in events]) == 1
     assert len([event async for event in frontend.stream(request)]) == 2
+
+
+async def test_a_request_resumed_while_its_broken_stream_is_not_over_is_asked_to_try_again(monkeypatch) -> None:
+    """Its client did nothing wrong: an INVALID_ARGUMENT would end the stream for good."""
+    monkeypatch.setattr(frontend_module, "RESUME_WAIT_SECONDS", 0.01)
+    frontend = make_frontend(FakePath())
+    request = await frontend.build_request("x", request_id="a", max_tokens=2)
+    events = frontend.stream(request)
+    await anext(events)
+    again = replace(request, resumption=Resumption(1, (AcceptedChild(),)))
+    with pytest.raises(UnavailableError, match="'a' is still being closed") as caught:
+        await anext(frontend.stream(again))
+    assert caught.value.retry_after_seconds is not None, "this is what a client goes by"
+    await events.aclose()
 
 
 async def test_detokenizing_is_the_inverse_of_tokenizing(frontend) -> None:
