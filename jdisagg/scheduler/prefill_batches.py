@@ -5,10 +5,11 @@ its size is the smallest bucket that holds the fullest rank. A prompt longer tha
 goes on in the next chunk. Knows jobs and sizes, not who owns pages and not what becomes of the offers. Pure: ids come from
 the `new_id` it was given.
 
-Invariants: a job's rows are issued in order without gap; a job samples in its last row only; a rank has at most one begun job.
+Invariants: a job's rows are issued in order without gap; a job samples in its last row only; a rank has at most one begun job, and one
+more for each that was held back in its midst.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from jdisagg.scheduler.blocks import padded, split_blocks
@@ -61,12 +62,12 @@ class PrefillBatches:
         for queue in self._queues:
             queue[:] = [job for job in queue if job.sequence != sequence]
 
-    def next_chunk(self, step: int) -> PrefillChunk | None:
-        """Takes the next chunk off the queues, or None when they are empty."""
+    def next_chunk(self, step: int, held: Collection[int] = ()) -> PrefillChunk | None:
+        """Takes the next chunk off the queues, or None when they hold nothing but sequences that are `held` back."""
         rows: list[PrefillRow] = []
         fullest = 0
         for rank in range(self._limits.ranks):
-            packed = self._pack(rank)
+            packed = self._pack(rank, held)
             rows += packed
             if packed:
                 fullest = max(fullest, packed[-1].offset + len(packed[-1].tokens))
@@ -75,14 +76,17 @@ class PrefillBatches:
         chunk_tokens = next(bucket for bucket in self._limits.chunk_buckets if bucket >= fullest)
         return PrefillChunk(step, chunk_tokens, tuple(rows))
 
-    def _pack(self, rank: int) -> list[PrefillRow]:
-        queue, limits = self._queues[rank], self._limits
+    def _pack(self, rank: int, held: Collection[int]) -> list[PrefillRow]:
+        limits = self._limits
+        queue = [job for job in self._queues[rank] if job.sequence not in held]
         rows: list[PrefillRow] = []
         offset = samples = 0
         largest = limits.chunk_buckets[-1]
         capacity = limits.pack_tokens or largest
         while queue and len(rows) < limits.rows_per_chunk and (not rows or offset < capacity):
             job = queue[0]
+            if rows and job.issued_tokens:
+                break  # a chunk goes on with one prompt at most
             tokens = min(job.left_tokens, capacity - offset if rows else largest)
             if rows and tokens < job.left_tokens and capacity < largest:
                 break  # whole prompts only: this one gets a chunk of its own
@@ -91,6 +95,7 @@ class PrefillBatches:
                     break
                 samples += len(job.samples)
                 queue.pop(0)
+                self._queues[rank].remove(job)
             rows.append(self._row(job, offset, tokens))
             offset += padded(tokens, limits.granule_tokens)
         return rows

@@ -24,10 +24,14 @@ ENDED_KEPT = 1024
 
 
 class Outbox:
-    """One hand-off's sending side. `until`: the request's deadline. `ended` is called once, with what aborted it or None."""
+    """One hand-off's sending side, to worker `destination` where that is known. `until`: the request's deadline. `ended` is called once,
+    with what aborted it or None."""
 
-    def __init__(self, handoff_id: int, attempt: int, until: float, ended: Callable[[JdisaggError | None], None]) -> None:
+    def __init__(
+        self, handoff_id: int, attempt: int, until: float, ended: Callable[[JdisaggError | None], None], destination: str = ""
+    ) -> None:
         self.attempt = attempt
+        self.destination = destination
         self.until = until
         self.ended = ended
         self.handoff = Handoff(handoff_id, HandoffState.COMPUTING, until)

@@ -2,14 +2,15 @@
 
 A prompt waits, by arrival, until some dp rank has pages for all of it; its pages serve only its own later chunks and are freed
 when its tokens are sampled. Its KV leaves as offers: announced as soon as the chunk that computes them is issued, kept until
-acknowledged, released at the latest when the lease ends. When too much is offered and not fetched, no chunk is issued: a
-stalled decode side holds prefill back instead of filling memory.
+acknowledged, released at the latest when the lease ends. When too much is offered to a decode worker and not fetched, none of its prompts
+goes on: a stalled decode worker holds its own prefill back instead of filling memory, and the others' when there are many such.
 
 All state is touched on the event loop only, between awaits.
 """
 
 import asyncio
 import bisect
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
@@ -47,10 +48,12 @@ from jdisagg.worker.step_loop import StepLoop
 from jdisagg.worker.sweeper import Sweeper
 
 CHUNKS_OFFERED = 4
+MOST_STALLED = 4
 
 
 class PrefillWorker:
-    """Implements `PrefillPort` and `PeerPort`. At most `CHUNKS_OFFERED` full chunks of KV may be offered and not yet fetched."""
+    """Implements `PrefillPort` and `PeerPort`. At most `CHUNKS_OFFERED` full chunks of KV may be offered to one decode worker and not yet
+    fetched, and `MOST_STALLED` times as many to all."""
 
     def __init__(
         self,
@@ -110,10 +113,11 @@ class PrefillWorker:
         self._check(call)
         now = self._clock.now()
         self._last_key += 1
-        box = Outbox(call.handoff_id, call.attempt, now + call.deadline_seconds, lambda error: self._ended(sender, error))
+        until = now + call.deadline_seconds
+        box = Outbox(call.handoff_id, call.attempt, until, lambda error: self._ended(sender, error), call.destination)
         sender = Sender(self._last_key, call, box, now - call.age_seconds, now)
         self._boxes.open(box)
-        bisect.insort(self._waiting, sender, key=lambda waiting: (waiting.arrival, waiting.key))
+        self._queue(sender)
         self._loop.wake()
         try:
             async with asyncio.timeout(call.deadline_seconds):
@@ -185,12 +189,18 @@ class PrefillWorker:
                 f"worker {self.name!r}: {len(self._waiting)} prompts wait, the queue's limit; try again later", retry_after_seconds=1.0
             )
 
+    def _queue(self, sender: Sender) -> None:
+        bisect.insort(self._waiting, sender, key=lambda waiting: (waiting.arrival, waiting.key))
+
     def _plan(self, step: int) -> StepCommand | None:
-        self._place_waiting()
-        if self._boxes.outstanding_tokens >= self._most_offered:
+        stalled = self._stalled()
+        self._unplace(stalled)
+        self._place_waiting(stalled)
+        if stalled or self._boxes.outstanding_tokens >= MOST_STALLED * self._most_offered:
             self.counters.add("chunks_held_back")
+        if self._boxes.outstanding_tokens >= MOST_STALLED * self._most_offered:
             return None
-        chunk = self._batches.next_chunk(step)
+        chunk = self._batches.next_chunk(step, {key for key, sender in self._computing.items() if sender.call.destination in stalled})
         for row in chunk.rows if chunk else ():
             sender = self._computing[row.sequence]
             if sender.started_at is None:
@@ -198,15 +208,27 @@ class PrefillWorker:
             sender.box.announce(_offers(row))
         return replace(chunk, checksum_key=self._checksum_key) if chunk else None
 
-    def _place_waiting(self) -> None:
-        """Gives the oldest waiting prompts pages on the least loaded rank that has them; nobody overtakes."""
-        while self._waiting:
-            sender = self._waiting[0]
+    def _stalled(self) -> frozenset[str]:
+        """The decode workers that have not fetched what was offered to them."""
+        offered: Counter[str] = Counter()
+        for box in self._boxes.all():
+            offered[box.destination] += box.outstanding_tokens
+        return frozenset(name for name, tokens in offered.items() if tokens >= self._most_offered)
+
+    def _unplace(self, stalled: frozenset[str]) -> None:
+        """Prompts that did not begin give their pages back while nobody would fetch what they compute."""
+        for sender in [one for one in self._computing.values() if one.started_at is None and one.call.destination in stalled]:
+            self._stop_computing(sender)
+            self._queue(sender)
+
+    def _place_waiting(self, stalled: frozenset[str]) -> None:
+        """Gives the oldest waiting prompts pages on the least loaded rank that has them; nobody overtakes but those of stalled workers."""
+        for sender in [sender for sender in self._waiting if sender.call.destination not in stalled]:
             need = pages_for(len(sender.tokens), self._mesh.page_size)
             ranks = [rank for rank, ledger in enumerate(self._ledgers) if ledger.free_pages >= need]
             if not ranks:
                 return
-            self._waiting.pop(0)
+            self._waiting.remove(sender)
             sender.rank = min(ranks, key=lambda rank: (self._batches.queued_tokens(rank), -self._ledgers[rank].free_pages))
             pages = self._ledgers[sender.rank].reserve(sender.key, need)
             assert pages is not None, "room was checked"

@@ -117,3 +117,25 @@ def test_a_removed_prompt_leaves_the_queue() -> None:
     packer.remove(0)
     packer.remove(0)
     assert packer.next_chunk(0) is None and len(packer) == 0
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 200), st.integers(0, 5)), min_size=1, max_size=8), st.lists(st.sets(st.integers(0, 7)), max_size=12)
+)
+def test_prompts_that_are_held_back_go_on_later_and_a_chunk_goes_on_with_one_prompt_at_most(
+    shapes: list[tuple[int, int]], holds: list[set[int]]
+) -> None:
+    packer = batches()
+    for sequence, (tokens, arrival) in enumerate(shapes):
+        packer.add(job(sequence, tokens, arrival=float(arrival)))
+    done = dict.fromkeys(range(len(shapes)), 0)
+    for held in [*holds, *[set[int]()] * sum(tokens for tokens, _ in shapes)]:
+        chunk = packer.next_chunk(0, held)
+        assert chunk is not None or all(done[sequence] == shapes[sequence][0] for sequence in done if sequence not in held)
+        rows = chunk.rows if chunk else ()
+        assert all(row.start == 0 for row in rows[1:])
+        for row in rows:
+            assert row.sequence not in held and row.start == done[row.sequence]
+            done[row.sequence] += len(row.tokens)
+            assert bool(row.samples) == (done[row.sequence] == shapes[row.sequence][0])
+    assert done == {sequence: tokens for sequence, (tokens, _) in enumerate(shapes)} and len(packer) == 0
