@@ -200,12 +200,13 @@ class KvPuller:
         if not current or message.link != connection.number:
             raise HandoffError(f"the connection to {connection.end.control} was dropped before the pieces came; pull again")
         avals = assembly.expect(message.heads, message.pieces)
-        ask.arrays = []
+        arrays: list[jax.Array] = []
         if avals:
             if connection.inlet is None:
                 connection.inlet = Inlet(self._options)
-            ask.arrays = connection.inlet.pull(message.address, ask.pull_id, avals)
-            assembly.coming(message.pieces, ask.arrays)
+            arrays = connection.inlet.pull(message.address, ask.pull_id, avals)  # where this raises, what was posted is withdrawn
+            assembly.coming(message.pieces, arrays)
+        ask.arrays = arrays
         if assembly.complete:
             ask.transfer.pull.deliver(assembly.flat, assembly.nbytes, lambda arrays: self._arrived(assembly, arrays))
 

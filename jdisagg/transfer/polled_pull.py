@@ -69,8 +69,10 @@ class PolledPull:
 
     def deliver(self, arrays: tuple[jax.Array, ...], bytes_moved: int, assemble: Assemble | None = None) -> None:
         """The arrays, perhaps still on their way; dropped if the pull ended meanwhile. `assemble` makes of them, once all are there,
-        what `arrays()` gives; it runs under this pull's lock."""
+        what `arrays()` gives; it runs under this pull's lock. Only the first delivery counts: another thread may be done with it."""
         with self._lock:
+            if self._arrays is not None:
+                return
             self._bytes_moved = bytes_moved
             if not self._error:
                 self._arrays, self._assemble = arrays, assemble

@@ -15,7 +15,7 @@ from jdisagg.errors import ConfigError, HandoffError, IncompatiblePeerError
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.transfer.jax_transfer import JaxTransferChannel
 from jdisagg.transfer.kv_messages import KvMessage, Posted, Pulled, PullRequest, Refused, Withdraw
-from jdisagg.transfer.transfer_engine import EngineOptions, Outlet
+from jdisagg.transfer.transfer_engine import EngineOptions, Inlet, Outlet
 from tests.transfer.conformance import (
     LONG_SECONDS,
     Case,
@@ -359,3 +359,20 @@ def test_the_kv_plane_never_listens_on_every_interface() -> None:
     for host in ("", "0.0.0.0", "::"):
         with pytest.raises(ConfigError, match="every interface"):
             EngineOptions(host)
+
+
+def test_pieces_that_cannot_be_received_are_given_back_at_once(ends: Ends, loopback: Loopback, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device without room for what comes: the sender must not hold it until the deadline."""
+    block, refused = case("tp=2", "tp=2"), []
+
+    def no_room(inlet: Inlet, address: str, pull_id: int, avals: object) -> list[jax.Array]:
+        refused.append(pull_id)
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(Inlet, "pull", no_room)
+    ends.sender.offer(7, block.block, 0)
+    with pytest.raises(HandoffError, match="out of memory"):
+        finished(ends.receiver.pull(7, block.target(0), LONG_SECONDS)).arrays()
+    assert refused
+    settled(lambda: loopback.channels[SENDER].postings() == 0)
+    assert loopback.channels[RECEIVER].under_way() == 0
