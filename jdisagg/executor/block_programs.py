@@ -57,6 +57,8 @@ class BlockPrograms:
         group, how = self._groups[command.group], codec(command.codec)
         held = self._pool.layers[group.start : group.stop]
         stamp = self._stamp(group, command.checksum_key, command.start, command.valid_tokens)
+        if how.lossy:
+            stamp = stamp.of_offer(command.offer_id)
         inputs = (held, arrays, *self._place(command, stamp))
         key = ("insert", len(group), command.block_tokens, command.codec, len(arrays), arrays[0].shape)
         program = self._programs.get(key, lambda: self._build_insert(how, inputs))
@@ -72,6 +74,8 @@ class BlockPrograms:
         ) -> tuple[list[LayerPages], jax.Array]:
             page_T, slot_T, stamp_5 = coordinates[0, 0], coordinates[0, 1], stamps[0]
             block_CKTH, intact = _unpack(how, arrays, stamp_5, pages[0][0].shape[1], pages[0][0].dtype)
+            # Senders' values are finite. Damaged ones may not be, and would outlive the pages' return: others multiply them by zero.
+            block_CKTH = jnp.where(jnp.isfinite(block_CKTH), block_CKTH, jnp.zeros((), block_CKTH.dtype))
             parts = iter(block_CKTH)
             pages = [tuple(insert_block(part, next(parts), page_T, slot_T) for part in layer) for layer in pages]
             read_CKTH = jnp.stack([gather_tokens(part, page_T, slot_T) for layer in pages for part in layer])

@@ -210,7 +210,7 @@ class MeshExecutor:
                 self._channel.disconnect(command.peer)
             case ExtractBlock():
                 block, found, stamp = self._blocks.extract(command)
-                self._channel.offer(command.offer_id, block, command.rank, stamp)
+                self._channel.offer(command.offer_id, block, command.rank, stamp.of_offer(command.offer_id))
                 start_reading((found,))
                 return BlockReading(command.step, command.offer_id, found, extracted=True)
         return Finished(command.step)
@@ -224,7 +224,7 @@ class MeshExecutor:
                 at = offer.offset - row.offset
                 valid = min(offer.block_tokens, len(row.tokens) - at)
                 stamp = self._sums.stamp(offer.group, command.checksum_key, row.start + at, valid)
-                self._channel.offer(offer.offer_id, block, row.rank, stamp)
+                self._channel.offer(offer.offer_id, block, row.rank, stamp.of_offer(offer.offer_id))
         chosen = self._sampler.run(command, x)
         start_reading((*(chosen or ()), *sums))
         return PrefillReading(command, x, chosen, ChunkSums(command, self.limits.granule_tokens, sums))

@@ -16,7 +16,7 @@ arrays may share memory with the block or the zeros, so they are never donated e
 All methods may be called from any thread. Whether bytes pass through the host is the implementation's affair, not the seam's.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import jax
@@ -115,6 +115,10 @@ class BlockStamp:
     component: int = 0
     start: int = 0
     valid_tokens: int = 0
+
+    def of_offer(self, offer_id: int) -> "BlockStamp":
+        """For this offer alone: sums that travel with a block would otherwise also vouch for another sequence's block of the same place."""
+        return replace(self, key=self.key ^ offer_id)
 
 
 _NO_STAMP = BlockStamp()

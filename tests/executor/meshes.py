@@ -1,5 +1,6 @@
 """What executor tests share: two executors on meshes of their own with one channel between them, commanded by hand."""
 
+import time
 from collections.abc import Callable
 
 import jax
@@ -145,6 +146,14 @@ class Pair:
         result = await self.prefill.run(PrefillChunk(1, chunk, tuple(commands), key))
         assert isinstance(result, PrefillResult)
         return result
+
+    def pulled(self, offer_id: int) -> tuple[jax.Array, ...]:
+        """What pulling an offer to rank 0 of the decode mesh gives."""
+        tokens = self.channel.offers[offer_id][0].shape[3]
+        pull = self.channel.inner.pull(offer_id, self.decode.pull_target(offer_id % 2, tokens, 0, PEER, self.codec), 10.0)
+        while not pull.is_ready():
+            time.sleep(0.001)
+        return pull.arrays()
 
     async def move(self, offer_id: int, rank: int, key: int, *, start: int | None = None) -> InsertResult:
         """Pulls an offer to a rank of the decode mesh, into pages 3.. of it (in descending order), and inserts it."""

@@ -64,7 +64,7 @@ async def test_pages_sum_to_what_was_computed(prefill, decode, dtype, pages):
             moved = await two.move(offer_id, two.decode.limits.ranks - 1, KEY)
             assert moved.intact
             assert moved.checksum == sums[offer_id]
-            assert stamp.key == KEY
+            assert stamp.key == KEY ^ offer_id
         for offer_id in (100, 103, 201):  # in plain integers, from the whole block
             block, rank, stamp = two.channel.offers[offer_id]
             assert sums[offer_id] == twin(np.asarray(block[rank]), KEY, stamp.component, 0, stamp.start, stamp.valid_tokens)
@@ -132,7 +132,7 @@ async def test_extracted_pages_sum_to_what_was_inserted_and_hold_nothing_else():
         out = await two.decode.run(ExtractBlock(5, 77, 1, 1, 0, 40, 64, pages[:5], KEY + 1))
         assert isinstance(out, ExtractResult)
         extracted, rank, made = two.channel.offers[77]
-        assert (rank, made.start, made.valid_tokens, made.component, made.key) == (1, 0, 40, stamp.component, KEY + 1)
+        assert (rank, made.start, made.valid_tokens, made.component, made.key) == (1, 0, 40, stamp.component, (KEY + 1) ^ 77)
         original = np.asarray(block)[0, :, :, :40]
         np.testing.assert_array_equal(np.asarray(extracted)[1, :, :, :40], original)
         assert not np.any(np.asarray(extracted)[1, :, :, 40:])
@@ -150,3 +150,41 @@ async def test_pulls_from_peers_that_are_not_connected_are_refused():
         assert two.channel.connected == []
         with pytest.raises(HandoffError, match="not connected"):
             await two.decode.run(PullBlock(3, 100, 0, 0, 32, 1.0, PEER))
+
+
+@pytest.mark.parametrize("name", ["int8", "none"])
+async def test_another_sequences_block_of_the_same_place_is_not_taken_for_what_was_asked(name):
+    async with pair("tp=2", "tp=1", codec=name) as two:
+        result = await two.compute([(0, 0, 32, 100), (0, 48, 32, 200)], KEY)
+        sums = {one.offer_id: one.checksum for one in result.checksums}
+        (_, _, asked), (_, _, other) = two.channel.offers[100], two.channel.offers[200]
+        assert (asked.component, asked.start, asked.valid_tokens) == (other.component, other.start, other.valid_tokens)
+        two.channel.damage = lambda arrays: two.pulled(200)
+        moved = await two.move(100, 0, KEY)
+        if name == "none":
+            assert moved.checksum == sums[200] != sums[100]
+        else:
+            assert not moved.intact
+        two.channel.damage = None
+        assert (await two.move(200, 0, KEY)).intact
+
+
+@pytest.mark.parametrize("name", ["none", "int8"])
+async def test_damage_that_is_not_finite_does_not_stay_in_pages(name):
+    """Pages are given back and given out again: attention multiplies what a sequence does not see by zero, and that must give zero."""
+
+    def poison(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        values = 1 if name == "int8" else 0  # the scales, or the values themselves
+        bad = arrays[values].at[:, :, :, 3].set(jnp.nan).at[:, :, :, 5].set(jnp.inf)
+        return (*arrays[:values], jax.device_put(bad, arrays[values].sharding), *arrays[values + 1 :])
+
+    async with pair("tp=2", "tp=1", codec=name) as two:
+        result = await two.compute(ROWS, KEY)
+        two.channel.damage = poison
+        moved = await two.move(100, 0, KEY)
+        assert moved.checksum != result.checksums[0].checksum if name == "none" else not moved.intact
+        for layer in two.decode._pool.layers:
+            for pages in layer:
+                assert np.isfinite(np.asarray(pages)).all()
+        two.channel.damage = None
+        assert (await two.move(100, 0, KEY)).intact
