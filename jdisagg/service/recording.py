@@ -7,8 +7,10 @@ Holds prompts: treat it as private.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import json
+import logging
 import os
 import struct
 from collections.abc import Iterator
@@ -22,6 +24,8 @@ from jdisagg.service.wire_commands import command_from_bytes, command_to_bytes, 
 MAGIC = b"jdisagg commands 1\n"
 _RECORD = struct.Struct("<cQQ")
 _HEADER, _COMMAND, _RESULT, _ERROR = b"H", b"C", b"R", b"E"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class Recording:
 
 
 class RecordingExecutor:
-    """Implements `scheduler.commands.Executor` over another and notes all that passes."""
+    """Implements `scheduler.commands.Executor` over another and notes all that passes, for as long as the file can be written."""
 
     def __init__(self, inner: Executor, path: Path, header: RecordingHeader) -> None:
         self.limits, self.card = inner.limits, inner.card
@@ -73,6 +77,8 @@ class RecordingExecutor:
             raise ConfigError(f"recording: cannot write {path}: {error.strerror}; choose another place") from error
         self._file.write(MAGIC)
         self._write(_HEADER, 0, json.dumps(dataclasses.asdict(header)).encode())
+        if self._file.closed:
+            raise ConfigError(f"recording: cannot write {path}: not even its header fits; choose another place")
 
     def run(self, command: StepCommand) -> asyncio.Future[StepResult]:
         self._number += 1
@@ -95,9 +101,15 @@ class RecordingExecutor:
             self._write(_RESULT, number, result_to_bytes(done.result()))
 
     def _write(self, kind: bytes, number: int, data: bytes) -> None:
-        if not self._file.closed:
+        if self._file.closed:
+            return
+        try:
             self._file.write(_RECORD.pack(kind, number, len(data)) + data)
             self._file.flush()
+        except OSError as error:
+            _log.error("the recording %s ends here: %s; the mesh runs on", self._file.name, error)
+            with contextlib.suppress(OSError):  # it tries once more to write what is left
+                self._file.close()
 
 
 def read_recording(path: Path) -> Recording:

@@ -110,3 +110,23 @@ async def test_failed_commands_are_recorded_as_such(recordings: list[Recording],
     entries = read_recording(tmp_path / "x").entries
     assert [entry.error for entry in entries] == ["", "boom", ""]
     assert inner.closed
+
+
+async def test_a_full_disk_ends_the_recording_and_not_the_work(recordings: list[Recording], tmp_path: Path) -> None:
+    executor = RecordingExecutor(NotingExecutor(), tmp_path / "x", recordings[0].header)
+    commands = [entry.command for entry in recordings[0].entries]
+    await executor.run(commands[0])
+    await asyncio.sleep(0)
+    full = Path("/dev/full").open("wb")  # noqa: SIM115
+    executor._file, written = full, executor._file
+    assert await executor.run(commands[1]) == Done(commands[1].step)
+    assert full.closed, "the fault took no effect"
+    assert await executor.run(commands[2]) == Done(commands[2].step)
+    written.close()
+    executor.close()
+    assert [entry.command for entry in read_recording(tmp_path / "x").entries] == commands[:1]
+
+
+def test_a_recording_that_cannot_even_begin_is_refused(recordings: list[Recording]) -> None:
+    with pytest.raises(ConfigError, match="cannot write"):
+        RecordingExecutor(NotingExecutor(), Path("/dev/full"), recordings[0].header)
