@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 from jdisagg.dispatch.ports import Child, GenerateCall, HandoffSource, Span
 from jdisagg.dispatch.trip import Hold, Retried, Trip, close, quietly
-from jdisagg.errors import HandoffError, JdisaggError
+from jdisagg.errors import HandoffError
 
 
 class Move:
@@ -50,7 +50,7 @@ class Move:
                     raise HandoffError(f"a sequence could not move from {self._origin!r} to {worker!r}: {span.lost.reason}")
                 self._spans.put_nowait(span)
             self._spans.put_nowait(None)
-        except JdisaggError as error:
+        except Exception as error:  # whatever it is, whoever waits for the stream must hear of it
             self._trip.post(Retried("moves_failed"))
             self._spans.put_nowait(error)
             if self._hold is not None:

@@ -62,7 +62,7 @@ class Sources:
         while True:
             losing = asyncio.create_task(self._leg.lost.get())
             try:
-                busy = {computing} if computing is not None and not computing.done() else set()
+                busy = {computing} if computing is not None and not _succeeded(computing) else set()
                 await asyncio.wait({decoding, losing, *busy}, return_when=asyncio.FIRST_COMPLETED)
                 if decoding.done():
                     return None
@@ -124,6 +124,10 @@ class Sources:
         port = self._trip.cluster.prefill.get(source.worker)
         if port is not None:
             await quietly(port.cancel_prefill(source.handoff_id))
+
+
+def _succeeded(task: "asyncio.Task[None]") -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
 
 
 def _lost(lost: SourceLost, source: HandoffSource) -> HandoffError:

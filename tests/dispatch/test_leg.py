@@ -1,20 +1,24 @@
 """One leg between two workers that answer when the test says so."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 
 import pytest
 
 from jdisagg.dispatch.leg import Leg
+from jdisagg.dispatch.move import Move
 from jdisagg.dispatch.ports import (
     Child,
     FirstToken,
     GenerateCall,
+    HandoffSource,
     PrefillCall,
     PrefillReply,
     Reservation,
     ReserveCall,
     ResumeCall,
+    SourceLost,
     Span,
     SpanEnd,
     WorkerStatus,
@@ -60,29 +64,88 @@ class Workers:
         raise NotImplementedError
 
 
-async def nobody(avoid: frozenset[str]) -> str:
-    raise UnavailableError("there is no other worker")
+async def the_only_one(avoid: frozenset[str]) -> str:
+    return "prefill"
+
+
+async def the_only_decode(avoid: frozenset[str]) -> str:
+    return "decode"
+
+
+def trip_of(workers: Workers, facts: list[Fact]) -> Trip:
+    return Trip(
+        cluster=Cluster({"prefill": workers}, {"decode": workers}),
+        request=toy_request(1, n=2),
+        new_id=itertools.count(5).__next__,
+        now=lambda: 0.0,
+        arrived_at=0.0,
+        deadline=60.0,
+        post=facts.append,
+        next_attempt=lambda: 2,
+        choose_prefill=the_only_one,
+        choose_decode=the_only_decode,
+    )
 
 
 @pytest.mark.parametrize("preempted_first", [True, False])
 async def test_after_a_childs_preemption_its_leg_gives_out_no_token_of_it(preempted_first: bool) -> None:
     """The next leg begins with the tokens that were accepted when the preemption was heard: a later one would come twice."""
     workers, facts = Workers(preempted_first), list[Fact]()
-    trip = Trip(
-        cluster=Cluster({"prefill": workers}, {"decode": workers}),
-        request=toy_request(1, n=2),
-        new_id=lambda: 5,
-        now=lambda: 0.0,
-        arrived_at=0.0,
-        deadline=60.0,
-        post=facts.append,
-        next_attempt=lambda: 2,
-        choose_prefill=nobody,
-        choose_decode=nobody,
-    )
+    trip = trip_of(workers, facts)
     leg = Leg(trip, (Child(0), Child(1)), attempt=1)
     await leg.run(Placement("prefill", "decode", 64, "the only ones"))
     preempted = facts.index(Preempted(0))
     assert not [fact for fact in facts[preempted:] if isinstance(fact, Tokens) and fact.child == 0]
     delivered = [token for fact in facts if isinstance(fact, Tokens) and fact.child == 1 for token in fact.token_ids]
     assert delivered == [30, 31, 32]
+
+
+class FailingSources(Workers):
+    """Source 5 fails; while source 6 is refused the decode side says once more that 5 failed; source 7 is good."""
+
+    def __init__(self) -> None:
+        super().__init__(True)
+        self._refusing = asyncio.Event()
+        self._good = asyncio.Event()
+
+    async def generate(self, call: GenerateCall) -> AsyncIterator[Span]:
+        yield Span(-1, 0, (), lost=SourceLost(5, 0, "it died"))
+        await self._refusing.wait()
+        yield Span(-1, 0, (), lost=SourceLost(5, 0, "it died"))
+        await self._good.wait()
+        yield Span(0, 0, (20,), (), SpanEnd.LENGTH)
+        yield Span(1, 0, (30,), (), SpanEnd.LENGTH)
+
+    async def prefill(self, call: PrefillCall) -> PrefillReply:
+        if call.handoff_id == 5:
+            await asyncio.Event().wait()
+        if call.handoff_id == 6:
+            self._refusing.set()
+            raise UnavailableError("draining")
+        self._good.set()
+        return PrefillReply((FirstToken(0, 20), FirstToken(1, 30)), 0.0, 0.0)
+
+    async def resume_source(self, call: ResumeCall) -> int | None:
+        return 0
+
+
+async def test_a_refusal_that_comes_with_news_of_an_older_source_is_not_missed() -> None:
+    facts = list[Fact]()
+    leg = Leg(trip_of(FailingSources(), facts), (Child(0), Child(1)), attempt=1)
+    await asyncio.wait_for(leg.run(Placement("prefill", "decode", 64, "the only ones")), 5)
+    assert [fact.token_ids for fact in facts if isinstance(fact, Tokens)] == [(20,), (30,)]
+
+
+class Broken(Workers):
+    async def generate(self, call: GenerateCall) -> AsyncIterator[Span]:
+        raise ZeroDivisionError("a bug of ours")
+        yield
+
+
+async def test_whatever_breaks_a_move_is_heard_by_whoever_waits_for_its_stream() -> None:
+    facts = list[Fact]()
+    move = Move(trip_of(Broken(True), facts), (Child(0),), "origin", HandoffSource("origin", 9))
+    await asyncio.sleep(0.01)
+    _, spans = move.arrived()
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(anext(spans), 5)
