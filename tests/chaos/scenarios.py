@@ -126,7 +126,7 @@ class Harness:
                 held = await asyncio.wait_for(asyncio.shield(reached), REACH_SECONDS)
                 if own is not None:
                     tasks += _start(streams, client)
-                    await _until_one_begins(streams)
+                    await asyncio.sleep(0.1)  # its own stream goes on: it must not come to its end
                 victim = self._victim(scenario, held.worker, held.other)
                 at = time.monotonic()
                 await self._hurt(scenario, victim, own, number, outcome)
@@ -153,7 +153,7 @@ class Harness:
     def _own_client(self) -> "subprocess.Popen[bytes]":
         """A client in a process of its own, alone for now: the hand-off that is held is its."""
         prompt = "Once upon a time there was a little dog who liked to play " * 4
-        flags = (f"--target={self._cluster.address}", f"--prompt={prompt}", "--max_tokens=200", "--ignore_eos")
+        flags = (f"--target={self._cluster.address}", f"--prompt={prompt}", "--max_tokens=400", "--ignore_eos")
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL}
         return subprocess.Popen([sys.executable, "-m", "launch.ask", *flags], **quiet)  # type: ignore[call-overload]
 
