@@ -56,7 +56,14 @@ def eager_accelerator(machine: str) -> Accelerator:
     """Where a fit of these runs starts: the published fractions. Their engine issues every operation from Python: what it costs is a
     floor a layer and not a time a step."""
     known = accelerator(MACHINES[machine])
-    start = replace(known.efficiency, step_seconds=0.0, sequence_seconds=1e-4, collective_seconds=2e-5, large_bytes=LARGE_BYTES)
+    start = replace(
+        known.efficiency,
+        step_seconds=0.0,
+        prefill_seconds=0.0,
+        sequence_seconds=1e-4,
+        collective_seconds=2e-5,
+        large_bytes=LARGE_BYTES,
+    )
     return replace(known, efficiency=start)
 
 

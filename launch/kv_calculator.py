@@ -5,10 +5,8 @@ and a prompt, how many tokens an instance has room for (with --hardware), the ti
 link a rate of prompt tokens needs. Loads no weights and no JAX.
 """
 
-import json
 import math
 import sys
-from pathlib import Path
 
 from absl import app, flags
 from rich import box
@@ -18,9 +16,10 @@ from rich.table import Table
 from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.layout.axes import Layout
 from jdisagg.router.cost_model import CODEC_BITS, CostModel, wire_bytes_per_token
-from jdisagg.router.hardware import HARDWARE, LINKS, Link, accelerator, link
-from jdisagg.router.model_geometry import CATALOG, CostGeometry, dtype_bytes, from_hf_fields, geometry
+from jdisagg.router.hardware import HARDWARE, LINKS, Link, link
+from jdisagg.router.model_geometry import CATALOG, CostGeometry, dtype_bytes
 from launch.console import quiet_end
+from launch.cost_inputs import find_accelerator, find_geometry
 
 _MODEL = flags.DEFINE_string("model", None, "Model directory, or a name of the catalogue; 'help' lists those.", required=True)
 _DTYPE = flags.DEFINE_string("dtype", "bfloat16", "Of the KV.")
@@ -29,7 +28,7 @@ _RATE = flags.DEFINE_float("tokens_per_second", None, "Prompt tokens handed off 
 _CODEC = flags.DEFINE_string("codec", "none", f"How KV travels: {', '.join(CODEC_BITS)}.")
 _LINKS = flags.DEFINE_list("links", list(LINKS), "Links to price.")
 _PARALLEL = flags.DEFINE_integer("parallel_links", 1, "How many of a link work side by side.")
-_HARDWARE = flags.DEFINE_string("hardware", "", f"Also what an instance on it holds: {', '.join(HARDWARE)}.")
+_HARDWARE = flags.DEFINE_string("hardware", "", f"Also what an instance on it holds: {', '.join(HARDWARE)}, or a measured .json.")
 _LAYOUT = flags.DEFINE_string("layout", "dp=1,tp=1,ep=1", "Of that instance.")
 
 
@@ -43,23 +42,6 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def find_geometry(model: str) -> CostGeometry:
-    """Of a model directory or a name of the catalogue."""
-    directory = Path(model)
-    if model in CATALOG or not directory.is_dir():
-        return geometry(model)
-    path = directory / "config.json"
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{str(directory)!r} has no config.json; give a model directory or a name of the catalogue") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not readable as JSON ({error}); fetch it again") from error
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{path} must hold a JSON object, got {type(fields).__name__}; fetch it again")
-    return from_hf_fields(fields, str(path))
 
 
 def _print_tables() -> None:
@@ -105,7 +87,7 @@ def _checked(shape: CostGeometry) -> tuple[int, float, list[Link]]:
 def _instance_facts(shape: CostGeometry, prompt: int) -> list[tuple[str, str]]:
     if not _HARDWARE.value:
         return []
-    layout, hardware = Layout.parse(_LAYOUT.value), accelerator(_HARDWARE.value)
+    layout, hardware = Layout.parse(_LAYOUT.value), find_accelerator(_HARDWARE.value)
     model = CostModel(shape, hardware, layout, kv_dtype=_DTYPE.value)
     weights, tokens = model.weight_bytes_per_device, model.kv_tokens_per_rank()
     name = f"on {layout.devices} {hardware.name}"

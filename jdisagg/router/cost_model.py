@@ -114,7 +114,7 @@ class CostModel:
         """The same from sums: `pairs` of positions that attend to each other, `context_tokens` read, `rows` tokens sampled."""
         reached = self.accelerator.efficiency
         cost = self._layers(tokens, rows) + self._prefill_attention(tokens, pairs, context_tokens)
-        return self._issued(cost, reached.prefill_launch_seconds, rows)
+        return self._issued(cost, reached.prefill_launch_seconds, reached.prefill_seconds + reached.sequence_seconds * rows)
 
     def decode(self, contexts: Iterable[int]) -> Cost:
         """One step of sequences that have so many tokens each (the fullest rank's)."""
@@ -127,7 +127,7 @@ class CostModel:
             return Cost()
         reached = self.accelerator.efficiency
         cost = self._layers(sequences, sequences) + self._decode_attention(sequences, context_tokens)
-        return self._issued(cost, reached.launch_seconds, sequences)
+        return self._issued(cost, reached.launch_seconds, reached.step_seconds + reached.sequence_seconds * sequences)
 
     def decode_span(self, sequences: int, context_tokens: float, steps: int) -> float:
         """Seconds of `steps` steps of the same sequences, each a token longer at each step: the mean of the first and the last step."""
@@ -226,11 +226,10 @@ class CostModel:
         base = Cost(compute, memory, communication, 0.0, operations * reached.op_seconds)
         return base + self._experts(tokens) if shape.experts else base
 
-    def _issued(self, device: Cost, launch_seconds: float, sequences: int) -> Cost:
+    def _issued(self, device: Cost, launch_seconds: float, host_seconds: float) -> Cost:
         """With the host's part: it issues layers ahead of the device, so only what exceeds the device's time is seen."""
-        reached = self.accelerator.efficiency
         waited = max(0.0, launch_seconds * self.geometry.layers - device.seconds)
-        return device + Cost(overhead=waited + reached.step_seconds + reached.sequence_seconds * sequences)
+        return device + Cost(overhead=waited + host_seconds)
 
     def _ffn_of_token(self) -> float:
         shape = self.geometry

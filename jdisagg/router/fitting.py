@@ -92,7 +92,7 @@ def fit(accelerator: Accelerator, observations: Sequence[Observation], free: Seq
     if not observations:
         raise ConfigError("nothing to fit: no measured steps; give some")
     fitted: list[tuple[float, Accelerator]] = []
-    for share in (0.6, 1.0):
+    for share in (0.6, 1.0) if any(name.endswith("launch_seconds") for name in free) else (1.0,):
         floors = _floors(observations, share)
         start = [floors[name] if name in floors else float(getattr(accelerator.efficiency, name)) for name in free]
         fitted.append(_descend(accelerator, observations, tuple(free), np.log(np.maximum(start, 1e-9))))

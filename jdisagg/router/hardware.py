@@ -33,11 +33,11 @@ class Efficiency:
     """What programs reach of an accelerator: time of one op = max(FLOP / (peak x compute), bytes / (bandwidth x memory)) + op_seconds.
 
     op_seconds: start of one operation on the device (a layer has about a dozen); attention_seconds: of one attention kernel.
-    launch_seconds, prefill_launch_seconds: what the host needs to issue one layer, hidden behind a device that is slower (nearly
-    nothing for compiled programs; the floor of eager ones). step_seconds: the host's part that is never hidden; sequence_seconds: for
-    each sequence of a step. collective_seconds: latency of a collective over two devices, grown with the logarithm of their number;
-    collective_bandwidth: the part of the scale-up link that a collective reaches, large_bandwidth from messages of large_bytes on
-    (libraries change their way by size).
+    launch_seconds, prefill_launch_seconds: what the host needs to issue one layer, hidden behind a device that is slower (nearly nothing
+    for compiled programs; the floor of eager ones). step_seconds, prefill_seconds: the host's part of a decode step and of a prefill that
+    is never hidden; sequence_seconds: for each sequence of either. collective_seconds: latency of a collective over two devices, grown
+    with the logarithm of their number; collective_bandwidth: the part of the scale-up link that a collective reaches, large_bandwidth
+    from messages of large_bytes on (libraries change their way by size).
     """
 
     gemm_compute: float
@@ -49,6 +49,7 @@ class Efficiency:
     launch_seconds: float = 10e-6
     prefill_launch_seconds: float = 10e-6
     step_seconds: float = 500e-6
+    prefill_seconds: float = 1e-3
     sequence_seconds: float = 5e-6
     collective_seconds: float = 8e-6
     collective_bandwidth: float = 0.7
@@ -187,7 +188,10 @@ def link(name: str) -> Link:
 
 
 def accelerator_from_fields(fields: Mapping[str, object], where: str = "hardware file") -> Accelerator:
-    """Reads what `dataclasses.asdict` of an Accelerator wrote; names what is missing, unknown or no number."""
+    """Reads what `dataclasses.asdict` of an Accelerator wrote; names what is missing, unknown or no number. "measured" is passed over."""
+    known = {spec.name for spec in dataclasses.fields(Accelerator)} | {"measured"}
+    if unknown := sorted(set(fields) - known):
+        raise ConfigError(f"{where}: unknown fields {', '.join(map(str, unknown))}; it has {', '.join(sorted(known))}")
     values: dict[str, object] = {}
     for spec in dataclasses.fields(Accelerator):
         if spec.name not in fields:

@@ -18,7 +18,7 @@ from jdisagg.router.model_geometry import CATALOG, Attention, CostGeometry, Expe
 FREE = Link("free", 1e30, 0.0, 1.0)
 IDEAL = Accelerator(
     "ideal", 100e12, 1e12, 80e9, 8, FREE, FREE, FREE,
-    Efficiency(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0),
+    Efficiency(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0),
 )  # fmt: skip
 DENSE = CostGeometry("dense", 1024, 10, 32000, Attention(16, 4, 64), 4096)
 
@@ -218,20 +218,16 @@ def test_more_tokens_more_context_and_more_sequences_never_cost_less(
 
 
 def test_a_fit_finds_the_constants_that_made_the_steps() -> None:
+    llama = geometry("llama-3-70b")
     truth = dataclasses.replace(
         accelerator("h100"),
         efficiency=dataclasses.replace(
             accelerator("h100").efficiency, gemm_compute=0.62, gemm_memory=0.7, collective_seconds=3e-5, collective_bandwidth=0.4
         ),
     )
-    wanted = [
-        Observation(geometry("llama-3-70b"), Layout(tp=tp), phase, rows, 1.0)
-        for tp in (2, 4, 8)
-        for phase, rows in (
-            *(("prefill", ((tokens, 0),)) for tokens in (128, 512, 2048, 8192)),
-            *(("decode", ((sequences, 1000),)) for sequences in (1, 8, 64)),
-        )
-    ]
+    prefills = [Observation(llama, Layout(tp=tp), "prefill", ((tokens, 0),), 1.0) for tp in (2, 4, 8) for tokens in (128, 512, 2048, 8192)]
+    decodes = [Observation(llama, Layout(tp=tp), "decode", ((sequences, 1000),), 1.0) for tp in (2, 4, 8) for sequences in (1, 8, 64)]
+    wanted = prefills + decodes
     seen = [dataclasses.replace(step, seconds=cost.seconds) for step, cost in zip(wanted, predict(truth, wanted), strict=True)]
     names = ("gemm_compute", "gemm_memory", "collective_seconds", "collective_bandwidth")
     found = fit(accelerator("h100"), seen, names).efficiency

@@ -1,0 +1,44 @@
+"""Measuring this machine: real programs, a file that the other scripts read; and bad input."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.cost_inputs import find_accelerator
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*flags: str) -> "tuple[int, str, str]":
+    command = [sys.executable, "-m", "launch.measure_costs", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_this_machine_is_measured_into_a_file_that_others_read(tmp_path: Path) -> None:
+    path = tmp_path / "here.json"
+    status, out, err = run(f"--output={path}", "--name=here", "--rounds=1", "--steps=6", "--prompts=64,128", "--batches=1,2")
+    assert status == 0, err
+    assert out == f"{path}\n"
+    assert "held out" in err
+    measured = find_accelerator(str(path))
+    assert measured.name == "here"
+    assert measured.peak_flops > 1e9 and measured.memory_bytes_per_second > 1e7
+    assert len(json.loads(path.read_text())["measured"]["steps"]) == 2 + 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--prompts=5000",), "exceed the model's context of 1024"),
+        (("--batches=two",), "--batches must be whole numbers, got 'two'"),
+        (("--output=/nowhere/at/all.json",), "its folder does not exist"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_it(flags: tuple[str, ...], message: str) -> None:
+    status, out, err = run(*flags)
+    assert (status, out) == (1, "")
+    assert message in err and "Traceback" not in err
