@@ -45,7 +45,7 @@ def test_what_has_come_of_a_dead_prefill_workers_kv_is_kept_and_its_first_token_
         async with Fleet(costs=Costs(pull=0.05, prefill_token=1e-4)) as fleet:
             request = toy_request(1, prompt_tokens=100, max_tokens=9)
             collecting = asyncio.create_task(fleet.collect(request))
-            await asyncio.sleep(0.12)
+            await asyncio.sleep(0.08)
             assert fleet.processes["prefill0"].worker.counters["handoffs_aborted"] == 0
             await fleet.kill("prefill0")
             fleet.check(request, await collecting)
