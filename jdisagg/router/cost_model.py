@@ -106,7 +106,7 @@ class CostModel:
         pairs = context = 0.0
         for new, cached in rows:
             tokens, count = tokens + new, count + 1
-            pairs += self._pairs(new, cached)
+            pairs += self.pairs(new, cached)
             context += cached + new
         return self.prefill_of(tokens, pairs, context, count)
 
@@ -128,6 +128,17 @@ class CostModel:
         reached = self.accelerator.efficiency
         cost = self._layers(sequences, sequences) + self._decode_attention(sequences, context_tokens)
         return self._issued(cost, reached.launch_seconds, reached.step_seconds + reached.sequence_seconds * sequences)
+
+    def mixed_of(self, tokens: int, pairs: float, context_tokens: float, rows: int, sequences: int, decode_context_tokens: float) -> Cost:
+        """One step that carries a prefill chunk (as `prefill_of`) and decoding sequences (as `decode_of`) through the layers at once."""
+        if not rows:
+            return self.decode_of(sequences, decode_context_tokens)
+        reached = self.accelerator.efficiency
+        cost = self._layers(tokens + sequences, rows + sequences) + self._prefill_attention(tokens, pairs, context_tokens)
+        if sequences:
+            cost += self._decode_attention(sequences, decode_context_tokens)
+        host = reached.prefill_seconds + reached.sequence_seconds * (rows + sequences)
+        return self._issued(cost, max(reached.prefill_launch_seconds, reached.launch_seconds), host)
 
     def decode_span(self, sequences: int, context_tokens: float, steps: int) -> float:
         """Seconds of `steps` steps of the same sequences, each a token longer at each step: the mean of the first and the last step."""
@@ -294,8 +305,9 @@ class CostModel:
         shards = 1 if isinstance(attention, LatentAttention) else min(self.layout.tp, attention.kv_heads)
         return attention.kv_values * self.kv_value_bytes / shards
 
-    def _pairs(self, new: int, cached: int) -> float:
-        """Pairs of positions (causal), averaged over layers where some have a window."""
+    def pairs(self, new: int, cached: int = 0) -> float:
+        """Pairs of positions that attend to each other when `new` tokens follow `cached` ones (averaged over layers where some have a
+        window): what `prefill_of` wants, summed over its rows."""
         whole = new * cached + new * (new + 1) / 2
         attention = self.geometry.attention
         if isinstance(attention, LatentAttention) or attention.window is None:

@@ -147,6 +147,16 @@ def test_a_span_of_steps_costs_what_its_steps_cost() -> None:
     assert model.decode_span(24, 24 * 900, 0) == 0.0
 
 
+def test_a_mixed_step_costs_less_than_its_two_parts_and_is_each_where_the_other_is_missing() -> None:
+    model = CostModel(geometry("llama-3-70b"), accelerator("h100"), Layout(tp=8))
+    prefill = (512, model.pairs(512, 1024), 1536.0, 1)
+    chunk, step = model.prefill([(512, 1024)]), model.decode_of(16, 16000.0)
+    both = model.mixed_of(*prefill, 16, 16000.0)
+    assert max(chunk.seconds, step.seconds) < both.seconds < chunk.seconds + step.seconds
+    assert model.mixed_of(*prefill, 0, 0.0) == chunk
+    assert model.mixed_of(0, 0.0, 0.0, 0, 16, 16000.0) == step
+
+
 def test_a_latent_is_not_divided_by_tensor_parallelism() -> None:
     shape, hardware = geometry("deepseek-v3"), accelerator("h200")
     one, eight = (CostModel(shape, hardware, Layout(tp=tp)) for tp in (1, 8))
