@@ -1,4 +1,4 @@
-"""Memory of every process is flat: hundreds of requests, a fifth of them given up at random moments, leave nothing behind.
+"""Memory of every process is flat: hundreds of requests, a fifth and more of them given up at random moments, leave nothing behind.
 
 The short form runs by default; `-m slow` runs the 2,000 requests and prints the figures.
 """
@@ -16,7 +16,8 @@ from tests.chaos.cluster import ChaosCluster, Shape
 from tests.chaos.load import Kind, Stream, known_kinds
 
 AT_ONCE = 12
-GIVEN_UP = 0.2
+# Some end before they are given up: of all requests a fifth and more are cut off.
+GIVEN_UP = 0.35
 # Allocators' arenas grow for a while; a leak of one hand-off's blocks a request would be many times this.
 MARGIN_BYTES = {200: 48 << 20, 2000: 64 << 20}
 
@@ -65,7 +66,7 @@ async def test_memory_of_every_process_is_flat_however_requests_end(requests: in
         await asyncio.sleep(1.0)
         after = resident(cluster)
         assert wrong == []
-        assert given_up > GIVEN_UP * requests / 3
+        assert given_up > 0.15 * requests
         assert pids == {name: group.pids for name, group in cluster.groups.items()}, "a process was started again"
     finally:
         await cluster.stop()
