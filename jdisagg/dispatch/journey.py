@@ -1,7 +1,7 @@
 """One request under way: its children, the legs that carry them, its deadline, and what to do about each fact that a leg posts.
 
 A leg that was preempted or whose worker failed is followed by another, for the children that are not at their end, with the
-tokens accepted so far. Preemptions are no failures; they are counted and always go on. Failures are bounded by
+tokens accepted so far. Preemptions are no failures; they are counted and always go on. Failures of each child are bounded by
 `limits.max_attempts`, and the workers that failed are avoided while there are others. An overloaded worker refuses a
 fresh request to the client; one under way waits for it within its deadline.
 
@@ -63,7 +63,7 @@ class Journey:
         self._attempt = (resumption.number if resumption else 0) << RESUMPTION_BITS
         self._first_attempt = self._attempt + 1
         self._placed = placed
-        self._failures = 0
+        self._failures: Counter[int] = Counter()
         self._avoid: frozenset[str] = frozenset()
         self._cause: UnavailableError | None = None
         self._context_tokens = 0
@@ -173,7 +173,7 @@ class Journey:
             error = UnavailableError("a worker ended a stream without saying why")
         if leg.placed and isinstance(error, UnavailableError):
             self._cause = error
-        delay_seconds = self._delay_before_retry(error)
+        delay_seconds = self._delay_before_retry(error, [stream.index for stream in alive])
         self._avoid |= leg.failed
         self._go_on(alive, delay_seconds)
 
@@ -187,8 +187,9 @@ class Journey:
             if stream.accepted:
                 self._go((stream.child,), delay_seconds)
 
-    def _delay_before_retry(self, error: Exception) -> float:
-        """How long to wait before another leg; raises `error` when there is to be none."""
+    def _delay_before_retry(self, error: Exception, children: list[int]) -> float:
+        """How long to wait before another leg of `children`; raises `error` when there is to be none. Counted by child: one death may end
+        the legs of many."""
         if isinstance(error, DeadlineExceededError):
             raise self._too_late() from error
         if isinstance(error, OverloadedError) and (self._attempt > self._first_attempt or self._first_attempt > 1):
@@ -196,11 +197,12 @@ class Journey:
             return min(error.retry_after_seconds or MAX_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
         if not isinstance(error, UnavailableError):
             raise error
-        self._failures += 1
+        self._failures.update(children)
         self._counters.add("legs_failed")
-        if self._failures >= self._limits.max_attempts:
+        failures = max(self._failures[child] for child in children)
+        if failures >= self._limits.max_attempts:
             raise self._cause or error  # what a worker said tells more than that none is left
-        return min(FIRST_BACKOFF_SECONDS * 2 ** (self._failures - 1), MAX_BACKOFF_SECONDS)
+        return min(FIRST_BACKOFF_SECONDS * 2 ** (failures - 1), MAX_BACKOFF_SECONDS)
 
     def _go(self, children: tuple[Child, ...], delay_seconds: float) -> None:
         leg = Leg(self._trip, children, self._next_attempt())

@@ -14,6 +14,7 @@ from tests.dispatch.test_request_path_storms import mixed_requests
 from tests.fakes.cluster import Collected, toy_request
 from tests.fakes.fake_executor import Costs, Faults
 from tests.fakes.fleet import Fleet
+from tests.fakes.toy_model import expected_tokens
 from tests.fakes.virtual_time import run_virtually
 
 SLOW = Costs(prefill_token=1e-3, pull=0.02)
@@ -102,6 +103,25 @@ def test_a_worker_restarted_under_its_name_is_another_peer() -> None:
             await fleet.collect_all([toy_request(7, prompt_tokens=20)])
             assert len(fleet.processes["decode0"].mesh.peers) == 1, "the former ones are disconnected"
             await fleet.check_quiet()
+
+    run_virtually(main)
+
+
+def test_one_death_counts_once_for_each_child_however_many_there_are() -> None:
+    """Children that were resumed or preempted go each in a leg of its own: a death ends several legs at once."""
+
+    async def main() -> None:
+        async with Fleet(limits=LimitsConfig(max_attempts=3)) as fleet:
+            request = toy_request(1, prompt_tokens=10, max_tokens=60, n=8, temperature=1.0)
+            had = [AcceptedChild(expected_tokens(request, child, 128)[0][:1]) for child in range(8)]
+            rest = Collected(tokens={child: list(one.token_ids) for child, one in enumerate(had)})
+            again = replace(request, resumption=Resumption(1, tuple(had)))
+            collecting = asyncio.create_task(fleet.collect(again, into=rest))
+            await asyncio.sleep(0.2)
+            await fleet.kill("decode0")
+            fleet.check(request, await collecting)
+            assert fleet.path.counters["legs_failed"] > 3, "several legs felt it"
+            await fleet.check_quiet(settle_seconds=10.0)
 
     run_virtually(main)
 
