@@ -3,7 +3,8 @@
 A move begins with its hand-off id, which the path is told; when another worker listens under it, whole granules of what is written
 are extracted and offered while decoding goes on. When little is left the sequence is frozen; what its steps in flight still yield is
 waited for, the tail is offered, and the last message carries all generated tokens (rule 9). When all is acknowledged the sequence ends
-here as moved. A move that fails at any moment changes nothing: the sequence thaws and goes on here.
+here as moved. A move that fails at any moment changes nothing: the sequence thaws and goes on here; soon, when the other worker, which
+says every now and then that it is still at it, falls silent.
 
 Invariant: only what was read back is offered, so an extraction comes after the steps that wrote its positions.
 """
@@ -24,6 +25,8 @@ from jdisagg.worker.outbox import Outbox, Outboxes
 from jdisagg.worker.step_loop import StepLoop
 
 MOST_ROUNDS = 4
+# Of a receiver's heartbeats (worker/receiver.py) three may be missing before a frozen sequence goes on.
+SILENCE_SECONDS = 6.0
 
 
 @dataclass(slots=True)
@@ -122,11 +125,14 @@ class Movers:
                 await self._offer(child, box, sent, child.position)
                 tokens, generated = child.position, tuple(child.generated)
                 self._boxes.finish(box, lambda offers: HandoffEnd(offers, tokens, (), generated))
+                while not box.handoff.state.final:
+                    heard = box.acknowledgements
+                    await self._wait(lambda heard=heard: box.handoff.state.final or box.acknowledgements > heard, SILENCE_SECONDS)
         except (JdisaggError, TimeoutError) as error:
             self._boxes.abort_box(box, HandoffError(f"hand-off {box.handoff_id}: the sequence could not be moved: {error!r}"))
 
-    async def _wait(self, met: Callable[[], bool]) -> None:
-        async with asyncio.timeout(self._lease_seconds):
+    async def _wait(self, met: Callable[[], bool], seconds: float | None = None) -> None:
+        async with asyncio.timeout(self._lease_seconds if seconds is None else seconds):
             while not met():
                 self._changed.clear()
                 await self._changed.wait()

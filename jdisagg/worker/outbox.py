@@ -36,6 +36,7 @@ class Outbox:
         self.ended = ended
         self.handoff = Handoff(handoff_id, HandoffState.COMPUTING, until)
         self.outstanding: dict[int, int] = {}
+        self.acknowledgements = 0
         self.heard = asyncio.Event()
         self.error: JdisaggError | None = None
         self._offers = 0
@@ -70,6 +71,7 @@ class Outbox:
 
     def acknowledge(self, offer_ids: tuple[int, ...], deadline: float) -> tuple[int, ...]:
         """Takes blocks off the outstanding ones; returns those that were."""
+        self.acknowledgements += 1
         known = tuple(offer_id for offer_id in offer_ids if self.outstanding.pop(offer_id, None) is not None)
         if known or not offer_ids:
             self.handoff = self.handoff.renew(min(deadline, self.until))

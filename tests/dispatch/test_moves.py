@@ -1,6 +1,7 @@
 """Running sequences that move to another decode worker, in virtual time: unbroken tokens, and nothing lost when a move fails."""
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from jdisagg.errors import UnavailableError
 from jdisagg.request import Request
 from jdisagg.scheduler.commands import DecodeSteps, ExtractBlock, InsertBlock
 from tests.dispatch.test_request_path_storms import mixed_requests
-from tests.fakes.cluster import toy_request
+from tests.fakes.cluster import Collected, toy_request
 from tests.fakes.fake_executor import Costs, Faults, toy_limits
 from tests.fakes.fleet import Fleet
 from tests.fakes.virtual_time import run_virtually
@@ -141,6 +142,35 @@ def test_a_death_on_either_side_of_a_move_breaks_no_stream(name: str, after: flo
             await streams
             await draining
             await fleet.check_quiet(settle_seconds=40)
+
+    run_virtually(main)
+
+
+def test_a_sequence_that_is_frozen_for_a_worker_that_died_goes_on_soon() -> None:
+    async def main() -> None:
+        async with Fleet(costs=Costs(pull=0.05)) as fleet:
+            request = toy_request(1, prompt_tokens=50, max_tokens=60)
+            loop, times = asyncio.get_running_loop(), list[float]()
+
+            async def collect() -> Collected:
+                collected = Collected()
+                async for event in fleet.path.stream(request):
+                    collected.add(event)
+                    times.append(loop.time())
+                return collected
+
+            collecting = asyncio.create_task(collect())
+            await asyncio.sleep(0.4)
+            worker = fleet.decode_worker("decode0")
+            assert any(worker.migrate_out(key) for key in range(100))
+            while not any(sequence.frozen for sequence in worker._state.sequences()):
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.02)
+            await fleet.kill("decode1")
+            fleet.check(request, await collecting)
+            assert worker.counters["moves_failed"] == 1 and fleet.path.counters["legs_failed"] == 0
+            assert max(after - before for before, after in pairwise(times)) < 10.0
+            await fleet.check_quiet()
 
     run_virtually(main)
 
