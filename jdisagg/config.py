@@ -78,13 +78,14 @@ class InstanceConfig:
 
 @dataclass(frozen=True)
 class LimitsConfig:
-    """`default_deadline_seconds` bounds a request whose client gave none; leases bound each state of a hand-off, `pull_seconds` each
-    try of a transfer, `step_seconds` each command on a mesh. `verify`: hand-offs are checked by keyed checksums after insertion."""
+    """`default_deadline_seconds` bounds a request whose client gave none; leases bound each state of a hand-off (a reservation that nobody took over yet: its own, shorter),
+    `pull_seconds` each try of a transfer, `step_seconds` each command on a mesh. `verify`: hand-offs are checked by keyed checksums after insertion."""
 
     max_waiting_requests: int = 256
     max_prompt_bytes: int = 4 << 20
     default_deadline_seconds: float = 600.0
     handoff_lease_seconds: float = 30.0
+    reservation_lease_seconds: float = 5.0
     max_attempts: int = 8
     pull_seconds: float = 5.0
     step_seconds: float = 120.0

@@ -117,7 +117,7 @@ class DecodeWorker:
         )
         self._boxes = Outboxes(hello, self._loop, clock, lease_seconds, self.counters)
         self._movers = Movers(self._state, self._boxes, self._loop, ids, key, lease_seconds, self._settle, self.counters)
-        self._sweeper = Sweeper(clock, lease_seconds / 4, self._sweep, self._loop.break_down)
+        self._sweeper = Sweeper(clock, min(lease_seconds, limits.reservation_lease_seconds) / 4, self._sweep, self._loop.break_down)
         self._draining = False
         self._quiet = asyncio.Event()
 
@@ -319,7 +319,7 @@ class DecodeWorker:
                 self._movers.abort(progress.group_key, "the sequence has ended")
                 self._prefills.remove(progress.group_key)
         if self._loop.failure is None:
-            for group in self._reservations.grant(self._clock.now() + self._limits.handoff_lease_seconds):
+            for group in self._reservations.grant(self._clock.now() + self._limits.reservation_lease_seconds):
                 self._streams[group.key] = SpanStream(group)
                 self._tickets.pop(group.key).set_result(group)
         self._loop.wake()

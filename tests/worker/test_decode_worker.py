@@ -26,7 +26,7 @@ async def spans_of(worker: DecodeWorker, reservation_id: int, attempt: int = 1, 
 
 def test_a_reservation_that_nobody_takes_over_is_freed_by_its_lease_without_new_work() -> None:
     async def main() -> None:
-        async with Cluster(limits=LimitsConfig(handoff_lease_seconds=8)) as cluster:
+        async with Cluster(limits=LimitsConfig(reservation_lease_seconds=8)) as cluster:
             reservation = await cluster.decode.reserve(reserve_call())
             assert 0 < reservation.lease_seconds <= 8
             await asyncio.sleep(7)
