@@ -26,6 +26,7 @@ from hashlib import blake2b
 
 import numpy as np
 
+EVENT_LIMIT = 1 << 16  # events kept for whoever takes them; when more happen unasked they are dropped, and the gap tells
 HASH_BYTES = 16  # two prompts of 2**40 pages together meet by chance with a probability of 2**-49
 
 
@@ -155,7 +156,7 @@ class PrefixTree:
         return tuple(freed)
 
     def take_events(self) -> tuple[PrefixEvent, ...]:
-        """What happened since this was asked last."""
+        """What happened since this was asked last; of more than `EVENT_LIMIT` events only the latest, with a gap before them."""
         events, self._events = tuple(self._events), []
         return events
 
@@ -183,6 +184,8 @@ class PrefixTree:
 
     def _tell(self, page_hash: int, added: bool) -> None:
         self._last_event += 1
+        if len(self._events) >= EVENT_LIMIT:
+            self._events.clear()
         self._events.append(PrefixEvent(self._last_event, page_hash, added))
 
 

@@ -163,6 +163,13 @@ def test_a_latent_is_not_divided_by_tensor_parallelism() -> None:
     assert eight._kv_bytes() == one._kv_bytes() == 576 * 2
 
 
+def test_a_token_of_latent_context_costs_each_head_two_products_with_the_latent() -> None:
+    model = CostModel(geometry("deepseek-v3"), IDEAL)
+    added = model.decode_of(1, 3000.0).compute - model.decode_of(1, 2000.0).compute
+    # Scores over latent and rope part, the mix over the latent: 2 x 128 x (512 + 64) and 2 x 128 x 512.
+    assert added == pytest.approx(1000 * 61 * 2 * 128 * (576 + 512) / 100e12)
+
+
 @pytest.mark.parametrize("codec", CODEC_BITS)
 def test_a_codec_sends_packed_values_and_a_scale_for_each_head(codec: str) -> None:
     packed = {"none": 128 * 2, "int8": 128 + 4, "fp8": 128 + 4, "int4": 64 + 4}[codec]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from jdisagg.scheduler.prefix_tree import PrefixError, PrefixIndex, PrefixTree, page_hashes
+from jdisagg.scheduler.prefix_tree import EVENT_LIMIT, PrefixError, PrefixIndex, PrefixTree, page_hashes
 
 BLOCKS = Path(__file__).resolve().parents[2] / "benchmarks" / "data" / "mooncake_synthetic_blocks.csv.gz"
 
@@ -193,6 +193,17 @@ def test_an_index_that_missed_events_says_so_and_is_mended_by_a_snapshot() -> No
     events = tree.take_events()
     assert index.apply("w", events) and index.apply("w", events)
     assert index.matches(chain("abc")) == {"w": 2}
+
+
+def test_events_that_nobody_takes_do_not_pile_up_and_the_gap_is_noticed() -> None:
+    tree, index = PrefixTree(capacity=2), PrefixIndex()
+    for page in range(EVENT_LIMIT):
+        tree.touch([page])
+    events = tree.take_events()
+    assert len(events) <= EVENT_LIMIT
+    assert not index.apply("w", events)
+    index.replace("w", tree.snapshot())
+    assert index.matches([EVENT_LIMIT - 1]) == {"w": 1}
 
 
 def test_a_forgotten_worker_leaves_nothing_and_its_place_is_used_again() -> None:
