@@ -68,6 +68,10 @@ class UnavailableError(JdisaggError):
     status = "UNAVAILABLE"
 
 
+class ShutDownError(UnavailableError):
+    """The server shut down while the call ran; the one that comes after it, or another, can go on with it."""
+
+
 class BrokenModelError(JdisaggError):
     """The model computed logits that are not finite for this sequence; another try would do the same. Ends that request alone."""
 

@@ -14,7 +14,7 @@ from typing import cast
 
 import grpc
 
-from jdisagg.errors import DeadlineExceededError, JdisaggError, OverloadedError, UnavailableError
+from jdisagg.errors import DeadlineExceededError, JdisaggError, OverloadedError, ShutDownError, UnavailableError
 from jdisagg.request import MAX_N, MAX_SEED, AcceptedChild, FinishReason, Resumption, StreamEvent
 from jdisagg.service import generation_pb2 as pb
 from jdisagg.service import wire, wire_generation
@@ -104,6 +104,8 @@ class ResumableStream:
             return self.resuming  # nobody answered where the stream had been
         if lost(error):
             return self.resuming or not never_sent(error)
+        if isinstance(typed, ShutDownError):
+            return True
         invited = isinstance(typed, UnavailableError) and typed.retry_after_seconds is not None
         return (self._heard or self.resuming) and (invited or (self.resuming and isinstance(typed, OverloadedError)))
 

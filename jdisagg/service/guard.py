@@ -19,7 +19,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from jdisagg.errors import InvalidRequestError, JdisaggError, UnauthenticatedError, UnavailableError
+from jdisagg.errors import InvalidRequestError, JdisaggError, ShutDownError, UnauthenticatedError, UnavailableError
 from jdisagg.service import wire
 from jdisagg.service.connection import BOOT_KEY, TOKEN_KEY
 
@@ -127,7 +127,7 @@ class Guard(grpc.aio.ServerInterceptor):
             if not self._cutting or context.cancelled():
                 raise
             task.uncancel()
-            cut = UnavailableError("the server shut down before the request had ended", retry_after_seconds=5.0)
+            cut = ShutDownError("the server shut down before the request had ended", retry_after_seconds=5.0)
             status = wire.error_to_status(cut)
         except JdisaggError as error:
             # The status and not the error, whose traceback would hold this frame, and with it the request, until a collection.

@@ -64,6 +64,18 @@ async def test_a_stream_goes_on_with_the_server_that_comes_after() -> None:
     assert again.resumption.number >= 1 and again.resumption.children[0].token_ids == expected(0, 20)[:1]
 
 
+async def test_a_request_cut_short_before_its_first_token_is_asked_again() -> None:
+    first, second = FakePath(pause_seconds=30.0), FakePath()
+    async with contextlib.AsyncExitStack() as stack:
+        async with door(first) as port:
+            client = await stack.enter_async_context(AsyncClient(f"127.0.0.1:{port}"))
+            answer = asyncio.ensure_future(client.complete("once", max_tokens=9))
+            await eventually(lambda: len(first.requests) == 1)
+        await stack.enter_async_context(door(second, port))
+        completion = await asyncio.wait_for(answer, 20)
+    assert first.made_events == 0 and tuple(completion.choices[0].token_ids) == expected(0, 9)
+
+
 async def test_a_client_that_knows_two_servers_goes_on_with_the_other() -> None:
     first, second = held(), FakePath()
     async with contextlib.AsyncExitStack() as stack:
