@@ -45,6 +45,8 @@ from launch.signals import Signals
 from models.tokenizer import Tokenizer
 
 SWEEP_SECONDS = 0.25
+# A sweep so much later than it was due says that this process did not listen meanwhile: it was stopped, or its host was.
+ABSENT_SECONDS = 1.0
 # What is said of the model before the first worker has registered; requests are refused until then.
 _UNKNOWN_CONTEXT = 1 << 24
 
@@ -171,7 +173,11 @@ class Router:
     async def _watch(self, roster: Roster, server: GenerationServer, frontend: Frontend) -> None:
         """Forgets silent workers; keeps what the door says of model and health up to date."""
         ready, said = False, ""
+        due = self._clock.now()
         while True:
+            absent_seconds = self._clock.now() - due
+            if absent_seconds > ABSENT_SECONDS:
+                roster.excuse(absent_seconds)
             for card in roster.sweep():
                 print(f"worker {card.name} at {card.address} is silent: given up until it registers again", flush=True)
             if self._changed.is_set():
@@ -185,6 +191,7 @@ class Router:
                 ready = not ready
                 await server.set_ready(ready)
                 print("ready" if ready else "not ready", flush=True)
+            due = self._clock.now() + SWEEP_SECONDS
             try:
                 await asyncio.wait_for(self._changed.wait(), SWEEP_SECONDS)
             except TimeoutError:

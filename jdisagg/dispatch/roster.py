@@ -131,6 +131,11 @@ class Roster:
             self._forget(entry)
         return tuple(entry.card for entry in gone)
 
+    def excuse(self, seconds: float) -> None:
+        """This process itself did not listen for so long (it was stopped, or busy): that is nobody's silence."""
+        for entry in self._entries.values():
+            entry.heard_at = min(self._clock.now(), entry.heard_at + seconds)
+
     def close(self) -> None:
         for entry in list(self._entries.values()):
             self._forget(entry)

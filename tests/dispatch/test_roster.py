@@ -93,6 +93,16 @@ def test_silence_makes_a_worker_suspect_and_then_gone_and_its_ports_are_closed(r
     assert not roster.heartbeat(1, status("d")), "it must register again"
 
 
+def test_what_a_router_did_not_hear_because_it_was_stopped_is_no_silence(roster: Roster, clock: HandClock, factory: Factory):
+    roster.register(card("d", 1))
+    roster.heartbeat(1, status("d"))
+    clock.seconds += 60.0
+    roster.excuse(59.5)
+    assert roster.sweep() == () and roster.liveness("d") is Liveness.LIVE and roster.statuses()
+    clock.seconds += GONE_SECONDS
+    assert roster.sweep() == (card("d", 1),) and factory.closed == [1], "from now on it counts"
+
+
 def test_a_heartbeat_makes_a_suspect_live_again(roster: Roster, clock: HandClock):
     roster.register(card("d", 1))
     clock.seconds += SUSPECT_SECONDS + 0.1
