@@ -55,6 +55,8 @@ from launch.warmed import WarmedBefore
 EXIT_BROKEN = 3
 TRANSPORTS = 4
 LOOK_SECONDS = 0.25
+# The last words of the streams that a drain waited for are on their way when it ends; routers close their ports when the worker leaves.
+LAST_WORDS_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,8 @@ class WorkerProcess:
         status = await self._serve(signals, worker)
         if warming:
             warming.cancel()
+        if status == 0:
+            await self._clock.sleep(LAST_WORDS_SECONDS)
         await registration.leave()
         server.hurry()
         await server.drain()
