@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Iterator
 from jdisagg.dispatch.move import Move
 from jdisagg.dispatch.ports import Child, FirstToken, GenerateCall, HandoffSource, SourceLost, Span, SpanEnd
 from jdisagg.dispatch.sources import Sources
-from jdisagg.dispatch.trip import Hold, Preempted, Tokens, Trip, Waited, close, quietly
+from jdisagg.dispatch.trip import CLOSE_SECONDS, FAILED_CLOSE_SECONDS, Hold, Preempted, Tokens, Trip, Waited, close, quietly
 from jdisagg.errors import HandoffError, UnavailableError
 from jdisagg.request import TokenLogprobs
 from jdisagg.router.placement import Placement
@@ -52,9 +52,8 @@ class Leg:
             else:
                 await Sources(self, hold).run(placement.prefill)
         finally:
-            await quietly(hold.port.cancel(hold.key))
-            if self._hold is not hold:
-                await quietly(self._hold.port.cancel(self._hold.key))
+            for held in (hold, *([] if self._hold is hold else [self._hold])):
+                await quietly(held.port.cancel(held.key), FAILED_CLOSE_SECONDS if held.worker in self.failed else CLOSE_SECONDS)
 
     async def end_child(self, child: int) -> None:
         """The path needs no more of this child."""

@@ -9,7 +9,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from jdisagg.dispatch.ports import HandoffSource, PrefillCall, ResumeCall, SourceLost
-from jdisagg.dispatch.trip import CLOSE_SECONDS, Hold, Retried, Waited, quietly
+from jdisagg.dispatch.trip import CLOSE_SECONDS, FAILED_CLOSE_SECONDS, Hold, Retried, Waited, quietly
 from jdisagg.errors import HandoffError, OverloadedError, UnavailableError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Sources:
             while (trouble := await self._trouble(decoding, computing, source)) is not None:
                 if self._used == MOST_SOURCES:
                     raise HandoffError(f"{MOST_SOURCES} sources failed, the last one so: {trouble.message}") from trouble
-                await self._give_up(computing, source)
+                await self._give_up(computing, source, FAILED_CLOSE_SECONDS)
                 leg.failed.add(source.worker)
                 self._used += 1
                 source = self._source(await self._trip.choose_prefill(frozenset(leg.failed)))
@@ -116,14 +116,14 @@ class Sources:
         self._trip.post(Waited(reply.queue_seconds))
         self._leg.post_firsts(reply.tokens)
 
-    async def _give_up(self, computing: "asyncio.Task[None] | None", source: HandoffSource) -> None:
+    async def _give_up(self, computing: "asyncio.Task[None] | None", source: HandoffSource, seconds: float = CLOSE_SECONDS) -> None:
         """Frees what the source holds for us, if it can still hear."""
         if computing is not None:
             computing.cancel()
             await asyncio.gather(computing, return_exceptions=True)
         port = self._trip.cluster.prefill.get(source.worker)
         if port is not None:
-            await quietly(port.cancel_prefill(source.handoff_id))
+            await quietly(port.cancel_prefill(source.handoff_id), seconds)
 
 
 def _succeeded(task: "asyncio.Task[None]") -> bool:

@@ -14,6 +14,8 @@ from jdisagg.errors import JdisaggError, UnavailableError
 from jdisagg.request import Request, TokenLogprobs
 
 CLOSE_SECONDS = 5.0
+# What is owed to a worker that has just failed us; another waits to take over.
+FAILED_CLOSE_SECONDS = 0.5
 
 Port = TypeVar("Port")
 
@@ -123,10 +125,10 @@ class Trip:
         return Hold(worker, port, await port.reserve(call), attempt)
 
 
-async def quietly(call: Awaitable[None]) -> None:
+async def quietly(call: Awaitable[None], seconds: float = CLOSE_SECONDS) -> None:
     """A clean-up call whose failure changes nothing: the worker's lease frees what it missed."""
     with contextlib.suppress(JdisaggError, TimeoutError):
-        async with asyncio.timeout(CLOSE_SECONDS):
+        async with asyncio.timeout(seconds):
             await call
 
 

@@ -27,6 +27,7 @@ from jdisagg.dispatch.trip import Cluster, Fact, Preempted, Tokens, Trip
 from jdisagg.errors import UnavailableError
 from jdisagg.router.placement import Placement
 from tests.fakes.cluster import toy_request
+from tests.fakes.virtual_time import run_virtually
 
 
 class Workers:
@@ -134,6 +135,35 @@ async def test_a_refusal_that_comes_with_news_of_an_older_source_is_not_missed()
     leg = Leg(trip_of(FailingSources(), facts), (Child(0), Child(1)), attempt=1)
     await asyncio.wait_for(leg.run(Placement("prefill", "decode", 64, "the only ones")), 5)
     assert [fact.token_ids for fact in facts if isinstance(fact, Tokens)] == [(20,), (30,)]
+
+
+class Silent(FailingSources):
+    """Its workers answer no call that frees something, as stopped processes do."""
+
+    async def cancel_prefill(self, handoff_id: int) -> None:
+        await asyncio.Event().wait()
+
+
+class SilentDecode(Workers):
+    async def generate(self, call: GenerateCall) -> AsyncIterator[Span]:
+        raise UnavailableError("it fell silent")
+        yield
+
+    async def cancel(self, reservation_id: int, child: int | None = None) -> None:
+        await asyncio.Event().wait()
+
+
+def test_what_a_silent_worker_holds_is_not_waited_for_before_another_takes_over() -> None:
+    async def main() -> None:
+        loop, facts = asyncio.get_running_loop(), list[Fact]()
+        await Leg(trip_of(Silent(), facts), (Child(0), Child(1)), attempt=1).run(Placement("prefill", "decode", 64, "the only ones"))
+        assert loop.time() < 3.0 and len(facts) > 2
+        began = loop.time()
+        with pytest.raises(UnavailableError, match="it fell silent"):
+            await Leg(trip_of(SilentDecode(True), facts), (Child(0),), attempt=1).run(Placement(None, "decode", 64, "the only one"))
+        assert loop.time() - began < 1.0
+
+    run_virtually(main)
 
 
 class Broken(Workers):
