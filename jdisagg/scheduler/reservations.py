@@ -86,6 +86,17 @@ class Reservations:
         """Leaves the queue. Idempotent."""
         self._queue = [waiting for waiting in self._queue if waiting.ticket != ticket]
 
+    def earlier(self, request: Request, indices: set[int], attempt: int) -> list[int]:
+        """Tickets of earlier attempts at any of these children of a request."""
+        key = request.tenant, request.request_id
+        return [
+            waiting.ticket
+            for waiting in self._queue
+            if (waiting.request.tenant, waiting.request.request_id) == key
+            and waiting.attempt < attempt
+            and indices & {index for index, _ in waiting.children}
+        ]
+
     def grant(self, lease_until: float) -> list[Group]:
         """Reserves for the head of the queue, and the next, while there is room. A group's `key` is its ticket."""
         granted: list[Group] = []

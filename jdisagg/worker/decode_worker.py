@@ -352,6 +352,10 @@ class DecodeWorker:
             if same and indices & {child.child for child in group.alive}:
                 self.counters.add("attempts_superseded")
                 self._fail(group, HandoffError(f"attempt {group.attempt} was superseded by attempt {call.attempt}"))
+        for ticket in self._reservations.earlier(call.request, indices, call.attempt):
+            self.counters.add("attempts_superseded")
+            self._reservations.withdraw(ticket)
+            self._tickets.pop(ticket).set_exception(HandoffError(f"the attempt was superseded by attempt {call.attempt}"))
 
     def _sweep(self, now: float) -> None:
         """Frees what outstayed its deadline, whether or not there is work."""

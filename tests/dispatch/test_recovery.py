@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdisagg.config import LimitsConfig
-from jdisagg.errors import UnavailableError
+from jdisagg.errors import HandoffError, UnavailableError
 from jdisagg.request import AcceptedChild, Resumption
 from tests.dispatch.test_request_path_storms import mixed_requests
 from tests.fakes.cluster import Collected, toy_request
-from tests.fakes.fake_executor import Costs, Faults
+from tests.fakes.fake_executor import Costs, Faults, toy_limits
 from tests.fakes.fleet import Fleet
 from tests.fakes.toy_model import expected_tokens
 from tests.fakes.virtual_time import run_virtually
@@ -122,6 +122,29 @@ def test_one_death_counts_once_for_each_child_however_many_there_are() -> None:
             fleet.check(request, await collecting)
             assert fleet.path.counters["legs_failed"] > 3, "several legs felt it"
             await fleet.check_quiet(settle_seconds=10.0)
+
+    run_virtually(main)
+
+
+def test_an_earlier_attempt_that_waits_for_pages_is_superseded_too() -> None:
+    async def main() -> None:
+        limits = LimitsConfig(max_attempts=2)
+        async with Fleet(prefills=1, decodes=1, decode=toy_limits(pages_per_rank=24), limits=limits) as fleet:
+            full = asyncio.create_task(fleet.collect_all([toy_request(9, prompt_tokens=60, max_tokens=30)]))
+            await asyncio.sleep(0.05)
+            request = toy_request(1, prompt_tokens=60, max_tokens=9)
+            old = asyncio.create_task(fleet.collect(request))
+            await asyncio.sleep(0.05)
+            assert (await fleet.decode_worker("decode0").status()).waiting == 1
+            new = asyncio.create_task(fleet.collect(replace(request, resumption=Resumption(1, (AcceptedChild(),))), fleet.new_path()))
+            await asyncio.sleep(0.01)
+            assert (await fleet.decode_worker("decode0").status()).waiting == 1, "the client asks for it no more"
+            with pytest.raises(HandoffError):
+                await old
+            fleet.check(request, await new)
+            await full
+            assert fleet.counted("attempts_superseded") == 1
+            await fleet.check_quiet()
 
     run_virtually(main)
 
