@@ -154,10 +154,11 @@ class WorkerProcess:
         )
         registration.start()
         print(f"jdisagg {self._spec.role.value} worker {self._spec.name} ({self._config.instance.layout}) serves on {address}", flush=True)
-        warming = asyncio.create_task(self._warm_up(instance)) if warm_up_later else None
+        warming = asyncio.create_task(self._warm_up_beside(instance)) if warm_up_later else None
         status = await self._serve(signals, worker)
         if warming:
             warming.cancel()
+            await asyncio.gather(warming, return_exceptions=True)
         if status == 0:
             await self._clock.sleep(LAST_WORDS_SECONDS)
         await registration.leave()
@@ -180,6 +181,13 @@ class WorkerProcess:
 
             await warm_up(instance, progress)
         print(f"worker {self._spec.name} is warm after {self._clock.now() - began:.1f} s", flush=True)
+
+    async def _warm_up_beside(self, instance: Instance) -> None:
+        """While it serves. What fails here fails for a request too, and is told there; here it is only said."""
+        try:
+            await self._warm_up(instance)
+        except Exception as error:
+            print(f"worker {self._spec.name} could not load its programs beforehand: {error}", file=sys.stderr, flush=True)
 
     async def _unless(self, end: Coroutine[None, None, object], work: Coroutine[None, None, None]) -> bool:
         """Whether the work was done; False when the end came before, which is at once: nobody knows this worker yet."""
