@@ -49,6 +49,7 @@ class Outbox:
 
     @property
     def outstanding_tokens(self) -> int:
+        """Offered and not yet fetched."""
         return sum(self.outstanding.values())
 
     def announce(self, offers: Iterable[Offer]) -> None:
@@ -127,11 +128,6 @@ class Outboxes:
 
     def __contains__(self, handoff_id: int) -> bool:
         return handoff_id in self._boxes
-
-    @property
-    def outstanding_tokens(self) -> int:
-        """Offered and not yet fetched."""
-        return sum(box.outstanding_tokens for box in self._boxes.values())
 
     def all(self) -> list[Outbox]:
         return list(self._boxes.values())

@@ -193,12 +193,16 @@ class PrefillWorker:
         bisect.insort(self._waiting, sender, key=lambda waiting: (waiting.arrival, waiting.key))
 
     def _plan(self, step: int) -> StepCommand | None:
-        stalled = self._stalled()
+        offered: Counter[str] = Counter()
+        for box in self._boxes.all():
+            offered[box.destination] += box.outstanding_tokens
+        stalled = frozenset(name for name, tokens in offered.items() if tokens >= self._most_offered)
+        full = offered.total() >= MOST_STALLED * self._most_offered
         self._unplace(stalled)
         self._place_waiting(stalled)
-        if stalled or self._boxes.outstanding_tokens >= MOST_STALLED * self._most_offered:
+        if stalled or full:
             self.counters.add("chunks_held_back")
-        if self._boxes.outstanding_tokens >= MOST_STALLED * self._most_offered:
+        if full:
             return None
         chunk = self._batches.next_chunk(step, {key for key, sender in self._computing.items() if sender.call.destination in stalled})
         for row in chunk.rows if chunk else ():
@@ -207,13 +211,6 @@ class PrefillWorker:
                 sender.started_at = self._clock.now()
             sender.box.announce(_offers(row))
         return replace(chunk, checksum_key=self._checksum_key) if chunk else None
-
-    def _stalled(self) -> frozenset[str]:
-        """The decode workers that have not fetched what was offered to them."""
-        offered: Counter[str] = Counter()
-        for box in self._boxes.all():
-            offered[box.destination] += box.outstanding_tokens
-        return frozenset(name for name, tokens in offered.items() if tokens >= self._most_offered)
 
     def _unplace(self, stalled: frozenset[str]) -> None:
         """Prompts that did not begin give their pages back while nobody would fetch what they compute."""
