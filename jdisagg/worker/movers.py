@@ -128,7 +128,7 @@ class Movers:
                 while not box.handoff.state.final:
                     heard = box.acknowledgements
                     await self._wait(lambda heard=heard: box.handoff.state.final or box.acknowledgements > heard, SILENCE_SECONDS)
-        except (JdisaggError, TimeoutError) as error:
+        except Exception as error:  # whatever it was, the sequence must not stay frozen
             self._boxes.abort_box(box, HandoffError(f"hand-off {box.handoff_id}: the sequence could not be moved: {error!r}"))
 
     async def _wait(self, met: Callable[[], bool], seconds: float | None = None) -> None:
