@@ -6,6 +6,7 @@
 Hardware: a CPU, 2 GiB of memory. Virtual devices share the CPU's cores: this recipe shows correctness, not speed.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from jdisagg.config import EngineConfig, InstanceConfig, ModelConfig
@@ -15,9 +16,9 @@ _MODEL = Path(__file__).resolve().parent.parent / "models" / "tiny" / "llama"
 
 
 def get_config() -> EngineConfig:
-    sizes = {"page_size": 128, "slots_per_rank": 16, "chunk_tokens": 128, "min_chunk_tokens": 128}
+    sizes = InstanceConfig(page_size=128, slots_per_rank=16, chunk_tokens=128, min_chunk_tokens=128)
     return EngineConfig(
         model=ModelConfig(str(_MODEL)),
-        prefill=InstanceConfig(layout=Layout(dp=1, tp=2), **sizes),
-        decode=InstanceConfig(layout=Layout(dp=2, tp=1), **sizes),
+        prefill=replace(sizes, layout=Layout(dp=1, tp=2)),
+        decode=replace(sizes, layout=Layout(dp=2, tp=1)),
     )

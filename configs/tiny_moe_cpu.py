@@ -7,6 +7,7 @@ The shape of the large deployments in small: attention tensor parallel where pro
 are generated, whole experts spread over all devices on both sides. Hardware: a CPU, 2 GiB of memory.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from jdisagg.config import EngineConfig, InstanceConfig, ModelConfig
@@ -16,9 +17,9 @@ _MODEL = Path(__file__).resolve().parent.parent / "models" / "tiny" / "qwen3_moe
 
 
 def get_config() -> EngineConfig:
-    sizes = {"page_size": 128, "slots_per_rank": 8, "chunk_tokens": 128, "min_chunk_tokens": 128}
+    sizes = InstanceConfig(page_size=128, slots_per_rank=8, chunk_tokens=128, min_chunk_tokens=128)
     return EngineConfig(
         model=ModelConfig(str(_MODEL)),
-        prefill=InstanceConfig(layout=Layout(dp=1, tp=4, ep=4), **sizes),
-        decode=InstanceConfig(layout=Layout(dp=4, tp=1, ep=4), **sizes),
+        prefill=replace(sizes, layout=Layout(dp=1, tp=4, ep=4)),
+        decode=replace(sizes, layout=Layout(dp=4, tp=1, ep=4)),
     )

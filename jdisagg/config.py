@@ -78,8 +78,9 @@ class InstanceConfig:
 
 @dataclass(frozen=True)
 class LimitsConfig:
-    """`default_deadline_seconds` bounds a request whose client gave none; leases bound each state of a hand-off (a reservation that nobody took over yet: its own, shorter),
-    `pull_seconds` each try of a transfer, `step_seconds` each command on a mesh. `verify`: hand-offs are checked by keyed checksums after insertion."""
+    """`default_deadline_seconds` bounds a request whose client gave none; leases bound each state of a hand-off (a reservation that nobody
+    took over yet: its own, shorter), `pull_seconds` each try of a transfer, `step_seconds` each command on a mesh. `verify`: hand-offs are
+    checked by keyed checksums after insertion."""
 
     max_waiting_requests: int = 256
     max_prompt_bytes: int = 4 << 20

@@ -41,7 +41,8 @@ def stamp_array(stamp: BlockStamp) -> np.ndarray:
 
 
 class Codec(Protocol):
-    name: str
+    @property
+    def name(self) -> str: ...
 
     @property
     def lossy(self) -> bool: ...
