@@ -79,6 +79,14 @@ def test_a_sequence_is_stepped_to_its_limit_and_no_further() -> None:
     assert bench.state.take_news()[-1].finish is FinishReason.LENGTH
 
 
+def test_a_dispatch_of_several_steps_ends_with_the_longest_sequence() -> None:
+    bench = Bench(toy_limits(), steps=4)
+    bench.ready(1, max_tokens=4)
+    bench.ready(2, max_tokens=8)
+    plans = [bench.plan() for _ in range(3)]
+    assert [plan.steps for plan in plans] == [1, 4, 2], "seven steps are left for the longer one after its first token"
+
+
 def test_growth_comes_before_the_limit_is_reached() -> None:
     bench = Bench(toy_limits(page_size=4), growth_tokens=4)
     bench.ready(1, max_tokens=20)

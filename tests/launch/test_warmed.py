@@ -1,0 +1,36 @@
+"""Whether a worker like this one was warm before is known by all that decides which programs there are."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from jdisagg.config import InstanceConfig, LimitsConfig, ServiceConfig
+from jdisagg.dispatch.ports import WorkerRole
+from jdisagg.engine.instance import WorkerConfig
+from jdisagg.layout.axes import Layout
+from launch.warmed import WarmedBefore
+
+
+def config(cache: Path | str) -> WorkerConfig:
+    return WorkerConfig(instance=InstanceConfig(layout=Layout(tp=2)), compilation_cache=str(cache))
+
+
+def test_a_worker_that_was_warm_is_found_again_at_another_port_and_with_other_limits(tmp_path: Path) -> None:
+    WarmedBefore(config(tmp_path), WorkerRole.DECODE, "model").note()
+    moved = replace(config(tmp_path), service=ServiceConfig(port=1), limits=LimitsConfig(pull_seconds=1.0))
+    assert WarmedBefore(moved, WorkerRole.DECODE, "model").found()
+
+
+def test_a_worker_with_other_programs_was_not_warm(tmp_path: Path) -> None:
+    WarmedBefore(config(tmp_path), WorkerRole.DECODE, "model").note()
+    wider = replace(config(tmp_path), instance=InstanceConfig(layout=Layout(tp=4)))
+    packed = replace(config(tmp_path), instance=InstanceConfig(layout=Layout(tp=2), codec="int8"))
+    assert not WarmedBefore(wider, WorkerRole.DECODE, "model").found()
+    assert not WarmedBefore(packed, WorkerRole.DECODE, "model").found()
+    assert not WarmedBefore(config(tmp_path), WorkerRole.PREFILL, "model").found()
+    assert not WarmedBefore(config(tmp_path), WorkerRole.DECODE, "another").found()
+
+
+def test_without_a_cache_nothing_is_remembered(tmp_path: Path) -> None:
+    for cache in ("", tmp_path / "gone"):
+        WarmedBefore(config(cache), WorkerRole.DECODE, "model").note()
+        assert not WarmedBefore(config(cache), WorkerRole.DECODE, "model").found()
