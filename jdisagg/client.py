@@ -29,6 +29,7 @@ from jdisagg.service import generation_pb2 as pb
 from jdisagg.service import generation_pb2_grpc, wire, wire_generation
 from jdisagg.service.client_stream import ResumableStream, lost, never_sent, typed_error
 from jdisagg.service.connection import NO_CREDENTIALS, RECONNECT_OPTIONS, Credentials
+from jdisagg.service.grpc_life import keep_grpc_alive
 from jdisagg.service.wire_generation import ClientRequest
 
 __all__ = ["AsyncClient", "ChatMessage", "Choice", "Client", "Completion", "Credentials", "GenerateOptions"]
@@ -234,6 +235,7 @@ class AsyncClient:
         credentials = replace(credentials, token=token) if token else credentials
         self._metadata = credentials.metadata()
         options = _channel_options(max_message_bytes, credentials)
+        keep_grpc_alive()
         if credentials.tls:
             self._channel = grpc.aio.secure_channel(target, credentials.channel(), options)
         else:

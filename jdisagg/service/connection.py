@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 
 from jdisagg.errors import ConfigError, JdisaggError, UnavailableError
 from jdisagg.service import wire
+from jdisagg.service.grpc_life import keep_grpc_alive
 
 MAX_MESSAGE_BYTES = 16 << 20
 BOOT_KEY = "jdisagg-boot"
@@ -120,6 +121,7 @@ class Connection:
             *RECONNECT_OPTIONS,
             *credentials.options(),
         ]
+        keep_grpc_alive()
         if credentials.tls:
             self.channel = grpc.aio.secure_channel(address, credentials.channel(), options)
         else:

@@ -17,12 +17,15 @@ from jdisagg.instance.followers import Followers, FollowerSession
 from jdisagg.instance.messages import Join
 from jdisagg.service import instance_pb2 as pb
 from jdisagg.service import instance_pb2_grpc, wire
+from jdisagg.service.grpc_life import keep_grpc_alive
 from jdisagg.service.instance_wire import follower_message_from_proto, leader_message_to_proto
 
 JOIN_SECONDS = 10.0
 GRACE_SECONDS = 1.0
 # A prefill command of a long prompt has tens of thousands of tokens; penalised ones bring their history.
 MESSAGE_BYTES = 256 << 20
+
+FAREWELL_SECONDS = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +52,8 @@ class _Servicer(instance_pb2_grpc.InstanceLeaderServicer):
         try:
             async for outgoing in session.outgoing():
                 yield leader_message_to_proto(outgoing)
+            # The follower hangs up first: a stream that ends under its writes is an error there, whatever was said before.
+            await asyncio.wait({listener}, timeout=FAREWELL_SECONDS)
         finally:
             listener.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -72,6 +77,7 @@ class InstanceServer:
 
     def __init__(self, followers: Followers, credentials: grpc.ServerCredentials | None = None) -> None:
         self._credentials = credentials
+        keep_grpc_alive()
         self._server = grpc.aio.server(
             options=(
                 ("grpc.so_reuseport", 0),

@@ -22,6 +22,7 @@ from jdisagg.dispatch.frontend import Frontend
 from jdisagg.errors import ConfigError
 from jdisagg.service.connection import Credentials, read_secret
 from jdisagg.service.generation_service import generation_service
+from jdisagg.service.grpc_life import keep_grpc_alive
 from jdisagg.service.guard import Guard, Service
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class GrpcServer:
         self._credentials = server_credentials(config)
         self._drained = False
         self._hurry = asyncio.Event()
+        keep_grpc_alive()
         self._server = grpc.aio.server(
             interceptors=(self._guard,),
             options=(
