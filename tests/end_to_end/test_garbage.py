@@ -109,6 +109,7 @@ async def test_garbage_on_every_port_ends_nobodys_stream(cluster: ChaosCluster, 
     assert {what for _, what in answered} == set(MESSAGES)
 
 
+@pytest.mark.slow
 async def test_a_thousand_idle_connections_on_a_port_end_nobodys_stream(cluster: ChaosCluster, kinds: list[Kind]):
     let_in: dict[str, int] = {}
 

@@ -1,6 +1,6 @@
 """Memory of every process is flat: hundreds of requests, a fifth and more of them given up at random moments, leave nothing behind.
 
-The short form runs by default; `-m slow` runs the 2,000 requests and prints the figures.
+Both forms are slow ones: `-m slow`; the long one prints the figures. By default tests/end_to_end/test_soak.py looks after memory.
 """
 
 import asyncio
@@ -54,7 +54,8 @@ def resident(cluster: ChaosCluster) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("requests", [200, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("requests", [200, 2000])
 async def test_memory_of_every_process_is_flat_however_requests_end(requests: int, tmp_path: Path):
     kinds = await known_kinds(6, tokens=(6, 16, 30))
     cluster = ChaosCluster(Shape(prefill=1, decode=1), tmp_path, str(tmp_path / "programs"))
