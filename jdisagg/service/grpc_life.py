@@ -15,4 +15,4 @@ def keep_grpc_alive() -> None:
     global _held
     if not _held:
         _held = True
-        grpc.aio.init_grpc_aio()
+        grpc.aio.init_grpc_aio()  # pyright: ignore[reportAttributeAccessIssue] (public, but missing in the stubs)
