@@ -106,6 +106,7 @@ async def test_failed_commands_are_recorded_as_such(recordings: list[Recording],
     executor = RecordingExecutor(inner, tmp_path / "x", recordings[0].header)
     commands = [entry.command for entry in recordings[0].entries]
     await asyncio.gather(*(executor.run(dataclasses.replace(commands[0], step=step)) for step in range(3)), return_exceptions=True)
+    await asyncio.sleep(0)  # what is done is noted in a turn of its own
     executor.close()
     entries = read_recording(tmp_path / "x").entries
     assert [entry.error for entry in entries] == ["", "boom", ""]
