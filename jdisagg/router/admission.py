@@ -1,21 +1,120 @@
-"""Whether a new request is let in: refused at once, with a reason and a hint, when the queue in front is full. Pure."""
+"""Whether a new request is let in: refused at once, with a reason and a hint when to try again, where it would wait for nothing. Pure.
+
+Four reasons: too many wait for their first token (`admit`), a tenant's quota is used up (`Quotas`), the first token would come after its
+limit (`placement.decide`, with what it would wait in this router from `Drain`), and no worker takes requests. Instants are arguments.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from jdisagg.errors import OverloadedError
 
 MIN_RETRY_SECONDS = 0.1
 MAX_RETRY_SECONDS = 60.0
+DRAIN_SECONDS = 5.0  # over how long the speed of the queue is averaged
+DRAIN_LEAST_SECONDS = 0.25  # what must have been seen of it
 
 
-def admit(waiting_requests: int, max_waiting_requests: int, seconds_per_request: float) -> None:
+def admit(
+    waiting_requests: int, max_waiting_requests: int, seconds_per_request: float, own_waiting: int | None = None, tenants: int = 1
+) -> None:
     """Raises OverloadedError when `max_waiting_requests` wait for their first token already.
 
-    `seconds_per_request` is the recent mean time between two first tokens; it makes the predicted wait.
+    A tenant of which fewer wait (`own_waiting`) than its share among `tenants` is let in all the same: it was others who filled the
+    queue. So at most twice the limit wait. `seconds_per_request` is the recent mean time between two first tokens; it makes the predicted
+    wait.
     """
-    if waiting_requests < max_waiting_requests:
+    if waiting_requests < max_waiting_requests or (own_waiting is not None and own_waiting < max_waiting_requests // tenants):
         return
-    wait_seconds = min(max(waiting_requests * seconds_per_request, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
+    wait_seconds = retry_after(waiting_requests * seconds_per_request)
     raise OverloadedError(
         f"{waiting_requests} requests wait for their first token, the limit is {max_waiting_requests}; "
         f"about {wait_seconds:.1f} s to wait: try again then",
         retry_after_seconds=wait_seconds,
     )
+
+
+def retry_after(seconds: float) -> float:
+    """A hint that a client can follow."""
+    return min(max(seconds, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
+
+
+def limit_seconds(ttft_slo_seconds: float | None, deadline_seconds: float) -> float:
+    """Until when after its arrival a request's first token must come: its deadline at the latest."""
+    return deadline_seconds if ttft_slo_seconds is None else min(ttft_slo_seconds, deadline_seconds)
+
+
+@dataclass(slots=True)
+class _Bucket:
+    tokens: float
+    at: float
+
+
+class Quotas:
+    """Token buckets: a tenant may use `tokens_per_second`, of which `burst_seconds` at once. A request costs its prompt and its expected
+    answer; one that costs more than a whole burst waits for a full bucket and leaves it in debt."""
+
+    def __init__(self, tokens_per_second: Mapping[str, float], burst_seconds: float) -> None:
+        self._rates = dict(tokens_per_second)
+        self._burst_seconds = burst_seconds
+        self._buckets: dict[str, _Bucket] = {}
+
+    def take(self, tenant: str, tokens: float, now: float) -> None:
+        """Raises OverloadedError where the tenant has used its share up. Tenants without a quota are not bounded."""
+        rate = self._rates.get(tenant)
+        if rate is None:
+            return
+        full = rate * self._burst_seconds
+        bucket = self._buckets.setdefault(tenant, _Bucket(full, now))
+        bucket.tokens, bucket.at = min(full, bucket.tokens + (now - bucket.at) * rate), now
+        missing = min(tokens, full) - bucket.tokens
+        if missing > 0:
+            wait_seconds = retry_after(missing / rate)
+            raise OverloadedError(
+                f"tenant {tenant!r} has used up its {rate:g} tokens a second (routing.tenant_quotas); {tokens:g} more are there in "
+                f"{wait_seconds:.1f} s: try again then",
+                retry_after_seconds=wait_seconds,
+            )
+        bucket.tokens -= tokens
+
+    def give_back(self, tenant: str, tokens: float) -> None:
+        """They were taken for a request that was then refused."""
+        bucket = self._buckets.get(tenant)
+        if bucket is not None:
+            bucket.tokens = min(self._rates[tenant] * self._burst_seconds, bucket.tokens + tokens)
+
+
+class Drain:
+    """How fast the router's queue has drained lately, in cost a second: a mean that fades over `DRAIN_SECONDS` of waiting."""
+
+    def __init__(self) -> None:
+        self._cost = 0.0
+        self._seconds = 0.0
+        self._since: float | None = None
+
+    def busy(self, now: float) -> None:
+        """Somebody waits from now on, or still."""
+        self._fade(now)
+        self._since = now
+
+    def idle(self, now: float) -> None:
+        """Nobody waits any more."""
+        self._fade(now)
+        self._since = None
+
+    def served(self, cost: float, now: float) -> None:
+        self._fade(now)
+        self._cost += cost
+
+    def seconds(self, cost: float) -> float:
+        """To serve so much; 0 while nothing is known."""
+        if not cost or self._seconds < DRAIN_LEAST_SECONDS:
+            return 0.0
+        return cost * self._seconds / self._cost if self._cost else MAX_RETRY_SECONDS
+
+    def _fade(self, now: float) -> None:
+        if self._since is not None:
+            passed = now - self._since
+            keep = math.exp(-passed / DRAIN_SECONDS)
+            self._cost, self._seconds, self._since = self._cost * keep, self._seconds * keep + passed, now

@@ -1,25 +1,284 @@
-"""The router's snapshot of the cluster: what the workers said of themselves when asked, and what was placed on them. Plain data; the
-truth is at the workers."""
+"""The router's snapshot of the cluster: one row of numbers for each worker, changed in place when a worker speaks or work is placed.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+Three kinds of columns: what a worker said of itself last, what it is (place, role, how fast), and what this router has sent to it that it
+cannot have said yet (`own_`), so that a burst between two heartbeats spreads. `accounts.py` keeps the last kind. The truth is at the
+workers. Rows keep their order of arrival, so that ties fall alike in a replay. Knows no clock: instants are arguments; decides nothing.
+
+Sums are over a worker's dp ranks unless the column's name says which: `best_` is of the rank with most free pages, which takes the next
+sequence; `most_` of the fullest.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
+from jdisagg.router.hardware import Link
+from jdisagg.router.speeds import Array, Kind, Speed, speed_of
+from jdisagg.router.ways import Ends, Indices, Ways
+
+PARTS = ("rack", "host", "domain", "process")
+UNKNOWN = -1  # no speed: the worker's hardware or model is not described
+
+# Said by the worker, in this order; then what it is; then what was sent to it.
+SAID = (
+    *("heard_at", "decodes", "mixed", "can_prefill", "draining", "ranks", "slots", "page_size", "context_tokens", "chunk_tokens"),
+    *("running", "waiting", "queued_tokens", "queued_pairs", "best_free_pages", "free_pages", "total_pages"),
+    *("best_sequences", "best_contexts", "most_sequences", "most_contexts"),
+)
+OWN = ("own_tokens", "own_pairs", "own_pages", "own_sequences", "own_contexts", "committed_pages", "open")
+COLUMNS = {name: at for at, name in enumerate((*SAID, *OWN, "speed", "spoke", "barred_until", *PARTS))}
+DESCRIBED = ("speed", *PARTS)
+
+Flags = npt.NDArray[np.bool_]
+
+
+class Table:
+    """Columns of numbers by name, one place for each worker. Flags are 0 or 1, `speed` is a place in a list, places are codes."""
+
+    def __init__(self, cells: Array) -> None:
+        self.cells = cells
+
+    def __len__(self) -> int:
+        return self.cells.shape[1]
+
+    def __getitem__(self, column: str) -> Array:
+        return self.cells[COLUMNS[column]]
+
+    def flag(self, column: str) -> Flags:
+        return self.cells[COLUMNS[column]] != 0
+
+    def codes(self, column: str) -> npt.NDArray[np.int64]:
+        return self.cells[COLUMNS[column]].astype(np.int64)
+
+    def take(self, which: "Indices | slice") -> "Table":
+        """Some workers' numbers: a copy, or where they lie together a view."""
+        return Table(self.cells[:, which] if isinstance(which, slice) else self.cells.take(which, axis=1))
 
 
 @dataclass(frozen=True, slots=True)
+class Description:
+    """What a worker is, from its card. `place` as in `WorkerCard`; `kind` None: how fast it is nobody knows."""
+
+    place: str = ""
+    kind: Kind | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """The workers of one kind: their `rows`, which ascend, and where these lie; sequences that each may be given, a few more than there
+    are slots, so that a freed slot finds its next sequence ready (scheduler/reservations.py). What holds for all of them: `speed`,
+    `chunk_tokens`, `page_size`, each None where they differ; and whether there is any of unknown speed, mixed, able to prefill."""
+
+    rows: Indices
+    span: Indices | slice
+    room: Array
+    speed: Speed | None
+    chunk_tokens: int | None
+    page_size: float | None
+    unknown: bool
+    mixed: bool
+    can_prefill: bool
+
+
 class ClusterState:
-    """Workers that answered. `decode` holds mixed workers too: they can do both. `placed`: requests that are at a worker by our own
-    account, for what the worker last said may be older."""
+    """`update` takes in a worker at its first status; `describe` says what it is, before or after."""
 
-    prefill: tuple[WorkerStatus, ...]
-    decode: tuple[WorkerStatus, ...]
-    placed: Mapping[str, int] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.table = Table(np.zeros((len(COLUMNS), 16)))
+        self.speeds: list[Speed] = []
+        self._names: list[str] = []
+        self._rows: dict[str, int] = {}
+        self._statuses: dict[str, WorkerStatus] = {}
+        self._descriptions: dict[str, Description] = {}
+        self._kinds: dict[Kind, int] = {}
+        self._lives: dict[str, int] = {}
+        self._last_life = 0
+        self._sides: tuple[Side, Side] | None = None  # as long as nobody comes, goes or becomes another
+        self._ways: dict[Link, Ways] = {}  # likewise
 
-    @classmethod
-    def of(cls, statuses: tuple[WorkerStatus, ...], placed: Mapping[str, int] | None = None) -> "ClusterState":
-        return cls(
-            prefill=tuple(status for status in statuses if status.role is WorkerRole.PREFILL),
-            decode=tuple(status for status in statuses if status.role is not WorkerRole.PREFILL),
-            placed=dict(placed or {}),
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def row(self, name: str) -> int | None:
+        return self._rows.get(name)
+
+    def life(self, name: str) -> int:
+        """A number for this stay of a worker: one that was forgotten and came back has another. 0: it is not here."""
+        return self._lives.get(name, 0)
+
+    def name(self, row: int) -> str:
+        return self._names[row]
+
+    @property
+    def prefill(self) -> Side:
+        """The workers that do nothing but prefill."""
+        return self._both()[0]
+
+    @property
+    def decode(self) -> Side:
+        """The workers that decode, those that do both among them."""
+        return self._both()[1]
+
+    def ways(self, far: Link) -> Ways:
+        """From the prefill workers to the decode workers, all of known speed."""
+        ways = self._ways.get(far)
+        if ways is None:
+            prefill, decode = (self._ends(side) for side in self._both())
+            ways = self._ways[far] = Ways(prefill, decode, self.speeds, far)
+        return ways
+
+    def statuses(self) -> tuple[WorkerStatus, ...]:
+        """What the workers said last, in their own words."""
+        return tuple(self._statuses[name] for name in self._names)
+
+    def description(self, name: str) -> Description:
+        return self._descriptions.get(name, Description())
+
+    def describe(self, name: str, description: Description) -> None:
+        self._descriptions[name] = description
+        row = self._rows.get(name)
+        if row is not None:
+            self._place(row, description)
+
+    def update(self, status: WorkerStatus, now: float) -> None:
+        """A worker spoke. What it has been sent and cannot know yet stays in the `own_` columns: whoever keeps those sees to that."""
+        row = self._rows.get(status.name)
+        if row is None:
+            row = self._add(status.name)
+        decodes, ranks = status.role is not WorkerRole.PREFILL, max(1, len(status.total_pages))
+        cells = self.table.cells
+        before = self._statuses.get(status.name)
+        if before is None or _form(before) != _form(status):
+            self._change_form()
+        self._statuses[status.name] = status
+        free, sequences, contexts = status.free_pages, status.rank_sequences, status.rank_contexts
+        best = max(range(len(free)), key=free.__getitem__, default=0)
+        if len(sequences) != ranks or len(contexts) != ranks:  # an older worker says no more than their number
+            sequences, contexts = (status.running / ranks,) * ranks, (0.0,) * ranks
+        cells[: len(SAID), row] = (
+            *(now, decodes, status.role is WorkerRole.MIXED, status.can_prefill, status.draining),
+            *(ranks, status.slots, status.page_size, status.context_tokens, status.chunk_tokens),
+            *(status.running, status.waiting, status.queued_tokens, status.queued_pairs),
+            *(free[best] if free else 0, sum(free), sum(status.total_pages)),
+            *(sequences[best], contexts[best], max(sequences), max(contexts)),
         )
+        cells[COLUMNS["spoke"], row] = True
+
+    def forget(self, name: str) -> None:
+        """A worker is gone. Rows behind its own move up; names are what lasts. Idempotent."""
+        row = self._rows.pop(name, None)
+        self._statuses.pop(name, None)
+        self._lives.pop(name, None)
+        self._descriptions.pop(name, None)
+        if row is None:
+            return
+        count = len(self._names)
+        cells = self.table.cells
+        cells[:, row : count - 1] = cells[:, row + 1 : count].copy()
+        cells[:, count - 1] = 0
+        del self._names[row]
+        self._rows = {other: index for index, other in enumerate(self._names)}
+        self._change_form()
+
+    def numbers(self, name: str) -> dict[str, float]:
+        """A worker's row, but for what follows from its description."""
+        row = self._rows[name]
+        return {column: float(self.table[column][row]) for column in COLUMNS if column not in DESCRIBED}
+
+    def restore(self, name: str, description: Description, numbers: Mapping[str, float]) -> None:
+        """A row as `numbers` gave it. Raises KeyError for a column that there is not."""
+        self._descriptions[name] = description
+        row = self._rows.get(name)
+        if row is None:
+            row = self._add(name)
+        for column, number in numbers.items():
+            self.table[column][row] = number
+        self._change_form()
+
+    def _add(self, name: str) -> int:
+        row = len(self._names)
+        if row == len(self.table):
+            self.table = Table(np.concatenate([self.table.cells, np.zeros((len(COLUMNS), row))], axis=1))
+        self._names.append(name)
+        self._rows[name] = row
+        self._last_life += 1
+        self._lives[name] = self._last_life
+        self._place(row, self.description(name))
+        return row
+
+    def _place(self, row: int, description: Description) -> None:
+        self.table["speed"][row] = self._speed(description.kind)
+        for part, code in zip(PARTS, _codes(description.place), strict=True):
+            self.table[part][row] = code
+        self._change_form()
+
+    def _speed(self, kind: Kind | None) -> int:
+        if kind is None:
+            return UNKNOWN
+        if kind not in self._kinds:
+            speed = speed_of(kind)
+            if speed is None:
+                self._kinds[kind] = UNKNOWN
+            else:
+                self._kinds[kind] = len(self.speeds)
+                self.speeds.append(speed)
+        return self._kinds[kind]
+
+    def _change_form(self) -> None:
+        self._sides = None
+        self._ways.clear()
+
+    def _both(self) -> tuple[Side, Side]:
+        if self._sides is None:
+            spoke, decodes = self.table.flag("spoke"), self.table.flag("decodes")
+            self._sides = self._side(np.flatnonzero(spoke & ~decodes)), self._side(np.flatnonzero(spoke & decodes))
+        return self._sides
+
+    def _ends(self, side: Side) -> Ends:
+        table = self.table.take(side.span)
+        return Ends(np.array([table[part] for part in PARTS]), table.codes("speed"))
+
+    def _side(self, rows: Indices) -> Side:
+        together = len(rows) and rows[-1] - rows[0] == len(rows) - 1
+        span = slice(int(rows[0]), int(rows[-1]) + 1) if together else rows
+        table = self.table.take(span)
+        speed, chunk, page = (_only(table[column]) for column in ("speed", "chunk_tokens", "page_size"))
+        return Side(
+            rows,
+            span,
+            table["slots"] + table["ranks"] * np.maximum(1.0, table["slots"] // np.maximum(1.0, table["ranks"]) // 4),
+            None if speed is None or speed == UNKNOWN else self.speeds[int(speed)],
+            None if chunk is None else int(chunk),
+            page,
+            bool((table["speed"] == UNKNOWN).any()),
+            bool(table.flag("mixed").any()),
+            bool(table.flag("can_prefill").any()),
+        )
+
+
+def _form(status: WorkerStatus) -> tuple[WorkerRole, int, int, bool, int, int]:
+    """What of a status says what the worker is, and not how it fares."""
+    return status.role, status.page_size, status.chunk_tokens, status.can_prefill, status.slots, len(status.total_pages)
+
+
+def _only(column: Array) -> float | None:
+    """The number that all have."""
+    return float(column[0]) if len(column) and (column == column[0]).all() else None
+
+
+def _codes(place: str) -> list[int]:
+    """A number for each beginning of the place, equal where the beginnings are; 0 for what is missing."""
+    parts = place.split("/")[: len(PARTS)] if place else []
+    beginnings = ["/".join(parts[: count + 1]) for count in range(len(parts))]
+    codes = [int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little") + 1 for text in beginnings]
+    return codes + [0] * (len(PARTS) - len(codes))

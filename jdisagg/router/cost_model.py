@@ -21,6 +21,8 @@ from jdisagg.router.model_geometry import CostGeometry, LatentAttention, dtype_b
 
 CODEC_BITS: dict[str, int | None] = {"none": None, "int8": 8, "fp8": 8, "int4": 4}  # bits of a value; transfer/codec.py
 SCALE_BYTES = 4  # a float32 for each head and token of a component
+# What one multiprocessor makes of a product's result at a time, and what of its best speed it reaches: libraries choose among such tiles.
+TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.75), (64, 64, 0.6))  # (tokens, columns, speed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +60,23 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """A weight matrix (or several that run as one) of one layer: per token FLOP and bytes of activations, and bytes of weights."""
+    """A weight matrix (or several that run as one) of one layer: per token FLOP and bytes of activations, bytes of weights, and how many
+    columns its result has on one device."""
 
     flops: float
     weight_bytes: float
     activation_bytes: float
     layers: int
+    columns: float
 
 
 class CostModel:
     """One instance: `geometry` laid out by `layout` (and `stages` pipeline stages of layout.devices each) on `accelerator`s.
 
     A batch is that of the fullest dp rank; the other ranks are taken to be as full where experts lie over all of them. `exchange`:
-    how tokens reach experts of other ranks: "gather" as our programs do, "all_to_all" as specialised kernels do.
+    how tokens reach experts of other ranks: "gather" as our programs do, "all_to_all" as specialised kernels do. `multiprocessors` of a
+    device, where the staircase of its dense products matters: they make tiles in waves, and a last wave takes as long as a full one.
+    0: time grows evenly.
     """
 
     def __init__(
@@ -83,13 +89,16 @@ class CostModel:
         dtype: str = "bfloat16",
         kv_dtype: str = "",
         exchange: Literal["gather", "all_to_all"] = "gather",
+        multiprocessors: int = 0,
     ) -> None:
         self.geometry, self.accelerator, self.stages = geometry, accelerator, stages
+        self._multiprocessors = multiprocessors
         self.layout = layout or Layout()
         self.value_bytes, self.kv_value_bytes = dtype_bytes(dtype), dtype_bytes(kv_dtype or dtype)
         self._exchange = exchange
         _check(geometry, self.layout, stages)
         self._products = self._dense_products()
+        self._decode_layers: dict[int, Cost] = {}  # of a step of so many sequences, attention aside
         reached = accelerator.efficiency
         # bfloat16 is what peaks are stated for; float32 runs on the same units at half the rate at best.
         peak = accelerator.peak_flops * (2 / max(2, self.value_bytes))
@@ -126,15 +135,33 @@ class CostModel:
         if not sequences:
             return Cost()
         reached = self.accelerator.efficiency
-        cost = self._layers(sequences, sequences) + self._decode_attention(sequences, context_tokens)
-        return self._issued(cost, reached.launch_seconds, reached.step_seconds + reached.sequence_seconds * sequences)
+        layers = self._decode_layers.get(sequences)
+        if layers is None:
+            layers = self._decode_layers[sequences] = self._layers(sequences, sequences)
+        cost = layers + self._decode_attention(sequences, context_tokens)
+        return self._issued(cost, reached.launch_seconds, self.host_seconds(sequences))
 
-    def mixed_of(self, tokens: int, pairs: float, context_tokens: float, rows: int, sequences: int, decode_context_tokens: float) -> Cost:
-        """One step that carries a prefill chunk (as `prefill_of`) and decoding sequences (as `decode_of`) through the layers at once."""
+    def host_seconds(self, sequences: int) -> float:
+        """The part of a decode step that no device works in."""
+        reached = self.accelerator.efficiency
+        return reached.step_seconds + reached.sequence_seconds * sequences
+
+    def mixed_of(
+        self,
+        tokens: int,
+        pairs: float,
+        context_tokens: float,
+        rows: int,
+        sequences: int,
+        decode_context_tokens: float,
+        elsewhere: int | None = None,
+    ) -> Cost:
+        """One step that carries a prefill chunk (as `prefill_of`) and decoding sequences (as `decode_of`) through the layers at once.
+        `elsewhere`: tokens of all other dp ranks (None: each is as full)."""
         if not rows:
             return self.decode_of(sequences, decode_context_tokens)
         reached = self.accelerator.efficiency
-        cost = self._layers(tokens + sequences, rows + sequences) + self._prefill_attention(tokens, pairs, context_tokens)
+        cost = self._layers(tokens + sequences, rows + sequences, elsewhere) + self._prefill_attention(tokens, pairs, context_tokens)
         if sequences:
             cost += self._decode_attention(sequences, decode_context_tokens)
         host = reached.prefill_seconds + reached.sequence_seconds * (rows + sequences)
@@ -188,36 +215,38 @@ class CostModel:
         shape, tp = self.geometry, self.layout.tp
         attention = shape.attention
         dense = shape.layers - shape.expert_layers
+        # (parameters, layers, over how many devices, columns of the result on one of them)
         if isinstance(attention, LatentAttention):
             down = shape.width * (attention.query_rank + attention.kv_values)
-            parts = [(down, shape.layers, 1), (attention.parameters(shape.width) - down, shape.layers, tp)]
+            up = attention.parameters(shape.width) - down
+            parts = [(down, shape.layers, 1, down / shape.width), (up, shape.layers, tp, shape.width)]
         else:
-            heads = attention.query_heads / tp + 2 * max(1.0, attention.kv_heads / tp)
-            parts = [
-                (shape.width * attention.head_dim * heads, shape.layers, 1),
-                (shape.width * attention.head_dim * attention.query_heads, shape.layers, tp),
-            ]
+            wide = attention.head_dim * (attention.query_heads / tp + 2 * max(1.0, attention.kv_heads / tp))
+            out = shape.width * attention.head_dim * attention.query_heads
+            parts = [(shape.width * wide, shape.layers, 1, wide), (out, shape.layers, tp, shape.width)]
         if dense:
-            parts += [(shape.width * shape.ffn * (shape.matrices - 1), dense, tp), (shape.width * shape.ffn, dense, tp)]
+            wide = shape.ffn * (shape.matrices - 1)
+            parts += [(shape.width * wide, dense, tp, wide / tp), (shape.width * shape.ffn, dense, tp, shape.width)]
         if shape.experts:
-            parts.append((shape.width * shape.experts.count, shape.expert_layers, 1))
+            parts.append((shape.width * shape.experts.count, shape.expert_layers, 1, shape.experts.count))
             if shape.experts.shared_ffn:
-                parts.append((shape.width * shape.experts.shared_ffn * shape.matrices, shape.expert_layers, tp))
+                wide = shape.experts.shared_ffn * shape.matrices
+                parts.append((shape.width * wide, shape.expert_layers, tp, wide / tp))
         products = []
-        for parameters, layers, over in parts:
+        for parameters, layers, over, columns in parts:
             own = parameters / over
             moved = (shape.width + own / shape.width) * self.value_bytes
-            products.append(_Product(2 * own, own * self.value_bytes, moved, layers))
+            products.append(_Product(2 * own, own * self.value_bytes, moved, layers, columns))
         return tuple(products)
 
-    def _layers(self, tokens: float, sampled: float) -> Cost:
+    def _layers(self, tokens: float, sampled: float, elsewhere: float | None = None) -> Cost:
         """All but attention itself: products, what moves between them, experts, all-reduces, the head, stages."""
         shape, reached = self.geometry, self.accelerator.efficiency
         compute = memory = 0.0
         operations = 0
         per_flop, per_byte = self._seconds_per_flop, self._seconds_per_byte
         for product in self._products:
-            arithmetic = product.flops * tokens * per_flop
+            arithmetic = product.flops * self._tiled(tokens, product.columns) * per_flop
             traffic = (product.weight_bytes + product.activation_bytes * tokens) * per_byte
             operations += product.layers
             if arithmetic > traffic:
@@ -235,7 +264,17 @@ class CostModel:
         if self.stages > 1:
             communication += (self.stages - 1) * self.accelerator.scale_up.seconds(tokens * shape.width * self.value_bytes)
         base = Cost(compute, memory, communication, 0.0, operations * reached.op_seconds)
-        return base + self._experts(tokens) if shape.experts else base
+        return base + self._experts(tokens, elsewhere) if shape.experts else base
+
+    def _tiled(self, tokens: float, columns: float) -> float:
+        """As many tokens as would take as long if every multiprocessor had work all the time, with the best of the tiles."""
+        if not self._multiprocessors:
+            return tokens
+        at_once, best = self._multiprocessors, math.inf
+        for rows, wide, speed in TILES:
+            waves = math.ceil(math.ceil(tokens / rows) * math.ceil(columns / wide) / at_once)
+            best = min(best, waves * at_once * rows * wide / columns / speed)
+        return best
 
     def _issued(self, device: Cost, launch_seconds: float, host_seconds: float) -> Cost:
         """With the host's part: it issues layers ahead of the device, so only what exceeds the device's time is seen."""
@@ -247,12 +286,13 @@ class CostModel:
         routed = shape.experts.active * shape.experts.ffn + shape.experts.shared_ffn if shape.experts else 0
         return ((shape.layers - shape.expert_layers) * shape.ffn + shape.expert_layers * routed) / shape.layers
 
-    def _experts(self, tokens: float) -> Cost:
+    def _experts(self, tokens: float, elsewhere: float | None = None) -> Cost:
         """Routed products of one device, and the exchange where experts lie beyond the tensor-parallel group."""
         shape, layout, experts = self.geometry, self.layout, self.geometry.experts
         assert experts is not None
         across = layout.ep > layout.tp
-        everyone = tokens * (layout.dp if across else 1)
+        others = tokens * (layout.dp - 1) if elsewhere is None else elsewhere
+        everyone = tokens + (others if across else 0)
         spread = layout.ep if layout.ep > 1 else layout.tp  # experts whole over ep, or each cut by tp
         each = shape.matrices * shape.width * experts.ffn
         arithmetic = 2 * each * everyone * experts.active / spread * self._seconds_per_flop
@@ -263,7 +303,7 @@ class CostModel:
         if across:
             row = shape.width * self.value_bytes
             if self._exchange == "gather":
-                sent = (layout.dp - 1) * tokens * row
+                sent = (layout.dp - 1) / layout.dp * everyone * row  # in a ring, each device's way out
             else:
                 sent = tokens / layout.tp * min(experts.active, layout.ep - 1) * row
             cost += Cost(exchange=2 * layers * self._collective(sent, layout.ep if self._exchange == "all_to_all" else layout.dp))

@@ -8,7 +8,7 @@ step. Pure numpy.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -32,7 +32,8 @@ WHOLE_STEP_CONSTANTS = (
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One measured step of the fullest rank. Prefill: `rows` of (new, cached) tokens; decode: `rows` of (sequences, context each)."""
+    """One measured step of the fullest rank. Prefill: `rows` of (new, cached) tokens; decode: `rows` of (sequences, context each).
+    `multiprocessors`: as the cost model takes them."""
 
     geometry: CostGeometry
     layout: Layout
@@ -41,6 +42,7 @@ class Observation:
     seconds: float
     stages: int = 1
     dtype: str = "bfloat16"
+    multiprocessors: int = 0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.seconds) and self.seconds > 0):
@@ -67,12 +69,14 @@ class Errors:
 
 def predict(accelerator: Accelerator, observations: Sequence[Observation]) -> list[Cost]:
     """What the cost model says of each observation; one model for each geometry and layout."""
-    models: dict[tuple[str, Layout, int, str], CostModel] = {}
+    models: dict[tuple[str, Layout, int, str, int], CostModel] = {}
     costs = []
     for seen in observations:
-        key = (seen.geometry.name, seen.layout, seen.stages, seen.dtype)
+        key = (seen.geometry.name, seen.layout, seen.stages, seen.dtype, seen.multiprocessors)
         if key not in models:
-            models[key] = CostModel(seen.geometry, accelerator, seen.layout, seen.stages, dtype=seen.dtype)
+            models[key] = CostModel(
+                seen.geometry, accelerator, seen.layout, seen.stages, dtype=seen.dtype, multiprocessors=seen.multiprocessors
+            )
         if seen.phase == "prefill":
             costs.append(models[key].prefill(seen.rows))
         else:
@@ -110,22 +114,32 @@ def _floors(observations: Sequence[Observation], share: float) -> dict[str, floa
 
 
 def _descend(
-    accelerator: Accelerator, observations: Sequence[Observation], free: tuple[str, ...], start: np.ndarray, rounds: int = 40
+    accelerator: Accelerator, observations: Sequence[Observation], free: tuple[str, ...], start: np.ndarray
 ) -> tuple[float, Accelerator]:
-    """Returns (loss, accelerator). Derivatives by differences: the model is cheap and has kinks anyhow."""
+    """Returns (loss, accelerator)."""
     centre = np.log(np.maximum([getattr(accelerator.efficiency, name) for name in free], 1e-6))
-    width = np.array([_sigma(name) for name in free])
+    width = np.array([sigma(name) for name in free])
     # A floor has no published value; it is pulled to where it starts.
     centre = np.where([name.endswith("launch_seconds") for name in free], start, centre)
     measured = np.log([seen.seconds for seen in observations])
 
     def with_constants(point: np.ndarray) -> Accelerator:
-        constants = {name: float(value) for name, value in zip(free, np.exp(point), strict=True)}
+        constants = {name: bounded(name, float(value)) for name, value in zip(free, np.exp(point), strict=True)}
         return replace(accelerator, efficiency=replace(accelerator.efficiency, **constants))
 
     def residuals(point: np.ndarray) -> np.ndarray:
         predicted = np.log([cost.seconds for cost in predict(with_constants(point), observations)])
         return np.concatenate([(predicted - measured) / NOISE, (point - centre) / width])
+
+    loss, point = descend(residuals, start)
+    return loss, with_constants(point)
+
+
+def descend(
+    residuals: Callable[[np.ndarray], np.ndarray], start: np.ndarray, rounds: int = 40, step: float = 1e-4
+) -> tuple[float, np.ndarray]:
+    """Least soft L1 of `residuals(point)`: returns (loss, point). Derivatives by differences of `step`: models have kinks anyhow. Stops
+    where a round gains nothing; a round asks for one more value than the point has numbers, and up to eight where it does not gain."""
 
     def loss(values: np.ndarray) -> float:
         return float(np.sum(2 * (np.sqrt(1 + values**2) - 1)))
@@ -134,7 +148,6 @@ def _descend(
     values = residuals(point)
     best = loss(values)
     for _ in range(rounds):
-        step = 1e-4
         slopes = np.stack([(residuals(point + step * unit) - values) / step for unit in np.eye(len(point))], axis=1)
         weights = 1 / np.sqrt(1 + values**2)  # of soft L1, held fixed for this round
         normal = slopes.T @ (weights[:, None] * slopes)
@@ -151,10 +164,16 @@ def _descend(
             damping *= 4
         if not improved:
             break
-    return best, with_constants(point)
+    return best, point
 
 
-def _sigma(name: str) -> float:
+def bounded(name: str, value: float) -> float:
+    """Nothing runs faster than its peak: fractions of compute and memory end at 1."""
+    return min(1.0, value) if name.endswith(("_compute", "_memory")) else value
+
+
+def sigma(name: str) -> float:
+    """How far, in logarithms, a constant of this name may be from its published value: one standard deviation."""
     if name.endswith("_seconds"):
         return SIGMA_SECONDS
     return SIGMA_LINK if name.endswith("_bandwidth") else SIGMA_FRACTION

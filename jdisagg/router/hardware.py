@@ -126,7 +126,9 @@ _V6E = Efficiency(0.786, 0.949, 0.484, 0.769, 4.5e-6, 12.4e-6)  # attention not 
 
 # Peak, bandwidth, memory: NVIDIA data sheets (A100 80GB SXM 312 TFLOP/s, 2.039 TB/s; H100 SXM 989, 3.35; H200 SXM 989, 4.8, 141 GB; HGX
 # B200 4.5 PFLOP/s sparse = 2250 dense, 8 TB/s, 180 GB usable; GB200 NVL72 360 PFLOP/s sparse, 576 TB/s, 13.4 TB over 72; L40S 362, 864
-# GB/s, 48 GB, no NVLink) and cloud.google.com/tpu/docs (v5e 197 TFLOP/s, 819 GB/s, 16 GB; v5p 459, 2765, 95 GB; v6e 918, 1638, 32 GB).
+# GB/s, 48 GB, no NVLink; GeForce RTX 4090 165.2 with float32 accumulation, 1008 GB/s, 24 GB; RTX PRO 6000 Blackwell 503.8, 1792 GB/s,
+# 96 GB: its peak stands in one source only) and cloud.google.com/tpu/docs (v5e 197 TFLOP/s, 819 GB/s, 16 GB; v5p 459, 2765, 95 GB; v6e
+# 918, 1638, 32 GB).
 # Dollars an accelerator-hour: A100 17.6 / 8 and H100 38 / 8 as the Splitwise paper (ISCA'24) charges an 8-GPU machine; TPU list prices on
 # demand in us-east / us-central (1.20, 4.20, 2.70). None where no public list price is settled: state one's own.
 HARDWARE: dict[str, Accelerator] = {
@@ -157,6 +159,15 @@ HARDWARE: dict[str, Accelerator] = {
         Accelerator(
             "l40s", 362 * TERA, 0.864 * TERA, 48 * GIGA, 8,
             LINKS["pcie4"], LINKS["pcie4"], LINKS["ethernet-100g"], _A100,
+        ),
+        # Fractions of the nearest relative; `benchmarks/fidelity.py` fits them to runs of both.
+        Accelerator(
+            "rtx-4090", 165.2 * TERA, 1.008 * TERA, 24 * GIGA, 1,
+            LINKS["pcie4"], LINKS["pcie4"], LINKS["ethernet-100g"], _A100,
+        ),
+        Accelerator(
+            "rtx-pro-6000", 503.8 * TERA, 1.792 * TERA, 96 * GIGA, 1,
+            LINKS["pcie5"], LINKS["pcie5"], LINKS["ethernet-100g"], _H200,
         ),
         # v5e and v5p: nobody's measurements: the fractions of the v6e. A slice of one host is taken as the domain of v5e and v6e.
         Accelerator(

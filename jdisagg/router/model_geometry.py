@@ -226,6 +226,11 @@ CATALOG: dict[str, CostGeometry] = {
             "mixtral-8x7b", 4096, 32, 32000, Attention(32, 8, 128), 14336,
             experts=Experts(8, 2, 14336), expert_layers=32, context_tokens=32768,
         ),
+        # Qwen/Qwen3-30B-A3B-Instruct-2507
+        CostGeometry(
+            "qwen3-30b-a3b", 2048, 48, 151936, Attention(32, 4, 128), 6144,
+            experts=Experts(128, 8, 768), expert_layers=48, context_tokens=262144,
+        ),
         # Qwen/Qwen3-235B-A22B
         CostGeometry(
             "qwen3-235b-a22b", 4096, 94, 151936, Attention(64, 4, 128), 12288,

@@ -1,57 +1,308 @@
-"""Which pair of workers serves a request: the least loaded prefill worker and the least loaded decode worker. Pure.
+"""Which workers serve a leg: the pair with the least predicted seconds until its end, or the reason why none can begin now. Pure.
 
-Load is what waits and runs against what the worker can hold. Workers that just failed this request are avoided while there are
-others; draining ones get only requests that are already under way. A mixed worker prefills for itself.
+`decide` looks at every worker once, as columns; pairs are weighed for the few prefill workers with the earliest first token against all
+decode workers. What is minimised is time to first token + hand-off gap + the remaining tokens at the predicted step; a first token beyond
+the limit and a step beyond the bound weigh more than any seconds. Workers that failed the leg, whose breaker is open, that drain or are
+silent come last or not at all. Where hardware or model of any candidate is unknown, the least loaded are chosen.
+
+Raises UnavailableError when no worker of a needed kind takes requests.
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
 
-from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
+import numpy as np
+
 from jdisagg.errors import UnavailableError
-from jdisagg.router.cluster_state import ClusterState
+from jdisagg.plain import plain
+from jdisagg.router.accounts import Work
+from jdisagg.router.admission import retry_after
+from jdisagg.router.cluster_state import UNKNOWN, ClusterState, Flags, Side, Table
+from jdisagg.router.decision import Answer, Ask, Decision, Hold, Refusal, Rules, Terms
+from jdisagg.router.speeds import Array
+from jdisagg.router.terms import STEPS_TO_JOIN, Decodes, Prefills, decodes_of, exposed, known_to, local_prefills, prefills_of, transfers_of
+from jdisagg.router.ways import Indices
+
+MOST_PREFILLS = 6  # prefill workers that pairs are weighed for
+DRAINING, BARRED, FAILED, LATE = 1e6, 1e7, 1e8, 1e4  # seconds: more than any prediction, in this order
+NO_WORK = Work(1)
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """`prefill` None: the decode worker prefills by itself. `context_tokens` is the decode worker's limit."""
+@plain
+class Candidates:
+    """Workers of one `side` that may be chosen: their rows in the snapshot, these themselves, and what speaks against each, in seconds."""
 
-    prefill: str | None
-    decode: str
-    context_tokens: int
-    reason: str
+    side: Side
+    rows: Indices
+    table: Table
+    against: Array
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def where(self, which: Flags | Indices) -> "Candidates":
+        places = np.arange(len(self))[which]
+        return Candidates(self.side, self.rows[places], self.table.take(places), self.against[places])
+
+    @property
+    def unknown(self) -> bool:
+        """Whether one's speed is not known."""
+        return self.side.unknown and bool((self.table["speed"] == UNKNOWN).any())
 
 
-def place(state: ClusterState, avoid: frozenset[str] = frozenset(), resuming: bool = False) -> Placement:
-    """Raises UnavailableError when no worker of a needed kind takes requests."""
-    decode = _least_loaded(state, state.decode, avoid, resuming, "decode")
-    if decode.role is WorkerRole.MIXED:
-        return Placement(None, decode.name, decode.context_tokens, f"{decode.name} does both, load {_load(state, decode):.2f}")
-    prefill = _least_loaded(state, state.prefill, avoid, resuming, "prefill")
-    reason = f"least loaded: {prefill.name} ({_load(state, prefill):.2f}) and {decode.name} ({_load(state, decode):.2f})"
-    return Placement(prefill.name, decode.name, decode.context_tokens, reason)
+@plain
+class Weighed:
+    """Seconds to the end for pairs [prefill workers, decode workers] and for decode workers alone (inf: not possible)."""
+
+    prefills: Prefills
+    decodes: Decodes
+    transfer: Array
+    pairs: Array
+    local: Prefills | None
+    alone: Array
 
 
-def another_prefill(state: ClusterState, avoid: frozenset[str]) -> str:
+def decide(state: ClusterState, ask: Ask, now: float, rules: Rules) -> Answer:
+    """The workers of a leg, or that it must wait here, or that it would come too late."""
+    prefills, decodes = _candidates(state, ask, now, rules)
+    if prefills.unknown or decodes.unknown:
+        return _by_load(state, prefills, decodes)
+    weighed = weigh(state, prefills, decodes, ask, rules)
+    decision = _choose(state, weighed, decodes, ask, rules)
+    return decision if ask.under_way else _admitted(decision, ask, rules)
+
+
+def another_prefill(state: ClusterState, avoid: frozenset[str], now: float, rules: Rules) -> str:
     """Who goes on with a prompt whose prefill worker failed: one of `avoid` only when there is no other."""
-    return _least_loaded(state, state.prefill, avoid, True, "prefill").name
+    some = _usable(state, state.prefill, Ask(NO_WORK, avoid=avoid, resuming=True), now, rules)
+    if not len(some):
+        raise _nobody(state, state.prefill, "prefill")
+    return state.name(int(some.rows[np.argmin(some.against + _load(some.table))]))
 
 
-def another_decode(state: ClusterState, avoid: frozenset[str]) -> str:
+def another_decode(state: ClusterState, avoid: frozenset[str], now: float, rules: Rules) -> str:
     """Who takes a running sequence over: never one of `avoid`, nor one that is draining."""
-    others = tuple(worker for worker in state.decode if worker.name not in avoid)
-    return _least_loaded(state, others, frozenset(), False, "other decode").name
+    some = _usable(state, state.decode, Ask(NO_WORK, avoid=avoid), now, rules)
+    some = some.where(some.against < FAILED)
+    if not len(some):
+        raise _nobody(state, state.decode, "other decode")
+    return state.name(int(some.rows[np.argmin(some.against + _load(some.table))]))
 
 
-def _least_loaded(state: ClusterState, workers: tuple[WorkerStatus, ...], avoid: frozenset[str], resuming: bool, kind: str) -> WorkerStatus:
-    taking = [worker for worker in workers if resuming or not worker.draining]
-    if not taking:
-        known = ", ".join(f"{worker.name} (draining)" for worker in workers) or "none"
-        raise UnavailableError(f"no {kind} worker takes requests; known: {known}", retry_after_seconds=1.0)
-    return min(taking, key=lambda worker: (worker.name in avoid, worker.draining, _load(state, worker), worker.name))
+def witnesses(state: ClusterState, ask: Ask, now: float, rules: Rules, most: int = 16) -> frozenset[str]:
+    """Workers that a decision among them alone falls as it does among all: the best `most` of each kind."""
+    prefills, decodes = _candidates(state, ask, now, rules)
+    if len(prefills) + len(decodes) <= 2 * most:
+        rows = [*prefills.rows, *decodes.rows]
+    elif prefills.unknown or decodes.unknown:
+        rows = [
+            row for some in (prefills, decodes) for row in some.rows[np.argsort(some.against + _load(some.table), kind="stable")[:most]]
+        ]
+        # One of unknown speed, so that among them nothing is predicted either.
+        rows += [some.rows[np.argmin(some.table["speed"])] for some in (prefills, decodes) if len(some)]
+    else:
+        weighed = weigh(state, prefills, decodes, ask, rules)
+        best = np.minimum(weighed.pairs.min(axis=0, initial=np.inf), weighed.alone)
+        rows = [*weighed.prefills.rows, *decodes.rows[np.argsort(best, kind="stable")[:most]]]
+        rows += [*decodes.rows[np.argsort(weighed.alone, kind="stable")[:most]]]
+    return frozenset(state.name(int(row)) for row in rows)
 
 
-def _load(state: ClusterState, worker: WorkerStatus) -> float:
+def weigh(state: ClusterState, prefills: Candidates, decodes: Candidates, ask: Ask, rules: Rules) -> Weighed:
+    every, against = prefills_of(state, prefills.side, prefills.rows, prefills.table, ask), prefills.against
+    if len(prefills) > MOST_PREFILLS:
+        few = (every.queue + every.prefill + against).argsort(kind="stable")[:MOST_PREFILLS]
+        few.sort()
+        every = Prefills(every.rows.take(few), every.queue.take(few), every.prefill.take(few), every.chunks.take(few))
+        against = against.take(few)
+    side = decodes_of(state, decodes.side, decodes.rows, decodes.table, ask, rules)
+    transfer = transfers_of(state, every.rows, decodes.rows, ask, rules.far)
+    transfer = exposed(transfer, every.prefill[:, None], every.chunks[:, None])
+    rest = max(0, ask.work.expected_tokens - 1) * side.step + decodes.against
+    before, after = (side.queue, 0.0) if rules.decode_first else (np.zeros(len(decodes)), side.queue)
+    ttft = np.maximum(every.queue[:, None], before[None, :]) + every.prefill[:, None]
+    pairs = ttft + transfer + (STEPS_TO_JOIN * side.step + rest + after)[None, :] + against[:, None]
+    late = ttft + ask.age_seconds > ask.limit_seconds
+    if np.count_nonzero(late):
+        pairs += np.where(late, LATE, 0.0)
+    if decodes.side.mixed:
+        pairs[:, decodes.table.flag("mixed")] = np.inf
+    local, alone = None, np.full(len(decodes), np.inf)
+    if decodes.side.can_prefill and decodes.table.flag("can_prefill").any():
+        local, alone = _weigh_alone(state, side, decodes, ask, rules, rest)
+    return Weighed(every, side, transfer, pairs, local, alone)
+
+
+def _weigh_alone(state: ClusterState, side: Decodes, decodes: Candidates, ask: Ask, rules: Rules, rest: Array) -> tuple[Prefills, Array]:
+    """Of prefilling where it is decoded: running streams wait as long as the prompt computes, and what they lose is weighed as if this one
+    lost it; beside prefill workers, never where one of them would wait for a token longer than the bound."""
+    local, longest = local_prefills(state, decodes.side, side, decodes.table, ask)
+    ttft = np.maximum(local.queue, side.queue) + local.prefill
+    alone = ttft + side.step + rest + np.where(side.busy, local.prefill, 0.0)
+    alone += np.where(ttft + ask.age_seconds > ask.limit_seconds, LATE, 0.0)
+    mixed, able = decodes.table.flag("mixed"), decodes.table.flag("can_prefill")
+    may = mixed | (able & (~side.busy | (longest <= rules.tpot_slo_seconds)))
+    return local, np.where(may, alone, np.inf)
+
+
+def _choose(state: ClusterState, weighed: Weighed, decodes: Candidates, ask: Ask, rules: Rules) -> Decision:
+    paired, alone = _pair(state, weighed, decodes, ask, rules), _alone(state, weighed, decodes, ask)
+    if alone is None:
+        if paired is None:
+            raise _nobody(state, state.prefill, "prefill")
+        return _said(state, paired[0], ask, rules)
+    if paired is None:
+        return alone[0]
+    (pair, pair_cost), (local, local_cost) = paired, alone
+    mixed = bool(state.table.flag("mixed")[state.row(local.decode)])
+    assert pair.ttft_seconds is not None and pair.handoff_gap_seconds is not None
+    gain = 0.0 if mixed else rules.local_gain * (pair.ttft_seconds + pair.handoff_gap_seconds)
+    if local_cost + gain < pair_cost:
+        return replace(local, reason=f"{local.reason}; {_ms(pair_cost - local_cost)} less than {pair.prefill} and {pair.decode}")
+    return pair
+
+
+def _said(state: ClusterState, pair: Decision, ask: Ask, rules: Rules) -> Decision:
+    """The pair, with a word about its decode worker where that would have been better off alone but has no prefill program."""
+    row = state.row(pair.decode)
+    assert pair.terms is not None and pair.ttft_seconds is not None and pair.handoff_gap_seconds is not None
+    speed = state.speeds[int(state.table["speed"][row])]
+    busy = bool(state.table["running"][row] + state.table["own_sequences"][row] > 0)
+    prefill = speed.prefill_seconds(ask.work.tokens) * (2 if busy else 1) + (pair.terms.step if busy else 0.0)
+    apart = pair.ttft_seconds + pair.handoff_gap_seconds
+    if pair.terms.decode_queue + prefill + pair.terms.step > (1.0 - rules.local_gain) * apart:
+        return pair
+    return replace(pair, reason=f"{pair.reason}; cheaper on {pair.decode} alone, which cannot prefill")
+
+
+def _pair(state: ClusterState, weighed: Weighed, decodes: Candidates, ask: Ask, rules: Rules) -> tuple[Decision, float] | None:
+    if not weighed.pairs.size:
+        return None
+    which, other = divmod(int(weighed.pairs.argmin()), weighed.pairs.shape[1])
+    cost = float(weighed.pairs[which, other])
+    if cost == np.inf:
+        return None
+    prefills, side = weighed.prefills, weighed.decodes
+    terms = Terms(
+        float(prefills.queue[which]),
+        float(prefills.prefill[which]),
+        float(weighed.transfer[which, other]),
+        float(side.queue[other]),
+        float(side.step[other]),
+    )
+    prefill, decode = state.name(int(prefills.rows[which])), state.name(int(decodes.rows[other]))
+    cached, held = known_to(prefill, ask), known_to(decode, ask)
+    kind = "prefix" if cached or held else "seconds"
+    first, gap = terms.prefill_queue, terms.transfer + STEPS_TO_JOIN * terms.step
+    if rules.decode_first:
+        first = max(first, terms.decode_queue)
+    else:
+        gap += terms.decode_queue
+    return _decision(prefill, decode, decodes, other, terms, first + terms.prefill, gap, kind, cached), cost
+
+
+def _alone(state: ClusterState, weighed: Weighed, decodes: Candidates, ask: Ask) -> tuple[Decision, float] | None:
+    if weighed.local is None:
+        return None
+    other = int(np.argmin(weighed.alone))
+    cost = float(weighed.alone[other])
+    if cost == np.inf:
+        return None
+    local, side = weighed.local, weighed.decodes
+    terms = Terms(float(local.queue[other]), float(local.prefill[other]), 0.0, float(side.queue[other]), float(side.step[other]))
+    decode = state.name(int(decodes.rows[other]))
+    kind = "mixed" if decodes.table.flag("mixed")[other] else "local"
+    ttft = max(terms.prefill_queue, terms.decode_queue) + terms.prefill
+    return _decision(None, decode, decodes, other, terms, ttft, terms.step, kind, known_to(decode, ask)), cost
+
+
+def _decision(
+    prefill: str | None, decode: str, decodes: Candidates, at: int, terms: Terms, ttft: float, gap: float, kind: str, cached: int
+) -> Decision:
+    who = f"{prefill} and {decode}" if prefill else f"{decode} prefills for itself"
+    known = f", {cached} tokens known" if cached else ""
+    reason = f"{who}: first token in {_ms(ttft)}{known}, hand-off {_ms(gap)}, steps of {_ms(terms.step)}"
+    context = int(decodes.table["context_tokens"][at])
+    return Decision(prefill, decode, context, reason, kind, terms, ttft, gap, terms.step, cached)
+
+
+def _admitted(decision: Decision, ask: Ask, rules: Rules) -> Answer:
+    """Whether it comes in time, and whether it can begin now."""
+    assert decision.terms is not None and decision.ttft_seconds is not None
+    ttft = ask.age_seconds + ask.ahead_seconds + decision.ttft_seconds
+    if ttft > ask.limit_seconds:
+        reason = f"its first token would come {ttft:.3g} s after it arrived, and {ask.limit_seconds:.3g} s is the limit; {decision.reason}"
+        return Refusal(reason, retry_after(ttft - ask.limit_seconds))
+    if decision.terms.decode_queue > 0 and (rules.decode_first or decision.prefill is None):
+        return Hold(f"no decode worker has room; the first in {_ms(decision.terms.decode_queue)}")
+    if decision.terms.prefill_queue > rules.hold_seconds:
+        return Hold(f"every prefill worker has work for {_ms(decision.terms.prefill_queue)} or more")
+    return decision
+
+
+def _by_load(state: ClusterState, prefills: Candidates, decodes: Candidates) -> Decision:
+    loads = _load(decodes.table)
+    unable = ~decodes.table.flag("can_prefill") if not len(prefills) else np.zeros(len(decodes), bool)
+    if unable.all():
+        raise _nobody(state, state.prefill, "prefill")
+    at = int(np.argmin(decodes.against + loads + np.where(unable, FAILED, 0.0)))
+    decode, context = state.name(int(decodes.rows[at])), int(decodes.table["context_tokens"][at])
+    if decodes.table.flag("mixed")[at] or not len(prefills):
+        return Decision(None, decode, context, f"{decode} does both, load {loads[at]:.2f}; its speed is not known")
+    others = _load(prefills.table)
+    best = int(np.argmin(prefills.against + others))
+    prefill = state.name(int(prefills.rows[best]))
+    reason = f"least loaded: {prefill} ({others[best]:.2f}) and {decode} ({loads[at]:.2f}); their speed is not known"
+    return Decision(prefill, decode, context, reason)
+
+
+def _candidates(state: ClusterState, ask: Ask, now: float, rules: Rules) -> tuple[Candidates, Candidates]:
+    prefills = _usable(state, state.prefill, ask, now, rules)
+    decodes = _usable(state, state.decode, ask, now, rules)
+    if not len(decodes):
+        raise _nobody(state, state.decode, "decode")
+    if not len(prefills) and not decodes.table.flag("can_prefill").any():
+        raise _nobody(state, state.prefill, "prefill")
+    return prefills, decodes
+
+
+def _usable(state: ClusterState, side: Side, ask: Ask, now: float, rules: Rules) -> Candidates:
+    """Those that are heard of, and what speaks against each."""
+    rows, table = side.rows, state.table.take(side.span)
+    silent = now - table["heard_at"]
+    leaving = table.flag("draining") | (silent > rules.suspect_seconds)
+    out = silent > rules.gone_seconds
+    if not ask.resuming:
+        out |= leaving
+    if np.count_nonzero(out):
+        left = np.flatnonzero(~out)
+        rows, table, leaving = rows[left], table.take(left), leaving[left]
+    against = np.zeros(len(rows))
+    for which, seconds in ((leaving, DRAINING), (table["barred_until"] > now, BARRED)):
+        if np.count_nonzero(which):
+            against += np.where(which, seconds, 0.0)
+    for name in ask.avoid:
+        row = state.row(name)
+        if row is not None:
+            against[rows == row] += FAILED
+    return Candidates(side, rows, table, against)
+
+
+def _load(table: Table) -> Array:
     """Requests per slot, and the fraction of pages in use."""
-    pages = max(1, sum(worker.total_pages))
-    requests = max(worker.running + worker.waiting, state.placed.get(worker.name, 0))
-    return requests / max(1, worker.slots) + 1 - sum(worker.free_pages) / pages
+    requests = np.maximum(table["running"] + table["waiting"], table["open"])
+    return requests / np.maximum(1.0, table["slots"]) + 1.0 - table["free_pages"] / np.maximum(1.0, table["total_pages"])
+
+
+def _nobody(state: ClusterState, side: Side, kind: str) -> UnavailableError:
+    rows = side.rows
+
+    def said(row: int) -> str:
+        return f"{state.name(row)} ({'draining' if state.table.flag('draining')[row] else 'silent or avoided'})"
+
+    known = ", ".join(said(int(row)) for row in rows[:8]) or "none"
+    more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
+    return UnavailableError(f"no {kind} worker takes requests; known: {known}{more}", retry_after_seconds=1.0)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

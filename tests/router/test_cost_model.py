@@ -157,6 +157,27 @@ def test_a_mixed_step_costs_less_than_its_two_parts_and_is_each_where_the_other_
     assert model.mixed_of(0, 0.0, 0.0, 0, 16, 16000.0) == step
 
 
+def test_a_mixed_step_whose_other_ranks_have_few_tokens_exchanges_less() -> None:
+    spread = CostModel(geometry("qwen3-30b-a3b"), accelerator("h100"), Layout(dp=2, ep=2))
+    rows = (1024, spread.pairs(1024), 1024.0, 1, 8, 8e3)
+    alike, alone = spread.mixed_of(*rows), spread.mixed_of(*rows, elsewhere=8)
+    assert alone.exchange < 0.75 * alike.exchange and alone.compute <= alike.compute
+
+
+def test_products_of_whole_waves_take_their_arithmetic_and_one_tile_more_takes_a_wave_more() -> None:
+    # 27 rows of tiles of 128 tokens by 4 of 256 columns are one wave of 108; every product of this model is 1024 wide.
+    shape = dataclasses.replace(geometry("opt-13b"), width=1024, attention=Attention(8, 4, 64), ffn=1024, vocabulary=1024)
+    card = dataclasses.replace(
+        accelerator("a100"),
+        efficiency=Efficiency(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, step_seconds=0.0, prefill_seconds=0.0, sequence_seconds=0.0),
+    )
+    smooth, waves = CostModel(shape, card), CostModel(shape, card, multiprocessors=108)
+    whole, more = 27 * 128, 27 * 128 + 1
+    assert smooth.prefill([(more, 0)]).compute < 1.001 * smooth.prefill([(whole, 0)]).compute
+    assert waves.prefill([(more, 0)]).compute > 1.3 * waves.prefill([(whole, 0)]).compute
+    assert all(waves.prefill([(tokens, 0)]).compute >= smooth.prefill([(tokens, 0)]).compute for tokens in (64, 500, whole, more, 8000))
+
+
 def test_a_latent_is_not_divided_by_tensor_parallelism() -> None:
     shape, hardware = geometry("deepseek-v3"), accelerator("h200")
     one, eight = (CostModel(shape, hardware, Layout(tp=tp)) for tp in (1, 8))

@@ -1,49 +1,106 @@
-"""Least-loaded placement, and early refusal."""
+"""Placement by load, where nobody knows how fast the workers are: avoidance, draining, silence, breakers."""
+
+from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
 from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
 from jdisagg.errors import OverloadedError, UnavailableError
+from jdisagg.router.accounts import Accounts, Work
 from jdisagg.router.admission import admit
 from jdisagg.router.cluster_state import ClusterState
-from jdisagg.router.placement import place
+from jdisagg.router.decision import Ask, Decision, Rules
+from jdisagg.router.placement import another_decode, another_prefill, decide
 
 
 def status(name: str, role: WorkerRole, free: int = 10, running: int = 0, waiting: int = 0, draining: bool = False) -> WorkerStatus:
-    return WorkerStatus(name, role, "dp=1,tp=1,ep=1", (free,), (10,), running, waiting, 4, 16, 128, draining)
+    can_prefill = role is not WorkerRole.DECODE
+    worker = WorkerStatus(name, role, "dp=1,tp=1,ep=1", (free,), (10,), running, waiting, 4, 16, 128, draining)
+    return replace(worker, can_prefill=can_prefill)
 
 
 P, D, M = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.MIXED
+ASK = Ask(Work(20, expected_tokens=8))
+RULES = Rules()
+PAIR = (status("p0", P), status("d0", D))
+
+
+def state_of(workers: Iterable[WorkerStatus]) -> ClusterState:
+    state = ClusterState()
+    for worker in workers:
+        state.update(worker, 0.0)
+    return state
+
+
+def place(*workers: WorkerStatus, ask: Ask = ASK, now: float = 0.0) -> Decision:
+    decision = decide(state_of(workers), ask, now, RULES)
+    assert isinstance(decision, Decision)
+    return decision
 
 
 def test_the_least_loaded_pair_is_chosen_and_said_why() -> None:
-    state = ClusterState.of((status("p0", P, running=3), status("p1", P, running=1), status("d0", D, free=2), status("d1", D, free=9)))
-    placement = place(state)
-    assert (placement.prefill, placement.decode, placement.context_tokens) == ("p1", "d1", 128)
-    assert "p1" in placement.reason and "d1" in placement.reason
+    decision = place(status("p0", P, running=3), status("p1", P, running=1), status("d0", D, free=2), status("d1", D, free=9))
+    assert (decision.prefill, decision.decode, decision.context_tokens, decision.kind) == ("p1", "d1", 128, "load")
+    assert "p1" in decision.reason and "d1" in decision.reason and "speed is not known" in decision.reason
 
 
 def test_a_mixed_worker_prefills_for_itself() -> None:
-    assert place(ClusterState.of((status("m0", M),))).prefill is None
+    assert place(status("m0", M)).prefill is None
 
 
 def test_a_worker_that_failed_the_request_is_avoided_only_while_there_is_another() -> None:
-    pair = ClusterState.of((status("p0", P), status("d0", D), status("d1", D, running=4, waiting=9)))
-    assert place(pair, avoid=frozenset({"d0", "p0"})).decode == "d1"
-    alone = ClusterState.of((status("p0", P), status("d0", D)))
-    assert place(alone, avoid=frozenset({"d0", "p0"})).decode == "d0"
+    avoiding = replace(ASK, avoid=frozenset({"d0", "p0"}))
+    assert place(*PAIR, status("d1", D, running=4, waiting=9), ask=avoiding).decode == "d1"
+    assert place(*PAIR, ask=avoiding).decode == "d0"
 
 
-def test_a_draining_worker_gets_only_requests_under_way() -> None:
-    state = ClusterState.of((status("p0", P, draining=True), status("d0", D)))
-    with pytest.raises(UnavailableError, match=r"no prefill worker.*p0 \(draining\)"):
-        place(state)
-    assert place(state, resuming=True).prefill == "p0"
+def test_a_draining_worker_gets_only_requests_that_have_tokens() -> None:
+    workers = (status("p0", P, draining=True), status("d0", D))
+    for ask in (ASK, replace(ASK, under_way=True)):
+        with pytest.raises(UnavailableError, match=r"no prefill worker.*p0 \(draining\)"):
+            place(*workers, ask=ask)
+    assert place(*workers, ask=replace(ASK, under_way=True, resuming=True)).prefill == "p0"
+
+
+def test_a_silent_worker_gets_nothing_new_and_then_nothing_at_all() -> None:
+    resuming = replace(ASK, under_way=True, resuming=True)
+    assert place(*PAIR, now=RULES.suspect_seconds).prefill == "p0"
+    with pytest.raises(UnavailableError, match="silent"):
+        place(*PAIR, now=RULES.suspect_seconds + 0.01)
+    assert place(*PAIR, ask=resuming, now=RULES.gone_seconds).prefill == "p0"
+    with pytest.raises(UnavailableError, match="no decode worker"):
+        place(*PAIR, ask=resuming, now=RULES.gone_seconds + 0.01)
 
 
 def test_no_worker_at_all_is_unavailable() -> None:
     with pytest.raises(UnavailableError, match="no decode worker.*none"):
-        place(ClusterState.of(()))
+        place()
+
+
+def test_a_worker_whose_breaker_is_open_is_passed_over_while_there_is_another() -> None:
+    accounts = Accounts(ClusterState())
+    for worker in (*PAIR, status("d1", D, running=4)):
+        accounts.heard(worker, 0.0)
+    accounts.bar("d0", 5.0)
+    assert decide(accounts.state, ASK, 1.0, RULES).decode == "d1"  # type: ignore[union-attr]
+    assert decide(accounts.state, ASK, 0.0, replace(RULES, suspect_seconds=9, gone_seconds=9)).decode == "d1"  # type: ignore[union-attr]
+    accounts.forget("d1")
+    assert decide(accounts.state, ASK, 1.0, RULES).decode == "d0"  # type: ignore[union-attr]
+
+
+def test_a_moving_sequence_never_goes_to_who_it_avoids_or_who_drains() -> None:
+    state = state_of((status("d0", D), status("d1", D, draining=True), status("d2", D, running=3)))
+    assert another_decode(state, frozenset({"d0"}), 0.0, RULES) == "d2"
+    with pytest.raises(UnavailableError, match="no other decode worker"):
+        another_decode(state, frozenset({"d0", "d2"}), 0.0, RULES)
+
+
+def test_another_prefill_worker_is_one_that_failed_only_when_there_is_no_other() -> None:
+    state = state_of((status("p0", P), status("p1", P, draining=True)))
+    assert another_prefill(state, frozenset(), 0.0, RULES) == "p0"
+    assert another_prefill(state, frozenset({"p0"}), 0.0, RULES) == "p1"
+    assert another_prefill(state_of((status("p0", P),)), frozenset({"p0"}), 0.0, RULES) == "p0"
 
 
 def test_admission_refuses_a_full_queue_with_the_predicted_wait() -> None:
@@ -51,3 +108,11 @@ def test_admission_refuses_a_full_queue_with_the_predicted_wait() -> None:
     with pytest.raises(OverloadedError, match="10 requests.*5.0 s") as caught:
         admit(10, 10, 0.5)
     assert caught.value.retry_after_seconds == 5.0
+
+
+def test_a_queue_that_others_filled_is_open_to_a_tenant_up_to_its_share() -> None:
+    admit(20, 10, 0.5, own_waiting=4, tenants=2)
+    with pytest.raises(OverloadedError, match="20 requests"):
+        admit(20, 10, 0.5, own_waiting=5, tenants=2)
+    with pytest.raises(OverloadedError):
+        admit(10, 10, 0.5, own_waiting=10, tenants=1)

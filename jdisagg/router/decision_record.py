@@ -1,0 +1,115 @@
+"""A decision as JSON, and back: what was asked, what the snapshot said of the workers that mattered, what was answered.
+
+    record = record_of(state, ask, now, rules, answer)     # plain dicts, lists, numbers and texts
+    assert replay(record) == answer_of(record)
+
+A record stands alone: `replay` builds the snapshot that it holds and decides again, with the same code and to the same answer, wherever
+it is read: beside the router that wrote it, in the simulator, in a test. It keeps the workers that the decision among them alone depends
+on (`placement.witnesses`), not a thousand. It holds lengths and names of workers; neither tokens nor who asked.
+
+Raises ConfigError for what is no record.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jdisagg.errors import ConfigError, JdisaggError
+from jdisagg.layout.axes import Layout
+from jdisagg.router.accounts import Work
+from jdisagg.router.cluster_state import ClusterState, Description
+from jdisagg.router.decision import Answer, Ask, Decision, Hold, Refusal, Rules, Terms
+from jdisagg.router.hardware import Link, accelerator_from_fields
+from jdisagg.router.model_geometry import Attention, CostGeometry, Experts, LatentAttention
+from jdisagg.router.placement import decide, witnesses
+from jdisagg.router.speeds import Kind
+
+VERSION = 1
+Record = dict[str, Any]
+
+_ANSWERS: dict[str, type[Decision] | type[Hold] | type[Refusal]] = {"decision": Decision, "hold": Hold, "refusal": Refusal}
+_ENDLESS = ("tpot_slo_seconds", "limit_seconds")  # JSON knows no infinity: null
+
+
+def record_of(state: ClusterState, ask: Ask, now: float, rules: Rules, answer: Answer) -> Record:
+    """Must be made before the snapshot changes."""
+    mattered = witnesses(state, ask, now, rules)
+    names = [name for name in state if name in mattered]
+    kinds: list[Kind] = []
+    workers = []
+    for name in names:
+        description = state.description(name)
+        if description.kind is not None and description.kind not in kinds:
+            kinds.append(description.kind)
+        kind = None if description.kind is None else kinds.index(description.kind)
+        workers.append({"name": name, "place": description.place, "kind": kind, "numbers": state.numbers(name)})
+    cached = {name: tokens for name, tokens in ask.cached.items() if name in mattered}
+    asked = dataclasses.asdict(dataclasses.replace(ask, cached=cached)) | {"avoid": sorted(ask.avoid & mattered)}
+    told = next(kind for kind, known in _ANSWERS.items() if isinstance(answer, known))
+    return {
+        "version": VERSION,
+        "now": now,
+        "ask": _without_infinities(asked),
+        "rules": _without_infinities(dataclasses.asdict(rules)),
+        "kinds": [dataclasses.asdict(kind) for kind in kinds],
+        "workers": workers,
+        "answer": {"kind_of_answer": told} | dataclasses.asdict(answer),
+    }
+
+
+def answer_of(record: Mapping[str, Any]) -> Answer:
+    """What was answered when it was recorded."""
+    with _Reading():
+        fields = dict(record["answer"])
+        kind = _ANSWERS[fields.pop("kind_of_answer")]
+        if fields.get("terms") is not None:
+            fields["terms"] = Terms(**fields["terms"])
+        return kind(**fields)
+
+
+def replay(record: Mapping[str, Any]) -> Answer:
+    """Decides again on what was recorded. Raises what `decide` raises, too."""
+    with _Reading():
+        if record["version"] != VERSION:
+            raise ConfigError(f"the record is of version {record['version']!r}, and version {VERSION} is read; record it again")
+        kinds = [_kind(fields) for fields in record["kinds"]]
+        state = ClusterState()
+        for worker in record["workers"]:
+            kind = None if worker["kind"] is None else kinds[worker["kind"]]
+            state.restore(worker["name"], Description(worker["place"], kind), worker["numbers"])
+        asked = _with_infinities(record["ask"])
+        ask = Ask(**asked | {"work": Work(**asked["work"]), "avoid": frozenset(asked["avoid"])})
+        ruled = _with_infinities(record["rules"])
+        far = Link(**ruled.pop("far"))
+        rules = Rules(far=far, **ruled)
+        now = float(record["now"])
+    return decide(state, ask, now, rules)
+
+
+def _kind(fields: Mapping[str, Any]) -> Kind:
+    shape = dict(fields["geometry"])
+    attention = LatentAttention if "kv_rank" in shape["attention"] else Attention
+    shape["attention"] = attention(**shape["attention"])
+    shape["experts"] = Experts(**shape["experts"]) if shape["experts"] else None
+    hardware = accelerator_from_fields(fields["hardware"], "the record's hardware")
+    return Kind(CostGeometry(**shape), Layout(**fields["layout"]), hardware, fields["stages"], fields["dtype"])
+
+
+def _without_infinities(fields: Record) -> Record:
+    return {name: None if name in _ENDLESS and math.isinf(value) else value for name, value in fields.items()}
+
+
+def _with_infinities(fields: Mapping[str, Any]) -> Record:
+    return {name: math.inf if name in _ENDLESS and value is None else value for name, value in fields.items()}
+
+
+class _Reading:
+    """Whatever goes wrong while a record is taken apart is the record's fault."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, JdisaggError) or not isinstance(error, KeyError | TypeError | ValueError | AttributeError | IndexError):
+            return
+        raise ConfigError(f"this is no record of a decision ({type(error).__name__}: {error}); give a line of a decision log") from error

@@ -1,0 +1,152 @@
+"""Quotas, the speed of the queue, breakers, and learned lengths: small pure parts of admission and placement."""
+
+import random
+
+import pytest
+
+from jdisagg.config import RoutingConfig
+from jdisagg.errors import ConfigError, OverloadedError
+from jdisagg.router.admission import Drain, Quotas, limit_seconds
+from jdisagg.router.breaker import FAILURES, FIRST_SECONDS, MOST_SECONDS, Breaker, BreakerState
+from jdisagg.router.predictor import COLD_TOKENS, FEWEST, LearnedLengths, MaxTokens
+
+
+def test_a_quota_lets_its_rate_through_and_says_when_there_is_more() -> None:
+    quotas = Quotas({"free": 100.0}, burst_seconds=2.0)
+    quotas.take("free", 150, 0.0)
+    with pytest.raises(OverloadedError, match="tenant 'free'.*100 tokens") as caught:
+        quotas.take("free", 150, 0.0)
+    assert caught.value.retry_after_seconds == pytest.approx(1.0)
+    with pytest.raises(OverloadedError):
+        quotas.take("free", 150, 0.99)
+    quotas.take("free", 150, 1.0)
+    quotas.take("other", 10**9, 1.0)
+
+
+def test_what_was_taken_for_a_refused_request_is_given_back() -> None:
+    quotas = Quotas({"t": 10.0}, burst_seconds=1.0)
+    for _ in range(5):
+        quotas.take("t", 10, 0.0)
+        quotas.give_back("t", 10)
+    quotas.take("t", 10, 0.0)
+
+
+def test_over_a_long_time_a_quota_is_its_rate() -> None:
+    quotas, draw, used = Quotas({"t": 50.0}, burst_seconds=4.0), random.Random(0), 0
+    for step in range(20_000):
+        tokens = draw.randrange(1, 30)
+        try:
+            quotas.take("t", tokens, step * 0.05)
+        except OverloadedError:
+            continue
+        used += tokens
+    assert used == pytest.approx(50.0 * 1000 + 200, rel=0.01)
+
+
+def test_a_request_larger_than_a_whole_burst_waits_for_a_full_bucket() -> None:
+    quotas = Quotas({"t": 10.0}, burst_seconds=1.0)
+    quotas.take("t", 100, 0.0)
+    with pytest.raises(OverloadedError):
+        quotas.take("t", 1, 1.0)
+    quotas.take("t", 1, 9.2)
+
+
+def test_the_limit_of_a_first_token_is_the_objective_or_the_deadline() -> None:
+    assert (limit_seconds(None, 7.0), limit_seconds(2.0, 7.0), limit_seconds(9.0, 7.0)) == (7.0, 2.0, 7.0)
+
+
+def test_the_queue_is_as_fast_as_it_was_lately_while_somebody_waited() -> None:
+    drain = Drain()
+    assert drain.seconds(1000.0) == 0.0, "nothing is known"
+    drain.busy(0.0)
+    for step in range(1, 101):
+        drain.served(50.0, step * 0.1)
+    assert drain.seconds(1000.0) == pytest.approx(2.0, rel=0.05)
+    drain.idle(10.0)
+    drain.busy(1000.0)
+    assert drain.seconds(1000.0) == pytest.approx(2.0, rel=0.05), "idle time says nothing about it"
+    for step in range(1, 301):
+        drain.served(5.0, 1000.0 + step * 0.1)
+    assert drain.seconds(1000.0) == pytest.approx(20.0, rel=0.1)
+
+
+def test_a_breaker_opens_after_failures_in_a_row_and_a_probe_heals_it() -> None:
+    breaker = Breaker()
+    for _ in range(FAILURES - 1):
+        breaker.failed(0.0)
+    assert breaker.state(0.0) is BreakerState.CLOSED and breaker.barred_until == 0.0
+    breaker.failed(0.0)
+    assert breaker.state(0.5) is BreakerState.OPEN and breaker.barred_until == FIRST_SECONDS
+    breaker.failed(0.5)
+    assert breaker.barred_until == FIRST_SECONDS, "what was under way says nothing new"
+    assert breaker.state(1.0) is BreakerState.HALF_OPEN
+    breaker.placed(1.0)
+    assert breaker.barred_until == 2.0, "one probe at a time"
+    breaker.failed(1.2)
+    assert breaker.barred_until == pytest.approx(1.2 + 2 * FIRST_SECONDS), "twice as long"
+
+
+def test_a_breaker_tries_again_for_ever_and_not_too_seldom() -> None:
+    breaker, now, waits = Breaker(), 0.0, []
+    for _ in range(12):
+        for _ in range(FAILURES):
+            breaker.failed(now)
+        waits.append(breaker.barred_until - now)
+        now = breaker.barred_until
+        breaker.placed(now)
+    assert waits == sorted(waits) and waits[-1] == MOST_SECONDS
+
+
+def test_lengths_are_learned_by_tenant_and_class_of_prompt() -> None:
+    predictor, draw = LearnedLengths(0.75), random.Random(0)
+    assert (predictor.predict("a", 100, 500), predictor.predict("a", 100, 10**6)) == (500, COLD_TOKENS), "nothing was seen"
+    seen = [draw.randrange(1, 400) for _ in range(200)]
+    for length in seen:
+        predictor.observe("a", 100, length)
+        predictor.observe("a", 5000, 20)
+    assert predictor.predict("a", 100, 10**6) == sorted(seen)[150]
+    assert predictor.predict("a", 120, 10**6) == sorted(seen)[150], "the same power of two"
+    assert predictor.predict("a", 5000, 10**6) == 20
+    assert predictor.predict("a", 100, 30) == 30, "never more than was asked for"
+    both = predictor.predict("a", 700, 10**6)
+    assert 20 <= both <= 400, "the tenant's, where the class is new"
+    assert predictor.predict("b", 100, 10**6) == both == predictor.predict("c", 1, 10**6) or predictor.predict("b", 100, 10**6) >= 1
+
+
+def test_lengths_forget_what_is_long_past() -> None:
+    predictor = LearnedLengths(0.5)
+    for length in [1000] * 300 + [10] * 300:
+        predictor.observe("t", 50, length)
+    assert predictor.predict("t", 50, 10**6) == 10 and predictor.typical_tokens == 10
+
+
+def test_a_thousand_tenants_do_not_grow_it_without_bound() -> None:
+    predictor = LearnedLengths(0.5, classes=8)
+    for tenant in range(1000):
+        for _ in range(FEWEST):
+            predictor.observe(str(tenant), 50, tenant)
+    assert predictor.predict("999", 50, 10**6) == 999
+    assert predictor.predict("0", 50, 10**6) != 0, "forgotten: it is like everybody's"
+
+
+def test_without_learning_the_clients_word_is_taken() -> None:
+    predictor = MaxTokens()
+    predictor.observe("t", 10, 5)
+    assert predictor.predict("t", 10, 300) == 300 and predictor.typical_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"tenant_weights": "gold"}, "gold"),
+        ({"tenant_weights": "gold=much"}, "gold=much"),
+        ({"tenant_quotas": "free=0"}, "free"),
+        ({"output_quantile": 1.5}, "output_quantile"),
+        ({"local_gain": 1.0}, "local_gain"),
+        ({"ttft_slo_seconds": -1.0}, "ttft_slo_seconds"),
+    ],
+)
+def test_wrong_routing_settings_are_refused_by_name(wrong: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        RoutingConfig(**wrong)  # type: ignore[arg-type]
+    assert RoutingConfig(tenant_weights="gold=4, free=0.5").weights() == {"gold": 4.0, "free": 0.5}
