@@ -1,0 +1,155 @@
+"""The simulated bridge: who offers which block, and how long its bytes take over links that several pulls share.
+
+Each worker has, for each kind of link, one way out and one way in, as wide as the links of its devices together. A pull flows at the lesser
+of its two ways' fair shares (width divided by the flows on it), recomputed whenever a flow begins or ends there; what one way cannot use
+is not given to others beyond that (max-min fairness would; the difference shows only where both ways are crowded unevenly).
+
+Blocks are offered before they are computed. With `overlap` > 1 the layers of a chunk leave in that many groups: all but the last
+may move while the chunk computes, as the live system's layer groups do; with 1 nothing moves before the chunk is done. Knows no workers
+but as names, no requests. Invariant: a way is never used beyond its width.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from jdisagg.router.hardware import Link
+
+
+@dataclass(slots=True, eq=False)
+class Way:
+    """One direction of one kind of link of one worker. `slowed` < 1: a fault holds it back."""
+
+    bytes_per_second: float
+    flows: "dict[_Flow, None]" = field(default_factory=dict)
+    moved_bytes: float = 0.0
+    slowed: float = 1.0
+
+    @property
+    def share(self) -> float:
+        return self.bytes_per_second * self.slowed / max(1, len(self.flows))
+
+
+@dataclass(slots=True, eq=False)
+class _Flow:
+    out: Way
+    into: Way
+    left_bytes: float
+    at: float
+    done: Callable[[], None]
+    rate: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+
+
+@dataclass(slots=True)
+class Offered:
+    """A block of `tokens` that `owner` computes from `begins_at` to `ready_at`."""
+
+    owner: str
+    tokens: int
+    begins_at: float
+    ready_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """A worker on the channel: its place ("rack/host/domain/process") and how many devices' links it has."""
+
+    place: str
+    links: int
+
+
+class SimulatedChannel:
+    """`link(place, place)`: the kind of link between two workers. `stalled`: workers whose pulls never end (a fault)."""
+
+    def __init__(self, link: Callable[[str, str], Link], overlap: int = 2) -> None:
+        self.offered: dict[int, Offered] = {}
+        self.ends: dict[str, Ends] = {}
+        self.gone: set[str] = set()
+        self.stalled: set[str] = set()
+        self._link = link
+        self._overlap = overlap
+        self._ways: dict[tuple[str, str, bool], Way] = {}
+        self._slowed: dict[str, float] = {}
+        self._links: dict[tuple[str, str], tuple[Link, Way, Way]] = {}
+
+    def lose(self, owner: str) -> None:
+        """The worker died: nothing of it can be pulled any more."""
+        self.gone.add(owner)
+        self.offered = {offer_id: offered for offer_id, offered in self.offered.items() if offered.owner != owner}
+
+    def slow(self, worker: str, factor: float) -> None:
+        """All ways of a worker go at `factor` of their speed from now on; 1 heals."""
+        self._slowed[worker] = factor
+        for (name, _, _), way in self._ways.items():
+            if name == worker:
+                way.slowed = factor
+                self._share_again((way,))
+
+    def moved_bytes(self, worker: str) -> float:
+        """What has left the worker so far."""
+        return sum(way.moved_bytes for (name, _, outward), way in self._ways.items() if name == worker and outward)
+
+    def pull(self, offered: Offered, receiver: str, size_bytes: float, done: Callable[[], None]) -> None:
+        """Calls `done` when all of it has arrived."""
+        loop = asyncio.get_running_loop()
+        if offered.owner in self.stalled or receiver in self.stalled:
+            return
+        link, out, into = self._between(offered.owner, receiver)
+        now, ready_at = loop.time(), offered.ready_at
+        tail = size_bytes / self._overlap
+        head_at = offered.begins_at + (ready_at - offered.begins_at) / self._overlap
+
+        def arrived() -> None:
+            loop.call_later(link.latency_seconds, done)
+
+        if self._overlap == 1 or now >= ready_at:
+            loop.call_at(max(now, ready_at), self._flow, out, into, size_bytes, arrived)
+            return
+
+        def then_tail() -> None:
+            if loop.time() >= ready_at:
+                self._flow(out, into, tail, arrived)
+            else:
+                loop.call_at(ready_at, self._flow, out, into, tail, arrived)
+
+        loop.call_at(max(now, head_at), self._flow, out, into, size_bytes - tail, then_tail)
+
+    def _flow(self, out: Way, into: Way, size_bytes: float, done: Callable[[], None]) -> None:
+        flow = _Flow(out, into, size_bytes, asyncio.get_running_loop().time(), done)
+        out.moved_bytes += size_bytes
+        out.flows[flow] = into.flows[flow] = None
+        self._share_again((out, into))
+
+    def _share_again(self, ways: tuple[Way, ...]) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for flow in dict.fromkeys(flow for way in ways for flow in way.flows):
+            rate = min(flow.out.share, flow.into.share)
+            if rate == flow.rate:
+                continue
+            flow.left_bytes = max(0.0, flow.left_bytes - flow.rate * (now - flow.at))
+            flow.at, flow.rate = now, rate
+            if flow.timer is not None:
+                flow.timer.cancel()
+            flow.timer = loop.call_at(now + flow.left_bytes / rate, self._end, flow) if rate > 0 else None
+
+    def _end(self, flow: _Flow) -> None:
+        del flow.out.flows[flow], flow.into.flows[flow]
+        flow.timer = None
+        self._share_again((flow.out, flow.into))
+        flow.done()
+
+    def _between(self, sender: str, receiver: str) -> tuple[Link, Way, Way]:
+        known = self._links.get((sender, receiver))
+        if known is None:
+            link = self._link(self.ends[sender].place, self.ends[receiver].place)
+            known = self._links[sender, receiver] = (link, self._way(sender, link, True), self._way(receiver, link, False))
+        return known
+
+    def _way(self, worker: str, link: Link, outward: bool) -> Way:
+        key = (worker, link.name, outward)
+        if key not in self._ways:
+            width = link.bytes_per_second * link.efficiency * self.ends[worker].links
+            self._ways[key] = Way(width, slowed=self._slowed.get(worker, 1.0))
+        return self._ways[key]

@@ -1,0 +1,290 @@
+"""A fleet at work: the live workers on simulated meshes, a live roster that hears their heartbeats, and the live request path before them.
+
+This is assembly, as `engine/embedded.py` and `launch/router.py` are: nothing is decided here. Build and use it inside a virtual loop.
+"""
+
+import asyncio
+import random
+from dataclasses import dataclass, replace
+
+from jdisagg.clock import Clock
+from jdisagg.config import InstanceConfig, Mode
+from jdisagg.dispatch.outcomes import Path as Front
+from jdisagg.dispatch.ports import DecodePort, HandoffSource, PeerPort, PrefillPort, WorkerRole
+from jdisagg.dispatch.request_path import RequestPath
+from jdisagg.dispatch.roster import ModelCard, Roster, WorkerCard, WorkerPorts
+from jdisagg.errors import ConfigError, HandoffError, UnavailableError
+from jdisagg.request import Request
+from jdisagg.router.affinity import PrefixAffinity
+from jdisagg.simulator.channel import Ends, SimulatedChannel
+from jdisagg.simulator.executor import SimulatedExecutor
+from jdisagg.simulator.fleet import Fleet, Pool
+from jdisagg.simulator.late import Computed, LateDecode, LatePrefill
+from jdisagg.simulator.mortal import Life, MortalDecode, MortalPeer, MortalPrefill
+from jdisagg.simulator.prefix_cache import PrefixCache, blocks_of
+from jdisagg.simulator.report import Usage
+from jdisagg.simulator.timeline import Timeline
+from jdisagg.telemetry import Counters
+from jdisagg.worker.decode_worker import DecodeWorker
+from jdisagg.worker.prefill_worker import PrefillWorker
+
+SWEEP_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _NoText:
+    """Simulated tokens have no text."""
+
+    text: str = ""
+    tokens_kept: int = 0
+    stopped: bool = False
+
+    def push(self, token_ids: tuple[int, ...]) -> "_NoText":
+        return self
+
+    def finish(self) -> str:
+        return ""
+
+
+_NO_TEXT = _NoText()
+
+
+@dataclass(slots=True, eq=False)
+class Process:
+    """One start of one worker. `life` None: it cannot die."""
+
+    worker: PrefillWorker | DecodeWorker
+    mesh: SimulatedExecutor
+    card: WorkerCard
+    life: Life | None
+    beating: asyncio.TimerHandle | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A worker's name, role and place; who sits there may die and be started again."""
+
+    name: str
+    role: WorkerRole
+    pool: Pool
+    place: str
+
+
+class SimulatedCluster:
+    """`mortal`: workers may be killed, which costs a little for every call."""
+
+    def __init__(self, fleet: Fleet, clock: Clock, seed: int = 0, mortal: bool = False) -> None:
+        self.fleet = fleet
+        self.clock = clock
+        self.timelines: list[Timeline] = []
+        self.processes: dict[str, Process] = {}
+        self.former: list[Process] = []
+        self.clients: dict[asyncio.Task[None], None] = {}  # whose requests are under way, in order of arrival
+        self.counters = Counters()
+        self.channel = SimulatedChannel(fleet.link_between(), fleet.overlap)
+        self._random = random.Random(seed)
+        self._mortal = mortal
+        self._computed = Computed()
+        self._costs = [fleet.costs_of(pool) for pool in fleet.pools]
+        self._limits = [fleet.limits_of(pool) for pool in fleet.pools]
+        self._model = _model_card(fleet)
+        self._sweeping: asyncio.Task[None] | None = None
+        roles = (WorkerRole.PREFILL, WorkerRole.DECODE) if fleet.mode is Mode.DISAGGREGATED else (WorkerRole.MIXED,)
+        self.seats = {
+            f"{role.value}-{index}": Seat(f"{role.value}-{index}", role, pool, place)
+            for role, pool, places in zip(roles, fleet.pools, fleet.places(), strict=True)
+            for index, place in enumerate(places)
+        }
+        self.roster = Roster(clock, self._open_ports)
+        self.path = RequestPath(
+            self.roster.prefill,
+            self.roster.decode,
+            _no_text,
+            fleet.limits,
+            clock,
+            self.new_id,
+            address=self.roster.address,
+            statuses=self.roster.statuses,
+            accounts=self.roster.accounts,
+            routing=fleet.routing,
+        )
+        self.front: Front = self.path  # whom clients ask; a hook may set something before the path
+        self.path.placing.rules = replace(self.path.placing.rules, decode_first=not fleet.late_reservation)
+        self.affinity = PrefixAffinity(lambda request: blocks_of(request.prompt_token_ids, fleet.block_tokens), fleet.block_tokens)
+        if fleet.cache_blocks:
+            self.path.placing.affinity = self.affinity
+
+    def new_id(self) -> int:
+        return self._random.getrandbits(63)
+
+    async def start(self) -> None:
+        for name in self.seats:
+            await self.start_worker(name)
+        self._sweeping = asyncio.create_task(self._sweep())
+
+    async def stop(self) -> None:
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        for process in self.processes.values():
+            if process.beating is not None:
+                process.beating.cancel()
+            await process.worker.stop()
+
+    async def start_worker(self, name: str) -> None:
+        """Starts a worker, for the first time or again, and makes it known."""
+        if name in self.processes:
+            self.former.append(self.processes[name])
+        seat = self.seats[name]
+        index = self.fleet.pools.index(seat.pool)
+        timeline = Timeline(len(self.timelines), name)
+        self.timelines.append(timeline)
+        self.channel.ends[name] = Ends(seat.place, seat.pool.devices)
+        self.channel.gone.discard(name)
+        self.channel.stalled.discard(name)
+        self.affinity.forget(name)
+        fleet, instance = self.fleet, seat.pool.instance
+        cache = PrefixCache(fleet.cache_blocks, fleet.block_tokens) if fleet.cache_blocks and seat.role is not WorkerRole.DECODE else None
+        longest = min(30.0, fleet.limits.step_seconds / 4)
+        mesh = SimulatedExecutor(
+            name,
+            self._limits[index],
+            self._costs[index],
+            self.channel,
+            timeline,
+            fleet.run_ahead,
+            fleet.fused,
+            longest,
+            cache,
+            seat.pool.stages,
+            fleet.drains,
+        )
+        life = Life() if self._mortal else None
+        worker = self._worker(name, seat.role, mesh, instance, life)
+        hardware = None if seat.pool.costs else seat.pool.hardware
+        card = WorkerCard(
+            name, worker.boot_id, seat.role, f"{name}:1", instance.layout, self._model, seat.place, hardware, seat.pool.stages
+        )
+        process = self.processes[name] = Process(worker, mesh, card, life)
+        await worker.start()
+        self.roster.register(card)
+        self.roster.heartbeat(worker.boot_id, await worker.status())
+        self._beat_later(process)
+
+    async def kill(self, name: str) -> None:
+        """As `kill -9`: from one moment to the next nothing of it answers."""
+        process = self.processes[name]
+        assert process.life is not None, "a cluster whose workers may die is built so"
+        process.life.dead.set()
+        if process.beating is not None:
+            process.beating.cancel()
+        self.channel.lose(name)
+        self.affinity.forget(name)
+        await asyncio.sleep(0)
+        await process.worker.stop()
+
+    def usage(self) -> tuple[Usage, ...]:
+        """What each seat's devices did, those that died there included."""
+        busy: dict[str, float] = {}
+        for process in (*self.former, *self.processes.values()):
+            busy[process.card.name] = busy.get(process.card.name, 0.0) + process.mesh.busy_seconds
+        return tuple(
+            Usage(
+                name,
+                seat.role.value,
+                seat.pool.devices,
+                busy.get(name, 0.0),
+                seat.pool.hardware.dollars_per_hour,
+                self.channel.moved_bytes(name),
+            )
+            for name, seat in self.seats.items()
+        )
+
+    def _worker(
+        self, name: str, role: WorkerRole, mesh: SimulatedExecutor, instance: InstanceConfig, life: Life | None
+    ) -> PrefillWorker | DecodeWorker:
+        limits = self.fleet.limits
+        if role is WorkerRole.PREFILL:
+            return PrefillWorker(name, mesh, instance, limits, self.clock, self.new_id)
+        return DecodeWorker(
+            name,
+            mesh,
+            instance,
+            self.fleet.mode,
+            limits,
+            lambda source: self._peer(source, life),
+            self.clock,
+            self.new_id,
+            address=f"{name}:1",
+        )
+
+    def _peer(self, source: HandoffSource, ours: Life | None) -> PeerPort:
+        process = self.processes.get(source.worker)
+        if process is None:
+            raise HandoffError(f"nobody listens at {source.address}")
+        return process.worker if process.life is None or ours is None else MortalPeer(process.worker, process.life, ours)
+
+    def _open_ports(self, card: WorkerCard) -> WorkerPorts:
+        process = self.processes[card.name]
+        worker, life = process.worker, process.life
+        if isinstance(worker, PrefillWorker):
+            prefill: PrefillPort = worker if life is None else MortalPrefill(worker, life)
+            return WorkerPorts(prefill=LatePrefill(prefill, self._computed) if self.fleet.late_reservation else prefill)
+        decode: DecodePort = worker if life is None else MortalDecode(worker, life)
+        if self.fleet.late_reservation:
+            decode = LateDecode(decode, self._computed, card.name, self.new_id)
+        return WorkerPorts(decode=decode)
+
+    async def switch_role(self, name: str, role: WorkerRole, seconds: float, drain_seconds: float | None = None) -> None:
+        """A worker of two pools changes sides: it drains, takes `seconds` to lay its weights out as the other pool does, and is back under
+        the same name. Raises ConfigError where the pools do not allow it, UnavailableError where its process ends meanwhile."""
+        self.fleet.check_roles_change()
+        if role is WorkerRole.MIXED:
+            raise ConfigError(f"worker {name!r} cannot become a {role.value} worker: the fleet has no such pool")
+        process = self.processes[name]
+        await process.worker.drain(drain_seconds)
+        self._check_still_there(name, process)
+        if process.beating is not None:
+            process.beating.cancel()
+        self.roster.deregister(name, process.worker.boot_id)
+        self.affinity.forget(name)
+        await process.worker.stop()
+        await self.clock.sleep(seconds)
+        self._check_still_there(name, process)
+        pool = self.fleet.pools[0 if role is WorkerRole.PREFILL else 1]
+        self.seats[name] = replace(self.seats[name], role=role, pool=pool)
+        self.counters.add("roles_switched")
+        await self.start_worker(name)
+
+    def _check_still_there(self, name: str, process: Process) -> None:
+        if self.processes[name] is not process or (process.life is not None and process.life.dead.is_set()):
+            raise UnavailableError(f"worker {name!r} ended while it changed its role; it comes back as what it was, if at all")
+
+    def _beat_later(self, process: Process) -> None:
+        process.beating = asyncio.get_running_loop().call_later(self.fleet.heartbeat_seconds, self._beat, process)
+
+    def _beat(self, process: Process) -> None:
+        """A timer's, not a task's: of a thousand workers these are most of what happens."""
+        try:
+            status = process.worker.status_now()
+        except UnavailableError:
+            return  # its mesh failed: it says nothing any more
+        self.roster.heartbeat(process.worker.boot_id, status)
+        name, cache = process.worker.name, process.mesh.cache
+        if cache is not None and not self.affinity.heard(name, cache.tree.take_events()):
+            self.affinity.replace(name, cache.tree.snapshot())
+        self._beat_later(process)
+
+    async def _sweep(self) -> None:
+        while True:
+            await self.clock.sleep(SWEEP_SECONDS)
+            self.roster.sweep()
+
+
+def _no_text(request: Request) -> _NoText:
+    return _NO_TEXT
+
+
+def _model_card(fleet: Fleet) -> ModelCard:
+    geometry, dtype = fleet.geometry, fleet.dtype
+    kept = geometry.kv_bytes_per_token(fleet.kv_dtype or dtype)
+    return ModelCard(geometry.name, "simulated", geometry.vocabulary, fleet.context, dtype, kept, geometry=geometry)

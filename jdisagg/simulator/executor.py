@@ -1,0 +1,395 @@
+"""A mesh without a device: an `Executor` (scheduler/commands.py) whose commands take the seconds that a cost model says.
+
+Commands run one after the other, as on a device; pulls run beside them, on the channel. Tokens are synthetic (`timeline`). Decode
+steps run as spans: a `DecodeSteps` of k steps is one event, and `interrupt` ends it early, at a step's boundary, when somebody waits to
+join; so the work of a simulated step does not grow with its tokens.
+
+What the spans leave out: the live loop issues a step ahead of the one that runs (worker/step_loop.py), so that what is submitted in the
+midst of a step takes effect `run_ahead` steps after the next boundary; insertions and interruptions wait as long here. Insertions
+push the steps behind them back. With pipeline stages the step is that of the fullest batch under way (`turns`). `drains`: nothing is
+issued while pages are written, and who came joins the next step; with pipeline stages that is a loop of its own (`serial_loop`).
+`fused`: a prefill chunk and the decode step that is issued with it run as one step (chunked prefill as Sarathi-Serve does it), not
+one after the other as the live mesh does.
+
+Knows no requests, pages or schedulers. Invariant: what was asked ends in the order in which it was asked, pulls excepted.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jdisagg.errors import UnavailableError
+from jdisagg.layout.mesh_card import MeshCard
+from jdisagg.scheduler.commands import (
+    NO_TOKEN,
+    BlockChecksum,
+    DecodeResult,
+    DecodeSteps,
+    Done,
+    ExtractBlock,
+    ExtractResult,
+    InsertBlock,
+    InsertResult,
+    MeshLimits,
+    PrefillChunk,
+    PrefillResult,
+    PrefillRow,
+    PullBlock,
+    PullResult,
+    ReleaseOffers,
+    SampledToken,
+    StepCommand,
+    StepResult,
+)
+from jdisagg.simulator.channel import Offered, SimulatedChannel
+from jdisagg.simulator.prefix_cache import PrefixCache
+from jdisagg.simulator.serial_loop import SerialLoop
+from jdisagg.simulator.step_costs import Pace, StepCosts
+from jdisagg.simulator.timeline import Timeline
+from jdisagg.simulator.turns import Turns, load_of
+
+Result = asyncio.Future[StepResult]
+ISSUE_TURNS = 8  # of the event loop: more than a result needs to be read and the next command to be issued
+
+
+@dataclass(slots=True, eq=False)
+class _Span:
+    """Decode steps under way. `steps` may be cut; `delay`: seconds that insertions took in their midst; `after`: those behind them."""
+
+    command: DecodeSteps
+    future: Result
+    start: float
+    pace: Pace
+    steps: int
+    timer: asyncio.TimerHandle | None = None
+    delay: float = 0.0
+    after: float = 0.0
+
+    def end_of(self, steps: int) -> float:
+        return self.start + self.delay + self.pace.seconds(steps)
+
+
+class SimulatedExecutor:
+    """Implements `InterruptibleExecutor`. `longest_span_seconds`: a span ends by itself after about so long, so that a mesh that hangs
+    can be told from one that works."""
+
+    def __init__(
+        self,
+        name: str,
+        limits: MeshLimits,
+        costs: StepCosts,
+        channel: SimulatedChannel,
+        timeline: Timeline,
+        run_ahead: int = 1,
+        fused: bool = False,
+        longest_span_seconds: float = 30.0,
+        cache: PrefixCache | None = None,
+        stages: int = 1,
+        drains: bool = False,
+    ) -> None:
+        self.name = name
+        self.limits = limits
+        self.card = MeshCard((limits.ranks, 1, 1), tuple(range(limits.ranks)), (0,) * limits.ranks)
+        self.timeline = timeline
+        self.cache = cache
+        self.busy_seconds = 0.0
+        self.steps_run = 0
+        self._costs = costs
+        self._channel = channel
+        self._run_ahead = run_ahead
+        self._fused = fused
+        self._longest_span_seconds = longest_span_seconds
+        self._drains = drains
+        staged = limits.ranks if stages > 1 else 0
+        self._turns = [Turns(stages, self._step_parts) for _ in range(0 if drains else staged)]
+        self._loops = [SerialLoop(stages, self._step_parts) for _ in range(staged if drains else 0)]
+        self._loop = asyncio.get_running_loop()
+        self._free_at = 0.0
+        self._span: _Span | None = None
+        self._held: tuple[PrefillChunk, Result] | None = None
+        self._positions = [[0] * limits.slots_per_rank for _ in range(limits.ranks)]
+        self._limit = [[0] * limits.slots_per_rank for _ in range(limits.ranks)]
+        self._broken = self._hanging = False
+
+    def run(self, command: StepCommand) -> Result:
+        future: Result = self._loop.create_future()
+        if self._broken:
+            self._loop.call_soon(_fail, future)
+        elif self._hanging:
+            pass
+        elif isinstance(command, DecodeSteps):
+            self._decode(command, future)
+        elif isinstance(command, PullBlock):
+            self._pull(command, future)
+        elif isinstance(command, InsertBlock):
+            self._insert(command, future)
+        elif isinstance(command, PrefillChunk):
+            self._prefill(command, future)
+        elif isinstance(command, ExtractBlock):
+            self._extract(command, future)
+        else:
+            if isinstance(command, ReleaseOffers):
+                for offer_id in command.offer_ids:
+                    self._channel.offered.pop(offer_id, None)
+            future.set_result(Done(command.step))
+        return future
+
+    def interrupt(self) -> None:
+        """Ends the decode steps under way at the next boundary at which a command issued now would take its place."""
+        span = self._span
+        if span is not None:
+            steps = self._boundary(span)
+            if steps < span.steps:
+                span.steps = steps
+                self._reschedule(span)
+
+    def break_down(self) -> None:
+        """A fault: every command from now on fails."""
+        self._broken = True
+        self._drop_span()
+
+    def hang(self) -> None:
+        """A fault: nothing that is under way or comes later ever ends."""
+        self._hanging = True
+        self._drop_span()
+
+    def close(self) -> None:
+        """There is nothing to free."""
+
+    # ---- prefill
+
+    def _prefill(self, command: PrefillChunk, future: Result) -> None:
+        if self._fused:
+            # The decode step that is issued before the chunk begins joins it.
+            self._run_held()
+            self._held = command, future
+            self._loop.call_soon(self._release_held, command, ISSUE_TURNS)
+        else:
+            self._run_chunk(command, future, *self._prefill_seconds(command))
+
+    def _release_held(self, command: PrefillChunk, turns: int) -> None:
+        """Runs a chunk alone when its time has come, and the step loop has had its turns to read what ended and to issue a decode step."""
+        if self._held is None or self._held[0] is not command:
+            return
+        if self._loop.time() < self._free_at:
+            self._loop.call_at(self._free_at, self._release_held, command, ISSUE_TURNS)
+        elif turns:
+            self._loop.call_soon(self._release_held, command, turns - 1)
+        else:
+            self._run_held()
+
+    def _run_held(self) -> None:
+        if self._held is not None:
+            chunk, future = self._held
+            self._held = None
+            self._run_chunk(chunk, future, *self._prefill_seconds(chunk))
+
+    def _run_chunk(self, command: PrefillChunk, future: Result, seconds: float, interval: float) -> None:
+        start = max(self._loop.time(), self._free_at)
+        self._free_at = start + interval
+        self.busy_seconds += interval
+        self._offer(command.rows, start, start + seconds)
+        self._loop.call_at(start + seconds, self._end_chunk, command, future, start, seconds)
+
+    def _end_chunk(self, command: PrefillChunk, future: Result, start: float, seconds: float) -> None:
+        if not self._ends(future):
+            return
+        (token,) = self.timeline.add(start, Pace(seconds), 1)
+        samples = tuple(SampledToken(row.sequence, spec.child, token) for row in command.rows for spec in row.samples)
+        if self.cache is not None:
+            for row in command.rows:
+                self.cache.computed(row)
+        future.set_result(PrefillResult(command.step, samples))
+
+    def _offer(self, rows: Sequence[PrefillRow], begins_at: float, ready_at: float) -> None:
+        for row in rows:
+            for offer in row.offers:
+                self._channel.offered[offer.offer_id] = Offered(self.name, offer.block_tokens, begins_at, ready_at)
+
+    def _prefill_seconds(self, command: PrefillChunk) -> tuple[float, float]:
+        """Of the rank that takes longest."""
+        if self.limits.ranks == 1:
+            return self._costs.prefill(self._uncached(command.rows))
+        ranks: dict[int, list[PrefillRow]] = {}
+        for row in command.rows:
+            ranks.setdefault(row.rank, []).append(row)
+        return max(self._costs.prefill(self._uncached(rows)) for rows in ranks.values())
+
+    def _uncached(self, rows: Sequence[PrefillRow]) -> list[tuple[int, int]]:
+        """(tokens to compute, tokens before them) of each row; cached ones cost nothing but their reading."""
+        if self.cache is None:
+            return [(len(row.tokens), row.start) for row in rows]
+        found = []
+        for row in rows:
+            end = row.start + len(row.tokens)
+            cached = max(row.start, min(self.cache.cached_tokens(row), end - (1 if row.samples else 0)))
+            found.append((end - cached, cached))
+        return found
+
+    # ---- decode
+
+    def _decode(self, command: DecodeSteps, future: Result) -> None:
+        assert self._span is None, "the scheduler waits for a span to end before it issues another"
+        for admit in command.admits:
+            self._positions[admit.rank][admit.slot] = admit.position
+            self._limit[admit.rank][admit.slot] = admit.limit
+        for grow in command.grows:
+            self._limit[grow.rank][grow.slot] = grow.limit
+        loads = []
+        for rank, (positions, slots) in enumerate(zip(self._positions, command.slots, strict=True)):
+            if self._turns:
+                loads.append(self._turns[rank].fullest(slots, _admitted(command, rank), positions))
+            else:
+                loads.append(load_of(slots, positions))
+        start = max(self._loop.time(), self._free_at)
+        steps = command.steps
+        if self._loops:
+            ranks = enumerate(zip(self._loops, command.slots, self._positions, strict=True))
+            cycles = [loop.cycle(start, slots, _admitted(command, rank), positions) for rank, (loop, slots, positions) in ranks]
+            pace, steps = Pace(max(cycles)), 1
+        else:
+            pace = self._costs.decode(max(load[0] for load in loads), max(load[1] for load in loads), steps)
+        if pace.seconds(steps) > self._longest_span_seconds:
+            steps = max(1, pace.steps_begun(self._longest_span_seconds))
+        span = self._span = _Span(command, future, start, pace, steps)
+        if self._held is not None:
+            self._fuse(span, loads)
+        self._reschedule(span)
+
+    def _step_parts(self, sequences: int, context_tokens: int) -> tuple[float, float]:
+        host = self._costs.host(sequences)
+        return self._costs.decode(sequences, context_tokens, 1).first - host, host
+
+    def _fuse(self, span: _Span, loads: Sequence[tuple[int, int]]) -> None:
+        """The chunk runs within the span's first step, which takes so much longer: as long as the rank that takes longest."""
+        assert self._held is not None
+        chunk, future = self._held
+        self._held = None
+        chunks: list[list[tuple[int, int]]] = [[] for _ in loads]
+        for row, sizes in zip(chunk.rows, self._uncached(chunk.rows), strict=True):
+            chunks[row.rank].append(sizes)
+        tokens = [sum(new for new, _ in rows) + sequences for rows, (sequences, _) in zip(chunks, loads, strict=True)]
+        seconds = max(self._costs.mixed(rows, *load, sum(tokens) - own) for rows, load, own in zip(chunks, loads, tokens, strict=True))
+        span.delay = max(0.0, seconds - span.pace.first)
+        end = span.end_of(1)
+        self._offer(chunk.rows, span.start, end)
+        self._loop.call_at(end, self._end_chunk, chunk, future, span.start, end - span.start)
+
+    def _reschedule(self, span: _Span) -> None:
+        if span.timer is not None:
+            span.timer.cancel()
+        end = span.end_of(span.steps)
+        self._free_at = end + span.after
+        span.timer = self._loop.call_at(end, self._end_span, span)
+
+    def _boundary(self, span: _Span) -> int:
+        """After how many of the span's steps a command issued now has its turn."""
+        begun = span.pace.steps_begun(self._loop.time() - span.start - span.delay)
+        return min(span.steps, max(1, begun) + self._run_ahead)
+
+    def _end_span(self, span: _Span) -> None:
+        self._span = span.timer = None
+        steps, command = span.steps, span.command
+        self.busy_seconds += self._free_at - span.start
+        self.steps_run += steps
+        made = self.timeline.add(span.start + span.delay, span.pace, steps)
+        tokens: list[tuple[tuple[int, ...], ...]] = []
+        for positions, limits, slots in zip(self._positions, self._limit, command.slots, strict=True):
+            rows: list[tuple[int, ...]] = []
+            for slot in slots:
+                position = positions[slot] + steps
+                if position > limits[slot]:
+                    position = limits[slot]
+                    room = position - positions[slot]
+                    rows.append(made[:room] + (NO_TOKEN,) * (steps - room))
+                else:
+                    rows.append(made)
+                positions[slot] = position
+            tokens.append(tuple(rows))
+        span.future.set_result(DecodeResult(command.step, tuple(tokens)))
+
+    def _drop_span(self) -> None:
+        if self._span is not None and self._span.timer is not None:
+            self._span.timer.cancel()
+            if self._broken:
+                self._loop.call_soon(_fail, self._span.future)
+            self._span = None  # or an interruption would set its timer again
+
+    def _ends(self, future: Result) -> bool:
+        """Whether a command whose time has come ends now: on a broken mesh it fails, on one that hangs it never ends."""
+        if self._broken:
+            _fail(future)
+        return not (self._broken or self._hanging or future.done())
+
+    def _end(self, future: Result, result: StepResult) -> None:
+        if self._ends(future):
+            future.set_result(result)
+
+    # ---- hand-off
+
+    def _pull(self, command: PullBlock, future: Result) -> None:
+        offered = self._channel.offered.get(command.offer_id)
+        if offered is None:
+            self._loop.call_soon(self._end, future, PullResult(command.step, command.offer_id, 0, "no such offer"))
+            return
+        size_bytes = self._costs.wire_bytes(offered.tokens)
+
+        def arrived() -> None:
+            if offered.owner in self._channel.gone:
+                self._end(future, PullResult(command.step, command.offer_id, 0, "connection reset"))
+            elif offered.owner not in self._channel.stalled:
+                self._end(future, PullResult(command.step, command.offer_id, int(size_bytes)))
+
+        self._channel.pull(offered, self.name, size_bytes, arrived)
+
+    def _insert(self, command: InsertBlock, future: Result) -> None:
+        seconds = self._costs.insert(command.valid_tokens)
+        if self._drains:
+            if self._loops:
+                self._loops[command.rank].came(self._loop.time(), command.start + command.valid_tokens, seconds)
+            else:
+                self._insert_drained(seconds)
+            future.set_result(InsertResult(command.step, command.offer_id, 0))
+            return
+        self.busy_seconds += seconds
+        span = self._span
+        if span is None:
+            at = max(self._loop.time(), self._free_at) + seconds
+            self._free_at = at
+        else:
+            # Between the steps of the span, whose rest begins that much later.
+            boundary = self._boundary(span)
+            at = span.end_of(boundary) + seconds
+            if boundary < span.steps:
+                span.delay += seconds
+                self.busy_seconds -= seconds
+                self._reschedule(span)
+            else:
+                self._free_at = at
+        self._loop.call_at(at, self._end, future, InsertResult(command.step, command.offer_id, 0))
+
+    def _insert_drained(self, seconds: float) -> None:
+        """The loop that issues steps waits for it at the next boundary; who came joins the step behind it."""
+        span = self._span
+        if span is None:
+            self._free_at = max(self._loop.time(), self._free_at) + seconds
+            self.busy_seconds += seconds
+        else:
+            span.steps = self._boundary(span)
+            span.after += seconds
+            self._reschedule(span)
+
+    def _extract(self, command: ExtractBlock, future: Result) -> None:
+        """A running sequence's pages are copied out between steps."""
+        ready_at = self._loop.time() + self._costs.insert(command.valid_tokens)
+        self._channel.offered[command.offer_id] = Offered(self.name, command.block_tokens, self._loop.time(), ready_at)
+        self._loop.call_at(ready_at, self._end, future, ExtractResult(command.step, BlockChecksum(command.offer_id, 0)))
+
+
+def _admitted(command: DecodeSteps, rank: int) -> list[int]:
+    return [admit.slot for admit in command.admits if admit.rank == rank]
+
+
+def _fail(future: Result) -> None:
+    if not future.done():
+        future.set_exception(UnavailableError("the simulated mesh broke"))

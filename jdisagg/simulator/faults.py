@@ -1,0 +1,120 @@
+"""Things that go wrong in a simulated cluster, as hooks of a run: a worker dies, hangs, breaks, drains; a link slows; clients go away.
+
+    simulate(fleet, arrivals, hooks=[faults.schedule([Death("decode-0", 10.0, back_after=5.0), SlowLink("prefill-1", 20.0, 0.1, 30.0)])])
+
+Each fault names a worker and when it strikes, in seconds of the run; what follows is the live system's affair. What struck is counted under
+`faults` in the cluster, so that a test can tell that it did.
+"""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jdisagg.errors import ConfigError
+from jdisagg.simulator.cluster import SimulatedCluster
+from jdisagg.simulator.run import Hook
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """As `kill -9`; started again `back_after` seconds later (None: never)."""
+
+    worker: str
+    at_seconds: float
+    back_after: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """From now on no command of its mesh ends, and no pull; the live system finds out by `limits.step_seconds`. Its process is then started
+    again, as a supervisor does, `back_after` seconds after the stall began (None: never)."""
+
+    worker: str
+    at_seconds: float
+    back_after: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """Its mesh's programs fail from now on; started again as after a death."""
+
+    worker: str
+    at_seconds: float
+    back_after: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SlowLink:
+    """All links of the worker at `factor` of their speed, for so many seconds."""
+
+    worker: str
+    at_seconds: float
+    factor: float
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.factor <= 1:
+            raise ConfigError(f"a slow link's factor must be in (0, 1], got {self.factor}")
+
+
+@dataclass(frozen=True, slots=True)
+class Cancels:
+    """At this moment each request under way is given up by its client with this probability."""
+
+    at_seconds: float
+    part: float = 0.1
+    seed: int = 0
+
+
+Fault = Death | Stall | Broken | SlowLink | Cancels
+
+
+def schedule(faults: Sequence[Fault]) -> Hook:
+    """The hook that lets them happen. Workers are named as in the cluster: "prefill-0", "decode-1", "mixed-2"; others are refused."""
+
+    async def strike(cluster: SimulatedCluster) -> None:
+        for fault in faults:
+            if not isinstance(fault, Cancels) and fault.worker not in cluster.seats:
+                raise ConfigError(f"fault of worker {fault.worker!r}: there are {', '.join(cluster.seats)}")
+        await asyncio.gather(*(_happen(cluster, fault) for fault in faults))
+
+    return strike
+
+
+async def _happen(cluster: SimulatedCluster, fault: Fault) -> None:
+    await asyncio.sleep(fault.at_seconds)
+    cluster.counters.add("faults", kind=type(fault).__name__.lower())
+    match fault:
+        case Death():
+            await _replace(cluster, fault.worker, 0.0, fault.back_after)
+        case Stall():
+            cluster.processes[fault.worker].mesh.hang()
+            cluster.channel.stalled.add(fault.worker)
+            await _replace(cluster, fault.worker, fault.back_after, 0.0)
+        case Broken():
+            cluster.processes[fault.worker].mesh.break_down()
+            await _replace(cluster, fault.worker, fault.back_after, 0.0)
+        case SlowLink():
+            cluster.channel.slow(fault.worker, fault.factor)
+            await asyncio.sleep(fault.seconds)
+            cluster.channel.slow(fault.worker, 1.0)
+        case Cancels():
+            chance = random.Random(fault.seed)
+            for client in [client for client in cluster.clients if chance.random() < fault.part]:
+                client.cancel()
+
+
+async def _replace(cluster: SimulatedCluster, worker: str, after: float | None, back_after: float | None) -> None:
+    """Ends the process that sits there now, and starts another; not if somebody else has done so meanwhile."""
+    process = cluster.processes[worker]
+    if after is None:
+        return
+    await asyncio.sleep(after)
+    if cluster.processes[worker] is not process or process.life is None or process.life.dead.is_set():
+        return
+    await cluster.kill(worker)
+    if back_after is not None:
+        await asyncio.sleep(back_after)
+        if cluster.processes[worker] is process:
+            await cluster.start_worker(worker)

@@ -1,0 +1,96 @@
+"""The gaps between the tokens of one request, in little room: a hundred thousand requests of hundreds of tokens must fit into memory.
+
+A record keeps count, sum, first, longest and the mean of the longest tenth exactly, and all gaps in buckets whose bounds grow by 2 %: any
+percentile over many requests is then within 1 % (`merged_percentile`). Gaps come in runs of equal length, (seconds, count), so that a span
+of k alike steps is one entry.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+from jdisagg.plain import plain
+
+GROWTH = math.log(1.02)
+SHORTEST = 1e-6  # seconds: what is shorter (tokens of one message) lies in the lowest bucket and counts as 0
+
+
+@plain
+class Gaps:
+    """`first`: first to second token. `slowest_tenth`: mean of the longest 10 % of gaps (at least one). `buckets`, `counts`: the rest."""
+
+    count: int
+    total: float
+    first: float
+    longest: float
+    slowest_tenth: float
+    buckets: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, runs: Iterable[tuple[float, int]]) -> "Gaps | None":
+        """From runs of (seconds, how many such gaps), in order of time; None where there are none (a request of one token)."""
+        listed = [run for run in runs if run[1] > 0]
+        if not listed:
+            return None
+        count, total = 0, 0.0
+        found: dict[int, int] = {}
+        for seconds, times in listed:
+            count, total = count + times, total + seconds * times
+            bucket = bucket_of(seconds)
+            found[bucket] = found.get(bucket, 0) + times
+        ordered = tuple(sorted(found))
+        listed_first = listed[0][0]
+        return cls(
+            count,
+            total,
+            listed_first,
+            max(seconds for seconds, _ in listed),
+            _slowest_tenth(listed, count),
+            ordered,
+            tuple(found[bucket] for bucket in ordered),
+        )
+
+    @classmethod
+    def of_times(cls, times: Sequence[float]) -> "Gaps | None":
+        """From the times at which the tokens came."""
+        return cls.of((later - earlier, 1) for earlier, later in zip(times, times[1:], strict=False))
+
+
+def bucket_of(seconds: float) -> int:
+    """0 for what is shorter than SHORTEST; bucket b > 0 holds [SHORTEST x 1.02^(b-1), SHORTEST x 1.02^b)."""
+    return 0 if seconds < SHORTEST else 1 + int(math.log(seconds / SHORTEST) / GROWTH)
+
+
+def bucket_seconds(bucket: int) -> float:
+    """Its geometric middle."""
+    return 0.0 if bucket == 0 else SHORTEST * math.exp((bucket - 0.5) * GROWTH)
+
+
+def merged_percentile(gaps: Sequence[Gaps], percents: Sequence[float]) -> list[float]:
+    """Percentiles of all gaps of all requests (nearest rank, the middle of its bucket, never above the longest); needs one gap."""
+    merged: dict[int, int] = {}
+    for item in gaps:
+        for bucket, count in zip(item.buckets, item.counts, strict=True):
+            merged[bucket] = merged.get(bucket, 0) + count
+    ordered, whole = sorted(merged), sum(merged.values())
+    longest = max(item.longest for item in gaps)
+    found = []
+    for percent in percents:
+        rank, below = max(1, math.ceil(percent / 100 * whole)), 0
+        for bucket in ordered:
+            below += merged[bucket]
+            if below >= rank:
+                found.append(min(bucket_seconds(bucket), longest))
+                break
+    return found
+
+
+def _slowest_tenth(runs: Sequence[tuple[float, int]], count: int) -> float:
+    left = wanted = max(1, round(count / 10))
+    total = 0.0
+    for seconds, times in sorted(runs, reverse=True):
+        taken = min(times, left)
+        total, left = total + seconds * taken, left - taken
+        if not left:
+            break
+    return total / wanted

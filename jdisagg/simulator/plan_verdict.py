@@ -1,0 +1,113 @@
+"""What a planner's findings say in words: what binds a candidate, which mode wins and by how much, and what speaks for it.
+
+Knows figures that were found (`Finding`), runs nothing. A reason is named only where a figure shows it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jdisagg.simulator.plan_bounds import Bounds, Estimator, Goal
+from jdisagg.simulator.plan_candidates import Candidate
+from jdisagg.simulator.report import Report
+
+CLOSE = 0.05  # two modes within this are as good as each other
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One rate tried: parts of the judged requests that attained the goal, and that missed by each limit."""
+
+    rate: float
+    attainment: float
+    late_first: float
+    late_tokens: float
+    unfinished: float
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A candidate after simulation. `rate`: requests a second of all of it at the wanted attainment; `report` of the highest rate tried
+    that attains it (of the lowest rate tried where none does). `kv_share`: of the decode side's room that requests held on average."""
+
+    candidate: Candidate
+    bounds: Bounds
+    rate: float
+    per_accelerator: float
+    trials: tuple[Trial, ...]
+    report: Report
+    binding: str
+    link_share: float
+    kv_share: float
+    kv_tokens: int
+
+
+def binding_limit(trial: Trial, limits: Bounds) -> str:
+    """What fails first just beyond the rate: the limit missed most often in the simulator, and the arithmetic's word for it."""
+    known = dict(limits.limits)
+    tokens = {name: rate for name, rate in known.items() if name in ("TPOT", "compute") or name.startswith(("hand-off", "link"))}
+    first = {name: rate for name, rate in known.items() if name in ("TTFT", "KV memory", "prefill compute", "compute")}
+    if trial.unfinished > max(trial.late_first, trial.late_tokens):
+        return "requests refused or unfinished"
+    side, kind = (tokens, "TPOT") if trial.late_tokens >= trial.late_first else (first, "TTFT")
+    name = min(side, key=lambda one: side[one])
+    return kind if name == kind or name == "compute" else f"{kind}, by {name}"
+
+
+def verdict(findings: Sequence[Finding], estimator: Estimator, left_out: Sequence[str]) -> str:
+    """Which mode wins, by how much, and what speaks for it; `findings` ranked."""
+    two = next((item for item in findings if item.candidate.prefill), None)
+    one = next((item for item in findings if not item.candidate.prefill), None)
+    best = findings[0]
+    if two is None or one is None:
+        only = f"Best: {_said(best)}."
+        return f"{only} Nothing to compare with ({'; '.join(left_out)})." if left_out else f"{only} Nothing else was looked at."
+    if not two.rate:
+        never = f"Two pools do not attain the goal at any rate (first to bind: {two.binding})."
+        return f"One pool: {_said(one)}. {never} {_why(one, two, estimator)}".strip()
+    if not one.rate:
+        return f"Two pools: {_said(two)}. One pool does not attain the goal at any rate (first to bind: {one.binding})."
+    gain = two.rate / one.rate
+    if abs(gain - 1) <= CLOSE:
+        return f"No clear winner: {_said(two)}; {_said(one)}. Within {CLOSE:.0%} of each other: take one pool, which is simpler."
+    if gain > 1:
+        return f"Two pools win by {gain - 1:.0%}: {_said(two)}; best of one pool: {_said(one)}, bound by {one.binding}."
+    rival = f"best of two pools: {_said(two)}, bound by {two.binding}."
+    return f"One pool wins by {1 / gain - 1:.0%}: {_said(one)}; {rival} {_why(one, two, estimator)}".strip()
+
+
+def no_rate(findings: Sequence[Finding], goal: Goal) -> str:
+    """Why no candidate attains the goal, in words."""
+    best = max(findings, key=lambda item: max(trial.attainment for trial in item.trials))
+    trial = max(best.trials, key=lambda item: item.attainment)
+    missed = f"{trial.late_first:.0%} miss TTFT, {trial.late_tokens:.0%} TPOT"
+    name = f"{best.candidate.mode.value} {best.candidate.name}"
+    return (
+        f"nothing fits, because no candidate keeps {goal.attainment:.0%} of requests within TTFT {goal.ttft_seconds:g} s and TPOT "
+        f"{goal.tpot_seconds:g} s at any rate: the nearest, {name}, keeps {trial.attainment:.0%} "
+        f"at {trial.rate:.3g} requests/s ({missed}); relax what is missed, or give faster accelerators or links"
+    )
+
+
+def _said(finding: Finding) -> str:
+    return f"{finding.candidate.mode.value} {finding.candidate.name} carries {finding.per_accelerator:.3g} requests/s an accelerator"
+
+
+def _why(one: Finding, two: Finding, estimator: Estimator) -> str:
+    """What the figures say of the reasons; empty where none stands out."""
+    reasons = []
+    if "hand-off" in two.binding or "link" in two.binding or two.link_share > 0.8:
+        reasons.append("the link is slow for what is handed off")
+    each = float(estimator.prefill_seconds(one.candidate.decode, one.candidate.chunk_tokens).mean())
+    share = one.rate * each / (one.candidate.decode_instances * one.candidate.decode.dp)
+    if share < 0.3:
+        reasons.append(f"prefill is {share:.0%} of one pool's time and disturbs decode little")
+    idle = estimator.site.accelerators - two.candidate.devices
+    if idle:
+        reasons.append(f"two pools leave {idle} accelerators idle")
+    busy = two.report.utilisation
+    few = two.candidate.prefill_instances + two.candidate.decode_instances <= 8
+    if len(busy) == 2 and max(busy.values()) > 2 * min(busy.values()) and few:
+        roles = ", ".join(f"{role} {value:.0%}" for role, value in sorted(busy.items()))
+        reasons.append(f"few instances allow no better ratio (busy: {roles})")
+    return f"Why: {'; '.join(reasons)}." if reasons else ""

@@ -1,0 +1,227 @@
+"""Should one disaggregate, with how many of each, in which layout? All candidates by arithmetic, the best few of each mode by simulation.
+
+`Planner.plan` lists what fits (`plan_candidates`), ranks it by its bounds (`plan_bounds`), keeps the best `finalists` of each mode, and
+finds for each of these by bisection the highest rate at which the goal is attained in the simulator. A `Plan` holds them ranked by that
+rate for each accelerator that the site has (idle ones count), what binds each, and the verdict in words (`plan_verdict`).
+
+How a rate is judged: the workload's requests in their order, Poisson arrivals (the same random numbers at every rate, so that curves do
+not jump) or the trace's own, stretched; requests that arrive while the empty cluster fills, at most a third, are served but not judged.
+
+Knows the simulator only as a `Runner`; prints nothing. Deterministic by seed.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from jdisagg.config import Mode
+from jdisagg.errors import ConfigError
+from jdisagg.layout.axes import Layout
+from jdisagg.router.model_geometry import CostGeometry
+from jdisagg.simulator.plan_bounds import Bounds, Demand, Estimator, Goal
+from jdisagg.simulator.plan_candidates import Candidate, Fitting, NothingFits, Site, fitting_layouts, one_pool, two_pools
+from jdisagg.simulator.plan_verdict import Finding, Trial, binding_limit, no_rate, verdict
+from jdisagg.simulator.report import Outcome, Usage, attainment, rate_at_attainment, summarise
+from jdisagg.simulator.workloads import Arrival, at_rate
+
+ALL_MODES = (Mode.DISAGGREGATED, Mode.CHUNKED, Mode.UNIFIED)
+TOLERANCE = 0.04  # of a rate, where bisection ends
+MOST_RUNS = 14  # of one candidate
+LEAST_REQUESTS = 400
+LONGEST_SECONDS = 3600  # of virtual time
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What the simulator gives back of one run."""
+
+    outcomes: tuple[Outcome, ...]
+    usage: tuple[Usage, ...] = ()
+
+
+Runner = Callable[[Candidate, Sequence[Arrival]], Run]
+Process = Literal["poisson", "trace"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`findings` ranked, best first. `considered`: candidates priced by arithmetic. `left_out`: modes with no candidate, and why."""
+
+    findings: tuple[Finding, ...]
+    considered: int
+    verdict: str
+    left_out: tuple[str, ...] = ()
+
+
+class Planner:
+    """`progress(said, done, total)` is called as work goes on."""
+
+    def __init__(
+        self,
+        geometry: CostGeometry,
+        site: Site,
+        goal: Goal,
+        runner: Runner,
+        *,
+        dtype: str = "bfloat16",
+        codec: str = "none",
+        modes: Sequence[Mode] = ALL_MODES,
+        finalists: int = 3,
+        most_requests: int = 6000,
+        arrivals: Process = "poisson",
+        seed: int = 0,
+        progress: Callable[[str, int, int], None] = lambda said, done, total: None,
+    ) -> None:
+        if finalists < 1 or most_requests < 10:
+            raise ConfigError(f"planner: finalists={finalists} must be at least 1 and most_requests={most_requests} at least 10")
+        if not modes:
+            raise ConfigError("planner: no mode to look at; give one of disaggregated, chunked, unified")
+        self._geometry, self._site, self._goal, self._runner = geometry, site, goal, runner
+        self._dtype, self._codec, self._modes = dtype, codec, tuple(modes)
+        self._finalists, self._most_requests, self._seed, self._progress = finalists, most_requests, seed, progress
+        self._arrivals: Process = arrivals
+
+    def plan(self, workload: Sequence[Arrival]) -> Plan:
+        """Raises NothingFits, with the reason, where there is no candidate or none that attains the goal at any rate."""
+        demand = Demand.of(workload)
+        fitting = fitting_layouts(self._geometry, self._site, demand.longest_tokens, self._dtype)
+        estimator = Estimator(self._site, demand, self._goal, fitting, self._codec)
+        chosen, considered, left_out = self._chosen(fitting, estimator)
+        total = len(chosen) * MOST_RUNS
+        findings: list[Finding] = []
+        for index, (candidate, limits) in enumerate(chosen):
+            said = f"{candidate.mode.value} {candidate.name}"
+
+            def tried(runs: int, said: str = said, index: int = index) -> None:
+                self._progress(said, index * MOST_RUNS + runs, total)
+
+            findings.append(self._measured(candidate, limits, estimator, workload, tried))
+        self._progress("done", total, total)
+        findings.sort(key=lambda item: (-item.per_accelerator, item.candidate.mode is Mode.DISAGGREGATED))
+        if not findings[0].rate:
+            raise NothingFits(no_rate(findings, self._goal))
+        return Plan(tuple(findings), considered, verdict(findings, estimator, left_out), left_out)
+
+    def _chosen(self, fitting: list[Fitting], estimator: Estimator) -> tuple[list[tuple[Candidate, Bounds]], int, tuple[str, ...]]:
+        """The best by arithmetic of each mode (of chunked: of each layout its best chunk size only)."""
+        listed = [*one_pool(fitting, self._site, self._modes)]
+        listed += two_pools(fitting, self._site) if Mode.DISAGGREGATED in self._modes else ()
+        priced: list[tuple[Candidate, Bounds]] = []
+        for index, candidate in enumerate(listed):
+            if index % 50 == 0:
+                self._progress(f"{len(listed)} candidates by arithmetic", 0, len(listed))
+            priced.append((candidate, estimator.bounds(candidate)))
+        priced.sort(key=lambda item: -item[1].rate)
+        chosen: list[tuple[Candidate, Bounds]] = []
+        left_out: list[str] = []
+        chunked: dict[Layout, tuple[Candidate, Bounds]] = {}
+        for item in priced:
+            if item[0].mode is Mode.CHUNKED:
+                chunked.setdefault(item[0].decode, item)
+        for mode in self._modes:
+            best = list(chunked.values()) if mode is Mode.CHUNKED else [item for item in priced if item[0].mode is mode]
+            if not best:
+                needed = 2 * min(item.layout.devices for item in fitting)
+                left_out.append(f"{mode.value}: two pools need {needed} accelerators at least, there are {self._site.accelerators}")
+            chosen += best[: self._finalists]
+        return chosen, len(listed), tuple(left_out)
+
+    def _measured(
+        self, candidate: Candidate, limits: Bounds, estimator: Estimator, workload: Sequence[Arrival], tried: Callable[[int], None]
+    ) -> Finding:
+        trials: list[Trial] = []
+
+        def trial(rate: float) -> float:
+            trials.append(self.trial(candidate, workload, estimator.demand, rate))
+            tried(len(trials))
+            return trials[-1].attainment
+
+        # A bound of 0 says that arithmetic sees no way: the simulator may still, at a low rate.
+        lowest = 2 / (self._goal.ttft_seconds + estimator.demand.steps_mean * self._goal.tpot_seconds)
+        rate = highest_rate(trial, max(limits.rate, lowest), self._goal.attainment)
+        met = [item for item in trials if item.attainment >= self._goal.attainment and item.rate <= rate * (1 + 1e-9)]
+        shown = max(met, key=lambda item: item.rate) if met else min(trials, key=lambda item: item.rate)
+        beyond = [item for item in trials if item.attainment < self._goal.attainment]
+        binding = binding_limit(min(beyond, key=lambda item: item.rate), limits) if beyond else limits.binding[0]
+        kv_tokens = estimator.rooms[candidate.decode]
+        ranks = candidate.decode_instances * candidate.decode.dp
+        held = shown.rate * estimator.demand.steps_mean * (shown.report.tpot.mean or 0.0) * estimator.demand.context_mean
+        return Finding(
+            candidate, limits, rate, rate / self._site.accelerators, tuple(sorted(trials, key=lambda item: item.rate)), shown.report,
+            binding, limits.link_share * rate, held / (kv_tokens * ranks), kv_tokens,
+        )  # fmt: skip
+
+    def holds(self, finding: Finding, workload: Sequence[Arrival], runner: Runner) -> bool:
+        """Whether the goal is attained with another runner too, at the rate of the run that the finding shows."""
+        if not finding.rate:
+            return True
+        shown = next(item for item in finding.trials if item.report is finding.report)
+        again = self.trial(finding.candidate, workload, Demand.of(workload), shown.rate, runner)
+        return again.attainment >= self._goal.attainment
+
+    def trial(self, candidate: Candidate, workload: Sequence[Arrival], demand: Demand, rate: float, runner: Runner | None = None) -> Trial:
+        """One run at `rate` requests a second."""
+        filling = self._goal.ttft_seconds + demand.steps_mean * self._goal.tpot_seconds
+        # Long enough to settle, and no days of idling at a low rate.
+        count = int(min(np.clip(4 * rate * filling, LEAST_REQUESTS, self._most_requests), max(50, rate * LONGEST_SECONDS)))
+        arrivals = requests_at(workload, rate, count, self._arrivals, self._seed)
+        run = (runner or self._runner)(candidate, arrivals)
+        judged = settled(run.outcomes, filling)
+        slo = self._goal.slo
+        first, tokens = replace(slo, tpot_seconds=None), replace(slo, ttft_seconds=None)
+        finished = [item for item in judged if item.end == "finished"]
+        return Trial(
+            rate=rate,
+            attainment=attainment(judged, slo),
+            late_first=sum(not first.attained(item) for item in finished) / len(judged),
+            late_tokens=sum(not tokens.attained(item) for item in finished) / len(judged),
+            unfinished=1 - len(finished) / len(judged),
+            report=replace(summarise(judged, slo), utilisation=summarise(run.outcomes, None, run.usage).utilisation),
+        )
+
+
+def requests_at(workload: Sequence[Arrival], rate: float, count: int, arrivals: Process, seed: int) -> list[Arrival]:
+    """`count` requests of the workload from its beginning, over again where it is shorter and names no blocks (a repeated block would be
+    a hit that the workload does not have); at `rate` a second."""
+    if any(item.block_hashes for item in workload[:1]):
+        count = min(count, len(workload))
+    if arrivals == "trace" and len(workload) > 1:
+        return at_rate(workload[:count], rate)
+    gaps = np.random.default_rng(seed).exponential(1.0, count)
+    gaps[0] = 0.0
+    # Their mean is what was asked, exactly: a few hundred draws may be off by a tenth.
+    times = np.cumsum(gaps) * (count - 1) / max(gaps.sum(), 1e-9) / rate
+    return [replace(workload[index % len(workload)], at_seconds=float(at)) for index, at in enumerate(times)]
+
+
+def settled(outcomes: Sequence[Outcome], filling_seconds: float) -> list[Outcome]:
+    """Those that arrived when the cluster had filled: after `filling_seconds`, or a third of the time of arrivals where that is less."""
+    arrivals = [item.arrival for item in outcomes]
+    first, last = min(arrivals), max(arrivals)
+    begin = first + min(filling_seconds, (last - first) / 3)
+    return [item for item in outcomes if item.arrival >= begin]
+
+
+def highest_rate(attained: Callable[[float], float], guess: float, wanted: float) -> float:
+    """The highest rate at which `attained(rate)` is at least `wanted`, within TOLERANCE, starting from `guess`; 0 where it is not even at a
+    hundredth of the guess. Assumes that attainment falls with the rate; at most MOST_RUNS calls."""
+    points: list[tuple[float, float]] = []
+
+    def met(rate: float) -> bool:
+        points.append((rate, attained(rate)))
+        return points[-1][1] >= wanted
+
+    low, high, rate = 0.0, 0.0, 0.8 * guess
+    while len(points) < MOST_RUNS and not (low and high):
+        if met(rate):
+            low, rate = rate, rate * 1.3
+        elif rate < 0.4 * guess:
+            return 0.0
+        else:
+            high, rate = rate, rate / 1.6 if rate > 0.6 * guess else 0.01 * guess
+    while low and high > low * (1 + TOLERANCE) and len(points) < MOST_RUNS:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if met(middle) else (low, middle)
+    return rate_at_attainment([point for point in points if point[0] in (low, high)], wanted) if low else 0.0

@@ -1,0 +1,240 @@
+"""What became of the requests, and what that is worth: percentiles, goodput, cost; the same for simulated and for live runs.
+
+Definitions, one place each. TTFT: arrival to first token. TPOT: (finish - first token) / (output tokens - 1), undefined for one token. TBT:
+each gap between tokens as the receiver sees it, all gaps of all requests weighing alike. Hand-off gap: first to second token. A percentile
+is numpy's "linear" (between order statistics, Hyndman and Fan's type 7); that of TBT comes from histograms, see `gaps`. A request attains
+its SLO when it finished and each limit holds; attainment is over all requests that arrived, refused ones included; goodput is attainment x
+the rate of arrivals. Rates divide by the time of arrivals, tokens and utilisation by the time from first arrival to last finish.
+
+Pure data, seconds throughout; knows no cluster.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Literal, get_args
+
+import numpy as np
+
+from jdisagg.errors import ConfigError, WorkloadError
+from jdisagg.plain import plain
+from jdisagg.simulator.gaps import Gaps, merged_percentile
+
+End = Literal["finished", "refused", "cancelled", "deadline", "failed"]
+ENDS: tuple[End, ...] = get_args(End)
+PERCENTILES = (50, 90, 95, 99)
+
+
+@plain
+class Outcome:
+    """One request that ended. Times in seconds on the run's clock; `first_token` None: none came. `output_tokens`: delivered. `reason`:
+    why it did not finish, or why it was placed as it was; `prefill`, `decode`: names of workers, "" where unknown."""
+
+    request_id: str
+    arrival: float
+    finish: float
+    prompt_tokens: int
+    output_tokens: int
+    first_token: float | None = None
+    gaps: Gaps | None = None
+    end: End = "finished"
+    tenant: str = ""
+    prefill: str = ""
+    decode: str = ""
+    reason: str = ""
+
+    @property
+    def ttft(self) -> float | None:
+        return None if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def tpot(self) -> float | None:
+        if self.first_token is None or self.output_tokens < 2:
+            return None
+        return (self.finish - self.first_token) / (self.output_tokens - 1)
+
+    @property
+    def latency(self) -> float:
+        return self.finish - self.arrival
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Limits in seconds, None: no limit. A request of one token has no TPOT and no gaps: those limits hold for it."""
+
+    ttft_seconds: float | None = None
+    tpot_seconds: float | None = None
+    longest_gap_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"SLO {spec.name} must be positive seconds, got {value!r}; leave it out for no limit")
+
+    def attained(self, outcome: Outcome) -> bool:
+        if outcome.end != "finished" or outcome.ttft is None:
+            return False
+        longest = outcome.gaps.longest if outcome.gaps else None
+        pairs = ((outcome.ttft, self.ttft_seconds), (outcome.tpot, self.tpot_seconds), (longest, self.longest_gap_seconds))
+        return all(limit is None or value is None or value <= limit for value, limit in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """One worker's use: `busy_seconds` of its devices' time; `dollars_per_hour` of one device, None where no price is settled."""
+
+    worker: str
+    role: str
+    accelerators: int
+    busy_seconds: float
+    dollars_per_hour: float | None = None
+    moved_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """In seconds, with how many values there were; all None where there were none."""
+
+    count: int
+    mean: float | None
+    p50: float | None
+    p90: float | None
+    p95: float | None
+    p99: float | None
+    longest: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Percentiles":
+        if not len(values):
+            return cls(0, None, None, None, None, None, None)
+        data = np.asarray(values, float)
+        p50, p90, p95, p99 = np.percentile(data, PERCENTILES).tolist()
+        return cls(len(data), float(data.mean()), p50, p90, p95, p99, float(data.max()))
+
+    @classmethod
+    def of_gaps(cls, gaps: Sequence[Gaps]) -> "Percentiles":
+        count = sum(item.count for item in gaps)
+        if not count:
+            return cls.of(())
+        mean = sum(item.total for item in gaps) / count
+        p50, p90, p95, p99 = merged_percentile(gaps, PERCENTILES)
+        return cls(count, mean, p50, p90, p95, p99, max(item.longest for item in gaps))
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A run in figures. `attainment`, `utilisation`: fractions; None where it is not defined (no SLO asked, no usage, no price)."""
+
+    requests: int
+    ends: Mapping[str, int]
+    arrivals_per_second: float
+    duration_seconds: float
+    ttft: Percentiles
+    tpot: Percentiles
+    tbt: Percentiles
+    slowest_tenth: Percentiles
+    handoff_gap: Percentiles
+    latency: Percentiles
+    output_tokens_per_second: float
+    prompt_tokens_per_second: float
+    attainment: float | None
+    goodput_per_second: float | None
+    goodput_per_accelerator: float | None
+    tenants: Mapping[str, float]
+    utilisation: Mapping[str, float]
+    dollars_per_million_output_tokens: float | None
+    dollars_per_million_tokens: float | None
+
+    def as_fields(self) -> dict[str, object]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+def summarise(outcomes: Sequence[Outcome], slo: Slo | None = None, usage: Sequence[Usage] = ()) -> Report:
+    """The figures of a run; raises WorkloadError where nothing arrived."""
+    if not outcomes:
+        raise WorkloadError("no requests to report on; the run must have at least one")
+    arrivals = sorted(item.arrival for item in outcomes)
+    last = max(item.finish for item in outcomes)
+    duration = max(last - arrivals[0], 0.0)
+    rate = (len(arrivals) - 1) / (arrivals[-1] - arrivals[0]) if arrivals[-1] > arrivals[0] else _per(len(arrivals), duration)
+    gaps = [item.gaps for item in outcomes if item.gaps is not None and item.gaps.count]
+    finished = [item for item in outcomes if item.end == "finished"]
+    outputs = sum(item.output_tokens for item in outcomes)
+    prompts = sum(item.prompt_tokens for item in outcomes if item.first_token is not None)
+    met = attainment(outcomes, slo) if slo else None
+    accelerators = sum(item.accelerators for item in usage)
+    dollars = _dollars(usage, duration)
+    return Report(
+        requests=len(outcomes),
+        ends=dict(Counter(item.end for item in outcomes)),
+        arrivals_per_second=rate,
+        duration_seconds=duration,
+        ttft=Percentiles.of([item.ttft for item in outcomes if item.ttft is not None]),
+        tpot=Percentiles.of([item.tpot for item in finished if item.tpot is not None]),
+        tbt=Percentiles.of_gaps(gaps),
+        slowest_tenth=Percentiles.of([item.slowest_tenth for item in gaps]),
+        handoff_gap=Percentiles.of([item.first for item in gaps]),
+        latency=Percentiles.of([item.latency for item in finished]),
+        output_tokens_per_second=_per(outputs, duration),
+        prompt_tokens_per_second=_per(prompts, duration),
+        attainment=met,
+        goodput_per_second=None if met is None else met * rate,
+        goodput_per_accelerator=None if met is None or not accelerators else met * rate / accelerators,
+        tenants=_tenants(outcomes, slo) if slo else {},
+        utilisation=_utilisation(usage, duration),
+        dollars_per_million_output_tokens=None if dollars is None or not outputs else 1e6 * dollars / outputs,
+        dollars_per_million_tokens=None if dollars is None or not outputs else 1e6 * dollars / (outputs + prompts),
+    )
+
+
+def attainment(outcomes: Sequence[Outcome], slo: Slo) -> float:
+    """The fraction of all requests that attained their SLO."""
+    return sum(map(slo.attained, outcomes)) / len(outcomes)
+
+
+def rate_at_attainment(points: Sequence[tuple[float, float]], wanted: float = 0.9) -> float:
+    """The highest rate up to which attainment stays at `wanted`, from (rate, attainment) of a curve: between the last point that attains
+    and the next the line is followed. 0 where the lowest rate fails already; the highest rate tried where none fails."""
+    good = 0.0
+    ordered = sorted(points)
+    for index, (rate, met) in enumerate(ordered):
+        if met >= wanted:
+            good = rate
+            continue
+        if index:
+            before, had = ordered[index - 1]
+            good = before + (rate - before) * (had - wanted) / (had - met)
+        break
+    return good
+
+
+def _tenants(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, float]:
+    """Attainment of each tenant."""
+    mine: dict[str, list[bool]] = {}
+    for item in outcomes:
+        mine.setdefault(item.tenant, []).append(slo.attained(item))
+    return {name: sum(met) / len(met) for name, met in sorted(mine.items())}
+
+
+def _utilisation(usage: Sequence[Usage], duration: float) -> dict[str, float]:
+    """Of each role: busy device-seconds over device-seconds."""
+    busy: dict[str, float] = {}
+    there: dict[str, float] = {}
+    for item in usage:
+        busy[item.role] = busy.get(item.role, 0.0) + item.busy_seconds * item.accelerators
+        there[item.role] = there.get(item.role, 0.0) + duration * item.accelerators
+    return {role: _per(busy[role], there[role]) for role in sorted(busy)}
+
+
+def _dollars(usage: Sequence[Usage], duration: float) -> float | None:
+    """Of all accelerators over the run; None where a price is missing."""
+    prices = [item.dollars_per_hour for item in usage]
+    if not usage or any(price is None for price in prices):
+        return None
+    return sum(item.accelerators * (item.dollars_per_hour or 0.0) for item in usage) * duration / 3600
+
+
+def _per(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds > 0 else 0.0

@@ -1,0 +1,208 @@
+"""`simulate(fleet, arrivals, seed) -> Result`: a fleet serves a workload on virtual time, through the live request path.
+
+    fleet = Fleet(geometry("llama-3.1-70b"), prefill=Pool(2, accelerator("h100"), replace(INSTANCE, layout=Layout(tp=4))), decode=Pool(...))
+    result = simulate(fleet, workloads.poisson(4.0, 1000, workloads.Fixed(1024, 128)), seed=0)
+    report.summarise(result.outcomes, report.Slo(ttft_seconds=1.0), result.usage)
+
+One client for each arrival asks for as many tokens as the workload says, at its time, and waits; `Outcome`s are in the order of arrival,
+and their gaps are those between the steps that made the tokens. All follows from the arguments: the same call gives the same result.
+`hooks` are coroutines that run beside the clients with the cluster in their hands: faults (`faults`), controllers, samplers of timelines.
+"""
+
+import asyncio
+import functools
+import gc
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from jdisagg.dispatch.placing import OnAnswer
+from jdisagg.errors import DeadlineExceededError, JdisaggError, OverloadedError, WorkloadError
+from jdisagg.request import Request, SamplingParams
+from jdisagg.simulator.cluster import SimulatedCluster
+from jdisagg.simulator.fleet import Fleet
+from jdisagg.simulator.gaps import Gaps
+from jdisagg.simulator.prefix_cache import prompt_of
+from jdisagg.simulator.report import End, Outcome, Usage
+from jdisagg.simulator.timeline import NUMBER_BITS, gap_runs
+from jdisagg.simulator.virtual_time import VirtualClock, run_virtually
+from jdisagg.simulator.workloads import Arrival
+
+# Objects live long or briefly here, and cycles are few: looking for them as often as Python does by itself costs a tenth of the time.
+COLLECT_AFTER = (500_000, 50, 50)
+
+Hook = Callable[[SimulatedCluster], Awaitable[None]]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of a simulated workload. `seconds`: virtual, until the last request ended. `counters`: of path and workers, summed
+    over all that ran, and tokens that prefix caches were asked for and knew.
+    `pages_lost`: pages that were not free again after the run (0, or something leaks)."""
+
+    outcomes: tuple[Outcome, ...]
+    usage: tuple[Usage, ...]
+    seconds: float
+    steps: int
+    counters: dict[str, int] = field(default_factory=dict)
+    pages_lost: int = 0
+
+
+def simulate(
+    fleet: Fleet,
+    arrivals: Iterable[Arrival],
+    seed: int = 0,
+    *,
+    hooks: Sequence[Hook] = (),
+    mortal: bool = False,
+    on_answer: OnAnswer | None = None,
+    progress: Progress | None = None,
+    settle_seconds: float = 0.0,
+) -> Result:
+    """Runs until every request has ended, and `settle_seconds` more. `mortal`: hooks may kill workers. `on_answer`
+    hears of every decision of the router, as `observe/decision_log.py` writes them down."""
+    listed = sorted(arrivals, key=lambda item: item.at_seconds)
+    if not listed:
+        raise WorkloadError("the workload is empty; give at least one request")
+
+    async def main() -> Result:
+        run = _Run(fleet, listed, seed, mortal, progress)
+        run.cluster.path.placing.on_answer = on_answer
+        return await run.run(hooks, settle_seconds)
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(*COLLECT_AFTER)
+    try:
+        return run_virtually(main, limit_seconds=math.inf)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.unfreeze()
+
+
+class _Run:
+    def __init__(self, fleet: Fleet, arrivals: Sequence[Arrival], seed: int, mortal: bool, progress: Progress | None) -> None:
+        self._fleet = fleet
+        self._arrivals = arrivals
+        self._progress = progress
+        self._clock = VirtualClock()
+        self.cluster = SimulatedCluster(fleet, self._clock, seed, mortal)
+        self._outcomes: list[Outcome | None] = [None] * len(arrivals)
+        self._left = len(arrivals)
+        self._over: asyncio.Future[None] | None = None
+
+    async def run(self, hooks: Sequence[Hook], settle_seconds: float) -> Result:
+        cluster, loop = self.cluster, asyncio.get_running_loop()
+        await cluster.start()
+        gc.freeze()  # the workers stay until the end: nothing to look for in them
+        running = [asyncio.ensure_future(hook(cluster)) for hook in hooks]
+        over = self._over = loop.create_future()
+        self._begin(0, loop.time())
+        while not over.done():
+            await asyncio.wait([over, *(hook for hook in running if not hook.done())], return_when=asyncio.FIRST_COMPLETED)
+            for hook in running:
+                if hook.done():
+                    hook.result()  # what went wrong in it
+        await over
+        seconds = loop.time()
+        for hook in running:
+            hook.cancel()
+        await asyncio.sleep(settle_seconds)
+        counters = Counter({**cluster.counters.snapshot(), **cluster.path.counters.snapshot()})
+        for process in (*cluster.former, *cluster.processes.values()):
+            counters.update(process.worker.counters.snapshot())
+            if (cache := process.mesh.cache) is not None:
+                counters.update(prefix_hit_tokens=cache.hit_tokens, prefix_asked_tokens=cache.asked_tokens)
+        lost = 0
+        for process in cluster.processes.values():
+            if process.life is None or not process.life.dead.is_set():
+                status = await process.worker.status()
+                lost += sum(status.total_pages) - sum(status.free_pages)
+        steps = sum(process.mesh.steps_run for process in (*cluster.former, *cluster.processes.values()))
+        await cluster.stop()
+        outcomes = tuple(outcome for outcome in self._outcomes if outcome is not None)
+        return Result(outcomes, cluster.usage(), seconds, steps, dict(counters), lost)
+
+    def _begin(self, first: int, started: float) -> None:
+        """Starts the clients from `first` on whose time has come, and sets the timer of the next."""
+        loop = asyncio.get_running_loop()
+        for number in range(first, len(self._arrivals)):
+            arrival = self._arrivals[number]
+            if started + arrival.at_seconds > loop.time():
+                loop.call_at(started + arrival.at_seconds, self._begin, number, started)
+                return
+            task = loop.create_task(self._client(number, arrival))
+            self.cluster.clients[task] = None
+            task.add_done_callback(functools.partial(self._gone, number))
+
+    def _gone(self, number: int, client: "asyncio.Task[None]") -> None:
+        """The last one ends the run; so does one that met what no client should."""
+        if self._outcomes[number] is None and client.cancelled():  # given up before it began
+            arrival, now = self._arrivals[number], asyncio.get_running_loop().time()
+            self._outcomes[number] = Outcome(str(number), now, now, arrival.prompt_tokens, 0, end="cancelled", tenant=arrival.tenant)
+            self._left -= 1
+        self.cluster.clients.pop(client, None)
+        assert self._over is not None
+        if self._over.done():
+            return
+        if not client.cancelled() and (error := client.exception()) is not None:
+            self._over.set_exception(error)
+        elif not self._left:
+            self._over.set_result(None)
+
+    async def _client(self, number: int, arrival: Arrival) -> None:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        first: float | None = None
+        tokens: list[int] = []
+        end: End = "finished"
+        reason = ""
+        try:
+            async for event in self.cluster.front.stream(self._request(number, arrival)):
+                if event.token_ids:
+                    if first is None:
+                        first = loop.time()
+                    tokens += event.token_ids
+        except OverloadedError as error:
+            end, reason = "refused", error.message
+        except DeadlineExceededError as error:
+            end, reason = "deadline", error.message
+        except JdisaggError as error:
+            end, reason = "failed", error.message
+        except asyncio.CancelledError:
+            end, reason = "cancelled", "the client went away"
+        self._outcomes[number] = Outcome(
+            str(number),
+            started,
+            loop.time(),
+            arrival.prompt_tokens,
+            len(tokens),
+            first,
+            Gaps.of(gap_runs(self.cluster.timelines, tokens)) if len(tokens) > 1 else None,
+            end,
+            arrival.tenant,
+            prefill=self._made_by(tokens[0]) if tokens else "",
+            decode=self._made_by(tokens[-1]) if tokens else "",
+            reason=reason,
+        )
+        self._left -= 1
+        if self._progress is not None:
+            self._progress(len(self._arrivals) - self._left, len(self._arrivals))
+
+    def _made_by(self, token: int) -> str:
+        """The worker whose step made a token."""
+        return self.cluster.timelines[token >> NUMBER_BITS].worker
+
+    def _request(self, number: int, arrival: Arrival) -> Request:
+        if arrival.block_hashes and self._fleet.cache_blocks:
+            prompt = prompt_of(arrival.block_hashes, arrival.prompt_tokens, self._fleet.block_tokens)
+        else:
+            prompt = (0,) * arrival.prompt_tokens
+        sampling = _sampling(arrival.output_tokens)
+        return Request(str(number), prompt, sampling, (), arrival.deadline, arrival.tenant, arrival.priority)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _sampling(output_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)

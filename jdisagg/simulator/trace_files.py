@@ -1,0 +1,173 @@
+"""Workloads on disk: Azure, Mooncake, Splitwise, DistServe and vLLM runs, and one's own CSV or JSONL, each plain or gzipped.
+
+`read_trace` goes by the names of the columns (`COLUMNS`), so that a trace needs no flag to say where it came from. Own files: columns
+at_seconds, prompt_tokens, output_tokens, and where wanted tenant, priority, deadline, block_hashes (space separated in CSV, a list in
+JSONL); `write_trace` writes that. Times are rebased to 0 and rows ordered by them. Bad rows are errors that name file, row and column.
+"""
+
+import csv
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TextIO, cast
+
+from jdisagg.errors import WorkloadError
+from jdisagg.simulator.workloads import Arrival
+
+# What a column may be called, first match wins; and where times are not in seconds, how many of them make one.
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "at_seconds": ("at_seconds", "arrival_seconds", "arrival_s", "arrival_timestamp", "TIMESTAMP", "timestamp"),
+    "prompt_tokens": ("prompt_tokens", "prompt_len", "prompt_size", "input_length", "input_toks", "ContextTokens"),
+    "output_tokens": ("output_tokens", "output_len", "token_size", "output_length", "output_toks", "GeneratedTokens"),
+}
+OPTIONAL: dict[str, tuple[str, ...]] = {
+    "tenant": ("tenant",),
+    "priority": ("priority",),
+    "deadline": ("deadline",),
+    "block_hashes": ("block_hashes", "hash_ids"),
+}
+UNITS_IN_SECOND = {"timestamp": 1000.0}  # Mooncake: milliseconds
+
+Row = Mapping[str, object]
+
+
+def read_trace(path: str | Path, limit: int | None = None) -> list[Arrival]:
+    """The first `limit` requests (by time) of a .csv or .jsonl file, .gz or not. Raises WorkloadError: no such file, unknown columns, a
+    value that is no number, a negative or zero length, no rows, a limit below 1."""
+    if limit is not None and limit < 1:
+        raise WorkloadError(f"the first {limit} requests of {path}: must be at least 1; leave the limit out for all of them")
+    path = Path(path)
+    rows = _rows(path)
+    names: dict[str, str] = {}
+    found: list[Arrival] = []
+    for number, row in rows:
+        names = names or _names(row, path)
+        found.append(_arrival(row, names, f"{path.name}, row {number}"))
+    if not found:
+        raise WorkloadError(f"{path} holds no requests; give a trace with at least one row")
+    found.sort(key=lambda item: item.at_seconds)
+    first = found[0].at_seconds
+    return [_moved(item, first) for item in found[:limit]]
+
+
+def write_trace(arrivals: Iterable[Arrival], path: str | Path) -> None:
+    """As CSV, or as JSONL where the name says so; read_trace gives back the same arrivals (times rebased)."""
+    path = Path(path)
+    fields = (*COLUMNS, *OPTIONAL)
+    with _opened(path, "wt") as out:
+        if ".jsonl" in path.suffixes:
+            for item in arrivals:
+                out.write(json.dumps({name: getattr(item, name) for name in fields}) + "\n")
+            return
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(fields)
+        for item in arrivals:
+            values = {name: getattr(item, name) for name in fields}
+            values["block_hashes"] = " ".join(map(str, item.block_hashes))
+            writer.writerow(["" if values[name] is None else values[name] for name in fields])
+
+
+def _opened(path: Path, mode: str) -> TextIO:
+    return cast(TextIO, gzip.open(path, mode, newline="") if path.suffix == ".gz" else open(path, mode.replace("t", ""), newline=""))
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Row]]:
+    """(number of the line, row); raises WorkloadError for a file that is missing, of another kind or broken."""
+    kinds = [suffix for suffix in path.suffixes if suffix in (".csv", ".jsonl")]
+    if not kinds:
+        raise WorkloadError(f"{path}: a trace must be a .csv or .jsonl file (.gz or not); rename or convert it")
+    try:
+        with _opened(path, "rt") as lines:
+            if kinds[-1] == ".csv":
+                yield from enumerate(csv.DictReader(lines), 2)
+            else:
+                yield from ((number, _parsed(line, path, number)) for number, line in enumerate(lines, 1) if line.strip())
+    except (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error) as error:
+        raise WorkloadError(f"{path} cannot be read: {error}; give a readable trace") from error
+
+
+def _parsed(line: str, path: Path, number: int) -> Row:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise WorkloadError(f"{path.name}, row {number}: no JSON: {error}; correct or drop the row") from error
+    if not isinstance(row, dict):
+        raise WorkloadError(f"{path.name}, row {number}: a row must be an object, got {line.strip()[:40]!r}; correct or drop the row")
+    return row
+
+
+def _names(row: Row, path: Path) -> dict[str, str]:
+    """Our field -> the file's column, by the first row."""
+    names = {}
+    for field, known in (COLUMNS | OPTIONAL).items():
+        column = next((name for name in known if name in row), None)
+        if column is not None:
+            names[field] = column
+        elif field in COLUMNS:
+            there = ", ".join(str(name) for name in row) or "none"
+            raise WorkloadError(f"{path}: no column for {field}; one of {', '.join(known)} is needed, the file has {there}")
+    return names
+
+
+def _arrival(row: Row, names: Mapping[str, str], where: str) -> Arrival:
+    def cell(field: str) -> object:
+        return row.get(names[field]) if field in names else None
+
+    at = _time(cell("at_seconds"), f"{where}, {names['at_seconds']}") / UNITS_IN_SECOND.get(names["at_seconds"], 1.0)
+    prompt, output = (_count(cell(field), f"{where}, {names[field]}", 1) for field in ("prompt_tokens", "output_tokens"))
+    tenant, priority, deadline = cell("tenant"), cell("priority"), cell("deadline")
+    hashes = cell("block_hashes") or ()
+    if isinstance(hashes, str):
+        hashes = hashes.split()
+    if not isinstance(hashes, Sequence):
+        raise WorkloadError(f"{where}, {names['block_hashes']}: must be a list of integers, got {hashes!r}; correct or drop the row")
+    return Arrival(
+        at,
+        prompt,
+        output,
+        tuple(_count(item, f"{where}, {names['block_hashes']}", None) for item in hashes),
+        "" if tenant is None else str(tenant),
+        0 if priority in (None, "") else _count(priority, f"{where}, priority", None),
+        None if deadline in (None, "") else _number(deadline, f"{where}, deadline"),
+    )
+
+
+def _moved(item: Arrival, first: float) -> Arrival:
+    return Arrival(
+        item.at_seconds - first, item.prompt_tokens, item.output_tokens, item.block_hashes, item.tenant, item.priority, item.deadline
+    )
+
+
+def _time(value: object, where: str) -> float:
+    """Seconds, or a date and time (ISO 8601; of Azure's 7 digits of a second 6 are kept), in UTC where it names no offset."""
+    if isinstance(value, str) and "-" in value[1:] and ":" in value:
+        with suppress(ValueError):
+            moment = datetime.fromisoformat(value.strip())
+            return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    return _number(value, where)
+
+
+def _number(value: object, where: str) -> float:
+    number = math.nan
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        with suppress(ValueError):
+            number = float(value)
+    if not (math.isfinite(number) and number >= 0):
+        raise WorkloadError(f"{where}: must be a number of 0 or more, got {value!r}; correct or drop the row")
+    return number
+
+
+def _count(value: object, where: str, least: int | None) -> int:
+    count = None
+    if isinstance(value, str | int) and not isinstance(value, bool):
+        with suppress(ValueError):
+            count = int(value)
+    if count is None or (least is not None and count < least):
+        rule = "an integer" if least is None else f"an integer of at least {least}"
+        raise WorkloadError(f"{where}: must be {rule}, got {value!r}; correct or drop the row")
+    return count

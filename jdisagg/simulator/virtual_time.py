@@ -1,0 +1,266 @@
+"""An event loop whose time jumps to the next timer: hours of waiting run in milliseconds, always in the same order.
+
+`run_virtually(main)` runs a coroutine function to its end on a fresh loop. A state in which nothing will ever happen raises
+`Stuck`, and so does time beyond `limit_seconds`, so that a lost wake-up fails instead of hanging.
+
+The loop is as lean as asyncio allows: a queue of what is ready, a heap of timers, and nothing else: no selector, no threads, no
+signals, no debugging. Callbacks that are ready run in the order in which they were scheduled; timers of the same instant likewise.
+Time stands still while callbacks run. All run in one context: what one sets of a context variable, the others see.
+"""
+
+import asyncio
+import heapq
+import sys
+import typing
+import weakref
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context
+from typing import TypeVar
+
+T = TypeVar("T")
+
+# Cancelled timers stay in the heap until their time; when so many of them are most of it, they are thrown out.
+MOST_CANCELLED = 4096
+
+
+class Stuck(AssertionError):
+    """Nothing will ever happen, or not within the limit."""
+
+
+class _Handle(list[typing.Any]):
+    """A callback that was scheduled: [when, number, callback, arguments, loop]; the loop only while it is a timer that waits.
+
+    Dozens are made for each simulated request, and Python makes nothing that can be changed faster than a list; lists also order
+    themselves by time and then by number, as the heap of timers wants them.
+    """
+
+    __slots__ = ()
+
+    def cancel(self) -> None:
+        if self[_CALLBACK] is not _nothing:
+            self[_CALLBACK], self[_ARGUMENTS] = _nothing, ()  # lets go of what it held
+            if self[_LOOP] is not None:
+                self[_LOOP].count_cancelled()
+
+    def cancelled(self) -> bool:
+        return self[_CALLBACK] is _nothing
+
+    def when(self) -> float:
+        return self[0]
+
+    def __repr__(self) -> str:
+        return f"<handle of {self[_CALLBACK]!r}>"
+
+
+_CALLBACK, _ARGUMENTS, _LOOP = 2, 3, 4
+
+
+def _nothing() -> None:
+    """In place of a cancelled callback."""
+
+
+class VirtualLoop(asyncio.AbstractEventLoop):
+    """One thread, one loop. What needs threads, sockets or signals is not offered."""
+
+    def __init__(self, limit_seconds: float = 10_000.0) -> None:
+        self._limit_seconds = limit_seconds
+        self._now = 0.0
+        self._ready: list[_Handle] = []
+        self._timers: list[_Handle] = []
+        self._scheduled = 0
+        self._cancelled = 0
+        self._stopping = self._running = self._closed = False
+        self._on_exception: Callable[[asyncio.AbstractEventLoop, dict[str, object]], object] | None = None
+        self._generators: set[weakref.ref[AsyncGenerator[object, object]]] = set()
+
+    def time(self) -> float:
+        return self._now
+
+    def call_soon(self, callback: Callable[..., object], *args: object, context: Context | None = None) -> asyncio.Handle:
+        handle = _Handle((0.0, 0, callback, args, None))
+        self._ready.append(handle)
+        return handle  # type: ignore[return-value]
+
+    def call_later(
+        self, delay: float, callback: Callable[..., object], *args: object, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._now + delay, callback, *args)
+
+    def call_at(self, when: float, callback: Callable[..., object], *args: object, context: Context | None = None) -> asyncio.TimerHandle:
+        self._scheduled += 1
+        handle = _Handle((when, self._scheduled, callback, args, self))
+        heapq.heappush(self._timers, handle)
+        return handle  # type: ignore[return-value]
+
+    def count_cancelled(self) -> None:
+        """A timer was cancelled."""
+        self._cancelled += 1
+        if self._cancelled > MOST_CANCELLED and 2 * self._cancelled > len(self._timers):
+            self._timers = [handle for handle in self._timers if handle[_CALLBACK] is not _nothing]
+            heapq.heapify(self._timers)
+            self._cancelled = 0
+
+    def create_future(self) -> "asyncio.Future[typing.Any]":
+        return asyncio.Future(loop=self)
+
+    def create_task(
+        self, coro: Generator[object, None, T] | Coroutine[object, object, T], *, name: str | None = None, context: Context | None = None
+    ) -> "asyncio.Task[T]":
+        # Without a name each would be given a number in letters.
+        return asyncio.Task(coro, loop=self, name=name or "virtual", context=context)  # type: ignore[arg-type]
+
+    def run_forever(self) -> None:
+        assert not self._closed and not self._running, "a loop runs once at a time, until it is closed"
+        hooks = sys.get_asyncgen_hooks()
+        sys.set_asyncgen_hooks(firstiter=self._remember, finalizer=self._finalize)
+        asyncio._set_running_loop(self)
+        self._running = True
+        try:
+            while not self._stopping:
+                self._run_ready()
+        finally:
+            self._stopping = self._running = False
+            asyncio._set_running_loop(None)
+            sys.set_asyncgen_hooks(*hooks)
+
+    def _run_ready(self) -> None:
+        """All that is ready now; or, when nothing is, time goes on to the next timer."""
+        timers = self._timers
+        if not self._ready:
+            while timers and timers[0][_CALLBACK] is _nothing:
+                heapq.heappop(timers)
+                self._cancelled -= 1
+            if not timers:
+                raise Stuck("no task can run and no timer is set")
+            self._now = max(self._now, timers[0][0])
+            if self._now > self._limit_seconds:
+                raise Stuck(f"virtual time passed {self._limit_seconds} s")
+        now = self._now
+        while timers and timers[0][0] <= now:
+            handle = heapq.heappop(timers)
+            if handle[_CALLBACK] is _nothing:
+                self._cancelled -= 1
+            else:
+                handle[_LOOP] = None
+                self._ready.append(handle)
+        ready, self._ready = self._ready, []
+        for at, handle in enumerate(ready):
+            try:
+                handle[_CALLBACK](*handle[_ARGUMENTS])
+            except (SystemExit, KeyboardInterrupt):
+                self._ready[:0] = ready[at + 1 :]
+                raise
+            except BaseException as error:
+                self.call_exception_handler({"message": f"exception in {handle!r}", "exception": error, "handle": handle})
+
+    def run_until_complete(self, future: "Generator[object, None, T] | Coroutine[object, object, T] | asyncio.Future[T]") -> T:  # type: ignore[override]
+        task = asyncio.ensure_future(future, loop=self)  # type: ignore[arg-type]
+        task.add_done_callback(lambda _: self.stop())
+        self.run_forever()
+        return task.result()
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    def is_running(self) -> bool:
+        return self._running
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        self._closed = True
+        self._ready.clear()
+        self._timers.clear()
+
+    def get_debug(self) -> bool:
+        return False
+
+    def set_debug(self, enabled: bool) -> None:
+        """There is no debugging mode."""
+
+    async def shutdown_asyncgens(self) -> None:
+        """Closes the generators that are still open."""
+        for known in list(self._generators):
+            if (generator := known()) is not None:
+                await generator.aclose()
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """There are no threads."""
+
+    def set_exception_handler(self, handler: Callable[[asyncio.AbstractEventLoop, dict[str, object]], object] | None) -> None:
+        self._on_exception = handler
+
+    def get_exception_handler(self) -> Callable[[asyncio.AbstractEventLoop, dict[str, object]], object] | None:
+        return self._on_exception
+
+    def call_exception_handler(self, context: dict[str, object]) -> None:
+        if self._on_exception is not None:
+            self._on_exception(self, context)
+        else:
+            self.default_exception_handler(context)
+
+    def default_exception_handler(self, context: dict[str, object]) -> None:
+        error = context.get("exception")
+        asyncio.log.logger.error(  # type: ignore[attr-defined]
+            "%s", context.get("message"), exc_info=error if isinstance(error, BaseException) else None
+        )
+
+    def _remember(self, generator: AsyncGenerator[object, object]) -> None:
+        self._generators.add(weakref.ref(generator, self._generators.discard))
+
+    def _finalize(self, generator: AsyncGenerator[object, object]) -> None:
+        self.call_soon(self.create_task, generator.aclose())
+
+
+class VirtualClock:
+    """The clock of the running loop."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def now(self) -> float:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        return self._loop.time()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+def run_virtually(main: Callable[[], Coroutine[object, object, T]], limit_seconds: float = 10_000.0) -> T:
+    """Runs `main()` to its end on a loop of its own, which is closed afterwards with all that it left.
+
+    Blocks. Where a loop runs already on this thread (a notebook's), on another thread: a thread runs one loop at a time.
+    """
+    if _runs_a_loop():
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            return thread.submit(_run, main, limit_seconds).result()
+    return _run(main, limit_seconds)
+
+
+def _runs_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _run(main: Callable[[], Coroutine[object, object, T]], limit_seconds: float) -> T:
+    loop = VirtualLoop(limit_seconds)
+    try:
+        return loop.run_until_complete(main())
+    finally:
+        _cancel_all(loop)
+        loop.close()
+
+
+def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    loop.run_until_complete(loop.shutdown_asyncgens())

@@ -1,0 +1,102 @@
+"""The simulated cluster against queueing theory: one server of constant time, and whoever waits before it.
+
+Prompts fill a chunk each, so that the mesh is a single server; answers are one token, so that nothing but the prefill takes time. Waiting
+is TTFT less the service. Lindley's recursion over the same arrivals is the exact answer for any of them; D/D/1 and M/D/1 are its means.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jdisagg.config import Mode
+from jdisagg.router.hardware import accelerator
+from jdisagg.router.model_geometry import geometry
+from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
+from jdisagg.simulator.run import Result, simulate
+from jdisagg.simulator.step_costs import ConstantCosts
+from jdisagg.simulator.workloads import Arrival, Fixed, gamma, poisson
+
+SERVICE = 0.1
+CHUNK = 128
+
+
+def one_server(mode: Mode, step_seconds: float = 0.02) -> Fleet:
+    instance = replace(INSTANCE, chunk_tokens=CHUNK, pages_per_rank=4096)
+    costs = ConstantCosts(prefill_seconds=SERVICE, step_seconds=step_seconds)
+    pool = Pool(1, accelerator("h100"), instance, costs=costs)
+    return Fleet(geometry("llama-3-8b"), pool, pool if mode is Mode.DISAGGREGATED else None, mode)
+
+
+def waits(result: Result) -> np.ndarray:
+    assert {outcome.end for outcome in result.outcomes} == {"finished"}
+    return np.array([(outcome.ttft or 0.0) - SERVICE for outcome in result.outcomes])
+
+
+def lindley(arrivals: Sequence[float], service: float = SERVICE) -> np.ndarray:
+    """W(n+1) = max(0, W(n) + service - gap)."""
+    found = [0.0]
+    for gap in np.diff(arrivals):
+        found.append(max(0.0, found[-1] + service - gap))
+    return np.array(found)
+
+
+@pytest.mark.parametrize("mode", [Mode.DISAGGREGATED, Mode.CHUNKED])
+@pytest.mark.parametrize("variation", [0.0, 1.0, 3.0])
+def test_every_single_wait_is_lindleys(mode: Mode, variation: float) -> None:
+    arrivals = gamma(6.0, 300, Fixed(CHUNK, 1), variation, seed=3)
+    assert waits(simulate(one_server(mode), arrivals)) == pytest.approx(lindley([item.at_seconds for item in arrivals]), abs=1e-6)
+
+
+def test_d_d_1_waits_for_nothing_below_capacity_and_ever_longer_above() -> None:
+    below = waits(simulate(one_server(Mode.DISAGGREGATED), gamma(9.0, 200, Fixed(CHUNK, 1), 0.0)))
+    assert below == pytest.approx(np.zeros(200), abs=1e-9)
+    gap = 1 / 12.5
+    above = waits(simulate(one_server(Mode.DISAGGREGATED), gamma(12.5, 200, Fixed(CHUNK, 1), 0.0)))
+    assert above == pytest.approx(np.arange(200) * (SERVICE - gap), rel=0.01, abs=1e-9)
+
+
+@pytest.mark.parametrize("load", [0.3, 0.5, 0.8])
+def test_lindleys_mean_is_pollaczek_and_khinchines(load: float) -> None:
+    """So that the waits above, which are Lindley's one by one, mean what theory says: within 1 % over ten million requests."""
+    random = np.random.default_rng(0)
+    gaps = random.exponential(SERVICE / load, 10_000_000)
+    # Lindley in closed form: the walk of service - gap above its least value so far.
+    walk = np.cumsum(SERVICE - gaps)
+    waiting = walk - np.minimum(np.minimum.accumulate(walk), 0.0)
+    assert waiting.mean() == pytest.approx(load * SERVICE / (2 * (1 - load)), rel=0.01)
+
+
+@pytest.mark.slow
+def test_m_d_1_waits_as_long_as_theory_says() -> None:
+    load = 0.3
+    result = simulate(one_server(Mode.DISAGGREGATED), poisson(load / SERVICE, 200_000, Fixed(CHUNK, 1), seed=1))
+    assert waits(result).mean() == pytest.approx(load * SERVICE / (2 * (1 - load)), rel=0.01)
+
+
+@pytest.mark.parametrize("mode", [Mode.DISAGGREGATED, Mode.CHUNKED, Mode.UNIFIED])
+def test_alone_a_request_takes_its_prefill_and_a_step_for_each_token_more(mode: Mode) -> None:
+    step, outputs = 0.02, 50
+    result = simulate(one_server(mode, step), [Arrival(0.0, CHUNK, outputs)])
+    (outcome,) = result.outcomes
+    assert outcome.ttft == pytest.approx(SERVICE)
+    assert outcome.gaps is not None and outcome.gaps.count == outputs - 1
+    handoff = outcome.gaps.first - step
+    assert 0 <= handoff < 1e-3, "an empty link and an idle mesh: what a hand-off takes is its messages"
+    assert outcome.latency == pytest.approx(SERVICE + handoff + (outputs - 1) * step, rel=1e-6)
+    assert outcome.tpot == pytest.approx(step, rel=1e-3)
+
+
+def test_a_batch_steps_together_and_a_joiner_waits_for_the_boundary_and_the_step_behind_it() -> None:
+    """The live loop has issued one step more when a sequence is ready (run_ahead=1); without that it joins at the next boundary."""
+    step = 1.0
+    arrivals = [Arrival(0.0, CHUNK, 40), Arrival(10.35, CHUNK, 5)]
+    for run_ahead in (0, 1):
+        fleet = replace(one_server(Mode.DISAGGREGATED, step), run_ahead=run_ahead)
+        first, second = simulate(fleet, arrivals).outcomes
+        assert first.latency == pytest.approx(SERVICE + 39 * step, abs=0.01)
+        assert second.gaps is not None and second.first_token is not None
+        # Its KV is inserted `run_ahead` steps after the boundary at 11.1, and it joins as many steps after the next.
+        joined = 11.1 + run_ahead * 2 * step
+        assert second.first_token + second.gaps.first == pytest.approx(joined + step, abs=0.01)

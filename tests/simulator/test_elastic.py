@@ -1,0 +1,88 @@
+"""The live controller on a simulated fleet: it follows the load there and back, and serves more of it than a fixed ratio does."""
+
+from dataclasses import replace
+
+from jdisagg.router.elastic import ElasticConfig
+from jdisagg.router.elastic_signals import Slo
+from jdisagg.simulator import report
+from jdisagg.simulator.cluster import SimulatedCluster
+from jdisagg.simulator.elastic import elastic
+from jdisagg.simulator.fleet import Fleet
+from jdisagg.simulator.run import Result, simulate
+from jdisagg.simulator.workloads import Arrival, Fixed, merge, poisson
+from tests.simulator.test_conservation import small_fleet
+
+SLO = Slo(ttft_seconds=2.0, tpot_seconds=0.2)
+CONFIG = ElasticConfig(slo=SLO, window_seconds=30, patience_seconds=5, cooldown_seconds=20, horizon_seconds=120)
+
+
+def fleet() -> Fleet:
+    """Two of each."""
+    return small_fleet(pages=512)
+
+
+def later(arrivals: list[Arrival], seconds: float) -> list[Arrival]:
+    return [replace(one, at_seconds=one.at_seconds + seconds) for one in arrivals]
+
+
+def run(arrivals: list[Arrival], config: ElasticConfig | None = CONFIG) -> tuple[Result, list[str], dict[str, str]]:
+    said: list[str] = []
+    roles: dict[str, str] = {}
+
+    async def seats(cluster: SimulatedCluster) -> None:
+        while True:
+            roles.update({name: seat.role.value for name, seat in cluster.seats.items()})
+            await cluster.clock.sleep(1.0)
+
+    hooks = [seats] if config is None else [seats, elastic(config, 5.0, lambda now, text: said.append(f"{now:.0f} {text}"))]
+    return simulate(fleet(), arrivals, hooks=hooks, settle_seconds=40.0), said, roles
+
+
+def attainment(result: Result) -> float:
+    return report.attainment(result.outcomes, report.Slo(ttft_seconds=SLO.ttft_seconds, tpot_seconds=SLO.tpot_seconds))
+
+
+PROMPTS = poisson(20.0, 1200, Fixed(2000, 4))
+ANSWERS = poisson(8.0, 700, Fixed(100, 200))
+
+
+def check(result: Result, changes: int) -> None:
+    assert {outcome.end for outcome in result.outcomes} == {"finished"} and result.pages_lost == 0
+    assert result.counters["roles_switched"] == changes
+
+
+def test_long_prompts_get_a_decode_worker_to_prefill_for_them() -> None:
+    result, said, roles = run(PROMPTS)
+    check(result, 1)
+    assert sorted(roles.values()) == ["decode", "prefill", "prefill", "prefill"], said
+    fixed, _, _ = run(PROMPTS, None)
+    assert attainment(result) > attainment(fixed) + 0.3
+
+
+def test_prompts_so_long_that_the_router_holds_them_get_one_too() -> None:
+    """Each takes a prefill worker longer than `hold_seconds`: none ever waits at the worker itself."""
+    result, said, roles = run(poisson(3.6, 150, Fixed(8000, 4)))
+    check(result, 1)
+    assert result.counters["requests_held"] > 50 and sorted(roles.values()).count("prefill") == 3, said
+
+
+def test_long_answers_get_a_prefill_worker_to_decode_for_them() -> None:
+    result, said, roles = run(ANSWERS)
+    check(result, 1)
+    assert sorted(roles.values()) == ["decode", "decode", "decode", "prefill"], said
+    fixed, _, _ = run(ANSWERS, None)
+    assert attainment(result) > attainment(fixed) + 0.3
+
+
+def test_the_ratio_follows_the_load_and_the_same_run_gives_the_same_changes() -> None:
+    arrivals = merge(PROMPTS, later(ANSWERS, 90.0))
+    result, said, roles = run(arrivals)
+    made = [" ".join(text.split()[1:7]) for text in said if "is to become" in text]
+    assert "prefill" in made[0] and "decode" in made[-1] and sorted(roles.values()).count("decode") == 3, said
+    check(result, len(made))
+    assert run(arrivals)[1] == said
+
+
+def test_a_load_that_both_pools_carry_changes_nothing() -> None:
+    result, said, _ = run(poisson(4.0, 400, Fixed(500, 50)))
+    assert not said and "roles_switched" not in result.counters

@@ -1,0 +1,66 @@
+"""The simulator against measured runs of other engines that its constants were not fitted to (benchmarks/fidelity.py)."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.engines import Engine, starts
+from benchmarks.fidelity import attainment
+from benchmarks.measure import RESULTS
+from benchmarks.measured_runs import FITTED_RUNS, Run, distserve_runs, vllm_runs
+from benchmarks.run_fitting import from_lone_steps, from_report, kv_tokens_seen, report_constants
+
+
+def engine(name: str) -> Engine:
+    """With the constants of the committed results."""
+    constants = json.loads((RESULTS / "fidelity.json").read_text())["constants"]
+    return from_report(starts()[name], constants[name])
+
+
+def errors(run: Run, ours: tuple[np.ndarray, np.ndarray]) -> dict[str, float]:
+    found = {"attainment": attainment(*ours) - attainment(run.ttft, run.tpot)}
+    for name, predicted, measured in (("ttft", ours[0], run.ttft), ("tpot", ours[1], run.tpot)):
+        for percent in (50, 90):
+            found[f"{name}_p{percent}"] = float(np.nanpercentile(predicted, percent) / np.nanpercentile(measured, percent) - 1)
+    return found
+
+
+@pytest.mark.parametrize("name", ["distserve-c21d11-300-4.5", pytest.param("distserve-c21d11-300-6", marks=pytest.mark.slow),
+                                  pytest.param("distserve-c21d11-450-4.5", marks=pytest.mark.slow)])  # fmt: skip
+def test_a_held_out_run_of_two_pools_is_predicted(name: str) -> None:
+    run = distserve_runs()[name]
+    found = errors(run, engine("distserve").run(run.arrivals))
+    assert abs(found["attainment"]) < 4
+    assert max(abs(found[key]) for key in ("ttft_p50", "ttft_p90", "tpot_p50")) < 0.15
+    assert abs(found["tpot_p90"]) < 0.4
+
+
+@pytest.mark.parametrize("name", ["vllm-150-1.5", pytest.param("vllm-250-2.5", marks=pytest.mark.slow)])
+def test_a_held_out_run_of_one_pool_that_prefills_first_is_predicted(name: str) -> None:
+    run = distserve_runs()[name]
+    found = errors(run, engine("vllm").run(run.arrivals))
+    assert abs(found["attainment"]) < 6.3
+    assert max(abs(found[key]) for key in ("ttft_p50", "ttft_p90", "tpot_p50")) < 0.15
+
+
+def test_the_committed_constants_are_those_that_the_fitted_run_gives() -> None:
+    run = distserve_runs()[FITTED_RUNS["vllm"]]
+    found, committed = report_constants(from_lone_steps(starts()["vllm"], run)), report_constants(engine("vllm"))
+    assert found == pytest.approx(committed, rel=0.02)
+
+
+def test_memory_is_read_off_before_anybody_waited() -> None:
+    run = vllm_runs()["RTX4090/Llama-3.1-8B"]
+    early = run.queued[:100] < 1.0
+    assert run.prompts[:100][early].sum() <= kv_tokens_seen(run, 100) <= run.prompts[:100][early].sum() + 41 * 120
+
+
+@pytest.mark.slow
+def test_a_crowded_run_with_preemptions_is_predicted_from_its_first_hundred_requests() -> None:
+    name = "RTX4090/Llama-3.1-8B"
+    run, ours = vllm_runs()[name], engine(name)
+    ttft, tpot = replace(ours, kv_tokens=kv_tokens_seen(run, 100)).run(run.arrivals)
+    assert tpot[100:].mean() == pytest.approx(run.tpot[100:].mean(), rel=0.05)
+    assert ttft[100:].mean() == pytest.approx(run.ttft[100:].mean(), rel=0.2)

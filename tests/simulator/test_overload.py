@@ -1,0 +1,99 @@
+"""Admission, fairness and breakers in a whole simulated cluster: overload, floods of one tenant, workers that fail and heal."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from jdisagg.config import RoutingConfig
+from jdisagg.observe.decision_log import DecisionLog, read_records
+from jdisagg.router.decision_record import answer_of, replay
+from jdisagg.router.hardware import accelerator
+from jdisagg.router.model_geometry import geometry
+from jdisagg.simulator import workloads
+from jdisagg.simulator.cluster import SimulatedCluster
+from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
+from jdisagg.simulator.report import Outcome, Slo
+from jdisagg.simulator.run import Result, simulate
+
+SLO = Slo(ttft_seconds=1.0, tpot_seconds=0.03)
+ROUTING = RoutingConfig(ttft_slo_seconds=SLO.ttft_seconds, tpot_slo_seconds=SLO.tpot_seconds)
+LENGTHS = workloads.Fixed(1500, 60)
+CAPACITY = 36.0  # requests a second: one H100 prefills 1,500 tokens of an 8B model in 27 ms
+SECONDS = 8.0
+
+
+def fleet(routing: RoutingConfig = ROUTING) -> Fleet:
+    return Fleet(
+        geometry("llama-3.1-8b"), Pool(2, accelerator("h100")), Pool(1, accelerator("h100"), INSTANCE), routing=routing, context_tokens=8192
+    )
+
+
+def run(load: float, routing: RoutingConfig = ROUTING) -> Result:
+    rate = load * CAPACITY
+    return simulate(fleet(routing), workloads.poisson(rate, int(rate * SECONDS), LENGTHS), seed=0)
+
+
+def goodput(outcomes: tuple[Outcome, ...] | list[Outcome]) -> float:
+    return sum(SLO.attained(outcome) for outcome in outcomes) / SECONDS
+
+
+@pytest.mark.slow
+def test_beyond_its_capacity_goodput_stays_and_who_is_admitted_is_served_in_time() -> None:
+    results = {load: run(load) for load in (0.7, 0.9, 1.0, 1.2, 3.0)}
+    good = {load: goodput(result.outcomes) for load, result in results.items()}
+    assert good[3.0] >= 0.9 * max(good.values()), good
+    over = results[3.0]
+    admitted = [outcome for outcome in over.outcomes if outcome.end != "refused"]
+    assert sum(SLO.attained(outcome) for outcome in admitted) >= 0.99 * len(admitted)
+    assert over.counters["rejections"] == sum(outcome.end == "refused" for outcome in over.outcomes) > len(over.outcomes) / 2
+    assert over.pages_lost == 0
+    unguarded = run(3.0, RoutingConfig())
+    assert goodput(unguarded.outcomes) < good[3.0] / 2, "without admission nearly all come too late"
+
+
+def test_a_flood_of_one_tenant_takes_nothing_from_the_others() -> None:
+    """Two that ask for little, one that asks for several times the capacity."""
+    small = [workloads.poisson(4.0, 16, LENGTHS, seed=seed, tenant=f"small{seed}") for seed in (1, 2)]
+    flood = workloads.poisson(3 * 36.0, int(3 * 36 * 4), LENGTHS, seed=3, tenant="flood")
+    result = simulate(fleet(), workloads.merge(*small, flood), seed=0)
+    kept = Counter(outcome.tenant for outcome in result.outcomes if SLO.attained(outcome))
+    asked = Counter(outcome.tenant for outcome in result.outcomes)
+    assert result.counters["rejections"] > asked["flood"] / 3, "it was overloaded"
+    for tenant in ("small1", "small2"):
+        assert kept[tenant] >= 0.95 * asked[tenant], (kept, asked)
+    assert kept["flood"] > kept["small1"], "and what they leave is not wasted"
+
+
+def test_weights_share_an_overloaded_cluster() -> None:
+    tenants = [workloads.poisson(150.0, 900, LENGTHS, seed=seed, tenant=name) for seed, name in ((1, "gold"), (2, "free"))]
+    result = simulate(fleet(replace(ROUTING, tenant_weights="gold=3")), workloads.merge(*tenants), seed=0)
+    kept = Counter(outcome.tenant for outcome in result.outcomes if SLO.attained(outcome))
+    assert 2.0 < kept["gold"] / kept["free"] < 4.0, kept
+
+
+def test_a_quota_bounds_a_tenant_in_an_idle_cluster() -> None:
+    arrivals = workloads.poisson(20.0, 200, LENGTHS, tenant="metered")
+    result = simulate(fleet(replace(ROUTING, tenant_quotas="metered=3240", quota_burst_seconds=1.0)), arrivals, seed=0)
+    served = sum(outcome.end == "finished" for outcome in result.outcomes)
+    assert served == pytest.approx(10 * 3240 / (1500 + 2 * 60), rel=0.25)
+    assert {outcome.end for outcome in result.outcomes} == {"finished", "refused"}
+
+
+def test_recorded_decisions_of_a_run_replay_to_the_same(tmp_path) -> None:
+    path = tmp_path / "decisions.jsonl"
+
+    with DecisionLog(str(path)) as log:
+
+        async def record(cluster: SimulatedCluster) -> None:
+            cluster.path.placing.on_answer = log.write
+
+        result = simulate(fleet(), workloads.poisson(100.0, 150, workloads.LogNormal(800, 0.8, 60, 0.6)), seed=0, hooks=[record])
+    records = list(read_records(str(path)))
+    assert len(records) >= result.counters["placements"] > 50
+    for written in records:
+        assert replay(written) == answer_of(written)
+    with path.open("a") as file:
+        file.write(json.dumps(records[0])[:40])
+    assert len(list(read_records(str(path)))) == len(records), "a last line that was being written is passed over"

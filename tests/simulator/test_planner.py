@@ -1,0 +1,162 @@
+"""The planner's search over runs whose answer is known: a fake runner with a capacity of its own, no simulator."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from jdisagg.config import Mode
+from jdisagg.errors import ConfigError
+from jdisagg.router.hardware import accelerator, link
+from jdisagg.router.model_geometry import geometry
+from jdisagg.simulator.plan_bounds import Goal
+from jdisagg.simulator.plan_candidates import Candidate, NothingFits, Site
+from jdisagg.simulator.plan_verdict import Finding
+from jdisagg.simulator.planner import MOST_RUNS, Plan, Planner, Run, highest_rate, requests_at, settled
+from jdisagg.simulator.report import Outcome, Usage
+from jdisagg.simulator.workloads import Arrival, Fixed, mean_rate, poisson
+
+SITE = Site(accelerator("h100"), 8)
+GOAL = Goal(0.5, 0.05)
+WORKLOAD = poisson(5.0, 200, Fixed(900, 100), seed=1)
+
+Capacity = Callable[[Candidate], float]
+
+
+class Servers:
+    """Serves up to `capacity(candidate)` requests a second in time and all above that late; notes who was asked."""
+
+    def __init__(self, capacity: Capacity, late: str = "ttft") -> None:
+        self._capacity, self._late = capacity, late
+        self.asked: list[Candidate] = []
+
+    def __call__(self, candidate: Candidate, arrivals: Sequence[Arrival]) -> Run:
+        self.asked.append(candidate)
+        in_time = min(1.0, self._capacity(candidate) / mean_rate(arrivals))
+        outcomes = []
+        for index, item in enumerate(arrivals):
+            good = (index * 0.618034) % 1 < in_time
+            first = item.at_seconds + (0.1 if good or self._late != "ttft" else 9.0)
+            finish = first + (item.output_tokens - 1) * (0.01 if good or self._late != "tpot" else 0.9)
+            end = "finished" if good or self._late != "refused" else "refused"
+            outcomes.append(Outcome(str(index), item.at_seconds, finish, item.prompt_tokens, item.output_tokens, first, end=end))  # type: ignore[arg-type]
+        return Run(tuple(outcomes), (Usage("a", "prefill", 4, 1.0), Usage("b", "decode", 4, 9.0)))
+
+
+def plan(capacity: Capacity, late: str = "ttft", site: Site = SITE, **options: object) -> Plan:
+    return Planner(geometry("llama-3-70b"), site, GOAL, Servers(capacity, late), **options).plan(WORKLOAD)  # type: ignore[arg-type]
+
+
+def best_of(found: Plan, mode: Mode) -> Finding | None:
+    return next((item for item in found.findings if item.candidate.mode is mode), None)
+
+
+@pytest.mark.parametrize("guess", [0.3, 1.0, 7.0, 40.0])
+def test_bisection_finds_a_known_capacity_from_guesses_far_and_near(guess: float):
+    calls: list[float] = []
+
+    def attained(rate: float) -> float:
+        calls.append(rate)
+        return min(1.0, 6.0 / rate)  # 90 % at 6.67
+
+    found = highest_rate(attained, guess, 0.9)
+    assert found == pytest.approx(6.0 / 0.9, rel=0.04) and len(calls) <= MOST_RUNS
+
+
+def test_what_is_never_attained_is_zero_after_three_tries():
+    calls: list[float] = []
+    assert highest_rate(lambda rate: calls.append(rate) or 0.5, 10.0, 0.9) == 0.0
+    assert len(calls) == 3 and min(calls) == pytest.approx(0.1)
+
+
+def test_the_better_mode_wins_by_what_it_carries_more():
+    found = plan(lambda item: 10.0 if item.mode is Mode.DISAGGREGATED else 8.0)
+    assert found.findings[0].candidate.mode is Mode.DISAGGREGATED
+    assert found.findings[0].rate == pytest.approx(10 / 0.9, rel=0.04)
+    assert found.findings[0].per_accelerator == found.findings[0].rate / 8
+    assert found.verdict.startswith("Two pools win by 2") and "carries" in found.verdict
+    assert {item.candidate.mode for item in found.findings} == {Mode.DISAGGREGATED, Mode.CHUNKED, Mode.UNIFIED}
+    rates = [item.per_accelerator for item in found.findings]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_one_pool_wins_plainly_and_the_figures_say_why():
+    found = plan(lambda item: 4.0 if item.mode is Mode.DISAGGREGATED else 8.0)
+    assert found.findings[0].candidate.prefill is None
+    assert found.verdict.startswith("One pool wins by 1") or found.verdict.startswith("One pool wins by 9")
+    assert "few instances allow no better ratio (busy: decode" in found.verdict
+
+
+def test_equals_are_called_equal():
+    assert plan(lambda item: 8.0).verdict.startswith("No clear winner")
+
+
+@pytest.mark.parametrize(("late", "binding"), [("ttft", "TTFT"), ("tpot", "TPOT"), ("refused", "refused")])
+def test_what_binds_is_what_the_runs_beyond_the_rate_missed(late: str, binding: str):
+    found = plan(lambda item: 5.0, late)
+    assert all(binding in item.binding for item in found.findings)
+    assert all(item.report.attainment and item.report.attainment >= 0.9 for item in found.findings)
+
+
+def test_too_few_accelerators_for_two_pools_are_said():
+    found = plan(lambda item: 5.0, site=Site(accelerator("h100"), 2))
+    assert found.left_out == ("disaggregated: two pools need 4 accelerators at least, there are 2",)
+    assert "Nothing to compare with (disaggregated" in found.verdict and best_of(found, Mode.DISAGGREGATED) is None
+
+
+def test_a_goal_that_nothing_attains_is_told_with_the_nearest():
+    with pytest.raises(NothingFits, match=r"nothing fits, because no candidate keeps 90% of requests within TTFT 0.5 s .* miss TTFT"):
+        plan(lambda item: 0.0)
+    with pytest.raises(NothingFits, match="the weights of llama-3-70b"):
+        plan(lambda item: 1.0, site=Site(accelerator("l40s"), 2))
+
+
+def test_only_the_best_of_each_mode_by_arithmetic_are_simulated():
+    servers = Servers(lambda item: 6.0)
+    found = Planner(geometry("llama-3-70b"), SITE, GOAL, servers, finalists=2).plan(WORKLOAD)
+    assert len(found.findings) == 6 and found.considered > 20
+    assert len(set(servers.asked)) == 6
+    said: list[tuple[str, int, int]] = []
+    Planner(geometry("llama-3-70b"), SITE, GOAL, servers, modes=[Mode.UNIFIED], finalists=1, progress=lambda *now: said.append(now)).plan(
+        WORKLOAD
+    )
+    assert said[-1][0] == "done" and said[-1][1] == said[-1][2] and any(text.startswith("unified") for text, _, _ in said)
+
+
+def test_of_chunked_each_layout_is_simulated_with_its_best_chunk_size_alone():
+    found = Planner(geometry("llama-3-70b"), SITE, GOAL, Servers(lambda item: 6.0), modes=[Mode.CHUNKED], finalists=3).plan(WORKLOAD)
+    layouts = [item.candidate.decode for item in found.findings]
+    assert len(layouts) > 1 and len(layouts) == len(set(layouts))
+
+
+def test_a_slow_link_is_named_where_it_binds():
+    site = Site(accelerator("h100"), 8, domain_devices=4, scale_out=link("ethernet-10g"))
+    found = plan(lambda item: 1.0 if item.mode is Mode.DISAGGREGATED else 8.0, "tpot", site)
+    two = best_of(found, Mode.DISAGGREGATED)
+    assert two is not None and two.link_share == pytest.approx(1.0 / 0.9 * 900 * 327_680 / (4 * 1e9), rel=0.1)
+    assert "ethernet-10g" in two.binding and "the link is slow for what is handed off" in found.verdict
+
+
+def test_requests_at_a_rate_are_the_workloads_own_in_order_with_the_same_gaps_at_every_rate():
+    one, two = requests_at(WORKLOAD, 10.0, 500, "poisson", 3), requests_at(WORKLOAD, 20.0, 500, "poisson", 3)
+    assert len(one) == 500 and mean_rate(one) == pytest.approx(10, rel=0.1)
+    assert [item.at_seconds for item in two] == pytest.approx([item.at_seconds / 2 for item in one])
+    own = requests_at(WORKLOAD, 10.0, 100, "trace", 3)
+    assert mean_rate(own) == pytest.approx(10) and len(own) == 100
+    named = [Arrival(index, 600, 5, (index, index + 1)) for index in range(20)]
+    assert len(requests_at(named, 10.0, 500, "poisson", 3)) == 20, "named blocks are not sent twice"
+
+
+def test_requests_that_arrive_while_the_cluster_fills_are_not_judged():
+    def outcomes(times: Sequence[float]) -> list[Outcome]:
+        return [Outcome("", at, at + 1, 10, 10, at + 0.5) for at in times]
+
+    assert [item.arrival for item in settled(outcomes(range(10)), 2.0)] == list(range(2, 10))
+    assert [item.arrival for item in settled(outcomes(range(10)), 50.0)] == list(range(3, 10))
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"), [({"finalists": 0}, "finalists=0"), ({"modes": []}, "no mode"), ({"most_requests": 1}, "most_requests")]
+)
+def test_a_search_that_could_find_nothing_is_refused(bad: dict[str, object], said: str):
+    with pytest.raises(ConfigError, match=said):
+        plan(lambda item: 1.0, **bad)  # type: ignore[arg-type]
