@@ -6,6 +6,7 @@ biases of these two are added once, after it. No layer knows its index: layers o
 """
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
@@ -69,17 +70,22 @@ class Attention(nnx.Module):
         self.head_dim = head
         self.window = window
 
-    def __call__(self, x_TD: jax.Array, positions_T: jax.Array, attend: Attend, shards: Shards) -> jax.Array:
-        q_TNH, k_TKH, v_TKH = (self._heads(linear(x_TD, shards)) for linear in (self.q, self.k, self.v))
+    def __call__(
+        self, x_TD: jax.Array, positions_T: jax.Array, attend: Attend, shards: Shards, rows_R: jax.Array | None = None
+    ) -> jax.Array:
+        """[T, D], or [R, D] of these rows: the others' keys and values are cached, and that is all."""
+        x_RD, positions_R = _rows(x_TD, rows_R), _rows(positions_T, rows_R)
+        q_RNH, k_TKH, v_TKH = self._heads(self.q(x_RD, shards)), self._heads(self.k(x_TD, shards)), self._heads(self.v(x_TD, shards))
         if self.q_norm is not None and self.k_norm is not None:
-            q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
-        angles = rope_angles(positions_T, self.rope)
-        q_TNH, k_TKH = rotate(q_TNH, angles), rotate(k_TKH, angles)
-        o_TNH = attend(q_TNH, k_TKH, v_TKH, scale=self.head_dim**-0.5, window=self.window)
-        return self.o.summed(o_TNH.reshape(o_TNH.shape[0], -1), shards)
+            q_RNH, k_TKH = self.q_norm(q_RNH), self.k_norm(k_TKH)
+        q_RNH, k_TKH = rotate(q_RNH, rope_angles(positions_R, self.rope)), rotate(k_TKH, rope_angles(positions_T, self.rope))
+        o_RNH = attend(q_RNH, k_TKH, v_TKH, scale=self.head_dim**-0.5, window=self.window)
+        if not o_RNH.shape[0]:
+            return x_RD  # nothing to project, and no collective over nothing
+        return self.o.summed(o_RNH.reshape(o_RNH.shape[0], -1), shards)
 
     def _heads(self, x: jax.Array) -> jax.Array:
-        return x.reshape(x.shape[0], -1, self.head_dim)
+        return x.reshape(x.shape[0], x.shape[1] // self.head_dim, self.head_dim)
 
 
 class GatedMLP(nnx.Module):
@@ -124,7 +130,22 @@ class DecoderLayer(nnx.Module):
         self.mlp = SparseMLP(make, config.width, layer.experts) if layer.experts else GatedMLP(make, config, transposed)
 
     def __call__(
-        self, x_TD: jax.Array, positions_T: jax.Array, attend: Attend, shards: Shards, valid_T: jax.Array | None = None
+        self,
+        x_TD: jax.Array,
+        positions_T: jax.Array,
+        attend: Attend,
+        shards: Shards,
+        valid_T: jax.Array | None = None,
+        rows_R: jax.Array | None = None,
     ) -> jax.Array:
-        x_TD = x_TD + self.attention(self.attention_norm(x_TD), positions_T, attend, shards)
-        return x_TD + self.mlp(self.mlp_norm(x_TD), shards, valid_T)
+        """See `model_api.Layer`."""
+        y_RD = self.attention(self.attention_norm(x_TD), positions_T, attend, shards, rows_R)
+        if not y_RD.shape[0]:
+            return y_RD
+        x_RD, valid_R = _rows(x_TD, rows_R) + y_RD, valid_T if rows_R is None else rows_R >= 0
+        return x_RD + self.mlp(self.mlp_norm(x_RD), shards, valid_R)
+
+
+def _rows(of_T: jax.Array, rows_R: jax.Array | None) -> jax.Array:
+    """The rows asked for (token 0 stands in for padding), or all."""
+    return of_T if rows_R is None else jnp.take(of_T, rows_R, axis=0, mode="clip")

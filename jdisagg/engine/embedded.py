@@ -5,7 +5,7 @@ onto a mesh is the caller's affair (`LoadModel`), so that this package knows no 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import EngineConfig, InstanceConfig, Mode
@@ -21,6 +21,7 @@ from jdisagg.model_api import Device
 from jdisagg.observe import wrap
 from jdisagg.observe.observer import Observer
 from jdisagg.request import Request, StreamEvent
+from jdisagg.router.cluster_state import Description
 from jdisagg.scheduler.commands import Executor
 from jdisagg.transfer.in_process import InProcessChannel
 from jdisagg.worker.decode_worker import DecodeWorker
@@ -46,7 +47,7 @@ def carve_devices(config: EngineConfig, devices: Sequence[Device]) -> tuple[Sequ
 class EmbeddedCluster:
     """Build, `start`, stream, `stop`. Building blocks while weights are loaded; `stream` is called on the event loop that started it.
     `observer`: who measures workers and meshes, if anybody does; `observed_path` is then measured too. `record` may put something
-    between a worker and its mesh."""
+    between a worker and its mesh. `descriptions`: what the router should know of the workers, by name."""
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class EmbeddedCluster:
         devices: Sequence[Device],
         observer: Observer | None = None,
         record: Record | None = None,
+        descriptions: Mapping[str, Description] | None = None,
     ) -> None:
         self.config = config
         self.clock = MonotonicClock()
@@ -91,10 +93,20 @@ class EmbeddedCluster:
         decode_worker = DecodeWorker(DECODE, mesh, config.decode, config.mode, config.limits, peers, self.clock, random_id)
         self._workers.append(decode_worker)
         decode_ports: dict[str, DecodePort] = {DECODE: wrap.decode(DECODE, decode_worker, observer)}
-        self.path = RequestPath(prefill_ports, decode_ports, lambda request: _text_of(detokenizer, request), config.limits, self.clock)
+        self.path = RequestPath(
+            prefill_ports,
+            decode_ports,
+            lambda request: TokenStream.of(detokenizer, request),
+            config.limits,
+            self.clock,
+            routing=config.routing,
+        )
+        for name, description in (descriptions or {}).items():
+            self.path.placing.accounts.state.describe(name, description)
         self.observed_path = wrap.path(self.path, observer)
         if observer:
             observer.metrics.watch_counters("path", self.path.counters)
+            self.path.placing.on_measured = observer.metrics.measured
             for worker, instance in zip(self._workers, self.instances, strict=True):
                 programs = instance.executor.programs
                 observer.metrics.watch_worker(worker.name, worker.status, worker.counters, lambda programs=programs: programs.compilations)
@@ -160,7 +172,3 @@ class EmbeddedCluster:
     def _instance(self, name: str, config: InstanceConfig, loaded: Loaded, role: MeshRole) -> Instance:
         groups = self.config.prefill.layer_groups if self.config.mode is Mode.DISAGGREGATED else 1
         return build_instance(name, config, self.config.mode, loaded, role, self.channel, self.context_tokens, groups)
-
-
-def _text_of(detokenizer: Detokenizer, request: Request) -> TokenStream:
-    return TokenStream(detokenizer, request.prompt_token_ids, request.sampling.stop, request.sampling.min_tokens)

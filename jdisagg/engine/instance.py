@@ -4,7 +4,6 @@ Assembly for whoever serves a worker (`launch.worker`), and the parts of it that
 mesh (`LoadModel`), what carries KV (`Channel`) and how peers are found are the caller's affair; this knows neither gRPC nor a model family.
 """
 
-import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -68,7 +67,14 @@ class KvPlane:
 
 
 def build_instance(
-    name: str, config: InstanceConfig, mode: Mode, loaded: Loaded, role: MeshRole, channel: Channel, context_tokens: int, layer_groups: int
+    name: str,
+    config: InstanceConfig,
+    mode: Mode,
+    loaded: Loaded,
+    role: MeshRole,
+    channel: Channel,
+    context_tokens: int,
+    layer_groups: int | None,
 ) -> Instance:
     """`layer_groups` is the prefill side's: both sides of a hand-off cut layers alike."""
     limits = mesh_limits(config, mode, loaded.model.kv_spec, context_tokens, layer_groups)
@@ -122,7 +128,7 @@ def mesh_role(role: WorkerRole, codec: str) -> MeshRole:
             return MeshRole(prefill=True, decode=True)
 
 
-def layer_groups(role: WorkerRole, config: WorkerConfig) -> int:
+def layer_groups(role: WorkerRole, config: WorkerConfig) -> int | None:
     return 1 if role is WorkerRole.MIXED else config.instance.layer_groups
 
 
@@ -133,10 +139,6 @@ async def warm_up(instance: Instance, progress: Progress | None = None) -> None:
         await instance.executor.on_dispatch_thread(step)
         if progress:
             progress(done + 1, len(steps))
-
-
-async def close_instance(instance: Instance) -> None:
-    await asyncio.to_thread(instance.executor.close)
 
 
 def context_tokens(config: ModelConfig, model: Model) -> int:

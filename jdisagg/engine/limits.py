@@ -9,9 +9,12 @@ GRANULE_TOKENS = 16
 LARGEST_WHOLE_PREFILL = 8192
 ROWS_PER_CHUNK = 16
 SAMPLES_PER_CHUNK = 16
+GROUP_BYTES = 4 << 20  # of a prompt of GROUP_TOKENS: twice as many groups hide little more, and each costs its host work
+GROUP_TOKENS = 512
+MERGED_BYTES = 1 << 20  # a block costs both workers a millisecond or so of a CPU, as much as that many bytes
 
 
-def mesh_limits(instance: InstanceConfig, mode: Mode, spec: KVSpec, context_tokens: int, layer_groups: int) -> MeshLimits:
+def mesh_limits(instance: InstanceConfig, mode: Mode, spec: KVSpec, context_tokens: int, layer_groups: int | None) -> MeshLimits:
     """`layer_groups` is the prefill side's: both sides of a hand-off cut layers alike.
 
     Unified mode prefills a prompt whole, whatever its length, but packs short ones only up to `chunk_tokens`: on a CPU a chunk of
@@ -24,6 +27,7 @@ def mesh_limits(instance: InstanceConfig, mode: Mode, spec: KVSpec, context_toke
         largest = max(instance.min_chunk_tokens, min(_power_of_two(context_tokens), LARGEST_WHOLE_PREFILL))
     if largest % GRANULE_TOKENS:
         raise ConfigError(f"chunk_tokens={largest} must be a multiple of {GRANULE_TOKENS}, the smallest block that a hand-off sends")
+    groups = groups_of_layers(spec, layer_groups)
     return MeshLimits(
         ranks=instance.layout.dp,
         page_size=instance.page_size,
@@ -32,13 +36,22 @@ def mesh_limits(instance: InstanceConfig, mode: Mode, spec: KVSpec, context_toke
         context_tokens=context_tokens,
         chunk_buckets=buckets(min(instance.min_chunk_tokens, largest), largest),
         batch_buckets=buckets(1, instance.slots_per_rank),
-        layer_groups=min(layer_groups, len(spec.layers)),
+        layer_groups=groups,
         granule_tokens=GRANULE_TOKENS,
         rows_per_chunk=ROWS_PER_CHUNK,
         samples_per_chunk=SAMPLES_PER_CHUNK,
         kv_spec=spec,
+        merged_tokens=MERGED_BYTES * groups // spec.bytes_per_token,
         pack_tokens=min(instance.chunk_tokens, largest) if mode is Mode.UNIFIED else None,
     )
+
+
+def groups_of_layers(spec: KVSpec, asked: int | None) -> int:
+    """How many programs a chunk is chained of. The last group's block of n cannot be hidden behind computing, and is one n-th of all; a
+    block costs host work however small it is. So: as many as leave a middling prompt's blocks large enough, unless another number was asked
+    for. What the two sides of a hand-off may differ in (their chunks, their meshes) does not count, for they must agree."""
+    by_bytes = max(1, spec.bytes_per_token * GROUP_TOKENS // GROUP_BYTES)
+    return min(asked or by_bytes, len(spec.layers))
 
 
 def buckets(smallest: int, largest: int) -> tuple[int, ...]:

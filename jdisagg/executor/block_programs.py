@@ -5,21 +5,18 @@ built and no shard is donated on its own. Token ranges are cut to power-of-two l
 Ranks that take no part get coordinates "nowhere" and write nothing.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 
-from jdisagg.executor.block_sums import first_component, first_head, over, rank_stamps, total
+from jdisagg.executor.block_sums import STAMP_WORDS, first_component, found_in, found_spec, local_sum, rank_stamps
+from jdisagg.executor.insert_program import Places, write_and_read
 from jdisagg.executor.page_pool import PAGES_SPEC, LayerPages, PagePool
 from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
-from jdisagg.layout.axes import MESH_AXES
-from jdisagg.ops.checksum import bits_of
-from jdisagg.ops.kv_pages import copy_pages, gather_tokens, insert_block
+from jdisagg.ops.kv_pages import copy_pages, gather_tokens
 from jdisagg.scheduler.commands import ExtractBlock, InsertBlock
 from jdisagg.transfer.channel import BlockStamp
 from jdisagg.transfer.codec import Codec, codec
@@ -53,13 +50,13 @@ class BlockPrograms:
 
     def insert(self, command: InsertBlock, arrays: tuple[jax.Array, ...]) -> jax.Array:
         """Writes a pulled block (`Pull.arrays()`: the block's heads in parts, each as its codec's leaves) into its pages and sums what
-        then lies there. Returns uint32 [3], alike on all devices: the sum's two lanes, and how many found that something is broken."""
+        then lies there. Returns what `block_sums.Found` reads."""
         group, how = self._groups[command.group], codec(command.codec)
         held = self._pool.layers[group.start : group.stop]
         stamp = self._stamp(group, command.checksum_key, command.start, command.valid_tokens)
         if how.lossy:
             stamp = stamp.of_offer(command.offer_id)
-        inputs = (held, arrays, *self._place(command, stamp))
+        inputs = (held, arrays, self._place(command, stamp))
         key = ("insert", len(group), command.block_tokens, command.codec, len(arrays), arrays[0].shape)
         program = self._programs.get(key, lambda: self._build_insert(how, inputs))
         pages, found = program(*inputs)
@@ -69,25 +66,13 @@ class BlockPrograms:
     def _build_insert(self, how: Codec, inputs: tuple[Any, ...]) -> Any:
         programs, held, arrays = self._programs, inputs[0], inputs[1]
 
-        def body(
-            pages: list[LayerPages], arrays: tuple[jax.Array, ...], coordinates: jax.Array, stamps: jax.Array
-        ) -> tuple[list[LayerPages], jax.Array]:
-            page_T, slot_T, stamp_5 = coordinates[0, 0], coordinates[0, 1], stamps[0]
-            block_CKTH, intact = _unpack(how, arrays, stamp_5, pages[0][0].shape[1], pages[0][0].dtype)
-            # Senders' values are finite. Damaged ones may not be, and would outlive the pages' return: others multiply them by zero.
-            block_CKTH = jnp.where(jnp.isfinite(block_CKTH), block_CKTH, jnp.zeros((), block_CKTH.dtype))
-            parts = iter(block_CKTH)
-            pages = [tuple(insert_block(part, next(parts), page_T, slot_T) for part in layer) for layer in pages]
-            read_CKTH = jnp.stack([gather_tokens(part, page_T, slot_T) for layer in pages for part in layer])
-            if how.lossy:
-                valid_T = jnp.arange(read_CKTH.shape[2], dtype=jnp.uint32) < stamp_5[4]
-                same = bits_of(read_CKTH) == bits_of(block_CKTH)
-                intact &= jnp.all(same | ~valid_T[None, None, :, None])
-            return pages, _found(programs, total(programs, read_CKTH, stamp_5), intact)
+        def body(pages: list[LayerPages], arrays: tuple[jax.Array, ...], words: jax.Array) -> tuple[list[LayerPages], jax.Array]:
+            pages, sum_2, intact = write_and_read(pages, arrays, self._places(words), how)
+            return pages, found_in(programs, sum_2, intact)
 
         page_specs = [tuple(PAGES_SPEC for _ in layer) for layer in held]
-        in_specs = (page_specs, tuple(BLOCK_SPEC for _ in arrays), RANK, RANK)
-        return self._programs.compile(body, inputs, in_specs, (page_specs, PartitionSpec()), donate=(0,))
+        in_specs = (page_specs, tuple(BLOCK_SPEC for _ in arrays), RANK)
+        return self._programs.compile(body, inputs, in_specs, (page_specs, found_spec(programs)), donate=(0,))
 
     def extract(self, command: ExtractBlock) -> tuple[jax.Array, jax.Array, BlockStamp]:
         """A block [ranks, C, K, T, H] out of pages, zero where no token is valid (other sequences' KV stays here); its sum, as
@@ -95,34 +80,45 @@ class BlockPrograms:
         group = self._groups[command.group]
         stamp = self._stamp(group, command.checksum_key, command.start, command.valid_tokens)
         held = self._pool.layers[group.start : group.stop]
-        inputs = (held, *self._place(command, stamp))
-        program = self._programs.get(("extract", len(group), command.block_tokens), lambda: self._build_extract(inputs))
+        inputs = (held, self._place(command, stamp))
+        tokens = command.block_tokens
+        program = self._programs.get(("extract", len(group), tokens), lambda: self._build_extract(inputs, tokens))
         block, found = program(*inputs)
         return block, found, stamp
 
-    def _build_extract(self, inputs: tuple[Any, ...]) -> Any:
+    def _build_extract(self, inputs: tuple[Any, ...], tokens: int) -> Any:
         programs = self._programs
 
-        def body(pages: list[LayerPages], coordinates: jax.Array, stamps: jax.Array) -> tuple[jax.Array, jax.Array]:
-            page_T, slot_T, stamp_5 = coordinates[0, 0], coordinates[0, 1], stamps[0]
+        def body(pages: list[LayerPages], words: jax.Array) -> tuple[jax.Array, jax.Array]:
+            places, token_T = self._places(words), jnp.arange(tokens, dtype=jnp.int32)
+            valid_T = token_T < places.valid
+            page_T, slot_T = places.some(token_T, valid_T)
             read_CKTH = jnp.stack([gather_tokens(part, page_T, slot_T) for layer in pages for part in layer])
-            valid_T = jnp.arange(read_CKTH.shape[2], dtype=jnp.uint32) < stamp_5[4]
             read_CKTH = jnp.where(valid_T[None, None, :, None], read_CKTH, jnp.zeros((), read_CKTH.dtype))
-            return read_CKTH[None], _found(programs, total(programs, read_CKTH, stamp_5), jnp.bool_(True))
+            return read_CKTH[None], found_in(programs, local_sum(read_CKTH, places.stamp_5, token_T, valid_T), jnp.bool_(True))
 
         page_specs = [tuple(PAGES_SPEC for _ in layer) for layer in inputs[0]]
-        return self._programs.compile(body, inputs, (page_specs, RANK, RANK), (BLOCK_SPEC, PartitionSpec()))
+        return self._programs.compile(body, inputs, (page_specs, RANK), (BLOCK_SPEC, found_spec(programs)))
 
     def _stamp(self, group: range, key: int, start: int, valid_tokens: int) -> BlockStamp:
         return BlockStamp(key, first_component(self._pool, group), start, valid_tokens)
 
-    def _place(self, command: InsertBlock | ExtractBlock, stamp: BlockStamp) -> tuple[jax.Array, jax.Array]:
-        """Page and slot of a block's tokens, and its stamp; nowhere, and no valid token, on the ranks that take no part."""
-        tokens, start, valid, size = command.block_tokens, command.start, command.valid_tokens, self._pool.page_size
-        coordinates = np.full((self._ranks, 2, tokens), self._pool.rank_rows, np.int32)
-        coordinates[command.rank, 0, :valid] = np.asarray(command.pages, np.int32)[np.arange(start, start + valid) // size]
-        coordinates[command.rank, 1] = (start + np.arange(tokens)) % size
-        return self._programs.put((coordinates, rank_stamps(self._ranks, command.rank, stamp)))
+    def _place(self, command: InsertBlock | ExtractBlock, stamp: BlockStamp) -> jax.Array | np.ndarray:
+        """Where a block's tokens lie, as `_places` reads it: uint32 [ranks, words]. No token is valid on the ranks that take no part."""
+        first, last = (at // self._pool.page_size for at in (command.start, command.start + command.valid_tokens - 1))
+        pages = command.pages[first : last + 1] if command.valid_tokens else ()
+        # Else page 0, which is somebody's, would be written, read back and found right.
+        assert command.valid_tokens <= command.block_tokens and len(pages) == (last - first + 1 if command.valid_tokens else 0), command
+        assert len(set(pages)) == len(pages), f"the pages of a block must differ, and they are {pages}"
+        words = np.zeros((self._ranks, STAMP_WORDS + 2 + (command.block_tokens - 1) // self._pool.page_size), np.uint32)
+        words[:, :STAMP_WORDS] = rank_stamps(self._ranks, command.rank, stamp)
+        words[command.rank, STAMP_WORDS : STAMP_WORDS + len(pages)] = pages
+        # The program takes them from the host itself: to put them there first would take half as long again as calling it.
+        return self._programs.put(words) if self._programs.spans_processes else words
+
+    def _places(self, words: jax.Array) -> Places:
+        """Inside a program."""
+        return Places.of(words[0], self._pool.page_size, self._pool.rank_rows)
 
     def copy(self, copies: tuple[tuple[int, int, int], ...]) -> None:
         """Copies pages (rank, source, destination) in all layers, a fixed number a call."""
@@ -141,23 +137,3 @@ class BlockPrograms:
 
         specs = [tuple(PAGES_SPEC for _ in layer) for layer in self._pool.layers]
         return self._programs.compile(body, (self._pool.layers, pairs), (specs, RANK), specs, donate=(0,))
-
-
-def _unpack(how: Codec, arrays: Sequence[jax.Array], stamp_5: jax.Array, local_heads: int, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Inside a program: this device's heads of a block [C, K, T, H] from its parts, and whether all are what was packed."""
-    parts = local_heads // arrays[0].shape[2]
-    per_part = len(arrays) // parts
-    head, blocks, intact = first_head(local_heads), [], jnp.bool_(True)
-    for index in range(parts):
-        leaves = arrays[index * per_part : (index + 1) * per_part]
-        intact &= how.verify(leaves, stamp_5, head + index * arrays[0].shape[2])
-        blocks.append(how.decode(leaves, dtype)[0])
-    return jnp.concatenate(blocks, axis=1), intact
-
-
-def _found(programs: Programs, sum_2: jax.Array, intact: jax.Array) -> jax.Array:
-    """Inside a program: uint32 [3], alike on all devices. Replicas that differ are broken, for only one of them is read by the host."""
-    if programs.mesh.shape["rep"] > 1:
-        intact &= jnp.all(lax.pmax(sum_2, "rep") == lax.pmin(sum_2, "rep"))
-    broken = over(programs, (~intact).astype(jnp.uint32), MESH_AXES)
-    return jnp.concatenate([sum_2, broken[None]])

@@ -4,7 +4,8 @@ The sums of a prefilled block are taken by a program of their own that reads the
 it: there, XLA may compute a value once for the block and once more for its sum, and the two may be rounded differently. (The cost is
 that of reading the block once more; benchmarks/LOG.md.) The same body sums what an insert reads back from pages and what an extract reads.
 
-A stamp is uint32 [5] a rank, as `transfer.codec.stamp_array`. Replicas ("rep") hold equal values and are counted once.
+A stamp is uint32 [5] a rank, as `transfer.codec.stamp_array`. Replicas ("rep") hold equal values and are counted once. Where one
+process holds the mesh, each device's share goes to the host by itself: to add them up on the devices, all would have to meet.
 """
 
 from collections.abc import Sequence
@@ -14,13 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jdisagg.executor.page_pool import PagePool
 from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
+from jdisagg.layout.axes import MESH_AXES
 from jdisagg.ops.checksum import fold, granule_sums, key_words, row_sums
 from jdisagg.scheduler.commands import BlockChecksum, PrefillChunk
 from jdisagg.transfer.channel import BlockStamp
 from jdisagg.transfer.codec import stamp_array
+
+STAMP_WORDS = 5
 
 
 def first_head(local_heads: int) -> jax.Array:
@@ -28,24 +33,54 @@ def first_head(local_heads: int) -> jax.Array:
     return lax.axis_index("kv") * local_heads
 
 
-def total(programs: Programs, block_CKTH: jax.Array, stamp_5: jax.Array) -> jax.Array:
-    """Inside a program: the sum of a block's valid tokens, alike on all devices: uint32 [2]. `block_CKTH`: this device's heads;
-    ranks that take no part have a stamp of no valid tokens."""
-    token_T = jnp.arange(block_CKTH.shape[2], dtype=jnp.uint32)
-    head = first_head(block_CKTH.shape[1])
-    rows_KT2 = row_sums((block_CKTH,), stamp_5[:2], stamp_5[2], head, stamp_5[3] + token_T, token_T < stamp_5[4])
-    return over(programs, jnp.sum(rows_KT2, axis=(0, 1), dtype=jnp.uint32), ("dp", "kv"))
+def local_sum(block_CKTH: jax.Array, stamp_5: jax.Array, token_T: jax.Array, counts_T: jax.Array) -> jax.Array:
+    """Inside a program: this device's share of a block's sum over some of its tokens, the `token_T`-th: uint32 [2]."""
+    positions_T = stamp_5[3] + token_T.astype(jnp.uint32)
+    rows_KT2 = row_sums((block_CKTH,), stamp_5[:2], stamp_5[2], first_head(block_CKTH.shape[1]), positions_T, counts_T)
+    return jnp.sum(rows_KT2, axis=(0, 1), dtype=jnp.uint32)
 
 
-def over(programs: Programs, value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Inside a program: the sum over those of the axes that have several devices."""
+def found_in(programs: Programs, sum_2: jax.Array, intact: jax.Array) -> jax.Array:
+    """Inside a program: what this device found in a block, for `Found`: its share of the sum, and whether something is broken. Added up
+    where the mesh spans processes, each of which must read all. uint32 [1, 1, 1, 3]."""
+    broken = (~intact).astype(jnp.uint32)[None]
+    if not programs.spans_processes:
+        return jnp.concatenate([sum_2, broken])[None, None, None]
+    if programs.mesh.shape["rep"] > 1:
+        broken |= jnp.any(lax.pmax(sum_2, "rep") != lax.pmin(sum_2, "rep")).astype(jnp.uint32)
+    found_3 = jnp.concatenate([_over(programs, sum_2, ("dp", "kv")), _over(programs, broken, MESH_AXES)])
+    return found_3[None, None, None]
+
+
+def found_spec(programs: Programs) -> PartitionSpec:
+    """How the whole of `found_in` lies: uint32 [dp, kv, rep, 3], or [1, 1, 1, 3] on each device where the mesh spans processes."""
+    return PartitionSpec() if programs.spans_processes else PartitionSpec(*MESH_AXES)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a whole mesh found in a block. Replicas that differ are broken: only one of them counts in the sum."""
+
+    checksum: int
+    intact: bool
+
+    @staticmethod
+    def read(found: jax.Array) -> "Found":
+        """Blocks until it is there."""
+        found_DKR3 = jax.device_get(found)
+        sums = found_DKR3[..., :2]
+        return Found(fold(sums[:, :, 0]), not found_DKR3[..., 2].any() and bool((sums == sums[:, :, :1]).all()))
+
+
+def _over(programs: Programs, value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The sum over those of the axes that have several devices."""
     real = tuple(axis for axis in axes if programs.mesh.shape[axis] > 1)
     return lax.psum(value, real) if real else value
 
 
 def rank_stamps(ranks: int, rank: int, stamp: BlockStamp) -> np.ndarray:
     """A stamp for one rank; nothing is valid on the others."""
-    stamps = np.zeros((ranks, 5), np.uint32)
+    stamps = np.zeros((ranks, STAMP_WORDS), np.uint32)
     stamps[:, :3] = stamp_array(stamp)[:3]
     stamps[rank] = stamp_array(stamp)
     return stamps
@@ -65,17 +100,21 @@ class PrefillSums:
         return np.tile(key_words(key), (self._programs.mesh.shape["dp"], 1))
 
     def run(self, group: int, block: jax.Array, positions: jax.Array, segment: jax.Array, key: jax.Array) -> jax.Array:
-        """uint32 [ranks, T / granule, 2] of a block [ranks, C, K, T, H]; tokens of segment -1 do not count."""
+        """uint32 [ranks, shares, T / granule, 2] of a block [ranks, C, K, T, H], which add up; tokens of segment -1 do not count."""
         programs, granule = self._programs, self._granule
 
         def body(block: jax.Array, positions: jax.Array, segment: jax.Array, key: jax.Array, component: jax.Array) -> jax.Array:
             head = first_head(block.shape[2])
             rows_KT2 = row_sums((block[0],), key[0], component[0, 0], head, positions[0], segment[0] >= 0)
-            return programs.readable(over(programs, granule_sums(rows_KT2, granule), ("kv",))[None])
+            sums_G2 = granule_sums(rows_KT2, granule)
+            if programs.spans_processes:
+                sums_G2 = _over(programs, sums_G2, ("kv",))
+            return programs.readable(sums_G2[None, None])
 
         arguments = (block, positions, segment, key, self._places[group])
         specs = (BLOCK_SPEC, RANK, RANK, RANK, RANK)
-        build = lambda: programs.compile(body, arguments, specs, programs.readable_spec)  # noqa: E731
+        shares = programs.readable_spec if programs.spans_processes else PartitionSpec("dp", "kv")
+        build = lambda: programs.compile(body, arguments, specs, shares)  # noqa: E731
         return programs.get(("sums", block.shape, str(block.dtype)), build)(*arguments)
 
     def stamp(self, group: int, key: int, start: int, valid_tokens: int) -> BlockStamp:
@@ -104,7 +143,7 @@ class ChunkSums:
         granule = self.granule_tokens
         return tuple(
             BlockChecksum(
-                offer.offer_id, fold(sums[offer.group][rank, offer.offset // granule : (offer.offset + offer.block_tokens) // granule])
+                offer.offer_id, fold(sums[offer.group][rank, :, offer.offset // granule : (offer.offset + offer.block_tokens) // granule])
             )
             for rank, offer in offers
         )

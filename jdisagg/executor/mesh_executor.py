@@ -6,7 +6,6 @@ One instance may prefill, decode, or both (one-mesh modes); it builds only the p
 """
 
 import asyncio
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -49,6 +48,7 @@ from jdisagg.scheduler.commands import (
 from jdisagg.transfer.boxes import head_granule, mesh_card
 from jdisagg.transfer.channel import Channel, Pull, PullTarget, resident_zeros
 from jdisagg.transfer.codec import codec
+from jdisagg.transfer.pieces import NO_CODEC, warm_pieces
 
 
 @dataclass(frozen=True)
@@ -143,15 +143,14 @@ class MeshExecutor:
 
     def warm_prefill(self, width: int, form: ChunkForm) -> None:
         """Runs a chunk of padding, and every cut that its rows may ask for."""
-        empty = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits)
-        x, blocks, _ = self._prefill.run(dataclasses.replace(empty, form=form))
+        x, blocks, _ = self._prefill.run(ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits, form))
         for block in blocks:
             for tokens in block_lengths(self.limits):
                 if tokens < width:
                     self._blocks.cut(block, 0, 0, tokens)
         x.block_until_ready()
-        for variant in Variant:
-            self._sampler.warm_up(variant, width)
+        for variant in Variant if form.samples else ():
+            self._sampler.warm_up(variant, x)
 
     def warm_decode(self, size: int, variant: Variant) -> None:
         """Runs a step of `size` rows, none of them anybody's."""
@@ -173,13 +172,23 @@ class MeshExecutor:
             nothing = InsertBlock(-1, 0, 0, group, tokens, 0, 0, (), codec=self.role.codec)
             self._blocks.insert(nothing, (target.leaves or (target.zeros,)) * (local_heads // granule)).block_until_ready()
 
+    def warm_pieces(self, group: int, tokens: int) -> None:
+        """Cuts a block of this mesh in pieces as peers of other processes may want them. (A codec's programs are compiled when a
+        receiver first wants it.)"""
+        spec = self.limits.kv_spec
+        layers = [spec.layers[index] for index in self._groups[group]]
+        components, width = sum(len(layer.components) for layer in layers), layers[0].components[0].width
+        shape = (components, spec.kv_heads // self.mesh.shape["kv"], tokens, width)
+        for granule in self.granules():
+            warm_pieces(self.mesh, shape, jnp.dtype(spec.dtype), granule, NO_CODEC)
+
     def warm_extract(self, group: int, tokens: int) -> None:
         """Extracts a block of which no token is valid."""
         self._blocks.extract(ExtractBlock(-1, 0, 0, group, 0, 0, tokens, ()))[1].block_until_ready()
 
-    def pull_target(self, group: int, tokens: int, rank: int, peer: str = "", codec_name: str = "none") -> PullTarget:
+    def pull_target(self, group: int, tokens: int, rank: int, peer: str = "", codec_name: str = "none", source_rank: int = 0) -> PullTarget:
         """Where a block of this shape goes on this mesh. On the dispatch thread."""
-        return self._target(group, tokens, rank, self.granule(peer), peer, codec_name)
+        return self._target(group, tokens, rank, self.granule(peer), peer, codec_name, source_rank)
 
     def _issue(self, command: StepCommand) -> Waiting:
         match command:
@@ -217,6 +226,8 @@ class MeshExecutor:
 
     def _run_prefill(self, command: PrefillChunk) -> Waiting:
         x, blocks, sums = self._prefill.run(ChunkArrays.build(command, self.limits))
+        chosen = self._sampler.run(command, x)  # before all that is offered: somebody waits for the first token
+        start_reading((*(chosen or ()), *sums))
         for row in command.rows:
             for offer in row.offers:
                 assert self._sums is not None, "this instance hands nothing off"
@@ -225,8 +236,6 @@ class MeshExecutor:
                 valid = min(offer.block_tokens, len(row.tokens) - at)
                 stamp = self._sums.stamp(offer.group, command.checksum_key, row.start + at, valid)
                 self._channel.offer(offer.offer_id, block, row.rank, stamp.of_offer(offer.offer_id))
-        chosen = self._sampler.run(command, x)
-        start_reading((*(chosen or ()), *sums))
         return PrefillReading(command, x, chosen, ChunkSums(command, self.limits.granule_tokens, sums))
 
     def _run_decode(self, command: DecodeSteps) -> Waiting:
@@ -245,7 +254,7 @@ class MeshExecutor:
         return DecodeReading(command, chosen, wanted)
 
     def _run_pull(self, command: PullBlock) -> Waiting:
-        target = self.pull_target(command.group, command.block_tokens, command.rank, command.peer, command.codec)
+        target = self.pull_target(command.group, command.block_tokens, command.rank, command.peer, command.codec, command.source_rank)
         pull = self._channel.pull(command.offer_id, target, command.deadline_seconds)
         self._pulls[command.offer_id] = pull
         return PullReading(command.step, command.offer_id, pull)
@@ -253,20 +262,20 @@ class MeshExecutor:
     def _granule_of(self, card: MeshCard) -> int:
         return head_granule(self.limits.kv_spec.kv_heads, card.head_shards, self.mesh.shape["kv"])
 
-    def _target(self, group: int, tokens: int, rank: int, granule: int, peer: str, codec_name: str) -> PullTarget:
+    def _target(self, group: int, tokens: int, rank: int, granule: int, peer: str, codec_name: str, source_rank: int = 0) -> PullTarget:
         """With what stands in for ranks that receive nothing: made once for each shape."""
         layers = [self.limits.kv_spec.layers[index] for index in self._groups[group]]
         components, width = sum(len(layer.components) for layer in layers), layers[0].components[0].width
         key = (components, tokens, granule)
         if key not in self._zeros:
             self._zeros[key] = resident_zeros(self.mesh, components, granule, tokens, width, jnp.dtype(self.limits.kv_spec.dtype))
-        zeros, how = self._zeros[key], codec(codec_name)
+        zeros, how, heads = self._zeros[key], codec(codec_name), self.limits.kv_spec.kv_heads
         if not how.lossy:
-            return PullTarget(zeros, rank, peer)
+            return PullTarget(zeros, rank, peer, heads=heads, source_rank=source_rank)
         if (*key, codec_name) not in self._leaves:
             piece = jax.ShapeDtypeStruct((1, components, granule, tokens, width), zeros.dtype)
             self._leaves[*key, codec_name] = tuple(
                 resident_zeros(self.mesh, leaf.shape[1], leaf.shape[2], leaf.shape[3], leaf.shape[4], leaf.dtype)
                 for leaf in how.leaves(piece)
             )
-        return PullTarget(zeros, rank, peer, codec_name, self._leaves[*key, codec_name])
+        return PullTarget(zeros, rank, peer, codec_name, self._leaves[*key, codec_name], heads, source_rank)

@@ -1,13 +1,17 @@
 """Prefill: one packed chunk per dp rank, run as a chain of layer-group programs.
 
-embed -> group 0 -> group 1 -> ... -> pick rows -> head and sampling. Each group writes its keys and values into this
+embed -> group 0 -> group 1 -> ... -> head and sampling of the rows that sample. Each group writes its keys and values into this
 mesh's pages (donated; for the later chunks of the same sequences) and, where the instance hands off, RETURNS them as one
 block [ranks, C, K, T, H] (C: the components of the group's layers, one after the other), so that the block is ready, and
 can leave, while the next group computes; a small program sums each block for its checksum. Page arrays themselves are never
-offered. Logits are computed for the sampled rows alone.
+offered.
 
-Groups of equal structure share one executable; there is one per chunk bucket. Inside `shard_map` each dp rank sees its own
-chunk and its own pages; tensor parallelism is in the model's collectives.
+Of the model's last layer only keys and values are needed of every token. The rest of it is computed for the last tokens of the
+rows that sample, which attend as a decode step does, to pages alone: their keys have just been written. A chunk that samples
+nothing (the earlier part of a long prompt) does without. This saves up to 1 / layers of a prefill.
+
+Groups of equal structure, other than the last, share one executable; there is one per chunk bucket. Inside `shard_map` each dp
+rank sees its own chunk and its own pages; tensor parallelism is in the model's collectives.
 """
 
 import dataclasses
@@ -25,6 +29,7 @@ from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
 from jdisagg.executor.weights import Weights
 from jdisagg.model_api import Attend, Shards
 from jdisagg.ops.kv_pages import token_coordinates, write_tokens
+from jdisagg.ops.paged_attention import paged_attention
 from jdisagg.ops.prefill_attention import PastPages, prefill_attention
 from jdisagg.ops.quarantine import seal
 from jdisagg.scheduler.commands import MeshLimits, PrefillChunk
@@ -33,13 +38,18 @@ from jdisagg.scheduler.commands import MeshLimits, PrefillChunk
 @dataclass(frozen=True, slots=True)
 class ChunkForm:
     """What is known of a chunk when its program is compiled. `packed`: some rank has several rows, or one that does not come
-    first. `past`: rows may go on with earlier chunks (a packed chunk's always may; a whole fresh prompt is 1 % faster without)."""
+    first. `past`: rows may go on with earlier chunks (a packed chunk's always may; a whole fresh prompt is 1 % faster without).
+    `samples`: rows may sample (only chunks of the largest bucket are compiled without: the earlier part of a prompt fills one)."""
 
     packed: bool = False
     past: bool = False
+    samples: bool = True
 
 
-FORMS = (ChunkForm(False, False), ChunkForm(False, True), ChunkForm(True, True))
+def chunk_forms(limits: MeshLimits, width: int) -> tuple[ChunkForm, ...]:
+    """All forms that a chunk of this bucket may have."""
+    forms = (ChunkForm(False, False), ChunkForm(False, True), ChunkForm(True, True))
+    return (*forms, ChunkForm(False, False, False), ChunkForm(False, True, False)) if width == limits.chunk_buckets[-1] else forms
 
 
 @dataclass(frozen=True)
@@ -52,12 +62,14 @@ class ChunkArrays:
     table: np.ndarray  # int32 [ranks, R, N]
     past: np.ndarray  # int32 [ranks, R]: tokens already in pages
     continuing: np.ndarray  # int32 [ranks]: rows that have a past
+    sampling: np.ndarray  # int32 [ranks, R, or 1 unless packed]: where in the chunk a row's last token lies; -1 where it does not sample
+    form: ChunkForm
     checksum_key: int = 0
-    form: "ChunkForm" = dataclasses.field(default_factory=lambda: ChunkForm())
 
     @classmethod
-    def build(cls, command: PrefillChunk, limits: MeshLimits) -> "ChunkArrays":
-        """Packs a command's rows. Rows that continue come first on their rank."""
+    def build(cls, command: PrefillChunk, limits: MeshLimits, form: ChunkForm | None = None) -> "ChunkArrays":
+        """Packs a command's rows. Rows that continue come first on their rank. `form`: what it is compiled as, if not for these rows."""
+        form = form or _form_of(command, limits)
         ranks, width, rows = limits.ranks, command.chunk_tokens, limits.rows_per_chunk
         columns = -(-limits.context_tokens // limits.page_size)
         chunk = cls(
@@ -67,6 +79,8 @@ class ChunkArrays:
             table=np.zeros((ranks, rows, columns), np.int32),
             past=np.zeros((ranks, rows), np.int32),
             continuing=np.zeros((ranks,), np.int32),
+            sampling=np.full((ranks, rows if form.packed else 1), -1, np.int32),
+            form=form,
             checksum_key=command.checksum_key,
         )
         used = [0] * ranks
@@ -81,9 +95,16 @@ class ChunkArrays:
             chunk.table[rank, index, : len(row.pages)] = row.pages
             chunk.past[rank, index] = row.start
             chunk.continuing[rank] += row.start > 0
+            if row.samples:
+                chunk.sampling[rank, index] = row.offset + len(row.tokens) - 1
             used[rank] += 1
-        packed = any(row.offset > 0 for row in command.rows)
-        return dataclasses.replace(chunk, form=ChunkForm(packed, packed or bool(chunk.continuing.any())))
+        return chunk
+
+
+def _form_of(command: PrefillChunk, limits: MeshLimits) -> ChunkForm:
+    packed = any(row.offset > 0 for row in command.rows)
+    may_sample = packed or command.chunk_tokens < limits.chunk_buckets[-1] or any(row.samples for row in command.rows)
+    return ChunkForm(packed, packed or any(row.start > 0 for row in command.rows), may_sample)
 
 
 class PrefillPrograms:
@@ -103,8 +124,10 @@ class PrefillPrograms:
         self._groups, self._sums, self._emit = groups, sums, sums is not None
 
     def run(self, chunk: ChunkArrays) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
-        """Issues the chain. Returns the last activations [ranks, T, D] and, where emitting, one KV block per group and its sums."""
-        tokens, *meta = self._programs.put((chunk.tokens, chunk.positions, chunk.segment, chunk.table, chunk.past, chunk.continuing))
+        """Issues the chain. Returns the last activations of the rows that sample [ranks, R, D], numbered as in `ChunkArrays.sampling`
+        (something to wait for where none may), and, where emitting, one KV block per group and its sums."""
+        on_host = (chunk.tokens, chunk.positions, chunk.segment, chunk.table, chunk.past, chunk.continuing, chunk.sampling)
+        tokens, *meta, sampling = self._programs.put(on_host)
         x = self._embed(chunk.tokens.shape[1])(self._weights.stem.leaves, tokens)
         blocks: list[jax.Array] = []
         sums: list[jax.Array] = []
@@ -112,7 +135,7 @@ class PrefillPrograms:
         for index, group in enumerate(self._groups):
             layers = [self._weights.layers[index].leaves for index in group]
             pages = self._pool.layers[group.start : group.stop]
-            x, new_pages, block = self._group(group, chunk)(layers, pages, x, *meta)
+            x, new_pages, block = self._group(group, chunk)(layers, pages, x, *meta, sampling)
             self._pool.put(group.start, new_pages)
             if self._sums and key is not None:
                 sums.append(self._sums.run(index, block[0], meta[0], meta[1], key))
@@ -131,23 +154,25 @@ class PrefillPrograms:
 
     def _group(self, group: range, chunk: ChunkArrays) -> Any:
         parts = [self._weights.layers[index] for index in group]
-        width = chunk.tokens.shape[1]
-        key = ("group", width, chunk.form, tuple(part.structure for part in parts))
+        width, last = chunk.tokens.shape[1], group.stop == len(self._weights.layers)
+        form = chunk.form if last else dataclasses.replace(chunk.form, samples=True)  # the others are one program, whoever samples
+        key = ("group", width, form, last, tuple(part.structure for part in parts))
 
         def build() -> Any:
             pages = self._pool.layers[group.start : group.stop]
             x = jax.ShapeDtypeStruct((*chunk.tokens.shape, self._weights.width), self._weights.dtype)
-            meta = (chunk.positions, chunk.segment, chunk.table, chunk.past, chunk.continuing)
+            meta = (chunk.positions, chunk.segment, chunk.table, chunk.past, chunk.continuing, chunk.sampling)
             page_specs = [tuple(PAGES_SPEC for _ in layer) for layer in pages]
-            in_specs = ([part.specs for part in parts], page_specs, *(RANK,) * 6)
+            in_specs = ([part.specs for part in parts], page_specs, *(RANK,) * 7)
             out_specs = (RANK, page_specs, [BLOCK_SPEC] if self._emit else [])
             arguments = ([part.leaves for part in parts], pages, x, *meta)
-            return self._programs.compile(self._group_body(group, chunk.form), arguments, in_specs, out_specs, donate=(1, 2))
+            donate = (1,) if last else (1, 2)  # the last group returns fewer activations than it is given
+            return self._programs.compile(self._group_body(group, form), arguments, in_specs, out_specs, donate=donate)
 
         return self._programs.get(key, build)
 
     def _group_body(self, group: range, form: ChunkForm) -> Any:
-        parts = [self._weights.layers[index] for index in group]
+        parts, last = [self._weights.layers[index] for index in group], len(self._weights.layers) - 1
         shards, emit, page_size, rank_rows = self._shards, self._emit, self._pool.page_size, self._pool.rank_rows
 
         def body(
@@ -159,13 +184,15 @@ class PrefillPrograms:
             table: jax.Array,
             past: jax.Array,
             continuing: jax.Array,
+            sampling: jax.Array,
         ) -> tuple[jax.Array, list[LayerPages], list[jax.Array]]:
             positions_T, segment_T, table_RN, past_R = positions[0], segment[0], table[0], past[0]
+            rows_R = sampling[0] if form.samples else jnp.zeros((0,), jnp.int32)
             page_T, slot_T = token_coordinates(table_RN, segment_T, positions_T, pages=rank_rows, slots=page_size)
             new_pages: list[LayerPages] = []
             emitted: list[jax.Array] = []
 
-            def attend_with(layer_pages: LayerPages) -> Attend:
+            def attend_with(layer_pages: LayerPages, rows_alone: bool) -> Attend:
                 def attend(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, *, scale: float, window: int | None) -> jax.Array:
                     k_TKH, v_TKH = seal(k_TKH, v_TKH)
                     # Written before they are read, so that the scatter is ordered before the loop over pages without a copy.
@@ -174,16 +201,21 @@ class PrefillPrograms:
                     new_pages.append((k_pages, v_pages))
                     if emit:
                         emitted.extend((k_TKH.swapaxes(0, 1), v_TKH.swapaxes(0, 1)))
+                    how = {"scale": scale, "window": window, "platform": shards.platform}
+                    if rows_alone:
+                        rows, at_R = rows_R.shape[0], jnp.take(positions_T, rows_R, mode="clip")
+                        return paged_attention(q_TNH, k_pages, v_pages, table_RN[:rows], at_R, **how) if rows else q_TNH
                     cached = PastPages(k_pages, v_pages, table_RN, past_R, continuing[0]) if form.past else None
-                    how = {"scale": scale, "window": window, "platform": shards.platform, "packed": form.packed}
-                    return prefill_attention(q_TNH, k_TKH, v_TKH, segment_T, positions_T, cached, **how)
+                    return prefill_attention(q_TNH, k_TKH, v_TKH, segment_T, positions_T, cached, packed=form.packed, **how)
 
                 return attend
 
             x_TD = x[0]
-            for part, part_leaves, layer_pages in zip(parts, leaves, pages, strict=True):
+            for index, part, part_leaves, layer_pages in zip(group, parts, leaves, pages, strict=True):
                 layer: Any = part.merge(part_leaves)
-                x_TD = layer(x_TD, positions_T, attend_with(layer_pages), shards, segment_T >= 0)
-            return x_TD[None], new_pages, [jnp.stack(emitted)[None]] if emit else []
+                asked_R = rows_R if index == last else None
+                x_TD = layer(x_TD, positions_T, attend_with(layer_pages, asked_R is not None), shards, segment_T >= 0, asked_R)
+            waited_for = x_TD if x_TD.shape[0] else x[0, :1]
+            return waited_for[None], new_pages, [jnp.stack(emitted)[None]] if emit else []
 
         return body

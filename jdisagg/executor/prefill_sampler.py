@@ -1,7 +1,7 @@
-"""The end of a prefill chunk: pick the rows that sample, compute their logits alone, choose a token for each.
+"""The end of a prefill chunk: logits of the rows that sample, and a token for each.
 
-A chunk samples at most `samples_per_chunk` rows per dp rank; several children of one sequence sample the same row. Picking
-depends on the chunk bucket, the head does not, so that there is one head program a variant.
+A chunk has at most `samples_per_chunk` samples per dp rank; several children of one sequence sample the same row. No program here
+depends on the chunk bucket.
 """
 
 from collections import Counter
@@ -10,7 +10,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from jdisagg.executor.choose import Chosen, Variant, choose
 from jdisagg.executor.prefill_program import RANK
@@ -27,35 +26,35 @@ class PrefillSampler:
 
     def __init__(self, programs: Programs, weights: Weights, shards: Shards, limits: MeshLimits, rows: RowFormat) -> None:
         self._programs, self._weights, self._shards, self._limits, self._rows = programs, weights, shards, limits, rows
-        self._sharding = NamedSharding(programs.mesh, RANK)
 
     def run(self, command: PrefillChunk, x: jax.Array) -> Chosen | None:
-        """Issues the choice of the chunk's samples from its last activations x [ranks, T, D]; None where nothing samples."""
+        """Issues the choice of the chunk's samples; None where nothing samples. x [ranks, R, D]: the last activations of each row's
+        last token, rows numbered on their rank in the command's order."""
         samples = [(row, spec) for row in command.rows for spec in row.samples]
         if not samples:
             return None
         shaped = any(spec.sampling.shaped for _, spec in samples)
         variant = Variant.of(sampled=any(not spec.sampling.greedy for _, spec in samples), shaped=shaped)
         per_rank = Counter(row.rank for row, _ in samples)
-        last, ints, floats, positions, *counts = rows = self._empty(variant, max(per_rank.values()))
-        used = [0] * self._limits.ranks
-        for row, spec in samples:
-            at = row.rank, used[row.rank]
-            used[row.rank] += 1
-            last[at] = row.offset + len(row.tokens) - 1
-            positions[at] = row.start + len(row.tokens)
-            self._rows.pack(ints[at], floats[at], spec)
-            if counts and spec.sampling.penalised:
-                counts[0][at] = self._rows.pack_history(spec)
-        return self._head(variant, self._pick(x, last), tuple(rows[1:]))
+        source, ints, floats, positions, *counts = rows = self._empty(variant, max(per_rank.values()))
+        rows_seen, used = [0] * self._limits.ranks, [0] * self._limits.ranks
+        for row in command.rows:
+            for spec in row.samples:
+                at = row.rank, used[row.rank]
+                used[row.rank] += 1
+                source[at] = rows_seen[row.rank]
+                positions[at] = row.start + len(row.tokens)
+                self._rows.pack(ints[at], floats[at], spec)
+                if counts and spec.sampling.penalised:
+                    counts[0][at] = self._rows.pack_history(spec)
+            rows_seen[row.rank] += 1
+        return self._head(variant, self._pick(x, source), tuple(rows[1:]))
 
-    def warm_up(self, variant: Variant, width: int) -> None:
-        """Runs the programs of one variant and one chunk bucket on padding."""
-        shape = (self._limits.ranks, width, self._weights.width)
-        x = jax.jit(lambda: jnp.zeros(shape, self._weights.dtype), out_shardings=self._sharding)()
+    def warm_up(self, variant: Variant, x: jax.Array) -> None:
+        """Runs the programs of one variant on activations that a chunk of padding has given."""
         for samples in {1, self._limits.samples_per_chunk}:
-            last, *rows = self._empty(variant, samples)
-            jax.block_until_ready(self._head(variant, self._pick(x, last), tuple(rows)).token)
+            source, *rows = self._empty(variant, samples)
+            jax.block_until_ready(self._head(variant, self._pick(x, source), tuple(rows)).token)
 
     def _empty(self, variant: Variant, samples: int) -> list[np.ndarray]:
         """Arrays for so many samples a rank: one, or room for as many as a chunk may hold. (A head over 16 rows for the one sample of
@@ -65,15 +64,15 @@ class PrefillSampler:
         rows = [np.zeros(shape, np.int32), ints, floats, np.zeros(shape, np.int32)]
         return [*rows, np.zeros((*shape, self._rows.vocabulary), np.int32)] if variant is Variant.SHAPED else rows
 
-    def _pick(self, x: jax.Array, last: np.ndarray) -> jax.Array:
-        """x[rank, last[rank]]: [ranks, R, D]."""
+    def _pick(self, x: jax.Array, source: np.ndarray) -> jax.Array:
+        """x[rank, source[rank]]: [ranks, samples, D]."""
 
-        def body(x: jax.Array, last: jax.Array) -> jax.Array:
-            return jnp.take(x[0], last[0], axis=0, mode="clip")[None]
+        def body(x: jax.Array, source: jax.Array) -> jax.Array:
+            return jnp.take(x[0], source[0], axis=0, mode="clip")[None]
 
-        on_mesh = self._programs.put(last)
+        on_mesh = self._programs.put(source)
         build = lambda: self._programs.compile(body, (x, on_mesh), (RANK, RANK), RANK)  # noqa: E731
-        return self._programs.get(("pick", x.shape[1], last.shape), build)(x, on_mesh)
+        return self._programs.get(("pick", x.shape[1], source.shape), build)(x, on_mesh)
 
     def _head(self, variant: Variant, x: jax.Array, rows: tuple[np.ndarray, ...]) -> Chosen:
         stem, shards, row_format, programs = self._weights.stem, self._shards, self._rows, self._programs

@@ -62,6 +62,12 @@ class Programs:
                 self.compilations += program is built
         return program
 
+    def adopt(self, earlier: "Programs") -> None:
+        """Takes over the executables of an instance that was like this one (role, layout, limits, model) on an equal mesh."""
+        assert earlier.mesh == self.mesh, "executables are made for their mesh"
+        self._built.update(earlier._built)
+        self.compilations += earlier.compilations
+
     def compile(
         self,
         body: Callable[..., Any],

@@ -4,11 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
-import numpy as np
 
-from jdisagg.executor.block_sums import ChunkSums
+from jdisagg.executor.block_sums import ChunkSums, Found
 from jdisagg.executor.choose import Chosen
-from jdisagg.ops.checksum import fold
 from jdisagg.request import TokenLogprobs
 from jdisagg.scheduler.commands import (
     BlockChecksum,
@@ -23,6 +21,7 @@ from jdisagg.scheduler.commands import (
     SampledToken,
 )
 from jdisagg.transfer.channel import Pull
+from jdisagg.transfer.polled_pull import is_ready
 
 
 def start_reading(arrays: Iterable[jax.Array | None]) -> None:
@@ -31,11 +30,6 @@ def start_reading(arrays: Iterable[jax.Array | None]) -> None:
         for array in arrays:
             if array is not None:
                 array.copy_to_host_async()
-
-
-def is_ready(array: jax.Array) -> bool:
-    """Whether an array is computed. Never blocks."""
-    return array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]  # missing from JAX's stubs
 
 
 @dataclass
@@ -84,7 +78,7 @@ class PrefillReading:
 
 @dataclass
 class BlockReading:
-    """The sum of a block that was inserted or extracted, and how many devices found it broken: uint32 [3]."""
+    """The sum of a block that was inserted or extracted, and whether it is broken."""
 
     step: int
     offer_id: int
@@ -96,11 +90,10 @@ class BlockReading:
         return is_ready(self.found)
 
     def result(self) -> InsertResult | ExtractResult:
-        *sums, broken = jax.device_get(self.found).tolist()
-        checksum = fold(np.array(sums, np.uint32))
+        found = Found.read(self.found)
         if self.extracted:
-            return ExtractResult(self.step, BlockChecksum(self.offer_id, checksum))
-        return InsertResult(self.step, self.offer_id, checksum, broken == 0)
+            return ExtractResult(self.step, BlockChecksum(self.offer_id, found.checksum))
+        return InsertResult(self.step, self.offer_id, found.checksum, found.intact)
 
 
 @dataclass

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jdisagg.executor.choose import Variant
-from jdisagg.executor.prefill_program import FORMS
+from jdisagg.executor.prefill_program import chunk_forms
 from jdisagg.scheduler.commands import MeshLimits
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def warm_up_steps(executor: "MeshExecutor") -> list[Callable[[], None]]:
     limits, role = executor.limits, executor.role
     steps: list[Callable[[], None]] = []
     if role.prefill:
-        chunks = [(width, form) for width in limits.chunk_buckets for form in FORMS]
+        chunks = [(width, form) for width in limits.chunk_buckets for form in chunk_forms(limits, width)]
         steps += [lambda width=width, form=form: executor.warm_prefill(width, form) for width, form in chunks]
     if role.decode:
         sizes = [(size, variant) for size in limits.batch_buckets for variant in Variant]
@@ -33,6 +33,9 @@ def warm_up_steps(executor: "MeshExecutor") -> list[Callable[[], None]]:
             steps += [lambda group=group, tokens=tokens: executor.warm_insert(group, tokens) for group, tokens in blocks]
             if role.extracts:
                 steps += [lambda group=group, tokens=tokens: executor.warm_extract(group, tokens) for group, tokens in blocks]
+    if executor.card.ends and (role.emit or role.extracts):
+        blocks = [(group, tokens) for group in range(limits.layer_groups) for tokens in block_lengths(limits)]
+        steps += [lambda group=group, tokens=tokens: executor.warm_pieces(group, tokens) for group, tokens in blocks]
     runs = GPU_RUNS if executor.platform == "gpu" else 1
     return [step for step in steps for _ in range(runs)]
 

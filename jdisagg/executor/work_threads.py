@@ -72,35 +72,34 @@ class WorkThreads:
     def _dispatch(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                waiting = job.issue()
+                self._issued.put((job, job.issue()))
             except Exception as error:
                 _resolve(job, error)
-            else:
-                self._issued.put((job, waiting))
             del job
         self._issued.put(None)
 
     def _complete(self) -> None:
-        """Blocks on results while there are no transfers; with transfers under way it polls both."""
+        """Blocks on results while there are no transfers; with transfers under way it polls both. Holds nothing of what is done: a job
+        holds its whole executor."""
         steps: list[tuple[_Job, Waiting]] = []
         transfers: list[tuple[_Job, Waiting]] = []
         open_ = True
         while open_ or steps or transfers:
-            for item in self._take(block=open_ and not steps and not transfers):
-                if item is None:
-                    open_ = False
-                else:
-                    (steps if item[1].in_order else transfers).append(item)
-            busy = False
-            for item in [item for item in transfers if item[1].is_ready()]:
-                transfers.remove(item)
-                _finish(*item)
-                busy = True
+            open_ = self._sort(steps, transfers, block=open_ and not steps and not transfers) and open_
+            busy = _finish_ready(transfers)
             if steps and (not transfers or steps[0][1].is_ready()):
                 _finish(*steps.pop(0))
                 busy = True
             if transfers and not busy:
                 time.sleep(POLL_SECONDS)
+
+    def _sort(self, steps: list[tuple[_Job, Waiting]], transfers: list[tuple[_Job, Waiting]], block: bool) -> bool:
+        """Takes what was issued. Whether more may come."""
+        taken = self._take(block)
+        for item in taken:
+            if item is not None:
+                (steps if item[1].in_order else transfers).append(item)
+        return None not in taken
 
     def _take(self, block: bool) -> list[tuple[_Job, Waiting] | None]:
         taken: list[tuple[_Job, Waiting] | None] = []
@@ -110,6 +109,15 @@ class WorkThreads:
                 taken.append(self._issued.get_nowait())
         except queue.Empty:
             return taken
+
+
+def _finish_ready(transfers: list[tuple[_Job, Waiting]]) -> bool:
+    """Whether there were any."""
+    ready = [item for item in transfers if item[1].is_ready()]
+    for item in ready:
+        transfers.remove(item)
+        _finish(*item)
+    return bool(ready)
 
 
 def _finish(job: _Job, waiting: Waiting) -> None:

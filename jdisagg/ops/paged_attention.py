@@ -19,12 +19,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdisagg.ops import paged_attention_pallas
-from jdisagg.ops.kv_pages import gather_columns, gather_span
+from jdisagg.ops.kv_pages import gather_columns, gather_span, span_rows
 from jdisagg.ops.online_softmax import MASKED, Softmax, empty, finish, first, fold
 
 Implementation = Literal["loop", "gather", "pallas"]
 
-POSITIONS_PER_STEP = 128
+LONG_STEP, SHORT_STEP = 256, 128  # positions
+STEP_BYTES = 4 << 20  # a long step's keys: beyond this they leave the CPU's caches before they are used
 PARTS_PER_STEP = 4
 
 
@@ -66,20 +67,22 @@ def _loop(
     scale: float,
     window: int | None,
 ) -> jax.Array:
-    """Whole steps of 128 positions or a page, then what is left of the longest sequence in parts of a step: a last page that has
-    just begun is not read whole."""
+    """Whole steps of 256 or 128 positions or a page, then what is left of the longest sequence in parts of a step: a last page that
+    has just begun is not read whole."""
     batch, query_heads, width = q_BNH.shape
     _, heads, slots, _ = k_pages_PKSH.shape
-    columns = max(1, min(POSITIONS_PER_STEP // slots, table_BN.shape[1]))
+    positions = LONG_STEP if batch * heads * LONG_STEP * width * k_pages_PKSH.dtype.itemsize <= STEP_BYTES else SHORT_STEP
+    columns = max(1, min(positions // slots, table_BN.shape[1]))
     step = columns * slots
     part = max(1, step // PARTS_PER_STEP)
     if step % part or (slots % part and part % slots):  # not whole pages, nor whole parts of one
         part = step
     table_BN = jnp.pad(table_BN, ((0, 0), (0, -table_BN.shape[1] % columns)))
     q_BKGH = q_BNH.reshape(batch, heads, query_heads // heads, width)
+    spans = {length: [span_rows(pages, length) for pages in (k_pages_PKSH, v_pages_PKSH)] for length in (step, part)}
 
     def fold_span(length: int, index: jax.Array, state: Softmax) -> Softmax:
-        k_BKSH, v_BKSH = (gather_span(pages, table_BN, index, length) for pages in (k_pages_PKSH, v_pages_PKSH))
+        k_BKSH, v_BKSH = (gather_span(span, table_BN, index) for span in spans[length])
         s_BKGS = _scores(q_BKGH, k_BKSH, _seen(index * length, length, positions_B, window), scale)
         return fold(state, s_BKGS, partial(_mix, v_BKSH=v_BKSH))
 

@@ -2,14 +2,18 @@
 
 A block's length is a power-of-two multiple of the granule; a row is cut from large to small, and only the last block is padded,
 to the next multiple of the granule. A row starts at a multiple of the granule in its chunk, so padding never reaches into
-the next row. Pure.
+the next row. Where bytes are so few that the number of blocks costs more than padding, the last row of a chunk may instead leave as one
+block that reaches into what nobody computes. Pure.
 """
 
 from collections.abc import Iterator
 
 
-def split_blocks(tokens: int, granule_tokens: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (offset in the row, block_tokens, valid_tokens), largest block first."""
+def split_blocks(tokens: int, granule_tokens: int, whole: bool = False) -> Iterator[tuple[int, int, int]]:
+    """Yields (offset in the row, block_tokens, valid_tokens), largest block first; one block of all where `whole` (any length will do)."""
+    if whole and tokens:
+        yield 0, padded(tokens, granule_tokens), tokens
+        return
     rest = -(-tokens // granule_tokens)
     offset = 0
     while rest:
@@ -18,6 +22,11 @@ def split_blocks(tokens: int, granule_tokens: int) -> Iterator[tuple[int, int, i
         yield offset, block_tokens, min(block_tokens, tokens - offset)
         offset += block_tokens
         rest -= granules
+
+
+def merged_block(tokens: int, granule_tokens: int) -> int:
+    """The length of one block for all: the next power-of-two multiple of the granule."""
+    return granule_tokens << (-(-tokens // granule_tokens) - 1).bit_length()
 
 
 def padded(tokens: int, granule_tokens: int) -> int:

@@ -9,15 +9,15 @@ t_(n-1) and `position` = n-1. A decode step writes that token's KV, samples t_n 
 """
 
 from collections.abc import Awaitable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.layout.mesh_card import MeshCard
+from jdisagg.plain import plain
 from jdisagg.request import SamplingParams, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class SampleSpec:
     """How the next tokens of one child are chosen. `history` (prompt, generated ids) is filled only when the choice
     depends on it; generated ids are all of them so far, the slot's own `token` included. `min_position` is the first position
@@ -31,7 +31,7 @@ class SampleSpec:
     output_history: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class OfferSpec:
     """A piece of a row's KV to offer: layer group `group`, tokens [offset, offset + block_tokens) of the rank's chunk."""
 
@@ -41,7 +41,7 @@ class OfferSpec:
     block_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class PrefillRow:
     """One sequence's part of a packed chunk: `tokens` at `offset` of dp rank `rank`'s chunk, from position `start` on.
 
@@ -58,7 +58,7 @@ class PrefillRow:
     offers: tuple[OfferSpec, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class PrefillChunk:
     """Run one packed chunk of `chunk_tokens` tokens (a bucket) per dp rank. Rows that continue (start > 0) come first on their rank.
 
@@ -71,7 +71,7 @@ class PrefillChunk:
     checksum_key: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class ReleaseOffers:
     """Forget offered blocks: pulled and acknowledged, or given up."""
 
@@ -79,7 +79,7 @@ class ReleaseOffers:
     offer_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class ExtractBlock:
     """Offer KV that lies in this mesh's pages (a running sequence moves to another worker): tokens [start, start + valid_tokens) of
     layer group `group` on dp rank `rank`, as a block of `block_tokens`. `pages` as in `InsertBlock`. Gives an `ExtractResult`."""
@@ -95,7 +95,7 @@ class ExtractBlock:
     checksum_key: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class ConnectPeer:
     """From now on blocks may be pulled from `peer` (a name that is never used for another mesh: it holds the boot id)."""
 
@@ -104,7 +104,7 @@ class ConnectPeer:
     card: MeshCard
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class DisconnectPeer:
     """Nothing will be pulled from `peer` any more; pulls under way fail."""
 
@@ -112,11 +112,11 @@ class DisconnectPeer:
     peer: str
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class PullBlock:
     """Begin pulling one offered block from `peer` to dp rank `rank`; the result comes when it has arrived or failed.
 
-    Never blocks the mesh. `codec` names how the block travels (transfer/codec.py).
+    Never blocks the mesh. `codec` names how the block travels (transfer/codec.py); `source_rank` is the peer's dp rank that offers it.
     """
 
     step: int
@@ -127,9 +127,10 @@ class PullBlock:
     deadline_seconds: float
     peer: str = ""
     codec: str = "none"
+    source_rank: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class InsertBlock:
     """Write a pulled block's first `valid_tokens` tokens into its rank's pages, from position `start` on.
 
@@ -150,7 +151,7 @@ class InsertBlock:
     codec: str = "none"
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class DropBlocks:
     """Forget pulled blocks that will not be inserted."""
 
@@ -158,7 +159,7 @@ class DropBlocks:
     offer_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class CopyPages:
     """Copy-on-write: (rank, source page, destination page) triples."""
 
@@ -166,7 +167,7 @@ class CopyPages:
     copies: tuple[tuple[int, int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class SlotAdmit:
     """Put a sequence into a slot. `limit`: first position that may not be written (pages or length end there)."""
 
@@ -180,7 +181,7 @@ class SlotAdmit:
     sample: SampleSpec
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class SlotGrow:
     """A running slot got more pages: its whole page row again, and the new limit."""
 
@@ -190,7 +191,7 @@ class SlotGrow:
     pages: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class DecodeSteps:
     """Admit and grow, then run `steps` decode steps over `slots[rank]`. A slot at its limit yields no token (-1)."""
 
@@ -217,7 +218,7 @@ StepCommand = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class SampledToken:
     sequence: int
     child: int
@@ -225,7 +226,7 @@ class SampledToken:
     logprobs: TokenLogprobs | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class BlockChecksum:
     """The keyed sum of an offered block's valid tokens, taken where they were computed."""
 
@@ -233,14 +234,14 @@ class BlockChecksum:
     checksum: int
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class PrefillResult:
     step: int
     samples: tuple[SampledToken, ...]
     checksums: tuple[BlockChecksum, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class DecodeResult:
     """`tokens[rank][row][k]` for row i of `slots[rank]`, NO_TOKEN and BROKEN_TOKEN included.
 
@@ -252,7 +253,7 @@ class DecodeResult:
     logprobs: tuple[tuple[tuple[TokenLogprobs | None, ...], ...], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class PullResult:
     """`error` is empty on success; `bytes_moved` counts what crossed between devices."""
 
@@ -262,7 +263,7 @@ class PullResult:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class InsertResult:
     """`checksum`: the keyed sum of the inserted tokens, read back from the pages. `intact`: what came was what its (lossy) codec
     had packed, and the pages hold what was unpacked; always true without a lossy codec, where `checksum` says it all."""
@@ -273,13 +274,13 @@ class InsertResult:
     intact: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class ExtractResult:
     step: int
     checksum: BlockChecksum
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Done:
     step: int
 
@@ -287,7 +288,7 @@ class Done:
 StepResult = PrefillResult | DecodeResult | PullResult | InsertResult | ExtractResult | Done
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class MeshLimits:
     """What a scheduler may count on from its mesh. `pages_per_rank` are usable pages (ids 0..pages_per_rank-1).
 
@@ -310,6 +311,8 @@ class MeshLimits:
     samples_per_chunk: int
     kv_spec: KVSpec
     pack_tokens: int | None = None  # None: the largest bucket
+    whole_blocks: bool = False  # blocks may have any length: nothing is compiled for it
+    merged_tokens: int = 0  # up to so many tokens leave as one block, padded, where there is room: so few bytes are cheaper than two blocks
 
 
 NO_TOKEN = -1  # a slot that stood at its limit
@@ -331,4 +334,13 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Stops the threads and frees the mesh's memory. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class InterruptibleExecutor(Executor, Protocol):
+    """One that can end a `DecodeSteps` early, so that the scheduler may ask for many steps at once: its result then holds fewer tokens."""
+
+    def interrupt(self) -> None:
+        """Ends the `DecodeSteps` under way, if there is one, after the step where what is issued now would have its turn."""
         ...

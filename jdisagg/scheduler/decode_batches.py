@@ -4,38 +4,36 @@ The loop runs ahead: step n + 1 is planned before the tokens of n are read. So a
 slot will be), and `apply` with what was read; the device knows no stop ids, so tokens behind a stop are overrun and dropped here.
 
 Order of a plan: running sequences first get the pages they need (oldest first; when none is free the youngest holder of the
-rank is preempted), then ready ones take free slots. Several steps go into one dispatch only when nothing waits.
+rank is preempted), then ready ones take free slots. Several steps go into one dispatch only when nothing waits. On a mesh that can be
+interrupted a dispatch is a span: as many steps as all its sequences have room for; it comes back with fewer when it was cut.
 
 Invariants: a slot holds one sequence; a sequence is stepped only below its limit and inside its pages; tokens of a child
 are accepted once, in order.
 """
 
-from dataclasses import dataclass
-
-from jdisagg.request import FinishReason, TokenLogprobs
+from jdisagg.request import TokenLogprobs
 from jdisagg.scheduler.commands import BROKEN_TOKEN, NO_TOKEN, CopyPages, DecodeResult, DecodeSteps, SampledToken, SlotAdmit, SlotGrow
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.handoff import HandoffEvent
 from jdisagg.scheduler.page_ledger import pages_for
-from jdisagg.scheduler.sequences import Group, Progress, Sequence, Stage
+from jdisagg.scheduler.sequences import Group, Sequence, Stage
 
-
-@dataclass(frozen=True, slots=True)
-class _Issued:
-    """What was planned for one row of a step: whose it is and how many tokens must come back."""
-
-    sequence: Sequence
-    tokens: int
+_Issued = tuple[Sequence, int]  # what was planned for one row of a step: whose it is and how many tokens must come back
 
 
 class DecodeBatches:
-    """Plans decode steps over a `DecodeState` and applies their results."""
+    """Plans decode steps over a `DecodeState` and applies their results. `steps_per_dispatch`: at most; `stream_tokens`: so many new
+    tokens of a sequence are told together (its first at once, its last with its end). `spans`: the mesh can be interrupted."""
 
-    def __init__(self, state: DecodeState, growth_tokens: int, steps_per_dispatch: int) -> None:
+    def __init__(
+        self, state: DecodeState, growth_tokens: int, steps_per_dispatch: int, stream_tokens: int = 1, spans: bool = False
+    ) -> None:
         self._state = state
         self._growth_tokens = growth_tokens
         self._steps = steps_per_dispatch
-        self._issued: dict[int, tuple[tuple[_Issued, ...], ...]] = {}
+        self._stream_tokens = stream_tokens
+        self._spans = spans
+        self._issued: dict[int, list[list[_Issued]]] = {}
 
     def ready(self, group: Group, firsts: tuple[SampledToken, ...], step: int, deadline: float) -> CopyPages | None:
         """All KV of the group is in its pages and its first tokens are known: its children may run, atomically.
@@ -50,7 +48,7 @@ class DecodeBatches:
         group.handoff = group.handoff.move(HandoffEvent.ADMIT, deadline)
         for child in group.alive:
             first = tokens[child.child]
-            child.stage = Stage.READY
+            self._state.become_ready(child)
             self._accept(child, (first.token,), (first.logprobs,) if first.logprobs else ())
         self._state.release_root(group)
         return CopyPages(step, copies) if copies else None
@@ -64,94 +62,120 @@ class DecodeBatches:
         if generated[: len(ours)] != ours or position >= child.limit or self._state.cover(group, position + 1) is None:
             return False
         group.handoff = group.handoff.move(HandoffEvent.ALL_INSERTED, deadline).move(HandoffEvent.ADMIT, deadline)
-        child.generated, child.accepted = list(generated), len(generated)
-        child.stage = Stage.READY
+        child.generated, child.accepted, child.told = list(generated), len(generated), len(generated)
+        self._state.become_ready(child)
         self._state.release_root(group)
         return True
 
     def runnable(self) -> bool:
         """Whether a plan would hold any step."""
-        held = [child for slots in self._state.slots for child in slots if child is not None and not child.frozen]
-        return any(child.issued_position < child.limit for child in held) or bool(self._ready())
+        running = (child for rank in self._state.running for child in rank)
+        return any(child.issued_position < child.limit and not child.frozen for child in running) or self._waiting()
 
-    def _ready(self) -> list[Sequence]:
-        return [child for child in self._state.sequences(stage=Stage.READY) if not child.frozen]
+    def interrupting(self) -> bool:
+        """Whether a span under way keeps something waiting: a sequence that could take a slot, or one that is to stand still."""
+        if any([not child.frozen and None in self._state.slots[child.rank] for child in self._state.ready]):
+            return True
+        frozen = [child for rank in self._state.running for child in rank if child.frozen]
+        return any([child.issued_position > child.position for child in frozen])
+
+    def _waiting(self) -> bool:
+        return any(not child.frozen for child in self._state.ready)
 
     def next_step(self, step: int, quiet: bool) -> DecodeSteps | None:
         """The next dispatch, or None. `quiet`: nothing waits beside it, so that several steps may run at once."""
-        ready = self._ready()
-        running = self._state.sequences(stage=Stage.RUNNING)
-        wanted = max((child.limit - child.issued_position for child in running), default=1)
-        steps = max(1, min(self._steps, wanted)) if quiet and not ready else 1
+        steps = 1 if self._spans or not quiet or self._waiting() else self._most_steps()
         grows = self._grow_running(steps)
-        admits = [admit for child in self._ready() if (admit := self._admit(child))]
+        admits = [admit for child in list(self._state.ready) if not child.frozen and (admit := self._admit(child))]
+        active = [
+            [child for child in rank if child.issued_position < child.issued_limit and not child.frozen] for rank in self._state.running
+        ]
+        if not any(active):
+            return None
         if admits:
             steps = 1
-        slots: list[tuple[int, ...]] = []
-        issued: list[tuple[_Issued, ...]] = []
-        for rank_slots in self._state.slots:
-            held = [child for child in rank_slots if child is not None and not child.frozen]
-            active = [child for child in held if child.issued_position < child.issued_limit]
-            slots.append(tuple(child.slot for child in active))
-            issued.append(tuple(self._issue(child, steps) for child in active))
-        if not any(slots):
-            return None
-        self._issued[step] = tuple(issued)
-        sampling = [row.sequence.group.request.sampling for rows in issued for row in rows]
+        if self._spans and quiet:
+            steps = min(self._steps, min([child.issued_limit - child.issued_position for rank in active for child in rank]))
+        self._issued[step] = [_issue(rank, steps) for rank in active]
+        shaped, sampled = self._sampling(active)
         return DecodeSteps(
             step=step,
             steps=steps,
-            slots=tuple(slots),
-            shaped=any(params.shaped for params in sampling),
-            sampled=any(not params.greedy for params in sampling),
+            slots=tuple([tuple([child.slot for child in rank]) for rank in active]),
+            shaped=shaped,
+            sampled=sampled,
             admits=tuple(admits),
             grows=tuple(grows),
         )
 
+    def _sampling(self, active: list[list[Sequence]]) -> tuple[bool, bool]:
+        """Whether any of these is shaped, and any not greedy."""
+        if not self._state.shaped and not self._state.sampled:
+            return False, False
+        every = [child.group.request.sampling for rank in active for child in rank]
+        return any(params.shaped for params in every), any(not params.greedy for params in every)
+
+    def _most_steps(self) -> int:
+        """As many as the sequence with the most ahead of it can use."""
+        wanted = max((child.limit - child.issued_position for rank in self._state.running for child in rank), default=1)
+        return max(1, min(self._steps, wanted))
+
     def apply(self, result: DecodeResult) -> list[Group]:
         """Accepts what was read back; news goes to the state. Returns the groups whose logits are not finite, for the caller to end."""
         broken: list[Group] = []
+        seen: tuple[int, ...] | None = None  # rows may share their tokens: a span's are looked at once
+        kept: tuple[int, ...] = ()
+        count, bad, running = 0, False, Stage.RUNNING
         for rank, rows in enumerate(self._issued.pop(result.step)):
-            for row, issued in enumerate(rows):
-                if issued.sequence.stage is not Stage.RUNNING:
+            for row, ((child, due), tokens) in enumerate(zip(rows, result.tokens[rank], strict=True)):
+                if child.stage is not running:
                     continue
-                if BROKEN_TOKEN in result.tokens[rank][row]:
-                    broken.append(issued.sequence.group)
+                if tokens is not seen:
+                    seen, bad = tokens, BROKEN_TOKEN in tokens
+                    kept = tuple([token for token in tokens if token != NO_TOKEN]) if NO_TOKEN in tokens else tokens
+                    count = len(kept)
+                if bad:
+                    broken.append(child.group)
                     continue
-                tokens = tuple(token for token in result.tokens[rank][row] if token != NO_TOKEN)
-                assert len(tokens) == issued.tokens, f"step {result.step}: {len(tokens)} tokens came back, {issued.tokens} were due"
-                logprobs = result.logprobs[rank][row] if result.logprobs else ()
-                self._accept(issued.sequence, tokens, tuple(entry for entry in logprobs if entry is not None))
+                if count != due:
+                    assert self._spans and count < due, f"step {result.step}: {count} tokens came back, {due} were due"
+                    child.issued_position -= due - count
+                generated = child.generated
+                if len(generated) + count < child.uneventful:
+                    generated.extend(kept)
+                else:
+                    logprobs = result.logprobs[rank][row] if result.logprobs else ()
+                    self._accept(child, kept, tuple([entry for entry in logprobs if entry is not None]))
         return broken
 
-    def forget_all_issued(self) -> None:
-        self._issued.clear()
-
     def _accept(self, child: Sequence, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> None:
-        request, context = child.group.request, child.group.context_tokens
-        first_index = len(child.generated)
-        finish: FinishReason | None = None
-        kept = 0
-        for token in tokens:
-            child.generated.append(token)
-            kept += 1
-            finish = request.end_at(len(child.generated) - 1, token, context)
-            if finish:
-                break
-        progress = Progress(child.group.key, child.child, first_index, tokens[:kept], logprobs[:kept])
+        first, request = len(child.generated), child.group.request
+        kept, finish = request.end_among(first, tokens, child.group.context_tokens)
+        child.generated += tokens[:kept]
+        if logprobs:
+            child.held_logprobs += logprobs[:kept]
         if finish:
-            self._state.end_child(child, finish, last=progress)
-        else:
-            self._state.news.append(progress)
+            return self._state.end_child(child, finish)
+        if first == child.accepted or first + kept - child.told >= self._stream_tokens:
+            self._state.news.append(self._state.untold(child))
+        if not request.stop_ids and request.sampling.logprobs is None:
+            child.uneventful = min(request.most_tokens(child.group.context_tokens), child.told + self._stream_tokens)
 
     def _grow_running(self, steps: int) -> list[SlotGrow]:
         """Oldest first, and the victim is the youngest: who has grown in this plan is not preempted in it."""
         grows: list[SlotGrow] = []
-        for child in self._state.sequences(stage=Stage.RUNNING):
-            if child.stage is not Stage.RUNNING or child.frozen or child.issued_position >= child.limit:
+        needy = [
+            child
+            for rank in self._state.running
+            for child in rank
+            if child.issued_position + steps > child.issued_limit < child.limit and not child.frozen
+        ]
+        for child in sorted(needy, key=lambda child: child.age_key):
+            if child.stage is not Stage.RUNNING or child.issued_position >= child.limit:
                 continue
-            if child.issued_position + steps > child.issued_limit and child.issued_limit < child.limit and self._grow(child):
+            if self._grow(child):
                 pages = self._state.ledgers[child.rank].pages(child.key)
+                self._state.note_pages(child)
                 child.issued_limit = min(child.limit, len(pages) * self._state.limits.page_size)
                 grows.append(SlotGrow(child.rank, child.slot, child.issued_limit, pages))
         return grows
@@ -159,7 +183,7 @@ class DecodeBatches:
     def _grow(self, child: Sequence) -> bool:
         """Extends by a growth step, or by what there is; preempts only when the child could not make a single step."""
         size, ledger = self._state.limits.page_size, self._state.ledgers[child.rank]
-        held = len(ledger.pages(child.key))
+        held = ledger.count(child.key)
         wanted = pages_for(min(child.limit, child.issued_position + self._growth_tokens), size) - held
         stuck = child.issued_position >= child.issued_limit
         if not ledger.free_pages and stuck and not self._state.preempt_for(child):
@@ -171,9 +195,7 @@ class DecodeBatches:
         slots = self._state.slots[child.rank]
         if None not in slots:
             return None
-        child.slot = slots.index(None)
-        slots[child.slot] = child
-        child.stage = Stage.RUNNING
+        self._state.take_slot(child, slots.index(None))
         pages = self._state.ledgers[child.rank].pages(child.key)
         child.issued_position = child.position
         child.issued_limit = min(child.limit, len(pages) * self._state.limits.page_size)
@@ -189,7 +211,12 @@ class DecodeBatches:
             sample=child.sample_spec(),
         )
 
-    def _issue(self, child: Sequence, steps: int) -> _Issued:
-        tokens = min(steps, child.issued_limit - child.issued_position)
+
+def _issue(rank: list[Sequence], steps: int) -> list[_Issued]:
+    issued = []
+    for child in rank:
+        left = child.issued_limit - child.issued_position
+        tokens = steps if steps < left else left
         child.issued_position += tokens
-        return _Issued(child, tokens)
+        issued.append((child, tokens))
+    return issued

@@ -8,9 +8,9 @@ Invariants (tests/scheduler/test_decode_batches.py): an ended child owns no slot
 children holds nothing; after all groups ended every ledger is full.
 """
 
-from dataclasses import replace
+import bisect
 
-from jdisagg.request import FinishReason
+from jdisagg.request import FinishReason, Identity
 from jdisagg.scheduler.commands import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
@@ -25,6 +25,12 @@ class DecodeState:
         self.ledgers = [PageLedger(limits.pages_per_rank) for _ in range(limits.ranks)]
         self.slots: list[list[Sequence | None]] = [[None] * limits.slots_per_rank for _ in range(limits.ranks)]
         self.groups: dict[int, Group] = {}
+        self.ready: list[Sequence] = []  # READY ones, oldest first
+        self.running: list[list[Sequence]] = [[] for _ in range(limits.ranks)]  # RUNNING ones, by slot
+        self.shaped = self.sampled = 0  # running ones whose logits are shaped, that are not greedy
+        self.living = [0] * limits.ranks  # children that have not ended
+        self.growing: list[set[int]] = [set() for _ in range(limits.ranks)]  # keys of those that will need more pages than they have
+        self._named: dict[Identity, list[Group]] = {}
         self.news: list[Progress] = []
         self.preemptions = 0
         self._last_key = 0
@@ -33,16 +39,59 @@ class DecodeState:
         self._last_key += 1
         return self._last_key
 
-    def sequences(self, rank: int | None = None, stage: Stage | None = None) -> list[Sequence]:
-        """Living children, oldest first."""
-        found = [
-            child
-            for group in self.groups.values()
-            if rank is None or group.rank == rank
-            for child in group.children
-            if child.stage is not Stage.ENDED and (stage is None or child.stage is stage)
-        ]
-        return sorted(found, key=lambda child: child.age_key)
+    def add_group(self, group: Group) -> None:
+        self.groups[group.key] = group
+        self.living[group.rank] += len(group.children)
+        for child in group.children:
+            self.note_pages(child)
+        self._named.setdefault(group.request.identity, []).append(group)
+
+    def groups_of(self, identity: Identity) -> list[Group]:
+        """All reservations of one stream: attempts, and children that went apart."""
+        return list(self._named.get(identity, ()))
+
+    def become_ready(self, child: Sequence) -> None:
+        """All its KV is here."""
+        child.stage = Stage.READY
+        bisect.insort(self.ready, child, key=_age)
+
+    def take_slot(self, child: Sequence, slot: int) -> None:
+        """A READY one runs from now on."""
+        self.ready.remove(child)
+        self.slots[child.rank][slot] = child
+        child.slot, child.stage = slot, Stage.RUNNING
+        bisect.insort(self.running[child.rank], child, key=_slot)
+        self._count_sampling(child, 1)
+
+    def _count_sampling(self, child: Sequence, change: int) -> None:
+        sampling = child.group.request.sampling
+        self.shaped += change * sampling.shaped
+        self.sampled += change * (not sampling.greedy)
+
+    def note_pages(self, child: Sequence) -> None:
+        """What a living child holds has changed."""
+        if self.ledgers[child.rank].count(child.key) * self.limits.page_size < child.limit:
+            self.growing[child.rank].add(child.key)
+        else:
+            self.growing[child.rank].discard(child.key)
+
+    def contexts(self) -> tuple[int, ...]:
+        """By rank, the sum of the living children's known tokens."""
+        contexts = [0] * self.limits.ranks
+        for group in self.groups.values():
+            for child in group.children:
+                if child.stage is not Stage.ENDED:
+                    contexts[group.rank] += len(group.request.prompt_token_ids) + len(child.generated)
+        return tuple(contexts)
+
+    def reserved_pages(self) -> tuple[int, ...]:
+        """By rank, the pages of sequences whose KV has not all come."""
+        pages: list[set[int]] = [set() for _ in self.ledgers]
+        for group in self.groups.values():
+            for child in group.children:
+                if child.stage is Stage.RESERVED:
+                    pages[group.rank].update(self.ledgers[group.rank].pages(child.key))
+        return tuple(map(len, pages))
 
     def take_news(self) -> list[Progress]:
         news, self.news = self.news, []
@@ -54,9 +103,12 @@ class DecodeState:
         ledger, size = self.ledgers[group.rank], self.limits.page_size
         owner = group.children[0].key if len(group.children) == 1 else group.key
         count = pages_for(tokens, size)
-        missing = count - len(ledger.pages(owner))
-        if missing > 0 and ledger.extend(owner, missing) is None:
-            return None
+        missing = count - ledger.count(owner)
+        if missing > 0:
+            if ledger.extend(owner, missing) is None:
+                return None
+            for child in group.alive:
+                self.note_pages(child)
         return ledger.pages(owner)[:count]
 
     def end_child(
@@ -64,30 +116,38 @@ class DecodeState:
         child: Sequence,
         finish: FinishReason | None = None,
         preempted: bool = False,
-        last: Progress | None = None,
         moved: bool = False,
     ) -> None:
-        """Frees the child's slot and pages and tells why, together with its `last` tokens. Idempotent."""
+        """Frees the child's slot and pages and tells why, together with its untold tokens. Idempotent."""
         if child.stage is Stage.ENDED:
             return
-        if child.slot >= 0:
+        if child.stage is Stage.RUNNING:
             self.slots[child.rank][child.slot] = None
+            self.running[child.rank].remove(child)
+            self._count_sampling(child, -1)
             child.slot = -1
+        elif child.stage is Stage.READY:
+            self.ready.remove(child)
         child.stage = Stage.ENDED
+        self.preemptions += preempted
+        self.living[child.rank] -= 1
+        self.growing[child.rank].discard(child.key)
         self.ledgers[child.rank].free(child.key)
-        last = last or Progress(child.group.key, child.child, len(child.generated))
-        self.news.append(replace(last, finish=finish, preempted=preempted, moved=moved))
+        last = self.untold(child)
+        self.news.append(Progress(last.group_key, last.child, last.first_index, last.token_ids, last.logprobs, finish, preempted, moved))
         if not child.group.alive:
             self._forget(child.group)
+
+    def untold(self, child: Sequence) -> Progress:
+        """What was generated and not told yet; it counts as told from now on."""
+        first, tokens, logprobs = child.told, tuple(child.generated[child.told :]), tuple(child.held_logprobs)
+        child.told = len(child.generated)
+        child.held_logprobs.clear()
+        return Progress(child.group.key, child.child, first, tokens, logprobs)
 
     def end_group(self, group: Group, preempted: bool = False) -> None:
         for child in group.alive:
             self.end_child(child, None if preempted else FinishReason.CANCELLED, preempted)
-
-    def reserved_pages(self, rank: int) -> int:
-        """Pages of sequences whose KV has not all come."""
-        waiting = [child for child in self.sequences(rank) if child.stage is Stage.RESERVED]
-        return len({page for child in waiting for page in self.ledgers[rank].pages(child.key)})
 
     def release_root(self, group: Group) -> None:
         """The children own all they need; the group itself lets go."""
@@ -102,8 +162,7 @@ class DecodeState:
         """
         ledger = self.ledgers[needy.rank]
         while not ledger.free_pages:
-            victim = self.sequences(needy.rank)[-1]
-            self.preemptions += 1
+            victim = max((child for group in self.groups.values() if group.rank == needy.rank for child in group.alive), key=_age)
             if victim.stage is Stage.RESERVED:
                 self.end_group(victim.group, preempted=True)
             else:
@@ -115,6 +174,19 @@ class DecodeState:
     def _forget(self, group: Group) -> None:
         self.release_root(group)
         del self.groups[group.key]
+        same = self._named[group.request.identity]
+        same.remove(group)
+        if not same:
+            del self._named[group.request.identity]
+        group.children = []  # they know it, too; so nothing waits for the garbage collector
         event = HandoffEvent.FREE if group.handoff.state is HandoffState.DECODING else HandoffEvent.ABORT
         if not group.handoff.state.final:
             group.handoff = group.handoff.move(event, group.handoff.deadline)
+
+
+def _age(child: Sequence) -> tuple[float, int, int]:
+    return child.age_key
+
+
+def _slot(child: Sequence) -> int:
+    return child.slot

@@ -10,7 +10,8 @@ Invariants: FREED and ABORTED are final; a move that the table does not list is 
 
 import enum
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+
+from jdisagg.plain import plain
 
 
 class HandoffStateError(AssertionError):
@@ -31,7 +32,7 @@ class HandoffState(enum.Enum):
 
     @property
     def final(self) -> bool:
-        return self in (HandoffState.FREED, HandoffState.ABORTED)
+        return self is HandoffState.FREED or self is HandoffState.ABORTED
 
 
 class HandoffEvent(enum.Enum):
@@ -63,7 +64,7 @@ TRANSITIONS: dict[tuple[HandoffState, HandoffEvent], HandoffState] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Handoff:
     """One side of one hand-off: its state, and the instant by which it must have moved on."""
 
@@ -76,13 +77,17 @@ class Handoff:
         state = TRANSITIONS.get((self.state, event))
         if state is None:
             raise HandoffStateError(f"hand-off {self.handoff_id}: {event.name} is not possible in state {self.state.name}")
-        return replace(self, state=state, deadline=deadline)
+        return Handoff(self.handoff_id, state, deadline)
 
     def renew(self, deadline: float) -> "Handoff":
         """Progress within a state: blocks came or went."""
-        return self if self.state.final else replace(self, deadline=max(self.deadline, deadline))
+        return self if self.state.final else Handoff(self.handoff_id, self.state, max(self.deadline, deadline))
+
+    def expect(self, deadline: float) -> "Handoff":
+        """Somebody came who is waited for differently: it must move on by `deadline`, sooner or later than was said before."""
+        return self if self.state.final else Handoff(self.handoff_id, self.state, deadline)
 
 
 def sweep(handoffs: Iterable[Handoff], now: float) -> tuple[Handoff, ...]:
     """Those that stayed in a state beyond its deadline; their owner aborts them and frees all they hold."""
-    return tuple(handoff for handoff in handoffs if not handoff.state.final and handoff.deadline < now)
+    return tuple([handoff for handoff in handoffs if handoff.deadline < now and not handoff.state.final])

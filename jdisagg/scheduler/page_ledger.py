@@ -39,6 +39,10 @@ class PageLedger:
     def references(self, page: int) -> int:
         return self._references[page]
 
+    def count(self, owner: int) -> int:
+        """How many pages `owner` holds."""
+        return len(self._holding(owner))
+
     def pages(self, owner: int) -> tuple[int, ...]:
         return tuple(self._holding(owner))
 

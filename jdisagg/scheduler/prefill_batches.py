@@ -10,9 +10,9 @@ more for each that was held back in its midst.
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from jdisagg.scheduler.blocks import padded, split_blocks
+from jdisagg.scheduler.blocks import merged_block, padded, split_blocks
 from jdisagg.scheduler.commands import MeshLimits, OfferSpec, PrefillChunk, PrefillRow, SampleSpec
 
 
@@ -44,7 +44,10 @@ class PrefillBatches:
         self._queues: list[list[PrefillJob]] = [[] for _ in range(limits.ranks)]
 
     def __len__(self) -> int:
-        return sum(len(queue) for queue in self._queues)
+        return sum([len(queue) for queue in self._queues])
+
+    def __bool__(self) -> bool:
+        return any(self._queues)
 
     def queued_tokens(self, rank: int) -> int:
         return sum(job.left_tokens for job in self._queues[rank])
@@ -64,17 +67,25 @@ class PrefillBatches:
 
     def next_chunk(self, step: int, held: Collection[int] = ()) -> PrefillChunk | None:
         """Takes the next chunk off the queues, or None when they hold nothing but sequences that are `held` back."""
-        rows: list[PrefillRow] = []
-        fullest = 0
-        for rank in range(self._limits.ranks):
-            packed = self._pack(rank, held)
-            rows += packed
-            if packed:
-                fullest = max(fullest, packed[-1].offset + len(packed[-1].tokens))
-        if not rows:
+        ranks = [packed for rank in range(self._limits.ranks) if (packed := self._pack(rank, held))]
+        if not ranks:
             return None
+        fullest = max(packed[-1].offset + len(packed[-1].tokens) for packed in ranks)
         chunk_tokens = next(bucket for bucket in self._limits.chunk_buckets if bucket >= fullest)
-        return PrefillChunk(step, chunk_tokens, tuple(rows))
+        for packed in ranks:
+            packed[-1] = self._merged(packed[-1], chunk_tokens)
+        return PrefillChunk(step, chunk_tokens, tuple(row for packed in ranks for row in packed))
+
+    def _merged(self, row: PrefillRow, chunk_tokens: int) -> PrefillRow:
+        """The last row of its rank, with one block for each layer group where it may have that and there is room for its padding."""
+        groups = self._limits.layer_groups
+        if len(row.offers) <= groups:
+            return row
+        first = row.offers[0].offset
+        block_tokens = merged_block(row.offset + len(row.tokens) - first, self._limits.granule_tokens)
+        if block_tokens > self._limits.merged_tokens or first + block_tokens > chunk_tokens:
+            return row
+        return replace(row, offers=tuple(OfferSpec(self._new_id(), group, first, block_tokens) for group in range(groups)))
 
     def _pack(self, rank: int, held: Collection[int]) -> list[PrefillRow]:
         limits = self._limits
@@ -120,5 +131,5 @@ class PrefillBatches:
         return [
             OfferSpec(self._new_id(), group, offset + skipped + at, block_tokens)
             for group in range(self._limits.layer_groups)
-            for at, block_tokens, _ in split_blocks(tokens - skipped, self._limits.granule_tokens)
+            for at, block_tokens, _ in split_blocks(tokens - skipped, self._limits.granule_tokens, self._limits.whole_blocks)
         ]

@@ -41,12 +41,12 @@ class Waiting:
 
 
 class Reservations:
-    """The queue of one mesh, and the grants from its head."""
+    """The queue of one mesh, and the grants from its head. `ahead_sequences`: granted beyond the slots; None: a quarter of them."""
 
-    def __init__(self, state: DecodeState, growth_tokens: int) -> None:
+    def __init__(self, state: DecodeState, growth_tokens: int, ahead_sequences: int | None = None) -> None:
         self._state = state
         self._growth_tokens = growth_tokens
-        self._ahead = max(1, state.limits.slots_per_rank // 4)
+        self._ahead = max(1, state.limits.slots_per_rank // 4) if ahead_sequences is None else ahead_sequences
         self._queue: list[Waiting] = []
 
     def __len__(self) -> int:
@@ -88,11 +88,10 @@ class Reservations:
 
     def earlier(self, request: Request, indices: set[int], attempt: int) -> list[int]:
         """Tickets of earlier attempts at any of these children of a request."""
-        key = request.tenant, request.request_id
         return [
             waiting.ticket
             for waiting in self._queue
-            if (waiting.request.tenant, waiting.request.request_id) == key
+            if waiting.request.identity == request.identity
             and waiting.attempt < attempt
             and indices & {index for index, _ in waiting.children}
         ]
@@ -114,14 +113,13 @@ class Reservations:
         limits, best = self._state.limits, None
         for rank in range(limits.ranks):
             ledger = self._state.ledgers[rank]
-            held = self._state.sequences(rank)
+            held = self._state.living[rank]
             growth = self._growth_tokens
             need = self._pages(waiting, growth)
             if need > limits.pages_per_rank:
                 growth, need = 1, self._pages(waiting, 1)
-            crowded = held and len(held) + len(waiting.children) > limits.slots_per_rank + self._ahead
-            growing = sum(len(ledger.pages(child.key)) * limits.page_size < child.limit for child in held)
-            if crowded or ledger.free_pages < need + growing:
+            crowded = held and held + len(waiting.children) > limits.slots_per_rank + self._ahead
+            if crowded or ledger.free_pages < need + len(self._state.growing[rank]):
                 continue
             if best is None or ledger.free_pages > self._state.ledgers[best[0]].free_pages:
                 best = (rank, growth)
@@ -151,7 +149,7 @@ class Reservations:
         assert ledger.reserve(group.key, prompt_pages) is not None, "room was checked"
         for number, (index, accepted) in enumerate(waiting.children):
             limit = group.prompt_tokens + waiting.request.most_tokens(context) - 1
-            child = Sequence(self._state.new_key(), index, group, list(accepted), len(accepted), limit)
+            child = Sequence(self._state.new_key(), index, group, list(accepted), len(accepted), limit, told=len(accepted))
             ledger.share(group.key, child.key, prompt_pages)
             if number and known % size:
                 copy = ledger.own(child.key, prompt_pages - 1)
@@ -159,5 +157,5 @@ class Reservations:
                 group.copies.append((rank, *copy))
             assert ledger.extend(child.key, own_pages) is not None, "room was checked"
             group.children.append(child)
-        self._state.groups[group.key] = group
+        self._state.add_group(group)
         return group

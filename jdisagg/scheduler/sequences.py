@@ -8,6 +8,7 @@ back: `issued_position` is where the slot will be after all commands in flight.
 import enum
 from dataclasses import dataclass, field
 
+from jdisagg.plain import plain
 from jdisagg.request import FinishReason, Request, TokenLogprobs
 from jdisagg.scheduler.commands import SampleSpec
 from jdisagg.scheduler.handoff import Handoff
@@ -35,10 +36,11 @@ class Stage(enum.Enum):
     ENDED = "ended"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One child of a group. `accepted` generated tokens came with the call; `limit` is the first position it may never write. A
-    `frozen` one makes no further steps for now: its last positions are on their way to another worker."""
+    `frozen` one makes no further steps for now: its last positions are on their way to another worker. Of `generated`, the first `told`
+    were told to whoever listens; `held_logprobs` are those of the rest."""
 
     key: int
     child: int
@@ -51,6 +53,9 @@ class Sequence:
     slot: int = -1
     issued_position: int = 0
     issued_limit: int = 0
+    told: int = 0
+    held_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    uneventful: int = 0  # with fewer generated tokens than this, new ones neither end it nor are told
 
     @property
     def rank(self) -> int:
@@ -71,7 +76,7 @@ class Sequence:
         return sample_spec(self.group.request, self.child, tuple(self.generated))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Group:
     """One reservation: children that share the prompt's pages on one rank. `key` owns the pages that KV is written to until
     the group is ready; `copies` are the shared last pages to copy then (rank, source, destination)."""
@@ -101,7 +106,7 @@ class Group:
         return [child for child in self.children if child.stage is not Stage.ENDED]
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Progress:
     """New tokens of one child, or why it ended, for whoever listens. `first_index` counts from the first generated token."""
 

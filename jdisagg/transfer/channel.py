@@ -49,6 +49,8 @@ class PullTarget:
     peer: whom it comes from; "" where there is only one.
     codec: how it travels.
     leaves: with a codec, the resident zeros of each of its leaves, [dp, C', granule * kv, T', x] under `block_sharding`; () for none.
+    heads: kv heads of the whole block, and `source_rank`, the peer's dp rank that offers it: from these the pieces are known before
+        the sender has said a word. 0 where they are not known: the sender is then asked first.
     """
 
     zeros: jax.Array
@@ -56,6 +58,8 @@ class PullTarget:
     peer: str = ""
     codec: str = "none"
     leaves: tuple[jax.Array, ...] = ()
+    heads: int = 0
+    source_rank: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.zeros.shape[RANK_DIMENSION]:

@@ -13,7 +13,6 @@ Knows the reshard plan and JAX; knows nothing of requests, pages or layers. Inva
 import math
 import threading
 import weakref
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import jax
@@ -24,10 +23,10 @@ from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.layout.reshard_plan import ReshardPlan
 from jdisagg.transfer.boxes import HEAD_DIMENSION, plan_handoff, rank_placement
 from jdisagg.transfer.channel import BlockStamp, Offered, PullTarget
+from jdisagg.transfer.ended_offers import EndedOffers
 from jdisagg.transfer.pieces import OfferedBlock, add_counts, check_geometry, check_leaves, cut, encode, warm_pieces
 from jdisagg.transfer.polled_pull import PolledPull
 
-REMEMBERED_IDS = 65536
 _NO_STAMP = BlockStamp()
 
 
@@ -56,7 +55,7 @@ class InProcessChannel:
         self._lock = threading.Lock()
         self._offers: dict[int, _Offer] = {}
         self._waiting: dict[int, list[tuple[PolledPull, PullTarget]]] = {}
-        self._ended: OrderedDict[int, str] = OrderedDict()
+        self._ended = EndedOffers()
         self._routes: dict[_RouteKey, _Route] = {}
         self._moved: dict[tuple[int, int], int] = {}
         self._planned: dict[tuple[int, int], int] = {}
@@ -70,13 +69,8 @@ class InProcessChannel:
     def offer(self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = _NO_STAMP) -> None:
         offer = _Offer(OfferedBlock.of(block, rank, stamp))
         with self._lock:
-            if offer_id in self._offers:
-                raise HandoffError(f"offer {offer_id:#x} is live already; draw a fresh random id for each offer")
-            ended = self._ended.get(offer_id, "")
-            if ended.startswith("revoked"):
+            if not self._ended.admits(offer_id, self._offers):
                 return
-            if ended:
-                raise HandoffError(f"offer {offer_id:#x} was {ended}; ids are used once: draw a fresh one")
             self._offers[offer_id] = offer
             waiting = self._waiting.pop(offer_id, [])
             offer.pulls.update(pull for pull, _ in waiting)
@@ -89,7 +83,7 @@ class InProcessChannel:
         with self._lock:
             self._forget_ended_waits()
             offer = self._offers.get(offer_id)
-            ended = self._ended.get(offer_id)
+            ended = self._ended.how(offer_id)
             if offer is not None:
                 offer.pulls.add(pull)
             elif ended is None:
@@ -103,15 +97,14 @@ class InProcessChannel:
     def release(self, offer_id: int) -> None:
         with self._lock:
             if self._offers.pop(offer_id, None) is not None:
-                self._remember(offer_id, "released")
+                self._ended.released(offer_id)
 
     def revoke(self, offer_id: int, reason: str) -> None:
         with self._lock:
             offer = self._offers.pop(offer_id, None)
             pulls = list(offer.pulls) if offer else []
             pulls += [pull for pull, _ in self._waiting.pop(offer_id, [])]
-            if offer_id not in self._ended:
-                self._remember(offer_id, f"revoked: {reason}")
+            self._ended.revoked(offer_id, reason)
         for pull in pulls:
             pull.fail(HandoffError(f"offer {offer_id:#x} was revoked: {reason}"))
 
@@ -162,11 +155,6 @@ class InProcessChannel:
                 route = self._routes[key] = _Route(_plans(offer, target))
             route.uses += 1
             return route.plans[(route.uses - 1) % len(route.plans)]
-
-    def _remember(self, offer_id: int, how: str) -> None:
-        self._ended[offer_id] = how
-        while len(self._ended) > REMEMBERED_IDS:
-            self._ended.popitem(last=False)
 
     def _forget_ended_waits(self) -> None:
         for offer_id in [key for key, waits in self._waiting.items() if all(pull.is_ready() for pull, _ in waits)]:

@@ -12,7 +12,7 @@ from jdisagg.clock import Clock
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.transfer.channel import BlockStamp, Offered, PullTarget
 from jdisagg.transfer.kv_link import KvLink
-from jdisagg.transfer.kv_messages import KvMessage, Posted, Refused
+from jdisagg.transfer.kv_messages import KvMessage, Opened, Posted, Refused
 from jdisagg.transfer.kv_puller import KvPuller
 from jdisagg.transfer.kv_sender import KvSender
 from jdisagg.transfer.pieces import warm_pieces
@@ -38,7 +38,7 @@ class JaxTransferChannel:
 
     def handle(self, sender: KvEnd, message: KvMessage) -> None:
         """What came over the link from `sender`. From any thread; never blocks."""
-        if isinstance(message, Posted | Refused):
+        if isinstance(message, Opened | Posted | Refused):
             self._puller.handle(sender, message)
         else:
             self._sender.handle(sender, message)

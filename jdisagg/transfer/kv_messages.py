@@ -1,5 +1,8 @@
 """What the two ends of a transfer channel say to each other about bytes: plain data, JAX-free, carried by a `KvLink`.
 
+When R is introduced to S:
+    R -> S  Open          R will pull
+    S -> R  Opened        where from
 One pull, receiver process R and each sender process S of the peer's instance:
     R -> S  PullRequest   what R wants for its own devices, under a fresh random id that also names it on the data plane
     S -> R  Posted        where the bytes wait (perhaps none: S holds nothing for R), or
@@ -7,6 +10,9 @@ One pull, receiver process R and each sender process S of the peer's instance:
     R -> S  Pulled        all has arrived; S forgets the posting, or
     R -> S  Withdraw      R gave up; S takes back what it posted under the id
     R -> S  Leave         R will pull nothing more; S closes what it kept for R
+A pull ahead: R, who knows where from and which pieces, pulls on the data plane as it asks, before anything is posted, perhaps before the
+offer is made. S then posts without a word; where it refuses, or is told to withdraw, it posts an error under the id, so that nothing
+stays parked in the engine.
 Any message may be lost, late or doubled: ids are used once and deadlines decide. Devices are numbers of the side that names them.
 """
 
@@ -23,6 +29,32 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
+class PostedPiece:
+    """One piece: from `source` (a device of the sender) to `destination` (a device of the receiver), its `part`-th granule."""
+
+    source: int
+    destination: int
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """The receiver's connection number `link` to the sender of this boot is about to be used, with so many transports."""
+
+    sender_boot_id: int
+    link: int
+    transports: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What is posted for connection number `link` is posted on the transfer server at `address`."""
+
+    link: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
 class PullRequest:
     """What one receiver process asks of one sender process.
 
@@ -34,6 +66,7 @@ class PullRequest:
     head_shards: over how many shards the receiver splits its heads. wanted: all devices of the receiving rank, in all processes, from
         which every sender process makes the same plan. process: the receiver's own among them; only its devices are served.
     turn: which replica of the sender begins.
+    address: of a pull ahead, the transfer server from which `pieces`, in this order, are being pulled already; "" and () otherwise.
     """
 
     pull_id: int
@@ -52,15 +85,8 @@ class PullRequest:
     wanted: tuple[Wanted, ...]
     process: int
     turn: int
-
-
-@dataclass(frozen=True, slots=True)
-class PostedPiece:
-    """One piece: from `source` (a device of the sender) to `destination` (a device of the receiver), its `part`-th granule."""
-
-    source: int
-    destination: int
-    part: int
+    address: str = ""
+    pieces: tuple[PostedPiece, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +121,10 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """The receiver gave the pull up."""
+    """The receiver gave the pull up. `ahead`: it was pulled ahead, and its request waits in the engine."""
 
     pull_id: int
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,4 +134,4 @@ class Leave:
     link: int
 
 
-KvMessage = PullRequest | Posted | Refused | Pulled | Withdraw | Leave
+KvMessage = Open | Opened | PullRequest | Posted | Refused | Pulled | Withdraw | Leave

@@ -1,72 +1,46 @@
 """The receiving half of `JaxTransferChannel`: asks the sender's processes for pieces, pulls them, puts them together.
 
 A `pull` sends its requests at once; what comes back is worked on by this half's own thread, which also watches what is under way.
+Where the connection is open and the target says which rank of the sender has which heads, nothing needs to come back: the pieces are
+planned here, as the sender will, and pulled ahead of their posting, often of their computing. Else the sender says what waits where.
 Invariants:
 - a request's id is random and fresh; a pull that is tried again is another pull with other ids. (A request that nobody answers is sent
   again as it is, for messages may be lost: the sender never serves an id twice.)
 - global arrays are made only when each piece is there: an array that has not arrived never reaches a program;
 - a pull ends at its deadline whoever is silent. What it asked for is withdrawn, and where bytes were on their way on a connection that
   moves nothing else, the connection is poisoned and dropped; the next pull makes a new one;
-- a receiver's process asks every process of the sender (which of them hold the offer's rank it does not know), and those that hold
-  nothing say so; it is complete when its own devices have all their pieces.
+- where it cannot plan, a receiver's process asks every process of the sender (which of them hold the offer's rank it does not know), and
+  those that hold nothing say so; it is complete when its own devices have all their pieces.
 """
 
 import dataclasses
 import itertools
 import secrets
 import threading
-from dataclasses import dataclass, field
+import time
 
 import jax
 
-from jdisagg import errors
 from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.transfer.assembly import Assembly
 from jdisagg.transfer.channel import PullTarget
 from jdisagg.transfer.channel_thread import ChannelThread
+from jdisagg.transfer.kv_asks import Ask, Connection, Transfer, pieces_by_sender, request_of
 from jdisagg.transfer.kv_link import KvLink
-from jdisagg.transfer.kv_messages import Leave, Posted, Pulled, PullRequest, Refused, Withdraw
+from jdisagg.transfer.kv_messages import Leave, Open, Opened, Posted, PostedPiece, Pulled, Refused, Withdraw
 from jdisagg.transfer.pieces import add_counts
 from jdisagg.transfer.polled_pull import PolledPull, is_ready
+from jdisagg.transfer.said_errors import heard, named_error
 from jdisagg.transfer.transfer_engine import ID_BITS, EngineOptions, Inlet, is_dead_connection
 
 WATCH_SECONDS = 0.01
 IDLE_SECONDS = 0.25
+PULLED_SECONDS = 0.05  # what has arrived is told some at a time: a message costs both sides as much as a megabyte
 ASK_AGAIN_SECONDS = 1.0
 QUIET_SECONDS = 1.0  # a connection on which something arrived this lately is alive
-
-
-@dataclass(slots=True)
-class _Connection:
-    """To one sender process. `number` grows with each new one. `moved`: when something last arrived."""
-
-    end: KvEnd
-    number: int
-    inlet: Inlet | None = None
-    moved: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class _Ask:
-    """What one sender process was asked for one pull, and when last. `arrays` once they are on their way."""
-
-    pull_id: int
-    connection: _Connection
-    transfer: "_Transfer"
-    asked: float
-    request: PullRequest | None = None
-    arrays: list[jax.Array] | None = None
-    refused: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Transfer:
-    pull: PolledPull
-    peer: str
-    assembly: Assembly
-    asks: list[_Ask] = field(default_factory=list)
+FRESH_SECONDS = 200.0  # so lately used, the sender has not closed what it keeps for us: less than its IDLE_OUTLET_SECONDS
 
 
 class KvPuller:
@@ -76,19 +50,24 @@ class KvPuller:
         self._clock, self._link, self._options = clock, link, options
         self._lock = threading.Lock()
         self._peers: dict[str, MeshCard] = {}
-        self._connections: dict[KvEnd, _Connection] = {}
-        self._asks: dict[int, _Ask] = {}
+        self._connections: dict[KvEnd, Connection] = {}
+        self._asks: dict[int, Ask] = {}
         self._turns: dict[tuple[str, tuple[int, ...], int], int] = {}
         self._numbers = itertools.count(1)
         self._moved: dict[tuple[int, int], int] = {}
-        self._watched: list[_Transfer] = []
-        self._stuck: list[tuple[_Ask, float]] = []
+        self._watched: list[Transfer] = []
+        self._stuck: list[tuple[Ask, float]] = []
+        self._untold: list[tuple[KvEnd, Pulled]] = []
+        self._tell_at = self._watch_at = 0.0
         self._thread = ChannelThread("kv-pull", self._watch)
 
     def connect(self, peer: str, card: MeshCard) -> None:
         with self._lock:
             known = self._peers.setdefault(peer, card)
+            opened = [self._connection(end) for end in card.ends if card.transports == self._options.transports]
         assert known == card, f"peer {peer!r} was introduced with another mesh; its name must hold its boot id"
+        for connection in opened:
+            self._link.send(connection.end, Open(connection.end.boot_id, connection.number, self._options.transports))
 
     def disconnect(self, peer: str) -> None:
         with self._lock:
@@ -108,7 +87,7 @@ class KvPuller:
             pull.fail(HandoffError(f"the pull of offer {offer_id:#x} could not begin: {error}"))
         return pull
 
-    def handle(self, sender: KvEnd, message: Posted | Refused) -> None:
+    def handle(self, sender: KvEnd, message: Opened | Posted | Refused) -> None:
         self._thread.submit(lambda: self._take(sender, message))
 
     def under_way(self) -> int:
@@ -133,82 +112,112 @@ class KvPuller:
                 f"{len(card.ends)} ends on the KV plane; set the same number on both, and serve both with the channel between processes"
             )
         assembly = Assembly.of(target)
-        transfer = _Transfer(pull, target.peer, assembly)
+        transfer = Transfer(pull, target.peer, assembly)
         with self._lock:
             key = (target.peer, target.zeros.shape, target.rank)
             turn = self._turns[key] = self._turns.get(key, -1) + 1
-            for end in card.ends:
-                ask = _Ask(secrets.randbits(ID_BITS), self._connection(end), transfer, self._clock.now())
-                transfer.asks.append(ask)
-                self._asks[ask.pull_id] = ask
+            connections = [self._connection(end) for end in card.ends]
+            ahead = self._plan_ahead(card, connections, target, assembly, turn)
+            for place, connection in enumerate(connections):
+                if ahead is None or place in ahead:
+                    pieces = ahead[place] if ahead is not None else ()
+                    ask = Ask(secrets.randbits(ID_BITS), connection, transfer, self._clock.now(), ahead=pieces)
+                    transfer.asks.append(ask)
+                    self._asks[ask.pull_id] = ask
         for ask in transfer.asks:
-            ask.request = self._request(ask, offer_id, target, deadline_seconds, turn)
+            ask.connection.used = self._clock.now()
+            ask.request = request_of(ask, offer_id, target, deadline_seconds, self._options.transports, turn)
             self._link.send(ask.connection.end, ask.request)
-        self._thread.submit(lambda: self._watched.append(transfer))
+        self._thread.submit(lambda: self._watch_new(transfer, target.heads if ahead is not None else 0))
 
-    def _request(self, ask: _Ask, offer_id: int, target: PullTarget, deadline_seconds: float, turn: int) -> PullRequest:
-        zeros = target.zeros
-        _, components, heads, tokens, head_size = zeros.shape
-        return PullRequest(
-            pull_id=ask.pull_id,
-            offer_id=offer_id,
-            sender_boot_id=ask.connection.end.boot_id,
-            link=ask.connection.number,
-            transports=self._options.transports,
-            deadline_seconds=deadline_seconds,
-            codec=target.codec,
-            dtype=str(zeros.dtype),
-            components=components,
-            granule=target.granule,
-            tokens=tokens,
-            head_size=head_size,
-            head_shards=heads // target.granule,
-            wanted=ask.transfer.assembly.wanted,
-            process=jax.process_index(),
-            turn=turn,
-        )
+    def _plan_ahead(
+        self, card: MeshCard, connections: list[Connection], target: PullTarget, assembly: Assembly, turn: int
+    ) -> dict[int, tuple[PostedPiece, ...]] | None:
+        """The pieces for this process's devices by the sender's process that holds them; None where a sender must be asked first.
+        Under the lock."""
+        fresh = self._clock.now() - FRESH_SECONDS
+        if not target.heads or any(not connection.address or connection.used < fresh for connection in connections):
+            return None
+        return pieces_by_sender(card, target, assembly, turn)
 
-    def _connection(self, end: KvEnd) -> _Connection:
+    def _connection(self, end: KvEnd) -> Connection:
         """Under the lock."""
         if end not in self._connections:
-            self._connections[end] = _Connection(end, next(self._numbers), moved=self._clock.now())
+            self._connections[end] = Connection(end, next(self._numbers), moved=self._clock.now())
         return self._connections[end]
 
     # From here on: on the thread.
 
-    def _take(self, sender: KvEnd, message: Posted | Refused) -> None:
+    def _watch_new(self, transfer: Transfer, heads: int) -> None:
+        """`heads`: of the whole block, where it is pulled ahead."""
+        self._watched.append(transfer)
+        try:
+            if heads and not transfer.pull.is_ready():
+                transfer.assembly.expect(heads, ())  # also where no device of this process gets any
+                for ask in transfer.asks:
+                    assert ask.request is not None
+                    self._receive(ask, ask.request.address, heads, ask.ahead)
+                self._deliver(transfer)
+        except JdisaggError as error:
+            transfer.pull.fail(error)
+        except Exception as error:
+            transfer.pull.fail(HandoffError(f"the pieces could not be pulled: {error}"))
+
+    def _opened(self, sender: KvEnd, message: Opened) -> None:
+        with self._lock:
+            connection = self._connections.get(sender)
+        if connection is not None and connection.number == message.link:
+            self._inlet(connection).open(message.address)
+            connection.used = self._clock.now()
+            connection.address = message.address
+
+    def _inlet(self, connection: Connection) -> Inlet:
+        if connection.inlet is None:
+            connection.inlet = Inlet(self._options)
+        return connection.inlet
+
+    def _take(self, sender: KvEnd, message: Opened | Posted | Refused) -> None:
+        if isinstance(message, Opened):
+            return self._opened(sender, message)
         with self._lock:
             ask = self._asks.get(message.pull_id)
         if ask is None or ask.connection.end != sender:
             return  # over, or not meant for us
         if isinstance(message, Refused):
-            ask.refused = ask.arrays is None
-            return ask.transfer.pull.fail(_typed(message))
+            ask.refused = True
+            return ask.transfer.pull.fail(named_error(message.error, message.message))
         if ask.arrays is not None or ask.transfer.pull.is_ready():
             return  # a double; or it ended meanwhile, and the watch withdraws it
         try:
-            self._receive(ask, message)
+            if message.link != ask.connection.number:
+                raise _dropped(ask.connection)
+            self._receive(ask, message.address, message.heads, message.pieces)
+            if message.address:
+                ask.connection.address = message.address
+            self._deliver(ask.transfer)
         except JdisaggError as error:
             ask.transfer.pull.fail(error)
         except Exception as error:
             ask.transfer.pull.fail(HandoffError(f"the pieces could not be pulled from {sender.control}: {error}"))
 
-    def _receive(self, ask: _Ask, message: Posted) -> None:
+    def _receive(self, ask: Ask, address: str, heads: int, pieces: tuple[PostedPiece, ...]) -> None:
+        """Lets the pieces come. Raises where the connection is not the one that was asked on, or has no room."""
         connection, assembly = ask.connection, ask.transfer.assembly
         with self._lock:
             current = self._connections.get(connection.end) is connection
-        if not current or message.link != connection.number:
-            raise HandoffError(f"the connection to {connection.end.control} was dropped before the pieces came; pull again")
-        avals = assembly.expect(message.heads, message.pieces)
+        if not current or (ask.ahead and address != connection.address):
+            raise _dropped(connection)
+        avals = assembly.expect(heads, pieces)
         arrays: list[jax.Array] = []
         if avals:
-            if connection.inlet is None:
-                connection.inlet = Inlet(self._options)
-            arrays = connection.inlet.pull(message.address, ask.pull_id, avals)  # where this raises, what was posted is withdrawn
-            assembly.coming(message.pieces, arrays)
-        ask.arrays = arrays
+            arrays = self._inlet(connection).pull(address, ask.pull_id, avals)  # where this raises, what was posted is withdrawn
+            assembly.coming(pieces, arrays)
+        ask.arrays, ask.address = arrays, address
+
+    def _deliver(self, transfer: Transfer) -> None:
+        assembly = transfer.assembly
         if assembly.complete:
-            ask.transfer.pull.deliver(assembly.flat, assembly.nbytes, lambda arrays: self._arrived(assembly, arrays))
+            transfer.pull.deliver(assembly.flat, assembly.nbytes, lambda arrays: self._arrived(assembly, arrays), heard)
 
     def _arrived(self, assembly: Assembly, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """On the polling thread, under the pull's lock."""
@@ -217,17 +226,14 @@ class KvPuller:
         return assembly.assemble(arrays)
 
     def _watch(self) -> float:
-        """Settles the pulls that are over, and drops connections that are stuck."""
-        under_way: list[_Transfer] = []
-        for transfer in self._watched:
-            if transfer.pull.is_ready() or self._has_failed(transfer):
-                self._settle(transfer)
-            else:
-                self._ask_again(transfer)
-                under_way.append(transfer)
-        self._watched = under_way
+        """Settles the pulls that are over, and drops connections that are stuck; every so often, though it is called after each job."""
+        early = self._watch_at - time.monotonic()
+        if early > 0:
+            return early
+        self._watch_at = time.monotonic() + WATCH_SECONDS
+        self._settle_all()
         now = self._clock.now()
-        stuck: list[tuple[_Ask, float]] = []
+        stuck: list[tuple[Ask, float]] = []
         for ask, deadline in self._stuck:
             assert ask.arrays is not None
             if all(map(is_ready, ask.arrays)):
@@ -237,25 +243,43 @@ class KvPuller:
             else:
                 stuck.append((ask, deadline))
         self._stuck = stuck
-        return WATCH_SECONDS if self._watched or self._stuck else IDLE_SECONDS
+        if time.monotonic() >= self._tell_at:
+            self._tell()
+        return WATCH_SECONDS if self._watched or self._stuck or self._untold else IDLE_SECONDS
 
-    def _has_failed(self, transfer: _Transfer) -> bool:
+    def _settle_all(self) -> None:
+        under_way: list[Transfer] = []
+        for transfer in self._watched:
+            if transfer.pull.is_ready() or self._has_failed(transfer):
+                self._settle(transfer)
+            else:
+                self._ask_again(transfer)
+                under_way.append(transfer)
+        self._watched = under_way
+
+    def _tell(self) -> None:
+        for end, pulled in self._untold:
+            self._link.send(end, pulled)
+        self._untold.clear()
+
+    def _has_failed(self, transfer: Transfer) -> bool:
         """Whether one of several senders failed while others have not answered yet."""
         for ask in transfer.asks:
             if ask.arrays and all(map(is_ready, ask.arrays)) and (error := _error_of(ask.arrays)):
-                transfer.pull.fail(HandoffError(f"the pieces from {ask.connection.end.control} could not be computed or moved: {error}"))
+                broken = HandoffError(f"the pieces from {ask.connection.end.control} could not be computed or moved: {error}")
+                transfer.pull.fail(heard(error) or broken)
                 return True
         return False
 
-    def _ask_again(self, transfer: _Transfer) -> None:
-        """A message may be lost: those who have not answered are asked again, under the same id."""
+    def _ask_again(self, transfer: Transfer) -> None:
+        """A message may be lost: those who have not answered are asked again, under the same id. (Bytes answer a pull ahead.)"""
         now = self._clock.now()
         for ask in transfer.asks:
-            if ask.arrays is None and ask.request is not None and now - ask.asked >= ASK_AGAIN_SECONDS:
+            if (ask.arrays is None or ask.ahead) and ask.request is not None and now - ask.asked >= ASK_AGAIN_SECONDS:
                 ask.asked = now
                 self._link.send(ask.connection.end, dataclasses.replace(ask.request, deadline_seconds=transfer.pull.deadline - now))
 
-    def _settle(self, transfer: _Transfer) -> None:
+    def _settle(self, transfer: Transfer) -> None:
         arrived = transfer.pull.failed() is None or transfer.assembly.assembled
         for ask in transfer.asks:
             with self._lock:
@@ -265,16 +289,19 @@ class KvPuller:
                 error = _error_of(ask.arrays)
                 if error is None and ask.arrays:
                     ask.connection.moved = self._clock.now()
-                    self._link.send(end, Pulled(ask.pull_id))
-                elif error is not None and is_dead_connection(error):
+                    if not self._untold:
+                        self._tell_at = time.monotonic() + PULLED_SECONDS
+                    self._untold.append((end, Pulled(ask.pull_id)))
+                elif error is not None and is_dead_connection(error) and ask.address == ask.connection.address:
                     self._drop(ask.connection)
-            elif not ask.refused and not arrived:
-                self._link.send(end, Withdraw(ask.pull_id))
+            elif not arrived:
+                if not ask.refused:  # who refuses has withdrawn it, or never had it
+                    self._link.send(end, Withdraw(ask.pull_id, bool(ask.ahead)))
                 if ask.arrays is not None:
                     self._stuck.append((ask, transfer.pull.deadline))
         transfer.asks.clear()
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: Connection) -> None:
         """Poisons and forgets a connection; the next pull makes another. Pulls under way on it fail."""
         with self._lock:
             if self._connections.get(connection.end) is connection:
@@ -283,9 +310,11 @@ class KvPuller:
             inlet, connection.inlet = connection.inlet, None
             asks = [ask for transfer in self._watched for ask in transfer.asks] + [ask for ask, _ in self._stuck]
             inlet.close(in_flight=any(ask.connection is connection and not all(map(is_ready, ask.arrays or ())) for ask in asks))
+        self._tell()  # else the sender would take what has arrived for being on its way still
         self._link.send(connection.end, Leave(connection.number))
 
     def _drop_peer(self, peer: str, ends: list[KvEnd]) -> None:
+        self._settle_all()
         for transfer in self._watched:
             if transfer.peer == peer:
                 transfer.pull.fail(HandoffError(f"peer {peer!r} was disconnected"))
@@ -296,6 +325,8 @@ class KvPuller:
                 self._drop(connection)
 
     def _close_all(self) -> None:
+        self._settle_all()
+        self._tell()
         for transfer in self._watched:
             transfer.pull.fail(HandoffError("the channel was closed"))
         for connection in list(self._connections.values()):
@@ -316,8 +347,5 @@ def _error_of(arrays: list[jax.Array]) -> str | None:
     return None
 
 
-def _typed(message: Refused) -> JdisaggError:
-    """HandoffError or IncompatiblePeerError: what a pull may fail with."""
-    named = getattr(errors, message.error, HandoffError)
-    incompatible = isinstance(named, type) and issubclass(named, IncompatiblePeerError | errors.ConfigError)
-    return (IncompatiblePeerError if incompatible else HandoffError)(message.message)
+def _dropped(connection: Connection) -> HandoffError:
+    return HandoffError(f"the connection to {connection.end.control} was dropped before the pieces came; pull again")

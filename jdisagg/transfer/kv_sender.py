@@ -5,12 +5,14 @@ All engine work (cut, encode, post) is done on this half's own thread, by order 
   link number) or restarts (another boot id at its address) gets a new one;
 - every process of the sender makes the same plan from the request alone (own mesh, `wanted`, `turn`), and posts the pieces it holds;
 - a posting ends: pulled, withdrawn, revoked, or its deadline passed. Then nothing of it is held here or in the engine;
-- a request for an offer that is not made yet waits, within its deadline.
+- a request for an offer that is not made yet waits, within its deadline;
+- a pull ahead, which waits in the engine already, always meets something there: the pieces, or an error.
 """
 
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax
@@ -21,15 +23,19 @@ from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.transfer.boxes import HEAD_DIMENSION
 from jdisagg.transfer.channel import BlockStamp, Offered
 from jdisagg.transfer.channel_thread import ChannelThread
+from jdisagg.transfer.ended_offers import REMEMBERED_IDS, EndedOffers
 from jdisagg.transfer.kv_link import KvLink
-from jdisagg.transfer.kv_messages import Leave, Posted, PostedPiece, Pulled, PullRequest, Refused, Withdraw
-from jdisagg.transfer.pieces import OfferedBlock, PlannedPiece, check_geometry, encoded_pieces, plan_of_request
+from jdisagg.transfer.kv_messages import Leave, Open, Opened, Posted, PostedPiece, Pulled, PullRequest, Refused, Withdraw
+from jdisagg.transfer.pieces import OfferedBlock, PlannedPiece, check_geometry, encoded_pieces, leaves_of, plan_of_request
+from jdisagg.transfer.said_errors import said
 from jdisagg.transfer.transfer_engine import EngineOptions, Outlet
 
-REMEMBERED_IDS = 65536
 TICK_SECONDS = 0.25
 SLACK_SECONDS = 1.0  # between a pull's deadline, which the receiver keeps, and the end of its posting
 IDLE_OUTLET_SECONDS = 300.0
+GIVEN_UP = "the receiver gave the pull up"
+TOO_LATE = "the pull's deadline has passed"
+CLOSED = "the connection was closed meanwhile; pull again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +49,7 @@ class _Waiting:
 class _Posting:
     receiver: KvEnd
     offer_id: int
-    avals: tuple[jax.ShapeDtypeStruct, ...]
+    leaves: int
     until: float
     answer: Posted
 
@@ -66,7 +72,7 @@ class KvSender:
         self._lock = threading.Lock()
         self._offers: dict[int, OfferedBlock] = {}
         self._waiting: dict[int, list[_Waiting]] = {}
-        self._ended: OrderedDict[int, str] = OrderedDict()
+        self._ended = EndedOffers()
         self._doors: dict[KvEnd, _Door] = {}
         self._seen: OrderedDict[int, None] = OrderedDict()
         self._tick_due = 0.0
@@ -75,13 +81,8 @@ class KvSender:
     def offer(self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp) -> None:
         offered = OfferedBlock.of(block, rank, stamp)
         with self._lock:
-            if offer_id in self._offers:
-                raise HandoffError(f"offer {offer_id:#x} is live already; draw a fresh random id for each offer")
-            ended = self._ended.get(offer_id, "")
-            if ended.startswith("revoked"):
+            if not self._ended.admits(offer_id, self._offers):
                 return
-            if ended:
-                raise HandoffError(f"offer {offer_id:#x} was {ended}; ids are used once: draw a fresh one")
             self._offers[offer_id] = offered
             waiting = self._waiting.pop(offer_id, [])
         for wait in waiting:
@@ -90,21 +91,20 @@ class KvSender:
     def release(self, offer_id: int) -> None:
         with self._lock:
             if self._offers.pop(offer_id, None) is not None:
-                self._remember(offer_id, "released")
+                self._ended.released(offer_id)
 
     def revoke(self, offer_id: int, reason: str) -> None:
         with self._lock:
             self._offers.pop(offer_id, None)
             waiting = self._waiting.pop(offer_id, [])
-            if offer_id not in self._ended:
-                self._remember(offer_id, f"revoked: {reason}")
+            self._ended.revoked(offer_id, reason)
         self._thread.submit(lambda: self._withdraw_offer(offer_id, f"offer {offer_id:#x} was revoked: {reason}", waiting))
 
     def offered(self) -> Offered:
         with self._lock:
             return Offered(len(self._offers), sum(offer.nbytes for offer in self._offers.values()))
 
-    def handle(self, receiver: KvEnd, message: PullRequest | Withdraw | Pulled | Leave) -> None:
+    def handle(self, receiver: KvEnd, message: Open | PullRequest | Withdraw | Pulled | Leave) -> None:
         self._thread.submit(lambda: self._take(receiver, message))
 
     def postings(self) -> int:
@@ -116,18 +116,22 @@ class KvSender:
 
     # From here on: on the thread.
 
-    def _take(self, receiver: KvEnd, message: PullRequest | Withdraw | Pulled | Leave) -> None:
+    def _take(self, receiver: KvEnd, message: Open | PullRequest | Withdraw | Pulled | Leave) -> None:
         door = self._doors.get(receiver)
         match message:
+            case Open():
+                if (message.sender_boot_id, message.transports) == (self._end.boot_id, self._options.transports):
+                    self._open(receiver, message.link)
             case PullRequest():
                 self._ask(receiver, message)
             case Pulled():
                 if door is not None:
                     door.postings.pop(message.pull_id, None)
             case Withdraw():
+                self._note_seen(message.pull_id)  # a request that comes later still comes too late
                 self._stop_waiting(receiver, message.pull_id)
-                if door is not None:
-                    _withdraw(door, message.pull_id, "the receiver gave the pull up")
+                if door is not None and not _withdraw(door, message.pull_id, GIVEN_UP) and message.ahead:
+                    door.outlet.refuse(message.pull_id, 1, said(HandoffError(GIVEN_UP)))
             case Leave():
                 if door is not None and door.link <= message.link:
                     self._close_door(receiver)
@@ -141,9 +145,9 @@ class KvSender:
             return self._refuse(receiver, request, IncompatiblePeerError(error))
         if request.pull_id in self._seen:
             return self._answer_again(receiver, request)
-        self._seen[request.pull_id] = None
-        while len(self._seen) > REMEMBERED_IDS:
-            self._seen.popitem(last=False)
+        self._note_seen(request.pull_id)
+        if request.address and not self._is_where_pulled(receiver, request):
+            return self._refuse(receiver, request, self._open(receiver, request.link) or HandoffError(CLOSED))
         wait = _Waiting(receiver, request, self._clock.now() + request.deadline_seconds)
         with self._lock:
             known = request.offer_id in self._offers or request.offer_id in self._ended
@@ -156,8 +160,9 @@ class KvSender:
         receiver, request = wait.receiver, wait.request
         try:
             remaining = wait.until - self._clock.now()
-            if remaining > 0:  # else the receiver has given it up
-                self._post(receiver, request, remaining)
+            if remaining <= 0:  # the receiver has given it up
+                return self._flush(receiver, request, HandoffError(TOO_LATE))
+            self._post(receiver, request, remaining)
         except JdisaggError as error:
             self._refuse(receiver, request, error)
         except Exception as error:
@@ -166,38 +171,42 @@ class KvSender:
     def _post(self, receiver: KvEnd, request: PullRequest, seconds: float) -> None:
         with self._lock:
             offer = self._offers.get(request.offer_id)
-            ended = self._ended.get(request.offer_id)
+            ended = self._ended.how(request.offer_id)
         if offer is None:
             raise HandoffError(f"offer {request.offer_id:#x} was {ended}")
         pieces = _pieces(offer, request)
+        posted = tuple(PostedPiece(piece.source, request.wanted[piece.place].device, piece.part) for piece in pieces)
+        if request.address and posted != request.pieces:
+            raise IncompatiblePeerError(f"the receiver pulls {request.pieces} ahead, and of offer {request.offer_id:#x} it gets {posted}")
         if not pieces:
             return self._link.send(receiver, Posted(request.pull_id, request.link, "", offer.shape[HEAD_DIMENSION], ()))
         door = self._door(receiver, request.link)
+        if request.address and door.outlet.address != request.address:
+            raise HandoffError(CLOSED)
         arrays = encoded_pieces(offer, pieces, request.granule, request.codec)
         seconds += SLACK_SECONDS
         door.outlet.post(request.pull_id, arrays, seconds)
-        avals = tuple(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding) for array in arrays)
-        posted = tuple(PostedPiece(piece.source, request.wanted[piece.place].device, piece.part) for piece in pieces)
         answer = Posted(request.pull_id, request.link, door.outlet.address, offer.shape[HEAD_DIMENSION], posted)
-        door.postings[request.pull_id] = _Posting(receiver, request.offer_id, avals, self._clock.now() + seconds, answer)
-        self._link.send(receiver, answer)
+        door.postings[request.pull_id] = _Posting(receiver, request.offer_id, len(arrays), self._clock.now() + seconds, answer)
+        if not request.address:
+            self._link.send(receiver, answer)
 
     def _answer_again(self, receiver: KvEnd, request: PullRequest) -> None:
         """The first answer may have been lost. Nothing is posted a second time: the id may have been pulled, or withdrawn."""
         door = self._doors.get(receiver)
         posting = door.postings.get(request.pull_id) if door is not None else None
         with self._lock:
-            offer, ended = self._offers.get(request.offer_id), self._ended.get(request.offer_id)
+            offer, ended = self._offers.get(request.offer_id), self._ended.how(request.offer_id)
         if posting is not None:
             self._link.send(receiver, posting.answer)
         elif ended is not None:
-            self._refuse(receiver, request, HandoffError(f"offer {request.offer_id:#x} was {ended}"))
+            self._link.send(receiver, _refusal(request, HandoffError(f"offer {request.offer_id:#x} was {ended}")))
         elif offer is not None:
             try:
                 if not _pieces(offer, request):
                     self._link.send(receiver, Posted(request.pull_id, request.link, "", offer.shape[HEAD_DIMENSION], ()))
             except JdisaggError as error:
-                self._refuse(receiver, request, error)
+                self._link.send(receiver, _refusal(request, error))
 
     def _door(self, receiver: KvEnd, link: int) -> _Door:
         door = self._doors.get(receiver)
@@ -210,17 +219,51 @@ class KvSender:
         door.used = time.monotonic()
         return door
 
+    def _open(self, receiver: KvEnd, link: int) -> HandoffError | None:
+        """Says where the outlet is; returns why there is none."""
+        try:
+            self._link.send(receiver, Opened(link, self._door(receiver, link).outlet.address))
+        except HandoffError as error:  # an older connection
+            return error
+        except Exception as error:
+            return HandoffError(f"no connection could be opened: {error}")
+        return None
+
+    def _is_where_pulled(self, receiver: KvEnd, request: PullRequest) -> bool:
+        """Whether what is being pulled ahead is pulled from the outlet that there is."""
+        door = self._doors.get(receiver)
+        return door is not None and (door.link, door.outlet.address) == (request.link, request.address)
+
     def _refuse(self, receiver: KvEnd, request: PullRequest, error: JdisaggError) -> None:
-        self._link.send(receiver, Refused(request.pull_id, type(error).__name__, error.message))
+        self._link.send(receiver, _refusal(request, error))
+        self._flush(receiver, request, error)
+
+    def _flush(self, receiver: KvEnd, request: PullRequest, error: JdisaggError) -> None:
+        """What is being pulled ahead will not be posted."""
+        if request.address and self._is_where_pulled(receiver, request):
+            leaves = len(request.pieces) * leaves_of(request.codec)
+            self._doors[receiver].outlet.refuse(request.pull_id, max(1, leaves), said(error))
+
+    def _note_seen(self, pull_id: int) -> None:
+        self._seen[pull_id] = None
+        while len(self._seen) > REMEMBERED_IDS:
+            self._seen.popitem(last=False)
 
     def _stop_waiting(self, receiver: KvEnd, pull_id: int) -> None:
+        self._drop_waits(lambda wait: (wait.receiver, wait.request.pull_id) == (receiver, pull_id))
+
+    def _drop_waits(self, over: Callable[[_Waiting], bool]) -> list[_Waiting]:
+        """Forgets the requests that wait in vain, and gives them."""
+        dropped: list[_Waiting] = []
         with self._lock:
             for offer_id, waits in list(self._waiting.items()):
-                kept = [wait for wait in waits if (wait.receiver, wait.request.pull_id) != (receiver, pull_id)]
+                dropped += filter(over, waits)
+                kept = [wait for wait in waits if not over(wait)]
                 if kept:
                     self._waiting[offer_id] = kept
                 else:
                     del self._waiting[offer_id]
+        return dropped
 
     def _withdraw_offer(self, offer_id: int, reason: str, waiting: list[_Waiting]) -> None:
         for wait in waiting:
@@ -236,15 +279,13 @@ class KvSender:
             now = self._clock.now()
             for receiver, door in list(self._doors.items()):
                 for pull_id in [pull_id for pull_id, posting in door.postings.items() if now >= posting.until]:
-                    _withdraw(door, pull_id, "the pull's deadline has passed")
+                    _withdraw(door, pull_id, TOO_LATE)
                 if not door.postings and time.monotonic() - door.used > IDLE_OUTLET_SECONDS:
                     self._close_door(receiver)
                 else:
                     door.outlet.tick()
-            with self._lock:
-                for offer_id, waits in list(self._waiting.items()):
-                    if all(now >= wait.until for wait in waits):
-                        del self._waiting[offer_id]
+            for wait in self._drop_waits(lambda wait: now >= wait.until):
+                self._flush(wait.receiver, wait.request, HandoffError(TOO_LATE))
         return TICK_SECONDS
 
     def _close_door(self, receiver: KvEnd) -> None:
@@ -258,11 +299,6 @@ class KvSender:
             self._offers.clear()
             self._waiting.clear()
 
-    def _remember(self, offer_id: int, how: str) -> None:
-        self._ended[offer_id] = how
-        while len(self._ended) > REMEMBERED_IDS:
-            self._ended.popitem(last=False)
-
 
 def _pieces(offer: OfferedBlock, request: PullRequest) -> tuple[PlannedPiece, ...]:
     """What of the offer this process holds for the request. Raises where the two do not fit."""
@@ -271,7 +307,13 @@ def _pieces(offer: OfferedBlock, request: PullRequest) -> tuple[PlannedPiece, ..
     return plan_of_request(offer, request)
 
 
-def _withdraw(door: _Door, pull_id: int, reason: str) -> None:
+def _refusal(request: PullRequest, error: JdisaggError) -> Refused:
+    return Refused(request.pull_id, type(error).__name__, error.message)
+
+
+def _withdraw(door: _Door, pull_id: int, reason: str) -> bool:
+    """Whether anything was posted under the id."""
     posting = door.postings.pop(pull_id, None)
     if posting is not None:
-        door.outlet.withdraw(pull_id, posting.avals, reason)
+        door.outlet.withdraw(pull_id, posting.leaves, said(HandoffError(reason)))
+    return posting is not None

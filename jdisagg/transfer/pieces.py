@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdisagg.errors import IncompatiblePeerError
+from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.layout.reshard_plan import Box
 from jdisagg.transfer.boxes import HEAD_DIMENSION, plan_handoff, rank_placement
 from jdisagg.transfer.channel import BlockStamp, PullTarget, resident_zeros
@@ -100,6 +101,22 @@ def plan_of_request(offer: OfferedBlock, request: PullRequest) -> tuple[PlannedP
     return tuple(piece for piece in pieces if piece.source in offer.shards and request.wanted[piece.place].process == request.process)
 
 
+def plan_ahead(
+    card: MeshCard, source_rank: int, shape: tuple[int, ...], wanted: tuple[Wanted, ...], granule: int, turn: int
+) -> tuple[PlannedPiece, ...]:
+    """What all processes of the sender will plan for a block of `shape` ([any, C, K, T, H]) of dp rank `source_rank` of the mesh that
+    `card` shows. Raises LayoutError where the block cannot lie there."""
+    shards = 1 + max(want.head_shard for want in wanted)
+    return _plan_of_card(card, source_rank, (1, *shape[1:]), wanted, shards, granule, turn % card.shape[2])
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan_of_card(
+    card: MeshCard, rank: int, shape: tuple[int, ...], wanted: tuple[Wanted, ...], shards: int, granule: int, turn: int
+) -> tuple[PlannedPiece, ...]:
+    return _planned(card.rank_boxes(rank, shape), shape, wanted, shards, granule, turn)
+
+
 @functools.lru_cache(maxsize=1024)
 def _replicas(sharding: jax.sharding.Sharding, shape: tuple[int, ...], rank: int) -> int:
     return max(collections.Counter(rank_placement(sharding, shape, rank).values()).values())
@@ -109,7 +126,13 @@ def _replicas(sharding: jax.sharding.Sharding, shape: tuple[int, ...], rank: int
 def _plan(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...], rank: int, wanted: tuple[Wanted, ...], shards: int, granule: int, turn: int
 ) -> tuple[PlannedPiece, ...]:
-    source = rank_placement(sharding, shape, rank)
+    return _planned(rank_placement(sharding, shape, rank), shape, wanted, shards, granule, turn)
+
+
+def _planned(
+    source: dict[int, Box], shape: tuple[int, ...], wanted: tuple[Wanted, ...], shards: int, granule: int, turn: int
+) -> tuple[PlannedPiece, ...]:
+    """The same on both sides, which know the source from different descriptions: nothing here depends on the order of its devices."""
     whole = ((0, 1), *((0, size) for size in shape[1:]))
     local = shape[HEAD_DIMENSION] // shards
     destination: dict[int, Box] = {}
@@ -157,6 +180,11 @@ def encode(piece_1CGTH: jax.Array, codec_name: str, stamp: BlockStamp, first_hea
 @functools.cache
 def _encoder(codec_name: str) -> Callable[[jax.Array, np.ndarray, np.int32], tuple[jax.Array, ...]]:
     return jax.jit(codec(codec_name).encode)
+
+
+def leaves_of(codec_name: str) -> int:
+    """How many arrays a piece travels as."""
+    return len(codec(codec_name).leaves(jax.ShapeDtypeStruct((1, 1, 1, 1, 2), jnp.dtype(jnp.float32))))
 
 
 def check_leaves(target: PullTarget) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -13,6 +13,7 @@ from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, JdisaggError
 
 Assemble = Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
+Explain = Callable[[str], JdisaggError | None]
 
 
 class PolledPull:
@@ -26,6 +27,7 @@ class PolledPull:
         self._lock = threading.Lock()
         self._arrays: tuple[jax.Array, ...] | None = None
         self._assemble: Assemble | None = None
+        self._explain: Explain = lambda error: None
         self._error: JdisaggError | None = None
         self._arrived = False
         self._bytes_moved = 0
@@ -67,15 +69,18 @@ class PolledPull:
         """On the channel's clock."""
         return self._deadline
 
-    def deliver(self, arrays: tuple[jax.Array, ...], bytes_moved: int, assemble: Assemble | None = None) -> None:
+    def deliver(
+        self, arrays: tuple[jax.Array, ...], bytes_moved: int, assemble: Assemble | None = None, explain: Explain = lambda error: None
+    ) -> None:
         """The arrays, perhaps still on their way; dropped if the pull ended meanwhile. `assemble` makes of them, once all are there,
-        what `arrays()` gives; it runs under this pull's lock. Only the first delivery counts: another thread may be done with it."""
+        what `arrays()` gives; it runs under this pull's lock. `explain`: what an array's error says, where the sender said it.
+        Only the first delivery counts: another thread may be done with it."""
         with self._lock:
             if self._arrays is not None:
                 return
             self._bytes_moved = bytes_moved
             if not self._error:
-                self._arrays, self._assemble = arrays, assemble
+                self._arrays, self._assemble, self._explain = arrays, assemble, explain
 
     def fail(self, error: JdisaggError) -> None:
         """Ends a pull that is under way; one that has arrived stays so."""
@@ -91,11 +96,13 @@ class PolledPull:
             if self._assemble is not None:
                 self._arrays, self._assemble = self._assemble(self._arrays), None
         except Exception as error:
-            self._end(HandoffError(f"offer {self._offer_id:#x}: its block could not be computed or moved: {error}"))
+            broken = HandoffError(f"offer {self._offer_id:#x}: its block could not be computed or moved: {error}")
+            self._end(self._explain(str(error)) or broken)
         return True
 
     def _end(self, error: JdisaggError) -> None:
         self._error, self._arrays, self._assemble, self._arrived = error, None, None, False
+        self._explain = lambda error: None
 
 
 def is_ready(array: jax.Array) -> bool:

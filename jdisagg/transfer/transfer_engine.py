@@ -24,6 +24,7 @@ import jax
 import numpy as np
 from jax.experimental import transfer
 
+from jdisagg.address import host_port
 from jdisagg.errors import ConfigError, HandoffError
 
 TICK_ID = 2**64 - 1
@@ -51,7 +52,7 @@ class EngineOptions:
             )
 
     def start_server(self) -> transfer.TransferServer:
-        address = f"[{self.host}]:0" if ":" in self.host else f"{self.host}:0"
+        address = host_port(self.host, 0)
         return transfer.start_transfer_server(
             jax.local_devices()[0].client, address, [address] * self.transports, transfer_size=self.transfer_size
         )
@@ -74,11 +75,15 @@ class Outlet:
                 raise HandoffError("a block was deleted or donated after it had been offered")
         self._server.await_pull(pull_id, list(arrays), timeout=_in(seconds))
 
-    def withdraw(self, pull_id: int, avals: Sequence[jax.ShapeDtypeStruct], reason: str) -> None:
-        """Frees what was posted; a request that comes for it, or waits for it, fails with the reason."""
+    def withdraw(self, pull_id: int, leaves: int, reason: str) -> None:
+        """Frees what was posted; a request for so many arrays that comes for it, or waits for it, fails with the reason."""
         self._withdrew = True
-        errors = [transfer.make_error_array(aval, reason) for aval in avals]
-        self._server.await_pull(pull_id, errors, timeout=_in(ERROR_SECONDS))
+        self.refuse(pull_id, leaves, reason)
+
+    def refuse(self, pull_id: int, leaves: int, reason: str) -> None:
+        """Of an id under which nothing was posted. (A request for more arrays fails too, with another text.)"""
+        error = transfer.make_error_array(jax.ShapeDtypeStruct((1,), np.uint8, sharding=self._tick.sharding), reason)
+        self._server.await_pull(pull_id, [error] * leaves, timeout=_in(ERROR_SECONDS))
 
     def tick(self) -> None:
         """Lets the engine look at its time-outs."""
@@ -99,13 +104,17 @@ class Inlet:
     def __init__(self, options: EngineOptions) -> None:
         self._server = options.start_server()
         self._connection: transfer.TransferConnection | None = None
-        self._address = ""
+        self.address = ""
+
+    def open(self, address: str) -> None:
+        """Connects to the sender's outlet; when it has a new one, the old connection is dropped, and what is being pulled on it fails."""
+        if address != self.address:
+            self._drop()
+            self._connection, self.address = self._server.connect(address), address
 
     def pull(self, address: str, pull_id: int, avals: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-        """Arrays to poll. `address`: the sender's outlet; when it has a new one, the old connection is dropped."""
-        if address != self._address:
-            self._drop()
-            self._connection, self._address = self._server.connect(address), address
+        """Arrays to poll, from the sender's outlet at `address`; they may be posted there later."""
+        self.open(address)
         assert self._connection is not None
         return self._connection.pull(pull_id, list(avals))
 
@@ -118,7 +127,7 @@ class Inlet:
 
     def _drop(self) -> None:
         if self._connection is not None:
-            connection, self._connection, self._address = self._connection, None, ""
+            connection, self._connection, self.address = self._connection, None, ""
             connection._poison_connection()  # pyright: ignore[reportAttributeAccessIssue] (private, and there is no other way)
             del connection  # only this un-wedges the sender's server
 

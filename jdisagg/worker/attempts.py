@@ -3,26 +3,32 @@
 Knows numbers only. Entries are forgotten some time after they were last seen: a zombie older than that has no lease left.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from jdisagg.errors import HandoffError
-from jdisagg.request import Request
+from jdisagg.request import Identity, Request
 
 
 class Attempts:
     """The highest attempt seen per (request, child)."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[str, str, int], tuple[int, float]] = {}
+        self._seen: OrderedDict[tuple[Identity, int], tuple[int, float]] = OrderedDict()  # seen longest ago first
 
     def take(self, request: Request, children: Iterable[int], attempt: int, now: float) -> None:
         """Notes an attempt; raises HandoffError when a later one was seen."""
-        keys = [(request.tenant, request.request_id, child) for child in children]
+        keys = [(request.identity, child) for child in children]
         for key in keys:
             latest, _ = self._seen.get(key, (attempt, now))
             if attempt < latest:
-                raise HandoffError(f"request {key[1]!r}, child {key[2]}: attempt {attempt} comes after attempt {latest}; it is ignored")
-        self._seen.update((key, (attempt, now)) for key in keys)
+                raise HandoffError(
+                    f"request {request.request_id!r}, child {key[1]}: attempt {attempt} comes after attempt {latest}; it is ignored"
+                )
+        for key in keys:
+            self._seen[key] = (attempt, now)
+            self._seen.move_to_end(key)
 
     def forget_before(self, instant: float) -> None:
-        self._seen = {key: entry for key, entry in self._seen.items() if entry[1] >= instant}
+        while self._seen and next(iter(self._seen.values()))[1] < instant:
+            self._seen.popitem(last=False)

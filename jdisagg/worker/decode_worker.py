@@ -13,7 +13,7 @@ change: it hands news to the listeners, grants freed pages to whoever waits, and
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 
-from jdisagg.clock import Clock
+from jdisagg.clock import Clock, within
 from jdisagg.config import InstanceConfig, LimitsConfig, Mode
 from jdisagg.dispatch.ports import (
     GenerateCall,
@@ -30,10 +30,13 @@ from jdisagg.dispatch.ports import (
 )
 from jdisagg.errors import BrokenModelError, DeadlineExceededError, HandoffError, JdisaggError, OverloadedError, UnavailableError
 from jdisagg.request import FinishReason
+from jdisagg.scheduler.backlog import Backlog
 from jdisagg.scheduler.commands import (
     BROKEN_TOKEN,
     DecodeResult,
+    DecodeSteps,
     Executor,
+    InterruptibleExecutor,
     PrefillChunk,
     PrefillResult,
     SampledToken,
@@ -48,6 +51,7 @@ from jdisagg.scheduler.reservations import Reservations
 from jdisagg.scheduler.sequences import Group
 from jdisagg.telemetry import Counters
 from jdisagg.worker.attempts import Attempts
+from jdisagg.worker.decode_status import decode_status
 from jdisagg.worker.handoffs import Handoffs
 from jdisagg.worker.intake import Intake
 from jdisagg.worker.movers import Movers
@@ -63,7 +67,8 @@ MOST_MOVES = 3
 
 class DecodeWorker:
     """Implements `DecodePort` and `PeerPort`. `peers`: whom it may receive from, by name, or a resolver by address; `address`: where
-    its own `PeerPort` listens. `ids` gives fresh random 64-bit numbers."""
+    its own `PeerPort` listens. `ids` gives fresh random 64-bit numbers. `can_prefill`: its mesh has a prefill program (in the one-mesh
+    modes it always has)."""
 
     def __init__(
         self,
@@ -77,20 +82,25 @@ class DecodeWorker:
         ids: Callable[[], int],
         model_fingerprint: str = "",
         address: str = "",
+        can_prefill: bool = False,
     ) -> None:
         self.name = name
         self.address = address
         self.boot_id = ids()
         self.counters = Counters()
-        self._executor = executor
         self._config = config
         self._mode = mode
+        self._can_prefill = can_prefill or mode is not Mode.DISAGGREGATED
         self._limits = limits
         self._clock = clock
         self._state = DecodeState(executor.limits)
-        self._reservations = Reservations(self._state, config.growth_tokens)
-        self._batches = DecodeBatches(self._state, config.growth_tokens, config.steps_per_dispatch)
+        self._reservations = Reservations(self._state, config.growth_tokens, config.ahead_sequences)
+        self._interruptible = executor if isinstance(executor, InterruptibleExecutor) else None
+        self._batches = DecodeBatches(
+            self._state, config.growth_tokens, config.steps_per_dispatch, config.stream_tokens, spans=self._interruptible is not None
+        )
         self._prefills = PrefillBatches(executor.limits, ids)
+        self._backlog = Backlog()
         self._last_was_prefill = False
         self._tickets: dict[int, asyncio.Future[Group]] = {}
         self._streams: dict[int, SpanStream] = {}
@@ -101,23 +111,11 @@ class DecodeWorker:
         hello = hello_of(name, model_fingerprint, executor.limits, executor.card, self.boot_id, key)
         self._peers = Peers(peers, hello, self._loop, config.codec, limits.verify, clock.now)
         self._handoffs = Handoffs(self._loop, self._peers, executor.limits, limits.pull_seconds, clock.now, self.counters)
-        self._intake = Intake(
-            name,
-            self._state,
-            self._streams,
-            self._batches,
-            self._handoffs,
-            limits,
-            self._loop,
-            clock,
-            self.counters,
-            self._join,
-            self._fail,
-            self._settle,
-        )
+        holds, ends = (self._state, self._streams, self._batches, self._handoffs), (self._join, self._fail, self._settle)
+        self._intake = Intake(name, *holds, limits, self._loop, clock, self.counters, *ends)
         self._boxes = Outboxes(hello, self._loop, clock, lease_seconds, self.counters)
-        self._movers = Movers(self._state, self._boxes, self._loop, ids, key, lease_seconds, self._settle, self.counters)
-        self._sweeper = Sweeper(clock, min(lease_seconds, limits.reservation_lease_seconds) / 4, self._sweep, self._loop.break_down)
+        self._movers = Movers(self._state, self._boxes, self._loop, ids, key, self._settle, self.counters)
+        self._sweeper = Sweeper(clock, min(lease_seconds, limits.reservation_lease_seconds), self._sweep, self._loop.break_down)
         self._draining = False
         self._quiet = asyncio.Event()
 
@@ -178,8 +176,7 @@ class DecodeWorker:
 
     async def _granted(self, ticket: int, granted: "asyncio.Future[Group]", seconds: float) -> Group:
         try:
-            async with asyncio.timeout(seconds):
-                return await asyncio.shield(granted)
+            return await within(granted, seconds)
         except TimeoutError:
             self._give_up(ticket)
             raise DeadlineExceededError(f"worker {self.name!r} had no free pages for the request within its {seconds:g} s") from None
@@ -238,24 +235,21 @@ class DecodeWorker:
         self._settle()
 
     async def status(self) -> WorkerStatus:
+        return self.status_now()
+
+    def status_now(self) -> WorkerStatus:
+        """Raises UnavailableError when the mesh failed."""
         self._loop.check()
-        limits = self._executor.limits
-        running = len(self._state.sequences())
-        return WorkerStatus(
-            name=self.name,
-            role=WorkerRole.DECODE if self._mode is Mode.DISAGGREGATED else WorkerRole.MIXED,
-            layout=str(self._config.layout),
-            free_pages=tuple(ledger.free_pages for ledger in self._state.ledgers),
-            total_pages=tuple(ledger.total_pages for ledger in self._state.ledgers),
-            running=running,
+        return decode_status(
+            self.name,
+            WorkerRole.DECODE if self._mode is Mode.DISAGGREGATED else WorkerRole.MIXED,
+            self._config,
+            self._state,
+            self._backlog,
             waiting=len(self._reservations),
-            slots=limits.ranks * limits.slots_per_rank,
-            page_size=limits.page_size,
-            context_tokens=limits.context_tokens,
-            draining=self._draining,
             handoffs=len(self._handoffs) + len(self._boxes),
-            preemptions=self._state.preemptions,
-            reserved_pages=tuple(self._state.reserved_pages(rank) for rank in range(limits.ranks)),
+            draining=self._draining,
+            can_prefill=self._can_prefill,
         )
 
     def _begin(self, group: Group, source: HandoffSource | None) -> None:
@@ -266,6 +260,7 @@ class DecodeWorker:
             specs = tuple(child.sample_spec() for child in group.alive)
             pages = self._state.ledgers[group.rank].pages(group.key)
             self._prefills.add(PrefillJob(group.key, group.rank, group.known_tokens, pages, specs, group.arrival))
+            self._backlog.add(group.key, len(group.known_tokens))
         self._settle()
 
     def _join(self, group: Group, firsts: tuple[SampledToken, ...]) -> None:
@@ -282,13 +277,19 @@ class DecodeWorker:
         return command
 
     def _choose(self, step: int) -> StepCommand | None:
-        prefill = len(self._prefills) > 0
+        prefill = bool(self._prefills)
+        if self._interruptible is not None and self._loop.in_flight(DecodeSteps):
+            # One span at a time: what to do next is known when it ends, and it ends when something waits for that.
+            if prefill or self._batches.interrupting():
+                self._interruptible.interrupt()
+            return None
         if prefill and (self._mode is Mode.UNIFIED or not self._last_was_prefill or not self._batches.runnable()):
             self._last_was_prefill = True
             return self._prefills.next_chunk(step)
         if self._mode is Mode.UNIFIED and self._loop.in_flight(PrefillChunk):
             return None  # its sequences join the very next step; one without them would cost them a step more
-        decode = self._batches.next_step(step, quiet=not prefill and not self._handoffs.pulling)
+        quiet = not prefill and (self._interruptible is not None or not self._handoffs.pulling)
+        decode = self._batches.next_step(step, quiet)
         if decode is None and prefill:
             return self._prefills.next_chunk(step)
         self._last_was_prefill = False
@@ -298,6 +299,7 @@ class DecodeWorker:
         if isinstance(command, PrefillChunk):
             assert isinstance(result, PrefillResult)
             for row in command.rows:
+                self._backlog.computed(row.sequence, len(row.tokens))
                 group = self._state.groups.get(row.sequence)
                 if row.samples and group is not None:
                     self._join(group, tuple(sample for sample in result.samples if sample.sequence == row.sequence))
@@ -310,7 +312,7 @@ class DecodeWorker:
 
     def _settle(self) -> None:
         """After any change: news to listeners, pages to waiters, and the loop looks again."""
-        for progress in self._state.take_news():
+        for progress in self._state.take_news() if self._state.news else ():
             stream = self._streams.get(progress.group_key)
             if stream is not None:
                 stream.put(progress)
@@ -318,7 +320,8 @@ class DecodeWorker:
                 self._handoffs.abort(progress.group_key, "the receiver gave the sequence up")
                 self._movers.abort(progress.group_key, "the sequence has ended")
                 self._prefills.remove(progress.group_key)
-        if self._loop.failure is None:
+                self._backlog.forget(progress.group_key)
+        if len(self._reservations) and self._loop.failure is None:
             for group in self._reservations.grant(self._clock.now() + self._limits.reservation_lease_seconds):
                 self._streams[group.key] = SpanStream(group)
                 self._tickets.pop(group.key).set_result(group)
@@ -346,10 +349,8 @@ class DecodeWorker:
     def _supersede(self, call: ReserveCall) -> None:
         """A later attempt at the same children makes an earlier one a zombie."""
         indices = {child.index for child in call.children}
-        for group in list(self._state.groups.values()):
-            names = [(request.tenant, request.request_id) for request in (group.request, call.request)]
-            same = names[0] == names[1] and group.attempt < call.attempt
-            if same and indices & {child.child for child in group.alive}:
+        for group in self._state.groups_of(call.request.identity):
+            if group.attempt < call.attempt and indices & {child.child for child in group.alive}:
                 self.counters.add("attempts_superseded")
                 self._fail(group, HandoffError(f"attempt {group.attempt} was superseded by attempt {call.attempt}"))
         for ticket in self._reservations.earlier(call.request, indices, call.attempt):

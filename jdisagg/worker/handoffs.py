@@ -1,13 +1,15 @@
 """The hand-offs that a decode worker is receiving: one task each, begun, aborted and reported here.
 
-An aborted hand-off is told to its sender, so that it frees at once; when the message is lost, the sender's lease does it. Knows no
-batches: what came is reported to `done` or `failed`.
+An aborted hand-off is told to its sender, so that it frees at once; a sender that cannot hear (it may be stopped) is told again until
+its own lease has done it. Knows no batches: what came is reported to `done` or `failed`.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 
+from jdisagg.clock import limit
 from jdisagg.dispatch.ports import HandoffSource
 from jdisagg.errors import JdisaggError, UnavailableError
 from jdisagg.scheduler.commands import MeshLimits
@@ -18,6 +20,8 @@ from jdisagg.worker.receiver import Received, Receiver
 from jdisagg.worker.step_loop import StepLoop
 
 SPEAK_SECONDS = 5.0
+FAREWELL_TRIES = 10
+FAREWELL_PAUSE_SECONDS = 1.0
 
 
 @dataclass(slots=True)
@@ -45,7 +49,8 @@ class Handoffs:
         self._now = now
         self._counters = counters
         self._running: dict[int, _Running] = {}
-        self._spoken: set[asyncio.Task[None]] = set()
+        self._spoken: set[asyncio.Task[object]] = set()
+        self._stopping = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._running)
@@ -98,9 +103,11 @@ class Handoffs:
         return running.receiver.kept_tokens()
 
     async def stop(self) -> None:
+        self._stopping.set()
         for key in list(self._running):
             self.abort(key, "the receiver stops")
-        await asyncio.gather(*self._spoken, return_exceptions=True)
+        while self._spoken:  # a word may be followed by one more
+            await asyncio.gather(*self._spoken, return_exceptions=True)
 
     async def _receive(
         self, key: int, receiver: Receiver, done: Callable[[Received], None], failed: Callable[[JdisaggError, int], None]
@@ -122,18 +129,32 @@ class Handoffs:
             failed(known, receiver.kept_tokens())
 
     def _say_farewell(self, receiver: Receiver, reason: str) -> None:
-        self._speak(lambda: receiver.peer.abort(receiver.source.handoff_id, reason))
+        peer, handoff_id = receiver.peer, receiver.source.handoff_id
+        self._aside(self._bid_farewell(lambda: peer.abort(handoff_id, reason)))
+
+    async def _bid_farewell(self, message: Callable[[], Awaitable[None]]) -> None:
+        for _ in range(FAREWELL_TRIES):
+            if await self._say(message):
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FAREWELL_PAUSE_SECONDS):
+                    await self._stopping.wait()
+                    return
 
     def _speak(self, message: Callable[[], Awaitable[None]]) -> None:
         """Runs a message to a sender that nobody waits for; when it is lost, the sender's lease makes up for it."""
+        self._aside(self._say(message))
 
-        async def speak() -> None:
-            try:
-                async with asyncio.timeout(SPEAK_SECONDS):
-                    await message()
-            except (JdisaggError, TimeoutError):
-                self._counters.add("messages_to_senders_lost")
+    async def _say(self, message: Callable[[], Awaitable[None]]) -> bool:
+        try:
+            with limit(SPEAK_SECONDS):
+                await message()
+        except (JdisaggError, TimeoutError):
+            self._counters.add("messages_to_senders_lost")
+            return False
+        return True
 
-        task = asyncio.get_running_loop().create_task(speak())
+    def _aside(self, speaking: Coroutine[None, None, object]) -> None:
+        task = asyncio.get_running_loop().create_task(speaking)
         self._spoken.add(task)
         task.add_done_callback(self._spoken.discard)

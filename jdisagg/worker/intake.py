@@ -12,7 +12,7 @@ from collections.abc import Callable
 from jdisagg.clock import Clock
 from jdisagg.config import LimitsConfig
 from jdisagg.dispatch.ports import HandoffSource, ResumeCall, SourceLost
-from jdisagg.errors import HandoffError, JdisaggError, UnavailableError
+from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError, UnavailableError
 from jdisagg.scheduler.commands import SampledToken
 from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.decode_state import DecodeState
@@ -115,7 +115,7 @@ class Intake:
         """What is missing will not come from this source. The reservation waits for another, with what it has."""
         if group.key not in self._state.groups:
             return
-        if not isinstance(error, UnavailableError) or self._loop.failure is not None:
+        if not isinstance(error, UnavailableError | IncompatiblePeerError) or self._loop.failure is not None:
             return self._fail(group, error)
         stream = self._streams[group.key]
         until = min(stream.until, self._clock.now() + self._limits.handoff_lease_seconds)

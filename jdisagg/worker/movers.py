@@ -25,6 +25,8 @@ from jdisagg.worker.outbox import Outbox, Outboxes
 from jdisagg.worker.step_loop import StepLoop
 
 MOST_ROUNDS = 4
+# Another worker may have to make room first, and blocks be pulled again; the sequence goes on meanwhile.
+PATIENCE_SECONDS = 30.0
 # Of a receiver's heartbeats (worker/receiver.py) three may be missing before a frozen sequence goes on.
 SILENCE_SECONDS = 6.0
 
@@ -37,7 +39,7 @@ class _Move:
 
 
 class Movers:
-    """The moves from one mesh. `lease_seconds` bounds each wait of a move; `settle` is called when one changed what may run."""
+    """The moves from one mesh. `settle` is called when one changed what may run."""
 
     def __init__(
         self,
@@ -46,7 +48,6 @@ class Movers:
         loop: StepLoop,
         new_id: Callable[[], int],
         checksum_key: int,
-        lease_seconds: float,
         settle: Callable[[], None],
         counters: Counters,
     ) -> None:
@@ -55,7 +56,6 @@ class Movers:
         self._loop = loop
         self._new_id = new_id
         self._checksum_key = checksum_key
-        self._lease_seconds = lease_seconds
         self._settle = settle
         self._counters = counters
         self._moves: dict[int, _Move] = {}
@@ -109,7 +109,7 @@ class Movers:
 
     async def _run(self, child: Sequence, box: Outbox) -> None:
         try:
-            async with asyncio.timeout(self._lease_seconds):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 await box.heard.wait()
             sent = 0
             for _ in range(MOST_ROUNDS):
@@ -120,6 +120,7 @@ class Movers:
                 sent = whole
                 await self._wait(lambda: not box.outstanding)
             child.frozen = True
+            self._loop.wake()  # a span of its steps ends early
             await self._wait(lambda: child.stage is not Stage.RUNNING or child.issued_position == child.position)
             if child.stage is not Stage.ENDED:
                 await self._offer(child, box, sent, child.position)
@@ -131,8 +132,8 @@ class Movers:
         except Exception as error:  # whatever it was, the sequence must not stay frozen
             self._boxes.abort_box(box, HandoffError(f"hand-off {box.handoff_id}: the sequence could not be moved: {error!r}"))
 
-    async def _wait(self, met: Callable[[], bool], seconds: float | None = None) -> None:
-        async with asyncio.timeout(self._lease_seconds if seconds is None else seconds):
+    async def _wait(self, met: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
+        async with asyncio.timeout(seconds):
             while not met():
                 self._changed.clear()
                 await self._changed.wait()
@@ -144,7 +145,7 @@ class Movers:
         waiting: list[Coroutine[None, None, None]] = []
         largest = limits.chunk_buckets[-1]
         for first in range(start, end, largest):
-            for at, block_tokens, valid_tokens in split_blocks(min(largest, end - first), limits.granule_tokens):
+            for at, block_tokens, valid_tokens in split_blocks(min(largest, end - first), limits.granule_tokens, limits.whole_blocks):
                 for group in range(limits.layer_groups):
                     offer = Offer(self._new_id(), group, first + at, valid_tokens, block_tokens, child.rank)
                     command = ExtractBlock(

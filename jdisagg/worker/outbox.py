@@ -1,8 +1,10 @@
 """The sending side of hand-offs: what was offered under which id, what is still outstanding, and who listens.
 
 `Outbox` is one hand-off; a listener gets every message from the first on, however late it comes. `Outboxes` is a worker's room of them
-and the body of its `PeerPort`: prefill workers offer prompts through it, decode workers running sequences. Each has a lease, which
-acknowledgements renew (an empty one too: the receiver is still at it), never beyond the request's deadline; `sweep` ends the late ones.
+and the body of its `PeerPort`: prefill workers offer prompts through it, decode workers running sequences. Once all is offered a hand-off
+has a lease, which acknowledgements renew, never beyond the request's deadline. Once a receiver has come it is short, however long the
+configured one: it says every two seconds that it is still at it (worker/receiver.py). Who does not come, or falls silent, has given us up,
+and its word may have been lost while we were stopped. `sweep` ends the late ones.
 Knows no scheduler; of the mesh only that offers are released there.
 """
 
@@ -21,6 +23,8 @@ from jdisagg.worker.step_loop import StepLoop
 
 # Of so many hand-offs that are over it is known that they are; a receiver that comes later is told at once.
 ENDED_KEPT = 1024
+# A receiver that is silent for so long, which is three of its heartbeats, will not come (again).
+RECEIVER_SILENCE_SECONDS = 7.0
 
 
 class Outbox:
@@ -88,22 +92,21 @@ class Outbox:
         self.outstanding.clear()
         return released
 
-    async def messages(self) -> AsyncIterator[PeerMessage]:
-        """All offers, their checksums and the end. Raises what aborted the hand-off; the sweeper bounds the wait."""
-        self.heard.set()
-        sent = 0
+    def hear(self, deadline: float) -> None:
+        """A receiver has come; once all is offered it must have said more by `deadline`."""
+        if self.handoff.state is HandoffState.OFFERED:
+            self.handoff = self.handoff.expect(min(deadline, self.until))
+
+    async def message(self, number: int) -> PeerMessage:
+        """The message of that number, counted from 0: all offers, their checksums and the end. Raises what aborted the hand-off; the
+        sweeper bounds the wait. One listener at a time."""
         while True:
             if self.error is not None:
                 raise self.error
-            if sent < len(self._messages):
-                message = self._messages[sent]
-                sent += 1
-                yield message
-                if isinstance(message, HandoffEnd):
-                    return
-            else:
-                self._changed.clear()
-                await self._changed.wait()
+            if number < len(self._messages):
+                return self._messages[number]
+            self._changed.clear()
+            await self._changed.wait()
 
     def _look(self) -> None:
         if not self.outstanding and self.handoff.state is HandoffState.OFFERED:
@@ -121,6 +124,7 @@ class Outboxes:
         self._counters = counters
         self._boxes: dict[int, Outbox] = {}
         self._awaited: dict[int, asyncio.Event] = {}
+        self._greeted: dict[str, PeerHello] = {}
         self._over: deque[int] = deque(maxlen=ENDED_KEPT)
 
     def __len__(self) -> int:
@@ -140,7 +144,7 @@ class Outboxes:
 
     def finish(self, box: Outbox, end: Callable[[int], HandoffEnd]) -> None:
         """All of it is offered."""
-        box.finish(end, self._lease())
+        box.finish(end, self._lease(box))
         self._forget_if_done(box)
 
     def abort_box(self, box: Outbox, error: JdisaggError) -> None:
@@ -157,20 +161,27 @@ class Outboxes:
             self.abort_box(self._boxes[late.handoff_id], error)
 
     async def hello(self, hello: PeerHello) -> PeerHello:
-        check_hello(self._hello, hello)
+        if self._greeted.get(hello.worker) is not hello:  # within one process the very same object comes each time
+            check_hello(self._hello, hello)
+            self._greeted[hello.worker] = hello
         return self._hello
 
     async def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:
         box = self._boxes.get(handoff_id) or await self._await_box(handoff_id)
         if attempt < box.attempt:
             raise HandoffError(f"hand-off {handoff_id} belongs to attempt {box.attempt}, not {attempt}")
-        async for message in box.messages():
+        box.heard.set()
+        box.hear(self._lease(box))
+        message, sent = None, 0
+        while not isinstance(message, HandoffEnd):
+            message = await box.message(sent)
+            sent += 1
             yield message
 
     async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
         box = self._boxes.get(handoff_id)
         if box is not None:
-            self._release(box.acknowledge(offer_ids, self._lease()))
+            self._release(box.acknowledge(offer_ids, self._lease(box)))
             self._forget_if_done(box)
 
     async def abort(self, handoff_id: int, reason: str) -> None:
@@ -197,8 +208,9 @@ class Outboxes:
             raise HandoffError(f"worker {self._hello.worker!r}: hand-off {handoff_id} was given up")
         return box
 
-    def _lease(self) -> float:
-        return self._clock.now() + self._lease_seconds
+    def _lease(self, box: Outbox) -> float:
+        heard = box.heard.is_set()
+        return self._clock.now() + (min(self._lease_seconds, RECEIVER_SILENCE_SECONDS) if heard else self._lease_seconds)
 
     def _release(self, offer_ids: tuple[int, ...]) -> None:
         if offer_ids:
@@ -214,3 +226,8 @@ class Outboxes:
         self._boxes.pop(box.handoff_id, None)
         self._over.append(box.handoff_id)
         box.ended(error)
+        box.ended = _told  # whoever it was knows the box, too: nothing keeps them now
+
+
+def _told(error: JdisaggError | None) -> None:
+    """In place of whoever has been told of the end."""

@@ -4,10 +4,10 @@ Each hand-off begins with a hello, so that a peer that was restarted at its addr
 another boot id is another peer to the mesh. Peers are connected once, and disconnected when they were replaced or long unused.
 """
 
-import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from jdisagg.clock import limit
 from jdisagg.dispatch.ports import HandoffSource, PeerHello, PeerPort
 from jdisagg.errors import HandoffError, IncompatiblePeerError
 from jdisagg.scheduler.commands import ConnectPeer, DisconnectPeer
@@ -33,7 +33,8 @@ class Link:
 
 @dataclass(slots=True)
 class _Connected:
-    peer: str
+    hello: PeerHello
+    link: Link
     used_at: float
 
 
@@ -69,16 +70,20 @@ class Peers:
     async def greet(self, source: HandoffSource, port: PeerPort) -> Link:
         """Raises IncompatiblePeerError naming what differs, HandoffError when there is no answer."""
         try:
-            async with asyncio.timeout(HELLO_SECONDS):
+            with limit(HELLO_SECONDS):
                 theirs = await port.hello(self._hello)
         except TimeoutError:
             raise HandoffError(f"worker {source.worker!r} did not answer a hello within {HELLO_SECONDS:g} s") from None
+        known = self._connected.get((source.worker, source.address))
+        if known is not None and known.hello is theirs:  # within one process the very same object comes each time
+            known.used_at = self._now()
+            return known.link
         check_hello(self._hello, theirs)
         if self._verify and not theirs.checksum_key:
             raise IncompatiblePeerError(
                 f"limits.verify is set on {self._hello.worker!r} and not on {theirs.worker!r}: it sends no checksums; set it alike"
             )
-        return Link(self._connect(source, theirs), theirs.checksum_key, self._codec, self._verify)
+        return self._connect(source, theirs)
 
     def sweep(self, now: float) -> None:
         """Peers that nothing was pulled from for long are disconnected; a hello connects them again."""
@@ -86,20 +91,21 @@ class Peers:
             if now - connected.used_at > IDLE_SECONDS:
                 self._disconnect(key)
 
-    def _connect(self, source: HandoffSource, theirs: PeerHello) -> str:
+    def _connect(self, source: HandoffSource, theirs: PeerHello) -> Link:
         key, name = (source.worker, source.address), peer_name(theirs)
         known = self._connected.get(key)
-        if known is not None and known.peer == name:
-            known.used_at = self._now()
-            return name
+        link = Link(name if theirs.mesh else "", theirs.checksum_key, self._codec, self._verify)
+        if known is not None and known.link.peer == name:
+            known.used_at, known.hello, known.link = self._now(), theirs, link
+            return link
         if theirs.mesh is None:
-            return ""
+            return link
         if known is not None:
             self._disconnect(key)
-        self._connected[key] = _Connected(name, self._now())
+        self._connected[key] = _Connected(theirs, link, self._now())
         self._loop.fire(ConnectPeer(self._loop.next_number(), name, theirs.mesh))
-        return name
+        return link
 
     def _disconnect(self, key: tuple[str, str]) -> None:
         gone = self._connected.pop(key)
-        self._loop.fire(DisconnectPeer(self._loop.next_number(), gone.peer))
+        self._loop.fire(DisconnectPeer(self._loop.next_number(), gone.link.peer))

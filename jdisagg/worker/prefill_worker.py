@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
-from jdisagg.clock import Clock
+from jdisagg.clock import Clock, within
 from jdisagg.config import InstanceConfig, LimitsConfig
 from jdisagg.dispatch.ports import FirstToken, Offer, PeerHello, PeerMessage, PrefillCall, PrefillReply, WorkerRole, WorkerStatus
 from jdisagg.errors import (
@@ -26,6 +26,7 @@ from jdisagg.errors import (
     OverloadedError,
     UnavailableError,
 )
+from jdisagg.scheduler.backlog import Backlog
 from jdisagg.scheduler.commands import (
     BROKEN_TOKEN,
     Executor,
@@ -75,6 +76,7 @@ class PrefillWorker:
         self._checksum_key = ids() if limits.verify else 0
         self._ledgers = [PageLedger(self._mesh.pages_per_rank) for _ in range(self._mesh.ranks)]
         self._batches = PrefillBatches(self._mesh, ids)
+        self._backlog = Backlog()
         self._waiting: list[Sender] = []
         self._computing: dict[int, Sender] = {}
         self._last_key = 0
@@ -83,7 +85,7 @@ class PrefillWorker:
         self._loop = StepLoop(executor, self._plan, self._apply, self._break_down, clock.now)
         hello = hello_of(name, model_fingerprint, executor.limits, executor.card, self.boot_id, self._checksum_key)
         self._boxes = Outboxes(hello, self._loop, clock, limits.handoff_lease_seconds, self.counters)
-        self._sweeper = Sweeper(clock, limits.handoff_lease_seconds / 4, self._sweep, self._loop.break_down)
+        self._sweeper = Sweeper(clock, limits.handoff_lease_seconds, self._sweep, self._loop.break_down)
         self._draining = False
         self._quiet = asyncio.Event()
 
@@ -117,11 +119,11 @@ class PrefillWorker:
         box = Outbox(call.handoff_id, call.attempt, until, lambda error: self._ended(sender, error), call.destination)
         sender = Sender(self._last_key, call, box, now - call.age_seconds, now)
         self._boxes.open(box)
+        self._backlog.add(sender.key, len(sender.tokens))
         self._queue(sender)
         self._loop.wake()
         try:
-            async with asyncio.timeout(call.deadline_seconds):
-                return await asyncio.shield(sender.reply)
+            return await within(sender.reply, call.deadline_seconds)
         except TimeoutError:
             error = DeadlineExceededError(f"worker {self.name!r} did not prefill the prompt within its {call.deadline_seconds:g} s")
             self._boxes.abort_box(sender.box, error)
@@ -134,6 +136,10 @@ class PrefillWorker:
         await self.abort(handoff_id, "cancelled")
 
     async def status(self) -> WorkerStatus:
+        return self.status_now()
+
+    def status_now(self) -> WorkerStatus:
+        """Raises UnavailableError when the mesh failed."""
         self._loop.check()
         return WorkerStatus(
             name=self.name,
@@ -148,6 +154,10 @@ class PrefillWorker:
             context_tokens=self._mesh.context_tokens,
             draining=self._draining,
             handoffs=len(self._boxes),
+            queued_tokens=self._backlog.tokens,
+            queued_pairs=self._backlog.pairs,
+            can_prefill=True,
+            chunk_tokens=self._mesh.chunk_buckets[-1],
         )
 
     async def hello(self, hello: PeerHello) -> PeerHello:
@@ -193,24 +203,35 @@ class PrefillWorker:
         bisect.insort(self._waiting, sender, key=lambda waiting: (waiting.arrival, waiting.key))
 
     def _plan(self, step: int) -> StepCommand | None:
-        offered: Counter[str] = Counter()
-        for box in self._boxes.all():
-            offered[box.destination] += box.outstanding_tokens
-        stalled = frozenset(name for name, tokens in offered.items() if tokens >= self._most_offered)
-        full = offered.total() >= MOST_STALLED * self._most_offered
-        self._unplace(stalled)
+        if not self._waiting and not self._batches:
+            return None
+        stalled, full = self._stalled()
+        if stalled:
+            self._unplace(stalled)
         self._place_waiting(stalled)
         if stalled or full:
             self.counters.add("chunks_held_back")
         if full:
             return None
-        chunk = self._batches.next_chunk(step, {key for key, sender in self._computing.items() if sender.call.destination in stalled})
+        held = {key for key, sender in self._computing.items() if sender.call.destination in stalled} if stalled else ()
+        chunk = self._batches.next_chunk(step, held)
         for row in chunk.rows if chunk else ():
             sender = self._computing[row.sequence]
             if sender.started_at is None:
                 sender.started_at = self._clock.now()
             sender.box.announce(_offers(row))
-        return replace(chunk, checksum_key=self._checksum_key) if chunk else None
+        return replace(chunk, checksum_key=self._checksum_key) if chunk and self._checksum_key else chunk
+
+    def _stalled(self) -> tuple[frozenset[str], bool]:
+        """Who does not fetch what is offered to him; and whether nothing more is to be offered to anybody."""
+        boxes = self._boxes.all()
+        if sum([box.outstanding_tokens for box in boxes]) < self._most_offered:
+            return frozenset(), False
+        offered: Counter[str] = Counter()
+        for box in boxes:
+            offered[box.destination] += box.outstanding_tokens
+        stalled = frozenset(name for name, tokens in offered.items() if tokens >= self._most_offered)
+        return stalled, offered.total() >= MOST_STALLED * self._most_offered
 
     def _unplace(self, stalled: frozenset[str]) -> None:
         """Prompts that did not begin give their pages back while nobody would fetch what they compute."""
@@ -242,6 +263,7 @@ class PrefillWorker:
             sender = self._computing.get(row.sequence)
             if sender is None:
                 continue
+            self._backlog.computed(sender.key, len(row.tokens))
             sender.box.announce_checksums(sums[offer.offer_id] for offer in row.offers if offer.offer_id in sums)
             if row.samples:
                 self._finish(sender, [sample for sample in result.samples if sample.sequence == sender.key])
@@ -269,6 +291,7 @@ class PrefillWorker:
         """All of it was fetched, or it was given up: then compute and pages are freed, and the caller is told."""
         if sender in self._waiting:
             self._waiting.remove(sender)
+        self._backlog.forget(sender.key)
         self._stop_computing(sender)
         if error is not None:
             sender.fail(error)

@@ -12,8 +12,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from jdisagg.dispatch.ports import FirstToken, HandoffEnd, HandoffSource, Offer, OfferChecksum, PeerPort
-from jdisagg.errors import HandoffError, JdisaggError, UnavailableError
+from jdisagg.clock import within
+from jdisagg.dispatch.ports import FirstToken, HandoffEnd, HandoffSource, Offer, OfferChecksum, PeerPort, close_stream
+from jdisagg.errors import HandoffError, JdisaggError, UnavailableError, first_error
 from jdisagg.scheduler.commands import DropBlocks, InsertBlock, InsertResult, PullBlock, PullResult, StepResult
 from jdisagg.telemetry import Counters
 from jdisagg.worker.peers import Link
@@ -61,6 +62,8 @@ class Receiver:
     received: Received = field(default_factory=Received)
     _sums: dict[int, "asyncio.Future[int]"] = field(default_factory=dict)
     _said_all: bool = False
+    _untold: list[int] = field(default_factory=list)
+    _telling: bool = False
 
     def close(self) -> None:
         """The pages are no longer ours: from this moment nothing is inserted, even before the task that receives has ended."""
@@ -72,13 +75,26 @@ class Receiver:
 
     async def receive(self) -> Received:
         """Returns when all KV is in its pages. Raises HandoffError, or UnavailableError when a mesh failed."""
+        beats: list[asyncio.Task[None]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
-                beat = tasks.create_task(self._keep_alive())
-                end, ended_at = await self._follow()
-                beat.cancel()
+                # Most hand-offs are over before the first beat is due. A group that is ending takes no more tasks.
+                us = asyncio.current_task()
+                assert us is not None
+
+                def begin() -> None:
+                    if not us.cancelling():
+                        beats.append(tasks.create_task(self._keep_alive()))
+
+                timer = asyncio.get_running_loop().call_later(HEARTBEAT_SECONDS, begin)
+                try:
+                    end, ended_at = await self._follow(tasks)
+                finally:
+                    timer.cancel()
+                    for beat in beats:
+                        beat.cancel()
         except BaseExceptionGroup as group:
-            raise _first_error(group) from group
+            raise _typed(group) from group
         received = self.received
         self._check_coverage(end)
         received.firsts, received.moved = end.firsts, end.moved
@@ -88,27 +104,27 @@ class Receiver:
             self.speak(lambda: self.peer.acknowledge(self.source.handoff_id, ids))
         return received
 
-    async def _follow(self) -> tuple[HandoffEnd, float]:
+    async def _follow(self, tasks: asyncio.TaskGroup) -> tuple[HandoffEnd, float]:
         room = _Room(asyncio.Semaphore(PULLS_IN_FLIGHT), asyncio.Semaphore(BLOCKS_IN_FLIGHT))
         offers = self.peer.offers(self.source.handoff_id, self.attempt)
         end, ended_at = None, 0.0
+        fetches: list[asyncio.Task[None]] = []
         try:
-            async with asyncio.TaskGroup() as tasks:
-                async for message in offers:
-                    if isinstance(message, HandoffEnd):
-                        end, ended_at = message, self.now()
-                        break
-                    if isinstance(message, OfferChecksum):
-                        expected = self._sum(message.offer_id)
-                        if not expected.done():
-                            expected.set_result(message.checksum)
-                    else:
-                        tasks.create_task(self._fetch(message, room))
-                self._no_more_sums()
+            async for message in offers:
+                if isinstance(message, HandoffEnd):
+                    end, ended_at = message, self.now()
+                    break
+                if isinstance(message, OfferChecksum):
+                    expected = self._sum(message.offer_id)
+                    if not expected.done():
+                        expected.set_result(message.checksum)
+                else:
+                    fetches.append(tasks.create_task(self._fetch(message, room)))
+            self._no_more_sums()
+            for fetch in fetches:
+                await fetch
         finally:
-            close = getattr(offers, "aclose", None)
-            if close is not None:
-                await close()
+            await close_stream(offers)
         if end is None:
             raise HandoffError(f"hand-off {self.source.handoff_id}: {self.source.worker!r} stopped offering before the end")
         return end, ended_at
@@ -117,15 +133,18 @@ class Receiver:
         """The sender's lease goes on; a sender that does not answer is given up."""
         missed = 0
         while True:
-            await asyncio.sleep(HEARTBEAT_SECONDS)
             try:
                 async with asyncio.timeout(HEARTBEAT_SECONDS):
                     await self.peer.acknowledge(self.source.handoff_id, ())
                 missed = 0
+                if self._untold and not self._telling:
+                    self._telling = True
+                    self.speak(self._tell)
             except (JdisaggError, TimeoutError) as error:
                 missed += 1
                 if missed == HEARTBEATS_MISSED:
                     raise HandoffError(f"hand-off {self.source.handoff_id}: {self.source.worker!r} does not answer") from error
+            await asyncio.sleep(HEARTBEAT_SECONDS)
 
     async def _fetch(self, offer: Offer, room: "_Room") -> None:
         problem = ""
@@ -149,9 +168,28 @@ class Receiver:
             problem = await self._compare(offer, inserted)
             if not problem:
                 self.received.blocks.append(offer)
-                self.speak(lambda: self.peer.acknowledge(self.source.handoff_id, (offer.offer_id,)))
+                self._acknowledge(offer.offer_id)
                 return
         raise HandoffError(f"hand-off {self.source.handoff_id}: a block could not be had in {PULL_TRIES} tries: {problem}")
+
+    def _acknowledge(self, offer_id: int) -> None:
+        """The sender frees the block. One word at a time is under way; what comes meanwhile goes together with the next."""
+        self._untold.append(offer_id)
+        if not self._telling:
+            self._telling = True
+            self.speak(self._tell)
+
+    async def _tell(self) -> None:
+        ids, self._untold = self._untold, []
+        try:
+            await self.peer.acknowledge(self.source.handoff_id, tuple(ids))
+        except BaseException:  # said again after a heartbeat that is answered: who moves a sequence waits for it
+            self._untold = [*ids, *self._untold]
+            self._telling = False
+            raise
+        self._telling = bool(self._untold)
+        if self._telling:
+            self.speak(self._tell)
 
     def _insert_command(self, offer: Offer) -> InsertBlock:
         return InsertBlock(
@@ -171,12 +209,11 @@ class Receiver:
     async def _pull(self, offer: Offer) -> str:
         """Pulls once; returns what went wrong, if anything."""
         number, seconds, link = self.loop.next_number(), self.pull_seconds, self.link
-        command = PullBlock(number, offer.offer_id, self.rank, offer.group, offer.block_tokens, seconds, link.peer, link.codec)
+        command = PullBlock(number, offer.offer_id, self.rank, offer.group, offer.block_tokens, seconds, link.peer, link.codec, offer.rank)
         future = self.loop.submit(command)
         self.pulling += 1
         try:
-            async with asyncio.timeout(1.25 * seconds):
-                result = await asyncio.shield(future)
+            result = await within(future, 1.25 * seconds)
         except TimeoutError:
             self._drop(offer, future)
             self.counters.add("pulls_timed_out")
@@ -258,8 +295,6 @@ class _Room:
     blocks: asyncio.Semaphore
 
 
-def _first_error(group: BaseExceptionGroup[BaseException]) -> JdisaggError:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+def _typed(group: BaseExceptionGroup[BaseException]) -> JdisaggError:
+    error = first_error(group)
     return error if isinstance(error, JdisaggError) else UnavailableError(str(error))

@@ -7,6 +7,7 @@ no timer of its own: a timer for each token would cost more than the token.
 
 import asyncio
 
+from jdisagg.dispatch.mailbox import Mailbox
 from jdisagg.dispatch.ports import FirstToken, HandoffSource, SourceLost, Span, SpanEnd
 from jdisagg.errors import JdisaggError
 from jdisagg.request import FinishReason
@@ -30,7 +31,7 @@ class SpanStream:
         self.kv_bytes_moved = 0
         self.exposed_seconds = 0.0
         self._open = {child.child for child in group.children}
-        self._spans: asyncio.Queue[Span | JdisaggError | None] = asyncio.Queue()
+        self._spans: Mailbox[Span | JdisaggError | None] = Mailbox()
 
     def put(self, progress: Progress) -> None:
         """Turns the scheduler's news into a span."""

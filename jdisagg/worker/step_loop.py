@@ -1,9 +1,9 @@
 """The loop of one mesh: ask for a command, run it, report its result; up to two commands in flight, results in order.
 
 The loop knows neither schedulers nor ports: `plan` gives the next command or None, `apply` takes a result in order of issue, and
-`failed` is told once when the mesh broke. It sleeps on an event while there is nothing to do; whoever changes what `plan`
-would say calls `wake`. Commands outside the loop's rhythm (pulls, inserts, copies, releases) go through `submit` and `fire`;
-they take their place in the mesh's order at the moment of the call.
+`failed` is told once when the mesh broke. It takes a turn when a result has come and when `wake` was called, by whoever changes what
+`plan` would say; between turns nothing of it runs. Commands outside the loop's rhythm (pulls, inserts, copies, releases) go through
+`submit` and `fire`; they take their place in the mesh's order at the moment of the call.
 """
 
 import asyncio
@@ -31,30 +31,31 @@ class StepLoop:
         now: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._now = now
-        self._running: dict[asyncio.Future[StepResult], tuple[float, str]] = {}
+        self._running: deque[tuple[float, str, asyncio.Future[StepResult]]] = deque()
         self._executor = executor
         self._plan = plan
         self._apply = apply
         self._on_failure = failed
         self._steps = 0
-        self._wake = asyncio.Event()
+        self._turn_due = False
         self._flight: deque[tuple[StepCommand, asyncio.Future[StepResult]]] = deque()
-        self._task: asyncio.Task[None] | None = None
+        self._events: asyncio.AbstractEventLoop | None = None  # while it is started
         self.failure: UnavailableError | None = None
 
     def start(self) -> None:
-        assert self._task is None, "started twice"
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        assert self._events is None, "started twice"
+        self._events = asyncio.get_running_loop()
+        self.wake()
 
     async def stop(self) -> None:
         """Stops planning; commands in flight run out on the mesh, unread."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        self._events = None
 
     def wake(self) -> None:
-        self._wake.set()
+        """A turn is taken soon."""
+        if not self._turn_due and self._events is not None:
+            self._turn_due = True
+            self._events.call_soon(self._take_turn)
 
     def next_number(self) -> int:
         self._steps += 1
@@ -62,7 +63,7 @@ class StepLoop:
 
     def in_flight(self, kind: type) -> bool:
         """Whether a planned command of this kind was issued and its result not yet applied."""
-        return any(isinstance(command, kind) for command, _ in self._flight)
+        return any([isinstance(command, kind) for command, _ in self._flight])
 
     def check(self) -> None:
         """Raises what broke the mesh, if it is broken: a fresh error for each who asks."""
@@ -72,23 +73,33 @@ class StepLoop:
     def submit(self, command: StepCommand) -> "asyncio.Future[StepResult]":
         """Enqueues a command now; the future gives its result or raises."""
         self.check()
-        future = asyncio.ensure_future(self._executor.run(command))
+        result = self._executor.run(command)
+        future = result if isinstance(result, asyncio.Future) else asyncio.ensure_future(result)
         if not isinstance(command, PullBlock):  # a pull has a deadline of its own, and blocks nothing
-            self._running[future] = (self._now(), type(command).__name__)
-            future.add_done_callback(lambda done: self._running.pop(done, None))
+            self._forget_done()
+            self._running.append((self._now(), type(command).__name__, future))
         return future
 
     def break_if_stalled(self, seconds: float) -> None:
         """A command that takes longer than `seconds` will never end: the mesh hangs, and the worker with it."""
-        late = next(((at, name) for at, name in self._running.values() if self._now() - at > seconds), None)
-        if late is not None:
-            self.break_down(UnavailableError(f"{late[1]} did not end within {seconds:g} s (limits.step_seconds)"))
+        self._forget_done()
+        if self._running and self._now() - self._running[0][0] > seconds:
+            self.break_down(UnavailableError(f"{self._running[0][1]} did not end within {seconds:g} s (limits.step_seconds)"))
+
+    def _forget_done(self) -> None:
+        """Commands end in their order, but for a few."""
+        while self._running and self._running[0][2].done():
+            self._running.popleft()
 
     def fire(self, command: StepCommand) -> None:
         """Enqueues a command whose result says nothing but that it worked; when it did not, the mesh is broken."""
         if self.failure is None:
             try:
-                self.submit(command).add_done_callback(self._check)
+                future = self.submit(command)
+                if future.done():
+                    self._check(future)
+                else:
+                    future.add_done_callback(self._check)
             except Exception as error:
                 self.break_down(error)
 
@@ -101,24 +112,25 @@ class StepLoop:
         self.failure.__cause__ = error
         _log.error("%s", self.failure.message, exc_info=error)
         self._on_failure(self.failure)
-        self._wake.set()
 
     def _came_back(self, future: "asyncio.Future[StepResult]") -> None:
         if not future.cancelled():
             future.exception()  # seen: it is raised when its turn to be read comes, if it does
-        self._wake.set()
+        self._take_turn()
 
     def _check(self, future: "asyncio.Future[StepResult]") -> None:
         if not future.cancelled() and (error := future.exception()) is not None:
             self.break_down(error)
 
-    async def _run(self) -> None:
+    def _take_turn(self) -> None:
+        self._turn_due = False
+        if self._events is None or self.failure is not None:
+            return
         try:
-            while self.failure is None:
-                self._read_back()
-                self._issue()
-                await self._wake.wait()
-                self._wake.clear()
+            self._turn_due = True  # whoever wakes us while results are applied need not: plans are asked for next
+            self._read_back()
+            self._turn_due = False
+            self._issue()
         except Exception as error:
             self.break_down(error)
 

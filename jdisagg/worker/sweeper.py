@@ -8,11 +8,16 @@ from collections.abc import Callable
 
 from jdisagg.clock import Clock
 
+# How often at least: a mesh that hangs is found out by the sweep, too, however long leases are.
+MOST_SECONDS = 1.0
+
 
 class Sweeper:
-    def __init__(self, clock: Clock, every_seconds: float, sweep: Callable[[float], None], failed: Callable[[Exception], None]) -> None:
+    """Calls `sweep` four times in the shortest lease, and each second at least."""
+
+    def __init__(self, clock: Clock, lease_seconds: float, sweep: Callable[[float], None], failed: Callable[[Exception], None]) -> None:
         self._clock = clock
-        self._every_seconds = every_seconds
+        self._every_seconds = min(lease_seconds / 4, MOST_SECONDS)
         self._sweep = sweep
         self._failed = failed
         self._task: asyncio.Task[None] | None = None

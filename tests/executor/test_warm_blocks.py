@@ -2,7 +2,7 @@
 
 import pytest
 
-from jdisagg.executor.prefill_program import FORMS
+from jdisagg.executor.prefill_program import chunk_forms
 from jdisagg.executor.warm_up import block_lengths
 from jdisagg.scheduler.commands import ExtractBlock
 from tests.executor.meshes import Pair
@@ -16,7 +16,7 @@ KEY = 99
 async def test_nothing_is_built_for_blocks_after_warm_up(prefill, decode, codec):
     two = Pair(prefill, decode, codec=codec, connect=False)
     try:
-        for form in FORMS:
+        for form in chunk_forms(two.prefill.limits, 128):
             two.prefill.warm_prefill(128, form)
         for group in range(2):
             for tokens in block_lengths(two.decode.limits):

@@ -84,6 +84,15 @@ def test_gathered_columns_are_contiguous_positions() -> None:
         np.testing.assert_array_equal(got[row], np.concatenate([pool[table[row, 1]], pool[table[row, 2]]], axis=1))
 
 
+@pytest.mark.parametrize("length", [2, 4, 8, 16, 24])
+def test_a_gathered_span_is_these_positions_of_every_sequence(length: int) -> None:
+    pool, table = _pool(), np.array([[5, 1, 2, 6, 0, 3], [0, 3, 4, 1, 1, 5]], np.int32)
+    gather = jax.jit(lambda index: kv_pages.gather_span(kv_pages.span_rows(jnp.asarray(pool), length), jnp.asarray(table), index))
+    whole = np.stack([np.concatenate(pool[row], axis=1) for row in table])
+    for index in range(6 * SLOTS // length):
+        np.testing.assert_array_equal(gather(jnp.int32(index)), whole[:, :, index * length : (index + 1) * length])
+
+
 def _token_write(pool: jax.Array) -> jax.Array:
     return kv_pages.write_tokens(pool, jnp.ones((4, HEADS, WIDTH)), jnp.arange(4), jnp.arange(4), unique=False)
 

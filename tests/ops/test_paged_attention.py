@@ -54,9 +54,9 @@ def test_scores_of_any_size_do_not_overflow() -> None:
 
 
 def test_the_loop_compiles_once_for_all_lengths_and_reads_no_table_sized_copy() -> None:
-    q, k, v, table = case(batch=2, heads=2, groups=2, slots=128, columns=16, width=32)
+    q, k, v, table = case(batch=2, heads=2, groups=2, slots=128, columns=32, width=32)
     step = jax.jit(lambda *x: paged_attention(*x, scale=1.0))
-    for longest in (5, 1000, 2047):
+    for longest in (5, 1000, 4095):
         step(q, k, v, table, np.array([longest, 1], np.int32))
     assert step._cache_size() == 1
     memory = step.lower(q, k, v, table, np.array([1, 1], np.int32)).compile().memory_analysis()

@@ -54,14 +54,14 @@ def test_the_next_step_is_planned_before_the_last_is_read() -> None:
 
 def test_tokens_behind_a_stop_are_overrun_and_dropped() -> None:
     bench = Bench(toy_limits(), steps=3)
-    group = bench.ready(1)
+    (child,) = bench.ready(1).children
     bench.result(bench.plan(), (5,))
     wide, late = bench.plan(), bench.plan()
     assert wide.steps == 3
     bench.state.take_news()
     bench.result(wide, (6, STOP, 7))
     bench.result(late, (8, 9, 10))
-    assert group.children[0].generated == [1, 5, 6, STOP]
+    assert child.generated == [1, 5, 6, STOP]
     news = bench.state.take_news()
     assert [(progress.token_ids, progress.finish) for progress in news] == [((6, STOP), FinishReason.STOP)]
     assert bench.state.ledgers[0].free_pages == 64
@@ -97,24 +97,35 @@ def test_growth_comes_before_the_limit_is_reached() -> None:
 
 def test_the_youngest_is_preempted_and_its_tokens_in_flight_are_dropped() -> None:
     bench = Bench(toy_limits(pages_per_rank=5, page_size=4), growth_tokens=1)
-    old, young = bench.ready(1), bench.ready(2)
+    (old,), (young,) = bench.ready(1).children, bench.ready(2).children
     in_flight = [bench.plan() for _ in range(5)]
     for plan in in_flight:
         rows = ((2,),) if len(plan.slots[0]) == 1 else ((2,), (3,))
         bench.result(plan, *rows)
-    assert (old.children[0].stage, young.children[0].stage) == (Stage.RUNNING, Stage.ENDED)
+    assert (old.stage, young.stage) == (Stage.RUNNING, Stage.ENDED)
     preempted = [progress for progress in bench.state.take_news() if progress.preempted]
-    assert len(preempted) == 1 and preempted[0].first_index == len(young.children[0].generated) == 1
+    assert len(preempted) == 1 and preempted[0].first_index == len(young.generated) == 1
     assert bench.state.preemptions == 1
+
+
+def test_children_whose_kv_is_still_to_come_are_preempted_together_and_counted_one_by_one() -> None:
+    bench = Bench(toy_limits(pages_per_rank=12, page_size=4), growth_tokens=1)
+    (needy,) = bench.ready(1).children
+    bench.reservations.enqueue(toy_request(2, 4, n=2), 1, ((0, ()), (1, ())), arrival=2.0)
+    (group,) = bench.reservations.grant(lease_until=9.0)
+    ledger = bench.state.ledgers[0]
+    ledger.extend(needy.key, ledger.free_pages)
+    assert len(group.alive) == 2 and bench.state.preempt_for(needy) and ledger.free_pages
+    assert bench.state.preemptions == sum(one.preempted for one in bench.state.take_news()) == 2
 
 
 def test_a_lone_sequence_that_fits_the_rank_is_never_preempted() -> None:
     bench = Bench(toy_limits(pages_per_rank=6, page_size=4), growth_tokens=1)
-    group = bench.ready(1, max_tokens=20)
+    (child,) = bench.ready(1, max_tokens=20).children
     for token in range(19):
         bench.result(bench.plan(), (token,))
     assert bench.state.take_news()[-1].finish is FinishReason.LENGTH and bench.state.preemptions == 0
-    assert len(group.children[0].generated) == 20
+    assert len(child.generated) == 20
 
 
 def test_ready_sequences_wait_for_a_slot_oldest_first() -> None:

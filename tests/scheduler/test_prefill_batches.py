@@ -1,12 +1,13 @@
 """Packing of prompts into chunks, and the cut of rows into blocks."""
 
 import itertools
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jdisagg.request import SamplingParams
-from jdisagg.scheduler.blocks import padded, split_blocks
+from jdisagg.scheduler.blocks import merged_block, padded, split_blocks
 from jdisagg.scheduler.commands import MeshLimits, PrefillChunk, SampleSpec
 from jdisagg.scheduler.prefill_batches import PrefillBatches, PrefillJob
 from tests.fakes.fake_executor import toy_limits
@@ -139,3 +140,27 @@ def test_prompts_that_are_held_back_go_on_later_and_a_chunk_goes_on_with_one_pro
             done[row.sequence] += len(row.tokens)
             assert bool(row.samples) == (done[row.sequence] == shapes[row.sequence][0])
     assert done == {sequence: tokens for sequence, (tokens, _) in enumerate(shapes)} and len(packer) == 0
+
+
+@given(st.lists(st.tuples(st.integers(1, 200), st.integers(0, 3)), min_size=1, max_size=6), st.sampled_from([0, 16, 64]))
+def test_few_bytes_leave_as_one_block_that_reaches_into_nothing_but_padding(shapes: list[tuple[int, int]], merged: int) -> None:
+    limits = replace(toy_limits(chunk_buckets=(16, 32, 64), granule_tokens=8, rows_per_chunk=3, layer_groups=2), merged_tokens=merged)
+    packer = batches(limits)
+    for sequence, (tokens, skipped) in enumerate(shapes):
+        packer.add(job(sequence, tokens, offers_from=min(8 * skipped, (tokens - 1) // 8 * 8)))
+    for chunk in all_chunks(packer):
+        for row, later in itertools.zip_longest(chunk.rows, chunk.rows[1:]):
+            room = chunk.chunk_tokens if later is None else later.offset
+            for group in range(2):
+                offers = [offer for offer in row.offers if offer.group == group]
+                sizes = [offer.block_tokens for offer in offers]
+                assert all(size & (size - 1) == 0 and size >= 8 for size in sizes)
+                if not offers:
+                    continue
+                skipped = min(8 * shapes[row.sequence][1], (shapes[row.sequence][0] - 1) // 8 * 8)
+                start = max(row.offset, row.offset + skipped - row.start)
+                assert [offer.offset for offer in offers] == list(itertools.accumulate(sizes[:-1], initial=start))
+                end = offers[-1].offset + sizes[-1]
+                assert row.offset + len(row.tokens) <= end <= room
+                if later is None and (whole := merged_block(row.offset + len(row.tokens) - start, 8)) <= merged and start + whole <= room:
+                    assert sizes == [whole]

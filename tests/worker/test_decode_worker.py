@@ -7,7 +7,7 @@ import pytest
 
 from jdisagg.config import InstanceConfig, LimitsConfig, Mode
 from jdisagg.dispatch.ports import Child, GenerateCall, HandoffSource, ReserveCall, Span, SpanEnd
-from jdisagg.errors import DeadlineExceededError, HandoffError, IncompatiblePeerError, UnavailableError
+from jdisagg.errors import DeadlineExceededError, HandoffError, UnavailableError
 from jdisagg.scheduler.commands import CopyPages, DecodeSteps, PrefillChunk
 from jdisagg.worker.decode_worker import DecodeWorker
 from tests.fakes.cluster import Cluster, toy_request
@@ -188,7 +188,7 @@ def test_chunked_mode_alternates_and_unified_mode_prefills_first() -> None:
     assert run_virtually(lambda: main(Mode.UNIFIED)) == 0
 
 
-def test_peers_that_do_not_match_are_refused_by_the_field_that_differs() -> None:
+def test_a_source_that_does_not_match_is_lost_by_the_field_that_differs() -> None:
     async def main() -> None:
         async with Cluster() as cluster:
             other = DecodeWorker(
@@ -203,8 +203,10 @@ def test_peers_that_do_not_match_are_refused_by_the_field_that_differs() -> None
                 model_fingerprint="another model",
             )
             reservation = await other.reserve(reserve_call())
-            with pytest.raises(IncompatiblePeerError, match="model_fingerprint is '' on 'prefill0' and 'another model' on 'decode1'"):
-                await spans_of(other, reservation.reservation_id, source=HandoffSource("prefill0", 1))
+            spans = other.generate(GenerateCall(reservation.reservation_id, 1, 100.0, HandoffSource("prefill0", 1)))
+            lost = (await anext(spans)).lost
+            assert lost is not None and "model_fingerprint is '' on 'prefill0' and 'another model' on 'decode1'" in lost.reason
+            await other.cancel(reservation.reservation_id)
             assert (await other.status()).free_pages == (64,)
 
     run_virtually(main)
@@ -285,5 +287,17 @@ def test_a_mesh_that_hangs_is_broken_after_its_time_and_every_stream_ends(side: 
             broken = cluster.prefill if side == "prefill" else cluster.decode
             with pytest.raises(UnavailableError, match="did not end within 20 s"):
                 await broken.status()
+
+    run_virtually(main)
+
+
+def test_its_status_says_sequences_and_contexts_of_each_rank() -> None:
+    async def main() -> None:
+        async with Cluster(decode=replace(toy_limits(), ranks=2)) as cluster:
+            await cluster.decode.reserve(reserve_call(1, prompt_tokens=10))
+            await cluster.decode.reserve(reserve_call(2, children=(Child(0), Child(1)), prompt_tokens=20, n=2))
+            status = await cluster.decode.status()
+            assert sorted(zip(status.rank_sequences, status.rank_contexts, strict=True)) == [(1, 10), (2, 40)]
+            assert status.running == 3 and not status.can_prefill and status.chunk_tokens == 0
 
     run_virtually(main)

@@ -5,9 +5,10 @@ import asyncio
 import pytest
 
 from jdisagg.config import LimitsConfig
-from jdisagg.dispatch.ports import Child, HandoffEnd, Offer, OfferChecksum, PrefillCall
-from jdisagg.errors import HandoffError
+from jdisagg.dispatch.ports import Child, GenerateCall, HandoffEnd, HandoffSource, Offer, OfferChecksum, PeerPort, PrefillCall, ReserveCall
+from jdisagg.errors import HandoffError, UnavailableError
 from tests.fakes.cluster import Cluster, toy_request
+from tests.fakes.fake_executor import Faults
 from tests.fakes.virtual_time import run_virtually
 
 
@@ -28,6 +29,66 @@ def test_a_receiver_that_is_still_at_it_keeps_the_lease_until_the_requests_deadl
                 await cluster.prefill.acknowledge(7, ())
                 await asyncio.sleep(1.0)
             assert cluster.prefill.counters["leases_expired"] == 1
+            await cluster.check_quiet()
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize(("comes", "lease_seconds"), [("before the prefill", 60.0), ("after it", 60.0), ("never", None)])
+def test_blocks_of_a_receiver_that_is_silent_or_never_comes_are_freed_within_ten_seconds(comes: str, lease_seconds: float | None) -> None:
+    async def main() -> None:
+        async with Cluster(limits=LimitsConfig(handoff_lease_seconds=lease_seconds) if lease_seconds else LimitsConfig()) as cluster:
+            offers = aiter(cluster.prefill.offers(7, 1))
+            listening = asyncio.ensure_future(anext(offers)) if comes == "before the prefill" else None
+            await asyncio.sleep(0.1)
+            await cluster.prefill.prefill(call())
+            if comes == "after it":
+                await asyncio.sleep(5.0)
+                await anext(offers)
+            for _ in range(4 if comes != "never" else 0):
+                await asyncio.sleep(2.0)
+                await cluster.prefill.acknowledge(7, ())
+            await asyncio.sleep(5.0)
+            assert (await cluster.prefill.status()).handoffs == 1
+            await asyncio.sleep(4.0)
+            assert cluster.prefill.counters["leases_expired"] == 1
+            assert listening is None or listening.done()
+            await cluster.check_quiet()
+
+    run_virtually(main)
+
+
+class Deaf:
+    """A sender's port that loses farewells until `hears_at`; all else passes."""
+
+    def __init__(self, inner: PeerPort, hears_at: float) -> None:
+        self._inner, self._hears_at = inner, hears_at
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    async def abort(self, handoff_id: int, reason: str) -> None:
+        if asyncio.get_running_loop().time() < self._hears_at:
+            raise UnavailableError("stopped")
+        await self._inner.abort(handoff_id, reason)
+
+
+def test_a_sender_that_could_not_hear_a_farewell_is_told_again_and_frees_before_its_lease() -> None:
+    async def main() -> None:
+        hears_at = asyncio.get_running_loop().time() + 4.0
+        faults = Faults(pull_error=lambda _: "stall")
+        async with Cluster(decode_faults=faults, wrap_peer=lambda port: Deaf(port, hears_at)) as cluster:  # type: ignore[arg-type, return-value]
+            reservation = await cluster.decode.reserve(ReserveCall(toy_request(1, prompt_tokens=21), 1, (Child(0),), 100.0))
+            source = HandoffSource("prefill0", 7)
+            spans = cluster.decode.generate(GenerateCall(reservation.reservation_id, 1, 100.0, source))
+            receiving = asyncio.ensure_future(anext(spans))  # type: ignore[arg-type]
+            await cluster.prefill.prefill(call())
+            await asyncio.sleep(1.0)
+            await cluster.decode.cancel(reservation.reservation_id)
+            assert (await cluster.prefill.status()).handoffs == 1
+            await asyncio.sleep(4.5)
+            assert cluster.prefill.counters["leases_expired"] == 0
+            receiving.cancel()
             await cluster.check_quiet()
 
     run_virtually(main)

@@ -204,3 +204,21 @@ def test_a_caller_that_goes_away_frees_its_prompt() -> None:
                 await cluster.check_quiet()
 
     run_virtually(main)
+
+
+def test_its_status_says_what_is_left_to_compute_until_it_is_computed() -> None:
+    async def main() -> None:
+        async with Cluster() as cluster:
+            calls = [asyncio.create_task(cluster.prefill.prefill(prefill_call(number, number, prompt_tokens=60))) for number in (1, 2)]
+            await asyncio.sleep(0)
+            status = await cluster.prefill.status()
+            assert (status.queued_tokens, status.queued_pairs) == (120, 2 * 60 * 61 / 2)
+            assert status.can_prefill and status.chunk_tokens == toy_limits().chunk_buckets[-1]
+            await calls[0]
+            assert (await cluster.prefill.status()).queued_tokens <= 60
+            calls[1].cancel()
+            await asyncio.gather(calls[1], return_exceptions=True)
+            await cluster.prefill.abort(1, "enough")
+            await cluster.check_quiet()
+
+    run_virtually(main)

@@ -1,12 +1,13 @@
 """The receiver alone: what it does with blocks when it was closed, and what it refuses to call complete."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
 from jdisagg.dispatch.ports import FirstToken, HandoffEnd, HandoffSource, Offer, OfferChecksum, PeerHello, PeerMessage
-from jdisagg.errors import HandoffError
+from jdisagg.errors import HandoffError, JdisaggError, UnavailableError
 from jdisagg.scheduler.commands import DropBlocks, InsertBlock
 from jdisagg.telemetry import Counters
 from jdisagg.worker.peers import Link
@@ -70,9 +71,14 @@ def receiver(mesh: FakeExecutor, peer: ScriptedPeer, verify: bool = False) -> Re
         pull_seconds=10.0,
         counters=Counters(),
         now=asyncio.get_running_loop().time,
-        speak=lambda message: SPOKEN.append(asyncio.ensure_future(message())),
+        speak=lambda message: SPOKEN.append(asyncio.ensure_future(said(message))),
         link=Link("p#1", KEY, verify=verify),
     )
+
+
+async def said(message: Callable[[], Awaitable[None]]) -> None:
+    with contextlib.suppress(JdisaggError):
+        await message()
 
 
 KEY = 77
@@ -88,9 +94,39 @@ def test_blocks_are_inserted_then_acknowledged_and_counted() -> None:
         channel, offers = blocks(10)
         mesh, peer = FakeExecutor(toy_limits(), channel), ScriptedPeer([*offers, HandoffEnd(6, 10, (FirstToken(0, 3),))])
         received = await receiver(mesh, peer).receive()
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
         assert received.firsts == (FirstToken(0, 3),) and received.bytes_moved == 2 * 10 * 8
         assert sorted(peer.acknowledged) == sorted(offer.offer_id for offer in offers)
+
+    run_virtually(main)
+
+
+class DeafPeer(ScriptedPeer):
+    """Loses the first words about blocks, and ends when it has heard of every block, as one who moves a sequence does."""
+
+    lost = 0
+
+    async def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:
+        for message in self.messages[:-1]:
+            yield message
+        while len(set(self.acknowledged)) < len(self.messages) - 1:
+            await asyncio.sleep(0.1)
+        yield self.messages[-1]
+
+    async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
+        if offer_ids and self.lost < 2:
+            self.lost += 1
+            raise UnavailableError("the call was lost")
+        await super().acknowledge(handoff_id, offer_ids)
+
+
+def test_acknowledgements_that_were_lost_are_said_again_while_the_sender_waits_for_them() -> None:
+    async def main() -> None:
+        channel, offers = blocks(10)
+        peer = DeafPeer([*offers, HandoffEnd(6, 10, (FirstToken(0, 3),))])
+        async with asyncio.timeout(30):
+            received = await receiver(FakeExecutor(toy_limits(), channel), peer).receive()
+        assert peer.lost == 2 and received.firsts == (FirstToken(0, 3),)
 
     run_virtually(main)
 
@@ -193,5 +229,27 @@ def test_a_long_pull_keeps_the_senders_lease_alive_and_a_silent_sender_is_given_
         with pytest.raises(HandoffError, match="does not answer"):
             await receiver(FakeExecutor(toy_limits(), channel, costs=Costs(pull=9.5)), silent).receive()
         assert asyncio.get_running_loop().time() < 9.1 + 9.0
+
+    run_virtually(main)
+
+
+def test_a_heartbeat_that_is_due_while_a_hand_off_fails_troubles_nobody() -> None:
+    class SlowToClose(ScriptedPeer):
+        async def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:
+            try:
+                for message in self.messages:
+                    yield message
+                await asyncio.sleep(1000)
+            finally:
+                await asyncio.sleep(5)
+
+    async def main() -> None:
+        troubles: list[dict[str, object]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: troubles.append(context))
+        channel, offers = blocks(4)
+        mesh = FakeExecutor(toy_limits(), channel, Faults(pull_error=lambda nth: "lost"))
+        with pytest.raises(HandoffError, match="in 3 tries"):
+            await receiver(mesh, SlowToClose([*offers])).receive()
+        assert asyncio.get_running_loop().time() > 2 and not troubles
 
     run_virtually(main)

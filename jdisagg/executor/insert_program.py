@@ -1,0 +1,122 @@
+"""Inside the insert program, on one device: a block's tokens go into their pages, are read back, and are summed.
+
+All of it a run of tokens at a time, so that what is read lies in a core's cache still. A run is a piece of one page, which moves as one
+(by rows it took three times as long on a CPU); what is left at a block's two ends goes row by row. Ranks that take no part do nothing.
+
+Invariants: a block's pages differ from each other, so that what was read back stays as it was read; nothing is written but valid tokens.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jdisagg.executor.block_sums import STAMP_WORDS, first_head, local_sum
+from jdisagg.executor.page_pool import LayerPages
+from jdisagg.ops.checksum import bits_of
+from jdisagg.ops.kv_pages import gather_tokens, insert_block, insert_run, read_run
+from jdisagg.transfer.codec import Codec
+
+RUN_TOKENS = 128  # 2 MB of 8 bfloat16 components of 8 heads of 128: some of a core's cache
+
+
+class Places(NamedTuple):
+    """Where a block's tokens lie on this rank. `stamp_5`: of `transfer.codec.stamp_array`; `page_N`: its pages, the first token's first."""
+
+    stamp_5: jax.Array
+    page_N: jax.Array
+    page_size: int
+    nowhere: int
+
+    @staticmethod
+    def of(words: jax.Array, page_size: int, nowhere: int) -> "Places":
+        """`words`: uint32, the stamp's and then the pages."""
+        return Places(words[:STAMP_WORDS], words[STAMP_WORDS:].astype(jnp.int32), page_size, nowhere)
+
+    @property
+    def start(self) -> jax.Array:
+        """The position of the block's first token."""
+        return self.stamp_5[3].astype(jnp.int32)
+
+    @property
+    def valid(self) -> jax.Array:
+        """How many tokens count."""
+        return self.stamp_5[4].astype(jnp.int32)
+
+    def at(self, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Page and slot of the block's tokens with these indices, all of them valid."""
+        place = self.start % self.page_size + token
+        return self.page_N[place // self.page_size], place % self.page_size
+
+    def some(self, token_T: jax.Array, wanted_T: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The same; nowhere for those that are not wanted."""
+        page_T, slot_T = self.at(token_T)
+        return jnp.where(wanted_T, page_T, self.nowhere), slot_T
+
+
+Inserted = tuple[list[LayerPages], jax.Array, jax.Array]
+
+
+def write_and_read(pages: list[LayerPages], arrays: Sequence[jax.Array], places: Places, how: Codec) -> Inserted:
+    """The pages with the block, the sum of what lies there (uint32 [2], this device's share), and whether it is what was packed.
+    `arrays`: [1, C', G, T', x], the block's heads in parts, each as its codec's leaves."""
+    parts, intact = _unpack(how, arrays, places.stamp_5, pages[0][0].shape[1], pages[0][0].dtype)
+    tokens, valid = parts[0].shape[2], places.valid
+    run = math.gcd(places.page_size, 1 << (min(tokens, RUN_TOKENS).bit_length() - 1))
+    head = jnp.minimum(-places.start % run, valid)
+    runs = (valid - head) // run
+    tail = head + runs * run
+
+    def read_back(carry: Inserted, read: Sequence[jax.Array], block_CKTH: jax.Array, token_T: jax.Array, counts_T: jax.Array) -> Inserted:
+        pages, sum_2, intact = carry
+        read_CKTH = jnp.stack(read)
+        if how.lossy:
+            intact &= jnp.all((bits_of(read_CKTH) == bits_of(block_CKTH)) | ~counts_T[None, None, :, None])
+        return pages, sum_2 + local_sum(read_CKTH, places.stamp_5, token_T, counts_T), intact
+
+    def put_run(index: jax.Array, carry: Inserted) -> Inserted:
+        token_T = head + index * run + jnp.arange(run, dtype=jnp.int32)
+        (page, slot), block_CKTH = places.at(token_T[0]), _heads(parts, token_T[0], run)
+        block = iter(block_CKTH)
+        pages = [tuple(insert_run(part, next(block), page, slot) for part in layer) for layer in carry[0]]
+        pages = lax.optimization_barrier(pages)  # what is summed has been in the pages
+        read = [read_run(part, page, slot, run) for layer in pages for part in layer]
+        return read_back((pages, *carry[1:]), read, block_CKTH, token_T, jnp.ones((run,), jnp.bool_))
+
+    def put_end(which: jax.Array, carry: Inserted) -> Inserted:
+        first, last = jnp.where(which == 0, 0, tail), jnp.where(which == 0, head, valid)
+        token_T = jnp.minimum(first, tokens - run) + jnp.arange(run, dtype=jnp.int32)
+        counts_T = (token_T >= first) & (token_T < last)
+        (page_T, slot_T), block_CKTH = places.some(token_T, counts_T), _heads(parts, token_T[0], run)
+        block = iter(block_CKTH)
+        pages = [tuple(insert_block(part, next(block), page_T, slot_T) for part in layer) for layer in carry[0]]
+        pages = lax.optimization_barrier(pages)
+        read = [gather_tokens(part, page_T, slot_T) for layer in pages for part in layer]
+        return read_back((pages, *carry[1:]), read, block_CKTH, token_T, counts_T)
+
+    carry = lax.fori_loop(0, runs, put_run, (pages, jnp.zeros(2, jnp.uint32), intact))
+    return lax.fori_loop(jnp.where(head > 0, 0, 1), jnp.where(tail < valid, 2, 1), put_end, carry)
+
+
+def _heads(parts: Sequence[jax.Array], first: jax.Array, tokens: int) -> jax.Array:
+    """All of this device's heads of so many tokens [C, K, t, H]. Senders' values are finite. Damaged ones may not be, and would outlive the
+    pages' return: others multiply them by zero."""
+    block_CKTH = jnp.concatenate([lax.dynamic_slice_in_dim(part, first, tokens, 2) for part in parts], axis=1)
+    return jnp.where(jnp.isfinite(block_CKTH), block_CKTH, jnp.zeros((), block_CKTH.dtype))
+
+
+def _unpack(
+    how: Codec, arrays: Sequence[jax.Array], stamp_5: jax.Array, local_heads: int, dtype: jnp.dtype
+) -> tuple[list[jax.Array], jax.Array]:
+    """This device's parts [C, G, T, H] of a block, in the order of their heads, and whether all are what was packed."""
+    count = local_heads // arrays[0].shape[2]
+    per_part = len(arrays) // count
+    head, parts, intact = first_head(local_heads), [], jnp.bool_(True)
+    for index in range(count):
+        leaves = arrays[index * per_part : (index + 1) * per_part]
+        intact &= how.verify(leaves, stamp_5, head + index * arrays[0].shape[2])
+        parts.append(how.decode(leaves, dtype)[0])
+    return parts, intact

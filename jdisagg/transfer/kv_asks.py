@@ -1,0 +1,96 @@
+"""One pull as the receiver keeps it: what it asked of each process of its sender, over which connection, and for which pieces.
+
+Records, and how requests are made of a target; nothing is sent or pulled here. Whoever keeps them says which thread may touch what.
+"""
+
+from dataclasses import dataclass, field
+
+import jax
+
+from jdisagg.errors import LayoutError
+from jdisagg.layout.mesh_card import KvEnd, MeshCard
+from jdisagg.transfer.assembly import Assembly
+from jdisagg.transfer.channel import PullTarget
+from jdisagg.transfer.kv_messages import PostedPiece, PullRequest
+from jdisagg.transfer.pieces import plan_ahead
+from jdisagg.transfer.polled_pull import PolledPull
+from jdisagg.transfer.transfer_engine import Inlet
+
+
+@dataclass(slots=True)
+class Connection:
+    """To one sender process. `number` grows with each new one. `address`: of the sender's outlet, once it has said so; `used`: when
+    something was last asked there. `moved`: when something last arrived."""
+
+    end: KvEnd
+    number: int
+    inlet: Inlet | None = None
+    address: str = ""
+    used: float = 0.0
+    moved: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Ask:
+    """What one sender process was asked for one pull, and when last. `arrays` once they are on their way from its outlet at `address`."""
+
+    pull_id: int
+    connection: Connection
+    transfer: "Transfer"
+    asked: float
+    request: PullRequest | None = None
+    arrays: list[jax.Array] | None = None
+    address: str = ""
+    refused: bool = False
+    ahead: tuple[PostedPiece, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    pull: PolledPull
+    peer: str
+    assembly: Assembly
+    asks: list[Ask] = field(default_factory=list)
+
+
+def pieces_by_sender(card: MeshCard, target: PullTarget, assembly: Assembly, turn: int) -> dict[int, tuple[PostedPiece, ...]] | None:
+    """What comes to this process's devices, by the place in `card.ends` of the process that sends it; None where the two do not fit."""
+    _, components, _, tokens, head_size = target.zeros.shape
+    shape = (1, components, target.heads, tokens, head_size)
+    try:
+        plan = plan_ahead(card, target.source_rank, shape, assembly.wanted, target.granule, turn)
+    except LayoutError:
+        return None  # the sender's refusal will say in what
+    process, found = jax.process_index(), {}
+    holder = dict(zip(card.devices, card.processes, strict=True))
+    for piece in plan:
+        want = assembly.wanted[piece.place]
+        if want.process == process:
+            found.setdefault(holder[piece.source], []).append(PostedPiece(piece.source, want.device, piece.part))
+    return {place: tuple(pieces) for place, pieces in found.items()}
+
+
+def request_of(ask: Ask, offer_id: int, target: PullTarget, deadline_seconds: float, transports: int, turn: int) -> PullRequest:
+    """What the sender is told."""
+    zeros = target.zeros
+    _, components, heads, tokens, head_size = zeros.shape
+    return PullRequest(
+        pull_id=ask.pull_id,
+        offer_id=offer_id,
+        sender_boot_id=ask.connection.end.boot_id,
+        link=ask.connection.number,
+        transports=transports,
+        deadline_seconds=deadline_seconds,
+        codec=target.codec,
+        dtype=str(zeros.dtype),
+        components=components,
+        granule=target.granule,
+        tokens=tokens,
+        head_size=head_size,
+        head_shards=heads // target.granule,
+        wanted=ask.transfer.assembly.wanted,
+        process=jax.process_index(),
+        turn=turn,
+        address=ask.connection.address if ask.ahead else "",
+        pieces=ask.ahead,
+    )

@@ -1,0 +1,43 @@
+"""How many layer groups a model gets: by its bytes, alike on both sides of a hand-off, unless somebody says otherwise."""
+
+from dataclasses import replace
+
+import pytest
+
+from jdisagg.config import InstanceConfig, Mode
+from jdisagg.engine.limits import groups_of_layers, mesh_limits
+from jdisagg.layout.axes import Layout
+from jdisagg.layout.kv_spec import KVSpec
+from launch.recipes import worker_flags
+from tests.launch.test_recipes import TWO
+
+LLAMA_8B = KVSpec.attention(32, 8, 128, "bfloat16")
+TINY = KVSpec.attention(4, 2, 16, "float32")
+
+
+@pytest.mark.parametrize(
+    ("spec", "asked", "groups"),
+    [
+        (LLAMA_8B, None, 16),
+        (KVSpec.attention(94, 4, 128, "bfloat16"), None, 23),
+        (KVSpec.attention(2, 64, 256, "float32"), None, 2),
+        (TINY, None, 1),
+        (TINY, 3, 3),
+        (TINY, 9, 4),
+        (LLAMA_8B, 2, 2),
+    ],
+)
+def test_deep_models_get_many_groups_and_small_ones_few(spec: KVSpec, asked: int | None, groups: int) -> None:
+    assert groups_of_layers(spec, asked) == groups
+
+
+def test_both_sides_choose_alike_whatever_else_differs() -> None:
+    one = InstanceConfig(Layout(tp=2), page_size=64, chunk_tokens=4096)
+    other = InstanceConfig(Layout(dp=4), page_size=16, chunk_tokens=256)
+    assert len({mesh_limits(config, Mode.DISAGGREGATED, LLAMA_8B, 8192, None).layer_groups for config in (one, other)}) == 1
+
+
+def test_a_number_that_the_prefill_side_of_a_recipe_names_goes_to_both_sides() -> None:
+    named = replace(TWO, prefill=replace(TWO.prefill, layer_groups=7))
+    for config, wanted in ((named, "7"), (TWO, "None")):
+        assert all(f"--set=instance.layer_groups={wanted}" in worker_flags(config, role) for role in ("prefill", "decode"))

@@ -1,0 +1,319 @@
+"""Pulls that begin before the sender has said a word: no answer is waited for, and whatever happens, nothing stays in the engine."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+import pytest
+
+from jdisagg.errors import HandoffError, IncompatiblePeerError
+from jdisagg.layout.mesh_card import KvEnd, MeshCard
+from jdisagg.transfer.boxes import mesh_card
+from jdisagg.transfer.channel import BlockStamp, Pull, PullTarget
+from jdisagg.transfer.jax_transfer import JaxTransferChannel
+from jdisagg.transfer.kv_messages import KvMessage, Leave, Opened, Posted, PullRequest, Refused, Withdraw
+from jdisagg.transfer.transfer_engine import EngineOptions, Inlet
+from tests.transfer.conformance import (
+    LONG_SECONDS,
+    Case,
+    ChannelConformance,
+    Ends,
+    case,
+    expected_shards,
+    finished,
+    received_shards,
+    settled,
+)
+from tests.transfer.loopback import RECEIVER, SENDER, Loopback
+
+
+class Ahead:
+    """Both channels as one who knows each block's mesh and rank sees them: every pull that can be is pulled ahead."""
+
+    def __init__(self, sender: JaxTransferChannel, receiver: JaxTransferChannel, loopback: Loopback) -> None:
+        self.inner, self._sender = receiver, sender
+        self.posted: list[Posted] = []
+        self.requests: list[PullRequest] = []
+        self.opened = 0
+        self._blocks: dict[int, tuple[MeshCard, int, int]] = {}
+        self._names = map(str, itertools.count())
+        loopback.tamper = self.note
+
+    def note(self, message: KvMessage) -> list[KvMessage]:
+        self.opened += isinstance(message, Opened)
+        self.posted += [message] if isinstance(message, Posted) else []
+        self.requests += [message] if isinstance(message, PullRequest) else []
+        return [message]
+
+    def offer(self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = BlockStamp()) -> None:  # noqa: B008
+        self._sender.offer(offer_id, block, rank, stamp)
+        self._blocks[offer_id] = (card_of(block), block.shape[2], rank)
+
+    def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> Pull:
+        if offer_id in self._blocks:
+            card, heads, rank = self._blocks[offer_id]
+            name, before = next(self._names), self.opened
+            self.inner.connect(name, card)
+            settled(lambda: self.opened > before)
+            target = dataclasses.replace(target, peer=name, heads=heads, source_rank=rank)
+        return self.inner.pull(offer_id, target, deadline_seconds)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner if name == "bytes_per_pair" else self._sender, name)
+
+
+def card_of(block: jax.Array) -> MeshCard:
+    mesh = block.sharding.mesh  # type: ignore[attr-defined]
+    return dataclasses.replace(mesh_card(mesh), ends=(SENDER,), transports=2)
+
+
+class TestPullsAhead(ChannelConformance):
+    @pytest.fixture
+    def ends(self, ends: Ends, loopback: Loopback, request: pytest.FixtureRequest) -> Iterator[Ends]:
+        both = Ahead(loopback.channels[SENDER], loopback.channels[RECEIVER], loopback)
+        yield Ends(both, both, ends.clock)  # type: ignore[arg-type]
+        ahead = {request.pull_id for request in both.requests if request.address}
+        assert not ahead & {message.pull_id for message in both.posted}, "a pull ahead waits for no answer"
+        if request.node.name.startswith(("test_each_destination", "test_a_lossy_codec", "test_an_offer_can_be_pulled_again")):
+            assert both.requests and all(request.address for request in both.requests)
+
+    def test_replicas_of_the_source_take_turns(self, ends: Ends) -> None:
+        block = case("tp=4", "tp=1", kv_heads=2)
+        ends.receiver.inner.connect("known", card_of(block.block))  # type: ignore[attr-defined]
+        target = dataclasses.replace(block.target(0), peer="known", heads=2)
+        for number in range(4):
+            ends.sender.offer(number, block.block, 0)
+            finished(ends.receiver.inner.pull(number, target, LONG_SECONDS)).arrays()  # type: ignore[attr-defined]
+        assert len(set(ends.receiver.bytes_per_pair().values())) == 1
+        assert len(ends.receiver.bytes_per_pair()) == 4
+
+
+@dataclasses.dataclass
+class Bench:
+    """One block, a receiver that is connected to its mesh, and every message that was sent. `lose` names those that get lost."""
+
+    ends: Ends
+    block: Case
+    sent: list[KvMessage] = dataclasses.field(default_factory=list)
+    lose: Callable[[KvMessage], bool] = lambda message: False
+
+    def tamper(self, message: KvMessage) -> list[KvMessage]:
+        self.sent.append(message)
+        return [] if self.lose(message) else [message]
+
+    @property
+    def target(self) -> PullTarget:
+        return dataclasses.replace(self.block.target(0), peer="known", heads=4, source_rank=0)
+
+    def pull(self, offer_id: int, deadline_seconds: float = LONG_SECONDS) -> Pull:
+        before = self.count(PullRequest)
+        pull = self.ends.receiver.pull(offer_id, self.target, deadline_seconds)
+        assert self.count(PullRequest) == before + 1
+        assert self.requests[-1].address, "it is to be pulled ahead"
+        return pull
+
+    def check(self, pull: Pull) -> None:
+        received = received_shards(finished(pull), self.block, 0)
+        for device, shard in expected_shards(self.block, 0, 0).items():
+            np.testing.assert_array_equal(received[device], shard)
+
+    def count(self, kind: type[KvMessage]) -> int:
+        return sum(isinstance(message, kind) for message in self.sent)
+
+    @property
+    def requests(self) -> list[PullRequest]:
+        return [message for message in self.sent if isinstance(message, PullRequest)]
+
+
+@pytest.fixture
+def bench(ends: Ends, loopback: Loopback) -> Iterator[Bench]:
+    bench = Bench(ends, case("tp=2", "tp=4"))
+    loopback.tamper = bench.tamper
+    ends.receiver.connect("known", card_of(bench.block.block))
+    settled(lambda: bench.count(Opened) == 1)
+    settled(lambda: loopback.channels[RECEIVER]._puller._connections[SENDER].address != "")
+    yield bench
+
+
+def at_rest(loopback: Loopback) -> None:
+    settled(lambda: loopback.channels[SENDER].postings() == 0 and loopback.channels[RECEIVER].under_way() == 0)
+
+
+def test_what_is_pulled_before_it_is_offered_comes_without_an_answer(bench: Bench, loopback: Loopback) -> None:
+    pulls = [bench.pull(number) for number in range(4)]
+    assert not any(pull.is_ready() for pull in pulls)
+    for number in range(4):
+        bench.ends.sender.offer(number, bench.block.block, 0)
+    for pull in pulls:
+        bench.check(pull)
+    bench.check(bench.pull(0))  # and again, when it is there
+    assert bench.count(Posted) == bench.count(Refused) == 0
+    at_rest(loopback)
+
+
+@pytest.mark.parametrize("offered", [True, False])
+def test_a_refusal_reaches_a_pull_ahead_with_its_reason(bench: Bench, loopback: Loopback, offered: bool) -> None:
+    """Also when the message that says so is lost: the reason waits in the engine."""
+    bench.lose = lambda message: isinstance(message, Refused)
+    if offered:
+        bench.ends.sender.offer(7, bench.block.block, 0)
+        bench.ends.sender.release(7)
+    pull = bench.pull(7)
+    if not offered:
+        bench.ends.sender.revoke(7, "prefill failed")
+    with pytest.raises(HandoffError, match=r"^offer 0x7 was released$" if offered else r"^offer 0x7 was revoked: prefill failed$"):
+        finished(pull).arrays()
+    assert bench.count(Refused) == 1
+    at_rest(loopback)
+
+
+def test_another_geometry_is_refused_by_type_also_in_the_engine(bench: Bench, loopback: Loopback) -> None:
+    bench.lose = lambda message: isinstance(message, Refused)
+    bench.ends.sender.offer(7, case("tp=2", "tp=4", dtype="bfloat16").block, 0)
+    with pytest.raises(IncompatiblePeerError, match="dtype is 'bfloat16'.*'float32'"):
+        finished(bench.pull(7)).arrays()
+    at_rest(loopback)
+
+
+def test_a_sender_that_lies_otherwise_than_its_card_says_refuses(bench: Bench, loopback: Loopback) -> None:
+    bench.ends.sender.offer(7, case("tp=4", "tp=4").block, 0)
+    with pytest.raises(IncompatiblePeerError, match="pulls .* ahead"):
+        finished(bench.pull(7)).arrays()
+    bench.ends.sender.offer(8, bench.block.block, 0)
+    bench.check(bench.pull(8))
+    at_rest(loopback)
+
+
+def test_cancelled_pulls_of_offers_never_made_leave_nothing_in_the_engine(bench: Bench, loopback: Loopback) -> None:
+    for number in range(3):
+        pull = bench.pull(number)
+        settled(lambda number=number: bench.count(PullRequest) == number + 1)
+        pull.cancel()
+    at_rest(loopback)
+    assert [message.ahead for message in bench.sent if isinstance(message, Withdraw)] == [True] * 3
+    bench.ends.sender.offer(1, bench.block.block, 0)  # too late for the first, in time for another
+    assert loopback.channels[SENDER].postings() == 0
+    bench.check(bench.pull(1))
+    assert bench.count(Leave) == 0, "the connection lives"
+
+
+def test_a_cancelled_pull_whose_request_was_lost_is_flushed_all_the_same(bench: Bench, loopback: Loopback) -> None:
+    bench.lose = lambda message: isinstance(message, PullRequest)
+    pull = bench.pull(7)
+    pull.cancel()
+    at_rest(loopback)
+    loopback.channels[SENDER].handle(RECEIVER, bench.requests[0])  # it was only late
+    bench.lose = lambda message: False
+    bench.ends.sender.offer(7, bench.block.block, 0)
+    bench.check(bench.pull(7))
+    at_rest(loopback)
+    assert bench.count(Leave) == 0
+
+
+def test_a_lost_request_is_asked_again_and_a_doubled_one_posted_once(bench: Bench, loopback: Loopback) -> None:
+    bench.lose = lambda message: isinstance(message, PullRequest) and bench.count(PullRequest) == 1
+    pull = bench.pull(7)
+    bench.ends.sender.offer(7, bench.block.block, 0)
+    bench.ends.clock.seconds = 1.0
+    bench.check(pull)
+    assert bench.count(PullRequest) == 2
+    loopback.channels[SENDER].handle(RECEIVER, bench.requests[0])
+    at_rest(loopback)
+
+
+def test_a_pull_ahead_ends_at_its_deadline_and_so_does_what_waits_for_it(bench: Bench, loopback: Loopback) -> None:
+    bench.lose = lambda message: isinstance(message, Withdraw)
+    pull = bench.pull(7, 5.0)
+    settled(lambda: bool(loopback.channels[SENDER]._sender._waiting))
+    bench.ends.clock.seconds = 5.0
+    with pytest.raises(HandoffError, match=r"within the deadline of 5\.0 s"):
+        pull.arrays()
+    at_rest(loopback)  # the sender, too, knows the deadline
+    settled(lambda: not loopback.channels[SENDER]._sender._waiting)
+
+
+def test_a_receiver_that_is_gone_leaves_nothing_at_the_sender(bench: Bench, loopback: Loopback) -> None:
+    for number in range(3):
+        bench.pull(number, 5.0)
+    settled(lambda: len(loopback.channels[SENDER]._sender._waiting) == 3)
+    bench.lose = lambda message: True  # killed: it says nothing more
+    loopback.channels[RECEIVER].close()
+    for number in range(2):
+        bench.ends.sender.offer(number, bench.block.block, 0)
+    bench.ends.clock.seconds = 7.0
+    settled(lambda: loopback.channels[SENDER].postings() == 0 and not loopback.channels[SENDER]._sender._waiting)
+
+
+def test_an_outlet_that_was_closed_meanwhile_is_replaced(bench: Bench, loopback: Loopback) -> None:
+    """As after a long rest of one side alone."""
+    bench.ends.sender.offer(7, bench.block.block, 0)
+    bench.check(bench.pull(7))
+    at_rest(loopback)
+    sender = loopback.channels[SENDER]
+    sender.handle(RECEIVER, Leave(bench.requests[0].link))
+    with pytest.raises(HandoffError, match="closed meanwhile; pull again|could not be computed or moved"):
+        finished(bench.pull(7)).arrays()
+    at_rest(loopback)
+    bench.check(bench.ends.receiver.pull(7, bench.target, LONG_SECONDS))  # where the sender posts now, only it can say
+    bench.check(bench.pull(7))
+    assert bench.requests[-1].address != bench.requests[0].address
+
+
+def test_a_pull_that_the_old_outlet_took_with_it_leaves_the_new_connection_alone(bench: Bench, loopback: Loopback) -> None:
+    bench.ends.sender.offer(7, bench.block.block, 0)
+    puller, sender = loopback.channels[RECEIVER]._puller, loopback.channels[SENDER]
+    connection = puller._connections[SENDER]
+    before, bench.lose = connection.address, lambda message: isinstance(message, Refused)  # what the engine says is heard alone
+    sender.handle(RECEIVER, Leave(connection.number))
+    with pytest.raises(HandoffError, match="could not be computed or moved"):
+        finished(bench.pull(7)).arrays()
+    at_rest(loopback)
+    assert bench.count(Leave) == 0 and puller._connections[SENDER] is connection and connection.address != before
+    bench.check(bench.pull(7))
+
+
+def test_an_outlet_that_cannot_be_made_is_said_at_once(bench: Bench, loopback: Loopback, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_port(self: EngineOptions) -> None:
+        raise RuntimeError("Address already in use")
+
+    bench.ends.sender.offer(7, bench.block.block, 0)
+    loopback.channels[SENDER].handle(RECEIVER, Leave(1))
+    settled(lambda: not loopback.channels[SENDER]._sender._doors)
+    monkeypatch.setattr(EngineOptions, "start_server", no_port)
+    with pytest.raises(HandoffError, match="no connection could be opened: Address already in use|could not be computed or moved"):
+        finished(bench.pull(7)).arrays()
+    assert bench.count(Refused) == 1
+
+
+def test_what_was_refused_is_not_withdrawn_too(bench: Bench, loopback: Loopback) -> None:
+    bench.ends.sender.offer(7, bench.block.block, 0)
+    bench.ends.sender.release(7)
+    with pytest.raises(HandoffError, match="was released"):
+        finished(bench.pull(7)).arrays()
+    at_rest(loopback)
+    assert (bench.count(Refused), bench.count(Withdraw)) == (1, 0)
+
+
+def test_a_forged_opening_or_one_of_an_older_connection_changes_nothing(bench: Bench, loopback: Loopback) -> None:
+    receiver, link = loopback.channels[RECEIVER], 1
+    receiver.handle(KvEnd(SENDER.control, 0xDEAD), Opened(link, "127.0.0.1:9"))
+    receiver.handle(SENDER, Opened(link - 1, "127.0.0.1:9"))
+    bench.ends.sender.offer(7, bench.block.block, 0)
+    bench.check(bench.pull(7))
+
+
+def test_pieces_for_which_there_is_no_room_are_not_asked_for_in_vain(
+    bench: Bench,
+    loopback: Loopback,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_room(inlet: Inlet, address: str, pull_id: int, avals: object) -> list[jax.Array]:
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(Inlet, "pull", no_room)
+    bench.ends.sender.offer(7, bench.block.block, 0)
+    with pytest.raises(HandoffError, match="out of memory"):
+        finished(bench.pull(7)).arrays()
+    at_rest(loopback)
