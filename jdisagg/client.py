@@ -23,13 +23,13 @@ from google.protobuf.message import Message
 
 from jdisagg.dispatch.frontend import ChatMessage, ChatPrompt, ModelInfo, Prompt, SamplingOptions, TokenPrompt
 from jdisagg.dispatch.ports import WorkerStatus
+from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import InvalidRequestError, JdisaggError, UnavailableError
 from jdisagg.request import FinishReason, StreamEvent, Timings, TokenLogprobs, Usage
 from jdisagg.service import generation_pb2 as pb
 from jdisagg.service import generation_pb2_grpc, wire, wire_generation
 from jdisagg.service.client_stream import ResumableStream, lost, never_sent, typed_error
-from jdisagg.service.connection import NO_CREDENTIALS, RECONNECT_OPTIONS, Credentials
-from jdisagg.service.grpc_life import keep_grpc_alive
+from jdisagg.service.connection import NO_CREDENTIALS, RECONNECT_OPTIONS, Credentials, open_channel
 from jdisagg.service.wire_generation import ClientRequest
 
 __all__ = ["AsyncClient", "ChatMessage", "Choice", "Client", "Completion", "Credentials", "GenerateOptions"]
@@ -154,6 +154,10 @@ class Client:
         reply: pb.GetStatusResponse = self._unary(self._stub.GetStatus, pb.GetStatusRequest())
         return tuple(map(wire.worker_status_from_proto, reply.workers))
 
+    def routing(self) -> RoutingStatus:
+        """The router's last decisions with their reasons, and its account of what it sent to whom."""
+        return wire_generation.routing_from_proto(self._unary(self._stub.GetStatus, pb.GetStatusRequest()))
+
     def close(self) -> None:
         self._channel.close()
 
@@ -234,12 +238,7 @@ class AsyncClient:
         self._connected = False
         credentials = replace(credentials, token=token) if token else credentials
         self._metadata = credentials.metadata()
-        options = _channel_options(max_message_bytes, credentials)
-        keep_grpc_alive()
-        if credentials.tls:
-            self._channel = grpc.aio.secure_channel(target, credentials.channel(), options)
-        else:
-            self._channel = grpc.aio.insecure_channel(target, options)
+        self._channel = open_channel(target, credentials, _channel_options(max_message_bytes, credentials))
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
     def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> AsyncGenerator[StreamEvent, None]:
@@ -268,6 +267,10 @@ class AsyncClient:
     async def status(self) -> tuple[WorkerStatus, ...]:
         reply: pb.GetStatusResponse = await self._unary(self._stub.GetStatus, pb.GetStatusRequest())
         return tuple(map(wire.worker_status_from_proto, reply.workers))
+
+    async def routing(self) -> RoutingStatus:
+        """As the other client's."""
+        return wire_generation.routing_from_proto(await self._unary(self._stub.GetStatus, pb.GetStatusRequest()))
 
     async def close(self) -> None:
         await self._channel.close()

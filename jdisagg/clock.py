@@ -6,7 +6,10 @@ never leave the process.
 
 import asyncio
 import time
-from typing import Protocol
+from collections.abc import Iterable
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class Clock(Protocol):
@@ -25,3 +28,89 @@ class MonotonicClock:
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
+
+
+class limit:
+    """`with limit(seconds): await ...` raises TimeoutError when it takes longer. As `asyncio.timeout`, but entered and left without
+    coroutines: it is around nearly every call between workers."""
+
+    __slots__ = ("_seconds", "_task", "_cancelling", "_timer", "_passed")
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._passed = False
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "time is limited within a task"
+        self._task, self._cancelling = task, task.cancelling()
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._pass)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        self._timer.cancel()
+        if self._passed and self._task.uncancel() <= self._cancelling and kind is not None and issubclass(kind, asyncio.CancelledError):
+            raise TimeoutError from error
+
+    def _pass(self) -> None:
+        self._passed = True
+        self._task.cancel()
+
+
+async def unended(tasks: "Iterable[asyncio.Task[T]]", seconds: float) -> "list[asyncio.Task[T]]":
+    """Waits until all tasks have ended, however they do; returns those that have not after so long."""
+    left = {task for task in tasks if not task.done()}
+    if left:
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not waiter.done():
+                waiter.set_result(None)
+
+        def ended(task: "asyncio.Task[T]") -> None:
+            left.discard(task)
+            if not left:
+                wake()
+
+        for task in left:
+            task.add_done_callback(ended)
+        timer = loop.call_later(seconds, wake)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            for task in left:
+                task.remove_done_callback(ended)
+    return list(left)
+
+
+async def within(future: "asyncio.Future[T]", seconds: float) -> T:
+    """The future's result; raises TimeoutError when it takes longer. The future itself goes on, whatever becomes of who waits."""
+    if not future.done():
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+
+        def wake(_: object = None) -> None:
+            if not waiter.done():
+                waiter.set_result(None)
+
+        timer = loop.call_later(seconds, wake)
+        future.add_done_callback(wake)
+        try:
+            await waiter
+        except BaseException:
+            future.add_done_callback(_seen)
+            raise
+        finally:
+            timer.cancel()
+            future.remove_done_callback(wake)
+        if not future.done():
+            future.add_done_callback(_seen)
+            raise TimeoutError
+    return future.result()
+
+
+def _seen(future: "asyncio.Future[T]") -> None:
+    """Nobody waits for it any more: an error of its own is no news."""
+    if not future.cancelled():
+        future.exception()

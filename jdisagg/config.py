@@ -42,7 +42,12 @@ class InstanceConfig:
 
     codec: how KV that this instance receives travels (transfer/codec.py).
     chunk_tokens: the largest packed prefill chunk per dp rank; smaller power-of-two buckets are made down to `min_chunk_tokens`.
-    pages_per_rank None: enough for `slots_per_rank` sequences of full context. layer_groups: how many programs a chunk is chained of.
+    pages_per_rank None: enough for `slots_per_rank` sequences of full context. layer_groups: how many programs a chunk is chained of, each
+    of which gives a block that leaves while the next computes; the same on both sides (None: by the model's bytes, engine/limits.py).
+    stream_tokens: so many new tokens of a sequence are told together (its first at once); above 1 saves the host work and makes streams
+    less smooth. hardware: what its devices are, so that the router can predict seconds: a name of router/hardware.py, or a file that
+    launch.measure_costs wrote; empty: nobody knows. ahead_sequences: how many may have pages beyond the slots, so that a freed slot
+    finds its next sequence ready (None: a quarter of the slots).
     """
 
     layout: Layout = Layout()
@@ -51,11 +56,14 @@ class InstanceConfig:
     slots_per_rank: int = 8
     chunk_tokens: int = 512
     min_chunk_tokens: int = 64
-    layer_groups: int = 2
+    layer_groups: int | None = None
     steps_per_dispatch: int = 1
+    stream_tokens: int = 1
     queue_limit: int = 1024
     growth_tokens: int = 256
+    ahead_sequences: int | None = None
     codec: str = "none"
+    hardware: str = ""
 
     def __post_init__(self) -> None:
         for name in (
@@ -63,29 +71,33 @@ class InstanceConfig:
             "slots_per_rank",
             "chunk_tokens",
             "min_chunk_tokens",
-            "layer_groups",
             "steps_per_dispatch",
+            "stream_tokens",
             "queue_limit",
         ):
             _positive(name, getattr(self, name))
-        if self.pages_per_rank is not None:
-            _positive("pages_per_rank", self.pages_per_rank)
+        for name in ("pages_per_rank", "layer_groups"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
         if self.growth_tokens < 1:
             raise ConfigError(f"growth_tokens must be at least 1, got {self.growth_tokens}")
+        if self.ahead_sequences is not None and self.ahead_sequences < 0:
+            raise ConfigError(f"ahead_sequences must not be negative, got {self.ahead_sequences}")
         if self.min_chunk_tokens > self.chunk_tokens:
             raise ConfigError(f"min_chunk_tokens={self.min_chunk_tokens} exceeds chunk_tokens={self.chunk_tokens}")
 
 
 @dataclass(frozen=True)
 class LimitsConfig:
-    """`default_deadline_seconds` bounds a request whose client gave none; leases bound each state of a hand-off (a reservation that nobody
-    took over yet: its own, shorter), `pull_seconds` each try of a transfer, `step_seconds` each command on a mesh. `verify`: hand-offs are
-    checked by keyed checksums after insertion."""
+    """`default_deadline_seconds` bounds a request whose client gave none; leases bound each state of a hand-off in which the other side is
+    waited for, which says every two seconds that it is still at it (a reservation that nobody took over yet: its own, shorter),
+    `pull_seconds` each try of a transfer, `step_seconds` each command on a mesh. `verify`: hand-offs are checked by keyed checksums after
+    insertion."""
 
     max_waiting_requests: int = 256
     max_prompt_bytes: int = 4 << 20
     default_deadline_seconds: float = 600.0
-    handoff_lease_seconds: float = 30.0
+    handoff_lease_seconds: float = 7.0
     reservation_lease_seconds: float = 5.0
     max_attempts: int = 8
     pull_seconds: float = 5.0
@@ -96,6 +108,46 @@ class LimitsConfig:
         for spec in dataclasses.fields(self):
             if spec.name != "verify":
                 _positive(f"limits.{spec.name}", getattr(self, spec.name))
+
+
+@dataclass(frozen=True)
+class RoutingConfig:
+    """How the router places and admits. Predictions need `hardware` of every worker; without, the least loaded are chosen and none refused.
+
+    ttft_slo_seconds: a request whose first token would come later is refused (None: its deadline alone counts). tpot_slo_seconds: no
+    sequence is placed where a decode step would take longer. hold_seconds: requests wait at the router, in fair order, while every prefill
+    worker has this much to do. local_gain: how much cheaper, of first token and hand-off, prefilling on the decode worker must be.
+    far_link: what joins workers without a common rack (router/hardware.py). output_quantile: of the output lengths seen lately, how long an
+    answer is expected to be (None: max_tokens). tenant_weights, tenant_quotas: "name=number,name=number": shares under load (1 where none
+    is given), and tokens a second (no bound where none is given), of which `quota_burst_seconds` may be used at once.
+    """
+
+    ttft_slo_seconds: float | None = None
+    tpot_slo_seconds: float | None = None
+    hold_seconds: float = 0.5
+    local_gain: float = 0.2
+    far_link: str = "ethernet-25g"
+    output_quantile: float | None = 0.75
+    tenant_weights: str = ""
+    tenant_quotas: str = ""
+    quota_burst_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_slo_seconds", "tpot_slo_seconds", "hold_seconds", "quota_burst_seconds"):
+            if getattr(self, name) is not None:
+                _positive(f"routing.{name}", getattr(self, name))
+        if not 0 <= self.local_gain < 1:
+            raise ConfigError(f"routing.local_gain must be in [0, 1), got {self.local_gain}")
+        if self.output_quantile is not None and not 0 < self.output_quantile < 1:
+            raise ConfigError(f"routing.output_quantile must be within 0 and 1, got {self.output_quantile}; none takes max_tokens")
+        self.weights()
+        self.quotas()
+
+    def weights(self) -> dict[str, float]:
+        return _by_name("routing.tenant_weights", self.tenant_weights)
+
+    def quotas(self) -> dict[str, float]:
+        return _by_name("routing.tenant_quotas", self.tenant_quotas)
 
 
 @dataclass(frozen=True)
@@ -140,6 +192,7 @@ class EngineConfig:
     prefill: InstanceConfig = field(default_factory=InstanceConfig)
     decode: InstanceConfig = field(default_factory=InstanceConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
     service: ServiceConfig = field(default_factory=ServiceConfig)
     warm_up: bool = True
     compilation_cache: str = "~/.cache/jdisagg/xla"
@@ -208,3 +261,18 @@ def _parse(kind: typing.Any, text: str, path: str) -> object:
 def _positive(name: str, value: float) -> None:
     if not value > 0:
         raise ConfigError(f"{name} must be positive, got {value}")
+
+
+def _by_name(field_name: str, text: str) -> dict[str, float]:
+    """Reads "name=number,name=number"; numbers are positive."""
+    numbers: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, number = part.rpartition("=")
+        try:
+            numbers[name.strip()] = float(number)
+        except ValueError:
+            equals = ""
+        if not equals or name.strip() not in numbers:
+            raise ConfigError(f"{field_name}: {part!r} must have the form name=number")
+        _positive(f"{field_name}: {name.strip()}", numbers[name.strip()])
+    return numbers

@@ -38,6 +38,10 @@ class CheckpointError(ConfigError):
     """A checkpoint that is missing, truncated, of an unknown family, or whose tensors do not fit; lists names and shapes."""
 
 
+class WorkloadError(ConfigError):
+    """A trace or workload that cannot be used: a column missing, a length below 1, no rows; names file, row, column and value."""
+
+
 class UnauthenticatedError(JdisaggError):
     """A call without the bearer token that its service asks for."""
 
@@ -92,3 +96,17 @@ class IncompatiblePeerError(JdisaggError):
     """Two workers whose protocol, model or KV geometry differ; names the field and both values."""
 
     status = "FAILED_PRECONDITION"
+
+
+class NameTakenError(JdisaggError):
+    """A worker registers under the name of another one that lives; names both addresses."""
+
+    status = "ALREADY_EXISTS"
+
+
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first of a group's errors, however deep the groups lie in each other."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -43,7 +43,8 @@ class Shards:
 class Attend(Protocol):
     """Attention of one layer over whatever cache the program keeps: writes k, v and returns the mix.
 
-    q_TNH, k_TKH, v_TKH: local heads, after rope. Returns o_TNH in q's dtype. `window`: positions seen, itself included.
+    q_TNH, k_TKH, v_TKH: local heads, after rope. Returns o_TNH in q's dtype. `window`: positions seen, itself included. A layer that
+    was asked for some rows alone has queries of these, in their order, and keys and values of all tokens.
     """
 
     def __call__(self, q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, *, scale: float, window: int | None) -> jax.Array: ...
@@ -51,9 +52,19 @@ class Attend(Protocol):
 
 class Layer(Protocol):
     def __call__(
-        self, x_TD: jax.Array, positions_T: jax.Array, attend: Attend, shards: Shards, valid_T: jax.Array | None = None
+        self,
+        x_TD: jax.Array,
+        positions_T: jax.Array,
+        attend: Attend,
+        shards: Shards,
+        valid_T: jax.Array | None = None,
+        rows_R: jax.Array | None = None,
     ) -> jax.Array:
-        """One block. `valid_T` (bool) marks real tokens: padding is routed to no expert."""
+        """One block. `valid_T` (bool) marks real tokens: padding is routed to no expert.
+
+        `rows_R` (int32, indices of tokens, -1 for padding; perhaps none at all): only these leave the layer, x [R, D]. Keys and
+        values are still those of all tokens; nothing else is computed for the others. What the last layer of a prefill is asked.
+        """
         ...
 
 

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 from jdisagg.errors import InvalidRequestError
+from jdisagg.plain import plain
 
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 512
@@ -19,6 +20,8 @@ MAX_STOP_STRING_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_N = 64
 MAX_SEED = 2**63 - 1
+
+Identity = tuple[str, str, int]
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:
@@ -129,13 +132,14 @@ class Resumption:
     children: tuple[AcceptedChild, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Request:
     """One request after tokenization. `deadline_seconds` is what remained when it was handed on.
 
     `resumption` is for the request path alone, which turns it into each child's accepted tokens: workers never see it.
     `stop_ids` are all token ids that end the stream (EOS unless ignored, and the caller's); they are delivered to no one.
-    `seed` in `sampling` is always concrete: the door draws one where the client gave none.
+    `seed` in `sampling` is always concrete: the door draws one where the client gave none. `life` is the client's own number for all
+    the times that it asks for this stream: who uses a request id again draws another, and is not taken for the earlier stream's echo.
     """
 
     request_id: str
@@ -146,12 +150,18 @@ class Request:
     tenant: str = ""
     priority: int = 0
     resumption: Resumption | None = None
+    life: int = 0
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
             raise InvalidRequestError("prompt is empty: at least one token is needed to predict the next; send some text")
         if self.deadline_seconds is not None and not self.deadline_seconds > 0:
             raise InvalidRequestError(f"deadline_seconds must be positive, got {self.deadline_seconds}")
+
+    @property
+    def identity(self) -> Identity:
+        """What is equal between two attempts at the same stream, and differs between any two streams."""
+        return self.tenant, self.request_id, self.life
 
     def most_tokens(self, context_tokens: int) -> int:
         """How many tokens a child may generate: max_tokens, or fewer where prompt and answer fill the context."""
@@ -163,8 +173,17 @@ class Request:
             return FinishReason.STOP
         return FinishReason.LENGTH if index + 1 >= self.most_tokens(context_tokens) else None
 
+    def end_among(self, first_index: int, token_ids: tuple[int, ...], context_tokens: int) -> "tuple[int, FinishReason | None]":
+        """How many of the tokens `first_index`.. a child still generates, the one that ends it included, and why it ends then."""
+        left = max(1, self.most_tokens(context_tokens) - first_index)
+        if self.stop_ids:
+            for count, token_id in enumerate(token_ids[:left], 1):
+                if (finish := self.end_at(first_index + count - 1, token_id, context_tokens)) is not None:
+                    return count, finish
+        return (left, FinishReason.LENGTH) if len(token_ids) >= left else (len(token_ids), None)
 
-@dataclass(frozen=True, slots=True)
+
+@plain
 class TokenLogprobs:
     """Natural-log probabilities of one token and of the most likely ones, under the model's distribution after
     penalties and bias, before temperature and filters."""
@@ -173,7 +192,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Timings:
     """Seconds of one request; `kv_bytes_moved` crossed from the prefill mesh to the decode mesh. `exposed_transfer_seconds`: what the
     hand-offs took beyond the end of their prefill."""
@@ -188,13 +207,13 @@ class Timings:
     exposed_transfer_seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Usage:
     prompt_tokens: int
     completion_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class StreamEvent:
     """One message of a stream to the client: new tokens of child `child`, from token `first_index` on.
 

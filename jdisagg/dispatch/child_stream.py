@@ -73,19 +73,15 @@ class ChildStream:
             raise DeliveryError(
                 f"request {self._request.request_id!r}, child {self.index}: token {first_index} came, {len(self.accepted)} was next"
             )
-        kept: list[int] = []
-        for token_id in token_ids:
-            self.finish = self._request.end_at(first_index + len(kept), token_id, context_tokens)
-            if self.finish is not FinishReason.STOP:
-                kept.append(token_id)
-            if self.finish is not None:
-                break
+        count, self.finish = self._request.end_among(first_index, token_ids, context_tokens)
+        # The stop id itself is delivered to no one.
+        kept = token_ids[: count - (self.finish is FinishReason.STOP)]
         text = ""
         if kept:
-            delta = self._text.push(tuple(kept))
+            delta = self._text.push(kept)
             text = delta.text
             if delta.stopped:
-                del kept[delta.tokens_kept :]
+                kept = kept[: delta.tokens_kept]
                 self.finish = FinishReason.STOP
         if self.finish is not None:
             text += self._text.finish()
@@ -94,4 +90,4 @@ class ChildStream:
         self.accepted += kept
         if not kept and not text and self.finish is None:
             return None
-        return StreamEvent(self.index, first_index, tuple(kept), text, logprobs[: len(kept)], self.finish)
+        return StreamEvent(self.index, first_index, kept, text, logprobs[: len(kept)], self.finish)

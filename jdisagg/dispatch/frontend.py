@@ -13,12 +13,13 @@ import dataclasses
 import math
 import secrets
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypedDict, Unpack
 
 from jdisagg.config import LimitsConfig, Mode
-from jdisagg.dispatch.ports import WorkerStatus
+from jdisagg.dispatch.ports import WorkerStatus, close_stream
+from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import InvalidRequestError, UnavailableError
 from jdisagg.layout.axes import Layout
 from jdisagg.request import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, Request, Resumption, SamplingParams, StreamEvent
@@ -111,10 +112,12 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class Frontend:
-    """Builds requests and streams them through the path; refuses a second running request of the same tenant and id."""
+    """Builds requests and streams them through the path; refuses a second running request of the same tenant and id. `routing`: what the
+    router says of itself, for whoever asks."""
 
     def __init__(self, path: Path, codec: TextCodec, model: ModelInfo, limits: LimitsConfig) -> None:
         self.model = model
+        self.routing: Callable[[], RoutingStatus] = RoutingStatus
         self._path = path
         self._codec = codec
         self._limits = limits
@@ -129,11 +132,12 @@ class Frontend:
         tenant: str = "",
         priority: int = 0,
         resumption: Resumption | None = None,
+        life: int = 0,
         **options: Unpack[SamplingOptions],
     ) -> Request:
         """Validates and tokenizes. Raises InvalidRequestError naming the field, the value and the limit.
 
-        `resumption`: what the client already has; the path goes on from there.
+        `resumption`: what the client already has; the path goes on from there. `life`: see `Request`.
         """
         _check_name("request_id", request_id)
         _check_name("tenant", tenant)
@@ -162,6 +166,7 @@ class Frontend:
             tenant=tenant,
             priority=priority,
             resumption=resumption,
+            life=life,
         )
 
     async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
@@ -198,9 +203,7 @@ class Frontend:
                 yield event
         finally:
             try:
-                close = getattr(events, "aclose", None)
-                if close is not None:
-                    await close()
+                await close_stream(events)
             finally:
                 del self._running[key]
                 over.set()

@@ -14,17 +14,17 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 
-from jdisagg.clock import Clock
+from jdisagg.clock import Clock, unended
 from jdisagg.config import LimitsConfig
 from jdisagg.dispatch.child_stream import ChildStream, NewTextStream
 from jdisagg.dispatch.leg import Leg
-from jdisagg.dispatch.ports import Child, WorkerStatus
+from jdisagg.dispatch.mailbox import Mailbox
+from jdisagg.dispatch.placing import Placement, Placing, Seeking
+from jdisagg.dispatch.ports import Child
 from jdisagg.dispatch.timing import Stopwatch
 from jdisagg.dispatch.trip import CLOSE_SECONDS, Cluster, DeadlinePassed, Fact, LegEnded, Preempted, Retried, Tokens, Trip, Waited
 from jdisagg.errors import DeadlineExceededError, OverloadedError, UnavailableError
 from jdisagg.request import Request, StreamEvent, Usage
-from jdisagg.router.cluster_state import ClusterState
-from jdisagg.router.placement import another_decode, another_prefill, place
 from jdisagg.telemetry import Counters
 
 FIRST_BACKOFF_SECONDS = 0.02
@@ -33,8 +33,7 @@ RESUMPTION_BITS = 20
 
 
 class Journey:
-    """`first_token` is called once, with the instant of the first token of all. `placed` counts the legs at each worker,
-    of all requests."""
+    """`first_token` is called once, with the instant of the first token of all."""
 
     def __init__(
         self,
@@ -44,36 +43,38 @@ class Journey:
         limits: LimitsConfig,
         clock: Clock,
         new_id: Callable[[], int],
-        statuses: Callable[[], Awaitable[tuple[WorkerStatus, ...]]],
+        placing: Placing,
         first_token: Callable[[float], None],
         counters: Counters,
-        placed: Counter[str],
     ) -> None:
         self.saw_token = False
-        resumption, request = request.resumption, replace(request, resumption=None)
+        resumption, request = request.resumption, replace(request, resumption=None) if request.resumption else request
         self._request = request
         self._limits = limits
         self._clock = clock
-        self._statuses = statuses
+        self._placing = placing
         self._first_token = first_token
         self._counters = counters
         self._seconds = request.deadline_seconds or limits.default_deadline_seconds
         self._watch = Stopwatch(clock.now())
         self._deadline = self._watch.started_at + self._seconds
         self._attempt = (resumption.number if resumption else 0) << RESUMPTION_BITS
-        self._first_attempt = self._attempt + 1
-        self._placed = placed
+        self._placements = 0  # while there is none it is as fresh as when it came, however often it has asked
+        self._resumed = resumption is not None
+        self._first_placement: Placement | None = None
+        self._as_planned = not self._resumed  # one leg serves it all, with the workers that were chosen for it
         self._failures: Counter[int] = Counter()
         self._avoid: frozenset[str] = frozenset()
         self._cause: UnavailableError | None = None
         self._context_tokens = 0
-        self._facts: asyncio.Queue[Fact] = asyncio.Queue()
+        self._facts: Mailbox[Fact] = Mailbox()
         self._legs: dict[Leg, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._children = {index: ChildStream(request, index, new_text(request)) for index in range(request.sampling.n)}
         for index, child in enumerate(resumption.children if resumption else ()):
             self._children[index].resume(child)
+        self._unfinished = {index for index, child in self._children.items() if child.finish is None}
         self._trip = Trip(
             cluster=cluster,
             request=request,
@@ -81,7 +82,7 @@ class Journey:
             now=clock.now,
             arrived_at=self._watch.started_at,
             deadline=self._deadline,
-            post=self._facts.put_nowait,
+            post=self._post,
             next_attempt=self._next_attempt,
             choose_prefill=self._choose_prefill,
             choose_decode=self._choose_decode,
@@ -89,36 +90,35 @@ class Journey:
 
     @property
     def unfinished(self) -> bool:
-        return any(child.finish is None for child in self._children.values())
+        return bool(self._unfinished)
 
     def begin(self) -> None:
         """Starts the first leg, and one timer for the whole request: one for each token would cost more than the token."""
         self._timer = asyncio.get_running_loop().call_later(self._seconds, self._facts.put_nowait, DeadlinePassed())
         self._go_on(list(self._children.values()), delay_seconds=0.0)
 
-    async def next_fact(self) -> Fact:
+    def next_fact(self) -> Awaitable[Fact]:
         """Waits for what comes next; the deadline is a fact too."""
-        return await self._facts.get()
+        return self._facts.get()
 
     def take(self, fact: Fact) -> StreamEvent | None:
         """What the client gets of it, if anything. Starts the legs that follow; raises what ends the request."""
         match fact:
-            case Waited(seconds):
-                self._watch.queue_seconds += seconds
             case Tokens():
                 return self._take_tokens(fact)
             case Preempted(child):
+                self._as_planned = False
                 self._watch.preemptions += 1
                 self._counters.add("preemptions")
                 if self._children[child].finish is None:
                     self._go((self._children[child].child,), delay_seconds=0.0)
-            case Retried(cause):
-                self._counters.add(cause)
             case LegEnded(leg, error):
                 assert isinstance(leg, Leg)
                 self._take_end(leg, error)
             case DeadlinePassed():
                 raise self._too_late()
+            case Waited() | Retried():
+                raise AssertionError("these are counted when they are posted")
         return None
 
     async def close(self) -> None:
@@ -126,15 +126,34 @@ class Journey:
         if self._timer is not None:
             self._timer.cancel()
         tasks = [*self._legs.values(), *self._closing]
-        for task in self._legs.values():
+        for leg, task in self._legs.items():
+            if not leg.over:
+                task.cancel()
+        for task in await unended(tasks, 2 * CLOSE_SECONDS):
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=2 * CLOSE_SECONDS)
+        # Journey and trip know each other; without this they would wait for the garbage collector, prompt and all.
+        self._legs.clear()
+        self._facts.clear()
+        del self._trip
+
+    def _post(self, fact: Fact) -> None:
+        """Facts that only count are taken at once: waking whoever waits for the next would cost more than all the rest of them."""
+        match fact:
+            case Waited(seconds):
+                self._watch.queue_seconds += seconds
+            case Retried(cause):
+                self._as_planned = False
+                self._counters.add(cause)
+            case Tokens():
+                self._watch.kv_bytes_moved += fact.kv_bytes_moved
+                self._watch.exposed_transfer_seconds += fact.exposed_transfer_seconds
+                if fact.token_ids:
+                    self._facts.put_nowait(fact)
+            case _:
+                self._facts.put_nowait(fact)
 
     def _take_tokens(self, fact: Tokens) -> StreamEvent | None:
         now, stream = self._clock.now(), self._children[fact.child]
-        self._watch.kv_bytes_moved += fact.kv_bytes_moved
-        self._watch.exposed_transfer_seconds += fact.exposed_transfer_seconds
         event = stream.accept(fact.first_index, fact.token_ids, fact.logprobs, self._context_tokens)
         if event is None:
             return None
@@ -142,12 +161,18 @@ class Journey:
         if not self.saw_token:
             self.saw_token = True
             self._first_token(now)
+            if self._first_placement and self._as_planned:
+                self._first_placement.measured_ttft(now - self._watch.started_at)
         if event.finish_reason is not None:
+            self._unfinished.discard(fact.child)
             self._end_child(fact.child)
+            self._placing.ended(self._request, len(stream.accepted))
             if not self.unfinished:
                 tokens = sum(len(child.accepted) for child in self._children.values())
                 usage = Usage(len(self._request.prompt_token_ids), tokens)
                 event = replace(event, usage=usage, timings=self._watch.timings(now))
+                if self._first_placement and self._as_planned and event.timings and tokens > len(self._children):
+                    self._first_placement.measured_tpot(event.timings.tpot_seconds)
         return event
 
     def _end_child(self, index: int) -> None:
@@ -171,6 +196,8 @@ class Journey:
             return
         if error is None:
             error = UnavailableError("a worker ended a stream without saying why")
+        if leg.placed:
+            self._as_planned = False
         if leg.placed and isinstance(error, UnavailableError):
             self._cause = error
         delay_seconds = self._delay_before_retry(error, [stream.index for stream in alive])
@@ -192,7 +219,7 @@ class Journey:
         the legs of many."""
         if isinstance(error, DeadlineExceededError):
             raise self._too_late() from error
-        if isinstance(error, OverloadedError) and (self._attempt > self._first_attempt or self._first_attempt > 1):
+        if isinstance(error, OverloadedError) and (self._resumed or self._placements > 1):
             self._counters.add("waits_for_overloaded_workers")
             return min(error.retry_after_seconds or MAX_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
         if not isinstance(error, UnavailableError):
@@ -212,15 +239,16 @@ class Journey:
         try:
             if delay_seconds:
                 await self._clock.sleep(delay_seconds)
-            resuming = any(child.accepted for child in leg.children)
-            placement = place(await self._cluster_now(), self._avoid, resuming)
-            self._context_tokens = placement.context_tokens
-            workers = [name for name in (placement.prefill, placement.decode) if name is not None]
-            self._placed.update(workers)
+            asked_at = self._clock.now()
+            placement = await self._placing.place(self._seeking(leg))
+            self._watch.queue_seconds += self._clock.now() - asked_at
+            self._placements += 1
+            self._first_placement = self._first_placement or placement
+            self._context_tokens = placement.decision.context_tokens
             try:
-                await leg.run(placement)
+                await leg.run(placement.decision, placement)
             finally:
-                self._placed.subtract(workers)
+                placement.end(leg.failed)
         except Exception as error:
             self._facts.put_nowait(LegEnded(leg, error))
         else:
@@ -230,14 +258,15 @@ class Journey:
         self._attempt += 1
         return self._attempt
 
-    async def _cluster_now(self) -> ClusterState:
-        return ClusterState.of(await self._statuses(), self._placed)
+    def _seeking(self, leg: Leg) -> Seeking:
+        under_way = self._resumed or self._placements > 0
+        return Seeking(self._request, leg.children, self._watch.started_at, self._deadline, self._avoid, under_way)
 
     async def _choose_prefill(self, avoid: frozenset[str]) -> str:
-        return another_prefill(await self._cluster_now(), avoid | self._avoid)
+        return await self._placing.another_prefill(avoid | self._avoid)
 
     async def _choose_decode(self, avoid: frozenset[str]) -> str:
-        return another_decode(await self._cluster_now(), avoid | self._avoid)
+        return await self._placing.another_decode(avoid | self._avoid)
 
     def _too_late(self) -> DeadlineExceededError:
         tokens = sum(len(child.accepted) for child in self._children.values())

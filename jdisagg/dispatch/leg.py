@@ -9,21 +9,21 @@ Two changes of workers happen inside a leg: a source of KV that fails is replace
 (dispatch/sources.py), and a running sequence moves to another decode worker when its own asks for that (dispatch/move.py).
 """
 
-import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 
 from jdisagg.dispatch.move import Move
-from jdisagg.dispatch.ports import Child, FirstToken, GenerateCall, HandoffSource, SourceLost, Span, SpanEnd
+from jdisagg.dispatch.ports import Child, FirstToken, GenerateCall, HandoffSource, SourceLost, Span, SpanEnd, close_stream
 from jdisagg.dispatch.sources import Sources
-from jdisagg.dispatch.trip import CLOSE_SECONDS, FAILED_CLOSE_SECONDS, Hold, Preempted, Tokens, Trip, Waited, close, quietly
+from jdisagg.dispatch.trip import CLOSE_SECONDS, FAILED_CLOSE_SECONDS, Hold, Notes, Preempted, Tokens, Trip, Unheard, Waited, quietly
 from jdisagg.errors import HandoffError, UnavailableError
 from jdisagg.request import TokenLogprobs
-from jdisagg.router.placement import Placement
+from jdisagg.router.decision import Decision
 
 
 class Leg:
-    """Children `children` under attempt `attempt`. `failed`: workers that let it down, to be avoided by what follows."""
+    """Children `children` under attempt `attempt`. `failed`: workers that let it down, to be avoided by what follows. `notes`: who keeps
+    account of its work."""
 
     def __init__(self, trip: Trip, children: tuple[Child, ...], attempt: int) -> None:
         self.trip = trip
@@ -32,28 +32,41 @@ class Leg:
         self.open = {child.index for child in children}
         self.ended_by_worker: set[int] = set()
         self.failed: set[str] = set()
-        self.lost: asyncio.Queue[SourceLost] = asyncio.Queue()
+        self.lost: deque[SourceLost] = deque()
+        self.on_lost: Callable[[], None] = lambda: None
         self.placed = False
+        self.source: str | None = None  # the prefill worker that works for it now
+        self.notes: Notes = Unheard()
         self._hold: Hold | None = None
+        self._joined = False
         self._move: Move | None = None
+        self._had = {child.index: len(child.accepted) for child in children}
         self._tokens = {child.index: list(child.accepted) for child in children}
         self._firsts: dict[int, FirstToken] = {}
 
-    async def run(self, placement: Placement) -> None:
+    async def run(self, placement: Decision, notes: Notes | None = None) -> None:
         """Returns when every child has come to an end here. Raises what the workers raise."""
         self.placed = True
+        self.notes = notes or self.notes
         asked_at = self.trip.now()
         with self.blaming(placement.decode):
             hold = self._hold = await self.trip.reserve(placement.decode, self.children, self.attempt)
         self.trip.post(Waited(self.trip.now() - asked_at))
         try:
             if placement.prefill is None:
+                self.notes.prefill_sent()
                 await self.decode(hold, None)
             else:
                 await Sources(self, hold).run(placement.prefill)
-        finally:
+        except BaseException:
             for held in (hold, *([] if self._hold is hold else [self._hold])):
                 await quietly(held.port.cancel(held.key), FAILED_CLOSE_SECONDS if held.worker in self.failed else CLOSE_SECONDS)
+            raise
+
+    @property
+    def over(self) -> bool:
+        """Every child came to its end at its worker, and nothing is left to do but to hear that there is no more."""
+        return not self.open and all(child.index in self.ended_by_worker for child in self.children)
 
     async def end_child(self, child: int) -> None:
         """The path needs no more of this child."""
@@ -61,15 +74,9 @@ class Leg:
         if self._hold is not None and child not in self.ended_by_worker:
             await quietly(self._hold.port.cancel(self._hold.key, child))
 
-    @contextlib.contextmanager
-    def blaming(self, worker: str) -> Iterator[None]:
+    def blaming(self, worker: str) -> "_Blaming":
         """A worker that is gone is avoided from now on; a hand-off that failed says nothing about who reports it."""
-        try:
-            yield
-        except UnavailableError as error:
-            if not isinstance(error, HandoffError):
-                self.failed.add(worker)
-            raise
+        return _Blaming(self.failed, worker)
 
     @property
     def posted(self) -> tuple[Child, ...]:
@@ -85,7 +92,7 @@ class Leg:
         """The tokens of a prefill's reply. A child that was preempted while the reply was on its way gets its first token elsewhere."""
         for first in firsts:
             if first.child in self.open:
-                self._post(first.child, self._accepted(first.child), (first.token_id,), (first.logprobs,) if first.logprobs else ())
+                self._post(first.child, self._had[first.child], (first.token_id,), (first.logprobs,) if first.logprobs else ())
 
     async def decode(self, hold: Hold, source: HandoffSource | None) -> None:
         """Posts all spans of a reservation, and of those that its sequence moves to."""
@@ -96,13 +103,13 @@ class Leg:
                     moved = await self._follow(hold, spans)
                 if not moved:
                     break
-                await close(spans)
+                await close_stream(spans)
                 if self._move is None:
                     raise HandoffError(f"worker {hold.worker!r} says that a sequence moved, and nobody took it")
                 hold, spans = self._move.arrived()
                 self._hold, self._move = hold, None
         finally:
-            await close(spans)
+            await close_stream(spans)
             if self._move is not None:
                 await self._move.close()
         missing = self.open - self.ended_by_worker
@@ -113,10 +120,12 @@ class Leg:
         """Posts the spans of one reservation. True: its sequence moved."""
         async for span in spans:
             if span.lost is not None:
-                self.lost.put_nowait(span.lost)
+                self.lost.append(span.lost)
+                self.on_lost()
             elif span.moving is not None:
                 await self._begin_move(hold, span.moving)
             elif span.end is SpanEnd.MOVED:
+                self._post_tokens(span)  # what was not told yet
                 return True
             else:
                 self._post_span(span)
@@ -132,11 +141,18 @@ class Leg:
     def _post_span(self, span: Span) -> None:
         if span.end is not None:
             self.ended_by_worker.add(span.child)
-        if span.token_ids or span.kv_bytes_moved:
-            self._post(span.child, span.first_index, span.token_ids, span.logprobs, span.kv_bytes_moved, span.exposed_transfer_seconds)
+        self._post_tokens(span)
         if span.end is SpanEnd.PREEMPTED:
             self.open.discard(span.child)
             self.trip.post(Preempted(span.child))
+
+    def _post_tokens(self, span: Span) -> None:
+        if span.token_ids and not self._joined and self._hold and span.first_index + len(span.token_ids) > self._had[span.child] + 1:
+            # A token of the decode worker's own: the prompt's KV is there.
+            self._joined = True
+            self.notes.worked({self._hold.worker, self.source or self._hold.worker})
+        if span.token_ids or span.kv_bytes_moved:
+            self._post(span.child, span.first_index, span.token_ids, span.logprobs, span.kv_bytes_moved, span.exposed_transfer_seconds)
 
     def _post(
         self,
@@ -151,11 +167,22 @@ class Leg:
         known = self._tokens[child]
         seen = max(0, len(known) - first_index)
         token_ids, logprobs = token_ids[seen:], logprobs[seen:]
-        if token_ids and first_index + seen == self._accepted(child):
+        if token_ids and first_index + seen == self._had[child]:
+            self.notes.prefilled()
             self._firsts[child] = FirstToken(child, token_ids[0], logprobs[0] if logprobs else None)
         known += token_ids
         if token_ids or kv_bytes_moved:
             self.trip.post(Tokens(child, first_index + seen, token_ids, logprobs, kv_bytes_moved, exposed_seconds))
 
-    def _accepted(self, index: int) -> int:
-        return next(len(child.accepted) for child in self.children if child.index == index)
+
+class _Blaming:
+    __slots__ = ("_failed", "_worker")
+
+    def __init__(self, failed: set[str], worker: str) -> None:
+        self._failed, self._worker = failed, worker
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, UnavailableError) and not isinstance(error, HandoffError):
+            self._failed.add(self._worker)

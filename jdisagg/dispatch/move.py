@@ -7,8 +7,8 @@ of tokens is kept. When the move fails the old worker goes on, and nothing of th
 import asyncio
 from collections.abc import AsyncIterator
 
-from jdisagg.dispatch.ports import Child, GenerateCall, HandoffSource, Span
-from jdisagg.dispatch.trip import Hold, Retried, Trip, close, quietly
+from jdisagg.dispatch.ports import Child, GenerateCall, HandoffSource, Span, close_stream
+from jdisagg.dispatch.trip import Hold, Retried, Trip, quietly
 from jdisagg.errors import HandoffError
 
 
@@ -56,7 +56,7 @@ class Move:
             if self._hold is not None:
                 await quietly(self._hold.port.cancel(self._hold.key))
         finally:
-            await close(spans)
+            await close_stream(spans)
 
     async def _stream(self) -> AsyncIterator[Span]:
         try:

@@ -6,14 +6,14 @@ data. Durations are remaining seconds. `attempt` numbers rise with each retry of
 
 import enum
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Protocol
 
 from jdisagg.layout.mesh_card import MeshCard
+from jdisagg.plain import plain
 from jdisagg.request import Request, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Child:
     """One of a request's n streams and the tokens already accepted for it; these are forced on re-prefill, never resampled."""
 
@@ -21,7 +21,7 @@ class Child:
     accepted: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class ReserveCall:
     """Asks a decode worker for pages for the prompt, the accepted tokens and expected growth of all `children`.
 
@@ -36,7 +36,7 @@ class ReserveCall:
     age_seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Reservation:
     """Pages held under a lease of `lease_seconds` from now; `generate` takes it over. `cached_tokens` need not be sent."""
 
@@ -47,14 +47,14 @@ class Reservation:
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class FirstToken:
     child: int
     token_id: int
     logprobs: TokenLogprobs | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class HandoffSource:
     """Where the KV will come from: the sender's name, the hand-off's id there, and where its `PeerPort` listens (host:port; empty
     where it is known by name, as in the embedded cluster)."""
@@ -64,7 +64,7 @@ class HandoffSource:
     address: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class GenerateCall:
     """Starts a reserved sequence. `source` None: the worker prefills it itself."""
 
@@ -84,7 +84,7 @@ class SpanEnd(enum.Enum):
     MOVED = "moved"
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class SourceLost:
     """The KV of hand-off `handoff_id` will not come (any more). The reservation is kept a while, with the first `kept_tokens` positions
     that have come: `resume_source` lets the rest come from elsewhere."""
@@ -94,7 +94,7 @@ class SourceLost:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Span:
     """Tokens `first_index`.. (counted from the first generated token) of one child, all from one step or span of steps.
 
@@ -114,7 +114,7 @@ class Span:
     moving: HandoffSource | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class ResumeCall:
     """Lets the rest of a reservation's KV come from another source. `firsts`: first tokens that the client has already; they hold,
     whatever the new source samples."""
@@ -125,7 +125,7 @@ class ResumeCall:
     firsts: tuple[FirstToken, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class PrefillCall:
     """Computes prompt + accepted tokens, samples one token per child, and offers the KV from `from_token` on under `handoff_id`."""
 
@@ -139,7 +139,7 @@ class PrefillCall:
     age_seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class PrefillReply:
     tokens: tuple[FirstToken, ...]
     queue_seconds: float
@@ -152,9 +152,14 @@ class WorkerRole(enum.Enum):
     MIXED = "mixed"
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class WorkerStatus:
-    """A snapshot, per worker; lists are per dp rank. `reserved_pages` are held for KV that has not all come; empty where none ever are."""
+    """A snapshot, per worker; lists are per dp rank. `reserved_pages` are held for KV that has not all come; empty where none ever are.
+
+    queued_tokens: of prompts, not computed yet, whether they wait or are computing; queued_pairs: pairs of positions that these will
+    attend to. rank_sequences, rank_contexts: sequences that hold pages and the sum of their known tokens. can_prefill: it has a prefill
+    program, in chunks of chunk_tokens at most (0: whole prompts).
+    """
 
     name: str
     role: WorkerRole
@@ -170,9 +175,15 @@ class WorkerStatus:
     handoffs: int = 0
     preemptions: int = 0
     reserved_pages: tuple[int, ...] = ()
+    queued_tokens: int = 0
+    queued_pairs: float = 0.0
+    rank_sequences: tuple[int, ...] = ()
+    rank_contexts: tuple[int, ...] = ()
+    can_prefill: bool = False
+    chunk_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Offer:
     """A block of KV ready to be pulled (perhaps still computing): positions [start, start + valid_tokens) of layer group `group`,
     padded to `block_tokens`, on dp rank `rank` of the sender."""
@@ -185,7 +196,7 @@ class Offer:
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class OfferChecksum:
     """What an offered block must sum to after insertion; follows its offer once it is computed."""
 
@@ -193,7 +204,7 @@ class OfferChecksum:
     checksum: int
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class HandoffEnd:
     """All is offered: how many offers there were, how many positions, and the tokens sampled at the end.
 
@@ -209,7 +220,7 @@ class HandoffEnd:
 PeerMessage = Offer | OfferChecksum | HandoffEnd
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class PeerHello:
     """What must match before two workers hand over KV. `kv_layers` is the KV spec in words; differing fields are refused by name.
 
@@ -226,6 +237,13 @@ class PeerHello:
     boot_id: int = 0
     checksum_key: int = 0
     mesh: MeshCard | None = None
+
+
+async def close_stream(items: object) -> None:
+    """Closes what a port's iterator holds: that cancels. What is no generator has nothing to close."""
+    aclose = getattr(items, "aclose", None)
+    if aclose is not None:
+        await aclose()
 
 
 class PrefillPort(Protocol):

@@ -2,8 +2,10 @@
 
 Workers register, heartbeat with their status, and deregister; nothing is polled. By the age of its last word a worker is LIVE, SUSPECT
 (gets no new requests; running ones go on) or gone: its ports are closed, which ends the calls that run
-through them, and it is forgotten until it registers again. A new boot id under a known name is another process: the old one's ports
-are closed at once. The first worker's model is the roster's; workers of another model are refused by name of the field that differs.
+through them, and it is forgotten until it registers again. A new boot id under a known name is another process: one at the same
+address has taken the old one's place, whose ports are closed at once; one at another address is refused as long as the old one is
+heard of, so that two under one name do not displace each other for ever. The first worker's model is the roster's; workers of another
+model are refused by name of the field that differs.
 
 It knows time by its clock alone, and ports by the factory that it was given; neither JAX nor gRPC. `sweep` must be called now and then.
 The mappings `prefill` and `decode` are live views; iterating one goes over a copy, so that workers may come and go meanwhile.
@@ -16,19 +18,24 @@ from typing import Generic, TypeVar
 
 from jdisagg.clock import Clock
 from jdisagg.dispatch.ports import DecodePort, PrefillPort, WorkerRole, WorkerStatus
-from jdisagg.errors import IncompatiblePeerError, InvalidRequestError
+from jdisagg.errors import IncompatiblePeerError, InvalidRequestError, NameTakenError
 from jdisagg.layout.axes import Layout
+from jdisagg.router.accounts import Accounts
+from jdisagg.router.cluster_state import ClusterState, Description
+from jdisagg.router.decision import GONE_SECONDS, SUSPECT_SECONDS
+from jdisagg.router.hardware import Accelerator
+from jdisagg.router.model_geometry import CostGeometry
+from jdisagg.router.speeds import Kind
 
 HEARTBEAT_SECONDS = 0.25
-SUSPECT_SECONDS = 1.5
-GONE_SECONDS = 3.0
 
 Port = TypeVar("Port")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """The model that a worker serves. `fingerprint` is equal where the weights, their dtype and the KV's geometry are."""
+    """The model that a worker serves. `fingerprint` is equal where the weights, their dtype and the KV's geometry are. `geometry`: what
+    a cost model needs of it; None: seconds are not predicted."""
 
     name: str
     family: str
@@ -37,11 +44,17 @@ class ModelCard:
     dtype: str
     kv_bytes_per_token: int
     fingerprint: str = ""
+    geometry: CostGeometry | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerCard:
-    """What a worker says when it registers. `boot_id` is random at each start; `address`: host:port of its gRPC services."""
+    """What a worker says when it registers. `boot_id` is random at each start; `address`: host:port of its gRPC services.
+
+    place: "rack/host/domain/process" of its devices, where any suffix may be missing: two workers are as close as the parts that they
+    share from the first on; where a fast domain spans hosts, name it as the host. hardware: how fast each device is; None: not known.
+    stages: pipeline stages of layout.devices each.
+    """
 
     name: str
     boot_id: int
@@ -49,6 +62,15 @@ class WorkerCard:
     address: str
     layout: Layout
     model: ModelCard
+    place: str = ""
+    hardware: Accelerator | None = None
+    stages: int = 1
+
+    def description(self) -> Description:
+        """What placement needs of it. How fast it is can be told where both its model and its hardware are described."""
+        if self.model.geometry is None or self.hardware is None:
+            return Description(self.place)
+        return Description(self.place, Kind(self.model.geometry, self.layout, self.hardware, max(1, self.stages), self.model.dtype))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,11 +96,13 @@ class _Entry:
 
 
 class Roster:
-    """`open_ports` makes the ports of a worker that registers. On one event loop; nothing here waits."""
+    """`open_ports` makes the ports of a worker that registers. On one event loop; nothing here waits. `accounts`: the snapshot that
+    placement decides on; kept up to date with every word that is heard."""
 
     def __init__(self, clock: Clock, open_ports: Callable[[WorkerCard], WorkerPorts]) -> None:
         self._clock = clock
         self._open_ports = open_ports
+        self.accounts = Accounts(ClusterState())
         self._entries: dict[str, _Entry] = {}
         self._model: ModelCard | None = None
         self.on_change: Callable[[], None] = lambda: None
@@ -91,7 +115,8 @@ class Roster:
         return self._model
 
     def register(self, card: WorkerCard) -> None:
-        """Takes a worker in, or the same one again. Raises IncompatiblePeerError for another model, InvalidRequestError for no name."""
+        """Takes a worker in, or the same one again. Raises IncompatiblePeerError for another model, InvalidRequestError for no name,
+        NameTakenError while another process of that name lives."""
         if not card.name or not card.address:
             raise InvalidRequestError(
                 f"worker card: name {card.name!r} and address {card.address!r} must not be empty; set --name and --port"
@@ -102,7 +127,9 @@ class Roster:
             known.heard_at = self._clock.now()
             return
         if known is not None:
+            self._check_displaced(known, card)
             self._close(known)
+        self.accounts.state.describe(card.name, card.description())
         self._entries[card.name] = _Entry(card, self._open_ports(card), self._clock.now())
         self.on_change()
 
@@ -113,6 +140,7 @@ class Roster:
             return False
         first = entry.status is None
         entry.heard_at, entry.status = self._clock.now(), status
+        self.accounts.heard(status, entry.heard_at)
         if first:
             self.on_change()
         return True
@@ -135,6 +163,7 @@ class Roster:
         """This process itself did not listen for so long (it was stopped, or busy): that is nobody's silence."""
         for entry in self._entries.values():
             entry.heard_at = min(self._clock.now(), entry.heard_at + seconds)
+            self.accounts.excuse(entry.card.name, entry.heard_at)
 
     def close(self) -> None:
         for entry in list(self._entries.values()):
@@ -166,13 +195,21 @@ class Roster:
         roles = {status.role for status in self.statuses() if not status.draining}
         return WorkerRole.MIXED in roles or roles >= {WorkerRole.PREFILL, WorkerRole.DECODE}
 
+    def _check_displaced(self, known: _Entry, card: WorkerCard) -> None:
+        if known.card.address != card.address and self._age(known) <= SUSPECT_SECONDS:
+            raise NameTakenError(
+                f"worker {card.name!r} at {card.address}: a worker of that name lives at {known.card.address}; "
+                "give each its own --name, or end the other",
+                retry_after_seconds=SUSPECT_SECONDS,
+            )
+
     def _check_model(self, card: WorkerCard) -> None:
         if self._model is None:
             self._model = card.model
             return
         for field in fields(ModelCard):
             ours, theirs = getattr(self._model, field.name), getattr(card.model, field.name)
-            if field.name != "name" and ours != theirs:
+            if field.name not in ("name", "geometry") and ours != theirs:
                 raise IncompatiblePeerError(
                     f"worker {card.name!r}: its model's {field.name} is {theirs!r}, and this cluster serves {ours!r}: "
                     "start it with the same model and settings, or against another router"
@@ -184,6 +221,7 @@ class Roster:
         self.on_change()
 
     def _close(self, entry: _Entry) -> None:
+        self.accounts.forget(entry.card.name)
         entry.ports.close()
 
     def _age(self, entry: _Entry) -> float:

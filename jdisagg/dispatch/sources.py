@@ -2,10 +2,13 @@
 
 Whoever notices first that a source fails, the prefill's call or the decode worker's pulls, the decode worker is told of the next one and
 answers from which position on it still needs the KV; the new prefill computes all and sends the rest. First tokens that went out hold:
-the decode worker is told them, so that nothing is sampled twice. Bounded: after `MOST_SOURCES` the leg fails.
+the decode worker is told them, so that nothing is sampled twice. Bounded: after `MOST_SOURCES` the leg fails, and the
+decode worker is avoided, too.
 """
 
 import asyncio
+import contextlib
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING
 
 from jdisagg.dispatch.ports import HandoffSource, PrefillCall, ResumeCall, SourceLost
@@ -27,16 +30,19 @@ class Sources:
         self._hold = hold
         self._trip = leg.trip
         self._used = 1
+        self._news = asyncio.Event()
 
     async def run(self, worker: str) -> None:
         """Prefills at `worker`, or another, and decodes; returns when the decoding ended. Raises what ends the leg."""
         leg = self._leg
         source = self._source(worker)
-        decoding = asyncio.create_task(leg.decode(self._hold, source))
-        computing: asyncio.Task[None] | None = asyncio.create_task(self._prefill(source, 0))
+        leg.on_lost = self._news.set
+        decoding = self._begin(leg.decode(self._hold, source))
+        computing: asyncio.Task[None] | None = self._begin(self._prefill(source, 0))
         try:
             while (trouble := await self._trouble(decoding, computing, source)) is not None:
                 if self._used == MOST_SOURCES:
+                    leg.failed.add(self._hold.worker)  # so many cannot all be at fault
                     raise HandoffError(f"{MOST_SOURCES} sources failed, the last one so: {trouble.message}") from trouble
                 await self._give_up(computing, source, FAILED_CLOSE_SECONDS)
                 leg.failed.add(source.worker)
@@ -45,7 +51,7 @@ class Sources:
                 if source.worker in leg.failed:
                     await asyncio.sleep(BACKOFF_SECONDS * 2**self._used)
                 kept = await self._resume(source, decoding)
-                computing = None if kept is None else asyncio.create_task(self._prefill(source, kept))
+                computing = None if kept is None else self._begin(self._prefill(source, kept))
             decoding.result()
             if computing is not None and not computing.done():
                 await self._give_up(computing, source)
@@ -55,34 +61,41 @@ class Sources:
             await self._give_up(computing, source)
             raise
 
+    def _begin(self, part: Coroutine[object, object, None]) -> "asyncio.Task[None]":
+        """A task whose end is news."""
+        task = asyncio.create_task(part)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, _: "asyncio.Task[None]") -> None:
+        self._news.set()
+
     async def _trouble(
         self, decoding: "asyncio.Task[None]", computing: "asyncio.Task[None] | None", source: HandoffSource
     ) -> UnavailableError | OverloadedError | None:
         """Waits until the decoding ended (None) or the source failed (why). Raises what no other source would make good."""
         while True:
-            losing = asyncio.create_task(self._leg.lost.get())
-            try:
-                busy = {computing} if computing is not None and not _succeeded(computing) else set()
-                await asyncio.wait({decoding, losing, *busy}, return_when=asyncio.FIRST_COMPLETED)
-                if decoding.done():
-                    return None
-                if losing.done():
-                    if losing.result().handoff_id == source.handoff_id:
-                        return _lost(losing.result(), source)
-                    continue
-                assert computing is not None and computing.done()
+            self._news.clear()
+            if decoding.done():
+                return None
+            while self._leg.lost:
+                lost = self._leg.lost.popleft()
+                if lost.handoff_id == source.handoff_id:
+                    return _lost(lost, source)
+            if computing is not None and computing.done() and not _succeeded(computing):
                 error = computing.exception()
                 if isinstance(error, HandoffError):
                     # The receiver gave up: because it preempted us, then it says so, or because the source failed it, then too.
-                    await asyncio.wait({decoding, losing}, timeout=CLOSE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(CLOSE_SECONDS):
+                            await self._news.wait()
                     if decoding.done():
                         return None
                 if isinstance(error, UnavailableError) or (isinstance(error, OverloadedError) and self._used > 1):
                     return error
                 if error is not None:
                     raise error
-            finally:
-                losing.cancel()
+            await self._news.wait()
 
     async def _resume(self, source: HandoffSource, decoding: "asyncio.Task[None]") -> int | None:
         call = ResumeCall(self._hold.key, self._hold.attempt, source, self._leg.posted_firsts)
@@ -99,6 +112,7 @@ class Sources:
         return kept
 
     def _source(self, worker: str) -> HandoffSource:
+        self._leg.source = worker
         return HandoffSource(worker, self._trip.new_id(), self._trip.cluster.address(worker))
 
     async def _prefill(self, source: HandoffSource, from_token: int) -> None:
@@ -112,6 +126,7 @@ class Sources:
             deadline_seconds=self._trip.remaining(),
             age_seconds=self._trip.age(),
         )
+        self._leg.notes.prefill_sent()
         reply = await self._trip.cluster.prefill_port(source.worker).prefill(call)
         self._trip.post(Waited(reply.queue_seconds))
         self._leg.post_firsts(reply.tokens)

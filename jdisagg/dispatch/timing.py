@@ -15,7 +15,8 @@ class _Tokens:
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Instants on one local clock. `queue_seconds` is what was spent waiting for pages and for a place in a prefill batch."""
+    """Instants on one local clock. `queue_seconds` is what was spent waiting at the router, for pages and for a place in a prefill
+    batch."""
 
     started_at: float
     queue_seconds: float = 0.0

@@ -21,7 +21,9 @@ import itertools
 import os.path
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
+
+from jdisagg.request import Request
 
 UNFINISHED = "\ufffd"
 MAX_HELD_CHARACTERS = 3
@@ -56,6 +58,11 @@ class TokenStream:
         self._detokenizer = IncrementalDetokenizer(detokenizer, prompt_token_ids)
         self._stops = StopStrings(stop)
         self._unguarded_tokens = min_tokens
+
+    @classmethod
+    def of(cls, detokenizer: Detokenizer, request: Request) -> Self:
+        """The text of one child of a request."""
+        return cls(detokenizer, request.prompt_token_ids, request.sampling.stop, request.sampling.min_tokens)
 
     @property
     def stopped(self) -> bool:

@@ -3,14 +3,14 @@
 Plain data and small helpers; decides nothing.
 """
 
-import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Protocol, TypeVar
 
+from jdisagg.clock import limit
 from jdisagg.dispatch.ports import Child, DecodePort, PrefillPort, Reservation, ReserveCall
 from jdisagg.errors import JdisaggError, UnavailableError
+from jdisagg.plain import plain
 from jdisagg.request import Request, TokenLogprobs
 
 CLOSE_SECONDS = 5.0
@@ -20,7 +20,7 @@ FAILED_CLOSE_SECONDS = 0.5
 Port = TypeVar("Port")
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Tokens:
     child: int
     first_index: int
@@ -30,26 +30,26 @@ class Tokens:
     exposed_transfer_seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Waited:
     """Time spent in queues before any token."""
 
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Preempted:
     child: int
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Retried:
     """Something failed inside the leg and was made up for: `cause` is the name of its counter."""
 
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class LegEnded:
     """The leg is over; `error` is None when every child came to its own end."""
 
@@ -57,7 +57,7 @@ class LegEnded:
     error: Exception | None
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class DeadlinePassed:
     """The request's time is over; posted once, by the journey's own timer."""
 
@@ -65,7 +65,7 @@ class DeadlinePassed:
 Fact = Tokens | Waited | Preempted | Retried | LegEnded | DeadlinePassed
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Cluster:
     """The ports of all workers, by name; the mappings may be live. `address`: where a worker listens, for its peers; empty where
     they know it by name."""
@@ -83,7 +83,23 @@ class Cluster:
         return _port(self.decode, name)
 
 
-@dataclass(frozen=True, slots=True)
+class Notes(Protocol):
+    """Who keeps account of what a leg has its workers do. Each may be said more than once."""
+
+    def prefill_sent(self) -> None: ...
+    def prefilled(self) -> None: ...
+    def worked(self, workers: Iterable[str]) -> None: ...
+
+
+class Unheard:
+    """Nobody does."""
+
+    def prefill_sent(self) -> None: ...
+    def prefilled(self) -> None: ...
+    def worked(self, workers: Iterable[str]) -> None: ...
+
+
+@plain
 class Hold:
     """A reservation at a decode worker, made under `attempt`."""
 
@@ -97,7 +113,7 @@ class Hold:
         return self.reservation.reservation_id
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Trip:
     """What all parts of a leg know of its request. `next_attempt` draws attempt numbers; `choose_prefill` and `choose_decode` name another
     worker than these, or raise UnavailableError."""
@@ -127,16 +143,8 @@ class Trip:
 
 async def quietly(call: Awaitable[None], seconds: float = CLOSE_SECONDS) -> None:
     """A clean-up call whose failure changes nothing: the worker's lease frees what it missed."""
-    with contextlib.suppress(JdisaggError, TimeoutError):
-        async with asyncio.timeout(seconds):
-            await call
-
-
-async def close(items: object) -> None:
-    """Closing a port's iterator cancels; what is no generator has nothing to close."""
-    aclose = getattr(items, "aclose", None)
-    if aclose is not None:
-        await aclose()
+    with contextlib.suppress(JdisaggError, TimeoutError), limit(seconds):
+        await call
 
 
 def _port(ports: Mapping[str, Port], name: str) -> Port:

@@ -4,8 +4,7 @@ It drives the ports of one pair itself, because the path would choose a pair of 
 """
 
 import asyncio
-import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jdisagg.dispatch.ports import (
     Child,
@@ -18,15 +17,16 @@ from jdisagg.dispatch.ports import (
     SpanEnd,
     WorkerRole,
     WorkerStatus,
+    close_stream,
 )
-from jdisagg.errors import HandoffError, JdisaggError, UnavailableError
+from jdisagg.dispatch.trip import quietly
+from jdisagg.errors import HandoffError, UnavailableError, first_error
 from jdisagg.observe.canary import Pair
 from jdisagg.request import Request, SamplingParams
 
 CANARY_TENANT = "jdisagg-canary"
 PROMPT_TOKENS = 16
 NEW_TOKENS = 2  # the second one is decoded from KV that was handed over
-CLOSE_SECONDS = 5.0
 
 
 def pairs_of(statuses: Sequence[WorkerStatus]) -> tuple[Pair, ...]:
@@ -72,10 +72,10 @@ class PortProbe:
                     tasks.create_task(_compute(prefill, call))
         except BaseExceptionGroup as group:
             if prefill is not None and source is not None:
-                await _quietly(prefill.cancel_prefill(source.handoff_id))
-            raise _first(group) from group
+                await quietly(prefill.cancel_prefill(source.handoff_id))
+            raise first_error(group) from group
         finally:
-            await _quietly(decode.cancel(reservation.reservation_id))
+            await quietly(decode.cancel(reservation.reservation_id))
 
     async def _generate(self, decode: DecodePort, call: GenerateCall) -> None:
         spans = decode.generate(call)
@@ -86,9 +86,7 @@ class PortProbe:
                     raise HandoffError(span.lost.reason)
                 ended = ended or span.end in (SpanEnd.LENGTH, SpanEnd.STOP)
         finally:
-            close = getattr(spans, "aclose", None)
-            if close is not None:
-                await close()
+            await close_stream(spans)
         if not ended:
             raise HandoffError("the canary's stream stopped before its last token")
 
@@ -101,17 +99,3 @@ def _request(request_id: str) -> Request:
 
 async def _compute(prefill: PrefillPort, call: PrefillCall) -> None:
     await prefill.prefill(call)
-
-
-async def _quietly(call: Awaitable[None]) -> None:
-    """What it misses, the workers' leases free."""
-    with contextlib.suppress(JdisaggError, TimeoutError):
-        async with asyncio.timeout(CLOSE_SECONDS):
-            await call
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -7,12 +7,14 @@ come from small fixed sets (worker, codec, cause), never from requests.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import generate_latest
 
+from jdisagg.dispatch.roles import AdviceReport
 from jdisagg.observe.canary import Canary
+from jdisagg.observe.elastic import AdviceGauges
 from jdisagg.observe.sources import CanaryAges, Compilations, Snapshots, StatusesOf, StatusOf, Watched
 from jdisagg.telemetry import Counters
 
@@ -23,6 +25,7 @@ SECONDS_BUCKETS = (
     *(0.001, 0.0015, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
     *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0),
 )
+RATIO_BUCKETS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 
 
 class Metrics:
@@ -47,8 +50,22 @@ class Metrics:
         self.pulls = self._counter("pulls", "Pulls of blocks, by how they ended.", "source", "destination", "result")
         self.pull_seconds = self._seconds("pull", "From posting a pull to the block's arrival.", "source", "destination")
         self.exposed = self._seconds("exposed_transfer", "What of a hand-off remained after the prefill's last operation.", "destination")
+        self.prediction_error = self._seconds("prediction_error", "How far the router's prediction of a request was off.", "what")
+        self.prediction_ratio = Histogram(
+            "jdisagg_actual_over_predicted_ratio",
+            "What a request took, in parts of what the router predicted: first token (ttft), time per output token (tpot).",
+            ("what",),
+            registry=self.registry,
+            buckets=RATIO_BUCKETS,
+        )
         self.step_seconds = self._seconds("step", "Commands on a mesh, from the end of the one before.", "worker", "command")
         self.registry.register(self._snapshots)
+
+    def measured(self, what: str, predicted: float, actual: float) -> None:
+        """A request's "ttft" or "tpot", in seconds."""
+        self.prediction_error.labels(what).observe(abs(actual - predicted))
+        if predicted > 0:
+            self.prediction_ratio.labels(what).observe(actual / predicted)
 
     def watch_counters(self, owner: str, counters: Counters) -> None:
         """Exports what `owner` counts, under whatever names it counts it."""
@@ -65,6 +82,9 @@ class Metrics:
     def watch_canary(self, canary: Canary, now: Callable[[], float]) -> None:
         self.registry.register(CanaryAges(canary, now))
 
+    def watch_advice(self, advice: Callable[[], AdviceReport]) -> None:
+        self.registry.register(AdviceGauges(advice))
+
     def unwatch(self, name: str) -> None:
         """A worker that has left. Idempotent."""
         self._watched = [watched for watched in self._watched if watched.owner != name]
@@ -80,8 +100,3 @@ class Metrics:
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(f"jdisagg_{name}", help_text, labels, registry=self.registry)
-
-
-def value_of(metrics: Metrics, name: str, labels: Sequence[tuple[str, str]] = ()) -> float:
-    """One sample by its exported name, 0 where there is none: for tests and tables."""
-    return metrics.registry.get_sample_value(name, dict(labels)) or 0.0

@@ -2,22 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Protocol
 
+from jdisagg.dispatch.outcomes import Path
 from jdisagg.dispatch.ports import WorkerStatus
 from jdisagg.observe.observer import Observer
 from jdisagg.observe.timeline import request_ref
 from jdisagg.request import Request, StreamEvent
-
-
-class Path(Protocol):
-    """The part of `RequestPath` that the front uses."""
-
-    def stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]: ...
-
-    async def status(self) -> tuple[WorkerStatus, ...]: ...
-
-    async def drain(self) -> None: ...
 
 
 class ObservedPath:

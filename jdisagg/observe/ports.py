@@ -25,6 +25,7 @@ from jdisagg.dispatch.ports import (
     Span,
     SpanEnd,
     WorkerStatus,
+    close_stream,
 )
 from jdisagg.observe.observer import Observer
 from jdisagg.observe.timeline import Value, handoff_ref, offer_ref, request_ref, reservation_ref
@@ -126,9 +127,7 @@ class ObservedDecodePort:
                     yield span
         finally:
             self._held.pop(call.reservation_id, None)
-            close = getattr(spans, "aclose", None)
-            if close is not None:
-                await close()
+            await close_stream(spans)
 
     async def resume_source(self, call: ResumeCall) -> int | None:
         observer, held = self._observer, self._held.get(call.reservation_id)
@@ -207,9 +206,7 @@ class ObservedPeerPort:
                     self._settle(handoff_id, receiving)
                 yield message
         finally:
-            close = getattr(messages, "aclose", None)
-            if close is not None:
-                await close()
+            await close_stream(messages)
 
     async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
         receiving = self._receiving.get(handoff_id)

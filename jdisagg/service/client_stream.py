@@ -24,6 +24,8 @@ from jdisagg.service.wire_generation import ClientRequest
 DEADLINE_SLACK_SECONDS = 5.0
 FIRST_PAUSE_SECONDS = 0.05
 MAX_PAUSE_SECONDS = 1.0
+# What gRPC says of a call that was cancelled, or whose channel was closed, on this side.
+GIVEN_UP_HERE = ("Locally cancelled by application!", "Channel closed!")
 
 
 class ResumableStream:
@@ -33,7 +35,7 @@ class ResumableStream:
         options = asked.options
         if options.get("seed") is None:
             options = {**options, "seed": secrets.randbelow(MAX_SEED)}
-        self._asked = replace(asked, request_id=asked.request_id or uuid.uuid4().hex, options=options)
+        self._asked = replace(asked, request_id=asked.request_id or uuid.uuid4().hex, life=secrets.randbits(64), options=options)
         self._resume_seconds = resume_seconds
         self._started_at = time.monotonic()
         self._heard_at = self._started_at
@@ -146,9 +148,11 @@ def typed_error(error: grpc.RpcError) -> JdisaggError:
 
 
 def lost(error: grpc.RpcError) -> bool:
-    """Whether the connection failed, and not a jdisagg server that answered."""
+    """Whether the connection failed, and not a jdisagg server that answered. A server that ends just as a call comes to it drops the call,
+    which is CANCELLED then; so is what this side gave up itself, in gRPC's own words."""
     status = status_of(error)
-    return status.code == "UNAVAILABLE" and wire.ERROR_KEY not in dict(status.metadata)
+    gone = status.code == "UNAVAILABLE" or (status.code == "CANCELLED" and status.details not in GIVEN_UP_HERE)
+    return gone and wire.ERROR_KEY not in dict(status.metadata)
 
 
 def never_sent(error: grpc.RpcError) -> bool:

@@ -106,7 +106,7 @@ class DisconnectPeer(_message.Message):
     def __init__(self, peer: _Optional[str] = ...) -> None: ...
 
 class PullBlock(_message.Message):
-    __slots__ = ("offer_id", "rank", "group", "block_tokens", "deadline_seconds", "peer", "codec")
+    __slots__ = ("offer_id", "rank", "group", "block_tokens", "deadline_seconds", "peer", "codec", "source_rank")
     OFFER_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +114,7 @@ class PullBlock(_message.Message):
     DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_RANK_FIELD_NUMBER: _ClassVar[int]
     offer_id: int
     rank: int
     group: int
@@ -121,7 +122,8 @@ class PullBlock(_message.Message):
     deadline_seconds: float
     peer: str
     codec: str
-    def __init__(self, offer_id: _Optional[int] = ..., rank: _Optional[int] = ..., group: _Optional[int] = ..., block_tokens: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., peer: _Optional[str] = ..., codec: _Optional[str] = ...) -> None: ...
+    source_rank: int
+    def __init__(self, offer_id: _Optional[int] = ..., rank: _Optional[int] = ..., group: _Optional[int] = ..., block_tokens: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., peer: _Optional[str] = ..., codec: _Optional[str] = ..., source_rank: _Optional[int] = ...) -> None: ...
 
 class InsertBlock(_message.Message):
     __slots__ = ("offer_id", "rank", "group", "block_tokens", "valid_tokens", "start", "pages", "checksum_key", "peer", "codec")

@@ -10,7 +10,7 @@ Knows no service. Every call but a stream that its caller bounds has a deadline.
 
 import asyncio
 import pathlib
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -97,6 +97,14 @@ class Credentials:
 NO_CREDENTIALS = Credentials()
 
 
+def open_channel(address: str, credentials: Credentials, options: Sequence[tuple[str, int | str]]) -> grpc.aio.Channel:
+    """A channel of grpc.aio, on the event loop that will use it."""
+    keep_grpc_alive()
+    if credentials.tls:
+        return grpc.aio.secure_channel(address, credentials.channel(), options)
+    return grpc.aio.insecure_channel(address, options)
+
+
 def read_secret(path: str) -> bytes:
     """The bytes of a file, none where there is no path. Raises ConfigError."""
     try:
@@ -121,11 +129,7 @@ class Connection:
             *RECONNECT_OPTIONS,
             *credentials.options(),
         ]
-        keep_grpc_alive()
-        if credentials.tls:
-            self.channel = grpc.aio.secure_channel(address, credentials.channel(), options)
-        else:
-            self.channel = grpc.aio.insecure_channel(address, options)
+        self.channel = open_channel(address, credentials, options)
 
     async def call(self, method: Callable[..., Awaitable[Reply]], request: Message, seconds: float, any_boot: bool = False) -> Reply:
         """One answer. Raises our typed errors; UnavailableError when the peer is away or goes away."""

@@ -9,8 +9,8 @@ import importlib.resources
 import pathlib
 import sys
 
-PROTOS = ("common", "generation", "workers", "commands", "registry", "kv_plane", "instance")
-SERVICES = ("generation", "workers", "registry", "kv_plane", "instance")
+PROTOS = ("common", "generation", "workers", "commands", "registry", "kv_plane", "instance", "roles")
+SERVICES = ("generation", "workers", "registry", "kv_plane", "instance", "roles")
 HERE = pathlib.Path(__file__).resolve().parent
 
 

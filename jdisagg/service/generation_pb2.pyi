@@ -51,7 +51,7 @@ class ChatMessages(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "chat", "sampling", "request_id", "deadline_seconds", "tenant", "priority", "resumption", "accepted")
+    __slots__ = ("text", "token_ids", "chat", "sampling", "request_id", "deadline_seconds", "tenant", "priority", "resumption", "accepted", "life")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     RESUMPTION_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    LIFE_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
     chat: ChatMessages
@@ -72,7 +73,8 @@ class GenerateRequest(_message.Message):
     priority: int
     resumption: int
     accepted: _containers.RepeatedCompositeFieldContainer[AcceptedTokens]
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., deadline_seconds: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., resumption: _Optional[int] = ..., accepted: _Optional[_Iterable[_Union[AcceptedTokens, _Mapping]]] = ...) -> None: ...
+    life: int
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., deadline_seconds: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., resumption: _Optional[int] = ..., accepted: _Optional[_Iterable[_Union[AcceptedTokens, _Mapping]]] = ..., life: _Optional[int] = ...) -> None: ...
 
 class AcceptedTokens(_message.Message):
     __slots__ = ("child", "token_ids", "finish_reason")
@@ -193,7 +195,53 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("workers",)
+    __slots__ = ("workers", "waiting", "decisions", "accounts")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    ACCOUNTS_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerStatus]
-    def __init__(self, workers: _Optional[_Iterable[_Union[_common_pb2.WorkerStatus, _Mapping]]] = ...) -> None: ...
+    waiting: int
+    decisions: _containers.RepeatedCompositeFieldContainer[PastDecision]
+    accounts: _containers.RepeatedCompositeFieldContainer[WorkerAccount]
+    def __init__(self, workers: _Optional[_Iterable[_Union[_common_pb2.WorkerStatus, _Mapping]]] = ..., waiting: _Optional[int] = ..., decisions: _Optional[_Iterable[_Union[PastDecision, _Mapping]]] = ..., accounts: _Optional[_Iterable[_Union[WorkerAccount, _Mapping]]] = ...) -> None: ...
+
+class PastDecision(_message.Message):
+    __slots__ = ("age_seconds", "kind", "reason", "prefill", "decode", "prompt_tokens", "predicted_ttft_seconds", "predicted_step_seconds", "ttft_seconds", "tpot_seconds")
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TTFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TPOT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    age_seconds: float
+    kind: str
+    reason: str
+    prefill: str
+    decode: str
+    prompt_tokens: int
+    predicted_ttft_seconds: float
+    predicted_step_seconds: float
+    ttft_seconds: float
+    tpot_seconds: float
+    def __init__(self, age_seconds: _Optional[float] = ..., kind: _Optional[str] = ..., reason: _Optional[str] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., predicted_ttft_seconds: _Optional[float] = ..., predicted_step_seconds: _Optional[float] = ..., ttft_seconds: _Optional[float] = ..., tpot_seconds: _Optional[float] = ...) -> None: ...
+
+class WorkerAccount(_message.Message):
+    __slots__ = ("worker", "legs", "unseen_tokens", "unseen_pages", "committed_pages", "barred_seconds")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    LEGS_FIELD_NUMBER: _ClassVar[int]
+    UNSEEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    UNSEEN_PAGES_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    BARRED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    legs: int
+    unseen_tokens: int
+    unseen_pages: int
+    committed_pages: int
+    barred_seconds: float
+    def __init__(self, worker: _Optional[str] = ..., legs: _Optional[int] = ..., unseen_tokens: _Optional[int] = ..., unseen_pages: _Optional[int] = ..., committed_pages: _Optional[int] = ..., barred_seconds: _Optional[float] = ...) -> None: ...

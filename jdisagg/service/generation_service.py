@@ -43,6 +43,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             tenant=asked.tenant,
             priority=asked.priority,
             resumption=asked.resumption,
+            life=asked.life,
             **asked.options,
         )
         assert built.deadline_seconds is not None, "the front gives every request one"
@@ -66,7 +67,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return wire_generation.model_to_proto(self._frontend.model)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: grpc.aio.ServicerContext) -> pb.GetStatusResponse:
-        return pb.GetStatusResponse(workers=map(wire.worker_status_to_proto, await self._frontend.status()))
+        reply = wire_generation.routing_to_proto(self._frontend.routing())
+        reply.workers.extend(map(wire.worker_status_to_proto, await self._frontend.status()))
+        return reply
 
 
 def _deadline(asked_seconds: float | None, call_seconds: float | None) -> float | None:

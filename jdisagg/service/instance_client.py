@@ -10,8 +10,7 @@ from jdisagg.errors import UnavailableError
 from jdisagg.instance.messages import FollowerMessage, LeaderMessage
 from jdisagg.service import instance_pb2 as pb
 from jdisagg.service import instance_pb2_grpc
-from jdisagg.service.connection import NO_CREDENTIALS, Credentials
-from jdisagg.service.grpc_life import keep_grpc_alive
+from jdisagg.service.connection import NO_CREDENTIALS, Credentials, open_channel
 from jdisagg.service.instance_server import MESSAGE_BYTES
 from jdisagg.service.instance_wire import follower_message_to_proto, leader_message_from_proto
 
@@ -25,11 +24,7 @@ class LeaderConnection:
         self.patience_seconds = CONNECT_SECONDS  # until the leader answers
         self._address = address
         limits = (("grpc.max_receive_message_length", MESSAGE_BYTES), ("grpc.max_send_message_length", MESSAGE_BYTES))
-        keep_grpc_alive()
-        if credentials.tls:
-            self._channel = grpc.aio.secure_channel(address, credentials.channel(), options=(*limits, *credentials.options()))
-        else:
-            self._channel = grpc.aio.insecure_channel(address, options=limits)
+        self._channel = open_channel(address, credentials, (*limits, *credentials.options()))
         self._outgoing: asyncio.Queue[FollowerMessage | None] = asyncio.Queue()
 
     def send(self, message: FollowerMessage) -> None:

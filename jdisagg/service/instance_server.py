@@ -12,12 +12,13 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 
+from jdisagg.address import host_port
 from jdisagg.errors import ConfigError, InvalidRequestError, JdisaggError
 from jdisagg.instance.followers import Followers, FollowerSession
 from jdisagg.instance.messages import Join
 from jdisagg.service import instance_pb2 as pb
 from jdisagg.service import instance_pb2_grpc, wire
-from jdisagg.service.grpc_life import keep_grpc_alive
+from jdisagg.service.grpc_life import bind, new_server
 from jdisagg.service.instance_wire import follower_message_from_proto, leader_message_to_proto
 
 JOIN_SECONDS = 10.0
@@ -77,9 +78,8 @@ class InstanceServer:
 
     def __init__(self, followers: Followers, credentials: grpc.ServerCredentials | None = None) -> None:
         self._credentials = credentials
-        keep_grpc_alive()
-        self._server = grpc.aio.server(
-            options=(
+        self._server = new_server(
+            (
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MESSAGE_BYTES),
@@ -89,14 +89,12 @@ class InstanceServer:
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Binds and serves; returns the address, host:port."""
-        name = f"[{host}]" if ":" in host else host
         try:
-            address, secure = f"{name}:{port}", self._credentials
-            bound = self._server.add_secure_port(address, secure) if secure else self._server.add_insecure_port(address)
+            bound = bind(self._server, host, port, self._credentials)
         except RuntimeError as error:
             raise ConfigError(f"instance cannot listen on {host}:{port}: {error}; choose another host or port") from error
         await self._server.start()
-        return f"{name}:{bound}"
+        return host_port(host, bound)
 
     async def stop(self) -> None:
         await self._server.stop(grace=GRACE_SECONDS)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from jdisagg.service import common_pb2 as jdisagg_dot_service_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ejdisagg/service/kv_plane.proto\x12\njdisagg.v1\x1a\x1cjdisagg/service/common.proto\"r\n\nKvEnvelope\x12!\n\x06sender\x18\x01 \x01(\x0b\x32\x11.jdisagg.v1.KvEnd\x12\x18\n\x10receiver_boot_id\x18\x02 \x01(\x04\x12\'\n\x08messages\x18\x03 \x03(\x0b\x32\x15.jdisagg.v1.KvMessage\"\t\n\x07KvReply\"?\n\x08KvWanted\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\x03\x12\x0f\n\x07process\x18\x02 \x01(\x03\x12\x12\n\nhead_shard\x18\x03 \x01(\x03\"\xc6\x02\n\rKvPullRequest\x12\x0f\n\x07pull_id\x18\x01 \x01(\x04\x12\x10\n\x08offer_id\x18\x02 \x01(\x04\x12\x16\n\x0esender_boot_id\x18\x03 \x01(\x04\x12\x0c\n\x04link\x18\x04 \x01(\x03\x12\x12\n\ntransports\x18\x05 \x01(\x03\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x06 \x01(\x01\x12\r\n\x05\x63odec\x18\x07 \x01(\t\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x12\n\ncomponents\x18\t \x01(\x03\x12\x0f\n\x07granule\x18\n \x01(\x03\x12\x0e\n\x06tokens\x18\x0b \x01(\x03\x12\x11\n\thead_size\x18\x0c \x01(\x03\x12\x13\n\x0bhead_shards\x18\r \x01(\x03\x12$\n\x06wanted\x18\x0e \x03(\x0b\x32\x14.jdisagg.v1.KvWanted\x12\x0f\n\x07process\x18\x0f \x01(\x03\x12\x0c\n\x04turn\x18\x10 \x01(\x03\"B\n\rKvPostedPiece\x12\x0e\n\x06source\x18\x01 \x01(\x03\x12\x13\n\x0b\x64\x65stination\x18\x02 \x01(\x03\x12\x0c\n\x04part\x18\x03 \x01(\x03\"t\n\x08KvPosted\x12\x0f\n\x07pull_id\x18\x01 \x01(\x04\x12\x0c\n\x04link\x18\x02 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05heads\x18\x04 \x01(\x03\x12)\n\x06pieces\x18\x05 \x03(\x0b\x32\x19.jdisagg.v1.KvPostedPiece\"<\n\tKvRefused\x12\x0f\n\x07pull_id\x18\x01 \x01(\x04\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x1b\n\x08KvPulled\x12\x0f\n\x07pull_id\x18\x01 \x01(\x04\"\x1d\n\nKvWithdraw\x12\x0f\n\x07pull_id\x18\x01 \x01(\x04\"\x17\n\x07KvLeave\x12\x0c\n\x04link\x18\x01 \x01(\x03\"\x92\x02\n\tKvMessage\x12\x31\n\x0cpull_request\x18\x01 \x01(\x0b\x32\x19.jdisagg.v1.KvPullRequestH\x00\x12&\n\x06posted\x18\x02 \x01(\x0b\x32\x14.jdisagg.v1.KvPostedH\x00\x12(\n\x07refused\x18\x03 \x01(\x0b\x32\x15.jdisagg.v1.KvRefusedH\x00\x12&\n\x06pulled\x18\x04 \x01(\x0b\x32\x14.jdisagg.v1.KvPulledH\x00\x12*\n\x08withdraw\x18\x05 \x01(\x0b\x32\x16.jdisagg.v1.KvWithdrawH\x00\x12$\n\x05leave\x18\x06 \x01(\x0b\x32\x13.jdisagg.v1.KvLeaveH\x00\x42\x06\n\x04kind2>\n\x07KvPlane\x12\x33\n\x04Send\x12\x16.jdisagg.v1.KvEnvelope\x1a\x13.jdisagg.v1.KvReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ejdisagg/service/kv_plane.proto\x12\njdisagg.v1\x1a\x1cjdisagg/service/common.proto\"r\n\nKvEnvelope\x12!\n\x06sender\x18\x01 \x01(\x0b\x32\x11.jdisagg.v1.KvEnd\x12\x18\n\x10receiver_boot_id\x18\x02 \x01(\x04\x12\'\n\x08messages\x18\x03 \x03(\x0b\x32\x15.jdisagg.v1.KvMessage\"\t\n\x07KvReply\"?\n\x08KvWanted\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\x03\x12\x0f\n\x07process\x18\x02 \x01(\x03\x12\x12\n\nhead_shard\x18\x03 \x01(\x03\"B\n\x06KvOpen\x12\x16\n\x0esender_boot_id\x18\x01 \x01(\x04\x12\x0c\n\x04link\x18\x02 \x01(\x03\x12\x12\n\ntransports\x18\x03 \x01(\x03\")\n\x08KvOpened\x12\x0c\n\x04link\x18\x01 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"\x82\x03\n\rKvPullRequest\x12\x0f\n\x07pull_id\x18\x01 \x01(\x04\x12\x10\n\x08offer_id\x18\x02 \x01(\x04\x12\x16\n\x0esender_boot_id\x18\x03 \x01(\x04\x12\x0c\n\x04link\x18\x04 \x01(\x03\x12\x12\n\ntransports\x18\x05 \x01(\x03\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x06 \x01(\x01\x12\r\n\x05\x63odec\x18\x07 \x01(\t\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x12\n\ncomponents\x18\t \x01(\x03\x12\x0f\n\x07granule\x18\n \x01(\x03\x12\x0e\n\x06tokens\x18\x0b \x01(\x03\x12\x11\n\thead_size\x18\x0c \x01(\x03\x12\x13\n\x0bhead_shards\x18\r \x01(\x03\x12$\n\x06wanted\x18\x0e \x03(\x0b\x32\x14.jdisagg.v1.KvWanted\x12\x0f\n\x07process\x18\x0f \x01(\x03\x12\x0c\n\x04turn\x18\x10 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x11 \x01(\t\x12)\n\x06pieces\x18\x12 \x03(\x0b\x32\x19.jdisagg.v1.KvPostedPiece\"B\n\rKvPostedPiece\x12\x0e\n\x06source\x18\x01 \x01(\x03\x12\x13\n\x0b\x64\x65stination\x18\x02 \x01(\x03\x12\x0c\n\x04part\x18\x03 \x01(\x03\"t\n\x08KvPosted\x12\x0f\n\x07pull_id\x18\x01 \x01(\x04\x12\x0c\n\x04link\x18\x02 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05heads\x18\x04 \x01(\x03\x12)\n\x06pieces\x18\x05 \x03(\x0b\x32\x19.jdisagg.v1.KvPostedPiece\"<\n\tKvRefused\x12\x0f\n\x07pull_id\x18\x01 \x01(\x04\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x1b\n\x08KvPulled\x12\x0f\n\x07pull_id\x18\x01 \x01(\x04\",\n\nKvWithdraw\x12\x0f\n\x07pull_id\x18\x01 \x01(\x04\x12\r\n\x05\x61head\x18\x02 \x01(\x08\"\x17\n\x07KvLeave\x12\x0c\n\x04link\x18\x01 \x01(\x03\"\xde\x02\n\tKvMessage\x12\x31\n\x0cpull_request\x18\x01 \x01(\x0b\x32\x19.jdisagg.v1.KvPullRequestH\x00\x12&\n\x06posted\x18\x02 \x01(\x0b\x32\x14.jdisagg.v1.KvPostedH\x00\x12(\n\x07refused\x18\x03 \x01(\x0b\x32\x15.jdisagg.v1.KvRefusedH\x00\x12&\n\x06pulled\x18\x04 \x01(\x0b\x32\x14.jdisagg.v1.KvPulledH\x00\x12*\n\x08withdraw\x18\x05 \x01(\x0b\x32\x16.jdisagg.v1.KvWithdrawH\x00\x12$\n\x05leave\x18\x06 \x01(\x0b\x32\x13.jdisagg.v1.KvLeaveH\x00\x12\"\n\x04open\x18\x07 \x01(\x0b\x32\x12.jdisagg.v1.KvOpenH\x00\x12&\n\x06opened\x18\x08 \x01(\x0b\x32\x14.jdisagg.v1.KvOpenedH\x00\x42\x06\n\x04kind2>\n\x07KvPlane\x12\x33\n\x04Send\x12\x16.jdisagg.v1.KvEnvelope\x1a\x13.jdisagg.v1.KvReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,22 +38,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVREPLY']._serialized_end=201
   _globals['_KVWANTED']._serialized_start=203
   _globals['_KVWANTED']._serialized_end=266
-  _globals['_KVPULLREQUEST']._serialized_start=269
-  _globals['_KVPULLREQUEST']._serialized_end=595
-  _globals['_KVPOSTEDPIECE']._serialized_start=597
-  _globals['_KVPOSTEDPIECE']._serialized_end=663
-  _globals['_KVPOSTED']._serialized_start=665
-  _globals['_KVPOSTED']._serialized_end=781
-  _globals['_KVREFUSED']._serialized_start=783
-  _globals['_KVREFUSED']._serialized_end=843
-  _globals['_KVPULLED']._serialized_start=845
-  _globals['_KVPULLED']._serialized_end=872
-  _globals['_KVWITHDRAW']._serialized_start=874
-  _globals['_KVWITHDRAW']._serialized_end=903
-  _globals['_KVLEAVE']._serialized_start=905
-  _globals['_KVLEAVE']._serialized_end=928
-  _globals['_KVMESSAGE']._serialized_start=931
-  _globals['_KVMESSAGE']._serialized_end=1205
-  _globals['_KVPLANE']._serialized_start=1207
-  _globals['_KVPLANE']._serialized_end=1269
+  _globals['_KVOPEN']._serialized_start=268
+  _globals['_KVOPEN']._serialized_end=334
+  _globals['_KVOPENED']._serialized_start=336
+  _globals['_KVOPENED']._serialized_end=377
+  _globals['_KVPULLREQUEST']._serialized_start=380
+  _globals['_KVPULLREQUEST']._serialized_end=766
+  _globals['_KVPOSTEDPIECE']._serialized_start=768
+  _globals['_KVPOSTEDPIECE']._serialized_end=834
+  _globals['_KVPOSTED']._serialized_start=836
+  _globals['_KVPOSTED']._serialized_end=952
+  _globals['_KVREFUSED']._serialized_start=954
+  _globals['_KVREFUSED']._serialized_end=1014
+  _globals['_KVPULLED']._serialized_start=1016
+  _globals['_KVPULLED']._serialized_end=1043
+  _globals['_KVWITHDRAW']._serialized_start=1045
+  _globals['_KVWITHDRAW']._serialized_end=1089
+  _globals['_KVLEAVE']._serialized_start=1091
+  _globals['_KVLEAVE']._serialized_end=1114
+  _globals['_KVMESSAGE']._serialized_start=1117
+  _globals['_KVMESSAGE']._serialized_end=1467
+  _globals['_KVPLANE']._serialized_start=1469
+  _globals['_KVPLANE']._serialized_end=1531
 # @@protoc_insertion_point(module_scope)

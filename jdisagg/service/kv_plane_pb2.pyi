@@ -31,8 +31,26 @@ class KvWanted(_message.Message):
     head_shard: int
     def __init__(self, device: _Optional[int] = ..., process: _Optional[int] = ..., head_shard: _Optional[int] = ...) -> None: ...
 
+class KvOpen(_message.Message):
+    __slots__ = ("sender_boot_id", "link", "transports")
+    SENDER_BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    LINK_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    sender_boot_id: int
+    link: int
+    transports: int
+    def __init__(self, sender_boot_id: _Optional[int] = ..., link: _Optional[int] = ..., transports: _Optional[int] = ...) -> None: ...
+
+class KvOpened(_message.Message):
+    __slots__ = ("link", "address")
+    LINK_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    link: int
+    address: str
+    def __init__(self, link: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+
 class KvPullRequest(_message.Message):
-    __slots__ = ("pull_id", "offer_id", "sender_boot_id", "link", "transports", "deadline_seconds", "codec", "dtype", "components", "granule", "tokens", "head_size", "head_shards", "wanted", "process", "turn")
+    __slots__ = ("pull_id", "offer_id", "sender_boot_id", "link", "transports", "deadline_seconds", "codec", "dtype", "components", "granule", "tokens", "head_size", "head_shards", "wanted", "process", "turn", "address", "pieces")
     PULL_ID_FIELD_NUMBER: _ClassVar[int]
     OFFER_ID_FIELD_NUMBER: _ClassVar[int]
     SENDER_BOOT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +67,8 @@ class KvPullRequest(_message.Message):
     WANTED_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PIECES_FIELD_NUMBER: _ClassVar[int]
     pull_id: int
     offer_id: int
     sender_boot_id: int
@@ -65,7 +85,9 @@ class KvPullRequest(_message.Message):
     wanted: _containers.RepeatedCompositeFieldContainer[KvWanted]
     process: int
     turn: int
-    def __init__(self, pull_id: _Optional[int] = ..., offer_id: _Optional[int] = ..., sender_boot_id: _Optional[int] = ..., link: _Optional[int] = ..., transports: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., codec: _Optional[str] = ..., dtype: _Optional[str] = ..., components: _Optional[int] = ..., granule: _Optional[int] = ..., tokens: _Optional[int] = ..., head_size: _Optional[int] = ..., head_shards: _Optional[int] = ..., wanted: _Optional[_Iterable[_Union[KvWanted, _Mapping]]] = ..., process: _Optional[int] = ..., turn: _Optional[int] = ...) -> None: ...
+    address: str
+    pieces: _containers.RepeatedCompositeFieldContainer[KvPostedPiece]
+    def __init__(self, pull_id: _Optional[int] = ..., offer_id: _Optional[int] = ..., sender_boot_id: _Optional[int] = ..., link: _Optional[int] = ..., transports: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., codec: _Optional[str] = ..., dtype: _Optional[str] = ..., components: _Optional[int] = ..., granule: _Optional[int] = ..., tokens: _Optional[int] = ..., head_size: _Optional[int] = ..., head_shards: _Optional[int] = ..., wanted: _Optional[_Iterable[_Union[KvWanted, _Mapping]]] = ..., process: _Optional[int] = ..., turn: _Optional[int] = ..., address: _Optional[str] = ..., pieces: _Optional[_Iterable[_Union[KvPostedPiece, _Mapping]]] = ...) -> None: ...
 
 class KvPostedPiece(_message.Message):
     __slots__ = ("source", "destination", "part")
@@ -108,10 +130,12 @@ class KvPulled(_message.Message):
     def __init__(self, pull_id: _Optional[int] = ...) -> None: ...
 
 class KvWithdraw(_message.Message):
-    __slots__ = ("pull_id",)
+    __slots__ = ("pull_id", "ahead")
     PULL_ID_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
     pull_id: int
-    def __init__(self, pull_id: _Optional[int] = ...) -> None: ...
+    ahead: bool
+    def __init__(self, pull_id: _Optional[int] = ..., ahead: _Optional[bool] = ...) -> None: ...
 
 class KvLeave(_message.Message):
     __slots__ = ("link",)
@@ -120,17 +144,21 @@ class KvLeave(_message.Message):
     def __init__(self, link: _Optional[int] = ...) -> None: ...
 
 class KvMessage(_message.Message):
-    __slots__ = ("pull_request", "posted", "refused", "pulled", "withdraw", "leave")
+    __slots__ = ("pull_request", "posted", "refused", "pulled", "withdraw", "leave", "open", "opened")
     PULL_REQUEST_FIELD_NUMBER: _ClassVar[int]
     POSTED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     PULLED_FIELD_NUMBER: _ClassVar[int]
     WITHDRAW_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    OPENED_FIELD_NUMBER: _ClassVar[int]
     pull_request: KvPullRequest
     posted: KvPosted
     refused: KvRefused
     pulled: KvPulled
     withdraw: KvWithdraw
     leave: KvLeave
-    def __init__(self, pull_request: _Optional[_Union[KvPullRequest, _Mapping]] = ..., posted: _Optional[_Union[KvPosted, _Mapping]] = ..., refused: _Optional[_Union[KvRefused, _Mapping]] = ..., pulled: _Optional[_Union[KvPulled, _Mapping]] = ..., withdraw: _Optional[_Union[KvWithdraw, _Mapping]] = ..., leave: _Optional[_Union[KvLeave, _Mapping]] = ...) -> None: ...
+    open: KvOpen
+    opened: KvOpened
+    def __init__(self, pull_request: _Optional[_Union[KvPullRequest, _Mapping]] = ..., posted: _Optional[_Union[KvPosted, _Mapping]] = ..., refused: _Optional[_Union[KvRefused, _Mapping]] = ..., pulled: _Optional[_Union[KvPulled, _Mapping]] = ..., withdraw: _Optional[_Union[KvWithdraw, _Mapping]] = ..., leave: _Optional[_Union[KvLeave, _Mapping]] = ..., open: _Optional[_Union[KvOpen, _Mapping]] = ..., opened: _Optional[_Union[KvOpened, _Mapping]] = ...) -> None: ...

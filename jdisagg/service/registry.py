@@ -2,7 +2,8 @@
 
 A worker registers with every router it was told of, says how it is a few times a second, and registers again with a router that does not
 know it (any more): routers may restart, workers need not. A router that is away is tried again until it is back, and holds up no other.
-A router that refuses the worker (another model) is asked again now and then, and the refusal is logged once.
+A router that refuses the worker (another model, its name is taken) is asked again now and then, and the refusal is logged once; when
+every router refuses it, it has `failed`.
 
 Knows what a `Registrar` is (dispatch/roster.py) and nothing of what a router makes of it.
 """
@@ -15,8 +16,8 @@ from typing import Protocol
 import grpc.aio
 
 from jdisagg.dispatch.ports import WorkerStatus
-from jdisagg.dispatch.roster import HEARTBEAT_SECONDS, WorkerCard
-from jdisagg.errors import IncompatiblePeerError, InvalidRequestError, JdisaggError, UnauthenticatedError
+from jdisagg.dispatch.roster import GONE_SECONDS, HEARTBEAT_SECONDS, WorkerCard
+from jdisagg.errors import IncompatiblePeerError, InvalidRequestError, JdisaggError, NameTakenError, UnauthenticatedError
 from jdisagg.service import registry_pb2 as pb
 from jdisagg.service import registry_pb2_grpc, wire, wire_registry
 from jdisagg.service.connection import NO_CREDENTIALS, Connection, Credentials
@@ -27,6 +28,8 @@ REGISTRY_NAME = pb.DESCRIPTOR.services_by_name["Registry"].full_name
 CALL_SECONDS = 2.0
 STATUS_SECONDS = 2.0
 REFUSED_SECONDS = 2.0
+# Who bore a name before is forgotten sooner; who is still heard of then lives.
+NAME_TAKEN_SECONDS = 2 * GONE_SECONDS
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +72,7 @@ class RegistryClient:
     """Keeps one worker known to its routers from `start` to `leave`. `status` raises when the worker is broken: it is then not heard of,
     which is how routers learn of it.
 
-    `failed` gets an exception when the worker cannot serve: its status raised, or a router refuses its card. Whoever runs the worker
+    `failed` gets an exception when the worker cannot serve: its status raised, or all routers refuse its card. Whoever runs the worker
     ends it then, or lets it be.
     """
 
@@ -118,11 +121,11 @@ class RegistryClient:
             pause = self._heartbeat_seconds
             try:
                 await self._say(link)
-                said = ""
+                said, link.refused, link.taken_since = "", None, None
             except (JdisaggError, TimeoutError) as error:
-                if isinstance(error, IncompatiblePeerError | InvalidRequestError | UnauthenticatedError):
-                    pause = REFUSED_SECONDS
-                    self._fail(error)
+                pause = max(pause, link.heard(error, asyncio.get_running_loop().time()))
+                if link.refused is not None and all(other.refused for other in self._links):
+                    self._fail(link.refused)
                 if str(error) != said:
                     said = str(error)
                     log.warning("worker %s, router %s: %s", self._card.name, link.connection.address, said or "no status in time")
@@ -153,7 +156,21 @@ class RegistryClient:
 
 
 class _RouterLink:
+    """`refused`: why this router will have none of the worker, as far as one can tell."""
+
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.stub = registry_pb2_grpc.RegistryStub(connection.channel)
         self.registered = False
+        self.refused: JdisaggError | None = None
+        self.taken_since: float | None = None
+
+    def heard(self, error: Exception, now: float) -> float:
+        """Notes what came instead of an answer; returns the seconds before which it makes no sense to ask again."""
+        if isinstance(error, NameTakenError):
+            self.taken_since = self.taken_since or now
+            self.refused = error if now - self.taken_since >= NAME_TAKEN_SECONDS else self.refused
+        elif isinstance(error, IncompatiblePeerError | InvalidRequestError | UnauthenticatedError):
+            self.refused = error
+            return REFUSED_SECONDS
+        return 0.0

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from jdisagg.service import common_pb2 as jdisagg_dot_service_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ejdisagg/service/registry.proto\x12\njdisagg.v1\x1a\x1cjdisagg/service/common.proto\"\x95\x01\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\x12\n\nvocabulary\x18\x03 \x01(\x03\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\x03\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x1a\n\x12kv_bytes_per_token\x18\x06 \x01(\x03\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\"\xac\x01\n\nWorkerCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\x04\x12$\n\x04role\x18\x03 \x01(\x0e\x32\x16.jdisagg.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\"\n\x06layout\x18\x05 \x01(\x0b\x32\x12.jdisagg.v1.Layout\x12$\n\x05model\x18\x06 \x01(\x0b\x32\x15.jdisagg.v1.ModelCard\"\x0f\n\rRegisterReply\"X\n\rHeartbeatCall\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\x04\x12(\n\x06status\x18\x03 \x01(\x0b\x32\x18.jdisagg.v1.WorkerStatus\"\x1f\n\x0eHeartbeatReply\x12\r\n\x05known\x18\x01 \x01(\x08\"/\n\x0e\x44\x65registerCall\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\x04\"\x11\n\x0f\x44\x65registerReply2\xd4\x01\n\x08Registry\x12=\n\x08Register\x12\x16.jdisagg.v1.WorkerCard\x1a\x19.jdisagg.v1.RegisterReply\x12\x42\n\tHeartbeat\x12\x19.jdisagg.v1.HeartbeatCall\x1a\x1a.jdisagg.v1.HeartbeatReply\x12\x45\n\nDeregister\x12\x1a.jdisagg.v1.DeregisterCall\x1a\x1b.jdisagg.v1.DeregisterReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ejdisagg/service/registry.proto\x12\njdisagg.v1\x1a\x1cjdisagg/service/common.proto\"\xc1\x01\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\x12\n\nvocabulary\x18\x03 \x01(\x03\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\x03\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x1a\n\x12kv_bytes_per_token\x18\x06 \x01(\x03\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12*\n\x08geometry\x18\x08 \x01(\x0b\x32\x18.jdisagg.v1.CostGeometry\"\xb1\x02\n\x0c\x43ostGeometry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05width\x18\x02 \x01(\x03\x12\x0e\n\x06layers\x18\x03 \x01(\x03\x12\x12\n\nvocabulary\x18\x04 \x01(\x03\x12*\n\tattention\x18\x05 \x01(\x0b\x32\x15.jdisagg.v1.AttentionH\x00\x12-\n\x06latent\x18\x06 \x01(\x0b\x32\x1b.jdisagg.v1.LatentAttentionH\x00\x12\x0b\n\x03\x66\x66n\x18\x07 \x01(\x03\x12\r\n\x05gated\x18\x08 \x01(\x08\x12\x0c\n\x04tied\x18\t \x01(\x08\x12$\n\x07\x65xperts\x18\n \x01(\x0b\x32\x13.jdisagg.v1.Experts\x12\x15\n\rexpert_layers\x18\x0b \x01(\x03\x12\x16\n\x0e\x63ontext_tokens\x18\x0c \x01(\x03\x42\x06\n\x04kind\"}\n\tAttention\x12\x13\n\x0bquery_heads\x18\x01 \x01(\x03\x12\x10\n\x08kv_heads\x18\x02 \x01(\x03\x12\x10\n\x08head_dim\x18\x03 \x01(\x03\x12\x13\n\x06window\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x17\n\x0fwindowed_layers\x18\x05 \x01(\x03\x42\t\n\x07_window\"\x82\x01\n\x0fLatentAttention\x12\x13\n\x0bquery_heads\x18\x01 \x01(\x03\x12\x12\n\nquery_rank\x18\x02 \x01(\x03\x12\x0f\n\x07kv_rank\x18\x03 \x01(\x03\x12\x10\n\x08rope_dim\x18\x04 \x01(\x03\x12\x10\n\x08nope_dim\x18\x05 \x01(\x03\x12\x11\n\tvalue_dim\x18\x06 \x01(\x03\"I\n\x07\x45xperts\x12\r\n\x05\x63ount\x18\x01 \x01(\x03\x12\x0e\n\x06\x61\x63tive\x18\x02 \x01(\x03\x12\x0b\n\x03\x66\x66n\x18\x03 \x01(\x03\x12\x12\n\nshared_ffn\x18\x04 \x01(\x03\"\xc7\x02\n\x0b\x41\x63\x63\x65lerator\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\npeak_flops\x18\x02 \x01(\x01\x12\x1f\n\x17memory_bytes_per_second\x18\x03 \x01(\x01\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x01\x12\x16\n\x0e\x64omain_devices\x18\x05 \x01(\x03\x12\"\n\x08scale_up\x18\x06 \x01(\x0b\x32\x10.jdisagg.v1.Link\x12\x1e\n\x04host\x18\x07 \x01(\x0b\x32\x10.jdisagg.v1.Link\x12#\n\tscale_out\x18\x08 \x01(\x0b\x32\x10.jdisagg.v1.Link\x12*\n\nefficiency\x18\t \x01(\x0b\x32\x16.jdisagg.v1.Efficiency\x12\x1d\n\x10\x64ollars_per_hour\x18\n \x01(\x01H\x00\x88\x01\x01\x42\x13\n\x11_dollars_per_hour\"[\n\x04Link\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x18\n\x10\x62ytes_per_second\x18\x02 \x01(\x01\x12\x17\n\x0flatency_seconds\x18\x03 \x01(\x01\x12\x12\n\nefficiency\x18\x04 \x01(\x01\"\x84\x03\n\nEfficiency\x12\x14\n\x0cgemm_compute\x18\x01 \x01(\x01\x12\x13\n\x0bgemm_memory\x18\x02 \x01(\x01\x12\x19\n\x11\x61ttention_compute\x18\x03 \x01(\x01\x12\x18\n\x10\x61ttention_memory\x18\x04 \x01(\x01\x12\x12\n\nop_seconds\x18\x05 \x01(\x01\x12\x19\n\x11\x61ttention_seconds\x18\x06 \x01(\x01\x12\x16\n\x0elaunch_seconds\x18\x07 \x01(\x01\x12\x1e\n\x16prefill_launch_seconds\x18\x08 \x01(\x01\x12\x14\n\x0cstep_seconds\x18\t \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\n \x01(\x01\x12\x18\n\x10sequence_seconds\x18\x0b \x01(\x01\x12\x1a\n\x12\x63ollective_seconds\x18\x0c \x01(\x01\x12\x1c\n\x14\x63ollective_bandwidth\x18\r \x01(\x01\x12\x13\n\x0blarge_bytes\x18\x0e \x01(\x01\x12\x17\n\x0flarge_bandwidth\x18\x0f \x01(\x01\"\xf6\x01\n\nWorkerCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\x04\x12$\n\x04role\x18\x03 \x01(\x0e\x32\x16.jdisagg.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\"\n\x06layout\x18\x05 \x01(\x0b\x32\x12.jdisagg.v1.Layout\x12$\n\x05model\x18\x06 \x01(\x0b\x32\x15.jdisagg.v1.ModelCard\x12\r\n\x05place\x18\x07 \x01(\t\x12)\n\x08hardware\x18\x08 \x01(\x0b\x32\x17.jdisagg.v1.Accelerator\x12\x0e\n\x06stages\x18\t \x01(\x03\"\x0f\n\rRegisterReply\"X\n\rHeartbeatCall\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\x04\x12(\n\x06status\x18\x03 \x01(\x0b\x32\x18.jdisagg.v1.WorkerStatus\"\x1f\n\x0eHeartbeatReply\x12\r\n\x05known\x18\x01 \x01(\x08\"/\n\x0e\x44\x65registerCall\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\x04\"\x11\n\x0f\x44\x65registerReply2\xd4\x01\n\x08Registry\x12=\n\x08Register\x12\x16.jdisagg.v1.WorkerCard\x1a\x19.jdisagg.v1.RegisterReply\x12\x42\n\tHeartbeat\x12\x19.jdisagg.v1.HeartbeatCall\x1a\x1a.jdisagg.v1.HeartbeatReply\x12\x45\n\nDeregister\x12\x1a.jdisagg.v1.DeregisterCall\x1a\x1b.jdisagg.v1.DeregisterReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,19 +33,33 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'jdisagg.service.registry_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_MODELCARD']._serialized_start=77
-  _globals['_MODELCARD']._serialized_end=226
-  _globals['_WORKERCARD']._serialized_start=229
-  _globals['_WORKERCARD']._serialized_end=401
-  _globals['_REGISTERREPLY']._serialized_start=403
-  _globals['_REGISTERREPLY']._serialized_end=418
-  _globals['_HEARTBEATCALL']._serialized_start=420
-  _globals['_HEARTBEATCALL']._serialized_end=508
-  _globals['_HEARTBEATREPLY']._serialized_start=510
-  _globals['_HEARTBEATREPLY']._serialized_end=541
-  _globals['_DEREGISTERCALL']._serialized_start=543
-  _globals['_DEREGISTERCALL']._serialized_end=590
-  _globals['_DEREGISTERREPLY']._serialized_start=592
-  _globals['_DEREGISTERREPLY']._serialized_end=609
-  _globals['_REGISTRY']._serialized_start=612
-  _globals['_REGISTRY']._serialized_end=824
+  _globals['_MODELCARD']._serialized_end=270
+  _globals['_COSTGEOMETRY']._serialized_start=273
+  _globals['_COSTGEOMETRY']._serialized_end=578
+  _globals['_ATTENTION']._serialized_start=580
+  _globals['_ATTENTION']._serialized_end=705
+  _globals['_LATENTATTENTION']._serialized_start=708
+  _globals['_LATENTATTENTION']._serialized_end=838
+  _globals['_EXPERTS']._serialized_start=840
+  _globals['_EXPERTS']._serialized_end=913
+  _globals['_ACCELERATOR']._serialized_start=916
+  _globals['_ACCELERATOR']._serialized_end=1243
+  _globals['_LINK']._serialized_start=1245
+  _globals['_LINK']._serialized_end=1336
+  _globals['_EFFICIENCY']._serialized_start=1339
+  _globals['_EFFICIENCY']._serialized_end=1727
+  _globals['_WORKERCARD']._serialized_start=1730
+  _globals['_WORKERCARD']._serialized_end=1976
+  _globals['_REGISTERREPLY']._serialized_start=1978
+  _globals['_REGISTERREPLY']._serialized_end=1993
+  _globals['_HEARTBEATCALL']._serialized_start=1995
+  _globals['_HEARTBEATCALL']._serialized_end=2083
+  _globals['_HEARTBEATREPLY']._serialized_start=2085
+  _globals['_HEARTBEATREPLY']._serialized_end=2116
+  _globals['_DEREGISTERCALL']._serialized_start=2118
+  _globals['_DEREGISTERCALL']._serialized_end=2165
+  _globals['_DEREGISTERREPLY']._serialized_start=2167
+  _globals['_DEREGISTERREPLY']._serialized_end=2184
+  _globals['_REGISTRY']._serialized_start=2187
+  _globals['_REGISTRY']._serialized_end=2399
 # @@protoc_insertion_point(module_scope)

@@ -55,7 +55,7 @@ class RegistryServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Register(self, request, context):
-        """Idempotent. A later boot of the same name replaces the earlier one.
+        """Idempotent. A later boot at the same address replaces the earlier one; one elsewhere, once the earlier one has fallen silent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

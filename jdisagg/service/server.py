@@ -22,7 +22,7 @@ from jdisagg.dispatch.frontend import Frontend
 from jdisagg.errors import ConfigError
 from jdisagg.service.connection import Credentials, read_secret
 from jdisagg.service.generation_service import generation_service
-from jdisagg.service.grpc_life import keep_grpc_alive
+from jdisagg.service.grpc_life import bind, new_server
 from jdisagg.service.guard import Guard, Service
 
 log = logging.getLogger(__name__)
@@ -60,15 +60,11 @@ class GrpcServer:
         self._credentials = server_credentials(config)
         self._drained = False
         self._hurry = asyncio.Event()
-        keep_grpc_alive()
-        self._server = grpc.aio.server(
-            interceptors=(self._guard,),
-            options=(
-                ("grpc.max_receive_message_length", config.max_message_bytes),
-                ("grpc.max_send_message_length", config.max_message_bytes),
-                *LISTENING_OPTIONS,
-            ),
+        limits = (
+            ("grpc.max_receive_message_length", config.max_message_bytes),
+            ("grpc.max_send_message_length", config.max_message_bytes),
         )
+        self._server = new_server((*limits, *LISTENING_OPTIONS), (self._guard,))
         for service in self._services:
             service.add(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -78,11 +74,8 @@ class GrpcServer:
 
     async def start(self) -> int:
         """Binds and serves; returns the port (the one the system chose where the configuration says 0)."""
-        host, port = self._config.host, self._config.port
         try:
-            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            secure = self._credentials
-            bound = self._server.add_secure_port(address, secure) if secure else self._server.add_insecure_port(address)
+            bound = bind(self._server, self._config.host, self._config.port, self._credentials)
         except RuntimeError as error:
             raise _cannot_listen(self._config, error) from error
         await self._server.start()

@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from jdisagg.dispatch.ports import DecodePort, GenerateCall, Reservation, ReserveCall
+from jdisagg.dispatch.ports import DecodePort, GenerateCall, Reservation, ReserveCall, close_stream
 from jdisagg.errors import HandoffError, InvalidRequestError, JdisaggError, UnavailableError
 from jdisagg.service import wire, wire_workers
 from jdisagg.service import workers_pb2 as pb
@@ -31,8 +31,13 @@ class _Session:
         self.news: deque[pb.ReservationSpans] = deque()
         self.stirred = asyncio.Event()
         self.running: dict[int, asyncio.Task[None]] = {}
-        self.reserved: set[int] = set()
+        self.reserved: dict[int, float] = {}
         self.ended = False
+
+    def hold(self, reservation: Reservation, now: float) -> None:
+        """Until it is started or cancelled, or its lease has passed: the worker then forgets it, too."""
+        self.reserved = {key: until for key, until in self.reserved.items() if until >= now}
+        self.reserved[reservation.reservation_id] = now + reservation.lease_seconds
 
     def put(self, news: pb.ReservationSpans) -> None:
         self.news.append(news)
@@ -80,7 +85,7 @@ class SpanSessions:
         session = self._session(session_id) if session_id else None
         reservation = await self._port.reserve(call)
         if session is not None:
-            session.reserved.add(reservation.reservation_id)
+            session.hold(reservation, asyncio.get_running_loop().time())
             if session.ended:
                 self._end(session)
         return reservation
@@ -90,14 +95,14 @@ class SpanSessions:
         session = self._session(session_id)
         if call.reservation_id in session.running:
             raise HandoffError(f"reservation {call.reservation_id} runs already in this session; start it once")
-        session.reserved.discard(call.reservation_id)
+        session.reserved.pop(call.reservation_id, None)
         session.running[call.reservation_id] = asyncio.create_task(self._follow(session, call))
 
     async def cancel(self, reservation_id: int, child: int | None) -> None:
         await self._port.cancel(reservation_id, child)
         if child is None:
             for session in self._sessions.values():
-                session.reserved.discard(reservation_id)
+                session.reserved.pop(reservation_id, None)
                 task = session.running.get(reservation_id)
                 if task is not None:
                     task.cancel()
@@ -110,11 +115,12 @@ class SpanSessions:
 
     def _end(self, session: _Session) -> None:
         session.ended = True
-        for reservation_id, task in session.running.items():
+        for task in session.running.values():
             task.cancel()
-            session.reserved.add(reservation_id)  # a task that had not begun closes nothing
-        while session.reserved:
-            cancelling = asyncio.create_task(self._port.cancel(session.reserved.pop()))
+        # Also of tasks that had not begun: cancelling those closes nothing.
+        held, session.reserved = (*session.reserved, *session.running), {}
+        for reservation_id in held:
+            cancelling = asyncio.create_task(self._port.cancel(reservation_id))
             self._cancelling.add(cancelling)
             cancelling.add_done_callback(self._cancelling.discard)
 
@@ -133,9 +139,7 @@ class SpanSessions:
         finally:
             session.running.pop(reservation_id, None)
             session.put(end)
-            close = getattr(spans, "aclose", None)
-            if close is not None:
-                await close()
+            await close_stream(spans)
 
 
 def _error_end(reservation_id: int, error: JdisaggError) -> pb.ReservationSpans:

@@ -210,6 +210,12 @@ def worker_status_to_proto(status: WorkerStatus) -> pb.WorkerStatus:
         handoffs=status.handoffs,
         preemptions=status.preemptions,
         reserved_pages=status.reserved_pages,
+        queued_tokens=status.queued_tokens,
+        queued_pairs=status.queued_pairs,
+        rank_sequences=status.rank_sequences,
+        rank_contexts=status.rank_contexts,
+        can_prefill=status.can_prefill,
+        chunk_tokens=status.chunk_tokens,
     )
 
 
@@ -229,6 +235,12 @@ def worker_status_from_proto(message: pb.WorkerStatus) -> WorkerStatus:
         handoffs=message.handoffs,
         preemptions=message.preemptions,
         reserved_pages=tuple(message.reserved_pages),
+        queued_tokens=message.queued_tokens,
+        queued_pairs=message.queued_pairs,
+        rank_sequences=tuple(message.rank_sequences),
+        rank_contexts=tuple(message.rank_contexts),
+        can_prefill=message.can_prefill,
+        chunk_tokens=message.chunk_tokens,
     )
 
 

@@ -97,6 +97,7 @@ def command_to_proto(command: StepCommand) -> pb.StepCommand:
                 deadline_seconds=command.deadline_seconds,
                 peer=command.peer,
                 codec=command.codec,
+                source_rank=command.source_rank,
             )
             return pb.StepCommand(step=step, pull_block=pull)
         case InsertBlock():
@@ -158,6 +159,7 @@ def command_from_proto(message: pb.StepCommand) -> StepCommand:
                 deadline_seconds=pull.deadline_seconds,
                 peer=pull.peer,
                 codec=pull.codec,
+                source_rank=pull.source_rank,
             )
         case "insert_block":
             insert = message.insert_block

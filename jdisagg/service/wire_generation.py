@@ -4,11 +4,13 @@ Knows what `wire` says. A client's request stays a prompt and options, some unse
 `Request` of them.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jdisagg.config import Mode
 from jdisagg.dispatch.frontend import ChatMessage, ChatPrompt, ModelInfo, Prompt, SamplingOptions, TokenPrompt
+from jdisagg.dispatch.routing_status import PastDecision, RoutingStatus, WorkerAccount
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import MAX_N, AcceptedChild, FinishReason, Resumption, StreamEvent, Timings, Usage
 from jdisagg.service import common_pb2
@@ -30,6 +32,7 @@ class ClientRequest:
     tenant: str = ""
     priority: int = 0
     resumption: Resumption | None = None
+    life: int = 0
 
 
 _SCALARS = (
@@ -64,6 +67,7 @@ def client_request_to_proto(request: ClientRequest) -> pb.GenerateRequest:
         priority=request.priority,
         resumption=request.resumption.number if request.resumption is not None else 0,
         accepted=_accepted_to_proto(request.resumption) if request.resumption is not None else None,
+        life=request.life,
     )
 
 
@@ -84,6 +88,7 @@ def client_request_from_proto(message: pb.GenerateRequest) -> ClientRequest:
         tenant=message.tenant,
         priority=message.priority,
         resumption=_resumption_from_proto(message),
+        life=message.life,
     )
 
 
@@ -199,6 +204,21 @@ def model_from_proto(message: pb.GetModelResponse) -> ModelInfo:
     )
 
 
+def routing_to_proto(status: RoutingStatus) -> pb.GetStatusResponse:
+    """Without the workers, whose statuses are the caller's to add."""
+    return pb.GetStatusResponse(
+        waiting=status.waiting,
+        decisions=[pb.PastDecision(**dataclasses.asdict(decision)) for decision in status.decisions],
+        accounts=[pb.WorkerAccount(**dataclasses.asdict(account)) for account in status.accounts],
+    )
+
+
+def routing_from_proto(message: pb.GetStatusResponse) -> RoutingStatus:
+    return RoutingStatus(
+        message.waiting, tuple(map(_past_from_proto, message.decisions)), tuple(map(_account_from_proto, message.accounts))
+    )
+
+
 _FINISH_TO_PROTO = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
@@ -290,3 +310,29 @@ def _timings_from_proto(message: pb.Timings) -> Timings:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:80] + "..."
+
+
+def _past_from_proto(message: pb.PastDecision) -> PastDecision:
+    return PastDecision(
+        age_seconds=message.age_seconds,
+        kind=message.kind,
+        reason=message.reason,
+        prefill=message.prefill,
+        decode=message.decode,
+        prompt_tokens=message.prompt_tokens,
+        predicted_ttft_seconds=message.predicted_ttft_seconds if message.HasField("predicted_ttft_seconds") else None,
+        predicted_step_seconds=message.predicted_step_seconds if message.HasField("predicted_step_seconds") else None,
+        ttft_seconds=message.ttft_seconds if message.HasField("ttft_seconds") else None,
+        tpot_seconds=message.tpot_seconds if message.HasField("tpot_seconds") else None,
+    )
+
+
+def _account_from_proto(message: pb.WorkerAccount) -> WorkerAccount:
+    return WorkerAccount(
+        worker=message.worker,
+        legs=message.legs,
+        unseen_tokens=message.unseen_tokens,
+        unseen_pages=message.unseen_pages,
+        committed_pages=message.committed_pages,
+        barred_seconds=message.barred_seconds,
+    )

@@ -9,7 +9,19 @@ from jdisagg.errors import InvalidRequestError
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.service import common_pb2
 from jdisagg.service import kv_plane_pb2 as pb
-from jdisagg.transfer.kv_messages import KvMessage, Leave, Posted, PostedPiece, Pulled, PullRequest, Refused, Wanted, Withdraw
+from jdisagg.transfer.kv_messages import (
+    KvMessage,
+    Leave,
+    Open,
+    Opened,
+    Posted,
+    PostedPiece,
+    Pulled,
+    PullRequest,
+    Refused,
+    Wanted,
+    Withdraw,
+)
 
 
 def envelope_to_proto(sender: KvEnd, receiver_boot_id: int, messages: Iterable[KvMessage]) -> pb.KvEnvelope:
@@ -26,16 +38,20 @@ def kv_message_to_proto(message: KvMessage) -> pb.KvMessage:
         case PullRequest():
             return pb.KvMessage(pull_request=_pull_request_to_proto(message))
         case Posted(pull_id, link, address, heads, pieces):
-            sent = (pb.KvPostedPiece(source=piece.source, destination=piece.destination, part=piece.part) for piece in pieces)
-            return pb.KvMessage(posted=pb.KvPosted(pull_id=pull_id, link=link, address=address, heads=heads, pieces=sent))
+            sent = pb.KvPosted(pull_id=pull_id, link=link, address=address, heads=heads, pieces=_pieces_to_proto(pieces))
+            return pb.KvMessage(posted=sent)
         case Refused(pull_id, error, text):
             return pb.KvMessage(refused=pb.KvRefused(pull_id=pull_id, error=error, message=text))
         case Pulled(pull_id):
             return pb.KvMessage(pulled=pb.KvPulled(pull_id=pull_id))
-        case Withdraw(pull_id):
-            return pb.KvMessage(withdraw=pb.KvWithdraw(pull_id=pull_id))
+        case Withdraw(pull_id, ahead):
+            return pb.KvMessage(withdraw=pb.KvWithdraw(pull_id=pull_id, ahead=ahead))
         case Leave(link):
             return pb.KvMessage(leave=pb.KvLeave(link=link))
+        case Open(boot_id, link, transports):
+            return pb.KvMessage(open=pb.KvOpen(sender_boot_id=boot_id, link=link, transports=transports))
+        case Opened(link, address):
+            return pb.KvMessage(opened=pb.KvOpened(link=link, address=address))
 
 
 def kv_message_from_proto(message: pb.KvMessage) -> KvMessage:
@@ -44,17 +60,28 @@ def kv_message_from_proto(message: pb.KvMessage) -> KvMessage:
             return _pull_request_from_proto(message.pull_request)
         case "posted":
             posted = message.posted
-            pieces = tuple(PostedPiece(piece.source, piece.destination, piece.part) for piece in posted.pieces)
-            return Posted(posted.pull_id, posted.link, posted.address, posted.heads, pieces)
+            return Posted(posted.pull_id, posted.link, posted.address, posted.heads, _pieces_from_proto(posted.pieces))
         case "refused":
             return Refused(message.refused.pull_id, message.refused.error, message.refused.message)
         case "pulled":
             return Pulled(message.pulled.pull_id)
         case "withdraw":
-            return Withdraw(message.withdraw.pull_id)
+            return Withdraw(message.withdraw.pull_id, message.withdraw.ahead)
         case "leave":
             return Leave(message.leave.link)
+        case "open":
+            return Open(message.open.sender_boot_id, message.open.link, message.open.transports)
+        case "opened":
+            return Opened(message.opened.link, message.opened.address)
     raise InvalidRequestError("KvMessage.kind must be a known kind, got none; are both sides of one version?")
+
+
+def _pieces_to_proto(pieces: Iterable[PostedPiece]) -> list[pb.KvPostedPiece]:
+    return [pb.KvPostedPiece(source=piece.source, destination=piece.destination, part=piece.part) for piece in pieces]
+
+
+def _pieces_from_proto(pieces: Iterable[pb.KvPostedPiece]) -> tuple[PostedPiece, ...]:
+    return tuple(PostedPiece(piece.source, piece.destination, piece.part) for piece in pieces)
 
 
 def _pull_request_to_proto(request: PullRequest) -> pb.KvPullRequest:
@@ -76,6 +103,8 @@ def _pull_request_to_proto(request: PullRequest) -> pb.KvPullRequest:
         wanted=wanted,
         process=request.process,
         turn=request.turn,
+        address=request.address,
+        pieces=_pieces_to_proto(request.pieces),
     )
 
 
@@ -97,4 +126,6 @@ def _pull_request_from_proto(message: pb.KvPullRequest) -> PullRequest:
         wanted=tuple(Wanted(want.device, want.process, want.head_shard) for want in message.wanted),
         process=message.process,
         turn=message.turn,
+        address=message.address,
+        pieces=_pieces_from_proto(message.pieces),
     )

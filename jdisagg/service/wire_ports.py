@@ -24,6 +24,7 @@ from jdisagg.dispatch.ports import (
     ResumeCall,
     Span,
     WorkerStatus,
+    close_stream,
 )
 from jdisagg.errors import JdisaggError
 from jdisagg.service import wire, wire_workers
@@ -138,6 +139,4 @@ async def _stream_across(items: AsyncIterator[Item]) -> AsyncGenerator[Item, Non
             async for item in items:
                 yield item
     finally:
-        close = getattr(items, "aclose", None)
-        if close is not None:
-            await close()
+        await close_stream(items)

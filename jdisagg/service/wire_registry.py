@@ -4,6 +4,7 @@ from jdisagg.dispatch.roster import ModelCard, WorkerCard
 from jdisagg.errors import InvalidRequestError, LayoutError
 from jdisagg.service import registry_pb2 as pb
 from jdisagg.service.wire import layout_from_proto, layout_to_proto, role_from_proto, role_to_proto
+from jdisagg.service.wire_hardware import accelerator_from_proto, accelerator_to_proto, geometry_from_proto, geometry_to_proto
 
 
 def worker_card_to_proto(card: WorkerCard) -> pb.WorkerCard:
@@ -14,6 +15,9 @@ def worker_card_to_proto(card: WorkerCard) -> pb.WorkerCard:
         address=card.address,
         layout=layout_to_proto(card.layout),
         model=_model_to_proto(card.model),
+        place=card.place,
+        hardware=accelerator_to_proto(card.hardware) if card.hardware is not None else None,
+        stages=card.stages,
     )
 
 
@@ -29,6 +33,9 @@ def worker_card_from_proto(message: pb.WorkerCard) -> WorkerCard:
         address=message.address,
         layout=layout,
         model=_model_from_proto(message.model),
+        place=message.place,
+        hardware=accelerator_from_proto(message.hardware) if message.HasField("hardware") else None,
+        stages=message.stages,
     )
 
 
@@ -41,6 +48,7 @@ def _model_to_proto(model: ModelCard) -> pb.ModelCard:
         dtype=model.dtype,
         kv_bytes_per_token=model.kv_bytes_per_token,
         fingerprint=model.fingerprint,
+        geometry=geometry_to_proto(model.geometry) if model.geometry is not None else None,
     )
 
 
@@ -53,4 +61,5 @@ def _model_from_proto(message: pb.ModelCard) -> ModelCard:
         dtype=message.dtype,
         kv_bytes_per_token=message.kv_bytes_per_token,
         fingerprint=message.fingerprint,
+        geometry=geometry_from_proto(message.geometry) if message.HasField("geometry") else None,
     )

@@ -47,6 +47,7 @@ def request_to_proto(request: Request) -> pb.Request:
         deadline_seconds=request.deadline_seconds,
         tenant=request.tenant,
         priority=request.priority,
+        life=request.life,
     )
 
 
@@ -59,6 +60,7 @@ def request_from_proto(message: pb.Request) -> Request:
         deadline_seconds=message.deadline_seconds if message.HasField("deadline_seconds") else None,
         tenant=message.tenant,
         priority=message.priority,
+        life=message.life,
     )
 
 

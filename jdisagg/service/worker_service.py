@@ -6,7 +6,7 @@ what is behind the ports. Whether a call may be made at all (its token, the boot
 
 import grpc.aio
 
-from jdisagg.dispatch.ports import DecodePort, PeerPort, PrefillPort
+from jdisagg.dispatch.ports import DecodePort, PeerPort, PrefillPort, close_stream
 from jdisagg.service import common_pb2, wire, wire_workers, workers_pb2_grpc
 from jdisagg.service import workers_pb2 as pb
 from jdisagg.service.guard import Service
@@ -93,9 +93,7 @@ class PeerServicer(workers_pb2_grpc.PeerWorkerServicer):
             async for offer in offers:
                 await context.write(wire_workers.offer_to_proto(offer))
         finally:
-            close = getattr(offers, "aclose", None)
-            if close is not None:
-                await close()
+            await close_stream(offers)
 
     async def Acknowledge(self, request: pb.AcknowledgeCall, context: Context) -> pb.AcknowledgeReply:
         await self._port.acknowledge(request.handoff_id, tuple(request.offer_ids))

@@ -22,7 +22,7 @@ SPAN_END_PREEMPTED: SpanEnd
 SPAN_END_MOVED: SpanEnd
 
 class Request(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "stop_ids", "deadline_seconds", "tenant", "priority")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "stop_ids", "deadline_seconds", "tenant", "priority", "life")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class Request(_message.Message):
     DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    LIFE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _common_pb2.SamplingParams
@@ -37,7 +38,8 @@ class Request(_message.Message):
     deadline_seconds: float
     tenant: str
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., deadline_seconds: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+    life: int
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., deadline_seconds: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., life: _Optional[int] = ...) -> None: ...
 
 class Child(_message.Message):
     __slots__ = ("index", "accepted")

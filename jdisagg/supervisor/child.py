@@ -25,12 +25,11 @@ TakeLine = Callable[[str, str], None]
 
 @dataclass(frozen=True)
 class Command:
-    """What to run under which name. `environment` is the whole of it; None: the parent's. `directory` None: the parent's."""
+    """What to run under which name. `environment` is the whole of it; None: the parent's."""
 
     name: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str] | None = field(default=None)
-    directory: str | None = None
 
 
 class Child:
@@ -59,7 +58,6 @@ class Child:
                 stdout=into,
                 stderr=into,
                 env=None if command.environment is None else dict(command.environment),
-                cwd=command.directory,
                 start_new_session=True,
             )
         except BaseException:

@@ -25,7 +25,7 @@ from jdisagg.dispatch.ports import (
 )
 from jdisagg.dispatch.trip import Cluster, Fact, Preempted, Tokens, Trip
 from jdisagg.errors import UnavailableError
-from jdisagg.router.placement import Placement
+from jdisagg.router.decision import Decision
 from tests.fakes.cluster import toy_request
 from tests.fakes.virtual_time import run_virtually
 
@@ -94,7 +94,7 @@ async def test_after_a_childs_preemption_its_leg_gives_out_no_token_of_it(preemp
     workers, facts = Workers(preempted_first), list[Fact]()
     trip = trip_of(workers, facts)
     leg = Leg(trip, (Child(0), Child(1)), attempt=1)
-    await leg.run(Placement("prefill", "decode", 64, "the only ones"))
+    await leg.run(Decision("prefill", "decode", 64, "the only ones"))
     preempted = facts.index(Preempted(0))
     assert not [fact for fact in facts[preempted:] if isinstance(fact, Tokens) and fact.child == 0]
     delivered = [token for fact in facts if isinstance(fact, Tokens) and fact.child == 1 for token in fact.token_ids]
@@ -133,7 +133,7 @@ class FailingSources(Workers):
 async def test_a_refusal_that_comes_with_news_of_an_older_source_is_not_missed() -> None:
     facts = list[Fact]()
     leg = Leg(trip_of(FailingSources(), facts), (Child(0), Child(1)), attempt=1)
-    await asyncio.wait_for(leg.run(Placement("prefill", "decode", 64, "the only ones")), 5)
+    await asyncio.wait_for(leg.run(Decision("prefill", "decode", 64, "the only ones")), 5)
     assert [fact.token_ids for fact in facts if isinstance(fact, Tokens)] == [(20,), (30,)]
 
 
@@ -156,11 +156,11 @@ class SilentDecode(Workers):
 def test_what_a_silent_worker_holds_is_not_waited_for_before_another_takes_over() -> None:
     async def main() -> None:
         loop, facts = asyncio.get_running_loop(), list[Fact]()
-        await Leg(trip_of(Silent(), facts), (Child(0), Child(1)), attempt=1).run(Placement("prefill", "decode", 64, "the only ones"))
+        await Leg(trip_of(Silent(), facts), (Child(0), Child(1)), attempt=1).run(Decision("prefill", "decode", 64, "the only ones"))
         assert loop.time() < 3.0 and len(facts) > 2
         began = loop.time()
         with pytest.raises(UnavailableError, match="it fell silent"):
-            await Leg(trip_of(SilentDecode(True), facts), (Child(0),), attempt=1).run(Placement(None, "decode", 64, "the only one"))
+            await Leg(trip_of(SilentDecode(True), facts), (Child(0),), attempt=1).run(Decision(None, "decode", 64, "the only one"))
         assert loop.time() - began < 1.0
 
     run_virtually(main)

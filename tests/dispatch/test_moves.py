@@ -163,7 +163,7 @@ def test_a_sequence_that_is_frozen_for_a_worker_that_died_goes_on_soon() -> None
             await asyncio.sleep(0.4)
             worker = fleet.decode_worker("decode0")
             assert any(worker.migrate_out(key) for key in range(100))
-            while not any(sequence.frozen for sequence in worker._state.sequences()):
+            while not any(child.frozen for group in worker._state.groups.values() for child in group.alive):
                 await asyncio.sleep(0.001)
             await asyncio.sleep(0.02)
             await fleet.kill("decode1")

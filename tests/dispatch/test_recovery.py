@@ -1,21 +1,27 @@
 """Workers that die, in virtual time: while one of each kind lives, every stream goes on with the right tokens and nothing is left held."""
 
 import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdisagg.config import LimitsConfig
-from jdisagg.errors import HandoffError, UnavailableError
+from jdisagg.config import LimitsConfig, RoutingConfig
+from jdisagg.dispatch.ports import GenerateCall, PrefillCall, PrefillReply, Span
+from jdisagg.errors import HandoffError, OverloadedError, UnavailableError
 from jdisagg.request import AcceptedChild, Resumption
+from jdisagg.router.breaker import FAILURES
+from jdisagg.router.cluster_state import Description
 from tests.dispatch.test_request_path_storms import mixed_requests
 from tests.fakes.cluster import Collected, toy_request
 from tests.fakes.fake_executor import Costs, Faults, toy_limits
 from tests.fakes.fleet import Fleet
 from tests.fakes.toy_model import expected_tokens
 from tests.fakes.virtual_time import run_virtually
+from tests.router.fleets import H100
 
 SLOW = Costs(prefill_token=1e-3, pull=0.02)
 
@@ -213,5 +219,120 @@ def test_a_client_goes_on_through_another_router_at_its_next_token(after: float,
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
             await fleet.check_quiet()
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize("odd", ["prefill0", "decode0"])
+@pytest.mark.parametrize("wire", [False, True])
+def test_a_worker_that_does_not_fit_the_others_is_gone_round(odd: str, wire: bool) -> None:
+    async def main() -> None:
+        async with Fleet(wire=wire, fingerprint=lambda name: "another" if name == odd else "") as fleet:
+            await fleet.collect_all(mixed_requests(6))
+            assert fleet.counted("sources_lost") > 0, "the odd one was asked"
+            await fleet.check_quiet()
+
+    run_virtually(main)
+
+
+def test_where_no_two_workers_fit_the_client_hears_what_differs() -> None:
+    async def main() -> None:
+        async with Fleet(prefills=1, decodes=1, limits=LimitsConfig(max_attempts=2), fingerprint=lambda name: name) as fleet:
+            with pytest.raises(UnavailableError, match="model_fingerprint is 'prefill0' on 'prefill0' and 'decode0'"):
+                await fleet.collect(toy_request(1))
+            await fleet.check_quiet()
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize("wire", [False, True])
+def test_an_id_may_be_used_again_right_after_a_request_that_was_resumed(wire: bool) -> None:
+    async def main() -> None:
+        async with Fleet(wire=wire) as fleet:
+            request = replace(toy_request(1, prompt_tokens=20, max_tokens=9), life=2**64 - 1)
+            resumed = replace(request, resumption=Resumption(1, (AcceptedChild(),)))
+            fleet.check(request, await fleet.collect(resumed))
+            for life in (1, 2):
+                fleet.check(request, await fleet.collect(replace(request, life=life)))
+            assert fleet.path.counters["legs_failed"] == 0
+            with pytest.raises(HandoffError, match="comes after attempt"):
+                await fleet.collect(request)
+            await fleet.check_quiet()
+
+    run_virtually(main)
+
+
+class Broken:
+    """A worker's port whose prefills fail at once, and whose decoding when the first token is long out."""
+
+    def __init__(self, port: object) -> None:
+        self._port = port
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._port, name)
+
+    async def prefill(self, call: PrefillCall) -> PrefillReply:
+        raise UnavailableError("its mesh is broken")
+
+    async def generate(self, call: GenerateCall) -> AsyncIterator[Span]:
+        await asyncio.sleep(0.1)
+        raise UnavailableError("its mesh is broken")
+        yield
+
+
+@pytest.mark.parametrize("name", ["prefill0", "decode0"])
+def test_a_worker_that_always_fails_after_others_helped_its_legs_is_barred(name: str) -> None:
+    """A first token is a success of whoever computed it, and says nothing of who is to decode."""
+
+    async def main() -> None:
+        async with Fleet() as fleet:
+            ports = vars(fleet)["_prefill_ports" if name == "prefill0" else "_decode_ports"]
+            ports[name] = Broken(ports[name])
+            for number in range(FAILURES):
+                assert not barred(fleet, name)
+                await fleet.collect_all([toy_request(number, prompt_tokens=20)])
+            counters = fleet.path.counters
+            assert counters["sources_replaced" if name == "prefill0" else "legs_failed"] == FAILURES, "the fault was felt"
+            assert barred(fleet, name) and not any(barred(fleet, other) for other in fleet.processes if other != name)
+
+    run_virtually(main)
+
+
+def barred(fleet: Fleet, name: str) -> bool:
+    return any(one.worker == name and one.barred_seconds > 0 for one in fleet.path.routing().accounts)
+
+
+def test_who_found_no_worker_at_first_is_no_less_new_than_others_when_there_is_one() -> None:
+    """It pays its quota then, and can be refused."""
+
+    async def main() -> None:
+        async with Fleet(prefills=1, decodes=1, routing=RoutingConfig(tenant_quotas="t=10", quota_burst_seconds=10.0)) as fleet:
+            await fleet.kill("prefill0")
+            requests = [replace(toy_request(number, prompt_tokens=50), tenant="t") for number in range(3)]
+            collecting = [asyncio.create_task(fleet.collect(request)) for request in requests]
+            await asyncio.sleep(0.05)
+            assert fleet.path.counters["legs_failed"] >= 3, "they have all asked in vain"
+            await fleet.start("prefill0")
+            answers = await asyncio.gather(*collecting, return_exceptions=True)
+            assert [isinstance(answer, OverloadedError) for answer in answers] == [False, True, True], "the burst is enough for one"
+            await fleet.check_quiet()
+
+    run_virtually(main)
+
+
+def test_predictions_are_held_against_what_one_leg_did_undisturbed() -> None:
+    async def main() -> None:
+        async with Fleet(costs=SLOW) as fleet:
+            measured = Counter[str]()
+            fleet.path.placing.on_measured = lambda what, predicted, actual: measured.update([what])
+            for name in fleet.processes:
+                fleet.path.placing.accounts.state.describe(name, Description("r", H100))
+            await fleet.collect_all([toy_request(1, prompt_tokens=20)])
+            assert measured == {"ttft": 1, "tpot": 1}
+            for number, (name, seconds) in enumerate([("prefill0", 0.001), ("decode0", 0.06)]):
+                await asyncio.gather(fleet.collect_all([toy_request(2 + number, prompt_tokens=20)]), kill_later(fleet, name, seconds))
+            counters = fleet.path.counters
+            assert counters["sources_replaced"] + counters["legs_failed"] == 2, "both deaths were felt"
+            assert measured["tpot"] == 1
 
     run_virtually(main)

@@ -6,7 +6,7 @@ import pytest
 
 from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
 from jdisagg.dispatch.roster import GONE_SECONDS, SUSPECT_SECONDS, Liveness, ModelCard, Roster, WorkerCard, WorkerPorts
-from jdisagg.errors import IncompatiblePeerError, InvalidRequestError
+from jdisagg.errors import IncompatiblePeerError, InvalidRequestError, NameTakenError
 from jdisagg.layout.axes import Layout
 
 MODEL = ModelCard("llama", "llama", 512, 256, "float32", 1024, "abc")
@@ -37,8 +37,8 @@ class Factory:
         return WorkerPorts(prefill, decode, lambda: self.closed.append(card.boot_id))  # type: ignore[arg-type]
 
 
-def card(name: str, boot_id: int, role: WorkerRole = WorkerRole.DECODE) -> WorkerCard:
-    return WorkerCard(name, boot_id, role, f"127.0.0.1:{boot_id}", Layout(), MODEL)
+def card(name: str, boot_id: int, role: WorkerRole = WorkerRole.DECODE, port: int = 1) -> WorkerCard:
+    return WorkerCard(name, boot_id, role, f"127.0.0.1:{port}", Layout(), MODEL)
 
 
 def status(name: str, role: WorkerRole = WorkerRole.DECODE, free: int = 8) -> WorkerStatus:
@@ -108,6 +108,18 @@ def test_a_heartbeat_makes_a_suspect_live_again(roster: Roster, clock: HandClock
     clock.seconds += SUSPECT_SECONDS + 0.1
     assert roster.heartbeat(1, status("d"))
     assert roster.liveness("d") is Liveness.LIVE and not roster.statuses()[0].draining
+
+
+def test_two_processes_under_one_name_do_not_displace_each_other(roster: Roster, clock: HandClock, factory: Factory):
+    first, second = card("d", 1, port=1), card("d", 2, port=2)
+    roster.register(first)
+    clock.seconds += SUSPECT_SECONDS - 0.1
+    with pytest.raises(NameTakenError, match=r"worker 'd' at 127.0.0.1:2: a worker of that name lives at 127.0.0.1:1"):
+        roster.register(second)
+    assert roster.cards() == (first,) and not factory.closed
+    clock.seconds += 0.2
+    roster.register(second)
+    assert roster.cards() == (second,) and factory.closed == [1], "who is not heard of gives up its name"
 
 
 def test_a_new_boot_id_replaces_the_old_process_and_its_ports_at_once(roster: Roster, factory: Factory):

@@ -171,6 +171,17 @@ async def test_a_counter_split_by_labels_keeps_its_sum() -> None:
     assert at(samples, "jdisagg_retries_done_total", owner="path", cause="") == 1
 
 
+async def test_predictions_are_held_against_what_came() -> None:
+    metrics = Metrics("one")
+    for predicted, actual in ((1.0, 1.0), (1.0, 1.5), (0.5, 2.0), (0.0, 0.1)):
+        metrics.measured("ttft", predicted, actual)
+    samples = parse(await metrics.scrape())
+    assert at(samples, "jdisagg_actual_over_predicted_ratio_sum", what="ttft") == 1.0 + 1.5 + 4.0
+    assert at(samples, "jdisagg_actual_over_predicted_ratio_count", what="ttft") == 3, "what took no time has no ratio"
+    assert at(samples, "jdisagg_prediction_error_seconds_count", what="ttft") == 4
+    assert abs(at(samples, "jdisagg_prediction_error_seconds_sum", what="ttft") - 2.1) < 1e-9
+
+
 def test_reserved_pages_are_told_apart_where_the_worker_says_so() -> None:
     status = WorkerStatus("d", WorkerRole.DECODE, "dp=2", (3, 8), (8, 8), 0, 0, 4, 4, 64, reserved_pages=(4, 0))
     assert list(pages_by_state(status)) == [

@@ -20,6 +20,7 @@ from jdisagg.observe.canary import Canary, Pair
 from jdisagg.observe.observer import Observer
 from jdisagg.observe.process import ObserveConfig, observing
 from jdisagg.observe.roster import observe_peers, observe_ports
+from launch.cluster_plan import free_ports
 from tests.fakes.cluster import Cluster, toy_request
 from tests.fakes.virtual_time import VirtualClock, run_virtually
 from tests.observe.test_metrics import at, parse
@@ -28,15 +29,8 @@ from tests.observe.test_timeline import trace_of
 from tests.observe.trace_format import check
 
 
-def free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 async def test_metrics_are_there_from_start_to_end_and_the_timeline_is_written(tmp_path: Path) -> None:
-    port = free_port()
+    (port,) = free_ports("127.0.0.1", 1)
     async with observing("decode-0", ObserveConfig(metrics_port=port, timelines=str(tmp_path / "t"))) as observer:
         assert observer is not None
         samples = parse(await asyncio.to_thread(get, port))

@@ -9,6 +9,7 @@ import pytest
 
 from jdisagg.client import AsyncClient
 from jdisagg.dispatch.frontend import TokenPrompt
+from jdisagg.dispatch.routing_status import PastDecision, RoutingStatus, WorkerAccount
 from jdisagg.errors import CancelledError, DeadlineExceededError, InvalidRequestError, JdisaggError, OverloadedError
 from jdisagg.request import FinishReason
 from jdisagg.service import generation_pb2 as pb
@@ -222,6 +223,21 @@ async def test_tokenize_and_detokenize_are_the_tokenizers_own(client: AsyncClien
 
 async def test_model_and_status_arrive_as_they_are(door: Door, client: AsyncClient) -> None:
     assert await client.model() == door.frontend.model
+    assert await client.status() == await door.path.status()
+
+
+async def test_the_routers_last_decisions_arrive_as_they_are(door: Door, client: AsyncClient) -> None:
+    assert await client.routing() == RoutingStatus(), "this door has no router"
+    told = RoutingStatus(
+        2,
+        (
+            PastDecision(0.5, "seconds", "p0 and d0: soonest", "p0", "d0", 100, 0.25, 0.01, 0.3),
+            PastDecision(9.0, "refused: ttft", "", "", "", 7),
+        ),
+        (WorkerAccount("d0", 3, 100, 7, 40, 0.5),),
+    )
+    door.frontend.routing = lambda: told
+    assert await client.routing() == told
     assert await client.status() == await door.path.status()
 
 

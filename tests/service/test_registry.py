@@ -11,8 +11,9 @@ from jdisagg.clock import MonotonicClock
 from jdisagg.config import ServiceConfig
 from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
 from jdisagg.dispatch.roster import ModelCard, Roster, WorkerCard, WorkerPorts
-from jdisagg.errors import IncompatiblePeerError, UnavailableError
+from jdisagg.errors import IncompatiblePeerError, NameTakenError, UnavailableError
 from jdisagg.layout.axes import Layout
+from jdisagg.service import registry
 from jdisagg.service.registry import RegistryClient, registry_service
 from jdisagg.service.server import GrpcServer
 from tests.service.doors import STATUS, eventually
@@ -83,6 +84,29 @@ async def test_a_refused_worker_asks_on_and_others_are_not_disturbed(caplog) -> 
             with pytest.raises(IncompatiblePeerError, match="dtype"):
                 await asyncio.wait_for(refused.failed, 5)
         assert roster.cards() == (CARD,)
+
+
+async def test_the_second_of_a_name_is_refused_while_the_first_is_heard_and_takes_its_place_after_it(caplog, monkeypatch) -> None:
+    async with router() as (one, roster), contextlib.AsyncExitStack() as stack:
+        async with worker(one):
+            await eventually(lambda: roster.statuses() == (STATUS,))
+            elsewhere = replace(CARD, boot_id=7, address="127.0.0.1:2")
+            second = await stack.enter_async_context(worker(one, card=elsewhere))
+            await eventually(lambda: "a worker of that name lives at 127.0.0.1:1" in caplog.text)
+            assert not second.failed.done(), "the first may be on its way out"
+            monkeypatch.setattr(registry, "NAME_TAKEN_SECONDS", 0.0)
+            with pytest.raises(NameTakenError):
+                await asyncio.wait_for(asyncio.shield(second.failed), 5)
+            assert roster.cards() == (CARD,)
+        await eventually(lambda: roster.cards() == (elsewhere,))
+
+
+async def test_a_worker_that_one_of_its_routers_refuses_has_not_failed(caplog) -> None:
+    async with router() as (one, first), router() as (two, second):
+        first.register(replace(CARD, name="other", model=replace(MODEL, dtype="bfloat16")))
+        async with worker(one, two) as client:
+            await eventually(lambda: second.statuses() == (STATUS,) and "dtype is 'float32'" in caplog.text)
+            assert not client.failed.done() and client.registered == {two}
 
 
 async def test_a_broken_worker_is_not_heard_of() -> None:

@@ -1,96 +1,28 @@
 """Ports over real gRPC say the same as the ports themselves: calls, replies, errors, early ends; and what breaks is typed, and soon."""
 
 import asyncio
-import contextlib
-import os
-import pathlib
-import signal
-import sys
-from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 import pytest
 
-from jdisagg.config import ServiceConfig
 from jdisagg.dispatch.ports import (
     Child,
-    GenerateCall,
-    HandoffSource,
-    PeerHello,
     Reservation,
     ReserveCall,
-    ResumeCall,
     Span,
     SpanEnd,
 )
 from jdisagg.errors import (
-    DeadlineExceededError,
     HandoffError,
     IncompatiblePeerError,
-    InvalidRequestError,
-    JdisaggError,
     OverloadedError,
     UnavailableError,
 )
-from jdisagg.service import remote_ports, workers_pb2
-from jdisagg.service.remote_ports import RemoteWorker
-from jdisagg.service.server import GrpcServer
+from jdisagg.service import workers_pb2
 from jdisagg.service.span_sessions import SpanSessions
-from jdisagg.service.worker_service import decode_service, peer_service, prefill_service
 from tests.service.doors import STATUS, eventually
+from tests.service.remote_workers import Spanner, call_of, collect, connected, serving
 from tests.service.test_wire_ports import HELLO, OFFERS, PREFILL, REPLY, REQUEST, SPANS, Worker
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-
-class Spanner(Worker):
-    """A decode port under the test's hand: `says[reservation]` is what comes of it, an error ends it, None too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.says: dict[int, asyncio.Queue[Span | JdisaggError | None]] = {}
-        self.dropped: list[int] = []
-
-    def of(self, reservation_id: int) -> "asyncio.Queue[Span | JdisaggError | None]":
-        return self.says.setdefault(reservation_id, asyncio.Queue())
-
-    async def generate(self, call: GenerateCall) -> AsyncIterator[Span]:
-        try:
-            while (item := await self.of(call.reservation_id).get()) is not None:
-                if isinstance(item, JdisaggError):
-                    raise item
-                yield item
-        finally:
-            self.dropped.append(call.reservation_id)
-
-
-@contextlib.asynccontextmanager
-async def serving(worker: Worker, boot_id: int | None = None, port: int = 0) -> AsyncIterator[tuple[str, GrpcServer]]:
-    services = (prefill_service(worker), decode_service(worker), peer_service(worker))
-    server = GrpcServer(services, ServiceConfig(port=port, drain_seconds=0.0), boot_id)
-    address = f"127.0.0.1:{await server.start()}"
-    try:
-        yield address, server
-    finally:
-        await server.drain()
-
-
-@contextlib.asynccontextmanager
-async def connected(address: str, count: int = 1, boot_id: int | None = None) -> AsyncIterator[Sequence[RemoteWorker]]:
-    remotes = [RemoteWorker(address, boot_id=boot_id) for _ in range(count)]
-    try:
-        yield remotes
-    finally:
-        for remote in remotes:
-            await remote.aclose()
-
-
-def call_of(reservation_id: int, deadline_seconds: float = 30.0) -> GenerateCall:
-    return GenerateCall(reservation_id, 1, deadline_seconds, HandoffSource("prefill-0", 2**64 - 1, "127.0.0.1:1"))
-
-
-async def collect(remote: RemoteWorker, reservation_id: int) -> list[Span]:
-    return [span async for span in remote.decode.generate(call_of(reservation_id))]
 
 
 async def test_the_prefill_port_says_what_the_worker_says() -> None:
@@ -267,169 +199,3 @@ async def test_a_router_that_does_not_read_holds_up_nobody_and_misses_nothing() 
     for session in serving_both:
         session.cancel()
     await asyncio.gather(*serving_both, return_exceptions=True)
-
-
-async def test_a_worker_that_goes_away_is_unavailable_at_once_and_usable_again_when_it_is_back() -> None:
-    worker = Spanner()
-    async with contextlib.AsyncExitStack() as stack:
-        first = contextlib.AsyncExitStack()
-        address, _ = await first.enter_async_context(serving(worker))
-        (remote,) = await stack.enter_async_context(connected(address))
-        reading = asyncio.ensure_future(collect(remote, 1))
-        worker.of(1).put_nowait(Span(0, 0, (1,)))
-        await eventually(lambda: worker.of(1).empty())
-        await first.aclose()
-        with pytest.raises(UnavailableError):
-            await asyncio.wait_for(reading, 5)
-        with pytest.raises(UnavailableError):
-            await asyncio.wait_for(remote.decode.status(), 5)
-        again = Worker()
-        await stack.enter_async_context(serving(again, port=int(address.rpartition(":")[2])))
-
-        async def usable() -> None:
-            while True:
-                with contextlib.suppress(UnavailableError):
-                    await remote.decode.status()
-                    return
-                await asyncio.sleep(0.05)
-
-        await asyncio.wait_for(usable(), 5)
-        with pytest.raises(HandoffError, match="offer 3"):
-            await collect(remote, 1)
-        assert again.told == [call_of(1)]
-
-
-async def test_calls_for_another_boot_of_the_worker_are_refused() -> None:
-    worker = Worker()
-    async with serving(worker, boot_id=7) as (address, _):
-        async with connected(address, boot_id=6) as (stale,):
-            with pytest.raises(UnavailableError, match="boot 6 of this process, and this is 7"):
-                await stale.decode.cancel(5)
-            with pytest.raises(UnavailableError, match="restarted"):
-                await collect(stale, 5)
-        async with connected(address, boot_id=7) as (right,):
-            await right.decode.cancel(5)
-        assert worker.told == [(5, None)]
-
-
-async def test_a_peer_port_is_bound_to_the_boot_that_said_hello() -> None:
-    worker = Worker()
-    async with contextlib.AsyncExitStack() as stack:
-        first = contextlib.AsyncExitStack()
-        address, _ = await first.enter_async_context(serving(worker, boot_id=7))
-        (remote,) = await stack.enter_async_context(connected(address))
-        await remote.peer.hello(replace(HELLO, boot_id=7))
-        await remote.peer.abort(1, "x")
-        await first.aclose()
-        await stack.enter_async_context(serving(worker, boot_id=8, port=int(address.rpartition(":")[2])))
-        for _ in range(100):
-            with pytest.raises(UnavailableError) as caught:
-                await remote.peer.abort(2, "x")
-            if "restarted" in caught.value.message:
-                break
-            await asyncio.sleep(0.05)
-        assert worker.told == [(1, "x")]
-        await remote.peer.hello(replace(HELLO, boot_id=8))
-        await remote.peer.abort(3, "x")
-        assert worker.told == [(1, "x"), (3, "x")]
-
-
-async def test_a_reservation_that_says_nothing_ends_at_its_deadline() -> None:
-    worker = Spanner()
-    async with serving(worker) as (address, _), connected(address) as (remote,):
-        with pytest.raises(DeadlineExceededError, match="no end of reservation 1"):
-            async for _ in remote.decode.generate(call_of(1, deadline_seconds=0.05)):
-                raise AssertionError("nothing was said")
-        await eventually(lambda: worker.dropped == [1])
-
-
-async def test_a_worker_that_does_not_answer_a_short_call_is_unavailable_and_the_requests_deadline_has_not_passed(monkeypatch) -> None:
-    class Absent(Worker):
-        async def resume_source(self, call: ResumeCall) -> int | None:
-            await asyncio.Event().wait()
-            return None
-
-        async def hello(self, hello: PeerHello) -> PeerHello:
-            await asyncio.Event().wait()
-            return hello
-
-    monkeypatch.setattr(remote_ports, "CALL_SECONDS", 0.1)
-    async with serving(Absent()) as (address, _), connected(address) as (remote,):
-        with pytest.raises(UnavailableError, match="did not answer within 0.2 s"):
-            await remote.decode.resume_source(ResumeCall(5, 1, HandoffSource("prefill-1", 8, "127.0.0.1:1")))
-        with pytest.raises(UnavailableError, match="did not answer within 0.1 s"):
-            await remote.peer.hello(HELLO)
-
-
-async def test_a_session_that_ends_before_its_stream_was_followed_still_frees_the_reservation() -> None:
-    worker = Worker()
-    sessions = SpanSessions(worker)
-
-    async def write(batch: workers_pb2.SpanBatch) -> None: ...
-
-    serving_it = asyncio.create_task(sessions.serve(9, write))
-    await asyncio.sleep(0)
-    serving_it.cancel()
-    sessions.start(9, call_of(5))  # in the same turn of the loop: the task that follows the reservation is cancelled before it begins
-    await eventually(lambda: worker.told == [(5, None)], seconds=1.0)
-
-
-async def test_one_reservation_is_generated_once() -> None:
-    worker = Spanner()
-    async with serving(worker) as (address, _), connected(address, 2) as (one, two):
-        reading = asyncio.ensure_future(collect(one, 1))
-        worker.of(1).put_nowait(Span(0, 0, (1,)))
-        await eventually(lambda: worker.of(1).empty())
-        with pytest.raises(InvalidRequestError, match="runs already"):
-            await collect(one, 1)
-        worker.of(1).put_nowait(None)
-        assert len(await reading) == 1
-        assert await two.decode.status() == STATUS
-
-
-async def test_a_worker_that_stopped_in_its_tracks_is_noticed() -> None:
-    """Its kernel still accepts connections and acknowledges bytes: only unanswered pings tell."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.service.worker_process", cwd=ROOT, stdout=asyncio.subprocess.PIPE
-    )
-    try:
-        assert process.stdout is not None
-        address = f"127.0.0.1:{int(await asyncio.wait_for(process.stdout.readline(), 60))}"
-        async with connected(address) as (remote,):
-            spans = remote.decode.generate(call_of(1))
-            assert (await anext(spans)).token_ids == (0,)
-            os.kill(process.pid, signal.SIGSTOP)
-            with pytest.raises(UnavailableError):
-                async with asyncio.timeout(10):
-                    async for _ in spans:
-                        pass
-            os.kill(process.pid, signal.SIGCONT)
-
-            async def usable() -> None:
-                while True:
-                    with contextlib.suppress(UnavailableError):
-                        await remote.decode.status()
-                        return
-                    await asyncio.sleep(0.05)
-
-            await asyncio.wait_for(usable(), 10)
-    finally:
-        process.kill()
-        await process.wait()
-
-
-async def test_garbage_on_the_port_disturbs_no_one() -> None:
-    worker = Worker()
-    async with serving(worker) as (address, _), connected(address) as (remote,):
-        host, _, port = address.rpartition(":")
-        open_ones = []
-        for garbage in (b"", b"\x00" * 64, b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc", os.urandom(4096)):
-            reader, writer = await asyncio.open_connection(host, int(port))
-            with contextlib.suppress(ConnectionError):
-                writer.write(garbage)
-                await writer.drain()
-            open_ones.append((reader, writer))
-        assert await remote.decode.status() == STATUS
-        assert await remote.prefill.prefill(PREFILL) == REPLY
-        for _, writer in open_ones:
-            writer.close()

@@ -6,11 +6,12 @@ import pathlib
 import sys
 from collections.abc import AsyncIterator
 
+import grpc
 import pytest
 
 from jdisagg.client import AsyncClient, Client
 from jdisagg.config import ServiceConfig
-from jdisagg.errors import DeadlineExceededError, InvalidRequestError, JdisaggError, UnavailableError
+from jdisagg.errors import CancelledError, DeadlineExceededError, InvalidRequestError, JdisaggError, UnavailableError
 from jdisagg.request import FinishReason, Request, SamplingParams, StreamEvent
 from jdisagg.service import generation_pb2 as pb
 from jdisagg.service import wire_generation
@@ -131,6 +132,32 @@ async def test_the_blocking_client_goes_on_when_the_servers_process_is_killed_an
         await process.wait()
     assert [event.first_index for event in seen] == list(range(150))
     assert tuple(token for event in seen for token in event.token_ids) == expected(0, 150)
+
+
+class Cancelled(grpc.RpcError):
+    """What gRPC raises for a call that ended as CANCELLED, without a word of ours."""
+
+    def __init__(self, details: str) -> None:
+        self._details = details
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.CANCELLED
+
+    def details(self) -> str:
+        return self._details
+
+    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+
+def test_a_call_that_an_ending_server_dropped_is_asked_again_and_one_that_was_given_up_here_is_not() -> None:
+    """gRPC cancels the calls that have come to a server and that nobody has taken in when it stops."""
+    stream = ResumableStream(ClientRequest("once", {"max_tokens": 9}), 20.0)
+    assert stream.request().resumption == 0
+    stream.pause_after(Cancelled("CANCELLED"))
+    assert stream.request().resumption == 1
+    with pytest.raises(CancelledError):
+        stream.pause_after(Cancelled("Channel closed!"))
 
 
 async def test_without_a_server_the_stream_ends_with_a_typed_error_in_time() -> None:

@@ -15,10 +15,14 @@ from hypothesis import HealthCheck, given, settings
 from jdisagg import errors
 from jdisagg.dispatch import frontend, ports
 from jdisagg.dispatch.roster import WorkerCard
+from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import InvalidRequestError, JdisaggError
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.request import Request, SamplingParams, StreamEvent, TokenLogprobs
+from jdisagg.router import hardware, model_geometry
+from jdisagg.router.hardware import Accelerator
+from jdisagg.router.model_geometry import Attention, CostGeometry
 from jdisagg.scheduler import commands
 from jdisagg.service import (
     common_pb2,
@@ -28,6 +32,7 @@ from jdisagg.service import (
     wire,
     wire_commands,
     wire_generation,
+    wire_hardware,
     wire_kv,
     wire_registry,
     wire_workers,
@@ -45,7 +50,7 @@ UNIT = st.floats(0.001, 1.0)
 def of_annotation(kind: typing.Any) -> st.SearchStrategy[typing.Any]:
     """Values of an annotated type, made of the strategies above and of dataclasses field by field."""
     known = {int: INT64, float: FLOATS, str: TEXT, bool: st.booleans(), type(None): st.none()}
-    special = {SamplingParams: SAMPLING, Request: REQUESTS, Layout: LAYOUTS, MeshCard: CARDS}
+    special = {SamplingParams: SAMPLING, Request: REQUESTS, Layout: LAYOUTS, MeshCard: CARDS, Accelerator: HARDWARE, CostGeometry: MODELS}
     if kind in known:
         return known[kind]
     if kind in special:
@@ -89,6 +94,10 @@ CARDS = st.tuples(*3 * [st.integers(0, 2)]).flatmap(
         ends=st.lists(ENDS, max_size=2).map(tuple),
         transports=IDS,
     )
+)
+HARDWARE = st.sampled_from([*hardware.HARDWARE.values(), dataclasses.replace(hardware.HARDWARE["h200"], dollars_per_hour=0.0)])
+MODELS = st.sampled_from(
+    [*model_geometry.CATALOG.values(), dataclasses.replace(model_geometry.CATALOG["tiny-llama"], attention=Attention(8, 4, 16, 64, 2))]
 )
 SAMPLING = st.builds(
     SamplingParams,
@@ -139,6 +148,7 @@ ROUND_TRIPS = [
     (WorkerCard, registry_pb2.WorkerCard, wire_registry.worker_card_to_proto, wire_registry.worker_card_from_proto),
     *((kind, kv_plane_pb2.KvMessage, wire_kv.kv_message_to_proto, wire_kv.kv_message_from_proto) for kind in typing.get_args(KvMessage)),
     (StreamEvent, generation_pb2.GenerateResponse, wire_generation.event_to_proto, wire_generation.event_from_proto),
+    (RoutingStatus, generation_pb2.GetStatusResponse, wire_generation.routing_to_proto, wire_generation.routing_from_proto),
     (frontend.ModelInfo, generation_pb2.GetModelResponse, wire_generation.model_to_proto, wire_generation.model_from_proto),
 ]
 
@@ -260,6 +270,8 @@ def test_malformed_bytes_are_an_invalid_request(data: bytes) -> None:
         (wire_generation.client_request_from_proto, generation_pb2.GenerateRequest(), "prompt is missing"),
         (wire_generation.tokenize_from_proto, generation_pb2.TokenizeRequest(), "prompt is missing"),
         (wire_generation.model_from_proto, generation_pb2.GetModelResponse(), "GetModelResponse.mode"),
+        (wire_hardware.accelerator_from_proto, registry_pb2.Accelerator(), "WorkerCard.hardware"),
+        (wire_hardware.geometry_from_proto, registry_pb2.CostGeometry(), "ModelCard.geometry"),
     ],
 )
 def test_a_message_that_lacks_what_it_must_have_is_refused_by_field(decode, message, field) -> None:

@@ -1,0 +1,59 @@
+"""How requests fare, told to the elastic controller: a tap that stands where the request path stands.
+
+A request that was refused, or whose time was over before its first token, is one whose first token never came. What the client itself
+ended, asked wrongly or resumed says nothing of the pools, and is not told.
+"""
+
+import math
+from collections.abc import AsyncGenerator, Callable
+from typing import Protocol
+
+from jdisagg.clock import Clock
+from jdisagg.dispatch.ports import WorkerStatus
+from jdisagg.errors import DeadlineExceededError, OverloadedError, UnavailableError
+from jdisagg.request import Request, StreamEvent
+from jdisagg.router.elastic_signals import Outcome
+
+
+class Path(Protocol):
+    """The part of `RequestPath` that the front uses."""
+
+    def stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]: ...
+
+    async def status(self) -> tuple[WorkerStatus, ...]: ...
+
+    async def drain(self) -> None: ...
+
+
+class OutcomeTap:
+    """`tell` gets each outcome as it is known. Closing an iterator of `stream` closes the path's."""
+
+    def __init__(self, path: Path, clock: Clock, tell: Callable[[Outcome], None]) -> None:
+        self._path = path
+        self._clock = clock
+        self._tell = tell
+
+    async def stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]:
+        began, first = self._clock.now(), math.inf
+        events = self._path.stream(request)
+        try:
+            async for event in events:
+                if event.token_ids and first == math.inf:
+                    first = self._clock.now() - began
+                if event.timings is not None and event.usage is not None and not request.resumption:
+                    timings = event.timings
+                    pace = timings.tpot_seconds if event.usage.completion_tokens > 1 else None
+                    self._tell(Outcome(self._clock.now(), timings.ttft_seconds, pace, timings.queue_seconds))
+                yield event
+        except (OverloadedError, DeadlineExceededError, UnavailableError):
+            if not request.resumption:
+                self._tell(Outcome(self._clock.now(), first))
+            raise
+        finally:
+            await events.aclose()
+
+    async def status(self) -> tuple[WorkerStatus, ...]:
+        return await self._path.status()
+
+    async def drain(self) -> None:
+        await self._path.drain()

@@ -1,0 +1,110 @@
+"""The role desk of a router: one worker at a time changes its role, and whoever asked hears what became of it.
+
+It checks what a single worker cannot know (the last of a role stays), asks the worker, and watches until the worker serves in its new role
+and this router places requests there; or is back in its old one; or was started again meanwhile, which ends in the role of its command
+line. Between its two lives a worker answers nobody, so silence is waited out, within the deadline.
+
+Asyncio only. `open_port` gives the role port of the worker at an address.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from jdisagg.clock import Clock
+from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
+from jdisagg.dispatch.roles import RolePort, SwitchCall, SwitchReport, SwitchState
+from jdisagg.dispatch.roster import WorkerCard
+from jdisagg.errors import DeadlineExceededError, JdisaggError, UnavailableError
+from jdisagg.layout.axes import Layout
+from jdisagg.router.elastic import check_switch, usual_layout
+from jdisagg.telemetry import Counters
+
+LOOK_SECONDS = 0.1
+
+
+class Workers(Protocol):
+    """The part of a `Roster` that the desk needs."""
+
+    def statuses(self) -> tuple[WorkerStatus, ...]: ...
+    def cards(self) -> tuple[WorkerCard, ...]: ...
+    def address(self, name: str) -> str: ...
+
+
+class ClosablePort(RolePort, Protocol):
+    async def aclose(self) -> None: ...
+
+
+class RoleDesk:
+    """`counters`: roles_switched, role_switches_failed."""
+
+    def __init__(self, workers: Workers, open_port: Callable[[str], ClosablePort], clock: Clock, new_id: Callable[[], int]) -> None:
+        self.counters = Counters()
+        self._workers = workers
+        self._open_port = open_port
+        self._clock = clock
+        self._new_id = new_id
+        self._changing: str | None = None
+
+    @property
+    def changing(self) -> bool:
+        return self._changing is not None
+
+    async def switch(self, name: str, role: WorkerRole, layout: Layout | None, seconds: float) -> SwitchReport:
+        """`layout` None: the one that most workers of `role` have. The report says DONE or FAILED. Raises InvalidRequestError and
+        UnavailableError where the change may not be, DeadlineExceededError when its outcome is not known in time."""
+        if self._changing is not None:
+            raise UnavailableError(f"worker {self._changing!r} is changing its role; one at a time", retry_after_seconds=5.0)
+        statuses = self._workers.statuses()
+        worker = check_switch(statuses, name, role)
+        call = SwitchCall(self._new_id(), role, layout or usual_layout(statuses, worker, role))
+        port = self._open_port(self._workers.address(name))
+        self._changing = name
+        try:
+            async with asyncio.timeout(seconds):
+                before = await port.switch_report()
+                await self._ask(port, call)
+                report = await self._outcome(port, call, before)
+                await self._placed(report)
+        except TimeoutError:
+            self.counters.add("role_switches_failed")
+            raise DeadlineExceededError(
+                f"worker {name!r} was not heard of as {role.value} within {seconds:g} s; it may still be draining or warming up"
+            ) from None
+        finally:
+            try:
+                await port.aclose()
+            finally:
+                self._changing = None
+        self.counters.add("roles_switched" if report.state is SwitchState.DONE else "role_switches_failed")
+        return report
+
+    async def _ask(self, port: RolePort, call: SwitchCall) -> None:
+        """A change whose answer was lost has begun all the same: then the worker's report says so."""
+        try:
+            await port.switch_role(call)
+        except (UnavailableError, DeadlineExceededError):
+            with contextlib.suppress(JdisaggError):
+                if (await port.switch_report()).switch_id == call.switch_id:
+                    return
+            raise
+
+    async def _outcome(self, port: RolePort, call: SwitchCall, before: SwitchReport) -> SwitchReport:
+        while True:
+            await self._clock.sleep(LOOK_SECONDS)
+            with contextlib.suppress(JdisaggError):
+                report = await port.switch_report()
+                if report.switch_id == call.switch_id and report.state in (SwitchState.DONE, SwitchState.FAILED):
+                    return report
+                if report.switch_id != call.switch_id and report.boot_id != before.boot_id:
+                    return replace(report, state=SwitchState.FAILED, reason="the process ended meanwhile, and was started again")
+
+    async def _placed(self, report: SwitchReport) -> None:
+        """Until requests can be placed on it."""
+        while True:
+            live = any(status.name == report.worker and not status.draining for status in self._workers.statuses())
+            if live and any(card.boot_id == report.boot_id for card in self._workers.cards()):
+                return
+            await self._clock.sleep(LOOK_SECONDS)

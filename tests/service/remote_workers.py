@@ -1,0 +1,80 @@
+"""Workers behind real servers and ports to them, for the tests of remote ports."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+from jdisagg.config import ServiceConfig
+from jdisagg.dispatch.ports import (
+    GenerateCall,
+    HandoffSource,
+    Span,
+)
+from jdisagg.errors import (
+    JdisaggError,
+    UnavailableError,
+)
+from jdisagg.service.remote_ports import RemoteWorker
+from jdisagg.service.server import GrpcServer
+from jdisagg.service.worker_service import decode_service, peer_service, prefill_service
+from tests.service.test_wire_ports import Worker
+
+
+class Spanner(Worker):
+    """A decode port under the test's hand: `says[reservation]` is what comes of it, an error ends it, None too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.says: dict[int, asyncio.Queue[Span | JdisaggError | None]] = {}
+        self.dropped: list[int] = []
+
+    def of(self, reservation_id: int) -> "asyncio.Queue[Span | JdisaggError | None]":
+        return self.says.setdefault(reservation_id, asyncio.Queue())
+
+    async def generate(self, call: GenerateCall) -> AsyncIterator[Span]:
+        try:
+            while (item := await self.of(call.reservation_id).get()) is not None:
+                if isinstance(item, JdisaggError):
+                    raise item
+                yield item
+        finally:
+            self.dropped.append(call.reservation_id)
+
+
+@contextlib.asynccontextmanager
+async def serving(worker: Worker, boot_id: int | None = None, port: int = 0) -> AsyncIterator[tuple[str, GrpcServer]]:
+    services = (prefill_service(worker), decode_service(worker), peer_service(worker))
+    server = GrpcServer(services, ServiceConfig(port=port, drain_seconds=0.0), boot_id)
+    address = f"127.0.0.1:{await server.start()}"
+    try:
+        yield address, server
+    finally:
+        await server.drain()
+
+
+@contextlib.asynccontextmanager
+async def connected(address: str, count: int = 1, boot_id: int | None = None) -> AsyncIterator[Sequence[RemoteWorker]]:
+    remotes = [RemoteWorker(address, boot_id=boot_id) for _ in range(count)]
+    try:
+        yield remotes
+    finally:
+        for remote in remotes:
+            await remote.aclose()
+
+
+def call_of(reservation_id: int, deadline_seconds: float = 30.0) -> GenerateCall:
+    return GenerateCall(reservation_id, 1, deadline_seconds, HandoffSource("prefill-0", 2**64 - 1, "127.0.0.1:1"))
+
+
+async def collect(remote: RemoteWorker, reservation_id: int) -> list[Span]:
+    return [span async for span in remote.decode.generate(call_of(reservation_id))]
+
+
+async def until_usable(remote: RemoteWorker, seconds: float) -> None:
+    """Raises TimeoutError when its worker does not answer for so long."""
+    async with asyncio.timeout(seconds):
+        while True:
+            with contextlib.suppress(UnavailableError):
+                await remote.decode.status()
+                return
+            await asyncio.sleep(0.05)
