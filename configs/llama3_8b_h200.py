@@ -19,7 +19,6 @@ def get_config() -> EngineConfig:
         slots_per_rank=16,
         chunk_tokens=8192,
         min_chunk_tokens=1024,
-        layer_groups=4,
     )
     decode = InstanceConfig(
         layout=Layout(dp=2, tp=1), page_size=64, pages_per_rank=6400, slots_per_rank=128, chunk_tokens=8192, steps_per_dispatch=4

@@ -20,7 +20,6 @@ def get_config() -> EngineConfig:
         slots_per_rank=16,
         chunk_tokens=4096,
         min_chunk_tokens=1024,
-        layer_groups=8,
     )
     decode = InstanceConfig(
         layout=Layout(dp=4, tp=4, ep=16), page_size=64, pages_per_rank=12000, slots_per_rank=128, chunk_tokens=4096, steps_per_dispatch=4

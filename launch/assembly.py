@@ -12,12 +12,15 @@ from tqdm import tqdm
 from jdisagg.config import EngineConfig, Mode
 from jdisagg.dispatch.frontend import Frontend, ModelInfo
 from jdisagg.engine.compilation import use_compilation_cache
-from jdisagg.engine.embedded import EmbeddedCluster
+from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster
 from jdisagg.engine.host_memory import keep_freed_memory
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Device
 from jdisagg.observe.observer import Observer
+from jdisagg.router.cluster_state import Description
+from jdisagg.router.speeds import Kind
+from launch.cost_inputs import find_accelerator, find_geometry
 from launch.recording import embedded_recorder
 from launch.shipped import SHIPPED_MODEL
 from models.checkpoint import LoadedModel, load_config, load_model
@@ -36,6 +39,17 @@ def prepare_runtime(cpu_devices: int, compilation_cache: str) -> None:
     use_compilation_cache(compilation_cache)
 
 
+def descriptions(config: EngineConfig, directory: str) -> dict[str, Description]:
+    """What the router of an embedded cluster should know of its two workers: one process, and how fast, where the recipe says on what."""
+    geometry = find_geometry(directory)
+    known: dict[str, Description] = {}
+    for name, instance in ((PREFILL, config.prefill), (DECODE, config.decode)):
+        hardware = find_accelerator(instance.hardware) if instance.hardware else None
+        kind = Kind(geometry, instance.layout, hardware, dtype=config.model.dtype) if hardware else None
+        known[name] = Description("here/here/here/here", kind)
+    return known
+
+
 class Deployment:
     """An embedded cluster, its tokenizer and its front. `record_to`: a folder for its recordings, where not empty."""
 
@@ -49,7 +63,8 @@ class Deployment:
             return load_model(directory, layout, devices, dtype=config.model.dtype)
 
         record = embedded_recorder(record_to, directory, config.model.dtype)
-        self.cluster = EmbeddedCluster(config, load, self.tokenizer, jax.devices(), observer, record)
+        known = descriptions(config, directory)
+        self.cluster = EmbeddedCluster(config, load, self.tokenizer, jax.devices(), observer, record, known)
         info = ModelInfo(
             name=Path(directory).resolve().name,
             family=model_config.family,
@@ -62,6 +77,7 @@ class Deployment:
             kv_bytes_per_token=self.cluster.kv_spec.bytes_per_token,
         )
         self.frontend = Frontend(self.cluster.observed_path, self.tokenizer, info, config.limits)
+        self.frontend.routing = self.cluster.path.routing
 
     async def start(self) -> None:
         """Warms up, with a progress bar on stderr where it takes long, and starts the workers."""

@@ -17,7 +17,7 @@ from absl import app, flags
 
 from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig
 from jdisagg.dispatch.frontend import ChatMessage, ChatPrompt
-from jdisagg.errors import JdisaggError
+from jdisagg.errors import JdisaggError, first_error
 from jdisagg.layout.axes import Layout
 from jdisagg.request import StreamEvent
 from launch.assembly import Deployment, prepare_runtime
@@ -106,7 +106,7 @@ async def _generate(config: EngineConfig, prompts: list[str]) -> None:
         if len(prompts) > 1:
             print(f"{len(prompts)} prompts in {time.monotonic() - started:.3f} s", file=sys.stderr)
     except* (JdisaggError, BrokenPipeError) as group:
-        raise _first(group) from None
+        raise first_error(group) from None
     finally:
         await deployment.cluster.stop()
 
@@ -145,13 +145,6 @@ async def _print(config: EngineConfig, events: AsyncIterator[StreamEvent], label
             )
             print(flush=True)
             print(summary, file=sys.stderr)
-
-
-def _first(group: BaseExceptionGroup) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 if __name__ == "__main__":

@@ -8,21 +8,29 @@ Prints one line on stdout when it listens. Health says SERVING while there is a 
 the router's own (a canary) went through two of them lately. Several routers may serve the same workers: workers own their reservations
 and register with each. On SIGTERM new requests are refused and running ones finish, within --drain_seconds; a second signal ends
 the waiting.
+
+--elastic: prefill and decode workers change places as the load asks for it (jdisagg/router/elastic.py), so that the objective is met
+(--set=elastic.slo.ttft_seconds=1 --set=elastic.slo.tpot_seconds=0.05); of several routers, for one alone. Without it the router only
+advises: in its metrics, and on GetAdvice. launch.switch_role changes a role by hand.
 """
 
 import asyncio
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from absl import app, flags
 from absl import logging as absl_logging
 
+from jdisagg.address import host_port
 from jdisagg.clock import MonotonicClock
-from jdisagg.config import LimitsConfig, Mode, ServiceConfig, override
+from jdisagg.config import EngineConfig, LimitsConfig, Mode, RoutingConfig, ServiceConfig, override
+from jdisagg.dispatch.elastic_pools import ElasticPools
 from jdisagg.dispatch.frontend import Frontend, ModelInfo
+from jdisagg.dispatch.outcomes import OutcomeTap
 from jdisagg.dispatch.ports import WorkerRole
 from jdisagg.dispatch.request_path import RequestPath, random_id
+from jdisagg.dispatch.role_desk import RoleDesk
 from jdisagg.dispatch.roster import Roster, WorkerCard, WorkerPorts
 from jdisagg.dispatch.token_stream import TokenStream
 from jdisagg.errors import JdisaggError
@@ -34,12 +42,15 @@ from jdisagg.observe.logs import configure_logging
 from jdisagg.observe.observer import Observer
 from jdisagg.observe.process import ObserveConfig, observing
 from jdisagg.observe.roster import observe_ports
-from jdisagg.request import Request
+from jdisagg.router.elastic import Controller, ElasticConfig
 from jdisagg.service.registry import registry_service
 from jdisagg.service.remote_ports import RemoteWorker
+from jdisagg.service.role_services import RemoteRolePort, cluster_roles_service
 from jdisagg.service.server import GenerationServer, check_address, cluster_credentials, read_tokens
 from jdisagg.supervisor.supervisor import EXIT_CONFIG
+from launch.decisions import logging_decisions
 from launch.observing import observe_config
+from launch.recipes import load_recipe
 from launch.shipped import SHIPPED_MODEL
 from launch.signals import Signals
 from models.tokenizer import Tokenizer
@@ -50,11 +61,12 @@ ABSENT_SECONDS = 1.0
 # What is said of the model before the first worker has registered; requests are refused until then.
 _UNKNOWN_CONTEXT = 1 << 24
 
-_PARTS = ("limits", "service")
+_PARTS = ("elastic", "limits", "routing", "service")
 # Readiness ends after so many canaries that did not arrive; the first ones may wait for programs to be compiled.
 CANARY_PATIENCE = 4.0
 CANARY_DEADLINE_SECONDS = 10.0
 
+_CONFIG = flags.DEFINE_string("config", None, "A recipe (launch/recipes.py): its limits, routing, service and model; flags win over it.")
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Interface to listen on.")
 _PORT = flags.DEFINE_integer("port", 8700, "Port; 0 lets the system choose.")
 _MODEL = flags.DEFINE_string("model", SHIPPED_MODEL, "Checkpoint directory; its tokenizer alone is read.")
@@ -65,47 +77,46 @@ _TLS_CLIENT_CA = flags.DEFINE_string("tls_client_ca", "", "PEM file; clients and
 _TOKEN_FILE = flags.DEFINE_string("token_file", "", "Bearer tokens of clients, one a line.")
 _CLUSTER_TOKEN_FILE = flags.DEFINE_string("cluster_token_file", "", "The token that router and workers show each other.")
 _CANARY = flags.DEFINE_float("canary_seconds", 5.0, "How often a small request proves that KV moves, which readiness asks for; 0: never.")
+_ELASTIC = flags.DEFINE_bool("elastic", False, "Let workers change their roles as the load asks for it.")
 _SET = flags.DEFINE_multi_string("set", [], "path.to.field=value of RouterConfig: limits.max_attempts=4; may be repeated.")
+_SERVICE = (_HOST, _PORT, _DRAIN, _TLS_CERTIFICATE, _TLS_KEY, _TLS_CLIENT_CA, _TOKEN_FILE, _CLUSTER_TOKEN_FILE)
 
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """`canary_seconds`: how often a small request of the router's own proves that KV moves; 0: never, and readiness asks for none."""
+    """`elastic`: what the advice follows from; `changes_roles`: the router acts on it. `canary_seconds`: how often a small request of the
+    router's own proves that KV moves; 0: never, and readiness asks for none."""
 
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
     service: ServiceConfig = field(default_factory=ServiceConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    changes_roles: bool = False
     canary_seconds: float = 5.0
 
 
 def main(_: list[str]) -> int:
     absl_logging.set_verbosity(absl_logging.WARNING)
     try:
-        service = ServiceConfig(
-            _HOST.value,
-            _PORT.value,
-            drain_seconds=_DRAIN.value,
-            tls_certificate=_TLS_CERTIFICATE.value,
-            tls_key=_TLS_KEY.value,
-            tls_client_ca=_TLS_CLIENT_CA.value,
-            token_file=_TOKEN_FILE.value,
-            cluster_token_file=_CLUSTER_TOKEN_FILE.value,
-        )
-        config = RouterConfig(service=service, canary_seconds=_CANARY.value)
+        recipe = load_recipe(_CONFIG.value) if _CONFIG.value else EngineConfig()
+        service = replace(recipe.service, **{holder.name: holder.value for holder in _SERVICE if holder.present})
+        config = RouterConfig(recipe.limits, recipe.routing, service, changes_roles=_ELASTIC.value, canary_seconds=_CANARY.value)
         config = override(config, [text if text.split(".")[0] in _PARTS else f"limits.{text}" for text in _SET.value])
+        directory = _MODEL.value if _MODEL.present else recipe.model.directory or SHIPPED_MODEL
         check_address(config.service)
-        tokenizer = Tokenizer.from_directory(_MODEL.value)
+        tokenizer = Tokenizer.from_directory(directory)
         observe = observe_config()
         configure_logging(observe.log_format, "router")
-        asyncio.run(_run(config, observe, tokenizer))
+        asyncio.run(_run(config, observe, tokenizer, Path(directory).resolve().name))
     except JdisaggError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return EXIT_CONFIG
     return 0
 
 
-async def _run(config: RouterConfig, observe: ObserveConfig, tokenizer: Tokenizer) -> None:
+async def _run(config: RouterConfig, observe: ObserveConfig, tokenizer: Tokenizer, name: str) -> None:
     async with observing("router", observe) as observer:
-        await Router(config, tokenizer, Path(_MODEL.value).resolve().name, observer).run()
+        await Router(config, tokenizer, name, observer).run()
 
 
 class Router:
@@ -127,29 +138,55 @@ class Router:
         roster = Roster(self._clock, observe_ports(self._open_ports, observer) if observer else self._open_ports)
         roster.on_change = self._changed.set
         path = RequestPath(
-            roster.prefill, roster.decode, self._text_of, limits, self._clock, address=roster.address, statuses=roster.statuses
+            roster.prefill,
+            roster.decode,
+            lambda request: TokenStream.of(self._tokenizer, request),
+            limits,
+            self._clock,
+            address=roster.address,
+            statuses=roster.statuses,
+            accounts=roster.accounts,
+            routing=self._config.routing,
         )
         self._start_canary(roster)
+        controller, elastic = self._elastic(roster, path)
         if observer:
             observer.metrics.watch_counters("path", path.counters)
+            path.placing.on_measured = observer.metrics.measured
             observer.metrics.watch_cluster(path.status)
         info = _model_info(roster, self._name, self._tokenizer.vocabulary)
-        frontend = Frontend(wrap.path(path, observer), self._tokenizer, info, limits)
-        server = GenerationServer(frontend, service, others=[registry_service(roster, read_tokens(service.cluster_token_file))])
+        frontend = Frontend(OutcomeTap(wrap.path(path, observer), self._clock, controller.outcome), self._tokenizer, info, limits)
+        frontend.routing = path.routing
+        tokens = read_tokens(service.cluster_token_file)
+        server = GenerationServer(frontend, service, [registry_service(roster, tokens), cluster_roles_service(elastic, tokens)])
         signals = Signals(server.hurry)
         port = await server.start()
         await server.set_ready(False)
         watching = asyncio.create_task(self._watch(roster, server, frontend))
-        print(f"jdisagg router listens on {service.host}:{port}", flush=True)
+        elastic.start()
+        print(f"jdisagg router listens on {host_port(service.host, port)}", flush=True)
         try:
-            await signals.first()
-            await server.drain()
+            with logging_decisions(path.placing):
+                await signals.first()
+                await server.drain()
         finally:
+            await elastic.stop()
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
             if self._canary:
                 await self._canary.stop()
             roster.close()
+
+    def _elastic(self, roster: Roster, path: RequestPath) -> tuple[Controller, ElasticPools]:
+        """The controller, and who acts on what it says."""
+        controller = Controller(self._config.elastic)
+        desk = RoleDesk(roster, lambda address: RemoteRolePort(address, self._credentials), self._clock, random_id)
+        say, held = (lambda text: print(text, flush=True)), (lambda: path.placing.waiting)
+        pools = ElasticPools(controller, desk, roster.statuses, self._clock, self._config.changes_roles, say, held)
+        if self._observer:
+            self._observer.metrics.watch_counters("roles", desk.counters)
+            self._observer.metrics.watch_advice(pools.advice)
+        return controller, pools
 
     def _start_canary(self, roster: Roster) -> None:
         seconds = self._config.canary_seconds
@@ -206,9 +243,6 @@ class Router:
         if card.role is WorkerRole.PREFILL:
             return WorkerPorts(prefill=worker.prefill, close=worker.close)
         return WorkerPorts(decode=worker.decode, close=worker.close)
-
-    def _text_of(self, request: Request) -> TokenStream:
-        return TokenStream(self._tokenizer, request.prompt_token_ids, request.sampling.stop, request.sampling.min_tokens)
 
 
 def _model_info(roster: Roster, name: str, vocabulary: int) -> ModelInfo:

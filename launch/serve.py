@@ -9,19 +9,21 @@ running ones finish, within `service.drain_seconds`.
 """
 
 import asyncio
-import importlib.util
 import sys
 from pathlib import Path
 
 from absl import app, flags
 
+from jdisagg.address import host_port
 from jdisagg.config import EngineConfig, Mode, override
-from jdisagg.errors import ConfigError, JdisaggError
+from jdisagg.errors import JdisaggError
 from jdisagg.observe.logs import configure_logging
 from jdisagg.observe.process import ObserveConfig, observing
 from jdisagg.service.server import check_address, serve_until_signalled
 from launch.assembly import Deployment, prepare_runtime
+from launch.decisions import logging_decisions
 from launch.observing import observe_config
+from launch.recipes import load_recipe
 
 DEFAULT_CONFIG = str(Path(__file__).resolve().parent.parent / "configs" / "tiny_cpu.py")
 
@@ -29,6 +31,7 @@ _CONFIG = flags.DEFINE_string("config", DEFAULT_CONFIG, "A recipe: a Python file
 _SET = flags.DEFINE_multi_string("set", [], "path.to.field=value, may be repeated.")
 _MODEL = flags.DEFINE_string("model", None, "Checkpoint directory; replaces the recipe's.")
 _PORT = flags.DEFINE_integer("port", None, "Port; replaces the recipe's. 0 lets the system choose.")
+_HARDWARE = flags.DEFINE_string("hardware", None, "What the devices are: h100, ... or a file of launch.measure_costs; for predictions.")
 _RECORD = flags.DEFINE_string("record", "", "Folder for recordings of every mesh's commands, for launch.replay; they hold the prompts.")
 
 
@@ -36,6 +39,7 @@ def main(_: list[str]) -> None:
     try:
         config = load_recipe(_CONFIG.value)
         shortcuts = [("model.directory", _MODEL.value), ("service.port", _PORT.value)]
+        shortcuts += [("prefill.hardware", _HARDWARE.value), ("decode.hardware", _HARDWARE.value)]
         config = override(config, [*_SET.value, *(f"{path}={value}" for path, value in shortcuts if value is not None)])
         check_address(config.service)
         one_mesh = config.mode is not Mode.DISAGGREGATED
@@ -47,19 +51,6 @@ def main(_: list[str]) -> None:
         sys.exit(f"error: {error.message}")
 
 
-def load_recipe(path: str) -> EngineConfig:
-    """Runs a recipe file and returns its configuration."""
-    spec = importlib.util.spec_from_file_location("recipe", path)
-    if spec is None or spec.loader is None or not Path(path).is_file():
-        raise ConfigError(f"config {path!r} is not a Python file; give a recipe such as configs/tiny_cpu.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config = getattr(module, "get_config", lambda: None)()
-    if not isinstance(config, EngineConfig):
-        raise ConfigError(f"config {path!r} has no get_config() that returns an EngineConfig; see configs/tiny_cpu.py")
-    return config
-
-
 async def _serve(config: EngineConfig, observe: ObserveConfig) -> None:
     async with observing("serve", observe) as observer:
         deployment = Deployment(config, observer, _RECORD.value)
@@ -68,9 +59,10 @@ async def _serve(config: EngineConfig, observe: ObserveConfig) -> None:
 
             def ready(port: int) -> None:
                 name = deployment.frontend.model.name
-                print(f"jdisagg serves {name} ({config.mode.value}) on {config.service.host}:{port}", flush=True)
+                print(f"jdisagg serves {name} ({config.mode.value}) on {host_port(config.service.host, port)}", flush=True)
 
-            await serve_until_signalled(deployment.frontend, config.service, ready)
+            with logging_decisions(deployment.cluster.path.placing):
+                await serve_until_signalled(deployment.frontend, config.service, ready)
         finally:
             await deployment.cluster.stop()
 

@@ -17,6 +17,7 @@ class Signals:
 
     @property
     def came(self) -> bool:
+        """Whether the first has come."""
         return self._came.is_set()
 
     async def first(self) -> None:

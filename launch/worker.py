@@ -15,6 +15,7 @@ meet) and a port of its own. They start and end as one.
 
 import asyncio
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from absl import app, flags
 
 from jdisagg.config import InstanceConfig, ModelConfig, ServiceConfig, override
 from jdisagg.dispatch.ports import WorkerRole
+from jdisagg.engine.host_threads import hand_over_quickly
 from jdisagg.engine.instance import Loaded, LoadModel, WorkerConfig
 from jdisagg.errors import JdisaggError, UnavailableError
 from jdisagg.instance.processes import ProcessGroup, join_instance
@@ -34,11 +36,14 @@ from jdisagg.observe.process import ObserveConfig, observing
 from jdisagg.service.server import check_address
 from jdisagg.supervisor.supervisor import EXIT_CONFIG
 from launch.assembly import prepare_runtime
+from launch.cost_inputs import find_accelerator, find_geometry
 from launch.fingerprint import model_fingerprint
 from launch.observing import observe_config
 from launch.shipped import SHIPPED_MODEL
-from launch.worker_process import EXIT_BROKEN, WorkerProcess, WorkerSpec
-from models.checkpoint import load_config, load_model
+from launch.worker_life import EXIT_BROKEN, WorkerSpec
+from launch.worker_process import WorkerProcess
+from models.checkpoint import LoadedModel, load_config, load_model
+from models.relayout import relayout
 
 _ROLE = flags.DEFINE_enum("role", None, [role.value for role in WorkerRole], "What it does.", required=True)
 _LAYOUT = flags.DEFINE_string("layout", "dp=1,tp=1", "Layout of its mesh.")
@@ -51,6 +56,8 @@ _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of
 _PAGE_SIZE = flags.DEFINE_integer("page_size", 128, "Tokens of a KV page.")
 _SLOTS = flags.DEFINE_integer("slots", 8, "Sequences that decode at once, per dp rank.")
 _CHUNK = flags.DEFINE_integer("prefill_chunk", 128, "Tokens of a prefill chunk, a multiple of 16; alike on all workers.")
+_HARDWARE = flags.DEFINE_string("hardware", "", "What its devices are: h100, ... or a file of launch.measure_costs. '': not known.")
+_PLACE = flags.DEFINE_string("place", None, "Where it stands: rack/host/domain/process, as far as is known. Default: /HOSTNAME.")
 _CODEC = flags.DEFINE_string("codec", "none", "How KV travels to this worker: none, int8, int4 or fp8.")
 _DEVICES = flags.DEFINE_integer("devices", None, "Virtual devices on CPU. Default: as many as the layout needs of this process.")
 _DRAIN = flags.DEFINE_float("drain_seconds", 30.0, "How long it may drain.")
@@ -68,6 +75,7 @@ def main(_: list[str]) -> int:
         check_address(config.service)
         layout, processes = config.instance.layout, _PROCESSES.value
         prepare_runtime(_DEVICES.value or max(1, layout.devices // max(1, processes)), config.compilation_cache)
+        hand_over_quickly()
         group = ProcessGroup(0, 1) if processes == 1 else _join()
         observe = observe_config()
         configure_logging(observe.log_format, spec.name)
@@ -85,7 +93,7 @@ def main(_: list[str]) -> int:
 
 async def _run(spec: WorkerSpec, config: WorkerConfig, observe: ObserveConfig, group: ProcessGroup) -> int:
     async with observing(spec.name, observe if group.leads else ObserveConfig()) as observer:
-        return await WorkerProcess(spec, config, observer).run(group, _load(config), jax.devices())
+        return await WorkerProcess(spec, config, observer).run(group, _load(config), jax.devices(), _relayout)
 
 
 def _join() -> ProcessGroup:
@@ -102,6 +110,7 @@ def _configuration() -> tuple[WorkerConfig, WorkerSpec]:
         chunk_tokens=_CHUNK.value,
         min_chunk_tokens=min(128, _CHUNK.value),
         codec=_CODEC.value,
+        hardware=_HARDWARE.value,
     )
     config = WorkerConfig(
         model=ModelConfig(_MODEL.value, _DTYPE.value),
@@ -119,6 +128,9 @@ def _configuration() -> tuple[WorkerConfig, WorkerSpec]:
         model_name=Path(config.model.directory).resolve().name,
         fingerprint=model_fingerprint(config.model.directory, config.model.dtype),
         record_to=_RECORD.value,
+        place=f"/{socket.gethostname()}" if _PLACE.value is None else _PLACE.value,
+        geometry=find_geometry(config.model.directory),
+        hardware=find_accelerator(config.instance.hardware) if config.instance.hardware else None,
     )
     return config, spec
 
@@ -128,6 +140,11 @@ def _load(config: WorkerConfig) -> LoadModel:
         return load_model(config.model.directory, layout, devices, dtype=config.model.dtype)
 
     return load
+
+
+def _relayout(loaded: Loaded, layout: Layout, devices: Sequence[Device]) -> Loaded:
+    assert isinstance(loaded, LoadedModel), "it came from `_load`"
+    return relayout(loaded, layout, devices)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,134 @@
+"""Recipes: Python files whose `get_config()` returns an `EngineConfig`, and perhaps `get_cluster()` a `ClusterShape`; and writing them.
+
+`launch.serve` runs one instance of each role of a recipe in one process; `launch.cluster` as many as its shape says, in processes of their
+own; `launch.router` takes of it what is the router's. `launch.plan` writes recipes. Knows configuration alone; starts nothing.
+"""
+
+import dataclasses
+import importlib.util
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TypeVar
+
+from jdisagg.config import EngineConfig, InstanceConfig, LimitsConfig, Mode, ModelConfig, RoutingConfig, ServiceConfig
+from jdisagg.errors import ConfigError
+from jdisagg.layout.axes import Layout
+
+# Fields of an instance that launch.worker has flags of their own for; the others travel as --set.
+_FLAGS = {"page_size": "page_size", "slots_per_rank": "slots", "chunk_tokens": "prefill_chunk", "codec": "codec", "hardware": "hardware"}
+
+Part = TypeVar("Part", LimitsConfig, RoutingConfig, ServiceConfig)
+
+
+@dataclass(frozen=True)
+class ClusterShape:
+    """How many instances of each role."""
+
+    prefill: int = 0
+    decode: int = 0
+    mixed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.prefill, self.decode, self.mixed) < 0 or not (self.mixed or (self.prefill and self.decode)):
+            raise ConfigError(f"cluster shape: {self}: give one prefill and one decode instance at least, or some mixed ones")
+
+
+def load_recipe(path: str) -> EngineConfig:
+    """Runs a recipe file and returns its configuration."""
+    config = getattr(_run(path), "get_config", lambda: None)()
+    if not isinstance(config, EngineConfig):
+        raise ConfigError(f"config {path!r} has no get_config() that returns an EngineConfig; see configs/tiny_cpu.py")
+    return config
+
+
+def load_shape(path: str) -> ClusterShape:
+    """What the recipe's get_cluster() says; without one, one instance of each role that its mode has."""
+    module = _run(path)
+    if not hasattr(module, "get_cluster"):
+        return ClusterShape(prefill=1, decode=1) if load_recipe(path).mode is Mode.DISAGGREGATED else ClusterShape(mixed=1)
+    shape = module.get_cluster()
+    if not isinstance(shape, ClusterShape):
+        raise ConfigError(f"config {path!r}: get_cluster() must return a ClusterShape, got {type(shape).__name__}")
+    return shape
+
+
+def _run(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("recipe", path)
+    try:
+        if spec is None or spec.loader is None:
+            raise FileNotFoundError
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except FileNotFoundError:
+        raise ConfigError(f"config {path!r} is not a Python file; give a recipe such as configs/tiny_cpu.py") from None
+    return module
+
+
+def worker_flags(config: EngineConfig, role: str) -> tuple[str, ...]:
+    """The command line of a launch.worker of `role` ("prefill", "decode", "mixed") that makes it what the recipe says, its layout apart."""
+    instance = config.prefill if role == "prefill" else config.decode
+    given = [f"--dtype={config.model.dtype}", f"--compilation_cache={config.compilation_cache}"]
+    given += [f"--model={config.model.directory}"] if config.model.directory else []
+    given += [f"--{flag}={getattr(instance, name)}" for name, flag in _FLAGS.items()]
+    others = [spec.name for spec in dataclasses.fields(InstanceConfig) if spec.name not in (*_FLAGS, "layout")]
+    values = dataclasses.replace(instance, layer_groups=config.prefill.layer_groups)  # both sides of a hand-off cut layers alike
+    settings = [f"instance.{name}={getattr(values, name)}" for name in others]
+    if config.model.context_tokens is not None:
+        settings.append(f"model.context_tokens={config.model.context_tokens}")
+    if role == "mixed" and config.mode is not Mode.DISAGGREGATED:  # else the worker's own: chunked
+        settings.append(f"mode={config.mode.value}")
+    settings.append(f"warm_up={config.warm_up}")
+    return (*given, *(f"--set={text}" for text in settings), *changed("limits", config.limits, LimitsConfig()))
+
+
+def router_flags(config: EngineConfig) -> tuple[str, ...]:
+    """The command line of a launch.router that makes it what the recipe says, where it listens apart."""
+    model = (f"--model={config.model.directory}",) if config.model.directory else ()
+    return (*model, *changed("limits", config.limits, LimitsConfig()), *changed("routing", config.routing, RoutingConfig()))
+
+
+def changed(path: str, part: Part, defaults: Part) -> tuple[str, ...]:
+    """`--set` flags for the fields that are not as they are by default."""
+    values = {spec.name: getattr(part, spec.name) for spec in dataclasses.fields(part)}
+    return tuple(f"--set={path}.{name}={value}" for name, value in values.items() if value != getattr(defaults, name))
+
+
+def recipe_text(config: EngineConfig, shape: ClusterShape, docstring: str) -> str:
+    """A recipe file of one's own: model, mode, both instances as far as they are used, and the shape."""
+    two = config.mode is Mode.DISAGGREGATED
+    parts = [f"model={_call(config.model, ModelConfig())},", f"mode=Mode.{config.mode.name},"]
+    parts += [f"prefill={_call(config.prefill, InstanceConfig())},"] if two else []
+    parts += [f"decode={_call(config.decode, InstanceConfig())},"]
+    body = "\n".join(f"        {part}" for part in parts)
+    counts = ", ".join(f"{name}={count}" for name, count in dataclasses.asdict(shape).items() if count)
+    return f'''"""{docstring}"""
+
+from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig
+from jdisagg.layout.axes import Layout
+from launch.recipes import ClusterShape
+
+
+def get_config() -> EngineConfig:
+    return EngineConfig(
+{body}
+    )
+
+
+def get_cluster() -> ClusterShape:
+    return ClusterShape({counts})
+'''
+
+
+def _call(value: ModelConfig | InstanceConfig, defaults: ModelConfig | InstanceConfig) -> str:
+    """The expression that makes it, its defaults left out."""
+    fields = [
+        (spec.name, getattr(value, spec.name))
+        for spec in dataclasses.fields(value)
+        if getattr(value, spec.name) != getattr(defaults, spec.name)
+    ]
+    written = ", ".join(f"{name}={_layout(item) if isinstance(item, Layout) else repr(item)}" for name, item in fields)
+    return f"{type(value).__name__}({written})"
+
+
+def _layout(layout: Layout) -> str:
+    return f"Layout(dp={layout.dp}, tp={layout.tp}, ep={layout.ep})"

@@ -1,0 +1,81 @@
+"""The planner as a command: a plan of a small case from end to end, what it writes, and how it says no."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jdisagg.config import Mode
+from jdisagg.errors import WorkloadError
+from launch.recipes import load_recipe, load_shape
+from launch.workload_inputs import mixture
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ("--model=llama-3-8b", "--hardware=h100", "--finalists=1", "--most_requests=120", "--ttft=0.4", "--tpot=0.03")
+
+
+def plan(*given: str) -> tuple[int, str, str]:
+    ran = subprocess.run([sys.executable, "-m", "launch.plan", *given], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    return ran.returncode, ran.stdout, ran.stderr
+
+
+def test_a_plan_ranks_says_who_wins_and_writes_a_recipe_that_is_read(tmp_path: Path):
+    recipe, figures = tmp_path / "best.py", tmp_path / "plan.json"
+    status, out, err = plan(*SMALL, "--accelerators=2", "--mixture=0.7:900/30,0.3:2500/40", f"--output={recipe}", f"--json={figures}")
+    assert (status, err) == (0, "")
+    found = json.loads(figures.read_text())
+    assert {item["mode"] for item in found["findings"]} == {"disaggregated", "chunked", "unified"}
+    carried = [item["per_accelerator"] for item in found["findings"]]
+    assert carried == sorted(carried, reverse=True) and carried[-1] > 0
+    assert found["verdict"] in out and ("win" in found["verdict"] or "No clear winner" in found["verdict"])
+    best, config, shape = found["findings"][0], load_recipe(str(recipe)), load_shape(str(recipe))
+    assert config.mode is Mode(best["mode"]) and str(config.decode.layout) == best["decode_layout"]
+    assert (shape.decode or shape.mixed) == best["decode_instances"] and shape.prefill == best["prefill_instances"]
+    assert config.model.context_tokens == 2560 and config.model.dtype == "bfloat16"
+    assert abs(config.decode.pages_per_rank * config.decode.page_size - best["kv_tokens_per_rank"]) < config.decode.page_size  # type: ignore[operator]
+
+
+REFUSED = (
+    ("--model=llama-3-70b --hardware=h100 --accelerators=1 --mixture=1:100/10", "nothing fits, because the weights of llama-3-70b"),
+    ("--model=llama-3-8b --hardware=h100 --mixture=1:7000/10 --ttft=0.0001", "nothing fits, because no candidate keeps 90%"),
+    ("--model=llama-3-8b --hardware=h100 --mixture=1:9000/10", "error: none of 4000 requests fits a context of 8192"),
+    ("--model=llama-3-8b --hardware=h200x --mixture=1:100/10", "error: no hardware named 'h200x'"),
+    ("--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --accelerators=0", "error: site: accelerators must be at least 1"),
+    ("--model=llama-3-8b --hardware=h100", "error: the workload: give either --trace=FILE or --mixture"),
+    ("--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --modes=both", "error: --modes: no mode named 'both'"),
+    ("--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --ttft=-1", "error: goal: ttft_seconds must be positive"),
+    ("--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --output=/no/such/plan.py", "error: /no/such/plan.py cannot be written"),
+    ("--model=llama-3-8b --hardware=h100 --trace=/no/such.csv", "error: /no/such.csv cannot be read"),
+)
+# Flags are a process's own: all cases in one process, each with fresh ones.
+PROGRAM = """
+import contextlib, io, json, sys
+from absl import flags
+from absl.testing import flagsaver
+from launch import plan
+for line in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with flagsaver.flagsaver(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        flags.FLAGS(["plan", *line.split(), "--finalists=1", "--most_requests=50"])
+        status = plan.main(["plan"])
+    print(json.dumps([status, out.getvalue(), err.getvalue()]))
+"""
+
+
+def test_what_cannot_be_planned_is_one_line():
+    lines = json.dumps([line for line, _ in REFUSED])
+    ran = subprocess.run([sys.executable, "-c", PROGRAM, lines], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    ends = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert len(ends) == len(REFUSED), ran.stderr
+    for (status, out, err), (line, said) in zip(ends, REFUSED, strict=True):
+        assert (status, out) == (1, "") and err.startswith(said) and err.count("\n") == 1, (line, err)
+
+
+def test_a_mixture_is_read_part_by_part():
+    parts = mixture(["0.8:1000/200", "2:8000/300"]).parts
+    assert [(weight, lengths.prompt_tokens, lengths.output_tokens) for weight, lengths in parts] == [(0.8, 1000, 200), (2.0, 8000, 300)]  # type: ignore[attr-defined]
+    for bad in ("1000/200", "1:1000", "x:1/2", "0:10/10", "1:-5/10", "nan:1/1"):
+        with pytest.raises(WorkloadError, match="--mixture"):
+            mixture([bad])

@@ -1,0 +1,93 @@
+"""launch.simulate as a user runs it: defaults that work, outputs in a folder, and errors that say what to do."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "launch.simulate", *arguments], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_defaults_work_and_everything_lands_in_the_folder(tmp_path: Path) -> None:
+    done = run(
+        "--requests=40", "--rate=4", "--ttft=1", "--tpot=0.1", f"--out={tmp_path / 'run'}", f"--decision_log={tmp_path / 'log.jsonl'}"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "goodput" in done.stdout and "utilisation" in done.stdout and "dollars a million" in done.stdout
+    with open(tmp_path / "run" / "requests.csv") as table:
+        rows = list(csv.DictReader(table))
+    assert len(rows) == 40 and {row["end"] for row in rows} == {"finished"} and {row["prefill"] for row in rows} == {"prefill-0"}
+    figures = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert figures["report"]["requests"] == 40 and figures["flags"]["rate"] == 4.0
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 40
+    assert {path.name for path in (tmp_path / "run").glob("*.png")} == {"ttft.png", "tbt.png", "timelines.png", "load.png"}
+
+
+def test_a_trace_in_one_pool_with_a_fault_gives_the_same_twice(tmp_path: Path) -> None:
+    trace = tmp_path / "own.csv"
+    trace.write_text("at_seconds,prompt_tokens,output_tokens\n" + "".join(f"{number / 2},{100 + 10 * number},20\n" for number in range(30)))
+    flags = (f"--trace={trace}", "--mode=chunked", "--decode=2", "--fault=death:mixed-0:5:3", "--plots=false")
+    first, second = (run(*flags, f"--out={tmp_path / name}") for name in ("one", "two"))
+    assert first.returncode == second.returncode == 0, first.stderr
+    assert (tmp_path / "one" / "requests.csv").read_bytes() == (tmp_path / "two" / "requests.csv").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--trace=/nowhere/trace.csv",), "/nowhere/trace.csv"),
+        (("--model=llama-9",), "llama-9"),
+        (("--prefill_hardware=abacus",), "abacus"),
+        (("--prefill_layout=tp=3",), "tp=3"),
+        (("--prefill_layout=tp=1",), "no room for KV"),
+        (("--prefill=0",), "at least 1"),
+        (("--rate=-1",), "positive"),
+        (("--prompt_tokens=0",), "at least 1"),
+        (("--fault=flood:decode-0:1",), "the forms are"),
+        (("--fault=death:decode-9:1",), "decode-9"),
+        (("--set=limits.nonsense=1",), "nonsense"),
+        (("--link=string",), "string"),
+        (("--ttft=-1",), "positive"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(flags: tuple[str, ...], said: str) -> None:
+    done = run(*flags, "--requests=3")
+    assert done.returncode == 1
+    assert said in done.stderr and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+
+
+BARE = """
+import sys
+sys.modules["matplotlib"] = sys.modules["pyarrow"] = None
+from absl import app
+from launch import simulate
+app.run(simulate.main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"), [("", "no pictures"), ("--plots", "error: --plots needs matplotlib"), ("--format=parquet", "parquet needs pyarrow")]
+)
+def test_without_what_pictures_and_parquet_need_it_is_said_before_the_run_and_the_rest_is_written(
+    tmp_path: Path, flag: str, said: str
+) -> None:
+    command = [sys.executable, "-c", BARE, "--requests=3", f"--out={tmp_path}", *filter(None, [flag])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert said in done.stderr and done.returncode == (1 if flag else 0), done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == (set() if flag else {"report.json", "requests.csv"})
+
+
+def test_traces_with_holes_are_refused(tmp_path: Path) -> None:
+    for text, said in (
+        ("at_seconds,prompt_tokens\n0,5\n", "output"),
+        ("at_seconds,prompt_tokens,output_tokens\n0,-5,3\n", "-5"),
+        ("at_seconds,prompt_tokens,output_tokens\n", "no requests"),
+    ):
+        (tmp_path / "bad.csv").write_text(text)
+        done = run(f"--trace={tmp_path / 'bad.csv'}")
+        assert done.returncode == 1 and said in done.stderr, done.stderr
