@@ -21,7 +21,7 @@ from benchmarks.measure import paired, save
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import InstanceConfig, Mode
 from jdisagg.engine.instance import build_instance
-from jdisagg.executor import block_programs
+from jdisagg.executor import insert_program
 from jdisagg.executor.block_sums import PrefillSums
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.layout.axes import Layout
@@ -97,11 +97,11 @@ def inserts(source: MeshExecutor, loaded: LoadedModel, channel: InProcessChannel
         mesh.issue_and_wait(PullBlock(0, offer_id, 0, 0, TOKENS, 60.0, "p"))
         arrays = mesh._pulls[offer_id].arrays()
         jax.block_until_ready(arrays)
-        total = block_programs.total
-        if not summed:
-            block_programs.total = lambda programs, block, stamp: jnp.zeros(2, jnp.uint32)
+        local_sum = insert_program.local_sum
+        if not summed:  # what is not summed is not read back
+            insert_program.local_sum = lambda block, stamp, token, counts: jnp.zeros(2, jnp.uint32)
         mesh._blocks.insert(command, arrays).block_until_ready()
-        block_programs.total = total
+        insert_program.local_sum = local_sum
 
         def once() -> None:
             mesh._blocks.insert(command, arrays).block_until_ready()

@@ -2,13 +2,20 @@
 
     python -m benchmarks.handoff --megabytes=16,64 --rounds=7 --name=handoff
 
-Part 1, per layout pair and size, interleaved round by round, seconds of a hand-off of some blocks, all asked for at once:
+The bytes are a prompt's KV of a model of 32 layers, 8 kv heads of 128, bfloat16 (128 KiB a token), in one block for each of so many layer
+groups as serving would choose for such a model (engine/limits.py), or as --groups says.
+Part 1, per layout pair and size, interleaved round by round, seconds of a hand-off:
 - tcp: as many bytes over one plain socket into a buffer;
 - bare: the same pieces from the same devices to the same devices, posted and pulled on a plain server and connection;
-- pulled: the channel, from `pull` to global arrays on the devices;
+- pulled: the channel, to global arrays on the devices;
 - inserted: that, and each block written into pages, read back and its keyed sum on the host.
+All but tcp in two orders, the same for the bare engine and for ours. "ahead": pulls are asked for first, as in serving, where a block is
+announced before it is computed; the clock runs from the moment when the first block is there. "late": all is offered (or posted) before,
+and the clock runs from the first pull. The goals are held against "ahead". "four ahead": as many bytes four times over, as four hand-offs
+at once, each into pages of its own.
 Part 2: what of the transfer shows after a prefill that computes like an accelerator (it sleeps, the host is idle), with each block
-offered as it is done, and with all offered at the end. Insertion included.
+offered as it is done, and with all offered at the end. Insertion included. The same bytes and the same seconds of prefill in 4, 8, 16 and
+32 layer groups: the last block of n cannot be hidden, and is about 1/n of all.
 Both processes share this machine's cores and memory: rates say nothing about a network, ratios say what our layers cost.
 """
 
@@ -18,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection, Listener
 
 import jax
@@ -28,25 +36,35 @@ from absl import app, flags
 from benchmarks.handoff_sender import TRANSPORTS, Bare, BarePiece, Case, LinkThread, OfferBlocks, Prepare, Release, Tcp
 from benchmarks.measure import save
 from jdisagg.engine.host_memory import keep_freed_memory
+from jdisagg.engine.host_threads import hand_over_quickly
+from jdisagg.engine.limits import groups_of_layers
 from jdisagg.executor.block_programs import BlockPrograms
+from jdisagg.executor.block_sums import Found
+from jdisagg.executor.layer_groups import layer_groups
 from jdisagg.executor.page_pool import PagePool
 from jdisagg.executor.programs import Programs
-from jdisagg.layout.kv_spec import KVComponent, KVLayer, KVSpec
+from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.scheduler.commands import InsertBlock
 from jdisagg.transfer.boxes import head_granule, plan_handoff, rank_placement
 from jdisagg.transfer.channel import PullTarget, block_sharding, resident_zeros
 from jdisagg.transfer.transfer_engine import EngineOptions
 
 _MEGABYTES = flags.DEFINE_list("megabytes", ["16", "64"], "Bytes of a hand-off.")
-_BLOCKS = flags.DEFINE_integer("blocks", 4, "In how many blocks.")
+_GROUPS = flags.DEFINE_integer("groups", None, "In how many layer groups, a block each; without: as serving chooses.")
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Interleaved rounds.")
 _PAIRS = flags.DEFINE_list(
     "pairs", ["tp=1>tp=1", "tp=1>tp=2", "tp=2>tp=1", "tp=4>tp=4", "tp=4>dp=2;tp=2", "dp=2;tp=2>dp=4"], "source>destination, ';' for ','."
 )
+_HIDDEN = flags.DEFINE_list("hidden", ["4", "8", "16", "32"], "Layer groups of part 2.")
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
 
 PAGE = 128
 SECONDS = 60.0
+SPEC = KVSpec.attention(32, 8, 128, "bfloat16")
+COPIES = 4
+PREFILL_SECONDS = 0.24
+WAYS = ("tcp", "bare ahead", "pulled ahead", "inserted ahead", "bare late", "pulled late", "inserted late", "bare four", "inserted four")
+SETTLE_SECONDS = 0.02  # until what was asked for has arrived at the sender; in serving, a block computes meanwhile
 
 
 class Receiver:
@@ -58,27 +76,21 @@ class Receiver:
         self._bare = self._bare_server.connect(bare_address)
         self._buffer = memoryview(bytearray(64 << 20))
 
-    def prepare(self, case: Case, blocks: int) -> None:
-        self.case, self.blocks = case, blocks
+    def prepare(self, case: Case) -> None:
+        """`case`: of one block; there is one for each layer group."""
+        self.case, self.blocks = case, len(SPEC.layers) // case.layers
         self.mesh = case.mesh(case.destination)
-        card = self.order(Prepare(case, blocks))
+        card = self.order(Prepare(case, self.blocks))
         self.peer = f"sender#{secrets.token_hex(4)}"
         self._link.channel.connect(self.peer, card)
         self.rank = self.mesh.shape["dp"] - 1
         granule = head_granule(case.kv_heads, card.head_shards, self.mesh.shape["kv"])
         zeros = resident_zeros(self.mesh, case.components, granule, case.tokens, case.head_size, jnp.dtype(case.dtype))
-        self.target = PullTarget(zeros, self.rank, peer=self.peer)
-        spec = KVSpec(
-            tuple(
-                KVLayer((KVComponent("k", case.kv_heads, case.head_size), KVComponent("v", case.kv_heads, case.head_size)))
-                for _ in range(case.layers)
-            ),
-            case.dtype,
-        )
-        pages = blocks * case.tokens // PAGE
-        self.programs = Programs(self.mesh)
-        self.insert = BlockPrograms(self.programs, PagePool(self.mesh, spec, pages, PAGE, 1), (range(case.layers),))
-        self.pages = tuple(np.random.default_rng(0).permutation(pages).tolist())
+        self.target = PullTarget(zeros, self.rank, peer=self.peer, heads=case.kv_heads, source_rank=0)
+        pages = -(-case.tokens // PAGE)
+        pool = PagePool(self.mesh, SPEC, COPIES * pages, PAGE, 1)
+        self.insert = BlockPrograms(Programs(self.mesh), pool, layer_groups(len(SPEC.layers), self.blocks))
+        self.pages = np.random.default_rng(0).permutation(COPIES * pages).reshape(COPIES, pages).tolist()
         self._bare_plan(card.rank_boxes(0, (1, case.components, case.kv_heads, case.tokens, case.head_size)), card.devices, granule)
 
     def _bare_plan(self, source: dict, devices: tuple[int, ...], granule: int) -> None:
@@ -108,82 +120,110 @@ class Receiver:
         self._sender.recv()
         return seconds
 
-    def bare(self) -> float:
-        ids = tuple(secrets.randbits(62) for _ in range(self.blocks))
-        self.order(Bare(ids, tuple(self._bare_pieces)))
-        started = time.perf_counter()
+    def bare(self, ahead: bool, copies: int = 1) -> float:
+        ids = tuple(secrets.randbits(62) for _ in range(copies * self.blocks))
+        order = Bare(ids, tuple(self._bare_pieces))
+        if not ahead:
+            self.order(order)
+        started = time.monotonic()
         arrays = [array for pull_id in ids for array in self._bare.pull(pull_id, self._bare_avals)]
+        if ahead:
+            time.sleep(SETTLE_SECONDS)
+            self._sender.send(order)
         while not all(array.is_ready() for array in arrays):  # pyright: ignore[reportAttributeAccessIssue]
             time.sleep(2e-4)
-        return time.perf_counter() - started
+        ended = time.monotonic()
+        return ended - (self._sender.recv()[0] if ahead else started)
 
-    def pulled(self, insert: bool) -> float:
-        ids = tuple(secrets.randbits(63) for _ in range(self.blocks))
-        self.order(OfferBlocks(ids))
-        started = time.perf_counter()
-        self.receive(ids, insert)
-        seconds = time.perf_counter() - started
+    def pulled(self, insert: bool, ahead: bool, copies: int = 1) -> float:
+        ids = tuple(secrets.randbits(63) for _ in range(copies * self.blocks))
+        if not ahead:
+            self.order(OfferBlocks(ids))
+        started = time.monotonic()
+        self.receive(ids, insert, OfferBlocks(ids) if ahead else None)
+        ended = time.monotonic()
+        if ahead:
+            started = self._sender.recv()[0]
         self.order(Release(ids))
-        return seconds
+        return ended - started
 
     def exposed(self, compute_seconds: float, at_end: bool) -> float:
         """Seconds between the end of computing and the last block's sum on the host."""
         ids = tuple(secrets.randbits(63) for _ in range(self.blocks))
-        self._sender.send(OfferBlocks(ids, compute_seconds, at_end))
-        self.receive(ids, insert=True)
+        self.receive(ids, True, OfferBlocks(ids, compute_seconds, at_end))
         ended = time.monotonic()
-        exposed = ended - self._sender.recv()
+        exposed = ended - self._sender.recv()[1]
         self.order(Release(ids))
         return exposed
 
-    def receive(self, ids: tuple[int, ...], insert: bool) -> None:
-        """All pulls at once; each block is inserted as it comes, and the sums are read at the end, as the worker's loop does."""
+    def receive(self, ids: tuple[int, ...], insert: bool, order: OfferBlocks | None) -> None:
+        """All pulls at once, and what is ordered then; each block is inserted as it comes, and the sums are read at the end, as the
+        worker's loop does."""
         pulls = {number: self._link.channel.pull(offer_id, self.target, SECONDS) for number, offer_id in enumerate(ids)}
         sums: list[jax.Array] = []
+        if order is not None:
+            time.sleep(SETTLE_SECONDS)
+            self._sender.send(order)
         while pulls:
             for number in [number for number, pull in pulls.items() if pull.is_ready()]:
                 arrays, tokens = pulls.pop(number).arrays(), self.case.tokens
                 if insert:
-                    command = InsertBlock(0, ids[number], self.rank, 0, tokens, tokens, number * tokens, self.pages, 1, self.peer)
+                    copy, group = divmod(number, self.blocks)
+                    pages = tuple(self.pages[copy])
+                    command = InsertBlock(0, ids[number], self.rank, group, tokens, tokens, 0, pages, 1, self.peer)
                     sums.append(self.insert.insert(command, arrays))
                     sums[-1].copy_to_host_async()
             time.sleep(2e-4)
         for found in sums:
-            assert np.asarray(found)[2] == 0
+            assert Found.read(found).intact
 
 
-def measure(receiver: Receiver, pair: str, megabytes: float) -> dict[str, object]:
+def case_of(pair: str, megabytes: float, groups: int) -> Case:
+    """One block of a prompt whose KV is so large."""
     source, destination = (side.replace(";", ",") for side in pair.split(">"))
-    # A token of 4 layers is 16 KiB: blocks of at most 1024 tokens, more layers beyond.
-    per_block = megabytes * 2**20 / _BLOCKS.value
-    tokens = min(1024, int(per_block // 2**14))
-    case = Case(source, destination, tokens=tokens, layers=max(4, int(per_block // (tokens * 2**12))))
-    receiver.prepare(case, _BLOCKS.value)
-    ways = {"tcp": receiver.tcp, "bare": receiver.bare, "pulled": lambda: receiver.pulled(False), "inserted": lambda: receiver.pulled(True)}
-    rounds = [{name: run() for name, run in ways.items()} for _ in range(_ROUNDS.value + 2)][2:]
-    total = case.nbytes * _BLOCKS.value
-    figures: dict[str, object] = {"bytes": total, "pieces": len(receiver._bare_pieces) * _BLOCKS.value}
-    for name in ways:
-        seconds = [one[name] for one in rounds]
-        figures[name] = {
-            "GB/s": round(total / statistics.median(seconds) / 1e9, 3),
-            "of bare": round(statistics.median(one["bare"] / one[name] for one in rounds), 3),
-            "ms": [round(1e3 * value, 2) for value in seconds],
-        }
-    compute = max(0.05, 2 * statistics.median(one["inserted"] for one in rounds) / _BLOCKS.value)
-    pairs = [(receiver.exposed(compute, at_end=False), receiver.exposed(compute, at_end=True)) for _ in range(_ROUNDS.value)]
-    figures["exposed"] = {
-        "compute ms a block": round(1e3 * compute, 1),
+    return Case(source, destination, tokens=int(megabytes * 2**20 / SPEC.bytes_per_token), layers=len(SPEC.layers) // groups)
+
+
+def exposed(receiver: Receiver, pair: str, megabytes: float, groups: int) -> dict[str, object]:
+    receiver.prepare(case_of(pair, megabytes, groups))
+    seconds = PREFILL_SECONDS / groups
+    pairs = [(receiver.exposed(seconds, at_end=False), receiver.exposed(seconds, at_end=True)) for _ in range(_ROUNDS.value + 2)][2:]
+    return {
         "as computed, ms": [round(1e3 * one, 2) for one, _ in pairs],
         "all at the end, ms": [round(1e3 * one, 2) for _, one in pairs],
         "hidden": round(1 - statistics.median(one / other for one, other in pairs), 3),
     }
+
+
+def measure(receiver: Receiver, pair: str, megabytes: float) -> dict[str, object]:
+    groups = groups_of_layers(SPEC, _GROUPS.value)
+    receiver.prepare(case_of(pair, megabytes, groups))
+    ways: dict[str, Callable[[], float]] = {"tcp": receiver.tcp}
+    for order, ahead in (("ahead", True), ("late", False)):
+        ways[f"bare {order}"] = lambda ahead=ahead: receiver.bare(ahead)
+        ways[f"pulled {order}"] = lambda ahead=ahead: receiver.pulled(False, ahead)
+        ways[f"inserted {order}"] = lambda ahead=ahead: receiver.pulled(True, ahead)
+    ways["bare four"] = lambda: receiver.bare(True, COPIES)
+    ways["inserted four"] = lambda: receiver.pulled(True, True, COPIES)
+    rounds = [{name: run() for name, run in ways.items()} for _ in range(_ROUNDS.value + 2)][2:]
+    total = receiver.case.nbytes * groups
+    figures: dict[str, object] = {"bytes": total, "layer groups": groups, "pieces": len(receiver._bare_pieces) * groups}
+    for name in ways:
+        seconds = [one[name] / (COPIES if name.endswith("four") else 1) for one in rounds]
+        bare = "bare ahead" if name == "tcp" else f"bare {name.split()[-1]}"
+        figures[name] = {
+            "GB/s": round(total / statistics.median(seconds) / 1e9, 3),
+            "of bare": round(statistics.median(one[bare] / one[name] for one in rounds), 3),
+            "ms": [round(1e3 * value, 2) for value in seconds],
+        }
+    figures["exposed"] = {f"{groups} groups": exposed(receiver, pair, megabytes, groups) for groups in map(int, _HIDDEN.value)}
     return figures
 
 
 def main(_: list[str]) -> None:
     jax.config.update("jax_num_cpu_devices", 4)
     keep_freed_memory()
+    hand_over_quickly()
     with Listener(("127.0.0.1", 0)) as listener:
         port = listener.address[1]  # type: ignore[misc]
         child = subprocess.Popen([sys.executable, "-c", f"from benchmarks.handoff_sender import main; main({port})"])
@@ -196,10 +236,9 @@ def main(_: list[str]) -> None:
                 for pair in _PAIRS.value:
                     name = f"{pair.replace(';', ',').replace('>', ' -> ')}, {megabytes:g} MB"
                     found = figures[name] = measure(receiver, pair, megabytes)
-                    rates = "  ".join(
-                        f"{way} {found[way]['GB/s']} ({found[way]['of bare']})" for way in ("tcp", "bare", "pulled", "inserted")
-                    )  # type: ignore[index]
-                    print(f"{name:28s} GB/s (of bare): {rates}  hidden {found['exposed']['hidden']}", flush=True)  # type: ignore[index]
+                    rates = "  ".join(f"{way} {found[way]['GB/s']} ({found[way]['of bare']})" for way in WAYS)  # type: ignore[index]
+                    hidden = [one["hidden"] for one in found["exposed"].values()]  # type: ignore[attr-defined]
+                    print(f"{name:28s} GB/s (of bare): {rates}  hidden {hidden}", flush=True)  # type: ignore[index]
             sender.send(None)
         finally:
             child.terminate()

@@ -1,8 +1,9 @@
 """The sender's process of `benchmarks.handoff`: obeys its parent over a local socket, one command at a time.
 
 offer    its block under an id, at once or after some time of "computing" (a sleep: an accelerator's work costs the host nothing)
-bare     the same pieces posted on a plain transfer server, the way anyone would who knows what the other side wants
+bare     the same pieces, cut before, posted on a plain transfer server, the way anyone would who knows what the other side wants
 tcp      as many bytes over a plain socket
+The first two answer with two moments (one clock for all processes of a machine): before the first block was there, and after the last.
 """
 
 import asyncio
@@ -19,6 +20,8 @@ import numpy as np
 
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import ServiceConfig
+from jdisagg.engine.host_memory import keep_freed_memory
+from jdisagg.engine.host_threads import hand_over_quickly
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.service.kv_link import GrpcKvLink
@@ -72,7 +75,8 @@ class Prepare:
 
 @dataclass(frozen=True)
 class OfferBlocks:
-    """`compute_seconds` pass before each block is there; `at_end`: all are offered after the last."""
+    """`compute_seconds` pass before each block is there; `at_end`: all are offered after the last. With more ids than blocks, each block is
+    offered several times."""
 
     offer_ids: tuple[int, ...]
     compute_seconds: float = 0.0
@@ -126,6 +130,8 @@ def card(mesh: jax.sharding.Mesh, end: KvEnd) -> MeshCard:
 
 def main(port: int) -> None:
     jax.config.update("jax_num_cpu_devices", 4)
+    keep_freed_memory()
+    hand_over_quickly()
     parent = Client(("127.0.0.1", port))
     link = LinkThread()
     bare = EngineOptions(transports=TRANSPORTS).start_server()
@@ -134,7 +140,7 @@ def main(port: int) -> None:
     stream, _ = plain.accept()
     payload = memoryview(bytes(64 << 20))
     blocks: list[jax.Array] = []
-    case = Case("tp=1", "tp=1")
+    case, computed = Case("tp=1", "tp=1"), 0.0
     while (command := parent.recv()) is not None:
         answer: object = None
         match command:
@@ -145,20 +151,25 @@ def main(port: int) -> None:
                 blocks = [jax.block_until_ready(make(jax.random.key(number))) for number in range(command.blocks)]
                 answer = card(sharding.mesh, link.end)
             case OfferBlocks():
+                began = time.monotonic()
                 for number, offer_id in enumerate(command.offer_ids):
                     time.sleep(command.compute_seconds)
+                    computed = time.monotonic()
                     if not command.at_end:
-                        link.channel.offer(offer_id, blocks[number], 0, BlockStamp())
-                answer = time.monotonic()  # one clock for all processes of a machine
+                        link.channel.offer(offer_id, blocks[number % len(blocks)], 0, BlockStamp())
                 if command.at_end:
                     for number, offer_id in enumerate(command.offer_ids):
-                        link.channel.offer(offer_id, blocks[number], 0, BlockStamp())
+                        link.channel.offer(offer_id, blocks[number % len(blocks)], 0, BlockStamp())
+                answer = began, computed
             case Release():
                 for offer_id in command.offer_ids:
                     link.channel.release(offer_id)
             case Bare():
-                for block, pull_id in zip(blocks, command.pull_ids, strict=True):
-                    bare.await_pull(pull_id, _bare_pieces(block, command.pieces))
+                cut = jax.block_until_ready([_bare_pieces(block, command.pieces) for block in blocks])
+                began = time.monotonic()
+                for number, pull_id in enumerate(command.pull_ids):
+                    bare.await_pull(pull_id, cut[number % len(cut)])
+                answer = began, began
             case Tcp():
                 left = command.nbytes
                 while left:

@@ -10,16 +10,10 @@ mixed worker in unified mode (one device). The same prompts go to both in turn, 
 """
 
 import asyncio
-import contextlib
 import os
 import secrets
-import signal
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import jax
@@ -27,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
+from benchmarks.clusters import cluster, ready
 from benchmarks.measure import save, summary
 from jdisagg.client import AsyncClient
-from jdisagg.errors import JdisaggError
 from jdisagg.transfer.transfer_engine import EngineOptions
 
 _REQUESTS = flags.DEFINE_integer("requests", 40, "Of each prompt length, to each cluster.")
@@ -37,45 +31,6 @@ _LENGTHS = flags.DEFINE_list("lengths", ["32", "200", "400"], "Prompt lengths, i
 _CHUNK = flags.DEFINE_integer("prefill_chunk", 512, "Tokens of a chunk: by default each prompt is one, as in unified mode.")
 _TOKENS = flags.DEFINE_integer("tokens", 24, "Tokens out.")
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
-
-READY_SECONDS = 240.0
-
-
-@contextlib.contextmanager
-def cluster(*arguments: str) -> Iterator[str]:
-    """The address of a running `launch.cluster`."""
-    with tempfile.TemporaryFile("w+") as log:
-        command = [sys.executable, "-u", "-m", "launch.cluster", "--port=0", *arguments]
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
-        try:
-            assert child.stdout is not None
-            for line in child.stdout:
-                if line.startswith("jdisagg cluster serves on"):
-                    yield line.split(" on ")[1].split(":")[0] + ":" + line.split(" on ")[1].split(":")[1]
-                    break
-            else:
-                log.seek(0)
-                raise SystemExit(f"the cluster did not start: {log.read()[-2000:]}")
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child.pid, signal.SIGTERM)
-            child.wait(timeout=60)
-
-
-@contextlib.asynccontextmanager
-async def ready(target: str) -> AsyncIterator[AsyncClient]:
-    """A client, once the cluster answers a request."""
-    async with AsyncClient(target) as client:
-        until = time.monotonic() + READY_SECONDS
-        while True:
-            try:
-                await client.complete("Once", max_tokens=2)
-                break
-            except JdisaggError:
-                if time.monotonic() > until:
-                    raise
-                await asyncio.sleep(0.5)
-        yield client
 
 
 async def once(client: AsyncClient, prompt: list[int]) -> tuple[float, float, float]:

@@ -4,13 +4,14 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import jaxlib
+
+from benchmarks.commits import commit
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -21,7 +22,6 @@ def machine() -> dict[str, object]:
         (line.split(":", 1)[1].strip() for line in _read("/proc/cpuinfo").splitlines() if line.startswith("model name")),
         platform.processor(),
     )
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent).stdout.strip()
     return {
         "processor": model,
         "cores": os.cpu_count(),
@@ -30,7 +30,7 @@ def machine() -> dict[str, object]:
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "backend": jax.default_backend(),
-        "commit": commit,
+        "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
     }
 

@@ -1,0 +1,122 @@
+"""What the study compares: models on their hardware, workloads with their limits, and which candidates stand for each mode.
+
+The candidates are the planner's: of each mode the best by arithmetic under each of the limits. Chunked prefill is priced as in engines that
+run a chunk and a decode step as one (`fused`), which is the fairest rival; all else is the same engine on all sides.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from jdisagg.config import Mode
+from jdisagg.router.hardware import accelerator
+from jdisagg.router.model_geometry import geometry
+from jdisagg.simulator.plan_bounds import Demand, Estimator, Goal
+from jdisagg.simulator.plan_candidates import Candidate, Site, fitting_layouts, one_pool, two_pools
+from jdisagg.simulator.plan_fleet import FleetMaker
+from jdisagg.simulator.report import Slo
+from jdisagg.simulator.trace_files import read_trace
+from jdisagg.simulator.workloads import Arrival, within_context
+
+DATA = Path(__file__).parent / "data"
+CHUNKS = (512, 2048)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """One SLO of the study; `longest_gap` bounds every gap between tokens, the hand-off's included."""
+
+    name: str
+    ttft: float
+    tpot: float
+    longest_gap: float | None = None
+
+    @property
+    def slo(self) -> Slo:
+        return Slo(self.ttft, self.tpot, self.longest_gap)
+
+    @property
+    def goal(self) -> Goal:
+        return Goal(self.ttft, self.tpot)
+
+
+SHORT = (Limits("tight", 0.5, 0.03), Limits("usual", 1.0, 0.05), Limits("smooth", 1.0, 0.05, 0.2))
+LONG = (Limits("tight", 5.0, 0.03), Limits("usual", 10.0, 0.05), Limits("smooth", 10.0, 0.05, 0.2))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Every so-and-so-many-th request of a published trace, in order (`data/README.md`)."""
+
+    name: str
+    file: str
+    limits: tuple[Limits, ...]
+
+
+WORKLOADS = (
+    Workload("azure-conversation", "azure2023_conv_slice.csv.gz", SHORT),
+    Workload("azure-code", "azure2023_code_slice.csv.gz", SHORT),
+    Workload("mooncake", "mooncake_conversation_slice.csv.gz", LONG),
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """`requests`: of one run, at most; fewer where fewer settle."""
+
+    name: str
+    model: str
+    hardware: str
+    accelerators: int
+    requests: int
+
+    @property
+    def site(self) -> Site:
+        return Site(accelerator(self.hardware), self.accelerators)
+
+
+SETTINGS = (
+    # The 3.1 has the sizes of the 3 and the context that Mooncake's prompts need.
+    Setting("llama-3-70b on 16 h100", "llama-3.1-70b", "h100", 16, 2000),
+    Setting("qwen3-235b-a22b on 32 of a gb200-nvl72", "qwen3-235b-a22b", "gb200-nvl72", 32, 6000),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    setting: Setting
+    workload: Workload
+
+    @property
+    def name(self) -> str:
+        return f"{self.setting.name} / {self.workload.name}"
+
+    @cached_property
+    def maker(self) -> FleetMaker:
+        return FleetMaker(geometry(self.setting.model), self.setting.site, fused=True)
+
+    @cached_property
+    def arrivals(self) -> list[Arrival]:
+        return within_context(read_trace(DATA / self.workload.file), geometry(self.setting.model).context_tokens)
+
+    @cached_property
+    def candidates(self) -> list[tuple[Candidate, float]]:
+        """With the rate (requests a second of all) that arithmetic allows under the usual limits."""
+        shape, site, demand = geometry(self.setting.model), self.setting.site, Demand.of(self.arrivals)
+        fitting = fitting_layouts(shape, site, demand.longest_tokens)
+        listed = [*one_pool(fitting, site, (Mode.UNIFIED,)), *two_pools(fitting, site)]
+        goals = {limits.name: limits.goal for limits in self.workload.limits}
+        base = Estimator(site, demand, goals["usual"], fitting)
+        chosen: dict[Candidate, None] = {}
+        for name in ("usual", "tight"):
+            estimator = base.under(goals[name])
+            ranked = sorted(listed, key=lambda item: -estimator.bounds(item).rate)
+            unified = next(item for item in ranked if item.mode is Mode.UNIFIED)
+            if name == "usual":
+                chosen |= {replace(unified, mode=Mode.CHUNKED, chunk_tokens=chunk): None for chunk in CHUNKS}
+            two = [item for item in ranked if item.mode is Mode.DISAGGREGATED]
+            chosen |= dict.fromkeys([unified, *two[: 2 if name == "usual" else 1]])
+        return [(candidate, base.bounds(candidate).rate) for candidate in chosen]
+
+
+CASES = tuple(Case(setting, workload) for setting in SETTINGS for workload in WORKLOADS)
