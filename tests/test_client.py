@@ -2,7 +2,6 @@
 
 import asyncio
 import pathlib
-import socket
 import subprocess
 import sys
 
@@ -13,6 +12,7 @@ from jdisagg.config import ServiceConfig
 from jdisagg.errors import InvalidRequestError, JdisaggError, OverloadedError, UnavailableError
 from jdisagg.request import StreamEvent
 from jdisagg.service.server import GenerationServer
+from launch.cluster_plan import free_ports
 from tests.service.conftest import door  # noqa: F401  (a fixture)
 from tests.service.doors import Door, FakePath, eventually, expected_tokens, make_frontend, text_of
 
@@ -72,14 +72,8 @@ def test_what_cannot_be_sent_is_refused_before_anything_is(options, message) -> 
         client.generate(**options)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 async def test_without_a_server_both_clients_say_so() -> None:
-    target = f"127.0.0.1:{free_port()}"
+    target = f"127.0.0.1:{free_ports('127.0.0.1', 1)[0]}"
 
     def use() -> None:
         with Client(target, connect_seconds=0.2) as client, pytest.raises(UnavailableError, match=f"no server answered at {target}"):
@@ -92,7 +86,7 @@ async def test_without_a_server_both_clients_say_so() -> None:
 
 
 async def test_a_client_waits_for_a_server_that_comes_late_and_for_one_that_comes_back() -> None:
-    port = free_port()
+    (port,) = free_ports("127.0.0.1", 1)
     async with AsyncClient(f"127.0.0.1:{port}", connect_seconds=30) as client:
         answer = asyncio.ensure_future(client.complete("x", max_tokens=2))
         await asyncio.sleep(0.1)

@@ -1,7 +1,7 @@
 """The arrows of the house, followed transitively through the source text; nothing is imported to find out.
 
 1. The plain and the pure rooms reach neither JAX nor gRPC. 2. `service` and `client` never reach JAX. 3. `jdisagg` never imports
-`models`, `launch`, `configs`. And `import jdisagg` is light: neither JAX nor gRPC.
+`models`, `launch`, `configs`. And `import jdisagg` is light: neither JAX nor gRPC. Beside the arrows: no file is too long to be read.
 """
 
 import ast
@@ -107,3 +107,11 @@ def test_the_package_never_imports_its_clients() -> None:
 def test_the_rules_see_what_they_guard() -> None:
     assert any("jax" in targets for targets in GRAPH.values()), "the executor imports jax: the graph must show it"
     assert len(rooms(PURE)) > 20
+
+
+def test_no_file_outgrows_four_hundred_lines() -> None:
+    folders = ("jdisagg", "models", "launch", "configs", "tests", "benchmarks")
+    written = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if "_pb2" not in path.name]
+    assert len(written) > 400, "the generated ones alone are left out"
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in written}
+    assert not {path: lines for path, lines in lengths.items() if lines > 400}

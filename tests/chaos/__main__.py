@@ -3,6 +3,7 @@
     python -m tests.chaos --minutes=10 --seed=1
     python -m tests.chaos --minutes=10 --seed=1 --rate=0.05              # besides, every worker's channel goes wrong
     python -m tests.chaos --minutes=10 --processes=2 --prefill_layout=tp=2 --decode_layout=dp=2
+    python -m tests.chaos --only="SIGSTOP prefill" --times=5             # these alone, in order, five times over
 
 Ends with 1 when the service broke its word in any of them.
 """
@@ -16,9 +17,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from jdisagg.engine.compilation import use_compilation_cache
 from tests.chaos.cluster import ChaosCluster, Shape
 from tests.chaos.load import known_kinds
-from tests.chaos.report import table
+from tests.chaos.report import summary, table
 from tests.chaos.scenarios import Harness, Outcome, all_scenarios
 
 
@@ -33,31 +35,43 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1, help="of each instance")
     parser.add_argument("--prefill_layout", default="tp=1")
     parser.add_argument("--decode_layout", default="tp=1")
-    parser.add_argument("--only", default="", help="scenarios with this in their name, each once, in order")
+    parser.add_argument("--only", default="", help="scenarios with one of these texts in their name (a,b,c), in order")
+    parser.add_argument("--times", type=int, default=1, help="how often each of --only")
+    parser.add_argument("--cold", action="store_true", help="workers serve at once, and compile as they go")
     parser.add_argument("--cache", default="", help="folder of compiled programs; a fresh one by default")
     parser.add_argument("--json", default="", help="file for the outcomes")
     asked = parser.parse_args()
     shape = Shape(
-        prefill_layout=asked.prefill_layout, decode_layout=asked.decode_layout, processes=asked.processes, rate=asked.rate, seed=asked.seed
+        prefill_layout=asked.prefill_layout,
+        decode_layout=asked.decode_layout,
+        processes=asked.processes,
+        rate=asked.rate,
+        seed=asked.seed,
+        warm_up=not asked.cold,
     )
     with tempfile.TemporaryDirectory(prefix="jdisagg-chaos-") as folder:
         outcomes = asyncio.run(run(shape, asked, Path(folder)))
     print(table(outcomes))
     if asked.json:
-        Path(asked.json).write_text(json.dumps([outcome.row for outcome in outcomes], indent=1) + "\n")
+        said = {"total": summary(outcomes), "scenarios": [outcome.row for outcome in outcomes]}
+        Path(asked.json).write_text(json.dumps(said, indent=1) + "\n")
     return int(any(outcome.faults for outcome in outcomes))
 
 
 async def run(shape: Shape, asked: argparse.Namespace, folder: Path) -> list[Outcome]:
+    programs = asked.cache or str(folder / "programs")
+    use_compilation_cache(programs)
     kinds = await known_kinds(20, seed=asked.seed)
-    cluster = ChaosCluster(shape, folder, asked.cache or str(folder / "programs"))
+    cluster = ChaosCluster(shape, folder, programs)
     outcomes: list[Outcome] = []
     try:
         await cluster.start()
         harness = Harness(cluster, kinds, asked.streams, asked.seed)
         rng, until = random.Random(asked.seed), time.monotonic() + 60 * asked.minutes
         scenarios = list(all_scenarios(shape.processes))
-        chosen = [scenario for scenario in scenarios if asked.only in scenario.name] if asked.only else None
+        texts = asked.only.split(",")
+        named = [scenario for scenario in scenarios if any(text in scenario.name for text in texts)]
+        chosen = asked.times * named if asked.only else None
         while time.monotonic() < until and chosen != []:
             scenario = rng.choice(scenarios) if chosen is None else chosen.pop(0)
             began = time.monotonic()

@@ -35,13 +35,15 @@ class Kind:
         return GenerateOptions(token_ids=self.token_ids, max_tokens=self.max_tokens, ignore_eos=True, **sampling)  # type: ignore[typeddict-item]
 
 
-async def known_kinds(count: int, *, seed: int = 0, tokens: Sequence[int] = (24, 60, 240)) -> list[Kind]:
+async def known_kinds(
+    count: int, *, seed: int = 0, tokens: Sequence[int] = (24, 60, 300), prompts: Sequence[int] = (3, 40, 70, 150, 200)
+) -> list[Kind]:
     """Greedy and seeded, prompts within one chunk and over several, with the tokens that each must give."""
     rng = random.Random(seed)
     kinds = []
     async with running(config(Mode.UNIFIED, decode="tp=1", slots=1)) as run:
         for index in range(count):
-            ids = tuple(rng.randrange(300) for _ in range((3, 40, 70, 150, 200)[index % 5]))
+            ids = tuple(rng.randrange(300) for _ in range(prompts[index % len(prompts)]))
             kind = Kind(ids, tokens[index % len(tokens)], index if index % 2 else None)
             options = {name: value for name, value in kind.options.items() if name not in ("token_ids",)}
             done = await run.complete(run.request(ids, f"oracle-{index}", **options))

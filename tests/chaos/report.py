@@ -25,5 +25,26 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
+def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
+    """All of them in figures: seconds are of the streams' pauses, of the time until all was free, of the victims' way back."""
+    pauses = [pause for outcome in outcomes for pause in outcome.pauses]
+    quiet = [outcome.quiet_seconds for outcome in outcomes if outcome.quiet_seconds is not None]
+    back = [outcome.back_seconds for outcome in outcomes if outcome.back_seconds is not None]
+    return {
+        "scenarios": len(outcomes),
+        "wrong": sum(bool(outcome.faults) for outcome in outcomes),
+        "streams_interrupted": len(pauses),
+        **{
+            f"{name}_{what}_s": value
+            for name, seconds in (("pause", pauses), ("quiet", quiet), ("back", back))
+            for what, value in _of(seconds)
+        },
+    }
+
+
+def _of(seconds: list[float]) -> list[tuple[str, float]]:
+    return [("median", round(statistics.median(seconds), 2)), ("max", round(max(seconds), 2))] if seconds else []
+
+
 def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f} s"

@@ -20,15 +20,19 @@ from itertools import product
 import psutil
 
 from jdisagg.client import AsyncClient
-from tests.chaos.cluster import ROUTER, ChaosCluster
+from tests.chaos.cluster import ROUTER, ChaosCluster, stand_still
 from tests.chaos.load import DEADLINE_SECONDS, Kind, Stream
 from tests.chaos.moments import Moment
+from tests.chaos.orders import Reached
 
 HOLD_SECONDS = 8.0
 REACH_SECONDS = 30.0
 STOP_SECONDS = 4.5
 QUIET_SECONDS = 10.0
-BACK_SECONDS = 90.0
+BACK_SECONDS = 240.0
+MOVE_TRIES = 4
+MOVE_SECONDS = 8.0
+MOVABLE = 6  # fewer than there are slots
 CLIENT = "client"
 
 HOLDERS = {
@@ -88,7 +92,7 @@ def all_scenarios(processes: int = 1) -> Iterator[Scenario]:
             yield from (Scenario(moment, victim, deed, member) for victim, member in product(("prefill", "decode"), members))
             yield Scenario(moment, ROUTER, deed)
         elif deed is not signal.SIGTERM:
-            yield Scenario(moment, "decode", deed)
+            yield from (Scenario(moment, "decode", deed, member) for member in members)
     yield from (Scenario(moment, CLIENT) for moment in Moment if moment is not Moment.MIGRATING)
 
 
@@ -105,28 +109,22 @@ class Harness:
         outcome = Outcome(scenario.name)
         await self._cluster.until_live(self._cluster.workers, BACK_SECONDS)
         async with AsyncClient(self._cluster.address, connect_seconds=30.0) as client:
-            # What is to move, or to be interrupted while it decodes, must not have ended by then.
-            lasting = scenario.moment in (Moment.MIGRATING, Moment.DECODING)
-            most = max(kind.max_tokens for kind in self._kinds)
-            kinds = [kind for kind in self._kinds if kind.max_tokens == most or not lasting]
-            streams = [Stream(self._random.choice(kinds)) for _ in range(self._streams)]
             own = self._own_client() if scenario.victim == CLIENT else None
-            early = 0 if own else max(1, self._streams // 3)
-            tasks = _start(streams[:early], client)
-            await _until_one_begins(streams[:early])
-            holders = self._holders(scenario)
-            number, reached = self._cluster.desk.hold(holders, scenario.moment, HOLD_SECONDS)
+            streams, tasks, number = self._choose(scenario.moment), list["asyncio.Task[Stream]"](), 0
             try:
-                if own is None:
-                    tasks += _start(streams[early:], client)
                 if scenario.moment is Moment.MIGRATING:
-                    await asyncio.sleep(0.3)
-                    self._cluster.signal(holders[0].partition(".")[0], signal.SIGTERM)
-                    self._cluster.forget_start(holders[0].partition(".")[0])
-                held = await asyncio.wait_for(asyncio.shield(reached), REACH_SECONDS)
-                if own is not None:
-                    tasks += _start(streams, client)
-                    await asyncio.sleep(0.1)  # its own stream goes on: it must not come to its end
+                    number, held = await self._until_one_moves(streams, tasks, client)
+                else:
+                    early = streams[: 0 if own else max(1, self._streams // 3)]
+                    tasks += _start(early, client)
+                    await _until_one_begins(early)
+                    number, reached = self._cluster.desk.hold(self._holders(scenario.moment), scenario.moment, HOLD_SECONDS)
+                    if own is None:
+                        tasks += _start(streams[len(tasks) :], client)
+                    held = await asyncio.wait_for(asyncio.shield(reached), REACH_SECONDS)
+                if len(tasks) < len(streams):  # they would have been held first, or in the way
+                    tasks += _start(streams[len(tasks) :], client)
+                    await asyncio.sleep(0.1)  # what is held goes on: it must not come to its end
                 victim = self._victim(scenario, held.worker, held.other)
                 at = time.monotonic()
                 await self._hurt(scenario, victim, own, number, outcome)
@@ -150,19 +148,47 @@ class Harness:
                 await asyncio.gather(*tasks, return_exceptions=True)
         return outcome
 
+    def _choose(self, moment: Moment) -> list[Stream]:
+        """What is to move, or to be interrupted while it decodes, must not have ended by then."""
+        most = max(kind.max_tokens for kind in self._kinds)
+        lasting = [kind for kind in self._kinds if kind.max_tokens == most or moment not in (Moment.MIGRATING, Moment.DECODING)]
+        return [Stream(self._random.choice(lasting)) for _ in range(self._streams)]
+
+    async def _until_one_moves(
+        self, streams: list[Stream], tasks: "list[asyncio.Task[Stream]]", client: AsyncClient
+    ) -> tuple[int, Reached]:
+        """A worker is sent away, and another takes over from it; where it ended all that it had before anybody came, again. With few
+        streams, so that there is room where they go. Raises TimeoutError when none moves."""
+        for _ in range(MOVE_TRIES):
+            await self._cluster.until_live(self._cluster.workers, BACK_SECONDS)
+            await self._cluster.until_warm(self._cluster.workers, BACK_SECONDS)
+            few = streams[len(tasks) :][:MOVABLE]
+            tasks += _start(few, client)
+            await _until_one_begins(few)
+            statuses = await self._cluster.statuses()
+            busiest = max(self._cluster.of_role("decode"), key=lambda name: statuses[name].running if name in statuses else -1)
+            number, reached = self._cluster.desk.hold(self._members(busiest), Moment.MIGRATING, HOLD_SECONDS)
+            self._cluster.signal(busiest, signal.SIGTERM)
+            self._cluster.forget_start(busiest)
+            if (await asyncio.wait({reached}, timeout=MOVE_SECONDS))[0]:
+                return number, reached.result()
+            self._cluster.desk.let_go(number)
+        raise TimeoutError
+
     def _own_client(self) -> "subprocess.Popen[bytes]":
-        """A client in a process of its own, alone for now: the hand-off that is held is its."""
-        prompt = "Once upon a time there was a little dog who liked to play " * 4
-        flags = (f"--target={self._cluster.address}", f"--prompt={prompt}", "--max_tokens=400", "--ignore_eos")
+        """A client in a process of its own, alone for now: the hand-off that is held is its, of 180 tokens, which are several chunks."""
+        prompt = "Once upon a time there was a little dog who liked to play " * 12
+        flags = (f"--target={self._cluster.address}", f"--prompt={prompt}", "--max_tokens=330", "--ignore_eos")
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL}
         return subprocess.Popen([sys.executable, "-m", "launch.ask", *flags], **quiet)  # type: ignore[call-overload]
 
-    def _holders(self, scenario: Scenario) -> list[str]:
-        names = self._cluster.of_role(HOLDERS[scenario.moment])
-        chosen = names if scenario.moment is not Moment.MIGRATING else [self._random.choice(names)]
-        if self._cluster.shape.processes == 1:
-            return chosen
-        return [f"{name}.{process}" for name in chosen for process in range(self._cluster.shape.processes)]
+    def _holders(self, moment: Moment) -> list[str]:
+        return [member for name in self._cluster.of_role(HOLDERS[moment]) for member in self._members(name)]
+
+    def _members(self, worker: str) -> list[str]:
+        """Its processes, as they are named where orders are given."""
+        count = self._cluster.shape.processes
+        return [worker] if count == 1 else [f"{worker}.{process}" for process in range(count)]
 
     def _victim(self, scenario: Scenario, holder: str, other: str) -> str:
         """The worker that takes part in the held hand-off, where it is known."""
@@ -184,8 +210,7 @@ class Harness:
             self._cluster.forget_start(victim)
         assert before, f"{victim} does not run"
         if scenario.deed is signal.SIGSTOP:
-            await asyncio.sleep(0.2)
-            stopped = all(process.status() == psutil.STATUS_STOPPED for process in before)
+            stopped = await stand_still(before)
             self._cluster.desk.let_go(number)
             await asyncio.sleep(STOP_SECONDS)
             for process in before:
@@ -197,7 +222,7 @@ class Harness:
         self._cluster.desk.let_go(number)
         seconds = 2.0 if scenario.deed is signal.SIGKILL else self._cluster.shape.drain_seconds + 10
         until = time.monotonic() + seconds
-        while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in before):
+        while any(_runs(process) for process in before):
             assert time.monotonic() < until, f"{victim} still runs {seconds:g} s after {scenario.deed.name}"
             await asyncio.sleep(0.02)
 
@@ -210,6 +235,13 @@ class Harness:
         outcome.pauses = [pause for pause in pauses if pause is not None]
         if not outcome.pauses:
             outcome.faults.append("no stream was under way when it happened")
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # gone between the two
+        return False
 
 
 def _start(streams: list[Stream], client: AsyncClient) -> "list[asyncio.Task[Stream]]":

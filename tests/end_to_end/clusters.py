@@ -26,6 +26,10 @@ TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 LLAMA, MOE = TINY / "llama", TINY / "qwen3_moe"
 
 
+# Where nothing is warmed up the first use of a program compiles it, on a busy machine for longer than a transfer may take by default.
+PATIENT = LimitsConfig(pull_seconds=60.0, handoff_lease_seconds=60.0, reservation_lease_seconds=60.0)
+
+
 def config(
     mode: Mode = Mode.DISAGGREGATED,
     prefill: str = "tp=2",
@@ -45,14 +49,19 @@ def config(
     steps: int = 1,
 ) -> EngineConfig:
     common = InstanceConfig(
-        chunk_tokens=chunk, min_chunk_tokens=min(chunk, 64), slots_per_rank=slots, growth_tokens=growth, steps_per_dispatch=steps
+        chunk_tokens=chunk,
+        min_chunk_tokens=min(chunk, 64),
+        slots_per_rank=slots,
+        layer_groups=2,
+        growth_tokens=growth,
+        steps_per_dispatch=steps,
     )
     return EngineConfig(
         model=ModelConfig(str(directory), dtype, context),
         mode=mode,
         prefill=replace(common, layout=Layout.parse(prefill), page_size=prefill_page),
         decode=replace(common, layout=Layout.parse(decode), page_size=decode_page, pages_per_rank=pages),
-        limits=limits or LimitsConfig(),
+        limits=limits or (LimitsConfig() if warm_up else PATIENT),
         warm_up=warm_up,
     )
 

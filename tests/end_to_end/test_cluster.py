@@ -211,6 +211,7 @@ def test_children_die_with_a_parent_that_is_killed(folder: Path):
     [
         (("--prefill=1", "--decode=0"), "error: --prefill=1 --decode=0: one of each at least"),
         (("--prefill_layout=dp=1,tp=3", "--processes_per_instance=2"), "does not divide"),
+        (("--elastic", "--prefill_layout=tp=4", "--processes_per_instance=2"), "cannot change their roles; give each instance one process"),
         (("--model=/nowhere",), "/nowhere"),
         (("--set=instance.nonsense=1",), "InstanceConfig has no field 'nonsense'"),
     ],

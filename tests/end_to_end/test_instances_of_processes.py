@@ -3,6 +3,7 @@
 A folder of compiled programs is shared by all; every cluster must end cleanly. (tests/end_to_end/test_cluster.py kills such processes.)
 """
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -10,8 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from jdisagg.dispatch.ports import WorkerRole
+from jdisagg.dispatch.roles import SwitchCall
+from jdisagg.errors import ConfigError
+from jdisagg.layout.axes import Layout
+from jdisagg.service.role_services import RemoteRolePort
 from tests.end_to_end.clusters import LLAMA, MOE
-from tests.end_to_end.test_cluster import PROMPT, ROOT, ask, cluster
+from tests.end_to_end.test_cluster import PROMPT, ROOT, RunningCluster, ask, cluster
 
 TOKENS = 48
 
@@ -24,6 +30,17 @@ def generated(folder: Path, model: Path, prefill: str, decode: str) -> str:
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
+
+
+async def check_role_stays(running: RunningCluster) -> None:
+    """The leader refuses, and says what helps. (Through the router the last worker of a role stays anyway.)"""
+    leader = running.worker("prefill-0.0")
+    assert leader is not None
+    (address,) = (f"127.0.0.1:{flag.partition('=')[2]}" for flag in leader.cmdline() if flag.startswith("--port="))
+    port = RemoteRolePort(address)
+    with pytest.raises(ConfigError, match="its instance has 2 processes.*start it as what it is to be"):
+        await port.switch_role(SwitchCall(1, WorkerRole.DECODE, Layout(tp=4)))
+    await port.aclose()
 
 
 @pytest.mark.slow
@@ -42,4 +59,5 @@ def test_instances_of_two_processes_each_say_what_one_process_says(tmp_path: Pat
         assert len(running.pids()) == 6, "a parent, a router, and two processes for each instance"
         answer = ask(running, f"--max_tokens={TOKENS}", "--ignore_eos", "--temperature=0")
         assert (answer.returncode, answer.stdout) == (0, expected), answer.stderr
+        asyncio.run(check_role_stays(running))
         assert running.end() == 0, running.log.read_text()

@@ -1,4 +1,4 @@
-"""Memory of every process is flat: hundreds of requests, a fifth and more of them given up at random moments, leave nothing behind.
+"""Memory of every process is flat: hundreds of requests, a fifth and more of them cut off at random moments, leave nothing behind.
 
 Both forms are slow ones: `-m slow`; the long one prints the figures. By default tests/end_to_end/test_soak.py looks after memory.
 """
@@ -16,8 +16,8 @@ from tests.chaos.cluster import ChaosCluster, Shape
 from tests.chaos.load import Kind, Stream, known_kinds
 
 AT_ONCE = 12
-# Some end before they are given up: of all requests a fifth and more are cut off.
-GIVEN_UP = 0.35
+# Many end before they are given up: of all requests a fifth and more are cut off.
+GIVEN_UP = 0.6
 # Allocators' arenas grow for a while; a leak of one hand-off's blocks a request would be many times this.
 MARGIN_BYTES = {200: 48 << 20, 2000: 64 << 20}
 
@@ -67,7 +67,7 @@ async def test_memory_of_every_process_is_flat_however_requests_end(requests: in
         await asyncio.sleep(1.0)
         after = resident(cluster)
         assert wrong == []
-        assert given_up > 0.15 * requests
+        assert given_up >= 0.2 * requests
         assert pids == {name: group.pids for name, group in cluster.groups.items()}, "a process was started again"
     finally:
         await cluster.stop()

@@ -148,6 +148,7 @@ class Cluster:
             status = await worker.status()
             assert status.free_pages == status.total_pages, f"{worker.name} holds pages: {status}"
             assert (status.running, status.waiting, status.handoffs) == (0, 0, 0), status
+            assert (status.queued_tokens, status.queued_pairs, sum(status.rank_contexts)) == (0, 0, 0), status
         assert not self.channel.offered
         assert not self.decode_mesh.pulled
 

@@ -6,148 +6,23 @@ is rule 6 of the design for those that live.
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from jdisagg.config import InstanceConfig, LimitsConfig, Mode
-from jdisagg.dispatch.ports import (
-    DecodePort,
-    GenerateCall,
-    HandoffSource,
-    PeerHello,
-    PeerMessage,
-    PeerPort,
-    PrefillCall,
-    PrefillPort,
-    PrefillReply,
-    Reservation,
-    ReserveCall,
-    ResumeCall,
-    Span,
-    WorkerStatus,
-)
+from jdisagg.config import InstanceConfig, LimitsConfig, Mode, RoutingConfig
+from jdisagg.dispatch.ports import DecodePort, HandoffSource, PeerPort, PrefillPort
 from jdisagg.dispatch.request_path import RequestPath
-from jdisagg.errors import HandoffError, UnavailableError
+from jdisagg.errors import HandoffError
 from jdisagg.request import Request
 from jdisagg.scheduler.commands import MeshLimits
 from jdisagg.service.wire_ports import WireDecodeLoopback, WirePeerLoopback, WirePrefillLoopback
+from jdisagg.simulator.mortal import Life, MortalDecode, MortalPeer, MortalPrefill
 from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.prefill_worker import PrefillWorker
 from tests.fakes.cluster import Collected, ToyText
 from tests.fakes.fake_executor import Costs, FakeChannel, FakeExecutor, Faults, toy_limits
 from tests.fakes.toy_model import expected_tokens
 from tests.fakes.virtual_time import VirtualClock
-
-T = TypeVar("T")
-
-
-class Life:
-    """Of one process: calls through `during` end when it does."""
-
-    def __init__(self) -> None:
-        self.dead = asyncio.Event()
-
-    def check(self) -> None:
-        if self.dead.is_set():
-            raise UnavailableError("connection refused")
-
-    async def during(self, call: Awaitable[T]) -> T:
-        task = asyncio.ensure_future(call)
-        death = asyncio.ensure_future(self.dead.wait())
-        try:
-            await asyncio.wait({task, death}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done() or self.dead.is_set():
-                raise UnavailableError("connection reset")
-            return task.result()
-        finally:
-            for one in (task, death):
-                one.cancel()
-            await asyncio.gather(task, death, return_exceptions=True)
-
-    async def each(self, items: AsyncIterator[T]) -> AsyncIterator[T]:
-        self.check()
-        try:
-            while True:
-                try:
-                    yield await self.during(anext(items))
-                except StopAsyncIteration:
-                    return
-        finally:
-            close = getattr(items, "aclose", None)
-            if close is not None and not self.dead.is_set():
-                await close()
-
-
-@dataclass
-class MortalPrefill:
-    inner: PrefillPort
-    life: Life
-
-    async def prefill(self, call: PrefillCall) -> PrefillReply:
-        self.life.check()
-        return await self.life.during(self.inner.prefill(call))
-
-    async def cancel_prefill(self, handoff_id: int) -> None:
-        self.life.check()
-        await self.inner.cancel_prefill(handoff_id)
-
-    async def status(self) -> WorkerStatus:
-        self.life.check()
-        return await self.inner.status()
-
-
-@dataclass
-class MortalDecode:
-    inner: DecodePort
-    life: Life
-
-    async def reserve(self, call: ReserveCall) -> Reservation:
-        self.life.check()
-        return await self.life.during(self.inner.reserve(call))
-
-    def generate(self, call: GenerateCall) -> AsyncIterator[Span]:
-        return self.life.each(self.inner.generate(call))
-
-    async def resume_source(self, call: ResumeCall) -> int | None:
-        self.life.check()
-        return await self.life.during(self.inner.resume_source(call))
-
-    async def cancel(self, reservation_id: int, child: int | None = None) -> None:
-        self.life.check()
-        await self.inner.cancel(reservation_id, child)
-
-    async def status(self) -> WorkerStatus:
-        self.life.check()
-        return await self.inner.status()
-
-
-@dataclass
-class MortalPeer:
-    """Between two processes: either may die."""
-
-    inner: PeerPort
-    life: Life
-    ours: Life
-
-    def _check(self) -> None:
-        self.life.check()
-        self.ours.check()
-
-    async def hello(self, hello: PeerHello) -> PeerHello:
-        self._check()
-        return await self.inner.hello(hello)
-
-    def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:
-        return self.ours.each(self.life.each(self.inner.offers(handoff_id, attempt)))
-
-    async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
-        self._check()
-        await self.inner.acknowledge(handoff_id, offer_ids)
-
-    async def abort(self, handoff_id: int, reason: str) -> None:
-        self._check()
-        await self.inner.abort(handoff_id, reason)
 
 
 @dataclass
@@ -174,7 +49,10 @@ class Fleet:
         costs: Costs | None = None,
         seed: int = 0,
         wire: bool = False,
+        fingerprint: Callable[[str], str] = lambda name: "",
+        routing: RoutingConfig | None = None,
     ) -> None:
+        """`fingerprint`: of the model that a worker of this name serves."""
         self.channel = FakeChannel()
         self.clock = VirtualClock()
         self.limits = limits or LimitsConfig()
@@ -186,6 +64,8 @@ class Fleet:
         self.unseen: list[dict[str, object]] = []
         self._random = random.Random(seed)
         self._wire = wire
+        self._fingerprint = fingerprint
+        self._routing = routing
         self._names = [f"prefill{number}" for number in range(prefills)] + [f"decode{number}" for number in range(decodes)]
         self._prefill_ports: dict[str, PrefillPort] = {}
         self._decode_ports: dict[str, DecodePort] = {}
@@ -201,6 +81,7 @@ class Fleet:
             self.clock,
             self.new_id,
             address=lambda name: f"{name}:1",
+            routing=self._routing,
         )
 
     def new_id(self) -> int:
@@ -230,7 +111,7 @@ class Fleet:
         life = Life()
         worker: PrefillWorker | DecodeWorker
         if name.startswith("p"):
-            worker = PrefillWorker(name, mesh, self._config, self.limits, self.clock, self.new_id)
+            worker = PrefillWorker(name, mesh, self._config, self.limits, self.clock, self.new_id, self._fingerprint(name))
             self._prefill_ports[name] = MortalPrefill(WirePrefillLoopback(worker) if self._wire else worker, life)
         else:
             worker = DecodeWorker(
@@ -242,6 +123,7 @@ class Fleet:
                 lambda source: self._peer(source, life),
                 self.clock,
                 self.new_id,
+                self._fingerprint(name),
                 address=f"{name}:1",
             )
             self._decode_ports[name] = MortalDecode(WireDecodeLoopback(worker) if self._wire else worker, life)
@@ -283,6 +165,7 @@ class Fleet:
             status = await process.worker.status()
             assert status.free_pages == status.total_pages, f"{name} holds pages: {status}"
             assert (status.running, status.waiting, status.handoffs) == (0, 0, 0), status
+            assert (status.queued_tokens, status.queued_pairs, sum(status.rank_contexts)) == (0, 0, 0), status
             assert not process.mesh.pulled
         left = [offer_id for offer_id in self.channel.offered]
         assert not left, f"offers of {[self.channel.owners[offer_id].log[:1] for offer_id in left]}"

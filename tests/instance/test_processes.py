@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.cluster_plan import free_ports
 from tests.instance.member import Task, build, script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,8 +31,7 @@ def start(task: Task, log: Path) -> subprocess.Popen[bytes]:
 
 @contextlib.contextmanager
 def running(folder: Path, name: str, processes: int, task: Task) -> Iterator[list[subprocess.Popen[bytes]]]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    coordinator = f"127.0.0.1:{free_ports('127.0.0.1', 1)[0]}"
     children = [
         start(
             dataclasses.replace(task, process=number, processes=processes, coordinator=coordinator, devices=task.devices // processes),

@@ -64,6 +64,7 @@ def _instance(layout: str, page: int, codec: str) -> InstanceConfig:
         slots_per_rank=1 if parsed.dp > 1 else len(PROMPTS),
         chunk_tokens=CHUNK_TOKENS,
         min_chunk_tokens=CHUNK_TOKENS,
+        layer_groups=2,
         growth_tokens=16,
         codec=codec,
     )

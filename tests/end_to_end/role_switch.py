@@ -1,0 +1,150 @@
+"""Workers of a running cluster change their roles under load: what the tests and the benchmarks share.
+
+Streams whose every token is known beforehand are kept running all the time; each is held against what it must give.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from jdisagg.client import AsyncClient
+from jdisagg.dispatch.ports import WorkerRole
+from jdisagg.dispatch.roles import SwitchReport
+from jdisagg.layout.axes import Layout
+from jdisagg.service.role_services import ClusterRoles
+from tests.chaos.load import Kind, Stream
+
+
+@dataclass
+class Change:
+    """One change of role. `asked_at`, `done_at` on the monotonic clock; `before`: the streams that were under way when it was asked for.
+    `longest_pause`: the longest gap between two deliveries to any stream meanwhile."""
+
+    report: SwitchReport
+    asked_at: float
+    done_at: float
+    before: list[Stream]
+    longest_pause: float = 0.0
+
+    @property
+    def streams_across(self) -> int:
+        """How many of those went on; once all have ended."""
+        return sum(1 for stream in self.before if stream.times[-1] > self.asked_at)
+
+
+@dataclass
+class Load:
+    """`concurrent` streams at any time, until `stop`; all that ever ran are in `streams`."""
+
+    client: AsyncClient
+    kinds: Sequence[Kind]
+    concurrent: int
+    streams: list[Stream] = field(default_factory=list)
+    stopping: bool = False
+
+    async def run(self) -> None:
+        order = itertools.cycle(self.kinds)
+
+        async def one_after_the_other() -> None:
+            while not self.stopping:
+                stream = Stream(next(order))
+                self.streams.append(stream)
+                await stream.run(self.client)
+
+        await asyncio.gather(*(one_after_the_other() for _ in range(self.concurrent)))
+
+    @property
+    def wrong(self) -> list[str]:
+        return [stream.wrong for stream in self.streams if stream.wrong]
+
+    def under_way(self) -> list[Stream]:
+        return [stream for stream in self.streams if stream.times and stream.ended_at is None]
+
+    async def until_under_way(self, count: int, seconds: float = 90.0) -> None:
+        async with asyncio.timeout(seconds):
+            while len(self.under_way()) < count:
+                await asyncio.sleep(0.01)
+
+    async def until_a_new_one(self, seconds: float = 90.0) -> None:
+        """Until a stream that is asked for from now on is under way."""
+        known = len(self.streams)
+        async with asyncio.timeout(seconds):
+            while not any(stream.times for stream in self.streams[known:]):
+                await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def load(address: str, kinds: Sequence[Kind], concurrent: int) -> AsyncIterator[Load]:
+    """On leaving all streams have ended."""
+    async with AsyncClient(address, connect_seconds=30.0) as client:
+        running = Load(client, kinds, concurrent)
+        task = asyncio.create_task(running.run())
+        try:
+            yield running
+        finally:
+            running.stopping = True
+            await task
+
+
+async def change(address: str, running: Load, worker: str, role: WorkerRole, layout: Layout | None = None) -> Change:
+    """Asks the router for it while streams are under way, and looks at them afterwards."""
+    await running.until_under_way(max(1, running.concurrent // 2))
+    before = running.under_way()
+    asked_at = time.monotonic()
+    async with ClusterRoles(address) as roles:
+        report = await roles.switch(worker, role, layout)
+    done = Change(report, asked_at, time.monotonic(), before)
+    await asyncio.sleep(0.5)
+    for stream in running.streams:
+        meanwhile = [at for at in stream.times if at >= asked_at - 1.0]
+        gaps = (later - earlier for earlier, later in itertools.pairwise(meanwhile))
+        done.longest_pause = max(done.longest_pause, max(gaps, default=0.0))
+    return done
+
+
+@dataclass
+class Shift:
+    """What a load brought about by itself. Seconds since the load began: until a worker gave its role up, and until it served in the other.
+    `streams`: all of the load, the last of them sent long after the change."""
+
+    left_seconds: float
+    served_seconds: float
+    began_at: float
+    streams: list[Stream]
+
+    def first_tokens(self, begin: float, end: float) -> list[float]:
+        """Seconds to the first token of the streams that were asked for within so many seconds of the load's beginning."""
+        asked = [(one, one.asked_at - self.began_at) for one in self.streams if one.asked_at is not None and one.times]
+        return [one.times[0] - self.began_at - at for one, at in asked if begin <= at < end]
+
+    @property
+    def longest_pause(self) -> float:
+        """Between two deliveries to a stream, from a second before the worker left to a second after it was back."""
+        begin, end = self.began_at + self.left_seconds - 1.0, self.began_at + self.served_seconds + 1.0
+        pairs = (pair for one in self.streams for pair in itertools.pairwise(one.times))
+        return max((later - earlier for earlier, later in pairs if earlier <= end and later >= begin), default=0.0)
+
+
+async def shifted(
+    address: str, kinds: Sequence[Kind], concurrent: int, prefill: int, *, most_seconds: float, after_seconds: float
+) -> Shift:
+    """Keeps the load up until the router has made `prefill` workers prefill, all others decode, and for so long afterwards. Raises
+    TimeoutError where it does not."""
+    began, left = time.monotonic(), None
+    async with AsyncClient(address, connect_seconds=30.0) as client, load(address, kinds, concurrent) as running:
+        everyone = len(await client.status())
+        async with asyncio.timeout(most_seconds):
+            while True:
+                taking = [status.role for status in await client.status() if not status.draining]
+                if left is None and len(taking) < everyone:
+                    left = time.monotonic() - began
+                if left is not None and len(taking) == everyone and taking.count(WorkerRole.PREFILL) == prefill:
+                    break
+                await asyncio.sleep(0.1)
+        served = time.monotonic() - began
+        await asyncio.sleep(after_seconds)
+    assert not running.wrong, running.wrong
+    return Shift(left, served, began, running.streams)
