@@ -4,104 +4,28 @@ The process runs inside the test, on its loop; it is asked over gRPC as a router
 """
 
 import asyncio
-import contextlib
 import gc
+import json
 import signal
 import sys
 import threading
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
-import jax
 import pytest
 
 from jdisagg.clock import MonotonicClock
-from jdisagg.config import InstanceConfig, ModelConfig, ServiceConfig
 from jdisagg.dispatch.ports import WorkerRole
-from jdisagg.dispatch.roles import SwitchCall, SwitchReport, SwitchState
-from jdisagg.engine.instance import Instance, Loaded, WorkerConfig
-from jdisagg.errors import ConfigError, InvalidRequestError, JdisaggError, LayoutError, UnavailableError
+from jdisagg.dispatch.roles import SwitchCall, SwitchState
+from jdisagg.engine.instance import Instance, Loaded
+from jdisagg.errors import ConfigError, InvalidRequestError, JdisaggError, LayoutError
 from jdisagg.executor.mesh_executor import MeshExecutor
-from jdisagg.executor.programs import Programs
-from jdisagg.instance.processes import ProcessGroup
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Device
 from jdisagg.service.remote_ports import RemoteWorker
-from jdisagg.service.role_services import RemoteRolePort
-from launch.cluster_plan import free_ports
 from launch.role_keeper import Role, RoleKeeper, fixed_because
-from launch.worker_life import EXIT_BROKEN, WorkerSpec
-from launch.worker_process import Relayout, WorkerProcess
-from models.checkpoint import LoadedModel, load_model
-from models.relayout import relayout
-from tests.end_to_end.clusters import LLAMA
-
-PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
-
-
-def real(loaded: Loaded, layout: Layout, devices: Sequence[Device]) -> Loaded:
-    assert isinstance(loaded, LoadedModel)
-    return relayout(loaded, layout, devices)
-
-
-def failing(loaded: Loaded, layout: Layout, devices: Sequence[Device]) -> Loaded:
-    raise MemoryError("no room for it")
-
-
-class Running:
-    def __init__(self, address: str, task: "asyncio.Task[int]") -> None:
-        self.port = RemoteRolePort(address)
-        self.address = address
-        self.task = task
-
-    async def report(self) -> SwitchReport:
-        """As soon as it answers."""
-        async with asyncio.timeout(120):
-            while not self.task.done():
-                with contextlib.suppress(UnavailableError):
-                    return await self.port.switch_report()
-                await asyncio.sleep(0.02)
-        raise AssertionError(f"the process ended with {self.task.result()}")
-
-    async def switch(self, number: int, role: WorkerRole, layout: str) -> SwitchReport:
-        await self.port.switch_role(SwitchCall(number, role, Layout.parse(layout)))
-        while (report := await self.report()).state is SwitchState.DRAINING:
-            await asyncio.sleep(0.02)
-        return report
-
-
-@contextlib.asynccontextmanager
-async def worker(
-    relay: Relayout | None = real, role: WorkerRole = PREFILL, layout: str = "tp=2", warm_up: bool = False
-) -> AsyncIterator[Running]:
-    port = free_ports("127.0.0.1", 1)[0]
-    config = WorkerConfig(
-        model=ModelConfig(str(LLAMA), context_tokens=512),
-        instance=InstanceConfig(
-            layout=Layout.parse(layout), page_size=16, slots_per_rank=1, chunk_tokens=16, min_chunk_tokens=16, layer_groups=1
-        ),
-        service=ServiceConfig(port=port, drain_seconds=5),
-        warm_up=warm_up,
-        compilation_cache="",
-    )
-    loads: list[str] = []
-
-    def load(layout: Layout, devices: Sequence[Device]) -> Loaded:
-        loads.append(str(layout))
-        return load_model(LLAMA, layout, devices)
-
-    process = WorkerProcess(WorkerSpec("w", role, (), "llama", "tiny", "f00"), config)
-    task = asyncio.create_task(process.run(ProcessGroup(0, 1), load, jax.devices()[:2], relay))
-    running = Running(f"127.0.0.1:{port}", task)
-    running.loads = loads  # type: ignore[attr-defined]
-    try:
-        await running.report()
-        yield running
-    finally:
-        if not task.done():
-            signal.raise_signal(signal.SIGTERM)
-        await asyncio.wait({task}, timeout=30)
-        await running.port.aclose()
+from launch.worker_life import EXIT_BROKEN
+from tests.launch.role_lives import DECODE, PREFILL, Running, failing, real, worker
 
 
 async def role_of(running: Running, role: WorkerRole) -> tuple[str, str]:
@@ -131,28 +55,15 @@ async def test_a_worker_changes_its_role_and_back_without_reading_its_files_agai
     assert running.task.result() == 0
 
 
-async def least_bytes_on_devices() -> int:
-    """Within two seconds: what a mesh's threads, and those of tests before, have in hand at one instant is gone at another."""
-    least = sys.maxsize
-    for _ in range(20):
-        gc.collect()
-        least = min(least, sum(shard.data.nbytes for array in jax.live_arrays() for shard in array.addressable_shards))
-        await asyncio.sleep(0.1)
-    return least
-
-
-async def test_memory_on_the_devices_does_not_grow_with_changes_of_role_and_programs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_, compiled = Programs.compile, list[int]()
-    monkeypatch.setattr(Programs, "compile", lambda *args, **named: (compiled.append(1), compile_(*args, **named))[1])
-    async with worker(warm_up=True) as running:
-        seen, counts = [], [len(compiled)]
-        for number in range(1, 5):
-            report = await running.switch(number, (DECODE, PREFILL)[(number - 1) % 2], ("dp=2", "tp=2")[(number - 1) % 2])
-            assert report.state is SwitchState.DONE, report.reason
-            counts.append(len(compiled))
-            seen.append(await least_bytes_on_devices())
-        assert seen[0] == seen[2] and seen[1] == seen[3], seen
-        assert 0 < counts[0] < counts[1] == counts[-1], f"compiled once for each role: {counts}"
+async def test_memory_on_the_devices_does_not_grow_with_changes_of_role_and_programs_are_kept() -> None:
+    """In a process of its own: what threads of tests before still hold is not the worker's."""
+    lives = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.launch.role_lives", stdout=asyncio.subprocess.PIPE)
+    output, _ = await lives.communicate()
+    assert lives.returncode == 0, output.decode()
+    measured = json.loads(output.splitlines()[-1])
+    seen, counts = measured["bytes"], measured["compiled"]
+    assert seen[0] == seen[2] and seen[1] == seen[3] and len(set(seen)) == 2, seen
+    assert 0 < counts[0] < counts[1] == counts[-1], f"compiled once for each role: {counts}"
 
 
 async def test_a_change_that_fails_midway_brings_the_old_role_back() -> None:
@@ -184,7 +95,7 @@ async def test_a_life_that_fails_as_it_warms_up_keeps_neither_threads_nor_pages(
 async def test_a_worker_that_cannot_come_back_ends_so_that_it_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async with worker(failing) as running:
         monkeypatch.setattr("models.checkpoint.load_config", None)
-        monkeypatch.setattr(f"{__name__}.load_model", failing)
+        monkeypatch.setattr("tests.launch.role_lives.load_model", failing)
         await running.port.switch_role(SwitchCall(7, DECODE, Layout(dp=2)))
         await asyncio.wait({running.task}, timeout=30)
         assert running.task.result() == EXIT_BROKEN

@@ -1,0 +1,126 @@
+"""A worker process on the loop of whoever asks for one, asked over gRPC as a router would ask; and, as a script, what it keeps.
+
+`python -m tests.launch.role_lives`: four changes of role, to and fro; the last line is JSON: the bytes of all arrays on devices after
+each, and how many programs had been compiled at the start and after each.
+"""
+
+import asyncio
+import contextlib
+import gc
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+
+import jax
+
+from jdisagg.config import InstanceConfig, ModelConfig, ServiceConfig
+from jdisagg.dispatch.ports import WorkerRole
+from jdisagg.dispatch.roles import SwitchCall, SwitchReport, SwitchState
+from jdisagg.engine.instance import Loaded, WorkerConfig
+from jdisagg.errors import UnavailableError
+from jdisagg.executor.programs import Programs
+from jdisagg.instance.processes import ProcessGroup
+from jdisagg.layout.axes import Layout
+from jdisagg.model_api import Device
+from jdisagg.service.role_services import RemoteRolePort
+from launch.cluster_plan import free_ports
+from launch.worker_life import WorkerSpec
+from launch.worker_process import Relayout, WorkerProcess
+from models.checkpoint import LoadedModel, load_model
+from models.relayout import relayout
+from tests.end_to_end.clusters import LLAMA
+
+PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
+
+
+def real(loaded: Loaded, layout: Layout, devices: Sequence[Device]) -> Loaded:
+    assert isinstance(loaded, LoadedModel)
+    return relayout(loaded, layout, devices)
+
+
+def failing(loaded: Loaded, layout: Layout, devices: Sequence[Device]) -> Loaded:
+    raise MemoryError("no room for it")
+
+
+class Running:
+    def __init__(self, address: str, task: "asyncio.Task[int]") -> None:
+        self.port = RemoteRolePort(address)
+        self.address = address
+        self.task = task
+
+    async def report(self) -> SwitchReport:
+        """As soon as it answers."""
+        async with asyncio.timeout(120):
+            while not self.task.done():
+                with contextlib.suppress(UnavailableError):
+                    return await self.port.switch_report()
+                await asyncio.sleep(0.02)
+        raise AssertionError(f"the process ended with {self.task.result()}")
+
+    async def switch(self, number: int, role: WorkerRole, layout: str) -> SwitchReport:
+        await self.port.switch_role(SwitchCall(number, role, Layout.parse(layout)))
+        while (report := await self.report()).state is SwitchState.DRAINING:
+            await asyncio.sleep(0.02)
+        return report
+
+
+@contextlib.asynccontextmanager
+async def worker(
+    relay: Relayout | None = real, role: WorkerRole = PREFILL, layout: str = "tp=2", warm_up: bool = False
+) -> AsyncIterator[Running]:
+    port = free_ports("127.0.0.1", 1)[0]
+    config = WorkerConfig(
+        model=ModelConfig(str(LLAMA), context_tokens=512),
+        instance=InstanceConfig(
+            layout=Layout.parse(layout), page_size=16, slots_per_rank=1, chunk_tokens=16, min_chunk_tokens=16, layer_groups=1
+        ),
+        service=ServiceConfig(port=port, drain_seconds=5),
+        warm_up=warm_up,
+        compilation_cache="",
+    )
+    loads: list[str] = []
+
+    def load(layout: Layout, devices: Sequence[Device]) -> Loaded:
+        loads.append(str(layout))
+        return load_model(LLAMA, layout, devices)
+
+    process = WorkerProcess(WorkerSpec("w", role, (), "llama", "tiny", "f00"), config)
+    task = asyncio.create_task(process.run(ProcessGroup(0, 1), load, jax.devices()[:2], relay))
+    running = Running(f"127.0.0.1:{port}", task)
+    running.loads = loads  # type: ignore[attr-defined]
+    try:
+        await running.report()
+        yield running
+    finally:
+        if not task.done():
+            signal.raise_signal(signal.SIGTERM)
+        await asyncio.wait({task}, timeout=30)
+        await running.port.aclose()
+
+
+async def least_bytes_on_devices() -> int:
+    """Within two seconds: what a mesh's threads have in hand at one instant is gone at another."""
+    least = sys.maxsize
+    for _ in range(20):
+        gc.collect()
+        least = min(least, sum(shard.data.nbytes for array in jax.live_arrays() for shard in array.addressable_shards))
+        await asyncio.sleep(0.1)
+    return least
+
+
+async def main() -> None:
+    compile_, compiled = Programs.compile, list[int]()
+    Programs.compile = lambda *args, **named: (compiled.append(1), compile_(*args, **named))[1]
+    async with worker(warm_up=True) as running:
+        seen, counts = [], [len(compiled)]
+        for number in range(1, 5):
+            report = await running.switch(number, (DECODE, PREFILL)[(number - 1) % 2], ("dp=2", "tp=2")[(number - 1) % 2])
+            assert report.state is SwitchState.DONE, report.reason
+            counts.append(len(compiled))
+            seen.append(await least_bytes_on_devices())
+    print(json.dumps({"bytes": seen, "compiled": counts}))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
