@@ -6,7 +6,7 @@ never leave the process.
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
@@ -82,6 +82,20 @@ async def unended(tasks: "Iterable[asyncio.Task[T]]", seconds: float) -> "list[a
             for task in left:
                 task.remove_done_callback(ended)
     return list(left)
+
+
+async def to_the_end(clean_up: Coroutine[object, object, None]) -> None:
+    """Runs a clean-up that whoever is cancelled once more meanwhile does not interrupt; the cancellation follows when it is over."""
+    task, cancelled = asyncio.create_task(clean_up), False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        _seen(task)
+        raise asyncio.CancelledError
+    task.result()
 
 
 async def within(future: "asyncio.Future[T]", seconds: float) -> T:

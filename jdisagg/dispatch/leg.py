@@ -12,6 +12,7 @@ Two changes of workers happen inside a leg: a source of KV that fails is replace
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
+from jdisagg.clock import to_the_end
 from jdisagg.dispatch.move import Move
 from jdisagg.dispatch.ports import Child, FirstToken, GenerateCall, HandoffSource, SourceLost, Span, SpanEnd, close_stream
 from jdisagg.dispatch.sources import Sources
@@ -59,9 +60,12 @@ class Leg:
             else:
                 await Sources(self, hold).run(placement.prefill)
         except BaseException:
-            for held in (hold, *([] if self._hold is hold else [self._hold])):
-                await quietly(held.port.cancel(held.key), FAILED_CLOSE_SECONDS if held.worker in self.failed else CLOSE_SECONDS)
+            await to_the_end(self._free(hold))
             raise
+
+    async def _free(self, first: Hold) -> None:
+        for held in (first, *([] if self._hold in (first, None) else [self._hold])):
+            await quietly(held.port.cancel(held.key), FAILED_CLOSE_SECONDS if held.worker in self.failed else CLOSE_SECONDS)
 
     @property
     def over(self) -> bool:
@@ -108,13 +112,18 @@ class Leg:
                     raise HandoffError(f"worker {hold.worker!r} says that a sequence moved, and nobody took it")
                 hold, spans = self._move.arrived()
                 self._hold, self._move = hold, None
-        finally:
-            await close_stream(spans)
-            if self._move is not None:
-                await self._move.close()
+        except BaseException:
+            await to_the_end(self._close(spans))
+            raise
+        await self._close(spans)
         missing = self.open - self.ended_by_worker
         if missing:
             raise UnavailableError(f"the stream of children {sorted(missing)} stopped before its end")
+
+    async def _close(self, spans: AsyncIterator[Span]) -> None:
+        await close_stream(spans)
+        if self._move is not None:
+            await self._move.close()
 
     async def _follow(self, hold: Hold, spans: AsyncIterator[Span]) -> bool:
         """Posts the spans of one reservation. True: its sequence moved."""

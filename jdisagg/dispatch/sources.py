@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING
 
+from jdisagg.clock import to_the_end
 from jdisagg.dispatch.ports import HandoffSource, PrefillCall, ResumeCall, SourceLost
 from jdisagg.dispatch.trip import CLOSE_SECONDS, FAILED_CLOSE_SECONDS, Hold, Retried, Waited, quietly
 from jdisagg.errors import HandoffError, OverloadedError, UnavailableError
@@ -56,9 +57,7 @@ class Sources:
             if computing is not None and not computing.done():
                 await self._give_up(computing, source)
         except BaseException:
-            decoding.cancel()
-            await asyncio.gather(decoding, return_exceptions=True)
-            await self._give_up(computing, source)
+            await to_the_end(self._end(decoding, computing, source))
             raise
 
     def _begin(self, part: Coroutine[object, object, None]) -> "asyncio.Task[None]":
@@ -130,6 +129,11 @@ class Sources:
         reply = await self._trip.cluster.prefill_port(source.worker).prefill(call)
         self._trip.post(Waited(reply.queue_seconds))
         self._leg.post_firsts(reply.tokens)
+
+    async def _end(self, decoding: "asyncio.Task[None]", computing: "asyncio.Task[None] | None", source: HandoffSource) -> None:
+        decoding.cancel()
+        await asyncio.gather(decoding, return_exceptions=True)
+        await self._give_up(computing, source)
 
     async def _give_up(self, computing: "asyncio.Task[None] | None", source: HandoffSource, seconds: float = CLOSE_SECONDS) -> None:
         """Frees what the source holds for us, if it can still hear."""

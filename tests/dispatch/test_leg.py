@@ -1,6 +1,7 @@
 """One leg between two workers that answer when the test says so."""
 
 import asyncio
+import gc
 import itertools
 from collections.abc import AsyncIterator
 
@@ -24,7 +25,7 @@ from jdisagg.dispatch.ports import (
     WorkerStatus,
 )
 from jdisagg.dispatch.trip import Cluster, Fact, Preempted, Tokens, Trip
-from jdisagg.errors import UnavailableError
+from jdisagg.errors import DeadlineExceededError, UnavailableError
 from jdisagg.router.decision import Decision
 from tests.fakes.cluster import toy_request
 from tests.fakes.virtual_time import run_virtually
@@ -179,3 +180,56 @@ async def test_whatever_breaks_a_move_is_heard_by_whoever_waits_for_its_stream()
     _, spans = move.arrived()
     with pytest.raises(ZeroDivisionError):
         await asyncio.wait_for(anext(spans), 5)
+
+
+class SlowToFree(Workers):
+    """Its streams never end by themselves, or fail; each call that frees something takes a second, and is noted when it is done."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__(True)
+        self._fails = fails
+        self.freed: set[str] = set()
+
+    async def generate(self, call: GenerateCall) -> AsyncIterator[Span]:
+        try:
+            await asyncio.sleep(0.1)
+            if self._fails:
+                raise DeadlineExceededError("too late")
+            await asyncio.Event().wait()
+            yield
+        finally:
+            self.freed.add("stream")
+
+    async def prefill(self, call: PrefillCall) -> PrefillReply:
+        await asyncio.sleep(0.1)
+        raise DeadlineExceededError("too late")
+
+    async def cancel(self, reservation_id: int, child: int | None = None) -> None:
+        await asyncio.sleep(1)
+        self.freed.add("reservation")
+
+    async def cancel_prefill(self, handoff_id: int) -> None:
+        await asyncio.sleep(1)
+        self.freed.add("prefill")
+
+
+@pytest.mark.parametrize("again", [0.05, 0.5, 1.5])
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("prefill", ["prefill", None])
+def test_all_is_freed_on_both_sides_however_often_a_leg_is_cancelled_meanwhile(prefill: str | None, fails: bool, again: float) -> None:
+    complaints = list[dict[str, object]]()
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, complaint: complaints.append(complaint))
+        workers = SlowToFree(fails)
+        leg = asyncio.create_task(Leg(trip_of(workers, []), (Child(0),), attempt=1).run(Decision(prefill, "decode", 64, "the only ones")))
+        for seconds in (0.02, again):
+            await asyncio.sleep(seconds if not fails else seconds + 0.2)
+            leg.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leg
+        assert workers.freed == {"stream", "reservation"} | ({"prefill"} if prefill else set())
+
+    run_virtually(main)
+    gc.collect()
+    assert complaints == [], "an error that nobody took"
