@@ -115,12 +115,12 @@ class ChaosCluster:
     def processes(self, name: str) -> list[psutil.Process]:
         return [psutil.Process(pid) for pid in self.groups[name].pids]
 
-    def signal(self, name: str, number: signal.Signals, member: int | None = None) -> list[int]:
-        """To one process of a group, or to all of them; the ids of those that were signalled."""
+    def signal(self, name: str, number: signal.Signals, member: int | None = None) -> list[psutil.Process]:
+        """To one process of a group, or to all of them; those that were signalled."""
         pids = list(self.groups[name].pids)
-        hit = pids if member is None else pids[member : member + 1]
-        for pid in hit:
-            os.kill(pid, number)
+        hit = [psutil.Process(pid) for pid in (pids if member is None else pids[member : member + 1])]  # before they can be gone
+        for process in hit:
+            process.send_signal(number)
         return hit
 
     async def stop_process(self, name: str) -> None:

@@ -205,7 +205,7 @@ class Harness:
             own.wait()
             self._cluster.desk.let_go(number)
             return
-        before = [psutil.Process(pid) for pid in self._cluster.signal(victim, scenario.deed, scenario.member)]
+        before = self._cluster.signal(victim, scenario.deed, scenario.member)
         if scenario.deed is not signal.SIGSTOP:
             self._cluster.forget_start(victim)
         assert before, f"{victim} does not run"
