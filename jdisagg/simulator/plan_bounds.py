@@ -192,10 +192,21 @@ class Estimator:
         return tuple((name, _largest(met, most)) for name, met in tests)
 
     def _prefill(self, layout: Layout, chunk: int, ranks: int) -> tuple[tuple[str, float], ...]:
-        times = self.prefill_seconds(layout, chunk)
-        most = FULL / float(times.mean())
-        goal = self.goal
-        return ("prefill compute", most), ("TTFT", _largest(lambda rate: _attained(times, rate, ranks, goal) >= goal.attainment, most))
+        """Limits of one of so many dp ranks of prefill instances. All ranks of an instance wait for the fullest chunk on any: it serves in
+        batches, which are the more uneven the fewer prompts share a chunk."""
+        times, dp, goal = self.prefill_seconds(layout, chunk), layout.dp, self.goal
+        mean, sharing = float(times.mean()), max(1.0, chunk / self.demand.prompt_mean)
+        uneven = (_longest(times, dp) / mean - 1) / math.sqrt(sharing)
+        occupied = times * ((1 + uneven) / dp)  # of the instance's time, when it is busy
+        most = FULL / float(occupied.mean()) / dp
+
+        def ttft_met(rate: float) -> bool:
+            together = _batch(times, dp, dp * rate)
+            with_others = np.array([_longest(np.maximum(times, time), together - 1) for time in times]) if together > 1 else times
+            running = dp * rate * _longest(times, together) ** 2 / (2 * together) if dp > 1 else 0.0  # for a batch that has begun
+            return _attained(occupied, dp * rate, ranks // dp, goal, with_others + running) >= goal.attainment
+
+        return ("prefill compute", most), ("TTFT", _largest(ttft_met, most))
 
     def _decode(self, prefill: Layout, layout: Layout, chunk: int, link: Link, parallel: int) -> tuple[tuple[str, float], ...]:
         model, demand, goal = self.models[layout], self.demand, self.goal
@@ -245,17 +256,32 @@ def _prefill_one(model: CostModel, tokens: int, chunk: int) -> float:
     return seconds
 
 
-def _attained(times: np.ndarray, rate: float, servers: int, goal: Goal) -> float:
+def _longest(times: np.ndarray, count: float) -> float:
+    """The mean of the longest of `count` draws from `times`."""
+    ordered = np.sort(times)
+    below = (np.arange(len(ordered) + 1) / len(ordered)) ** count
+    return float(ordered @ np.diff(below))
+
+
+def _batch(times: np.ndarray, ranks: int, rate: float, rounds: int = 30) -> float:
+    """How many prompts, at most one a rank, come together in a batch at `rate` a second: those that come while one of them runs."""
+    count = 1.0
+    for _ in range(rounds):
+        count = min(float(ranks), max(1.0, rate * _longest(times, count)))
+    return count
+
+
+def _attained(times: np.ndarray, rate: float, servers: int, goal: Goal, spent: np.ndarray | None = None) -> float:
     """Part of requests whose waiting time and service meet the TTFT limit, `rate` requests a second going to each of so many servers that
     share their queue: M/G/c with the chance and the mean of waiting of Sakasegawa (1977), exact in mean for one server, and an exponential
-    tail."""
+    tail. `times` are the server's for each; `spent` is what each spends in service where that is something else."""
     mean = float(times.mean())
     busy = rate * mean
     if busy >= 1:
         return 0.0
     chance = busy ** ((2 * (servers + 1)) ** 0.5 - 1)
     waiting = float((times**2).mean()) / mean / (2 * servers * (1 - busy))  # of those that wait
-    left = goal.ttft_seconds - times
+    left = goal.ttft_seconds - (times if spent is None else spent)
     late = chance * np.exp(-np.maximum(left, 0) / waiting)
     return float(np.where(left >= 0, 1 - late, 0.0).mean())
 
