@@ -110,8 +110,10 @@ class RequestPath:
                 if event is not None:
                     yield event
         finally:
-            await journey.close()
-            self._leave(request, journey)
+            try:
+                await journey.close()
+            finally:  # also where that was cut short: what it began to free goes on
+                self._leave(request, journey)
 
     async def status(self) -> tuple[WorkerStatus, ...]:
         """A snapshot of all workers that answer."""

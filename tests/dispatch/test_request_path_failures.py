@@ -43,6 +43,31 @@ def test_a_cancel_at_any_moment_frees_everything(
     run_virtually(main)
 
 
+def test_a_request_that_is_cancelled_twice_is_freed_and_forgotten() -> None:
+    async def main() -> None:
+        async with Cluster(Mode.DISAGGREGATED) as cluster:
+            cancel = cluster.decode.cancel
+
+            async def slowly(reservation_id: int, child: int | None = None) -> None:
+                await asyncio.sleep(1)
+                await cancel(reservation_id, child)
+
+            cluster.decode.cancel = slowly
+            task = asyncio.create_task(cluster.collect(toy_request(1, max_tokens=100)))
+            for seconds in (0.3, 0.5):
+                await asyncio.sleep(seconds)
+                task.cancel()
+            await asyncio.wait({task})
+            assert asyncio.get_running_loop().time() < 1.0, "the second one came while it was being freed"
+            await asyncio.sleep(1)
+            again = toy_request(1)
+            cluster.check_against_oracle(again, await cluster.collect(again))
+            await asyncio.wait_for(cluster.path.drain(), 1)
+            await cluster.check_quiet()
+
+    run_virtually(main)
+
+
 @settings(max_examples=30, deadline=None)
 @given(events=st.integers(0, 12), mode=st.sampled_from(list(Mode)), n=st.integers(1, 3))
 def test_closing_the_stream_after_any_event_frees_everything(events: int, mode: Mode, n: int) -> None:
