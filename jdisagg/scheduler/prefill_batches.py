@@ -65,6 +65,10 @@ class PrefillBatches:
         for queue in self._queues:
             queue[:] = [job for job in queue if job.sequence != sequence]
 
+    def leaves_ranks_idle(self, held: Collection[int] = ()) -> bool:
+        """Whether the next chunk would leave some of the ranks without work."""
+        return not all([any([job.sequence not in held for job in queue]) for queue in self._queues])
+
     def next_chunk(self, step: int, held: Collection[int] = ()) -> PrefillChunk | None:
         """Takes the next chunk off the queues, or None when they hold nothing but sequences that are `held` back."""
         ranks = [packed for rank in range(self._limits.ranks) if (packed := self._pack(rank, held))]

@@ -214,6 +214,8 @@ class PrefillWorker:
         if full:
             return None
         held = {key for key, sender in self._computing.items() if sender.call.destination in stalled} if stalled else ()
+        if self._loop.in_flight(PrefillChunk) and self._batches.leaves_ranks_idle(held):
+            return None  # all ranks would wait for the few: who comes while the last chunk runs can share this one
         chunk = self._batches.next_chunk(step, held)
         for row in chunk.rows if chunk else ():
             sender = self._computing[row.sequence]

@@ -10,7 +10,7 @@ from jdisagg.dispatch.ports import Child, HandoffEnd, Offer, PeerMessage, Prefil
 from jdisagg.errors import DeadlineExceededError, HandoffError, InvalidRequestError, OverloadedError
 from jdisagg.scheduler.commands import PrefillChunk, ReleaseOffers
 from tests.fakes.cluster import Cluster, toy_request
-from tests.fakes.fake_executor import toy_limits
+from tests.fakes.fake_executor import Costs, toy_limits
 from tests.fakes.toy_model import expected_tokens
 from tests.fakes.virtual_time import run_virtually
 
@@ -189,6 +189,26 @@ def test_prompts_are_spread_over_the_ranks() -> None:
             for number in range(4):
                 await cluster.prefill.abort(number, "done")
             await cluster.check_quiet()
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize(("ranks", "together"), [(2, [1, 2]), (1, [1, 1, 1])])
+def test_a_chunk_that_would_leave_ranks_idle_waits_for_the_one_before_it_and_goes_with_who_comes_meanwhile(
+    ranks: int, together: list[int]
+) -> None:
+    """All ranks wait for the fullest: one prompt of two ranks' chunk costs both of them its time. A lone rank runs ahead."""
+
+    async def main() -> None:
+        async with Cluster(prefill=toy_limits(ranks=ranks), costs=Costs(prefill_token=1e-2)) as cluster:
+            calls: list[asyncio.Task[object]] = []
+            for number in range(1, 4):  # the first computes while the others come
+                calls.append(asyncio.create_task(cluster.prefill.prefill(prefill_call(number, handoff_id=number, prompt_tokens=8))))
+                await asyncio.sleep(0.02)
+            await asyncio.gather(*calls)
+            assert [len(command.rows) for command in cluster.prefill_mesh.log if isinstance(command, PrefillChunk)] == together
+            for number in range(1, 4):
+                await cluster.prefill.abort(number, "enough")
 
     run_virtually(main)
 
