@@ -34,7 +34,11 @@ def test_the_count_sees_a_compilation():
 
 @pytest.mark.parametrize(
     ("mode", "prefill", "decode"),
-    [(Mode.DISAGGREGATED, "tp=1", "dp=2,tp=2"), (Mode.DISAGGREGATED, "dp=2,tp=2", "tp=1"), (Mode.CHUNKED, "", "dp=2")],
+    [
+        (Mode.DISAGGREGATED, "tp=1", "dp=2,tp=2"),
+        pytest.param(Mode.DISAGGREGATED, "dp=2,tp=2", "tp=1", marks=pytest.mark.slow),
+        (Mode.CHUNKED, "", "dp=2"),
+    ],
 )
 async def test_nothing_is_compiled_after_warm_up(mode, prefill, decode):
     engine = config(mode, prefill or "tp=1", decode, chunk=64, slots=4, decode_page=8, warm_up=True, pages=40, growth=8, context=256)

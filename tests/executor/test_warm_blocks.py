@@ -11,7 +11,8 @@ KEY = 99
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "codec"), [("tp=4", "dp=2,tp=2", "none"), ("tp=1", "tp=4", "int8"), ("tp=2", "tp=1", "int4")]
+    ("prefill", "decode", "codec"),
+    [pytest.param("tp=4", "dp=2,tp=2", "none", marks=pytest.mark.slow), ("tp=1", "tp=4", "int8"), ("tp=2", "tp=1", "int4")],
 )
 async def test_nothing_is_built_for_blocks_after_warm_up(prefill, decode, codec):
     two = Pair(prefill, decode, codec=codec, connect=False)
