@@ -9,7 +9,7 @@ from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.router.hardware import Accelerator, Efficiency, Link, accelerator, link
 from jdisagg.router.model_geometry import Attention, CostGeometry, geometry
-from jdisagg.simulator.plan_bounds import Bounds, Demand, Estimator, Goal
+from jdisagg.simulator.plan_bounds import FULL, Bounds, Demand, Estimator, Goal
 from jdisagg.simulator.plan_candidates import Candidate, NothingFits, Site, fitting_layouts, handoff_path, one_pool, two_pools
 from jdisagg.simulator.workloads import Arrival, Fixed, poisson
 
@@ -200,3 +200,17 @@ def test_twice_the_instances_carry_twice_as_much():
 def test_a_goal_that_means_nothing_is_refused(bad: dict[str, float]):
     with pytest.raises(ConfigError, match=next(iter(bad))):
         Goal(**{"ttft_seconds": 1.0, "tpot_seconds": 0.1, **bad})
+
+
+@pytest.mark.parametrize(("lengths", "longest_of_four"), [((4096, 16384), (1 / 16, 15 / 16)), ((4096, 4096), (0.5, 0.5))])
+def test_all_dp_ranks_of_a_prefill_instance_wait_for_the_longest_prompt_on_any(
+    lengths: tuple[int, int], longest_of_four: tuple[float, float]
+):
+    site = Site(accelerator("gb200-nvl72"), 8)
+    mixed = Demand.of([Arrival(0, length, 2) for length in lengths] * 64)
+    estimate = estimator(site, mixed, Goal(1e6, 1e6), geometry("qwen3-235b-a22b"))
+    spread, together = Layout(dp=4, ep=4), Layout(tp=4)
+    short, long = (estimate.prefill_seconds(spread, 2048)[at] for at in (0, -1))
+    limits = dict(estimate.bounds(Candidate(Mode.DISAGGREGATED, together, 1, 2048, spread, 1)).limits)
+    batch = longest_of_four[0] * short + longest_of_four[1] * long
+    assert limits["prefill compute"] == pytest.approx(FULL * 4 / batch, rel=0.01)
