@@ -1,11 +1,8 @@
 """The study: the committed page and notebook are what the committed results say, and the notebook runs."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-import nbformat
 import pytest
 
 from benchmarks import study_report
@@ -14,8 +11,8 @@ from benchmarks.study_runs import as_text, from_text
 from jdisagg.config import Mode
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.plan_candidates import Candidate
+from tests.notebooks.runs import ROOT, code_cells, executed, figures
 
-ROOT = Path(__file__).parent.parent.parent
 NOTEBOOK = ROOT / "notebooks" / "study.ipynb"
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -61,7 +58,7 @@ def test_the_committed_page_is_what_the_committed_results_say(tmp_path: Path) ->
 
 
 def test_the_committed_notebook_was_run_from_top_to_bottom_and_is_small() -> None:
-    code = [cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
+    code = code_cells(NOTEBOOK)
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     assert figures(code) >= 2
     assert NOTEBOOK.stat().st_size < 400_000
@@ -69,15 +66,5 @@ def test_the_committed_notebook_was_run_from_top_to_bottom_and_is_small() -> Non
 
 @pytest.mark.slow
 def test_the_notebook_runs_and_draws_its_figures(tmp_path: Path) -> None:
-    for package in ("nbclient", "ipykernel", "matplotlib"):
-        pytest.importorskip(package, reason="the notebooks extra is not installed")
-    command = [sys.executable, "-m", "tests.notebooks.execute", str(NOTEBOOK), str(tmp_path / "executed.ipynb")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    code = [cell for cell in nbformat.read(tmp_path / "executed.ipynb", as_version=4).cells if cell.cell_type == "code"]
+    code = executed(NOTEBOOK, tmp_path)
     assert figures(code) >= 2
-
-
-def figures(cells: list[nbformat.NotebookNode]) -> int:
-    outputs = [output for cell in cells for output in cell.outputs]
-    return sum("image/png" in output.get("data", {}) for output in outputs)
