@@ -88,8 +88,14 @@ def _table(title: str, instances: Sequence[Shown]) -> Table:
             table.add_row(shown.name, shown.state, *[""] * 7, str(shown.restarts))
             continue
         figures = (status.running, status.waiting, status.slots, status.handoffs, _pages(status), status.preemptions, shown.restarts)
-        table.add_row(shown.name, "draining" if status.draining else shown.state, status.layout, *map(str, figures))
+        table.add_row(shown.name, _state(shown, status), status.layout, *map(str, figures))
     return table
+
+
+def _state(shown: Shown, status: WorkerStatus) -> str:
+    if status.draining:
+        return "draining"
+    return f"{shown.state}, loads" if status.loading_seconds else shown.state
 
 
 def _figures(shown: Shown) -> str:

@@ -56,7 +56,7 @@ from launch.peer_ports import PeerPorts
 from launch.recording import record
 from launch.role_keeper import Role, RoleKeeper
 from launch.signals import Signals
-from launch.warmed import WarmedBefore
+from launch.warmed import Loading, WarmedBefore
 
 EXIT_BROKEN = 3
 TRANSPORTS = 4
@@ -179,6 +179,9 @@ class Life:
         server = GrpcServer(services, self._service, worker.boot_id)
         credentials = cluster_credentials(self._service)
         registration = RegistryClient(spec.routers, self._card(instance, worker), worker.status, credentials)
+        loading = Loading(home.clock.now)
+        if warm_up_later:
+            worker.loading_seconds = loading.seconds
         async with contextlib.AsyncExitStack() as farewell:  # in this order backwards, also when something does not begin
             self._observe(worker, instance, farewell)
             await worker.start()
@@ -192,7 +195,7 @@ class Life:
             layout = home.config.instance.layout
             print(f"jdisagg {spec.role.value} worker {spec.name} ({layout}) serves on {self._address}", flush=True)
             if warm_up_later:
-                farewell.push_async_callback(_ended, asyncio.create_task(self._warm_up_beside(instance)))
+                farewell.push_async_callback(_ended, asyncio.create_task(self._warm_up_beside(instance, loading)))
             status = await self._serve(worker, registration.failed)
             if status == 0:
                 await home.clock.sleep(LAST_WORDS_SECONDS)
@@ -207,7 +210,7 @@ class Life:
             metrics.watch_counters("kv_link", self._link.counters)
             farewell.callback(metrics.unwatch, "kv_link")
 
-    async def _warm_up(self, instance: Instance) -> None:
+    async def _warm_up(self, instance: Instance, loading: Loading | None = None) -> None:
         if not self._home.config.warm_up:
             return
         began = self._home.clock.now()
@@ -218,16 +221,20 @@ class Life:
             def progress(done: int, total: int) -> None:
                 bar.total = total
                 bar.update(done - bar.n)
+                if loading:
+                    loading.progress(done, total)
 
             await warm_up(instance, progress)
         print(f"worker {self._home.spec.name} is warm after {self._home.clock.now() - began:.1f} s", flush=True)
 
-    async def _warm_up_beside(self, instance: Instance) -> None:
+    async def _warm_up_beside(self, instance: Instance, loading: Loading) -> None:
         """While it serves. What fails here fails for a request too, and is told there; here it is only said."""
         try:
-            await self._warm_up(instance)
+            await self._warm_up(instance, loading)
         except Exception as error:
             print(f"worker {self._home.spec.name} could not load its programs beforehand: {error}", file=sys.stderr, flush=True)
+        finally:
+            loading.end()
 
     async def _unless(self, end: Coroutine[None, None, object], work: Coroutine[None, None, None]) -> bool:
         """Whether the work was done; False when the end came before, which is at once: nobody knows this worker yet."""

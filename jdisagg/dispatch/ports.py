@@ -158,7 +158,8 @@ class WorkerStatus:
 
     queued_tokens: of prompts, not computed yet, whether they wait or are computing; queued_pairs: pairs of positions that these will
     attend to. rank_sequences, rank_contexts: sequences that hold pages and the sum of their known tokens. can_prefill: it has a prefill
-    program, in chunks of chunk_tokens at most (0: whole prompts).
+    program, in chunks of chunk_tokens at most (0: whole prompts). loading_seconds: it serves, but loads programs beside, for about so long
+    still; until then whoever comes may wait for one.
     """
 
     name: str
@@ -181,6 +182,7 @@ class WorkerStatus:
     rank_contexts: tuple[int, ...] = ()
     can_prefill: bool = False
     chunk_tokens: int = 0
+    loading_seconds: float = 0.0
 
 
 @plain

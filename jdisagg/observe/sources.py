@@ -36,6 +36,7 @@ _GAUGES = {
     "worker_slots": "Sequences that fit at once.",
     "worker_handoffs": "Hand-offs under way.",
     "worker_draining": "1 while the worker takes no new requests.",
+    "worker_loading_seconds": "How long a worker that serves will still load programs.",
 }
 
 
@@ -124,9 +125,9 @@ def _statuses(readings: Sequence[Reading]) -> Iterator[Metric]:
             up.add_metric([reading.owner], int(reading.up))
         for status in reading.statuses:
             labels = [status.name, status.role.value]
-            values = (status.running, status.waiting, status.slots, status.handoffs, status.draining)
+            values = (status.running, status.waiting, status.slots, status.handoffs, status.draining, status.loading_seconds)
             for name, value in zip(_GAUGES, values, strict=True):
-                gauges[name].add_metric(labels, int(value))
+                gauges[name].add_metric(labels, float(value))
             preemptions.add_metric(labels, status.preemptions)
             for rank, state, count in pages_by_state(status):
                 pages.add_metric([*labels, str(rank), state], count)

@@ -27,7 +27,7 @@ UNKNOWN = -1  # no speed: the worker's hardware or model is not described
 SAID = (
     *("heard_at", "decodes", "mixed", "can_prefill", "draining", "ranks", "slots", "page_size", "context_tokens", "chunk_tokens"),
     *("running", "waiting", "queued_tokens", "queued_pairs", "best_free_pages", "free_pages", "total_pages"),
-    *("best_sequences", "best_contexts", "most_sequences", "most_contexts"),
+    *("best_sequences", "best_contexts", "most_sequences", "most_contexts", "loading_seconds"),
 )
 OWN = ("own_tokens", "own_pairs", "own_pages", "own_sequences", "own_contexts", "committed_pages", "open")
 COLUMNS = {name: at for at, name in enumerate((*SAID, *OWN, "speed", "spoke", "barred_until", *PARTS))}
@@ -170,7 +170,7 @@ class ClusterState:
             *(ranks, status.slots, status.page_size, status.context_tokens, status.chunk_tokens),
             *(status.running, status.waiting, status.queued_tokens, status.queued_pairs),
             *(free[best] if free else 0, sum(free), sum(status.total_pages)),
-            *(sequences[best], contexts[best], max(sequences), max(contexts)),
+            *(sequences[best], contexts[best], max(sequences), max(contexts), status.loading_seconds),
         )
         cells[COLUMNS["spoke"], row] = True
 

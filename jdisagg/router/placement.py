@@ -3,7 +3,8 @@
 `decide` looks at every worker once, as columns; pairs are weighed for the few prefill workers with the earliest first token against all
 decode workers. What is minimised is time to first token + hand-off gap + the remaining tokens at the predicted step; a first token beyond
 the limit and a step beyond the bound weigh more than any seconds. Workers that failed the leg, whose breaker is open, that drain or are
-silent come last or not at all. Where hardware or model of any candidate is unknown, the least loaded are chosen.
+silent come last or not at all; one that loads programs while it serves is charged the seconds that this will take. Where hardware or
+model of any candidate is unknown, the least loaded are chosen.
 
 Raises UnavailableError when no worker of a needed kind takes requests.
 """
@@ -108,7 +109,8 @@ def witnesses(state: ClusterState, ask: Ask, now: float, rules: Rules, most: int
 
 
 def weigh(state: ClusterState, prefills: Candidates, decodes: Candidates, ask: Ask, rules: Rules) -> Weighed:
-    every, against = prefills_of(state, prefills.side, prefills.rows, prefills.table, ask), prefills.against
+    every = prefills_of(state, prefills.side, prefills.rows, prefills.table, ask)
+    against = prefills.against + prefills.table["loading_seconds"]
     if len(prefills) > MOST_PREFILLS:
         few = (every.queue + every.prefill + against).argsort(kind="stable")[:MOST_PREFILLS]
         few.sort()
@@ -117,7 +119,7 @@ def weigh(state: ClusterState, prefills: Candidates, decodes: Candidates, ask: A
     side = decodes_of(state, decodes.side, decodes.rows, decodes.table, ask, rules)
     transfer = transfers_of(state, every.rows, decodes.rows, ask, rules.far)
     transfer = exposed(transfer, every.prefill[:, None], every.chunks[:, None])
-    rest = max(0, ask.work.expected_tokens - 1) * side.step + decodes.against
+    rest = max(0, ask.work.expected_tokens - 1) * side.step + decodes.against + decodes.table["loading_seconds"]
     before, after = (side.queue, 0.0) if rules.decode_first else (np.zeros(len(decodes)), side.queue)
     ttft = np.maximum(every.queue[:, None], before[None, :]) + every.prefill[:, None]
     pairs = ttft + transfer + (STEPS_TO_JOIN * side.step + rest + after)[None, :] + against[:, None]
@@ -288,9 +290,10 @@ def _usable(state: ClusterState, side: Side, ask: Ask, now: float, rules: Rules)
 
 
 def _load(table: Table) -> Array:
-    """Requests per slot, and the fraction of pages in use."""
+    """Requests per slot, and the fraction of pages in use. Who still loads programs counts as if all its slots were taken."""
     requests = np.maximum(table["running"] + table["waiting"], table["open"])
-    return requests / np.maximum(1.0, table["slots"]) + 1.0 - table["free_pages"] / np.maximum(1.0, table["total_pages"])
+    pages = 1.0 - table["free_pages"] / np.maximum(1.0, table["total_pages"])
+    return requests / np.maximum(1.0, table["slots"]) + pages + np.minimum(1.0, table["loading_seconds"])
 
 
 def _nobody(state: ClusterState, side: Side, kind: str) -> UnavailableError:

@@ -216,6 +216,7 @@ def worker_status_to_proto(status: WorkerStatus) -> pb.WorkerStatus:
         rank_contexts=status.rank_contexts,
         can_prefill=status.can_prefill,
         chunk_tokens=status.chunk_tokens,
+        loading_seconds=status.loading_seconds,
     )
 
 
@@ -241,6 +242,7 @@ def worker_status_from_proto(message: pb.WorkerStatus) -> WorkerStatus:
         rank_contexts=tuple(message.rank_contexts),
         can_prefill=message.can_prefill,
         chunk_tokens=message.chunk_tokens,
+        loading_seconds=message.loading_seconds,
     )
 
 

@@ -17,6 +17,7 @@ def decode_status(
     handoffs: int,
     draining: bool,
     can_prefill: bool,
+    loading_seconds: float,
 ) -> WorkerStatus:
     """`waiting`: requests without pages yet; `backlog`: prompts that it computes itself."""
     limits = state.limits
@@ -41,4 +42,5 @@ def decode_status(
         rank_contexts=state.contexts(),
         can_prefill=can_prefill,
         chunk_tokens=limits.chunk_buckets[-1] if can_prefill else 0,
+        loading_seconds=loading_seconds,
     )

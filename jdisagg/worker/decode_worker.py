@@ -88,6 +88,7 @@ class DecodeWorker:
         self.address = address
         self.boot_id = ids()
         self.counters = Counters()
+        self.loading_seconds: Callable[[], float] = float  # none; set by whoever loads programs while it serves
         self._config = config
         self._mode = mode
         self._can_prefill = can_prefill or mode is not Mode.DISAGGREGATED
@@ -250,6 +251,7 @@ class DecodeWorker:
             handoffs=len(self._handoffs) + len(self._boxes),
             draining=self._draining,
             can_prefill=self._can_prefill,
+            loading_seconds=self.loading_seconds(),
         )
 
     def _begin(self, group: Group, source: HandoffSource | None) -> None:

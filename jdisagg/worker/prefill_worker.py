@@ -68,6 +68,7 @@ class PrefillWorker:
     ) -> None:
         self.name = name
         self.counters = Counters()
+        self.loading_seconds: Callable[[], float] = float  # none; set by whoever loads programs while it serves
         self._mesh = executor.limits
         self._config = config
         self._limits = limits
@@ -158,6 +159,7 @@ class PrefillWorker:
             queued_pairs=self._backlog.pairs,
             can_prefill=True,
             chunk_tokens=self._mesh.chunk_buckets[-1],
+            loading_seconds=self.loading_seconds(),
         )
 
     async def hello(self, hello: PeerHello) -> PeerHello:

@@ -7,7 +7,7 @@ from jdisagg.config import InstanceConfig, LimitsConfig, ServiceConfig
 from jdisagg.dispatch.ports import WorkerRole
 from jdisagg.engine.instance import WorkerConfig
 from jdisagg.layout.axes import Layout
-from launch.warmed import WarmedBefore
+from launch.warmed import FIRST_GUESS_SECONDS, Loading, WarmedBefore
 
 
 def config(cache: Path | str) -> WorkerConfig:
@@ -34,3 +34,22 @@ def test_without_a_cache_nothing_is_remembered(tmp_path: Path) -> None:
     for cache in ("", tmp_path / "gone"):
         WarmedBefore(config(cache), WorkerRole.DECODE, "model").note()
         assert not WarmedBefore(config(cache), WorkerRole.DECODE, "model").found()
+
+
+def test_how_long_loading_will_take_follows_its_pace_and_ends_with_it() -> None:
+    now = 100.0
+    loading = Loading(lambda: now)
+    assert loading.seconds() == FIRST_GUESS_SECONDS
+    now = 102.0
+    loading.progress(4, 20)
+    assert loading.seconds() == 8.0
+    now = 110.0
+    loading.progress(20, 20)
+    assert loading.seconds() == 0.0
+
+
+def test_loading_that_breaks_off_is_waited_for_no_longer() -> None:
+    loading = Loading(lambda: 0.0)
+    loading.progress(1, 20)
+    loading.end()
+    assert loading.seconds() == 0.0
