@@ -8,7 +8,6 @@ Asyncio only. `open_port` gives the role port of the worker at an address.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
@@ -23,6 +22,7 @@ from jdisagg.router.elastic import check_switch, usual_layout
 from jdisagg.telemetry import Counters
 
 LOOK_SECONDS = 0.1
+UNCERTAIN_SECONDS = 30.0  # that a worker may be between its two lives, unheard, while nobody knows whether it was asked
 
 
 class Workers(Protocol):
@@ -82,24 +82,26 @@ class RoleDesk:
         return report
 
     async def _ask(self, port: RolePort, call: SwitchCall) -> None:
-        """A change whose answer was lost has begun all the same: then the worker's report says so."""
+        """A change whose answer was lost may have begun all the same: the worker's report says so, as soon as it can be heard."""
         try:
             await port.switch_role(call)
         except (UnavailableError, DeadlineExceededError):
-            with contextlib.suppress(JdisaggError):
-                if (await port.switch_report()).switch_id == call.switch_id:
-                    return
-            raise
+            until = self._clock.now() + UNCERTAIN_SECONDS
+            while (report := await _report(port)) is None and self._clock.now() < until:
+                await self._clock.sleep(LOOK_SECONDS)
+            if report is None or report.switch_id != call.switch_id:
+                raise
 
     async def _outcome(self, port: RolePort, call: SwitchCall, before: SwitchReport) -> SwitchReport:
         while True:
             await self._clock.sleep(LOOK_SECONDS)
-            with contextlib.suppress(JdisaggError):
-                report = await port.switch_report()
-                if report.switch_id == call.switch_id and report.state in (SwitchState.DONE, SwitchState.FAILED):
-                    return report
-                if report.switch_id != call.switch_id and report.boot_id != before.boot_id:
-                    return replace(report, state=SwitchState.FAILED, reason="the process ended meanwhile, and was started again")
+            report = await _report(port)
+            if report is None:
+                continue
+            if report.switch_id == call.switch_id and report.state in (SwitchState.DONE, SwitchState.FAILED):
+                return report
+            if report.switch_id != call.switch_id and report.boot_id != before.boot_id:
+                return replace(report, state=SwitchState.FAILED, reason="the process ended meanwhile, and was started again")
 
     async def _placed(self, report: SwitchReport) -> None:
         """Until requests can be placed on it."""
@@ -108,3 +110,11 @@ class RoleDesk:
             if live and any(card.boot_id == report.boot_id for card in self._workers.cards()):
                 return
             await self._clock.sleep(LOOK_SECONDS)
+
+
+async def _report(port: RolePort) -> SwitchReport | None:
+    """None: nobody answers."""
+    try:
+        return await port.switch_report()
+    except JdisaggError:
+        return None

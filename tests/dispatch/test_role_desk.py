@@ -10,7 +10,7 @@ import pytest
 from jdisagg.dispatch.elastic_pools import ElasticPools
 from jdisagg.dispatch.outcomes import OutcomeTap
 from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
-from jdisagg.dispatch.role_desk import RoleDesk
+from jdisagg.dispatch.role_desk import UNCERTAIN_SECONDS, RoleDesk
 from jdisagg.dispatch.roles import SwitchCall, SwitchReport, SwitchState
 from jdisagg.dispatch.roster import ModelCard, Roster, WorkerCard, WorkerPorts
 from jdisagg.errors import DeadlineExceededError, InvalidRequestError, JdisaggError, OverloadedError, UnavailableError
@@ -29,7 +29,8 @@ AWAY_SECONDS = 5.0
 @dataclass
 class ToyWorker:
     """A worker that changes its role as a real one does: it drains, is away, and registers again. `fails`: it comes back as it was.
-    `dies`: its process ends midway and is started again. `unheard`: its answer to the call is lost."""
+    `dies`: its process ends midway and is started again. `unheard`: its answer to the call is lost; `mute`: its reports
+    too, from the call to its next life."""
 
     name: str
     role: WorkerRole
@@ -38,6 +39,7 @@ class ToyWorker:
     fails: bool = False
     dies: bool = False
     unheard: bool = False
+    mute: bool = False
     silent: bool = False
     load: int = 0
     report: SwitchReport | None = None
@@ -61,11 +63,12 @@ class ToyWorker:
             return
         asyncio.ensure_future(self._change(call))
         if self.unheard:
+            self.draining = True
             self.report = SwitchReport(self.name, self.boot_id, self.role, call.layout, SwitchState.DRAINING, call.switch_id)
             raise DeadlineExceededError("no answer within 5 s")
 
     async def switch_report(self) -> SwitchReport:
-        if self.away:
+        if self.away or (self.mute and self.draining):
             raise UnavailableError("connection refused")
         return self.report or SwitchReport(self.name, self.boot_id, self.role, Layout(tp=2))
 
@@ -133,6 +136,34 @@ def test_a_change_whose_answer_was_lost_is_followed_all_the_same() -> None:
         town.workers["p1"].unheard = True
         report = await town.desk.switch("p1", DECODE, None, 60.0)
         assert report.state is SwitchState.DONE and town.roles()["p1"] == "decode"
+
+    run_virtually(main)
+
+
+def test_a_change_whose_answer_and_reports_were_lost_is_followed_once_the_worker_is_heard_again() -> None:
+    async def main() -> None:
+        town = Town(2, 1)
+        town.workers["p1"].unheard = town.workers["p1"].mute = True
+        report = await town.desk.switch("p1", DECODE, None, 60.0)
+        assert report.state is SwitchState.DONE and town.roles()["p1"] == "decode"
+        assert town.clock.now() >= AWAY_SECONDS, "it was not heard before its next life"
+
+    run_virtually(main)
+
+
+def test_a_worker_that_nobody_can_ask_is_given_up_before_the_deadline() -> None:
+    async def main() -> None:
+        town = Town(2, 1)
+        worker = town.workers["p1"]
+
+        async def refused(call: SwitchCall) -> None:
+            worker.away = True
+            raise UnavailableError("connection refused")
+
+        worker.switch_role = refused  # type: ignore[method-assign]
+        with pytest.raises(UnavailableError, match="connection refused"):
+            await town.desk.switch("p1", DECODE, None, 300.0)
+        assert town.clock.now() <= UNCERTAIN_SECONDS + 1.0 and not town.desk.changing
 
     run_virtually(main)
 
