@@ -2,8 +2,8 @@
 
     python -m benchmarks.handoff --megabytes=16,64 --rounds=7 --name=handoff
 
-The bytes are a prompt's KV of a model of 32 layers, 8 kv heads of 128, bfloat16 (128 KiB a token), in one block for each of so many layer
-groups as serving would choose for such a model (engine/limits.py), or as --groups says.
+The bytes are a prompt's KV of a model of 32 layers, 8 kv heads of 128, bfloat16 (128 KiB a token), in as many blocks, by layers, as serving
+would choose for such a model and prompt (engine/limits.py, scheduler/blocks.py), or as --groups says.
 Part 1, per layout pair and size, interleaved round by round, seconds of a hand-off:
 - tcp: as many bytes over one plain socket into a buffer;
 - bare: the same pieces from the same devices to the same devices, posted and pulled on a plain server and connection;
@@ -37,20 +37,20 @@ from benchmarks.handoff_sender import TRANSPORTS, Bare, BarePiece, Case, LinkThr
 from benchmarks.measure import save
 from jdisagg.engine.host_memory import keep_freed_memory
 from jdisagg.engine.host_threads import hand_over_quickly
-from jdisagg.engine.limits import groups_of_layers
+from jdisagg.engine.limits import GROUP_BYTES, groups_of_layers
 from jdisagg.executor.block_programs import BlockPrograms
 from jdisagg.executor.block_sums import Found
-from jdisagg.executor.layer_groups import layer_groups
 from jdisagg.executor.page_pool import PagePool
 from jdisagg.executor.programs import Programs
 from jdisagg.layout.kv_spec import KVSpec
+from jdisagg.scheduler.blocks import bands, even_runs
 from jdisagg.scheduler.commands import InsertBlock
 from jdisagg.transfer.boxes import head_granule, plan_handoff, rank_placement
 from jdisagg.transfer.channel import PullTarget, block_sharding, resident_zeros
 from jdisagg.transfer.transfer_engine import EngineOptions
 
 _MEGABYTES = flags.DEFINE_list("megabytes", ["16", "64"], "Bytes of a hand-off.")
-_GROUPS = flags.DEFINE_integer("groups", None, "In how many layer groups, a block each; without: as serving chooses.")
+_GROUPS = flags.DEFINE_integer("groups", None, "In how many blocks by layers; without: as serving chooses.")
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Interleaved rounds.")
 _PAIRS = flags.DEFINE_list(
     "pairs", ["tp=1>tp=1", "tp=1>tp=2", "tp=2>tp=1", "tp=4>tp=4", "tp=4>dp=2;tp=2", "dp=2;tp=2>dp=4"], "source>destination, ';' for ','."
@@ -89,7 +89,7 @@ class Receiver:
         self.target = PullTarget(zeros, self.rank, peer=self.peer, heads=case.kv_heads, source_rank=0)
         pages = -(-case.tokens // PAGE)
         pool = PagePool(self.mesh, SPEC, COPIES * pages, PAGE, 1)
-        self.insert = BlockPrograms(Programs(self.mesh), pool, layer_groups(len(SPEC.layers), self.blocks))
+        self.insert = BlockPrograms(Programs(self.mesh), pool, even_runs(len(SPEC.layers), self.blocks))
         self.pages = np.random.default_rng(0).permutation(COPIES * pages).reshape(COPIES, pages).tolist()
         self._bare_plan(card.rank_boxes(0, (1, case.components, case.kv_heads, case.tokens, case.head_size)), card.devices, granule)
 
@@ -196,7 +196,7 @@ def exposed(receiver: Receiver, pair: str, megabytes: float, groups: int) -> dic
 
 
 def measure(receiver: Receiver, pair: str, megabytes: float) -> dict[str, object]:
-    groups = groups_of_layers(SPEC, _GROUPS.value)
+    groups = _GROUPS.value or len(bands(groups_of_layers(SPEC, None), int(megabytes * 2**20), GROUP_BYTES))
     receiver.prepare(case_of(pair, megabytes, groups))
     ways: dict[str, Callable[[], float]] = {"tcp": receiver.tcp}
     for order, ahead in (("ahead", True), ("late", False)):

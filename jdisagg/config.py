@@ -44,6 +44,8 @@ class InstanceConfig:
     chunk_tokens: the largest packed prefill chunk per dp rank; smaller power-of-two buckets are made down to `min_chunk_tokens`.
     pages_per_rank None: enough for `slots_per_rank` sequences of full context. layer_groups: how many programs a chunk is chained of, each
     of which gives a block that leaves while the next computes; the same on both sides (None: by the model's bytes, engine/limits.py).
+    block_bytes: blocks of a short prompt that would have fewer bytes carry several layer groups; the same on both sides; 0: each carries
+    one (None: 4 MiB, and 0 where layer_groups says how many there are).
     stream_tokens: so many new tokens of a sequence are told together (its first at once); above 1 saves the host work and makes streams
     less smooth. hardware: what its devices are, so that the router can predict seconds: a name of router/hardware.py, or a file that
     launch.measure_costs wrote; empty: nobody knows. ahead_sequences: how many may have pages beyond the slots, so that a freed slot
@@ -57,6 +59,7 @@ class InstanceConfig:
     chunk_tokens: int = 512
     min_chunk_tokens: int = 64
     layer_groups: int | None = None
+    block_bytes: int | None = None
     steps_per_dispatch: int = 1
     stream_tokens: int = 1
     queue_limit: int = 1024
@@ -79,6 +82,8 @@ class InstanceConfig:
         for name in ("pages_per_rank", "layer_groups"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
+        if self.block_bytes is not None and self.block_bytes < 0:
+            raise ConfigError(f"block_bytes must not be negative, got {self.block_bytes}")
         if self.growth_tokens < 1:
             raise ConfigError(f"growth_tokens must be at least 1, got {self.growth_tokens}")
         if self.ahead_sequences is not None and self.ahead_sequences < 0:

@@ -71,7 +71,8 @@ def worker_flags(config: EngineConfig, role: str) -> tuple[str, ...]:
     given += [f"--model={config.model.directory}"] if config.model.directory else []
     given += [f"--{flag}={getattr(instance, name)}" for name, flag in _FLAGS.items()]
     others = [spec.name for spec in dataclasses.fields(InstanceConfig) if spec.name not in (*_FLAGS, "layout")]
-    values = dataclasses.replace(instance, layer_groups=config.prefill.layer_groups)  # both sides of a hand-off cut layers alike
+    cut = config.prefill  # both sides of a hand-off cut alike
+    values = dataclasses.replace(instance, layer_groups=cut.layer_groups, block_bytes=cut.block_bytes)
     settings = [f"instance.{name}={getattr(values, name)}" for name in others]
     if config.model.context_tokens is not None:
         settings.append(f"model.context_tokens={config.model.context_tokens}")

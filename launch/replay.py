@@ -12,7 +12,7 @@ does: their tokens may then differ where two are almost equally likely.
 import asyncio
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
@@ -164,16 +164,7 @@ class _Stream:
         """The command once it may run: blocks are there before they are inserted, and pulled before they are released."""
         match command:
             case PullBlock():
-                return PullBlock(
-                    command.step,
-                    command.offer_id,
-                    command.rank,
-                    command.group,
-                    command.block_tokens,
-                    PULL_SECONDS,
-                    command.peer,
-                    command.codec,
-                )
+                return replace(command, deadline_seconds=PULL_SECONDS)
             case InsertBlock():
                 pulled = await self._pulls.pop(command.offer_id)
                 if isinstance(pulled, PullResult) and pulled.error:

@@ -187,8 +187,8 @@ class WorkerStatus:
 
 @plain
 class Offer:
-    """A block of KV ready to be pulled (perhaps still computing): positions [start, start + valid_tokens) of layer group `group`,
-    padded to `block_tokens`, on dp rank `rank` of the sender."""
+    """A block of KV ready to be pulled (perhaps still computing): positions [start, start + valid_tokens) of `groups` layer groups from
+    `group` on, padded to `block_tokens`, on dp rank `rank` of the sender."""
 
     offer_id: int
     group: int
@@ -196,6 +196,7 @@ class Offer:
     valid_tokens: int
     block_tokens: int
     rank: int
+    groups: int = 1
 
 
 @plain
@@ -239,6 +240,7 @@ class PeerHello:
     boot_id: int = 0
     checksum_key: int = 0
     mesh: MeshCard | None = None
+    block_bytes: int = 0
 
 
 async def close_stream(items: object) -> None:

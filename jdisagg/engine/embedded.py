@@ -6,6 +6,7 @@ onto a mesh is the caller's affair (`LoadModel`), so that this package knows no 
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import EngineConfig, InstanceConfig, Mode
@@ -15,14 +16,14 @@ from jdisagg.dispatch.token_stream import Detokenizer, TokenStream
 from jdisagg.engine.instance import Instance, Loaded, LoadModel, Progress, build_instance, context_tokens, random_id
 from jdisagg.errors import LayoutError
 from jdisagg.executor.mesh_executor import MeshRole
-from jdisagg.executor.warm_up import block_lengths, warm_up_steps
+from jdisagg.executor.warm_up import block_shapes, warm_up_steps
 from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.model_api import Device
 from jdisagg.observe import wrap
 from jdisagg.observe.observer import Observer
 from jdisagg.request import Request, StreamEvent
 from jdisagg.router.cluster_state import Description
-from jdisagg.scheduler.commands import Executor
+from jdisagg.scheduler.commands import Executor, PullBlock
 from jdisagg.transfer.in_process import InProcessChannel
 from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.prefill_worker import PrefillWorker
@@ -142,13 +143,9 @@ class EmbeddedCluster:
             return []
         source, executor, codec = self.prefill.loaded.mesh, self.decode.executor, self.config.decode.codec
         heads = self.kv_spec.kv_heads
-        blocks = [
-            (group, tokens) for group in range(executor.limits.layer_groups) for tokens in block_lengths(self.prefill.executor.limits)
-        ]
-        return [
-            lambda group=group, tokens=tokens: self.channel.warm_up(source, executor.pull_target(group, tokens, 0, codec_name=codec), heads)
-            for group, tokens in blocks
-        ]
+        shapes = block_shapes(self.prefill.executor.limits)
+        blocks = [PullBlock(-1, 0, 0, band.start, tokens, 0.0, codec=codec, groups=len(band)) for band, tokens in shapes]
+        return [lambda block=block: self.channel.warm_up(source, executor.pull_target(block), heads) for block in blocks]
 
     def stream(self, request: Request) -> AsyncIterator[StreamEvent]:
         return self.observed_path.stream(request)
@@ -171,4 +168,5 @@ class EmbeddedCluster:
 
     def _instance(self, name: str, config: InstanceConfig, loaded: Loaded, role: MeshRole) -> Instance:
         groups = self.config.prefill.layer_groups if self.config.mode is Mode.DISAGGREGATED else 1
+        config = replace(config, block_bytes=self.config.prefill.block_bytes)  # both sides of a hand-off cut alike
         return build_instance(name, config, self.config.mode, loaded, role, self.channel, self.context_tokens, groups)

@@ -11,11 +11,11 @@ ROWS_PER_CHUNK = 16
 SAMPLES_PER_CHUNK = 16
 GROUP_BYTES = 4 << 20  # of a prompt of GROUP_TOKENS: twice as many groups hide little more, and each costs its host work
 GROUP_TOKENS = 512
-MERGED_BYTES = 1 << 20  # a block costs both workers a millisecond or so of a CPU, as much as that many bytes
+BLOCK_COST_BYTES = 1 << 20  # a block costs both workers a millisecond or so of a CPU, as much as that many bytes
 
 
 def mesh_limits(instance: InstanceConfig, mode: Mode, spec: KVSpec, context_tokens: int, layer_groups: int | None) -> MeshLimits:
-    """`layer_groups` is the prefill side's: both sides of a hand-off cut layers alike.
+    """`layer_groups` is the prefill side's, as is the instance's `block_bytes`: both sides of a hand-off cut alike.
 
     Unified mode prefills a prompt whole, whatever its length, but packs short ones only up to `chunk_tokens`: on a CPU a chunk of
     several thousand tokens leaves the caches and is slower a token than several of 512.
@@ -41,7 +41,8 @@ def mesh_limits(instance: InstanceConfig, mode: Mode, spec: KVSpec, context_toke
         rows_per_chunk=ROWS_PER_CHUNK,
         samples_per_chunk=SAMPLES_PER_CHUNK,
         kv_spec=spec,
-        merged_tokens=MERGED_BYTES * groups // spec.bytes_per_token,
+        block_bytes=(0 if layer_groups else GROUP_BYTES) if instance.block_bytes is None else instance.block_bytes,
+        block_cost_tokens=BLOCK_COST_BYTES / spec.bytes_per_token,
         pack_tokens=min(instance.chunk_tokens, largest) if mode is Mode.UNIFIED else None,
     )
 

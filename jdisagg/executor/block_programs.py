@@ -5,6 +5,7 @@ built and no shard is donated on its own. Token ranges are cut to power-of-two l
 Ranks that take no part get coordinates "nowhere" and write nothing.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jdisagg.executor.insert_program import Places, write_and_read
 from jdisagg.executor.page_pool import PAGES_SPEC, LayerPages, PagePool
 from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
 from jdisagg.ops.kv_pages import copy_pages, gather_tokens
-from jdisagg.scheduler.commands import ExtractBlock, InsertBlock
+from jdisagg.scheduler.commands import ExtractBlock, InsertBlock, PullBlock
 from jdisagg.transfer.channel import BlockStamp
 from jdisagg.transfer.codec import Codec, codec
 
@@ -31,37 +32,43 @@ class BlockPrograms:
         self._programs, self._pool, self._groups = programs, pool, groups
         self._ranks = programs.mesh.shape["dp"]
 
-    def cut(self, block: jax.Array, rank: int, offset: int, tokens: int) -> jax.Array:
-        """Tokens [offset, offset + tokens) of rank `rank` out of a chunk's block [ranks, C, K, T, H]; the other ranks' part is unspecified.
+    def cut(self, blocks: Sequence[jax.Array], rank: int, offset: int, tokens: int) -> jax.Array:
+        """Tokens [offset, offset + tokens) of rank `rank` out of a chunk's blocks [ranks, C, K, T, H] of consecutive layer groups, as one
+        block with all their components; the other ranks' part is unspecified.
 
         A block that is wanted whole is returned as it is.
         """
-        if block.shape[3] == tokens:
-            return block
+        if len(blocks) == 1 and blocks[0].shape[3] == tokens:
+            return blocks[0]
 
-        def body(block: jax.Array, offset: jax.Array) -> jax.Array:
-            return lax.dynamic_slice_in_dim(block, offset[0], tokens, axis=3)
+        def body(blocks: Sequence[jax.Array], offset: jax.Array) -> jax.Array:
+            return jnp.concatenate([lax.dynamic_slice_in_dim(block, offset[0], tokens, axis=3) for block in blocks], axis=1)
 
         offsets = np.zeros((self._ranks,), np.int32)
         offsets[rank] = offset
-        on_mesh = self._programs.put(offsets)
-        build = lambda: self._programs.compile(body, (block, on_mesh), (BLOCK_SPEC, RANK), BLOCK_SPEC)  # noqa: E731
-        return self._programs.get(("cut", block.shape, str(block.dtype), tokens), build)(block, on_mesh)
+        on_mesh, shapes = self._programs.put(offsets), tuple(block.shape for block in blocks)
+        inputs = (list(blocks), on_mesh)
+        build = lambda: self._programs.compile(body, inputs, ([BLOCK_SPEC] * len(blocks), RANK), BLOCK_SPEC)  # noqa: E731
+        return self._programs.get(("cut", shapes, str(blocks[0].dtype), tokens), build)(*inputs)
 
     def insert(self, command: InsertBlock, arrays: tuple[jax.Array, ...]) -> jax.Array:
         """Writes a pulled block (`Pull.arrays()`: the block's heads in parts, each as its codec's leaves) into its pages and sums what
         then lies there. Returns what `block_sums.Found` reads."""
-        group, how = self._groups[command.group], codec(command.codec)
-        held = self._pool.layers[group.start : group.stop]
-        stamp = self._stamp(group, command.checksum_key, command.start, command.valid_tokens)
+        layers, how = self.layers(command), codec(command.codec)
+        held = self._pool.layers[layers.start : layers.stop]
+        stamp = self._stamp(layers, command.checksum_key, command.start, command.valid_tokens)
         if how.lossy:
             stamp = stamp.of_offer(command.offer_id)
         inputs = (held, arrays, self._place(command, stamp))
-        key = ("insert", len(group), command.block_tokens, command.codec, len(arrays), arrays[0].shape)
+        key = ("insert", len(layers), command.block_tokens, command.codec, len(arrays), arrays[0].shape)
         program = self._programs.get(key, lambda: self._build_insert(how, inputs))
         pages, found = program(*inputs)
-        self._pool.put(group.start, pages)
+        self._pool.put(layers.start, pages)
         return found
+
+    def layers(self, block: InsertBlock | ExtractBlock | PullBlock) -> range:
+        """The layers whose KV is in a block."""
+        return range(self._groups[block.group].start, self._groups[block.group + block.groups - 1].stop)
 
     def _build_insert(self, how: Codec, inputs: tuple[Any, ...]) -> Any:
         programs, held, arrays = self._programs, inputs[0], inputs[1]
@@ -77,12 +84,12 @@ class BlockPrograms:
     def extract(self, command: ExtractBlock) -> tuple[jax.Array, jax.Array, BlockStamp]:
         """A block [ranks, C, K, T, H] out of pages, zero where no token is valid (other sequences' KV stays here); its sum, as
         `insert` gives it; and its stamp."""
-        group = self._groups[command.group]
-        stamp = self._stamp(group, command.checksum_key, command.start, command.valid_tokens)
-        held = self._pool.layers[group.start : group.stop]
+        layers = self.layers(command)
+        stamp = self._stamp(layers, command.checksum_key, command.start, command.valid_tokens)
+        held = self._pool.layers[layers.start : layers.stop]
         inputs = (held, self._place(command, stamp))
         tokens = command.block_tokens
-        program = self._programs.get(("extract", len(group), tokens), lambda: self._build_extract(inputs, tokens))
+        program = self._programs.get(("extract", len(layers), tokens), lambda: self._build_extract(inputs, tokens))
         block, found = program(*inputs)
         return block, found, stamp
 
@@ -100,8 +107,8 @@ class BlockPrograms:
         page_specs = [tuple(PAGES_SPEC for _ in layer) for layer in inputs[0]]
         return self._programs.compile(body, inputs, (page_specs, RANK), (BLOCK_SPEC, found_spec(programs)))
 
-    def _stamp(self, group: range, key: int, start: int, valid_tokens: int) -> BlockStamp:
-        return BlockStamp(key, first_component(self._pool, group), start, valid_tokens)
+    def _stamp(self, layers: range, key: int, start: int, valid_tokens: int) -> BlockStamp:
+        return BlockStamp(key, first_component(self._pool, layers), start, valid_tokens)
 
     def _place(self, command: InsertBlock | ExtractBlock, stamp: BlockStamp) -> jax.Array | np.ndarray:
         """Where a block's tokens lie, as `_places` reads it: uint32 [ranks, words]. No token is valid on the ranks that take no part."""

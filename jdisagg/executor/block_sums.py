@@ -21,7 +21,7 @@ from jdisagg.executor.page_pool import PagePool
 from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
 from jdisagg.layout.axes import MESH_AXES
 from jdisagg.ops.checksum import fold, granule_sums, key_words, row_sums
-from jdisagg.scheduler.commands import BlockChecksum, PrefillChunk
+from jdisagg.scheduler.commands import BlockChecksum, OfferSpec, PrefillChunk
 from jdisagg.transfer.channel import BlockStamp
 from jdisagg.transfer.codec import stamp_array
 
@@ -141,9 +141,9 @@ class ChunkSums:
             return ()
         sums = jax.device_get(list(self.groups))
         granule = self.granule_tokens
-        return tuple(
-            BlockChecksum(
-                offer.offer_id, fold(sums[offer.group][rank, :, offer.offset // granule : (offer.offset + offer.block_tokens) // granule])
-            )
-            for rank, offer in offers
-        )
+
+        def checksum(rank: int, offer: OfferSpec) -> int:
+            tokens = slice(offer.offset // granule, (offer.offset + offer.block_tokens) // granule)
+            return fold(np.stack([group[rank, :, tokens] for group in sums[offer.group : offer.group + offer.groups]]))
+
+        return tuple(BlockChecksum(offer.offer_id, checksum(rank, offer)) for rank, offer in offers)

@@ -17,7 +17,6 @@ from jdisagg.executor.block_programs import BlockPrograms
 from jdisagg.executor.block_sums import ChunkSums, PrefillSums
 from jdisagg.executor.choose import Variant
 from jdisagg.executor.decode_program import DecodePrograms
-from jdisagg.executor.layer_groups import layer_groups
 from jdisagg.executor.page_pool import PagePool
 from jdisagg.executor.prefill_program import ChunkArrays, ChunkForm, PrefillPrograms
 from jdisagg.executor.prefill_sampler import PrefillSampler
@@ -30,6 +29,7 @@ from jdisagg.executor.work_threads import Waiting, WorkThreads
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.model_api import Model
+from jdisagg.scheduler.blocks import even_runs
 from jdisagg.scheduler.commands import (
     ConnectPeer,
     CopyPages,
@@ -89,7 +89,7 @@ class MeshExecutor:
         self._shards = mesh_shards(mesh, layout, platform)
         self._rows = RowFormat(-(-limits.context_tokens // limits.page_size), model.vocabulary)
         self._pool = PagePool(mesh, limits.kv_spec, limits.pages_per_rank, limits.page_size, limits.batch_buckets[-1])
-        self._groups = layer_groups(len(self._weights.layers), limits.layer_groups)
+        self._groups = even_runs(len(self._weights.layers), limits.layer_groups)
         self._sums = PrefillSums(self.programs, self._pool, self._groups, limits.granule_tokens) if role.emit else None
         self._prefill = PrefillPrograms(self.programs, self._weights, self._shards, self._pool, self._groups, self._sums)
         self._sampler = PrefillSampler(self.programs, self._weights, self._shards, limits, self._rows)
@@ -144,10 +144,9 @@ class MeshExecutor:
     def warm_prefill(self, width: int, form: ChunkForm) -> None:
         """Runs a chunk of padding, and every cut that its rows may ask for."""
         x, blocks, _ = self._prefill.run(ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits, form))
-        for block in blocks:
-            for tokens in block_lengths(self.limits):
-                if tokens < width:
-                    self._blocks.cut(block, 0, 0, tokens)
+        for tokens in block_lengths(self.limits) if blocks else ():
+            for band in self.limits.bands(tokens) if tokens <= width else ():
+                self._blocks.cut(blocks[band.start : band.stop], 0, 0, tokens)
         x.block_until_ready()
         for variant in Variant if form.samples else ():
             self._sampler.warm_up(variant, x)
@@ -164,31 +163,32 @@ class MeshExecutor:
         self._decode.warm_updates()
         self._blocks.copy(((0, 0, self._pool.rank_rows),))
 
-    def warm_insert(self, group: int, tokens: int) -> None:
+    def warm_insert(self, band: range, tokens: int) -> None:
         """Inserts blocks of which no token is valid, in pieces as peers may send them."""
         local_heads = self.limits.kv_spec.kv_heads // self.mesh.shape["kv"]
         for granule in self.granules():
-            target = self._target(group, tokens, 0, granule, "", self.role.codec)
-            nothing = InsertBlock(-1, 0, 0, group, tokens, 0, 0, (), codec=self.role.codec)
+            nothing = InsertBlock(-1, 0, 0, band.start, tokens, 0, 0, (), codec=self.role.codec, groups=len(band))
+            target = self._target(self._blocks.layers(nothing), tokens, 0, granule, "", self.role.codec)
             self._blocks.insert(nothing, (target.leaves or (target.zeros,)) * (local_heads // granule)).block_until_ready()
 
-    def warm_pieces(self, group: int, tokens: int) -> None:
+    def warm_pieces(self, band: range, tokens: int) -> None:
         """Cuts a block of this mesh in pieces as peers of other processes may want them. (A codec's programs are compiled when a
         receiver first wants it.)"""
         spec = self.limits.kv_spec
-        layers = [spec.layers[index] for index in self._groups[group]]
+        layers = [spec.layers[index] for group in self._groups[band.start : band.stop] for index in group]
         components, width = sum(len(layer.components) for layer in layers), layers[0].components[0].width
         shape = (components, spec.kv_heads // self.mesh.shape["kv"], tokens, width)
         for granule in self.granules():
             warm_pieces(self.mesh, shape, jnp.dtype(spec.dtype), granule, NO_CODEC)
 
-    def warm_extract(self, group: int, tokens: int) -> None:
+    def warm_extract(self, band: range, tokens: int) -> None:
         """Extracts a block of which no token is valid."""
-        self._blocks.extract(ExtractBlock(-1, 0, 0, group, 0, 0, tokens, ()))[1].block_until_ready()
+        self._blocks.extract(ExtractBlock(-1, 0, 0, band.start, 0, 0, tokens, (), groups=len(band)))[1].block_until_ready()
 
-    def pull_target(self, group: int, tokens: int, rank: int, peer: str = "", codec_name: str = "none", source_rank: int = 0) -> PullTarget:
-        """Where a block of this shape goes on this mesh. On the dispatch thread."""
-        return self._target(group, tokens, rank, self.granule(peer), peer, codec_name, source_rank)
+    def pull_target(self, block: PullBlock) -> PullTarget:
+        """Where a block goes on this mesh. On the dispatch thread."""
+        granule = self.granule(block.peer)
+        return self._target(self._blocks.layers(block), block.block_tokens, block.rank, granule, block.peer, block.codec, block.source_rank)
 
     def _issue(self, command: StepCommand) -> Waiting:
         match command:
@@ -231,7 +231,8 @@ class MeshExecutor:
         for row in command.rows:
             for offer in row.offers:
                 assert self._sums is not None, "this instance hands nothing off"
-                block = self._blocks.cut(blocks[offer.group], row.rank, offer.offset, offer.block_tokens)
+                band = blocks[offer.group : offer.group + offer.groups]
+                block = self._blocks.cut(band, row.rank, offer.offset, offer.block_tokens)
                 at = offer.offset - row.offset
                 valid = min(offer.block_tokens, len(row.tokens) - at)
                 stamp = self._sums.stamp(offer.group, command.checksum_key, row.start + at, valid)
@@ -254,17 +255,16 @@ class MeshExecutor:
         return DecodeReading(command, chosen, wanted)
 
     def _run_pull(self, command: PullBlock) -> Waiting:
-        target = self.pull_target(command.group, command.block_tokens, command.rank, command.peer, command.codec, command.source_rank)
-        pull = self._channel.pull(command.offer_id, target, command.deadline_seconds)
+        pull = self._channel.pull(command.offer_id, self.pull_target(command), command.deadline_seconds)
         self._pulls[command.offer_id] = pull
         return PullReading(command.step, command.offer_id, pull)
 
     def _granule_of(self, card: MeshCard) -> int:
         return head_granule(self.limits.kv_spec.kv_heads, card.head_shards, self.mesh.shape["kv"])
 
-    def _target(self, group: int, tokens: int, rank: int, granule: int, peer: str, codec_name: str, source_rank: int = 0) -> PullTarget:
-        """With what stands in for ranks that receive nothing: made once for each shape."""
-        layers = [self.limits.kv_spec.layers[index] for index in self._groups[group]]
+    def _target(self, block: range, tokens: int, rank: int, granule: int, peer: str, codec_name: str, source_rank: int = 0) -> PullTarget:
+        """Of these layers; with what stands in for ranks that receive nothing: made once for each shape."""
+        layers = [self.limits.kv_spec.layers[index] for index in block]
         components, width = sum(len(layer.components) for layer in layers), layers[0].components[0].width
         key = (components, tokens, granule)
         if key not in self._zeros:

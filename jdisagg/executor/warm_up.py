@@ -29,13 +29,11 @@ def warm_up_steps(executor: "MeshExecutor") -> list[Callable[[], None]]:
         steps += [lambda size=size, variant=variant: executor.warm_decode(size, variant) for size, variant in sizes]
         steps += [executor.warm_updates]
         if not role.prefill:
-            blocks = [(group, tokens) for group in range(limits.layer_groups) for tokens in block_lengths(limits)]
-            steps += [lambda group=group, tokens=tokens: executor.warm_insert(group, tokens) for group, tokens in blocks]
+            steps += [lambda band=band, tokens=tokens: executor.warm_insert(band, tokens) for band, tokens in block_shapes(limits)]
             if role.extracts:
-                steps += [lambda group=group, tokens=tokens: executor.warm_extract(group, tokens) for group, tokens in blocks]
+                steps += [lambda band=band, tokens=tokens: executor.warm_extract(band, tokens) for band, tokens in block_shapes(limits)]
     if executor.card.ends and (role.emit or role.extracts):
-        blocks = [(group, tokens) for group in range(limits.layer_groups) for tokens in block_lengths(limits)]
-        steps += [lambda group=group, tokens=tokens: executor.warm_pieces(group, tokens) for group, tokens in blocks]
+        steps += [lambda band=band, tokens=tokens: executor.warm_pieces(band, tokens) for band, tokens in block_shapes(limits)]
     runs = GPU_RUNS if executor.platform == "gpu" else 1
     return [step for step in steps for _ in range(runs)]
 
@@ -46,3 +44,8 @@ def block_lengths(limits: MeshLimits) -> list[int]:
     while lengths[-1] * 2 <= limits.chunk_buckets[-1]:
         lengths.append(lengths[-1] * 2)
     return lengths
+
+
+def block_shapes(limits: MeshLimits) -> list[tuple[range, int]]:
+    """The layer groups and the length of every block that can be offered."""
+    return [(band, tokens) for tokens in block_lengths(limits) for band in limits.bands(tokens)]

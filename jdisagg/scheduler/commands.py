@@ -15,6 +15,7 @@ from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.plain import plain
 from jdisagg.request import SamplingParams, TokenLogprobs
+from jdisagg.scheduler.blocks import bands
 
 
 @plain
@@ -33,12 +34,13 @@ class SampleSpec:
 
 @plain
 class OfferSpec:
-    """A piece of a row's KV to offer: layer group `group`, tokens [offset, offset + block_tokens) of the rank's chunk."""
+    """A piece of a row's KV to offer: `groups` layer groups from `group` on, tokens [offset, offset + block_tokens) of the rank's chunk."""
 
     offer_id: int
     group: int
     offset: int
     block_tokens: int
+    groups: int = 1
 
 
 @plain
@@ -82,7 +84,8 @@ class ReleaseOffers:
 @plain
 class ExtractBlock:
     """Offer KV that lies in this mesh's pages (a running sequence moves to another worker): tokens [start, start + valid_tokens) of
-    layer group `group` on dp rank `rank`, as a block of `block_tokens`. `pages` as in `InsertBlock`. Gives an `ExtractResult`."""
+    `groups` layer groups from `group` on, on dp rank `rank`, as a block of `block_tokens`. `pages` as in `InsertBlock`. Gives an
+    `ExtractResult`."""
 
     step: int
     offer_id: int
@@ -93,6 +96,7 @@ class ExtractBlock:
     block_tokens: int
     pages: tuple[int, ...]
     checksum_key: int = 0
+    groups: int = 1
 
 
 @plain
@@ -128,6 +132,7 @@ class PullBlock:
     peer: str = ""
     codec: str = "none"
     source_rank: int = 0
+    groups: int = 1
 
 
 @plain
@@ -149,6 +154,7 @@ class InsertBlock:
     checksum_key: int = 0
     peer: str = ""
     codec: str = "none"
+    groups: int = 1
 
 
 @plain
@@ -312,7 +318,12 @@ class MeshLimits:
     kv_spec: KVSpec
     pack_tokens: int | None = None  # None: the largest bucket
     whole_blocks: bool = False  # blocks may have any length: nothing is compiled for it
-    merged_tokens: int = 0  # up to so many tokens leave as one block, padded, where there is room: so few bytes are cheaper than two blocks
+    block_bytes: int = 0  # blocks of fewer bytes carry several layer groups; 0: each carries one
+    block_cost_tokens: float = 0.0  # what a block costs beside its bytes, in tokens of KV of all layers; above it, padding is cheaper
+
+    def bands(self, block_tokens: int) -> tuple[range, ...]:
+        """The layer groups of each block of so many tokens."""
+        return bands(self.layer_groups, block_tokens * self.kv_spec.bytes_per_token, self.block_bytes)
 
 
 NO_TOKEN = -1  # a slot that stood at its limit

@@ -81,15 +81,18 @@ class PrefillBatches:
         return PrefillChunk(step, chunk_tokens, tuple(row for packed in ranks for row in packed))
 
     def _merged(self, row: PrefillRow, chunk_tokens: int) -> PrefillRow:
-        """The last row of its rank, with one block for each layer group where it may have that and there is room for its padding."""
-        groups = self._limits.layer_groups
-        if len(row.offers) <= groups:
+        """The last row of its rank, with one block for each band where that costs less and there is room for its padding."""
+        limits = self._limits
+        if len(row.offers) < 2:
             return row
-        first = row.offers[0].offset
-        block_tokens = merged_block(row.offset + len(row.tokens) - first, self._limits.granule_tokens)
-        if block_tokens > self._limits.merged_tokens or first + block_tokens > chunk_tokens:
+        first = min(offer.offset for offer in row.offers)
+        tokens = row.offset + len(row.tokens) - first
+        block_tokens = merged_block(tokens, limits.granule_tokens)
+        fewer = len(row.offers) - len(limits.bands(block_tokens))
+        padding = block_tokens - padded(tokens, limits.granule_tokens)
+        if fewer <= 0 or padding > fewer * limits.block_cost_tokens or first + block_tokens > chunk_tokens:
             return row
-        return replace(row, offers=tuple(OfferSpec(self._new_id(), group, first, block_tokens) for group in range(groups)))
+        return replace(row, offers=tuple(self._bands(first, block_tokens)))
 
     def _pack(self, rank: int, held: Collection[int]) -> list[PrefillRow]:
         limits = self._limits
@@ -132,8 +135,10 @@ class PrefillBatches:
 
     def _offers(self, offset: int, tokens: int, start: int, offers_from: int | None) -> list[OfferSpec]:
         skipped = tokens if offers_from is None else min(tokens, max(0, offers_from - start))
-        return [
-            OfferSpec(self._new_id(), group, offset + skipped + at, block_tokens)
-            for group in range(self._limits.layer_groups)
-            for at, block_tokens, _ in split_blocks(tokens - skipped, self._limits.granule_tokens, self._limits.whole_blocks)
-        ]
+        blocks = split_blocks(tokens - skipped, self._limits.granule_tokens, self._limits.whole_blocks)
+        offers = [offer for at, block_tokens, _ in blocks for offer in self._bands(offset + skipped + at, block_tokens)]
+        return sorted(offers, key=lambda offer: offer.group + offer.groups)  # in the order in which they are computed
+
+    def _bands(self, offset: int, block_tokens: int) -> list[OfferSpec]:
+        bands = self._limits.bands(block_tokens)
+        return [OfferSpec(self._new_id(), band.start, offset, block_tokens, len(band)) for band in bands]

@@ -24,16 +24,18 @@ class SampleSpec(_message.Message):
     def __init__(self, child: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., min_position: _Optional[int] = ..., prompt_history: _Optional[_Iterable[int]] = ..., output_history: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OfferSpec(_message.Message):
-    __slots__ = ("offer_id", "group", "offset", "block_tokens")
+    __slots__ = ("offer_id", "group", "offset", "block_tokens", "groups")
     OFFER_ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     offer_id: int
     group: int
     offset: int
     block_tokens: int
-    def __init__(self, offer_id: _Optional[int] = ..., group: _Optional[int] = ..., offset: _Optional[int] = ..., block_tokens: _Optional[int] = ...) -> None: ...
+    groups: int
+    def __init__(self, offer_id: _Optional[int] = ..., group: _Optional[int] = ..., offset: _Optional[int] = ..., block_tokens: _Optional[int] = ..., groups: _Optional[int] = ...) -> None: ...
 
 class PrefillRow(_message.Message):
     __slots__ = ("sequence", "rank", "offset", "tokens", "start", "pages", "samples", "offers")
@@ -72,7 +74,7 @@ class ReleaseOffers(_message.Message):
     def __init__(self, offer_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ExtractBlock(_message.Message):
-    __slots__ = ("offer_id", "rank", "group", "start", "valid_tokens", "block_tokens", "pages", "checksum_key")
+    __slots__ = ("offer_id", "rank", "group", "start", "valid_tokens", "block_tokens", "pages", "checksum_key", "groups")
     OFFER_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +83,7 @@ class ExtractBlock(_message.Message):
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_KEY_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     offer_id: int
     rank: int
     group: int
@@ -89,7 +92,8 @@ class ExtractBlock(_message.Message):
     block_tokens: int
     pages: _containers.RepeatedScalarFieldContainer[int]
     checksum_key: int
-    def __init__(self, offer_id: _Optional[int] = ..., rank: _Optional[int] = ..., group: _Optional[int] = ..., start: _Optional[int] = ..., valid_tokens: _Optional[int] = ..., block_tokens: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., checksum_key: _Optional[int] = ...) -> None: ...
+    groups: int
+    def __init__(self, offer_id: _Optional[int] = ..., rank: _Optional[int] = ..., group: _Optional[int] = ..., start: _Optional[int] = ..., valid_tokens: _Optional[int] = ..., block_tokens: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., checksum_key: _Optional[int] = ..., groups: _Optional[int] = ...) -> None: ...
 
 class ConnectPeer(_message.Message):
     __slots__ = ("peer", "card")
@@ -106,7 +110,7 @@ class DisconnectPeer(_message.Message):
     def __init__(self, peer: _Optional[str] = ...) -> None: ...
 
 class PullBlock(_message.Message):
-    __slots__ = ("offer_id", "rank", "group", "block_tokens", "deadline_seconds", "peer", "codec", "source_rank")
+    __slots__ = ("offer_id", "rank", "group", "block_tokens", "deadline_seconds", "peer", "codec", "source_rank", "groups")
     OFFER_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +119,7 @@ class PullBlock(_message.Message):
     PEER_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     SOURCE_RANK_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     offer_id: int
     rank: int
     group: int
@@ -123,10 +128,11 @@ class PullBlock(_message.Message):
     peer: str
     codec: str
     source_rank: int
-    def __init__(self, offer_id: _Optional[int] = ..., rank: _Optional[int] = ..., group: _Optional[int] = ..., block_tokens: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., peer: _Optional[str] = ..., codec: _Optional[str] = ..., source_rank: _Optional[int] = ...) -> None: ...
+    groups: int
+    def __init__(self, offer_id: _Optional[int] = ..., rank: _Optional[int] = ..., group: _Optional[int] = ..., block_tokens: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., peer: _Optional[str] = ..., codec: _Optional[str] = ..., source_rank: _Optional[int] = ..., groups: _Optional[int] = ...) -> None: ...
 
 class InsertBlock(_message.Message):
-    __slots__ = ("offer_id", "rank", "group", "block_tokens", "valid_tokens", "start", "pages", "checksum_key", "peer", "codec")
+    __slots__ = ("offer_id", "rank", "group", "block_tokens", "valid_tokens", "start", "pages", "checksum_key", "peer", "codec", "groups")
     OFFER_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +143,7 @@ class InsertBlock(_message.Message):
     CHECKSUM_KEY_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     offer_id: int
     rank: int
     group: int
@@ -147,7 +154,8 @@ class InsertBlock(_message.Message):
     checksum_key: int
     peer: str
     codec: str
-    def __init__(self, offer_id: _Optional[int] = ..., rank: _Optional[int] = ..., group: _Optional[int] = ..., block_tokens: _Optional[int] = ..., valid_tokens: _Optional[int] = ..., start: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., checksum_key: _Optional[int] = ..., peer: _Optional[str] = ..., codec: _Optional[str] = ...) -> None: ...
+    groups: int
+    def __init__(self, offer_id: _Optional[int] = ..., rank: _Optional[int] = ..., group: _Optional[int] = ..., block_tokens: _Optional[int] = ..., valid_tokens: _Optional[int] = ..., start: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., checksum_key: _Optional[int] = ..., peer: _Optional[str] = ..., codec: _Optional[str] = ..., groups: _Optional[int] = ...) -> None: ...
 
 class DropBlocks(_message.Message):
     __slots__ = ("offer_ids",)

@@ -21,7 +21,7 @@ from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.scheduler.commands import Executor, StepCommand, StepResult
 from jdisagg.service.wire_commands import command_from_bytes, command_to_bytes, result_from_bytes, result_to_bytes
 
-MAGIC = b"jdisagg commands 1\n"
+MAGIC = b"jdisagg commands 2\n"
 _RECORD = struct.Struct("<cQQ")
 _HEADER, _COMMAND, _RESULT, _ERROR = b"H", b"C", b"R", b"E"
 

@@ -82,6 +82,7 @@ def command_to_proto(command: StepCommand) -> pb.StepCommand:
                 block_tokens=command.block_tokens,
                 pages=command.pages,
                 checksum_key=command.checksum_key,
+                groups=command.groups,
             )
             return pb.StepCommand(step=step, extract_block=extract)
         case ConnectPeer():
@@ -98,6 +99,7 @@ def command_to_proto(command: StepCommand) -> pb.StepCommand:
                 peer=command.peer,
                 codec=command.codec,
                 source_rank=command.source_rank,
+                groups=command.groups,
             )
             return pb.StepCommand(step=step, pull_block=pull)
         case InsertBlock():
@@ -112,6 +114,7 @@ def command_to_proto(command: StepCommand) -> pb.StepCommand:
                 checksum_key=command.checksum_key,
                 peer=command.peer,
                 codec=command.codec,
+                groups=command.groups,
             )
             return pb.StepCommand(step=step, insert_block=insert)
         case DropBlocks():
@@ -143,6 +146,7 @@ def command_from_proto(message: pb.StepCommand) -> StepCommand:
                 block_tokens=extract.block_tokens,
                 pages=tuple(extract.pages),
                 checksum_key=extract.checksum_key,
+                groups=extract.groups,
             )
         case "connect_peer":
             return ConnectPeer(step, message.connect_peer.peer, mesh_card_from_proto(message.connect_peer.card))
@@ -160,6 +164,7 @@ def command_from_proto(message: pb.StepCommand) -> StepCommand:
                 peer=pull.peer,
                 codec=pull.codec,
                 source_rank=pull.source_rank,
+                groups=pull.groups,
             )
         case "insert_block":
             insert = message.insert_block
@@ -175,6 +180,7 @@ def command_from_proto(message: pb.StepCommand) -> StepCommand:
                 checksum_key=insert.checksum_key,
                 peer=insert.peer,
                 codec=insert.codec,
+                groups=insert.groups,
             )
         case "drop_blocks":
             return DropBlocks(step, tuple(message.drop_blocks.offer_ids))
@@ -256,7 +262,9 @@ def _sample_from_proto(message: pb.SampleSpec) -> SampleSpec:
 
 
 def _row_to_proto(row: PrefillRow) -> pb.PrefillRow:
-    offers = [pb.OfferSpec(offer_id=o.offer_id, group=o.group, offset=o.offset, block_tokens=o.block_tokens) for o in row.offers]
+    offers = [
+        pb.OfferSpec(offer_id=o.offer_id, group=o.group, offset=o.offset, block_tokens=o.block_tokens, groups=o.groups) for o in row.offers
+    ]
     return pb.PrefillRow(
         sequence=row.sequence,
         rank=row.rank,
@@ -278,7 +286,7 @@ def _row_from_proto(message: pb.PrefillRow) -> PrefillRow:
         start=message.start,
         pages=tuple(message.pages),
         samples=tuple(map(_sample_from_proto, message.samples)),
-        offers=tuple(OfferSpec(o.offer_id, o.group, o.offset, o.block_tokens) for o in message.offers),
+        offers=tuple(OfferSpec(o.offer_id, o.group, o.offset, o.block_tokens, o.groups) for o in message.offers),
     )
 
 

@@ -239,6 +239,7 @@ def hello_to_proto(hello: PeerHello) -> pb.PeerHello:
         boot_id=hello.boot_id,
         checksum_key=hello.checksum_key,
         mesh=mesh_card_to_proto(hello.mesh) if hello.mesh is not None else None,
+        block_bytes=hello.block_bytes,
     )
 
 
@@ -253,6 +254,7 @@ def hello_from_proto(message: pb.PeerHello) -> PeerHello:
         boot_id=message.boot_id,
         checksum_key=message.checksum_key,
         mesh=mesh_card_from_proto(message.mesh) if message.HasField("mesh") else None,
+        block_bytes=message.block_bytes,
     )
 
 
@@ -270,6 +272,7 @@ def offer_to_proto(offer: PeerMessage) -> pb.OfferOrEnd:
             valid_tokens=offer.valid_tokens,
             block_tokens=offer.block_tokens,
             rank=offer.rank,
+            groups=offer.groups,
         )
     )
 
@@ -291,6 +294,7 @@ def offer_from_proto(message: pb.OfferOrEnd) -> PeerMessage:
         valid_tokens=offer.valid_tokens,
         block_tokens=offer.block_tokens,
         rank=offer.rank,
+        groups=offer.groups,
     )
 
 

@@ -254,7 +254,7 @@ class StatusCall(_message.Message):
     def __init__(self) -> None: ...
 
 class PeerHello(_message.Message):
-    __slots__ = ("protocol", "worker", "model_fingerprint", "kv_layers", "kv_dtype", "layer_groups", "boot_id", "checksum_key", "mesh")
+    __slots__ = ("protocol", "worker", "model_fingerprint", "kv_layers", "kv_dtype", "layer_groups", "boot_id", "checksum_key", "mesh", "block_bytes")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -264,6 +264,7 @@ class PeerHello(_message.Message):
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_KEY_FIELD_NUMBER: _ClassVar[int]
     MESH_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     worker: str
     model_fingerprint: str
@@ -273,7 +274,8 @@ class PeerHello(_message.Message):
     boot_id: int
     checksum_key: int
     mesh: _common_pb2.MeshCard
-    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., kv_layers: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., layer_groups: _Optional[int] = ..., boot_id: _Optional[int] = ..., checksum_key: _Optional[int] = ..., mesh: _Optional[_Union[_common_pb2.MeshCard, _Mapping]] = ...) -> None: ...
+    block_bytes: int
+    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., kv_layers: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., layer_groups: _Optional[int] = ..., boot_id: _Optional[int] = ..., checksum_key: _Optional[int] = ..., mesh: _Optional[_Union[_common_pb2.MeshCard, _Mapping]] = ..., block_bytes: _Optional[int] = ...) -> None: ...
 
 class OffersCall(_message.Message):
     __slots__ = ("handoff_id", "attempt")
@@ -284,20 +286,22 @@ class OffersCall(_message.Message):
     def __init__(self, handoff_id: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("offer_id", "group", "start", "valid_tokens", "block_tokens", "rank")
+    __slots__ = ("offer_id", "group", "start", "valid_tokens", "block_tokens", "rank", "groups")
     OFFER_ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     VALID_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     offer_id: int
     group: int
     start: int
     valid_tokens: int
     block_tokens: int
     rank: int
-    def __init__(self, offer_id: _Optional[int] = ..., group: _Optional[int] = ..., start: _Optional[int] = ..., valid_tokens: _Optional[int] = ..., block_tokens: _Optional[int] = ..., rank: _Optional[int] = ...) -> None: ...
+    groups: int
+    def __init__(self, offer_id: _Optional[int] = ..., group: _Optional[int] = ..., start: _Optional[int] = ..., valid_tokens: _Optional[int] = ..., block_tokens: _Optional[int] = ..., rank: _Optional[int] = ..., groups: _Optional[int] = ...) -> None: ...
 
 class HandoffEnd(_message.Message):
     __slots__ = ("offers", "tokens", "firsts", "moved")

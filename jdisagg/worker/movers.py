@@ -146,13 +146,14 @@ class Movers:
         largest = limits.chunk_buckets[-1]
         for first in range(start, end, largest):
             for at, block_tokens, valid_tokens in split_blocks(min(largest, end - first), limits.granule_tokens, limits.whole_blocks):
-                for group in range(limits.layer_groups):
-                    offer = Offer(self._new_id(), group, first + at, valid_tokens, block_tokens, child.rank)
+                for band in limits.bands(block_tokens):
+                    offer = Offer(self._new_id(), band.start, first + at, valid_tokens, block_tokens, child.rank, len(band))
                     command = ExtractBlock(
                         step=self._loop.next_number(),
                         offer_id=offer.offer_id,
                         rank=child.rank,
-                        group=group,
+                        group=band.start,
+                        groups=len(band),
                         start=offer.start,
                         valid_tokens=valid_tokens,
                         block_tokens=block_tokens,

@@ -58,7 +58,7 @@ class Outbox:
 
     def announce(self, offers: Iterable[Offer]) -> None:
         for offer in offers:
-            self.outstanding[offer.offer_id] = offer.block_tokens
+            self.outstanding[offer.offer_id] = offer.groups * offer.block_tokens
             self._messages.append(offer)
             self._offers += 1
         self._changed.set()

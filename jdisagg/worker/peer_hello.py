@@ -1,6 +1,6 @@
 """What two workers must agree on before KV moves between them: built from a mesh's limits, compared by field.
 
-Page size and layout may differ; the protocol, the model, the KV spec with its dtype, the layer groups and the transfer engine's
+Page size and layout may differ; the protocol, the model, the KV spec with its dtype, how it is cut into blocks and the transfer engine's
 parallel connections may not. Who a worker is (name, boot id, key, mesh) is told, not compared.
 """
 
@@ -12,13 +12,14 @@ from jdisagg.layout.kv_spec import KVLayer
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.scheduler.commands import MeshLimits
 
-PROTOCOL = 2
-_COMPARED = ("protocol", "model_fingerprint", "kv_layers", "kv_dtype", "layer_groups")
+PROTOCOL = 3
+_COMPARED = ("protocol", "model_fingerprint", "kv_layers", "kv_dtype", "layer_groups", "block_bytes")
 
 
 def hello_of(worker: str, model_fingerprint: str, limits: MeshLimits, card: MeshCard, boot_id: int, checksum_key: int) -> PeerHello:
     layers = ", ".join(f"{len(list(same))} x {_words(layer)}" for layer, same in groupby(limits.kv_spec.layers))
-    return PeerHello(PROTOCOL, worker, model_fingerprint, layers, limits.kv_spec.dtype, limits.layer_groups, boot_id, checksum_key, card)
+    cut, own = (limits.layer_groups, limits.block_bytes), (boot_id, checksum_key, card)
+    return PeerHello(PROTOCOL, worker, model_fingerprint, layers, limits.kv_spec.dtype, cut[0], *own, cut[1])
 
 
 def check_hello(ours: PeerHello, theirs: PeerHello) -> None:

@@ -321,5 +321,5 @@ def _offers(row: PrefillRow) -> list[Offer]:
     for spec in row.offers:
         at = spec.offset - row.offset
         valid_tokens = min(spec.block_tokens, len(row.tokens) - at)
-        offers.append(Offer(spec.offer_id, spec.group, row.start + at, valid_tokens, spec.block_tokens, row.rank))
+        offers.append(Offer(spec.offer_id, spec.group, row.start + at, valid_tokens, spec.block_tokens, row.rank, spec.groups))
     return offers

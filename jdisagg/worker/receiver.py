@@ -197,6 +197,7 @@ class Receiver:
             offer_id=offer.offer_id,
             rank=self.rank,
             group=offer.group,
+            groups=offer.groups,
             block_tokens=offer.block_tokens,
             valid_tokens=offer.valid_tokens,
             start=offer.start,
@@ -209,7 +210,8 @@ class Receiver:
     async def _pull(self, offer: Offer) -> str:
         """Pulls once; returns what went wrong, if anything."""
         number, seconds, link = self.loop.next_number(), self.pull_seconds, self.link
-        command = PullBlock(number, offer.offer_id, self.rank, offer.group, offer.block_tokens, seconds, link.peer, link.codec, offer.rank)
+        where = (self.rank, offer.group, offer.block_tokens)
+        command = PullBlock(number, offer.offer_id, *where, seconds, link.peer, link.codec, offer.rank, offer.groups)
         future = self.loop.submit(command)
         self.pulling += 1
         try:
@@ -270,7 +272,8 @@ class Receiver:
 
     def _contiguous(self, group: int) -> int:
         at = self.cached_tokens
-        for block in sorted((block for block in self.received.blocks if block.group == group), key=lambda block: block.start):
+        blocks = (block for block in self.received.blocks if block.group <= group < block.group + block.groups)
+        for block in sorted(blocks, key=lambda block: block.start):
             if block.start != at:
                 break
             at += block.valid_tokens
@@ -278,7 +281,7 @@ class Receiver:
 
     def _check_coverage(self, end: HandoffEnd) -> None:
         blocks = self.received.blocks
-        each = sum(block.valid_tokens for block in blocks) == self.layer_groups * (end.tokens - self.cached_tokens)
+        each = sum(block.groups * block.valid_tokens for block in blocks) == self.layer_groups * (end.tokens - self.cached_tokens)
         whole = all(self._contiguous(group) == end.tokens for group in range(self.layer_groups))
         if not (each and whole and len(blocks) == end.offers):
             raise HandoffError(

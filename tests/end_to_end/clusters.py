@@ -47,12 +47,14 @@ def config(
     limits: LimitsConfig | None = None,
     growth: int = 64,
     steps: int = 1,
+    block_bytes: int | None = None,
 ) -> EngineConfig:
     common = InstanceConfig(
         chunk_tokens=chunk,
         min_chunk_tokens=min(chunk, 64),
         slots_per_rank=slots,
         layer_groups=2,
+        block_bytes=block_bytes,
         growth_tokens=growth,
         steps_per_dispatch=steps,
     )

@@ -68,8 +68,10 @@ async def test_the_requests_really_are_mixed():
 
 
 async def test_all_at_once_on_two_meshes_gives_the_same_streams():
-    result, run = await all_at_once(config(Mode.DISAGGREGATED, "tp=2", "dp=2,tp=2", prefill_page=8, decode_page=16))
+    engine = config(Mode.DISAGGREGATED, "tp=2", "dp=2,tp=2", prefill_page=8, decode_page=16, block_bytes=64 << 10)
+    result, run = await all_at_once(engine)
     assert result == await reference()
+    assert {command.groups for command in run.recording.decode if isinstance(command, InsertBlock)} == {1, 2}
     assert decoded_while_chunks_landed(run), "no decode step ran between the inserts of one prompt: nothing was overlapped"
 
 

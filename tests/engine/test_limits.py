@@ -6,6 +6,7 @@ import pytest
 
 from jdisagg.config import InstanceConfig, Mode
 from jdisagg.engine.limits import groups_of_layers, mesh_limits
+from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KVSpec
 from launch.recipes import worker_flags
@@ -37,7 +38,22 @@ def test_both_sides_choose_alike_whatever_else_differs() -> None:
     assert len({mesh_limits(config, Mode.DISAGGREGATED, LLAMA_8B, 8192, None).layer_groups for config in (one, other)}) == 1
 
 
+@pytest.mark.parametrize(
+    ("groups", "asked", "block_bytes"), [(None, None, 4 << 20), (8, None, 0), (None, 0, 0), (8, 1 << 20, 1 << 20), (1, None, 0)]
+)
+def test_short_prompts_leave_in_blocks_of_four_mebibytes_unless_groups_were_asked_for(groups, asked, block_bytes) -> None:
+    limits = mesh_limits(InstanceConfig(block_bytes=asked), Mode.DISAGGREGATED, LLAMA_8B, 8192, groups)
+    assert limits.block_bytes == block_bytes
+    assert len(limits.bands(16)) == (1 if block_bytes == 4 << 20 else min(limits.layer_groups, 2) if block_bytes else limits.layer_groups)
+
+
+def test_block_bytes_are_not_negative() -> None:
+    with pytest.raises(ConfigError, match="block_bytes must not be negative, got -1"):
+        InstanceConfig(block_bytes=-1)
+
+
 def test_a_number_that_the_prefill_side_of_a_recipe_names_goes_to_both_sides() -> None:
-    named = replace(TWO, prefill=replace(TWO.prefill, layer_groups=7))
-    for config, wanted in ((named, "7"), (TWO, "None")):
-        assert all(f"--set=instance.layer_groups={wanted}" in worker_flags(config, role) for role in ("prefill", "decode"))
+    named = replace(TWO, prefill=replace(TWO.prefill, layer_groups=7, block_bytes=9))
+    for config, groups, nbytes in ((named, "7", "9"), (TWO, "None", "None")):
+        wanted = {f"--set=instance.layer_groups={groups}", f"--set=instance.block_bytes={nbytes}"}
+        assert all(wanted <= set(worker_flags(config, role)) for role in ("prefill", "decode"))

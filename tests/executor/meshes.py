@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -93,16 +94,21 @@ def _differ(before: jax.Array, after: jax.Array) -> bool:
     return any(np.asarray(a.data).tobytes() != np.asarray(b.data).tobytes() for a, b in pairs)
 
 
-def executor(name: str, layout: str, role: MeshRole, channel: HandChannel, first_device: int, *, page: int, dtype: str) -> MeshExecutor:
+def executor(
+    name: str, layout: str, role: MeshRole, channel: HandChannel, first_device: int, *, page: int, dtype: str, few_tokens: int = 0
+) -> MeshExecutor:
     shape = Layout.parse(layout)
     loaded = load_model(str(LLAMA), shape, jax.devices()[first_device : first_device + shape.devices], dtype=dtype)
     config = InstanceConfig(layout=shape, page_size=page, pages_per_rank=24, slots_per_rank=2, chunk_tokens=128, layer_groups=2)
+    if few_tokens:
+        config = replace(config, block_bytes=few_tokens * loaded.model.kv_spec.bytes_per_token)
     mode = Mode.DISAGGREGATED
     return build_instance(name, config, mode, loaded, role, channel, 256, 2).executor
 
 
 class Pair:
-    """A prefill executor and a decode executor that knows it. `first_device`: where the decode mesh begins."""
+    """A prefill executor and a decode executor that knows it. `first_device`: where the decode mesh begins. Two layer groups; blocks of
+    fewer than twice `few_tokens` carry both."""
 
     def __init__(
         self,
@@ -114,11 +120,13 @@ class Pair:
         first_device: int = 4,
         codec: str = "none",
         connect: bool = True,
+        few_tokens: int = 0,
     ) -> None:
         self.channel = HandChannel()
-        self.prefill = executor("p", prefill, MeshRole(True, False, emit=True), self.channel, 0, page=pages[0], dtype=dtype)
-        role = MeshRole(False, True, codec=codec)
-        self.decode = executor("d", decode, role, self.channel, first_device, page=pages[1], dtype=dtype)
+        roles, how = (MeshRole(True, False, emit=True), MeshRole(False, True, codec=codec)), {"dtype": dtype, "few_tokens": few_tokens}
+        self.prefill = executor("p", prefill, roles[0], self.channel, 0, page=pages[0], **how)  # type: ignore[arg-type]
+        self.decode = executor("d", decode, roles[1], self.channel, first_device, page=pages[1], **how)  # type: ignore[arg-type]
+        self.specs: dict[int, OfferSpec] = {}
         self.codec = codec
         if connect:
             self.connect()
@@ -136,7 +144,9 @@ class Pair:
         commands: list[PrefillRow] = []
         for sequence, (rank, offset, tokens, offer_id) in enumerate(rows):
             cuts = [(at, size) for at, size, _ in split_blocks(tokens, limits.granule_tokens)]
-            offers = [OfferSpec(offer_id + i, i % 2, offset + at, size) for i, (at, size) in enumerate(c for c in cuts for _ in range(2))]
+            bands = [(band, at, size) for at, size in cuts for band in limits.bands(size)]
+            offers = [OfferSpec(offer_id + i, band.start, offset + at, size, len(band)) for i, (band, at, size) in enumerate(bands)]
+            self.specs.update({offer.offer_id: offer for offer in offers})
             ids = tuple((7 * sequence + 3 * t + offer_id) % 1000 + 5 for t in range(tokens))
             first_page = 8 * sequence
             pages = tuple(range(first_page, first_page + -(-(past + tokens) // limits.page_size)))
@@ -149,22 +159,26 @@ class Pair:
 
     def pulled(self, offer_id: int) -> tuple[jax.Array, ...]:
         """What pulling an offer to rank 0 of the decode mesh gives."""
-        tokens = self.channel.offers[offer_id][0].shape[3]
-        pull = self.channel.inner.pull(offer_id, self.decode.pull_target(offer_id % 2, tokens, 0, PEER, self.codec), 10.0)
+        pull = self.channel.inner.pull(offer_id, self.decode.pull_target(self._pull_command(offer_id, 0)), 10.0)
         while not pull.is_ready():
             time.sleep(0.001)
         return pull.arrays()
 
     async def move(self, offer_id: int, rank: int, key: int, *, start: int | None = None) -> InsertResult:
         """Pulls an offer to a rank of the decode mesh, into pages 3.. of it (in descending order), and inserts it."""
-        block, _, stamp = self.channel.offers[offer_id]
+        _, _, stamp = self.channel.offers[offer_id]
         at = stamp.start if start is None else start
-        group, tokens = offer_id % 2, block.shape[3]
-        pull = await self.decode.run(PullBlock(2, offer_id, rank, group, tokens, 10.0, PEER, self.codec))
+        asked = self._pull_command(offer_id, rank)
+        pull = await self.decode.run(asked)
         assert isinstance(pull, PullResult)
         assert not pull.error
         pages = tuple(range(3, 24))[::-1][: -(-(at + stamp.valid_tokens) // self.decode.limits.page_size)]
-        command = InsertBlock(3, offer_id, rank, group, tokens, stamp.valid_tokens, at, pages, key, PEER, self.codec)
+        what = (asked.group, asked.block_tokens, stamp.valid_tokens, at, pages)
+        command = InsertBlock(3, offer_id, rank, *what, key, PEER, self.codec, asked.groups)
         result = await self.decode.run(command)
         assert isinstance(result, InsertResult)
         return result
+
+    def _pull_command(self, offer_id: int, rank: int) -> PullBlock:
+        spec = self.specs[offer_id]
+        return PullBlock(2, offer_id, rank, spec.group, spec.block_tokens, 10.0, PEER, self.codec, groups=spec.groups)

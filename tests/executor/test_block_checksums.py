@@ -188,3 +188,38 @@ async def test_damage_that_is_not_finite_does_not_stay_in_pages(name):
                 assert np.isfinite(np.asarray(pages)).all()
         two.channel.damage = None
         assert (await two.move(100, 0, KEY)).intact
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "dtype", "codec_name"),
+    [("tp=1", "tp=4", "bfloat16", "none"), ("dp=2,tp=2", "tp=2", "float32", "none"), ("tp=2", "dp=2", "float32", "int8")],
+)
+async def test_a_block_of_several_layer_groups_sums_to_what_they_sum_to_apart(prefill, decode, dtype, codec_name):
+    async with pair(prefill, decode, dtype=dtype, codec=codec_name, few_tokens=32) as two:
+        result = await two.compute(ROWS, KEY)
+        assert sorted((spec.block_tokens, spec.group, spec.groups) for spec in two.specs.values()) == [
+            *((16, 0, 2), (32, 0, 2)),  # few bytes: all layers in one block
+            *((64, 0, 1), (64, 1, 1)),
+        ]
+        layers = len(two.decode.limits.kv_spec.layers)
+        sums = {one.offer_id: one.checksum for one in result.checksums}
+        for offer_id, spec in two.specs.items():
+            block, rank, stamp = two.channel.offers[offer_id]
+            whole = np.asarray(block[rank])
+            assert whole.shape[0] == 2 * layers * spec.groups // 2
+            assert sums[offer_id] == twin(whole, KEY, stamp.component, 0, stamp.start, stamp.valid_tokens)
+            moved = await two.move(offer_id, 0, KEY)
+            assert moved.intact
+            assert codec_name != "none" or moved.checksum == sums[offer_id]
+
+
+async def test_a_block_of_several_layer_groups_is_extracted_as_it_was_inserted():
+    async with pair("tp=2", "dp=2,tp=2", pages=(16, 8), few_tokens=32) as two:
+        result = await two.compute([(0, 0, 30, 100)], KEY)
+        assert [spec.groups for spec in two.specs.values()] == [2]
+        assert (await two.move(100, 1, KEY)).checksum == result.checksums[0].checksum
+        out = await two.decode.run(ExtractBlock(5, 77, 1, 0, 0, 30, 32, tuple(range(3, 24))[::-1][:4], KEY, 2))
+        assert isinstance(out, ExtractResult)
+        assert out.checksum.checksum == result.checksums[0].checksum
+        original, extracted = two.channel.offers[100][0], two.channel.offers[77][0]
+        np.testing.assert_array_equal(np.asarray(extracted)[1, :, :, :30], np.asarray(original)[0, :, :, :30])

@@ -46,14 +46,14 @@ from tests.fakes.toy_model import Entry, choose, extend
 
 @dataclass
 class FakeChannel:
-    """Blocks offered by one mesh and pulled by another: (group, entries, when computed); and whose they are."""
+    """Blocks offered by one mesh and pulled by another: (layer groups, entries, when computed); and whose they are."""
 
-    offered: dict[int, tuple[int, list[Entry], float]] = field(default_factory=dict)
+    offered: dict[int, tuple[range, list[Entry], float]] = field(default_factory=dict)
     owners: dict[int, "FakeExecutor"] = field(default_factory=dict)
 
-    def offer(self, owner: "FakeExecutor", offer_id: int, group: int, entries: list[Entry], ready_at: float) -> None:
+    def offer(self, owner: "FakeExecutor", offer_id: int, band: range, entries: list[Entry], ready_at: float) -> None:
         assert offer_id not in self.owners, "ids are used once"
-        self.offered[offer_id] = (group, entries, ready_at)
+        self.offered[offer_id] = (band, entries, ready_at)
         self.owners[offer_id] = owner
 
     def lose(self, owner: "FakeExecutor") -> None:
@@ -218,7 +218,7 @@ class FakeExecutor:
 
     def _write(self, rank: int, pages: tuple[int, ...], entry: Entry, groups: range | None = None) -> None:
         page, slot = pages[entry[0] // self.limits.page_size], entry[0] % self.limits.page_size
-        for group in groups or range(self.limits.layer_groups):
+        for group in range(self.limits.layer_groups) if groups is None else groups:
             self._pages[rank][group][page][slot] = entry
 
     def _prefill(self, chunk: PrefillChunk) -> PrefillResult:
@@ -236,8 +236,9 @@ class FakeExecutor:
             for offer in row.offers:
                 at = offer.offset - row.offset
                 piece = entries[at : at + offer.block_tokens]
-                self._channel.offer(self, offer.offer_id, offer.group, piece, ready_at)
-                checksums.append(BlockChecksum(offer.offer_id, checksum(chunk.checksum_key, offer.group, piece)))
+                band = range(offer.group, offer.group + offer.groups)
+                self._channel.offer(self, offer.offer_id, band, piece, ready_at)
+                checksums.append(BlockChecksum(offer.offer_id, checksum(chunk.checksum_key, band, piece)))
             end = row.start + len(row.tokens)
             for spec in row.samples:
                 token, logprobs = choose(chain, end, spec, spec.output_history)
@@ -249,9 +250,10 @@ class FakeExecutor:
         assert command.valid_tokens <= command.block_tokens and len(command.pages) == -(-end // self.limits.page_size)
         assert command.block_tokens % self.limits.granule_tokens == 0 and command.start % self.limits.granule_tokens == 0
         self._read(command.rank, command.pages, end)
+        band = range(command.group, command.group + command.groups)
         entries = self._entries(command.rank, command.group, command.pages, command.start, end)
-        self._channel.offer(self, command.offer_id, command.group, entries, asyncio.get_running_loop().time())
-        return ExtractResult(command.step, BlockChecksum(command.offer_id, checksum(command.checksum_key, command.group, entries)))
+        self._channel.offer(self, command.offer_id, band, entries, asyncio.get_running_loop().time())
+        return ExtractResult(command.step, BlockChecksum(command.offer_id, checksum(command.checksum_key, band, entries)))
 
     def _entries(self, rank: int, group: int, pages: tuple[int, ...], start: int, end: int) -> list[Entry]:
         size = self.limits.page_size
@@ -294,7 +296,7 @@ class FakeExecutor:
                 _set(future, PullResult(command.step, command.offer_id, 0, "connection reset"))
                 return
             if offered is not None and not error and command.offer_id not in self._dropped:
-                assert command.group == offered[0]
+                assert range(command.group, command.group + command.groups) == offered[0]
                 entries = list(offered[1])
                 if garbled:
                     entries[-1] = (entries[-1][0], entries[-1][1], entries[-1][2] + 1)
@@ -309,10 +311,12 @@ class FakeExecutor:
         assert len(entries) == command.valid_tokens <= command.block_tokens
         assert entries[0][0] == command.start
         assert len(command.pages) == -(-(command.start + command.valid_tokens) // self.limits.page_size)
+        band, end = range(command.group, command.group + command.groups), command.start + command.valid_tokens
         for entry in entries:
-            self._write(command.rank, command.pages, entry, range(command.group, command.group + 1))
-        written = self._entries(command.rank, command.group, command.pages, command.start, command.start + command.valid_tokens)
-        return InsertResult(command.step, command.offer_id, checksum(command.checksum_key, command.group, written))
+            self._write(command.rank, command.pages, entry, band)
+        written = {group: self._entries(command.rank, group, command.pages, command.start, end) for group in band}
+        sums = [checksum(command.checksum_key, range(group, group + 1), found) for group, found in written.items()]
+        return InsertResult(command.step, command.offer_id, sum(sums) % (1 << 64))
 
     def _decode(self, command: DecodeSteps) -> DecodeResult:
         for admit in command.admits:
@@ -349,9 +353,9 @@ class FakeExecutor:
         return slot.token, logprobs
 
 
-def checksum(key: int, group: int, entries: list[Entry]) -> int:
-    """Keyed and additive over entries, as the real one is."""
-    return sum(hash((key, group, entry)) for entry in entries) % (1 << 64)
+def checksum(key: int, band: range, entries: list[Entry]) -> int:
+    """Keyed and additive over layer groups and entries, as the real one is."""
+    return sum(hash((key, group, entry)) for group in band for entry in entries) % (1 << 64)
 
 
 def _check_offers(row: PrefillRow, limits: MeshLimits) -> None:
@@ -362,7 +366,8 @@ def _check_offers(row: PrefillRow, limits: MeshLimits) -> None:
     assert (first - row.offset) % limits.granule_tokens == 0
     for group in range(limits.layer_groups):
         at = first
-        for offer in sorted((offer for offer in row.offers if offer.group == group), key=lambda offer: offer.offset):
+        its = [offer for offer in row.offers if offer.group <= group < offer.group + offer.groups]
+        for offer in sorted(its, key=lambda offer: offer.offset):
             assert offer.offset == at and offer.block_tokens >= limits.granule_tokens
             assert offer.block_tokens & (offer.block_tokens - 1) == 0
             at += offer.block_tokens

@@ -142,25 +142,46 @@ def test_prompts_that_are_held_back_go_on_later_and_a_chunk_goes_on_with_one_pro
     assert done == {sequence: tokens for sequence, (tokens, _) in enumerate(shapes)} and len(packer) == 0
 
 
-@given(st.lists(st.tuples(st.integers(1, 200), st.integers(0, 3)), min_size=1, max_size=6), st.sampled_from([0, 16, 64]))
-def test_few_bytes_leave_as_one_block_that_reaches_into_nothing_but_padding(shapes: list[tuple[int, int]], merged: int) -> None:
-    limits = replace(toy_limits(chunk_buckets=(16, 32, 64), granule_tokens=8, rows_per_chunk=3, layer_groups=2), merged_tokens=merged)
+@given(
+    st.lists(st.tuples(st.integers(1, 200), st.integers(0, 3)), min_size=1, max_size=6),
+    st.sampled_from([0.0, 2.0, 8.0, 64.0]),
+    st.sampled_from([0, 8, 16]),
+)
+def test_a_rows_blocks_cover_it_once_in_every_layer_group_and_padding_is_taken_where_it_costs_less_than_blocks(
+    shapes: list[tuple[int, int]], cost: float, few_tokens: int
+) -> None:
+    toy = toy_limits(chunk_buckets=(16, 32, 64), granule_tokens=8, rows_per_chunk=3, layer_groups=2)
+    limits = replace(toy, block_cost_tokens=cost, block_bytes=few_tokens * toy.kv_spec.bytes_per_token)
     packer = batches(limits)
     for sequence, (tokens, skipped) in enumerate(shapes):
         packer.add(job(sequence, tokens, offers_from=min(8 * skipped, (tokens - 1) // 8 * 8)))
     for chunk in all_chunks(packer):
         for row, later in itertools.zip_longest(chunk.rows, chunk.rows[1:]):
             room = chunk.chunk_tokens if later is None else later.offset
-            for group in range(2):
-                offers = [offer for offer in row.offers if offer.group == group]
+            skipped = min(8 * shapes[row.sequence][1], (shapes[row.sequence][0] - 1) // 8 * 8)
+            start, end = max(row.offset, row.offset + skipped - row.start), row.offset + len(row.tokens)
+            assert bool(row.offers) == (start < end)
+            for group in range(2 if row.offers else 0):
+                offers = [offer for offer in row.offers if offer.group <= group < offer.group + offer.groups]
                 sizes = [offer.block_tokens for offer in offers]
                 assert all(size & (size - 1) == 0 and size >= 8 for size in sizes)
-                if not offers:
-                    continue
-                skipped = min(8 * shapes[row.sequence][1], (shapes[row.sequence][0] - 1) // 8 * 8)
-                start = max(row.offset, row.offset + skipped - row.start)
+                assert all(offer.groups == (2 if offer.block_tokens < 2 * few_tokens else 1) for offer in offers)
                 assert [offer.offset for offer in offers] == list(itertools.accumulate(sizes[:-1], initial=start))
-                end = offers[-1].offset + sizes[-1]
-                assert row.offset + len(row.tokens) <= end <= room
-                if later is None and (whole := merged_block(row.offset + len(row.tokens) - start, 8)) <= merged and start + whole <= room:
-                    assert sizes == [whole]
+                assert end <= offers[-1].offset + sizes[-1] <= room
+            if later is None and row.offers:
+                whole = merged_block(end - start, 8)
+                apart = sum(len(limits.bands(size)) for _, size, _ in split_blocks(end - start, 8))
+                saved = cost * (apart - len(limits.bands(whole)))
+                merged = start + whole <= room and whole - padded(end - start, 8) <= saved and apart > len(limits.bands(whole))
+                assert len(row.offers) == (len(limits.bands(whole)) if merged else apart)
+
+
+def test_blocks_are_offered_in_the_order_in_which_they_are_computed() -> None:
+    toy = toy_limits(chunk_buckets=(64,), granule_tokens=8, layer_groups=2)
+    packer = batches(replace(toy, block_bytes=16 * toy.kv_spec.bytes_per_token))
+    packer.add(job(0, 44))
+    chunk = packer.next_chunk(0)
+    assert chunk is not None
+    # Both groups of the last few tokens leave when the second group has been computed.
+    found = [(offer.group, offer.groups, offer.block_tokens) for offer in chunk.rows[0].offers]
+    assert found == [(0, 1, 32), (1, 1, 32), (0, 2, 8), (0, 2, 8)] or found == [(0, 1, 32), (1, 1, 32), (0, 2, 16)]

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 
@@ -51,7 +52,7 @@ def blocks(tokens: int) -> tuple[FakeChannel, list[Offer]]:
         for start in range(0, tokens, 4):
             offer_id = 1000 * (group + 1) + start
             piece = entries[start : start + 4]
-            channel.offered[offer_id] = (group, list(piece), 0.0)
+            channel.offered[offer_id] = (range(group, group + 1), list(piece), 0.0)
             offers.append(Offer(offer_id, group, start, len(piece), 4, 0))
     return channel, offers
 
@@ -86,7 +87,26 @@ SPOKEN: list[asyncio.Future[None]] = []
 
 
 def sums(channel: FakeChannel, offers: list[Offer]) -> list[OfferChecksum]:
-    return [OfferChecksum(offer.offer_id, checksum(KEY, offer.group, channel.offered[offer.offer_id][1])) for offer in offers]
+    return [OfferChecksum(offer.offer_id, checksum(KEY, *channel.offered[offer.offer_id][:2])) for offer in offers]
+
+
+def test_a_block_of_several_layer_groups_counts_for_each_and_must_not_overlap_another() -> None:
+    async def main() -> None:
+        channel, offers = blocks(10)
+        entries = channel.offered[1000][1]
+        channel.offered[7] = (range(2), list(entries), 0.0)
+        both = Offer(7, 0, 0, 4, 4, 0, 2)
+        rest = [offer for offer in offers if offer.start]
+        mesh = FakeExecutor(toy_limits(), channel)
+        received = await receiver(mesh, ScriptedPeer([both, *rest, HandoffEnd(5, 10, ())])).receive()
+        assert len(received.blocks) == 5
+        for wrong, count in (([both, *offers], 7), ([replace(both, groups=1), *rest], 5), (rest, 4)):
+            channel, _ = blocks(10)
+            channel.offered[7] = (range(wrong[0].group, wrong[0].group + wrong[0].groups), list(entries), 0.0)
+            with pytest.raises(HandoffError, match="do not cover 10 positions of 2 layer groups once each"):
+                await receiver(FakeExecutor(toy_limits(), channel), ScriptedPeer([*wrong, HandoffEnd(count, 10, ())])).receive()
+
+    run_virtually(main)
 
 
 def test_blocks_are_inserted_then_acknowledged_and_counted() -> None:

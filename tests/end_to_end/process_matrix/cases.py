@@ -20,6 +20,7 @@ CONTEXT_TOKENS, CHUNK_TOKENS, NEW_TOKENS = 128, 32, 14
 # Both halves have devices of their own, also in the one process of the reference, and always the same: programs are compiled for devices.
 PREFILL_DEVICES, DECODE_DEVICES = slice(0, 4), slice(4, 8)
 ANSWER_SECONDS = 120.0
+BLOCK_BYTES = 32 << 10  # of a whole chunk of float32 each layer group leaves by itself, of all else both together
 # Several chunks, of which the last is neither full nor a multiple of a page; and part of one.
 PROMPTS = (
     "Once upon a time there was a little girl named Lily who lived in a small house near the forest. One day she went to the park with her "
@@ -65,6 +66,7 @@ def _instance(layout: str, page: int, codec: str) -> InstanceConfig:
         chunk_tokens=CHUNK_TOKENS,
         min_chunk_tokens=CHUNK_TOKENS,
         layer_groups=2,
+        block_bytes=BLOCK_BYTES,
         growth_tokens=16,
         codec=codec,
     )
