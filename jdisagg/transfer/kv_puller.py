@@ -39,6 +39,7 @@ WATCH_SECONDS = 0.01
 IDLE_SECONDS = 0.25
 PULLED_SECONDS = 0.05  # what has arrived is told some at a time: a message costs both sides as much as a megabyte
 ASK_AGAIN_SECONDS = 1.0
+FLUSH_SECONDS = 1.0  # within which a sender that hears us ends a pull ahead that was given up: till then its connection is not stuck
 QUIET_SECONDS = 1.0  # a connection on which something arrived this lately is alive
 FRESH_SECONDS = 200.0  # so lately used, the sender has not closed what it keeps for us: less than its IDLE_OUTLET_SECONDS
 
@@ -298,7 +299,8 @@ class KvPuller:
                 if not ask.refused:  # who refuses has withdrawn it, or never had it
                     self._link.send(end, Withdraw(ask.pull_id, bool(ask.ahead)))
                 if ask.arrays is not None:
-                    self._stuck.append((ask, transfer.pull.deadline))
+                    flushed = self._clock.now() + FLUSH_SECONDS if ask.ahead else 0.0
+                    self._stuck.append((ask, max(transfer.pull.deadline, flushed)))
         transfer.asks.clear()
 
     def _drop(self, connection: Connection) -> None:

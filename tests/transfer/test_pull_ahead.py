@@ -10,6 +10,7 @@ import pytest
 
 from jdisagg.errors import HandoffError, IncompatiblePeerError
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
+from jdisagg.transfer import transfer_engine
 from jdisagg.transfer.boxes import mesh_card
 from jdisagg.transfer.channel import BlockStamp, Pull, PullTarget
 from jdisagg.transfer.jax_transfer import JaxTransferChannel
@@ -317,3 +318,20 @@ def test_pieces_for_which_there_is_no_room_are_not_asked_for_in_vain(
     with pytest.raises(HandoffError, match="out of memory"):
         finished(bench.pull(7)).arrays()
     at_rest(loopback)
+
+
+def test_a_pull_that_comes_too_late_costs_no_other_its_connection(
+    bench: Bench, loopback: Loopback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[object] = []
+    monkeypatch.setattr(transfer_engine, "_keep_for_ever", kept.append)
+    late, other = bench.pull(7, 5.0), bench.pull(8)
+    settled(lambda: len(loopback.channels[SENDER]._sender._waiting) == 2)  # both wait for their offers
+    bench.ends.clock.seconds = 5.0
+    with pytest.raises(HandoffError, match="was not made .* within the deadline|has not arrived within the deadline"):
+        finished(late).arrays()
+    settled(lambda: loopback.channels[RECEIVER].under_way() <= 1)  # the sender has ended it, or the connection was dropped
+    assert other.failed() is None
+    bench.ends.sender.offer(8, bench.block.block, 0)
+    bench.check(other)
+    assert bench.count(Leave) == 0 and not kept
