@@ -11,6 +11,7 @@ Pure asyncio; knows nothing of what the processes do. All on one event loop. Inv
 import asyncio
 import contextlib
 import enum
+import errno
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ EXIT_CONFIG = os.EX_CONFIG
 FIRST_PAUSE_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 10.0
 LONG_LIFE_SECONDS = 30.0
+_PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # no processes, memory or files just now
 
 
 class GroupState(enum.Enum):
@@ -113,6 +115,8 @@ class Group:
         self.children = []
         try:
             for command in self._spec.commands():
+                if self._stopping.is_set():
+                    break
                 child = await Child.start(command, self._take_line)
                 self.children.append(child)
                 ends[asyncio.create_task(child.ended())] = child
@@ -132,7 +136,7 @@ class Group:
                     self.kill()  # the others cannot go on without it
         except OSError as error:
             self._say(self.name, f"cannot be started: {error}")
-            first = EXIT_CONFIG
+            first = os.EX_OSERR if error.errno in _PASSING else EXIT_CONFIG
         finally:
             self.kill()
             if ends:

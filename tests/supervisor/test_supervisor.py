@@ -1,6 +1,7 @@
 """Groups of real child processes: restarted when they die, one fate for all members, stopped within bounds, never orphans."""
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from jdisagg.clock import MonotonicClock
-from jdisagg.supervisor.child import Command
+from jdisagg.supervisor.child import Child, Command
 from jdisagg.supervisor.supervisor import EXIT_CONFIG, Group, GroupSpec, GroupState
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,6 +139,42 @@ async def test_a_stop_during_the_pause_starts_nothing_more():
     await watched.until(lambda: watched.group.state is GroupState.PAUSED)
     await asyncio.wait_for(watched.group.stop(60), 10)
     assert watched.group.pids == () and watched.group.state is GroupState.ENDED
+
+
+async def test_a_start_that_fails_for_want_of_memory_or_processes_is_tried_again(monkeypatch):
+    start, fails = asyncio.create_subprocess_exec, [0]
+
+    async def scarce(*arguments, **options):
+        if fails[0]:
+            fails[0] -= 1
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return await start(*arguments, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", scarce)
+    watched = Watched(LIVES)
+    watched.group.start()
+    await watched.until(lambda: watched.ups() == 1)
+    fails[0] = 1
+    os.kill(watched.group.pids[0], signal.SIGKILL)
+    await watched.until(lambda: watched.ups() == 2)
+    assert not fails[0] and not watched.failed
+    await watched.group.stop(1)
+
+
+async def test_nothing_is_started_after_a_stop_has_begun(monkeypatch):
+    start, started = Child.start, []
+
+    async def noting(command, take):
+        started.append(command.name)
+        return await start(command, take)
+
+    monkeypatch.setattr(Child, "start", noting)
+    watched = Watched(POLITE, POLITE, POLITE)
+    watched.group.start()
+    while not started:
+        await asyncio.sleep(0)
+    await watched.group.stop(5)
+    assert started == ["member-0"]
 
 
 async def test_a_grandchild_does_not_outlive_its_parent():
