@@ -299,6 +299,7 @@ class PrefillWorker:
         self._stop_computing(sender)
         if error is not None:
             sender.fail(error)
+        self._loop.wake()  # who waited behind it may go
         self._quiet.set()
 
     def _abort_all(self, error: UnavailableError) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.config import LimitsConfig
-from jdisagg.dispatch.ports import Child, HandoffEnd, Offer, PeerMessage, PrefillCall
+from jdisagg.dispatch.ports import Child, HandoffEnd, Offer, PeerMessage, PrefillCall, PrefillReply
 from jdisagg.errors import DeadlineExceededError, HandoffError, InvalidRequestError, OverloadedError
 from jdisagg.scheduler.commands import PrefillChunk, ReleaseOffers
 from tests.fakes.cluster import Cluster, toy_request
@@ -240,5 +240,28 @@ def test_its_status_says_what_is_left_to_compute_until_it_is_computed() -> None:
             await asyncio.gather(calls[1], return_exceptions=True)
             await cluster.prefill.abort(1, "enough")
             await cluster.check_quiet()
+
+    run_virtually(main)
+
+
+def test_who_waits_behind_a_prompt_that_is_given_up_goes_at_once() -> None:
+    async def main() -> None:
+        async with Cluster(prefill=toy_limits(pages_per_rank=40)) as cluster:
+
+            def prefilling(number: int, tokens: int, destination: str) -> "asyncio.Task[PrefillReply]":
+                call = PrefillCall(toy_request(number, prompt_tokens=tokens), 1, (Child(0),), number, destination, 0, 300.0)
+                return asyncio.create_task(cluster.prefill.prefill(call))
+
+            held = prefilling(1, 128, "silent")  # nobody fetches it: it is held back in its midst, with most pages
+            await asyncio.sleep(0.1)
+            large, small = prefilling(2, 60, "other"), prefilling(3, 8, "other")
+            await asyncio.sleep(0.1)
+            assert not (held.done() or large.done() or small.done())
+            await cluster.prefill.cancel_prefill(2)
+            await asyncio.wait({small}, timeout=1.0)
+            assert small.done() and not held.done()
+            for number in (1, 3):
+                await cluster.prefill.cancel_prefill(number)
+            await asyncio.gather(held, large, return_exceptions=True)
 
     run_virtually(main)
