@@ -27,6 +27,9 @@ def mesh_limits(instance: InstanceConfig, mode: Mode, spec: KVSpec, context_toke
         largest = max(instance.min_chunk_tokens, min(_power_of_two(context_tokens), LARGEST_WHOLE_PREFILL))
     if largest % GRANULE_TOKENS:
         raise ConfigError(f"chunk_tokens={largest} must be a multiple of {GRANULE_TOKENS}, the smallest block that a hand-off sends")
+    smallest = min(instance.min_chunk_tokens, largest)
+    if smallest % GRANULE_TOKENS:
+        raise ConfigError(f"min_chunk_tokens={smallest} must be a multiple of {GRANULE_TOKENS}, the smallest block that a hand-off sends")
     groups = groups_of_layers(spec, layer_groups)
     return MeshLimits(
         ranks=instance.layout.dp,
@@ -34,7 +37,7 @@ def mesh_limits(instance: InstanceConfig, mode: Mode, spec: KVSpec, context_toke
         pages_per_rank=pages,
         slots_per_rank=instance.slots_per_rank,
         context_tokens=context_tokens,
-        chunk_buckets=buckets(min(instance.min_chunk_tokens, largest), largest),
+        chunk_buckets=buckets(smallest, largest),
         batch_buckets=buckets(1, instance.slots_per_rank),
         layer_groups=groups,
         granule_tokens=GRANULE_TOKENS,

@@ -57,3 +57,10 @@ def test_a_number_that_the_prefill_side_of_a_recipe_names_goes_to_both_sides() -
     for config, groups, nbytes in ((named, "7", "9"), (TWO, "None", "None")):
         wanted = {f"--set=instance.layer_groups={groups}", f"--set=instance.block_bytes={nbytes}"}
         assert all(wanted <= set(worker_flags(config, role)) for role in ("prefill", "decode"))
+
+
+@pytest.mark.parametrize(("smallest", "largest"), [(8, 512), (24, 512), (20, 80), (64, 72)])
+def test_chunks_hold_whole_granules(smallest: int, largest: int) -> None:
+    wrong = InstanceConfig(chunk_tokens=largest, min_chunk_tokens=smallest)
+    with pytest.raises(ConfigError, match=r"chunk_tokens=\d+ must be a multiple of 16"):
+        mesh_limits(wrong, Mode.DISAGGREGATED, TINY, 512, None)
