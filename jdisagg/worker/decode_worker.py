@@ -375,7 +375,7 @@ class DecodeWorker:
         for key in unheard:
             self._streams.pop(key)
         self._boxes.sweep(now)
-        self._peers.sweep(now)
+        self._peers.sweep(now, self._handoffs.peers())
         self._loop.break_if_stalled(self._limits.step_seconds)
         self._attempts.forget_before(now - 2 * self._limits.handoff_lease_seconds)
         self._settle()

@@ -59,6 +59,10 @@ class Handoffs:
     def pulling(self) -> bool:
         return any(running.receiver.pulling for running in self._running.values())
 
+    def peers(self) -> set[str]:
+        """Whom blocks are being received from, by their names in commands."""
+        return {running.receiver.link.peer for running in self._running.values()}
+
     def begin(
         self,
         group: Group,

@@ -4,7 +4,7 @@ Each hand-off begins with a hello, so that a peer that was restarted at its addr
 another boot id is another peer to the mesh. Peers are connected once, and disconnected when they were replaced or long unused.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from jdisagg.clock import limit
@@ -85,10 +85,12 @@ class Peers:
             )
         return self._connect(source, theirs)
 
-    def sweep(self, now: float) -> None:
-        """Peers that nothing was pulled from for long are disconnected; a hello connects them again."""
+    def sweep(self, now: float, in_use: Collection[str] = ()) -> None:
+        """Peers that nothing was pulled from for long are disconnected; a hello connects them again. `in_use`: hand-offs from them last."""
         for key, connected in list(self._connected.items()):
-            if now - connected.used_at > IDLE_SECONDS:
+            if connected.link.peer in in_use:
+                connected.used_at = now
+            elif now - connected.used_at > IDLE_SECONDS:
                 self._disconnect(key)
 
     def _connect(self, source: HandoffSource, theirs: PeerHello) -> Link:

@@ -147,13 +147,17 @@ class Receiver:
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
     async def _fetch(self, offer: Offer, room: "_Room") -> None:
-        problem = ""
-        for tries in range(PULL_TRIES):
-            if tries:
+        problem, tries, again = "", 0, False
+        while tries < PULL_TRIES:
+            if again:
                 self.counters.add("blocks_pulled_again")
+            again = True
             async with room.blocks:
                 async with room.pulls:
+                    began = self.now()
                     problem = await self._pull(offer)
+                # What is not computed yet cannot come in time: that is no failure, and whether its sender lives the heartbeats tell.
+                tries += not (problem and self.now() - began >= self.pull_seconds and self._computing(offer))
                 if problem:
                     continue
                 if self.closed:
@@ -255,6 +259,11 @@ class Receiver:
             if self._said_all:
                 self._no_more_sums()
         return self._sums[offer_id]
+
+    def _computing(self, offer: Offer) -> bool:
+        """Whether the sender has not said yet that the block is computed."""
+        known = self._sums.get(offer.offer_id)
+        return self.link.verify and not self._said_all and not (known is not None and known.done())
 
     def _no_more_sums(self) -> None:
         """The sender has said all: a checksum that has not come never will."""
