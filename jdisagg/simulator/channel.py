@@ -1,8 +1,9 @@
 """The simulated bridge: who offers which block, and how long its bytes take over links that several pulls share.
 
 Each worker has, for each kind of link, one way out and one way in, as wide as the links of its devices together. A pull flows at the lesser
-of its two ways' fair shares (width divided by the flows on it), recomputed whenever a flow begins or ends there; what one way cannot use
-is not given to others beyond that (max-min fairness would; the difference shows only where both ways are crowded unevenly).
+of its two ways' fair shares (width divided by the flows on it), and no faster than the links of the devices that its sequence lies on:
+those of one dp rank. That is recomputed whenever a flow begins or ends there; what one way cannot use is not given to others beyond that
+(max-min fairness would; the difference shows only where both ways are crowded unevenly).
 
 Blocks are offered before they are computed. With `overlap` > 1 the layers of a chunk leave in that many groups: all but the last
 may move while the chunk computes, as the live system's layer groups do; with 1 nothing moves before the chunk is done. Knows no workers
@@ -35,10 +36,14 @@ class _Flow:
     out: Way
     into: Way
     left_bytes: float
+    most: float
     at: float
     done: Callable[[], None]
     rate: float = 0.0
     timer: asyncio.TimerHandle | None = None
+
+    def fair_rate(self) -> float:
+        return min(self.out.share, self.into.share, self.most * min(self.out.slowed, self.into.slowed))
 
 
 @dataclass(slots=True)
@@ -53,10 +58,12 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """A worker on the channel: its place ("rack/host/domain/process") and how many devices' links it has."""
+    """A worker on the channel: its place ("rack/host/domain/process"), how many devices' links it has, and how many of them a sequence lies
+    on (0: on all)."""
 
     place: str
     links: int
+    lanes: int = 0
 
 
 class SimulatedChannel:
@@ -71,7 +78,7 @@ class SimulatedChannel:
         self._overlap = overlap
         self._ways: dict[tuple[str, str, bool], Way] = {}
         self._slowed: dict[str, float] = {}
-        self._links: dict[tuple[str, str], tuple[Link, Way, Way]] = {}
+        self._links: dict[tuple[str, str], tuple[Link, Way, Way, float]] = {}
 
     def lose(self, owner: str) -> None:
         """The worker died: nothing of it can be pulled any more."""
@@ -95,7 +102,7 @@ class SimulatedChannel:
         loop = asyncio.get_running_loop()
         if offered.owner in self.stalled or receiver in self.stalled:
             return
-        link, out, into = self._between(offered.owner, receiver)
+        link, out, into, most = self._between(offered.owner, receiver)
         now, ready_at = loop.time(), offered.ready_at
         tail = size_bytes / self._overlap
         head_at = offered.begins_at + (ready_at - offered.begins_at) / self._overlap
@@ -104,19 +111,19 @@ class SimulatedChannel:
             loop.call_later(link.latency_seconds, done)
 
         if self._overlap == 1 or now >= ready_at:
-            loop.call_at(max(now, ready_at), self._flow, out, into, size_bytes, arrived)
+            loop.call_at(max(now, ready_at), self._flow, out, into, most, size_bytes, arrived)
             return
 
         def then_tail() -> None:
             if loop.time() >= ready_at:
-                self._flow(out, into, tail, arrived)
+                self._flow(out, into, most, tail, arrived)
             else:
-                loop.call_at(ready_at, self._flow, out, into, tail, arrived)
+                loop.call_at(ready_at, self._flow, out, into, most, tail, arrived)
 
-        loop.call_at(max(now, head_at), self._flow, out, into, size_bytes - tail, then_tail)
+        loop.call_at(max(now, head_at), self._flow, out, into, most, size_bytes - tail, then_tail)
 
-    def _flow(self, out: Way, into: Way, size_bytes: float, done: Callable[[], None]) -> None:
-        flow = _Flow(out, into, size_bytes, asyncio.get_running_loop().time(), done)
+    def _flow(self, out: Way, into: Way, most: float, size_bytes: float, done: Callable[[], None]) -> None:
+        flow = _Flow(out, into, size_bytes, most, asyncio.get_running_loop().time(), done)
         out.moved_bytes += size_bytes
         out.flows[flow] = into.flows[flow] = None
         self._share_again((out, into))
@@ -125,7 +132,7 @@ class SimulatedChannel:
         loop = asyncio.get_running_loop()
         now = loop.time()
         for flow in dict.fromkeys(flow for way in ways for flow in way.flows):
-            rate = min(flow.out.share, flow.into.share)
+            rate = flow.fair_rate()
             if rate == flow.rate:
                 continue
             flow.left_bytes = max(0.0, flow.left_bytes - flow.rate * (now - flow.at))
@@ -140,11 +147,14 @@ class SimulatedChannel:
         self._share_again((flow.out, flow.into))
         flow.done()
 
-    def _between(self, sender: str, receiver: str) -> tuple[Link, Way, Way]:
+    def _between(self, sender: str, receiver: str) -> tuple[Link, Way, Way, float]:
+        """The kind of link, the two ways, and the most bytes a second that one pull may have."""
         known = self._links.get((sender, receiver))
         if known is None:
-            link = self._link(self.ends[sender].place, self.ends[receiver].place)
-            known = self._links[sender, receiver] = (link, self._way(sender, link, True), self._way(receiver, link, False))
+            ends = self.ends[sender], self.ends[receiver]
+            link = self._link(ends[0].place, ends[1].place)
+            most = link.bytes_per_second * link.efficiency * min(end.lanes or end.links for end in ends)
+            known = self._links[sender, receiver] = (link, self._way(sender, link, True), self._way(receiver, link, False), most)
         return known
 
     def _way(self, worker: str, link: Link, outward: bool) -> Way:

@@ -138,7 +138,7 @@ class SimulatedCluster:
         index = self.fleet.pools.index(seat.pool)
         timeline = Timeline(len(self.timelines), name)
         self.timelines.append(timeline)
-        self.channel.ends[name] = Ends(seat.place, seat.pool.devices)
+        self.channel.ends[name] = Ends(seat.place, seat.pool.devices, seat.pool.devices // seat.pool.instance.layout.dp)
         self.channel.gone.discard(name)
         self.channel.stalled.discard(name)
         self.affinity.forget(name)

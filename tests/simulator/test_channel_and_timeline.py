@@ -16,14 +16,16 @@ from jdisagg.simulator.virtual_time import run_virtually
 LINK = Link("test", 100.0, 0.5, 1.0)
 
 
-def arrivals(pulls: list[tuple[float, str, str, float]], overlap: int = 1, ready_at: float = 0.0, slow: float = 1.0) -> list[float]:
+def arrivals(
+    pulls: list[tuple[float, str, str, float]], overlap: int = 1, ready_at: float = 0.0, slow: float = 1.0, links: int = 1, lanes: int = 0
+) -> list[float]:
     """When each pull (at, sender, receiver, bytes) has arrived."""
     found = [0.0] * len(pulls)
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
         channel = SimulatedChannel(lambda one, other: LINK, overlap)
-        channel.ends = {name: Ends(name, 1) for name in ("a", "b", "x", "y")}
+        channel.ends = {name: Ends(name, links, lanes) for name in ("a", "b", "x", "y")}
         channel.slow("a", slow)
 
         def begin(number: int, sender: str, receiver: str, size: float) -> None:
@@ -49,6 +51,14 @@ def test_two_pulls_share_the_end_that_they_have_in_common() -> None:
     assert arrivals([(0.0, "a", "x", 200.0), (1.0, "b", "x", 200.0)]) == pytest.approx([3.5, 4.5])
     # Nothing in common.
     assert arrivals([(0.0, "a", "x", 200.0), (0.0, "b", "y", 200.0)]) == pytest.approx([2.5, 2.5])
+
+
+def test_a_pull_has_the_links_of_the_devices_that_its_sequence_lies_on_and_several_ranks_have_theirs() -> None:
+    assert arrivals([(0.0, "a", "x", 200.0)], links=4) == pytest.approx([1.0])
+    assert arrivals([(0.0, "a", "x", 200.0)], links=4, lanes=2) == pytest.approx([1.5])
+    assert arrivals([(0.0, "a", "x", 200.0)] * 2, links=4, lanes=2) == pytest.approx([1.5, 1.5])
+    assert arrivals([(0.0, "a", "x", 200.0)] * 4, links=4, lanes=2) == pytest.approx([2.5] * 4)
+    assert arrivals([(0.0, "a", "x", 200.0)], links=4, lanes=1, slow=0.1) == pytest.approx([20.5])
 
 
 def test_layer_groups_move_while_their_chunk_computes() -> None:
