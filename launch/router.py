@@ -144,6 +144,7 @@ class Router:
             limits,
             self._clock,
             address=roster.address,
+            boot_id=roster.boot_id,
             statuses=roster.statuses,
             accounts=roster.accounts,
             routing=self._config.routing,

@@ -11,6 +11,7 @@ Two changes of workers happen inside a leg: a source of KV that fails is replace
 
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 from jdisagg.clock import to_the_end
 from jdisagg.dispatch.move import Move
@@ -144,7 +145,7 @@ class Leg:
         if self._move is not None:
             await self._move.close()
         if not source.address:
-            source = HandoffSource(source.worker, source.handoff_id, self.trip.cluster.address(source.worker))
+            source = replace(source, address=self.trip.cluster.address(source.worker))
         self._move = Move(self.trip, self.posted, hold.worker, source)
 
     def _post_span(self, span: Span) -> None:

@@ -57,11 +57,13 @@ class FirstToken:
 @plain
 class HandoffSource:
     """Where the KV will come from: the sender's name, the hand-off's id there, and where its `PeerPort` listens (host:port; empty
-    where it is known by name, as in the embedded cluster)."""
+    where it is known by name, as in the embedded cluster). `boot_id`: of the sender's process; 0 where nobody knows it: then a hello finds
+    out."""
 
     worker: str
     handoff_id: int
     address: str = ""
+    boot_id: int = 0
 
 
 @plain

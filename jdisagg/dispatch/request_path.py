@@ -50,9 +50,9 @@ def random_id() -> int:
 class RequestPath:
     """Streams requests through a cluster of workers. `new_text` opens a child's detokenizer.
 
-    The mappings may be live, as workers come and go. `address` says where a worker listens, for its peers (empty: they know it by name);
-    `statuses` what the workers last said of themselves; without it they are asked. `accounts`: the snapshot that somebody keeps up to date
-    (a roster); without it the workers' statuses are taken before each placement.
+    The mappings may be live, as workers come and go. `address` says where a worker listens, for its peers (empty: they know it by name),
+    `boot_id` which start of it that is; `statuses` what the workers last said of themselves; without it they are asked. `accounts`: the
+    snapshot that somebody keeps up to date (a roster); without it the workers' statuses are taken before each placement.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class RequestPath:
         clock: Clock,
         new_id: Callable[[], int] = random_id,
         address: Callable[[str], str] = lambda name: "",
+        boot_id: Callable[[str], int] = lambda name: 0,
         statuses: Callable[[], tuple[WorkerStatus, ...]] | None = None,
         accounts: Accounts | None = None,
         routing: RoutingConfig | None = None,
@@ -76,7 +77,7 @@ class RequestPath:
             self.counters,
             None if accounts else self._ask_workers,
         )
-        self._cluster = Cluster(prefill_workers, decode_workers, address)
+        self._cluster = Cluster(prefill_workers, decode_workers, address, boot_id)
         self._last_statuses = statuses
         self._new_text = new_text
         self._limits = limits

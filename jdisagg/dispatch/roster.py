@@ -177,6 +177,11 @@ class Roster:
         entry = self._entries.get(name)
         return entry.card.address if entry else ""
 
+    def boot_id(self, name: str) -> int:
+        """Of the process that bears the name; 0 when it is not known (any more)."""
+        entry = self._entries.get(name)
+        return entry.card.boot_id if entry else 0
+
     def liveness(self, name: str) -> Liveness | None:
         """None: not known, or gone."""
         entry = self._entries.get(name)

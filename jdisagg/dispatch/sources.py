@@ -112,7 +112,8 @@ class Sources:
 
     def _source(self, worker: str) -> HandoffSource:
         self._leg.source = worker
-        return HandoffSource(worker, self._trip.new_id(), self._trip.cluster.address(worker))
+        cluster = self._trip.cluster
+        return HandoffSource(worker, self._trip.new_id(), cluster.address(worker), cluster.boot_id(worker))
 
     async def _prefill(self, source: HandoffSource, from_token: int) -> None:
         call = PrefillCall(

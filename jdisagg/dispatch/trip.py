@@ -68,11 +68,12 @@ Fact = Tokens | Waited | Preempted | Retried | LegEnded | DeadlinePassed
 @plain
 class Cluster:
     """The ports of all workers, by name; the mappings may be live. `address`: where a worker listens, for its peers; empty where
-    they know it by name."""
+    they know it by name. `boot_id`: of its process; 0 where that is not known."""
 
     prefill: Mapping[str, PrefillPort]
     decode: Mapping[str, DecodePort]
     address: Callable[[str], str] = lambda name: ""
+    boot_id: Callable[[str], int] = lambda name: 0
 
     def prefill_port(self, name: str) -> PrefillPort:
         """Raises UnavailableError when the worker has gone since it was chosen."""

@@ -307,11 +307,11 @@ def _lost_from_proto(message: pb.SourceLost) -> SourceLost:
 
 
 def _source_to_proto(source: HandoffSource) -> pb.HandoffSource:
-    return pb.HandoffSource(worker=source.worker, handoff_id=source.handoff_id, address=source.address)
+    return pb.HandoffSource(worker=source.worker, handoff_id=source.handoff_id, address=source.address, boot_id=source.boot_id)
 
 
 def _source_from_proto(message: pb.HandoffSource) -> HandoffSource:
-    return HandoffSource(message.worker, message.handoff_id, message.address)
+    return HandoffSource(message.worker, message.handoff_id, message.address, message.boot_id)
 
 
 def _child_to_proto(child: Child) -> pb.Child:

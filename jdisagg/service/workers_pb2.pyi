@@ -80,14 +80,16 @@ class Reservation(_message.Message):
     def __init__(self, reservation_id: _Optional[int] = ..., worker: _Optional[str] = ..., rank: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class HandoffSource(_message.Message):
-    __slots__ = ("worker", "handoff_id", "address")
+    __slots__ = ("worker", "handoff_id", "address", "boot_id")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     worker: str
     handoff_id: int
     address: str
-    def __init__(self, worker: _Optional[str] = ..., handoff_id: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+    boot_id: int
+    def __init__(self, worker: _Optional[str] = ..., handoff_id: _Optional[int] = ..., address: _Optional[str] = ..., boot_id: _Optional[int] = ...) -> None: ...
 
 class GenerateCall(_message.Message):
     __slots__ = ("reservation_id", "attempt", "deadline_seconds", "source")

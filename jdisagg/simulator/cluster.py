@@ -104,6 +104,7 @@ class SimulatedCluster:
             clock,
             self.new_id,
             address=self.roster.address,
+            boot_id=self.roster.boot_id,
             statuses=self.roster.statuses,
             accounts=self.roster.accounts,
             routing=fleet.routing,

@@ -153,7 +153,7 @@ class DecodeWorker:
         group, stream = self._state.groups.get(reservation_id), self._streams.get(reservation_id)
         if group is None or stream is None or not stream.taken or not self._movers.movable(group):
             return False
-        stream.tell(moving=HandoffSource(self.name, self._movers.begin(group, stream.until), self.address))
+        stream.tell(moving=HandoffSource(self.name, self._movers.begin(group, stream.until), self.address, self.boot_id))
         return True
 
     async def reserve(self, call: ReserveCall) -> Reservation:

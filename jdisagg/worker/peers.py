@@ -1,7 +1,8 @@
 """Whom a worker receives KV from: finds the peer's port, greets it, and makes it known to its own mesh.
 
-Each hand-off begins with a hello, so that a peer that was restarted at its address is never taken for the one that was there before:
-another boot id is another peer to the mesh. Peers are connected once, and disconnected when they were replaced or long unused.
+A hello comes before all else, so that a peer that was restarted at its address is never taken for the one that was there before: another
+boot id is another peer to the mesh. Who is known by the boot id that a hand-off names need not be greeted again. Peers are connected once,
+and disconnected when they were replaced or long unused.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -69,6 +70,10 @@ class Peers:
 
     async def greet(self, source: HandoffSource, port: PeerPort) -> Link:
         """Raises IncompatiblePeerError naming what differs, HandoffError when there is no answer."""
+        known = self._connected.get((source.worker, source.address))
+        if known is not None and source.boot_id and known.hello.boot_id == source.boot_id:
+            known.used_at = self._now()
+            return known.link
         try:
             with limit(HELLO_SECONDS):
                 theirs = await port.hello(self._hello)

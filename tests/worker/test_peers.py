@@ -1,0 +1,53 @@
+"""Whom a worker receives from: greeted once for each start of a peer, never taken for the one that was there before."""
+
+from dataclasses import replace
+
+from jdisagg.dispatch.ports import HandoffSource, PeerHello
+from jdisagg.scheduler.commands import ConnectPeer, DisconnectPeer, StepCommand
+from jdisagg.worker.peer_hello import hello_of
+from jdisagg.worker.peers import Peers
+from jdisagg.worker.step_loop import StepLoop
+from tests.fakes.fake_executor import FakeChannel, FakeExecutor, toy_limits
+from tests.fakes.virtual_time import run_virtually
+
+
+class Sender:
+    """A peer that counts its hellos, and starts again when it is told to."""
+
+    def __init__(self, hello: PeerHello) -> None:
+        self.says = hello
+        self.hellos = 0
+
+    async def hello(self, hello: PeerHello) -> PeerHello:
+        self.hellos += 1
+        return replace(self.says)
+
+    def restart(self) -> None:
+        self.says = replace(self.says, boot_id=self.says.boot_id + 1)
+
+
+def connections(log: list[StepCommand]) -> list[str]:
+    return [f"{type(command).__name__} {command.peer}" for command in log if isinstance(command, ConnectPeer | DisconnectPeer)]
+
+
+def test_a_peer_is_greeted_again_only_where_a_hand_off_names_another_start_of_it_or_none() -> None:
+    async def main() -> None:
+        mesh = FakeExecutor(toy_limits(), FakeChannel())
+        sender = Sender(hello_of("p", "model", mesh.limits, mesh.card, 10, 77))
+        loop = StepLoop(mesh, lambda _: None, lambda *_: None, lambda _: None)
+        peers = Peers(lambda _: sender, hello_of("d", "model", mesh.limits, mesh.card, 1, 5), loop, "none", True, lambda: 0.0)  # type: ignore[arg-type, return-value]
+
+        async def greeted(boot_id: int) -> tuple[str, int]:
+            link = await peers.greet(HandoffSource("p", 1, "host:1", boot_id), sender)  # type: ignore[arg-type]
+            return link.peer, sender.hellos
+
+        assert await greeted(10) == ("p#a", 1)
+        assert await greeted(10) == ("p#a", 1), "its start is known"
+        assert await greeted(0) == ("p#a", 2), "nobody says which start it is"
+        sender.restart()
+        assert await greeted(11) == ("p#b", 3)
+        assert await greeted(11) == ("p#b", 3)
+        assert await greeted(10) == ("p#b", 4), "the router was late: what answers there is another start"
+        assert connections(mesh.log) == ["ConnectPeer p#a", "DisconnectPeer p#a", "ConnectPeer p#b"]
+
+    run_virtually(main)
