@@ -11,7 +11,7 @@ from jdisagg.config import Mode
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.plan_bounds import Demand
 from jdisagg.simulator.plan_candidates import Candidate
-from jdisagg.simulator.planner import requests_at, settled
+from jdisagg.simulator.plan_trials import requests_at, settled
 from jdisagg.simulator.report import Outcome, Slo, attainment, summarise
 
 # Of the highest rate that arithmetic allows any candidate: up until nearly all fail, and down where the lowest fails already.

@@ -28,7 +28,8 @@ from jdisagg.router.hardware import HARDWARE, LINKS, link
 from jdisagg.simulator.plan_bounds import Goal
 from jdisagg.simulator.plan_candidates import Site
 from jdisagg.simulator.plan_fleet import PAGE_TOKENS, FleetMaker
-from jdisagg.simulator.planner import Planner, Process
+from jdisagg.simulator.plan_trials import Process
+from jdisagg.simulator.planner import Planner
 from jdisagg.simulator.trace_files import read_trace
 from jdisagg.simulator.workloads import Arrival, poisson, within_context
 from launch.console import quiet_end
@@ -55,7 +56,7 @@ _TPOT = flags.DEFINE_float("tpot", 0.05, "Seconds a token after the first.")
 _ATTAINMENT = flags.DEFINE_float("attainment", 0.9, "Part of the requests that must keep both.")
 _MODES = flags.DEFINE_list("modes", [mode.value for mode in Mode], "Modes to look at.")
 _FINALISTS = flags.DEFINE_integer("finalists", 3, "Candidates of each mode that are simulated.")
-_REQUESTS = flags.DEFINE_integer("most_requests", 4000, "Of one simulated run.")
+_REQUESTS = flags.DEFINE_integer("most_requests", 4000, "Of one simulated run; up to eight times as many where fewer cannot tell.")
 _DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Of weights and KV.")
 _CODEC = flags.DEFINE_enum("codec", "none", list(CODEC_BITS), "How KV travels.")
 _FUSED = flags.DEFINE_bool(

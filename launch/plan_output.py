@@ -63,7 +63,10 @@ def plan_fields(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal) -> d
                 "kv_tokens_per_rank": item.kv_tokens,
                 "kv_share": item.kv_share,
                 "bounds": dict(item.bounds.limits),
-                "trials": [{"rate": trial.rate, "attainment": trial.attainment} for trial in item.trials],
+                "trials": [
+                    {"rate": trial.rate, "attainment": trial.attainment, "overload": trial.overload, "short": trial.short}
+                    for trial in item.trials
+                ],
                 "report": item.report.as_fields(),
             }
             for item in plan.findings

@@ -14,8 +14,8 @@ from jdisagg.router.cost_model import CostModel
 from jdisagg.router.model_geometry import CostGeometry
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.plan_candidates import ACTIVATIONS, Candidate, Site
+from jdisagg.simulator.plan_trials import Run, Runner
 from jdisagg.simulator.plan_verdict import Finding
-from jdisagg.simulator.planner import Run, Runner
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival
 

@@ -11,11 +11,13 @@ from jdisagg.simulator.plan_candidates import Candidate
 from jdisagg.simulator.report import Report
 
 CLOSE = 0.05  # two modes within this are as good as each other
+MORE = "give a longer workload, or one that names no blocks and may be repeated, or more requests a run (most_requests)"
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One rate tried: parts of the judged requests that attained the goal, and that missed by each limit."""
+    """One rate tried: parts of the judged requests that attained the goal, and that missed by each limit. `overload`: they attained it only
+    because arrivals ended before the queue that grew was long enough; `short`: they ended too soon to tell."""
 
     rate: float
     attainment: float
@@ -23,12 +25,20 @@ class Trial:
     late_tokens: float
     unfinished: float
     report: Report
+    overload: bool = False
+    short: bool = False
+
+    @property
+    def lasting_attainment(self) -> float:
+        """What is known to be attained for as long as requests come: nothing, where more come than are served."""
+        return 0.0 if self.overload or self.short else self.attainment
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """A candidate after simulation. `rate`: requests a second of all of it at the wanted attainment; `report` of the highest rate tried
-    that attains it (of the lowest rate tried where none does). `kv_share`: of the decode side's room that requests held on average."""
+    that attains it (of the lowest rate tried where none does). `kv_share`: of the decode side's room that requests held on average.
+    `short`: beyond the rate arrivals ended too soon to tell whether more is carried."""
 
     candidate: Candidate
     bounds: Bounds
@@ -40,6 +50,7 @@ class Finding:
     link_share: float
     kv_share: float
     kv_tokens: int
+    short: bool = False
 
 
 def binding_limit(trial: Trial, limits: Bounds) -> str:
@@ -47,15 +58,25 @@ def binding_limit(trial: Trial, limits: Bounds) -> str:
     known = dict(limits.limits)
     tokens = {name: rate for name, rate in known.items() if name in ("TPOT", "compute") or name.startswith(("hand-off", "link"))}
     first = {name: rate for name, rate in known.items() if name in ("TTFT", "KV memory", "prefill compute", "compute")}
+    if trial.short:
+        return "too few requests to tell"
     if trial.unfinished > max(trial.late_first, trial.late_tokens):
         return "requests refused or unfinished"
-    side, kind = (tokens, "TPOT") if trial.late_tokens >= trial.late_first else (first, "TTFT")
+    # What grows in an overload is the wait for the first token, however few have missed it yet.
+    side, kind = (tokens, "TPOT") if trial.late_tokens >= trial.late_first and not trial.overload else (first, "TTFT")
     name = min(side, key=lambda one: side[one])
     return kind if name == kind or name == "compute" else f"{kind}, by {name}"
 
 
 def verdict(findings: Sequence[Finding], estimator: Estimator, left_out: Sequence[str]) -> str:
     """Which mode wins, by how much, and what speaks for it; `findings` ranked."""
+    said = _compared(findings, estimator, left_out)
+    if short := [f"{item.candidate.mode.value} {item.candidate.name}" for item in findings if item.short and item.rate]:
+        said += f" At least that: of more, the requests end too soon to tell ({'; '.join(short)}); {MORE}."
+    return said
+
+
+def _compared(findings: Sequence[Finding], estimator: Estimator, left_out: Sequence[str]) -> str:
     two = next((item for item in findings if item.candidate.prefill), None)
     one = next((item for item in findings if not item.candidate.prefill), None)
     best = findings[0]
@@ -80,8 +101,13 @@ def no_rate(findings: Sequence[Finding], goal: Goal) -> str:
     """Why no candidate attains the goal, in words."""
     best = max(findings, key=lambda item: max(trial.attainment for trial in item.trials))
     trial = max(best.trials, key=lambda item: item.attainment)
-    missed = f"{trial.late_first:.0%} miss TTFT, {trial.late_tokens:.0%} TPOT"
     name = f"{best.candidate.mode.value} {best.candidate.name}"
+    if trial.short:
+        return (
+            f"nothing fits, because no rate is known to be carried: {name} keeps {trial.attainment:.0%} at {trial.rate:.3g} requests/s, "
+            f"but the requests end too soon to tell for how long; {MORE}"
+        )
+    missed = f"{trial.late_first:.0%} miss TTFT, {trial.late_tokens:.0%} TPOT"
     return (
         f"nothing fits, because no candidate keeps {goal.attainment:.0%} of requests within TTFT {goal.ttft_seconds:g} s and TPOT "
         f"{goal.tpot_seconds:g} s at any rate: the nearest, {name}, keeps {trial.attainment:.0%} "

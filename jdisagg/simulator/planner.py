@@ -4,17 +4,13 @@
 finds for each of these by bisection the highest rate at which the goal is attained in the simulator. A `Plan` holds them ranked by that
 rate for each accelerator that the site has (idle ones count), what binds each, and the verdict in words (`plan_verdict`).
 
-How a rate is judged: the workload's requests in their order, Poisson arrivals (the same random numbers at every rate, so that curves do
-not jump) or the trace's own, stretched; requests that arrive while the empty cluster fills, at most a third, are served but not judged.
+`plan_trials` says how one rate is judged.
 
 Knows the simulator only as a `Runner`; prints nothing. Deterministic by seed.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
-
-import numpy as np
+from dataclasses import dataclass
 
 from jdisagg.config import Mode
 from jdisagg.errors import ConfigError
@@ -22,27 +18,13 @@ from jdisagg.layout.axes import Layout
 from jdisagg.router.model_geometry import CostGeometry
 from jdisagg.simulator.plan_bounds import Bounds, Demand, Estimator, Goal
 from jdisagg.simulator.plan_candidates import Candidate, Fitting, NothingFits, Site, fitting_layouts, one_pool, two_pools
+from jdisagg.simulator.plan_trials import TOLERANCE, Process, Runner, Trier
 from jdisagg.simulator.plan_verdict import Finding, Trial, binding_limit, no_rate, verdict
-from jdisagg.simulator.report import Outcome, Usage, attainment, rate_at_attainment, summarise
-from jdisagg.simulator.workloads import Arrival, at_rate
+from jdisagg.simulator.report import rate_at_attainment
+from jdisagg.simulator.workloads import Arrival
 
 ALL_MODES = (Mode.DISAGGREGATED, Mode.CHUNKED, Mode.UNIFIED)
-TOLERANCE = 0.04  # of a rate, where bisection ends
 MOST_RUNS = 14  # of one candidate
-LEAST_REQUESTS = 400
-LONGEST_SECONDS = 3600  # of virtual time
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What the simulator gives back of one run."""
-
-    outcomes: tuple[Outcome, ...]
-    usage: tuple[Usage, ...] = ()
-
-
-Runner = Callable[[Candidate, Sequence[Arrival]], Run]
-Process = Literal["poisson", "trace"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,21 +118,23 @@ class Planner:
         def trial(rate: float) -> float:
             trials.append(self.trial(candidate, workload, estimator.demand, rate))
             tried(len(trials))
-            return trials[-1].attainment
+            return trials[-1].lasting_attainment
 
         # A bound of 0 says that arithmetic sees no way: the simulator may still, at a low rate.
         lowest = 2 / (self._goal.ttft_seconds + estimator.demand.steps_mean * self._goal.tpot_seconds)
         rate = highest_rate(trial, max(limits.rate, lowest), self._goal.attainment)
-        met = [item for item in trials if item.attainment >= self._goal.attainment and item.rate <= rate * (1 + 1e-9)]
+        wanted = self._goal.attainment
+        met = [item for item in trials if item.lasting_attainment >= wanted and item.rate <= rate * (1 + 1e-9)]
         shown = max(met, key=lambda item: item.rate) if met else min(trials, key=lambda item: item.rate)
-        beyond = [item for item in trials if item.attainment < self._goal.attainment]
-        binding = binding_limit(min(beyond, key=lambda item: item.rate), limits) if beyond else limits.binding[0]
+        beyond = [item for item in trials if item.lasting_attainment < wanted]
+        nearest = min(beyond, key=lambda item: item.rate, default=None)
+        binding = binding_limit(nearest, limits) if nearest else limits.binding[0]
         kv_tokens = estimator.rooms[candidate.decode]
         ranks = candidate.decode_instances * candidate.decode.dp
         held = shown.rate * estimator.demand.steps_mean * (shown.report.tpot.mean or 0.0) * estimator.demand.context_mean
         return Finding(
             candidate, limits, rate, rate / self._site.accelerators, tuple(sorted(trials, key=lambda item: item.rate)), shown.report,
-            binding, limits.link_share * rate, held / (kv_tokens * ranks), kv_tokens,
+            binding, limits.link_share * rate, held / (kv_tokens * ranks), kv_tokens, nearest is not None and nearest.short,
         )  # fmt: skip
 
     def holds(self, finding: Finding, workload: Sequence[Arrival], runner: Runner) -> bool:
@@ -159,49 +143,12 @@ class Planner:
             return True
         shown = next(item for item in finding.trials if item.report is finding.report)
         again = self.trial(finding.candidate, workload, Demand.of(workload), shown.rate, runner)
-        return again.attainment >= self._goal.attainment
+        return again.lasting_attainment >= self._goal.attainment
 
     def trial(self, candidate: Candidate, workload: Sequence[Arrival], demand: Demand, rate: float, runner: Runner | None = None) -> Trial:
-        """One run at `rate` requests a second."""
-        filling = self._goal.ttft_seconds + demand.steps_mean * self._goal.tpot_seconds
-        # Long enough to settle, and no days of idling at a low rate.
-        count = int(min(np.clip(4 * rate * filling, LEAST_REQUESTS, self._most_requests), max(50, rate * LONGEST_SECONDS)))
-        arrivals = requests_at(workload, rate, count, self._arrivals, self._seed)
-        run = (runner or self._runner)(candidate, arrivals)
-        judged = settled(run.outcomes, filling)
-        slo = self._goal.slo
-        first, tokens = replace(slo, tpot_seconds=None), replace(slo, ttft_seconds=None)
-        finished = [item for item in judged if item.end == "finished"]
-        return Trial(
-            rate=rate,
-            attainment=attainment(judged, slo),
-            late_first=sum(not first.attained(item) for item in finished) / len(judged),
-            late_tokens=sum(not tokens.attained(item) for item in finished) / len(judged),
-            unfinished=1 - len(finished) / len(judged),
-            report=replace(summarise(judged, slo), utilisation=summarise(run.outcomes, None, run.usage).utilisation),
-        )
-
-
-def requests_at(workload: Sequence[Arrival], rate: float, count: int, arrivals: Process, seed: int) -> list[Arrival]:
-    """`count` requests of the workload from its beginning, over again where it is shorter and names no blocks (a repeated block would be
-    a hit that the workload does not have); at `rate` a second."""
-    if any(item.block_hashes for item in workload[:1]):
-        count = min(count, len(workload))
-    if arrivals == "trace" and len(workload) > 1:
-        return at_rate(workload[:count], rate)
-    gaps = np.random.default_rng(seed).exponential(1.0, count)
-    gaps[0] = 0.0
-    # Their mean is what was asked, exactly: a few hundred draws may be off by a tenth.
-    times = np.cumsum(gaps) * (count - 1) / max(gaps.sum(), 1e-9) / rate
-    return [replace(workload[index % len(workload)], at_seconds=float(at)) for index, at in enumerate(times)]
-
-
-def settled(outcomes: Sequence[Outcome], filling_seconds: float) -> list[Outcome]:
-    """Those that arrived when the cluster had filled: after `filling_seconds`, or a third of the time of arrivals where that is less."""
-    arrivals = [item.arrival for item in outcomes]
-    first, last = min(arrivals), max(arrivals)
-    begin = first + min(filling_seconds, (last - first) / 3)
-    return [item for item in outcomes if item.arrival >= begin]
+        """One rate, in requests a second, judged as `plan_trials` says."""
+        tries = Trier(self._goal, workload, demand, self._most_requests, self._arrivals, self._seed)
+        return tries.trial(runner or self._runner, candidate, rate)
 
 
 def highest_rate(attained: Callable[[float], float], guess: float, wanted: float) -> float:

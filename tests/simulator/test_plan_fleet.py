@@ -6,8 +6,8 @@ from jdisagg.config import Mode
 from jdisagg.layout.axes import Layout
 from jdisagg.router.hardware import accelerator, link
 from jdisagg.router.model_geometry import geometry
-from jdisagg.simulator.plan_bounds import Bounds, Demand, Goal
-from jdisagg.simulator.plan_candidates import Candidate, Site
+from jdisagg.simulator.plan_bounds import Bounds, Demand, Estimator, Goal
+from jdisagg.simulator.plan_candidates import Candidate, Site, fitting_layouts
 from jdisagg.simulator.plan_fleet import FleetMaker
 from jdisagg.simulator.plan_verdict import Finding
 from jdisagg.simulator.planner import Plan, Planner
@@ -38,6 +38,18 @@ def test_an_answer_of_one_token_never_decodes_so_that_two_pools_waste_one():
     two = best_of(found, Mode.DISAGGREGATED)
     assert found.findings[0].candidate.mode is Mode.UNIFIED and two is not None
     assert found.findings[0].rate / two.rate == pytest.approx(2, rel=0.4)
+
+
+def test_more_than_the_prefill_can_compute_is_not_carried_however_generous_the_limit_on_the_first_token():
+    """400 requests at once and a half of what can be computed last as long as the limit: none of them is late yet."""
+    site, goal, workload = Site(accelerator("h100"), 1), Goal(10.0, 0.05), poisson(1.0, 100, Fixed(800, 1))
+    demand, fitting = Demand.of(workload), fitting_layouts(MODEL, site, 801)
+    candidate = Candidate(Mode.UNIFIED, Layout(), 1)
+    computed = 1 / float(Estimator(site, demand, goal, fitting).prefill_seconds(Layout(), candidate.chunk_tokens).mean())
+    planner = Planner(MODEL, site, goal, FleetMaker(MODEL, site).run, most_requests=400)
+    over, under = (planner.trial(candidate, workload, demand, factor * computed) for factor in (1.5, 0.85))
+    assert over.attainment == 1 and over.overload
+    assert under.lasting_attainment == 1
 
 
 def test_what_is_predicted_is_what_is_configured():

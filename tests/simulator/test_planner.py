@@ -1,17 +1,20 @@
 """The planner's search over runs whose answer is known: a fake runner with a capacity of its own, no simulator."""
 
+import bisect
 from collections.abc import Callable, Sequence
 
 import pytest
 
 from jdisagg.config import Mode
 from jdisagg.errors import ConfigError
+from jdisagg.layout.axes import Layout
 from jdisagg.router.hardware import accelerator, link
 from jdisagg.router.model_geometry import geometry
-from jdisagg.simulator.plan_bounds import Goal
+from jdisagg.simulator.plan_bounds import Demand, Goal
 from jdisagg.simulator.plan_candidates import Candidate, NothingFits, Site
-from jdisagg.simulator.plan_verdict import Finding
-from jdisagg.simulator.planner import MOST_RUNS, Plan, Planner, Run, highest_rate, requests_at, settled
+from jdisagg.simulator.plan_trials import Run, Runner, Trier, requests_at, settled
+from jdisagg.simulator.plan_verdict import Finding, Trial
+from jdisagg.simulator.planner import MOST_RUNS, Plan, Planner, highest_rate
 from jdisagg.simulator.report import Outcome, Usage
 from jdisagg.simulator.workloads import Arrival, Fixed, mean_rate, poisson
 
@@ -40,6 +43,36 @@ class Servers:
             end = "finished" if good or self._late != "refused" else "refused"
             outcomes.append(Outcome(str(index), item.at_seconds, finish, item.prompt_tokens, item.output_tokens, first, end=end))  # type: ignore[arg-type]
         return Run(tuple(outcomes), (Usage("a", "prefill", 4, 1.0), Usage("b", "decode", 4, 9.0)))
+
+
+def one_server(seconds_each: float) -> Runner:
+    """Answers of one token, one after the other: carries 1 / seconds_each a second and no more (Lindley's recursion)."""
+
+    def run(candidate: Candidate, arrivals: Sequence[Arrival]) -> Run:
+        free, outcomes = 0.0, []
+        for item in arrivals:
+            free = max(free, item.at_seconds) + seconds_each
+            outcomes.append(Outcome("", item.at_seconds, free, item.prompt_tokens, 1, free))
+        return Run(tuple(outcomes))
+
+    return run
+
+
+def batch(most: int, seconds: float) -> Runner:
+    """Each request stays `seconds`; its tokens are late where `most` came before it within that time: carries most / seconds a second."""
+
+    def run(candidate: Candidate, arrivals: Sequence[Arrival]) -> Run:
+        times = [item.at_seconds for item in arrivals]
+        late = [index - bisect.bisect_left(times, at - seconds) >= most for index, at in enumerate(times)]
+        return Run(
+            tuple(Outcome("", at, at + seconds * (10 if slow else 1), 900, 100, at + 0.1) for at, slow in zip(times, late, strict=True))
+        )
+
+    return run
+
+
+def tried(runner: Runner, rate: float, goal: Goal, workload: Sequence[Arrival], most_requests: int = 4000) -> Trial:
+    return Trier(goal, workload, Demand.of(workload), most_requests).trial(runner, Candidate(Mode.UNIFIED, Layout(), 1), rate)
 
 
 def plan(capacity: Capacity, late: str = "ttft", site: Site = SITE, **options: object) -> Plan:
@@ -152,6 +185,39 @@ def test_requests_that_arrive_while_the_cluster_fills_are_not_judged():
 
     assert [item.arrival for item in settled(outcomes(range(10)), 2.0)] == list(range(2, 10))
     assert [item.arrival for item in settled(outcomes(range(10)), 50.0)] == list(range(3, 10))
+
+
+def test_a_queue_that_grows_too_slowly_to_miss_the_limit_within_a_run_is_an_overload():
+    """At 1000 a second 4000 requests last 4 seconds: half of them wait for the other half, and none for more than the limit of 10."""
+    goal, workload = Goal(10.0, 0.05), poisson(1.0, 100, Fixed(800, 1))
+    found = highest_rate(lambda rate: tried(one_server(1 / 500), rate, goal, workload).lasting_attainment, 800.0, 0.9)
+    assert found == pytest.approx(500, rel=0.04)
+    over = tried(one_server(1 / 500), 1000.0, goal, workload)
+    assert over.attainment == 1 and over.overload and not over.lasting_attainment
+
+
+def test_a_batch_that_has_not_filled_when_arrivals_end_is_tried_for_longer():
+    """5000 requests of 4 seconds are 1250 a second; a run of 4000 never has that many at once."""
+    for rate, carried in ((1180.0, True), (1350.0, False), (9000.0, False)):
+        found = tried(batch(5000, 4.0), rate, GOAL, WORKLOAD)
+        assert (found.lasting_attainment >= 0.9) == carried, rate
+        assert found.report.requests > 8000
+
+
+def test_a_run_that_is_long_enough_is_not_made_twice():
+    servers = Servers(lambda item: 8.0)
+    assert tried(servers, 8.0, GOAL, WORKLOAD).lasting_attainment >= 0.9 and len(servers.asked) == 1
+
+
+def test_a_trace_that_ends_too_soon_to_tell_is_told_and_what_it_shows_is_the_least():
+    """Named blocks are not sent twice: 200 requests that stay 1.1 seconds show 60 a second for three such stays, and no more."""
+    named = [Arrival(item.at_seconds, item.prompt_tokens, item.output_tokens, (index,)) for index, item in enumerate(WORKLOAD)]
+    asked = Planner(geometry("llama-3-70b"), SITE, GOAL, Servers(lambda item: 1e9), modes=[Mode.UNIFIED], finalists=1)
+    found = asked.plan(named)
+    assert found.findings[0].rate == pytest.approx(200 / (3 * 1.09), rel=0.05) and found.findings[0].short
+    assert "At least that: of more, the requests end too soon to tell (unified" in found.verdict
+    with pytest.raises(NothingFits, match="no rate is known to be carried: .* end too soon to tell for how long; give a longer workload"):
+        Planner(geometry("llama-3-70b"), SITE, GOAL, one_server(0.1), modes=[Mode.UNIFIED], finalists=1).plan(named[:1])
 
 
 @pytest.mark.parametrize(
