@@ -10,6 +10,7 @@ and their gaps are those between the steps that made the tokens. All follows fro
 """
 
 import asyncio
+import contextlib
 import functools
 import gc
 import math
@@ -18,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jdisagg.dispatch.placing import OnAnswer
-from jdisagg.errors import DeadlineExceededError, JdisaggError, OverloadedError, WorkloadError
+from jdisagg.errors import DeadlineExceededError, JdisaggError, OverloadedError, UnavailableError, WorkloadError
 from jdisagg.request import Request, SamplingParams
 from jdisagg.simulator.cluster import SimulatedCluster
 from jdisagg.simulator.fleet import Fleet
@@ -117,8 +118,9 @@ class _Run:
         lost = 0
         for process in cluster.processes.values():
             if process.life is None or not process.life.dead.is_set():
-                status = await process.worker.status()
-                lost += sum(status.total_pages) - sum(status.free_pages)
+                with contextlib.suppress(UnavailableError):  # its mesh failed and nobody came back: its pages went with it
+                    status = process.worker.status_now()
+                    lost += sum(status.total_pages) - sum(status.free_pages)
         steps = sum(process.mesh.steps_run for process in (*cluster.former, *cluster.processes.values()))
         await cluster.stop()
         outcomes = tuple(outcome for outcome in self._outcomes if outcome is not None)

@@ -22,11 +22,11 @@ from jdisagg.scheduler.commands import (
 from jdisagg.simulator.channel import Ends, Offered, SimulatedChannel
 from jdisagg.simulator.cluster import SimulatedCluster
 from jdisagg.simulator.executor import SimulatedExecutor
-from jdisagg.simulator.faults import Death, Fault, Stall, schedule
+from jdisagg.simulator.faults import Broken, Death, Fault, Stall, schedule
 from jdisagg.simulator.run import Hook, Result, simulate
 from jdisagg.simulator.timeline import Timeline
 from jdisagg.simulator.virtual_time import run_virtually
-from jdisagg.simulator.workloads import Arrival
+from jdisagg.simulator.workloads import Arrival, Fixed, poisson
 from tests.simulator.test_conservation import small_fleet
 
 SAMPLE = SampleSpec(0, SamplingParams())
@@ -112,3 +112,10 @@ def test_what_a_worker_did_before_it_died_is_counted() -> None:
     result = simulated([], [Death("decode-0", 11.0, 1.0)])
     assert result.counters["faults"] == 1 and {outcome.end for outcome in result.outcomes} == {"finished"}
     assert result.counters["handoffs_completed"] >= 60, "each prompt was handed over once at least"
+
+
+@pytest.mark.parametrize("fault", [Broken("prefill-0", 1.0), Broken("decode-1", 1.0), Stall("decode-0", 1.0), Stall("prefill-1", 1.0)])
+def test_a_run_ends_with_what_others_served_where_a_broken_worker_never_comes_back(fault: Fault):
+    result = simulate(small_fleet(pages=512), poisson(4.0, 30, Fixed(400, 40)), hooks=[schedule([fault])], mortal=True)
+    assert result.counters["faults"] == 1
+    assert [outcome.end for outcome in result.outcomes] == ["finished"] * 30
