@@ -232,8 +232,11 @@ class SimulatedCluster:
             return WorkerPorts(prefill=LatePrefill(prefill, self._computed) if self.fleet.late_reservation else prefill)
         decode: DecodePort = worker if life is None else MortalDecode(worker, life)
         if self.fleet.late_reservation:
-            decode = LateDecode(decode, self._computed, card.name, self.new_id)
+            decode = LateDecode(decode, self._computed, card.name, self.new_id, self._computes)
         return WorkerPorts(decode=decode)
+
+    def _computes(self, name: str) -> bool:
+        return name in self.seats and self.seats[name].role is WorkerRole.PREFILL
 
     async def switch_role(self, name: str, role: WorkerRole, seconds: float, drain_seconds: float | None = None) -> None:
         """A worker of two pools changes sides: it drains, takes `seconds` to lay its weights out as the other pool does, and is back under

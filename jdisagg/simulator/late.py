@@ -14,6 +14,7 @@ from dataclasses import replace
 from jdisagg.dispatch.ports import (
     DecodePort,
     GenerateCall,
+    HandoffSource,
     PrefillCall,
     PrefillPort,
     PrefillReply,
@@ -24,6 +25,7 @@ from jdisagg.dispatch.ports import (
     WorkerStatus,
     close_stream,
 )
+from jdisagg.errors import HandoffError
 
 
 class Computed:
@@ -40,17 +42,16 @@ class Computed:
 
 
 class LatePrefill:
-    """Tells when a prompt has been computed, or never will be."""
+    """Tells when a prompt has been computed. Of one that never will be the router hears, and names another source or gives up."""
 
     def __init__(self, inner: PrefillPort, computed: Computed) -> None:
         self._inner = inner
         self._computed = computed
 
     async def prefill(self, call: PrefillCall) -> PrefillReply:
-        try:
-            return await self._inner.prefill(call)
-        finally:
-            self._computed.event(call.handoff_id).set()
+        reply = await self._inner.prefill(call)
+        self._computed.event(call.handoff_id).set()
+        return reply
 
     async def cancel_prefill(self, handoff_id: int) -> None:
         await self._inner.cancel_prefill(handoff_id)
@@ -60,14 +61,19 @@ class LatePrefill:
 
 
 class LateDecode:
-    """Promises at once; reserves when the prompt has been computed."""
+    """Promises at once; reserves when the prompt has been computed. `computes` says of a worker whether it computes prompts: the KV of one
+    that hands a running sequence on is there already."""
 
-    def __init__(self, inner: DecodePort, computed: Computed, worker: str, new_id: Callable[[], int]) -> None:
+    def __init__(
+        self, inner: DecodePort, computed: Computed, worker: str, new_id: Callable[[], int], computes: Callable[[str], bool]
+    ) -> None:
         self._inner = inner
         self._computed = computed
         self._worker = worker
         self._new_id = new_id
+        self._computes = computes
         self._promised: dict[int, ReserveCall] = {}
+        self._sources: dict[int, HandoffSource | None] = {}  # of those that generate and have no pages yet
         self._reserved: dict[int, int] = {}
 
     async def reserve(self, call: ReserveCall) -> Reservation:
@@ -76,22 +82,45 @@ class LateDecode:
         return Reservation(key, self._worker, 0, call.deadline_seconds)
 
     async def generate(self, call: GenerateCall) -> AsyncIterator[Span]:
-        asked = self._promised.pop(call.reservation_id)
-        if call.source is not None:
-            handoff_id = call.source.handoff_id
-            await self._computed.event(handoff_id).wait()
-            self._computed.forget(handoff_id)
-        reservation = await self._inner.reserve(asked)
-        self._reserved[call.reservation_id] = reservation.reservation_id
-        spans = self._inner.generate(replace(call, reservation_id=reservation.reservation_id))
+        key = call.reservation_id
+        asked = self._promised.pop(key, None)
+        if asked is None:
+            raise self._not_held(key)
+        self._sources[key] = call.source
+        try:
+            await self._prompt_computed(key)
+            reservation = await self._inner.reserve(asked)
+        finally:
+            source = self._sources.pop(key)
+        self._reserved[key] = reservation.reservation_id
+        spans = self._inner.generate(replace(call, reservation_id=reservation.reservation_id, source=source))
         try:
             async for span in spans:
                 yield span
         finally:
             await close_stream(spans)
 
+    async def _prompt_computed(self, key: int) -> None:
+        """By the source of the moment: another may take over meanwhile."""
+        while (source := self._sources[key]) is not None and self._computes(source.worker):
+            await self._computed.event(source.handoff_id).wait()
+            self._computed.forget(source.handoff_id)
+            if self._sources[key] is source:
+                return
+
     async def resume_source(self, call: ResumeCall) -> int | None:
-        return await self._inner.resume_source(replace(call, reservation_id=self._reserved[call.reservation_id]))
+        key = call.reservation_id
+        if key in self._reserved:
+            return await self._inner.resume_source(replace(call, reservation_id=self._reserved[key]))
+        old = self._sources.get(key)
+        if old is None:
+            raise self._not_held(key)
+        self._sources[key] = call.source
+        self._computed.event(old.handoff_id).set()  # who waits for it looks again
+        return 0  # nothing has been pulled yet
+
+    def _not_held(self, key: int) -> HandoffError:
+        return HandoffError(f"worker {self._worker!r}: promise {key} is not held any more; ask for another")
 
     async def cancel(self, reservation_id: int, child: int | None = None) -> None:
         self._promised.pop(reservation_id, None)

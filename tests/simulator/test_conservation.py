@@ -10,14 +10,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jdisagg.config import Mode
+from jdisagg.dispatch.ports import WorkerRole
 from jdisagg.errors import ConfigError
 from jdisagg.router.hardware import accelerator
 from jdisagg.router.model_geometry import geometry
+from jdisagg.simulator.cluster import SimulatedCluster
 from jdisagg.simulator.fault_words import parse_fault
 from jdisagg.simulator.faults import Broken, Cancels, Death, Fault, SlowLink, Stall, schedule
 from jdisagg.simulator.fleet import INSTANCE, LIMITS, Fleet, Pool
 from jdisagg.simulator.run import Result, simulate
-from jdisagg.simulator.workloads import Arrival, LogNormal, poisson
+from jdisagg.simulator.workloads import Arrival, Fixed, LogNormal, poisson
 
 LENGTHS = LogNormal(400, 1.0, 60, 1.0, longest=2000)
 
@@ -71,11 +73,13 @@ def check(result: Result, count: int = 40) -> Counter[str]:
     count=st.integers(1, 6),
     mode=st.sampled_from([Mode.DISAGGREGATED, Mode.DISAGGREGATED, Mode.CHUNKED]),
     pages=st.sampled_from([24, 64, 512]),
+    late=st.booleans(),
 )
-def test_every_request_ends_once_and_pages_return_under_random_faults(seed: int, count: int, mode: Mode, pages: int) -> None:
+def test_every_request_ends_once_and_pages_return_under_random_faults(seed: int, count: int, mode: Mode, pages: int, late: bool) -> None:
     workers = ("prefill-0", "prefill-1", "decode-0", "decode-1") if mode is Mode.DISAGGREGATED else ("mixed-0", "mixed-1")
     faults = random_faults(seed, workers, 8.0, count, back_after=3.0)
-    result = run(small_fleet(mode, pages), faults, seed=seed)
+    fleet = small_fleet(mode, pages)
+    result = run(replace(fleet, late_reservation=late and mode is Mode.DISAGGREGATED), faults, seed=seed)
     check(result)
     # With all workers of a role gone at once a request fails after its attempts, and says so.
     assert all(outcome.reason for outcome in result.outcomes if outcome.end != "finished")
@@ -86,13 +90,32 @@ def test_every_request_ends_once_and_pages_return_under_random_faults(seed: int,
     [Death("decode-0", 3.0, 3.0), Death("prefill-0", 3.0, 3.0), Stall("decode-1", 3.0, 6.0), Broken("prefill-1", 3.0, 2.0)],
     ids=lambda fault: f"{type(fault).__name__}-{fault.worker}",
 )
-def test_a_worker_that_is_lost_costs_its_requests_time_and_nothing_else(fault: Fault) -> None:
-    calm, struck = run(small_fleet(), []), run(small_fleet(), [fault])
+@pytest.mark.parametrize("late", [False, True], ids=["reserved-first", "reserved-late"])
+def test_a_worker_that_is_lost_costs_its_requests_time_and_nothing_else(fault: Fault, late: bool) -> None:
+    fleet = replace(small_fleet(), late_reservation=late)
+    calm, struck = run(fleet, []), run(fleet, [fault])
     assert check(calm) == check(struck) == {"finished": 40}
     assert struck.counters["faults"] == 1
     assert struck.counters.get("legs_failed", 0) + struck.counters.get("sources_replaced", 0) > 0, "it struck when something ran there"
     wanted = [outcome.output_tokens for outcome in calm.outcomes]
     assert [outcome.output_tokens for outcome in struck.outcomes] == wanted, "no token is lost or doubled"
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["reserved-first", "reserved-late"])
+def test_running_sequences_move_off_a_worker_that_drains(late: bool) -> None:
+    """To the other decode worker: nobody needs to compute a prompt for that, whenever pages are reserved."""
+    taken: list[float] = []
+
+    async def switch(cluster: SimulatedCluster) -> None:
+        await cluster.clock.sleep(3.0)
+        await cluster.switch_role("decode-0", WorkerRole.PREFILL, seconds=0.1, drain_seconds=20.0)
+        taken.append(cluster.clock.now() - 3.0)
+
+    arrivals = poisson(4.0, 12, Fixed(400, 600), 0)
+    result = simulate(replace(small_fleet(pages=512), late_reservation=late), arrivals, hooks=[switch], settle_seconds=60.0)
+    assert [outcome.end for outcome in result.outcomes] == ["finished"] * 12 and result.pages_lost == 0
+    assert result.counters["sequences_moved"] > 0
+    assert taken[0] < 2.0, "those that would run for many seconds more were not waited for"
 
 
 def test_a_slow_link_lengthens_the_hand_off_and_no_more() -> None:
