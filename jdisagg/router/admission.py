@@ -21,11 +21,12 @@ def admit(
 ) -> None:
     """Raises OverloadedError when `max_waiting_requests` wait for their first token already.
 
-    A tenant of which fewer wait (`own_waiting`) than its share among `tenants` is let in all the same: it was others who filled the
-    queue. So at most twice the limit wait. `seconds_per_request` is the recent mean time between two first tokens; it makes the predicted
-    wait.
+    A tenant of which fewer wait (`own_waiting`) than its share among `tenants` is let in all the same, until twice the limit wait: it was
+    others who filled the queue. Without that end tenants that come one after another, each to a smaller share, would fill it without
+    bound. `seconds_per_request` is the recent mean time between two first tokens; it makes the predicted wait.
     """
-    if waiting_requests < max_waiting_requests or (own_waiting is not None and own_waiting < max_waiting_requests // tenants):
+    within_share = own_waiting is not None and own_waiting < max_waiting_requests // tenants
+    if waiting_requests < (2 if within_share else 1) * max_waiting_requests:
         return
     wait_seconds = retry_after(waiting_requests * seconds_per_request)
     raise OverloadedError(

@@ -1,12 +1,13 @@
 """Quotas, the speed of the queue, breakers, and learned lengths: small pure parts of admission and placement."""
 
 import random
+from collections import Counter
 
 import pytest
 
 from jdisagg.config import RoutingConfig
 from jdisagg.errors import ConfigError, OverloadedError
-from jdisagg.router.admission import Drain, Quotas, limit_seconds
+from jdisagg.router.admission import Drain, Quotas, admit, limit_seconds
 from jdisagg.router.breaker import FAILURES, FIRST_SECONDS, MOST_SECONDS, Breaker, BreakerState
 from jdisagg.router.predictor import COLD_TOKENS, FEWEST, LearnedLengths, MaxTokens
 
@@ -150,3 +151,15 @@ def test_wrong_routing_settings_are_refused_by_name(wrong: dict[str, object], sa
     with pytest.raises(ConfigError, match=said):
         RoutingConfig(**wrong)  # type: ignore[arg-type]
     assert RoutingConfig(tenant_weights="gold=4, free=0.5").weights() == {"gold": 4.0, "free": 0.5}
+
+
+@pytest.mark.parametrize("limit", [1, 8, 100])
+def test_at_most_twice_the_limit_wait_however_many_tenants_come_one_after_another(limit: int) -> None:
+    waiting: Counter[str] = Counter()
+    for number in range(5 * limit):
+        tenant = f"t{number}"
+        with pytest.raises(OverloadedError, match=f"the limit is {limit}"):
+            while True:
+                admit(waiting.total(), limit, 0.1, waiting[tenant], len({*waiting, tenant}))
+                waiting[tenant] += 1
+    assert limit <= waiting.total() <= 2 * limit

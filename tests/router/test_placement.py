@@ -120,8 +120,10 @@ def test_admission_refuses_a_full_queue_with_the_predicted_wait() -> None:
 
 
 def test_a_queue_that_others_filled_is_open_to_a_tenant_up_to_its_share() -> None:
-    admit(20, 10, 0.5, own_waiting=4, tenants=2)
+    admit(19, 10, 0.5, own_waiting=4, tenants=2)
+    with pytest.raises(OverloadedError, match="19 requests"):
+        admit(19, 10, 0.5, own_waiting=5, tenants=2)
     with pytest.raises(OverloadedError, match="20 requests"):
-        admit(20, 10, 0.5, own_waiting=5, tenants=2)
+        admit(20, 10, 0.5, own_waiting=0, tenants=2)
     with pytest.raises(OverloadedError):
         admit(10, 10, 0.5, own_waiting=10, tenants=1)
