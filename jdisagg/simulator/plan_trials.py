@@ -104,7 +104,7 @@ def _judged(rate: float, run: Run, judged: Sequence[Outcome], goal: Goal) -> Tri
 def requests_at(workload: Sequence[Arrival], rate: float, count: int, arrivals: Process, seed: int) -> list[Arrival]:
     """`count` requests of the workload from its beginning, over again where it is shorter and names no blocks (a repeated block would be
     a hit that the workload does not have); at `rate` a second."""
-    if any(item.block_hashes for item in workload[:1]):
+    if any(item.block_hashes for item in workload):
         count = min(count, len(workload))
     if arrivals == "trace" and len(workload) > 1:
         return at_rate(workload[:count], rate)

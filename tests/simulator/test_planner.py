@@ -177,6 +177,7 @@ def test_requests_at_a_rate_are_the_workloads_own_in_order_with_the_same_gaps_at
     assert mean_rate(own) == pytest.approx(10) and len(own) == 100
     named = [Arrival(index, 600, 5, (index, index + 1)) for index in range(20)]
     assert len(requests_at(named, 10.0, 500, "poisson", 3)) == 20, "named blocks are not sent twice"
+    assert len(requests_at([Arrival(0.0, 10, 5), *named], 10.0, 500, "poisson", 3)) == 21, "whichever request names them"
 
 
 def test_requests_that_arrive_while_the_cluster_fills_are_not_judged():
