@@ -2,7 +2,8 @@
 
 `read_trace` goes by the names of the columns (`COLUMNS`), so that a trace needs no flag to say where it came from. Own files: columns
 at_seconds, prompt_tokens, output_tokens, and where wanted tenant, priority, deadline, block_hashes (space separated in CSV, a list in
-JSONL); `write_trace` writes that. Times are rebased to 0 and rows ordered by them. Bad rows are errors that name file, row and column.
+JSONL); `write_trace` writes that. A row of JSONL may leave optional ones out. Times are rebased to 0 and rows ordered by them. Files are
+UTF-8, with a byte order mark or without. Bad rows are errors that name file, row and column.
 """
 
 import csv
@@ -33,6 +34,8 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
 }
 UNITS_IN_SECOND = {"timestamp": 1000.0}  # Mooncake: milliseconds
 
+MOST = 10**18  # tokens, or a priority: beyond it sums overflow NumPy's integers
+
 Row = Mapping[str, object]
 
 
@@ -43,11 +46,11 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[Arrival]:
         raise WorkloadError(f"the first {limit} requests of {path}: must be at least 1; leave the limit out for all of them")
     path = Path(path)
     rows = _rows(path)
-    names: dict[str, str] = {}
+    needed: dict[str, str] = {}
     found: list[Arrival] = []
     for number, row in rows:
-        names = names or _names(row, path)
-        found.append(_arrival(row, names, f"{path.name}, row {number}"))
+        needed = needed or _needed(row, path)
+        found.append(_arrival(row, needed | _optional(row), f"{path.name}, row {number}"))
     if not found:
         raise WorkloadError(f"{path} holds no requests; give a trace with at least one row")
     found.sort(key=lambda item: item.at_seconds)
@@ -73,7 +76,10 @@ def write_trace(arrivals: Iterable[Arrival], path: str | Path) -> None:
 
 
 def _opened(path: Path, mode: str) -> TextIO:
-    return cast(TextIO, gzip.open(path, mode, newline="") if path.suffix == ".gz" else open(path, mode.replace("t", ""), newline=""))
+    # What others wrote may begin with a byte order mark; the machine's locale decides nothing.
+    encoding = "utf-8-sig" if mode == "rt" else "utf-8"
+    opened = gzip.open if path.suffix == ".gz" else open
+    return cast(TextIO, opened(path, mode, newline="", encoding=encoding))
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Row]]:
@@ -94,24 +100,28 @@ def _rows(path: Path) -> Iterator[tuple[int, Row]]:
 def _parsed(line: str, path: Path, number: int) -> Row:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # the latter: brackets in brackets; the former also an integer of thousands of digits
         raise WorkloadError(f"{path.name}, row {number}: no JSON: {error}; correct or drop the row") from error
     if not isinstance(row, dict):
         raise WorkloadError(f"{path.name}, row {number}: a row must be an object, got {line.strip()[:40]!r}; correct or drop the row")
     return row
 
 
-def _names(row: Row, path: Path) -> dict[str, str]:
+def _needed(row: Row, path: Path) -> dict[str, str]:
     """Our field -> the file's column, by the first row."""
     names = {}
-    for field, known in (COLUMNS | OPTIONAL).items():
+    for field, known in COLUMNS.items():
         column = next((name for name in known if name in row), None)
-        if column is not None:
-            names[field] = column
-        elif field in COLUMNS:
+        if column is None:
             there = ", ".join(str(name) for name in row) or "none"
             raise WorkloadError(f"{path}: no column for {field}; one of {', '.join(known)} is needed, the file has {there}")
+        names[field] = column
     return names
+
+
+def _optional(row: Row) -> dict[str, str]:
+    """Likewise, by each row: one of JSONL names what it has."""
+    return {field: name for field, known in OPTIONAL.items() for name in known[::-1] if name in row}
 
 
 def _arrival(row: Row, names: Mapping[str, str], where: str) -> Arrival:
@@ -125,16 +135,14 @@ def _arrival(row: Row, names: Mapping[str, str], where: str) -> Arrival:
     if isinstance(hashes, str):
         hashes = hashes.split()
     if not isinstance(hashes, Sequence):
-        raise WorkloadError(f"{where}, {names['block_hashes']}: must be a list of integers, got {hashes!r}; correct or drop the row")
-    return Arrival(
-        at,
-        prompt,
-        output,
-        tuple(_count(item, f"{where}, {names['block_hashes']}", None) for item in hashes),
-        "" if tenant is None else str(tenant),
-        0 if priority in (None, "") else _count(priority, f"{where}, priority", None),
-        None if deadline in (None, "") else _number(deadline, f"{where}, deadline"),
-    )
+        raise WorkloadError(f"{where}, {names['block_hashes']}: must be a list of integers, got {_short(hashes)}; correct or drop the row")
+    blocks = tuple(_block(item, f"{where}, {names['block_hashes']}") for item in hashes)
+    rank = 0 if priority in (None, "") else _count(priority, f"{where}, priority", None)
+    limit = None if deadline in (None, "") else _number(deadline, f"{where}, deadline")
+    try:
+        return Arrival(at, prompt, output, blocks, "" if tenant is None else str(tenant), rank, limit)
+    except WorkloadError as error:
+        raise WorkloadError(f"{where}: {error.message}") from error
 
 
 def _moved(item: Arrival, first: float) -> Arrival:
@@ -146,7 +154,7 @@ def _moved(item: Arrival, first: float) -> Arrival:
 def _time(value: object, where: str) -> float:
     """Seconds, or a date and time (ISO 8601; of Azure's 7 digits of a second 6 are kept), in UTC where it names no offset."""
     if isinstance(value, str) and "-" in value[1:] and ":" in value:
-        with suppress(ValueError):
+        with suppress(ValueError, OverflowError):
             moment = datetime.fromisoformat(value.strip())
             return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
     return _number(value, where)
@@ -155,10 +163,10 @@ def _time(value: object, where: str) -> float:
 def _number(value: object, where: str) -> float:
     number = math.nan
     if isinstance(value, str | int | float) and not isinstance(value, bool):
-        with suppress(ValueError):
+        with suppress(ValueError, OverflowError):
             number = float(value)
     if not (math.isfinite(number) and number >= 0):
-        raise WorkloadError(f"{where}: must be a number of 0 or more, got {value!r}; correct or drop the row")
+        raise WorkloadError(f"{where}: must be a number of 0 or more, got {_short(value)}; correct or drop the row")
     return number
 
 
@@ -167,7 +175,24 @@ def _count(value: object, where: str, least: int | None) -> int:
     if isinstance(value, str | int) and not isinstance(value, bool):
         with suppress(ValueError):
             count = int(value)
-    if count is None or (least is not None and count < least):
+    if count is None or abs(count) > MOST or (least is not None and count < least):
         rule = "an integer" if least is None else f"an integer of at least {least}"
-        raise WorkloadError(f"{where}: must be {rule}, got {value!r}; correct or drop the row")
+        raise WorkloadError(f"{where}: must be {rule} and at most {MOST:.0e}, got {_short(value)}; correct or drop the row")
     return count
+
+
+def _block(value: object, where: str) -> int:
+    """A block's name: a hash may have any number of bits."""
+    name = None
+    if isinstance(value, str | int) and not isinstance(value, bool):
+        with suppress(ValueError):
+            name = int(value)
+    if name is None or name < 0:
+        raise WorkloadError(f"{where}: must be integers of at least 0, got {_short(value)}; correct or drop the row")
+    return name
+
+
+def _short(value: object) -> str:
+    """Enough of it to find it."""
+    said = repr(value)
+    return said if len(said) <= 60 else f"{said[:60]}..."

@@ -16,8 +16,8 @@ from jdisagg.errors import WorkloadError
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request. `block_hashes`: names of its prompt's full and last blocks, front to back; equal names mean equal tokens so far.
-    `deadline`: seconds after the arrival, None for none. `priority`: as in `Request`."""
+    """One request. `block_hashes`: names (0 or more) of its prompt's full and last blocks, front to back; equal names mean equal tokens so
+    far. `deadline`: seconds after the arrival, None for none. `priority`: as in `Request`."""
 
     at_seconds: float
     prompt_tokens: int
@@ -35,6 +35,8 @@ class Arrival:
             raise WorkloadError(f"a request must have at least 1 prompt and 1 output token, got {lengths}; correct or drop the row")
         if self.deadline is not None and not self.deadline > 0:
             raise WorkloadError(f"an arrival's deadline must be positive seconds after it, got {self.deadline!r}; leave it out for none")
+        if self.block_hashes and min(self.block_hashes) < 0:
+            raise WorkloadError(f"names of an arrival's blocks must be 0 or more, got {min(self.block_hashes)}; number them anew")
 
 
 # ---- lengths

@@ -67,6 +67,27 @@ def test_what_is_written_is_read_back(tmp_path: Path, name: str) -> None:
     assert read_trace(tmp_path / name) == arrivals
 
 
+def test_a_row_of_jsonl_names_what_it_has_whatever_the_first_one_named(tmp_path: Path) -> None:
+    more = {"tenant": "a", "priority": 2, "deadline": 3.0, "hash_ids": [7]}
+    plain = {"at_seconds": 0, "prompt_tokens": 1, "output_tokens": 1}
+    lines = [json.dumps(row) for row in (plain, {**plain, **more}, {**plain, "block_hashes": [8]})]
+    found = read_trace(written(tmp_path / "own.jsonl", "\n".join(lines)))
+    assert found == [Arrival(0.0, 1, 1), Arrival(0.0, 1, 1, (7,), "a", 2, 3.0), Arrival(0.0, 1, 1, (8,))]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", "at_seconds,prompt_tokens,output_tokens,tenant\n0,1,1,\u00e4\n"),
+        ("a.jsonl", '{"at_seconds": 0, "prompt_tokens": 1, "output_tokens": 1, "tenant": "\u00e4"}\n'),
+    ],
+)
+def test_a_trace_is_utf_8_with_a_byte_order_mark_or_without(tmp_path: Path, name: str, text: str) -> None:
+    for mark in ("", "\ufeff"):
+        (tmp_path / name).write_bytes((mark + text).encode())
+        assert read_trace(tmp_path / name) == [Arrival(0.0, 1, 1, tenant="\u00e4")]
+
+
 def test_the_first_requests_of_a_trace_are_taken_and_no_fewer_than_one(tmp_path: Path) -> None:
     path = written(tmp_path / "run.csv", "arrival_s,prompt_len,output_len\n5,2,2\n7,3,3\n0,1,1\n")
     assert [item.at_seconds for item in read_trace(path, limit=2)] == [0.0, 5.0]
@@ -94,6 +115,10 @@ def test_moments_may_name_their_offset_and_be_whole_seconds(tmp_path: Path) -> N
         ("arrival_s,prompt_tokens,output_tokens\nnan,5,3\n", "row 2, arrival_s"),
         ("arrival_s,prompt_tokens,output_tokens\n0,5.5,3\n", "row 2, prompt_tokens"),
         ("arrival_s,prompt_tokens,output_tokens\n0,5\n", "row 2, output_tokens"),
+        (f"arrival_s,prompt_tokens,output_tokens\n0,{'9' * 5000},3\n", r"row 2, prompt_tokens.*got '9+\.\.\.; correct"),
+        ("arrival_s,prompt_tokens,output_tokens,deadline\n0,5,3,\n0,5,3,0\n", "bad.csv, row 3: an arrival's deadline must be positive"),
+        ("at_seconds,prompt_tokens,output_tokens\n0001-01-01 00:00:00,1,1\n", "bad.csv, row 2: an arrival's time must be 0 or more"),
+        ("arrival_s,prompt_tokens,output_tokens,hash_ids\n0,5,3,4 -1\n", "row 2, hash_ids.*at least 0, got '-1'"),
     ],
 )
 def test_a_bad_table_is_refused_by_row_and_column(tmp_path: Path, text: str, words: str) -> None:
@@ -101,7 +126,23 @@ def test_a_bad_table_is_refused_by_row_and_column(tmp_path: Path, text: str, wor
         read_trace(written(tmp_path / "bad.csv", text))
 
 
-@pytest.mark.parametrize("line, words", [("{", "no JSON"), ("[1]", "must be an object"), ('{"timestamp": true}', "no column")])
+NO_TIME = '"prompt_tokens": 1, "output_tokens": 1}'
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("{", "no JSON"),
+        ("[1]", "must be an object"),
+        ('{"timestamp": true}', "no column"),
+        ("[" * 200_000, "row 1: no JSON"),
+        (f'{{"at_seconds": {"9" * 5000}, {NO_TIME}', "row 1: no JSON"),
+        (f'{{"at_seconds": {"9" * 400}, {NO_TIME}', "row 1, at_seconds: must be a number"),
+        (f'{{"at_seconds": 0, "deadline": {"9" * 400}, {NO_TIME}', "row 1, deadline: must be a number"),
+        (f'{{"at_seconds": 0, "priority": {"9" * 400}, {NO_TIME}', "row 1, priority: must be an integer"),
+    ],
+    ids=range(8),
+)
 def test_bad_lines_are_refused(tmp_path: Path, line: str, words: str) -> None:
     with pytest.raises(WorkloadError, match=words):
         read_trace(written(tmp_path / "bad.jsonl", line + "\n"))
@@ -116,7 +157,7 @@ def test_files_that_are_missing_broken_or_of_another_kind_are_refused(tmp_path: 
         read_trace(written(tmp_path / "trace.csv.gz", "not gzip"))
 
 
-@pytest.mark.parametrize("values", [(-1, 1, 1), (float("nan"), 1, 1), (0, 0, 1), (0, 1, -3)])
+@pytest.mark.parametrize("values", [(-1, 1, 1), (float("nan"), 1, 1), (0, 0, 1), (0, 1, -3), (0, 1, 1, (3, -1))])
 def test_an_impossible_arrival_is_refused(values: tuple[float, int, int]) -> None:
     with pytest.raises(WorkloadError):
         Arrival(*values)
