@@ -5,7 +5,7 @@ serve are known too, for planning and simulation need no weights. What is derive
 those sizes, small tensors (norms, biases, the positions of OPT) left out. Knows no hardware and no layout.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from jdisagg.errors import ConfigError
@@ -96,6 +96,10 @@ class CostGeometry:
             raise ConfigError(f"model geometry {self.name}: {self.expert_layers} expert layers and no experts; describe the experts")
         if not 0 <= self.expert_layers <= self.layers:
             raise ConfigError(f"model geometry {self.name}: expert_layers={self.expert_layers} is not within 0..{self.layers}")
+        if isinstance(self.attention, Attention) and not 0 <= self.attention.windowed_layers <= self.layers:
+            raise ConfigError(
+                f"model geometry {self.name}: windowed_layers={self.attention.windowed_layers} is not within 0..{self.layers}"
+            )
 
     @property
     def matrices(self) -> int:
@@ -141,6 +145,12 @@ def dtype_bytes(dtype: str) -> int:
     return DTYPE_BYTES[dtype]
 
 
+# Families whose config.json leaves out that the output projection is the embedding, and those that give every second, sixth, fourth layer
+# the whole context and leave that out.
+TIED = ("opt", "bloom", "gemma", "gemma2", "gemma3_text", "cohere", "cohere2")
+WINDOW_PATTERN = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "cohere2": 4}
+
+
 def from_hf_fields(fields: Mapping[str, object], name: str = "config.json") -> CostGeometry:
     """From the fields of a Hugging Face config.json; raises ConfigError naming a field that is missing or no count."""
 
@@ -170,21 +180,17 @@ def from_hf_fields(fields: Mapping[str, object], name: str = "config.json") -> C
             count("v_head_dim"),
         )
     else:
-        window = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
-        windowed = isinstance(window, int) and not isinstance(window, bool) and window > 0
         head_dim = count("head_dim", default=max(1, width // heads))
-        attention = Attention(
-            heads,
-            count("num_key_value_heads", default=heads),
-            head_dim,
-            window if windowed and isinstance(window, int) else None,
-            layers - count("max_window_layers", default=0, least=0) if windowed else 0,
-        )
+        # Qwen's families have windows only where they are switched on; others wherever one is given.
+        on = fields.get("use_sliding_window", not str(family).startswith("qwen"))
+        window = count("sliding_window", default=0, least=0) if on else 0
+        windowed = _windowed_layers(fields, layers, count) if window else 0
+        attention = Attention(heads, count("num_key_value_heads", default=heads), head_dim, window or None, windowed)
     experts_count = count("num_experts", "num_local_experts", "n_routed_experts", default=0, least=0)
     experts, expert_layers = None, 0
     if experts_count:
         expert_ffn = count("moe_intermediate_size", default=count("intermediate_size"))
-        shared = count("n_shared_experts", default=0, least=0) * expert_ffn
+        shared = count("shared_expert_intermediate_size", default=count("n_shared_experts", default=0, least=0) * expert_ffn, least=0)
         experts = Experts(experts_count, count("num_experts_per_tok"), expert_ffn, shared)
         dense_first = count("first_k_dense_replace", default=0, least=0)
         dense_only = fields.get("mlp_only_layers")
@@ -198,11 +204,24 @@ def from_hf_fields(fields: Mapping[str, object], name: str = "config.json") -> C
         attention=attention,
         ffn=count("intermediate_size", "ffn_dim", default=4 * width),
         gated=family not in ("opt", "bloom", "gpt2", "gpt_neox", "falcon"),
-        tied=fields.get("tie_word_embeddings", family in ("opt", "bloom")) is True,
+        tied=fields.get("tie_word_embeddings", family in TIED) is True,
         experts=experts,
         expert_layers=expert_layers,
         context_tokens=count("max_position_embeddings", "seq_length", default=2048),
     )
+
+
+def _windowed_layers(fields: Mapping[str, object], layers: int, count: Callable[..., int]) -> int:
+    """Of a model that has a window: by `layer_types` where given, else by the family's rule."""
+    types, family = fields.get("layer_types"), fields.get("model_type")
+    if isinstance(types, list):
+        return types[:layers].count("sliding_attention")
+    if pattern := count("sliding_window_pattern", default=WINDOW_PATTERN.get(str(family), 0)):
+        return layers - layers // pattern
+    if family == "qwen3_moe":  # it carries the field and has no such rule
+        return layers
+    first = count("max_window_layers", default=28 if str(family).startswith("qwen") else 0, least=0)
+    return max(0, layers - first)
 
 
 # Sizes as in each model's published config.json (named Hugging Face repository); Llama-2 and BLOOM also in arXiv 2307.09288, 2211.05100.
