@@ -18,7 +18,7 @@ def find_accelerator(name: str) -> Accelerator:
         return accelerator(name)
     try:
         fields = json.loads(Path(name).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"hardware file {name} cannot be read ({error}); write one with launch.measure_costs") from error
     if not isinstance(fields, dict):
         raise ConfigError(f"hardware file {name} must hold a JSON object, got {type(fields).__name__}; write one with launch.measure_costs")
@@ -35,7 +35,7 @@ def find_geometry(model: str) -> CostGeometry:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"{str(directory)!r} has no config.json; give a model directory or a name of the catalogue") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not readable as JSON ({error}); fetch it again") from error
     if not isinstance(fields, dict):
         raise ConfigError(f"{path} must hold a JSON object, got {type(fields).__name__}; fetch it again")

@@ -7,12 +7,20 @@ accelerator, or taken from a relative where nobody measured (said where). `launc
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from jdisagg.errors import ConfigError
 
 TERA, GIGA = 1e12, 1e9
+
+Built = TypeVar("Built")
+
+
+def _check_positive(said: str, value: float, name: str) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{said}: {name} must be a positive number, got {value!r}; measure it again or correct the description")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +31,13 @@ class Link:
     bytes_per_second: float
     latency_seconds: float
     efficiency: float = 0.8
+
+    def __post_init__(self) -> None:
+        said = f"link {self.name}"
+        _check_positive(said, self.bytes_per_second, "bytes_per_second")
+        _check_positive(said, self.efficiency, "efficiency")
+        if not (math.isfinite(self.latency_seconds) and self.latency_seconds >= 0):
+            raise ConfigError(f"{said}: latency_seconds must be zero or more, got {self.latency_seconds!r}; correct the description")
 
     def seconds(self, size_bytes: float) -> float:
         return self.latency_seconds + size_bytes / (self.bytes_per_second * self.efficiency)
@@ -57,14 +72,12 @@ class Efficiency:
     large_bandwidth: float = 0.7
 
     def __post_init__(self) -> None:
-        for name in ("gemm_compute", "gemm_memory", "attention_compute", "attention_memory", "collective_bandwidth", "large_bandwidth"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"efficiency {name} must be a positive number, got {value!r}; measure it again")
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
-            if spec.name.endswith("_seconds") and not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"efficiency {spec.name} must be zero or more seconds, got {value!r}; measure it again")
+            if not spec.name.endswith("_seconds"):
+                _check_positive("efficiency", value, spec.name)
+            elif not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"efficiency: {spec.name} must be zero or more seconds, got {value!r}; measure it again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +96,14 @@ class Accelerator:
     dollars_per_hour: float | None = None
 
     def __post_init__(self) -> None:
+        said = f"accelerator {self.name}"
         for name in ("peak_flops", "memory_bytes_per_second", "memory_bytes", "domain_devices"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"accelerator {self.name}: {name} must be a positive number, got {value!r}; correct the description")
+            _check_positive(said, getattr(self, name), name)
+        if not isinstance(self.domain_devices, int):
+            raise ConfigError(f"{said}: domain_devices must be a whole number, got {self.domain_devices!r}; correct the description")
+        price = self.dollars_per_hour
+        if price is not None and not (math.isfinite(price) and price >= 0):
+            raise ConfigError(f"{said}: dollars_per_hour must be zero or more, got {price!r}; leave it out where no price is settled")
 
 
 # One direction; speeds from the table of measured and published links in the standards' names: NVLink 3, 4, 5 are half of 600, 900 and
@@ -199,35 +216,43 @@ def link(name: str) -> Link:
 
 
 def accelerator_from_fields(fields: Mapping[str, object], where: str = "hardware file") -> Accelerator:
-    """Reads what `dataclasses.asdict` of an Accelerator wrote; names what is missing, unknown or no number. "measured" is passed over."""
-    known = {spec.name for spec in dataclasses.fields(Accelerator)} | {"measured"}
-    if unknown := sorted(set(fields) - known):
-        raise ConfigError(f"{where}: unknown fields {', '.join(map(str, unknown))}; it has {', '.join(sorted(known))}")
-    values: dict[str, object] = {}
-    for spec in dataclasses.fields(Accelerator):
-        if spec.name not in fields:
-            if spec.name == "dollars_per_hour":
-                continue
-            raise ConfigError(f"{where}: needed field {spec.name!r} is missing; measure the machine again")
-        value = fields[spec.name]
-        if spec.name in ("scale_up", "host", "scale_out"):
-            values[spec.name] = Link(**_numbers(value, Link, f"{where}: {spec.name}"))
-        elif spec.name == "efficiency":
-            values[spec.name] = Efficiency(**_numbers(value, Efficiency, f"{where}: {spec.name}"))
-        else:
-            values[spec.name] = value
-    return Accelerator(**_numbers(values, Accelerator, where))
+    """Reads what `dataclasses.asdict` of an Accelerator wrote; names what is missing, unknown or impossible. "measured" is passed over."""
+    values = {name: value for name, value in fields.items() if name != "measured"}
+    parts: dict[str, object] = {}
+    for name, kind in (("scale_up", Link), ("host", Link), ("scale_out", Link), ("efficiency", Efficiency)):
+        if name in values:
+            parts[name] = _built(kind, values.pop(name), f"{where}: {name}", {})
+    return _built(Accelerator, values, where, parts)
 
 
-def _numbers(value: object, kind: type, where: str) -> dict:
-    """The fields of `kind`, checked to be numbers (the name: a text; nested descriptions as they are)."""
+def _built(kind: Callable[..., Built], value: object, where: str, parts: Mapping[str, object]) -> Built:
+    """A `kind` of these fields, which are numbers but for the name, and of `parts` that are built already."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where} must be an object, got {value!r}; measure the machine again")
-    known = {spec.name for spec in dataclasses.fields(kind)}
-    if unknown := sorted(set(value) - known):
-        raise ConfigError(f"{where}: unknown fields {', '.join(map(str, unknown))}; it has {', '.join(sorted(known))}")
-    for name, item in value.items():
-        number = isinstance(item, int | float) and not isinstance(item, bool)
-        if not (number or isinstance(item, Link | Efficiency) or (name == "name" and isinstance(item, str)) or item is None):
-            raise ConfigError(f"{where}: {name} must be a number, got {item!r}; measure the machine again")
-    return dict(value)
+    specs = {spec.name: spec for spec in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if unknown := sorted(map(str, set(value) - set(specs))):
+        raise ConfigError(f"{where}: unknown fields {', '.join(unknown)}; it has {', '.join(sorted(specs))}")
+    for name, spec in specs.items():
+        if name in parts:
+            continue
+        if name not in value:
+            if spec.default is dataclasses.MISSING:
+                raise ConfigError(f"{where}: needed field {name!r} is missing; measure the machine again")
+            continue
+        item = value[name]
+        if name == "name":
+            if not isinstance(item, str):
+                raise ConfigError(f"{where}: name must be a text, got {item!r}; correct it")
+        elif not (item is None and spec.default is None) and not _is_number(item):
+            raise ConfigError(f"{where}: {name} must be a number, got {str(item)[:40]}; measure the machine again")
+    try:
+        return kind(**value, **parts)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error.message}") from error
+
+
+def _is_number(item: object) -> bool:
+    """One that a float can hold: JSON's integers may be longer. Whether it may be NaN is for who uses it."""
+    if not isinstance(item, int | float) or isinstance(item, bool):
+        return False
+    return isinstance(item, float) or abs(item) < 1e300
