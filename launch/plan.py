@@ -26,8 +26,8 @@ from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.router.cost_model import CODEC_BITS
 from jdisagg.router.hardware import HARDWARE, LINKS, link
 from jdisagg.simulator.plan_bounds import Goal
-from jdisagg.simulator.plan_candidates import Site
-from jdisagg.simulator.plan_fleet import PAGE_TOKENS, FleetMaker
+from jdisagg.simulator.plan_candidates import PAGE_TOKENS, Site
+from jdisagg.simulator.plan_fleet import FleetMaker
 from jdisagg.simulator.plan_trials import Process
 from jdisagg.simulator.planner import Planner
 from jdisagg.simulator.trace_files import read_trace

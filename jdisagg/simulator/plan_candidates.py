@@ -21,6 +21,7 @@ CHUNKS = (512, 1024, 2048, 4096, 8192)
 # Whole prompts, or pieces of them where they are longer than this, in the modes that do not look for a chunk size.
 WHOLE_CHUNK = 8192
 ACTIVATIONS = 0.1  # of memory, beside weights and KV
+PAGE_TOKENS = 64
 
 
 class NothingFits(ConfigError):
@@ -125,9 +126,10 @@ def fitting_layouts(geometry: CostGeometry, site: Site, longest_tokens: int, dty
             refused = error.message
             continue
         tokens = model.kv_tokens_per_rank(ACTIVATIONS)
+        room = tokens // PAGE_TOKENS * PAGE_TOKENS  # of one request: it has whole pages
         weights_least = min(weights_least, model.weight_bytes_per_device)
-        room_most = max(room_most, tokens)
-        if tokens >= longest_tokens:
+        room_most = max(room_most, room)
+        if room >= longest_tokens:
             found.append(Fitting(layout, model, tokens))
     if found:
         return found

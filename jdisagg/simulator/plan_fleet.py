@@ -13,13 +13,12 @@ from jdisagg.layout.axes import Layout
 from jdisagg.router.cost_model import CostModel
 from jdisagg.router.model_geometry import CostGeometry
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
-from jdisagg.simulator.plan_candidates import ACTIVATIONS, Candidate, Site
+from jdisagg.simulator.plan_candidates import ACTIVATIONS, PAGE_TOKENS, Candidate, Site
 from jdisagg.simulator.plan_trials import Run, Runner
 from jdisagg.simulator.plan_verdict import Finding
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival
 
-PAGE_TOKENS = 64
 MIN_CHUNK = 256
 LAYER_GROUPS = 4  # of a hand-off: all but the last part of a chunk's KV moves while the chunk computes
 MOST_SLOTS = 512

@@ -15,6 +15,7 @@ them, or that is too few still, the trial is `short`, and its rate is not taken 
 Knows the simulator only as a `Runner`; decides nothing about which rates to try. Deterministic by seed.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -91,6 +92,7 @@ def _judged(rate: float, run: Run, judged: Sequence[Outcome], goal: Goal) -> Tri
     slo = goal.slo
     first, tokens = replace(slo, tpot_seconds=None), replace(slo, ttft_seconds=None)
     finished = [item for item in judged if item.end == "finished"]
+    reasons = Counter(item.reason for item in judged if item.end != "finished")
     return Trial(
         rate=rate,
         attainment=attainment(judged, slo),
@@ -98,6 +100,7 @@ def _judged(rate: float, run: Run, judged: Sequence[Outcome], goal: Goal) -> Tri
         late_tokens=sum(not tokens.attained(item) for item in finished) / len(judged),
         unfinished=1 - len(finished) / len(judged),
         report=replace(summarise(judged, slo), utilisation=summarise(run.outcomes, None, run.usage).utilisation),
+        reason=max(reasons, key=lambda reason: reasons[reason], default=""),
     )
 
 

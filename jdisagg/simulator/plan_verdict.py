@@ -17,7 +17,8 @@ MORE = "give a longer workload, or one that names no blocks and may be repeated,
 @dataclass(frozen=True, slots=True)
 class Trial:
     """One rate tried: parts of the judged requests that attained the goal, and that missed by each limit. `overload`: they attained it only
-    because arrivals ended before the queue that grew was long enough; `short`: they ended too soon to tell."""
+    because arrivals ended before the queue that grew was long enough; `short`: they ended too soon to tell. `reason`: why requests did
+    not finish, that of most of them."""
 
     rate: float
     attainment: float
@@ -27,6 +28,7 @@ class Trial:
     report: Report
     overload: bool = False
     short: bool = False
+    reason: str = ""
 
     @property
     def lasting_attainment(self) -> float:
@@ -107,11 +109,16 @@ def no_rate(findings: Sequence[Finding], goal: Goal) -> str:
             f"nothing fits, because no rate is known to be carried: {name} keeps {trial.attainment:.0%} at {trial.rate:.3g} requests/s, "
             f"but the requests end too soon to tell for how long; {MORE}"
         )
-    missed = f"{trial.late_first:.0%} miss TTFT, {trial.late_tokens:.0%} TPOT"
+    missed, remedy = (
+        f"{trial.late_first:.0%} miss TTFT, {trial.late_tokens:.0%} TPOT",
+        "relax what is missed, or give faster accelerators or links",
+    )
+    if trial.unfinished > max(trial.late_first, trial.late_tokens):
+        missed, remedy = f"{trial.unfinished:.0%} do not finish", f"most of these because: {trial.reason}"
     return (
         f"nothing fits, because no candidate keeps {goal.attainment:.0%} of requests within TTFT {goal.ttft_seconds:g} s and TPOT "
         f"{goal.tpot_seconds:g} s at any rate: the nearest, {name}, keeps {trial.attainment:.0%} "
-        f"at {trial.rate:.3g} requests/s ({missed}); relax what is missed, or give faster accelerators or links"
+        f"at {trial.rate:.3g} requests/s ({missed}); {remedy}"
     )
 
 

@@ -1,13 +1,16 @@
 """Plans by the real simulator where the answer is known; what is simulated is what is configured."""
 
+from dataclasses import replace
+
 import pytest
 
 from jdisagg.config import Mode
 from jdisagg.layout.axes import Layout
+from jdisagg.router.cost_model import CostModel
 from jdisagg.router.hardware import accelerator, link
 from jdisagg.router.model_geometry import geometry
 from jdisagg.simulator.plan_bounds import Bounds, Demand, Estimator, Goal
-from jdisagg.simulator.plan_candidates import Candidate, Site, fitting_layouts
+from jdisagg.simulator.plan_candidates import ACTIVATIONS, Candidate, NothingFits, Site, fitting_layouts
 from jdisagg.simulator.plan_fleet import FleetMaker
 from jdisagg.simulator.plan_verdict import Finding
 from jdisagg.simulator.planner import Plan, Planner
@@ -88,6 +91,20 @@ def test_a_recipe_has_as_few_slots_as_carry_what_was_predicted():
     assert found.slots == 2 * maker.sized(best, lambda runner: True).slots
     assert maker.sized(best, lambda runner: False) == maker
     assert not planner.holds(best, workload, FleetMaker(MODEL, site, slots=1).run)
+
+
+def test_a_request_for_which_only_parts_of_pages_are_left_does_not_fit():
+    """Room for 10,001 tokens is 156 pages of 64: 9,984 tokens. (The workers take one more: of the last token no KV is kept.)"""
+    roomy = accelerator("h100")
+    weights = CostModel(MODEL, roomy).weight_bytes_per_device
+    small = replace(roomy, memory_bytes=(weights + 10_001 * MODEL.kv_bytes_per_token()) / (1 - ACTIVATIONS))
+    site = Site(small, 1)
+    assert fitting_layouts(MODEL, site, 9_984)
+    with pytest.raises(NothingFits, match="longest request has 9,985 tokens and a dp rank .* has room for 9,984 at most"):
+        fitting_layouts(MODEL, site, 9_985)
+    maker = FleetMaker(replace(MODEL, context_tokens=16_384), site)
+    run = maker.run(Candidate(Mode.UNIFIED, Layout(), 1), [Arrival(0.0, 9_884, 100), Arrival(0.0, 9_886, 100)])
+    assert [item.end for item in run.outcomes] == ["finished", "failed"]
 
 
 def test_pairs_of_a_unit_share_a_domain_where_it_holds_them():

@@ -41,7 +41,10 @@ class Servers:
             first = item.at_seconds + (0.1 if good or self._late != "ttft" else 9.0)
             finish = first + (item.output_tokens - 1) * (0.01 if good or self._late != "tpot" else 0.9)
             end = "finished" if good or self._late != "refused" else "refused"
-            outcomes.append(Outcome(str(index), item.at_seconds, finish, item.prompt_tokens, item.output_tokens, first, end=end))  # type: ignore[arg-type]
+            reason = "" if end == "finished" else "no pages"
+            outcomes.append(
+                Outcome(str(index), item.at_seconds, finish, item.prompt_tokens, item.output_tokens, first, end=end, reason=reason)  # type: ignore[arg-type]
+            )
         return Run(tuple(outcomes), (Usage("a", "prefill", 4, 1.0), Usage("b", "decode", 4, 9.0)))
 
 
@@ -139,6 +142,8 @@ def test_too_few_accelerators_for_two_pools_are_said():
 def test_a_goal_that_nothing_attains_is_told_with_the_nearest():
     with pytest.raises(NothingFits, match=r"nothing fits, because no candidate keeps 90% of requests within TTFT 0.5 s .* miss TTFT"):
         plan(lambda item: 0.0)
+    with pytest.raises(NothingFits, match=r"100% do not finish\); most of these because: no pages"):
+        plan(lambda item: 0.0, "refused")
     with pytest.raises(NothingFits, match="the weights of llama-3-70b"):
         plan(lambda item: 1.0, site=Site(accelerator("l40s"), 2))
 
