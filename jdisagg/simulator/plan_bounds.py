@@ -174,6 +174,8 @@ class Estimator:
             return _settled(following)
 
         def tpot_met(rate: float) -> bool:
+            if not steps:
+                return True  # no token comes after a first one
             count = batch(rate)
             step = _step(model, count, context) if count < math.inf else math.inf
             return count < math.inf and step <= goal.tpot_seconds * free(rate, step)

@@ -137,6 +137,14 @@ def test_the_ttft_limit_of_equal_prompts_is_that_of_the_waiting_time_in_mean():
     assert busy * math.exp(-3 * seconds * busy / wait) == pytest.approx(0.1, rel=1e-3)
 
 
+def test_answers_of_one_token_have_no_tpot_that_could_bind():
+    """What binds is the prefill; a limit on what comes after the first token, however strict, changes nothing."""
+    asked, candidate = demand(800, 1), Candidate(Mode.UNIFIED, Layout(), 1)
+    site = Site(machine(), 1)
+    strict, loose = (dict(estimator(site, asked, Goal(10, tpot)).bounds(candidate).limits) for tpot in (1e-6, 100))
+    assert strict == loose and strict["TPOT"] >= strict["compute"]
+
+
 def test_kv_memory_bounds_the_batch_and_the_batch_the_rate():
     asked = demand(4000, 401)
     small, large = (Site(machine(memory_bytes=size), 2) for size in (40e9, 80e9))
