@@ -9,6 +9,7 @@ Time stands still while callbacks run. All run in one context: what one sets of 
 """
 
 import asyncio
+import contextlib
 import heapq
 import sys
 import typing
@@ -156,9 +157,16 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def run_until_complete(self, future: "Generator[object, None, T] | Coroutine[object, object, T] | asyncio.Future[T]") -> T:  # type: ignore[override]
         task = asyncio.ensure_future(future, loop=self)  # type: ignore[arg-type]
-        task.add_done_callback(lambda _: self.stop())
-        self.run_forever()
+        task.add_done_callback(self._end)
+        try:
+            self.run_forever()
+        finally:
+            # Else its end, when it is cancelled later, would stop whatever runs then.
+            task.remove_done_callback(self._end)
         return task.result()
+
+    def _end(self, _: "asyncio.Future[typing.Any]") -> None:
+        self.stop()
 
     def stop(self) -> None:
         self._stopping = True
@@ -252,15 +260,21 @@ def _run(main: Callable[[], Coroutine[object, object, T]], limit_seconds: float)
     loop = VirtualLoop(limit_seconds)
     try:
         return loop.run_until_complete(main())
+    except (KeyboardInterrupt, SystemExit):
+        loop.set_exception_handler(lambda loop, context: None)  # nobody asks any more what became of the rest
+        raise
     finally:
         _cancel_all(loop)
         loop.close()
 
 
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    told: set[asyncio.Task[object]] = set()
+    while tasks := asyncio.all_tasks(loop):
+        for task in tasks - told:  # each once: a second time would cut short how it ends
+            task.cancel()
+        told |= tasks
+        # A task that met the user's interrupt hands it to who awaits it, and from there it comes out again: the others still have to end.
+        with contextlib.suppress(KeyboardInterrupt):
+            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
     loop.run_until_complete(loop.shutdown_asyncgens())

@@ -1,6 +1,7 @@
 """The virtual loop: order, jumps, what is stuck, and what asyncio expects of any loop."""
 
 import asyncio
+import gc
 from collections.abc import AsyncGenerator
 
 import pytest
@@ -43,6 +44,40 @@ def test_nothing_to_come_and_too_long_are_stuck() -> None:
         run_virtually(for_ever)
     with pytest.raises(Stuck, match="10"):
         run_virtually(long, limit_seconds=10.0)
+
+
+@pytest.mark.parametrize("within", ["a callback", "a task", "a task that another awaits"])
+def test_an_interrupt_ends_all_that_runs_and_says_nothing_of_it(within: str, caplog: pytest.LogCaptureFixture) -> None:
+    ended: list[int] = []
+
+    async def sleeper(number: int) -> None:
+        try:
+            await asyncio.sleep(1000.0)
+        finally:
+            await asyncio.sleep(1.0)
+            ended.append(number)
+
+    async def interrupted() -> None:
+        await asyncio.sleep(5.0)
+        raise KeyboardInterrupt
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    async def main() -> None:
+        sleepers = [asyncio.ensure_future(sleeper(number)) for number in range(5)]
+        if within == "a callback":
+            asyncio.get_running_loop().call_later(5.0, interrupt)
+        else:
+            sleepers.append(asyncio.ensure_future(interrupted()))
+        if within == "a task that another awaits":
+            await sleepers[-1]
+        await asyncio.gather(*sleepers)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_virtually(main)
+    gc.collect()
+    assert sorted(ended) == list(range(5)) and not caplog.records
 
 
 def test_cancelled_timers_do_not_pile_up() -> None:
