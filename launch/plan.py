@@ -65,7 +65,7 @@ _FUSED = flags.DEFINE_bool(
 _CACHE = flags.DEFINE_integer(
     "cache_blocks", 0, "Prefix reuse: blocks of 512 tokens that each prefilling instance keeps, if the trace has hashes."
 )
-_SEED = flags.DEFINE_integer("seed", 0, "Of arrivals and ids: the same seed, the same plan.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of arrivals and ids: the same seed, the same plan.", lower_bound=0)
 _OUTPUT = flags.DEFINE_string("output", None, "Write a recipe of the best (or of --choose) to this .py file.")
 _CHOOSE = flags.DEFINE_integer("choose", 1, "Which row of the table --output writes.")
 _DIRECTORY = flags.DEFINE_string("model_directory", "", "Checkpoint that the recipe names; default: --model where it is a directory.")
@@ -92,11 +92,13 @@ def _plan() -> None:
     goal = Goal(_TTFT.value, _TPOT.value, _ATTAINMENT.value)
     check_output(_OUTPUT.value, ".py")
     check_output(_JSON.value, ".json")
+    modes = _modes()
+    _check_choice(_FINALISTS.value * len(modes))
     workload, left_out = _workload(geometry.context_tokens)
     maker = FleetMaker(geometry, site, _DTYPE.value, _CODEC.value, _FUSED.value, _CACHE.value, _SEED.value, _HARDWARE.value)
     with _bar() as progress:
         planner = Planner(
-            geometry, site, goal, maker.run, dtype=_DTYPE.value, codec=_CODEC.value, modes=_modes(), finalists=_FINALISTS.value,
+            geometry, site, goal, maker.run, dtype=_DTYPE.value, codec=_CODEC.value, modes=modes, finalists=_FINALISTS.value,
             most_requests=_REQUESTS.value, arrivals=cast(Process, _ARRIVALS.value), seed=_SEED.value, progress=progress,
         )  # fmt: skip
         plan = planner.plan(workload)
@@ -110,8 +112,7 @@ def _plan() -> None:
     if _JSON.value:
         Path(_JSON.value).write_text(json.dumps(plan_fields(plan, geometry, site, goal), indent=1) + "\n")
     if _OUTPUT.value:
-        if not 1 <= _CHOOSE.value <= len(plan.findings):
-            raise ConfigError(f"--choose={_CHOOSE.value} must be a row of the table, 1 to {len(plan.findings)}")
+        _check_choice(len(plan.findings))
         longest = max(item.prompt_tokens + item.output_tokens for item in workload)
         context = min(geometry.context_tokens, -(-longest // PAGE_TOKENS) * PAGE_TOKENS)
         directory = _DIRECTORY.value or (_MODEL.value if Path(_MODEL.value).is_dir() else "")
@@ -119,6 +120,12 @@ def _plan() -> None:
         sized = maker.sized(chosen, lambda runner: planner.holds(chosen, workload, runner))
         Path(_OUTPUT.value).write_text(plan_recipe(chosen, sized, goal, directory, context, _OUTPUT.value))
         print(f"Row {_CHOOSE.value} is written to {_OUTPUT.value}.")
+
+
+def _check_choice(rows: int) -> None:
+    """Before the search against the most rows that the table may have, after it against those that it has."""
+    if _OUTPUT.value and rows > 0 and not 1 <= _CHOOSE.value <= rows:
+        raise ConfigError(f"--choose={_CHOOSE.value} must be a row of the table, 1 to {rows}")
 
 
 def _modes() -> list[Mode]:

@@ -13,9 +13,7 @@ progress bar on stderr. Ends with 0 when every request got an answer or a refusa
 import asyncio
 import dataclasses
 import json
-import math
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,7 +30,7 @@ from jdisagg.simulator.trace_files import read_trace
 from jdisagg.simulator.workloads import Arrival, at_rate, spread_ticks
 from launch.console import quiet_end
 from launch.trace_sender import Progress, PromptMaker, TraceSender
-from launch.workload_inputs import check_output
+from launch.workload_inputs import check_output, check_positive, reasons
 
 _TARGET = flags.DEFINE_string("target", "localhost:8700", "Address of the server, host:port.")
 _TRACE = flags.DEFINE_string("trace", None, "A .csv or .jsonl file, .gz or not.", required=True)
@@ -43,7 +41,7 @@ _TICK = flags.DEFINE_float("spread_tick_seconds", None, "Where the trace's clock
 _MAX_PROMPT = flags.DEFINE_integer("max_prompt_tokens", None, "Cut longer prompts.")
 _MAX_OUTPUT = flags.DEFINE_integer("max_output_tokens", None, "Cut longer answers.")
 _BLOCK = flags.DEFINE_integer("block_tokens", 512, "Tokens of one hashed block of the trace (Mooncake: 512).")
-_SEED = flags.DEFINE_integer("seed", 0, "Of the prompts' token ids.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of the prompts' token ids.", lower_bound=0)
 _DEADLINE = flags.DEFINE_float("deadline_seconds", None, "Of each request, where the trace gives none; default: the server's.")
 _TTFT = flags.DEFINE_float("ttft", None, "Seconds within which the first token must come, for attainment and goodput.")
 _TPOT = flags.DEFINE_float("tpot", None, "Seconds a token after the first, likewise.")
@@ -70,8 +68,8 @@ def main(argv: list[str]) -> int:
 
 def _workload() -> list[Arrival]:
     """The arrivals as the flags want them, --speed left to the sender. Raises ConfigError, WorkloadError."""
-    if not (math.isfinite(_SPEED.value) and _SPEED.value > 0):
-        raise ConfigError(f"--speed must be a positive number, got {_SPEED.value}")
+    for flag in (_SPEED, _RATE, _TICK):
+        check_positive(flag)
     if _RATE.value is not None and flags.FLAGS["speed"].present:
         raise ConfigError(f"--speed={_SPEED.value:g} and --rate={_RATE.value:g} say the same thing twice; give one of them")
     if _REQUESTS.value:
@@ -126,8 +124,8 @@ def _tell(outcomes: Sequence[Outcome], slo: Slo | None, progress: Progress) -> N
         print(f"{progress.cut} of {progress.total} requests were cut to what the server's context or the flags allow", file=sys.stderr)
     if progress.lag_seconds > 0.05:
         print(f"the sender was late by up to {progress.lag_seconds:.2f} s; TTFT counts from when requests were due", file=sys.stderr)
-    for reason, count in Counter(f"{item.end}: {item.reason}" for item in outcomes if item.reason).most_common(3):
-        print(f"{count} x {reason}", file=sys.stderr)
+    for line in reasons(outcomes):
+        print(line, file=sys.stderr)
     if _JSON.value:
         told = {
             "trace": Path(_TRACE.value).name,

@@ -41,6 +41,7 @@ from jdisagg.simulator.trace_files import read_trace
 from jdisagg.simulator.workloads import Arrival, Fixed, at_rate, faster, gamma, spread_ticks
 from launch.console import quiet_end
 from launch.cost_inputs import find_accelerator, find_geometry
+from launch.workload_inputs import check_positive, reasons
 
 _TRACE = flags.DEFINE_string("trace", None, "A .csv or .jsonl file, .gz or not: Azure, Mooncake, Splitwise, or one's own.")
 _MODE = flags.DEFINE_enum(
@@ -73,7 +74,7 @@ _PROMPT = flags.DEFINE_integer("prompt_tokens", 1024, "Without a trace: of each 
 _OUTPUT = flags.DEFINE_integer("output_tokens", 128, "Without a trace: of each answer.")
 _TTFT = flags.DEFINE_float("ttft", None, "Seconds within which the first token must come, for attainment and goodput.")
 _TPOT = flags.DEFINE_float("tpot", None, "Seconds a token after the first, likewise.")
-_SEED = flags.DEFINE_integer("seed", 0, "Everything random follows from it.")
+_SEED = flags.DEFINE_integer("seed", 0, "Everything random follows from it.", lower_bound=0)
 _ELASTIC = flags.DEFINE_bool("elastic", False, "Workers change their roles as the load asks for it, so that --ttft and --tpot are met.")
 _SWITCH = flags.DEFINE_float("switch_seconds", 20.0, "With --elastic: how long a drained worker needs to come back in its other role.")
 _FAULT = flags.DEFINE_multi_string(
@@ -133,6 +134,8 @@ def _run() -> None:
     print(text_of(report))
     per_second = len(arrivals) / seconds if seconds else 0.0
     print(f"simulated {result.seconds:.1f} s in {seconds:.1f} s ({per_second:.0f} requests a second)")
+    for line in reasons(result.outcomes):
+        print(line, file=sys.stderr)
     if out is not None:
         _write(out, result, report, slo, pictures)
 
@@ -153,6 +156,10 @@ def _workload() -> list[Arrival]:
         raise ConfigError(f"--speed={_SPEED.value:g} and --rate={_RATE.value:g} say the same thing twice; give one of them")
     if _REQUESTS.value is not None and _REQUESTS.value < 1:
         raise ConfigError(f"--requests must be at least 1, got {_REQUESTS.value}")
+    for flag in (_RATE, _SPEED, _TICK):
+        check_positive(flag)
+        if flag is not _RATE and flag.value is not None and _TRACE.value is None:
+            raise ConfigError(f"--{flag.name}={flag.value:g} is of a trace's times, and there is no --trace; give one, or leave it out")
     if _TRACE.value is None:
         lengths = Fixed(_PROMPT.value, _OUTPUT.value)
         rate = 1.0 if _RATE.value is None else _RATE.value
@@ -167,7 +174,10 @@ def _workload() -> list[Arrival]:
 
 def _fleet() -> Fleet:
     mode = Mode(_MODE.value)
-    chunk = _CHUNK.value or (2048 if mode is Mode.CHUNKED else INSTANCE.chunk_tokens)
+    for flag in (_PREFILL, _PREFILL_STAGES):
+        if mode is not Mode.DISAGGREGATED and flag.present:
+            raise ConfigError(f"--{flag.name}={flag.value} means nothing in mode {mode.value}: its one pool is --decode's; leave it out")
+    chunk = (2048 if mode is Mode.CHUNKED else INSTANCE.chunk_tokens) if _CHUNK.value is None else _CHUNK.value
     instance = replace(INSTANCE, slots_per_rank=_SLOTS.value, chunk_tokens=chunk, codec=_CODEC.value)
     first = find_accelerator(_PREFILL_HARDWARE.value)
     second = find_accelerator(_DECODE_HARDWARE.value) if _DECODE_HARDWARE.value else first

@@ -1,10 +1,15 @@
-"""What scripts that run workloads share: what `--mixture=` means (lengths of prompts and answers by weight), and where results may go."""
+"""What scripts that run workloads share: what their flags mean, where results may go, and what is said of requests that did not finish."""
 
 import math
-from collections.abc import Sequence
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from absl import flags
+
 from jdisagg.errors import ConfigError, WorkloadError
+from jdisagg.simulator.report import Outcome
 from jdisagg.simulator.workloads import Fixed, Mixture
 
 
@@ -24,7 +29,24 @@ def mixture(parts: Sequence[str]) -> Mixture:
     return Mixture(tuple(read))
 
 
+def check_positive(flag: "flags.FlagHolder[float | None]") -> None:
+    """Raises ConfigError that names the flag where it was given and is no positive number."""
+    if flag.value is not None and not (math.isfinite(flag.value) and flag.value > 0):
+        raise ConfigError(f"--{flag.name} must be a positive number, got {flag.value:g}")
+
+
 def check_output(path: str | None, kind: str) -> None:
     """For whoever asks before the work. Raises ConfigError where a file of `kind` (".json") cannot be written to `path`; None: to none."""
-    if path and not (Path(path).suffix == kind and Path(path).resolve().parent.is_dir()):
+    if not path:
+        return
+    folder = Path(path).resolve().parent
+    if Path(path).suffix != kind or not folder.is_dir():
         raise ConfigError(f"{path} cannot be written after the run: it must end in {kind}, in a folder that exists")
+    if not (os.access(path, os.W_OK) and Path(path).is_file() if Path(path).exists() else os.access(folder, os.W_OK | os.X_OK)):
+        raise ConfigError(f"{path} cannot be written after the run: it must be a file, and one that you may write; choose another")
+
+
+def reasons(outcomes: Iterable[Outcome], most: int = 3) -> list[str]:
+    """One line for each of the most frequent reasons why requests did not finish."""
+    found = Counter(f"{item.end}: {item.reason}" for item in outcomes if item.end != "finished" and item.reason)
+    return [f"{count} x {reason}" for reason, count in found.most_common(most)]

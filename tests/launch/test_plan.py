@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from jdisagg.config import Mode
-from jdisagg.errors import WorkloadError
+from jdisagg.errors import ConfigError, WorkloadError
 from launch.recipes import load_recipe, load_shape
-from launch.workload_inputs import mixture
+from launch.workload_inputs import check_output, mixture
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--model=llama-3-8b", "--hardware=h100", "--finalists=1", "--most_requests=120", "--ttft=0.4", "--tpot=0.03")
@@ -47,6 +47,12 @@ REFUSED = (
     ("--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --modes=both", "error: --modes: no mode named 'both'"),
     ("--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --ttft=-1", "error: goal: ttft_seconds must be positive"),
     ("--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --output=/no/such/plan.py", "error: /no/such/plan.py cannot be written"),
+    ("--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --json=/no/such/plan.json", "error: /no/such/plan.json cannot be written"),
+    (
+        "--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --output=plan.py --choose=4",
+        "error: --choose=4 must be a row of the table, 1 to 3",
+    ),
+    ("--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --output=plan.py --choose=0", "error: --choose=0 must be a row of the table"),
     ("--model=llama-3-8b --hardware=h100 --trace=/no/such.csv", "error: /no/such.csv cannot be read"),
 )
 # Flags are a process's own: all cases in one process, each with fresh ones.
@@ -71,6 +77,22 @@ def test_what_cannot_be_planned_is_one_line():
     assert len(ends) == len(REFUSED), ran.stderr
     for (status, out, err), (line, said) in zip(ends, REFUSED, strict=True):
         assert (status, out) == (1, "") and err.startswith(said) and err.count("\n") == 1, (line, err)
+
+
+def test_where_results_cannot_go_is_said_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    check_output(None, ".json")
+    check_output(str(tmp_path / "new.json"), ".json")
+    (tmp_path / "old.json").write_text("kept")
+    check_output(str(tmp_path / "old.json"), ".json")
+    assert (tmp_path / "old.json").read_text() == "kept"
+    (tmp_path / "folder.json").mkdir()
+    for bad in ("folder.json", "none/new.json", "new.txt"):
+        with pytest.raises(ConfigError, match=f"{bad} cannot be written"):
+            check_output(str(tmp_path / bad), ".json")
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    for bad in ("new.json", "old.json"):
+        with pytest.raises(ConfigError, match=f"{bad} cannot be written after the run: .* one that you may write"):
+            check_output(str(tmp_path / bad), ".json")
 
 
 def test_a_mixture_is_read_part_by_part():

@@ -2,8 +2,10 @@
 
 import csv
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -53,12 +55,48 @@ def test_a_trace_in_one_pool_with_a_fault_gives_the_same_twice(tmp_path: Path) -
         (("--set=limits.nonsense=1",), "nonsense"),
         (("--link=string",), "string"),
         (("--ttft=-1",), "positive"),
+        (("--rate=0",), "--rate must be a positive number, got 0"),
+        (("--chunk_tokens=0",), "chunk_tokens"),
+        (("--mode=chunked", "--prefill=3"), "--prefill=3 means nothing in mode chunked"),
+        (("--mode=unified", "--prefill_stages=2"), "--prefill_stages=2 means nothing in mode unified"),
+        (("--speed=2",), "--speed=2 is of a trace's times, and there is no --trace"),
+        (("--spread_tick_seconds=3",), "--spread_tick_seconds=3 is of a trace's times"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(flags: tuple[str, ...], said: str) -> None:
     done = run(*flags, "--requests=3")
     assert done.returncode == 1
     assert said in done.stderr and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+
+
+def test_why_requests_did_not_finish_is_told() -> None:
+    done = run("--requests=3", "--prompt_tokens=1000000")
+    assert done.returncode == 0 and "3 failed" in done.stdout
+    assert done.stderr.startswith("3 x failed: ") and "shorten" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["launch.simulate", "launch.plan", "launch.replay_trace"])
+def test_a_negative_seed_is_refused_by_its_flag(script: str) -> None:
+    done = subprocess.run([sys.executable, "-m", script, "--seed=-1"], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1 and "--seed=-1" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_interrupted_run_ends_at_once_without_a_word(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    program = """
+import signal
+from absl import app
+from launch import simulate
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts us may have us ignore it
+app.run(simulate.main)
+"""
+    command = [sys.executable, "-c", program, "--requests=100000", "--rate=5", f"--decision_log={log}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and not (log.exists() and log.stat().st_size):
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "")
 
 
 BARE = """
