@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.cost_inputs import find_accelerator
+from jdisagg.errors import ConfigError
+from launch.cost_inputs import find_accelerator, find_geometry
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,3 +43,12 @@ def test_bad_input_is_one_line_that_names_it(flags: tuple[str, ...], message: st
     status, out, err = run(*flags)
     assert (status, out) == (1, "")
     assert message in err and "Traceback" not in err
+
+
+def test_files_nested_without_end_are_refused_as_what_cannot_be_read(tmp_path: Path) -> None:
+    for name in ("hardware.json", "config.json"):
+        (tmp_path / name).write_text("[" * 200_000)
+    with pytest.raises(ConfigError, match="hardware.json cannot be read"):
+        find_accelerator(str(tmp_path / "hardware.json"))
+    with pytest.raises(ConfigError, match="config.json is not readable as JSON"):
+        find_geometry(str(tmp_path))
