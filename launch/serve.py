@@ -5,7 +5,8 @@
 
 Prints one line on stdout when it is ready. The configuration is a Python file whose `get_config()` returns an `EngineConfig`; --set
 changes fields by path. --metrics_port, --timelines and --log_format are in docs/observability.md. On SIGTERM new requests are refused and
-running ones finish, within `service.drain_seconds`.
+running ones finish, within `service.drain_seconds`. Before the line there is nothing to finish: either signal ends it at once, with 130
+(SIGINT) or 143 (SIGTERM).
 """
 
 import asyncio
@@ -21,9 +22,11 @@ from jdisagg.observe.logs import configure_logging
 from jdisagg.observe.process import ObserveConfig, observing
 from jdisagg.service.server import check_address, serve_until_signalled
 from launch.assembly import Deployment, prepare_runtime
+from launch.console import quiet_end
 from launch.decisions import logging_decisions
 from launch.observing import observe_config
 from launch.recipes import load_recipe
+from launch.signals import end_at_once
 
 DEFAULT_CONFIG = str(Path(__file__).resolve().parent.parent / "configs" / "tiny_cpu.py")
 
@@ -36,6 +39,7 @@ _RECORD = flags.DEFINE_string("record", "", "Folder for recordings of every mesh
 
 
 def main(_: list[str]) -> None:
+    end_at_once()
     try:
         config = load_recipe(_CONFIG.value)
         shortcuts = [("model.directory", _MODEL.value), ("service.port", _PORT.value)]
@@ -46,7 +50,8 @@ def main(_: list[str]) -> None:
         prepare_runtime(config.decode.layout.devices + (0 if one_mesh else config.prefill.layout.devices), config.compilation_cache)
         observe = observe_config()
         configure_logging(observe.log_format, "serve")
-        asyncio.run(_serve(config, observe))
+        with quiet_end():
+            asyncio.run(_serve(config, observe))
     except JdisaggError as error:
         sys.exit(f"error: {error.message}")
 

@@ -1,8 +1,23 @@
-"""SIGTERM and SIGINT of a process that ends gracefully: the first asks it to, the second hurries it."""
+"""SIGTERM and SIGINT of a process that ends gracefully: the first asks it to, the second hurries it. Before it serves there is nothing to
+end gracefully: then either ends it at once.
+"""
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable
+from types import FrameType
+
+
+def end_at_once() -> None:
+    """From now on, and until an event loop takes the signals over, either ends the process without a word, with 128 + its number as a
+    shell would say. Not by an exception: that would wait for the threads that compile, and compiling is not interrupted."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        os._exit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
 
 
 class Signals:
