@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
@@ -16,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jdisagg.dispatch.ports import WorkerStatus
+from jdisagg.folders import made_folder
 
 _PLAIN_SECONDS = 30.0
 
@@ -31,13 +31,11 @@ class Shown:
 
 
 class ClusterLog:
-    """`write` lines, `show` instances; `close` when all has ended."""
+    """`write` lines, `show` instances; `close` when all has ended. Raises ConfigError for a `directory` that cannot be made."""
 
     def __init__(self, live: bool, directory: str | None, title: str) -> None:
         self._title = title
-        self._directory = Path(directory).expanduser() if directory else None
-        if self._directory:
-            self._directory.mkdir(parents=True, exist_ok=True)
+        self._directory = made_folder("--cluster_log_dir", directory) if directory else None
         self._files: dict[str, TextIO] = {}
         self._width = 10
         self._console = Console(stderr=True)

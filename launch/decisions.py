@@ -1,11 +1,9 @@
 """The flag by which a router writes its decisions down, and what it comes to."""
 
 import contextlib
-from collections.abc import Iterator
 
 from absl import flags
 
-from jdisagg.dispatch.placing import Placing
 from jdisagg.observe.decision_log import DecisionLog
 
 _LOG = flags.DEFINE_string(
@@ -13,15 +11,7 @@ _LOG = flags.DEFINE_string(
 )
 
 
-@contextlib.contextmanager
-def logging_decisions(placing: Placing) -> Iterator[None]:
-    """Writes them down meanwhile, where that is asked for. Raises ConfigError when the file cannot be opened."""
-    if not _LOG.value:
-        yield
-        return
-    with DecisionLog(_LOG.value) as log:
-        placing.on_answer = log.write
-        try:
-            yield
-        finally:
-            placing.on_answer = None
+def open_decision_log() -> contextlib.AbstractContextManager[DecisionLog | None]:
+    """The log, where one is asked for. Open it before anything is loaded or listens, and close it when nothing decides any more. Raises
+    ConfigError when the file cannot be opened."""
+    return DecisionLog(_LOG.value) if _LOG.value else contextlib.nullcontext()

@@ -38,6 +38,7 @@ from jdisagg.layout.axes import Layout
 from jdisagg.observe import wrap
 from jdisagg.observe.canary import Canary, CanaryRunner, Pair, Readiness
 from jdisagg.observe.canary_probe import PortProbe, pairs_of
+from jdisagg.observe.decision_log import DecisionLog
 from jdisagg.observe.logs import configure_logging
 from jdisagg.observe.observer import Observer
 from jdisagg.observe.process import ObserveConfig, observing
@@ -48,7 +49,7 @@ from jdisagg.service.remote_ports import RemoteWorker
 from jdisagg.service.role_services import RemoteRolePort, cluster_roles_service
 from jdisagg.service.server import GenerationServer, check_address, cluster_credentials, read_tokens
 from jdisagg.supervisor.supervisor import EXIT_CONFIG
-from launch.decisions import logging_decisions
+from launch.decisions import open_decision_log
 from launch.observing import observe_config
 from launch.recipes import load_recipe
 from launch.shipped import SHIPPED_MODEL
@@ -107,23 +108,32 @@ def main(_: list[str]) -> int:
         tokenizer = Tokenizer.from_directory(directory)
         observe = observe_config()
         configure_logging(observe.log_format, "router")
-        asyncio.run(_run(config, observe, tokenizer, Path(directory).resolve().name))
+        with open_decision_log() as decisions:
+            asyncio.run(_run(config, observe, tokenizer, Path(directory).resolve().name, decisions))
     except JdisaggError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return EXIT_CONFIG
     return 0
 
 
-async def _run(config: RouterConfig, observe: ObserveConfig, tokenizer: Tokenizer, name: str) -> None:
+async def _run(config: RouterConfig, observe: ObserveConfig, tokenizer: Tokenizer, name: str, decisions: DecisionLog | None) -> None:
     async with observing("router", observe) as observer:
-        await Router(config, tokenizer, name, observer).run()
+        await Router(config, tokenizer, name, observer, decisions).run()
 
 
 class Router:
     """Build it where the loop runs."""
 
-    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, name: str, observer: Observer | None = None) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        tokenizer: Tokenizer,
+        name: str,
+        observer: Observer | None = None,
+        decisions: DecisionLog | None = None,
+    ) -> None:
         self._config = config
+        self._decisions = decisions
         self._clock = MonotonicClock()
         self._name = name
         self._tokenizer = tokenizer
@@ -149,6 +159,8 @@ class Router:
             accounts=roster.accounts,
             routing=self._config.routing,
         )
+        if self._decisions:
+            path.placing.on_answer = self._decisions.write
         self._start_canary(roster)
         controller, elastic = self._elastic(roster, path)
         if observer:
@@ -167,9 +179,8 @@ class Router:
         elastic.start()
         print(f"jdisagg router listens on {host_port(service.host, port)}", flush=True)
         try:
-            with logging_decisions(path.placing):
-                await signals.first()
-                await server.drain()
+            await signals.first()
+            await server.drain()
         finally:
             await elastic.stop()
             watching.cancel()

@@ -18,12 +18,13 @@ from absl import app, flags
 from jdisagg.address import host_port
 from jdisagg.config import EngineConfig, Mode, override
 from jdisagg.errors import JdisaggError
+from jdisagg.observe.decision_log import DecisionLog
 from jdisagg.observe.logs import configure_logging
 from jdisagg.observe.process import ObserveConfig, observing
 from jdisagg.service.server import check_address, serve_until_signalled
 from launch.assembly import Deployment, prepare_runtime
 from launch.console import quiet_end
-from launch.decisions import logging_decisions
+from launch.decisions import open_decision_log
 from launch.observing import observe_config
 from launch.recipes import load_recipe
 from launch.signals import end_at_once
@@ -50,15 +51,17 @@ def main(_: list[str]) -> None:
         prepare_runtime(config.decode.layout.devices + (0 if one_mesh else config.prefill.layout.devices), config.compilation_cache)
         observe = observe_config()
         configure_logging(observe.log_format, "serve")
-        with quiet_end():
-            asyncio.run(_serve(config, observe))
+        with quiet_end(), open_decision_log() as decisions:
+            asyncio.run(_serve(config, observe, decisions))
     except JdisaggError as error:
         sys.exit(f"error: {error.message}")
 
 
-async def _serve(config: EngineConfig, observe: ObserveConfig) -> None:
+async def _serve(config: EngineConfig, observe: ObserveConfig, decisions: DecisionLog | None) -> None:
     async with observing("serve", observe) as observer:
         deployment = Deployment(config, observer, _RECORD.value)
+        if decisions:
+            deployment.cluster.path.placing.on_answer = decisions.write
         try:
             await deployment.start()
 
@@ -66,8 +69,7 @@ async def _serve(config: EngineConfig, observe: ObserveConfig) -> None:
                 name = deployment.frontend.model.name
                 print(f"jdisagg serves {name} ({config.mode.value}) on {host_port(config.service.host, port)}", flush=True)
 
-            with logging_decisions(deployment.cluster.path.placing):
-                await serve_until_signalled(deployment.frontend, config.service, ready)
+            await serve_until_signalled(deployment.frontend, config.service, ready)
         finally:
             await deployment.cluster.stop()
 

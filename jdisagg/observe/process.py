@@ -3,8 +3,9 @@
     async with observing("decode-0", config) as observer:
         executor = wrap.mesh("decode-0", executor, observer)
 
-Starts the metrics port where there is one, writes the timeline at the end and at each SIGUSR1, and stops both whatever happened. What is
-written down for people never stops the work: a timeline that cannot be written is a line in the log.
+Starts the metrics port where there is one, writes the timeline at the end and at each SIGUSR1, and stops both whatever happened. A folder
+for timelines that cannot be made is refused at the start; once work has begun, what is written down for people never stops it: a
+timeline that cannot be written is then a line in the log.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from jdisagg.errors import ConfigError
+from jdisagg.folders import made_folder
 from jdisagg.observe.logs import FORMATS
 from jdisagg.observe.metrics_server import MetricsServer, check_interface
 from jdisagg.observe.observer import Observer
@@ -45,10 +47,13 @@ class ObserveConfig:
 
 @contextlib.asynccontextmanager
 async def observing(process: str, config: ObserveConfig) -> AsyncIterator[Observer | None]:
-    """An observer for this process, on the running loop; None where nothing is asked for. Raises ConfigError when the port is taken."""
+    """An observer for this process, on the running loop; None where nothing is asked for. Raises ConfigError when the port is taken, or the
+    timelines' folder cannot be made."""
     if not config.on:
         yield None
         return
+    if config.timelines:
+        made_folder("timelines", config.timelines)
     observer = Observer(process, trace=bool(config.timelines))
     server = MetricsServer(observer.metrics, config.metrics_port, config.metrics_host) if config.metrics_port else None
     loop = asyncio.get_running_loop()

@@ -54,11 +54,18 @@ async def test_a_process_that_is_asked_for_nothing_is_not_observed() -> None:
 
 
 async def test_a_timeline_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING):
-        async with observing("p", ObserveConfig(timelines=str(tmp_path / "file"))):
-            pass
+        async with observing("p", ObserveConfig(timelines=str(tmp_path / "t"))):
+            (tmp_path / "t").rmdir()
+            (tmp_path / "t").write_text("")
     assert "could not be written" in caplog.text
+
+
+async def test_a_folder_for_timelines_that_cannot_be_made_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="timelines: folder '.*file/t' cannot be used: Not a directory; name a folder"):
+        async with observing("p", ObserveConfig(timelines=str(tmp_path / "file" / "t"))):
+            raise AssertionError("the work began")
 
 
 @pytest.mark.parametrize("field", [{"metrics_port": -1}, {"metrics_host": "0.0.0.0"}, {"log_format": "xml"}])

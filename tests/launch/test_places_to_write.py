@@ -1,0 +1,44 @@
+"""What is to be written where nothing can be is refused at the start, by name, before anything is loaded or listens."""
+
+from pathlib import Path
+
+import pytest
+
+from jdisagg.engine.compilation import use_compilation_cache
+from jdisagg.errors import ConfigError
+from jdisagg.supervisor.supervisor import EXIT_CONFIG
+from launch.cluster_log import ClusterLog
+from tests.launch.script_ends import ends
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path) -> str:
+    """A folder that cannot be made."""
+    (tmp_path / "file").write_text("")
+    return str(tmp_path / "file" / "folder")
+
+
+def test_a_folder_for_compiled_programs_that_cannot_be_made_is_named(nowhere: str) -> None:
+    with pytest.raises(ConfigError, match="compilation_cache: folder '.*/file/folder' cannot be used: Not a directory; .* '' to keep no"):
+        use_compilation_cache(nowhere)
+    with pytest.raises(ConfigError, match="compilation_cache: folder '~nobody-here/x' cannot be used"):
+        use_compilation_cache("~nobody-here/x")
+
+
+def test_a_folder_for_a_clusters_log_that_cannot_be_made_is_named(nowhere: str) -> None:
+    with pytest.raises(ConfigError, match="--cluster_log_dir: folder '.*/file/folder' cannot be used: Not a directory"):
+        ClusterLog(False, nowhere, "title")
+
+
+def test_a_router_that_could_not_write_down_what_it_should_does_not_listen(nowhere: str) -> None:
+    decisions, timelines = ends("router", ("--port=0", f"--decision_log={nowhere}"), ("--port=0", f"--timelines={nowhere}"))
+    assert (decisions.status, decisions.out) == (timelines.status, timelines.out) == (EXIT_CONFIG, "")
+    assert decisions.err.startswith("error: decision log '") and decisions.err.count("\n") == 1
+    assert timelines.err.startswith("error: timelines: folder '") and timelines.err.count("\n") == 1
+
+
+def test_a_worker_whose_programs_cannot_be_kept_is_not_started_again(nowhere: str) -> None:
+    flags = ("--role=decode", "--router=localhost:1", f"--compilation_cache={nowhere}")
+    (end,) = ends("worker", flags)
+    assert (end.status, end.out) == (EXIT_CONFIG, ""), end.err
+    assert end.err.startswith("error: compilation_cache: folder '") and end.err.count("\n") == 1
