@@ -11,7 +11,7 @@ from absl import app, flags
 
 from jdisagg.client import ChatMessage, Client, Credentials, GenerateOptions
 from jdisagg.errors import JdisaggError
-from launch.console import quiet_end
+from launch.console import quiet_end, refuse_words
 
 _TARGET = flags.DEFINE_string("target", "localhost:8700", "Address of the server, host:port.")
 _PROMPT = flags.DEFINE_string("prompt", None, "The prompt; '-' reads it from stdin.", required=True)
@@ -34,10 +34,9 @@ _DEADLINE = flags.DEFINE_float("deadline_seconds", None, "Give up after this lon
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"no arguments are taken beside flags, got {' '.join(argv[1:])!r}; quote the prompt")
-    prompt = sys.stdin.read() if _PROMPT.value == "-" else _PROMPT.value
     try:
+        refuse_words(argv)
+        prompt = sys.stdin.read() if _PROMPT.value == "-" else _PROMPT.value
         credentials = Credentials.load(authority=_AUTHORITY.value, certificate=_CERTIFICATE.value, key=_KEY.value, token=_TOKEN_FILE.value)
         with quiet_end(), Client(_TARGET.value, credentials=credentials) as client:
             _ask(client, prompt)

@@ -35,6 +35,7 @@ from jdisagg.service.server import check_address, cluster_credentials, read_toke
 from jdisagg.supervisor.supervisor import Group, GroupSpec
 from launch.cluster_log import ClusterLog, Shown
 from launch.cluster_plan import ClusterPlan, free_ports, plan_instances
+from launch.console import refuse_words
 from launch.observing import observe_config, observe_flags
 from launch.recipes import ClusterShape, changed, load_recipe, load_shape, router_flags, worker_flags
 
@@ -80,8 +81,9 @@ _SET = flags.DEFINE_multi_string(
 _SECRETS = (_TLS_CERTIFICATE, _TLS_KEY, _TLS_CLIENT_CA, _TOKEN_FILE, _CLUSTER_TOKEN_FILE)
 
 
-def main(_: list[str]) -> int:
+def main(argv: list[str]) -> int:
     try:
+        refuse_words(argv)
         recipe, shape = (load_recipe(_CONFIG.value), load_shape(_CONFIG.value)) if _CONFIG.value else (None, None)
         service = _service(recipe or EngineConfig())
         plan = _plan(service, recipe, shape)

@@ -21,7 +21,7 @@ from jdisagg.errors import JdisaggError, first_error
 from jdisagg.layout.axes import Layout
 from jdisagg.request import StreamEvent
 from launch.assembly import Deployment, prepare_runtime
-from launch.console import quiet_end
+from launch.console import quiet_end, refuse_words
 
 _MODEL = flags.DEFINE_string("model", "", "Checkpoint directory (Hugging Face or Orbax form). Default: the shipped model.")
 _PROMPT = flags.DEFINE_string("prompt", None, "The prompt.")
@@ -45,8 +45,9 @@ _CACHE = flags.DEFINE_string("compilation_cache", EngineConfig.compilation_cache
 _RECORD = flags.DEFINE_string("record", "", "Folder for recordings of every mesh's commands, for launch.replay; they hold the prompts.")
 
 
-def main(_: list[str]) -> None:
+def main(argv: list[str]) -> None:
     try:
+        refuse_words(argv)
         config, prompts = _configuration(), _prompts()
         prepare_runtime(_DEVICES.value, config.compilation_cache)
         with quiet_end():

@@ -18,7 +18,7 @@ from jdisagg.layout.axes import Layout
 from jdisagg.router.cost_model import CODEC_BITS, CostModel, wire_bytes_per_token
 from jdisagg.router.hardware import HARDWARE, LINKS, Link, link
 from jdisagg.router.model_geometry import CATALOG, CostGeometry, dtype_bytes
-from launch.console import quiet_end
+from launch.console import quiet_end, refuse_words
 from launch.cost_inputs import find_accelerator, find_geometry
 
 _MODEL = flags.DEFINE_string("model", None, "Model directory, or a name of the catalogue; 'help' lists those.", required=True)
@@ -33,9 +33,8 @@ _LAYOUT = flags.DEFINE_string("layout", "dp=1,tp=1,ep=1", "Of that instance.")
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"no arguments are taken beside flags, got {' '.join(argv[1:])!r}")
     try:
+        refuse_words(argv)
         with quiet_end():
             _print_tables()
     except JdisaggError as error:

@@ -30,7 +30,7 @@ from jdisagg.router.fitting import Errors, Observation, fit, relative_errors
 from jdisagg.router.hardware import Accelerator, Efficiency, Link
 from jdisagg.router.model_geometry import CostGeometry, dtype_bytes
 from launch.assembly import Deployment, prepare_runtime
-from launch.console import quiet_end
+from launch.console import quiet_end, refuse_words
 from launch.cost_inputs import find_geometry, write_accelerator
 from launch.shipped import SHIPPED_MODEL
 
@@ -64,9 +64,8 @@ class Ceilings:
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"no arguments are taken beside flags, got {' '.join(argv[1:])!r}")
     try:
+        refuse_words(argv)
         model, layout = _MODEL.value or SHIPPED_MODEL, Layout.parse(_LAYOUT.value)
         shape = dataclasses.replace(find_geometry(model), name=Path(model).resolve().name)
         lengths, batches = _counts("prompts", _PROMPTS.value), _counts("batches", _BATCHES.value)

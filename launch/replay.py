@@ -38,6 +38,7 @@ from jdisagg.scheduler.commands import (
 from jdisagg.service.recording import Entry, Recording, read_recording
 from jdisagg.transfer.in_process import InProcessChannel
 from launch.assembly import prepare_runtime
+from launch.console import refuse_words
 from launch.recording import rebuild
 
 _RECORDINGS = flags.DEFINE_list("recording", None, "Files, separated by commas: every mesh that handed KV to another.", required=True)
@@ -76,8 +77,9 @@ class _Offers:
             await self.changed.wait_for(lambda: not any(self.pulls_left.get(offer_id) for offer_id in offer_ids))
 
 
-def main(_: list[str]) -> int:
+def main(argv: list[str]) -> int:
     try:
+        refuse_words(argv)
         recordings = [read_recording(Path(name)) for name in _RECORDINGS.value]
         devices = sum(Layout.parse(recording.header.layout).devices for recording in recordings)
         prepare_runtime(devices, _CACHE.value)

@@ -11,14 +11,16 @@ from absl import app, flags
 from jdisagg.errors import JdisaggError
 from jdisagg.observe.decision_log import read_records
 from jdisagg.router.decision_record import answer_of, replay
+from launch.console import refuse_words
 
 _FILE = flags.DEFINE_string("log", None, "The decision log.", required=True)
 _MOST = flags.DEFINE_integer("show", 10, "At most so many differences are shown.", lower_bound=0)
 
 
-def main(_: list[str]) -> int:
+def main(argv: list[str]) -> int:
     same = different = 0
     try:
+        refuse_words(argv)
         for record in read_records(_FILE.value):
             recorded, again = answer_of(record), replay(record)
             if recorded == again:

@@ -49,6 +49,7 @@ from jdisagg.service.remote_ports import RemoteWorker
 from jdisagg.service.role_services import RemoteRolePort, cluster_roles_service
 from jdisagg.service.server import GenerationServer, check_address, cluster_credentials, read_tokens
 from jdisagg.supervisor.supervisor import EXIT_CONFIG
+from launch.console import refuse_words
 from launch.decisions import open_decision_log
 from launch.observing import observe_config
 from launch.recipes import load_recipe
@@ -96,9 +97,10 @@ class RouterConfig:
     canary_seconds: float = 5.0
 
 
-def main(_: list[str]) -> int:
+def main(argv: list[str]) -> int:
     absl_logging.set_verbosity(absl_logging.WARNING)
     try:
+        refuse_words(argv)
         recipe = load_recipe(_CONFIG.value) if _CONFIG.value else EngineConfig()
         service = replace(recipe.service, **{holder.name: holder.value for holder in _SERVICE if holder.present})
         config = RouterConfig(recipe.limits, recipe.routing, service, changes_roles=_ELASTIC.value, canary_seconds=_CANARY.value)

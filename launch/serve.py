@@ -23,7 +23,7 @@ from jdisagg.observe.logs import configure_logging
 from jdisagg.observe.process import ObserveConfig, observing
 from jdisagg.service.server import check_address, serve_until_signalled
 from launch.assembly import Deployment, prepare_runtime
-from launch.console import quiet_end
+from launch.console import quiet_end, refuse_words
 from launch.decisions import open_decision_log
 from launch.observing import observe_config
 from launch.recipes import load_recipe
@@ -39,9 +39,10 @@ _HARDWARE = flags.DEFINE_string("hardware", None, "What the devices are: h100, .
 _RECORD = flags.DEFINE_string("record", "", "Folder for recordings of every mesh's commands, for launch.replay; they hold the prompts.")
 
 
-def main(_: list[str]) -> None:
+def main(argv: list[str]) -> None:
     end_at_once()
     try:
+        refuse_words(argv)
         config = load_recipe(_CONFIG.value)
         shortcuts = [("model.directory", _MODEL.value), ("service.port", _PORT.value)]
         shortcuts += [("prefill.hardware", _HARDWARE.value), ("decode.hardware", _HARDWARE.value)]

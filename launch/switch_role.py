@@ -20,6 +20,7 @@ from jdisagg.errors import JdisaggError
 from jdisagg.layout.axes import Layout
 from jdisagg.service.connection import Credentials
 from jdisagg.service.role_services import ClusterRoles
+from launch.console import refuse_words
 
 _TARGET = flags.DEFINE_string("target", "localhost:8700", "Address of a router, host:port.")
 _WORKER = flags.DEFINE_string("worker", None, "Name of the worker.", required=True)
@@ -32,8 +33,9 @@ _KEY = flags.DEFINE_string("key", "", "PEM file of its key.")
 _TOKEN_FILE = flags.DEFINE_string("cluster_token_file", "", "The token that router and workers show each other.")
 
 
-def main(_: list[str]) -> int:
+def main(argv: list[str]) -> int:
     try:
+        refuse_words(argv)
         layout = Layout.parse(_LAYOUT.value) if _LAYOUT.value is not None else None
         credentials = Credentials.load(authority=_AUTHORITY.value, certificate=_CERTIFICATE.value, key=_KEY.value, token=_TOKEN_FILE.value)
         began = time.monotonic()

@@ -14,16 +14,17 @@ from absl import app, flags
 
 from jdisagg.errors import JdisaggError
 from jdisagg.observe.trace_events import merge, read_timelines
-from launch.console import quiet_end
+from launch.console import quiet_end, refuse_words
 
 _INPUTS = flags.DEFINE_string("inputs", None, "Folder with *.timeline.json files.", required=True)
 _OUTPUT = flags.DEFINE_string("output", "trace.json", "File to write.")
 _REQUEST = flags.DEFINE_string("request", None, "Only this request id.")
 
 
-def main(_: list[str]) -> None:
+def main(argv: list[str]) -> None:
     with quiet_end():
         try:
+            refuse_words(argv)
             files = read_timelines(_INPUTS.value)
             trace = merge(files, _REQUEST.value)
             Path(_OUTPUT.value).write_text(json.dumps(trace))

@@ -36,6 +36,7 @@ from jdisagg.observe.process import ObserveConfig, observing
 from jdisagg.service.server import check_address
 from jdisagg.supervisor.supervisor import EXIT_CONFIG
 from launch.assembly import prepare_runtime
+from launch.console import refuse_words
 from launch.cost_inputs import find_accelerator, find_geometry
 from launch.fingerprint import model_fingerprint
 from launch.observing import observe_config
@@ -69,8 +70,9 @@ _PROCESS = flags.DEFINE_integer("process_id", 0, "Which of them this is; 0 leads
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port where the instance's processes meet (jax.distributed).")
 
 
-def main(_: list[str]) -> int:
+def main(argv: list[str]) -> int:
     try:
+        refuse_words(argv)
         config, spec = _configuration()
         check_address(config.service)
         layout, processes = config.instance.layout, _PROCESSES.value
