@@ -15,6 +15,7 @@ from absl import app, flags, logging
 
 from jdisagg.errors import CheckpointError, JdisaggError
 from jdisagg.layout.axes import Layout
+from launch.console import refuse_words
 from models import orbax_checkpoint
 from models.checkpoint import load_config, load_model
 from models.safetensors_files import SafetensorsFiles
@@ -26,10 +27,11 @@ _DEVICES = flags.DEFINE_integer("devices", 1, "Local devices to spread the weigh
 
 
 def convert(source: Path, destination: Path, dtype: str, devices: int) -> None:
-    """Loads and saves; raises `CheckpointError` or `LayoutError`."""
+    """Loads and saves; raises `CheckpointError` or `LayoutError`, for a destination that cannot be written before anything is loaded."""
     if orbax_checkpoint.is_orbax(source):
         raise CheckpointError(f"{source} is in Orbax form already; give the Hugging Face directory")
     load_config(source)
+    orbax_checkpoint.check_destination(destination)
     if dtype == "auto":
         dtype = "bfloat16" if SafetensorsFiles.from_directory(source).kinds() == {"BF16"} else "float32"
     layout = Layout(tp=devices)
@@ -38,13 +40,12 @@ def convert(source: Path, destination: Path, dtype: str, devices: int) -> None:
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     logging.set_verbosity(logging.WARNING)
     try:
-        convert(Path(_SOURCE.value), Path(_DESTINATION.value), _DTYPE.value, _DEVICES.value)
+        refuse_words(argv)
+        convert(Path(_SOURCE.value).expanduser(), Path(_DESTINATION.value).expanduser(), _DTYPE.value, _DEVICES.value)
     except JdisaggError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+        sys.exit(f"error: {error.message}")
     print(_DESTINATION.value)
 
 

@@ -14,12 +14,16 @@ after step 1600 and taken up again with --keep. Held-out loss:
 """
 
 import json
+import sys
 from pathlib import Path
 
 import jax
 from absl import app, flags
 from tokenizers import Tokenizer
 
+from jdisagg.errors import ConfigError, JdisaggError
+from jdisagg.folders import made_folder
+from launch.console import refuse_words
 from models.tiny.corpus import document
 from models.tiny.export import write_checkpoint
 from models.tiny.network import SHAPES, TinyNetwork
@@ -42,12 +46,30 @@ def tokenizer_of(seed: int) -> Tokenizer:
     return train_tokenizer((document(seed, index) for index in range(_TOKENIZER_DOCUMENTS)), SHAPES["llama"].vocabulary)
 
 
-def main(_: list[str]) -> None:
-    destination = Path(_DESTINATION.value)
+def main(argv: list[str]) -> None:
+    try:
+        refuse_words(argv)
+        destination, keep = places_to_write(_DESTINATION.value, _KEEP.value)
+        train_and_write(destination, keep)
+    except JdisaggError as error:
+        sys.exit(f"error: {error.message}")
+
+
+def places_to_write(destination: str, keep: str | None) -> tuple[Path, Path | None]:
+    """The folder and the file, before minutes are spent on what they are to hold. Raises ConfigError."""
+    folder = made_folder("--destination", destination)
+    if keep is None:
+        return folder, None
+    file = made_folder("--keep", Path(keep).parent) / Path(keep).name
+    if file.is_dir():
+        raise ConfigError(f"--keep={keep} is a folder; name a file in it")
+    return folder, file
+
+
+def train_and_write(destination: Path, keep: Path | None) -> None:
     tokenizer = tokenizer_of(_SEED.value)
     steps = _STEPS.value or _STEPS_OF_FAMILY[_FAMILY.value]
     schedule = Schedule(steps, _SEED.value, seconds_at_most=60 * _MINUTES.value)
-    keep = Path(_KEEP.value) if _KEEP.value else None
 
     def report(progress: Progress, network: TinyNetwork) -> None:
         told = f"loss {progress.loss:.4f}  imbalance {progress.imbalance:.3f}  {progress.seconds:.0f} s"

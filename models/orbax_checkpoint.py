@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdisagg.errors import CheckpointError
+from jdisagg.folders import made_folder
 from jdisagg.layout.axes import Layout
 from jdisagg.ops.parameters import param_logical_axes, weight_shardings
 from models.decoder import Decoder
@@ -45,17 +46,25 @@ def is_orbax(directory: Path) -> bool:
 
 def save(model: Decoder, mesh: Mesh, layout: Layout, source: Path, destination: Path) -> None:
     """Writes the weights, and copies config and tokenizer files from `source`. Refuses a destination that has weights."""
-    if is_orbax(destination):
-        raise CheckpointError(f"{destination} already holds an Orbax checkpoint; choose another directory or remove it")
-    destination.mkdir(parents=True, exist_ok=True)
+    check_destination(destination)
     arrays = jax.tree.leaves(nnx.state(model))
     stored = _stored_form(model, mesh, layout)
     tree = {part.name: _to_disk_form(array, part) for array, part in zip(arrays, stored, strict=True)}
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save((destination / _FOLDER).absolute(), args=ocp.args.PyTreeSave(tree))
-    for name in _COMPANIONS:
-        if (source / name).is_file() and source.resolve() != destination.resolve():
-            shutil.copyfile(source / name, destination / name)
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            checkpointer.save((destination / _FOLDER).absolute(), args=ocp.args.PyTreeSave(tree))
+        for name in _COMPANIONS:
+            if (source / name).is_file() and source.resolve() != destination.resolve():
+                shutil.copyfile(source / name, destination / name)
+    except OSError as error:
+        raise CheckpointError(f"{destination} cannot be written: {error}; remove what is there and convert again") from error
+
+
+def check_destination(destination: Path) -> None:
+    """Makes the folder; raises ConfigError where it cannot be made, or has weights already."""
+    if is_orbax(destination):
+        raise CheckpointError(f"{destination} already holds an Orbax checkpoint; choose another directory or remove it")
+    made_folder("destination", destination)
 
 
 def restore(directory: Path, model: Decoder, mesh: Mesh, layout: Layout) -> Decoder:

@@ -52,14 +52,13 @@ async def observing(process: str, config: ObserveConfig) -> AsyncIterator[Observ
     if not config.on:
         yield None
         return
-    if config.timelines:
-        made_folder("timelines", config.timelines)
-    observer = Observer(process, trace=bool(config.timelines))
+    timelines = str(made_folder("timelines", config.timelines)) if config.timelines else ""
+    observer = Observer(process, trace=bool(timelines))
     server = MetricsServer(observer.metrics, config.metrics_port, config.metrics_host) if config.metrics_port else None
     loop = asyncio.get_running_loop()
     if server is not None:
         await server.start()
-    on_demand = config.timelines != "" and _on_signal(loop, lambda: _write(observer, config.timelines))
+    on_demand = timelines != "" and _on_signal(loop, lambda: _write(observer, timelines))
     try:
         yield observer
     finally:
@@ -67,7 +66,7 @@ async def observing(process: str, config: ObserveConfig) -> AsyncIterator[Observ
             loop.remove_signal_handler(signal.SIGUSR1)
         if server is not None:
             await server.stop()
-        _write(observer, config.timelines)
+        _write(observer, timelines)
 
 
 def _on_signal(loop: asyncio.AbstractEventLoop, write: Callable[[], None]) -> bool:

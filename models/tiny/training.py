@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from zipfile import BadZipFile
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ import optax.contrib
 from flax import nnx
 from tokenizers import Tokenizer
 
+from jdisagg.errors import ConfigError
 from models.tiny.corpus import documents
 from models.tiny.network import PackedRows, TinyNetwork, TinyShape
 from models.tiny.words import BOYS, GIRLS, REMEMBERED
@@ -217,6 +219,9 @@ def _write_state(file: Path, step: int, state: tuple[nnx.State, optax.OptState])
 
 
 def _read_state(file: Path, like: tuple[nnx.State, optax.OptState]) -> tuple[int, tuple[nnx.State, optax.OptState]]:
-    with np.load(file) as kept:
-        step, *leaves = (kept[f"arr_{number}"] for number in range(len(kept.files)))
-    return int(step), jax.tree.unflatten(jax.tree.structure(like), [jnp.asarray(leaf) for leaf in leaves])
+    try:
+        with np.load(file) as kept:
+            step, *leaves = (kept[f"arr_{number}"] for number in range(len(kept.files)))
+        return int(step), jax.tree.unflatten(jax.tree.structure(like), [jnp.asarray(leaf) for leaf in leaves])
+    except (OSError, ValueError, KeyError, AttributeError, EOFError, BadZipFile) as error:
+        raise ConfigError(f"{file} holds no state of this training ({error}); give the file that it was kept in, or a new one") from error

@@ -42,3 +42,12 @@ def test_a_worker_whose_programs_cannot_be_kept_is_not_started_again(nowhere: st
     (end,) = ends("worker", flags)
     assert (end.status, end.out) == (EXIT_CONFIG, ""), end.err
     assert end.err.startswith("error: compilation_cache: folder '") and end.err.count("\n") == 1
+
+
+def test_training_begins_only_when_its_result_can_be_written(nowhere: str, tmp_path: Path) -> None:
+    needed = f"--destination={tmp_path / 'model'}"
+    lines = ((f"--destination={nowhere}",), (needed, f"--keep={nowhere}/state"), (needed, f"--keep={tmp_path}"), (needed, "stray"))
+    said = ("--destination: folder '", "--keep: folder '", f"--keep={tmp_path} is a folder; name a file in it", "flags alone are taken")
+    for end, message in zip(ends("train_tiny", *lines), said, strict=True):
+        assert (end.status, end.out) == (1, "")
+        assert end.err.startswith(f"error: {message}") and end.err.count("\n") == 1, end

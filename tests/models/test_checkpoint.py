@@ -112,6 +112,18 @@ def test_the_orbax_form_loads_under_any_layout_and_orientation(name: str, tmp_pa
         _load(tmp_path / "orbax")
 
 
+def test_a_destination_that_cannot_be_written_is_refused_before_the_weights_are_loaded(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("launch.convert.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
+    (tmp_path / "file").write_text("")
+    (tmp_path / "full" / "orbax").mkdir(parents=True)
+    for destination, message in (("file/x", "destination: folder '.*file/x' cannot be used: Not a directory"), ("full", "already holds")):
+        with pytest.raises(ConfigError, match=message):
+            convert(GOLDEN / MOE, tmp_path / destination, "auto", devices=1)
+    with pytest.raises(CheckpointError):
+        convert(tmp_path / "nothing", tmp_path / "never", "auto", devices=1)
+    assert not (tmp_path / "never").exists(), "nothing is made for a source that is none"
+
+
 def test_missing_extra_and_misshapen_tensors_are_listed_together(checkpoint: Path) -> None:
     tensors = load_file(checkpoint / "model.safetensors")
     del tensors["model.norm.weight"]

@@ -16,6 +16,7 @@ import tokenizers
 from flax import nnx
 from safetensors.numpy import load_file
 
+from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Shards
 from jdisagg.ops.dense_attention import dense_causal_attend
@@ -177,6 +178,10 @@ def test_a_few_training_steps_reduce_the_loss(family: str) -> None:
 def test_training_again_stopped_midway_and_taken_up_gives_the_same_weights(tmp_path: Path) -> None:
     """The kept state is of a run of fewer steps, stopped within the part that does not depend on their number."""
     keep = tmp_path / "state.npz"
+    keep.write_text("no state")
+    with pytest.raises(ConfigError, match="state.npz holds no state of this training"):
+        train_quickly("qwen3_moe", keep)
+    keep.unlink()
     train_quickly("qwen3_moe", keep, replace(QUICK, steps=8, seconds_at_most=0.0))
     assert_same_weights(train_quickly("qwen3_moe", keep)[0], trained("qwen3_moe")[0])
 
