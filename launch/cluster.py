@@ -68,7 +68,7 @@ _CODEC = flags.DEFINE_string("codec", None, "How KV travels: none, int8, int4 or
 _CACHE = flags.DEFINE_string("compilation_cache", None, "Folder for compiled programs; '' switches it off.")
 _RECORD = flags.DEFINE_string("record", None, "Folder for recordings of every mesh's commands, for launch.replay; they hold the prompts.")
 _DECISIONS = flags.DEFINE_string("decision_log", None, "File for every decision of the router; see launch.replay_decisions.")
-_CANARY = flags.DEFINE_float("canary_seconds", None, "How often the router proves that KV moves; 0: never.")
+_CANARY = flags.DEFINE_float("canary_seconds", None, "How often the router proves that KV moves; 0: never.", lower_bound=0)
 _TLS_CERTIFICATE = flags.DEFINE_string("tls_certificate", "", "PEM file, of all processes; with it every gRPC port speaks TLS alone.")
 _TLS_KEY = flags.DEFINE_string("tls_key", "", "PEM file of the certificate's key.")
 _TLS_CLIENT_CA = flags.DEFINE_string("tls_client_ca", "", "PEM file; clients and workers must show a certificate that it signed.")
@@ -171,7 +171,13 @@ def _instances(recipe: EngineConfig | None, shape: ClusterShape | None) -> tuple
         many |= {role: getattr(shape, role) for role, holder in counts.items() if not holder.present}
         known = {"prefill": recipe.prefill.layout, "decode": recipe.decode.layout, "mixed": recipe.decode.layout}
         lie |= {role: str(known[role]) for role, holder in layouts.items() if not holder.present}
-    if _MIXED.present and _MIXED.value and not (_PREFILL.present or _DECODE.present):
+    if _MIXED.present and _MIXED.value:
+        others = [f"--{holder.name}={holder.value}" for holder in (_PREFILL, _DECODE) if holder.present and holder.value]
+        if others:
+            raise ConfigError(
+                f"--mixed={_MIXED.value} and {' '.join(others)}: mixed instances come instead of the two other kinds; give the one or the "
+                "others, or all three in a recipe's get_cluster()"
+            )
         many |= {"prefill": 0, "decode": 0}
     if not many["mixed"] and not (many["prefill"] and many["decode"]):
         raise ConfigError(f"--prefill={many['prefill']} --decode={many['decode']}: one of each at least, or some --mixed")

@@ -78,7 +78,9 @@ _TLS_KEY = flags.DEFINE_string("tls_key", "", "PEM file of the certificate's key
 _TLS_CLIENT_CA = flags.DEFINE_string("tls_client_ca", "", "PEM file; clients and workers must show a certificate that it signed.")
 _TOKEN_FILE = flags.DEFINE_string("token_file", "", "Bearer tokens of clients, one a line.")
 _CLUSTER_TOKEN_FILE = flags.DEFINE_string("cluster_token_file", "", "The token that router and workers show each other.")
-_CANARY = flags.DEFINE_float("canary_seconds", 5.0, "How often a small request proves that KV moves, which readiness asks for; 0: never.")
+_CANARY = flags.DEFINE_float(
+    "canary_seconds", 5.0, "How often a small request proves that KV moves, which readiness asks for; 0: never.", lower_bound=0
+)
 _ELASTIC = flags.DEFINE_bool("elastic", False, "Let workers change their roles as the load asks for it.")
 _SET = flags.DEFINE_multi_string("set", [], "path.to.field=value of RouterConfig: limits.max_attempts=4; may be repeated.")
 _SERVICE = (_HOST, _PORT, _DRAIN, _TLS_CERTIFICATE, _TLS_KEY, _TLS_CLIENT_CA, _TOKEN_FILE, _CLUSTER_TOKEN_FILE)

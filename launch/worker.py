@@ -27,7 +27,7 @@ from jdisagg.config import InstanceConfig, ModelConfig, ServiceConfig, override
 from jdisagg.dispatch.ports import WorkerRole
 from jdisagg.engine.host_threads import hand_over_quickly
 from jdisagg.engine.instance import Loaded, LoadModel, WorkerConfig
-from jdisagg.errors import JdisaggError, UnavailableError
+from jdisagg.errors import ConfigError, JdisaggError, UnavailableError
 from jdisagg.instance.processes import ProcessGroup, join_instance
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Device
@@ -48,7 +48,7 @@ from models.relayout import relayout
 
 _ROLE = flags.DEFINE_enum("role", None, [role.value for role in WorkerRole], "What it does.", required=True)
 _LAYOUT = flags.DEFINE_string("layout", "dp=1,tp=1", "Layout of its mesh.")
-_ROUTER = flags.DEFINE_list("router", [], "Routers to register with: host:port, separated by commas.")
+_ROUTER = flags.DEFINE_list("router", [], "Routers to register with, one at least: host:port, separated by commas.")
 _NAME = flags.DEFINE_string("name", None, "Its name, unique among the routers' workers. Default: role, host and port.")
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "The one interface that it listens on, KV included; also how others reach it.")
 _PORT = flags.DEFINE_integer("port", 0, "Port of its gRPC services; 0 lets the system choose.")
@@ -121,11 +121,13 @@ def _configuration() -> tuple[WorkerConfig, WorkerSpec]:
         compilation_cache=_CACHE.value,
     )
     config = override(config, _SET.value)
-    role = WorkerRole(_ROLE.value)
+    role, routers = WorkerRole(_ROLE.value), tuple(address for address in _ROUTER.value if address.strip())
+    if not routers:
+        raise ConfigError(f"--router is not given: nobody would find this {role.value} worker; name its routers, --router=host:port")
     spec = WorkerSpec(
         name=_NAME.value or f"{role.value}-{_HOST.value}-{_PORT.value or os.getpid()}",
         role=role,
-        routers=tuple(_ROUTER.value),
+        routers=routers,
         family=load_config(config.model.directory).family,
         model_name=Path(config.model.directory).resolve().name,
         fingerprint=model_fingerprint(config.model.directory, config.model.dtype),

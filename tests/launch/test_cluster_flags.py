@@ -9,6 +9,7 @@ from jdisagg.config import EngineConfig, InstanceConfig, ServiceConfig
 from jdisagg.layout.axes import Layout
 from launch.cluster_plan import ClusterPlan
 from launch.recipes import ClusterShape, worker_flags
+from tests.launch.script_ends import ends
 
 ROOT = Path(__file__).parents[2]
 SHAPE = ClusterShape(prefill=2, decode=1)
@@ -56,9 +57,21 @@ def test_mixed_instances_come_instead_of_a_recipes_two_kinds() -> None:
     assert not any("mode=" in flag for flag in worker_flags(recipe, "mixed")), "a worker does not take a mode of two meshes"
 
 
-def test_mixed_instances_join_the_other_two_kinds_where_those_are_asked_for() -> None:
-    instances = planned(EngineConfig(), SHAPE, "--mixed=1", "--decode=1").instances
-    assert [instance.name for instance in instances] == ["prefill-0", "prefill-1", "decode-0", "mixed-0"]
+def test_mixed_instances_stand_beside_the_other_two_kinds_in_a_recipe_alone() -> None:
+    instances = planned(EngineConfig(), ClusterShape(prefill=1, decode=1, mixed=1)).instances
+    assert [instance.name for instance in instances] == ["prefill-0", "decode-0", "mixed-0"]
+    given = [instance.name for instance in planned(EngineConfig(), SHAPE, "--mixed=2", "--prefill=0", "--decode=0").instances]
+    assert given == ["mixed-0", "mixed-1"]
+
+
+def test_flags_that_contradict_each_other_or_the_clock_are_refused() -> None:
+    joined = ("--mixed=1", "--prefill=2")
+    ill, once, canary = ends("cluster", joined, ("--mixed=1", "--decode=1", "--prefill=2"), ("--canary_seconds=-1",))
+    assert (ill.status, ill.out) == (once.status, once.out) == (1, "")
+    assert ill.err.startswith("error: --mixed=1 and --prefill=2: mixed instances come instead of the two other kinds; ")
+    assert once.err.startswith("error: --mixed=1 and --prefill=2 --decode=1: ") and once.err.count("\n") == 1
+    for end in (canary, *ends("router", ("--canary_seconds=-1",))):
+        assert end.status == 1 and "--canary_seconds=-1: -1.0 is not a non-negative number" in end.err
 
 
 def test_the_size_of_messages_is_the_recipes_for_every_process_and_a_flags_before_it() -> None:

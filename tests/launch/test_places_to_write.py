@@ -37,11 +37,16 @@ def test_a_router_that_could_not_write_down_what_it_should_does_not_listen(nowhe
     assert timelines.err.startswith("error: timelines: folder '") and timelines.err.count("\n") == 1
 
 
-def test_a_worker_whose_programs_cannot_be_kept_is_not_started_again(nowhere: str) -> None:
-    flags = ("--role=decode", "--router=localhost:1", f"--compilation_cache={nowhere}")
-    (end,) = ends("worker", flags)
-    assert (end.status, end.out) == (EXIT_CONFIG, ""), end.err
-    assert end.err.startswith("error: compilation_cache: folder '") and end.err.count("\n") == 1
+def test_a_worker_whose_programs_cannot_be_kept_or_whom_nobody_would_find_is_not_started_again(nowhere: str) -> None:
+    lines = (
+        ("--role=decode", "--router=localhost:1", f"--compilation_cache={nowhere}"),
+        ("--role=prefill",),
+        ("--role=mixed", "--router=,"),
+    )
+    said = ("compilation_cache: folder '", "--router is not given: nobody would find this prefill worker; ", "--router is not given")
+    for end, message in zip(ends("worker", *lines), said, strict=True):
+        assert (end.status, end.out) == (EXIT_CONFIG, ""), end.err
+        assert end.err.startswith(f"error: {message}") and end.err.count("\n") == 1
 
 
 def test_training_begins_only_when_its_result_can_be_written(nowhere: str, tmp_path: Path) -> None:
