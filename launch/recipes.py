@@ -6,18 +6,22 @@ own; `launch.router` takes of it what is the router's. `launch.plan` writes reci
 
 import dataclasses
 import importlib.util
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
 from jdisagg.config import EngineConfig, InstanceConfig, LimitsConfig, Mode, ModelConfig, RoutingConfig, ServiceConfig
-from jdisagg.errors import ConfigError
+from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.layout.axes import Layout
 
 # Fields of an instance that launch.worker has flags of their own for; the others travel as --set.
 _FLAGS = {"page_size": "page_size", "slots_per_rank": "slots", "chunk_tokens": "prefill_chunk", "codec": "codec", "hardware": "hardware"}
 
 Part = TypeVar("Part", LimitsConfig, RoutingConfig, ServiceConfig)
+Returned = TypeVar("Returned")
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,8 @@ class ClusterShape:
 
 
 def load_recipe(path: str) -> EngineConfig:
-    """Runs a recipe file and returns its configuration."""
-    config = getattr(_run(path), "get_config", lambda: None)()
+    """Runs a recipe file and returns its configuration. Raises ConfigError for one that is none, or fails, naming the line."""
+    config = _told(path, getattr(_run(path), "get_config", lambda: None))
     if not isinstance(config, EngineConfig):
         raise ConfigError(f"config {path!r} has no get_config() that returns an EngineConfig; see configs/tiny_cpu.py")
     return config
@@ -46,7 +50,7 @@ def load_shape(path: str) -> ClusterShape:
     module = _run(path)
     if not hasattr(module, "get_cluster"):
         return ClusterShape(prefill=1, decode=1) if load_recipe(path).mode is Mode.DISAGGREGATED else ClusterShape(mixed=1)
-    shape = module.get_cluster()
+    shape = _told(path, module.get_cluster)
     if not isinstance(shape, ClusterShape):
         raise ConfigError(f"config {path!r}: get_cluster() must return a ClusterShape, got {type(shape).__name__}")
     return shape
@@ -54,14 +58,30 @@ def load_shape(path: str) -> ClusterShape:
 
 def _run(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location("recipe", path)
-    try:
-        if spec is None or spec.loader is None:
-            raise FileNotFoundError
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    except FileNotFoundError:
-        raise ConfigError(f"config {path!r} is not a Python file; give a recipe such as configs/tiny_cpu.py") from None
+    if spec is None or spec.loader is None or not Path(path).is_file():
+        raise ConfigError(f"config {path!r} is not a Python file; give a recipe such as configs/tiny_cpu.py")
+    module = importlib.util.module_from_spec(spec)
+    loader = spec.loader
+    _told(path, lambda: loader.exec_module(module))
     return module
+
+
+def _told(path: str, call: Callable[[], Returned]) -> Returned:
+    """What the recipe's code returns. What it raises is told with its line, in place of a traceback that is mostly ours."""
+    try:
+        return call()
+    except JdisaggError as error:
+        raise type(error)(f"config {path!r}{_line(path, error)}: {error.message}") from error
+    except Exception as error:
+        raise ConfigError(f"config {path!r}{_line(path, error)}: {type(error).__name__}: {error}; correct the recipe") from error
+
+
+def _line(path: str, error: Exception) -> str:
+    """Where in the recipe it happened, as far as is known."""
+    if isinstance(error, SyntaxError) and error.lineno and error.filename and Path(error.filename).name == Path(path).name:
+        return f", line {error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == Path(path).absolute()]
+    return f", line {lines[-1]}" if lines else ""
 
 
 def worker_flags(config: EngineConfig, role: str) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from launch.cluster_plan import ClusterPlan, plan_instances
 from launch.recipes import ClusterShape, load_recipe, load_shape, recipe_text, router_flags, worker_flags
 
 ROOT = Path(__file__).resolve().parents[2]
+IMPORT = "from jdisagg.config import EngineConfig, InstanceConfig"
 TWO = EngineConfig(
     model=ModelConfig("models/some", "bfloat16", 8192),
     prefill=InstanceConfig(layout=Layout(tp=4, ep=4), page_size=64, chunk_tokens=4096, min_chunk_tokens=1024, pages_per_rank=700),
@@ -91,6 +92,11 @@ def test_flags_of_a_role_come_before_those_of_all_so_that_the_latter_win():
         (None, "is not a Python file"),
         ("x = 1", "has no get_config"),
         ("def get_config(): return 3", "has no get_config"),
+        ("x = 1\ndef get_config(:", r"recipe.py', line 2: SyntaxError: invalid syntax .*; correct the recipe"),
+        ("\n\nfrom jdisagg.nothing import x", r"recipe.py', line 3: ModuleNotFoundError: No module named 'jdisagg.nothing'; correct"),
+        (f"{IMPORT}\ndef get_config():\n    return EngineConfig(foo=1)", r"line 3: TypeError: .*unexpected keyword argument 'foo'"),
+        (f"{IMPORT}\nONE = InstanceConfig(page_size=0)", r"recipe.py', line 2: page_size must be positive, got 0"),
+        ("open('/nowhere/at/all')", r"line 1: FileNotFoundError: .*'/nowhere/at/all'"),
     ],
 )
 def test_a_file_that_is_no_recipe_is_refused(text: str | None, said: str, tmp_path: Path):
