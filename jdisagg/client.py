@@ -13,31 +13,30 @@ reached the server is never sent twice.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self, TypeVar, Unpack, cast
+from typing import Self, TypeVar, Unpack
 
 import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from jdisagg.dispatch.frontend import ChatMessage, ChatPrompt, ModelInfo, Prompt, SamplingOptions, TokenPrompt
+from jdisagg.dispatch.frontend import ChatMessage, ModelInfo
 from jdisagg.dispatch.ports import WorkerStatus
 from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import InvalidRequestError, JdisaggError, UnavailableError
 from jdisagg.request import FinishReason, StreamEvent, Timings, TokenLogprobs, Usage
 from jdisagg.service import generation_pb2 as pb
 from jdisagg.service import generation_pb2_grpc, wire, wire_generation
+from jdisagg.service.client_request import GenerateOptions, Messages, asked, tokenize_request
 from jdisagg.service.client_stream import ResumableStream, lost, never_sent, typed_error
 from jdisagg.service.connection import NO_CREDENTIALS, RECONNECT_OPTIONS, Credentials, open_channel
-from jdisagg.service.wire_generation import ClientRequest
 
 __all__ = ["AsyncClient", "ChatMessage", "Choice", "Client", "Completion", "Credentials", "GenerateOptions"]
 
 MAX_MESSAGE_BYTES = 16 << 20
 
 Reply = TypeVar("Reply")
-Messages = Sequence[ChatMessage | Mapping[str, str]]
 
 
 @dataclass(slots=True)
@@ -87,18 +86,6 @@ class _Collector:
         return Completion(tuple(self._choices[child] for child in sorted(self._choices)), self._usage, self._timings)
 
 
-class GenerateOptions(SamplingOptions, total=False):
-    """Keyword arguments of `generate` and `complete`: instead of a text prompt `token_ids` or `messages`, what identifies and
-    bounds the request, and the sampling options. Absent or None is the default."""
-
-    token_ids: Sequence[int] | None
-    messages: Messages | None
-    request_id: str | None
-    deadline_seconds: float | None
-    tenant: str | None
-    priority: int | None
-
-
 class Client:
     """Blocking. Threads may share one; each stream belongs to the thread that reads it."""
 
@@ -119,6 +106,7 @@ class Client:
         self._timeout_seconds = timeout_seconds
         self._resume_seconds = resume_seconds
         self._connected = False
+        self._closed = False
         credentials = replace(credentials, token=token) if token else credentials
         self._metadata = credentials.metadata()
         options = _channel_options(max_message_bytes, credentials)
@@ -130,7 +118,8 @@ class Client:
 
     def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Generator[StreamEvent, None, None]:
         """Streams one request: exactly one of `prompt`, `token_ids`, `messages`. Closing the iterator cancels the request."""
-        return self._events(ResumableStream(_asked(prompt, options), self._resume_seconds))
+        _check_open(self._closed, self._target)
+        return self._events(ResumableStream(asked(prompt, options), self._resume_seconds))
 
     def complete(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Completion:
         """`generate`, read to its end."""
@@ -140,11 +129,13 @@ class Client:
         return collector.completion()
 
     def tokenize(self, prompt: str | None = None, *, messages: Messages | None = None) -> tuple[int, ...]:
-        reply: pb.TokenizeResponse = self._unary(self._stub.Tokenize, _tokenize_request(prompt, messages))
+        reply: pb.TokenizeResponse = self._unary(self._stub.Tokenize, tokenize_request(prompt, messages))
         return tuple(reply.token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        reply: pb.DetokenizeResponse = self._unary(self._stub.Detokenize, _detokenize_request(token_ids, skip_special_tokens))
+        reply: pb.DetokenizeResponse = self._unary(
+            self._stub.Detokenize, wire_generation.detokenize_to_proto(token_ids, skip_special_tokens)
+        )
         return reply.text
 
     def model(self) -> ModelInfo:
@@ -159,6 +150,8 @@ class Client:
         return wire_generation.routing_from_proto(self._unary(self._stub.GetStatus, pb.GetStatusRequest()))
 
     def close(self) -> None:
+        """Ends what runs; nothing more can be asked. Idempotent."""
+        self._closed = True
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -204,6 +197,7 @@ class Client:
         raise AssertionError("the second attempt returns or raises")
 
     def _connect(self, seconds: float) -> None:
+        _check_open(self._closed, self._target)
         if self._connected:
             return
         ready = grpc.channel_ready_future(self._channel)
@@ -236,6 +230,7 @@ class AsyncClient:
         self._timeout_seconds = timeout_seconds
         self._resume_seconds = resume_seconds
         self._connected = False
+        self._closed = False
         credentials = replace(credentials, token=token) if token else credentials
         self._metadata = credentials.metadata()
         self._channel = open_channel(target, credentials, _channel_options(max_message_bytes, credentials))
@@ -243,7 +238,8 @@ class AsyncClient:
 
     def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> AsyncGenerator[StreamEvent, None]:
         """Streams one request: exactly one of `prompt`, `token_ids`, `messages`. Closing the iterator cancels the request."""
-        return self._events(ResumableStream(_asked(prompt, options), self._resume_seconds))
+        _check_open(self._closed, self._target)
+        return self._events(ResumableStream(asked(prompt, options), self._resume_seconds))
 
     async def complete(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Completion:
         """`generate`, read to its end."""
@@ -254,11 +250,13 @@ class AsyncClient:
         return collector.completion()
 
     async def tokenize(self, prompt: str | None = None, *, messages: Messages | None = None) -> tuple[int, ...]:
-        reply: pb.TokenizeResponse = await self._unary(self._stub.Tokenize, _tokenize_request(prompt, messages))
+        reply: pb.TokenizeResponse = await self._unary(self._stub.Tokenize, tokenize_request(prompt, messages))
         return tuple(reply.token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        reply: pb.DetokenizeResponse = await self._unary(self._stub.Detokenize, _detokenize_request(token_ids, skip_special_tokens))
+        reply: pb.DetokenizeResponse = await self._unary(
+            self._stub.Detokenize, wire_generation.detokenize_to_proto(token_ids, skip_special_tokens)
+        )
         return reply.text
 
     async def model(self) -> ModelInfo:
@@ -273,6 +271,8 @@ class AsyncClient:
         return wire_generation.routing_from_proto(await self._unary(self._stub.GetStatus, pb.GetStatusRequest()))
 
     async def close(self) -> None:
+        """As the other client's."""
+        self._closed = True
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -318,6 +318,7 @@ class AsyncClient:
         raise AssertionError("the second attempt returns or raises")
 
     async def _connect(self, seconds: float) -> None:
+        _check_open(self._closed, self._target)
         if self._connected:
             return
         try:
@@ -325,50 +326,6 @@ class AsyncClient:
         except TimeoutError:
             raise _unreachable(self._target, seconds) from None
         self._connected = True
-
-
-def _asked(prompt: str | None, options: GenerateOptions) -> ClientRequest:
-    sampling = {name: value for name, value in options.items() if name not in _REQUEST_OPTIONS}
-    return ClientRequest(
-        prompt=_prompt(prompt, options.get("token_ids"), options.get("messages")),
-        options=cast(SamplingOptions, sampling),
-        request_id=options.get("request_id") or "",
-        deadline_seconds=options.get("deadline_seconds"),
-        tenant=options.get("tenant") or "",
-        priority=options.get("priority") or 0,
-    )
-
-
-_REQUEST_OPTIONS = frozenset(GenerateOptions.__annotations__) - frozenset(SamplingOptions.__annotations__)
-
-
-def _tokenize_request(prompt: str | None, messages: Messages | None) -> pb.TokenizeRequest:
-    made = _prompt(prompt, None, messages)
-    assert not isinstance(made, TokenPrompt)
-    return wire_generation.tokenize_to_proto(made)
-
-
-def _detokenize_request(token_ids: Sequence[int], skip_special_tokens: bool) -> pb.DetokenizeRequest:
-    return wire_generation.detokenize_to_proto(token_ids, skip_special_tokens)
-
-
-def _prompt(prompt: str | None, token_ids: Sequence[int] | None, messages: Messages | None) -> Prompt:
-    if (prompt is not None) + (token_ids is not None) + (messages is not None) != 1:
-        raise InvalidRequestError("give exactly one of prompt, token_ids, messages")
-    if token_ids is not None:
-        return TokenPrompt(tuple(token_ids))
-    if messages is not None:
-        return ChatPrompt(tuple(map(_message, messages)))
-    assert prompt is not None
-    return prompt
-
-
-def _message(message: ChatMessage | Mapping[str, str]) -> ChatMessage:
-    if isinstance(message, ChatMessage):
-        return message
-    if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
-        raise InvalidRequestError(f"a chat message has a role and a content and nothing else, got {message!r:.200}")
-    return ChatMessage(message["role"], message["content"])
 
 
 def _channel_options(max_message_bytes: int, credentials: Credentials) -> list[tuple[str, int | str]]:
@@ -381,6 +338,11 @@ def _channel_options(max_message_bytes: int, credentials: Credentials) -> list[t
         *RECONNECT_OPTIONS,
         *credentials.options(),
     ]
+
+
+def _check_open(closed: bool, target: str) -> None:
+    if closed:
+        raise InvalidRequestError(f"this client of {target} is closed; make a new one, or ask before its close() or the end of its with")
 
 
 class _Unreachable(UnavailableError):

@@ -58,7 +58,17 @@ async def test_closing_a_sync_stream_cancels_the_request(door: Door) -> None:  #
         ({}, "exactly one of prompt, token_ids, messages"),
         ({"prompt": "x", "token_ids": [1]}, "exactly one of"),
         ({"prompt": "x\ud800"}, "cannot be sent"),
-        ({"prompt": b"\xff\xfe"}, "cannot be sent"),
+        ({"prompt": b"\xff\xfe"}, "prompt must be text, got bytes"),
+        ({"prompt": [1, 2, 3]}, "prompt must be text, got list; for ids, pass token_ids="),
+        ({"prompt": "x", "request_id": "a\udfff"}, "request_id cannot be sent: '.udfff', its character 1, is half of a surrogate pair"),
+        ({"prompt": "x", "tenant": 5}, "tenant must be text, got int"),
+        ({"prompt": "x", "logit_bias": {"a": 1.0}}, "logit_bias={'a': 1.0} cannot be sent"),
+        ({"token_ids": "abc"}, "token_ids must be several values, got str; .* for text, pass prompt="),
+        ({"messages": "hi"}, "messages must be several values, got str"),
+        ({"messages": {"role": "user", "content": "hi"}}, "messages must be several values, got dict; give a sequence of messages"),
+        ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\].content must be text, got NoneType"),
+        ({"messages": [ChatMessage("user", [{"type": "text"}])]}, r"messages\[0\].content must be text, got list; join its parts"),
+        ({"messages": [{"role": "user", "content": "a\ud800"}]}, r"messages\[0\].content cannot be sent: '.ud800'"),
         ({"prompt": "x", "max_tokens": 2**70}, "max_tokens"),
         ({"prompt": "x", "temperature": "hot"}, "temperature='hot'"),
         ({"prompt": "x", "beams": 4}, "unknown sampling option beams"),
@@ -70,6 +80,32 @@ async def test_closing_a_sync_stream_cancels_the_request(door: Door) -> None:  #
 def test_what_cannot_be_sent_is_refused_before_anything_is(options, message) -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequestError, match=message):
         client.generate(**options)
+
+
+async def test_a_bias_is_given_by_a_mapping_or_by_pairs(door: Door) -> None:  # noqa: F811
+    async with AsyncClient(door.target) as client:
+        for biases in ({3: 100.0, 5: -1.0}, [(3, 100.0), (5, -1.0)]):
+            await client.complete("x", max_tokens=1, logit_bias=biases)
+    assert [request.sampling.logit_bias for request in door.path.requests] == [((3, 100.0), (5, -1.0))] * 2
+    request = await door.frontend.build_request("x", logit_bias={3: 100.0})
+    assert request.sampling.logit_bias == ((3, 100.0),)
+
+
+async def test_a_closed_client_says_that_it_is_closed(door: Door) -> None:  # noqa: F811
+    def use() -> None:
+        with Client(door.target) as client:
+            client.model()
+            begun = client.generate("x")
+        for call in (client.model, lambda: client.complete("x"), lambda: client.generate("x"), lambda: next(begun)):
+            with pytest.raises(InvalidRequestError, match=f"this client of {door.target} is closed; make a new one"):
+                call()
+
+    await asyncio.to_thread(use)
+    async with AsyncClient(door.target) as client:
+        await client.model()
+    for call in (client.model, lambda: client.complete("x")):
+        with pytest.raises(InvalidRequestError, match="is closed; make a new one"):
+            await call()
 
 
 async def test_without_a_server_both_clients_say_so() -> None:

@@ -87,6 +87,7 @@ class ChatPrompt:
 
 
 Prompt = str | TokenPrompt | ChatPrompt
+Biases = Mapping[int, float] | Sequence[tuple[int, float]]
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -102,7 +103,7 @@ class SamplingOptions(TypedDict, total=False):
     presence_penalty: float | None
     frequency_penalty: float | None
     repetition_penalty: float | None
-    logit_bias: Sequence[tuple[int, float]] | None
+    logit_bias: Biases | None
     min_tokens: int | None
     stop: Sequence[str] | None
     stop_token_ids: Sequence[int] | None
@@ -148,7 +149,7 @@ class Frontend:
         elif not (deadline_seconds > 0 and math.isfinite(deadline_seconds)):
             raise InvalidRequestError(f"deadline_seconds must be positive and finite, got {deadline_seconds}")
         self._check_ids("stop_token_ids", (options.get("stop_token_ids") or ())[: MAX_STOP_TOKEN_IDS + 1])
-        self._check_ids("logit_bias", [token for token, _ in (options.get("logit_bias") or ())[: MAX_LOGIT_BIAS + 1]])
+        self._check_ids("logit_bias", [token for token, _ in bias_pairs(options.get("logit_bias") or ())[: MAX_LOGIT_BIAS + 1]])
         # The options are judged before the work of tokenizing; the default of max_tokens is known only after it.
         _sampling(options, room_tokens=self.model.context_tokens)
         token_ids = await self._tokens(prompt, within_context=True)
@@ -316,9 +317,16 @@ class Frontend:
                 raise InvalidRequestError(f"{name}[{index}]={token_id!r} is not a token id of the model; they are 0 to {vocabulary - 1}")
 
 
+def bias_pairs(biases: Biases) -> Sequence[tuple[int, float]]:
+    """(token id, bias), of a mapping or of pairs."""
+    return tuple(biases.items()) if isinstance(biases, Mapping) else biases
+
+
 def _sampling(options: SamplingOptions, room_tokens: int) -> SamplingParams:
     """The concrete parameters; `room_tokens` bounds the default of max_tokens only."""
     given = {name: value for name, value in options.items() if value is not None}
+    if (biases := options.get("logit_bias")) is not None:
+        given["logit_bias"] = bias_pairs(biases)
     for name in ("logit_bias", "stop_token_ids", "stop"):
         if name in given:
             given[name] = _tuple(name, given[name])

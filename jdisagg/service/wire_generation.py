@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jdisagg.config import Mode
-from jdisagg.dispatch.frontend import ChatMessage, ChatPrompt, ModelInfo, Prompt, SamplingOptions, TokenPrompt
+from jdisagg.dispatch.frontend import ChatMessage, ChatPrompt, ModelInfo, Prompt, SamplingOptions, TokenPrompt, bias_pairs
 from jdisagg.dispatch.routing_status import PastDecision, RoutingStatus, WorkerAccount
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import MAX_N, AcceptedChild, FinishReason, Resumption, StreamEvent, Timings, Usage
@@ -245,7 +245,7 @@ def _options_to_proto(options: SamplingOptions) -> common_pb2.SamplingParams:
             continue
         try:
             if name == "logit_bias":
-                pairs = options.get("logit_bias") or ()
+                pairs = bias_pairs(options.get("logit_bias") or ())
                 message.logit_bias.extend(common_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in pairs)
             elif name == "stop":
                 stop = options.get("stop") or ()

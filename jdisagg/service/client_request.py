@@ -1,0 +1,92 @@
+"""What a caller gave to a client, made a `ClientRequest`: a wrong kind of value is refused by name before anything is sent.
+
+What a value may be, the server judges; here is what protobuf could not hold, or would take for something else.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar, cast
+
+from jdisagg.dispatch.frontend import ChatMessage, ChatPrompt, Prompt, SamplingOptions, TokenPrompt
+from jdisagg.errors import InvalidRequestError
+from jdisagg.service import generation_pb2 as pb
+from jdisagg.service import wire_generation
+from jdisagg.service.wire_generation import ClientRequest
+
+Item = TypeVar("Item")
+Messages = Sequence[ChatMessage | Mapping[str, str]]
+
+
+class GenerateOptions(SamplingOptions, total=False):
+    """Keyword arguments of `generate` and `complete`: instead of a text prompt `token_ids` or `messages`, what identifies and
+    bounds the request, and the sampling options. Absent or None is the default."""
+
+    token_ids: Sequence[int] | None
+    messages: Messages | None
+    request_id: str | None
+    deadline_seconds: float | None
+    tenant: str | None
+    priority: int | None
+
+
+_REQUEST_OPTIONS = frozenset(GenerateOptions.__annotations__) - frozenset(SamplingOptions.__annotations__)
+
+
+def asked(prompt: str | None, options: GenerateOptions) -> ClientRequest:
+    """Raises InvalidRequestError naming the field, the kind of its value and what to give."""
+    sampling = {name: value for name, value in options.items() if name not in _REQUEST_OPTIONS}
+    return ClientRequest(
+        prompt=_prompt(prompt, options.get("token_ids"), options.get("messages")),
+        options=cast(SamplingOptions, sampling),
+        request_id=_text("request_id", options.get("request_id") or ""),
+        deadline_seconds=options.get("deadline_seconds"),
+        tenant=_text("tenant", options.get("tenant") or ""),
+        priority=options.get("priority") or 0,
+    )
+
+
+def tokenize_request(prompt: str | None, messages: Messages | None) -> pb.TokenizeRequest:
+    """As `asked`."""
+    made = _prompt(prompt, None, messages)
+    assert not isinstance(made, TokenPrompt)
+    return wire_generation.tokenize_to_proto(made)
+
+
+def _prompt(prompt: str | None, token_ids: Sequence[int] | None, messages: Messages | None) -> Prompt:
+    if (prompt is not None) + (token_ids is not None) + (messages is not None) != 1:
+        raise InvalidRequestError("give exactly one of prompt, token_ids, messages")
+    if token_ids is not None:
+        return TokenPrompt(_items("token_ids", token_ids, "give a sequence of integers; for text, pass prompt="))
+    if messages is not None:
+        given = _items("messages", messages, "give a sequence of messages; for text, pass prompt=")
+        return ChatPrompt(tuple(_message(index, message) for index, message in enumerate(given)))
+    return _text("prompt", prompt, "for ids, pass token_ids=, for a chat messages=")
+
+
+def _message(index: int, message: ChatMessage | Mapping[str, str]) -> ChatMessage:
+    if not isinstance(message, ChatMessage):
+        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+            raise InvalidRequestError(f"a chat message has a role and a content and nothing else, got {message!r:.200}")
+        message = ChatMessage(message["role"], message["content"])
+    _text(f"messages[{index}].role", message.role)
+    _text(f"messages[{index}].content", message.content, "join its parts to one text, or leave the message out")
+    return message
+
+
+def _items(name: str, given: Sequence[Item], remedy: str) -> tuple[Item, ...]:
+    """Not every sequence: text is one, too. And not only sequences: an array of NumPy's is none, and will do."""
+    if isinstance(given, str | bytes | Mapping) or not hasattr(given, "__iter__"):
+        raise InvalidRequestError(f"{name} must be several values, got {type(given).__name__}; {remedy}")
+    return tuple(given)
+
+
+def _text(name: str, value: object, remedy: str = "give a str") -> str:
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{name} must be text, got {type(value).__name__}; {remedy}")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{name} cannot be sent: {value[error.start]!r}, its character {error.start}, is half of a surrogate pair and no text; "
+            "decode what it came from with errors='replace'"
+        ) from None
+    return value
