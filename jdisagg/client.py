@@ -30,7 +30,7 @@ from jdisagg.service import generation_pb2 as pb
 from jdisagg.service import generation_pb2_grpc, wire, wire_generation
 from jdisagg.service.client_request import GenerateOptions, Messages, asked, tokenize_request
 from jdisagg.service.client_stream import ResumableStream, lost, never_sent, typed_error
-from jdisagg.service.connection import NO_CREDENTIALS, RECONNECT_OPTIONS, Credentials, open_channel
+from jdisagg.service.connection import NO_CREDENTIALS, RECONNECT_OPTIONS, Credentials, check_target, open_channel
 
 __all__ = ["AsyncClient", "ChatMessage", "Choice", "Client", "Completion", "Credentials", "GenerateOptions"]
 
@@ -101,6 +101,7 @@ class Client:
         credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
         """`timeout_seconds` bounds every call but `generate`, which has `deadline_seconds`. `token`: that of `credentials`."""
+        check_target(target)
         self._target = target
         self._connect_seconds = connect_seconds
         self._timeout_seconds = timeout_seconds
@@ -109,6 +110,7 @@ class Client:
         self._closed = False
         credentials = replace(credentials, token=token) if token else credentials
         self._metadata = credentials.metadata()
+        self._tls = credentials.tls
         options = _channel_options(max_message_bytes, credentials)
         if credentials.tls:
             self._channel = grpc.secure_channel(target, credentials.channel(), options)
@@ -205,7 +207,7 @@ class Client:
             ready.result(timeout=seconds)
         except grpc.FutureTimeoutError:
             ready.cancel()
-            raise _unreachable(self._target, seconds) from None
+            raise _unreachable(self._target, seconds, self._tls) from None
         self._connected = True
 
 
@@ -233,6 +235,7 @@ class AsyncClient:
         self._closed = False
         credentials = replace(credentials, token=token) if token else credentials
         self._metadata = credentials.metadata()
+        self._tls = credentials.tls
         self._channel = open_channel(target, credentials, _channel_options(max_message_bytes, credentials))
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
@@ -324,7 +327,7 @@ class AsyncClient:
         try:
             await asyncio.wait_for(self._channel.channel_ready(), seconds)
         except TimeoutError:
-            raise _unreachable(self._target, seconds) from None
+            raise _unreachable(self._target, seconds, self._tls) from None
         self._connected = True
 
 
@@ -349,5 +352,9 @@ class _Unreachable(UnavailableError):
     """Nobody answered in time."""
 
 
-def _unreachable(target: str, seconds: float) -> _Unreachable:
-    return _Unreachable(f"no server answered at {target} within {seconds:g} s; is it running (python -m launch.serve)?")
+def _unreachable(target: str, seconds: float, tls: bool) -> _Unreachable:
+    """gRPC tells neither that the other side speaks TLS, or does not, nor that a certificate is not believed."""
+    papers = "if it speaks TLS, say whom to believe (credentials; --authority of launch.ask)"
+    if tls:
+        papers = "does it speak TLS, with a certificate for this host that the given authority signed, and does it believe ours?"
+    return _Unreachable(f"no server answered at {target} within {seconds:g} s; is it running (python -m launch.serve)? {papers}")

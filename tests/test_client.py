@@ -9,7 +9,7 @@ import pytest
 
 from jdisagg.client import AsyncClient, ChatMessage, Client
 from jdisagg.config import ServiceConfig
-from jdisagg.errors import InvalidRequestError, JdisaggError, OverloadedError, UnavailableError
+from jdisagg.errors import ConfigError, InvalidRequestError, JdisaggError, OverloadedError, UnavailableError
 from jdisagg.request import StreamEvent
 from jdisagg.service.server import GenerationServer
 from launch.cluster_plan import free_ports
@@ -89,6 +89,13 @@ async def test_a_bias_is_given_by_a_mapping_or_by_pairs(door: Door) -> None:  # 
     assert [request.sampling.logit_bias for request in door.path.requests] == [((3, 100.0), (5, -1.0))] * 2
     request = await door.frontend.build_request("x", logit_bias={3: 100.0})
     assert request.sampling.logit_bias == ((3, 100.0),)
+
+
+async def test_a_target_that_is_no_address_is_refused_at_once() -> None:
+    for target in ("", " "):
+        for kind in (Client, AsyncClient):
+            with pytest.raises(ConfigError, match="target must be an address, got '.?'; give host:port"):
+                kind(target)
 
 
 async def test_a_closed_client_says_that_it_is_closed(door: Door) -> None:  # noqa: F811

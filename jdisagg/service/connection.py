@@ -10,6 +10,7 @@ Knows no service. Every call but a stream that its caller bounds has a deadline.
 
 import asyncio
 import pathlib
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -27,6 +28,8 @@ BOOT_KEY = "jdisagg-boot"
 TOKEN_KEY = "authorization"
 # The other side ends a call at its deadline and says why; the call's own deadline is the net below.
 SLACK_SECONDS = 1.0
+
+_BLOCKS = re.compile(rb"-----BEGIN ([A-Z0-9 ]+)-----")
 
 Reply = TypeVar("Reply")
 Answer = TypeVar("Answer", bound=Message)
@@ -71,15 +74,18 @@ class Credentials:
             raise ConfigError("credentials: certificates without tls would not be used; set tls")
         if self.token and not (self.token.isascii() and self.token.isprintable()):
             raise ConfigError("credentials: a token may hold printable ASCII characters alone")
+        for name, kind in (("authority", "CERTIFICATE"), ("certificate", "CERTIFICATE"), ("key", "PRIVATE KEY")):
+            if getattr(self, name):
+                _check_pem(f"credentials: {name}", getattr(self, name), kind)
 
     @classmethod
     def load(cls, *, authority: str = "", certificate: str = "", key: str = "", token: str = "", server_name: str = "") -> "Credentials":
         """Reads files; TLS is on where an authority or a certificate is given. Raises ConfigError naming the file."""
         return cls(
             tls=bool(authority or certificate),
-            authority=read_secret(authority),
-            certificate=read_secret(certificate),
-            key=read_secret(key),
+            authority=read_pem("credentials: authority", authority),
+            certificate=read_pem("credentials: certificate", certificate),
+            key=read_pem("credentials: key", key, "PRIVATE KEY"),
             token=read_secret(token).decode("utf-8", "replace").strip(),
             server_name=server_name,
         )
@@ -98,11 +104,32 @@ NO_CREDENTIALS = Credentials()
 
 
 def open_channel(address: str, credentials: Credentials, options: Sequence[tuple[str, int | str]]) -> grpc.aio.Channel:
-    """A channel of grpc.aio, on the event loop that will use it."""
+    """A channel of grpc.aio, on the event loop that will use it. Raises ConfigError where there is no address."""
+    check_target(address)
     keep_grpc_alive()
     if credentials.tls:
         return grpc.aio.secure_channel(address, credentials.channel(), options)
     return grpc.aio.insecure_channel(address, options)
+
+
+def check_target(target: str) -> None:
+    """gRPC would take no address for one that does not answer."""
+    if not isinstance(target, str) or not target.strip():
+        raise ConfigError(f"target must be an address, got {target!r}; give host:port, such as localhost:8700")
+
+
+def read_pem(subject: str, path: str, kind: str = "CERTIFICATE") -> bytes:
+    """As `read_secret`, of a PEM file with a block of that kind: gRPC would tell no more of one without than that nobody answers."""
+    data = read_secret(path)
+    if path:
+        _check_pem(f"{subject} {path!r}", data, kind)
+    return data
+
+
+def _check_pem(subject: str, data: bytes, kind: str) -> None:
+    found = [name.decode() for name in _BLOCKS.findall(data)]
+    if not any(name.endswith(kind) for name in found):
+        raise ConfigError(f"{subject} has no {kind} block in PEM form, but {', '.join(found[:4]) or 'no block at all'}; give one that has")
 
 
 def read_secret(path: str) -> bytes:

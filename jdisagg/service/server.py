@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from jdisagg.config import ServiceConfig
 from jdisagg.dispatch.frontend import Frontend
 from jdisagg.errors import ConfigError
-from jdisagg.service.connection import Credentials, read_secret
+from jdisagg.service.connection import Credentials, read_pem, read_secret
 from jdisagg.service.generation_service import generation_service
 from jdisagg.service.grpc_life import bind, new_server
 from jdisagg.service.guard import Guard, Service
@@ -141,19 +141,20 @@ def cluster_credentials(config: ServiceConfig) -> Credentials:
         return Credentials(token=tokens[0] if tokens else "")
     return Credentials(
         tls=True,
-        authority=read_secret(config.tls_client_ca or config.tls_certificate),
-        certificate=read_secret(config.tls_certificate),
-        key=read_secret(config.tls_key),
+        authority=read_pem("service.tls_client_ca", config.tls_client_ca) or read_pem("service.tls_certificate", config.tls_certificate),
+        certificate=read_pem("service.tls_certificate", config.tls_certificate),
+        key=read_pem("service.tls_key", config.tls_key, "PRIVATE KEY"),
         token=tokens[0] if tokens else "",
     )
 
 
 def server_credentials(config: ServiceConfig) -> grpc.ServerCredentials | None:
-    """For what this process listens on; None without TLS."""
+    """For what this process listens on; None without TLS. Raises ConfigError for files that are none."""
     if not config.tls_certificate:
         return None
-    pair = (read_secret(config.tls_key), read_secret(config.tls_certificate))
-    authority = read_secret(config.tls_client_ca) or None
+    certificate = read_pem("service.tls_certificate", config.tls_certificate)
+    pair = (read_pem("service.tls_key", config.tls_key, "PRIVATE KEY"), certificate)
+    authority = read_pem("service.tls_client_ca", config.tls_client_ca) or None
     return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
 
 

@@ -38,8 +38,8 @@ def commands(plan: ClusterPlan) -> list[tuple[str, ...]]:
 def test_who_is_let_in_where_and_for_how_long_is_as_the_recipe_says(tmp_path: Path) -> None:
     names = ("tls_certificate", "tls_key", "token_file", "cluster_token_file")
     files = {name: str(tmp_path / name) for name in names}
-    for path in files.values():
-        Path(path).write_text("secret\n")
+    for name, path in files.items():
+        Path(path).write_text(f"-----BEGIN {'PRIVATE KEY' if name == 'tls_key' else 'CERTIFICATE'}-----\n")
     recipe = EngineConfig(service=ServiceConfig("localhost", 8801, drain_seconds=7.0, **files))
     plan = planned(recipe)
     assert plan.address == "localhost:8801"

@@ -23,7 +23,7 @@ from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.service.kv_link import GrpcKvLink
 from jdisagg.service.registry import registry_service
 from jdisagg.service.remote_ports import RemoteWorker
-from jdisagg.service.server import GenerationServer, GrpcServer, cluster_credentials, read_tokens
+from jdisagg.service.server import GenerationServer, GrpcServer, check_address, cluster_credentials, read_tokens
 from jdisagg.service.worker_service import decode_service, peer_service, prefill_service
 from tests.service.doors import STATUS, FakePath, make_frontend
 from tests.service.test_wire_ports import HELLO, PREFILL, Worker
@@ -99,8 +99,11 @@ async def ask(target: str, credentials: Credentials = Credentials(), token: str 
 async def test_a_port_with_tls_serves_those_who_trust_its_authority_and_no_others(papers: Papers, strangers: Papers) -> None:
     async with door(ServiceConfig(tls_certificate=papers.certificate, tls_key=papers.key)) as target:
         assert len(await ask(target, papers.credentials())) == 3
-        for credentials in (Credentials(), strangers.credentials()):
-            with pytest.raises(UnavailableError):
+        for credentials, hint in (
+            (Credentials(), "if it speaks TLS, say whom"),
+            (strangers.credentials(), "that the given authority signed"),
+        ):
+            with pytest.raises(UnavailableError, match=rf"within 1.5 s; is it running \(python -m launch.serve\)\? .*{hint}"):
                 await ask(target, credentials)
 
         def ask_blocking() -> str:
@@ -203,6 +206,22 @@ def test_credentials_that_make_no_sense_are_refused_by_name(tmp_path) -> None:
         Credentials(tls=True, certificate=b"x")
     with pytest.raises(ConfigError, match="set tls"):
         Credentials(authority=b"x")
+    for name in ("certificate", "key"):
+        (tmp_path / name).write_text(f"-----BEGIN {'EC PRIVATE KEY' if name == 'key' else 'CERTIFICATE'}-----\n")
+    files = {name: str(tmp_path / name) for name in ("certificate", "key")}
+    Credentials.load(authority=files["certificate"], **files)
+    for swapped, message in (
+        ({"authority": files["key"]}, "credentials: authority '.*/key' has no CERTIFICATE block in PEM form, but EC PRIVATE KEY; give one"),
+        ({"certificate": files["key"], "key": files["certificate"]}, "credentials: certificate '.*/key' has no CERTIFICATE"),
+        ({"certificate": files["certificate"], "key": "/dev/null"}, "key '/dev/null' has no PRIVATE KEY block in PEM form, but no block"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Credentials.load(**swapped)
+    with pytest.raises(ConfigError, match="credentials: authority has no CERTIFICATE block"):
+        Credentials(tls=True, authority=b"x")
+    for judge in (cluster_credentials, check_address):
+        with pytest.raises(ConfigError, match="service.tls_certificate '.*/key' has no CERTIFICATE block"):
+            judge(ServiceConfig(tls_certificate=files["key"], tls_key=files["key"]))
     with pytest.raises(ConfigError, match="printable"):
         Credentials(token="a\nb")
     (tmp_path / "empty").write_text("\n \n")
