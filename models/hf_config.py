@@ -12,6 +12,7 @@ from pathlib import Path
 from jdisagg.errors import CheckpointError
 from jdisagg.ops.rope import Rope
 from models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig
+from models.model_folder import check_model_folder
 
 _ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
@@ -46,8 +47,7 @@ class HfConfig:
     @classmethod
     def from_directory(cls, directory: Path) -> "HfConfig":
         path = directory / "config.json"
-        if not directory.is_dir():
-            raise CheckpointError(f"model directory {str(directory)!r} does not exist; give a directory with config.json and weights")
+        check_model_folder(directory)
         if not path.is_file():
             raise CheckpointError(f"model directory {str(directory)!r} has no config.json; give a Hugging Face or converted directory")
         try:

@@ -12,6 +12,7 @@ import tokenizers
 
 from jdisagg.errors import CheckpointError, InvalidRequestError
 from models.chat_template import ChatTemplate
+from models.model_folder import check_model_folder
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -36,6 +37,7 @@ class Tokenizer:
         """Reads tokenizer.json, and what else of tokenizer_config.json, generation_config.json and config.json is there."""
         directory = Path(directory)
         path = directory / "tokenizer.json"
+        check_model_folder(directory)
         if not path.is_file():
             raise CheckpointError(
                 f"model directory {str(directory)!r} has no tokenizer.json; fetch it, or convert the tokenizer to that form"

@@ -110,8 +110,13 @@ def test_broken_files_are_named(directory: Path, tmp_path: Path) -> None:
     (directory / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match="tokenizer.json is not a readable tokenizer"):
         Tokenizer.from_directory(directory)
+    (directory / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match="has no tokenizer.json"):
+        Tokenizer.from_directory(directory)
+    with pytest.raises(CheckpointError, match="nowhere' does not exist; give one with"):
         Tokenizer.from_directory(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="generation_config.json' is a file; give the directory that it lies in"):
+        Tokenizer.from_directory(directory / "generation_config.json")
 
 
 def test_text_and_ids_outside_their_range_are_refused(directory: Path) -> None:
