@@ -1,7 +1,8 @@
 """Workers and routers find each other: the registry that a router serves, and the client in each worker.
 
 A worker registers with every router it was told of, says how it is a few times a second, and registers again with a router that does not
-know it (any more): routers may restart, workers need not. A router that is away is tried again until it is back, and holds up no other.
+know it (any more): routers may restart, workers need not. A router that is away is tried again until it is back, and holds up no other;
+that is logged once, and not by a worker that drains: the whole cluster may be ending.
 A router that refuses the worker (another model, its name is taken) is asked again now and then, and the refusal is logged once; when
 every router refuses it, it has `failed`.
 
@@ -17,7 +18,7 @@ import grpc.aio
 
 from jdisagg.dispatch.ports import WorkerStatus
 from jdisagg.dispatch.roster import GONE_SECONDS, HEARTBEAT_SECONDS, WorkerCard
-from jdisagg.errors import IncompatiblePeerError, InvalidRequestError, JdisaggError, NameTakenError, UnauthenticatedError
+from jdisagg.errors import IncompatiblePeerError, InvalidRequestError, JdisaggError, NameTakenError, UnauthenticatedError, UnavailableError
 from jdisagg.service import registry_pb2 as pb
 from jdisagg.service import registry_pb2_grpc, wire, wire_registry
 from jdisagg.service.connection import NO_CREDENTIALS, Connection, Credentials
@@ -89,6 +90,7 @@ class RegistryClient:
         self._heartbeat_seconds = heartbeat_seconds
         self._links = [_RouterLink(Connection(address, credentials)) for address in dict.fromkeys(routers)]
         self._tasks: list[asyncio.Task[None]] = []
+        self._draining = False
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -116,19 +118,21 @@ class RegistryClient:
             await link.connection.aclose()
 
     async def _keep_known(self, link: "_RouterLink") -> None:
-        said = ""
+        said: type[Exception] | None = None
         while True:
             pause = self._heartbeat_seconds
             try:
                 await self._say(link)
-                said, link.refused, link.taken_since = "", None, None
+                said, link.refused, link.taken_since = None, None, None
             except (JdisaggError, TimeoutError) as error:
                 pause = max(pause, link.heard(error, asyncio.get_running_loop().time()))
                 if link.refused is not None and all(other.refused for other in self._links):
                     self._fail(link.refused)
-                if str(error) != said:
-                    said = str(error)
-                    log.warning("worker %s, router %s: %s", self._card.name, link.connection.address, said or "no status in time")
+                away = isinstance(error, UnavailableError | TimeoutError)
+                # By its kind: the words for a router that is away change from one try to the next.
+                if type(error) is not said and not (away and self._draining):
+                    said = type(error)
+                    log.warning("worker %s, router %s: %s", self._card.name, link.connection.address, str(error) or "no status in time")
             except Exception:
                 log.exception("worker %s, router %s", self._card.name, link.connection.address)
             await asyncio.sleep(pause)
@@ -140,6 +144,7 @@ class RegistryClient:
         except JdisaggError as error:
             self._fail(error)
             raise
+        self._draining = status.draining
         if not link.registered:
             await link.connection.call(link.stub.Register, wire_registry.worker_card_to_proto(self._card), CALL_SECONDS)
             link.registered = True

@@ -78,7 +78,8 @@ class Group:
             return
         await asyncio.wait({self._task}, timeout=seconds)
         if not self._task.done():
-            self._say(self.name, f"did not end within {seconds:g} s of SIGTERM: killed")
+            if seconds > 0:  # else it was not given any time
+                self._say(self.name, f"did not end within {seconds:g} s of SIGTERM: killed")
             self.kill()
         await asyncio.wait({self._task})
         self._task.result()

@@ -66,6 +66,29 @@ async def test_a_router_that_is_away_holds_up_no_other_and_knows_the_worker_when
             await eventually(lambda: later.statuses() == (STATUS,))
 
 
+async def test_a_router_that_is_away_is_told_of_once_and_not_at_all_by_a_worker_that_drains(caplog, monkeypatch) -> None:
+    """gRPC's words for it are another from try to try."""
+    tries = 0
+
+    async def away(self, *_: object) -> None:
+        nonlocal tries
+        tries += 1
+        raise UnavailableError(f"{self.address}: {'failed to connect' if tries % 2 else 'did not answer within 2 s'}")
+
+    monkeypatch.setattr(registry.Connection, "call", away)
+    async with worker("127.0.0.1:1"):
+        await eventually(lambda: tries > 4)
+    assert len(caplog.records) == 1 and "failed to connect" in caplog.text
+    caplog.clear()
+
+    async def drains() -> WorkerStatus:
+        return replace(STATUS, draining=True)
+
+    async with worker("127.0.0.1:1", says=drains):
+        await eventually(lambda: tries > 9)
+    assert not caplog.records
+
+
 async def test_a_router_that_forgot_a_worker_hears_of_it_again() -> None:
     async with router() as (one, roster), worker(one):
         await eventually(lambda: roster.statuses() == (STATUS,))

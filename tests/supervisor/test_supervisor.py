@@ -113,6 +113,7 @@ async def test_a_second_stop_with_less_patience_hurries_the_first():
     await asyncio.sleep(0)
     await watched.group.stop(0)
     await asyncio.wait_for(patient, 10)
+    assert [name for name, _ in watched.said] == ["member-0"], "who was given no time did not fail to use it"
 
 
 @pytest.mark.parametrize("program", [f"raise SystemExit({EXIT_CONFIG})", None])
