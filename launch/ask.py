@@ -10,7 +10,7 @@ import time
 from absl import app, flags
 
 from jdisagg.client import ChatMessage, Client, Credentials, GenerateOptions
-from jdisagg.errors import JdisaggError
+from jdisagg.errors import ConfigError, JdisaggError
 from launch.console import quiet_end, refuse_words
 
 _TARGET = flags.DEFINE_string("target", "localhost:8700", "Address of the server, host:port.")
@@ -36,12 +36,14 @@ _DEADLINE = flags.DEFINE_float("deadline_seconds", None, "Give up after this lon
 def main(argv: list[str]) -> int:
     try:
         refuse_words(argv)
+        if _SYSTEM.value is not None and not _CHAT.value:
+            raise ConfigError(f"--system={_SYSTEM.value!r:.80} is a chat's and there is none; give --chat, or leave --system away")
         prompt = sys.stdin.read() if _PROMPT.value == "-" else _PROMPT.value
         credentials = Credentials.load(authority=_AUTHORITY.value, certificate=_CERTIFICATE.value, key=_KEY.value, token=_TOKEN_FILE.value)
         with quiet_end(), Client(_TARGET.value, credentials=credentials) as client:
             _ask(client, prompt)
     except JdisaggError as error:
-        print(f"\nerror: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
@@ -65,16 +67,21 @@ def _ask(client: Client, prompt: str) -> None:
     texts = [""] * max(1, _N.value)
     report = "no usage came with the stream"
     started = time.perf_counter()
-    for event in client.generate(None if _CHAT.value else prompt, **options):
-        texts[event.child] += event.text
-        if _N.value == 1:
-            print(event.text, end="", flush=True)
-        if event.usage is not None and event.timings is not None:
-            timings, seconds = event.timings, time.perf_counter() - started
-            report = (
-                f"{event.usage.prompt_tokens} + {event.usage.completion_tokens} tokens, TTFT {timings.ttft_seconds * 1e3:.0f} ms, "
-                f"TPOT {timings.tpot_seconds * 1e3:.1f} ms, {timings.kv_bytes_moved} KV bytes moved, {seconds:.2f} s in all"
-            )
+    try:
+        for event in client.generate(None if _CHAT.value else prompt, **options):
+            texts[event.child] += event.text
+            if _N.value == 1:
+                print(event.text, end="", flush=True)
+            if event.usage is not None and event.timings is not None:
+                timings, seconds = event.timings, time.perf_counter() - started
+                report = (
+                    f"{event.usage.prompt_tokens} + {event.usage.completion_tokens} tokens, TTFT {timings.ttft_seconds * 1e3:.0f} ms, "
+                    f"TPOT {timings.tpot_seconds * 1e3:.1f} ms, {timings.kv_bytes_moved} KV bytes moved, {seconds:.2f} s in all"
+                )
+    except JdisaggError:
+        if _N.value == 1 and texts[0]:
+            print(file=sys.stderr)  # what is said of the error does not go on in the text's last line
+        raise
     print("" if _N.value == 1 else "\n\n".join(texts))
     print(report, file=sys.stderr)
 

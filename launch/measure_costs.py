@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig
 from jdisagg.engine.embedded import EmbeddedCluster
+from jdisagg.engine.limits import GRANULE_TOKENS
 from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.layout.axes import Layout
 from jdisagg.request import Request, SamplingParams
@@ -39,7 +40,7 @@ _LAYOUT = flags.DEFINE_string("layout", "dp=1,tp=1,ep=1", "Layout of the one mes
 _OUTPUT = flags.DEFINE_string("output", "this_machine.json", "File to write.")
 _NAME = flags.DEFINE_string("name", "this-machine", "What the hardware is called in reports.")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of weights and KV.")
-_DEVICES = flags.DEFINE_integer("devices", 1, "Virtual devices on CPU.")
+_DEVICES = flags.DEFINE_integer("devices", 1, "Virtual devices on CPU.", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Repetitions of each setting; the fastest counts.")
 _PROMPTS = flags.DEFINE_list("prompts", ["64", "128", "256", "512"], "Prompt lengths, multiples of 16.")
 _BATCHES = flags.DEFINE_list("batches", ["1", "2", "4", "8"], "Sequences that decode at once, per dp rank.")
@@ -68,9 +69,12 @@ def main(argv: list[str]) -> int:
         refuse_words(argv)
         model, layout = _MODEL.value or SHIPPED_MODEL, Layout.parse(_LAYOUT.value)
         shape = dataclasses.replace(find_geometry(model), name=Path(model).resolve().name)
-        lengths, batches = _counts("prompts", _PROMPTS.value), _counts("batches", _BATCHES.value)
+        lengths, batches = _counts("prompts", _PROMPTS.value, GRANULE_TOKENS), _counts("batches", _BATCHES.value)
         if _ROUNDS.value < 1 or _STEPS.value < 4:
             raise ConfigError(f"--rounds must be at least 1 and --steps at least 4, got {_ROUNDS.value} and {_STEPS.value}")
+        if _MEMORY.value is not None and not 0 < _MEMORY.value < float("inf"):
+            raise ConfigError(f"--memory_gigabytes must be positive, got {_MEMORY.value:g}; leave it away to take what the device reports")
+        _context_tokens(shape, lengths)
         if not Path(_OUTPUT.value).resolve().parent.is_dir():
             raise ConfigError(f"--output={_OUTPUT.value}: its folder does not exist; make it first")
         prepare_runtime(max(_DEVICES.value, layout.devices), EngineConfig.compilation_cache)
@@ -115,14 +119,14 @@ def measure_ceilings(dtype: str) -> Ceilings:
 
 async def measure_steps(model: str, shape: CostGeometry, layout: Layout, lengths: list[int], batches: list[int]) -> list[Observation]:
     """Whole prompts to their first token, and whole decode steps, as requests see them."""
-    longest = max(lengths)
-    context = longest + _STEPS.value + 2
-    if context > shape.context_tokens:
-        raise ConfigError(
-            f"--prompts: {longest} tokens and {_STEPS.value} steps exceed the model's context of {shape.context_tokens}; shorten"
-        )
+    longest, context = max(lengths), _context_tokens(shape, lengths)
+    chunk = 1 << (longest - 1).bit_length()
     instance = InstanceConfig(
-        layout=layout, slots_per_rank=max(batches), chunk_tokens=1 << (longest - 1).bit_length(), growth_tokens=_STEPS.value + 2
+        layout=layout,
+        slots_per_rank=max(batches),
+        chunk_tokens=chunk,
+        min_chunk_tokens=min(chunk, InstanceConfig.min_chunk_tokens),
+        growth_tokens=_STEPS.value + 2,
     )
     config = EngineConfig(model=ModelConfig(model, _DTYPE.value, context_tokens=context), mode=Mode.UNIFIED, decode=instance, warm_up=False)
     deployment = Deployment(config)
@@ -219,14 +223,29 @@ def _report(start: Accelerator, steps: list[Observation], layout: Layout) -> Non
     print(_OUTPUT.value)
 
 
-def _counts(flag: str, values: list[str]) -> list[int]:
+def _counts(flag: str, values: list[str], of: int = 1) -> list[int]:
+    """Of a flag's list; each a multiple of `of`."""
     try:
         found = [int(value) for value in values]
     except ValueError as error:
         raise ConfigError(f"--{flag} must be whole numbers, got {','.join(values)!r}") from error
     if not found or min(found) < 1:
         raise ConfigError(f"--{flag} must be at least one number of at least 1, got {','.join(values)!r}")
+    for value in found:
+        if value % of:
+            raise ConfigError(f"--{flag} must be multiples of {of}, got {value}; take {value + of - value % of}")
     return found
+
+
+def _context_tokens(shape: CostGeometry, lengths: list[int]) -> int:
+    """How much context the measuring takes. Raises ConfigError where the model has less."""
+    longest = max(lengths)
+    context = longest + _STEPS.value + 2
+    if context > shape.context_tokens:
+        raise ConfigError(
+            f"--prompts: {longest} tokens and {_STEPS.value} steps exceed the model's context of {shape.context_tokens}; shorten"
+        )
+    return context
 
 
 def _fastest(call: Callable[[], object]) -> float:

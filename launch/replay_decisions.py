@@ -8,7 +8,7 @@ import sys
 
 from absl import app, flags
 
-from jdisagg.errors import JdisaggError
+from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.observe.decision_log import read_records
 from jdisagg.router.decision_record import answer_of, replay
 from launch.console import refuse_words
@@ -29,6 +29,8 @@ def main(argv: list[str]) -> int:
             different += 1
             if different <= _MOST.value:
                 print(f"recorded: {recorded}\nnow:      {again}")
+        if not same + different:
+            raise ConfigError(f"decision log {_FILE.value!r} holds no decision; give one that --decision_log wrote while requests came")
     except JdisaggError as error:
         sys.exit(f"error: {error.message}")
     print(f"{same} of {same + different} decisions are the same")

@@ -26,7 +26,7 @@ _TARGET = flags.DEFINE_string("target", "localhost:8700", "Address of a router, 
 _WORKER = flags.DEFINE_string("worker", None, "Name of the worker.", required=True)
 _ROLE = flags.DEFINE_enum("role", None, [WorkerRole.PREFILL.value, WorkerRole.DECODE.value], "What it is to be.", required=True)
 _LAYOUT = flags.DEFINE_string("layout", None, "Layout to take, such as dp=2,tp=1.")
-_DEADLINE = flags.DEFINE_float("deadline_seconds", 300.0, "How long it may take, draining included.")
+_DEADLINE = flags.DEFINE_float("deadline_seconds", 300.0, "How long it may take, draining included.", lower_bound=0)
 _AUTHORITY = flags.DEFINE_string("authority", "", "PEM file of who signed the router's certificate; with it TLS is spoken.")
 _CERTIFICATE = flags.DEFINE_string("certificate", "", "PEM file of our own certificate, where the router asks for one.")
 _KEY = flags.DEFINE_string("key", "", "PEM file of its key.")

@@ -134,7 +134,7 @@ def test_a_server_streams_to_ask_survives_its_death_and_drains_at_sigterm(cache:
 
         status, out, err = run("ask", target, f"--prompt={PROMPT}", "--max_tokens=100000")
         assert (status, out) == (1, "")
-        assert re.fullmatch(r"\nerror: max_tokens=100000 and the prompt's \d+ tokens exceed .*\n", err), err
+        assert re.fullmatch(r"error: max_tokens=100000 and the prompt's \d+ tokens exceed .*\n", err), err
 
         with start("ask", target, f"--prompt={PROMPT}", "--max_tokens=900", "--ignore_eos") as left:
             assert left.stdout is not None and left.stderr is not None and left.stdout.read(1)

@@ -9,6 +9,7 @@ import pytest
 
 from jdisagg.errors import ConfigError
 from launch.cost_inputs import find_accelerator, find_geometry
+from tests.launch.script_ends import ends
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,18 +32,20 @@ def test_this_machine_is_measured_into_a_file_that_others_read(tmp_path: Path) -
     assert len(json.loads(path.read_text())["measured"]["steps"]) == 2 + 2 * 2
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--prompts=5000",), "exceed the model's context of 1024"),
+def test_bad_input_is_one_line_that_names_it_before_anything_is_measured() -> None:
+    refused = (
+        (("--prompts=4992",), "--prompts: 4992 tokens and 32 steps exceed the model's context of 1024"),
+        (("--prompts=17",), "--prompts must be multiples of 16, got 17; take 32"),
         (("--batches=two",), "--batches must be whole numbers, got 'two'"),
-        (("--output=/nowhere/at/all.json",), "its folder does not exist"),
-    ],
-)
-def test_bad_input_is_one_line_that_names_it(flags: tuple[str, ...], message: str) -> None:
-    status, out, err = run(*flags)
-    assert (status, out) == (1, "")
-    assert message in err and "Traceback" not in err
+        (("--output=/nowhere/at/all.json",), "--output=/nowhere/at/all.json: its folder does not exist"),
+        (("--memory_gigabytes=-1",), "--memory_gigabytes must be positive, got -1; leave it away"),
+        (("--memory_gigabytes=0",), "--memory_gigabytes must be positive, got 0"),
+    )
+    *ended, devices = ends("measure_costs", *(flags for flags, _ in refused), ("--devices=0",))
+    for end, (_, message) in zip(ended, refused, strict=True):
+        assert (end.status, end.out) == (1, "")
+        assert end.err.startswith(f"error: {message}") and end.err.count("\n") == 1, end.err
+    assert devices.status == 1 and "--devices=0: 0 is not a positive integer" in devices.err
 
 
 def test_files_nested_without_end_are_refused_as_what_cannot_be_read(tmp_path: Path) -> None:

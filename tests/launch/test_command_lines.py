@@ -1,4 +1,6 @@
-"""Words beside the flags are refused by every script, and not passed over."""
+"""What makes no sense on a command line is refused and not passed over: words beside the flags, by every script, and what one flag says
+that another does not bear out.
+"""
 
 from pathlib import Path
 
@@ -33,3 +35,15 @@ def test_no_script_passes_words_over() -> None:
     mains = {path.stem: text for path in LAUNCH.glob("*.py") if "app.run(main)" in (text := path.read_text(encoding="utf-8"))}
     assert len(mains) > 10
     assert {name for name, text in mains.items() if "refuse_words(argv)" not in text and "no arguments are taken" not in text} == set()
+
+
+def test_flags_that_mean_nothing_are_refused(tmp_path: Path) -> None:
+    (system,) = ends("ask", ("--prompt=x", "--system=be kind"))
+    assert (system.status, system.out) == (1, "")
+    assert system.err == "error: --system='be kind' is a chat's and there is none; give --chat, or leave --system away\n"
+    (deadline,) = ends("switch_role", ("--worker=w", "--role=decode", "--deadline_seconds=-1"))
+    assert deadline.status == 1 and "--deadline_seconds=-1: -1.0 is not a non-negative number" in deadline.err
+    (tmp_path / "empty.jsonl").write_text("")
+    (empty,) = ends("replay_decisions", (f"--log={tmp_path / 'empty.jsonl'}",))
+    assert (empty.status, empty.out) == (1, "")
+    assert empty.err.startswith(f"error: decision log '{tmp_path / 'empty.jsonl'}' holds no decision; ")
