@@ -28,13 +28,20 @@ from models.tokenizer import Tokenizer
 
 
 def prepare_runtime(cpu_devices: int, compilation_cache: str) -> None:
-    """Settings that must precede the first use of a device. On CPU: so many virtual devices."""
+    """Settings that must precede the first use of a device. On CPU: so many virtual devices. Raises ConfigError where it comes too late."""
     if cpu_devices < 1:
         raise ConfigError(f"devices must be at least 1, got {cpu_devices}")
     # absl lets INFO through: which plugins are not installed, what Orbax is about to read.
     absl_logging.set_verbosity(absl_logging.WARNING)
     logging.getLogger("jax").setLevel(logging.WARNING)
-    jax.config.update("jax_num_cpu_devices", cpu_devices)
+    try:
+        jax.config.update("jax_num_cpu_devices", cpu_devices)
+    except RuntimeError as error:
+        before = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]  # made when JAX is imported
+        keep = f", or keep devices={before}" if before > 0 else ", and come here before anything else uses JAX"
+        raise ConfigError(
+            f"devices={cpu_devices}: JAX runs with {len(jax.devices())} in this process, for good; restart it (a notebook's kernel){keep}"
+        ) from error
     keep_freed_memory()
     use_compilation_cache(compilation_cache)
 

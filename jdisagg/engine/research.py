@@ -41,6 +41,7 @@ from jdisagg.transfer.in_process import InProcessChannel
 __all__ = ["DecoderLayout", "Engine", "Generation", "KVCache", "Layout", "Move", "PrefillLayout", "Session"]
 
 ONE_DEVICE = Layout()
+DEFAULT_NEW_TOKENS = 64
 
 
 class Engine:
@@ -119,7 +120,7 @@ class Engine:
     def generate_tokens(
         self,
         source: KVCache | Session,
-        max_new_tokens: int = 64,
+        max_new_tokens: int | None = None,
         *,
         temperature: float = 0.0,
         top_k: int = 0,
@@ -131,15 +132,20 @@ class Engine:
     ) -> Generation:
         """Decodes where the source lies. A session goes on from there and keeps the new KV; a cache is left as it is.
 
+        `max_new_tokens` None: 64, or what room the context has left. Raises InvalidRequestError for more than that.
         If the source's next token was chosen under other sampling parameters, the last token is run once more to choose anew.
         `logprobs` asks for those of `next_token`. `on_token` is called with each token as it is accepted.
         """
-        sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed=seed, logprobs=logprobs, ignore_eos=ignore_eos)
-        if isinstance(source, Session):
-            return source.generate(sampling, on_token)
-        with Session(self, "", source.layout, list(source.mesh.devices.flat)) as session:
-            session.push(source)
-            return session.generate(sampling, on_token)
+        if not isinstance(source, Session):
+            with Session(self, "", source.layout, list(source.mesh.devices.flat)) as session:
+                session.push(source)
+                return self.generate_tokens(
+                    session, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, logprobs=logprobs,
+                    ignore_eos=ignore_eos, on_token=on_token,
+                )  # fmt: skip
+        new = _within(source, max_new_tokens)
+        sampling = SamplingParams(new, temperature, top_k, top_p, seed=seed, logprobs=logprobs, ignore_eos=ignore_eos)
+        return source.generate(sampling, on_token)
 
     def instance(self, layout: Layout, devices: Sequence[Device]) -> ResearchInstance:
         """The executor of a layout on these devices, built on first use."""
@@ -184,10 +190,27 @@ class Engine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ConfigError("prompt is text and the engine has no tokenizer; give token ids, or build the engine with a tokenizer")
-            prompt = self.tokenizer.encode(prompt)
+            # A tokenizer may put a token before the text: without text that would be a prompt that nobody wrote.
+            prompt = self.tokenizer.encode(prompt) if prompt else ()
         for index, token in enumerate(prompt):
             if not isinstance(token, int | np.integer) or isinstance(token, bool):
                 raise InvalidRequestError(f"prompt[{index}]={token!r} is not a token id; give text, or a sequence of integers")
         if len(prompt) == 0:
             raise InvalidRequestError("prompt is empty: at least one token is needed to predict the next; send some text")
         return tuple(int(token) for token in prompt)
+
+
+def _within(session: Session, asked: int | None) -> int:
+    """How many new tokens are to come; no more than there is room for."""
+    held, room = len(session.token_ids), session.room_tokens
+    if room < 1:
+        raise InvalidRequestError(
+            f"session {session.session_id!r} holds {held} tokens, which is all of the context: there is no room for another; "
+            "push a shorter cache, or open the engine with more context_tokens"
+        )
+    if asked is not None and asked > room:
+        raise InvalidRequestError(
+            f"max_new_tokens={asked} and the {held} tokens so far exceed the context of {held + room}; ask for at most {room}, or leave "
+            "max_new_tokens unset"
+        )
+    return min(DEFAULT_NEW_TOKENS, room) if asked is None else asked

@@ -110,6 +110,11 @@ class Session:
     def next_token(self) -> NextToken:
         return self._holding().next_token
 
+    @property
+    def room_tokens(self) -> int:
+        """How many more the context holds."""
+        return self._instance.limits.context_tokens - len(self._holding().tokens)
+
     def push(self, kv: KVCache, target_layout: Layout | None = None, *, devices: Sequence[Device] | None = None) -> Move:
         """Moves a copy of a cache into this session, over the channel, by the reshard plan; what the session held is dropped.
 

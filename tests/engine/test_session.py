@@ -136,8 +136,14 @@ def test_generation_ends_where_the_context_does(engine: Engine) -> None:
     kv = engine.prefill([3] * (CONTEXT_TOKENS - 2), layout=PrefillLayout(tp=4))
     with engine.create_session("s", layout=DecoderLayout(dp=2)) as session:
         session.push(kv)
-        assert len(engine.generate_tokens(session, 5).token_ids) == 2
-        assert engine.generate_tokens(session, 5).token_ids == ()
+        with pytest.raises(InvalidRequestError, match="max_new_tokens=5 and the 110 tokens so far exceed the context of 112; ask for at m"):
+            engine.generate_tokens(session, 5)
+        assert len(engine.generate_tokens(session).token_ids) == 2
+        for asked in (None, 5):
+            with pytest.raises(InvalidRequestError, match="session 's' holds 112 tokens, which is all of the context"):
+                engine.generate_tokens(session, asked)
+    with pytest.raises(InvalidRequestError, match="max_new_tokens=3 and the 110 tokens"):
+        engine.generate_tokens(kv, 3)
 
 
 def test_decoder_layouts_follow_from_dp_and_ep() -> None:
