@@ -1,21 +1,17 @@
 """The role desk and the elastic pools, in virtual time, over a real roster: who may change, what becomes of it, what is never done."""
 
 import asyncio
-import math
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 
 from jdisagg.dispatch.elastic_pools import ElasticPools
-from jdisagg.dispatch.outcomes import OutcomeTap
 from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
 from jdisagg.dispatch.role_desk import UNCERTAIN_SECONDS, RoleDesk
 from jdisagg.dispatch.roles import SwitchCall, SwitchReport, SwitchState
 from jdisagg.dispatch.roster import ModelCard, Roster, WorkerCard, WorkerPorts
-from jdisagg.errors import DeadlineExceededError, InvalidRequestError, JdisaggError, OverloadedError, UnavailableError
+from jdisagg.errors import DeadlineExceededError, InvalidRequestError, UnavailableError
 from jdisagg.layout.axes import Layout
-from jdisagg.request import FinishReason, Request, SamplingParams, StreamEvent, Timings, Usage
 from jdisagg.router.elastic import Controller, ElasticConfig
 from jdisagg.router.elastic_signals import Outcome
 from tests.fakes.virtual_time import VirtualClock, run_virtually
@@ -346,64 +342,3 @@ def test_a_change_that_was_refused_leaves_what_the_controller_saw() -> None:
         await elastic.stop()
 
     run_virtually(main)
-
-
-REQUEST = Request("r", (1, 2, 3), SamplingParams())
-TIMINGS = Timings(0.5, 1.5, 0.05, 0.1, 3.0, 0, 0, 0.0)
-
-
-class ToyPath:
-    def __init__(self, events: list[StreamEvent], error: Exception | None = None, seconds: float = 1.0) -> None:
-        self.events, self.error, self.seconds = events, error, seconds
-        self.closed = False
-
-    async def stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]:
-        try:
-            for event in self.events:
-                await asyncio.sleep(self.seconds)
-                yield event
-            if self.error is not None:
-                raise self.error
-        finally:
-            self.closed = True
-
-    async def status(self) -> tuple[WorkerStatus, ...]:
-        return ()
-
-    async def drain(self) -> None:
-        return None
-
-
-TOKEN = StreamEvent(child=0, first_index=0, token_ids=(5,))
-LAST = StreamEvent(child=0, first_index=1, token_ids=(6,), finish_reason=FinishReason.LENGTH, usage=Usage(3, 2), timings=TIMINGS)
-
-
-def told_of(path: ToyPath, request: Request = REQUEST) -> list[Outcome]:
-    async def main() -> list[Outcome]:
-        told: list[Outcome] = []
-        tap = OutcomeTap(path, VirtualClock(), told.append)
-        try:
-            async for _ in tap.stream(request):
-                pass
-        except JdisaggError:
-            pass
-        assert path.closed
-        return told
-
-    return run_virtually(main)
-
-
-def test_a_request_that_ends_well_tells_what_it_met() -> None:
-    assert told_of(ToyPath([TOKEN, LAST])) == [Outcome(2.0, 1.5, 0.05, 0.5)]
-    alone = replace(LAST, usage=Usage(3, 1))
-    assert told_of(ToyPath([alone])) == [Outcome(1.0, 1.5, None, 0.5)]
-
-
-def test_a_refused_request_is_one_whose_first_token_never_came() -> None:
-    assert told_of(ToyPath([], OverloadedError("full"))) == [Outcome(0.0, math.inf)]
-    assert told_of(ToyPath([TOKEN], DeadlineExceededError("late"))) == [Outcome(1.0, 1.0)]
-
-
-def test_bad_and_resumed_requests_say_nothing_of_the_pools() -> None:
-    assert told_of(ToyPath([], InvalidRequestError("n"))) == []
-    assert told_of(ToyPath([TOKEN, LAST]), replace(REQUEST, resumption=1)) == []
