@@ -86,8 +86,8 @@ class Setting:
 
 SETTINGS = (
     # The 3.1 has the sizes of the 3 and the context that Mooncake's prompts need.
-    Setting("llama-3-70b on 16 h100", "llama-3.1-70b", "h100", 16, 2000),
-    Setting("qwen3-235b-a22b on 32 of a gb200-nvl72", "qwen3-235b-a22b", "gb200-nvl72", 32, 6000),
+    Setting("llama-3-70b on 16 h100", "llama-3.1-70b", "h100", 16, 3000),
+    Setting("qwen3-235b-a22b on 32 of a gb200-nvl72", "qwen3-235b-a22b", "gb200-nvl72", 32, 12000),
 )
 
 

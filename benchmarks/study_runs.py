@@ -17,6 +17,7 @@ from jdisagg.simulator.report import Outcome, Slo, attainment, summarise
 # Of the highest rate that arithmetic allows any candidate: up until nearly all fail, and down where the lowest fails already.
 UPWARD, DOWNWARD = (0.2, 0.35, 0.5, 0.65, 0.8, 0.95, 1.15, 1.4, 1.75), (0.1, 0.05)
 STOP, ENOUGH = 0.75, 0.9
+OUTLASTS = 25  # limits on the first token that arrivals go on for: a queue that grows by a twenty-fifth of them passes the limit
 
 
 def measured(case: Case, candidate: Candidate, rate: float, requests: int | None = None) -> dict[str, object]:
@@ -24,7 +25,9 @@ def measured(case: Case, candidate: Candidate, rate: float, requests: int | None
     steps = Demand.of(case.arrivals).steps_mean
     tightest = min(case.workload.limits, key=lambda limits: limits.tpot)
     filling = min(limits.ttft for limits in case.workload.limits) + steps * tightest.tpot
-    count = requests or int(np.clip(3 * rate * filling, min(500, case.setting.requests), case.setting.requests))
+    # Arrivals that end before a queue has grown to the limit would call an overload carried.
+    seconds = max(3 * filling, OUTLASTS * max(limits.ttft for limits in case.workload.limits))
+    count = requests or int(np.clip(rate * seconds, min(500, case.setting.requests), case.setting.requests))
     began = time.process_time()
     run = case.maker.run(candidate, requests_at(case.arrivals, rate, count, "poisson", seed=0))
     judged = settled(run.outcomes, filling)
