@@ -56,8 +56,11 @@ class Workload:
 
     @property
     def arrivals(self) -> list[Arrival]:
-        """Their times are of no account: each run has a rate of its own."""
-        return [Arrival(0.0, *self.lengths)] if self.lengths else read_trace(DATA / self.file)
+        """Their times are of no account: each run has a rate of its own. Nor are the blocks that they name: nothing is cached, and so they
+        may be sent again."""
+        if self.lengths:
+            return [Arrival(0.0, *self.lengths)]
+        return [replace(arrival, block_hashes=()) for arrival in read_trace(DATA / self.file)]
 
 
 WORKLOADS = (
