@@ -11,13 +11,13 @@ from jdisagg.config import Mode
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.plan_bounds import Demand
 from jdisagg.simulator.plan_candidates import Candidate
-from jdisagg.simulator.plan_trials import requests_at, settled
+from jdisagg.simulator.plan_trials import TOLERANCE, requests_at, settled
 from jdisagg.simulator.report import Outcome, Slo, attainment, summarise
 
 # Of the highest rate that arithmetic allows any candidate: up until nearly all fail, and down where the lowest fails already.
 UPWARD, DOWNWARD = (0.2, 0.35, 0.5, 0.65, 0.8, 0.95, 1.15, 1.4, 1.75), (0.1, 0.05)
 STOP, ENOUGH = 0.75, 0.9
-OUTLASTS = 25  # limits on the first token that arrivals go on for: a queue that grows by a twenty-fifth of them passes the limit
+OUTLASTS = round(1 / TOLERANCE)  # limits on the first token that arrivals go on for, as in the planner's trials
 
 
 def measured(case: Case, candidate: Candidate, rate: float, requests: int | None = None) -> dict[str, object]:

@@ -61,7 +61,7 @@ def save(model: Decoder, mesh: Mesh, layout: Layout, source: Path, destination: 
 
 
 def check_destination(destination: Path) -> None:
-    """Makes the folder; raises ConfigError where it cannot be made, or has weights already."""
+    """Makes the folder. Raises ConfigError where it cannot be made, CheckpointError where it has weights already."""
     if is_orbax(destination):
         raise CheckpointError(f"{destination} already holds an Orbax checkpoint; choose another directory or remove it")
     made_folder("destination", destination)

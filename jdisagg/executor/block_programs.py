@@ -18,7 +18,7 @@ from jdisagg.executor.insert_program import Places, write_and_read
 from jdisagg.executor.page_pool import PAGES_SPEC, LayerPages, PagePool
 from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
 from jdisagg.ops.kv_pages import copy_pages, gather_tokens
-from jdisagg.scheduler.commands import ExtractBlock, InsertBlock, PullBlock
+from jdisagg.scheduler.commands import ExtractBlock, InsertBlock
 from jdisagg.transfer.channel import BlockStamp
 from jdisagg.transfer.codec import Codec, codec
 
@@ -54,7 +54,7 @@ class BlockPrograms:
     def insert(self, command: InsertBlock, arrays: tuple[jax.Array, ...]) -> jax.Array:
         """Writes a pulled block (`Pull.arrays()`: the block's heads in parts, each as its codec's leaves) into its pages and sums what
         then lies there. Returns what `block_sums.Found` reads."""
-        layers, how = self.layers(command), codec(command.codec)
+        layers, how = self.layers(command.group, command.groups), codec(command.codec)
         held = self._pool.layers[layers.start : layers.stop]
         stamp = self._stamp(layers, command.checksum_key, command.start, command.valid_tokens)
         if how.lossy:
@@ -66,9 +66,9 @@ class BlockPrograms:
         self._pool.put(layers.start, pages)
         return found
 
-    def layers(self, block: InsertBlock | ExtractBlock | PullBlock) -> range:
-        """The layers whose KV is in a block."""
-        return range(self._groups[block.group].start, self._groups[block.group + block.groups - 1].stop)
+    def layers(self, group: int, groups: int) -> range:
+        """The layers of so many layer groups from `group` on."""
+        return range(self._groups[group].start, self._groups[group + groups - 1].stop)
 
     def _build_insert(self, how: Codec, inputs: tuple[Any, ...]) -> Any:
         programs, held, arrays = self._programs, inputs[0], inputs[1]
@@ -84,7 +84,7 @@ class BlockPrograms:
     def extract(self, command: ExtractBlock) -> tuple[jax.Array, jax.Array, BlockStamp]:
         """A block [ranks, C, K, T, H] out of pages, zero where no token is valid (other sequences' KV stays here); its sum, as
         `insert` gives it; and its stamp."""
-        layers = self.layers(command)
+        layers = self.layers(command.group, command.groups)
         stamp = self._stamp(layers, command.checksum_key, command.start, command.valid_tokens)
         held = self._pool.layers[layers.start : layers.stop]
         inputs = (held, self._place(command, stamp))

@@ -23,7 +23,7 @@ from jdisagg.executor.prefill_sampler import PrefillSampler
 from jdisagg.executor.programs import Programs
 from jdisagg.executor.results import BlockReading, DecodeReading, Finished, PrefillReading, PullReading, start_reading
 from jdisagg.executor.slot_state import RowFormat
-from jdisagg.executor.warm_up import block_lengths
+from jdisagg.executor.warm_up import block_shapes
 from jdisagg.executor.weights import Weights, mesh_shards, split_model
 from jdisagg.executor.work_threads import Waiting, WorkThreads
 from jdisagg.layout.axes import Layout
@@ -144,8 +144,8 @@ class MeshExecutor:
     def warm_prefill(self, width: int, form: ChunkForm) -> None:
         """Runs a chunk of padding, and every cut that its rows may ask for."""
         x, blocks, _ = self._prefill.run(ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits, form))
-        for tokens in block_lengths(self.limits) if blocks else ():
-            for band in self.limits.bands(tokens) if tokens <= width else ():
+        for band, tokens in block_shapes(self.limits) if blocks else ():
+            if tokens <= width:
                 self._blocks.cut(blocks[band.start : band.stop], 0, 0, tokens)
         x.block_until_ready()
         for variant in Variant if form.samples else ():
@@ -168,15 +168,14 @@ class MeshExecutor:
         local_heads = self.limits.kv_spec.kv_heads // self.mesh.shape["kv"]
         for granule in self.granules():
             nothing = InsertBlock(-1, 0, 0, band.start, tokens, 0, 0, (), codec=self.role.codec, groups=len(band))
-            target = self._target(self._blocks.layers(nothing), tokens, 0, granule, "", self.role.codec)
+            target = self._target(self._blocks.layers(band.start, len(band)), tokens, 0, granule, "", self.role.codec)
             self._blocks.insert(nothing, (target.leaves or (target.zeros,)) * (local_heads // granule)).block_until_ready()
 
     def warm_pieces(self, band: range, tokens: int) -> None:
         """Cuts a block of this mesh in pieces as peers of other processes may want them. (A codec's programs are compiled when a
         receiver first wants it.)"""
         spec = self.limits.kv_spec
-        layers = [spec.layers[index] for group in self._groups[band.start : band.stop] for index in group]
-        components, width = sum(len(layer.components) for layer in layers), layers[0].components[0].width
+        components, width = self._components(self._blocks.layers(band.start, len(band)))
         shape = (components, spec.kv_heads // self.mesh.shape["kv"], tokens, width)
         for granule in self.granules():
             warm_pieces(self.mesh, shape, jnp.dtype(spec.dtype), granule, NO_CODEC)
@@ -188,7 +187,8 @@ class MeshExecutor:
     def pull_target(self, block: PullBlock) -> PullTarget:
         """Where a block goes on this mesh. On the dispatch thread."""
         granule = self.granule(block.peer)
-        return self._target(self._blocks.layers(block), block.block_tokens, block.rank, granule, block.peer, block.codec, block.source_rank)
+        layers = self._blocks.layers(block.group, block.groups)
+        return self._target(layers, block.block_tokens, block.rank, granule, block.peer, block.codec, block.source_rank)
 
     def _issue(self, command: StepCommand) -> Waiting:
         match command:
@@ -262,10 +262,14 @@ class MeshExecutor:
     def _granule_of(self, card: MeshCard) -> int:
         return head_granule(self.limits.kv_spec.kv_heads, card.head_shards, self.mesh.shape["kv"])
 
-    def _target(self, block: range, tokens: int, rank: int, granule: int, peer: str, codec_name: str, source_rank: int = 0) -> PullTarget:
+    def _components(self, layers: range) -> tuple[int, int]:
+        """How many components these layers have, and the width of each."""
+        described = self.limits.kv_spec.layers[layers.start : layers.stop]
+        return sum(len(layer.components) for layer in described), described[0].components[0].width
+
+    def _target(self, layers: range, tokens: int, rank: int, granule: int, peer: str, codec_name: str, source_rank: int = 0) -> PullTarget:
         """Of these layers; with what stands in for ranks that receive nothing: made once for each shape."""
-        layers = [self.limits.kv_spec.layers[index] for index in block]
-        components, width = sum(len(layer.components) for layer in layers), layers[0].components[0].width
+        components, width = self._components(layers)
         key = (components, tokens, granule)
         if key not in self._zeros:
             self._zeros[key] = resident_zeros(self.mesh, components, granule, tokens, width, jnp.dtype(self.limits.kv_spec.dtype))

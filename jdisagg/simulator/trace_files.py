@@ -171,10 +171,7 @@ def _number(value: object, where: str) -> float:
 
 
 def _count(value: object, where: str, least: int | None) -> int:
-    count = None
-    if isinstance(value, str | int) and not isinstance(value, bool):
-        with suppress(ValueError):
-            count = int(value)
+    count = _integer(value)
     if count is None or abs(count) > MOST or (least is not None and count < least):
         rule = "an integer" if least is None else f"an integer of at least {least}"
         raise WorkloadError(f"{where}: must be {rule} and at most {MOST:.0e}, got {_short(value)}; correct or drop the row")
@@ -183,13 +180,18 @@ def _count(value: object, where: str, least: int | None) -> int:
 
 def _block(value: object, where: str) -> int:
     """A block's name: a hash may have any number of bits."""
-    name = None
-    if isinstance(value, str | int) and not isinstance(value, bool):
-        with suppress(ValueError):
-            name = int(value)
+    name = _integer(value)
     if name is None or name < 0:
         raise WorkloadError(f"{where}: must be integers of at least 0, got {_short(value)}; correct or drop the row")
     return name
+
+
+def _integer(value: object) -> int | None:
+    """None where it is none."""
+    if isinstance(value, str | int) and not isinstance(value, bool):
+        with suppress(ValueError):
+            return int(value)
+    return None
 
 
 def _short(value: object) -> str:

@@ -18,8 +18,8 @@ _COMPARED = ("protocol", "model_fingerprint", "kv_layers", "kv_dtype", "layer_gr
 
 def hello_of(worker: str, model_fingerprint: str, limits: MeshLimits, card: MeshCard, boot_id: int, checksum_key: int) -> PeerHello:
     layers = ", ".join(f"{len(list(same))} x {_words(layer)}" for layer, same in groupby(limits.kv_spec.layers))
-    cut, own = (limits.layer_groups, limits.block_bytes), (boot_id, checksum_key, card)
-    return PeerHello(PROTOCOL, worker, model_fingerprint, layers, limits.kv_spec.dtype, cut[0], *own, cut[1])
+    told = (limits.kv_spec.dtype, limits.layer_groups, boot_id, checksum_key, card, limits.block_bytes)
+    return PeerHello(PROTOCOL, worker, model_fingerprint, layers, *told)
 
 
 def check_hello(ours: PeerHello, theirs: PeerHello) -> None:
