@@ -20,7 +20,9 @@ from jdisagg.ops.checksum import bits_of
 from jdisagg.ops.kv_pages import gather_tokens, insert_block, insert_run, read_run
 from jdisagg.transfer.codec import Codec
 
-RUN_TOKENS = 128  # 2 MB of 8 bfloat16 components of 8 heads of 128: some of a core's cache
+# At most so much at a time: what is read back then lies in a core's cache (4 MB at a time took half as long again; 256 KB a third).
+RUN_TOKENS = 128
+RUN_BYTES = 1 << 20
 
 
 class Places(NamedTuple):
@@ -65,7 +67,7 @@ def write_and_read(pages: list[LayerPages], arrays: Sequence[jax.Array], places:
     `arrays`: [1, C', G, T', x], the block's heads in parts, each as its codec's leaves."""
     parts, intact = _unpack(how, arrays, places.stamp_5, pages[0][0].shape[1], pages[0][0].dtype)
     tokens, valid = parts[0].shape[2], places.valid
-    run = math.gcd(places.page_size, 1 << (min(tokens, RUN_TOKENS).bit_length() - 1))
+    run = math.gcd(places.page_size, 1 << (min(tokens, run_tokens(pages)).bit_length() - 1))
     head = jnp.minimum(-places.start % run, valid)
     runs = (valid - head) // run
     tail = head + runs * run
@@ -99,6 +101,12 @@ def write_and_read(pages: list[LayerPages], arrays: Sequence[jax.Array], places:
 
     carry = lax.fori_loop(0, runs, put_run, (pages, jnp.zeros(2, jnp.uint32), intact))
     return lax.fori_loop(jnp.where(head > 0, 0, 1), jnp.where(tail < valid, 2, 1), put_end, carry)
+
+
+def run_tokens(pages: Sequence[LayerPages]) -> int:
+    """How many tokens of these layers make a run."""
+    each = sum(part.shape[1] * part.shape[3] * part.dtype.itemsize for layer in pages for part in layer)
+    return max(1, min(RUN_TOKENS, RUN_BYTES // each))
 
 
 def _heads(parts: Sequence[jax.Array], first: jax.Array, tokens: int) -> jax.Array:

@@ -4,6 +4,7 @@ A spec is a list of layers, each with components (K and V; a latent and its rope
 (sharded) or none (replicated). Bytes per token = 2 x L x K x H x bytes per value for K and V. Pure: knows no JAX.
 """
 
+import functools
 from dataclasses import dataclass
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
@@ -30,12 +31,12 @@ class KVLayer:
     window: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KVSpec:
     layers: tuple[KVLayer, ...]
     dtype: str
 
-    @property
+    @functools.cached_property  # asked for with every block
     def bytes_per_token(self) -> int:
         return DTYPE_BYTES[self.dtype] * sum(c.values_per_token for layer in self.layers for c in layer.components)
 
