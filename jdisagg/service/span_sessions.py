@@ -30,7 +30,7 @@ class _Session:
     def __init__(self) -> None:
         self.news: deque[pb.ReservationSpans] = deque()
         self.stirred = asyncio.Event()
-        self.running: dict[int, asyncio.Task[None]] = {}
+        self.running: dict[int, asyncio.Task[pb.ReservationSpans]] = {}
         self.reserved: dict[int, float] = {}
         self.ended = False
 
@@ -38,6 +38,11 @@ class _Session:
         """Until it is started or cancelled, or its lease has passed: the worker then forgets it, too."""
         self.reserved = {key: until for key, until in self.reserved.items() if until >= now}
         self.reserved[reservation.reservation_id] = now + reservation.lease_seconds
+
+    def over(self, reservation_id: int, following: "asyncio.Task[pb.ReservationSpans]") -> None:
+        """Nothing more comes of it; also where the task was cancelled before it began."""
+        del self.running[reservation_id]
+        self.put(pb.ReservationSpans(reservation_id=reservation_id, ended=True) if following.cancelled() else following.result())
 
     def put(self, news: pb.ReservationSpans) -> None:
         self.news.append(news)
@@ -96,7 +101,8 @@ class SpanSessions:
         if call.reservation_id in session.running:
             raise HandoffError(f"reservation {call.reservation_id} runs already in this session; start it once")
         session.reserved.pop(call.reservation_id, None)
-        session.running[call.reservation_id] = asyncio.create_task(self._follow(session, call))
+        following = session.running[call.reservation_id] = asyncio.create_task(self._follow(session, call))
+        following.add_done_callback(lambda done: session.over(call.reservation_id, done))
 
     async def cancel(self, reservation_id: int, child: int | None) -> None:
         await self._port.cancel(reservation_id, child)
@@ -124,22 +130,21 @@ class SpanSessions:
             self._cancelling.add(cancelling)
             cancelling.add_done_callback(self._cancelling.discard)
 
-    async def _follow(self, session: _Session, call: GenerateCall) -> None:
+    async def _follow(self, session: _Session, call: GenerateCall) -> pb.ReservationSpans:
+        """Returns the last that is to be said of the reservation."""
         reservation_id = call.reservation_id
         spans = self._port.generate(call)
-        end = pb.ReservationSpans(reservation_id=reservation_id, ended=True)
         try:
             async for span in spans:
                 session.put(pb.ReservationSpans(reservation_id=reservation_id, spans=(wire_workers.span_to_proto(span),)))
         except JdisaggError as error:
-            end = _error_end(reservation_id, error)
+            return _error_end(reservation_id, error)
         except Exception as error:
             log.exception("the spans of reservation %d failed", reservation_id)
-            end = _error_end(reservation_id, JdisaggError(f"internal error ({type(error).__name__}); the worker's log says more"))
+            return _error_end(reservation_id, JdisaggError(f"internal error ({type(error).__name__}); the worker's log says more"))
         finally:
-            session.running.pop(reservation_id, None)
-            session.put(end)
             await close_stream(spans)
+        return pb.ReservationSpans(reservation_id=reservation_id, ended=True)
 
 
 def _error_end(reservation_id: int, error: JdisaggError) -> pb.ReservationSpans:

@@ -131,6 +131,22 @@ async def test_a_session_that_ends_before_its_stream_was_followed_still_frees_th
     await eventually(lambda: worker.told == [(5, None)], seconds=1.0)
 
 
+async def test_a_reservation_that_is_cancelled_before_its_stream_was_followed_ends_and_may_be_forgotten() -> None:
+    sessions = SpanSessions(Worker())
+    ended: list[int] = []
+
+    async def write(batch: workers_pb2.SpanBatch) -> None:
+        ended.extend(news.reservation_id for news in batch.reservations if news.ended)
+
+    serving_it = asyncio.create_task(sessions.serve(9, write))
+    await asyncio.sleep(0)
+    sessions.start(9, call_of(5))
+    await sessions.cancel(5, None)  # in the same turn of the loop
+    await eventually(lambda: ended == [5], seconds=1.0)
+    assert not sessions._sessions[9].running
+    serving_it.cancel()
+
+
 async def test_reservations_that_nobody_started_are_forgotten_after_their_lease() -> None:
     numbers = iter(range(100))
 
