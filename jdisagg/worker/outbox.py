@@ -123,7 +123,7 @@ class Outboxes:
         self._lease_seconds = lease_seconds
         self._counters = counters
         self._boxes: dict[int, Outbox] = {}
-        self._awaited: dict[int, asyncio.Event] = {}
+        self._awaited: dict[int, list[asyncio.Event]] = {}  # one for each who listens already
         self._greeted: dict[str, PeerHello] = {}
         self._over: deque[int] = deque(maxlen=ENDED_KEPT)
 
@@ -139,8 +139,8 @@ class Outboxes:
     def open(self, box: Outbox) -> None:
         assert box.handoff_id not in self._boxes, "ids are used once"
         self._boxes[box.handoff_id] = box
-        if (awaited := self._awaited.pop(box.handoff_id, None)) is not None:
-            awaited.set()
+        for came in self._awaited.pop(box.handoff_id, ()):
+            came.set()
 
     def finish(self, box: Outbox, end: Callable[[int], HandoffEnd]) -> None:
         """All of it is offered."""
@@ -194,15 +194,17 @@ class Outboxes:
         """The receiver may listen before the call that makes the KV has come."""
         if handoff_id in self._over:
             raise HandoffError(f"worker {self._hello.worker!r}: hand-off {handoff_id} is over")
-        awaited = self._awaited.setdefault(handoff_id, asyncio.Event())
+        came = asyncio.Event()
+        self._awaited.setdefault(handoff_id, []).append(came)
         try:
             async with asyncio.timeout(self._lease_seconds):
-                await awaited.wait()
+                await came.wait()
         except TimeoutError:
             raise HandoffError(f"worker {self._hello.worker!r}: hand-off {handoff_id} did not begin within its lease") from None
         finally:
-            if self._awaited.get(handoff_id) is awaited:
-                del self._awaited[handoff_id]
+            others = [other for other in self._awaited.pop(handoff_id, ()) if other is not came]
+            if others:
+                self._awaited[handoff_id] = others
         box = self._boxes.get(handoff_id)
         if box is None:
             raise HandoffError(f"worker {self._hello.worker!r}: hand-off {handoff_id} was given up")

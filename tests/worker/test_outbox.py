@@ -108,6 +108,21 @@ def test_a_receiver_that_comes_when_all_is_over_is_told_at_once() -> None:
     run_virtually(main)
 
 
+def test_a_listener_that_leaves_before_the_hand_off_begins_takes_no_other_with_it() -> None:
+    async def main() -> None:
+        async with Cluster() as cluster:
+            gone, stays = (asyncio.ensure_future(anext(aiter(cluster.prefill.offers(7, 1)))) for _ in range(2))
+            await asyncio.sleep(0.1)
+            gone.cancel()
+            await asyncio.sleep(0.1)
+            await cluster.prefill.prefill(call())
+            assert isinstance(await stays, Offer)
+            await cluster.prefill.abort(7, "enough")
+            await cluster.check_quiet()
+
+    run_virtually(main)
+
+
 def test_only_what_the_receiver_lacks_is_offered_and_all_of_it_is_summed() -> None:
     async def main() -> None:
         async with Cluster() as cluster:
