@@ -9,6 +9,7 @@ All engine work (cut, encode, post) is done on this half's own thread, by order 
 - a pull ahead, which waits in the engine already, always meets something there: the pieces, or an error.
 """
 
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -36,6 +37,8 @@ IDLE_OUTLET_SECONDS = 300.0
 GIVEN_UP = "the receiver gave the pull up"
 TOO_LATE = "the pull's deadline has passed"
 CLOSED = "the connection was closed meanwhile; pull again"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,20 +280,29 @@ class KvSender:
         if time.monotonic() >= self._tick_due:
             self._tick_due = time.monotonic() + TICK_SECONDS
             now = self._clock.now()
-            for receiver, door in list(self._doors.items()):
-                for pull_id in [pull_id for pull_id, posting in door.postings.items() if now >= posting.until]:
-                    _withdraw(door, pull_id, TOO_LATE)
-                if not door.postings and time.monotonic() - door.used > IDLE_OUTLET_SECONDS:
+            for receiver in list(self._doors):
+                try:
+                    self._look_after(receiver, now)
+                except Exception:  # the others must be looked after all the same; its receiver opens another
+                    _log.exception("the outlet for %s failed and is closed", receiver.control)
                     self._close_door(receiver)
-                else:
-                    door.outlet.tick()
             for wait in self._drop_waits(lambda wait: now >= wait.until):
                 self._flush(wait.receiver, wait.request, HandoffError(TOO_LATE))
         return TICK_SECONDS
 
+    def _look_after(self, receiver: KvEnd, now: float) -> None:
+        door = self._doors[receiver]
+        for pull_id in [pull_id for pull_id, posting in door.postings.items() if now >= posting.until]:
+            _withdraw(door, pull_id, TOO_LATE)
+        if not door.postings and time.monotonic() - door.used > IDLE_OUTLET_SECONDS:
+            self._close_door(receiver)
+        else:
+            door.outlet.tick()
+
     def _close_door(self, receiver: KvEnd) -> None:
-        door = self._doors.pop(receiver)
-        door.outlet.close(in_flight=bool(door.postings))
+        door = self._doors.pop(receiver, None)
+        if door is not None:
+            door.outlet.close(in_flight=bool(door.postings))
 
     def _close_all(self) -> None:
         for receiver in list(self._doors):

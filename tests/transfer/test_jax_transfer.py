@@ -12,7 +12,7 @@ from jax.experimental import transfer
 
 from jdisagg.errors import ConfigError, HandoffError, IncompatiblePeerError
 from jdisagg.layout.mesh_card import KvEnd
-from jdisagg.transfer.kv_messages import KvMessage, Posted, Pulled, PullRequest, Refused, Withdraw
+from jdisagg.transfer.kv_messages import KvMessage, Open, Posted, Pulled, PullRequest, Refused, Withdraw
 from jdisagg.transfer.transfer_engine import EngineOptions, Inlet, Outlet
 from tests.transfer.conformance import (
     LONG_SECONDS,
@@ -161,6 +161,31 @@ def test_a_sender_that_never_hears_how_a_pull_ended_frees_the_posting_at_its_dea
     assert loopback.channels[SENDER].postings() == 1
     ends.clock.seconds = 6.0
     settled(lambda: loopback.channels[SENDER].postings() == 0)
+
+
+def test_an_outlet_that_fails_is_closed_and_the_other_receivers_are_looked_after(
+    ends: Ends, loopback: Loopback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block, broken, sender = case("tp=2", "tp=2"), KvEnd("127.0.0.1:3", 0xC), loopback.channels[SENDER]
+    sender.handle(broken, Open(SENDER.boot_id, 1, 2))
+    doors = sender._sender._doors
+    settled(lambda: broken in doors)
+    outlet, tick = doors[broken].outlet, Outlet.tick
+
+    def fail(self: Outlet) -> None:
+        if self is outlet:
+            raise RuntimeError("the engine says no")
+        tick(self)
+
+    monkeypatch.setattr(Outlet, "tick", fail)
+    loopback.tamper = lambda message: [] if isinstance(message, Pulled) else [message]
+    ends.sender.offer(7, block.block, 0)
+    pulled(ends, 7, block, 5.0)
+    assert sender.postings() == 1
+    ends.clock.seconds = 6.0
+    settled(lambda: sender.postings() == 0 and broken not in doors)
+    loopback.tamper = lambda message: [message]
+    pulled(ends, 7, block)
 
 
 def test_pieces_under_an_id_that_was_not_posted_end_at_the_deadline_and_the_connection_is_made_anew(ends: Ends, loopback: Loopback) -> None:
