@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.layout.axes import Layout
 
+LEAST_HANDOFF_LEASE_SECONDS = 3.0  # a receiver's word comes every 2 s, and may be late (worker/receiver.py)
+
 
 class Mode(enum.Enum):
     """DISAGGREGATED: two meshes. CHUNKED: one mesh, prefill chunks mixed between decode steps. UNIFIED: one mesh, whole prefills."""
@@ -113,6 +115,11 @@ class LimitsConfig:
         for spec in dataclasses.fields(self):
             if spec.name != "verify":
                 _positive(f"limits.{spec.name}", getattr(self, spec.name))
+        if self.handoff_lease_seconds < LEAST_HANDOFF_LEASE_SECONDS:
+            raise ConfigError(
+                f"limits.handoff_lease_seconds must be at least {LEAST_HANDOFF_LEASE_SECONDS:g}, got {self.handoff_lease_seconds}: "
+                "receivers say every 2 s that they are still at it"
+            )
 
 
 @dataclass(frozen=True)

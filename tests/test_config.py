@@ -11,10 +11,10 @@ from jdisagg.layout.axes import Layout
 def test_fields_are_set_by_path_and_parsed_by_their_type():
     config = override(
         tiny_cpu.get_config(),
-        ["mode=chunked", "decode.layout=dp=2,tp=2", "decode.pages_per_rank=9", "limits.handoff_lease_seconds=2.5", "warm_up=false"],
+        ["mode=chunked", "decode.layout=dp=2,tp=2", "decode.pages_per_rank=9", "limits.handoff_lease_seconds=4.5", "warm_up=false"],
     )
     assert (config.mode, config.decode.layout, config.decode.pages_per_rank) == (Mode.CHUNKED, Layout(2, 2), 9)
-    assert (config.limits.handoff_lease_seconds, config.warm_up) == (2.5, False)
+    assert (config.limits.handoff_lease_seconds, config.warm_up) == (4.5, False)
     assert config.prefill == tiny_cpu.get_config().prefill
     assert override(config, ["decode.pages_per_rank=none"]).decode.pages_per_rank is None
 
@@ -43,6 +43,7 @@ def test_of_two_overrides_of_a_field_the_later_counts():
         ("mode=magic", "'magic' is not a Mode: one of disaggregated, chunked, unified"),
         ("warm_up=perhaps", "'perhaps' is not a bool"),
         ("decode.page_size=0", "page_size must be positive, got 0"),
+        ("limits.handoff_lease_seconds=2.5", "handoff_lease_seconds must be at least 3, got 2.5: receivers say every 2 s"),
         ("service.port=99999", r"service.port must be in \[0, 65535\], got 99999"),
     ],
 )
