@@ -2,9 +2,9 @@
 
 `Outbox` is one hand-off; a listener gets every message from the first on, however late it comes. `Outboxes` is a worker's room of them
 and the body of its `PeerPort`: prefill workers offer prompts through it, decode workers running sequences. Once all is offered a hand-off
-has a lease, which acknowledgements renew, never beyond the request's deadline. Once a receiver has come it is short, however long the
-configured one: it says every two seconds that it is still at it (worker/receiver.py). Who does not come, or falls silent, has given us up,
-and its word may have been lost while we were stopped. `sweep` ends the late ones.
+has a lease, which acknowledgements renew, never beyond the request's deadline. Once a receiver has come it has one from then on, and a
+short one, however long the configured: it says every two seconds that it is still at it (worker/receiver.py). Who does not come, or falls
+silent, has given us up, and its word may have been lost while we were stopped. `sweep` ends the late ones.
 Knows no scheduler; of the mesh only that offers are released there.
 """
 
@@ -93,9 +93,8 @@ class Outbox:
         return released
 
     def hear(self, deadline: float) -> None:
-        """A receiver has come; once all is offered it must have said more by `deadline`."""
-        if self.handoff.state is HandoffState.OFFERED:
-            self.handoff = self.handoff.expect(min(deadline, self.until))
+        """A receiver has come; it must have said more by `deadline`."""
+        self.handoff = self.handoff.expect(min(deadline, self.until))
 
     async def message(self, number: int) -> PeerMessage:
         """The message of that number, counted from 0: all offers, their checksums and the end. Raises what aborted the hand-off; the

@@ -58,6 +58,24 @@ def test_blocks_of_a_receiver_that_is_silent_or_never_comes_are_freed_within_ten
     run_virtually(main)
 
 
+def test_a_prompt_that_is_held_back_for_a_receiver_that_fell_silent_gives_its_pages_back() -> None:
+    async def main() -> None:
+        async with Cluster() as cluster:
+            long = PrefillCall(toy_request(1, prompt_tokens=120), 1, (Child(0),), 7, "decode0", 0, 100.0)
+            prefilling = asyncio.ensure_future(cluster.prefill.prefill(long))
+            await anext(aiter(cluster.prefill.offers(7, 1)))
+            for _ in range(10):
+                await asyncio.sleep(2.0)
+                await cluster.prefill.acknowledge(7, ())
+            assert cluster.prefill.counters["chunks_held_back"] > 0 and not prefilling.done()
+            await asyncio.sleep(9.0)
+            with pytest.raises(HandoffError, match="within their lease"):
+                await prefilling
+            await cluster.check_quiet()
+
+    run_virtually(main)
+
+
 class Deaf:
     """A sender's port that loses farewells until `hears_at`; all else passes."""
 
