@@ -28,6 +28,8 @@ BOOT_KEY = "jdisagg-boot"
 TOKEN_KEY = "authorization"
 # The other side ends a call at its deadline and says why; the call's own deadline is the net below.
 SLACK_SECONDS = 1.0
+# A deadline beyond the range of its clock (292 years) gRPC takes for one that has passed.
+LONGEST_SECONDS = 1e9
 
 _BLOCKS = re.compile(rb"-----BEGIN ([A-Z0-9 ]+)-----")
 
@@ -162,7 +164,8 @@ class Connection:
         """One answer. Raises our typed errors; UnavailableError when the peer is away or goes away."""
         self._check_open()
         try:
-            return await method(request, timeout=seconds, metadata=self._credentials.metadata() if any_boot else self._metadata())
+            metadata = self._credentials.metadata() if any_boot else self._metadata()
+            return await method(request, timeout=min(seconds, LONGEST_SECONDS), metadata=metadata)
         except grpc.aio.AioRpcError as error:
             raise self._typed(error, seconds) from None
         except asyncio.CancelledError:
@@ -174,7 +177,7 @@ class Connection:
     ) -> AsyncGenerator[Answer, None]:
         """The answers, each of type `kind`. Closing the iterator cancels. Raises as `call` does."""
         self._check_open()
-        call = method(request, timeout=seconds, metadata=self._metadata())
+        call = method(request, timeout=None if seconds is None else min(seconds, LONGEST_SECONDS), metadata=self._metadata())
         assert isinstance(call, grpc.aio.UnaryStreamCall)
         try:
             async for message in call:

@@ -53,6 +53,16 @@ async def test_the_decode_port_says_what_the_worker_says_errors_too() -> None:
         assert await remote.decode.status() == STATUS
 
 
+@pytest.mark.parametrize("seconds", [1e10, 1e300])
+async def test_a_request_with_all_the_time_in_the_world_reaches_the_workers(seconds: float) -> None:
+    worker = Spanner()
+    async with serving(worker) as (address, _), connected(address) as (remote,):
+        assert await remote.prefill.prefill(replace(PREFILL, deadline_seconds=seconds)) == REPLY
+        assert (await remote.decode.reserve(ReserveCall(REQUEST, 1, (Child(0),), seconds))).reservation_id == 5
+        worker.of(5).put_nowait(None)
+        assert not [span async for span in remote.decode.generate(call_of(5, seconds))]
+
+
 async def test_the_peer_port_says_what_the_worker_says_errors_too() -> None:
     worker = Worker()
     async with serving(worker) as (address, _), connected(address) as (remote,):
