@@ -32,6 +32,7 @@ class StepLoop:
     ) -> None:
         self._now = now
         self._running: deque[tuple[float, str, asyncio.Future[StepResult]]] = deque()
+        self._ended_at = 0.0  # when one of them was last seen to have ended
         self._executor = executor
         self._plan = plan
         self._apply = apply
@@ -81,15 +82,17 @@ class StepLoop:
         return future
 
     def break_if_stalled(self, seconds: float) -> None:
-        """A command that takes longer than `seconds` will never end: the mesh hangs, and the worker with it."""
+        """A command that takes longer than `seconds` will never end: the mesh hangs, and the worker with it. How long it waited behind
+        others does not count."""
         self._forget_done()
-        if self._running and self._now() - self._running[0][0] > seconds:
+        if self._running and self._now() - max(self._running[0][0], self._ended_at) > seconds:
             self.break_down(UnavailableError(f"{self._running[0][1]} did not end within {seconds:g} s (limits.step_seconds)"))
 
     def _forget_done(self) -> None:
         """Commands end in their order, but for a few."""
         while self._running and self._running[0][2].done():
             self._running.popleft()
+            self._ended_at = self._now()
 
     def fire(self, command: StepCommand) -> None:
         """Enqueues a command whose result says nothing but that it worked; when it did not, the mesh is broken."""

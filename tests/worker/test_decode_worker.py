@@ -291,6 +291,18 @@ def test_a_mesh_that_hangs_is_broken_after_its_time_and_every_stream_ends(side: 
     run_virtually(main)
 
 
+def test_a_mesh_that_works_off_a_long_queue_of_commands_is_not_taken_for_one_that_hangs() -> None:
+    async def main() -> None:
+        limits = LimitsConfig(step_seconds=4.0, pull_seconds=60.0)
+        async with Cluster(limits=limits, costs=Costs(other=1.0)) as cluster:
+            requests = [toy_request(number, prompt_tokens=32, max_tokens=2) for number in range(3)]
+            await asyncio.gather(*(cluster.collect(request) for request in requests))
+            assert cluster.decode.counters["mesh_failures"] == cluster.prefill.counters["mesh_failures"] == 0
+            await cluster.check_quiet(settle_seconds=40)
+
+    run_virtually(main)
+
+
 def test_its_status_says_sequences_and_contexts_of_each_rank() -> None:
     async def main() -> None:
         async with Cluster(decode=replace(toy_limits(), ranks=2)) as cluster:
