@@ -21,7 +21,7 @@ from jdisagg.service import workers_pb2 as pb
 log = logging.getLogger(__name__)
 
 # Of one message: with the most logprobs that may be asked for, well below a message's limit.
-MAX_BATCH_SPANS = 1024
+MAX_BATCH_TOKENS = 1024
 
 
 class _Session:
@@ -50,10 +50,11 @@ class _Session:
 
     def take(self) -> pb.SpanBatch:
         """What waits, in order; entries of one reservation are put together."""
-        batch = pb.SpanBatch()
+        batch, room = pb.SpanBatch(), MAX_BATCH_TOKENS
         entries: dict[int, pb.ReservationSpans] = {}
-        for _ in range(min(len(self.news), MAX_BATCH_SPANS)):
+        while self.news and room > 0:
             news = self.news.popleft()
+            room -= max(1, sum([len(span.token_ids) for span in news.spans]))
             entry = entries.get(news.reservation_id)
             if entry is None:
                 entry = entries[news.reservation_id] = batch.reservations.add()

@@ -18,7 +18,9 @@ from jdisagg.errors import (
     OverloadedError,
     UnavailableError,
 )
+from jdisagg.request import MAX_TOP_LOGPROBS, TokenLogprobs
 from jdisagg.service import workers_pb2
+from jdisagg.service.connection import MAX_MESSAGE_BYTES
 from jdisagg.service.span_sessions import SpanSessions
 from tests.service.doors import STATUS, eventually
 from tests.service.remote_workers import Spanner, call_of, collect, connected, serving
@@ -173,6 +175,30 @@ async def test_the_tokens_of_one_step_cost_one_message() -> None:
     serving_it.cancel()
     await asyncio.gather(serving_it, return_exceptions=True)
     await eventually(lambda: sorted(worker.dropped) == list(range(30)))
+
+
+async def test_spans_of_many_tokens_with_all_logprobs_go_out_in_messages_that_can_be_sent() -> None:
+    worker, reads, batches = Spanner(), asyncio.Event(), []
+    sessions = SpanSessions(worker)
+
+    async def write(batch: workers_pb2.SpanBatch) -> None:
+        batches.append(batch)
+        await reads.wait()
+
+    serving_it = asyncio.ensure_future(sessions.serve(1, write))
+    await eventually(lambda: batches)
+    sessions.start(1, call_of(1))
+    logprobs = tuple(TokenLogprobs(-1.5, tuple((200_000 + rank, -2.5) for rank in range(MAX_TOP_LOGPROBS))) for _ in range(64))
+    for index in range(1000):
+        worker.of(1).put_nowait(Span(0, 64 * index, tuple(range(64)), logprobs))
+    worker.of(1).put_nowait(None)
+    await eventually(lambda: worker.dropped == [1])
+    reads.set()
+    await eventually(lambda: batches[-1].reservations and batches[-1].reservations[0].ended)
+    assert sum(len(entry.spans) for batch in batches for entry in batch.reservations) == 1000
+    assert max(batch.ByteSize() for batch in batches) < MAX_MESSAGE_BYTES / 4
+    serving_it.cancel()
+    await asyncio.gather(serving_it, return_exceptions=True)
 
 
 async def test_a_router_that_does_not_read_holds_up_nobody_and_misses_nothing() -> None:
