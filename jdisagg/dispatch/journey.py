@@ -200,8 +200,8 @@ class Journey:
             self._as_planned = False
         if leg.placed and isinstance(error, UnavailableError):
             self._cause = error
-        delay_seconds = self._delay_before_retry(error, [stream.index for stream in alive])
-        self._avoid |= leg.failed
+        delay_seconds = self._delay_before_retry(error, [stream.index for stream in alive], bool(leg.refused - self._avoid))
+        self._avoid |= leg.failed | leg.refused
         self._go_on(alive, delay_seconds)
 
     def _go_on(self, streams: Iterable[ChildStream], delay_seconds: float) -> None:
@@ -214,22 +214,22 @@ class Journey:
             if stream.accepted:
                 self._go((stream.child,), delay_seconds)
 
-    def _delay_before_retry(self, error: Exception, children: list[int]) -> float:
+    def _delay_before_retry(self, error: Exception, children: list[int], refused: bool) -> float:
         """How long to wait before another leg of `children`; raises `error` when there is to be none. Counted by child: one death may end
-        the legs of many."""
+        the legs of many. `refused`: a worker has no room for such a request that others, not asked yet, may have."""
         if isinstance(error, DeadlineExceededError):
             raise self._too_late() from error
         if isinstance(error, OverloadedError) and (self._resumed or self._placements > 1):
             self._counters.add("waits_for_overloaded_workers")
             return min(error.retry_after_seconds or MAX_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
-        if not isinstance(error, UnavailableError):
+        if not isinstance(error, UnavailableError) and not refused:
             raise error
         self._failures.update(children)
         self._counters.add("legs_failed")
         failures = max(self._failures[child] for child in children)
         if failures >= self._limits.max_attempts:
-            raise self._cause or error  # what a worker said tells more than that none is left
-        return min(FIRST_BACKOFF_SECONDS * 2 ** (failures - 1), MAX_BACKOFF_SECONDS)
+            raise error if refused else self._cause or error  # what a worker said tells more than that none is left
+        return 0.0 if refused else min(FIRST_BACKOFF_SECONDS * 2 ** (failures - 1), MAX_BACKOFF_SECONDS)
 
     def _go(self, children: tuple[Child, ...], delay_seconds: float) -> None:
         leg = Leg(self._trip, children, self._next_attempt())

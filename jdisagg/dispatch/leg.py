@@ -18,14 +18,14 @@ from jdisagg.dispatch.move import Move
 from jdisagg.dispatch.ports import Child, FirstToken, GenerateCall, HandoffSource, SourceLost, Span, SpanEnd, close_stream
 from jdisagg.dispatch.sources import Sources
 from jdisagg.dispatch.trip import CLOSE_SECONDS, FAILED_CLOSE_SECONDS, Hold, Notes, Preempted, Tokens, Trip, Unheard, Waited, quietly
-from jdisagg.errors import HandoffError, UnavailableError
+from jdisagg.errors import HandoffError, InvalidRequestError, UnavailableError
 from jdisagg.request import TokenLogprobs
 from jdisagg.router.decision import Decision
 
 
 class Leg:
-    """Children `children` under attempt `attempt`. `failed`: workers that let it down, to be avoided by what follows. `notes`: who keeps
-    account of its work."""
+    """Children `children` under attempt `attempt`. `failed`: workers that let it down, to be avoided by what follows; `refused`: those that
+    the request is too large for. `notes`: who keeps account of its work."""
 
     def __init__(self, trip: Trip, children: tuple[Child, ...], attempt: int) -> None:
         self.trip = trip
@@ -34,6 +34,7 @@ class Leg:
         self.open = {child.index for child in children}
         self.ended_by_worker: set[int] = set()
         self.failed: set[str] = set()
+        self.refused: set[str] = set()
         self.lost: deque[SourceLost] = deque()
         self.on_lost: Callable[[], None] = lambda: None
         self.placed = False
@@ -81,7 +82,7 @@ class Leg:
 
     def blaming(self, worker: str) -> "_Blaming":
         """A worker that is gone is avoided from now on; a hand-off that failed says nothing about who reports it."""
-        return _Blaming(self.failed, worker)
+        return _Blaming(self, worker)
 
     @property
     def posted(self) -> tuple[Child, ...]:
@@ -186,13 +187,15 @@ class Leg:
 
 
 class _Blaming:
-    __slots__ = ("_failed", "_worker")
+    __slots__ = ("_leg", "_worker")
 
-    def __init__(self, failed: set[str], worker: str) -> None:
-        self._failed, self._worker = failed, worker
+    def __init__(self, leg: Leg, worker: str) -> None:
+        self._leg, self._worker = leg, worker
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, UnavailableError) and not isinstance(error, HandoffError):
-            self._failed.add(self._worker)
+            self._leg.failed.add(self._worker)
+        elif isinstance(error, InvalidRequestError):
+            self._leg.refused.add(self._worker)

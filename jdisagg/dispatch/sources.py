@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from jdisagg.clock import to_the_end
 from jdisagg.dispatch.ports import HandoffSource, PrefillCall, ResumeCall, SourceLost
 from jdisagg.dispatch.trip import CLOSE_SECONDS, FAILED_CLOSE_SECONDS, Hold, Retried, Waited, quietly
-from jdisagg.errors import HandoffError, OverloadedError, UnavailableError
+from jdisagg.errors import HandoffError, InvalidRequestError, OverloadedError, UnavailableError
 
 if TYPE_CHECKING:
     from jdisagg.dispatch.leg import Leg
@@ -92,6 +92,8 @@ class Sources:
                         return None
                 if isinstance(error, UnavailableError) or (isinstance(error, OverloadedError) and self._used > 1):
                     return error
+                if isinstance(error, InvalidRequestError):
+                    self._leg.refused.add(source.worker)
                 if error is not None:
                     raise error
             await self._news.wait()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jdisagg.config import LimitsConfig, RoutingConfig
 from jdisagg.dispatch.ports import GenerateCall, PrefillCall, PrefillReply, Span
-from jdisagg.errors import HandoffError, OverloadedError, UnavailableError
+from jdisagg.errors import HandoffError, InvalidRequestError, OverloadedError, UnavailableError
 from jdisagg.request import AcceptedChild, Resumption
 from jdisagg.router.breaker import FAILURES
 from jdisagg.router.cluster_state import Description
@@ -230,6 +230,27 @@ def test_a_worker_that_does_not_fit_the_others_is_gone_round(odd: str, wire: boo
         async with Fleet(wire=wire, fingerprint=lambda name: "another" if name == odd else "") as fleet:
             await fleet.collect_all(mixed_requests(6))
             assert fleet.counted("sources_lost") > 0, "the odd one was asked"
+            await fleet.check_quiet()
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_a_request_too_large_for_one_worker_goes_to_another_and_one_too_large_for_all_is_refused(kind: str) -> None:
+    async def main() -> None:
+        async with Fleet() as fleet:
+
+            async def shrink(name: str) -> None:
+                await fleet.kill(name)
+                fleet._meshes[kind[0]] = toy_limits(pages_per_rank=8)
+                await fleet.start(name)
+
+            await shrink(f"{kind}0")
+            large = [toy_request(number, prompt_tokens=40, max_tokens=30) for number in range(20, 26)]
+            await fleet.collect_all(large + mixed_requests(8))
+            await shrink(f"{kind}1")
+            with pytest.raises(InvalidRequestError, match="prompt"):
+                await fleet.collect(toy_request(30, prompt_tokens=40, max_tokens=30))
             await fleet.check_quiet()
 
     run_virtually(main)
