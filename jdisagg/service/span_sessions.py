@@ -136,15 +136,16 @@ class SpanSessions:
         reservation_id = call.reservation_id
         spans = self._port.generate(call)
         try:
-            async for span in spans:
-                session.put(pb.ReservationSpans(reservation_id=reservation_id, spans=(wire_workers.span_to_proto(span),)))
+            try:
+                async for span in spans:
+                    session.put(pb.ReservationSpans(reservation_id=reservation_id, spans=(wire_workers.span_to_proto(span),)))
+            finally:
+                await close_stream(spans)
         except JdisaggError as error:
             return _error_end(reservation_id, error)
         except Exception as error:
             log.exception("the spans of reservation %d failed", reservation_id)
             return _error_end(reservation_id, JdisaggError(f"internal error ({type(error).__name__}); the worker's log says more"))
-        finally:
-            await close_stream(spans)
         return pb.ReservationSpans(reservation_id=reservation_id, ended=True)
 
 
