@@ -156,8 +156,9 @@ class Receiver:
                 async with room.pulls:
                     began = self.now()
                     problem = await self._pull(offer)
-                # What is not computed yet cannot come in time: that is no failure, and whether its sender lives the heartbeats tell.
-                tries += not (problem and self.now() - began >= self.pull_seconds and self._computing(offer))
+                # What is not computed yet, or what our own mesh has not got to, cannot come in time: that is no failure of its sender.
+                late = problem and self.now() - began >= self.pull_seconds
+                tries += not (late and (self._computing(offer) or self.loop.behind(began)))
                 if problem:
                     continue
                 if self.closed:

@@ -88,6 +88,11 @@ class StepLoop:
         if self._running and self._now() - max(self._running[0][0], self._ended_at) > seconds:
             self.break_down(UnavailableError(f"{self._running[0][1]} did not end within {seconds:g} s (limits.step_seconds)"))
 
+    def behind(self, instant: float) -> bool:
+        """Whether the mesh is still busy with what was issued by then, so that what was issued later may not have begun."""
+        self._forget_done()
+        return bool(self._running) and self._running[0][0] <= instant
+
     def _forget_done(self) -> None:
         """Commands end in their order, but for a few."""
         while self._running and self._running[0][2].done():

@@ -9,7 +9,7 @@ import pytest
 
 from jdisagg.dispatch.ports import FirstToken, HandoffEnd, HandoffSource, Offer, OfferChecksum, PeerHello, PeerMessage
 from jdisagg.errors import HandoffError, JdisaggError, UnavailableError
-from jdisagg.scheduler.commands import DropBlocks, InsertBlock
+from jdisagg.scheduler.commands import CopyPages, DropBlocks, InsertBlock
 from jdisagg.telemetry import Counters
 from jdisagg.worker.peers import Link
 from jdisagg.worker.receiver import Receiver
@@ -58,7 +58,8 @@ def blocks(tokens: int) -> tuple[FakeChannel, list[Offer]]:
 
 
 def receiver(mesh: FakeExecutor, peer: ScriptedPeer, verify: bool = False) -> Receiver:
-    loop = StepLoop(mesh, lambda _: None, lambda *_: None, lambda _: None)
+    now = asyncio.get_running_loop().time
+    loop = StepLoop(mesh, lambda _: None, lambda *_: None, lambda _: None, now)
     mesh.peers.add("p#1")
     return Receiver(
         loop=loop,
@@ -71,7 +72,7 @@ def receiver(mesh: FakeExecutor, peer: ScriptedPeer, verify: bool = False) -> Re
         cached_tokens=0,
         pull_seconds=10.0,
         counters=Counters(),
-        now=asyncio.get_running_loop().time,
+        now=now,
         speak=lambda message: SPOKEN.append(asyncio.ensure_future(said(message))),
         link=Link("p#1", KEY, verify=verify),
     )
@@ -249,6 +250,21 @@ def test_a_long_pull_keeps_the_senders_lease_alive_and_a_silent_sender_is_given_
         with pytest.raises(HandoffError, match="does not answer"):
             await receiver(FakeExecutor(toy_limits(), channel, costs=Costs(pull=9.5)), silent).receive()
         assert asyncio.get_running_loop().time() < 9.1 + 9.0
+
+    run_virtually(main)
+
+
+def test_a_pull_that_a_busy_mesh_does_not_get_to_is_no_failure_of_its_sender() -> None:
+    async def main() -> None:
+        channel, offers = blocks(4)
+        now = asyncio.get_running_loop().time
+        busy_until = now() + 100.0
+        faults = Faults(pull_error=lambda _: "stall" if now() < busy_until else "")
+        mesh = FakeExecutor(toy_limits(), channel, faults, Costs(other=100.0))
+        receiving = receiver(mesh, ScriptedPeer([*offers, HandoffEnd(2, 4, ())]))
+        receiving.loop.fire(CopyPages(1, ()))
+        received = await receiving.receive()
+        assert len(received.blocks) == 2 and receiving.counters["pulls_timed_out"] > 2 * 3
 
     run_virtually(main)
 
