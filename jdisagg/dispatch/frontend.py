@@ -235,8 +235,11 @@ class Frontend:
             if size_bytes == 0:
                 raise InvalidRequestError("prompt is empty: at least one token is needed to predict the next; send some text")
         if size_bytes > THREAD_ABOVE_BYTES:
-            return await asyncio.to_thread(self._encode, prompt, within_context)
-        return self._encode(prompt, within_context)
+            token_ids = await asyncio.to_thread(self._encode, prompt, within_context)
+        else:
+            token_ids = self._encode(prompt, within_context)
+        self._check_known(token_ids)
+        return token_ids
 
     def _encode(self, prompt: str | ChatPrompt, within_context: bool) -> tuple[int, ...]:
         text, add_special_tokens = prompt, True
@@ -263,6 +266,16 @@ class Frontend:
             raise InvalidRequestError(
                 f"prompt has more than {2 * context} tokens in its first {probe_characters} characters alone; "
                 f"the model's context holds {context}; shorten the prompt"
+            )
+
+    def _check_known(self, token_ids: Sequence[int]) -> None:
+        """A tokenizer may have tokens, added after the training, that the model has no embedding for."""
+        vocabulary, largest = self.model.vocabulary, max(token_ids, default=0)
+        if largest >= vocabulary:
+            text = self._codec.decode([largest], skip_special_tokens=False)
+            raise InvalidRequestError(
+                f"prompt holds {text!r:.80}, token {largest} of the tokenizer, which the model does not have: its ids are 0 to "
+                f"{vocabulary - 1}; leave it out"
             )
 
     def _room(self, prompt_tokens: int, max_tokens: int | None) -> int:

@@ -112,6 +112,18 @@ async def test_a_bad_request_is_refused_by_field_value_and_limit(frontend, promp
         await frontend.build_request(prompt, **options)
 
 
+@pytest.mark.parametrize("prompt", ["a <pad> b", ChatPrompt((ChatMessage("user", "<pad>"),))], ids=["text", "chat"])
+async def test_a_token_that_the_tokenizer_has_and_the_model_has_not_is_refused(frontend, prompt) -> None:
+    frontend._codec = tokenizer = byte_tokenizer()
+    tokenizer._backend.add_special_tokens(["<pad>"])
+    assert tokenizer.encode("<pad>") == [frontend.model.vocabulary]
+    for call in (frontend.tokenize, frontend.build_request):
+        with pytest.raises(
+            InvalidRequestError, match="prompt holds '<pad>', token 257 of the tokenizer.*its ids are 0 to 256; leave it out"
+        ):
+            await call(prompt)
+
+
 class Untouchable:
     eos_ids = (EOS,)
 
