@@ -1,7 +1,8 @@
 """Text to token ids and back, as a checkpoint's tokenizer.json says, with its special tokens, ends and chat template.
 
 The work is done by the `tokenizers` package. Truncation and padding that a tokenizer.json may carry are switched off: length is
-the server's affair. Safe to share between threads.
+the server's affair. Safe to share between threads, and those that do not wait for it run on meanwhile: of the package's calls only the
+ones for batches let go of the interpreter's lock, and a text of megabytes takes seconds.
 """
 
 import json
@@ -14,6 +15,7 @@ from jdisagg.errors import CheckpointError, InvalidRequestError
 from models.chat_template import ChatTemplate
 from models.model_folder import check_model_folder
 
+_FEW_TOKENS = 1024
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -62,14 +64,16 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with BOS and the like where tokenizer.json adds them."""
         try:
-            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         except (UnicodeEncodeError, TypeError) as error:
             raise InvalidRequestError(f"text is not valid Unicode ({error}); send UTF-8 text") from error
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the ids; ids beyond the vocabulary have none."""
         try:
-            return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+            if len(ids) <= _FEW_TOKENS:  # of every stream at every token: handing the lock over would cost more than it gives
+                return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+            return str(self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0])
         except (OverflowError, TypeError) as error:
             raise InvalidRequestError(f"token ids must be in [0, {self.vocabulary - 1}] ({error}); correct them") from error
 

@@ -1,6 +1,7 @@
 """A tokenizer's directory: ends, special tokens, and chat templates as published checkpoints write them."""
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,30 @@ def test_broken_files_are_named(directory: Path, tmp_path: Path) -> None:
         Tokenizer.from_directory(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="generation_config.json' is a file; give the directory that it lies in"):
         Tokenizer.from_directory(directory / "generation_config.json")
+
+
+@pytest.mark.parametrize("way", ["encode", "decode"])
+def test_other_threads_run_while_a_long_text_is_worked_on(directory: Path, way: str) -> None:
+    tokenizer = Tokenizer.from_directory(directory)
+    text = "once upon a time " * 50_000
+    ids = tokenizer.encode(text)
+    many = [*ids, *ids[1:]] * 4
+    turns, over = 0, threading.Event()
+
+    def take_turns() -> None:
+        nonlocal turns
+        while not over.wait(0.001):
+            turns += 1
+
+    other = threading.Thread(target=take_turns)
+    other.start()
+    before = turns
+    worked = tokenizer.encode(text) if way == "encode" else tokenizer.decode(many)
+    taken = turns - before
+    over.set()
+    other.join()
+    assert worked == (ids if way == "encode" else text * 8)
+    assert taken > 5
 
 
 def test_text_and_ids_outside_their_range_are_refused(directory: Path) -> None:
