@@ -30,7 +30,7 @@ def _in_range(name: str, value: float, low: float, high: float) -> None:
         raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value!r}")
 
 
-def _at_most(name: str, count: int, limit: int) -> None:
+def at_most(name: str, count: int, limit: int) -> None:
     if count > limit:
         raise InvalidRequestError(f"{name} may hold at most {limit}, got {count}")
 
@@ -85,18 +85,18 @@ class SamplingParams:
         _in_range("n", self.n, 1, MAX_N)
         if self.logprobs is not None:
             _in_range("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
-        _at_most("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
+        at_most("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
         for token_id, bias in self.logit_bias:
             _in_range("logit_bias token id", token_id, 0, 2**31 - 1)
             _in_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
         if len({token_id for token_id, _ in self.logit_bias}) != len(self.logit_bias):
             raise InvalidRequestError("logit_bias names a token id twice; give each id one bias")
-        _at_most("stop", len(self.stop), MAX_STOP_STRINGS)
+        at_most("stop", len(self.stop), MAX_STOP_STRINGS)
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidRequestError(f"stop must hold non-empty strings, got {text!r}; remove it")
-            _at_most("stop string bytes", len(text.encode("utf-8", "surrogatepass")), MAX_STOP_STRING_BYTES)
-        _at_most("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+            at_most("stop string bytes", len(text.encode("utf-8", "surrogatepass")), MAX_STOP_STRING_BYTES)
+        at_most("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         for token_id in self.stop_token_ids:
             _in_range("stop_token_ids", token_id, 0, 2**31 - 1)
 

@@ -27,6 +27,7 @@ from jdisagg.request import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, Reques
 ROLES = ("system", "user", "assistant", "tool")
 MAX_NAME_BYTES = 256
 THREAD_ABOVE_BYTES = 8 << 10
+MESSAGE_BYTES = 64  # of a chat's text, beside the message's own: its role, its frame
 DEFAULT_MAX_TOKENS = 256
 PROBE_CHARACTERS = 16 << 10
 PROBE_CHARACTERS_PER_TOKEN = 32
@@ -178,10 +179,9 @@ class Frontend:
         # Every token costs a byte at least on the wire, so the same limit bounds the work.
         if len(token_ids) > self._limits.max_prompt_bytes:
             raise InvalidRequestError(f"token_ids may hold at most {self._limits.max_prompt_bytes} ids, got {len(token_ids)}")
-        self._check_ids("token_ids", token_ids)
         if len(token_ids) > THREAD_ABOVE_BYTES:
-            return await asyncio.to_thread(self._codec.decode, list(token_ids), skip_special_tokens=skip_special_tokens)
-        return self._codec.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+            return await asyncio.to_thread(self._decode, token_ids, skip_special_tokens)
+        return self._decode(token_ids, skip_special_tokens)
 
     async def stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]:
         """The path's events. Closing this iterator closes the path's."""
@@ -252,6 +252,10 @@ class Frontend:
             self._check_beginning(text)
         return tuple(self._codec.encode(text, add_special_tokens=add_special_tokens))
 
+    def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        self._check_ids("token_ids", token_ids)
+        return self._codec.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
     def _check_beginning(self, text: str) -> None:
         """Refuses a text of megabytes by its beginning, so that the work is bounded by the context and not by the client.
 
@@ -303,6 +307,7 @@ class Frontend:
             self._check_ids(f"accepted tokens of child {index}", child.token_ids)
 
     def _check_chat(self, prompt: ChatPrompt) -> int:
+        """How many bytes of text it will make, about."""
         if not prompt.messages:
             raise InvalidRequestError("chat messages are empty; send at least one")
         for index, message in enumerate(prompt.messages):
@@ -310,7 +315,7 @@ class Frontend:
                 raise InvalidRequestError(f"messages[{index}].role must be one of {', '.join(ROLES)}, got {message.role[:64]!r}")
         size_bytes = sum(self._check_text(f"messages[{index}].content", m.content) for index, m in enumerate(prompt.messages))
         self._check_size("messages", size_bytes)
-        return size_bytes
+        return size_bytes + MESSAGE_BYTES * len(prompt.messages)
 
     def _check_text(self, name: str, text: str) -> int:
         self._check_size(name, len(text) if isinstance(text, str) else 0)

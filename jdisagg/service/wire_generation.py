@@ -1,7 +1,8 @@
 """Our data <-> the messages of generation.proto: a client's request, the stream's events, the model.
 
 Knows what `wire` says. A client's request stays a prompt and options, some unset; the server's `Frontend` makes a
-`Request` of them.
+`Request` of them. A repeated field is counted before it is read: each of its entries costs the event loop, which all streams share,
+many times what it cost its sender.
 """
 
 import dataclasses
@@ -12,13 +13,27 @@ from jdisagg.config import Mode
 from jdisagg.dispatch.frontend import ChatMessage, ChatPrompt, ModelInfo, Prompt, SamplingOptions, TokenPrompt, bias_pairs
 from jdisagg.dispatch.routing_status import PastDecision, RoutingStatus, WorkerAccount
 from jdisagg.errors import InvalidRequestError
-from jdisagg.request import MAX_N, AcceptedChild, FinishReason, Resumption, StreamEvent, Timings, Usage
+from jdisagg.request import (
+    MAX_LOGIT_BIAS,
+    MAX_N,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    AcceptedChild,
+    FinishReason,
+    Resumption,
+    StreamEvent,
+    Timings,
+    Usage,
+    at_most,
+)
 from jdisagg.service import common_pb2
 from jdisagg.service import generation_pb2 as pb
 from jdisagg.service.wire import all_logprobs_from_proto, build, layout_from_proto, layout_to_proto, logprobs_to_proto
 
 # A client tries a few times a second within its own patience; a larger number is no client of ours.
 MAX_RESUMPTIONS = 1_000_000
+MAX_MESSAGES = 16_384
+MAX_IDS = 2 << 20  # more than any model's context
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +92,7 @@ def client_request_from_proto(message: pb.GenerateRequest) -> ClientRequest:
         raise InvalidRequestError("prompt is missing: set one of text, token_ids, chat")
     prompt: Prompt = message.text
     if kind == "token_ids":
+        at_most("token_ids", len(message.token_ids.ids), MAX_IDS)
         prompt = TokenPrompt(tuple(message.token_ids.ids))
     elif kind == "chat":
         prompt = _chat_from_proto(message.chat)
@@ -108,10 +124,12 @@ def _resumption_from_proto(message: pb.GenerateRequest) -> Resumption | None:
         raise InvalidRequestError(f"resumption must be in [1, {MAX_RESUMPTIONS}] where a request is resumed, got {number}")
     if not message.request_id or not message.sampling.HasField("seed"):
         raise InvalidRequestError("a resumed request must name its request_id and its sampling.seed; send those of the first time")
+    at_most("accepted", len(message.accepted), MAX_N)
+    at_most("accepted token ids", sum(len(entry.token_ids) for entry in message.accepted), MAX_IDS)
     children = {entry.child: AcceptedChild(tuple(entry.token_ids), _finish_from_proto(entry.finish_reason)) for entry in message.accepted}
     if len(children) != len(message.accepted) or any(not 0 <= child < count for child in children):
         raise InvalidRequestError(
-            f"accepted must name each child once at most, of 0 to {count - 1}; got {[e.child for e in message.accepted][:64]}"
+            f"accepted must name each child once at most, of 0 to {count - 1}; got {[entry.child for entry in message.accepted]}"
         )
     if children and all(child.finish_reason is not None for child in children.values()) and len(children) == count:
         raise InvalidRequestError("accepted says that every child has ended: there is nothing to resume")
@@ -262,6 +280,9 @@ def _options_to_proto(options: SamplingOptions) -> common_pb2.SamplingParams:
 def _options_from_proto(message: common_pb2.SamplingParams) -> SamplingOptions:
     """Only what was set."""
     options = SamplingOptions()
+    at_most("logit_bias", len(message.logit_bias), MAX_LOGIT_BIAS)
+    at_most("stop", len(message.stop), MAX_STOP_STRINGS)
+    at_most("stop_token_ids", len(message.stop_token_ids), MAX_STOP_TOKEN_IDS)
     if message.logit_bias:
         options["logit_bias"] = tuple((entry.token_id, entry.bias) for entry in message.logit_bias)
     if message.stop:
@@ -278,6 +299,7 @@ def _chat_to_proto(prompt: ChatPrompt) -> pb.ChatMessages:
 
 
 def _chat_from_proto(message: pb.ChatMessages) -> ChatPrompt:
+    at_most("messages", len(message.messages), MAX_MESSAGES)
     return ChatPrompt(tuple(ChatMessage(m.role, m.content) for m in message.messages))
 
 

@@ -169,6 +169,15 @@ async def test_long_text_is_tokenized_off_the_event_loops_thread() -> None:
     assert spy.threads[1] is not threading.current_thread()
 
 
+async def test_many_short_messages_are_long_text() -> None:
+    frontend = make_frontend(FakePath())
+    frontend._codec = spy = ThreadSpy()
+    await frontend.tokenize(ChatPrompt((ChatMessage("user", ""),) * 3))
+    await frontend.tokenize(ChatPrompt((ChatMessage("user", ""),) * 3000))
+    assert spy.threads[0] is threading.current_thread()
+    assert spy.threads[1] is not threading.current_thread()
+
+
 @pytest.mark.parametrize("chat", [False, True])
 async def test_a_text_far_beyond_the_context_is_refused_by_its_beginning(chat) -> None:
     frontend = make_frontend(FakePath())

@@ -279,6 +279,42 @@ def test_a_message_that_lacks_what_it_must_have_is_refused_by_field(decode, mess
         decode(message)
 
 
+def with_sampling(**fields) -> generation_pb2.GenerateRequest:
+    return generation_pb2.GenerateRequest(text="a", sampling=common_pb2.SamplingParams(**fields))
+
+
+def resumed(children: int, n: int) -> generation_pb2.GenerateRequest:
+    accepted = [generation_pb2.AcceptedTokens(child=child) for child in range(children)]
+    sampling = common_pb2.SamplingParams(seed=1, n=n)
+    return generation_pb2.GenerateRequest(text="a", request_id="r", sampling=sampling, resumption=1, accepted=accepted)
+
+
+def chat(messages: int) -> generation_pb2.GenerateRequest:
+    return generation_pb2.GenerateRequest(chat=generation_pb2.ChatMessages(messages=[generation_pb2.ChatMessage()] * messages))
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (with_sampling(logit_bias=[common_pb2.LogitBias()] * 513), "logit_bias may hold at most 512, got 513"),
+        (with_sampling(stop=[""] * 17), "stop may hold at most 16, got 17"),
+        (with_sampling(stop_token_ids=[0] * 65), "stop_token_ids may hold at most 64, got 65"),
+        (resumed(children=65, n=2**40), "accepted may hold at most 64, got 65"),
+        (generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[0] * (2**21 + 1))), "token_ids may hold at most 2097152"),
+        (chat(16_385), "messages may hold at most 16384, got 16385"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_repeats_too_often_is_refused_before_it_is_read(message, words) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        wire_generation.client_request_from_proto(message)
+
+
+def test_as_much_as_may_repeat_is_read() -> None:
+    assert wire_generation.client_request_from_proto(resumed(children=64, n=64)).resumption is not None
+    assert wire_generation.client_request_from_proto(chat(16_384)).prompt is not None
+
+
 @pytest.mark.parametrize(
     ("options", "field"),
     [
