@@ -12,6 +12,7 @@ from pathlib import Path
 import tokenizers
 
 from jdisagg.errors import CheckpointError, InvalidRequestError
+from jdisagg.request import MAX_EOS_IDS
 from models.chat_template import ChatTemplate
 from models.model_folder import check_model_folder
 
@@ -123,9 +124,11 @@ def _eos_ids(directory: Path, backend: tokenizers.Tokenizer, special: Mapping[st
     for name in ("generation_config.json", "config.json"):
         value = _read_object(directory / name).get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        found = tuple(item for item in ids if isinstance(item, int) and not isinstance(item, bool) and item >= 0)
+        found = tuple(item for item in ids if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**31)
         if len(found) < len(ids):
             raise CheckpointError(f"{directory / name}: eos_token_id must be a token id or a list of them, got {value!r}; correct it")
+        if len(set(found)) > MAX_EOS_IDS:
+            raise CheckpointError(f"{directory / name}: eos_token_id may name {MAX_EOS_IDS} tokens, got {len(set(found))}; leave some out")
         if found:
             return found
     eos = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None

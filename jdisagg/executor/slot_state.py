@@ -16,10 +16,10 @@ import numpy as np
 
 from jdisagg.ops.logit_shaping import ShapingRows, token_counts
 from jdisagg.ops.sampling import SamplingRows
-from jdisagg.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from jdisagg.request import MAX_EOS_IDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from jdisagg.scheduler.commands import SampleSpec
 
-STOP_COLUMNS = MAX_STOP_TOKEN_IDS + 16  # the caller's and the model's own
+STOP_COLUMNS = MAX_STOP_TOKEN_IDS + MAX_EOS_IDS  # the caller's and the model's own
 _LIMIT, _TOP_K, _SEED, _CHILD, _MIN_POSITION, _TABLE = 0, 1, 2, 4, 5, 6
 _FLOATS = 6
 

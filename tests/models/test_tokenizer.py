@@ -108,6 +108,12 @@ def test_broken_files_are_named(directory: Path, tmp_path: Path) -> None:
     _write(directory / "generation_config.json", eos_token_id="</s>")
     with pytest.raises(CheckpointError, match="generation_config.json: eos_token_id"):
         Tokenizer.from_directory(directory)
+    _write(directory / "generation_config.json", eos_token_id=[3, 2**31])
+    with pytest.raises(CheckpointError, match="generation_config.json: eos_token_id must be a token id"):
+        Tokenizer.from_directory(directory)
+    _write(directory / "generation_config.json", eos_token_id=list(range(17)))
+    with pytest.raises(CheckpointError, match="generation_config.json: eos_token_id may name 16 tokens, got 17"):
+        Tokenizer.from_directory(directory)
     (directory / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match="tokenizer.json is not a readable tokenizer"):
         Tokenizer.from_directory(directory)
