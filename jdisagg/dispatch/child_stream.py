@@ -6,11 +6,14 @@ is what a re-prefill will force: the tokens delivered to the client, and nothing
 Invariant: token i is accepted once, in order (`DeliveryError` otherwise, our own bug); nothing follows the end.
 """
 
+import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
 from jdisagg.dispatch.ports import Child
 from jdisagg.request import AcceptedChild, FinishReason, Request, StreamEvent, TokenLogprobs
+
+REPLAYED_TOKENS = 64  # at once, when a stream is resumed
 
 
 class DeliveryError(AssertionError):
@@ -55,11 +58,13 @@ class ChildStream:
     def child(self) -> Child:
         return Child(self.index, tuple(self.accepted))
 
-    def resume(self, had: AcceptedChild) -> None:
-        """Takes what the client has already: the text goes on where it was (rule 9), an end is not told again."""
+    async def resume(self, had: AcceptedChild) -> None:
+        """Takes what the client has already: the text goes on where it was (rule 9), an end is not told again. A long text takes its
+        time, and others have their turn meanwhile."""
         assert not self.accepted, "a stream is resumed before anything else"
-        if had.token_ids:
-            self._text.push(had.token_ids)
+        for first in range(0, len(had.token_ids), REPLAYED_TOKENS):
+            self._text.push(had.token_ids[first : first + REPLAYED_TOKENS])
+            await asyncio.sleep(0)
         self.accepted += had.token_ids
         self.finish = had.finish_reason
 

@@ -72,9 +72,8 @@ class Journey:
         self._timer: asyncio.TimerHandle | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._children = {index: ChildStream(request, index, new_text(request)) for index in range(request.sampling.n)}
-        for index, child in enumerate(resumption.children if resumption else ()):
-            self._children[index].resume(child)
-        self._unfinished = {index for index, child in self._children.items() if child.finish is None}
+        self._had = resumption.children if resumption else ()
+        self._unfinished = set(self._children)
         self._trip = Trip(
             cluster=cluster,
             request=request,
@@ -92,9 +91,13 @@ class Journey:
     def unfinished(self) -> bool:
         return bool(self._unfinished)
 
-    def begin(self) -> None:
+    async def begin(self) -> None:
         """Starts the first leg, and one timer for the whole request: one for each token would cost more than the token."""
         self._timer = asyncio.get_running_loop().call_later(self._seconds, self._facts.put_nowait, DeadlinePassed())
+        for index, child in enumerate(self._had):
+            await self._children[index].resume(child)
+        self._had = ()
+        self._unfinished = {index for index, child in self._children.items() if child.finish is None}
         self._go_on(list(self._children.values()), delay_seconds=0.0)
 
     def next_fact(self) -> Awaitable[Fact]:

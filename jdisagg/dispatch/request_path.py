@@ -105,7 +105,7 @@ class RequestPath:
             self.counters,
         )
         try:
-            journey.begin()
+            await journey.begin()
             while journey.unfinished:
                 event = journey.take(await journey.next_fact())
                 if event is not None:
