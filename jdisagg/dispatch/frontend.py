@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypedDict, Unpack
 
 from jdisagg.config import LimitsConfig, Mode
+from jdisagg.dispatch.long_texts import LongTexts
 from jdisagg.dispatch.ports import WorkerStatus, close_stream
 from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import InvalidRequestError, UnavailableError
@@ -28,6 +29,7 @@ ROLES = ("system", "user", "assistant", "tool")
 MAX_NAME_BYTES = 256
 THREAD_ABOVE_BYTES = 8 << 10
 MESSAGE_BYTES = 64  # of a chat's text, beside the message's own: its role, its frame
+LARGEST_TEXTS = 4
 DEFAULT_MAX_TOKENS = 256
 PROBE_CHARACTERS = 16 << 10
 PROBE_CHARACTERS_PER_TOKEN = 32
@@ -124,6 +126,7 @@ class Frontend:
         self._codec = codec
         self._limits = limits
         self._running: dict[tuple[str, str], asyncio.Event] = {}
+        self._long_texts = LongTexts(LARGEST_TEXTS * max(limits.max_prompt_bytes, 1 << 20))  # where that is small: a chat of many messages
 
     async def build_request(
         self,
@@ -180,7 +183,7 @@ class Frontend:
         if len(token_ids) > self._limits.max_prompt_bytes:
             raise InvalidRequestError(f"token_ids may hold at most {self._limits.max_prompt_bytes} ids, got {len(token_ids)}")
         if len(token_ids) > THREAD_ABOVE_BYTES:
-            return await asyncio.to_thread(self._decode, token_ids, skip_special_tokens)
+            return await self._long_texts.run(len(token_ids), self._decode, token_ids, skip_special_tokens)
         return self._decode(token_ids, skip_special_tokens)
 
     async def stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]:
@@ -235,7 +238,7 @@ class Frontend:
             if size_bytes == 0:
                 raise InvalidRequestError("prompt is empty: at least one token is needed to predict the next; send some text")
         if size_bytes > THREAD_ABOVE_BYTES:
-            token_ids = await asyncio.to_thread(self._encode, prompt, within_context)
+            token_ids = await self._long_texts.run(size_bytes, self._encode, prompt, within_context)
         else:
             token_ids = self._encode(prompt, within_context)
         self._check_known(token_ids)

@@ -9,7 +9,7 @@ import pytest
 from jdisagg.config import LimitsConfig
 from jdisagg.dispatch import frontend as frontend_module
 from jdisagg.dispatch.frontend import ChatMessage, ChatPrompt, TokenPrompt
-from jdisagg.errors import InvalidRequestError, UnavailableError
+from jdisagg.errors import InvalidRequestError, OverloadedError, UnavailableError
 from jdisagg.request import AcceptedChild, Resumption
 from tests.service.doors import EOS, FakePath, byte_tokenizer, make_frontend
 
@@ -228,6 +228,16 @@ async def test_detokenizing_is_the_inverse_of_tokenizing(frontend) -> None:
         assert await frontend.detokenize(ids) == text
     with pytest.raises(InvalidRequestError, match=r"token_ids\[0\]=300"):
         await frontend.detokenize((300,))
+
+
+async def test_a_flood_of_the_longest_texts_is_refused_and_a_long_prompt_beside_it_answered(frontend) -> None:
+    longest = "x" * (4 << 20)
+    flood = [asyncio.create_task(frontend.tokenize(longest)) for _ in range(8)]
+    await asyncio.sleep(0)
+    with pytest.raises(InvalidRequestError, match="prompt has 20000 tokens"):
+        await frontend.build_request("x" * 20_000)
+    ends = await asyncio.gather(*flood, return_exceptions=True)
+    assert [type(end) for end in ends] == [tuple] * 3 + [OverloadedError] * 5
 
 
 async def test_many_long_prompts_at_once_are_all_answered(frontend) -> None:
