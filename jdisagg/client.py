@@ -6,8 +6,9 @@
 
 Needs gRPC, neither JAX nor the router. A call waits for the server to be reachable for `connect_seconds`. When the connection of a
 stream breaks, or the server shuts down, the client asks again, for `resume_seconds`, and the stream goes on at the next token: the caller
-sees one stream, each token once. A `target` may name several servers ("ipv4:10.0.0.1:8700,10.0.0.2:8700"). Any other call that may have
-reached the server is never sent twice.
+sees one stream, each token once. A `target` may name several servers ("ipv4:10.0.0.1:8700,10.0.0.2:8700"; over TLS gRPC then has no name to
+look for in their certificates: give `Credentials` a `server_name` that all of them bear). Any other call that may have reached the
+server is never sent twice.
 """
 
 import asyncio

@@ -113,6 +113,12 @@ async def test_a_port_with_tls_serves_those_who_trust_its_authority_and_no_other
         assert len(await asyncio.to_thread(ask_blocking)) == 3
 
 
+async def test_several_servers_over_tls_are_believed_by_the_name_that_they_share(papers: Papers) -> None:
+    config = ServiceConfig(tls_certificate=papers.certificate, tls_key=papers.key)
+    async with door(config) as one, door(config) as other:
+        assert len(await ask(f"ipv4:{one},{other}", papers.credentials(server_name="127.0.0.1"))) == 3
+
+
 async def test_a_port_with_mutual_tls_serves_those_its_authority_signed_for(papers: Papers, strangers: Papers) -> None:
     config = ServiceConfig(tls_certificate=papers.certificate, tls_key=papers.key, tls_client_ca=papers.authority)
     both = Credentials(True, papers.credentials().authority, *_pair(strangers))
