@@ -167,15 +167,6 @@ class CostModel:
         host = reached.prefill_seconds + reached.sequence_seconds * (rows + sequences)
         return self._issued(cost, max(reached.prefill_launch_seconds, reached.launch_seconds), host)
 
-    def decode_span(self, sequences: int, context_tokens: float, steps: int) -> float:
-        """Seconds of `steps` steps of the same sequences, each a token longer at each step: the mean of the first and the last step."""
-        if steps < 1 or not sequences:
-            return 0.0
-        first = self.decode_of(sequences, context_tokens).seconds
-        if steps == 1:
-            return first
-        return steps * (first + self.decode_of(sequences, context_tokens + sequences * (steps - 1)).seconds) / 2
-
     def transfer(self, tokens: int, link: Link, codec: str = "none", links: int = 1) -> Cost:
         """The KV of `tokens` tokens over `links` parallel links: packing, the wire, unpacking."""
         values = self.geometry.layers * self.geometry.attention.kv_values * tokens
@@ -261,8 +252,7 @@ class CostModel:
         # Two norms, two residuals, the activation, and where the ffn is gated (so are the families with rope) rope with the gate.
         operations += (6 if shape.gated else 5) * shape.layers + 2
         communication = 2 * shape.layers * self._all_reduce(tokens * shape.width * self.value_bytes, self.layout.tp)
-        if self.stages > 1:
-            communication += (self.stages - 1) * self.accelerator.scale_up.seconds(tokens * shape.width * self.value_bytes)
+        communication += self._hand_ons(tokens * shape.width * self.value_bytes)
         base = Cost(compute, memory, communication, 0.0, operations * reached.op_seconds)
         return base + self._experts(tokens, elsewhere) if shape.experts else base
 
@@ -306,7 +296,8 @@ class CostModel:
                 sent = (layout.dp - 1) / layout.dp * everyone * row  # in a ring, each device's way out
             else:
                 sent = tokens / layout.tp * min(experts.active, layout.ep - 1) * row
-            cost += Cost(exchange=2 * layers * self._collective(sent, layout.ep if self._exchange == "all_to_all" else layout.dp))
+            ways = layout.ep if self._exchange == "all_to_all" else layout.dp
+            cost += Cost(exchange=2 * layers * self._collective(sent, ways, layout.devices))
         return cost
 
     def _prefill_attention(self, tokens: float, pairs: float, context_tokens: float) -> Cost:
@@ -359,16 +350,22 @@ class CostModel:
         return whole * (1 - part) + seen * part
 
     def _all_reduce(self, size_bytes: float, devices: int) -> float:
-        return self._collective(2 * (devices - 1) / devices * size_bytes, devices, size_bytes) if devices > 1 else 0.0
+        return self._collective(2 * (devices - 1) / devices * size_bytes, devices, devices, size_bytes)
 
-    def _collective(self, sent_bytes: float, devices: int, message_bytes: float = 0.0) -> float:
+    def _collective(self, sent_bytes: float, devices: int, among: int, message_bytes: float = 0.0) -> float:
+        """Of `devices` that are spread `among` so many: all go at the pace of those whose way leaves the domain."""
         if devices <= 1:
             return 0.0
-        accelerator = self.accelerator
-        path = accelerator.scale_up if devices <= accelerator.domain_devices else accelerator.scale_out
-        reached = accelerator.efficiency
+        accelerator, reached = self.accelerator, self.accelerator.efficiency
+        path = accelerator.scale_up if among <= accelerator.domain_devices else accelerator.scale_out
         part = reached.large_bandwidth if message_bytes >= reached.large_bytes else reached.collective_bandwidth
         return reached.collective_seconds * math.log2(devices) + sent_bytes / (path.bytes_per_second * part)
+
+    def _hand_ons(self, size_bytes: float) -> float:
+        """From each stage to the next: within a domain as far as it holds whole stages, then to another."""
+        accelerator = self.accelerator
+        out = math.ceil(self.stages / max(1, accelerator.domain_devices // self.layout.devices)) - 1
+        return (self.stages - 1 - out) * accelerator.scale_up.seconds(size_bytes) + out * accelerator.scale_out.seconds(size_bytes)
 
     def _expert_parameters(self) -> int:
         shape = self.geometry

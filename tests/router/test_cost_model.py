@@ -190,11 +190,20 @@ def test_pipeline_stages_hand_on_and_let_the_next_batch_in_earlier() -> None:
     assert two.kv_tokens_per_rank() > 2 * one.kv_tokens_per_rank()
 
 
-def test_a_span_of_steps_costs_what_its_steps_cost() -> None:
-    model = CostModel(geometry("llama-3-70b"), accelerator("h100"), Layout(tp=8))
-    steps = sum(model.decode_of(24, 24 * (900 + step)).seconds for step in range(200))
-    assert model.decode_span(24, 24 * 900, 200) == pytest.approx(steps, rel=1e-6)
-    assert model.decode_span(24, 24 * 900, 0) == 0.0
+def test_what_leaves_a_domain_goes_over_the_slower_link() -> None:
+    """Ranks of a domain each exchange with ranks of others; stages that fill a domain hand on to the next one."""
+    slow = dataclasses.replace(IDEAL, scale_out=Link("slow", 1e9, 1e-3, 1.0))
+    shape = CostGeometry("sparse", 1024, 10, 32000, Attention(16, 4, 64), 4096, experts=Experts(64, 2, 512), expert_layers=10)
+    row = 1024 * 2
+    for layout in (Layout(dp=8, tp=2, ep=16), Layout(dp=16, ep=16)):
+        sent = (layout.dp - 1) * 512 * row
+        assert CostModel(shape, slow, layout).prefill([(512, 0)]).exchange == pytest.approx(2 * 10 * sent / 1e9)
+        wide = dataclasses.replace(slow, domain_devices=16)
+        assert CostModel(shape, wide, layout).prefill([(512, 0)]).exchange == pytest.approx(0.0, abs=1e-9)
+    for tp, stages, out in ((1, 8, 0), (4, 2, 0), (4, 3, 1), (4, 5, 2), (8, 2, 1), (2, 8, 1)):
+        dense = dataclasses.replace(DENSE, attention=Attention(16, 8, 64))
+        communication = CostModel(dense, slow, Layout(tp=tp), stages).prefill([(512, 0)]).communication
+        assert communication == pytest.approx(out * (1e-3 + 512 * row / 1e9), abs=1e-9), (tp, stages)
 
 
 def test_a_mixed_step_costs_less_than_its_two_parts_and_is_each_where_the_other_is_missing() -> None:
