@@ -161,7 +161,7 @@ class SimulatedCluster:
         )
         life = Life() if self._mortal else None
         worker = self._worker(name, seat.role, mesh, instance, life)
-        hardware = None if seat.pool.costs else seat.pool.hardware
+        hardware = None if seat.pool.costs else fleet.hardware_of(seat.pool)
         card = WorkerCard(
             name, worker.boot_id, seat.role, f"{name}:1", instance.layout, self._model, seat.place, hardware, seat.pool.stages
         )

@@ -120,9 +120,13 @@ class Fleet:
     def accelerators(self) -> int:
         return sum(pool.count * pool.devices for pool in self.pools)
 
+    def hardware_of(self, pool: Pool) -> Accelerator:
+        """As it is joined here."""
+        return replace(pool.hardware, domain_devices=self.host_devices) if self.host_devices else pool.hardware
+
     def cost_model(self, pool: Pool) -> CostModel:
         layout = pool.instance.layout
-        return CostModel(self.geometry, pool.hardware, layout, pool.stages, dtype=self.dtype, kv_dtype=self.kv_dtype)
+        return CostModel(self.geometry, self.hardware_of(pool), layout, pool.stages, dtype=self.dtype, kv_dtype=self.kv_dtype)
 
     def costs_of(self, pool: Pool) -> StepCosts:
         return pool.costs or ModelCosts(self.cost_model(pool), pool.instance.codec)
@@ -154,7 +158,7 @@ class Fleet:
         hosts = 0
         for _, number, index in turns:
             pool = self.pools[number]
-            size = self.host_devices or pool.hardware.domain_devices
+            size = self.hardware_of(pool).domain_devices
             host, left = free.get(pool.hardware.name, (0, 0))
             if left < min(pool.devices, size):
                 host, left = hosts, math.ceil(pool.devices / size) * size

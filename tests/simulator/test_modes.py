@@ -65,6 +65,16 @@ def test_fleets_that_cannot_be_are_refused_with_what_does_not_fit() -> None:
         Pool(0, accelerator("h100"))
 
 
+def test_an_instance_wider_than_the_fast_link_pays_for_the_slower_one() -> None:
+    """Whoever says how many devices share it says so of tensor parallelism, too, and not only of hand-offs."""
+    pool = Pool(1, accelerator("h100"), replace(INSTANCE, layout=Layout(tp=8)))
+    within, beyond = (
+        simulate(Fleet(geometry("llama-3.1-8b"), pool, pool, host_devices=devices), [Arrival(0.0, 4000, 2)]).outcomes[0].ttft
+        for devices in (8, 4)
+    )
+    assert within and beyond and beyond > 2 * within
+
+
 def test_pools_stand_side_by_side_on_hosts_and_large_instances_take_whole_ones() -> None:
     half = replace(INSTANCE, layout=Layout(tp=4))
     fleet = Fleet(geometry("llama-3.1-8b"), Pool(2, accelerator("h100"), half), Pool(2, accelerator("h100"), half))
