@@ -3,10 +3,15 @@
 A `Speed` wraps the cost model of one (geometry, layout, hardware, stages): a decode step from a grid over sequences and their mean
 context, interpolated for whole columns (between kinks a step is bilinear in the two; where they are, the grid is within 3 %); a backlog of
 prompts from two sums; one prompt exactly. `speed_of` shares them: a cluster has few kinds. Pure, but for remembering what it computed.
+
+With pipeline stages chunks follow each other a stage apart, so that a backlog takes its share of their seconds, and sequences that decode
+are spread over as many batches as there are stages.
 """
 
 import functools
+import math
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,6 +22,7 @@ from jdisagg.router.hardware import Accelerator
 from jdisagg.router.model_geometry import CostGeometry
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+Seconds = TypeVar("Seconds", float, Array)
 
 WHOLE_PROMPT_TOKENS = 2048  # a chunk, where a worker states none
 GRANULE_TOKENS = 16  # lengths of prompts are rounded up to these
@@ -66,7 +72,7 @@ class Speed:
             few = self.model.prefill_of(chunk, 0.0, chunk, 1).seconds
             pairs = 64.0 * chunk * chunk
             pair = (self.model.prefill_of(chunk, pairs, chunk, 1).seconds - few) / pairs
-            self._rates[chunk] = (few / chunk, pair)
+            self._rates[chunk] = (few / chunk / self.kind.stages, pair / self.kind.stages)
         return self._rates[chunk]
 
     def step_seconds(self, sequences: Array, contexts: Array) -> Array:
@@ -82,8 +88,10 @@ class Speed:
         whole = new_tokens // chunk_tokens
         rest = new_tokens - whole * chunk_tokens
         full, last = np.full(len(whole), float(chunk_tokens)), cached_tokens + np.maximum(0.0, whole - 1) * chunk_tokens
-        seconds = whole * (self._chunk(full, cached_tokens) + self._chunk(full, last)) / 2
-        return seconds + np.where(rest > 0, self._chunk(np.maximum(1.0, rest), cached_tokens + whole * chunk_tokens), 0.0)
+        ends, following = self._chunk(full, last), cached_tokens + whole * chunk_tokens
+        seconds = whole * (self._chunk(full, cached_tokens) + ends) / 2
+        left = np.where(rest > 0, self._chunk(np.maximum(1.0, rest), following), 0.0)
+        return self._behind_each_other(seconds + left, np.where(rest > 0, left, ends))
 
     def _chunk(self, tokens: Array, cached: Array) -> Array:
         if self._chunks is None:
@@ -92,16 +100,22 @@ class Speed:
         return self._chunks.between(np.minimum(np.maximum(tokens, CHUNKS[0]), CHUNKS[-1]), cached)
 
     def _step(self, sequences: float, context: float) -> float:
-        return self.model.decode_of(int(sequences), sequences * context).seconds
+        fullest = math.ceil(sequences / self.kind.stages)
+        return self.model.decode_of(fullest, fullest * context).seconds
 
     def _prefill(self, new: int, cached: int, chunk_tokens: int) -> float:
         chunk = chunk_tokens or new
         if new <= chunk:
             return self.model.prefill([(new, cached)]).seconds
         whole, rest = divmod(new, chunk)
-        last = cached + (whole - 1) * chunk
-        seconds = whole * (self.model.prefill([(chunk, cached)]).seconds + self.model.prefill([(chunk, last)]).seconds) / 2
-        return seconds + (self.model.prefill([(rest, cached + whole * chunk)]).seconds if rest else 0.0)
+        last = self.model.prefill([(chunk, cached + (whole - 1) * chunk)]).seconds
+        seconds = whole * (self.model.prefill([(chunk, cached)]).seconds + last) / 2
+        left = self.model.prefill([(rest, cached + whole * chunk)]).seconds if rest else 0.0
+        return self._behind_each_other(seconds + left, left or last)
+
+    def _behind_each_other(self, every: Seconds, last: Seconds) -> Seconds:
+        """Of chunks that take so long in all: the last one goes through all stages, those before it are one stage ahead each."""
+        return (every - last) / self.kind.stages + last
 
 
 class _Grid:

@@ -320,6 +320,7 @@ class MeshLimits:
     whole_blocks: bool = False  # blocks may have any length: nothing is compiled for it
     block_bytes: int = 0  # blocks of fewer bytes carry several layer groups; 0: each carries one
     block_cost_tokens: float = 0.0  # what a block costs beside its bytes, in tokens of KV of all layers; above it, padding is cheaper
+    stages: int = 1  # of a pipeline: so many chunks are computed at once
 
     def bands(self, block_tokens: int) -> tuple[range, ...]:
         """The layer groups of each block of so many tokens."""

@@ -147,7 +147,7 @@ class Fleet:
             most = instance.slots_per_rank * math.ceil(self.context / instance.page_size)
             instance = replace(instance, pages_per_rank=min(pages, most))
         limits = mesh_limits(instance, self.mode, kv_spec(self.geometry, self.kv_dtype or self.dtype), self.context, layer_groups=1)
-        return replace(limits, whole_blocks=True)
+        return replace(limits, whole_blocks=True, stages=pool.stages)
 
     def places(self) -> tuple[tuple[str, ...], ...]:
         """For each pool the places of its instances, "rack/host/domain/process". Instances of the two pools take turns on the hosts of

@@ -81,9 +81,11 @@ class PrefillWorker:
         self._waiting: list[Sender] = []
         self._computing: dict[int, Sender] = {}
         self._last_key = 0
-        self._most_offered = CHUNKS_OFFERED * self._mesh.ranks * self._mesh.chunk_buckets[-1] * self._mesh.layer_groups
+        chunks = CHUNKS_OFFERED + self._mesh.stages - 1  # those that a pipeline computes are offered already
+        self._most_offered = chunks * self._mesh.ranks * self._mesh.chunk_buckets[-1] * self._mesh.layer_groups
         self._attempts = Attempts()
-        self._loop = StepLoop(executor, self._plan, self._apply, self._break_down, clock.now)
+        depth = self._mesh.stages + 1  # each stage has a chunk, and one waits for the first
+        self._loop = StepLoop(executor, self._plan, self._apply, self._break_down, clock.now, depth)
         hello = hello_of(name, model_fingerprint, executor.limits, executor.card, self.boot_id, self._checksum_key)
         self._boxes = Outboxes(hello, self._loop, clock, limits.handoff_lease_seconds, self.counters)
         self._sweeper = Sweeper(clock, limits.handoff_lease_seconds, self._sweep, self._loop.break_down)

@@ -1,4 +1,4 @@
-"""The loop of one mesh: ask for a command, run it, report its result; up to two commands in flight, results in order.
+"""The loop of one mesh: ask for a command, run it, report its result; two commands in flight (or `depth`), results in order.
 
 The loop knows neither schedulers nor ports: `plan` gives the next command or None, `apply` takes a result in order of issue, and
 `failed` is told once when the mesh broke. It takes a turn when a result has come and when `wake` was called, by whoever changes what
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class StepLoop:
-    """Runs `plan`'s commands on `executor` until stopped or broken."""
+    """Runs `plan`'s commands on `executor` until stopped or broken. `depth`: commands issued and not yet ended, at most."""
 
     def __init__(
         self,
@@ -29,7 +29,9 @@ class StepLoop:
         apply: Callable[[StepCommand, StepResult], None],
         failed: Callable[[UnavailableError], None],
         now: Callable[[], float] = lambda: 0.0,
+        depth: int = DEPTH,
     ) -> None:
+        self._depth = depth
         self._now = now
         self._running: deque[tuple[float, str, asyncio.Future[StepResult]]] = deque()
         self._ended_at = 0.0  # when one of them was last seen to have ended
@@ -148,7 +150,7 @@ class StepLoop:
             self._apply(command, future.result())
 
     def _issue(self) -> None:
-        while len(self._flight) < DEPTH and self.failure is None:
+        while len(self._flight) < self._depth and self.failure is None:
             command = self._plan(self.next_number())
             if command is None:
                 return

@@ -5,12 +5,12 @@ is TTFT less the service. Lindley's recursion over the same arrivals is the exac
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
-from jdisagg.config import Mode
+from jdisagg.config import Mode, RoutingConfig
 from jdisagg.router.hardware import accelerator
 from jdisagg.router.model_geometry import geometry
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
@@ -47,6 +47,35 @@ def lindley(arrivals: Sequence[float], service: float = SERVICE) -> np.ndarray:
 def test_every_single_wait_is_lindleys(mode: Mode, variation: float) -> None:
     arrivals = gamma(6.0, 300, Fixed(CHUNK, 1), variation, seed=3)
     assert waits(simulate(one_server(mode), arrivals)) == pytest.approx(lindley([item.at_seconds for item in arrivals]), abs=1e-6)
+
+
+@dataclass(frozen=True, slots=True)
+class Pipelined(ConstantCosts):
+    stages: int = 1
+
+    def prefill(self, rows: Sequence[tuple[int, int]]) -> tuple[float, float]:
+        return self.prefill_seconds, self.prefill_seconds / self.stages
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_prompts_follow_each_other_through_a_pipeline_a_stage_apart(stages: int) -> None:
+    """A single server again: the first stage."""
+    fleet = one_server(Mode.DISAGGREGATED)
+    assert fleet.prefill is not None
+    fleet = replace(fleet, prefill=replace(fleet.prefill, stages=stages, costs=Pipelined(SERVICE, 0.02, stages=stages)))
+    arrivals = gamma(0.9 * stages / SERVICE, 300, Fixed(CHUNK, 1), 1.0, seed=3)
+    wanted = lindley([item.at_seconds for item in arrivals], SERVICE / stages)
+    assert waits(simulate(fleet, arrivals)) == pytest.approx(wanted, abs=1e-6)
+
+
+def test_a_router_that_knows_of_the_pipeline_keeps_it_full() -> None:
+    """It holds back what a prefill worker cannot begin with soon; four stages begin with four times as much."""
+    stages, pool = 4, Pool(1, accelerator("h100"), replace(INSTANCE, chunk_tokens=2048))
+    fleet = Fleet(geometry("llama-3.1-8b"), pool, replace(pool, stages=stages), routing=RoutingConfig(ttft_slo_seconds=0.5))
+    seconds = fleet.cost_model(replace(pool, stages=stages)).prefill([(2048, 0)]).seconds
+    result = simulate(fleet, gamma(0.9 * stages / seconds, 300, Fixed(2048, 1), 1.0, seed=3))
+    assert {outcome.end for outcome in result.outcomes} == {"finished"}
+    assert sorted(outcome.ttft or 0.0 for outcome in result.outcomes)[-1] < 0.5
 
 
 def test_d_d_1_waits_for_nothing_below_capacity_and_ever_longer_above() -> None:
