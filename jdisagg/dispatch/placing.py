@@ -31,6 +31,7 @@ from jdisagg.router.cluster_state import ClusterState
 from jdisagg.router.decision import Answer, Ask, Decision, Hold, Refusal, Rules
 from jdisagg.router.fairness import FairQueue, Ticket
 from jdisagg.router.hardware import link
+from jdisagg.router.pacing import paced_until
 from jdisagg.router.placement import another_decode, another_prefill, decide
 from jdisagg.router.predictor import LearnedLengths, LengthPredictor, MaxTokens
 from jdisagg.telemetry import Counters
@@ -276,6 +277,9 @@ class Placing:
             if breaker is not None and worker is not None:
                 breaker.placed(now)
                 self.accounts.bar(worker, breaker.barred_until)
+        until = paced_until(self.accounts.state, ask, decision, self.rules, now)
+        if until is not None:
+            self.accounts.pace(decision.decode, until)
         work = Work(ask.work.tokens, decision.cached_tokens, ask.work.children, ask.work.expected_tokens)
         placed = self.accounts.place(decision.prefill, decision.decode, work, now)
         return Placement(decision, placed, self, self._remember(ask, decision, now))

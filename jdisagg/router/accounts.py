@@ -90,6 +90,12 @@ class Accounts:
         if row is not None:
             self.state.table["barred_until"][row] = until
 
+    def pace(self, worker: str, until: float) -> None:
+        """Who prefills and decodes gets the next prompt then (`pacing`)."""
+        row = self.state.row(worker)
+        if row is not None:
+            self.state.table["paced_until"][row] = until
+
     def excuse(self, worker: str, heard_at: float) -> None:
         """Its silence until then is nobody's fault."""
         row = self.state.row(worker)

@@ -30,7 +30,7 @@ SAID = (
     *("best_sequences", "best_contexts", "most_sequences", "most_contexts", "loading_seconds"),
 )
 OWN = ("own_tokens", "own_pairs", "own_pages", "own_sequences", "own_contexts", "committed_pages", "open")
-COLUMNS = {name: at for at, name in enumerate((*SAID, *OWN, "speed", "spoke", "barred_until", *PARTS))}
+COLUMNS = {name: at for at, name in enumerate((*SAID, *OWN, "speed", "spoke", "barred_until", "paced_until", *PARTS))}
 DESCRIBED = ("speed", *PARTS)
 
 Flags = npt.NDArray[np.bool_]

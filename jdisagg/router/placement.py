@@ -67,7 +67,7 @@ def decide(state: ClusterState, ask: Ask, now: float, rules: Rules) -> Answer:
     prefills, decodes = _candidates(state, ask, now, rules)
     if prefills.unknown or decodes.unknown:
         return _by_load(state, prefills, decodes)
-    weighed = weigh(state, prefills, decodes, ask, rules)
+    weighed = weigh(state, prefills, decodes, ask, now, rules)
     decision = _choose(state, weighed, decodes, ask, rules)
     return decision if ask.under_way else _admitted(decision, ask, rules)
 
@@ -101,14 +101,14 @@ def witnesses(state: ClusterState, ask: Ask, now: float, rules: Rules, most: int
         # One of unknown speed, so that among them nothing is predicted either.
         rows += [some.rows[np.argmin(some.table["speed"])] for some in (prefills, decodes) if len(some)]
     else:
-        weighed = weigh(state, prefills, decodes, ask, rules)
+        weighed = weigh(state, prefills, decodes, ask, now, rules)
         best = np.minimum(weighed.pairs.min(axis=0, initial=np.inf), weighed.alone)
         rows = [*weighed.prefills.rows, *decodes.rows[np.argsort(best, kind="stable")[:most]]]
         rows += [*decodes.rows[np.argsort(weighed.alone, kind="stable")[:most]]]
     return frozenset(state.name(int(row)) for row in rows)
 
 
-def weigh(state: ClusterState, prefills: Candidates, decodes: Candidates, ask: Ask, rules: Rules) -> Weighed:
+def weigh(state: ClusterState, prefills: Candidates, decodes: Candidates, ask: Ask, now: float, rules: Rules) -> Weighed:
     every = prefills_of(state, prefills.side, prefills.rows, prefills.table, ask)
     against = prefills.against + prefills.table["loading_seconds"]
     if len(prefills) > MOST_PREFILLS:
@@ -130,14 +130,16 @@ def weigh(state: ClusterState, prefills: Candidates, decodes: Candidates, ask: A
         pairs[:, decodes.table.flag("mixed")] = np.inf
     local, alone = None, np.full(len(decodes), np.inf)
     if decodes.side.can_prefill and decodes.table.flag("can_prefill").any():
-        local, alone = _weigh_alone(state, side, decodes, ask, rules, rest)
+        local, alone = _weigh_alone(state, side, decodes, ask, now, rules, rest)
     return Weighed(every, side, transfer, pairs, local, alone)
 
 
-def _weigh_alone(state: ClusterState, side: Decodes, decodes: Candidates, ask: Ask, rules: Rules, rest: Array) -> tuple[Prefills, Array]:
+def _weigh_alone(
+    state: ClusterState, side: Decodes, decodes: Candidates, ask: Ask, now: float, rules: Rules, rest: Array
+) -> tuple[Prefills, Array]:
     """Of prefilling where it is decoded: running streams wait as long as the prompt computes, and what they lose is weighed as if this one
     lost it; beside prefill workers, never where one of them would wait for a token longer than the bound."""
-    local, longest = local_prefills(state, decodes.side, side, decodes.table, ask)
+    local, longest = local_prefills(state, decodes.side, side, decodes.table, ask, now)
     ttft = np.maximum(local.queue, side.queue) + local.prefill
     alone = ttft + side.step + rest + np.where(side.busy, local.prefill, 0.0)
     alone += np.where(ttft + ask.age_seconds > ask.limit_seconds, LATE, 0.0)

@@ -114,13 +114,14 @@ def exposed(transfer: Array, prefill: Array, chunks: Array) -> Array:
     return np.maximum(last, transfer - prefill * (1.0 - 1.0 / chunks))
 
 
-def local_prefills(state: ClusterState, side: Side, decodes: Decodes, table: Table, ask: Ask) -> tuple[Prefills, Array]:
+def local_prefills(state: ClusterState, side: Side, decodes: Decodes, table: Table, ask: Ask, now: float) -> tuple[Prefills, Array]:
     """Prefilling on the decode workers themselves: each chunk takes turns with a step. Also the longest that a running stream then waits
     for a token."""
     alone = prefills_of(state, side, decodes.rows, table, ask)
     turns = np.where(decodes.busy, alone.chunks * decodes.step, 0.0)
     longest = alone.prefill / alone.chunks + decodes.step
-    return Prefills(alone.rows, alone.queue, alone.prefill + turns, alone.chunks), longest
+    queue = np.maximum(alone.queue, np.where(decodes.busy, table["paced_until"] - now, 0.0))
+    return Prefills(alone.rows, queue, alone.prefill + turns, alone.chunks), longest
 
 
 def known_to(worker: str, ask: Ask) -> int:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.config import RoutingConfig
+from jdisagg.config import Mode, RoutingConfig
 from jdisagg.observe.decision_log import DecisionLog, read_records
 from jdisagg.router.decision_record import answer_of, replay
 from jdisagg.router.hardware import accelerator
@@ -51,6 +51,21 @@ def test_beyond_its_capacity_goodput_stays_and_who_is_admitted_is_served_in_time
     assert over.pages_lost == 0
     unguarded = run(3.0, RoutingConfig())
     assert goodput(unguarded.outcomes) < good[3.0] / 2, "without admission nearly all come too late"
+
+
+@pytest.mark.parametrize("mode", [Mode.CHUNKED, Mode.UNIFIED])
+def test_one_pool_beyond_its_capacity_takes_no_more_prompts_than_its_streams_can_bear(mode: Mode) -> None:
+    """Each prompt delays all that decode there: what may come in time for its first token would still be too much. What it is allowed to
+    hold ahead when it was idle (routing.hold_seconds) comes at once."""
+    good = {}
+    for rate in (20.0, 80.0):
+        pool = Pool(2, accelerator("h100"), replace(INSTANCE, chunk_tokens=2048))
+        one_pool = Fleet(geometry("llama-3.1-8b"), pool, mode=mode, routing=ROUTING, context_tokens=8192)
+        result = simulate(one_pool, workloads.poisson(rate, int(rate * SECONDS), LENGTHS), seed=0)
+        admitted = [outcome for outcome in result.outcomes if outcome.end != "refused" and outcome.arrival > 1.0]
+        assert sum(SLO.attained(outcome) for outcome in admitted) >= 0.95 * len(admitted), rate
+        good[rate] = goodput(result.outcomes)
+    assert good[80.0] > good[20.0] > 18.0, good
 
 
 def test_a_flood_of_one_tenant_takes_nothing_from_the_others() -> None:
