@@ -24,7 +24,7 @@ from jdisagg.errors import OverloadedError
 from jdisagg.plain import plain
 from jdisagg.request import Request
 from jdisagg.router.accounts import Accounts, Placed, Work
-from jdisagg.router.admission import Drain, Quotas, limit_seconds
+from jdisagg.router.admission import Drain, Lateness, Quotas, limit_seconds
 from jdisagg.router.affinity import PrefixAffinity
 from jdisagg.router.breaker import Breaker
 from jdisagg.router.cluster_state import ClusterState
@@ -103,7 +103,7 @@ class Placement:
         """The request's first token came so long after it arrived."""
         self._entry.ttft_seconds = seconds
         if self._entry.predicted_ttft_seconds is not None:
-            self._placing.on_measured("ttft", self._entry.predicted_ttft_seconds, seconds)
+            self._placing.measured_ttft(self._entry.predicted_ttft_seconds, seconds)
 
     def measured_tpot(self, seconds: float) -> None:
         """The request ended; so long a token after the first."""
@@ -150,6 +150,7 @@ class Placing:
         self._queue = FairQueue(config.weights())
         self._waiting: dict[int, _Waiting] = {}
         self._drain = Drain()
+        self._lateness = Lateness()
         self._last_key = 0
         self._entries: deque[Entry] = deque(maxlen=KEPT)
         self._news = asyncio.Event()
@@ -209,6 +210,10 @@ class Placing:
         """A child came to its own end after so many tokens."""
         self.predictor.observe(request.tenant, len(request.prompt_token_ids), output_tokens)
 
+    def measured_ttft(self, predicted_seconds: float, seconds: float) -> None:
+        self._lateness.observe(seconds - predicted_seconds, self.now())
+        self.on_measured("ttft", predicted_seconds, seconds)
+
     def changed(self) -> None:
         """There may be room."""
         if self._waiting:
@@ -247,6 +252,7 @@ class Placing:
         return limit_seconds(self._config.ttft_slo_seconds, seeking.deadline - seeking.arrived_at)
 
     def _ask(self, seeking: Seeking, work: Work, hashes: Sequence[int], now: float, ahead_seconds: float = 0.0) -> Ask:
+        limit = self._limit(seeking)
         return Ask(
             work,
             self.affinity.matches(hashes) if self.affinity else {},
@@ -254,8 +260,8 @@ class Placing:
             seeking.under_way,
             any(child.accepted for child in seeking.children),
             now - seeking.arrived_at,
-            ahead_seconds,
-            self._limit(seeking),
+            ahead_seconds + self._lateness.seconds(now, limit),
+            limit,
             self.predictor.typical_tokens,
         )
 

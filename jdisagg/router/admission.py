@@ -5,6 +5,7 @@ limit (`placement.decide`, with what it would wait in this router from `Drain`),
 """
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +15,10 @@ MIN_RETRY_SECONDS = 0.1
 MAX_RETRY_SECONDS = 60.0
 DRAIN_SECONDS = 5.0  # over how long the speed of the queue is averaged
 DRAIN_LEAST_SECONDS = 0.25  # what must have been seen of it
+ERRORS = 64  # of predictions, the latest that count
+ERRORS_LEAST = 16
+ERRORS_SECONDS = 30.0  # and for how long
+IN_TIME = 0.9  # of those that are let in
 
 
 def admit(
@@ -119,3 +124,22 @@ class Drain:
             passed = now - self._since
             keep = math.exp(-passed / DRAIN_SECONDS)
             self._cost, self._seconds, self._since = self._cost * keep, self._seconds * keep + passed, now
+
+
+class Lateness:
+    """By how much first tokens come later than was predicted, lately: what a prediction leaves out (prompts of other dp ranks, a mesh that
+    is slower than it should be) would let in requests that come too late, and with them all that wait for their limit."""
+
+    def __init__(self) -> None:
+        self._errors: deque[tuple[float, float]] = deque(maxlen=ERRORS)
+
+    def observe(self, seconds: float, now: float) -> None:
+        """A first token came so much later than was predicted when its workers were chosen; sooner: negative."""
+        self._errors.append((now, seconds))
+
+    def seconds(self, now: float, limit_seconds: float) -> float:
+        """What to count on beyond a prediction, so that `IN_TIME` of all do come by then; 0 while little is known. Half the limit at most:
+        who is refused shows nothing, and what made others late may be over."""
+        errors = sorted(seconds for at, seconds in self._errors if at >= now - ERRORS_SECONDS)
+        late = errors[math.ceil(IN_TIME * len(errors)) - 1] if len(errors) >= ERRORS_LEAST else 0.0
+        return min(max(0.0, late), limit_seconds / 2)

@@ -7,7 +7,7 @@ import pytest
 
 from jdisagg.config import RoutingConfig
 from jdisagg.errors import ConfigError, OverloadedError
-from jdisagg.router.admission import Drain, Quotas, admit, limit_seconds
+from jdisagg.router.admission import Drain, Lateness, Quotas, admit, limit_seconds
 from jdisagg.router.breaker import FAILURES, FIRST_SECONDS, MOST_SECONDS, Breaker, BreakerState
 from jdisagg.router.predictor import COLD_TOKENS, FEWEST, LearnedLengths, MaxTokens
 
@@ -163,3 +163,19 @@ def test_at_most_twice_the_limit_wait_however_many_tenants_come_one_after_anothe
                 admit(waiting.total(), limit, 0.1, waiting[tenant], len({*waiting, tenant}))
                 waiting[tenant] += 1
     assert limit <= waiting.total() <= 2 * limit
+
+
+def test_what_came_late_lately_is_counted_on_and_never_bars_the_way_for_good() -> None:
+    lateness = Lateness()
+    for number in range(15):
+        lateness.observe(0.2, float(number) / 10)
+    assert lateness.seconds(2.0, 1.0) == 0.0, "too few to say"
+    for number in range(20):
+        lateness.observe(-0.1 if number % 2 else 0.3, 2.0)
+    assert lateness.seconds(3.0, 1.0) == pytest.approx(0.3), "nine of ten come no later"
+    assert lateness.seconds(3.0, 0.4) == pytest.approx(0.2), "half the limit: some get in and show whether it is over"
+    assert lateness.seconds(40.0, 1.0) == 0.0, "long ago"
+    early = Lateness()
+    for _ in range(20):
+        early.observe(-0.5, 0.0)
+    assert early.seconds(1.0, 1.0) == 0.0, "nothing is promised that is not predicted"

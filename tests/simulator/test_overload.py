@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.config import Mode, RoutingConfig
+from jdisagg.layout.axes import Layout
 from jdisagg.observe.decision_log import DecisionLog, read_records
 from jdisagg.router.decision_record import answer_of, replay
 from jdisagg.router.hardware import accelerator
@@ -66,6 +67,18 @@ def test_one_pool_beyond_its_capacity_takes_no_more_prompts_than_its_streams_can
         assert sum(SLO.attained(outcome) for outcome in admitted) >= 0.95 * len(admitted), rate
         good[rate] = goodput(result.outcomes)
     assert good[80.0] > good[20.0] > 18.0, good
+
+
+def test_who_is_admitted_is_served_in_time_where_dp_ranks_wait_for_each_other() -> None:
+    """Long prompts among short ones: all ranks of a mesh wait for the longest, which no prediction from sums knows."""
+    wide = Pool(1, accelerator("gb200-nvl72"), replace(INSTANCE, layout=Layout(dp=8, ep=8)))
+    lengths = workloads.Mixture(((0.8, workloads.Fixed(500, 8)), (0.2, workloads.Fixed(6000, 8))))
+    routing = RoutingConfig(ttft_slo_seconds=1.5)
+    result = simulate(Fleet(geometry("qwen3-235b-a22b"), wide, wide, routing=routing), workloads.poisson(90.0, 900, lengths), seed=0)
+    admitted = [outcome for outcome in result.outcomes if outcome.end != "refused" and outcome.arrival > 2.0]
+    late = sum((outcome.ttft or 0.0) > 1.5 for outcome in admitted)
+    assert late <= 0.05 * len(admitted), (late, len(admitted))
+    assert 200 < len(admitted) < len(result.outcomes) - 100
 
 
 def test_a_flood_of_one_tenant_takes_nothing_from_the_others() -> None:
