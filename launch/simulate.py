@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -141,6 +142,8 @@ def _run() -> None:
 
 
 def _controllers(slo: Slo | None) -> list[Hook]:
+    if not (math.isfinite(_SWITCH.value) and _SWITCH.value >= 0):
+        raise ConfigError(f"--switch_seconds must be 0 or more, got {_SWITCH.value:g}")
     if not _ELASTIC.value:
         return []
     config = override(_Settings(), _SET.value).elastic

@@ -66,6 +66,10 @@ class Cancels:
     part: float = 0.1
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if not 0 < self.part <= 1:
+            raise ConfigError(f"the part of the clients that give up must be in (0, 1], got {self.part}")
+
 
 Fault = Death | Stall | Broken | SlowLink | Cancels
 
