@@ -2,9 +2,9 @@
 
     python -m launch.convert --source=HF_DIR --destination=DIR [--dtype=auto|float32|bfloat16] [--devices=1]
 
-Weights are loaded over `--devices` local devices (tensor parallel), so that a model larger than one device can be converted;
-the result does not depend on it. `--dtype=auto` writes bfloat16 where all tensors are bfloat16, and float32 otherwise, so that
-nothing is lost.
+Weights are loaded over `--devices` local devices (tensor parallel; on CPU that many are made), so that a model larger than one device
+can be converted; the result does not depend on it. `--dtype=auto` writes bfloat16 where all tensors are bfloat16, and float32
+otherwise, so that nothing is lost.
 """
 
 import sys
@@ -15,6 +15,7 @@ from absl import app, flags, logging
 
 from jdisagg.errors import CheckpointError, JdisaggError
 from jdisagg.layout.axes import Layout
+from launch.assembly import prepare_runtime
 from launch.console import refuse_words
 from models import orbax_checkpoint
 from models.checkpoint import load_config, load_model
@@ -43,6 +44,7 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     try:
         refuse_words(argv)
+        prepare_runtime(_DEVICES.value, "")
         convert(Path(_SOURCE.value).expanduser(), Path(_DESTINATION.value).expanduser(), _DTYPE.value, _DEVICES.value)
     except JdisaggError as error:
         sys.exit(f"error: {error.message}")

@@ -175,7 +175,11 @@ class Life:
         home, spec = self._home, self._home.spec
         worker = self._worker(executor, observe_peers(spec.name, self._peers.find, home.observer) if home.observer else self._peers.find)
         tokens = read_tokens(self._service.cluster_token_file)
-        services = (*_services(worker, tokens), self._link.service(tokens), worker_roles_service(home.roles, tokens))
+        services = (
+            *_services(worker, tokens, instance.loaded.model.vocabulary),
+            self._link.service(tokens),
+            worker_roles_service(home.roles, tokens),
+        )
         server = GrpcServer(services, self._service, worker.boot_id)
         credentials = cluster_credentials(self._service)
         registration = RegistryClient(spec.routers, self._card(instance, worker), worker.status, credentials)
@@ -327,7 +331,7 @@ async def _ended(task: asyncio.Task[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-def _services(worker: PrefillWorker | DecodeWorker, tokens: tuple[str, ...]) -> tuple[Service, ...]:
+def _services(worker: PrefillWorker | DecodeWorker, tokens: tuple[str, ...], vocabulary: int) -> tuple[Service, ...]:
     if isinstance(worker, PrefillWorker):
-        return prefill_service(worker, tokens), peer_service(worker, tokens)
-    return decode_service(worker, tokens), peer_service(worker, tokens)
+        return prefill_service(worker, tokens, vocabulary), peer_service(worker, tokens)
+    return decode_service(worker, tokens, vocabulary), peer_service(worker, tokens)

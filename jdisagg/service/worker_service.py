@@ -1,12 +1,15 @@
 """The services of a worker process: its ports over gRPC, for routers and for other workers.
 
 Each method is a conversion, a call of the port, a conversion back. Errors are left to the guard. Knows what `wire` says and nothing of
-what is behind the ports. Whether a call may be made at all (its token, the boot it is meant for) is the guard's.
+what is behind the ports. Whether a call may be made at all (its token, the boot it is meant for) is the guard's. Token ids that the model
+does not have are refused here: on a mesh they would end it, with all that runs there, and a router that has not met a worker yet lets
+them through.
 """
 
 import grpc.aio
 
-from jdisagg.dispatch.ports import DecodePort, PeerPort, PrefillPort, close_stream
+from jdisagg.dispatch.ports import DecodePort, PeerPort, PrefillCall, PrefillPort, ReserveCall, close_stream
+from jdisagg.errors import InvalidRequestError
 from jdisagg.service import common_pb2, wire, wire_workers, workers_pb2_grpc
 from jdisagg.service import workers_pb2 as pb
 from jdisagg.service.guard import Service
@@ -16,16 +19,20 @@ PREFILL_NAME = pb.DESCRIPTOR.services_by_name["PrefillWorker"].full_name
 DECODE_NAME = pb.DESCRIPTOR.services_by_name["DecodeWorker"].full_name
 PEER_NAME = pb.DESCRIPTOR.services_by_name["PeerWorker"].full_name
 
+ANY_ID = 2**31
+
 Context = grpc.aio.ServicerContext
 
 
-def prefill_service(port: PrefillPort, tokens: tuple[str, ...] = ()) -> Service:
-    servicer = PrefillServicer(port)
+def prefill_service(port: PrefillPort, tokens: tuple[str, ...] = (), vocabulary: int = ANY_ID) -> Service:
+    """`vocabulary`: of the model behind the port; its ids are below."""
+    servicer = PrefillServicer(port, vocabulary)
     return Service(PREFILL_NAME, lambda server: workers_pb2_grpc.add_PrefillWorkerServicer_to_server(servicer, server), tokens)
 
 
-def decode_service(port: DecodePort, tokens: tuple[str, ...] = ()) -> Service:
-    servicer = DecodeServicer(port)
+def decode_service(port: DecodePort, tokens: tuple[str, ...] = (), vocabulary: int = ANY_ID) -> Service:
+    """`vocabulary`: of the model behind the port; its ids are below."""
+    servicer = DecodeServicer(port, vocabulary)
     return Service(
         DECODE_NAME, lambda server: workers_pb2_grpc.add_DecodeWorkerServicer_to_server(servicer, server), tokens, frozenset({"Spans"})
     )
@@ -39,11 +46,13 @@ def peer_service(port: PeerPort, tokens: tuple[str, ...] = ()) -> Service:
 class PrefillServicer(workers_pb2_grpc.PrefillWorkerServicer):
     """A call that its client cancels, or whose connection breaks, is cancelled here, as a direct call would be."""
 
-    def __init__(self, port: PrefillPort) -> None:
-        self._port = port
+    def __init__(self, port: PrefillPort, vocabulary: int) -> None:
+        self._port, self._vocabulary = port, vocabulary
 
     async def Prefill(self, request: pb.PrefillCall, context: Context) -> pb.PrefillReply:
-        return wire_workers.prefill_reply_to_proto(await self._port.prefill(wire_workers.prefill_call_from_proto(request)))
+        call = wire_workers.prefill_call_from_proto(request)
+        _check_ids(call, self._vocabulary)
+        return wire_workers.prefill_reply_to_proto(await self._port.prefill(call))
 
     async def CancelPrefill(self, request: pb.CancelPrefillCall, context: Context) -> pb.CancelPrefillReply:
         await self._port.cancel_prefill(request.handoff_id)
@@ -54,12 +63,13 @@ class PrefillServicer(workers_pb2_grpc.PrefillWorkerServicer):
 
 
 class DecodeServicer(workers_pb2_grpc.DecodeWorkerServicer):
-    def __init__(self, port: DecodePort) -> None:
-        self._port = port
+    def __init__(self, port: DecodePort, vocabulary: int) -> None:
+        self._port, self._vocabulary = port, vocabulary
         self._sessions = SpanSessions(port)
 
     async def Reserve(self, request: pb.ReserveCall, context: Context) -> pb.Reservation:
         call = wire_workers.reserve_call_from_proto(request)
+        _check_ids(call, self._vocabulary)
         return wire_workers.reservation_to_proto(await self._sessions.reserve(request.session_id, call))
 
     async def Spans(self, request: pb.SpansCall, context: Context) -> None:
@@ -102,3 +112,13 @@ class PeerServicer(workers_pb2_grpc.PeerWorkerServicer):
     async def Abort(self, request: pb.AbortCall, context: Context) -> pb.AbortReply:
         await self._port.abort(request.handoff_id, request.reason)
         return pb.AbortReply()
+
+
+def _check_ids(call: PrefillCall | ReserveCall, vocabulary: int) -> None:
+    request = call.request
+    accepted = ((f"accepted tokens of child {child.index}", child.accepted) for child in call.children)
+    biased = tuple(token_id for token_id, _ in request.sampling.logit_bias)
+    for name, ids in (("prompt", request.prompt_token_ids), ("logit_bias", biased), *accepted):
+        if ids and not (min(ids) >= 0 and max(ids) < vocabulary):
+            wrong = next(token_id for token_id in ids if not 0 <= token_id < vocabulary)
+            raise InvalidRequestError(f"{name} holds {wrong}, which is not a token id of the model; they are 0 to {vocabulary - 1}")

@@ -1,7 +1,10 @@
 """One checkpoint under every layout, in both forms, each device reading only its slices; what does not fit is listed."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -18,7 +21,8 @@ from models.checkpoint import load_model
 from models.safetensors_files import SafetensorsFiles
 from tests.models.sharded import sharded_logits
 
-GOLDEN = Path(__file__).parent.parent / "golden"
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden"
 DENSE, MOE = "llama_tied", "qwen3_moe"
 LAYOUTS = {
     DENSE: ["tp=2", "tp=4", "dp=2,tp=4"],
@@ -184,3 +188,14 @@ def test_layouts_and_types_that_cannot_work_are_refused_with_the_numbers() -> No
         load_model(GOLDEN / DENSE, Layout(tp=2), jax.devices()[:1])
     with pytest.raises(ConfigError, match="'float16'"):
         _load(GOLDEN / DENSE, dtype="float16")
+
+
+def test_the_converter_makes_the_devices_that_it_is_to_spread_over(tmp_path: Path) -> None:
+    """A process of its own: how many devices there are is settled once."""
+    command = [sys.executable, "-m", "launch.convert", f"--source={GOLDEN / MOE}", f"--destination={tmp_path / 'orbax'}", "--devices=2"]
+    environment = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    expected, got = (jax.tree.leaves(nnx.state(_load(path).model)) for path in (GOLDEN / MOE, tmp_path / "orbax"))
+    for one, other in zip(expected, got, strict=True):
+        np.testing.assert_array_equal(one, other)

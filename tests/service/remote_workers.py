@@ -42,8 +42,10 @@ class Spanner(Worker):
 
 
 @contextlib.asynccontextmanager
-async def serving(worker: Worker, boot_id: int | None = None, port: int = 0) -> AsyncIterator[tuple[str, GrpcServer]]:
-    services = (prefill_service(worker), decode_service(worker), peer_service(worker))
+async def serving(
+    worker: Worker, boot_id: int | None = None, port: int = 0, vocabulary: int = 1000
+) -> AsyncIterator[tuple[str, GrpcServer]]:
+    services = (prefill_service(worker, (), vocabulary), decode_service(worker, (), vocabulary), peer_service(worker))
     server = GrpcServer(services, ServiceConfig(port=port, drain_seconds=0.0), boot_id)
     address = f"127.0.0.1:{await server.start()}"
     try:

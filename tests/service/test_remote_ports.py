@@ -15,10 +15,11 @@ from jdisagg.dispatch.ports import (
 from jdisagg.errors import (
     HandoffError,
     IncompatiblePeerError,
+    InvalidRequestError,
     OverloadedError,
     UnavailableError,
 )
-from jdisagg.request import MAX_TOP_LOGPROBS, TokenLogprobs
+from jdisagg.request import MAX_TOP_LOGPROBS, Request, TokenLogprobs
 from jdisagg.service import workers_pb2
 from jdisagg.service.connection import MAX_MESSAGE_BYTES
 from jdisagg.service.span_sessions import SpanSessions
@@ -53,6 +54,27 @@ async def test_the_decode_port_says_what_the_worker_says_errors_too() -> None:
         await remote.decode.cancel(5, 0)
         assert worker.told[-2:] == [(5, None), (5, 0)]
         assert await remote.decode.status() == STATUS
+
+
+@pytest.mark.parametrize(
+    ("request_", "children", "wrong"),
+    [
+        (replace(REQUEST, prompt_token_ids=(1, 512, 3)), (Child(0),), "prompt holds 512"),
+        (REQUEST, (Child(0, (4, -1)),), "accepted tokens of child 0 holds -1"),
+        (replace(REQUEST, sampling=replace(REQUEST.sampling, logit_bias=((700, 1.0),))), (Child(0),), "logit_bias holds 700"),
+    ],
+    ids=["prompt", "accepted", "bias"],
+)
+async def test_token_ids_that_the_model_does_not_have_never_reach_the_worker(
+    request_: Request, children: tuple[Child, ...], wrong: str
+) -> None:
+    worker = Worker()
+    async with serving(worker, vocabulary=512) as (address, _), connected(address) as (remote,):
+        with pytest.raises(InvalidRequestError, match=f"{wrong}, .*0 to 511"):
+            await remote.prefill.prefill(replace(PREFILL, request=request_, children=children))
+        with pytest.raises(InvalidRequestError, match=f"{wrong}, .*0 to 511"):
+            await remote.decode.reserve(ReserveCall(request_, 1, children, 2.0))
+        assert worker.told == []
 
 
 @pytest.mark.parametrize("seconds", [1e10, 1e300])
