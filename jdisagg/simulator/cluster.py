@@ -110,7 +110,8 @@ class SimulatedCluster:
             routing=fleet.routing,
         )
         self.front: Front = self.path  # whom clients ask; a hook may set something before the path
-        self.path.placing.rules = replace(self.path.placing.rules, decode_first=not fleet.late_reservation)
+        # The router is to expect the network that there is.
+        self.path.placing.rules = replace(self.path.placing.rules, decode_first=not fleet.late_reservation, far=fleet.far)
         self.affinity = PrefixAffinity(lambda request: blocks_of(request.prompt_token_ids, fleet.block_tokens), fleet.block_tokens)
         if fleet.cache_blocks:
             self.path.placing.affinity = self.affinity

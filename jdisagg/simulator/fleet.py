@@ -169,12 +169,14 @@ class Fleet:
 
     def link_between(self) -> Callable[[str, str], Link]:
         """The link between two places: the slower hardware's."""
-        if self.link is not None:
-            link = self.link
-            return lambda one, other: link
-        up = min((pool.hardware.scale_up for pool in self.pools), key=lambda link: link.bytes_per_second)
-        out = min((pool.hardware.scale_out for pool in self.pools), key=lambda link: link.bytes_per_second)
-        return lambda one, other: up if one.split("/")[:2] == other.split("/")[:2] else out
+        far = self.far
+        up = self.link or min((pool.hardware.scale_up for pool in self.pools), key=lambda link: link.bytes_per_second)
+        return lambda one, other: up if one.split("/")[:2] == other.split("/")[:2] else far
+
+    @property
+    def far(self) -> Link:
+        """The link between hosts, whatever their racks."""
+        return self.link or min((pool.hardware.scale_out for pool in self.pools), key=lambda link: link.bytes_per_second)
 
 
 def kv_spec(geometry: CostGeometry, dtype: str) -> KVSpec:
