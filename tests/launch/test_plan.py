@@ -44,6 +44,7 @@ REFUSED = (
     ("--model=llama-3-8b --hardware=h200x --mixture=1:100/10", "error: no hardware named 'h200x'"),
     ("--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --accelerators=0", "error: site: accelerators must be at least 1"),
     ("--model=llama-3-8b --hardware=h100", "error: the workload: give either --trace=FILE or --mixture"),
+    ("--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --limit=9", "error: --limit counts the requests of a trace"),
     ("--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --modes=both", "error: --modes: no mode named 'both'"),
     ("--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --ttft=-1", "error: goal: ttft_seconds must be positive"),
     ("--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --output=/no/such/plan.py", "error: /no/such/plan.py cannot be written"),
