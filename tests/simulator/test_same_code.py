@@ -11,6 +11,7 @@ SHARED_ROOMS = ("jdisagg.router.", "jdisagg.scheduler.", "jdisagg.worker.", "jdi
 # Of a live process alone: the door's text, streams and RPCs, what an operator asks for. No decision on a request among them.
 LIVE_ALONE = {
     "jdisagg.dispatch.frontend",
+    "jdisagg.dispatch.long_texts",
     "jdisagg.dispatch.token_stream",
     "jdisagg.dispatch.elastic_pools",
     "jdisagg.dispatch.role_desk",
