@@ -8,6 +8,7 @@ are checked by `dispatch/frontend.py`.
 
 import enum
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jdisagg.errors import InvalidRequestError
@@ -29,6 +30,14 @@ def _in_range(name: str, value: float, low: float, high: float) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or math.isnan(value) or not low <= value <= high:
         raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value!r}")
+
+
+def foreign_token(token_ids: Sequence[object], vocabulary: int) -> int | None:
+    """Where the first entry stands that is no token id of a model with so many; None where all are."""
+    for index, token_id in enumerate(token_ids):
+        if not isinstance(token_id, int) or not 0 <= token_id < vocabulary:
+            return index
+    return None
 
 
 def at_most(name: str, count: int, limit: int) -> None:

@@ -23,7 +23,7 @@ from jdisagg.dispatch.ports import WorkerStatus, close_stream
 from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import InvalidRequestError, UnavailableError
 from jdisagg.layout.axes import Layout
-from jdisagg.request import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, Request, Resumption, SamplingParams, StreamEvent
+from jdisagg.request import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, Request, Resumption, SamplingParams, StreamEvent, foreign_token
 
 ROLES = ("system", "user", "assistant", "tool")
 MAX_NAME_BYTES = 256
@@ -333,9 +333,8 @@ class Frontend:
 
     def _check_ids(self, name: str, token_ids: Sequence[int]) -> None:
         vocabulary = self.model.vocabulary
-        for index, token_id in enumerate(token_ids):
-            if not isinstance(token_id, int) or not 0 <= token_id < vocabulary:
-                raise InvalidRequestError(f"{name}[{index}]={token_id!r} is not a token id of the model; they are 0 to {vocabulary - 1}")
+        if (at := foreign_token(token_ids, vocabulary)) is not None:
+            raise InvalidRequestError(f"{name}[{at}]={token_ids[at]!r} is not a token id of the model; they are 0 to {vocabulary - 1}")
 
 
 def bias_pairs(biases: Biases) -> Sequence[tuple[int, float]]:

@@ -34,7 +34,7 @@ from jdisagg.engine.session import Generation, Move, Session, TextCodec, choice_
 from jdisagg.errors import ConfigError, InvalidRequestError, LayoutError
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Device
-from jdisagg.request import MAX_TOP_LOGPROBS, SamplingParams
+from jdisagg.request import MAX_TOP_LOGPROBS, SamplingParams, foreign_token
 from jdisagg.scheduler.commands import SampleSpec
 from jdisagg.transfer.in_process import InProcessChannel
 
@@ -96,9 +96,8 @@ class Engine:
         context, vocabulary = instance.limits.context_tokens, instance.vocabulary
         if len(tokens) > context:
             raise InvalidRequestError(f"prompt has {len(tokens)} tokens; the context holds {context}; shorten the prompt")
-        for index, token in enumerate(tokens):
-            if not 0 <= token < vocabulary:
-                raise InvalidRequestError(f"prompt[{index}]={token} is not a token id of the model; they are 0 to {vocabulary - 1}")
+        if (at := foreign_token(tokens, vocabulary)) is not None:
+            raise InvalidRequestError(f"prompt[{at}]={tokens[at]} is not a token id of the model; they are 0 to {vocabulary - 1}")
         wanted = min(MAX_TOP_LOGPROBS, vocabulary)
         choice = choice_of(sampling)
         kv = instance.prefill(tokens, SampleSpec(0, replace(choice, logprobs=wanted)))

@@ -67,7 +67,7 @@ def write_and_read(pages: list[LayerPages], arrays: Sequence[jax.Array], places:
     `arrays`: [1, C', G, T', x], the block's heads in parts, each as its codec's leaves."""
     parts, intact = _unpack(how, arrays, places.stamp_5, pages[0][0].shape[1], pages[0][0].dtype)
     tokens, valid = parts[0].shape[2], places.valid
-    run = math.gcd(places.page_size, 1 << (min(tokens, run_tokens(pages)).bit_length() - 1))
+    run = math.gcd(places.page_size, 1 << (min(tokens, _run_tokens(pages)).bit_length() - 1))
     head = jnp.minimum(-places.start % run, valid)
     runs = (valid - head) // run
     tail = head + runs * run
@@ -103,7 +103,7 @@ def write_and_read(pages: list[LayerPages], arrays: Sequence[jax.Array], places:
     return lax.fori_loop(jnp.where(head > 0, 0, 1), jnp.where(tail < valid, 2, 1), put_end, carry)
 
 
-def run_tokens(pages: Sequence[LayerPages]) -> int:
+def _run_tokens(pages: Sequence[LayerPages]) -> int:
     """How many tokens of these layers make a run."""
     each = sum(part.shape[1] * part.shape[3] * part.dtype.itemsize for layer in pages for part in layer)
     return max(1, min(RUN_TOKENS, RUN_BYTES // each))

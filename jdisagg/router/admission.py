@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jdisagg.errors import OverloadedError
+from jdisagg.router.quantiles import quantile
 
 MIN_RETRY_SECONDS = 0.1
 MAX_RETRY_SECONDS = 60.0
@@ -140,6 +141,6 @@ class Lateness:
     def seconds(self, now: float, limit_seconds: float) -> float:
         """What to count on beyond a prediction, so that `IN_TIME` of all do come by then; 0 while little is known. Half the limit at most:
         who is refused shows nothing, and what made others late may be over."""
-        errors = sorted(seconds for at, seconds in self._errors if at >= now - ERRORS_SECONDS)
-        late = errors[math.ceil(IN_TIME * len(errors)) - 1] if len(errors) >= ERRORS_LEAST else 0.0
+        errors = [seconds for at, seconds in self._errors if at >= now - ERRORS_SECONDS]
+        late = quantile(errors, IN_TIME) if len(errors) >= ERRORS_LEAST else 0.0
         return min(max(0.0, late), limit_seconds / 2)

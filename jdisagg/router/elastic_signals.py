@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
 from jdisagg.errors import ConfigError
+from jdisagg.router.quantiles import quantile
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +173,6 @@ def use_of(worker: WorkerStatus) -> float:
 def _at_work(worker: WorkerStatus) -> int:
     """Its sequences without those of hand-offs under way, which wait for a prefill worker."""
     return max(0, worker.running - worker.handoffs)
-
-
-def quantile(values: Sequence[float], at: float) -> float:
-    """The smallest value that at least a share `at` of the values does not exceed; 0 where there are none."""
-    if not values:
-        return 0.0
-    return sorted(values)[max(0, math.ceil(at * len(values)) - 1)]
 
 
 def _share_within(values: Sequence[float], limit: float) -> float:

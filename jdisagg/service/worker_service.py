@@ -10,6 +10,7 @@ import grpc.aio
 
 from jdisagg.dispatch.ports import DecodePort, PeerPort, PrefillCall, PrefillPort, ReserveCall, close_stream
 from jdisagg.errors import InvalidRequestError
+from jdisagg.request import foreign_token
 from jdisagg.service import common_pb2, wire, wire_workers, workers_pb2_grpc
 from jdisagg.service import workers_pb2 as pb
 from jdisagg.service.guard import Service
@@ -119,6 +120,5 @@ def _check_ids(call: PrefillCall | ReserveCall, vocabulary: int) -> None:
     accepted = ((f"accepted tokens of child {child.index}", child.accepted) for child in call.children)
     biased = tuple(token_id for token_id, _ in request.sampling.logit_bias)
     for name, ids in (("prompt", request.prompt_token_ids), ("logit_bias", biased), *accepted):
-        if ids and not (min(ids) >= 0 and max(ids) < vocabulary):
-            wrong = next(token_id for token_id in ids if not 0 <= token_id < vocabulary)
-            raise InvalidRequestError(f"{name} holds {wrong}, which is not a token id of the model; they are 0 to {vocabulary - 1}")
+        if (at := foreign_token(ids, vocabulary)) is not None:
+            raise InvalidRequestError(f"{name} holds {ids[at]}, which is not a token id of the model; they are 0 to {vocabulary - 1}")

@@ -11,7 +11,8 @@ from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
 from jdisagg.errors import ConfigError, InvalidRequestError, UnavailableError
 from jdisagg.layout.axes import Layout
 from jdisagg.router.elastic import Controller, ElasticConfig, check_switch, usual_layout
-from jdisagg.router.elastic_signals import Outcome, Signals, Slo, quantile
+from jdisagg.router.elastic_signals import Outcome, Signals, Slo
+from jdisagg.router.quantiles import quantile
 from tests.router.plant import SLOTS, Load, Plant, status
 
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
