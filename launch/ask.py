@@ -9,9 +9,10 @@ import time
 
 from absl import app, flags
 
-from jdisagg.client import ChatMessage, Client, Credentials, GenerateOptions
+from jdisagg.client import ChatMessage, Client, GenerateOptions
 from jdisagg.errors import ConfigError, JdisaggError
 from launch.console import quiet_end, refuse_words
+from launch.papers import credentials
 
 _TARGET = flags.DEFINE_string("target", "localhost:8700", "Address of the server, host:port.")
 _PROMPT = flags.DEFINE_string("prompt", None, "The prompt; '-' reads it from stdin.", required=True)
@@ -26,9 +27,6 @@ _SEED = flags.DEFINE_integer("seed", None, "Same seed, same text.")
 _STOP = flags.DEFINE_multi_string("stop", [], "A text that ends the stream; may be repeated.")
 _IGNORE_EOS = flags.DEFINE_bool("ignore_eos", None, "Go on past the end token.")
 _N = flags.DEFINE_integer("n", 1, "How many answers; with more than one they are printed when all have ended.")
-_AUTHORITY = flags.DEFINE_string("authority", "", "PEM file of who signed the server's certificate; with it TLS is spoken.")
-_CERTIFICATE = flags.DEFINE_string("certificate", "", "PEM file of our own certificate, where the server asks for one.")
-_KEY = flags.DEFINE_string("key", "", "PEM file of its key.")
 _TOKEN_FILE = flags.DEFINE_string("token_file", "", "Our bearer token, where the server asks for one.")
 _DEADLINE = flags.DEFINE_float("deadline_seconds", None, "Give up after this long.")
 
@@ -39,8 +37,7 @@ def main(argv: list[str]) -> int:
         if _SYSTEM.value is not None and not _CHAT.value:
             raise ConfigError(f"--system={_SYSTEM.value!r:.80} is a chat's and there is none; give --chat, or leave --system away")
         prompt = sys.stdin.read() if _PROMPT.value == "-" else _PROMPT.value
-        credentials = Credentials.load(authority=_AUTHORITY.value, certificate=_CERTIFICATE.value, key=_KEY.value, token=_TOKEN_FILE.value)
-        with quiet_end(), Client(_TARGET.value, credentials=credentials) as client:
+        with quiet_end(), Client(_TARGET.value, credentials=credentials(_TOKEN_FILE.value)) as client:
             _ask(client, prompt)
     except JdisaggError as error:
         print(f"error: {error}", file=sys.stderr)

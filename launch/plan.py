@@ -32,7 +32,7 @@ from jdisagg.simulator.plan_trials import Process
 from jdisagg.simulator.planner import Planner
 from jdisagg.simulator.trace_files import read_trace
 from jdisagg.simulator.workloads import Arrival, poisson, within_context
-from launch.console import quiet_end
+from launch.console import quiet_end, refuse_words
 from launch.cost_inputs import find_accelerator, find_geometry
 from launch.plan_output import plan_fields, plan_recipe, plan_table
 from launch.workload_inputs import check_output, mixture
@@ -73,9 +73,8 @@ _JSON = flags.DEFINE_string("json", None, "Write the table's figures and all run
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"no arguments are taken beside flags, got {' '.join(argv[1:])!r}")
     try:
+        refuse_words(argv)
         with quiet_end():
             _plan()
     except JdisaggError as error:

@@ -22,13 +22,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from jdisagg.client import AsyncClient, Credentials
+from jdisagg.client import AsyncClient
 from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.simulator.report import Outcome, Slo, summarise
 from jdisagg.simulator.tables import check_table, text_of, write_outcomes
 from jdisagg.simulator.trace_files import read_trace
 from jdisagg.simulator.workloads import Arrival, at_rate, spread_ticks
-from launch.console import quiet_end
+from launch.console import quiet_end, refuse_words
+from launch.papers import credentials
 from launch.trace_sender import Progress, PromptMaker, TraceSender
 from launch.workload_inputs import check_output, check_positive, reasons
 
@@ -48,16 +49,12 @@ _TPOT = flags.DEFINE_float("tpot", None, "Seconds a token after the first, likew
 _REQUESTS = flags.DEFINE_string("requests", None, "Write one row a request to this .csv or .parquet.")
 _JSON = flags.DEFINE_string("json", None, "Write the figures to this file.")
 _NAME = flags.DEFINE_string("name", "trace", "What request ids begin with; two replays at once need different ones.")
-_AUTHORITY = flags.DEFINE_string("authority", "", "PEM file of who signed the server's certificate; with it TLS is spoken.")
-_CERTIFICATE = flags.DEFINE_string("certificate", "", "PEM file of our own certificate, where the server asks for one.")
-_KEY = flags.DEFINE_string("key", "", "PEM file of its key.")
 _TOKEN_FILE = flags.DEFINE_string("token_file", "", "Our bearer token, where the server asks for one.")
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"no arguments are taken beside flags, got {' '.join(argv[1:])!r}")
     try:
+        refuse_words(argv)
         with quiet_end():
             outcomes = asyncio.run(_replay(_workload()))
     except JdisaggError as error:
@@ -83,8 +80,7 @@ def _workload() -> list[Arrival]:
 
 async def _replay(arrivals: Sequence[Arrival]) -> list[Outcome]:
     slo = Slo(_TTFT.value, _TPOT.value) if _TTFT.value is not None or _TPOT.value is not None else None
-    credentials = Credentials.load(authority=_AUTHORITY.value, certificate=_CERTIFICATE.value, key=_KEY.value, token=_TOKEN_FILE.value)
-    async with AsyncClient(_TARGET.value, credentials=credentials) as client:
+    async with AsyncClient(_TARGET.value, credentials=credentials(_TOKEN_FILE.value)) as client:
         model = await client.model()
         maker = PromptMaker(
             model.vocabulary,

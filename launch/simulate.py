@@ -40,7 +40,7 @@ from jdisagg.simulator.run import Hook, Result, simulate
 from jdisagg.simulator.tables import check_table, text_of, write_outcomes
 from jdisagg.simulator.trace_files import read_trace
 from jdisagg.simulator.workloads import Arrival, Fixed, at_rate, faster, gamma, spread_ticks
-from launch.console import quiet_end
+from launch.console import quiet_end, refuse_words
 from launch.cost_inputs import find_accelerator, find_geometry
 from launch.workload_inputs import check_positive, reasons
 
@@ -98,9 +98,8 @@ class _Settings:
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"no arguments are taken beside flags, got {' '.join(argv[1:])!r}")
     try:
+        refuse_words(argv)
         with quiet_end():
             _run()
     except JdisaggError as error:

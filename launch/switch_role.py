@@ -21,15 +21,13 @@ from jdisagg.layout.axes import Layout
 from jdisagg.service.connection import Credentials
 from jdisagg.service.role_services import ClusterRoles
 from launch.console import refuse_words
+from launch.papers import credentials
 
 _TARGET = flags.DEFINE_string("target", "localhost:8700", "Address of a router, host:port.")
 _WORKER = flags.DEFINE_string("worker", None, "Name of the worker.", required=True)
 _ROLE = flags.DEFINE_enum("role", None, [WorkerRole.PREFILL.value, WorkerRole.DECODE.value], "What it is to be.", required=True)
 _LAYOUT = flags.DEFINE_string("layout", None, "Layout to take, such as dp=2,tp=1.")
 _DEADLINE = flags.DEFINE_float("deadline_seconds", 300.0, "How long it may take, draining included.", lower_bound=0)
-_AUTHORITY = flags.DEFINE_string("authority", "", "PEM file of who signed the router's certificate; with it TLS is spoken.")
-_CERTIFICATE = flags.DEFINE_string("certificate", "", "PEM file of our own certificate, where the router asks for one.")
-_KEY = flags.DEFINE_string("key", "", "PEM file of its key.")
 _TOKEN_FILE = flags.DEFINE_string("cluster_token_file", "", "The token that router and workers show each other.")
 
 
@@ -37,9 +35,8 @@ def main(argv: list[str]) -> int:
     try:
         refuse_words(argv)
         layout = Layout.parse(_LAYOUT.value) if _LAYOUT.value is not None else None
-        credentials = Credentials.load(authority=_AUTHORITY.value, certificate=_CERTIFICATE.value, key=_KEY.value, token=_TOKEN_FILE.value)
         began = time.monotonic()
-        report = asyncio.run(_switch(WorkerRole(_ROLE.value), layout, credentials))
+        report = asyncio.run(_switch(WorkerRole(_ROLE.value), layout, credentials(_TOKEN_FILE.value)))
     except JdisaggError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 1
@@ -51,8 +48,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-async def _switch(role: WorkerRole, layout: Layout | None, credentials: Credentials) -> SwitchReport:
-    async with ClusterRoles(_TARGET.value, credentials) as roles:
+async def _switch(role: WorkerRole, layout: Layout | None, papers: Credentials) -> SwitchReport:
+    async with ClusterRoles(_TARGET.value, papers) as roles:
         return await roles.switch(_WORKER.value, role, layout, _DEADLINE.value)
 
 

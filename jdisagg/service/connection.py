@@ -72,8 +72,8 @@ class Credentials:
     def __post_init__(self) -> None:
         if bool(self.certificate) != bool(self.key):
             raise ConfigError("credentials: a certificate and its key go together; give both or none")
-        if not self.tls and (self.authority or self.certificate):
-            raise ConfigError("credentials: certificates without tls would not be used; set tls")
+        if not self.tls and (self.authority or self.certificate or self.server_name):
+            raise ConfigError("credentials: certificates, or a server's name, without tls would not be used; set tls")
         if self.token and not (self.token.isascii() and self.token.isprintable()):
             raise ConfigError("credentials: a token may hold printable ASCII characters alone")
         for name, kind in (("authority", "CERTIFICATE"), ("certificate", "CERTIFICATE"), ("key", "PRIVATE KEY")):

@@ -5,6 +5,8 @@ import contextlib
 import pathlib
 import shutil
 import subprocess
+import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
@@ -117,6 +119,18 @@ async def test_several_servers_over_tls_are_believed_by_the_name_that_they_share
     config = ServiceConfig(tls_certificate=papers.certificate, tls_key=papers.key)
     async with door(config) as one, door(config) as other:
         assert len(await ask(f"ipv4:{one},{other}", papers.credentials(server_name="127.0.0.1"))) == 3
+
+
+async def test_launch_ask_believes_a_server_by_the_name_it_is_told(papers: Papers) -> None:
+    async with door(ServiceConfig(tls_certificate=papers.certificate, tls_key=papers.key)) as target:
+        by_name = target.replace("127.0.0.1", "localhost")  # which the certificate does not bear
+        asked = ("-m", "launch.ask", f"--target={by_name}", f"--authority={papers.authority}", "--prompt=x", "--max_tokens=3")
+        for flags, welcome in (((), False), (("--server_name=127.0.0.1",), True)):
+            child = await asyncio.create_subprocess_exec(sys.executable, *asked, *flags, stdout=PIPE, stderr=PIPE)
+            out, err = await child.communicate()
+            assert (child.returncode == 0, len(out) > 1) == (welcome, welcome), err.decode()
+    with pytest.raises(ConfigError, match="a server's name, without tls"):
+        Credentials.load(server_name="127.0.0.1")
 
 
 async def test_a_port_with_mutual_tls_serves_those_its_authority_signed_for(papers: Papers, strangers: Papers) -> None:
