@@ -6,11 +6,13 @@ are arguments; what placement sees of it is one number a worker, the instant unt
 """
 
 import enum
+import math
 from dataclasses import dataclass
 
 FAILURES = 3
 FIRST_SECONDS = 1.0
 MOST_SECONDS = 30.0
+MOST_DOUBLINGS = math.ceil(math.log2(MOST_SECONDS / FIRST_SECONDS))
 
 
 class BreakerState(enum.Enum):
@@ -51,4 +53,5 @@ class Breaker:
         self.barred_until = now + self._seconds()
 
     def _seconds(self) -> float:
-        return min(MOST_SECONDS, FIRST_SECONDS * 2 ** (self.opened - 1))
+        """The exponent is bounded first: a worker that fails for a day opens it more often than a float can be doubled."""
+        return min(MOST_SECONDS, FIRST_SECONDS * 2 ** min(self.opened - 1, MOST_DOUBLINGS))

@@ -96,6 +96,11 @@ def test_a_breaker_tries_again_for_ever_and_not_too_seldom() -> None:
         now = breaker.barred_until
         breaker.placed(now)
     assert waits == sorted(waits) and waits[-1] == MOST_SECONDS
+    for _ in range(2000):  # a day of probes that fail
+        now = breaker.barred_until
+        breaker.placed(now)
+        breaker.failed(now)
+    assert breaker.barred_until == now + MOST_SECONDS
 
 
 def test_lengths_are_learned_by_tenant_and_class_of_prompt() -> None:
