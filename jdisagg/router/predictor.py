@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Hashable
 from typing import Protocol, TypeVar
 
+from jdisagg.router.quantiles import of_sorted
+
 Key = TypeVar("Key", bound=Hashable)
 
 WINDOW = 256
@@ -103,7 +105,7 @@ class _Lengths:
 
     def quantile(self, part: float) -> int:
         """The smallest length that at least this part of all do not exceed."""
-        return self._sorted[min(len(self._sorted) - 1, int(part * len(self._sorted)))]
+        return of_sorted(self._sorted, part)
 
 
 def _kept(known: dict[Key, _Lengths], key: Key, most: int) -> _Lengths:
