@@ -20,7 +20,7 @@ from jdisagg.router.admission import retry_after
 from jdisagg.router.cluster_state import UNKNOWN, ClusterState, Flags, Side, Table
 from jdisagg.router.decision import Answer, Ask, Decision, Hold, Refusal, Rules, Terms
 from jdisagg.router.speeds import Array
-from jdisagg.router.terms import STEPS_TO_JOIN, Decodes, Prefills, decodes_of, exposed, known_to, local_prefills, prefills_of, transfers_of
+from jdisagg.router.terms import Decodes, Prefills, decodes_of, exposed, known_to, local_prefills, prefills_of, transfers_of
 from jdisagg.router.ways import Indices
 
 MOST_PREFILLS = 6  # prefill workers that pairs are weighed for
@@ -122,7 +122,7 @@ def weigh(state: ClusterState, prefills: Candidates, decodes: Candidates, ask: A
     rest = max(0, ask.work.expected_tokens - 1) * side.step + decodes.against + decodes.table["loading_seconds"]
     before, after = (side.queue, 0.0) if rules.decode_first else (np.zeros(len(decodes)), side.queue)
     ttft = np.maximum(every.queue[:, None], before[None, :]) + every.prefill[:, None]
-    pairs = ttft + transfer + (STEPS_TO_JOIN * side.step + rest + after)[None, :] + against[:, None]
+    pairs = ttft + transfer + (side.join + rest + after)[None, :] + against[:, None]
     late = ttft + ask.age_seconds > ask.limit_seconds
     if np.count_nonzero(late):
         pairs += np.where(late, LATE, 0.0)
@@ -196,7 +196,7 @@ def _pair(state: ClusterState, weighed: Weighed, decodes: Candidates, ask: Ask, 
     prefill, decode = state.name(int(prefills.rows[which])), state.name(int(decodes.rows[other]))
     cached, held = known_to(prefill, ask), known_to(decode, ask)
     kind = "prefix" if cached or held else "seconds"
-    first, gap = terms.prefill_queue, terms.transfer + STEPS_TO_JOIN * terms.step
+    first, gap = terms.prefill_queue, terms.transfer + float(side.join[other])
     if rules.decode_first:
         first = max(first, terms.decode_queue)
     else:

@@ -18,8 +18,11 @@ from jdisagg.router.hardware import Link
 from jdisagg.router.speeds import Array, Speed
 from jdisagg.router.ways import Indices
 
-# From joining a batch to the first token of it: half a step until the next one begins, and that step.
-STEPS_TO_JOIN = 1.5
+# From the KV's arrival to the first token that is decoded from it, in steps. The loop of a mesh at work has a step under way and one issued
+# behind it (worker/step_loop.py): half of the one and the other pass until the KV is inserted; one more, issued before that was known; then
+# the sequence's own. Where nothing runs there is its own alone.
+STEPS_TO_JOIN = 3.5
+STEPS_ALONE = 1.0
 
 
 @plain
@@ -40,6 +43,11 @@ class Decodes:
     queue: Array
     step: Array
     busy: Flags
+
+    @property
+    def join(self) -> Array:
+        """Seconds from the KV's arrival to the first token that is decoded from it."""
+        return np.where(self.busy, STEPS_TO_JOIN, STEPS_ALONE) * self.step
 
 
 def prefills_of(state: ClusterState, side: Side, rows: Indices, table: Table, ask: Ask) -> Prefills:

@@ -290,7 +290,9 @@ class DecodeWorker:
             return self._prefills.next_chunk(step)
         if self._mode is Mode.UNIFIED and self._loop.in_flight(PrefillChunk):
             return None  # its sequences join the very next step; one without them would cost them a step more
-        quiet = not prefill and (self._interruptible is not None or not self._handoffs.pulling)
+        if self._handoffs.completing_before(self._loop.newest(DecodeSteps)):
+            return None  # a step behind the insertion keeps the mesh at work: who has come joins the next
+        quiet = not prefill and (self._interruptible is not None or not self._handoffs.coming)
         decode = self._batches.next_step(step, quiet)
         if decode is None and prefill:
             return self._prefills.next_chunk(step)
@@ -302,8 +304,7 @@ class DecodeWorker:
             assert isinstance(result, PrefillResult)
             for row in command.rows:
                 self._backlog.computed(row.sequence, len(row.tokens))
-                group = self._state.groups.get(row.sequence)
-                if row.samples and group is not None:
+                if row.samples and (group := self._state.groups.get(row.sequence)) is not None:
                     self._join(group, tuple(sample for sample in result.samples if sample.sequence == row.sequence))
         else:
             assert isinstance(result, DecodeResult)
@@ -315,8 +316,7 @@ class DecodeWorker:
     def _settle(self) -> None:
         """After any change: news to listeners, pages to waiters, and the loop looks again."""
         for progress in self._state.take_news() if self._state.news else ():
-            stream = self._streams.get(progress.group_key)
-            if stream is not None:
+            if (stream := self._streams.get(progress.group_key)) is not None:
                 stream.put(progress)
             if progress.group_key not in self._state.groups:
                 self._handoffs.abort(progress.group_key, "the receiver gave the sequence up")

@@ -56,8 +56,14 @@ class Handoffs:
         return len(self._running)
 
     @property
-    def pulling(self) -> bool:
-        return any(running.receiver.pulling for running in self._running.values())
+    def coming(self) -> bool:
+        """Whether blocks are being pulled, or on their way into the pages."""
+        return any([running.receiver.pulling or running.receiver.inserting for running in self._running.values()])
+
+    def completing_before(self, step: int) -> bool:
+        """Whether a hand-off will be complete as soon as insertions have ended that were issued before command `step`."""
+        receivers = [running.receiver for running in self._running.values()]
+        return any([receiver.completing and receiver.last_insertion < step for receiver in receivers])
 
     def peers(self) -> set[str]:
         """Whom blocks are being received from, by their names in commands."""

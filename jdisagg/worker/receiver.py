@@ -58,16 +58,24 @@ class Receiver:
     speak: Callable[[Callable[[], Awaitable[None]]], None]
     link: Link = Link()
     pulling: int = 0
+    inserting: int = 0
+    last_insertion: int = 0
     closed: bool = False
     received: Received = field(default_factory=Received)
     _sums: dict[int, "asyncio.Future[int]"] = field(default_factory=dict)
     _said_all: bool = False
+    _fetching: int = 0
     _untold: list[int] = field(default_factory=list)
     _telling: bool = False
 
     def close(self) -> None:
         """The pages are no longer ours: from this moment nothing is inserted, even before the task that receives has ended."""
         self.closed = True
+
+    @property
+    def completing(self) -> bool:
+        """Whether nothing is missing but the results of insertions, the newest of which is command `last_insertion`."""
+        return self._said_all and self._fetching == self.inserting and not self.closed
 
     def kept_tokens(self) -> int:
         """Positions [0, n) that are here in every layer group."""
@@ -119,6 +127,7 @@ class Receiver:
                     if not expected.done():
                         expected.set_result(message.checksum)
                 else:
+                    self._fetching += 1
                     fetches.append(tasks.create_task(self._fetch(message, room)))
             self._no_more_sums()
             for fetch in fetches:
@@ -169,9 +178,10 @@ class Receiver:
                 except HandoffError:
                     self._drop(offer)
                     raise
-                inserted = await self.loop.submit(command)
+                inserted = await self._insert(command)
             problem = await self._compare(offer, inserted)
             if not problem:
+                self._fetching -= 1
                 self.received.blocks.append(offer)
                 self._acknowledge(offer.offer_id)
                 return
@@ -211,6 +221,14 @@ class Receiver:
             peer=self.link.peer,
             codec=self.link.codec,
         )
+
+    async def _insert(self, command: InsertBlock) -> StepResult:
+        self.inserting += 1
+        self.last_insertion = command.step
+        try:
+            return await self.loop.submit(command)
+        finally:
+            self.inserting -= 1
 
     async def _pull(self, offer: Offer) -> str:
         """Pulls once; returns what went wrong, if anything."""

@@ -68,6 +68,10 @@ class StepLoop:
         """Whether a planned command of this kind was issued and its result not yet applied."""
         return any([isinstance(command, kind) for command, _ in self._flight])
 
+    def newest(self, kind: type) -> int:
+        """The number of the planned command of this kind that was issued last and is in flight; 0: there is none."""
+        return max([command.step for command, _ in self._flight if isinstance(command, kind)], default=0)
+
     def check(self) -> None:
         """Raises what broke the mesh, if it is broken: a fresh error for each who asks."""
         if self.failure is not None:

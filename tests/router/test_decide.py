@@ -11,6 +11,7 @@ from jdisagg.router.cluster_state import ClusterState, Description
 from jdisagg.router.decision import Ask, Decision, Hold, Refusal, Rules
 from jdisagg.router.placement import decide
 from jdisagg.router.speeds import speed_of
+from jdisagg.router.terms import STEPS_ALONE, STEPS_TO_JOIN
 from jdisagg.scheduler.backlog import causal_pairs
 from tests.router.fleets import A100, H100, accounts_of, decode_status, prefill_status, random_fleet, state_of
 
@@ -56,7 +57,8 @@ def cheapest_pair(state: ClusterState, statuses: dict[str, WorkerStatus], ask: A
             lanes = min(ours.kind.layout.tp, theirs.kind.layout.tp)
             moved = work.tokens - min(ask.cached.get(d, 0), work.tokens - 1)
             transfer = link.seconds(moved * speed.wire_bytes_per_token / lanes)
-            found.append((queue + prefill + transfer + 1.5 * step + (work.expected_tokens - 1) * step, p, d))
+            joins = (STEPS_TO_JOIN if there.running else STEPS_ALONE) * step
+            found.append((queue + prefill + transfer + joins + (work.expected_tokens - 1) * step, p, d))
     return min(found)
 
 

@@ -8,6 +8,7 @@ import pytest
 from jdisagg.config import InstanceConfig, LimitsConfig, Mode
 from jdisagg.dispatch.ports import Child, GenerateCall, HandoffSource, ReserveCall, Span, SpanEnd
 from jdisagg.errors import DeadlineExceededError, HandoffError, UnavailableError
+from jdisagg.router.terms import STEPS_ALONE, STEPS_TO_JOIN
 from jdisagg.scheduler.commands import CopyPages, DecodeSteps, PrefillChunk
 from jdisagg.worker.decode_worker import DecodeWorker
 from tests.fakes.cluster import Cluster, toy_request
@@ -313,3 +314,25 @@ def test_its_status_says_sequences_and_contexts_of_each_rank() -> None:
             assert status.running == 3 and not status.can_prefill and status.chunk_tokens == 0
 
     run_virtually(main)
+
+
+@pytest.mark.parametrize(("at_work", "steps"), [(False, STEPS_ALONE), (True, STEPS_TO_JOIN)])
+def test_a_newcomer_has_its_second_token_after_as_many_steps_as_the_router_expects(at_work: bool, steps: float) -> None:
+    async def main() -> float:
+        limits = toy_limits(pages_per_rank=256, context_tokens=512)
+        async with Cluster(decode=limits, prefill=limits, costs=Costs(1e-5, 1.0, 1e-4, 1e-4)) as cluster:
+            loop = asyncio.get_running_loop()
+
+            async def times(number: int, tokens: int) -> list[float]:
+                return [loop.time() async for event in cluster.path.stream(toy_request(number, max_tokens=tokens)) for _ in event.token_ids]
+
+            running = [asyncio.create_task(times(99, 400))] if at_work else []
+            gaps = []
+            for number in range(20):
+                await asyncio.sleep(3 + number / 20)  # at all moments of the step under way
+                first, second = await times(number, 2)
+                gaps.append(second - first)
+            await asyncio.gather(*running)
+            return sum(gaps) / len(gaps)
+
+    assert run_virtually(main) == pytest.approx(steps, abs=0.1)
