@@ -185,11 +185,12 @@ class CostModel:
 
     @property
     def weight_bytes_per_device(self) -> float:
-        """Experts lie over ep (or are cut by tp), all else over tp, all over the stages; every dp rank has its own copy of the rest."""
-        whole = self.geometry.parameters
-        routed = self._expert_parameters()
-        spread = self.layout.ep if self.layout.ep > 1 else self.layout.tp
-        return self.value_bytes * ((whole - routed) / self.layout.tp + routed / spread) / self.stages
+        """Experts lie over ep (or are cut by tp), the embedding and what else tp divides over tp, all over the stages. Every device has a
+        latent's own projections, the router and at least one kv head whole; every dp rank has its own copy of all but the experts."""
+        shape, layout = self.geometry, self.layout
+        spread = layout.ep if layout.ep > 1 else layout.tp
+        embedded = shape.embedding_parameters / layout.tp + self._expert_parameters() / spread
+        return (sum(product.weight_bytes * product.layers for product in self._products) + self.value_bytes * embedded) / self.stages
 
     def kv_tokens_per_rank(self, reserve: float = 0.1) -> int:
         """Tokens of KV that one dp rank holds beside the weights, `reserve` of memory left to activations; 0: weights do not fit."""

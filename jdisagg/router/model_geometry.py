@@ -124,10 +124,14 @@ class CostGeometry:
         return self._always_read + experts
 
     @property
+    def embedding_parameters(self) -> int:
+        """With the output projection, where that is another matrix."""
+        return self.vocabulary * self.width * (1 if self.tied else 2)
+
+    @property
     def _always_read(self) -> int:
         dense = (self.layers - self.expert_layers) * self.matrices * self.width * self.ffn
-        embeddings = self.vocabulary * self.width * (1 if self.tied else 2)
-        return self.layers * self.attention.parameters(self.width) + dense + embeddings
+        return self.layers * self.attention.parameters(self.width) + dense + self.embedding_parameters
 
     def kv_bytes_per_token(self, dtype: str = "bfloat16") -> int:
         return self.layers * self.attention.kv_values * dtype_bytes(dtype)
