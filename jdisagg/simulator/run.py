@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jdisagg.dispatch.placing import OnAnswer
-from jdisagg.errors import DeadlineExceededError, JdisaggError, OverloadedError, UnavailableError, WorkloadError
+from jdisagg.errors import DeadlineExceededError, InvalidRequestError, JdisaggError, OverloadedError, UnavailableError, WorkloadError
 from jdisagg.request import Request, SamplingParams
 from jdisagg.simulator.cluster import SimulatedCluster
 from jdisagg.simulator.fleet import Fleet
@@ -197,6 +197,12 @@ class _Run:
         return self.cluster.timelines[token >> NUMBER_BITS].worker
 
     def _request(self, number: int, arrival: Arrival) -> Request:
+        """Raises InvalidRequestError as the live door does, before there is a prompt: a trace may state lengths that no memory holds."""
+        context = self._fleet.context
+        if arrival.prompt_tokens >= context:
+            raise InvalidRequestError(
+                f"prompt has {arrival.prompt_tokens} tokens; with one to generate the context holds {context}: shorten it"
+            )
         if arrival.block_hashes and self._fleet.cache_blocks:
             prompt = prompt_of(arrival.block_hashes, arrival.prompt_tokens, self._fleet.block_tokens)
         else:

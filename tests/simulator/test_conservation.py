@@ -155,3 +155,10 @@ def test_one_token_answers_and_prompts_that_never_fit_end_too() -> None:
     outcomes = simulate(fleet, [Arrival(0.0, 100, 1), Arrival(0.0, 9000, 4), Arrival(0.1, 100, 4)]).outcomes
     assert [outcome.end for outcome in outcomes] == ["finished", "failed", "finished"]
     assert "shorten" in outcomes[1].reason or "pages" in outcomes[1].reason
+
+
+def test_a_length_that_no_memory_holds_fails_alone() -> None:
+    arrivals = [Arrival(0.0, 100, 5), Arrival(0.1, 10**18, 5), Arrival(0.2, 100, 5)]
+    first, second, third = simulate(small_fleet(), arrivals).outcomes
+    assert (first.end, third.end) == ("finished", "finished")
+    assert second.end == "failed" and "shorten it" in second.reason
