@@ -139,7 +139,7 @@ def _workload(context_tokens: int) -> tuple[list[Arrival], int]:
     if bool(_TRACE.value) == bool(_MIXTURE.value):
         raise ConfigError("the workload: give either --trace=FILE or --mixture=weight:prompt/output,...")
     if _MIXTURE.value and _LIMIT.present:
-        raise ConfigError("--limit counts the requests of a trace, and --mixture has none; leave it out, or see --requests")
+        raise ConfigError("--limit counts the requests of a trace, and --mixture has none; leave it out, or see --most_requests")
     listed = read_trace(_TRACE.value, _LIMIT.value) if _TRACE.value else poisson(1.0, 4000, mixture(_MIXTURE.value or ()), _SEED.value)
     kept = within_context(listed, context_tokens)
     return kept, len(listed) - len(kept)
