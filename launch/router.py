@@ -165,7 +165,7 @@ class Router:
         )
         if self._decisions:
             path.placing.on_answer = self._decisions.write
-        self._start_canary(roster)
+        self._start_canary(roster, path)
         controller, elastic = self._elastic(roster, path)
         if observer:
             observer.metrics.watch_counters("path", path.counters)
@@ -204,7 +204,7 @@ class Router:
             self._observer.metrics.watch_advice(pools.advice)
         return controller, pools
 
-    def _start_canary(self, roster: Roster) -> None:
+    def _start_canary(self, roster: Roster, path: RequestPath) -> None:
         seconds = self._config.canary_seconds
         if not seconds:
             return
@@ -217,6 +217,8 @@ class Router:
             self._changed.set()
             print(f"canary: {readiness.reason}", flush=True)
 
+        # What clients ask for proves as much, and more: where all workers are busy a canary waits behind them, and may not arrive in time.
+        path.placing.on_handed_over = lambda prefill, decode: canary.succeeded(Pair(prefill or "", decode), self._clock.now())
         probe = PortProbe(roster.prefill, roster.decode, random_id, CANARY_DEADLINE_SECONDS, roster.address)
         self._canary = CanaryRunner(probe, pairs, self._clock, canary, seconds, CANARY_DEADLINE_SECONDS, changed)
         self._canary.start()

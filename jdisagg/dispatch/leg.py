@@ -161,7 +161,7 @@ class Leg:
         if span.token_ids and not self._joined and self._hold and span.first_index + len(span.token_ids) > self._had[span.child] + 1:
             # A token of the decode worker's own: the prompt's KV is there.
             self._joined = True
-            self.notes.worked({self._hold.worker, self.source or self._hold.worker})
+            self.notes.handed_over(self.source, self._hold.worker)
         if span.token_ids or span.kv_bytes_moved:
             self._post(span.child, span.first_index, span.token_ids, span.logprobs, span.kv_bytes_moved, span.exposed_transfer_seconds)
 

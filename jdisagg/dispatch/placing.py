@@ -93,6 +93,11 @@ class Placement:
         self._placed.prefilled()
         self._placing.changed()
 
+    def handed_over(self, prefill: str | None, decode: str) -> None:
+        """A token was decoded from the KV that `prefill` computed (None: the decode worker itself)."""
+        self._placing.on_handed_over(prefill, decode)
+        self.worked({prefill or decode, decode})
+
     def worked(self, workers: Iterable[str]) -> None:
         """These have done for the leg all that it asks of them."""
         self._credited = True
@@ -125,7 +130,8 @@ class Placement:
 
 class Placing:
     """`accounts` hold the snapshot. `affinity`: how many positions of a request each worker knows already. `on_answer` hears of every
-    decision and refusal, with the snapshot it was made on; `on_measured` of "ttft" or "tpot", predicted and actual."""
+    decision and refusal, with the snapshot it was made on; `on_measured` of "ttft" or "tpot", predicted and actual; `on_handed_over` of
+    each pair whose KV made the trip, once a leg (no prefill worker: the decode worker computed it)."""
 
     def __init__(
         self,
@@ -141,6 +147,7 @@ class Placing:
         self.predictor: LengthPredictor = MaxTokens() if config.output_quantile is None else LearnedLengths(config.output_quantile)
         self.on_answer: OnAnswer | None = None
         self.on_measured: Callable[[str, float, float], None] = lambda what, predicted, actual: None
+        self.on_handed_over: Callable[[str | None, str], None] = lambda prefill, decode: None
         self._config = config
         self._clock = clock
         self._counters = counters

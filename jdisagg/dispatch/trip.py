@@ -4,7 +4,7 @@ Plain data and small helpers; decides nothing.
 """
 
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol, TypeVar
 
 from jdisagg.clock import limit
@@ -89,7 +89,7 @@ class Notes(Protocol):
 
     def prefill_sent(self) -> None: ...
     def prefilled(self) -> None: ...
-    def worked(self, workers: Iterable[str]) -> None: ...
+    def handed_over(self, prefill: str | None, decode: str) -> None: ...
 
 
 class Unheard:
@@ -97,7 +97,7 @@ class Unheard:
 
     def prefill_sent(self) -> None: ...
     def prefilled(self) -> None: ...
-    def worked(self, workers: Iterable[str]) -> None: ...
+    def handed_over(self, prefill: str | None, decode: str) -> None: ...
 
 
 @plain

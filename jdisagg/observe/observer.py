@@ -38,10 +38,7 @@ class Causes:
 
 
 class Observer:
-    """`now` is the clock of everything that is observed; `trace` keeps a timeline besides the metrics.
-
-    `handed_over(prefill, decode)` is called when a pair's hand-off has led to a decoded token: what readiness lives on.
-    """
+    """`now` is the clock of everything that is observed; `trace` keeps a timeline besides the metrics."""
 
     def __init__(
         self,
@@ -55,7 +52,6 @@ class Observer:
         self.metrics = Metrics(process)
         self.timeline: Recorder = Timeline(process, now, wall) if trace else OFF
         self.causes = Causes()
-        self.handed_over: Callable[[str, str], None] = lambda prefill, decode: None
 
     def write_timeline(self, directory: str | Path) -> Path | None:
         """Where there is one; see `Timeline.write`."""

@@ -108,13 +108,9 @@ class ObservedDecodePort:
         spans = self._port.generate(call)
         started = observer.now()
         latest: dict[int, float] = {}
-        handed_over = False
         try:
             with _failures(observer, self._name, "generate", held.request, held.attempt):
                 async for span in spans:
-                    if call.source is not None and not handed_over and span.token_ids:
-                        handed_over = True
-                        observer.handed_over(call.source.worker, self._name)
                     if timeline.on and (span.token_ids or span.end or span.lost or span.moving):
                         now, before = observer.now(), latest.get(span.child)
                         first = "first span" if call.source is None else "hand-off to first span"

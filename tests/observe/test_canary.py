@@ -8,7 +8,6 @@ from jdisagg.observe.canary_probe import PortProbe, pairs_of
 from tests.fakes.cluster import Cluster, toy_request
 from tests.fakes.fake_executor import Faults
 from tests.fakes.virtual_time import VirtualClock, run_virtually
-from tests.observe.observed import ObservedCluster
 
 A, B = Pair("p0", "d0"), Pair("p1", "d0")
 PAIR = Pair("prefill0", "decode0")
@@ -126,9 +125,10 @@ def test_a_pull_that_hangs_costs_its_own_canary_alone() -> None:
 
 def test_a_busy_pair_needs_no_canary() -> None:
     async def main() -> None:
-        async with ObservedCluster() as cluster:
+        async with Cluster() as cluster:
             canary, said = Canary(10.0), list[Readiness]()
-            cluster.observer.handed_over = lambda prefill, decode: canary.succeeded(Pair(prefill, decode), VirtualClock().now())
+            now = VirtualClock().now
+            cluster.path.placing.on_handed_over = lambda prefill, decode: canary.succeeded(Pair(prefill or "", decode), now())
             running = runner(cluster, canary, said)
             running.start()
             for number in range(40):
