@@ -16,9 +16,10 @@ class _Tokens:
 @dataclass(slots=True)
 class Stopwatch:
     """Instants on one local clock. `queue_seconds` is what was spent waiting at the router, for pages and for a place in a prefill
-    batch."""
+    batch. `first_token_at`: of any child; also where it was the end of an answer that is empty."""
 
     started_at: float
+    first_token_at: float | None = None
     queue_seconds: float = 0.0
     kv_bytes_moved: int = 0
     exposed_transfer_seconds: float = 0.0
@@ -26,7 +27,9 @@ class Stopwatch:
     _children: dict[int, _Tokens] = field(default_factory=dict)
 
     def tokens(self, child: int, count: int, now: float) -> None:
-        """`count` tokens of `child` came."""
+        """`count` tokens of `child` came, beside the one that may have ended it."""
+        if self.first_token_at is None:
+            self.first_token_at = now
         if not count:
             return
         seen = self._children.setdefault(child, _Tokens(now, now))
@@ -34,10 +37,6 @@ class Stopwatch:
             seen.second_at = now
         seen.latest_at = now
         seen.count += count
-
-    @property
-    def first_token_at(self) -> float | None:
-        return min((seen.first_at for seen in self._children.values()), default=None)
 
     def timings(self, now: float) -> Timings:
         first = self.first_token_at

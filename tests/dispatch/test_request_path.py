@@ -47,3 +47,18 @@ def test_many_requests_at_once_give_each_its_own_tokens(mode: Mode, ranks: int) 
             await cluster.check_quiet()
 
     run_virtually(main)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_answer_that_its_first_token_ends_took_as_long_to_come_as_any_other(mode: Mode) -> None:
+    async def main() -> None:
+        async with Cluster(mode) as cluster:
+            whole = await cluster.collect(toy_request(1))
+            empty = await cluster.collect(toy_request(1, stop_ids=(whole.tokens[0][0],)))
+            assert not empty.tokens[0] and empty.timings is not None and whole.timings is not None
+            assert empty.timings.ttft_seconds > 0
+            assert empty.timings.ttft_seconds == pytest.approx(whole.timings.ttft_seconds)
+            assert (empty.timings.tpot_seconds, empty.timings.handoff_gap_seconds) == (0, 0)
+            await cluster.check_quiet()
+
+    run_virtually(main)
