@@ -54,6 +54,10 @@ class OverloadedError(JdisaggError):
     status = "RESOURCE_EXHAUSTED"
 
 
+class QuotaExceededError(OverloadedError):
+    """A tenant has used its share up. There may be room for others, and more workers would not let it in."""
+
+
 class DeadlineExceededError(JdisaggError):
     """The request's deadline, or the deadline of one wait inside it, has passed."""
 

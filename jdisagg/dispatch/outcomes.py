@@ -1,7 +1,7 @@
 """How requests fare, told to the elastic controller: a tap that stands where the request path stands.
 
 A request that was refused, or whose time was over before its first token, is one whose first token never came. What the client itself
-ended, asked wrongly or resumed says nothing of the pools, and is not told.
+ended, asked wrongly or resumed, or asked beyond its tenant's quota, says nothing of the pools, and is not told.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import Protocol
 
 from jdisagg.clock import Clock
 from jdisagg.dispatch.ports import WorkerStatus
-from jdisagg.errors import DeadlineExceededError, OverloadedError, UnavailableError
+from jdisagg.errors import DeadlineExceededError, OverloadedError, QuotaExceededError, UnavailableError
 from jdisagg.request import Request, StreamEvent
 from jdisagg.router.elastic_signals import Outcome
 
@@ -45,8 +45,8 @@ class OutcomeTap:
                     pace = timings.tpot_seconds if event.usage.completion_tokens > 1 else None
                     self._tell(Outcome(self._clock.now(), timings.ttft_seconds, pace, timings.queue_seconds))
                 yield event
-        except (OverloadedError, DeadlineExceededError, UnavailableError):
-            if not request.resumption:
+        except (OverloadedError, DeadlineExceededError, UnavailableError) as error:
+            if not request.resumption and not isinstance(error, QuotaExceededError):
                 self._tell(Outcome(self._clock.now(), first))
             raise
         finally:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jdisagg.errors import OverloadedError
+from jdisagg.errors import OverloadedError, QuotaExceededError
 from jdisagg.router.quantiles import quantile
 
 MIN_RETRY_SECONDS = 0.1
@@ -68,7 +68,7 @@ class Quotas:
         self._buckets: dict[str, _Bucket] = {}
 
     def take(self, tenant: str, tokens: float, now: float) -> None:
-        """Raises OverloadedError where the tenant has used its share up. Tenants without a quota are not bounded."""
+        """Raises QuotaExceededError where the tenant has used its share up. Tenants without a quota are not bounded."""
         rate = self._rates.get(tenant)
         if rate is None:
             return
@@ -78,7 +78,7 @@ class Quotas:
         missing = min(tokens, full) - bucket.tokens
         if missing > 0:
             wait_seconds = retry_after(missing / rate)
-            raise OverloadedError(
+            raise QuotaExceededError(
                 f"tenant {tenant!r} has used up its {rate:g} tokens a second (routing.tenant_quotas); {tokens:g} more are there in "
                 f"{wait_seconds:.1f} s: try again then",
                 retry_after_seconds=wait_seconds,

@@ -5,10 +5,13 @@ import math
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
+import pytest
+
 from jdisagg.dispatch.outcomes import OutcomeTap
 from jdisagg.dispatch.ports import WorkerStatus
 from jdisagg.errors import DeadlineExceededError, InvalidRequestError, JdisaggError, OverloadedError
 from jdisagg.request import FinishReason, Request, SamplingParams, StreamEvent, Timings, Usage
+from jdisagg.router.admission import Quotas
 from jdisagg.router.elastic_signals import Outcome
 from tests.fakes.virtual_time import VirtualClock, run_virtually
 
@@ -71,3 +74,11 @@ def test_a_refused_request_is_one_whose_first_token_never_came() -> None:
 def test_bad_and_resumed_requests_say_nothing_of_the_pools() -> None:
     assert told_of(ToyPath([], InvalidRequestError("n"))) == []
     assert told_of(ToyPath([TOKEN, LAST]), replace(REQUEST, resumption=1)) == []
+
+
+def test_a_tenant_that_asks_beyond_its_quota_says_nothing_of_the_pools() -> None:
+    quotas = Quotas({"free": 1.0}, burst_seconds=10.0)
+    quotas.take("free", 10.0, now=0.0)
+    with pytest.raises(OverloadedError) as refused:
+        quotas.take("free", 1.0, now=0.0)
+    assert told_of(ToyPath([], refused.value)) == []
