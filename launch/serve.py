@@ -6,10 +6,11 @@
 Prints one line on stdout when it is ready. The configuration is a Python file whose `get_config()` returns an `EngineConfig`; --set
 changes fields by path. --metrics_port, --timelines and --log_format are in docs/observability.md. On SIGTERM new requests are refused and
 running ones finish, within `service.drain_seconds`. Before the line there is nothing to finish: either signal ends it at once, with 130
-(SIGINT) or 143 (SIGTERM).
+(SIGINT) or 143 (SIGTERM). When a mesh breaks it ends, too, with 3: what is started in its place can serve.
 """
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 
@@ -17,11 +18,12 @@ from absl import app, flags
 
 from jdisagg.address import host_port
 from jdisagg.config import EngineConfig, Mode, override
-from jdisagg.errors import JdisaggError
+from jdisagg.errors import JdisaggError, UnavailableError
 from jdisagg.observe.decision_log import DecisionLog
 from jdisagg.observe.logs import configure_logging
 from jdisagg.observe.process import ObserveConfig, observing
 from jdisagg.service.server import check_address, serve_until_signalled
+from jdisagg.supervisor.supervisor import EXIT_BROKEN
 from launch.assembly import Deployment, prepare_runtime
 from launch.console import quiet_end, refuse_words
 from launch.decisions import open_decision_log
@@ -53,12 +55,17 @@ def main(argv: list[str]) -> None:
         observe = observe_config()
         configure_logging(observe.log_format, "serve")
         with quiet_end(), open_decision_log() as decisions:
-            asyncio.run(_serve(config, observe, decisions))
+            broken = asyncio.run(_serve(config, observe, decisions))
     except JdisaggError as error:
         sys.exit(f"error: {error.message}")
+    if broken is not None:
+        print(f"error: {broken.message}", file=sys.stderr, flush=True)
+        os._exit(EXIT_BROKEN)  # JAX's own farewell would wait for programs that may never end
 
 
-async def _serve(config: EngineConfig, observe: ObserveConfig, decisions: DecisionLog | None) -> None:
+async def _serve(config: EngineConfig, observe: ObserveConfig, decisions: DecisionLog | None) -> UnavailableError | None:
+    """Until it is signalled, or a mesh breaks: returns what broke it then."""
+    broken: UnavailableError | None = None
     async with observing("serve", observe) as observer:
         deployment = Deployment(config, observer, _RECORD.value)
         if decisions:
@@ -70,9 +77,11 @@ async def _serve(config: EngineConfig, observe: ObserveConfig, decisions: Decisi
                 name = deployment.frontend.model.name
                 print(f"jdisagg serves {name} ({config.mode.value}) on {host_port(config.service.host, port)}", flush=True)
 
-            await serve_until_signalled(deployment.frontend, config.service, ready)
+            broken = await serve_until_signalled(deployment.frontend, config.service, ready, deployment.cluster.broken)
         finally:
-            await deployment.cluster.stop()
+            if broken is None:
+                await deployment.cluster.stop()
+    return broken
 
 
 if __name__ == "__main__":

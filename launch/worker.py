@@ -34,14 +34,14 @@ from jdisagg.model_api import Device
 from jdisagg.observe.logs import configure_logging
 from jdisagg.observe.process import ObserveConfig, observing
 from jdisagg.service.server import check_address
-from jdisagg.supervisor.supervisor import EXIT_CONFIG
+from jdisagg.supervisor.supervisor import EXIT_BROKEN, EXIT_CONFIG
 from launch.assembly import prepare_runtime
 from launch.console import refuse_words
 from launch.cost_inputs import find_accelerator, find_geometry
 from launch.fingerprint import model_fingerprint
 from launch.observing import observe_config
 from launch.shipped import SHIPPED_MODEL
-from launch.worker_life import EXIT_BROKEN, WorkerSpec
+from launch.worker_life import WorkerSpec
 from launch.worker_process import WorkerProcess
 from models.checkpoint import LoadedModel, load_config, load_model
 from models.relayout import relayout

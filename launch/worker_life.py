@@ -46,7 +46,7 @@ from jdisagg.service.registry import RegistryClient
 from jdisagg.service.role_services import worker_roles_service
 from jdisagg.service.server import GrpcServer, cluster_credentials, read_tokens
 from jdisagg.service.worker_service import decode_service, peer_service, prefill_service
-from jdisagg.supervisor.supervisor import EXIT_CONFIG
+from jdisagg.supervisor.supervisor import EXIT_BROKEN, EXIT_CONFIG
 from jdisagg.transfer.jax_transfer import JaxTransferChannel
 from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.peers import PeerResolver
@@ -58,7 +58,6 @@ from launch.role_keeper import Role, RoleKeeper
 from launch.signals import Signals
 from launch.warmed import Loading, WarmedBefore
 
-EXIT_BROKEN = 3
 TRANSPORTS = 4
 LOOK_SECONDS = 0.25
 # The last words of the streams that a drain waited for are on their way when it ends; routers close their ports when the worker leaves.

@@ -20,10 +20,11 @@ from jdisagg.instance.processes import ProcessGroup
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Device
 from jdisagg.observe.observer import Observer
+from jdisagg.supervisor.supervisor import EXIT_BROKEN
 from launch.cluster_plan import free_ports
 from launch.role_keeper import Role, RoleKeeper, fixed_because
 from launch.signals import Signals
-from launch.worker_life import EXIT_BROKEN, Home, Life, WorkerSpec
+from launch.worker_life import Home, Life, WorkerSpec
 
 # Takes a model's arrays over: the given `Loaded` is of no use afterwards.
 Relayout = Callable[[Loaded, Layout, Sequence[Device]], Loaded]

@@ -14,7 +14,7 @@ from jdisagg.dispatch.ports import DecodePort, PeerPort, PrefillPort, WorkerStat
 from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.dispatch.token_stream import Detokenizer, TokenStream
 from jdisagg.engine.instance import Instance, Loaded, LoadModel, Progress, build_instance, context_tokens, random_id
-from jdisagg.errors import LayoutError
+from jdisagg.errors import LayoutError, UnavailableError
 from jdisagg.executor.mesh_executor import MeshRole
 from jdisagg.executor.warm_up import block_shapes, warm_up_steps
 from jdisagg.layout.kv_spec import KVSpec
@@ -29,6 +29,7 @@ from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.prefill_worker import PrefillWorker
 
 PREFILL, DECODE = "prefill-0", "decode-0"
+LOOK_SECONDS = 0.25
 Record = Callable[[str, Instance], Executor]
 
 
@@ -152,6 +153,16 @@ class EmbeddedCluster:
 
     async def status(self) -> tuple[WorkerStatus, ...]:
         return await self.path.status()
+
+    async def broken(self) -> UnavailableError:
+        """Returns, with the reason, when a mesh is broken: what runs on it was ended, and nothing more will be served."""
+        while True:
+            for worker in self._workers:
+                try:
+                    worker.status_now()
+                except UnavailableError as error:
+                    return error
+            await self.clock.sleep(LOOK_SECONDS)
 
     async def drain(self) -> None:
         """Returns when running requests have ended; new ones are refused."""

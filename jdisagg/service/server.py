@@ -9,7 +9,8 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TypeVar
 
 import grpc
 import grpc.aio
@@ -24,6 +25,8 @@ from jdisagg.service.connection import Credentials, read_pem, read_secret
 from jdisagg.service.generation_service import generation_service
 from jdisagg.service.grpc_life import bind, new_server
 from jdisagg.service.guard import Guard, Service
+
+Broken = TypeVar("Broken")
 
 log = logging.getLogger(__name__)
 
@@ -175,8 +178,17 @@ def _cannot_listen(config: ServiceConfig, error: Exception) -> ConfigError:
     return ConfigError(f"service cannot listen on {config.host}:{config.port}: {error}; is the port taken? choose another")
 
 
-async def serve_until_signalled(frontend: Frontend, config: ServiceConfig, ready: Callable[[int], None]) -> None:
-    """Serves until SIGTERM or SIGINT, then drains; a second signal ends the waiting. `ready` is called with the port."""
+async def serve_until_signalled(
+    frontend: Frontend,
+    config: ServiceConfig,
+    ready: Callable[[int], None],
+    broken: Callable[[], Coroutine[None, None, Broken]] | None = None,
+) -> Broken | None:
+    """Serves until SIGTERM or SIGINT, then drains; a second signal ends the waiting. `ready` is called with the port.
+
+    `broken` returns when what is behind the door will serve nobody any more: running requests are then cut short at once, so that their
+    clients go on with whoever comes after, and what it returned is.
+    """
     server = GenerationServer(frontend, config)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -188,10 +200,18 @@ async def serve_until_signalled(frontend: Frontend, config: ServiceConfig, ready
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signalled)
+    stopping = asyncio.ensure_future(stop.wait())
+    breaking = asyncio.ensure_future(broken()) if broken else None
     try:
         ready(await server.start())
-        await stop.wait()
+        await asyncio.wait([task for task in (stopping, breaking) if task], return_when=asyncio.FIRST_COMPLETED)
+        if breaking and breaking.done():
+            server.hurry()
         await server.drain()
+        return breaking.result() if breaking and breaking.done() else None
     finally:
+        for task in (stopping, breaking):
+            if task:
+                task.cancel()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)

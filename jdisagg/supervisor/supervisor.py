@@ -21,6 +21,7 @@ from jdisagg.clock import Clock
 from jdisagg.supervisor.child import Child, Command, TakeLine
 
 EXIT_CONFIG = os.EX_CONFIG
+EXIT_BROKEN = 3  # of a process whose mesh broke: start it again
 FIRST_PAUSE_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 10.0
 LONG_LIFE_SECONDS = 30.0

@@ -23,8 +23,8 @@ from jdisagg.executor.mesh_executor import MeshExecutor
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Device
 from jdisagg.service.remote_ports import RemoteWorker
+from jdisagg.supervisor.supervisor import EXIT_BROKEN
 from launch.role_keeper import Role, RoleKeeper, fixed_because
-from launch.worker_life import EXIT_BROKEN
 from tests.launch.role_lives import DECODE, PREFILL, Running, failing, real, worker
 
 
