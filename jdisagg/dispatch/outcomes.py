@@ -42,7 +42,7 @@ class OutcomeTap:
                     first = self._clock.now() - began
                 if event.timings is not None and event.usage is not None and not request.resumption:
                     timings = event.timings
-                    pace = timings.tpot_seconds if event.usage.completion_tokens > 1 else None
+                    pace = timings.tpot_seconds if event.usage.completion_tokens > request.sampling.n else None
                     self._tell(Outcome(self._clock.now(), timings.ttft_seconds, pace, timings.queue_seconds))
                 yield event
         except (OverloadedError, DeadlineExceededError, UnavailableError) as error:

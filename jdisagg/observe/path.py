@@ -25,7 +25,7 @@ class ObservedPath:
             async for event in events:
                 if event.token_ids:
                     now = observer.now()
-                    if not latest:
+                    if not latest and request.resumption is None:
                         metrics.ttft.observe(now - started)
                         observer.timeline.instant("first token", now, ref)
                     elif event.child in latest:
@@ -34,7 +34,7 @@ class ObservedPath:
                     metrics.generated_tokens.inc(len(event.token_ids))
                 if event.timings is not None and event.finish_reason is not None:
                     result = event.finish_reason.value
-                    self._finished(event)
+                    self._finished(request, event)
                 yield event
         except (asyncio.CancelledError, GeneratorExit):
             raise
@@ -55,12 +55,13 @@ class ObservedPath:
     async def drain(self) -> None:
         await self._path.drain()
 
-    def _finished(self, event: StreamEvent) -> None:
+    def _finished(self, request: Request, event: StreamEvent) -> None:
         metrics, timings, usage = self._observer.metrics, event.timings, event.usage
         assert timings is not None
         metrics.queue.observe(timings.queue_seconds)
         if usage is not None:
             metrics.prompt_tokens.inc(usage.prompt_tokens)
-            if usage.completion_tokens > 1:
+            # Of a stream that was resumed the beginning was not seen here.
+            if usage.completion_tokens > request.sampling.n and request.resumption is None:
                 metrics.tpot.observe(timings.tpot_seconds)
                 metrics.handoff_gap.observe(timings.handoff_gap_seconds)

@@ -64,6 +64,8 @@ def test_a_request_that_ends_well_tells_what_it_met() -> None:
     assert told_of(ToyPath([TOKEN, LAST])) == [Outcome(2.0, 1.5, 0.05, 0.5)]
     alone = replace(LAST, usage=Usage(3, 1))
     assert told_of(ToyPath([alone])) == [Outcome(1.0, 1.5, None, 0.5)]
+    one_each = replace(REQUEST, sampling=SamplingParams(n=2, max_tokens=1))
+    assert told_of(ToyPath([TOKEN, replace(LAST, child=1)]), one_each) == [Outcome(2.0, 1.5, None, 0.5)]
 
 
 def test_a_refused_request_is_one_whose_first_token_never_came() -> None:

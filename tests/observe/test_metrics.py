@@ -1,6 +1,7 @@
 """Metrics say what the cluster did: read back as Prometheus reads them, against the workers' own counters and the oracle's tokens."""
 
 import asyncio
+from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -9,6 +10,7 @@ from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
 from jdisagg.errors import UnavailableError
 from jdisagg.observe.metrics import Metrics
 from jdisagg.observe.sources import pages_by_state
+from jdisagg.request import AcceptedChild, Resumption
 from jdisagg.telemetry import Counters
 from tests.fakes.cluster import toy_request
 from tests.fakes.fake_executor import Faults, toy_limits
@@ -71,6 +73,24 @@ def test_histograms_hold_the_instants_of_the_virtual_clock() -> None:
             assert at(samples, "jdisagg_exposed_transfer_seconds_count", destination="decode0") == 1
             assert 0 < at(samples, "jdisagg_exposed_transfer_seconds_sum", destination="decode0") <= timings.handoff_gap_seconds
             assert at(samples, "jdisagg_step_seconds_count", worker="prefill0", command="prefill_chunk") >= 2
+
+    run_virtually(main)
+
+
+def test_what_was_not_seen_of_a_request_is_not_measured() -> None:
+    """The first token of a stream that is resumed came to another door, or to an earlier call; some answers have no second one."""
+
+    async def main() -> None:
+        async with ObservedCluster() as cluster:
+            request = toy_request(1)
+            had = cluster.collect(replace(request, request_id="whole"))
+            resumption = Resumption(1, (AcceptedChild(tuple((await had).tokens[0][:-1])),))
+            assert [len(event.token_ids) async for event in cluster.observed.stream(replace(request, resumption=resumption))] == [1]
+            await cluster.collect(toy_request(2, n=3, max_tokens=1))
+            samples = parse(await cluster.observer.metrics.scrape())
+            assert at(samples, "jdisagg_requests_finished_total", result="length") == 3
+            assert at(samples, "jdisagg_time_to_first_token_seconds_count") == 2
+            assert at(samples, "jdisagg_time_per_output_token_seconds_count") == at(samples, "jdisagg_handoff_gap_seconds_count") == 1
 
     run_virtually(main)
 
