@@ -3,7 +3,8 @@
 Each pool's need is put in workers. A pool is short when the objective is missed for its sake or it is full: TTFT misses that the queue
 alone explains, with prompts waiting at prefill workers, or at the router while those are busy, are prefill's; with requests waiting for
 room to decode, decode's (they wait for pages before they wait for prefill, so waiting prompts are always prefill's); a missed TPOT is
-decode's, as long as a smaller batch could help.
+decode's, as long as a smaller batch could help. A pool of which nobody is left is short of all: without one of each nothing is served, so
+the other gives one, whatever it lacks itself.
 What a fluid model says of the share of requests served well, min(1, n / need) in either pool, is compared with and without a switch:
 
     gain = rate * (horizon * (after - now) - switch_seconds * (now - meanwhile)) - harm of moving the running sequences
@@ -218,9 +219,9 @@ class Controller:
 
 def _prefill(config: ElasticConfig, view: View) -> _Pool:
     pool, size = view.prefill, len(view.prefill.taking)
-    short = ""
+    short = _nobody_left(config, view, pool)
     over = 1.0
-    if _told(config, view) and _queue_misses(config, view) and pool.waiting >= 0.5:
+    if not short and _told(config, view) and _queue_misses(config, view) and pool.waiting >= 0.5:
         over = config.slo.quantile / max(view.ttft_attainment, 1e-9)
         short = f"TTFT {view.ttft_attainment:.0%} within {config.slo.ttft_seconds:g} s, and {pool.waiting:.1f} prompts wait"
     load = size * pool.use / config.target_use
@@ -230,9 +231,11 @@ def _prefill(config: ElasticConfig, view: View) -> _Pool:
 def _decode(config: ElasticConfig, view: View) -> _Pool:
     pool, size = view.decode, len(view.decode.taking)
     prefill_waits = view.prefill.waiting >= 0.5
-    short = ""
+    short = _nobody_left(config, view, pool)
     over = 1.0
-    if _told(config, view) and view.tpot_attainment < config.slo.quantile and pool.batch > 1:
+    if short:
+        pass
+    elif _told(config, view) and view.tpot_attainment < config.slo.quantile and pool.batch > 1:
         over = view.tpot_quantile / config.slo.tpot_seconds
         short = f"TPOT {view.tpot_attainment:.0%} within {config.slo.tpot_seconds:g} s"
     elif _told(config, view) and _queue_misses(config, view) and not prefill_waits and pool.waiting > 0:
@@ -242,6 +245,10 @@ def _decode(config: ElasticConfig, view: View) -> _Pool:
         short = f"pages or slots {pool.peak_use:.0%} in use"
     load = size * pool.peak_use / config.target_use
     return _Pool(WorkerRole.DECODE, pool, short, load, _need(size, load, bool(short), over))
+
+
+def _nobody_left(config: ElasticConfig, view: View, pool: PoolView) -> str:
+    return "" if pool.taking or not _told(config, view) else f"no worker takes requests, and {view.requests} have ended lately"
 
 
 def _told(config: ElasticConfig, view: View) -> bool:
@@ -254,8 +261,8 @@ def _queue_misses(config: ElasticConfig, view: View) -> bool:
 
 
 def _need(size: int, load: float, short: bool, over: float) -> float:
-    """In workers. A pool that is short needs more than it has, however little of it is in use on average."""
-    return max(load, size * min(MOST_OVER, max(1.1, over))) if short else min(float(size), load)
+    """In workers. A pool that is short needs more than it has, however little of it is in use on average, and one at least."""
+    return max(load, 1.0, size * min(MOST_OVER, max(1.1, over))) if short else min(float(size), load)
 
 
 def _remembered(config: ElasticConfig, memory: Memory, now: float, pools: tuple[_Pool, _Pool]) -> tuple[WasShort | None, WasShort | None]:
@@ -278,18 +285,19 @@ def _choose(config: ElasticConfig, memory: Memory, view: View, pools: tuple[_Poo
     if view.now < memory.quiet_until:
         return None, f"{memory.quiet_until - view.now:.0f} s until the last change has shown its effect"
     short = [pool for pool in pools if pool.short]
+    empty = [pool for pool in short if not pool.size]
     if not short:
         return None, "both pools have room"
-    if len(short) == 2:
+    if len(short) == 2 and len(empty) != 1:
         return None, f"both pools are short: {short[0].short}; {short[1].short}"
-    to, donor = (pools[0], pools[1]) if pools[0].short else (pools[1], pools[0])
+    to, donor = (pools[0], pools[1]) if (empty or short)[0] is pools[0] else (pools[1], pools[0])
     since = memory.short_since[ROLES.index(to.role)]
     if since is None or view.now - since < config.patience_seconds:
         return None, f"{to.role.value} is short, not for {config.patience_seconds:g} s yet: {to.short}"
     if donor.size <= max(1, config.least(donor.role)):
         return None, f"{to.role.value} is short, and {donor.role.value} has none to give: {to.short}"
     was_short = memory.was_short[ROLES.index(donor.role)]
-    if was_short is not None and donor.size - 1 <= was_short.size and donor.load >= LIKE_LOAD * was_short.load:
+    if to.size and was_short is not None and donor.size - 1 <= was_short.size and donor.load >= LIKE_LOAD * was_short.load:
         return None, f"{to.role.value} is short, but so was {donor.role.value} with {was_short.size} under such a load: {to.short}"
     worker = min(donor.view.taking, key=lambda one: (one.running + one.waiting, -sum(one.free_pages), one.name))
     gain = _gain(config, memory, view, to, donor, worker)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import Phase, example, given, settings
@@ -76,6 +77,19 @@ def test_a_short_pool_whose_neighbour_has_none_to_give_asks_for_more():
     assert not here.switches and here.controller.latest is not None
     advice = here.controller.latest.advice
     assert (advice.prefill, advice.decode) == (2, 1), advice
+
+
+def test_without_one_of_each_nothing_is_served_so_the_role_that_is_left_gives_one_though_it_is_short():
+    controller = Controller(CONFIG)
+    decodes = tuple(status(f"d{number}", DECODE) for number in range(2))
+    full = tuple(replace(one, free_pages=(0,)) for one in decodes)
+    switches = []
+    for second in range(20):
+        controller.outcome(Outcome(float(second), math.inf))
+        verdict = controller.look(float(second), full)
+        switches += [verdict.switch] if verdict.switch else []
+    assert [switch.role for switch in switches] == [PREFILL]
+    assert "no worker takes requests" in verdict.reason or "changing its role" in verdict.reason
 
 
 def test_without_traffic_nothing_changes_its_role_and_fewer_are_advised_but_one_of_each():

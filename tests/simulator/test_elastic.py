@@ -1,12 +1,16 @@
 """The live controller on a simulated fleet: it follows the load there and back, and serves more of it than a fixed ratio does."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+
+import pytest
 
 from jdisagg.router.elastic import ElasticConfig
 from jdisagg.router.elastic_signals import Slo
 from jdisagg.simulator import report
 from jdisagg.simulator.cluster import SimulatedCluster
 from jdisagg.simulator.elastic import elastic
+from jdisagg.simulator.faults import Death, schedule
 from jdisagg.simulator.fleet import Fleet
 from jdisagg.simulator.run import Result, simulate
 from jdisagg.simulator.workloads import Arrival, Fixed, merge, poisson
@@ -25,7 +29,9 @@ def later(arrivals: list[Arrival], seconds: float) -> list[Arrival]:
     return [replace(one, at_seconds=one.at_seconds + seconds) for one in arrivals]
 
 
-def run(arrivals: list[Arrival], config: ElasticConfig | None = CONFIG) -> tuple[Result, list[str], dict[str, str]]:
+def run(
+    arrivals: list[Arrival], config: ElasticConfig | None = CONFIG, dead: Sequence[str] = ()
+) -> tuple[Result, list[str], dict[str, str]]:
     said: list[str] = []
     roles: dict[str, str] = {}
 
@@ -35,7 +41,9 @@ def run(arrivals: list[Arrival], config: ElasticConfig | None = CONFIG) -> tuple
             await cluster.clock.sleep(1.0)
 
     hooks = [seats] if config is None else [seats, elastic(config, 5.0, lambda now, text: said.append(f"{now:.0f} {text}"))]
-    return simulate(fleet(), arrivals, hooks=hooks, settle_seconds=40.0), said, roles
+    if dead:
+        hooks.append(schedule([Death(worker, 10.0) for worker in dead]))
+    return simulate(fleet(), arrivals, hooks=hooks, mortal=bool(dead), settle_seconds=40.0), said, roles
 
 
 def attainment(result: Result) -> float:
@@ -86,3 +94,12 @@ def test_the_ratio_follows_the_load_and_the_same_run_gives_the_same_changes() ->
 def test_a_load_that_both_pools_carry_changes_nothing() -> None:
     result, said, _ = run(poisson(4.0, 400, Fixed(500, 50)))
     assert not said and "roles_switched" not in result.counters
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_where_nobody_of_a_role_is_left_the_other_gives_one(role: str) -> None:
+    result, said, _ = run(poisson(4.0, 200, Fixed(500, 50)), dead=(f"{role}-0", f"{role}-1"))
+    assert result.pages_lost == 0 and result.counters["roles_switched"] == 1, said
+    assert {outcome.end for outcome in result.outcomes if outcome.arrival > 30.0} == {"finished"}
+    fixed, _, _ = run(poisson(4.0, 200, Fixed(500, 50)), None, dead=(f"{role}-0", f"{role}-1"))
+    assert {outcome.end for outcome in fixed.outcomes if outcome.arrival > 30.0} == {"failed"}
