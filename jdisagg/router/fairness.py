@@ -2,8 +2,10 @@
 
 Between tenants: start-time fair queueing (Goyal et al., SIGCOMM'96) over the tokens of a request, as VTC counts them (Sheng et al.,
 OSDI'24: prompt + 2 x answer). A tenant's virtual time grows by cost / weight with each request served; the one that is least far is
-served next; who was idle begins at the present virtual time, so that idleness saves nothing up. A tenant with requests waiting is
-therefore served after at most the others' head requests and their share: nobody starves, whatever the others send.
+served next; who was idle begins at the present virtual time, so that idleness saves nothing up. The present goes on with all that is
+served, by cost / the weights of all that wait (as in Parekh and Gallager, 1993) and not, as there, by who is served alone: tenants that
+come one after another, each for the first time, would else all begin at one instant, before everybody who was served since. A tenant with
+requests waiting is therefore served after at most the others' head requests and their share: nobody starves, whatever the others send.
 
 Within a tenant: by the instant by which the first token is wanted, moved forward by `PRIORITY_SECONDS` for each step of priority (at most
 `MOST_PRIORITY` steps): an old request of low priority comes before young ones of high priority in the end.
@@ -36,10 +38,11 @@ class Ticket:
 
 @dataclass(slots=True)
 class _Tenant:
-    """`passed`: its virtual time. `cost`: of all that waits."""
+    """`passed`: its virtual time. `cost`: of all that waits, `count` requests."""
 
     passed: float
     cost: float = 0.0
+    count: int = 0
     waiting: list[tuple[tuple[float, int], Ticket]] = field(default_factory=list)
 
 
@@ -65,6 +68,7 @@ class FairQueue:
             heapq.heappush(self._order, (tenant.passed, ticket.tenant))
         heapq.heappush(tenant.waiting, (ticket.urgency, ticket))
         tenant.cost += ticket.cost
+        tenant.count += 1
         self._tickets[ticket.key] = ticket
 
     def head(self) -> Ticket | None:
@@ -86,9 +90,10 @@ class FairQueue:
         ticket = self.head()
         assert ticket is not None, "nobody waits"
         tenant = self._tenants[ticket.tenant]
+        weights = sum(self._weight(name) for name, other in self._tenants.items() if other.count)
         heapq.heappop(tenant.waiting)
         self._drop(ticket, tenant)
-        self._passed = max(self._passed, tenant.passed)
+        self._passed = max(self._passed, tenant.passed) + ticket.cost / weights
         tenant.passed += ticket.cost / self._weight(ticket.tenant)
         heapq.heapreplace(self._order, (tenant.passed, ticket.tenant))
         self.head()  # forgets a tenant that nobody waits of
@@ -119,6 +124,7 @@ class FairQueue:
     def _drop(self, ticket: Ticket, tenant: _Tenant) -> None:
         del self._tickets[ticket.key]
         tenant.cost -= ticket.cost
+        tenant.count -= 1
 
     def _idle(self, name: str, tenant: _Tenant) -> None:
         """Nobody waits of this tenant; how far it is, is kept while that is ahead of the others."""

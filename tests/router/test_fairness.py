@@ -64,6 +64,23 @@ def test_leaving_for_a_moment_gains_nothing() -> None:
     assert abs(counts["blinking"] - 200) <= 1
 
 
+def test_newcomers_without_end_do_not_starve_who_was_served_before() -> None:
+    """Each of twenty that wait is there for the first time, always: a share is a twenty-first."""
+    queue = FairQueue()
+    fill(queue, "known", 1)
+    queue.serve()
+    fill(queue, "known", 100, first=1_000_000)
+    for key in range(20):
+        queue.add(Ticket(key, f"first {key}", 0.0, 100.0))
+    served_known = 0
+    for key in range(20, 1000):
+        if queue.serve().tenant == "known":
+            served_known += 1
+        else:
+            queue.add(Ticket(key, f"first {key}", 0.0, 100.0))
+    assert served_known == pytest.approx(980 / 21, abs=3)
+
+
 def test_within_a_tenant_the_most_urgent_goes_first_and_priority_is_worth_seconds() -> None:
     queue = FairQueue()
     queue.add(Ticket(1, "t", due=10.0, cost=1.0))
