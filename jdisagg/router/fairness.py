@@ -52,7 +52,8 @@ class FairQueue:
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
         self._tenants: dict[str, _Tenant] = {}
-        self._order: list[tuple[float, str]] = []
+        self._order: list[tuple[float, int, str]] = []  # of equals who came first, whatever they are called
+        self._turns = 0
         self._tickets: dict[int, Ticket] = {}
         self._passed = 0.0
         self._ends: dict[str, float] = {}
@@ -65,7 +66,7 @@ class FairQueue:
         if tenant is None:
             tenant = _Tenant(max(self._passed, self._ends.pop(ticket.tenant, 0.0)))
             self._tenants[ticket.tenant] = tenant
-            heapq.heappush(self._order, (tenant.passed, ticket.tenant))
+            heapq.heappush(self._order, self._turn(ticket.tenant, tenant))
         heapq.heappush(tenant.waiting, (ticket.urgency, ticket))
         tenant.cost += ticket.cost
         tenant.count += 1
@@ -74,7 +75,7 @@ class FairQueue:
     def head(self) -> Ticket | None:
         """Who is next; stays until it is removed or served."""
         while self._order:
-            _, name = self._order[0]
+            name = self._order[0][-1]
             tenant = self._tenants.get(name)
             while tenant is not None and tenant.waiting and tenant.waiting[0][1].key not in self._tickets:
                 heapq.heappop(tenant.waiting)
@@ -95,7 +96,7 @@ class FairQueue:
         self._drop(ticket, tenant)
         self._passed = max(self._passed, tenant.passed) + ticket.cost / weights
         tenant.passed += ticket.cost / self._weight(ticket.tenant)
-        heapq.heapreplace(self._order, (tenant.passed, ticket.tenant))
+        heapq.heapreplace(self._order, self._turn(ticket.tenant, tenant))
         self.head()  # forgets a tenant that nobody waits of
         return ticket
 
@@ -114,9 +115,14 @@ class FairQueue:
         begins = passed + before / self._weight(tenant)
         others = 0.0
         for name, other in self._tenants.items():
-            if name != tenant:
-                others += min(other.cost, max(0.0, begins - other.passed) * self._weight(name))
+            if name != tenant and other.count and other.passed <= begins:
+                mean = other.cost / other.count
+                others += mean * min(other.count, 1 + (begins - other.passed) * self._weight(name) // mean)  # whole requests
         return before + others
+
+    def _turn(self, name: str, tenant: _Tenant) -> tuple[float, int, str]:
+        self._turns += 1
+        return tenant.passed, self._turns, name
 
     def _weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)

@@ -129,3 +129,19 @@ def test_what_is_ahead_is_what_is_then_served_before(seed: int) -> None:
     while (ticket := queue.serve()).key != 1000:
         before += ticket.cost
     assert before == pytest.approx(predicted, abs=9 * 5), "up to a request of each tenant"
+
+
+def test_of_many_tenants_whole_requests_are_ahead() -> None:
+    """Forty that begin at one instant, each with more than a newcomer asks for; who came first goes first, by whatever name."""
+    queue = FairQueue()
+    for number in range(40):
+        queue.add(Ticket(number, f"{number}", 0.0, 10.0 * number + 1))
+    served(queue, 40)
+    for number in range(40):
+        queue.add(Ticket(100 + number, f"{number}", 0.0, 1000.0))
+    predicted = queue.ahead("!", 10.0, 0.0)
+    queue.add(Ticket(1000, "!", 0.0, 10.0))
+    before = 0.0
+    while (ticket := queue.serve()).key != 1000:
+        before += ticket.cost
+    assert before == predicted == 40_000
