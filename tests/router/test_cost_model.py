@@ -264,24 +264,6 @@ def test_a_cost_says_its_terms_largest_first() -> None:
     assert Cost(compute=0.001, communication=0.0025).explain() == "3.5 ms: communication 2.5 ms, compute 1 ms"
 
 
-def test_a_device_holds_whole_what_tensor_parallelism_does_not_cut() -> None:
-    """By hand from the sizes: a latent's projections and routers, and one kv head where there are fewer than devices."""
-    latent, cut = 7168 * (1536 + 512 + 64), 128 * (1536 * (128 + 64) + 512 * (128 + 128) + 128 * 7168)
-    ffn = 3 * 3 * 7168 * 18432 + 58 * 3 * 7168 * 2048  # of the dense layers, and the shared experts
-    routers, experts, embeddings = 58 * 7168 * 256, 58 * 3 * 7168 * 2048 * 256, 2 * 129280 * 7168
-    for layout in (Layout(tp=8, ep=8), Layout(dp=4, tp=4, ep=16)):
-        whole, shared = 61 * latent + routers, 61 * cut + ffn + embeddings
-        held = 2 * (whole + shared / layout.tp + experts / layout.ep)
-        model = CostModel(geometry("deepseek-v3"), accelerator("h200"), layout)
-        assert model.weight_bytes_per_device == pytest.approx(held, rel=1e-12)
-    whole = 80 * 8192 * 128 * 2
-    shared = 80 * (2 * 8192 * 64 * 128 + 3 * 8192 * 28672) + 2 * 128256 * 8192
-    model = CostModel(geometry("llama-3.1-70b"), accelerator("h100"), Layout(tp=16))
-    assert model.weight_bytes_per_device == pytest.approx(2 * (whole + shared / 16), rel=1e-12)
-    for shape in CATALOG.values():
-        assert CostModel(shape, accelerator("h100")).weight_bytes_per_device == pytest.approx(2 * shape.parameters)
-
-
 def test_layouts_names_and_codecs_that_do_not_fit_are_refused() -> None:
     with pytest.raises(LayoutError, match="query heads|kv heads"):
         CostModel(DENSE, IDEAL, Layout(tp=3))
