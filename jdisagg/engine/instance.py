@@ -118,14 +118,14 @@ def worker_mode(role: WorkerRole, asked: Mode) -> Mode:
 
 
 def mesh_role(role: WorkerRole, codec: str) -> MeshRole:
-    """`codec`: how KV comes to this instance. A decode worker may hand running sequences on."""
+    """`codec`: how KV comes to this instance. A worker that decodes may hand running sequences on to another."""
     match role:
         case WorkerRole.PREFILL:
             return MeshRole(prefill=True, decode=False, emit=True)
         case WorkerRole.DECODE:
             return MeshRole(prefill=False, decode=True, codec=codec, extracts=True)
         case WorkerRole.MIXED:
-            return MeshRole(prefill=True, decode=True)
+            return MeshRole(prefill=True, decode=True, codec=codec, extracts=True)
 
 
 def layer_groups(role: WorkerRole, config: WorkerConfig) -> int | None:

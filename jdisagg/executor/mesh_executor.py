@@ -54,7 +54,7 @@ from jdisagg.transfer.pieces import NO_CODEC, warm_pieces
 @dataclass(frozen=True)
 class MeshRole:
     """What an instance does. `emit`: prefilled KV is returned and offered. `codec`: how blocks come to it. `extracts`: it may hand
-    running sequences on."""
+    running sequences on, and take those of others."""
 
     prefill: bool
     decode: bool

@@ -28,10 +28,10 @@ def warm_up_steps(executor: "MeshExecutor") -> list[Callable[[], None]]:
         sizes = [(size, variant) for size in limits.batch_buckets for variant in Variant]
         steps += [lambda size=size, variant=variant: executor.warm_decode(size, variant) for size, variant in sizes]
         steps += [executor.warm_updates]
-        if not role.prefill:
+        if role.extracts or not role.prefill:  # else it is the one mesh of an embedded cluster: nobody is there to send it anything
             steps += [lambda band=band, tokens=tokens: executor.warm_insert(band, tokens) for band, tokens in block_shapes(limits)]
-            if role.extracts:
-                steps += [lambda band=band, tokens=tokens: executor.warm_extract(band, tokens) for band, tokens in block_shapes(limits)]
+        if role.extracts:
+            steps += [lambda band=band, tokens=tokens: executor.warm_extract(band, tokens) for band, tokens in block_shapes(limits)]
     if executor.card.ends and (role.emit or role.extracts):
         steps += [lambda band=band, tokens=tokens: executor.warm_pieces(band, tokens) for band, tokens in block_shapes(limits)]
     runs = GPU_RUNS if executor.platform == "gpu" else 1

@@ -2,10 +2,13 @@
 
 import pytest
 
+from jdisagg.dispatch.ports import WorkerRole
+from jdisagg.engine.instance import mesh_role
+from jdisagg.errors import ConfigError
 from jdisagg.executor.prefill_program import chunk_forms
-from jdisagg.executor.warm_up import block_shapes
-from jdisagg.scheduler.commands import ExtractBlock
-from tests.executor.meshes import Pair
+from jdisagg.executor.warm_up import block_shapes, warm_up_steps
+from jdisagg.scheduler.commands import ConnectPeer, ExtractBlock, InsertBlock, InsertResult, PullBlock
+from tests.executor.meshes import PEER, HandChannel, Pair, executor
 
 KEY = 99
 
@@ -39,3 +42,32 @@ async def test_nothing_is_built_for_blocks_after_warm_up(prefill, decode, codec,
         assert (two.prefill.programs.compilations, two.decode.programs.compilations) == before
     finally:
         two.close()
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+async def test_nothing_is_built_when_a_sequence_moves_between_mixed_workers_that_are_warm(codec):
+    channel, role = HandChannel(), mesh_role(WorkerRole.MIXED, codec)
+    sender, receiver = (executor(name, "tp=2", role, channel, first, page=16, dtype="float32") for name, first in (("m-0", 0), ("m-1", 4)))
+    try:
+        for one in (sender, receiver):
+            one.warm_prefill = one.warm_decode = lambda *_: None  # type: ignore[method-assign]  # no part of a move
+            for step in warm_up_steps(one):
+                step()
+        before = sender.programs.compilations, receiver.programs.compilations
+        await receiver.run(ConnectPeer(1, PEER, sender.card))
+        for offer_id, (group, start, tokens, block_tokens) in enumerate([(0, 0, 64, 64), (1, 64, 9, 16)], 70):
+            pages = tuple(range(-(-(start + tokens) // 16)))
+            await sender.run(ExtractBlock(2, offer_id, 0, group, start, tokens, block_tokens, pages, KEY))
+            await receiver.run(PullBlock(3, offer_id, 0, group, block_tokens, 10.0, PEER, codec))
+            inserted = await receiver.run(InsertBlock(4, offer_id, 0, group, block_tokens, tokens, start, pages, KEY, PEER, codec))
+            assert isinstance(inserted, InsertResult) and inserted.intact
+        assert (sender.programs.compilations, receiver.programs.compilations) == before
+    finally:
+        sender.close()
+        receiver.close()
+
+
+@pytest.mark.parametrize("role", [WorkerRole.DECODE, WorkerRole.MIXED])
+def test_a_worker_that_receives_refuses_a_codec_that_does_not_exist(role):
+    with pytest.raises(ConfigError, match="codec 'zip' is unknown"):
+        executor("m", "tp=1", mesh_role(role, "zip"), HandChannel(), 0, page=16, dtype="float32")
