@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from flax import nnx
+from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdisagg.errors import CheckpointError
+from jdisagg.errors import CheckpointError, JdisaggError
 from jdisagg.folders import made_folder
 from jdisagg.layout.axes import Layout
 from jdisagg.ops.parameters import param_logical_axes, weight_shardings
@@ -81,8 +82,11 @@ def restore(directory: Path, model: Decoder, mesh: Mesh, layout: Layout) -> Deco
             }
             item = {part.name: jax.ShapeDtypeStruct(part.padded, dtype, sharding=part.sharding) for part in stored}
             tree = checkpointer.restore(path, args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args))
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{path} cannot be read as an Orbax checkpoint ({error}); convert it again") from error
+        except (JdisaggError, JaxRuntimeError, MemoryError):
+            raise  # it says itself what is wrong, or there is no room for what can be read
+        except Exception as error:  # Orbax raises bare Exceptions for what TensorStore cannot read
+            why = next(iter(str(error).splitlines()), type(error).__name__)
+            raise CheckpointError(f"{path} cannot be read as an Orbax checkpoint ({why}); convert it again") from error
     shardings = weight_shardings(model, mesh, layout)
     return with_arrays(model, [_from_disk_form(tree[part.name], part, to) for part, to in zip(stored, shardings, strict=True)])
 
@@ -121,9 +125,10 @@ def _from_disk_form(array: jax.Array, part: _Stored, sharding: NamedSharding) ->
 
 
 def _shapes_on_disk(checkpointer: ocp.Checkpointer, path: Path) -> dict[str, tuple[int, ...]]:
-    metadata = checkpointer.metadata(path)
-    tree = metadata.item_metadata.tree  # type: ignore[union-attr]
-    return {name: tuple(leaf.shape) for name, leaf in tree.items()}
+    item = checkpointer.metadata(path).item_metadata  # type: ignore[union-attr]
+    if item is None:  # Orbax has logged why
+        raise ValueError("its metadata is missing or damaged")
+    return {name: tuple(leaf.shape) for name, leaf in item.tree.items()}
 
 
 def _check(found: dict[str, tuple[int, ...]], stored: Sequence[_Stored], directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -114,6 +115,35 @@ def test_the_orbax_form_loads_under_any_layout_and_orientation(name: str, tmp_pa
     (tmp_path / "orbax" / "config.json").write_text(json.dumps(fields | {"vocab_size": 140}))
     with pytest.raises(CheckpointError, match=r"stem.embedding \(140, 32\) is \(131, 32\)"):
         _load(tmp_path / "orbax")
+
+
+LOAD_ALL = """
+import sys, jax
+from jdisagg.errors import CheckpointError
+from jdisagg.layout.axes import Layout
+from models.checkpoint import load_model
+for directory in sys.argv[1:]:
+    try:
+        load_model(directory, Layout(), jax.devices()[:1])
+    except CheckpointError as error:
+        print(error.message)
+"""
+
+
+def test_an_orbax_checkpoint_that_was_copied_in_part_is_refused_in_one_line(tmp_path: Path) -> None:
+    whole, copies = tmp_path / "whole", []
+    convert(GOLDEN / DENSE, whole, "auto", devices=1)
+    weights = max((path for path in (whole / "orbax").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    for path in (whole / "orbax" / "_METADATA", whole / "orbax" / "manifest.ocdbt", weights):
+        copies.append(shutil.copytree(whole, tmp_path / f"without {path.name}"))
+        (copies[-1] / path.relative_to(whole)).write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    # In a process of its own: Orbax leaves its other reads unfinished, and the interpreter tells of them at any time after.
+    command, environment = [sys.executable, "-c", LOAD_ALL, *map(str, copies)], os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    said = done.stdout.splitlines()
+    assert len(said) == len(copies), (done.stdout, done.stderr)
+    for line, copy in zip(said, copies, strict=True):
+        assert re.fullmatch(f"{copy}/orbax cannot be read as an Orbax checkpoint .*; convert it again", line)
 
 
 def test_a_destination_that_cannot_be_written_is_refused_before_the_weights_are_loaded(tmp_path: Path, monkeypatch) -> None:
