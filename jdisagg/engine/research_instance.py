@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from jdisagg.engine.instance import Loaded, random_id
 from jdisagg.engine.kv_cache import KVBlock, KVCache, NextToken
-from jdisagg.errors import HandoffError, OverloadedError
+from jdisagg.errors import BrokenModelError, HandoffError, OverloadedError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.page_pool import PAGES_SPEC
 from jdisagg.executor.programs import BLOCK_SPEC, RANK
@@ -27,6 +27,7 @@ from jdisagg.ops.kv_pages import gather_tokens
 from jdisagg.request import SamplingParams
 from jdisagg.scheduler.blocks import padded, split_blocks
 from jdisagg.scheduler.commands import (
+    BROKEN_TOKEN,
     DecodeResult,
     DecodeSteps,
     DropBlocks,
@@ -120,7 +121,7 @@ class ResearchInstance(MeshExecutor):
             self.ledgers[rank].free(owner)
         token = chosen.samples[0]
         seconds = time.perf_counter() - started
-        next_token = NextToken(token.token, spec.sampling, token.logprobs)
+        next_token = NextToken(_whole(token.token), spec.sampling, token.logprobs)
         return KVCache(tokens, next_token, self.layout, self.mesh, rank, self.limits.kv_spec, tuple(blocks), seconds)
 
     def receive(self, kv: KVCache, rank: int, owner: int) -> int:
@@ -179,7 +180,7 @@ class ResearchInstance(MeshExecutor):
         result = self.issue_and_wait(DecodeSteps(STEP, 1, slots, sampling.shaped, not sampling.greedy, admits))
         assert isinstance(result, DecodeResult)
         logprobs = result.logprobs[rank][0][0] if result.logprobs else None
-        return NextToken(result.tokens[rank][0][0], sampling, logprobs)
+        return NextToken(_whole(result.tokens[rank][0][0]), sampling, logprobs)
 
     def reserve(self, tokens: int) -> tuple[int, int]:
         """Pages for so many tokens on the emptiest rank: (rank, owner). Raises `OverloadedError` when there are not so many."""
@@ -234,3 +235,10 @@ class ResearchInstance(MeshExecutor):
         build = lambda: self.programs.compile(body, (pages, coordinates), specs, BLOCK_SPEC)  # noqa: E731
         key = ("extract", coordinates.shape, tuple(part.shape for part in pages))
         return self.programs.get(key, build)(pages, coordinates)
+
+
+def _whole(token: int) -> int:
+    """A token that was chosen from finite logits."""
+    if token == BROKEN_TOKEN:
+        raise BrokenModelError()
+    return token

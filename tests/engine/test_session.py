@@ -15,7 +15,7 @@ import pytest
 
 from jdisagg.engine.kv_cache import KVCache
 from jdisagg.engine.research import DecoderLayout, Engine, PrefillLayout
-from jdisagg.errors import ConfigError, InvalidRequestError, LayoutError, OverloadedError
+from jdisagg.errors import BrokenModelError, ConfigError, InvalidRequestError, LayoutError, OverloadedError
 from jdisagg.layout.axes import Layout
 from jdisagg.ops.dense_attention import dense_causal_attend
 from jdisagg.request import FinishReason
@@ -227,3 +227,21 @@ def assert_same_kv(one: KVCache, other: KVCache) -> None:
 
 def _ledgers(engine: Engine) -> list[PageLedger]:
     return [ledger for instance in engine.instances for ledger in instance.ledgers]
+
+
+def test_logits_that_are_not_finite_are_an_error_and_no_token() -> None:
+    with open_engine("llama_biased") as engine:
+        kv = engine.prefill([5, 6], layout=PrefillLayout(tp=1))
+        session = engine.create_session("s", layout=DecoderLayout(dp=1))
+        session.push(kv)
+        for instance in engine.instances:
+            table, *others = instance._weights.stem.leaves
+            poisoned = table.at[jnp.asarray([7, kv.next_token.token_id])].set(jnp.nan)
+            object.__setattr__(instance._weights.stem, "leaves", (poisoned, *others))
+        with pytest.raises(BrokenModelError, match="not finite"):
+            engine.prefill([5, 7, 6], layout=PrefillLayout(tp=1))
+        with pytest.raises(BrokenModelError, match="not finite"):
+            engine.generate_tokens(session, 4)
+        assert (session.token_ids, session.next_token) == ((5, 6), kv.next_token), "a call that fails leaves the session as it was"
+        session.close()
+        assert [ledger.free_pages for ledger in _ledgers(engine)] == [ledger.total_pages for ledger in _ledgers(engine)]
