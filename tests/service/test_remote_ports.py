@@ -214,9 +214,9 @@ async def test_spans_of_many_tokens_with_all_logprobs_go_out_in_messages_that_ca
     for index in range(1000):
         worker.of(1).put_nowait(Span(0, 64 * index, tuple(range(64)), logprobs))
     worker.of(1).put_nowait(None)
-    await eventually(lambda: worker.dropped == [1])
+    await eventually(lambda: worker.dropped == [1], 100.0)  # a million log-probabilities
     reads.set()
-    await eventually(lambda: batches[-1].reservations and batches[-1].reservations[0].ended)
+    await eventually(lambda: batches[-1].reservations and batches[-1].reservations[0].ended, 100.0)
     assert sum(len(entry.spans) for batch in batches for entry in batch.reservations) == 1000
     assert max(batch.ByteSize() for batch in batches) < MAX_MESSAGE_BYTES / 4
     serving_it.cancel()
