@@ -16,57 +16,28 @@ advises: in its metrics, and on GetAdvice. launch.switch_role changes a role by 
 
 import asyncio
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from absl import app, flags
 from absl import logging as absl_logging
 
-from jdisagg.address import host_port
-from jdisagg.clock import MonotonicClock
-from jdisagg.config import EngineConfig, LimitsConfig, Mode, RoutingConfig, ServiceConfig, override
-from jdisagg.dispatch.elastic_pools import ElasticPools
-from jdisagg.dispatch.frontend import Frontend, ModelInfo
-from jdisagg.dispatch.outcomes import OutcomeTap
-from jdisagg.dispatch.ports import WorkerRole
-from jdisagg.dispatch.request_path import RequestPath, random_id
-from jdisagg.dispatch.role_desk import RoleDesk
-from jdisagg.dispatch.roster import Roster, WorkerCard, WorkerPorts
-from jdisagg.dispatch.token_stream import TokenStream
+from jdisagg.config import EngineConfig, override
 from jdisagg.errors import JdisaggError
-from jdisagg.layout.axes import Layout
-from jdisagg.observe import wrap
-from jdisagg.observe.canary import Canary, CanaryRunner, Pair, Readiness
-from jdisagg.observe.canary_probe import PortProbe, pairs_of
 from jdisagg.observe.decision_log import DecisionLog
 from jdisagg.observe.logs import configure_logging
-from jdisagg.observe.observer import Observer
 from jdisagg.observe.process import ObserveConfig, observing
-from jdisagg.observe.roster import observe_ports
-from jdisagg.router.elastic import Controller, ElasticConfig
-from jdisagg.service.registry import registry_service
-from jdisagg.service.remote_ports import RemoteWorker
-from jdisagg.service.role_services import RemoteRolePort, cluster_roles_service
-from jdisagg.service.server import GenerationServer, check_address, cluster_credentials, read_tokens
+from jdisagg.service.server import check_address
 from jdisagg.supervisor.supervisor import EXIT_CONFIG
 from launch.console import refuse_words
 from launch.decisions import open_decision_log
 from launch.observing import observe_config
 from launch.recipes import load_recipe
+from launch.router_life import Router, RouterConfig
 from launch.shipped import SHIPPED_MODEL
-from launch.signals import Signals
 from models.tokenizer import Tokenizer
 
-SWEEP_SECONDS = 0.25
-# A sweep so much later than it was due says that this process did not listen meanwhile: it was stopped, or its host was.
-ABSENT_SECONDS = 1.0
-# What is said of the model before the first worker has registered; requests are refused until then.
-_UNKNOWN_CONTEXT = 1 << 24
-
 _PARTS = ("elastic", "limits", "routing", "service")
-# Readiness ends after so many canaries that did not arrive; the first ones may wait for programs to be compiled.
-CANARY_PATIENCE = 4.0
-CANARY_DEADLINE_SECONDS = 10.0
 
 _CONFIG = flags.DEFINE_string("config", None, "A recipe (launch/recipes.py): its limits, routing, service and model; flags win over it.")
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Interface to listen on.")
@@ -84,19 +55,6 @@ _CANARY = flags.DEFINE_float(
 _ELASTIC = flags.DEFINE_bool("elastic", False, "Let workers change their roles as the load asks for it.")
 _SET = flags.DEFINE_multi_string("set", [], "path.to.field=value of RouterConfig: limits.max_attempts=4; may be repeated.")
 _SERVICE = (_HOST, _PORT, _DRAIN, _TLS_CERTIFICATE, _TLS_KEY, _TLS_CLIENT_CA, _TOKEN_FILE, _CLUSTER_TOKEN_FILE)
-
-
-@dataclass(frozen=True)
-class RouterConfig:
-    """`elastic`: what the advice follows from; `changes_roles`: the router acts on it. `canary_seconds`: how often a small request of the
-    router's own proves that KV moves; 0: never, and readiness asks for none."""
-
-    limits: LimitsConfig = field(default_factory=LimitsConfig)
-    routing: RoutingConfig = field(default_factory=RoutingConfig)
-    service: ServiceConfig = field(default_factory=ServiceConfig)
-    elastic: ElasticConfig = field(default_factory=ElasticConfig)
-    changes_roles: bool = False
-    canary_seconds: float = 5.0
 
 
 def main(argv: list[str]) -> int:
@@ -123,164 +81,6 @@ def main(argv: list[str]) -> int:
 async def _run(config: RouterConfig, observe: ObserveConfig, tokenizer: Tokenizer, name: str, decisions: DecisionLog | None) -> None:
     async with observing("router", observe) as observer:
         await Router(config, tokenizer, name, observer, decisions).run()
-
-
-class Router:
-    """Build it where the loop runs."""
-
-    def __init__(
-        self,
-        config: RouterConfig,
-        tokenizer: Tokenizer,
-        name: str,
-        observer: Observer | None = None,
-        decisions: DecisionLog | None = None,
-    ) -> None:
-        self._config = config
-        self._decisions = decisions
-        self._clock = MonotonicClock()
-        self._name = name
-        self._tokenizer = tokenizer
-        self._observer = observer
-        self._credentials = cluster_credentials(config.service)
-        self._changed = asyncio.Event()
-        self._canary: CanaryRunner | None = None
-
-    async def run(self) -> None:
-        """Serves until it is signalled, then drains."""
-        observer, limits, service = self._observer, self._config.limits, self._config.service
-        roster = Roster(self._clock, observe_ports(self._open_ports, observer) if observer else self._open_ports)
-        roster.on_change = self._changed.set
-        path = RequestPath(
-            roster.prefill,
-            roster.decode,
-            lambda request: TokenStream.of(self._tokenizer, request),
-            limits,
-            self._clock,
-            address=roster.address,
-            boot_id=roster.boot_id,
-            statuses=roster.statuses,
-            accounts=roster.accounts,
-            routing=self._config.routing,
-        )
-        if self._decisions:
-            path.placing.on_answer = self._decisions.write
-        self._start_canary(roster, path)
-        controller, elastic = self._elastic(roster, path)
-        if observer:
-            observer.metrics.watch_counters("path", path.counters)
-            path.placing.on_measured = observer.metrics.measured
-            observer.metrics.watch_cluster(path.status)
-        info = _model_info(roster, self._name, self._tokenizer.vocabulary)
-        frontend = Frontend(OutcomeTap(wrap.path(path, observer), self._clock, controller.outcome), self._tokenizer, info, limits)
-        frontend.routing = path.routing
-        tokens = read_tokens(service.cluster_token_file)
-        server = GenerationServer(frontend, service, [registry_service(roster, tokens), cluster_roles_service(elastic, tokens)])
-        signals = Signals(server.hurry)
-        port = await server.start()
-        await server.set_ready(False)
-        watching = asyncio.create_task(self._watch(roster, server, frontend))
-        elastic.start()
-        print(f"jdisagg router listens on {host_port(service.host, port)}", flush=True)
-        try:
-            await signals.first()
-            await server.drain()
-        finally:
-            await elastic.stop()
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
-            if self._canary:
-                await self._canary.stop()
-            roster.close()
-
-    def _elastic(self, roster: Roster, path: RequestPath) -> tuple[Controller, ElasticPools]:
-        """The controller, and who acts on what it says."""
-        controller = Controller(self._config.elastic)
-        desk = RoleDesk(roster, lambda address: RemoteRolePort(address, self._credentials), self._clock, random_id)
-        say, held = (lambda text: print(text, flush=True)), (lambda: path.placing.waiting)
-        pools = ElasticPools(controller, desk, roster.statuses, self._clock, self._config.changes_roles, say, held)
-        if self._observer:
-            self._observer.metrics.watch_counters("roles", desk.counters)
-            self._observer.metrics.watch_advice(pools.advice)
-        return controller, pools
-
-    def _start_canary(self, roster: Roster, path: RequestPath) -> None:
-        seconds = self._config.canary_seconds
-        if not seconds:
-            return
-        canary = Canary(CANARY_PATIENCE * seconds)
-
-        async def pairs() -> tuple[Pair, ...]:
-            return pairs_of(roster.statuses())
-
-        def changed(readiness: Readiness) -> None:
-            self._changed.set()
-            print(f"canary: {readiness.reason}", flush=True)
-
-        # What clients ask for proves as much, and more: where all workers are busy a canary waits behind them, and may not arrive in time.
-        path.placing.on_handed_over = lambda prefill, decode: canary.succeeded(Pair(prefill or "", decode), self._clock.now())
-        probe = PortProbe(roster.prefill, roster.decode, random_id, CANARY_DEADLINE_SECONDS, roster.address)
-        self._canary = CanaryRunner(probe, pairs, self._clock, canary, seconds, CANARY_DEADLINE_SECONDS, changed)
-        self._canary.start()
-        if self._observer:
-            self._observer.metrics.watch_canary(canary, self._clock.now)
-
-    async def _watch(self, roster: Roster, server: GenerationServer, frontend: Frontend) -> None:
-        """Forgets silent workers; keeps what the door says of model and health up to date."""
-        ready, said = False, ""
-        due = self._clock.now()
-        while True:
-            absent_seconds = self._clock.now() - due
-            if absent_seconds > ABSENT_SECONDS:
-                roster.excuse(absent_seconds)
-            for card in roster.sweep():
-                print(f"worker {card.name} at {card.address} is silent: given up until it registers again", flush=True)
-            if self._changed.is_set():
-                self._changed.clear()
-                frontend.model = _model_info(roster, self._name, self._tokenizer.vocabulary)
-                known = ", ".join(sorted(f"{card.name} ({card.role.value} {card.layout})" for card in roster.cards())) or "none"
-                if known != said:
-                    print(f"workers: {known}", flush=True)
-                    said = known
-            if self._is_ready(roster) is not ready:
-                ready = not ready
-                await server.set_ready(ready)
-                print("ready" if ready else "not ready", flush=True)
-            due = self._clock.now() + SWEEP_SECONDS
-            try:
-                await asyncio.wait_for(self._changed.wait(), SWEEP_SECONDS)
-            except TimeoutError:
-                continue
-
-    def _is_ready(self, roster: Roster) -> bool:
-        """A worker for each half of a request is there, and KV made the trip lately."""
-        return roster.ready and (self._canary is None or self._canary.readiness().ready)
-
-    def _open_ports(self, card: WorkerCard) -> WorkerPorts:
-        worker = RemoteWorker(card.address, self._credentials, card.boot_id)
-        if card.role is WorkerRole.PREFILL:
-            return WorkerPorts(prefill=worker.prefill, close=worker.close)
-        return WorkerPorts(decode=worker.decode, close=worker.close)
-
-
-def _model_info(roster: Roster, name: str, vocabulary: int) -> ModelInfo:
-    """The workers' model; until there is one, what the tokenizer knows."""
-    model = roster.model
-    cards = sorted(roster.cards(), key=lambda card: card.name)
-    prefill = [card.layout for card in cards if card.role is WorkerRole.PREFILL]
-    decode = [card.layout for card in cards if card.role is not WorkerRole.PREFILL]
-    mixed = any(card.role is WorkerRole.MIXED for card in cards)
-    return ModelInfo(
-        name=model.name if model else name,
-        family=model.family if model else "",
-        vocabulary=model.vocabulary if model else vocabulary,
-        context_tokens=model.context_tokens if model else _UNKNOWN_CONTEXT,
-        dtype=model.dtype if model else "float32",
-        mode=Mode.CHUNKED if mixed and not prefill else Mode.DISAGGREGATED,
-        prefill_layout=prefill[0] if prefill else None,
-        decode_layout=decode[0] if decode else Layout(),
-        kv_bytes_per_token=model.kv_bytes_per_token if model else 0,
-    )
 
 
 if __name__ == "__main__":

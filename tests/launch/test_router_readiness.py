@@ -19,7 +19,7 @@ from jdisagg.layout.axes import Layout
 from jdisagg.observe.canary_probe import CANARY_TENANT
 from jdisagg.service.registry import RegistryClient
 from launch.cluster_plan import free_ports
-from launch.router import Router, RouterConfig
+from launch.router_life import Router, RouterConfig
 from tests.service.doors import byte_tokenizer, eventually
 from tests.service.test_cluster_over_grpc import Served, served
 
