@@ -1,13 +1,15 @@
-"""What do our attention ops cost against what one would write without packing and without pages? On CPU, interleaved.
+"""What do our attention ops cost against what one would write without packing and without pages? On
+CPU, interleaved.
 
     MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TRIM_THRESHOLD_=8000000000 MALLOC_TOP_PAD_=268435456 \
         python -m benchmarks.attention_ops --rounds=15
 
-Prefill: one layer's attention of a chunk (12 query heads, 4 kv heads, head 64) against a plain causal attention in query
-blocks of 256 rows over their prefix. Decode: a whole step of a 124.7M Llama (hidden 768, 12 layers, ffn 2048, vocabulary
-32000) whose cache lies in pages, against the same step over slots that are exactly the batch and context. Each round times the
-contenders one after the other, best of 3; printed are the median over rounds of the baseline's time and of the ratios.
-"""
+Prefill: one layer's attention of a chunk (12 query heads, 4 kv heads, head 64) against a plain
+causal attention in query blocks of 256 rows over their prefix. Decode: a whole step of a 124.7M
+Llama (hidden 768, 12 layers, ffn 2048, vocabulary 32000) whose cache lies in pages, against the
+same step over slots that are exactly the batch and context. Each round times the contenders one
+after the other, best of 3; printed are the median over rounds of the baseline's time and of the
+ratios."""
 
 import argparse
 import functools
@@ -41,8 +43,13 @@ def compare(title: str, contenders: dict[str, Step], rounds: int) -> None:
                 best = min(best, time.perf_counter() - start)
             times[name].append(best)
     base, *others = contenders
-    ratios = (f"{name} {np.median(np.array(times[name]) / np.array(times[base])):.2f}" for name in others)
-    print(f"{title:<24} {base} {np.median(times[base]) * 1e3:7.2f} ms; ratios: {', '.join(ratios)}", flush=True)
+    ratios = (
+        f"{name} {np.median(np.array(times[name]) / np.array(times[base])):.2f}" for name in others
+    )
+    print(
+        f"{title:<24} {base} {np.median(times[base]) * 1e3:7.2f} ms; ratios: {', '.join(ratios)}",
+        flush=True,
+    )
 
 
 def plain_causal(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array) -> jax.Array:
@@ -51,16 +58,31 @@ def plain_causal(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array) -> jax.Ar
     k_KTH, v_KTH, outputs = k_TKH.swapaxes(0, 1), v_TKH.swapaxes(0, 1), []
     for low in range(0, tokens, 256):
         high = min(low + 256, tokens)
-        s = jnp.einsum("kgth,ksh->kgts", q_KGTH[:, :, low:high], k_KTH[:, :high], preferred_element_type=jnp.float32) * SCALE
+        s = (
+            jnp.einsum(
+                "kgth,ksh->kgts",
+                q_KGTH[:, :, low:high],
+                k_KTH[:, :high],
+                preferred_element_type=jnp.float32,
+            )
+            * SCALE
+        )
         seen = jnp.arange(low, high)[:, None] >= jnp.arange(high)[None, :]
         p = jax.nn.softmax(jnp.where(seen[None, None], s, -1e30), axis=-1).astype(dtype)
-        outputs.append(jnp.einsum("kgts,ksh->kgth", p, v_KTH[:, :high], preferred_element_type=jnp.float32).astype(dtype))
+        outputs.append(
+            jnp.einsum(
+                "kgts,ksh->kgth", p, v_KTH[:, :high], preferred_element_type=jnp.float32
+            ).astype(dtype)
+        )
     return jnp.concatenate(outputs, axis=2).transpose(2, 0, 1, 3).reshape(q_TNH.shape)
 
 
 def prefill(tokens: int, dtype: jnp.dtype, rounds: int) -> None:
     keys = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (jax.random.normal(key, (tokens, heads, H)).astype(dtype) for key, heads in zip(keys, (N, K, K), strict=True))
+    q, k, v = (
+        jax.random.normal(key, (tokens, heads, H)).astype(dtype)
+        for key, heads in zip(keys, (N, K, K), strict=True)
+    )
     positions = jnp.arange(tokens, dtype=jnp.int32)
     one, many = jnp.zeros(tokens, jnp.int32), positions // 64
 
@@ -93,7 +115,10 @@ def make_weights(dtype: jnp.dtype) -> dict[str, list[jax.Array]]:
         return jnp.asarray(rng.standard_normal(shape, np.float32) * shape[0] ** -0.5, dtype)
 
     weights = {name: [draw(shape) for _ in range(LAYERS)] for name, shape in shapes.items()}
-    return weights | {"head": [draw((D, V))], "embedding": [jnp.asarray(rng.standard_normal((V, D), np.float32), dtype)]}
+    return weights | {
+        "head": [draw((D, V))],
+        "embedding": [jnp.asarray(rng.standard_normal((V, D), np.float32), dtype)],
+    }
 
 
 def norm(x: jax.Array) -> jax.Array:
@@ -101,8 +126,12 @@ def norm(x: jax.Array) -> jax.Array:
     return (wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + 1e-5)).astype(x.dtype)
 
 
-def model_step(attend: Callable[..., tuple[jax.Array, tuple[jax.Array, jax.Array]]]) -> Callable[..., object]:
-    def step(caches: list, weights: dict, tokens_B: jax.Array, positions_B: jax.Array, *table: jax.Array) -> object:
+def model_step(
+    attend: Callable[..., tuple[jax.Array, tuple[jax.Array, jax.Array]]],
+) -> Callable[..., object]:
+    def step(
+        caches: list, weights: dict, tokens_B: jax.Array, positions_B: jax.Array, *table: jax.Array
+    ) -> object:
         x, new = weights["embedding"][0][tokens_B], []
         for layer, cache in enumerate(caches):
             heads = linear(norm(x), weights["qkv"][layer]).reshape(-1, N + 2 * K, H)
@@ -112,12 +141,16 @@ def model_step(attend: Callable[..., tuple[jax.Array, tuple[jax.Array, jax.Array
             x = x + linear(o.reshape(-1, N * H), weights["out"][layer])
             gate, up = jnp.split(linear(norm(x), weights["up"][layer]), 2, axis=1)
             x = x + linear(jax.nn.silu(gate) * up, weights["down"][layer])
-        return new, jnp.argmax(linear(norm(x), weights["head"][0]).astype(jnp.float32), -1).astype(jnp.int32)
+        return new, jnp.argmax(linear(norm(x), weights["head"][0]).astype(jnp.float32), -1).astype(
+            jnp.int32
+        )
 
     return jax.jit(step, donate_argnums=0)
 
 
-def slot_attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: tuple, positions_B: jax.Array) -> tuple:
+def slot_attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, cache: tuple, positions_B: jax.Array
+) -> tuple:
     row = jnp.arange(q.shape[0])
     k_BKSH, v_BKSH = (
         slots.at[row, :, positions_B].set(new, mode="promise_in_bounds", unique_indices=True)
@@ -131,10 +164,22 @@ def slot_attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: tuple, position
     return o.reshape(q.shape), (k_BKSH, v_BKSH)
 
 
-def page_attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: tuple, positions_B: jax.Array, table_BN: jax.Array) -> tuple:
+def page_attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cache: tuple,
+    positions_B: jax.Array,
+    table_BN: jax.Array,
+) -> tuple:
     at = decode_coordinates(table_BN, positions_B, slots=cache[0].shape[2])
-    k_pages, v_pages = (write_tokens(pages, new, *at, unique=True) for pages, new in zip(cache, (k, v), strict=True))
-    return paged_attention(q, k_pages, v_pages, table_BN, positions_B, scale=SCALE), (k_pages, v_pages)
+    k_pages, v_pages = (
+        write_tokens(pages, new, *at, unique=True) for pages, new in zip(cache, (k, v), strict=True)
+    )
+    return paged_attention(q, k_pages, v_pages, table_BN, positions_B, scale=SCALE), (
+        k_pages,
+        v_pages,
+    )
 
 
 def decode(batch: int, dtype: jnp.dtype, rounds: int, weights: dict[str, list[jax.Array]]) -> None:
@@ -144,7 +189,10 @@ def decode(batch: int, dtype: jnp.dtype, rounds: int, weights: dict[str, list[ja
 
     def contender(step: Callable[..., object], shape: tuple[int, ...], *table: jax.Array) -> Step:
         draw = jax.jit(lambda key: jax.random.normal(key, shape, dtype), donate_argnums=())
-        caches = [tuple(draw(key) for key in jax.random.split(jax.random.key(layer))) for layer in range(LAYERS)]
+        caches = [
+            tuple(draw(key) for key in jax.random.split(jax.random.key(layer)))
+            for layer in range(LAYERS)
+        ]
 
         def run() -> object:
             nonlocal caches
@@ -153,11 +201,15 @@ def decode(batch: int, dtype: jnp.dtype, rounds: int, weights: dict[str, list[ja
 
         return run
 
-    contenders: dict[str, Step] = {"slots": contender(model_step(slot_attend), (batch, K, CONTEXT, H))}
+    contenders: dict[str, Step] = {
+        "slots": contender(model_step(slot_attend), (batch, K, CONTEXT, H))
+    }
     for slots in (128, 16):
         pages = batch * CONTEXT // slots + 1
         table = rng.permutation(pages)[: pages - 1].reshape(batch, -1)
-        contenders[f"pages of {slots}"] = contender(model_step(page_attend), (pages, K, slots, H), jnp.asarray(table, jnp.int32))
+        contenders[f"pages of {slots}"] = contender(
+            model_step(page_attend), (pages, K, slots, H), jnp.asarray(table, jnp.int32)
+        )
     compare(f"decode B{batch} {dtype.name}", contenders, rounds)
 
 

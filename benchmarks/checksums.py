@@ -1,11 +1,12 @@
-"""What do the checksums of a hand-off cost, on the side that computes KV and on the side that inserts it?
+"""What do the checksums of a hand-off cost, on the side that computes KV and on the side that
+inserts it?
 
     python -m benchmarks.checksums --dtype=float32 --rounds=9 --name=checksums
 
-Prefill: one chunk of 512 tokens of the 124.7M model on one CPU device, whose KV is returned and summed, against the same chunk with
-the sums left out. Insert: one block of 512 tokens of half the model's layers into pages, read back and summed, against the write alone.
-Both sides run round by round in turn; a figure is the median over rounds of (without / with): 1 is free.
-"""
+Prefill: one chunk of 512 tokens of the 124.7M model on one CPU device, whose KV is returned and
+summed, against the same chunk with the sums left out. Insert: one block of 512 tokens of half the
+model's layers into pages, read back and summed, against the write alone. Both sides run round by
+round in turn; a figure is the median over rounds of (without / with): 1 is free."""
 
 import time
 from collections.abc import Callable
@@ -25,8 +26,15 @@ from jdisagg.executor import insert_program
 from jdisagg.executor.block_sums import PrefillSums
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.step_commands import (
+    ConnectPeer,
+    InsertBlock,
+    OfferSpec,
+    PrefillChunk,
+    PrefillRow,
+    PullBlock,
+)
 from jdisagg.ops.parameters import layout_mesh
-from jdisagg.scheduler.commands import ConnectPeer, InsertBlock, OfferSpec, PrefillChunk, PrefillRow, PullBlock
 from jdisagg.transfer.in_process import InProcessChannel
 from models.catalog import read_config
 from models.checkpoint import LoadedModel
@@ -43,28 +51,56 @@ TOKENS, PAGE, KEY = 512, 128, 0x1234567890ABCDEF
 class NoSums(PrefillSums):
     """Blocks are returned and not summed."""
 
-    def run(self, group: int, block: jax.Array, positions: jax.Array, segment: jax.Array, key: jax.Array) -> jax.Array:
+    def run(
+        self, group: int, block: jax.Array, positions: jax.Array, segment: jax.Array, key: jax.Array
+    ) -> jax.Array:
         return key
 
 
-def instance(name: str, loaded: LoadedModel, role: MeshRole, channel: InProcessChannel) -> MeshExecutor:
-    config = InstanceConfig(page_size=PAGE, pages_per_rank=8, slots_per_rank=1, chunk_tokens=TOKENS, min_chunk_tokens=TOKENS)
-    return build_instance(name, config, Mode.DISAGGREGATED, loaded, role, channel, 2 * TOKENS, 2).executor
+def instance(
+    name: str, loaded: LoadedModel, role: MeshRole, channel: InProcessChannel
+) -> MeshExecutor:
+    config = InstanceConfig(
+        page_size=PAGE,
+        pages_per_rank=8,
+        slots_per_rank=1,
+        chunk_tokens=TOKENS,
+        min_chunk_tokens=TOKENS,
+    )
+    return build_instance(
+        name, config, Mode.DISAGGREGATED, loaded, role, channel, 2 * TOKENS, 2
+    ).executor
 
 
 def main(_: list[str]) -> None:
-    model = init_model(read_config(HfConfig(plain_loop.MEASURED_MODEL, "the measured model")), jax.random.key(0), dtype=_DTYPE.value)
-    loaded = LoadedModel(model, layout_mesh(Layout(), plain_loop.KV_HEADS, jax.devices()[:1]), Layout())
+    model = init_model(
+        read_config(HfConfig(plain_loop.MEASURED_MODEL, "the measured model")),
+        jax.random.key(0),
+        dtype=_DTYPE.value,
+    )
+    loaded = LoadedModel(
+        model, layout_mesh(Layout(), plain_loop.KV_HEADS, jax.devices()[:1]), Layout()
+    )
     channel = InProcessChannel(MonotonicClock())
-    prefills = [instance(name, loaded, MeshRole(True, False, emit=True), channel) for name in ("with", "without")]
-    prefills[1]._sums = prefills[1]._prefill._sums = NoSums(prefills[1].programs, prefills[1]._pool, prefills[1]._groups, 16)
+    prefills = [
+        instance(name, loaded, MeshRole(True, False, emit=True), channel)
+        for name in ("with", "without")
+    ]
+    prefills[1]._sums = prefills[1]._prefill._sums = NoSums(
+        prefills[1].programs, prefills[1]._pool, prefills[1]._groups, 16
+    )
     figures: dict[str, object] = {"dtype": _DTYPE.value}
     figures["prefill 512"] = rounds(*(lambda mesh=mesh: prefill(mesh) for mesh in prefills))
     figures["insert 512, half the layers"] = rounds(*inserts(prefills[0], loaded, channel))
     for name, value in figures.items():
         if isinstance(value, dict):
-            ours, theirs = (cast("dict[str, float]", value[side])["median_ms"] for side in ("ours", "theirs"))
-            print(f"{name:32s} speed {value['speed']:.4f}  with {ours:.2f} ms  without {theirs:.2f} ms  {value['rounds']}")
+            ours, theirs = (
+                cast("dict[str, float]", value[side])["median_ms"] for side in ("ours", "theirs")
+            )
+            print(
+                f"{name:32s} speed {value['speed']:.4f}  with {ours:.2f} ms  without {theirs:.2f}"
+                f" ms  {value['rounds']}"
+            )
     if _NAME.value:
         print(save(_NAME.value, figures))
     for mesh in prefills:
@@ -77,8 +113,18 @@ _ids = iter(range(1, 1 << 30))
 def prefill(mesh: MeshExecutor, keep: bool = False) -> int:
     """One chunk, offered (and withdrawn)."""
     offer_ids = (next(_ids), next(_ids))
-    offers = tuple(OfferSpec(offer_id, group, 0, TOKENS) for group, offer_id in enumerate(offer_ids))
-    row = PrefillRow(0, 0, 0, tuple(int(token) for token in np.arange(TOKENS) % 1000), 0, (0, 1, 2, 3), offers=offers)
+    offers = tuple(
+        OfferSpec(offer_id, group, 0, TOKENS) for group, offer_id in enumerate(offer_ids)
+    )
+    row = PrefillRow(
+        0,
+        0,
+        0,
+        tuple(int(token) for token in np.arange(TOKENS) % 1000),
+        0,
+        (0, 1, 2, 3),
+        offers=offers,
+    )
     mesh.issue_and_wait(PrefillChunk(0, TOKENS, (row,), KEY))
     if not keep:
         for offer_id in offer_ids:
@@ -86,7 +132,9 @@ def prefill(mesh: MeshExecutor, keep: bool = False) -> int:
     return offer_ids[0]
 
 
-def inserts(source: MeshExecutor, loaded: LoadedModel, channel: InProcessChannel) -> tuple[Callable[[], None], Callable[[], None]]:
+def inserts(
+    source: MeshExecutor, loaded: LoadedModel, channel: InProcessChannel
+) -> tuple[Callable[[], None], Callable[[], None]]:
     """Inserting one pulled block again and again, read back and summed, and not."""
     offer_id = prefill(source, keep=True)
 

@@ -1,4 +1,5 @@
-"""A cluster of real processes to be measured: `launch.cluster` as a child, and a client that waits until it answers."""
+"""A cluster of real processes to be measured: `launch.cluster` as a child, and a client that waits
+until it answers."""
 
 import asyncio
 import contextlib
@@ -21,12 +22,18 @@ def cluster(*arguments: str) -> Iterator[str]:
     """The address of a running `launch.cluster`."""
     with tempfile.TemporaryFile("w+") as log:
         command = [sys.executable, "-u", "-m", "launch.cluster", "--port=0", *arguments]
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
+        child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+        )
         try:
             assert child.stdout is not None
             for line in child.stdout:
                 if line.startswith("jdisagg cluster serves on"):
-                    yield line.split(" on ")[1].split(":")[0] + ":" + line.split(" on ")[1].split(":")[1]
+                    yield (
+                        line.split(" on ")[1].split(":")[0]
+                        + ":"
+                        + line.split(" on ")[1].split(":")[1]
+                    )
                     break
             else:
                 log.seek(0)

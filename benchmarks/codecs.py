@@ -2,11 +2,12 @@
 
     python -m benchmarks.codecs --prompts=24 --tokens=64 --name=codecs
 
-For each shipped model and dtype. Bytes: what the hand-offs really moved, a token of the prompt, against codec "none". Error: of the
-model's own keys and values over held-out text, packed and unpacked, against full precision. Tokens: greedy streams of an embedded
-cluster whose KV came by the codec, against the same cluster without: how many streams are the same, how many tokens pass until
-they part, and how close the choice was where they parted (log-probability of the first over the second token).
-"""
+For each shipped model and dtype. Bytes: what the hand-offs really moved, a token of the prompt,
+against codec "none". Error: of the model's own keys and values over held-out text, packed and
+unpacked, against full precision. Tokens: greedy streams of an embedded cluster whose KV came by the
+codec, against the same cluster without: how many streams are the same, how many tokens pass until
+they part, and how close the choice was where they parted (log-probability of the first over the
+second token)."""
 
 import asyncio
 import math
@@ -28,8 +29,8 @@ from jdisagg.request import Request, SamplingParams, TokenLogprobs
 from jdisagg.transfer.channel import BlockStamp
 from jdisagg.transfer.codec import CODECS, Codec, codec, stamp_array
 from models.checkpoint import load_model
-from models.tiny.corpus import document
 from models.tokenizer import Tokenizer
+from tools.tiny_models.corpus import document
 
 _PROMPTS = flags.DEFINE_integer("prompts", 24, "Prompts for each model, dtype and codec.")
 _TOKENS = flags.DEFINE_integer("tokens", 64, "Greedy tokens of each stream.")
@@ -44,19 +45,32 @@ LOSSY = tuple(name for name in CODECS if name != "none")
 
 def prompts(tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     """Beginnings of documents that no shipped model was trained on."""
-    ids = [tuple(tokenizer.encode(document(0, index, held_out=True)))[:PROMPT_TOKENS] for index in range(4 * _PROMPTS.value)]
+    ids = [
+        tuple(tokenizer.encode(document(0, index, held_out=True)))[:PROMPT_TOKENS]
+        for index in range(4 * _PROMPTS.value)
+    ]
     return [prompt for prompt in ids if len(prompt) == PROMPT_TOKENS][: _PROMPTS.value]
 
 
-def errors(directory: Path, dtype: str, texts: list[tuple[int, ...]]) -> dict[str, dict[str, float]]:
-    """For each codec: the error of keys and of values, root mean square over that of the values, and the largest over its row's largest."""
+def errors(
+    directory: Path, dtype: str, texts: list[tuple[int, ...]]
+) -> dict[str, dict[str, float]]:
+    """For each codec: the error of keys and of values, root mean square over that of the values,
+    and the largest over its row's largest."""
     model = load_model(directory, Layout(), jax.devices()[:1], dtype=dtype).model
 
     @jax.jit
     def cache(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         found: list[tuple[jax.Array, jax.Array]] = []
 
-        def attend(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, *, scale: float, window: int | None) -> jax.Array:
+        def attend(
+            q_TNH: jax.Array,
+            k_TKH: jax.Array,
+            v_TKH: jax.Array,
+            *,
+            scale: float,
+            window: int | None,
+        ) -> jax.Array:
             found.append((k_TKH.swapaxes(0, 1), v_TKH.swapaxes(0, 1)))
             return dense_causal_attend(q_TNH, k_TKH, v_TKH, scale=scale, window=window)
 
@@ -69,34 +83,48 @@ def errors(directory: Path, dtype: str, texts: list[tuple[int, ...]]) -> dict[st
         figures: dict[str, float] = {}
         for side, which in (("keys", 0), ("values", 1)):
             exact = np.stack([np.asarray(part[which], np.float32) for part in parts])
-            packed = np.stack([np.asarray(through(codec(name), part[which]), np.float32) for part in parts])
+            packed = np.stack(
+                [np.asarray(through(codec(name), part[which]), np.float32) for part in parts]
+            )
             error = packed - exact
             figures[f"{side}_rms"] = math.sqrt(float(np.mean(error**2)) / float(np.mean(exact**2)))
-            figures[f"{side}_largest_over_row_largest"] = float((np.abs(error).max(axis=-1) / np.abs(exact).max(axis=-1)).max())
+            figures[f"{side}_largest_over_row_largest"] = float(
+                (np.abs(error).max(axis=-1) / np.abs(exact).max(axis=-1)).max()
+            )
         result[name] = figures
     return result
 
 
 def through(how: Codec, block_CKTH: jax.Array) -> jax.Array:
     stamp = stamp_array(BlockStamp(valid_tokens=block_CKTH.shape[2]))
-    return how.decode(how.encode(block_CKTH[None], jnp.asarray(stamp), jnp.int32(0)), block_CKTH.dtype)[0]
+    return how.decode(
+        how.encode(block_CKTH[None], jnp.asarray(stamp), jnp.int32(0)), block_CKTH.dtype
+    )[0]
 
 
 Streams = list[tuple[list[int], list[TokenLogprobs]]]
 
 
-async def streams(directory: Path, dtype: str, name: str, texts: list[tuple[int, ...]], tokenizer: Tokenizer) -> tuple[Streams, float]:
+async def streams(
+    directory: Path, dtype: str, name: str, texts: list[tuple[int, ...]], tokenizer: Tokenizer
+) -> tuple[Streams, float]:
     """Greedy tokens with their log-probabilities, and the bytes moved for a token of a prompt."""
     common = InstanceConfig(page_size=16, chunk_tokens=128, min_chunk_tokens=128, slots_per_rank=8)
-    decode = InstanceConfig(page_size=16, chunk_tokens=128, min_chunk_tokens=128, slots_per_rank=8, codec=name)
-    config = EngineConfig(ModelConfig(str(directory), dtype, 512), prefill=common, decode=decode, warm_up=False)
+    decode = InstanceConfig(
+        page_size=16, chunk_tokens=128, min_chunk_tokens=128, slots_per_rank=8, codec=name
+    )
+    config = EngineConfig(
+        ModelConfig(str(directory), dtype, 512), prefill=common, decode=decode, warm_up=False
+    )
     load = lambda layout, devices: load_model(directory, layout, devices, dtype=dtype)  # noqa: E731
     cluster = EmbeddedCluster(config, load, tokenizer, jax.devices())
     await cluster.start()
     moved: list[int] = []
 
     async def one(number: int, text: tuple[int, ...]) -> tuple[list[int], list[TokenLogprobs]]:
-        params = SamplingParams(max_tokens=_TOKENS.value, temperature=0.0, ignore_eos=True, logprobs=2)
+        params = SamplingParams(
+            max_tokens=_TOKENS.value, temperature=0.0, ignore_eos=True, logprobs=2
+        )
         tokens: list[int] = []
         logprobs: list[TokenLogprobs] = []
         async for event in cluster.stream(Request(f"r{number}", text, params)):
@@ -118,7 +146,14 @@ def parting(expected: Streams, others: Streams) -> dict[str, float | None]:
     at: list[int] = []
     margins: list[float] = []
     for (tokens, logprobs), (others_tokens, _) in zip(expected, others, strict=True):
-        index = next((i for i, pair in enumerate(zip(tokens, others_tokens, strict=True)) if pair[0] != pair[1]), None)
+        index = next(
+            (
+                i
+                for i, pair in enumerate(zip(tokens, others_tokens, strict=True))
+                if pair[0] != pair[1]
+            ),
+            None,
+        )
         if index is not None:
             first, second = logprobs[index].top[:2]
             at.append(index)
@@ -132,7 +167,11 @@ def parting(expected: Streams, others: Streams) -> dict[str, float | None]:
 
 
 async def run() -> dict[str, object]:
-    figures: dict[str, object] = {"prompts": _PROMPTS.value, "prompt_tokens": PROMPT_TOKENS, "tokens": _TOKENS.value}
+    figures: dict[str, object] = {
+        "prompts": _PROMPTS.value,
+        "prompt_tokens": PROMPT_TOKENS,
+        "tokens": _TOKENS.value,
+    }
     for model in MODELS:
         directory = TINY / model
         tokenizer = Tokenizer.from_directory(directory)

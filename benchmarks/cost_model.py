@@ -1,13 +1,14 @@
-"""How well does the cost model predict measured steps: those it was fitted to, another model's, and the other way round?
+"""How well does the cost model predict measured steps: those it was fitted to, another model's, and
+the other way round?
 
     python -m benchmarks.cost_model --name=cost_model
 
-The measurements are other people's (data/README.md): Llama2-70B at tensor-parallel 2, 4 and 8 and BLOOM-176B at 8, on A100, H100 and
-H100 with capped power. Eight constants a machine are fitted to one model over all its layouts and both phases at once; the other model is
-predicted with them. "rows": every measurement; "settings": each setting once (its median), for in the file one prompt of 512 tokens
-is 45 of 105 rows.
-Nothing is left out, not even Llama2-70B at TP 2 with 64 prompts of 512, which ran out of memory and measured something else.
-"""
+The measurements are other people's (data/README.md): Llama2-70B at tensor-parallel 2, 4 and 8 and
+BLOOM-176B at 8, on A100, H100 and H100 with capped power. Eight constants a machine are fitted to
+one model over all its layouts and both phases at once; the other model is predicted with them.
+"rows": every measurement; "settings": each setting once (its median), for in the file one prompt of
+512 tokens is 45 of 105 rows. Nothing is left out, not even Llama2-70B at TP 2 with 64 prompts of
+512, which ran out of memory and measured something else."""
 
 import dataclasses
 
@@ -15,23 +16,37 @@ from absl import app, flags
 
 from benchmarks.measure import save
 from benchmarks.measured_steps import MACHINES, MODELS, Steps, eager_accelerator, measured_steps
-from jdisagg.router.fitting import WHOLE_STEP_CONSTANTS, Errors, Observation, fit, relative_errors
-from jdisagg.router.hardware import Accelerator
+from jdisagg.costs.fitting import WHOLE_STEP_CONSTANTS, Errors, Observation, fit, relative_errors
+from jdisagg.costs.hardware import Accelerator
 
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
 
 
 def percent(accelerator: Accelerator, seen: tuple[Observation, ...]) -> dict[str, float]:
     errors = Errors.of(relative_errors(accelerator, seen))
-    return {"median_percent": round(100 * errors.median, 2), "p90_percent": round(100 * errors.p90, 2), "count": errors.count}
+    return {
+        "median_percent": round(100 * errors.median, 2),
+        "p90_percent": round(100 * errors.p90, 2),
+        "count": errors.count,
+    }
 
 
 def errors_of(accelerator: Accelerator, steps: Steps) -> dict[str, object]:
     found: dict[str, object] = {}
-    for phase, rows, settings in (("prefill", steps.prefill, steps.cells.prefill), ("decode", steps.decode, steps.cells.decode)):
+    for phase, rows, settings in (
+        ("prefill", steps.prefill, steps.cells.prefill),
+        ("decode", steps.decode, steps.cells.decode),
+    ):
         degrees = sorted({seen.layout.tp for seen in rows})
-        by_degree = {f"tp{tp}": percent(accelerator, tuple(seen for seen in rows if seen.layout.tp == tp)) for tp in degrees}
-        found[phase] = {"rows": percent(accelerator, rows), "settings": percent(accelerator, settings), **by_degree}
+        by_degree = {
+            f"tp{tp}": percent(accelerator, tuple(seen for seen in rows if seen.layout.tp == tp))
+            for tp in degrees
+        }
+        found[phase] = {
+            "rows": percent(accelerator, rows),
+            "settings": percent(accelerator, settings),
+            **by_degree,
+        }
     return found
 
 
@@ -45,7 +60,9 @@ def main(argv: list[str]) -> None:
             accelerator = fit(eager_accelerator(machine), steps[fitted_to, machine].cells.all)
             constants = dataclasses.asdict(accelerator.efficiency)
             result = {
-                "constants": {name: float(f"{constants[name]:.4g}") for name in WHOLE_STEP_CONSTANTS},
+                "constants": {
+                    name: float(f"{constants[name]:.4g}") for name in WHOLE_STEP_CONSTANTS
+                },
                 "in_sample": errors_of(accelerator, steps[fitted_to, machine]),
                 "held_out": errors_of(accelerator, steps[other, machine]),
             }
@@ -54,9 +71,10 @@ def main(argv: list[str]) -> None:
                 for phase in ("prefill", "decode"):
                     rows, settings = (result[kind][phase][part] for part in ("rows", "settings"))
                     print(
-                        f"{machine:15} fitted to {fitted_to:12} {kind:9} {model:12} {phase:7} "
-                        f"rows {rows['median_percent']:5.1f} (p90 {rows['p90_percent']:5.1f}) %, "
-                        f"settings {settings['median_percent']:5.1f} (p90 {settings['p90_percent']:5.1f}) %"
+                        f"{machine:15} fitted to {fitted_to:12} {kind:9} {model:12} {phase:7} rows"
+                        f" {rows['median_percent']:5.1f} (p90 {rows['p90_percent']:5.1f}) %,"
+                        f" settings {settings['median_percent']:5.1f} (p90"
+                        f" {settings['p90_percent']:5.1f}) %"
                     )
     if _NAME.value:
         print(save(_NAME.value, figures))

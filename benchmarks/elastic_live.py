@@ -1,15 +1,18 @@
-"""Does `launch.cluster --elastic` follow a load that shifts, how soon, and what do the streams feel of it?
+"""Does `launch.cluster --elastic` follow a load that shifts, how soon, and what do the streams feel
+of it?
 
     python -m benchmarks.elastic_live --name=elastic_live
 
-A cluster of real processes (2 + 2, the shipped model, warm) under a closed loop of clients: long prompts with short answers, then short
-prompts with long answers. Nobody asks for a change: the router's controller sees TTFT missed while prompts wait, or slots full, and moves a
-worker. Every token is held against an oracle made before. On a machine whose processes share few cores a worker more is no processor more:
-what is shown is that and how soon the ratio follows, not what it gains (docs/elastic.md has that, simulated).
-- decided: from the load's beginning until a worker gave its role up; patience and window are settings of the run, given in the results.
+A cluster of real processes (2 + 2, the shipped model, warm) under a closed loop of clients: long
+prompts with short answers, then short prompts with long answers. Nobody asks for a change: the
+router's controller sees TTFT missed while prompts wait, or slots full, and moves a worker. Every
+token is held against an oracle made before. On a machine whose processes share few cores a worker
+more is no processor more: what is shown is that and how soon the ratio follows, not what it gains
+(docs/elastic.md has that, simulated).
+- decided: from the load's beginning until a worker gave its role up; patience and window are
+  settings of the run, given in the results.
 - changed: from there until the router places requests on it in its new role.
-- TTFT of requests sent before the change was begun, and after it was made.
-"""
+- TTFT of requests sent before the change was begun, and after it was made."""
 
 import asyncio
 import os
@@ -31,7 +34,13 @@ _AFTER = flags.DEFINE_float("after_seconds", 10.0, "How long each load goes on a
 _CACHE = flags.DEFINE_string("cache", "", "Folder of compiled programs; by default an empty one.")
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
 
-SETTINGS = {"window_seconds": 20, "patience_seconds": 5, "cooldown_seconds": 10, "switch_seconds": 10, "slo.tpot_seconds": 2}
+SETTINGS = {
+    "window_seconds": 20,
+    "patience_seconds": 5,
+    "cooldown_seconds": 10,
+    "switch_seconds": 10,
+    "slo.tpot_seconds": 2,
+}
 MOST_SECONDS = 240.0
 
 
@@ -45,17 +54,29 @@ def row(shift: Shift) -> dict[str, object]:
     return {
         "decided_after_seconds": round(shift.left_seconds, 2),
         "changed_within_seconds": round(shift.served_seconds - shift.left_seconds, 2),
-        "median_ttft_seconds": {name: round(statistics.median(values), 3) for name, values in times.items() if values},
+        "median_ttft_seconds": {
+            name: round(statistics.median(values), 3) for name, values in times.items() if values
+        },
         "longest_pause_seconds": round(shift.longest_pause, 2),
         "streams": len(shift.streams),
     }
 
 
 async def measure(target: str, prompts: list[Kind], answers: list[Kind]) -> dict[str, object]:
-    figures: dict[str, object] = {"settings": {**SETTINGS, "slo.ttft_seconds": _TTFT.value}, "concurrent": _CONCURRENT.value}
+    figures: dict[str, object] = {
+        "settings": {**SETTINGS, "slo.ttft_seconds": _TTFT.value},
+        "concurrent": _CONCURRENT.value,
+    }
     async with ready(target), ClusterRoles(target) as roles:
         for name, kinds, prefill in (("long_prompts", prompts, 3), ("long_answers", answers, 2)):
-            shift = await shifted(target, kinds, _CONCURRENT.value, prefill, most_seconds=MOST_SECONDS, after_seconds=_AFTER.value)
+            shift = await shifted(
+                target,
+                kinds,
+                _CONCURRENT.value,
+                prefill,
+                most_seconds=MOST_SECONDS,
+                after_seconds=_AFTER.value,
+            )
             figures[name] = {**row(shift), "controller_afterwards": (await roles.advice()).decision}
             print(name, figures[name], flush=True)
     return {**figures, "streams_broken_or_wrong": 0}  # else `shifted` would have raised
@@ -66,9 +87,25 @@ def main(_: list[str]) -> None:
     prompts = asyncio.run(known_kinds(4, tokens=(3,), prompts=(400, 450)))
     answers = asyncio.run(known_kinds(4, tokens=(300, 400), prompts=(8, 12)))
     with tempfile.TemporaryDirectory() as empty:
-        settings = [f"--set=elastic.{name}={value}" for name, value in {**SETTINGS, "slo.ttft_seconds": _TTFT.value}.items()]
-        sizes = ("--prefill_chunk=64", "--page_size=16", "--slots=4", "--set=model.context_tokens=512", "--drain_seconds=20")
-        flags_ = ("--prefill=2", "--decode=2", "--elastic", *sizes, *settings, f"--compilation_cache={_CACHE.value or empty}")
+        settings = [
+            f"--set=elastic.{name}={value}"
+            for name, value in {**SETTINGS, "slo.ttft_seconds": _TTFT.value}.items()
+        ]
+        sizes = (
+            "--chunk_tokens=64",
+            "--page_size=16",
+            "--slots_per_rank=4",
+            "--set=model.context_tokens=512",
+            "--drain_seconds=20",
+        )
+        flags_ = (
+            "--prefill_workers=2",
+            "--decode_workers=2",
+            "--elastic",
+            *sizes,
+            *settings,
+            f"--compilation_cache={_CACHE.value or empty}",
+        )
         with cluster(*flags_) as target:
             figures = asyncio.run(measure(target, prompts, answers))
     if _NAME.value:

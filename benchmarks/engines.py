@@ -1,14 +1,15 @@
-"""The engines of the measured runs (measured_runs.py), told as fleets of our simulator: how each batches, admits and hands over.
+"""The engines of the measured runs (measured_runs.py), told as fleets of our simulator: how each
+batches, admits and hands over.
 
-DistServe: prefill first come first served, whole prompts, as many as wait; their KV lies with the prefill side until the decode side
-has pages for it. One loop reads tokens, fetches KV, waiting for it, and issues steps: a newcomer delays all others. The vLLM of its
-time: one pool, whole prompts of up to 2048 tokens together before any decode step. vLLM 0.19: a step is planned while the one before
-runs, chunks of a prompt ride on decode steps, a prompt is admitted when its own pages are free, and the youngest is preempted when none
-are; several ranks step together.
+DistServe: prefill first come first served, whole prompts, as many as wait; their KV lies with the
+prefill side until the decode side has pages for it. One loop reads tokens, fetches KV, waiting for
+it, and issues steps: a newcomer delays all others. The vLLM of its time: one pool, whole prompts of
+up to 2048 tokens together before any decode step. vLLM 0.19: a step is planned while the one before
+runs, chunks of a prompt ride on decode steps, a prompt is admitted when its own pages are free, and
+the youngest is preempted when none are; several ranks step together.
 
-What no cost model of a device knows is in `Constants`: a part of TTFT that keeps no device busy (the client, the API, polls), and the
-speed that a hand-off reaches.
-"""
+What no cost model of a device knows is in `Constants`: a part of TTFT that keeps no device busy
+(the client, the API, polls), and the speed that a hand-off reaches."""
 
 import math
 from collections.abc import Sequence
@@ -17,10 +18,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jdisagg.config import InstanceConfig, Mode
+from jdisagg.costs.cost_model import CostModel
+from jdisagg.costs.hardware import Accelerator, Link, accelerator
+from jdisagg.costs.model_geometry import CostGeometry, geometry
 from jdisagg.layout.axes import Layout
-from jdisagg.router.cost_model import CostModel
-from jdisagg.router.hardware import Accelerator, Link, accelerator
-from jdisagg.router.model_geometry import CostGeometry, geometry
 from jdisagg.simulator.fleet import INSTANCE, LIMITS, Fleet, Pool
 from jdisagg.simulator.report import Outcome
 from jdisagg.simulator.run import simulate
@@ -29,7 +30,9 @@ from jdisagg.simulator.workloads import Arrival
 
 GIBI = float(1 << 30)
 # KV waits with the prefill side as long as it must.
-PATIENT = replace(LIMITS, handoff_lease_seconds=3600.0, reservation_lease_seconds=3600.0, pull_seconds=600.0)
+PATIENT = replace(
+    LIMITS, handoff_lease_seconds=3600.0, reservation_lease_seconds=3600.0, pull_seconds=600.0
+)
 BLOCK_TOKENS = 64  # of prefix caches
 OPT = geometry("opt-13b")
 A100_MULTIPROCESSORS = 108
@@ -47,8 +50,9 @@ class Constants:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """How a run is simulated: `stages`, of decode. `kv_tokens`: its KV memory where that was seen, else what the model leaves of the card;
-    `step_seen`: the part of a decode step by which its TTFT starts later than the request came; `weights`: their dtype."""
+    """How a run is simulated: `stages`, of decode. `kv_tokens`: its KV memory where that was seen,
+    else what the model leaves of the card; `step_seen`: the part of a decode step by which its TTFT
+    starts later than the request came; `weights`: their dtype."""
 
     kind: str
     constants: Constants
@@ -67,30 +71,41 @@ class Engine:
     @property
     def layout(self) -> Layout:
         """Of the side that decodes: experts of several ranks lie on all of them."""
-        return Layout(dp=self.ranks, tp=self.decode_tp, ep=self.ranks * self.decode_tp if self.ranks > 1 else 1)
+        return Layout(
+            dp=self.ranks,
+            tp=self.decode_tp,
+            ep=self.ranks * self.decode_tp if self.ranks > 1 else 1,
+        )
 
     def fleet(self) -> Fleet:
         common = replace(INSTANCE, page_size=16, growth_tokens=16, ahead_sequences=0)
         decode = replace(common, slots_per_rank=self.slots, layout=self.layout)
         if self.kind == "distserve":
-            # Four chunks of KV may wait to be fetched: what the memory of two such cards holds beside the weights.
+            # Four chunks of KV may wait to be fetched: what the memory of two such cards holds
+            # beside the weights.
             prefill = replace(common, chunk_tokens=40960, layout=Layout(tp=self.prefill_tp))
             return Fleet(
                 OPT,
                 self._pool(OPT, decode, self.stages),
                 self._pool(OPT, prefill),
                 limits=PATIENT,
-                # The pull is the insertion: its time is the decode side's, between two steps (`_pool`).
+                # The pull is the insertion: its time is the decode side's, between two steps
+                # (`_pool`).
                 link=INSTANT,
                 overlap=1,
                 run_ahead=0,
                 drains=True,
                 late_reservation=True,
-                memory_reserve=0.06,  # launched with 95 % of the memory, of which it leaves 1 % to activations
+                # launched with 95 % of the memory, of which it leaves 1 % to activations
+                memory_reserve=0.06,
             )
         if self.kind == "vllm":
             return Fleet(
-                OPT, self._pool(OPT, replace(decode, chunk_tokens=self.chunk_tokens)), mode=Mode.UNIFIED, limits=PATIENT, run_ahead=0
+                OPT,
+                self._pool(OPT, replace(decode, chunk_tokens=self.chunk_tokens)),
+                mode=Mode.UNIFIED,
+                limits=PATIENT,
+                run_ahead=0,
             )
         model = geometry(self.model)
         instance = replace(decode, chunk_tokens=self.chunk_tokens)
@@ -107,40 +122,73 @@ class Engine:
         )
         if self.kv_tokens is None:
             return fleet
-        # Where memory is short a preempted prompt is found again in the prefix cache, as long as nobody needed its pages.
+        # Where memory is short a preempted prompt is found again in the prefix cache, as long as
+        # nobody needed its pages.
         pool = self._pool(model, replace(instance, pages_per_rank=self.kv_tokens // 16))
-        return replace(fleet, decode=pool, cache_blocks=self.kv_tokens // BLOCK_TOKENS, block_tokens=BLOCK_TOKENS)
+        return replace(
+            fleet,
+            decode=pool,
+            cache_blocks=self.kv_tokens // BLOCK_TOKENS,
+            block_tokens=BLOCK_TOKENS,
+        )
 
     def _pool(self, model: CostGeometry, instance: InstanceConfig, stages: int = 1) -> Pool:
-        """One instance. Its costs are given, so that the router knows no hardware and, as those of these engines, predicts nothing."""
+        """One instance. Its costs are given, so that the router knows no hardware and, as those of
+        these engines, predicts nothing."""
         card = self.constants.accelerator
         costs = self.cost_model(model, card, instance.layout, stages)
-        return Pool(1, card, instance, stages, ModelCosts(costs, insert_bytes_per_second=self.constants.link_bytes_per_second))
+        return Pool(
+            1,
+            card,
+            instance,
+            stages,
+            ModelCosts(costs, insert_bytes_per_second=self.constants.link_bytes_per_second),
+        )
 
-    def cost_model(self, model: CostGeometry, card: Accelerator, layout: Layout, stages: int = 1) -> CostModel:
-        return CostModel(model, card, layout, stages, dtype=self.weights, kv_dtype="bfloat16", multiprocessors=self.multiprocessors)
+    def cost_model(
+        self, model: CostGeometry, card: Accelerator, layout: Layout, stages: int = 1
+    ) -> CostModel:
+        return CostModel(
+            model,
+            card,
+            layout,
+            stages,
+            dtype=self.weights,
+            kv_dtype="bfloat16",
+            multiprocessors=self.multiprocessors,
+        )
 
     def run(self, arrivals: Sequence[Arrival]) -> tuple[np.ndarray, np.ndarray]:
-        """(TTFT, TPOT) in seconds of each request, as the measured runs define them; nan where a request has no TPOT."""
+        """(TTFT, TPOT) in seconds of each request, as the measured runs define them; nan where a
+        request has no TPOT."""
         front = self.constants.front_seconds
         shifted = [replace(item, at_seconds=item.at_seconds + front) for item in arrivals]
         if self.kv_tokens is not None:
-            shifted = [replace(item, block_hashes=_own_blocks(number, item)) for number, item in enumerate(shifted)]
+            shifted = [
+                replace(item, block_hashes=_own_blocks(number, item))
+                for number, item in enumerate(shifted)
+            ]
         outcomes = simulate(self.fleet(), shifted).outcomes
         unfinished = [item for item in outcomes if item.end != "finished"]
         if unfinished:
-            raise RuntimeError(f"{len(unfinished)} requests did not finish, the first because: {unfinished[0].reason}")
+            raise RuntimeError(
+                f"{len(unfinished)} requests did not finish, the first because:"
+                f" {unfinished[0].reason}"
+            )
         tpot = np.array([np.nan if item.tpot is None else item.tpot for item in outcomes])
         ttft = np.array([_ttft(item) for item in outcomes]) + front
         if self.step_seen:
             ttft = np.maximum(1e-3, ttft - self.step_seen * self._steps_at(arrivals, ttft, tpot))
         return ttft, tpot
 
-    def _steps_at(self, arrivals: Sequence[Arrival], ttft: np.ndarray, tpot: np.ndarray) -> np.ndarray:
+    def _steps_at(
+        self, arrivals: Sequence[Arrival], ttft: np.ndarray, tpot: np.ndarray
+    ) -> np.ndarray:
         """Seconds of the decode step that each request met when it came."""
         costs = self.cost_model(geometry(self.model), self.constants.accelerator, self.layout)
         at, prompts, outputs = (
-            np.array([getattr(item, name) for item in arrivals]) for name in ("at_seconds", "prompt_tokens", "output_tokens")
+            np.array([getattr(item, name) for item in arrivals])
+            for name in ("at_seconds", "prompt_tokens", "output_tokens")
         )
         first, each = at + ttft, np.nan_to_num(tpot)
         steps = np.zeros(len(at))
@@ -148,7 +196,9 @@ class Engine:
             running = (first <= now) & (first + each * (outputs - 1) > now)
             if running.any():
                 held = prompts[running] + (now - first[running]) / each[running]
-                steps[index] = costs.decode_of(math.ceil(running.sum() / self.ranks), float(held.sum()) / self.ranks).seconds
+                steps[index] = costs.decode_of(
+                    math.ceil(running.sum() / self.ranks), float(held.sum()) / self.ranks
+                ).seconds
         return steps
 
 
@@ -164,33 +214,56 @@ def _ttft(outcome: Outcome) -> float:
 
 
 def a100() -> Accelerator:
-    """As the table has it, with the memory that the driver shows and, to start fits from, an engine that works from Python."""
+    """As the table has it, with the memory that the driver shows and, to start fits from, an engine
+    that works from Python."""
     card = accelerator("a100")
-    host = replace(card.efficiency, step_seconds=5e-3, prefill_seconds=5e-3, sequence_seconds=2e-4, collective_bandwidth=0.4)
+    host = replace(
+        card.efficiency,
+        step_seconds=5e-3,
+        prefill_seconds=5e-3,
+        sequence_seconds=2e-4,
+        collective_bandwidth=0.4,
+    )
     return replace(card, memory_bytes=80 * GIBI, efficiency=replace(host, large_bandwidth=0.4))
 
 
 def starts() -> dict[str, Engine]:
     """Each engine before it is fitted."""
     eager = {"step_seconds": 2e-3, "prefill_seconds": 2e-3, "sequence_seconds": 1e-5}
-    # Cards without a link of their own; and steps that carry prompts are no captured graph: PyTorch issues them operation by operation.
-    apart = {"collective_seconds": 5e-5, "collective_bandwidth": 0.3, "prefill_launch_seconds": 5e-4}
+    # Cards without a link of their own; and steps that carry prompts are no captured graph: PyTorch
+    # issues them operation by operation.
+    apart = {
+        "collective_seconds": 5e-5,
+        "collective_bandwidth": 0.3,
+        "prefill_launch_seconds": 5e-4,
+    }
     ada, blackwell = accelerator("rtx-4090"), accelerator("rtx-pro-6000")
     return {
-        "distserve": Engine("distserve", Constants(a100(), 5e-3), slots=1024, multiprocessors=A100_MULTIPROCESSORS),
-        "vllm": Engine("vllm", Constants(a100(), 5e-3), slots=1024, multiprocessors=A100_MULTIPROCESSORS),
+        "distserve": Engine(
+            "distserve", Constants(a100(), 5e-3), slots=1024, multiprocessors=A100_MULTIPROCESSORS
+        ),
+        "vllm": Engine(
+            "vllm", Constants(a100(), 5e-3), slots=1024, multiprocessors=A100_MULTIPROCESSORS
+        ),
         "RTX4090/Llama-3.1-8B": Engine(
             "chunked",
-            Constants(replace(ada, memory_bytes=24 * GIBI, efficiency=replace(ada.efficiency, **eager))),
+            Constants(
+                replace(ada, memory_bytes=24 * GIBI, efficiency=replace(ada.efficiency, **eager))
+            ),
             model="llama-3.1-8b",
             step_seen=0.5,
         ),
-        # As its source's description of the run has it: two cards, each with half of the experts and with sequences of its own, all
-        # stepping together; between them PCIe.
+        # As its source's description of the run has it: two cards, each with half of the experts
+        # and with sequences of its own, all stepping together; between them PCIe.
         "RTXPRO6000/Qwen3-30B-A3B-Instruct-2507": Engine(
             "chunked",
             Constants(
-                replace(blackwell, memory_bytes=96 * GIBI, domain_devices=2, efficiency=replace(blackwell.efficiency, **eager, **apart))
+                replace(
+                    blackwell,
+                    memory_bytes=96 * GIBI,
+                    domain_devices=2,
+                    efficiency=replace(blackwell.efficiency, **eager, **apart),
+                )
             ),
             model="qwen3-30b-a3b",
             step_seen=0.5,

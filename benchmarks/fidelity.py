@@ -1,14 +1,16 @@
-"""How near does the simulator come to measured runs of other engines: those it was fitted to, and those it never saw?
+"""How near does the simulator come to measured runs of other engines: those it was fitted to, and
+those it never saw?
 
     python -m benchmarks.fidelity [--only=distserve,vllm] [--fit] --name=fidelity
 
-The split is in `measured_runs.py`: constants of each engine are fitted to its run at the lowest rate, on one layout; higher rates and
-decode through two pipeline stages are predicted. vLLM 0.19's two runs are fitted to their first 100 requests, the other 200 predicted.
-Without --fit the constants of the results file are taken; with it the search for those of vLLM 0.19 begins there. Beside every
-prediction stands a constant one: what the fitted part itself had.
+The split is in `measured_runs.py`: constants of each engine are fitted to its run at the lowest
+rate, on one layout; higher rates and decode through two pipeline stages are predicted. vLLM 0.19's
+two runs are fitted to their first 100 requests, the other 200 predicted. Without --fit the
+constants of the results file are taken; with it the search for those of vLLM 0.19 begins there.
+Beside every prediction stands a constant one: what the fitted part itself had.
 
-The engines are told as fleets (engines.py): the same request path, workers and schedulers that serve, on virtual time.
-"""
+The engines are told as fleets (engines.py): the same request path, workers and schedulers that
+serve, on virtual time."""
 
 import json
 import math
@@ -21,10 +23,22 @@ from absl import app, flags
 from benchmarks.engines import Engine, starts
 from benchmarks.measure import RESULTS, save
 from benchmarks.measured_runs import FITTED_REQUESTS, FITTED_RUNS, Run, distserve_runs, vllm_runs
-from benchmarks.run_fitting import from_lone_steps, from_replay, from_report, kv_tokens_seen, report_constants
+from benchmarks.run_fitting import (
+    from_lone_steps,
+    from_replay,
+    from_report,
+    kv_tokens_seen,
+    report_constants,
+)
 
-_ONLY = flags.DEFINE_list("only", [], "Engines to run (distserve, vllm, chunked); empty is all. Others keep their results.")
-_FIT = flags.DEFINE_bool("fit", False, "Fit the constants again; else those in the results file are used.")
+_ONLY = flags.DEFINE_list(
+    "only",
+    [],
+    "Engines to run (distserve, vllm, chunked); empty is all. Others keep their results.",
+)
+_FIT = flags.DEFINE_bool(
+    "fit", False, "Fit the constants again; else those in the results file are used."
+)
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
 
 TTFT_SLO, TPOT_SLO = 0.2, 0.1  # DistServe's for OPT-13B and ShareGPT
@@ -47,15 +61,28 @@ def summary(ttft: np.ndarray, tpot: np.ndarray) -> dict[str, float]:
     return {name: round(value, 3) for name, value in found.items()}
 
 
-def compared(measured: Mapping[str, float], ours: Mapping[str, float], constant: Mapping[str, float]) -> Figures:
+def compared(
+    measured: Mapping[str, float], ours: Mapping[str, float], constant: Mapping[str, float]
+) -> Figures:
     """Errors: points of attainment, percent of the rest."""
 
     def errors(predicted: Mapping[str, float]) -> dict[str, float]:
-        points = {"attainment_points": predicted["attainment_percent"] - measured["attainment_percent"]}
-        shares = {name: 100 * (predicted[name] / value - 1) for name, value in measured.items() if name != "attainment_percent"}
+        points = {
+            "attainment_points": predicted["attainment_percent"] - measured["attainment_percent"]
+        }
+        shares = {
+            name: 100 * (predicted[name] / value - 1)
+            for name, value in measured.items()
+            if name != "attainment_percent"
+        }
         return {name: round(value, 2) for name, value in (points | shares).items()}
 
-    return {"measured": measured, "predicted": ours, "errors": errors(ours), "constant_predictor_errors": errors(constant)}
+    return {
+        "measured": measured,
+        "predicted": ours,
+        "errors": errors(ours),
+        "constant_predictor_errors": errors(constant),
+    }
 
 
 def run_lone(kind: str, engine: Engine, runs: Mapping[str, Run]) -> dict[str, Figures]:
@@ -67,7 +94,10 @@ def run_lone(kind: str, engine: Engine, runs: Mapping[str, Run]) -> dict[str, Fi
         if name.split("-")[0] != kind:
             continue
         ttft, tpot = replace(engine, stages=2 if "c21d12" in name else 1).run(run.arrivals)
-        found[name] = {"held_out": name != fitted.name, **compared(summary(run.ttft, run.tpot), summary(ttft, tpot), constant)}
+        found[name] = {
+            "held_out": name != fitted.name,
+            **compared(summary(run.ttft, run.tpot), summary(ttft, tpot), constant),
+        }
         _tell(name, found[name])
     return found
 
@@ -75,35 +105,62 @@ def run_lone(kind: str, engine: Engine, runs: Mapping[str, Run]) -> dict[str, Fi
 def run_crowded(name: str, engine: Engine, run: Run) -> dict[str, Figures]:
     """The two parts of a vLLM 0.19 run."""
     ttft, tpot = engine.run(run.arrivals)
-    parts = {"first 100, fitted": slice(0, FITTED_REQUESTS), "other 200, held out": slice(FITTED_REQUESTS, None)}
+    parts = {
+        "first 100, fitted": slice(0, FITTED_REQUESTS),
+        "other 200, held out": slice(FITTED_REQUESTS, None),
+    }
     constant = summary(run.ttft[:FITTED_REQUESTS], run.tpot[:FITTED_REQUESTS])
     found: dict[str, Figures] = {}
     for part, rows in parts.items():
         measured = summary(run.ttft[rows], run.tpot[rows])
-        found[f"{name}, {part}"] = {"held_out": "held" in part, **compared(measured, summary(ttft[rows], tpot[rows]), constant)}
+        found[f"{name}, {part}"] = {
+            "held_out": "held" in part,
+            **compared(measured, summary(ttft[rows], tpot[rows]), constant),
+        }
         _tell(f"{name}, {part}", found[f"{name}, {part}"])
     return found
 
 
 def attainment_rmse(results: Mapping[str, Figures], prefix: str) -> dict[str, float]:
     """Over held-out runs: ours, and the constant predictor's."""
-    chosen = [figures for name, figures in results.items() if name.startswith(prefix) and figures["held_out"]]
+    chosen = [
+        figures
+        for name, figures in results.items()
+        if name.startswith(prefix) and figures["held_out"]
+    ]
 
     def rmse(which: str) -> float:
         points = [figures[which]["attainment_points"] for figures in chosen]  # type: ignore[index]
         return round(math.sqrt(sum(point**2 for point in points) / len(points)), 2)
 
-    return {"runs": len(chosen), "ours": rmse("errors"), "constant_predictor": rmse("constant_predictor_errors")}
+    return {
+        "runs": len(chosen),
+        "ours": rmse("errors"),
+        "constant_predictor": rmse("constant_predictor_errors"),
+    }
 
 
 def _tell(name: str, figures: Figures) -> None:
     errors = figures["errors"]
     assert isinstance(errors, dict)
-    kept = ("attainment_points", "ttft_p50_ms", "ttft_p90_ms", "tpot_p50_ms", "tpot_p90_ms", "ttft_mean_ms", "tpot_mean_ms")
-    print(f"{name:62}" + " ".join(f"{key.removesuffix('_ms')} {errors[key]:+.1f}" for key in kept), flush=True)
+    kept = (
+        "attainment_points",
+        "ttft_p50_ms",
+        "ttft_p90_ms",
+        "tpot_p50_ms",
+        "tpot_p90_ms",
+        "ttft_mean_ms",
+        "tpot_mean_ms",
+    )
+    print(
+        f"{name:62}" + " ".join(f"{key.removesuffix('_ms')} {errors[key]:+.1f}" for key in kept),
+        flush=True,
+    )
 
 
-def _prepared(name: str, engine: Engine, run: Run, known: Mapping[str, Mapping[str, float]]) -> Engine:
+def _prepared(
+    name: str, engine: Engine, run: Run, known: Mapping[str, Mapping[str, float]]
+) -> Engine:
     """With its constants: fitted, or as known."""
     if name == SHORT_OF_MEMORY:
         engine = replace(engine, kv_tokens=kv_tokens_seen(run, FITTED_REQUESTS))
@@ -128,14 +185,28 @@ def main(argv: list[str]) -> None:
         engine = _prepared(name, engine, run, constants)
         constants[name] = report_constants(engine)
         print(name, constants[name], flush=True)
-        results |= run_crowded(name, engine, run) if name in crowded else run_lone(name, engine, lone)
+        results |= (
+            run_crowded(name, engine, run) if name in crowded else run_lone(name, engine, lone)
+        )
     rmse = {
-        prefix: attainment_rmse(results, prefix) for prefix in ("distserve-c21d11", "distserve-c21d12", "vllm-") if _has(results, prefix)
+        prefix: attainment_rmse(results, prefix)
+        for prefix in ("distserve-c21d11", "distserve-c21d12", "vllm-")
+        if _has(results, prefix)
     }
     print(rmse)
     if _NAME.value:
-        print(save(_NAME.value, {"slo": {"ttft_ms": 1e3 * TTFT_SLO, "tpot_ms": 1e3 * TPOT_SLO}, "fitted_to": FITTED_RUNS,
-                                 "constants": constants, "attainment_rmse_points": rmse, "runs": results}))  # fmt: skip
+        print(
+            save(
+                _NAME.value,
+                {
+                    "slo": {"ttft_ms": 1e3 * TTFT_SLO, "tpot_ms": 1e3 * TPOT_SLO},
+                    "fitted_to": FITTED_RUNS,
+                    "constants": constants,
+                    "attainment_rmse_points": rmse,
+                    "runs": results,
+                },
+            )
+        )
 
 
 def _has(results: Mapping[str, Figures], prefix: str) -> bool:

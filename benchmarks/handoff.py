@@ -1,23 +1,27 @@
-"""How fast does KV move between two processes, against a plain TCP copy and the bare transfer engine on the same bytes?
+"""How fast does KV move between two processes, against a plain TCP copy and the bare transfer
+engine on the same bytes?
 
     python -m benchmarks.handoff --megabytes=16,64 --rounds=7 --name=handoff
 
-The bytes are a prompt's KV of a model of 32 layers, 8 kv heads of 128, bfloat16 (128 KiB a token), in as many blocks, by layers, as serving
-would choose for such a model and prompt (engine/limits.py, scheduler/blocks.py), or as --groups says.
-Part 1, per layout pair and size, interleaved round by round, seconds of a hand-off:
+The bytes are a prompt's KV of a model of 32 layers, 8 kv heads of 128, bfloat16 (128 KiB a token),
+in as many blocks, by layers, as serving would choose for such a model and prompt (engine/limits.py,
+scheduler/blocks.py), or as --groups says. Part 1, per layout pair and size, interleaved round by
+round, seconds of a hand-off:
 - tcp: as many bytes over one plain socket into a buffer;
-- bare: the same pieces from the same devices to the same devices, posted and pulled on a plain server and connection;
+- bare: the same pieces from the same devices to the same devices, posted and pulled on a plain
+  server and connection;
 - pulled: the channel, to global arrays on the devices;
 - inserted: that, and each block written into pages, read back and its keyed sum on the host.
-All but tcp in two orders, the same for the bare engine and for ours. "ahead": pulls are asked for first, as in serving, where a block is
-announced before it is computed; the clock runs from the moment when the first block is there. "late": all is offered (or posted) before,
-and the clock runs from the first pull. The goals are held against "ahead". "four ahead": as many bytes four times over, as four hand-offs
-at once, each into pages of its own.
-Part 2: what of the transfer shows after a prefill that computes like an accelerator (it sleeps, the host is idle), with each block
-offered as it is done, and with all offered at the end. Insertion included. The same bytes and the same seconds of prefill in 4, 8, 16 and
-32 layer groups: the last block of n cannot be hidden, and is about 1/n of all.
-Both processes share this machine's cores and memory: rates say nothing about a network, ratios say what our layers cost.
-"""
+All but tcp in two orders, the same for the bare engine and for ours. "ahead": pulls are asked for
+first, as in serving, where a block is announced before it is computed; the clock runs from the
+moment when the first block is there. "late": all is offered (or posted) before, and the clock runs
+from the first pull. The goals are held against "ahead". "four ahead": as many bytes four times
+over, as four hand-offs at once, each into pages of its own. Part 2: what of the transfer shows
+after a prefill that computes like an accelerator (it sleeps, the host is idle), with each block
+offered as it is done, and with all offered at the end. Insertion included. The same bytes and the
+same seconds of prefill in 4, 8, 16 and 32 layer groups: the last block of n cannot be hidden, and
+is about 1/n of all. Both processes share this machine's cores and memory: rates say nothing about a
+network, ratios say what our layers cost."""
 
 import secrets
 import socket
@@ -33,7 +37,17 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from benchmarks.handoff_sender import TRANSPORTS, Bare, BarePiece, Case, LinkThread, OfferBlocks, Prepare, Release, Tcp
+from benchmarks.handoff_sender import (
+    TRANSPORTS,
+    Bare,
+    BarePiece,
+    Case,
+    LinkThread,
+    OfferBlocks,
+    Prepare,
+    Release,
+    Tcp,
+)
 from benchmarks.measure import save
 from jdisagg.engine.host_memory import keep_freed_memory
 from jdisagg.engine.host_threads import hand_over_quickly
@@ -43,17 +57,21 @@ from jdisagg.executor.block_sums import Found
 from jdisagg.executor.page_pool import PagePool
 from jdisagg.executor.programs import Programs
 from jdisagg.layout.kv_spec import KVSpec
+from jdisagg.messages.step_commands import InsertBlock
 from jdisagg.scheduler.blocks import bands, even_runs
-from jdisagg.scheduler.commands import InsertBlock
 from jdisagg.transfer.boxes import head_granule, plan_handoff, rank_placement
 from jdisagg.transfer.channel import PullTarget, block_sharding, resident_zeros
 from jdisagg.transfer.transfer_engine import EngineOptions
 
 _MEGABYTES = flags.DEFINE_list("megabytes", ["16", "64"], "Bytes of a hand-off.")
-_GROUPS = flags.DEFINE_integer("groups", None, "In how many blocks by layers; without: as serving chooses.")
+_GROUPS = flags.DEFINE_integer(
+    "groups", None, "In how many blocks by layers; without: as serving chooses."
+)
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Interleaved rounds.")
 _PAIRS = flags.DEFINE_list(
-    "pairs", ["tp=1>tp=1", "tp=1>tp=2", "tp=2>tp=1", "tp=4>tp=4", "tp=4>dp=2;tp=2", "dp=2;tp=2>dp=4"], "source>destination, ';' for ','."
+    "pairs",
+    ["tp=1>tp=1", "tp=1>tp=2", "tp=2>tp=1", "tp=4>tp=4", "tp=4>dp=2;tp=2", "dp=2;tp=2>dp=4"],
+    "source>destination, ';' for ','.",
 )
 _HIDDEN = flags.DEFINE_list("hidden", ["4", "8", "16", "32"], "Layer groups of part 2.")
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
@@ -63,14 +81,27 @@ SECONDS = 60.0
 SPEC = KVSpec.attention(32, 8, 128, "bfloat16")
 COPIES = 4
 PREFILL_SECONDS = 0.24
-WAYS = ("tcp", "bare ahead", "pulled ahead", "inserted ahead", "bare late", "pulled late", "inserted late", "bare four", "inserted four")
-SETTLE_SECONDS = 0.02  # until what was asked for has arrived at the sender; in serving, a block computes meanwhile
+WAYS = (
+    "tcp",
+    "bare ahead",
+    "pulled ahead",
+    "inserted ahead",
+    "bare late",
+    "pulled late",
+    "inserted late",
+    "bare four",
+    "inserted four",
+)
+# until what was asked for has arrived at the sender; in serving, a block computes meanwhile
+SETTLE_SECONDS = 0.02
 
 
 class Receiver:
     """This process's side of one case."""
 
-    def __init__(self, sender: Connection, link: LinkThread, bare_address: str, tcp: socket.socket) -> None:
+    def __init__(
+        self, sender: Connection, link: LinkThread, bare_address: str, tcp: socket.socket
+    ) -> None:
         self._sender, self._link, self._tcp = sender, link, tcp
         self._bare_server = EngineOptions(transports=TRANSPORTS).start_server()
         self._bare = self._bare_server.connect(bare_address)
@@ -85,16 +116,34 @@ class Receiver:
         self._link.channel.connect(self.peer, card)
         self.rank = self.mesh.shape["dp"] - 1
         granule = head_granule(case.kv_heads, card.head_shards, self.mesh.shape["kv"])
-        zeros = resident_zeros(self.mesh, case.components, granule, case.tokens, case.head_size, jnp.dtype(case.dtype))
-        self.target = PullTarget(zeros, self.rank, peer=self.peer, heads=case.kv_heads, source_rank=0)
+        zeros = resident_zeros(
+            self.mesh, case.components, granule, case.tokens, case.head_size, jnp.dtype(case.dtype)
+        )
+        self.target = PullTarget(
+            zeros, self.rank, peer=self.peer, heads=case.kv_heads, source_rank=0
+        )
         pages = -(-case.tokens // PAGE)
         pool = PagePool(self.mesh, SPEC, COPIES * pages, PAGE, 1)
-        self.insert = BlockPrograms(Programs(self.mesh), pool, even_runs(len(SPEC.layers), self.blocks))
-        self.pages = np.random.default_rng(0).permutation(COPIES * pages).reshape(COPIES, pages).tolist()
-        self._bare_plan(card.rank_boxes(0, (1, case.components, case.kv_heads, case.tokens, case.head_size)), card.devices, granule)
+        self.insert = BlockPrograms(
+            Programs(self.mesh), pool, even_runs(len(SPEC.layers), self.blocks)
+        )
+        self.pages = (
+            np.random.default_rng(0).permutation(COPIES * pages).reshape(COPIES, pages).tolist()
+        )
+        self._bare_plan(
+            card.rank_boxes(0, (1, case.components, case.kv_heads, case.tokens, case.head_size)),
+            card.devices,
+            granule,
+        )
 
     def _bare_plan(self, source: dict, devices: tuple[int, ...], granule: int) -> None:
-        whole = (self.mesh.shape["dp"], self.case.components, self.case.kv_heads, self.case.tokens, self.case.head_size)
+        whole = (
+            self.mesh.shape["dp"],
+            self.case.components,
+            self.case.kv_heads,
+            self.case.tokens,
+            self.case.head_size,
+        )
         destination = rank_placement(block_sharding(self.mesh), whole, self.rank)
         apart = {-1 - device: box for device, box in destination.items()}
         here = {device.id: device for device in self.mesh.devices.flat}
@@ -102,7 +151,13 @@ class Receiver:
         for piece in plan_handoff(source, apart, granule).pieces:
             heads = piece.box[2]
             self._bare_pieces.append(BarePiece(devices.index(piece.source), heads))
-            shape = (1, self.case.components, heads[1] - heads[0], self.case.tokens, self.case.head_size)
+            shape = (
+                1,
+                self.case.components,
+                heads[1] - heads[0],
+                self.case.tokens,
+                self.case.head_size,
+            )
             place = jax.sharding.SingleDeviceSharding(here[-1 - piece.destination])
             self._bare_avals.append(jax.ShapeDtypeStruct(shape, self.case.dtype, sharding=place))
 
@@ -157,9 +212,12 @@ class Receiver:
         return exposed
 
     def receive(self, ids: tuple[int, ...], insert: bool, order: OfferBlocks | None) -> None:
-        """All pulls at once, and what is ordered then; each block is inserted as it comes, and the sums are read at the end, as the
-        worker's loop does."""
-        pulls = {number: self._link.channel.pull(offer_id, self.target, SECONDS) for number, offer_id in enumerate(ids)}
+        """All pulls at once, and what is ordered then; each block is inserted as it comes, and the
+        sums are read at the end, as the worker's loop does."""
+        pulls = {
+            number: self._link.channel.pull(offer_id, self.target, SECONDS)
+            for number, offer_id in enumerate(ids)
+        }
         sums: list[jax.Array] = []
         if order is not None:
             time.sleep(SETTLE_SECONDS)
@@ -170,7 +228,9 @@ class Receiver:
                 if insert:
                     copy, group = divmod(number, self.blocks)
                     pages = tuple(self.pages[copy])
-                    command = InsertBlock(0, ids[number], self.rank, group, tokens, tokens, 0, pages, 1, self.peer)
+                    command = InsertBlock(
+                        0, ids[number], self.rank, group, tokens, tokens, 0, pages, 1, self.peer
+                    )
                     sums.append(self.insert.insert(command, arrays))
                     sums[-1].copy_to_host_async()
             time.sleep(2e-4)
@@ -181,13 +241,21 @@ class Receiver:
 def case_of(pair: str, megabytes: float, groups: int) -> Case:
     """One block of a prompt whose KV is so large."""
     source, destination = (side.replace(";", ",") for side in pair.split(">"))
-    return Case(source, destination, tokens=int(megabytes * 2**20 / SPEC.bytes_per_token), layers=len(SPEC.layers) // groups)
+    return Case(
+        source,
+        destination,
+        tokens=int(megabytes * 2**20 / SPEC.bytes_per_token),
+        layers=len(SPEC.layers) // groups,
+    )
 
 
 def exposed(receiver: Receiver, pair: str, megabytes: float, groups: int) -> dict[str, object]:
     receiver.prepare(case_of(pair, megabytes, groups))
     seconds = PREFILL_SECONDS / groups
-    pairs = [(receiver.exposed(seconds, at_end=False), receiver.exposed(seconds, at_end=True)) for _ in range(_ROUNDS.value + 2)][2:]
+    pairs = [
+        (receiver.exposed(seconds, at_end=False), receiver.exposed(seconds, at_end=True))
+        for _ in range(_ROUNDS.value + 2)
+    ][2:]
     return {
         "as computed, ms": [round(1e3 * one, 2) for one, _ in pairs],
         "all at the end, ms": [round(1e3 * one, 2) for _, one in pairs],
@@ -196,7 +264,9 @@ def exposed(receiver: Receiver, pair: str, megabytes: float, groups: int) -> dic
 
 
 def measure(receiver: Receiver, pair: str, megabytes: float) -> dict[str, object]:
-    groups = _GROUPS.value or len(bands(groups_of_layers(SPEC, None), int(megabytes * 2**20), GROUP_BYTES))
+    groups = _GROUPS.value or len(
+        bands(groups_of_layers(SPEC, None), int(megabytes * 2**20), GROUP_BYTES)
+    )
     receiver.prepare(case_of(pair, megabytes, groups))
     ways: dict[str, Callable[[], float]] = {"tcp": receiver.tcp}
     for order, ahead in (("ahead", True), ("late", False)):
@@ -207,7 +277,11 @@ def measure(receiver: Receiver, pair: str, megabytes: float) -> dict[str, object
     ways["inserted four"] = lambda: receiver.pulled(True, True, COPIES)
     rounds = [{name: run() for name, run in ways.items()} for _ in range(_ROUNDS.value + 2)][2:]
     total = receiver.case.nbytes * groups
-    figures: dict[str, object] = {"bytes": total, "layer groups": groups, "pieces": len(receiver._bare_pieces) * groups}
+    figures: dict[str, object] = {
+        "bytes": total,
+        "layer groups": groups,
+        "pieces": len(receiver._bare_pieces) * groups,
+    }
     for name in ways:
         seconds = [one[name] / (COPIES if name.endswith("four") else 1) for one in rounds]
         bare = "bare ahead" if name == "tcp" else f"bare {name.split()[-1]}"
@@ -216,7 +290,10 @@ def measure(receiver: Receiver, pair: str, megabytes: float) -> dict[str, object
             "of bare": round(statistics.median(one[bare] / one[name] for one in rounds), 3),
             "ms": [round(1e3 * value, 2) for value in seconds],
         }
-    figures["exposed"] = {f"{groups} groups": exposed(receiver, pair, megabytes, groups) for groups in map(int, _HIDDEN.value)}
+    figures["exposed"] = {
+        f"{groups} groups": exposed(receiver, pair, megabytes, groups)
+        for groups in map(int, _HIDDEN.value)
+    }
     return figures
 
 
@@ -226,17 +303,26 @@ def main(_: list[str]) -> None:
     hand_over_quickly()
     with Listener(("127.0.0.1", 0)) as listener:
         port = listener.address[1]  # type: ignore[misc]
-        child = subprocess.Popen([sys.executable, "-c", f"from benchmarks.handoff_sender import main; main({port})"])
+        child = subprocess.Popen(
+            [sys.executable, "-c", f"from benchmarks.handoff_sender import main; main({port})"]
+        )
         try:
             sender = listener.accept()
             _, bare_address, tcp_port = sender.recv()
-            receiver = Receiver(sender, LinkThread(), bare_address, socket.create_connection(("127.0.0.1", tcp_port)))
+            receiver = Receiver(
+                sender,
+                LinkThread(),
+                bare_address,
+                socket.create_connection(("127.0.0.1", tcp_port)),
+            )
             figures: dict[str, object] = {}
             for megabytes in map(float, _MEGABYTES.value):
                 for pair in _PAIRS.value:
                     name = f"{pair.replace(';', ',').replace('>', ' -> ')}, {megabytes:g} MB"
                     found = figures[name] = measure(receiver, pair, megabytes)
-                    rates = "  ".join(f"{way} {found[way]['GB/s']} ({found[way]['of bare']})" for way in WAYS)  # type: ignore[index]
+                    rates = "  ".join(
+                        f"{way} {found[way]['GB/s']} ({found[way]['of bare']})" for way in WAYS
+                    )  # type: ignore[index]
                     hidden = [one["hidden"] for one in found["exposed"].values()]  # type: ignore[attr-defined]
                     print(f"{name:28s} GB/s (of bare): {rates}  hidden {hidden}", flush=True)  # type: ignore[index]
             sender.send(None)

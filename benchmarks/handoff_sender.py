@@ -1,10 +1,11 @@
-"""The sender's process of `benchmarks.handoff`: obeys its parent over a local socket, one command at a time.
+"""The sender's process of `benchmarks.handoff`: obeys its parent over a local socket, one command
+at a time.
 
 offer    its block under an id, at once or after some time of "computing" (a sleep: an accelerator's work costs the host nothing)
 bare     the same pieces, cut before, posted on a plain transfer server, the way anyone would who knows what the other side wants
 tcp      as many bytes over a plain socket
-The first two answer with two moments (one clock for all processes of a machine): before the first block was there, and after the last.
-"""
+The first two answer with two moments (one clock for all processes of a machine): before the first
+block was there, and after the last."""  # noqa: E501
 
 import asyncio
 import secrets
@@ -51,12 +52,20 @@ class Case:
 
     @property
     def nbytes(self) -> int:
-        return self.components * self.kv_heads * self.tokens * self.head_size * jnp.dtype(self.dtype).itemsize
+        return (
+            self.components
+            * self.kv_heads
+            * self.tokens
+            * self.head_size
+            * jnp.dtype(self.dtype).itemsize
+        )
 
     def mesh(self, layout: str) -> jax.sharding.Mesh:
         parsed = Layout.parse(layout)
         devices = jax.devices()[: parsed.devices]
-        return jax.sharding.Mesh(np.array(devices).reshape(parsed.mesh_shape(self.kv_heads)), ("dp", "kv", "rep"))
+        return jax.sharding.Mesh(
+            np.array(devices).reshape(parsed.mesh_shape(self.kv_heads)), ("dp", "kv", "rep")
+        )
 
 
 @dataclass(frozen=True)
@@ -75,8 +84,8 @@ class Prepare:
 
 @dataclass(frozen=True)
 class OfferBlocks:
-    """`compute_seconds` pass before each block is there; `at_end`: all are offered after the last. With more ids than blocks, each block is
-    offered several times."""
+    """`compute_seconds` pass before each block is there; `at_end`: all are offered after the last.
+    With more ids than blocks, each block is offered several times."""
 
     offer_ids: tuple[int, ...]
     compute_seconds: float = 0.0
@@ -102,7 +111,8 @@ class Tcp:
 
 
 class LinkThread:
-    """An event loop in a thread with this process's KV link and its server, and the channel on it."""
+    """An event loop in a thread with this process's KV link and its server, and the channel on
+    it."""
 
     def __init__(self) -> None:
         self._ready = threading.Event()
@@ -145,10 +155,24 @@ def main(port: int) -> None:
         answer: object = None
         match command:
             case Prepare():
-                case, sharding = command.case, block_sharding(command.case.mesh(command.case.source))
-                shape = (sharding.mesh.shape["dp"], case.components, case.kv_heads, case.tokens, case.head_size)
-                make = jax.jit(lambda key: jax.random.normal(key, shape, case.dtype), out_shardings=sharding)
-                blocks = [jax.block_until_ready(make(jax.random.key(number))) for number in range(command.blocks)]
+                case, sharding = (
+                    command.case,
+                    block_sharding(command.case.mesh(command.case.source)),
+                )
+                shape = (
+                    sharding.mesh.shape["dp"],
+                    case.components,
+                    case.kv_heads,
+                    case.tokens,
+                    case.head_size,
+                )
+                make = jax.jit(
+                    lambda key: jax.random.normal(key, shape, case.dtype), out_shardings=sharding
+                )
+                blocks = [
+                    jax.block_until_ready(make(jax.random.key(number)))
+                    for number in range(command.blocks)
+                ]
                 answer = card(sharding.mesh, link.end)
             case OfferBlocks():
                 began = time.monotonic()
@@ -165,7 +189,9 @@ def main(port: int) -> None:
                 for offer_id in command.offer_ids:
                     link.channel.release(offer_id)
             case Bare():
-                cut = jax.block_until_ready([_bare_pieces(block, command.pieces) for block in blocks])
+                cut = jax.block_until_ready(
+                    [_bare_pieces(block, command.pieces) for block in blocks]
+                )
                 began = time.monotonic()
                 for number, pull_id in enumerate(command.pull_ids):
                     bare.await_pull(pull_id, cut[number % len(cut)])

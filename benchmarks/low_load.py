@@ -1,13 +1,16 @@
-"""What does splitting cost when nothing else runs? One request at a time, a disaggregated cluster of real processes against a mixed one.
+"""What does splitting cost when nothing else runs? One request at a time, a disaggregated cluster
+of real processes against a mixed one.
 
     python -m benchmarks.low_load --requests=40 --name=low_load
 
-Two clusters of `launch.cluster` stand side by side with the shipped model: one prefill and one decode worker (one device each), and one
-mixed worker in unified mode (one device). The same prompts go to both in turn, one at a time, through gRPC.
-- ttft: to the first token at the client. The goal is unified + 10 % + 5 ms: the transfer is not on the way of the first token.
-- gap: first to second token at the client. The goal is one decode step + 1.5 x the bare transfer engine's time for those bytes + 10 ms.
-- step: median of the later gaps.
-"""
+Two clusters of `launch.cluster` stand side by side with the shipped model: one prefill and one
+decode worker (one device each), and one mixed worker in unified mode (one device). The same prompts
+go to both in turn, one at a time, through gRPC.
+- ttft: to the first token at the client. The goal is unified + 10 % + 5 ms: the transfer is not on
+  the way of the first token.
+- gap: first to second token at the client. The goal is one decode step + 1.5 x the bare transfer
+  engine's time for those bytes + 10 ms.
+- step: median of the later gaps."""
 
 import asyncio
 import os
@@ -28,7 +31,9 @@ from jdisagg.transfer.transfer_engine import EngineOptions
 
 _REQUESTS = flags.DEFINE_integer("requests", 40, "Of each prompt length, to each cluster.")
 _LENGTHS = flags.DEFINE_list("lengths", ["32", "200", "400"], "Prompt lengths, in tokens.")
-_CHUNK = flags.DEFINE_integer("prefill_chunk", 512, "Tokens of a chunk: by default each prompt is one, as in unified mode.")
+_CHUNK = flags.DEFINE_integer(
+    "prefill_chunk", 512, "Tokens of a chunk: by default each prompt is one, as in unified mode."
+)
 _TOKENS = flags.DEFINE_integer("tokens", 24, "Tokens out.")
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
 
@@ -36,20 +41,25 @@ _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints onl
 async def once(client: AsyncClient, prompt: list[int]) -> tuple[float, float, float]:
     """Seconds to the first token, to the second from there, and the median of the gaps after."""
     started, times = time.perf_counter(), []
-    async for event in client.generate(token_ids=prompt, max_tokens=_TOKENS.value, temperature=0.0, ignore_eos=True):
+    async for event in client.generate(
+        token_ids=prompt, max_tokens=_TOKENS.value, temperature=0.0, ignore_eos=True
+    ):
         times += [time.perf_counter()] * len(event.token_ids)
     gaps = np.diff(times)
     return times[0] - started, gaps[0], float(np.median(gaps[1:]))
 
 
 def bare_seconds(nbytes: int, rounds: int) -> list[float]:
-    """The transfer engine alone, within this process but over its sockets: one posting of so many bytes, pulled until it is there."""
+    """The transfer engine alone, within this process but over its sockets: one posting of so many
+    bytes, pulled until it is there."""
     options = EngineOptions()
     sender, receiver = options.start_server(), options.start_server()
     connection = receiver.connect(sender.address())
     device = jax.devices()[0]
     block = jax.device_put(jnp.ones((nbytes,), jnp.uint8), device)
-    aval = jax.ShapeDtypeStruct(block.shape, block.dtype, sharding=jax.sharding.SingleDeviceSharding(device))
+    aval = jax.ShapeDtypeStruct(
+        block.shape, block.dtype, sharding=jax.sharding.SingleDeviceSharding(device)
+    )
     seconds = []
     for _ in range(rounds + 3):
         number = secrets.randbits(62)
@@ -64,7 +74,10 @@ def bare_seconds(nbytes: int, rounds: int) -> list[float]:
 
 async def compare(split: AsyncClient, unified: AsyncClient) -> dict[str, object]:
     rng = np.random.default_rng(0)
-    vocabulary, per_token = (await split.model()).vocabulary, (await split.model()).kv_bytes_per_token
+    vocabulary, per_token = (
+        (await split.model()).vocabulary,
+        (await split.model()).kv_bytes_per_token,
+    )
     figures: dict[str, object] = {}
     for length in map(int, _LENGTHS.value):
         found: dict[str, list[tuple[float, float, float]]] = {"disaggregated": [], "unified": []}
@@ -75,9 +88,14 @@ async def compare(split: AsyncClient, unified: AsyncClient) -> dict[str, object]
                 if number >= 3:
                     found[name].append(measured)
         bare = statistics.median(bare_seconds(length * per_token, 20))
-        columns = {name: [list(column) for column in zip(*rows, strict=True)] for name, rows in found.items()}
+        columns = {
+            name: [list(column) for column in zip(*rows, strict=True)]
+            for name, rows in found.items()
+        }
         ttft, gap, step = (statistics.median(column) for column in columns["disaggregated"])
-        unified_ttft, unified_gap, unified_step = (statistics.median(column) for column in columns["unified"])
+        unified_ttft, unified_gap, unified_step = (
+            statistics.median(column) for column in columns["unified"]
+        )
         figures[f"{length} tokens"] = {
             "kv bytes": length * per_token,
             "bare transfer ms": round(1e3 * bare, 2),
@@ -92,8 +110,9 @@ async def compare(split: AsyncClient, unified: AsyncClient) -> dict[str, object]
             "gap met": bool(gap <= step + 1.5 * bare + 10e-3),
         }
         print(
-            f"{length:4d} tokens: ttft {1e3 * ttft:.2f} ms against {1e3 * unified_ttft:.2f} unified; gap {1e3 * gap:.2f} against "
-            f"{1e3 * unified_gap:.2f}; step {1e3 * step:.2f} against {1e3 * unified_step:.2f}; bare transfer {1e3 * bare:.2f}",
+            f"{length:4d} tokens: ttft {1e3 * ttft:.2f} ms against {1e3 * unified_ttft:.2f}"
+            f" unified; gap {1e3 * gap:.2f} against {1e3 * unified_gap:.2f}; step {1e3 * step:.2f}"
+            f" against {1e3 * unified_step:.2f}; bare transfer {1e3 * bare:.2f}",
             flush=True,
         )
     return figures
@@ -105,9 +124,12 @@ async def run(split: str, unified: str) -> dict[str, object]:
 
 
 def main(_: list[str]) -> None:
-    layouts = ("--prefill_layout=tp=1", "--decode_layout=tp=1", "--mixed_layout=tp=1", f"--prefill_chunk={_CHUNK.value}")
+    layouts = ("--prefill=tp=1", "--decode=tp=1", f"--chunk_tokens={_CHUNK.value}")
     os.chdir(Path(__file__).resolve().parents[1])
-    with cluster("--prefill=1", "--decode=1", *layouts) as split, cluster("--mixed=1", "--set=mode=unified", *layouts) as unified:
+    with (
+        cluster("--prefill_workers=1", "--decode_workers=1", *layouts) as split,
+        cluster("--mixed_workers=1", "--set=mode=unified", *layouts) as unified,
+    ):
         figures = asyncio.run(run(split, unified))
     if _NAME.value:
         print(save(_NAME.value, figures))

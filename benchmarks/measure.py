@@ -1,4 +1,5 @@
-"""What benchmarks share: the machine in words, medians of interleaved rounds, results as JSON beside the figures in the log."""
+"""What benchmarks share: the machine in words, medians of interleaved rounds, results as JSON
+beside the figures in the log."""
 
 import json
 import os
@@ -19,7 +20,11 @@ RESULTS = Path(__file__).resolve().parent / "results"
 def machine() -> dict[str, object]:
     """Processor, cores, load, versions and commit: what a figure means nothing without."""
     model = next(
-        (line.split(":", 1)[1].strip() for line in _read("/proc/cpuinfo").splitlines() if line.startswith("model name")),
+        (
+            line.split(":", 1)[1].strip()
+            for line in _read("/proc/cpuinfo").splitlines()
+            if line.startswith("model name")
+        ),
         platform.processor(),
     )
     return {
@@ -37,7 +42,11 @@ def machine() -> dict[str, object]:
 
 def summary(seconds: Sequence[float]) -> dict[str, float]:
     """Median, fastest and slowest, in milliseconds."""
-    return {"median_ms": 1e3 * statistics.median(seconds), "min_ms": 1e3 * min(seconds), "max_ms": 1e3 * max(seconds)}
+    return {
+        "median_ms": 1e3 * statistics.median(seconds),
+        "min_ms": 1e3 * min(seconds),
+        "max_ms": 1e3 * max(seconds),
+    }
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, object]:

@@ -1,12 +1,14 @@
-"""Measured runs of two serving systems, request by request, and which of them constants are fitted to (benchmarks/data/README.md).
+"""Measured runs of two serving systems, request by request, and which of them constants are fitted
+to (benchmarks/data/README.md).
 
-DistServe's: OPT-13B on A100, lengths of ShareGPT, Poisson arrivals. `distserve-c21d11-N-R`: N requests at R a second, prefill with tensor
-parallelism 2, decode on one device; `c21d12`: decode through two pipeline stages; `vllm-N-R`: an old vLLM on one device. Of each
-engine the run at the lowest rate is fitted, all others are held out: higher rates, and another layout. vLLM 0.19's: one run on each of two
-machines, fitted to its first 100 requests; the 200 after them are held out.
+DistServe's: OPT-13B on A100, lengths of ShareGPT, Poisson arrivals. `distserve-c21d11-N-R`: N
+requests at R a second, prefill with tensor parallelism 2, decode on one device; `c21d12`: decode
+through two pipeline stages; `vllm-N-R`: an old vLLM on one device. Of each engine the run at the
+lowest rate is fitted, all others are held out: higher rates, and another layout. vLLM 0.19's: one
+run on each of two machines, fitted to its first 100 requests; the 200 after them are held out.
 
-Their TTFT counts from when a request was sent (DistServe) or seen by the scheduler between two steps (vLLM 0.19).
-"""
+Their TTFT counts from when a request was sent (DistServe) or seen by the scheduler between two
+steps (vLLM 0.19)."""
 
 import csv
 import gzip
@@ -26,7 +28,8 @@ FITTED_REQUESTS = 100  # of each vLLM 0.19 run
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run, in order of arrival. Arrays [requests] of seconds; TPOT is nan where there was one token."""
+    """One run, in order of arrival. Arrays [requests] of seconds; TPOT is nan where there was one
+    token."""
 
     name: str
     arrivals: tuple[Arrival, ...]
@@ -67,22 +70,37 @@ def distserve_runs() -> dict[str, Run]:
 def vllm_runs() -> dict[str, Run]:
     def row(fields: Mapping[str, str]) -> tuple[int, int, float, float, float]:
         output = int(fields["output_toks"])
-        first, last = float(fields["first_token_after_queue_ms"]) / 1e3, float(fields["last_token_after_queue_ms"]) / 1e3
+        first, last = (
+            float(fields["first_token_after_queue_ms"]) / 1e3,
+            float(fields["last_token_after_queue_ms"]) / 1e3,
+        )
         tpot = (last - first) / (output - 1) if output > 1 else np.nan
-        return int(fields["input_toks"]), output, first, tpot, float(fields["scheduled_after_queue_ms"]) / 1e3
+        return (
+            int(fields["input_toks"]),
+            output,
+            first,
+            tpot,
+            float(fields["scheduled_after_queue_ms"]) / 1e3,
+        )
 
     return _read("measured_vllm.csv.gz", row)
 
 
-def _read(name: str, row: Callable[[Mapping[str, str]], tuple[int, int, float, float, float]]) -> dict[str, Run]:
+def _read(
+    name: str, row: Callable[[Mapping[str, str]], tuple[int, int, float, float, float]]
+) -> dict[str, Run]:
     rows: dict[str, list[tuple[Arrival, float, float, float]]] = {}
     with gzip.open(DATA / name, "rt", newline="") as lines:
         for fields in csv.DictReader(lines):
             prompt, output, ttft, tpot, queued = row(fields)
-            rows.setdefault(fields["run"], []).append((Arrival(float(fields["arrival_s"]), prompt, output), ttft, tpot, queued))
+            rows.setdefault(fields["run"], []).append(
+                (Arrival(float(fields["arrival_s"]), prompt, output), ttft, tpot, queued)
+            )
     runs = {}
     for run, found in rows.items():
         found.sort(key=lambda entry: entry[0].at_seconds)
-        ttft, tpot, queued = (np.array([entry[index] for entry in found], float) for index in (1, 2, 3))
+        ttft, tpot, queued = (
+            np.array([entry[index] for entry in found], float) for index in (1, 2, 3)
+        )
         runs[run] = Run(run, tuple(entry[0] for entry in found), ttft, tpot, queued)
     return runs

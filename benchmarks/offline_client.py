@@ -1,4 +1,5 @@
-"""The client of the gRPC part of `benchmarks.throughput`: on each line of stdin it sends all requests at once and prints the seconds."""
+"""The client of the gRPC part of `benchmarks.throughput`: on each line of stdin it sends all
+requests at once and prints the seconds."""
 
 import asyncio
 import sys
@@ -21,7 +22,9 @@ async def run() -> None:
 
         async def one(prompt: list[int]) -> None:
             tokens = 0
-            async for event in client.generate(token_ids=prompt, max_tokens=_OUTPUT.value, temperature=0.0):
+            async for event in client.generate(
+                token_ids=prompt, max_tokens=_OUTPUT.value, temperature=0.0
+            ):
                 tokens += len(event.token_ids)
             assert tokens == _OUTPUT.value, tokens
 

@@ -2,11 +2,12 @@
 
     python -m benchmarks.placement --name=placement
 
-A thousand instances (half prefill, half decode on two dp ranks, Llama-3-70B on H100, 64 to a rack of 32 hosts) with random loads. Each
-round decides for a request of random lengths, charges it to its workers, and lets one worker speak; every tenth request knows beginnings
-of prompts at forty workers. Timed apart: the decision; the account of it; taking in a status. Without garbage collection: a pause of the
-interpreter is no decision's. Smaller clusters show what does not grow with their number.
-"""
+A thousand instances (half prefill, half decode on two dp ranks, Llama-3-70B on H100, 64 to a rack
+of 32 hosts) with random loads. Each round decides for a request of random lengths, charges it to
+its workers, and lets one worker speak; every tenth request knows beginnings of prompts at forty
+workers. Timed apart: the decision; the account of it; taking in a status. Without garbage
+collection: a pause of the interpreter is no decision's. Smaller clusters show what does not grow
+with their number."""
 
 import gc
 import random
@@ -16,22 +17,25 @@ import time
 from absl import app, flags
 
 from benchmarks.measure import save
-from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
+from jdisagg.costs.hardware import accelerator
+from jdisagg.costs.model_geometry import geometry
+from jdisagg.costs.speeds import Kind
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.accounts import Accounts, Work
 from jdisagg.router.cluster_state import ClusterState, Description
 from jdisagg.router.decision import Ask, Decision, Rules
-from jdisagg.router.hardware import accelerator
-from jdisagg.router.model_geometry import geometry
 from jdisagg.router.placement import decide
-from jdisagg.router.speeds import Kind
 
 _ROUNDS = flags.DEFINE_integer("rounds", 4000, "Decisions of each cluster.")
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
 
 SIZES = (10, 100, 1000)
 MODEL, HARDWARE = geometry("llama-3-70b"), accelerator("h100")
-KINDS = {WorkerRole.PREFILL: Kind(MODEL, Layout(tp=8), HARDWARE), WorkerRole.DECODE: Kind(MODEL, Layout(dp=2, tp=4), HARDWARE)}
+KINDS = {
+    WorkerRole.PREFILL: Kind(MODEL, Layout(tp=8), HARDWARE),
+    WorkerRole.DECODE: Kind(MODEL, Layout(dp=2, tp=4), HARDWARE),
+}
 RULES = Rules(tpot_slo_seconds=0.05, hold_seconds=1e9)
 
 
@@ -46,7 +50,18 @@ def status(name: str, role: WorkerRole, draw: random.Random) -> WorkerStatus:
     contexts = (sequences[0] * 1200, sequences[1] * 1200)
     free = (8000 - contexts[0] // 16, 8000 - contexts[1] // 16)
     return WorkerStatus(
-        name, role, "dp=2,tp=4", free, (8000, 8000), sum(sequences), 0, 512, 16, 8192, rank_sequences=sequences, rank_contexts=contexts
+        name,
+        role,
+        "dp=2,tp=4",
+        free,
+        (8000, 8000),
+        sum(sequences),
+        0,
+        512,
+        16,
+        8192,
+        rank_sequences=sequences,
+        rank_contexts=contexts,
     )
 
 
@@ -55,7 +70,9 @@ def cluster(instances: int, draw: random.Random) -> tuple[Accounts, list[tuple[s
     for number in range(instances):
         role = WorkerRole.PREFILL if number % 2 else WorkerRole.DECODE
         name, host = f"{role.value}-{number}", number // 2
-        accounts.state.describe(name, Description(f"r{host // 32}/h{host}/d{host}/p{number}", KINDS[role]))
+        accounts.state.describe(
+            name, Description(f"r{host // 32}/h{host}/d{host}/p{number}", KINDS[role])
+        )
         accounts.heard(status(name, role, draw), 0.0)
         workers.append((name, role))
     return accounts, workers
@@ -69,7 +86,12 @@ def measure(instances: int, rounds: int) -> dict[str, float]:
     for number in range(rounds):
         work = Work(draw.randrange(50, 6000), expected_tokens=draw.randrange(10, 500))
         names = draw.sample(workers, min(40, instances)) if number % 10 == 0 else []
-        ask = Ask(work, {name: draw.randrange(16, 4000) for name, _ in names}, limit_seconds=5.0, under_way=True)
+        ask = Ask(
+            work,
+            {name: draw.randrange(16, 4000) for name, _ in names},
+            limit_seconds=5.0,
+            under_way=True,
+        )
         spoken = status(*draw.choice(workers), draw)
         started = time.perf_counter()
         answer = decide(accounts.state, ask, 0.0, RULES)
@@ -94,7 +116,10 @@ def main(_: list[str]) -> None:
     for size, found in results.items():
         print(
             f"{size:>5} instances: "
-            + ", ".join(f"{name.removesuffix('_seconds')} {seconds * 1e6:.0f} us" for name, seconds in found.items())
+            + ", ".join(
+                f"{name.removesuffix('_seconds')} {seconds * 1e6:.0f} us"
+                for name, seconds in found.items()
+            )
         )
     if _NAME.value:
         save(_NAME.value, {"rounds": _ROUNDS.value, "instances": results})

@@ -1,10 +1,12 @@
-"""The yardstick: a plain jitted loop over the measured model, without a server, pages, slots or sampling.
+"""The yardstick: a plain jitted loop over the measured model, without a server, pages, slots or
+sampling.
 
-Fixed cache slots [B, K, S, H] per layer, all S positions attended to; prefill of one sequence at a time, attention in query blocks
-of 256 rows over causal prefixes; unrolled layers; everything donated; greedy. Written independently of the engine's programs, with the
-same tuning that is known to be best on CPU: kernels [in, out] in float32 and [out, in] in bfloat16, two rows behind a barrier
-where bfloat16 has one. Weights are taken from an engine model, so that both must give the same tokens.
-"""
+Fixed cache slots [B, K, S, H] per layer, all S positions attended to; prefill of one sequence at a
+time, attention in query blocks of 256 rows over causal prefixes; unrolled layers; everything
+donated; greedy. Written independently of the engine's programs, with the same tuning that is known
+to be best on CPU: kernels [in, out] in float32 and [out, in] in bfloat16, two rows behind a barrier
+where bfloat16 has one. Weights are taken from an engine model, so that both must give the same
+tokens."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -49,13 +51,24 @@ def weights_of(model: Any) -> LoopWeights:
     """The arrays of an engine model (models.decoder.Decoder), kernels as they lie there."""
 
     def layer(one: Any) -> dict[str, jax.Array]:
-        names = {"q": one.attention.q, "k": one.attention.k, "v": one.attention.v, "o": one.attention.o}
+        names = {
+            "q": one.attention.q,
+            "k": one.attention.k,
+            "v": one.attention.v,
+            "o": one.attention.o,
+        }
         names |= {"gate": one.mlp.gate, "up": one.mlp.up, "down": one.mlp.down}
         kernels = {name: part.kernel[...] for name, part in names.items()}
-        return kernels | {"norm1": one.attention_norm.weight[...], "norm2": one.mlp_norm.weight[...]}
+        return kernels | {
+            "norm1": one.attention_norm.weight[...],
+            "norm2": one.mlp_norm.weight[...],
+        }
 
     return LoopWeights(
-        model.stem.embedding[...], model.stem.norm.weight[...], model.stem.head.kernel[...], tuple(layer(one) for one in model.layers)
+        model.stem.embedding[...],
+        model.stem.norm.weight[...],
+        model.stem.head.kernel[...],
+        tuple(layer(one) for one in model.layers),
     )
 
 
@@ -74,7 +87,9 @@ def _dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
     if x.dtype == jnp.bfloat16:
         contract = (((1,), (1,)), ((), ()))
         if x.shape[0] == 1:
-            return lax.dot_general(lax.optimization_barrier(jnp.concatenate((x, x))), kernel, contract)[:1]
+            return lax.dot_general(
+                lax.optimization_barrier(jnp.concatenate((x, x))), kernel, contract
+            )[:1]
         return lax.dot_general(x, kernel, contract)
     return x @ kernel
 
@@ -82,12 +97,17 @@ def _dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
 def _rope(x_TNH: jax.Array, positions_T: jax.Array) -> jax.Array:
     frequencies = THETA ** (-jnp.arange(0, HEAD, 2, dtype=jnp.float32) / HEAD)
     angles = positions_T.astype(jnp.float32)[:, None] * frequencies[None, :]
-    cos, sin = jnp.cos(angles)[:, None, :].astype(x_TNH.dtype), jnp.sin(angles)[:, None, :].astype(x_TNH.dtype)
+    cos, sin = (
+        jnp.cos(angles)[:, None, :].astype(x_TNH.dtype),
+        jnp.sin(angles)[:, None, :].astype(x_TNH.dtype),
+    )
     a, b = jnp.split(x_TNH, 2, axis=-1)
     return jnp.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)
 
 
-def _qkv(x: jax.Array, layer: dict[str, jax.Array], positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _qkv(
+    x: jax.Array, layer: dict[str, jax.Array], positions: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     h, rows = _norm(x, layer["norm1"]), x.shape[0]
     q = _rope(_dot(h, layer["q"]).reshape(rows, HEADS, HEAD), positions)
     k = _rope(_dot(h, layer["k"]).reshape(rows, KV_HEADS, HEAD), positions)
@@ -105,7 +125,9 @@ def _token(x: jax.Array, weights: LoopWeights) -> jax.Array:
 
 
 @partial(jax.jit, donate_argnums=1)
-def prefill(weights: LoopWeights, cache: Cache, tokens_T: jax.Array, row: jax.Array) -> tuple[Cache, jax.Array]:
+def prefill(
+    weights: LoopWeights, cache: Cache, tokens_T: jax.Array, row: jax.Array
+) -> tuple[Cache, jax.Array]:
     """One sequence into cache row `row`, from position 0; returns the next token [1]."""
     count = tokens_T.shape[0]
     positions = jnp.arange(count, dtype=jnp.int32)
@@ -118,19 +140,37 @@ def prefill(weights: LoopWeights, cache: Cache, tokens_T: jax.Array, row: jax.Ar
         outputs = []
         for low in range(0, count, BLOCK):
             high = min(low + BLOCK, count)
-            scores = jnp.einsum("kgth,ksh->kgts", q[:, :, low:high], k[:, :high], preferred_element_type=jnp.float32) * HEAD**-0.5
+            scores = (
+                jnp.einsum(
+                    "kgth,ksh->kgts",
+                    q[:, :, low:high],
+                    k[:, :high],
+                    preferred_element_type=jnp.float32,
+                )
+                * HEAD**-0.5
+            )
             seen = positions[None, :high] <= positions[low:high, None]
-            weight = jax.nn.softmax(jnp.where(seen[None, None], scores, -jnp.inf), axis=-1).astype(x.dtype)
+            weight = jax.nn.softmax(jnp.where(seen[None, None], scores, -jnp.inf), axis=-1).astype(
+                x.dtype
+            )
             outputs.append(jnp.einsum("kgts,ksh->kgth", weight, v[:, :high]))
         x = _rest(x, jnp.concatenate(outputs, axis=2).transpose(2, 0, 1, 3), layer)
         zero = jnp.zeros((), jnp.int32)
-        new.append(tuple(lax.dynamic_update_slice(old, part[None], (row, zero, zero, zero)) for old, part in ((k_cache, k), (v_cache, v))))  # type: ignore[arg-type]
+        new.append(
+            tuple(
+                lax.dynamic_update_slice(old, part[None], (row, zero, zero, zero))
+                for old, part in ((k_cache, k), (v_cache, v))
+            )
+        )  # type: ignore[arg-type]
     return new, _token(x[-1:], weights)
 
 
 @partial(jax.jit, donate_argnums=1)
-def decode(weights: LoopWeights, cache: Cache, tokens_B: jax.Array, positions_B: jax.Array) -> tuple[Cache, jax.Array]:
-    """One step of all rows: writes each row's position, attends to the whole slot under a mask, returns the next tokens [B]."""
+def decode(
+    weights: LoopWeights, cache: Cache, tokens_B: jax.Array, positions_B: jax.Array
+) -> tuple[Cache, jax.Array]:
+    """One step of all rows: writes each row's position, attends to the whole slot under a mask,
+    returns the next tokens [B]."""
     batch = tokens_B.shape[0]
     rows = jnp.arange(batch)
     x = weights.embedding[tokens_B]
@@ -138,11 +178,20 @@ def decode(weights: LoopWeights, cache: Cache, tokens_B: jax.Array, positions_B:
     new: Cache = []
     for layer, (k_cache, v_cache) in zip(weights.layers, cache, strict=True):
         q, k, v = _qkv(x, layer, positions_B)
-        k_cache = k_cache.at[rows, :, positions_B].set(k, mode="promise_in_bounds", unique_indices=True)
-        v_cache = v_cache.at[rows, :, positions_B].set(v, mode="promise_in_bounds", unique_indices=True)
+        k_cache = k_cache.at[rows, :, positions_B].set(
+            k, mode="promise_in_bounds", unique_indices=True
+        )
+        v_cache = v_cache.at[rows, :, positions_B].set(
+            v, mode="promise_in_bounds", unique_indices=True
+        )
         new.append((k_cache, v_cache))
         q = q.reshape(batch, KV_HEADS, HEADS // KV_HEADS, HEAD)
-        scores = jnp.einsum("bkgh,bksh->bkgs", q, k_cache, preferred_element_type=jnp.float32) * HEAD**-0.5
-        weight = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1).astype(x.dtype)
+        scores = (
+            jnp.einsum("bkgh,bksh->bkgs", q, k_cache, preferred_element_type=jnp.float32)
+            * HEAD**-0.5
+        )
+        weight = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1).astype(
+            x.dtype
+        )
         x = _rest(x, jnp.einsum("bkgs,bksh->bkgh", weight, v_cache), layer)
     return new, _token(x, weights)

@@ -2,13 +2,15 @@
 
     python -m benchmarks.role_switch --rounds=3 --concurrent=6 --name=role_switch
 
-A cluster of real processes (`launch.cluster`, 2 + 2, the shipped model; workers compile before they serve) with streams under way
-all the time. A prefill worker becomes a decode worker and back, a decode worker a prefill worker and back, several rounds; every token is
-held against an oracle made before. The first round meets programs that this machine never compiled for that worker's role and layout
-unless --cache names a folder that has them; the later ones load what was compiled.
-- seconds: from the request to the router until it places requests on the worker in its new role; their parts as the worker says them.
-- longest pause: the longest gap between two deliveries to any stream from a second before the change to half a second after it, beside
-  the longest gap in the same load while nothing changes.
+A cluster of real processes (`launch.cluster`, 2 + 2, the shipped model; workers compile before they
+serve) with streams under way all the time. A prefill worker becomes a decode worker and back, a
+decode worker a prefill worker and back, several rounds; every token is held against an oracle made
+before. The first round meets programs that this machine never compiled for that worker's role and
+layout unless --cache names a folder that has them; the later ones load what was compiled.
+- seconds: from the request to the router until it places requests on the worker in its new role;
+  their parts as the worker says them.
+- longest pause: the longest gap between two deliveries to any stream from a second before the
+  change to half a second after it, beside the longest gap in the same load while nothing changes.
 """
 
 import asyncio
@@ -24,14 +26,16 @@ from absl import app, flags
 
 from benchmarks.clusters import cluster, ready
 from benchmarks.measure import save
-from jdisagg.dispatch.ports import WorkerRole
-from jdisagg.dispatch.roles import SwitchState
+from jdisagg.messages.roles import SwitchState
+from jdisagg.messages.worker_status import WorkerRole
 from tests.chaos.load import Kind, known_kinds
 from tests.end_to_end.role_switch import Change, Load, change, load
 
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Of all four changes.")
 _CONCURRENT = flags.DEFINE_integer("concurrent", 6, "Streams at any time.")
-_CALM = flags.DEFINE_float("calm_seconds", 5.0, "How long the load runs before the first change, for comparison.")
+_CALM = flags.DEFINE_float(
+    "calm_seconds", 5.0, "How long the load runs before the first change, for comparison."
+)
 _CACHE = flags.DEFINE_string("cache", "", "Folder of compiled programs; by default an empty one.")
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
 
@@ -46,7 +50,10 @@ PARTS = ("drain_seconds", "build_seconds", "warm_up_seconds", "total_seconds")
 
 def longest_gap(streams: Load, begin: float, end: float) -> float:
     gaps = (
-        later - earlier for one in streams.streams for earlier, later in itertools.pairwise(one.times) if earlier >= begin and later <= end
+        later - earlier
+        for one in streams.streams
+        for earlier, later in itertools.pairwise(one.times)
+        if earlier >= begin and later <= end
     )
     return max(gaps, default=0.0)
 
@@ -55,7 +62,9 @@ def resident_bytes() -> dict[str, int]:
     """Of each worker of our cluster."""
     found = {}
     for child in psutil.Process().children(recursive=True):
-        name = next((flag.partition("=")[2] for flag in child.cmdline() if flag.startswith("--name=")), "")
+        name = next(
+            (flag.partition("=")[2] for flag in child.cmdline() if flag.startswith("--name=")), ""
+        )
         if name and "launch.worker" in child.cmdline():
             found[name] = child.memory_info().rss
     return found
@@ -64,8 +73,18 @@ def resident_bytes() -> dict[str, int]:
 def row(round_: int, step: tuple[str, WorkerRole], made: Change) -> dict[str, object]:
     assert made.report.state is SwitchState.DONE, made.report.reason
     parts = {name: round(getattr(made.report, name), 3) for name in PARTS}
-    seconds = {"seconds": round(made.done_at - made.asked_at, 3), **parts, "longest_pause_seconds": round(made.longest_pause, 3)}
-    return {"round": round_, "worker": step[0], "role": step[1].value, "layout": str(made.report.layout), **seconds}
+    seconds = {
+        "seconds": round(made.done_at - made.asked_at, 3),
+        **parts,
+        "longest_pause_seconds": round(made.longest_pause, 3),
+    }
+    return {
+        "round": round_,
+        "worker": step[0],
+        "role": step[1].value,
+        "layout": str(made.report.layout),
+        **seconds,
+    }
 
 
 async def measure(target: str, kinds: list[Kind]) -> dict[str, object]:
@@ -87,11 +106,19 @@ async def measure(target: str, kinds: list[Kind]) -> dict[str, object]:
     seconds = {
         which: {
             role: round(
-                statistics.median(float(str(one["seconds"])) for one in rows if one["role"] == role and chosen(int(str(one["round"])))), 3
+                statistics.median(
+                    float(str(one["seconds"]))
+                    for one in rows
+                    if one["role"] == role and chosen(int(str(one["round"])))
+                ),
+                3,
             )
             for role in ("prefill", "decode")
         }
-        for which, chosen in (("first", lambda number: number == 1), ("later", lambda number: number > 1))
+        for which, chosen in (
+            ("first", lambda number: number == 1),
+            ("later", lambda number: number > 1),
+        )
         if any(chosen(int(str(one["round"]))) for one in rows)
     }
     return {
@@ -100,7 +127,9 @@ async def measure(target: str, kinds: list[Kind]) -> dict[str, object]:
         "median_seconds_to_become": seconds,
         "longest_pause_without_a_change_seconds": round(calm, 3),
         "changes": rows,
-        "resident_megabytes_before_each_round_and_at_the_end": [{name: size >> 20 for name, size in one.items()} for one in memory],
+        "resident_megabytes_before_each_round_and_at_the_end": [
+            {name: size >> 20 for name, size in one.items()} for one in memory
+        ],
     }
 
 
@@ -108,9 +137,13 @@ def main(_: list[str]) -> None:
     os.chdir(Path(__file__).resolve().parents[1])
     kinds = asyncio.run(known_kinds(9, tokens=(60, 150, 300)))
     with tempfile.TemporaryDirectory() as empty:
-        settings = (f"--compilation_cache={_CACHE.value or empty}", "--set=model.context_tokens=512", "--drain_seconds=20")
-        sizes = ("--prefill_chunk=64", "--page_size=16", "--slots=4")
-        with cluster("--prefill=2", "--decode=2", *sizes, *settings) as target:
+        settings = (
+            f"--compilation_cache={_CACHE.value or empty}",
+            "--set=model.context_tokens=512",
+            "--drain_seconds=20",
+        )
+        sizes = ("--chunk_tokens=64", "--page_size=16", "--slots_per_rank=4")
+        with cluster("--prefill_workers=2", "--decode_workers=2", *sizes, *settings) as target:
             figures = asyncio.run(measure(target, kinds))
     print({key: value for key, value in figures.items() if key != "changes"})
     if _NAME.value:

@@ -1,14 +1,15 @@
 """Fits an engine's constants to one measured run.
 
-From a run at a low rate steps can be seen one by one (`from_lone_steps`): a request that came while no prefill was under way was
-prefilled alone, and its TTFT is that prefill and what keeps no device busy; one that came in the midst of another's prefill had its
-first token a whole prefill after the other's, without that part: so the two are told apart. A request's TPOT is the mean step of
-the batches that it was in, which the run's own times tell; what others cost who came in its life is taken off: their prefills in one
-pool, the fetching of their KV in two. A first token waits for half a step. These are observations as `router/fitting.py` takes them.
-From a crowded run (`from_replay`) the constants are sought whose simulated run has the measured TTFT and TPOT, request by request.
+From a run at a low rate steps can be seen one by one (`from_lone_steps`): a request that came while
+no prefill was under way was prefilled alone, and its TTFT is that prefill and what keeps no device
+busy; one that came in the midst of another's prefill had its first token a whole prefill after the
+other's, without that part: so the two are told apart. A request's TPOT is the mean step of the
+batches that it was in, which the run's own times tell; what others cost who came in its life is
+taken off: their prefills in one pool, the fetching of their KV in two. A first token waits for half
+a step. These are observations as `costs/fitting.py` takes them. From a crowded run (`from_replay`)
+the constants are sought whose simulated run has the measured TTFT and TPOT, request by request.
 
-Knows engines and runs, no held-out data.
-"""
+Knows engines and runs, no held-out data."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,18 +18,32 @@ import numpy as np
 
 from benchmarks.engines import OPT, Engine
 from benchmarks.measured_runs import Run
+from jdisagg.costs.cost_model import CostModel, wire_bytes_per_token
+from jdisagg.costs.fitting import Observation, bounded, descend, fit, sigma
 from jdisagg.layout.axes import Layout
-from jdisagg.router.cost_model import CostModel, wire_bytes_per_token
-from jdisagg.router.fitting import Observation, bounded, descend, fit, sigma
 
 OUTSIDE = ("front_seconds", "link_bytes_per_second")
-LONE = ("gemm_compute", "gemm_memory", "attention_compute", "attention_memory", "prefill_seconds", "step_seconds", "sequence_seconds")
+LONE = (
+    "gemm_compute",
+    "gemm_memory",
+    "attention_compute",
+    "attention_memory",
+    "prefill_seconds",
+    "step_seconds",
+    "sequence_seconds",
+)
 COLLECTIVE = ("collective_bandwidth", "collective_seconds")
 FREE = {
     "distserve": (*LONE, *COLLECTIVE, *OUTSIDE),
     "vllm": (*LONE, "front_seconds"),
     "chunked": ("gemm_compute", "gemm_memory", "attention_memory", "step_seconds"),
-    "chunked ranks": ("gemm_compute", "gemm_memory", "attention_memory", "step_seconds", *COLLECTIVE),
+    "chunked ranks": (
+        "gemm_compute",
+        "gemm_memory",
+        "attention_memory",
+        "step_seconds",
+        *COLLECTIVE,
+    ),
 }
 WARM_UP = 3  # requests: the first ones meet cold programs
 LEAST_TOKENS = 50  # of a request whose TPOT tells of steps
@@ -49,7 +64,9 @@ class Load:
     def of(cls, run: Run) -> "Load":
         at = np.arange(0.0, run.finish.max() + TICK, TICK)
         sequences, contexts = np.zeros(len(at)), np.zeros(len(at))
-        for first, finish, prompt, output in zip(run.first, run.finish, run.prompts, run.outputs, strict=True):
+        for first, finish, prompt, output in zip(
+            run.first, run.finish, run.prompts, run.outputs, strict=True
+        ):
             if output > 1:
                 begin, end = int(first / TICK), int(finish / TICK) + 1
                 sequences[begin:end] += 1
@@ -64,7 +81,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Prefills:
-    """(prompt tokens, seconds) of those that were prefilled alone, and of those that followed right behind another."""
+    """(prompt tokens, seconds) of those that were prefilled alone, and of those that followed right
+    behind another."""
 
     alone: tuple[tuple[int, float], ...]
     behind: tuple[tuple[int, float], ...]
@@ -76,8 +94,16 @@ def prefills_of(run: Run, one_pool: bool) -> Prefills:
     for index in range(WARM_UP, len(at)):
         before = first[:index].max()
         if before < at[index] - TICK:
-            decoding = (first[:index] <= at[index]) & (run.finish[:index] > at[index]) & (run.outputs[:index] > 1)
-            wait = float(np.mean(run.tpot[:index][decoding])) / 2 if one_pool and decoding.any() else 0.0
+            decoding = (
+                (first[:index] <= at[index])
+                & (run.finish[:index] > at[index])
+                & (run.outputs[:index] > 1)
+            )
+            wait = (
+                float(np.mean(run.tpot[:index][decoding])) / 2
+                if one_pool and decoding.any()
+                else 0.0
+            )
             alone.append((int(run.prompts[index]), float(run.ttft[index]) - wait))
         elif (
             first[index - 1] > at[index] + 0.01
@@ -89,16 +115,26 @@ def prefills_of(run: Run, one_pool: bool) -> Prefills:
     return Prefills(tuple(alone), tuple(behind))
 
 
-def steps_of(run: Run, load: Load, stall: Callable[[int], float], one_pool: bool) -> list[tuple[float, float, float]]:
-    """(sequences, their tokens, seconds) of mean steps. `stall`: how long nobody steps when a prompt of so many tokens joins them: while it
-    is computed in one pool, while its KV is fetched in two."""
+def steps_of(
+    run: Run, load: Load, stall: Callable[[int], float], one_pool: bool
+) -> list[tuple[float, float, float]]:
+    """(sequences, their tokens, seconds) of mean steps. `stall`: how long nobody steps when a
+    prompt of so many tokens joins them: while it is computed in one pool, while its KV is fetched
+    in two."""
     found = []
     half = 0.0 if one_pool else 0.5  # a hand-off waits for the step under way, and for its own KV
     for index in np.flatnonzero(run.outputs >= LEAST_TOKENS):
         begin, end = float(run.first[index]), float(run.finish[index])
         others = np.flatnonzero((run.first > begin + 1e-3) & (run.first <= end + TICK))
-        stalled = sum(stall(int(run.prompts[other])) for other in others) + (0.0 if one_pool else stall(int(run.prompts[index])))
-        found.append((*load.during(begin, end), (end - begin - stalled) / (int(run.outputs[index]) - 1 + half)))
+        stalled = sum(stall(int(run.prompts[other])) for other in others) + (
+            0.0 if one_pool else stall(int(run.prompts[index]))
+        )
+        found.append(
+            (
+                *load.during(begin, end),
+                (end - begin - stalled) / (int(run.outputs[index]) - 1 + half),
+            )
+        )
     return found
 
 
@@ -113,7 +149,14 @@ def from_lone_steps(engine: Engine, run: Run, rounds: int = 3) -> Engine:
     for _ in range(rounds):
         computing = engine.cost_model(OPT, card, layouts[0])
         seen = [
-            Observation(OPT, layouts[0], "prefill", ((tokens, 0),), max(1e-3, seconds - front), multiprocessors=engine.multiprocessors)
+            Observation(
+                OPT,
+                layouts[0],
+                "prefill",
+                ((tokens, 0),),
+                max(1e-3, seconds - front),
+                multiprocessors=engine.multiprocessors,
+            )
             for tokens, seconds in prefills.alone
         ]
         fetched = wire_bytes_per_token(OPT, computing.kv_value_bytes) / link
@@ -124,20 +167,36 @@ def from_lone_steps(engine: Engine, run: Run, rounds: int = 3) -> Engine:
         for sequences, tokens, seconds in steps_of(run, load, stall, one_pool):
             batch = max(1, round(sequences))
             seen.append(
-                Observation(OPT, layouts[1], "decode", ((batch, int(tokens / batch)),), seconds, multiprocessors=engine.multiprocessors)
+                Observation(
+                    OPT,
+                    layouts[1],
+                    "decode",
+                    ((batch, int(tokens / batch)),),
+                    seconds,
+                    multiprocessors=engine.multiprocessors,
+                )
             )
         card = fit(published, seen, names)
         computing = engine.cost_model(OPT, card, layouts[0])
-        late = [computing.prefill([(tokens, 0)]).seconds - seconds for tokens, seconds in prefills.behind]
+        late = [
+            computing.prefill([(tokens, 0)]).seconds - seconds
+            for tokens, seconds in prefills.behind
+        ]
         front = max(0.0, front + float(np.median(late)))
         if not one_pool:
             link = _link_speed(run, load, engine.cost_model(OPT, card, layouts[1]))
-    return replace(engine, constants=replace(engine.constants, accelerator=card, front_seconds=front, link_bytes_per_second=link))
+    return replace(
+        engine,
+        constants=replace(
+            engine.constants, accelerator=card, front_seconds=front, link_bytes_per_second=link
+        ),
+    )
 
 
 def _link_speed(run: Run, load: Load, decode: CostModel) -> float:
-    """From requests of few tokens: what is left of their decode when the steps and half a step of waiting are taken off, over the bytes
-    that were fetched meanwhile, theirs and others'. The line through both, by least squares through the origin."""
+    """From requests of few tokens: what is left of their decode when the steps and half a step of
+    waiting are taken off, over the bytes that were fetched meanwhile, theirs and others'. The line
+    through both, by least squares through the origin."""
     bytes_per_token = wire_bytes_per_token(decode.geometry, decode.kv_value_bytes)
     moved, left = [], []
     for index in np.flatnonzero((run.outputs >= 2) & (run.outputs <= 16)):
@@ -145,7 +204,9 @@ def _link_speed(run: Run, load: Load, decode: CostModel) -> float:
         step = decode.decode_of(max(1, round(sequences)), tokens).seconds
         others = (run.first > run.first[index] + 1e-3) & (run.first <= run.finish[index])
         moved.append(float(run.prompts[index] + run.prompts[others].sum()) * bytes_per_token)
-        left.append(float(run.finish[index] - run.first[index]) - (int(run.outputs[index]) - 0.5) * step)
+        left.append(
+            float(run.finish[index] - run.first[index]) - (int(run.outputs[index]) - 0.5) * step
+        )
     sizes, seconds = np.array(moved), np.array(left)
     return float((sizes**2).sum() / max(1e-9, (sizes * seconds).sum()))
 
@@ -153,10 +214,12 @@ def _link_speed(run: Run, load: Load, decode: CostModel) -> float:
 # ---- a crowded run
 
 
-def from_replay(engine: Engine, run: Run, count: int, rounds: int = 5, start: Engine | None = None) -> Engine:
-    """The engine with constants whose simulated run is nearest to the first `count` requests of a measured one. Errors count in
-    logarithms, TTFT by 10 %, TPOT by 5 %; constants are pulled to those of `engine`, as in router/fitting.py. `start`: where the search
-    begins, if not there."""
+def from_replay(
+    engine: Engine, run: Run, count: int, rounds: int = 5, start: Engine | None = None
+) -> Engine:
+    """The engine with constants whose simulated run is nearest to the first `count` requests of a
+    measured one. Errors count in logarithms, TTFT by 10 %, TPOT by 5 %; constants are pulled to
+    those of `engine`, as in costs/fitting.py. `start`: where the search begins, if not there."""
     names = _free(engine)
     centre = _logarithms(engine, names)
     width = np.array([sigma(name) for name in names])
@@ -172,15 +235,18 @@ def from_replay(engine: Engine, run: Run, count: int, rounds: int = 5, start: En
 
 
 def kv_tokens_seen(run: Run, count: int) -> int:
-    """The most KV that an engine held when it admitted one of the first `count` requests, before any of them had to wait: what its memory
-    has room for. (Later some may hold none for a while, preempted.) Contexts grow evenly between first and last token."""
+    """The most KV that an engine held when it admitted one of the first `count` requests, before
+    any of them had to wait: what its memory has room for. (Later some may hold none for a while,
+    preempted.) Contexts grow evenly between first and last token."""
     late = np.flatnonzero(run.queued[:count] > LONG_WAIT)
     known = int(late[0]) if len(late) else count
     admitted, most = run.at + run.queued, 0.0
     for now in admitted[:known]:
         held = (admitted <= now) & (run.finish > now)
         held[known:] = False
-        grown = np.clip((now - run.first) / np.maximum(run.finish - run.first, 1e-9), 0, 1) * (run.outputs - 1)
+        grown = np.clip((now - run.first) / np.maximum(run.finish - run.first, 1e-9), 0, 1) * (
+            run.outputs - 1
+        )
         most = max(most, float(((run.prompts + grown) * held).sum()))
     return int(most)
 
@@ -189,7 +255,9 @@ def kv_tokens_seen(run: Run, count: int) -> int:
 
 
 def with_constants(engine: Engine, names: Sequence[str], point: np.ndarray) -> Engine:
-    values = {name: bounded(name, float(value)) for name, value in zip(names, np.exp(point), strict=True)}
+    values = {
+        name: bounded(name, float(value)) for name, value in zip(names, np.exp(point), strict=True)
+    }
     outside = {name: values.pop(name) for name in OUTSIDE if name in values}
     card = engine.constants.accelerator
     card = replace(card, efficiency=replace(card.efficiency, **values))
@@ -202,7 +270,10 @@ def _free(engine: Engine) -> tuple[str, ...]:
 
 def report_constants(engine: Engine) -> dict[str, float]:
     names = _free(engine)
-    return {name: float(f"{value:.4g}") for name, value in zip(names, np.exp(_logarithms(engine, names)), strict=True)}
+    return {
+        name: float(f"{value:.4g}")
+        for name, value in zip(names, np.exp(_logarithms(engine, names)), strict=True)
+    }
 
 
 def from_report(engine: Engine, values: dict[str, float]) -> Engine:
@@ -213,4 +284,9 @@ def from_report(engine: Engine, values: dict[str, float]) -> Engine:
 
 def _logarithms(engine: Engine, names: Sequence[str]) -> np.ndarray:
     constants, card = engine.constants, engine.constants.accelerator
-    return np.log([max(1e-9, getattr(constants if name in OUTSIDE else card.efficiency, name)) for name in names])
+    return np.log(
+        [
+            max(1e-9, getattr(constants if name in OUTSIDE else card.efficiency, name))
+            for name in names
+        ]
+    )

@@ -1,12 +1,13 @@
 """What does choosing a token cost, against greedy and against a decode step?
 
-    JAX_PLATFORMS=cpu python -m benchmarks.sampling [--batches=1,8,32] [--rounds=40] [--vocabulary=32000]
+    JAX_PLATFORMS=cpu python -m benchmarks.sampling [--batches=1,8,32] [--rounds=40]
+    [--vocabulary=32000]
 
-All variants run interleaved, round by round, over logits that are nearly flat (a model of random weights: a nucleus of most of the
-vocabulary), middling and peaked, at a new position each round, so that runs with rejected winners count as often as they
-come. Prints milliseconds of wall clock, 10th percentile / median / mean (on a busy machine the first is nearest the truth), and of
-processor time, mean. `library argmax` is `jnp.argmax`, for comparison.
-"""
+All variants run interleaved, round by round, over logits that are nearly flat (a model of random
+weights: a nucleus of most of the vocabulary), middling and peaked, at a new position each round, so
+that runs with rejected winners count as often as they come. Prints milliseconds of wall clock, 10th
+percentile / median / mean (on a busy machine the first is nearest the truth), and of processor
+time, mean. `library argmax` is `jnp.argmax`, for comparison."""
 
 import time
 from collections.abc import Callable
@@ -36,7 +37,9 @@ PARAMETERS: dict[str, dict[str, float]] = {
 Variant = Callable[[jax.Array, int], object]
 
 
-def rows_of(batch: int, first_position: int, top_k: float = 0, top_p: float = 1, min_p: float = 0) -> SamplingRows:
+def rows_of(
+    batch: int, first_position: int, top_k: float = 0, top_p: float = 1, min_p: float = 0
+) -> SamplingRows:
     return SamplingRows(
         temperature=jnp.full(batch, 0.8, jnp.float32),
         top_k=jnp.full(batch, int(top_k), jnp.int32),
@@ -49,11 +52,17 @@ def rows_of(batch: int, first_position: int, top_k: float = 0, top_p: float = 1,
 
 
 def variants(batch: int, vocabulary: int) -> dict[str, Variant]:
-    jit_greedy, jit_sample, jit_argmax = jax.jit(greedy), jax.jit(sample), jax.jit(lambda x: jnp.argmax(x, axis=-1))
+    jit_greedy, jit_sample, jit_argmax = (
+        jax.jit(greedy),
+        jax.jit(sample),
+        jax.jit(lambda x: jnp.argmax(x, axis=-1)),
+    )
 
     def sampled(parameters: dict[str, float]) -> Variant:
         rows = rows_of(batch, 0, **parameters)
-        return lambda logits, turn: jit_sample(logits, rows._replace(position=rows.position + np.int32(turn * batch)))
+        return lambda logits, turn: jit_sample(
+            logits, rows._replace(position=rows.position + np.int32(turn * batch))
+        )
 
     return {
         "library argmax": lambda logits, turn: jit_argmax(logits),
@@ -64,7 +73,8 @@ def variants(batch: int, vocabulary: int) -> dict[str, Variant]:
 
 
 def shaped(batch: int, vocabulary: int) -> Variant:
-    """The whole of the slower program: penalties, bias, minimum length, top_p, log-probabilities, counts (donated)."""
+    """The whole of the slower program: penalties, bias, minimum length, top_p, log-probabilities,
+    counts (donated)."""
     rows = rows_of(batch, 0, top_p=0.95)
     ones = jnp.ones(batch, jnp.float32)
     shaping = ShapingRows(
@@ -77,7 +87,9 @@ def shaped(batch: int, vocabulary: int) -> Variant:
         min_position=jnp.full(batch, 10, jnp.int32),
     )
 
-    def step(logits_BV: jax.Array, counts_BV: jax.Array, position_B: jax.Array) -> tuple[jax.Array, ...]:
+    def step(
+        logits_BV: jax.Array, counts_BV: jax.Array, position_B: jax.Array
+    ) -> tuple[jax.Array, ...]:
         shaped_BV = shape_logits(logits_BV, shaping, counts_BV, position_B)
         token_B = sample(shaped_BV, rows._replace(position=position_B))
         return (update_counts(counts_BV, token_B), token_B, *logprobs(shaped_BV, token_B, 20))
@@ -92,9 +104,13 @@ def shaped(batch: int, vocabulary: int) -> Variant:
     return run
 
 
-def measure(batch: int, spread: float, rounds: int, vocabulary: int) -> dict[str, tuple[float, ...]]:
+def measure(
+    batch: int, spread: float, rounds: int, vocabulary: int
+) -> dict[str, tuple[float, ...]]:
     """Per variant: wall 10th percentile, median and mean, and mean processor time; milliseconds."""
-    logits = jnp.asarray((np.random.default_rng(0).standard_normal((batch, vocabulary)) * spread).astype(np.float32))
+    logits = jnp.asarray(
+        (np.random.default_rng(0).standard_normal((batch, vocabulary)) * spread).astype(np.float32)
+    )
     runs = variants(batch, vocabulary)
     for variant in runs.values():
         jax.block_until_ready(variant(logits, 0))
@@ -106,16 +122,27 @@ def measure(batch: int, spread: float, rounds: int, vocabulary: int) -> dict[str
             jax.block_until_ready(variant(logits, turn))
             wall[name].append(1e3 * (time.perf_counter() - wall_begun))
             processor[name] += 1e3 * (time.process_time() - processor_begun)
-    return {name: (*np.percentile(times, (10, 50)), float(np.mean(times)), processor[name] / rounds) for name, times in wall.items()}
+    return {
+        name: (*np.percentile(times, (10, 50)), float(np.mean(times)), processor[name] / rounds)
+        for name, times in wall.items()
+    }
 
 
 def main(_: list[str]) -> None:
-    print(f"JAX {jax.__version__}, {jax.devices()[0].device_kind}, vocabulary {_VOCABULARY.value}; ms: p10 / median / mean, processor")
+    print(
+        f"JAX {jax.__version__}, {jax.devices()[0].device_kind}, vocabulary {_VOCABULARY.value};"
+        " ms: p10 / median / mean, processor"
+    )
     for batch in map(int, _BATCHES.value):
         for name, spread in SPREADS.items():
             print(f"batch {batch}, {name} logits")
-            for variant, (low, median, mean, processor) in measure(batch, spread, _ROUNDS.value, _VOCABULARY.value).items():
-                print(f"  {variant:24}{low:8.3f} /{median:8.3f} /{mean:8.3f} {processor:9.3f}", flush=True)
+            for variant, (low, median, mean, processor) in measure(
+                batch, spread, _ROUNDS.value, _VOCABULARY.value
+            ).items():
+                print(
+                    f"  {variant:24}{low:8.3f} /{median:8.3f} /{mean:8.3f} {processor:9.3f}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

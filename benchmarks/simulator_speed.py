@@ -1,11 +1,12 @@
-"""How fast does the simulator simulate? Requests a second on one core, iteration level, the live path, router and workers included.
+"""How fast does the simulator simulate? Requests a second on one core, iteration level, the live
+path, router and workers included.
 
     python -m benchmarks.simulator_speed --trace=splitwise_rr_conv_70_2min_npseed0.csv.gz             # 40 instances
     python -m benchmarks.simulator_speed --trace=... --instances=1000 --rate=1750 --requests=100000   # pairs drawn from the trace's lengths
 
-Processor seconds of one process, from the first event to the last, without the reading of the trace; peak memory. The fleet is
-Llama-3.1-70B on H100, one instance an 8-GPU host, two thirds of them prefill. Prints a JSON object; --json adds it to a file.
-"""
+Processor seconds of one process, from the first event to the last, without the reading of the
+trace; peak memory. The fleet is Llama-3.1-70B on H100, one instance an 8-GPU host, two thirds of
+them prefill. Prints a JSON object; --json adds it to a file."""  # noqa: E501
 
 import json
 import platform
@@ -18,19 +19,27 @@ from pathlib import Path
 from absl import app, flags
 
 from benchmarks.commits import commit
+from jdisagg.costs.hardware import accelerator
+from jdisagg.costs.model_geometry import geometry
 from jdisagg.layout.axes import Layout
-from jdisagg.router.hardware import accelerator
-from jdisagg.router.model_geometry import geometry
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.report import Slo, summarise
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.trace_files import read_trace
 from jdisagg.simulator.workloads import Resampled, poisson
 
-_TRACE = flags.DEFINE_string("trace", None, "The workload, or where its lengths are drawn from.", required=True)
+_TRACE = flags.DEFINE_string(
+    "trace", None, "The workload, or where its lengths are drawn from.", required=True
+)
 _INSTANCES = flags.DEFINE_integer("instances", 40, "Of both pools together.")
-_REQUESTS = flags.DEFINE_integer("requests", None, "The first so many; with --rate, how many there are.")
-_RATE = flags.DEFINE_float("rate", None, "Draw pairs of lengths from the trace, and arrivals of a Poisson process of this rate.")
+_REQUESTS = flags.DEFINE_integer(
+    "requests", None, "The first so many; with --rate, how many there are."
+)
+_RATE = flags.DEFINE_float(
+    "rate",
+    None,
+    "Draw pairs of lengths from the trace, and arrivals of a Poisson process of this rate.",
+)
 _JSON = flags.DEFINE_string("json", None, "Add the figures to this file.")
 _LABEL = flags.DEFINE_string("label", None, "Under this name.")
 
@@ -41,7 +50,10 @@ def main(_: list[str]) -> None:
         arrivals = poisson(_RATE.value, _REQUESTS.value or len(arrivals), Resampled(arrivals))
     instance = replace(INSTANCE, layout=Layout(tp=8))
     prefill = round(_INSTANCES.value * 0.65)
-    pools = [Pool(count, accelerator("h100"), instance) for count in (prefill, _INSTANCES.value - prefill)]
+    pools = [
+        Pool(count, accelerator("h100"), instance)
+        for count in (prefill, _INSTANCES.value - prefill)
+    ]
     fleet = Fleet(geometry("llama-3.1-70b"), prefill=pools[0], decode=pools[1])
     began, wall = time.process_time(), time.perf_counter()
     result = simulate(fleet, arrivals)

@@ -1,14 +1,16 @@
-"""Does disaggregation pay? Goodput of unified, chunked and disaggregated serving of the same models, hardware, workloads and engine.
+"""Does disaggregation pay? Goodput of unified, chunked and disaggregated serving of the same
+models, hardware, workloads and engine.
 
     python -m benchmarks.study                     # all cases; goes on where it stopped, results/study.json
     python -m benchmarks.study --seconds=80        # as far as that goes
     python -m benchmarks.study --only=azure-code   # cases whose name holds this
     python -m benchmarks.study_report              # results/study.md and its plots
 
-Each candidate (`study_cases`) is simulated at a ladder of rates until less than three quarters of its requests keep any of the limits;
-each run is judged under all limits at once. Arrivals are Poisson, with the same random numbers at every rate and for every candidate;
-requests that arrive while the empty cluster fills are not judged. One process, one core; some hundred thousand simulated requests in all.
-"""
+Each candidate (`study_cases`) is simulated at a ladder of rates until less than three quarters of
+its requests keep any of the limits; each run is judged under all limits at once. Arrivals are
+Poisson, with the same random numbers at every rate and for every candidate; requests that arrive
+while the empty cluster fills are not judged. One process, one core; some hundred thousand simulated
+requests in all."""  # noqa: E501
 
 import json
 import platform
@@ -47,12 +49,22 @@ def main(_: list[str]) -> None:
         for case in cases:
             bar.update(task, description=case.name)
             known = results["cases"].setdefault(case.name, {})
-            known["limits"] = {limits.name: [limits.ttft, limits.tpot, limits.longest_gap] for limits in case.workload.limits}
-            known["accelerators"], known["requests_in_slice"] = case.setting.accelerators, len(case.arrivals)
+            known["limits"] = {
+                limits.name: [limits.ttft, limits.tpot, limits.longest_gap]
+                for limits in case.workload.limits
+            }
+            known["accelerators"], known["requests_in_slice"] = (
+                case.setting.accelerators,
+                len(case.arrivals),
+            )
             for run in steps_of(case, known):
                 path.write_text(json.dumps(results, indent=1) + "\n")
                 if not sys.stderr.isatty():
-                    print(f"{case.name}: {run['per_accelerator']:.3f} an accelerator, {run['attainment']}", flush=True)
+                    print(
+                        f"{case.name}: {run['per_accelerator']:.3f} an accelerator,"
+                        f" {run['attainment']}",
+                        flush=True,
+                    )
                 if _SECONDS.value is not None and time.monotonic() - began > _SECONDS.value:
                     return
             bar.advance(task)

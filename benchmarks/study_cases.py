@@ -1,16 +1,17 @@
-"""What the study compares: models on their hardware, workloads with their limits, and which candidates stand for each mode.
+"""What the study compares: models on their hardware, workloads with their limits, and which
+candidates stand for each mode.
 
-The candidates are the planner's: of each mode the best by arithmetic under each of the limits. Chunked prefill is priced as in engines that
-run a chunk and a decode step as one (`fused`), which is the fairest rival; all else is the same engine on all sides.
-"""
+The candidates are the planner's: of each mode the best by arithmetic under each of the limits.
+Chunked prefill is priced as in engines that run a chunk and a decode step as one (`fused`), which
+is the fairest rival; all else is the same engine on all sides."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from jdisagg.config import Mode
-from jdisagg.router.hardware import accelerator
-from jdisagg.router.model_geometry import geometry
+from jdisagg.costs.hardware import accelerator
+from jdisagg.costs.model_geometry import geometry
 from jdisagg.simulator.plan_bounds import Demand, Estimator, Goal
 from jdisagg.simulator.plan_candidates import Candidate, Site, fitting_layouts, one_pool, two_pools
 from jdisagg.simulator.plan_fleet import FleetMaker
@@ -24,7 +25,8 @@ CHUNKS = (512, 2048)
 
 @dataclass(frozen=True)
 class Limits:
-    """One SLO of the study; `longest_gap` bounds every gap between tokens, the hand-off's included."""
+    """One SLO of the study; `longest_gap` bounds every gap between tokens, the hand-off's
+    included."""
 
     name: str
     ttft: float
@@ -46,8 +48,8 @@ LONG = (Limits("tight", 5.0, 0.03), Limits("usual", 10.0, 0.05), Limits("smooth"
 
 @dataclass(frozen=True)
 class Workload:
-    """Every so-and-so-many-th request of a published trace, in order (`data/README.md`); or, where it has `lengths` instead of a file,
-    requests that are all alike (prompt and output tokens)."""
+    """Every so-and-so-many-th request of a published trace, in order (`data/README.md`); or, where
+    it has `lengths` instead of a file, requests that are all alike (prompt and output tokens)."""
 
     name: str
     file: str
@@ -56,8 +58,8 @@ class Workload:
 
     @property
     def arrivals(self) -> list[Arrival]:
-        """Their times are of no account: each run has a rate of its own. Nor are the blocks that they name: nothing is cached, and so they
-        may be sent again."""
+        """Their times are of no account: each run has a rate of its own. Nor are the blocks that
+        they name: nothing is cached, and so they may be sent again."""
         if self.lengths:
             return [Arrival(0.0, *self.lengths)]
         return [replace(arrival, block_hashes=()) for arrival in read_trace(DATA / self.file)]
@@ -113,8 +115,13 @@ class Case:
 
     @cached_property
     def candidates(self) -> list[tuple[Candidate, float]]:
-        """With the rate (requests a second of all) that arithmetic allows under the usual limits."""
-        shape, site, demand = geometry(self.setting.model), self.setting.site, Demand.of(self.arrivals)
+        """With the rate (requests a second of all) that arithmetic allows under the usual
+        limits."""
+        shape, site, demand = (
+            geometry(self.setting.model),
+            self.setting.site,
+            Demand.of(self.arrivals),
+        )
         fitting = fitting_layouts(shape, site, demand.longest_tokens)
         listed = [*one_pool(fitting, site, (Mode.UNIFIED,)), *two_pools(fitting, site)]
         goals = {limits.name: limits.goal for limits in self.workload.limits}
@@ -125,10 +132,16 @@ class Case:
             ranked = sorted(listed, key=lambda item: -estimator.bounds(item).rate)
             unified = next(item for item in ranked if item.mode is Mode.UNIFIED)
             if name == "usual":
-                chosen |= {replace(unified, mode=Mode.CHUNKED, chunk_tokens=chunk): None for chunk in CHUNKS}
+                chosen |= {
+                    replace(unified, mode=Mode.CHUNKED, chunk_tokens=chunk): None
+                    for chunk in CHUNKS
+                }
             two = [item for item in ranked if item.mode is Mode.DISAGGREGATED]
             chosen |= dict.fromkeys([unified, *two[: 2 if name == "usual" else 1]])
         return [(candidate, base.bounds(candidate).rate) for candidate in chosen]
 
 
-CASES = (*(Case(setting, workload) for setting in SETTINGS for workload in WORKLOADS), Case(SETTINGS[1], ALIKE))
+CASES = (
+    *(Case(setting, workload) for setting in SETTINGS for workload in WORKLOADS),
+    Case(SETTINGS[1], ALIKE),
+)

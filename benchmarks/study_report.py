@@ -1,10 +1,11 @@
-"""The study's results as a page: tables, plots and the published figures beside them. Only reads `results/study.json`.
+"""The study's results as a page: tables, plots and the published figures beside them. Only reads
+`results/study.json`.
 
     python -m benchmarks.study_report          # writes results/study.md and results/study_*.png
 
-A mode's goodput under limits is that of its best candidate: the best chunk size, the best ratio and layouts among those simulated. What
-the page says in words is in `study_words.md`, written by hand after looking at the figures, and is put into the page as it is.
-"""
+A mode's goodput under limits is that of its best candidate: the best chunk size, the best ratio and
+layouts among those simulated. What the page says in words is in `study_words.md`, written by hand
+after looking at the figures, and is put into the page as it is."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,8 +23,8 @@ WANTED = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """A mode's best candidate under some limits, and the highest rate an accelerator at which `WANTED` of its requests keep them.
-    `at_least`: no run failed, so the true rate is higher."""
+    """A mode's best candidate under some limits, and the highest rate an accelerator at which
+    `WANTED` of its requests keep them. `at_least`: no run failed, so the true rate is higher."""
 
     name: str
     rate: float
@@ -47,7 +48,8 @@ def best_of(case: Mapping[str, object], mode: str, limits: str) -> Best | None:
     for curve in curves.values():
         points = points_of(curve, limits)
         if curve["mode"] == mode and points:
-            rate = rate_at_attainment(points, WANTED)  # 0 where the lowest rate fails: a line from nothing is no measurement
+            # 0 where the lowest rate fails: a line from nothing is no measurement
+            rate = rate_at_attainment(points, WANTED)
             found.append(Best(str(curve["name"]), rate, rate >= max(points)[0], curve["runs"]))  # type: ignore[arg-type]
     return max(found, key=lambda best: best.rate, default=None)
 
@@ -55,14 +57,20 @@ def best_of(case: Mapping[str, object], mode: str, limits: str) -> Best | None:
 def table(case: Mapping[str, object]) -> list[str]:
     """Rows: limits; columns: modes, and disaggregated against the best of one pool."""
     lines = [
-        "| limits: TTFT, TPOT, longest gap | unified | chunked | disaggregated | against the best of one pool |",
+        (
+            "| limits: TTFT, TPOT, longest gap | unified | chunked | disaggregated | against the"
+            " best of one pool |"
+        ),
         "|---|---|---|---|---|",
     ]
     limits: Mapping[str, Sequence[float | None]] = case["limits"]  # type: ignore[assignment]
     for name, (ttft, tpot, gap) in limits.items():
         best = {mode: best_of(case, mode, name) for mode in MODES}
         cells = [f"{item.shown} ({item.name})" if item else "-" for item in best.values()]
-        two, one = best["disaggregated"], max((best["unified"], best["chunked"]), key=lambda item: item.rate if item else 0.0)
+        two, one = (
+            best["disaggregated"],
+            max((best["unified"], best["chunked"]), key=lambda item: item.rate if item else 0.0),
+        )
         said = f"{ttft:g} s, {1e3 * (tpot or 0):g} ms{f', {1e3 * gap:g} ms' if gap else ''}"
         lines.append(f"| {name}: {said} | {' | '.join(cells)} | {_compared(two, one)} |")
     return lines
@@ -75,7 +83,9 @@ def _compared(two: Best | None, one: Best | None) -> str:
         return "only two pools"
     if not two.rate:
         return "only one pool"
-    return f"{100 * (two.rate / one.rate - 1):+.0f} %" + (" or so" if two.at_least or one.at_least else "")
+    return f"{100 * (two.rate / one.rate - 1):+.0f} %" + (
+        " or so" if two.at_least or one.at_least else ""
+    )
 
 
 def tails(case: Mapping[str, object], limits: str = "usual") -> list[str]:
@@ -90,10 +100,18 @@ def tails(case: Mapping[str, object], limits: str = "usual") -> list[str]:
         runs = [run for run in item.runs if run["per_accelerator"] <= common * 1.001]  # type: ignore[operator]
         if runs:
             run = runs[-1]
-            cells = [_three(run[name]) for name in ("ttft", "tpot", "tbt", "slowest_tenth", "handoff_gap")]
-            lines.append(f"| {mode}, {item.name} | {run['per_accelerator']:.3g} | {' | '.join(cells)} |")
+            cells = [
+                _three(run[name])
+                for name in ("ttft", "tpot", "tbt", "slowest_tenth", "handoff_gap")
+            ]
+            lines.append(
+                f"| {mode}, {item.name} | {run['per_accelerator']:.3g} | {' | '.join(cells)} |"
+            )
     head = [
-        "| at | req/s an accelerator | TTFT | TPOT | TBT | slowest tenth of a request's gaps | first to second token |",
+        (
+            "| at | req/s an accelerator | TTFT | TPOT | TBT | slowest tenth of a request's gaps |"
+            " first to second token |"
+        ),
         "|---|---|---|---|---|---|---|",
     ]
     return head + lines if lines else []
@@ -110,20 +128,32 @@ def page(results: Mapping[str, object], folder: Path, words: str) -> str:
     runs = sum(len(curve["runs"]) for case in cases.values() for curve in case["curves"].values())  # type: ignore[attr-defined,misc]
     parts = [words.strip(), "", "## Figures", ""]
     parts += [
-        f"{runs} runs, {made['date']}, commit {made['commit']}. First table of each case: requests a second and accelerator at which "
-        f"{100 * WANTED:.0f} % of the requests keep all of a row's limits, with the candidate that reaches it. Second: p50 / p90 / p99 in "
-        "milliseconds, at the highest rate tried that all three modes carry within the usual limits.",
+        (
+            f"{runs} runs, {made['date']}, commit {made['commit']}. First table of each case:"
+            f" requests a second and accelerator at which {100 * WANTED:.0f} % of the requests keep"
+            " all of a row's limits, with the candidate that reaches it. Second: p50 / p90 / p99"
+            " in milliseconds, at the highest rate tried that all three modes carry within the"
+            " usual limits."
+        ),
         "",
     ]
     for name, case in cases.items():
         parts += [f"### {name}", ""]
         if not covered(case):
-            parts += ["Not all three modes have been run yet; `python -m benchmarks.study` goes on where it stopped.", ""]
+            parts += [
+                (
+                    "Not all three modes have been run yet; `python -m benchmarks.study` goes on"
+                    " where it stopped."
+                ),
+                "",
+            ]
             continue
         parts += [*table(case), ""]
         if rows := tails(case):
             parts += [*rows, ""]
-        parts += [f"![{limits}]({draw(name, case, limits, folder)})" for limits in ("tight", "usual")]
+        parts += [
+            f"![{limits}]({draw(name, case, limits, folder)})" for limits in ("tight", "usual")
+        ]
         parts.append("")
     return "\n".join(parts)
 
@@ -131,8 +161,14 @@ def page(results: Mapping[str, object], folder: Path, words: str) -> str:
 def covered(case: Mapping[str, object]) -> bool:
     """Each mode has a curve that goes from the usual limits kept to the usual limits missed."""
     curves: Mapping[str, Mapping[str, object]] = case.get("curves", {})  # type: ignore[assignment]
-    points = {mode: [points_of(curve, "usual") for curve in curves.values() if curve["mode"] == mode] for mode in MODES}
-    return all(any(curve and curve[0][1] >= WANTED > curve[-1][1] for curve in found) for found in points.values())
+    points = {
+        mode: [points_of(curve, "usual") for curve in curves.values() if curve["mode"] == mode]
+        for mode in MODES
+    }
+    return all(
+        any(curve and curve[0][1] >= WANTED > curve[-1][1] for curve in found)
+        for found in points.values()
+    )
 
 
 def draw(name: str, case: Mapping[str, object], limits: str, folder: Path) -> str:
@@ -145,7 +181,13 @@ def draw(name: str, case: Mapping[str, object], limits: str, folder: Path) -> st
             lines[f"{mode}, {best.name}"] = points_of(curves[f"{mode}: {best.name}"], limits)
     figure = goodput_curves(lines, WANTED, "requests a second and accelerator")
     figure.axes[0].set_title(f"{name}, {limits} limits", fontsize="small")
-    file = "study_" + "".join(letter if letter.isalnum() else "_" for letter in f"{name}_{limits}").replace("___", "_") + ".png"
+    file = (
+        "study_"
+        + "".join(letter if letter.isalnum() else "_" for letter in f"{name}_{limits}").replace(
+            "___", "_"
+        )
+        + ".png"
+    )
     save(figure, folder / file)
     return file
 

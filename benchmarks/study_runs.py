@@ -1,4 +1,5 @@
-"""One run of the study, and the runs that a curve still lacks. Knows no flags and no files, so that notebooks and tests can use it."""
+"""One run of the study, and the runs that a curve still lacks. Knows no flags and no files, so that
+notebooks and tests can use it."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -14,20 +15,27 @@ from jdisagg.simulator.plan_candidates import Candidate
 from jdisagg.simulator.plan_trials import TOLERANCE, requests_at, settled
 from jdisagg.simulator.report import Outcome, Slo, attainment, summarise
 
-# Of the highest rate that arithmetic allows any candidate: up until nearly all fail, and down where the lowest fails already.
+# Of the highest rate that arithmetic allows any candidate: up until nearly all fail, and down where
+# the lowest fails already.
 UPWARD, DOWNWARD = (0.2, 0.35, 0.5, 0.65, 0.8, 0.95, 1.15, 1.4, 1.75), (0.1, 0.05)
 STOP, ENOUGH = 0.75, 0.9
-OUTLASTS = round(1 / TOLERANCE)  # limits on the first token that arrivals go on for, as in the planner's trials
+# limits on the first token that arrivals go on for, as in the planner's trials
+OUTLASTS = round(1 / TOLERANCE)
 
 
-def measured(case: Case, candidate: Candidate, rate: float, requests: int | None = None) -> dict[str, object]:
-    """One run: the parts that keep each of the limits, and percentiles in seconds. `requests`: how many, in place of enough."""
+def measured(
+    case: Case, candidate: Candidate, rate: float, requests: int | None = None
+) -> dict[str, object]:
+    """One run: the parts that keep each of the limits, and percentiles in seconds. `requests`: how
+    many, in place of enough."""
     steps = Demand.of(case.arrivals).steps_mean
     tightest = min(case.workload.limits, key=lambda limits: limits.tpot)
     filling = min(limits.ttft for limits in case.workload.limits) + steps * tightest.tpot
     # Arrivals that end before a queue has grown to the limit would call an overload carried.
     seconds = max(3 * filling, OUTLASTS * max(limits.ttft for limits in case.workload.limits))
-    count = requests or int(np.clip(rate * seconds, min(500, case.setting.requests), case.setting.requests))
+    count = requests or int(
+        np.clip(rate * seconds, min(500, case.setting.requests), case.setting.requests)
+    )
     began = time.process_time()
     run = case.maker.run(candidate, requests_at(case.arrivals, rate, count, "poisson", seed=0))
     judged = settled(run.outcomes, filling)
@@ -38,12 +46,18 @@ def measured(case: Case, candidate: Candidate, rate: float, requests: int | None
         "requests": count,
         "judged": len(judged),
         "cpu_seconds": round(time.process_time() - began, 3),
-        "attainment": {limits.name: round(attainment(judged, limits.slo), 4) for limits in case.workload.limits},
+        "attainment": {
+            limits.name: round(attainment(judged, limits.slo), 4) for limits in case.workload.limits
+        },
         "missed": {limits.name: _missed(judged, limits) for limits in case.workload.limits},
         "ttft": [report.ttft.p50, report.ttft.p90, report.ttft.p99],
         "tpot": [report.tpot.p50, report.tpot.p90, report.tpot.p99],
         "tbt": [report.tbt.p50, report.tbt.p90, report.tbt.p99],
-        "slowest_tenth": [report.slowest_tenth.p50, report.slowest_tenth.p90, report.slowest_tenth.p99],
+        "slowest_tenth": [
+            report.slowest_tenth.p50,
+            report.slowest_tenth.p90,
+            report.slowest_tenth.p99,
+        ],
         "handoff_gap": [report.handoff_gap.p50, report.handoff_gap.p90, report.handoff_gap.p99],
         "utilisation": dict(summarise(run.outcomes, None, run.usage).utilisation),
     }
@@ -51,7 +65,11 @@ def measured(case: Case, candidate: Candidate, rate: float, requests: int | None
 
 def _missed(judged: Sequence[Outcome], limits: Limits) -> dict[str, float]:
     """Parts of them that miss each of the limits."""
-    alone = {"ttft": Slo(limits.ttft), "tpot": Slo(None, limits.tpot), "gap": Slo(None, None, limits.longest_gap)}
+    alone = {
+        "ttft": Slo(limits.ttft),
+        "tpot": Slo(None, limits.tpot),
+        "gap": Slo(None, None, limits.longest_gap),
+    }
     return {name: round(1 - attainment(judged, slo), 4) for name, slo in alone.items()}
 
 
@@ -61,20 +79,29 @@ def fields_of(candidate: Candidate) -> dict[str, object]:
         "name": candidate.name,
         "devices": candidate.devices,
         "chunk_tokens": candidate.chunk_tokens,
-        "prefill_devices": candidate.prefill_instances * candidate.prefill.devices if candidate.prefill else 0,
+        "prefill_devices": candidate.prefill_instances * candidate.prefill.devices
+        if candidate.prefill
+        else 0,
         "decode_devices": candidate.decode_instances * candidate.decode.devices,
     }
 
 
 def as_text(candidate: Candidate) -> str:
-    parts = (candidate.mode.value, candidate.decode, candidate.decode_instances, candidate.chunk_tokens)
+    parts = (
+        candidate.mode.value,
+        candidate.decode,
+        candidate.decode_instances,
+        candidate.chunk_tokens,
+    )
     return " ".join(map(str, (*parts, candidate.prefill or "-", candidate.prefill_instances)))
 
 
 def from_text(text: str) -> Candidate:
     mode, decode, instances, chunk, prefill, count = text.split()
     first = None if prefill == "-" else Layout.parse(prefill)
-    return Candidate(Mode(mode), Layout.parse(decode), int(instances), int(chunk), first, int(count))
+    return Candidate(
+        Mode(mode), Layout.parse(decode), int(instances), int(chunk), first, int(count)
+    )
 
 
 def steps_of(case: Case, known: dict[str, object]) -> Iterator[dict[str, object]]:

@@ -1,13 +1,14 @@
 """How fast is the engine against a plain jitted loop over the same model on one device?
 
-    python -m benchmarks.throughput --dtype=float32 --parts=prefill,decode,offline,sampled,grpc --rounds=5
+    python -m benchmarks.throughput --dtype=float32 --parts=prefill,decode,offline,sampled,grpc
+    --rounds=5
 
-Engine: the embedded cluster in unified mode, through the whole request path (tokens in, tokens out; no text). Loop:
-`benchmarks/plain_loop.py`. Both run in one process, round by round in turn; a figure is the median over rounds of
-loop seconds / engine seconds. Prefill: one prompt to its first token. Decode: seconds a step with B sequences at context 512 and on.
-Offline: 32 requests, 512 tokens in, 64 out. Sampled: engine with temperature 0.8 and top-p 0.95 against engine greedy. gRPC: the offline
-workload sent by a client process against the same workload called directly.
-"""
+Engine: the embedded cluster in unified mode, through the whole request path (tokens in, tokens out;
+no text). Loop: `benchmarks/plain_loop.py`. Both run in one process, round by round in turn; a
+figure is the median over rounds of loop seconds / engine seconds. Prefill: one prompt to its first
+token. Decode: seconds a step with B sequences at context 512 and on. Offline: 32 requests, 512
+tokens in, 64 out. Sampled: engine with temperature 0.8 and top-p 0.95 against engine greedy. gRPC:
+the offline workload sent by a client process against the same workload called directly."""
 
 import asyncio
 import sys
@@ -35,9 +36,13 @@ from models.decoder import Decoder, init_model
 from models.hf_config import HfConfig
 
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Weights and KV.")
-_PARTS = flags.DEFINE_list("parts", ["prefill", "decode", "offline", "sampled", "grpc"], "What to measure.")
+_PARTS = flags.DEFINE_list(
+    "parts", ["prefill", "decode", "offline", "sampled", "grpc"], "What to measure."
+)
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Interleaved rounds of each part.")
-_STEPS = flags.DEFINE_integer("steps_per_dispatch", 4, "The engine's decode steps per dispatch when nothing waits.")
+_STEPS = flags.DEFINE_integer(
+    "steps_per_dispatch", 4, "The engine's decode steps per dispatch when nothing waits."
+)
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
 
 PROMPT, OUTPUT, BATCH, SLOT = 512, 64, 32, 576
@@ -68,33 +73,46 @@ class Engine:
             warm_up=False,
         )
         mesh = layout_mesh(Layout(), plain_loop.KV_HEADS, jax.devices()[:1])
-        self.cluster = EmbeddedCluster(config, lambda *_: LoadedModel(model, mesh, Layout()), NoText(), jax.devices()[:1])
+        self.cluster = EmbeddedCluster(
+            config, lambda *_: LoadedModel(model, mesh, Layout()), NoText(), jax.devices()[:1]
+        )
         self._count = 0
 
     async def first_token(self, prompt: np.ndarray) -> int:
         return (await self.stream(prompt, 1))[0][0]
 
-    async def stream(self, prompt: np.ndarray, count: int, **sampling: object) -> tuple[list[int], list[float]]:
+    async def stream(
+        self, prompt: np.ndarray, count: int, **sampling: object
+    ) -> tuple[list[int], list[float]]:
         """Tokens, and when each came."""
         self._count += 1
-        params = SamplingParams(**{"max_tokens": count, "temperature": 0.0, "seed": self._count, **sampling})  # type: ignore[arg-type]
+        params = SamplingParams(
+            **{"max_tokens": count, "temperature": 0.0, "seed": self._count, **sampling}
+        )  # type: ignore[arg-type]
         tokens: list[int] = []
         times: list[float] = []
-        async for event in self.cluster.stream(Request(f"r{self._count}", tuple(prompt.tolist()), params)):
+        async for event in self.cluster.stream(
+            Request(f"r{self._count}", tuple(prompt.tolist()), params)
+        ):
             tokens.extend(event.token_ids)
             times.extend([time.perf_counter()] * len(event.token_ids))
         return tokens, times
 
-    async def batch(self, prompts: np.ndarray, count: int, **sampling: object) -> tuple[float, float, list[list[int]]]:
+    async def batch(
+        self, prompts: np.ndarray, count: int, **sampling: object
+    ) -> tuple[float, float, list[list[int]]]:
         """Seconds for all, seconds a decode step while all of them run, and their tokens."""
         started = time.perf_counter()
-        streams = await asyncio.gather(*(self.stream(prompt, count, **sampling) for prompt in prompts))
+        streams = await asyncio.gather(
+            *(self.stream(prompt, count, **sampling) for prompt in prompts)
+        )
         total = time.perf_counter() - started
         low = max(times[2] for _, times in streams)  # all are decoding
         high = min(times[-2] for _, times in streams)
         reference = streams[0][1]
         inside = [when for when in reference if low <= when <= high]
-        # Tokens of one dispatch come at one instant: those that came with the first instant took their time before it.
+        # Tokens of one dispatch come at one instant: those that came with the first instant took
+        # their time before it.
         step = (inside[-1] - inside[0]) / sum(when > inside[0] for when in inside)
         return total, step, [tokens for tokens, _ in streams]
 
@@ -108,21 +126,32 @@ class Loop:
 
     def first_token(self, prompt: np.ndarray) -> int:
         """Into a cache that is there already, as the engine's pages are."""
-        cache = self._caches.pop(len(prompt), None) or plain_loop.new_cache(1, len(prompt), self.dtype)
-        self._caches[len(prompt)], token = plain_loop.prefill(self.weights, cache, jnp.asarray(prompt, jnp.int32), jnp.int32(0))
+        cache = self._caches.pop(len(prompt), None) or plain_loop.new_cache(
+            1, len(prompt), self.dtype
+        )
+        self._caches[len(prompt)], token = plain_loop.prefill(
+            self.weights, cache, jnp.asarray(prompt, jnp.int32), jnp.int32(0)
+        )
         return int(token[0])
 
     def batch(self, prompts: np.ndarray, count: int) -> tuple[float, float, list[list[int]]]:
-        """As `Engine.batch`: prompts one after the other, then all rows step together, tokens read one step late."""
+        """As `Engine.batch`: prompts one after the other, then all rows step together, tokens read
+        one step late."""
         batch = len(prompts)
         cache = plain_loop.new_cache(batch, SLOT, self.dtype)
         jax.block_until_ready(cache)
         started = time.perf_counter()
         firsts = []
         for row, prompt in enumerate(prompts):
-            cache, first = plain_loop.prefill(self.weights, cache, jnp.asarray(prompt, jnp.int32), jnp.int32(row))
+            cache, first = plain_loop.prefill(
+                self.weights, cache, jnp.asarray(prompt, jnp.int32), jnp.int32(row)
+            )
             firsts.append(first)
-        token, position, one = jnp.concatenate(firsts), jnp.full((batch,), prompts.shape[1], jnp.int32), jnp.ones((batch,), jnp.int32)
+        token, position, one = (
+            jnp.concatenate(firsts),
+            jnp.full((batch,), prompts.shape[1], jnp.int32),
+            jnp.ones((batch,), jnp.int32),
+        )
         token.block_until_ready()
         decoding = time.perf_counter()
         read: list[np.ndarray] = []
@@ -137,7 +166,11 @@ class Loop:
 
 async def run() -> dict[str, object]:
     dtype = _DTYPE.value
-    model = init_model(read_config(HfConfig(plain_loop.MEASURED_MODEL, "the measured model")), jax.random.key(0), dtype=dtype)
+    model = init_model(
+        read_config(HfConfig(plain_loop.MEASURED_MODEL, "the measured model")),
+        jax.random.key(0),
+        dtype=dtype,
+    )
     engine, loop = Engine(model, dtype), Loop(model, dtype)
     await engine.cluster.start()
     rng = np.random.default_rng(0)
@@ -148,11 +181,13 @@ async def run() -> dict[str, object]:
             for length in (512, 2048):
                 prompt = rng.integers(3, plain_loop.VOCABULARY, length)
                 figures[f"prefill {length}"] = await rounds(
-                    lambda p=prompt: timed(engine.first_token(p)), lambda p=prompt: clocked(lambda: loop.first_token(p))
+                    lambda p=prompt: timed(engine.first_token(p)),
+                    lambda p=prompt: clocked(lambda: loop.first_token(p)),
                 )
         for size in (1, 8) if "decode" in _PARTS.value else ():
             figures[f"decode B={size}"] = await rounds(
-                lambda n=size: second(engine.batch(prompts[:n], OUTPUT)), lambda n=size: loop.batch(prompts[:n], OUTPUT)[1]
+                lambda n=size: second(engine.batch(prompts[:n], OUTPUT)),
+                lambda n=size: loop.batch(prompts[:n], OUTPUT)[1],
             )
         if "offline" in _PARTS.value:
             ours: list[tuple[float, float]] = []
@@ -165,11 +200,15 @@ async def run() -> dict[str, object]:
                 else:
                     same = sum(a == b for a, b in zip(mine[2], other[2], strict=True))
                     figures["streams equal to the loop's"] = f"{same} of {BATCH}"
-            figures["offline 32 x (512 in, 64 out)"] = paired([one[0] for one in ours], [one[0] for one in theirs])
+            figures["offline 32 x (512 in, 64 out)"] = paired(
+                [one[0] for one in ours], [one[0] for one in theirs]
+            )
             figures["decode B=32"] = paired([one[1] for one in ours], [one[1] for one in theirs])
         for size in (1, 8, 32) if "sampled" in _PARTS.value else ():
             figures[f"sampled B={size}"] = await rounds(
-                lambda n=size: second(engine.batch(prompts[:n], OUTPUT, temperature=0.8, top_p=0.95)),
+                lambda n=size: second(
+                    engine.batch(prompts[:n], OUTPUT, temperature=0.8, top_p=0.95)
+                ),
                 lambda n=size: second(engine.batch(prompts[:n], OUTPUT)),
             )
         if "grpc" in _PARTS.value:
@@ -184,9 +223,21 @@ async def grpc_cost(engine: Engine, prompts: np.ndarray) -> dict[str, object]:
     from jdisagg.config import LimitsConfig, ServiceConfig
     from jdisagg.service.server import GenerationServer
 
-    info = ModelInfo("measured", "llama", plain_loop.VOCABULARY, 2304, _DTYPE.value, Mode.UNIFIED, None, Layout(), 0)
+    info = ModelInfo(
+        "measured",
+        "llama",
+        plain_loop.VOCABULARY,
+        2304,
+        _DTYPE.value,
+        Mode.UNIFIED,
+        None,
+        Layout(),
+        0,
+    )
     codec: object = type("Codec", (NoText,), {"eos_ids": ()})()
-    server = GenerationServer(Frontend(engine.cluster.path, codec, info, LimitsConfig()), ServiceConfig(port=0))  # type: ignore[arg-type]
+    server = GenerationServer(
+        Frontend(engine.cluster.path, codec, info, LimitsConfig()), ServiceConfig(port=0)
+    )  # type: ignore[arg-type]
     port = await server.start()
     command = (
         sys.executable,
@@ -197,7 +248,9 @@ async def grpc_cost(engine: Engine, prompts: np.ndarray) -> dict[str, object]:
         f"--count={BATCH}",
         f"--prompt={PROMPT}",
     )
-    client = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
+    client = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
     assert client.stdin and client.stdout
 
     async def over_the_wire() -> float:
@@ -251,7 +304,10 @@ def main(_: list[str]) -> None:
     for name, value in figures.items():
         if isinstance(value, dict):
             ours, theirs = (value[side]["median_ms"] for side in ("ours", "theirs"))
-            print(f"{name:32s} speed {value['speed']:.3f}  ours {ours:.1f} ms  theirs {theirs:.1f} ms  {value['rounds']}")
+            print(
+                f"{name:32s} speed {value['speed']:.3f}  ours {ours:.1f} ms  theirs {theirs:.1f} ms"
+                f"  {value['rounds']}"
+            )
         else:
             print(f"{name:32s} {value}")
     if _NAME.value:

@@ -2,10 +2,10 @@
 
     python -m launch.serve --config=configs/llama3_8b_h200.py --model=DIR
 
-NOT TESTED on such hardware: the layouts and sizes follow from arithmetic, not from a run. Weights take 16 GB a replica, and each
-decode rank holds a whole one; KV takes 131,072 bytes a token (2 x 32 layers x 8 kv heads x 128 x 2), so the 6,400 pages of
-64 tokens below are 54 GB a decode device. In one process KV moves by device_put, peer to peer over NVLink.
-"""
+NOT TESTED on such hardware: the layouts and sizes follow from arithmetic, not from a run. Weights
+take 16 GB a replica, and each decode rank holds a whole one; KV takes 131,072 bytes a token (2 x 32
+layers x 8 kv heads x 128 x 2), so the 6,400 pages of 64 tokens below are 54 GB a decode device. In
+one process KV moves by device_put, peer to peer over NVLink."""
 
 from jdisagg.config import EngineConfig, InstanceConfig, ModelConfig
 from jdisagg.layout.axes import Layout
@@ -21,6 +21,13 @@ def get_config() -> EngineConfig:
         min_chunk_tokens=1024,
     )
     decode = InstanceConfig(
-        layout=Layout(dp=2, tp=1), page_size=64, pages_per_rank=6400, slots_per_rank=128, chunk_tokens=8192, steps_per_dispatch=4
+        layout=Layout(dp=2, tp=1),
+        page_size=64,
+        pages_per_rank=6400,
+        slots_per_rank=128,
+        chunk_tokens=8192,
+        steps_per_dispatch=4,
     )
-    return EngineConfig(model=ModelConfig(dtype="bfloat16", context_tokens=8192), prefill=prefill, decode=decode)
+    return EngineConfig(
+        model=ModelConfig(dtype="bfloat16", context_tokens=8192), prefill=prefill, decode=decode
+    )

@@ -1,12 +1,13 @@
-"""Qwen3-235B-A22B in bfloat16: prefill TP=4 + EP=4, decode DP=4, TP=4 + EP=16, on 20 H200 of one NVLink domain.
+"""Qwen3-235B-A22B in bfloat16: prefill TP=4 + EP=4, decode DP=4, TP=4 + EP=16, on 20 H200 of one
+NVLink domain.
 
     python -m launch.serve --config=configs/qwen3_235b_h200.py --model=DIR
 
-NOT TESTED on such hardware: it needs 20 devices in one process, which few hosts have; it states the layouts that the design
-is about. 470 GB of weights are 118 GB a device on 4 devices (they fill an H200 of 141 GB: prefill keeps few pages), and 29 GB
-of experts a device on 16, with the attention's replicas beside them. KV takes 192,512 bytes a token
-(2 x 94 layers x 4 kv heads x 128 x 2); tp = 4 splits the 4 kv heads, so that each device of a rank holds a quarter.
-"""
+NOT TESTED on such hardware: it needs 20 devices in one process, which few hosts have; it states the
+layouts that the design is about. 470 GB of weights are 118 GB a device on 4 devices (they fill an
+H200 of 141 GB: prefill keeps few pages), and 29 GB of experts a device on 16, with the attention's
+replicas beside them. KV takes 192,512 bytes a token (2 x 94 layers x 4 kv heads x 128 x 2); tp = 4
+splits the 4 kv heads, so that each device of a rank holds a quarter."""
 
 from jdisagg.config import EngineConfig, InstanceConfig, ModelConfig
 from jdisagg.layout.axes import Layout
@@ -22,6 +23,13 @@ def get_config() -> EngineConfig:
         min_chunk_tokens=1024,
     )
     decode = InstanceConfig(
-        layout=Layout(dp=4, tp=4, ep=16), page_size=64, pages_per_rank=12000, slots_per_rank=128, chunk_tokens=4096, steps_per_dispatch=4
+        layout=Layout(dp=4, tp=4, ep=16),
+        page_size=64,
+        pages_per_rank=12000,
+        slots_per_rank=128,
+        chunk_tokens=4096,
+        steps_per_dispatch=4,
     )
-    return EngineConfig(model=ModelConfig(dtype="bfloat16", context_tokens=16384), prefill=prefill, decode=decode)
+    return EngineConfig(
+        model=ModelConfig(dtype="bfloat16", context_tokens=16384), prefill=prefill, decode=decode
+    )

@@ -3,8 +3,8 @@
     python -m launch.serve --config=configs/tiny_cpu.py
     python -m launch.ask --target=localhost:8700 --prompt="Once upon a time"
 
-Hardware: a CPU, 2 GiB of memory. Virtual devices share the CPU's cores: this recipe shows correctness, not speed.
-"""
+Hardware: a CPU, 2 GiB of memory. Virtual devices share the CPU's cores: this recipe shows
+correctness, not speed."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,43 +1,72 @@
-"""Clients of the generation service, sync and async: text, token ids or chat in, `StreamEvent`s out, our typed errors raised.
+"""Clients of the generation service, sync and async: text, token ids or chat in, `StreamEvent`s
+out, our typed errors raised.
 
     with Client("localhost:8700") as client:
         for event in client.generate("Once upon a time", max_tokens=75, temperature=0):
             print(event.text, end="")
 
-Needs gRPC, neither JAX nor the router. A call waits for the server to be reachable for `connect_seconds`. When the connection of a
-stream breaks, or the server shuts down, the client asks again, for `resume_seconds`, and the stream goes on at the next token: the caller
-sees one stream, each token once. A `target` may name several servers ("ipv4:10.0.0.1:8700,10.0.0.2:8700"; over TLS gRPC then has no name to
-look for in their certificates: give `Credentials` a `server_name` that all of them bear). Any other call that may have reached the
-server is never sent twice.
-"""
+Needs gRPC, neither JAX nor the router. A call waits for the server to be reachable for
+`connect_seconds`. When the connection of a stream breaks, or the server shuts down, the client asks
+again, for `resume_seconds`, and the stream goes on at the next token: the caller sees one stream,
+each token once. A `target` may name several servers ("ipv4:10.0.0.1:8700,10.0.0.2:8700"; over TLS
+gRPC then has no name to look for in their certificates: give `Credentials` a `server_name` that all
+of them bear). Any other call that may have reached the server is never sent twice.
+
+`AsyncClient` is the client. `Client` runs the same coroutines over gRPC's blocking calls, where
+they never suspend."""
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterator,
+    Sequence,
+)
 from dataclasses import dataclass, field, replace
-from typing import Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack, cast
 
 import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
 from jdisagg.dispatch.frontend import ChatMessage, ModelInfo
-from jdisagg.dispatch.ports import WorkerStatus
 from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import InvalidRequestError, JdisaggError, UnavailableError
+from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import FinishReason, StreamEvent, Timings, TokenLogprobs, Usage
 from jdisagg.service import generation_pb2 as pb
 from jdisagg.service import generation_pb2_grpc, wire, wire_generation
 from jdisagg.service.client_request import GenerateOptions, Messages, asked, tokenize_request
 from jdisagg.service.client_stream import ResumableStream, lost, never_sent, typed_error
-from jdisagg.service.connection import NO_CREDENTIALS, RECONNECT_OPTIONS, Credentials, check_target, open_channel
+from jdisagg.service.connection import (
+    NO_CREDENTIALS,
+    RECONNECT_OPTIONS,
+    Credentials,
+    check_target,
+    open_channel,
+)
+from jdisagg.trace_context import outgoing
 
-__all__ = ["AsyncClient", "ChatMessage", "Choice", "Client", "Completion", "Credentials", "GenerateOptions"]
+__all__ = [
+    "AsyncClient",
+    "ChatMessage",
+    "Choice",
+    "Client",
+    "Completion",
+    "Credentials",
+    "GenerateOptions",
+]
 
 MAX_MESSAGE_BYTES = 16 << 20
 
 Reply = TypeVar("Reply")
+Options = list[tuple[str, int | str]]
 
 
 @dataclass(slots=True)
@@ -52,11 +81,13 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The whole answer; `text` is that of the first of `choices`."""
+    """The whole answer; `text` is that of the first of `choices`. `request_id`: what the server
+    calls the request, in its logs and timelines."""
 
     choices: tuple[Choice, ...]
     usage: Usage | None
     timings: Timings | None
+    request_id: str = ""
 
     @property
     def text(self) -> str:
@@ -64,31 +95,56 @@ class Completion:
 
 
 class _Collector:
-    """Puts events together; a token that is missing or comes twice is an error, never a wrong answer."""
+    """Puts events together; a token that is missing or comes twice is an error, never a wrong
+    answer."""
 
     def __init__(self) -> None:
         self._choices: dict[int, Choice] = {}
         self._usage: Usage | None = None
         self._timings: Timings | None = None
+        self._request_id = ""
 
     def add(self, event: StreamEvent) -> None:
         choice = self._choices.setdefault(event.child, Choice())
         if event.token_ids and event.first_index != len(choice.token_ids):
-            raise JdisaggError(f"stream of child {event.child}: token {event.first_index} came where {len(choice.token_ids)} was due")
+            raise JdisaggError(
+                f"stream of child {event.child}: token {event.first_index} came where"
+                f" {len(choice.token_ids)} was due"
+            )
         choice.text += event.text
         choice.token_ids += event.token_ids
         choice.logprobs += event.logprobs
         choice.finish_reason = event.finish_reason or choice.finish_reason
         self._usage, self._timings = event.usage or self._usage, event.timings or self._timings
+        self._request_id = event.request_id or self._request_id
 
     def completion(self) -> Completion:
         if not self._choices:
             raise JdisaggError("the stream ended without an event; see the server's log")
-        return Completion(tuple(self._choices[child] for child in sorted(self._choices)), self._usage, self._timings)
+        return Completion(
+            tuple(self._choices[child] for child in sorted(self._choices)),
+            self._usage,
+            self._timings,
+            self._request_id,
+        )
 
 
-class Client:
-    """Blocking. Threads may share one; each stream belongs to the thread that reads it."""
+class AsyncClient:
+    """A client for asyncio; use it on one event loop.
+
+    Args:
+        target: host:port of the server, or any target of gRPC's.
+        connect_seconds: how long a call waits for the server to be reachable.
+        timeout_seconds: bounds every call but `generate` and `complete`, which have
+            `deadline_seconds`.
+        resume_seconds: how long a broken stream is asked for again.
+        max_message_bytes: the largest message that is accepted.
+        token: bearer token; replaces that of `credentials`.
+        credentials: for TLS.
+
+    Raises:
+        ConfigError: `target` is no address.
+    """
 
     def __init__(
         self,
@@ -101,7 +157,6 @@ class Client:
         token: str = "",
         credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
-        """`timeout_seconds` bounds every call but `generate`, which has `deadline_seconds`. `token`: that of `credentials`."""
         check_target(target)
         self._target = target
         self._connect_seconds = connect_seconds
@@ -112,65 +167,133 @@ class Client:
         credentials = replace(credentials, token=token) if token else credentials
         self._metadata = credentials.metadata()
         self._tls = credentials.tls
-        options = _channel_options(max_message_bytes, credentials)
-        if credentials.tls:
-            self._channel = grpc.secure_channel(target, credentials.channel(), options)
-        else:
-            self._channel = grpc.insecure_channel(target, options)
-        self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
+        self._calls = self._open(credentials, _channel_options(max_message_bytes, credentials))
+        self._stub = generation_pb2_grpc.GenerationServiceStub(self._calls.channel)
 
-    def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Generator[StreamEvent, None, None]:
-        """Streams one request: exactly one of `prompt`, `token_ids`, `messages`. Closing the iterator cancels the request."""
+    def generate(
+        self, prompt: str | None = None, **options: Unpack[GenerateOptions]
+    ) -> AsyncGenerator[StreamEvent, None]:
+        """Streams one request. Closing the iterator cancels it.
+
+        Args:
+            prompt: the text to go on with; or give `token_ids` or `messages`.
+            **options: see `GenerateOptions`.
+
+        Returns:
+            The events of all children, each child's in order; the last one bears usage and
+            timings.
+
+        Raises:
+            InvalidRequestError: what was given cannot be sent, or the server refuses it.
+            OverloadedError: the server has too much to do; `retry_after_seconds` says when to ask
+                again.
+            DeadlineExceededError: `deadline_seconds` passed.
+            UnauthenticatedError: the server asks for another token.
+            UnavailableError: no server answers, for longer than the stream may be broken.
+            JdisaggError: any other failure.
+        """
         _check_open(self._closed, self._target)
         return self._events(ResumableStream(asked(prompt, options), self._resume_seconds))
 
-    def complete(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Completion:
-        """`generate`, read to its end."""
+    async def complete(
+        self, prompt: str | None = None, **options: Unpack[GenerateOptions]
+    ) -> Completion:
+        """`generate`, read to its end.
+
+        Args:
+            prompt, **options: as `generate`.
+
+        Returns:
+            All choices, usage and timings.
+
+        Raises:
+            JdisaggError: as `generate`.
+        """
         collector = _Collector()
-        for event in self.generate(prompt, **options):
-            collector.add(event)
+        async with contextlib.aclosing(self.generate(prompt, **options)) as events:
+            async for event in events:
+                collector.add(event)
         return collector.completion()
 
-    def tokenize(self, prompt: str | None = None, *, messages: Messages | None = None) -> tuple[int, ...]:
-        reply: pb.TokenizeResponse = self._unary(self._stub.Tokenize, tokenize_request(prompt, messages))
-        return tuple(reply.token_ids)
+    async def tokenize(
+        self, prompt: str | None = None, *, messages: Messages | None = None
+    ) -> tuple[int, ...]:
+        """The token ids that the server makes of a prompt.
 
-    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        reply: pb.DetokenizeResponse = self._unary(
-            self._stub.Detokenize, wire_generation.detokenize_to_proto(token_ids, skip_special_tokens)
-        )
-        return reply.text
+        Args:
+            prompt: a text; or
+            messages: a chat, which goes through the model's template.
 
-    def model(self) -> ModelInfo:
-        return wire_generation.model_from_proto(self._unary(self._stub.GetModel, pb.GetModelRequest()))
+        Raises:
+            JdisaggError: as `generate`.
+        """
+        request = tokenize_request(prompt, messages)
+        return tuple((await self._unary(self._stub.Tokenize, request)).token_ids)
 
-    def status(self) -> tuple[WorkerStatus, ...]:
-        reply: pb.GetStatusResponse = self._unary(self._stub.GetStatus, pb.GetStatusRequest())
+    async def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> str:
+        """The text of token ids.
+
+        Raises:
+            JdisaggError: as `generate`.
+        """
+        request = wire_generation.detokenize_to_proto(token_ids, skip_special_tokens)
+        return (await self._unary(self._stub.Detokenize, request)).text
+
+    async def model(self) -> ModelInfo:
+        """What the server serves.
+
+        Raises:
+            JdisaggError: as `generate`.
+        """
+        reply = await self._unary(self._stub.GetModel, pb.GetModelRequest())
+        return wire_generation.model_from_proto(reply)
+
+    async def status(self) -> tuple[WorkerStatus, ...]:
+        """What each worker reports of itself.
+
+        Raises:
+            JdisaggError: as `generate`.
+        """
+        reply = await self._unary(self._stub.GetStatus, pb.GetStatusRequest())
         return tuple(map(wire.worker_status_from_proto, reply.workers))
 
-    def routing(self) -> RoutingStatus:
-        """The router's last decisions with their reasons, and its account of what it sent to whom."""
-        return wire_generation.routing_from_proto(self._unary(self._stub.GetStatus, pb.GetStatusRequest()))
+    async def routing(self) -> RoutingStatus:
+        """The router's last decisions with their reasons, and its account of what it sent where.
 
-    def close(self) -> None:
+        Raises:
+            JdisaggError: as `generate`.
+        """
+        reply = await self._unary(self._stub.GetStatus, pb.GetStatusRequest())
+        return wire_generation.routing_from_proto(reply)
+
+    async def close(self) -> None:
         """Ends what runs; nothing more can be asked. Idempotent."""
         self._closed = True
-        self._channel.close()
+        await self._calls.close()
 
-    def __enter__(self) -> Self:
+    async def __aenter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
-    def _events(self, stream: ResumableStream) -> Generator[StreamEvent, None, None]:
+    def _open(self, credentials: Credentials, options: Options) -> "_Calls":
+        return _AsyncioCalls(open_channel(self._target, credentials, options))
+
+    async def _events(self, stream: ResumableStream) -> AsyncGenerator[StreamEvent, None]:
         again = True
         while not stream.complete:
             call = None
             try:
-                self._connect(stream.connect_seconds(self._connect_seconds))
-                call = self._stub.Generate(stream.request(), timeout=stream.call_seconds(), metadata=self._metadata)
-                for message in call:
+                await self._connect(stream.connect_seconds(self._connect_seconds))
+                call = self._stub.Generate(
+                    stream.request(),
+                    timeout=stream.call_seconds(),
+                    metadata=(*self._metadata, *outgoing()),
+                )
+                async for message in self._calls.messages(call):
                     yield stream.take(message)
                 return
             except grpc.RpcError as error:
@@ -186,34 +309,38 @@ class Client:
             finally:
                 if call is not None:
                     call.cancel()
-            time.sleep(pause_seconds)
+            await self._calls.sleep(pause_seconds)
 
-    def _unary(self, method: Callable[..., Reply], request: Message) -> Reply:
+    async def _unary(self, method: Callable[..., Reply], request: Message) -> Reply:
         for again in (True, False):
-            self._connect(self._connect_seconds)
+            await self._connect(self._connect_seconds)
             try:
-                return method(request, timeout=self._timeout_seconds, metadata=self._metadata)
+                call = method(
+                    request, timeout=self._timeout_seconds, metadata=(*self._metadata, *outgoing())
+                )
+                return await self._calls.reply(cast(Awaitable[Reply], call))
             except grpc.RpcError as error:
                 self._connected = not lost(error)
                 if not (again and never_sent(error)):
                     raise typed_error(error) from None
         raise AssertionError("the second attempt returns or raises")
 
-    def _connect(self, seconds: float) -> None:
+    async def _connect(self, seconds: float) -> None:
         _check_open(self._closed, self._target)
-        if self._connected:
-            return
-        ready = grpc.channel_ready_future(self._channel)
-        try:
-            ready.result(timeout=seconds)
-        except grpc.FutureTimeoutError:
-            ready.cancel()
-            raise _unreachable(self._target, seconds, self._tls) from None
+        if not self._connected and not await self._calls.ready(seconds):
+            raise _unreachable(self._target, seconds, self._tls)
         self._connected = True
 
 
-class AsyncClient:
-    """The same for asyncio; use it on one event loop."""
+class Client:
+    """The same, blocking. Threads may share one; each stream belongs to the thread that reads it.
+
+    Args:
+        As `AsyncClient`.
+
+    Raises:
+        ConfigError: `target` is no address.
+    """
 
     def __init__(
         self,
@@ -226,116 +353,154 @@ class AsyncClient:
         token: str = "",
         credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
-        """`timeout_seconds` bounds every call but `generate`, which has `deadline_seconds`. `token`: that of `credentials`.
-        Call it where the loop runs."""
-        self._target = target
-        self._connect_seconds = connect_seconds
-        self._timeout_seconds = timeout_seconds
-        self._resume_seconds = resume_seconds
-        self._connected = False
-        self._closed = False
-        credentials = replace(credentials, token=token) if token else credentials
-        self._metadata = credentials.metadata()
-        self._tls = credentials.tls
-        self._channel = open_channel(target, credentials, _channel_options(max_message_bytes, credentials))
-        self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
-
-    def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> AsyncGenerator[StreamEvent, None]:
-        """Streams one request: exactly one of `prompt`, `token_ids`, `messages`. Closing the iterator cancels the request."""
-        _check_open(self._closed, self._target)
-        return self._events(ResumableStream(asked(prompt, options), self._resume_seconds))
-
-    async def complete(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Completion:
-        """`generate`, read to its end."""
-        collector = _Collector()
-        async with contextlib.aclosing(self.generate(prompt, **options)) as events:
-            async for event in events:
-                collector.add(event)
-        return collector.completion()
-
-    async def tokenize(self, prompt: str | None = None, *, messages: Messages | None = None) -> tuple[int, ...]:
-        reply: pb.TokenizeResponse = await self._unary(self._stub.Tokenize, tokenize_request(prompt, messages))
-        return tuple(reply.token_ids)
-
-    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        reply: pb.DetokenizeResponse = await self._unary(
-            self._stub.Detokenize, wire_generation.detokenize_to_proto(token_ids, skip_special_tokens)
+        self._client = _BlockingClient(
+            target,
+            connect_seconds=connect_seconds,
+            timeout_seconds=timeout_seconds,
+            resume_seconds=resume_seconds,
+            max_message_bytes=max_message_bytes,
+            token=token,
+            credentials=credentials,
         )
-        return reply.text
 
-    async def model(self) -> ModelInfo:
-        return wire_generation.model_from_proto(await self._unary(self._stub.GetModel, pb.GetModelRequest()))
+    def generate(
+        self, prompt: str | None = None, **options: Unpack[GenerateOptions]
+    ) -> Generator[StreamEvent, None, None]:
+        """As `AsyncClient.generate`."""
+        return _each(self._client.generate(prompt, **options))
 
-    async def status(self) -> tuple[WorkerStatus, ...]:
-        reply: pb.GetStatusResponse = await self._unary(self._stub.GetStatus, pb.GetStatusRequest())
-        return tuple(map(wire.worker_status_from_proto, reply.workers))
+    def complete(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Completion:
+        """As `AsyncClient.complete`."""
+        return _result(self._client.complete(prompt, **options))
 
-    async def routing(self) -> RoutingStatus:
-        """As the other client's."""
-        return wire_generation.routing_from_proto(await self._unary(self._stub.GetStatus, pb.GetStatusRequest()))
+    def tokenize(
+        self, prompt: str | None = None, *, messages: Messages | None = None
+    ) -> tuple[int, ...]:
+        """As `AsyncClient.tokenize`."""
+        return _result(self._client.tokenize(prompt, messages=messages))
 
-    async def close(self) -> None:
-        """As the other client's."""
-        self._closed = True
-        await self._channel.close()
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """As `AsyncClient.detokenize`."""
+        return _result(self._client.detokenize(token_ids, skip_special_tokens=skip_special_tokens))
 
-    async def __aenter__(self) -> Self:
+    def model(self) -> ModelInfo:
+        """As `AsyncClient.model`."""
+        return _result(self._client.model())
+
+    def status(self) -> tuple[WorkerStatus, ...]:
+        """As `AsyncClient.status`."""
+        return _result(self._client.status())
+
+    def routing(self) -> RoutingStatus:
+        """As `AsyncClient.routing`."""
+        return _result(self._client.routing())
+
+    def close(self) -> None:
+        """Ends what runs; nothing more can be asked. Idempotent."""
+        _result(self._client.close())
+
+    def __enter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-    async def _events(self, stream: ResumableStream) -> AsyncGenerator[StreamEvent, None]:
-        again = True
-        while not stream.complete:
-            call = None
+
+class _BlockingClient(AsyncClient):
+    """Its coroutines block where the other's would suspend."""
+
+    def _open(self, credentials: Credentials, options: Options) -> "_Calls":
+        if credentials.tls:
+            return _BlockingCalls(grpc.secure_channel(self._target, credentials.channel(), options))
+        return _BlockingCalls(grpc.insecure_channel(self._target, options))
+
+
+def _result(coroutine: Coroutine[Any, Any, Reply]) -> Reply:
+    """Of a coroutine that never suspends."""
+    try:
+        coroutine.send(None)
+    except StopIteration as ended:
+        return ended.value
+    raise AssertionError("a blocking call does not suspend")
+
+
+def _each(events: AsyncGenerator[StreamEvent, None]) -> Generator[StreamEvent, None, None]:
+    try:
+        while True:
             try:
-                await self._connect(stream.connect_seconds(self._connect_seconds))
-                call = self._stub.Generate(stream.request(), timeout=stream.call_seconds(), metadata=self._metadata)
-                async for message in call:
-                    yield stream.take(message)
+                event = _result(events.__anext__())
+            except StopAsyncIteration:
                 return
-            except grpc.RpcError as error:
-                self._connected = not lost(error)
-                if stream.complete:
-                    return
-                if again and not stream.resuming and never_sent(error):
-                    again = False
-                    continue
-                pause_seconds = stream.pause_after(error)
-            except _Unreachable as error:
-                pause_seconds = stream.pause_after(error)
-            finally:
-                if call is not None:
-                    call.cancel()
-            await asyncio.sleep(pause_seconds)
+            yield event
+    finally:
+        _result(events.aclose())
 
-    async def _unary(self, method: Callable[..., Awaitable[Reply]], request: Message) -> Reply:
-        for again in (True, False):
-            await self._connect(self._connect_seconds)
-            try:
-                return await method(request, timeout=self._timeout_seconds, metadata=self._metadata)
-            except grpc.RpcError as error:
-                self._connected = not lost(error)
-                if not (again and never_sent(error)):
-                    raise typed_error(error) from None
-        raise AssertionError("the second attempt returns or raises")
 
-    async def _connect(self, seconds: float) -> None:
-        _check_open(self._closed, self._target)
-        if self._connected:
-            return
+class _AsyncioCalls:
+    """What a client does with a channel: wait until it is `ready` (False: it was not, in time), and
+    read the reply or the messages of a call that was begun."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+
+    async def ready(self, seconds: float) -> bool:
         try:
-            await asyncio.wait_for(self._channel.channel_ready(), seconds)
+            await asyncio.wait_for(self.channel.channel_ready(), seconds)
         except TimeoutError:
-            raise _unreachable(self._target, seconds, self._tls) from None
-        self._connected = True
+            return False
+        return True
+
+    async def reply(self, call: Awaitable[Reply]) -> Reply:
+        return await call
+
+    def messages(self, call: object) -> AsyncIterator[pb.GenerateResponse]:
+        return aiter(
+            cast("grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]", call)
+        )
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def close(self) -> None:
+        await self.channel.close()
 
 
-def _channel_options(max_message_bytes: int, credentials: Credentials) -> list[tuple[str, int | str]]:
+class _BlockingCalls:
+    """gRPC's blocking stubs return the reply itself, and iterate without `async`."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self.channel = channel
+
+    async def ready(self, seconds: float) -> bool:
+        ready = grpc.channel_ready_future(self.channel)
+        try:
+            ready.result(timeout=seconds)
+        except grpc.FutureTimeoutError:
+            ready.cancel()
+            return False
+        return True
+
+    async def reply(self, call: Awaitable[Reply]) -> Reply:
+        return cast(Reply, call)
+
+    async def messages(self, call: object) -> AsyncIterator[pb.GenerateResponse]:
+        for message in cast(Iterator[pb.GenerateResponse], call):
+            yield message
+
+    async def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    async def close(self) -> None:
+        self.channel.close()
+
+
+_Calls = _AsyncioCalls | _BlockingCalls
+
+
+def _channel_options(max_message_bytes: int, credentials: Credentials) -> Options:
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
-        # A server that vanished without a word is found out by unanswered pings.
+        # A server that vanished is found out by unanswered pings.
         ("grpc.keepalive_time_ms", 3_000),
         ("grpc.keepalive_timeout_ms", 3_000),
         ("grpc.http2.ping_timeout_ms", 3_000),
@@ -346,16 +511,28 @@ def _channel_options(max_message_bytes: int, credentials: Credentials) -> list[t
 
 def _check_open(closed: bool, target: str) -> None:
     if closed:
-        raise InvalidRequestError(f"this client of {target} is closed; make a new one, or ask before its close() or the end of its with")
+        raise InvalidRequestError(
+            f"this client of {target} is closed; make a new one, or ask before its close() or the"
+            " end of its with"
+        )
 
 
 class _Unreachable(UnavailableError):
-    """Nobody answered in time."""
+    """No server answered in time."""
 
 
 def _unreachable(target: str, seconds: float, tls: bool) -> _Unreachable:
-    """gRPC tells neither that the other side speaks TLS, or does not, nor that a certificate is not believed."""
-    papers = "if it speaks TLS, say whom to believe (credentials; --authority of launch.ask)"
+    """gRPC tells neither that the other side speaks TLS, or does not, nor that a certificate is not
+    believed."""
+    remedy = (
+        "if it speaks TLS, say which authority to believe (credentials; --authority of launch.ask)"
+    )
     if tls:
-        papers = "does it speak TLS, with a certificate for this host that the given authority signed, and does it believe ours?"
-    return _Unreachable(f"no server answered at {target} within {seconds:g} s; is it running (python -m launch.serve)? {papers}")
+        remedy = (
+            "does it speak TLS, with a certificate for this host that the given authority signed,"
+            " and does it believe ours?"
+        )
+    return _Unreachable(
+        f"no server answered at {target} within {seconds:g} s; is it running (python -m"
+        f" launch.serve)? {remedy}"
+    )

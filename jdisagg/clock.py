@@ -1,8 +1,8 @@
-"""Time as an argument: the one place that reads the machine's clock, and the seam the simulator replaces.
+"""Time as an argument: the one place that reads the machine's clock, and the seam the simulator
+replaces.
 
-Deadlines travel between processes as remaining durations (seconds); instants are local monotonic seconds and
-never leave the process.
-"""
+Deadlines travel between processes as remaining durations (seconds); instants are local monotonic
+seconds and never leave the process."""
 
 import asyncio
 import time
@@ -31,8 +31,9 @@ class MonotonicClock:
 
 
 class limit:
-    """`with limit(seconds): await ...` raises TimeoutError when it takes longer. As `asyncio.timeout`, but entered and left without
-    coroutines: it is around nearly every call between workers."""
+    """`with limit(seconds): await ...` raises TimeoutError when it takes longer. As
+    `asyncio.timeout`, but entered and left without coroutines: it is around nearly every call
+    between workers."""
 
     __slots__ = ("_seconds", "_task", "_cancelling", "_timer", "_passed")
 
@@ -46,9 +47,16 @@ class limit:
         self._task, self._cancelling = task, task.cancelling()
         self._timer = asyncio.get_running_loop().call_later(self._seconds, self._pass)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
         self._timer.cancel()
-        if self._passed and self._task.uncancel() <= self._cancelling and kind is not None and issubclass(kind, asyncio.CancelledError):
+        if (
+            self._passed
+            and self._task.uncancel() <= self._cancelling
+            and kind is not None
+            and issubclass(kind, asyncio.CancelledError)
+        ):
             raise TimeoutError from error
 
     def _pass(self) -> None:
@@ -57,7 +65,8 @@ class limit:
 
 
 async def unended(tasks: "Iterable[asyncio.Task[T]]", seconds: float) -> "list[asyncio.Task[T]]":
-    """Waits until all tasks have ended, however they do; returns those that have not after so long."""
+    """Waits until all tasks have ended, however they do; returns those that have not after so
+    long."""
     left = {task for task in tasks if not task.done()}
     if left:
         loop = asyncio.get_running_loop()
@@ -85,7 +94,8 @@ async def unended(tasks: "Iterable[asyncio.Task[T]]", seconds: float) -> "list[a
 
 
 async def to_the_end(clean_up: Coroutine[object, object, None]) -> None:
-    """Runs a clean-up that whoever is cancelled once more meanwhile does not interrupt; the cancellation follows when it is over."""
+    """Runs a clean-up that whoever is cancelled once more meanwhile does not interrupt; the
+    cancellation follows when it is over."""
     task, cancelled = asyncio.create_task(clean_up), False
     while not task.done():
         try:
@@ -99,7 +109,8 @@ async def to_the_end(clean_up: Coroutine[object, object, None]) -> None:
 
 
 async def within(future: "asyncio.Future[T]", seconds: float) -> T:
-    """The future's result; raises TimeoutError when it takes longer. The future itself goes on, whatever becomes of who waits."""
+    """The future's result; raises TimeoutError when it takes longer. The future itself goes on,
+    whatever becomes of who waits."""
     if not future.done():
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()

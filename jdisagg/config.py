@@ -1,7 +1,8 @@
-"""Configuration: frozen dataclasses, composed; recipes in `configs/` return one, flags override fields by path.
+"""Configuration: frozen dataclasses, composed; recipes in `configs/` return one, flags override
+fields by path.
 
-Each component gets only its own part. No environment variable changes behaviour. Sizes are tokens, pages and seconds.
-"""
+Each component gets only its own part. No environment variable changes behaviour. Sizes are tokens,
+pages and seconds."""
 
 import dataclasses
 import enum
@@ -11,12 +12,12 @@ from dataclasses import dataclass, field
 
 from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.layout.axes import Layout
-
-LEAST_HANDOFF_LEASE_SECONDS = 3.0  # a receiver's word comes every 2 s, and may be late (worker/receiver.py)
+from jdisagg.timeouts import Timeouts
 
 
 class Mode(enum.Enum):
-    """DISAGGREGATED: two meshes. CHUNKED: one mesh, prefill chunks mixed between decode steps. UNIFIED: one mesh, whole prefills."""
+    """DISAGGREGATED: two meshes. CHUNKED: one mesh, prefill chunks mixed between decode steps.
+    UNIFIED: one mesh, whole prefills."""
 
     DISAGGREGATED = "disaggregated"
     CHUNKED = "chunked"
@@ -25,7 +26,8 @@ class Mode(enum.Enum):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """`directory`: Hugging Face or Orbax form. `context_tokens` caps the model's own limit. `dtype` of weights and KV."""
+    """`directory`: Hugging Face or Orbax form. `context_tokens` caps the model's own limit. `dtype`
+    of weights and KV."""
 
     directory: str = ""
     dtype: str = "float32"
@@ -42,17 +44,18 @@ class ModelConfig:
 class InstanceConfig:
     """One model replica on one mesh.
 
-    codec: how KV that this instance receives travels (transfer/codec.py).
-    chunk_tokens: the largest packed prefill chunk per dp rank; smaller power-of-two buckets are made down to `min_chunk_tokens`.
-    pages_per_rank None: enough for `slots_per_rank` sequences of full context. layer_groups: how many programs a chunk is chained of, each
-    of which gives a block that leaves while the next computes; the same on both sides (None: by the model's bytes, engine/limits.py).
-    block_bytes: blocks of a short prompt that would have fewer bytes carry several layer groups; the same on both sides; 0: each carries
-    one (None: 4 MiB, and 0 where layer_groups says how many there are).
-    stream_tokens: so many new tokens of a sequence are told together (its first at once); above 1 saves the host work and makes streams
-    less smooth. hardware: what its devices are, so that the router can predict seconds: a name of router/hardware.py, or a file that
-    launch.measure_costs wrote; empty: nobody knows. ahead_sequences: how many may have pages beyond the slots, so that a freed slot
-    finds its next sequence ready (None: a quarter of the slots).
-    """
+    codec: how KV that this instance receives travels (transfer/codec.py). chunk_tokens: the largest
+    packed prefill chunk per dp rank; smaller power-of-two buckets are made down to
+    `min_chunk_tokens`. pages_per_rank None: enough for `slots_per_rank` sequences of full context.
+    layer_groups: how many programs a chunk is chained of, each of which gives a block that leaves
+    while the next computes; the same on both sides (None: by the model's bytes, engine/limits.py).
+    block_bytes: blocks of a short prompt that would have fewer bytes carry several layer groups;
+    the same on both sides; 0: each carries one (None: 4 MiB, and 0 where layer_groups says how many
+    there are). stream_tokens: so many new tokens of a sequence are told together (its first at
+    once); above 1 saves the host work and makes streams less smooth. hardware: what its devices
+    are, so that the router can predict seconds: a name of costs/hardware.py, or a file that
+    launch.measure_costs wrote; empty: nobody knows. ahead_sequences: how many may have pages beyond
+    the slots, so that a freed slot finds its next sequence ready (None: a quarter of the slots)."""
 
     layout: Layout = Layout()
     page_size: int = 128
@@ -91,15 +94,31 @@ class InstanceConfig:
         if self.ahead_sequences is not None and self.ahead_sequences < 0:
             raise ConfigError(f"ahead_sequences must not be negative, got {self.ahead_sequences}")
         if self.min_chunk_tokens > self.chunk_tokens:
-            raise ConfigError(f"min_chunk_tokens={self.min_chunk_tokens} exceeds chunk_tokens={self.chunk_tokens}")
+            raise ConfigError(
+                f"min_chunk_tokens={self.min_chunk_tokens} exceeds chunk_tokens={self.chunk_tokens}"
+            )
 
 
 @dataclass(frozen=True)
 class LimitsConfig:
-    """`default_deadline_seconds` bounds a request whose client gave none; leases bound each state of a hand-off in which the other side is
-    waited for, which says every two seconds that it is still at it (a reservation that nobody took over yet: its own, shorter),
-    `pull_seconds` each try of a transfer, `step_seconds` each command on a mesh. `verify`: hand-offs are checked by keyed checksums after
-    insertion."""
+    """Bounds of requests, and how long each part of one may take.
+
+    Args:
+        max_waiting_requests: that wait at the router for their first token.
+        max_prompt_bytes: of a prompt's text.
+        default_deadline_seconds: of a request whose client gave none.
+        handoff_lease_seconds: of each state of a hand-off in which the other side is waited for;
+            receivers renew it by heartbeats.
+        reservation_lease_seconds: of a reservation until a sequence takes it over.
+        max_attempts: of each child of a request.
+        pull_seconds: for each try of a transfer.
+        step_seconds: for each command on a mesh.
+        verify: check hand-offs by keyed checksums after insertion.
+        timeouts: all other waits, heartbeats and retries.
+
+    Raises:
+        ConfigError: naming the field, its value and the rule.
+    """
 
     max_waiting_requests: int = 256
     max_prompt_bytes: int = 4 << 20
@@ -110,29 +129,36 @@ class LimitsConfig:
     pull_seconds: float = 5.0
     step_seconds: float = 120.0
     verify: bool = True
+    timeouts: Timeouts = field(default_factory=Timeouts)
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
-            if spec.name != "verify":
+            if spec.name not in ("verify", "timeouts"):
                 _positive(f"limits.{spec.name}", getattr(self, spec.name))
-        if self.handoff_lease_seconds < LEAST_HANDOFF_LEASE_SECONDS:
+        handoff = self.timeouts.handoff
+        if self.handoff_lease_seconds < handoff.least_lease_seconds:
             raise ConfigError(
-                f"limits.handoff_lease_seconds must be at least {LEAST_HANDOFF_LEASE_SECONDS:g}, got {self.handoff_lease_seconds}: "
-                "receivers say every 2 s that they are still at it"
+                f"limits.handoff_lease_seconds={self.handoff_lease_seconds} must be at least"
+                f" {handoff.least_lease_seconds:g}, 1.5 times"
+                f" limits.timeouts.handoff.heartbeat_seconds={handoff.heartbeat_seconds:g}: a"
+                " heartbeat that is late must not end it"
             )
 
 
 @dataclass(frozen=True)
 class RoutingConfig:
-    """How the router places and admits. Predictions need `hardware` of every worker; without, the least loaded are chosen and none refused.
+    """How the router places and admits. Predictions need `hardware` of every worker; without, the
+    least loaded are chosen and none refused.
 
-    ttft_slo_seconds: a request whose first token would come later is refused (None: its deadline alone counts). tpot_slo_seconds: no
-    sequence is placed where a decode step would take longer. hold_seconds: requests wait at the router, in fair order, while every prefill
-    worker has this much to do. local_gain: how much cheaper, of first token and hand-off, prefilling on the decode worker must be.
-    far_link: what joins workers without a common rack (router/hardware.py). output_quantile: of the output lengths seen lately, how long an
-    answer is expected to be (None: max_tokens). tenant_weights, tenant_quotas: "name=number,name=number": shares under load (1 where none
-    is given), and tokens a second (no bound where none is given), of which `quota_burst_seconds` may be used at once.
-    """
+    ttft_slo_seconds: a request whose first token would come later is refused (None: its deadline
+    alone counts). tpot_slo_seconds: no sequence is placed where a decode step would take longer.
+    hold_seconds: requests wait at the router, in fair order, while every prefill worker has this
+    much to do. local_gain: how much cheaper, of first token and hand-off, prefilling on the decode
+    worker must be. far_link: what joins workers without a common rack (costs/hardware.py).
+    output_quantile: of the output lengths seen lately, how long an answer is expected to be (None:
+    max_tokens). tenant_weights, tenant_quotas: "name=number,name=number": shares under load (1
+    where none is given), and tokens a second (no bound where none is given), of which
+    `quota_burst_seconds` may be used at once."""
 
     ttft_slo_seconds: float | None = None
     tpot_slo_seconds: float | None = None
@@ -151,7 +177,10 @@ class RoutingConfig:
         if not 0 <= self.local_gain < 1:
             raise ConfigError(f"routing.local_gain must be in [0, 1), got {self.local_gain}")
         if self.output_quantile is not None and not 0 < self.output_quantile < 1:
-            raise ConfigError(f"routing.output_quantile must be within 0 and 1, got {self.output_quantile}; none takes max_tokens")
+            raise ConfigError(
+                f"routing.output_quantile must be within 0 and 1, got {self.output_quantile}; none"
+                " takes max_tokens"
+            )
         self.weights()
         self.quotas()
 
@@ -166,9 +195,9 @@ class RoutingConfig:
 class ServiceConfig:
     """Where a process listens, and whom it lets in.
 
-    tls_certificate, tls_key: PEM files; with them the port speaks TLS alone. tls_client_ca: clients, too, must show a certificate that it
-    signed. token_file: bearer tokens of clients, one a line; cluster_token_file: the token that our processes show each other.
-    """
+    tls_certificate, tls_key: PEM files; with them the port speaks TLS alone. tls_client_ca:
+    clients, too, must show a certificate that it signed. token_file: bearer tokens of clients, one
+    a line; cluster_token_file: the token that our processes show each other."""
 
     host: str = "127.0.0.1"
     port: int = 8700
@@ -182,22 +211,32 @@ class ServiceConfig:
 
     def __post_init__(self) -> None:
         if bool(self.tls_certificate) != bool(self.tls_key):
-            raise ConfigError("service.tls_certificate and service.tls_key go together; give both or none")
+            raise ConfigError(
+                "service.tls_certificate and service.tls_key go together; give both or none"
+            )
         if self.tls_client_ca and not self.tls_certificate:
-            raise ConfigError("service.tls_client_ca asks for clients' certificates, which needs TLS; give tls_certificate and tls_key")
+            raise ConfigError(
+                "service.tls_client_ca asks for clients' certificates, which needs TLS; give"
+                " tls_certificate and tls_key"
+            )
         if not 0 <= self.port <= 65535:
-            raise ConfigError(f"service.port must be in [0, 65535], got {self.port}; 0 lets the system choose")
+            raise ConfigError(
+                f"service.port must be in [0, 65535], got {self.port}; 0 lets the system choose"
+            )
         _positive("service.max_message_bytes", self.max_message_bytes)
         if not self.drain_seconds >= 0:
-            raise ConfigError(f"service.drain_seconds must not be negative, got {self.drain_seconds}")
+            raise ConfigError(
+                f"service.drain_seconds must not be negative, got {self.drain_seconds}"
+            )
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The embedded cluster. In the one-mesh modes `decode` describes the one mesh and `prefill` is not used.
+    """The embedded cluster. In the one-mesh modes `decode` describes the one mesh and `prefill` is
+    not used.
 
-    device_count None: as many devices as the layouts need. `warm_up`: compile every bucket before serving.
-    """
+    device_count None: as many devices as the layouts need. `warm_up`: compile every bucket before
+    serving."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     mode: Mode = Mode.DISAGGREGATED
@@ -205,6 +244,20 @@ class EngineConfig:
     decode: InstanceConfig = field(default_factory=InstanceConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
+    service: ServiceConfig = field(default_factory=ServiceConfig)
+    warm_up: bool = True
+    compilation_cache: str = "~/.cache/jdisagg/xla"
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What one worker is. `mode` matters to a mixed worker alone: CHUNKED or
+    UNIFIED."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    mode: Mode = Mode.CHUNKED
+    instance: InstanceConfig = field(default_factory=InstanceConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
     service: ServiceConfig = field(default_factory=ServiceConfig)
     warm_up: bool = True
     compilation_cache: str = "~/.cache/jdisagg/xla"
@@ -220,10 +273,11 @@ class _Change:
 
 
 def override(config: object, assignments: typing.Sequence[str]) -> typing.Any:
-    """Returns a copy of a (nested) config dataclass with `path.to.field=value` assignments applied, values parsed by field type.
+    """Returns a copy of a (nested) config dataclass with `path.to.field=value` assignments applied,
+    values parsed by field type.
 
-    All of a dataclass's fields change together before it is validated, so that the order of assignments does not matter.
-    """
+    All of a dataclass's fields change together before it is validated, so that the order of
+    assignments does not matter."""
     changes: list[_Change] = []
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
@@ -235,17 +289,26 @@ def override(config: object, assignments: typing.Sequence[str]) -> typing.Any:
 
 def _replace(config: typing.Any, changes: typing.Sequence[_Change]) -> typing.Any:
     if not dataclasses.is_dataclass(config) or isinstance(config, type | Layout):
-        raise ConfigError(f"override {changes[0].path!r}: {type(config).__name__} has no fields to set")
+        raise ConfigError(
+            f"override {changes[0].path!r}: {type(config).__name__} has no fields to set"
+        )
     hints = typing.get_type_hints(type(config))
     values: dict[str, object] = {}
     for change in changes:
         name = change.names[0]
         if name not in hints:
-            raise ConfigError(f"override {change.path!r}: {type(config).__name__} has no field {name!r}; it has {', '.join(hints)}")
+            raise ConfigError(
+                f"override {change.path!r}: {type(config).__name__} has no field {name!r}; it has"
+                f" {', '.join(hints)}"
+            )
         if len(change.names) == 1:
             values[name] = _parse(hints[name], change.text, change.path)
         elif name not in values:
-            inner = [dataclasses.replace(other, names=other.names[1:]) for other in changes if other.names[0] == name and other.names[1:]]
+            inner = [
+                dataclasses.replace(other, names=other.names[1:])
+                for other in changes
+                if other.names[0] == name and other.names[1:]
+            ]
             values[name] = _replace(getattr(config, name), inner)
     return dataclasses.replace(config, **values)
 
@@ -256,7 +319,10 @@ def _parse(kind: typing.Any, text: str, path: str) -> object:
             return None
         kind = next(option for option in typing.get_args(kind) if option is not type(None))
     if dataclasses.is_dataclass(kind) and kind is not Layout:
-        raise ConfigError(f"override {path!r}: it is no single value; set one of its fields, {', '.join(typing.get_type_hints(kind))}")
+        raise ConfigError(
+            f"override {path!r}: it is no single value; set one of its fields,"
+            f" {', '.join(typing.get_type_hints(kind))}"
+        )
     try:
         if kind is bool:
             return {"true": True, "false": False}[text.lower()]
@@ -266,8 +332,14 @@ def _parse(kind: typing.Any, text: str, path: str) -> object:
     except JdisaggError:
         raise
     except (KeyError, ValueError, TypeError) as error:
-        choices = f": one of {', '.join(member.value for member in kind)}" if isinstance(kind, type) and issubclass(kind, enum.Enum) else ""
-        raise ConfigError(f"override {path!r}: {text!r} is not a {getattr(kind, '__name__', kind)}{choices}") from error
+        choices = (
+            f": one of {', '.join(member.value for member in kind)}"
+            if isinstance(kind, type) and issubclass(kind, enum.Enum)
+            else ""
+        )
+        raise ConfigError(
+            f"override {path!r}: {text!r} is not a {getattr(kind, '__name__', kind)}{choices}"
+        ) from error
 
 
 def _positive(name: str, value: float) -> None:

@@ -1,14 +1,15 @@
-"""The errors of jdisagg: each says subject, rule, value and remedy, and carries the gRPC status that it becomes.
+"""The errors of jdisagg: each says subject, rule, value and remedy, and carries the gRPC status
+that it becomes.
 
-`status` is the name of a gRPC status code, so that this file need not import gRPC; `service/` maps it.
-`assert` is kept for what our own code broke.
-"""
+`status` is the name of a gRPC status code, so that this file need not import gRPC; `service/` maps
+it. `assert` is kept for what our own code broke."""
 
 from typing import ClassVar
 
 
 class JdisaggError(Exception):
-    """Base of all our errors. `retry_after_seconds` is a hint for the client, where waiting helps."""
+    """Base of all our errors. `retry_after_seconds` is a hint for the client, where waiting
+    helps."""
 
     status: ClassVar[str] = "INTERNAL"
 
@@ -25,7 +26,8 @@ class InvalidRequestError(JdisaggError):
 
 
 class ConfigError(JdisaggError):
-    """A configuration, flag or layout that cannot work; names the field, the value and the remedy."""
+    """A configuration, flag or layout that cannot work; names the field, the value and the
+    remedy."""
 
     status = "FAILED_PRECONDITION"
 
@@ -35,11 +37,13 @@ class LayoutError(ConfigError):
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint that is missing, truncated, of an unknown family, or whose tensors do not fit; lists names and shapes."""
+    """A checkpoint that is missing, truncated, of an unknown family, or whose tensors do not fit;
+    lists names and shapes."""
 
 
 class WorkloadError(ConfigError):
-    """A trace or workload that cannot be used: a column missing, a length below 1, no rows; names file, row, column and value."""
+    """A trace or workload that cannot be used: a column missing, a length below 1, no rows; names
+    file, row, column and value."""
 
 
 class UnauthenticatedError(JdisaggError):
@@ -55,7 +59,8 @@ class OverloadedError(JdisaggError):
 
 
 class QuotaExceededError(OverloadedError):
-    """A tenant has used its share up. There may be room for others, and more workers would not let it in."""
+    """A tenant has used its share up. There may be room for others, and more workers would not let
+    it in."""
 
 
 class DeadlineExceededError(JdisaggError):
@@ -77,15 +82,17 @@ class UnavailableError(JdisaggError):
 
 
 class ShutDownError(UnavailableError):
-    """The server shut down while the call ran; the one that comes after it, or another, can go on with it."""
+    """The server shut down while the call ran; the one that comes after it, or another, can go on
+    with it."""
 
 
 class BrokenModelError(JdisaggError):
-    """The model computed logits that are not finite for this sequence; another try would do the same. Ends that request alone."""
+    """The model computed logits that are not finite for this sequence; another try would do the
+    same. Ends that request alone."""
 
     def __init__(
         self,
-        message: str = "the model's logits for this request are not finite (NaN or infinity); check the checkpoint and its dtype",
+        message: str = "the model's logits for this request are not finite (NaN or infinity); check the checkpoint and its dtype",  # noqa: E501
         *,
         retry_after_seconds: float | None = None,
     ) -> None:
@@ -93,7 +100,8 @@ class BrokenModelError(JdisaggError):
 
 
 class HandoffError(UnavailableError):
-    """A hand-off of KV between two workers failed or ran out of time; the path re-enters at the cheapest point."""
+    """A hand-off of KV between two workers failed or ran out of time; the path re-enters at the
+    cheapest point."""
 
 
 class IncompatiblePeerError(JdisaggError):

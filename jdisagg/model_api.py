@@ -1,9 +1,10 @@
-"""What a model must offer to be served: a Protocol, so that programs depend on this and never on `models/`.
+"""What a model must offer to be served: a Protocol, so that programs depend on this and never on
+`models/`.
 
-A model is a stem (embedding, final norm, head) and a list of layers, each a Flax NNX module whose parameters carry
-logical axes. All calls work on LOCAL shards inside `shard_map` (`Shards` names the mesh axes), or on whole arrays when
-`Shards()` has no axes; local sizes are read off the weights. Activations are flattened tokens, `x_TD`, replicated over tp.
-"""
+A model is a stem (embedding, final norm, head) and a list of layers, each a Flax NNX module whose
+parameters carry logical axes. All calls work on LOCAL shards inside `shard_map` (`Shards` names the
+mesh axes), or on whole arrays when `Shards()` has no axes; local sizes are read off the weights.
+Activations are flattened tokens, `x_TD`, replicated over tp."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,11 +29,12 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Mesh axis names inside `shard_map`, and the platform whose implementation of each op is wanted.
+    """Mesh axis names inside `shard_map`, and the platform whose implementation of each op is
+    wanted.
 
-    `tp`: axes that split heads, ffn and vocabulary. `dp`: axes that split the tokens of a step. `ep`: axes that spread whole
-    experts (empty: experts are sharded inside, over tp). All empty: one device, no collectives.
-    """
+    `tp`: axes that split heads, ffn and vocabulary. `dp`: axes that split the tokens of a step.
+    `ep`: axes that spread whole experts (empty: experts are sharded inside, over tp). All empty:
+    one device, no collectives."""
 
     tp: tuple[str, ...] = ()
     dp: tuple[str, ...] = ()
@@ -41,13 +43,28 @@ class Shards:
 
 
 class Attend(Protocol):
-    """Attention of one layer over whatever cache the program keeps: writes k, v and returns the mix.
+    """Attention of one layer over whatever cache the program keeps: writes k, v and returns the
+    mix.
 
-    q_TNH, k_TKH, v_TKH: local heads, after rope. Returns o_TNH in q's dtype. `window`: positions seen, itself included. A layer that
-    was asked for some rows alone has queries of these, in their order, and keys and values of all tokens.
+    Args:
+        q_TNH, k_TKH, v_TKH: local heads, after rope. A layer that was asked for some rows alone has
+            queries of these, in their order, and keys and values of all tokens.
+        scale: of the scores.
+        window: positions seen, the token's own included; None: all.
+
+    Returns:
+        o_TNH, in q's dtype.
     """
 
-    def __call__(self, q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, *, scale: float, window: int | None) -> jax.Array: ...
+    def __call__(
+        self,
+        q_TNH: jax.Array,
+        k_TKH: jax.Array,
+        v_TKH: jax.Array,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> jax.Array: ...
 
 
 class Layer(Protocol):
@@ -60,10 +77,20 @@ class Layer(Protocol):
         valid_T: jax.Array | None = None,
         rows_R: jax.Array | None = None,
     ) -> jax.Array:
-        """One block. `valid_T` (bool) marks real tokens: padding is routed to no expert.
+        """One block.
 
-        `rows_R` (int32, indices of tokens, -1 for padding; perhaps none at all): only these leave the layer, x [R, D]. Keys and
-        values are still those of all tokens; nothing else is computed for the others. What the last layer of a prefill is asked.
+        Args:
+            x_TD: activations, replicated over tp.
+            positions_T: int32, of each token in its sequence.
+            attend: attention over the program's cache.
+            shards: the mesh axes inside `shard_map`.
+            valid_T: bool, marks real tokens: padding is routed to no expert.
+            rows_R: int32, indices of tokens, -1 for padding, perhaps none at all: only these leave
+                the layer. Keys and values are still those of all tokens; nothing else is computed
+                for the others. What the last layer of a prefill is asked.
+
+        Returns:
+            x [T, D], or [R, D] where `rows_R` is given.
         """
         ...
 
@@ -74,12 +101,14 @@ class Stem(Protocol):
         ...
 
     def logits(self, x_RD: jax.Array, shards: Shards) -> jax.Array:
-        """Final norm and head: [R, D] -> float32 [R, V_padded], gathered over tp; padded columns are -inf."""
+        """Final norm and head: [R, D] -> float32 [R, V_padded], gathered over tp; padded columns
+        are -inf."""
         ...
 
 
 class Model(Protocol):
-    """An NNX module. `vocabulary` is the unpadded size; `context_tokens` the longest sequence it was built for."""
+    """An NNX module. `vocabulary` is the unpadded size; `context_tokens` the longest sequence it
+    was built for."""
 
     @property
     def stem(self) -> Stem: ...

@@ -1,10 +1,9 @@
 """A request and what comes back: plain, frozen, serialisable data, ours alone.
 
-Rule 9 of the design: a sequence is (Request, accepted token ids, KV). Everything else (penalty counts, stop
-matching, detokenizer state, randomness) is derived from these, so that a sequence can be rebuilt anywhere.
-Validation that needs no model happens here, once; limits that depend on the model (vocabulary, context length)
-are checked by `dispatch/frontend.py`.
-"""
+Rule 9 of the design: a sequence is (Request, accepted token ids, KV). Everything else (penalty
+counts, stop matching, detokenizer state, randomness) is derived from these, so that a sequence can
+be rebuilt anywhere. Validation that needs no model happens here, once; limits that depend on the
+model (vocabulary, context length) are checked by `dispatch/frontend.py`."""
 
 import enum
 import math
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jdisagg.errors import InvalidRequestError
-from jdisagg.plain import plain
+from jdisagg.plain import Message, plain
 
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 512
@@ -26,14 +25,19 @@ MAX_SEED = 2**63 - 1
 Identity = tuple[str, str, int]
 
 
-def _in_range(name: str, value: float, low: float, high: float) -> None:
+def _is_number(value: float) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or math.isnan(value) or not low <= value <= high:
+    return number and not math.isnan(value)
+
+
+def _in_range(name: str, value: float, low: float, high: float) -> None:
+    if not _is_number(value) or not low <= value <= high:
         raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value!r}")
 
 
 def foreign_token(token_ids: Sequence[object], vocabulary: int) -> int | None:
-    """Where the first entry stands that is no token id of a model with so many; None where all are."""
+    """Where the first entry stands that is no token id of a model with so many; None where all
+    are."""
     for index, token_id in enumerate(token_ids):
         if not isinstance(token_id, int) or not 0 <= token_id < vocabulary:
             return index
@@ -46,7 +50,8 @@ def at_most(name: str, count: int, limit: int) -> None:
 
 
 class FinishReason(enum.Enum):
-    """Why a stream ended. `STOP`: EOS, a stop token or a stop string. `LENGTH`: max_tokens or the context is full."""
+    """Why a stream ended. `STOP`: EOS, a stop token or a stop string. `LENGTH`: max_tokens or the
+    context is full."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -55,12 +60,13 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. `temperature` 0 is greedy: the largest logit, ties to the smallest token id.
+    """How tokens are chosen. `temperature` 0 is greedy: the largest logit, ties to the smallest
+    token id.
 
-    top_k 0 and top_p 1 and min_p 0 switch the filters off; they apply in the order temperature, top-k, top-p (on what
-    top-k leaves, renormalised), min-p. Penalties follow the OpenAI (presence, frequency: over generated tokens) and
-    Hugging Face (repetition: over prompt and generated tokens) definitions.
-    """
+    top_k 0 and top_p 1 and min_p 0 switch the filters off; they apply in the order temperature,
+    top-k, top-p (on what top-k leaves, renormalised), min-p. Penalties follow the OpenAI (presence,
+    frequency: over generated tokens) and Hugging Face (repetition: over prompt and generated
+    tokens) definitions."""
 
     max_tokens: int = 256
     temperature: float = 1.0
@@ -83,9 +89,10 @@ class SamplingParams:
         _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _in_range("temperature", self.temperature, 0.0, 100.0)
         _in_range("top_k", self.top_k, 0, 2**31 - 1)
-        _in_range("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p == 0.0:
-            raise InvalidRequestError("top_p must be in (0, 1], got 0; use temperature=0 for greedy decoding")
+        if not _is_number(self.top_p) or not 0.0 < self.top_p <= 1.0:
+            raise InvalidRequestError(
+                f"top_p must be in (0.0, 1.0], got {self.top_p!r}; temperature=0 decodes greedily"
+            )
         _in_range("min_p", self.min_p, 0.0, 1.0)
         _in_range("seed", self.seed, 0, MAX_SEED)
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -104,8 +111,14 @@ class SamplingParams:
         at_most("stop", len(self.stop), MAX_STOP_STRINGS)
         for text in self.stop:
             if not isinstance(text, str) or not text:
-                raise InvalidRequestError(f"stop must hold non-empty strings, got {text!r}; remove it")
-            at_most("stop string bytes", len(text.encode("utf-8", "surrogatepass")), MAX_STOP_STRING_BYTES)
+                raise InvalidRequestError(
+                    f"stop must hold non-empty strings, got {text!r}; remove it"
+                )
+            at_most(
+                "stop string bytes",
+                len(text.encode("utf-8", "surrogatepass")),
+                MAX_STOP_STRING_BYTES,
+            )
         at_most("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         for token_id in self.stop_token_ids:
             _in_range("stop_token_ids", token_id, 0, 2**31 - 1)
@@ -117,12 +130,22 @@ class SamplingParams:
     @property
     def penalised(self) -> bool:
         """Whether the choice depends on the tokens so far (and not only through the logits)."""
-        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+        )
 
     @property
     def shaped(self) -> bool:
-        """Whether logits are changed or reported beyond temperature and filters (the slower sampling program)."""
-        return self.penalised or bool(self.logit_bias) or self.min_tokens > 0 or self.logprobs is not None
+        """Whether logits are changed or reported beyond temperature and filters (the slower
+        sampling program)."""
+        return (
+            self.penalised
+            or bool(self.logit_bias)
+            or self.min_tokens > 0
+            or self.logprobs is not None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +158,9 @@ class AcceptedChild:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """A client asks again for a request whose stream broke. `number` is 1 for the first such time and rises; `children` are all of
-    the request's, in order. The stream goes on at the next token of each; a child that had ended is not heard of again."""
+    """A client asks again for a request whose stream broke. `number` is 1 for the first such time
+    and rises; `children` are all of the request's, in order. The stream goes on at the next token
+    of each; a child that had ended is not heard of again."""
 
     number: int
     children: tuple[AcceptedChild, ...]
@@ -146,11 +170,12 @@ class Resumption:
 class Request:
     """One request after tokenization. `deadline_seconds` is what remained when it was handed on.
 
-    `resumption` is for the request path alone, which turns it into each child's accepted tokens: workers never see it.
-    `stop_ids` are all token ids that end the stream (EOS unless ignored, and the caller's); they are delivered to no one.
-    `seed` in `sampling` is always concrete: the door draws one where the client gave none. `life` is the client's own number for all
-    the times that it asks for this stream: who uses a request id again draws another, and is not taken for the earlier stream's echo.
-    """
+    `resumption` is for the request path alone, which turns it into each child's accepted tokens:
+    workers never see it. `stop_ids` are all token ids that end the stream (EOS unless ignored, and
+    the caller's); they are delivered to no one. `seed` in `sampling` is always concrete: the door
+    draws one where the client gave none. `life` is the client's own number for all the times that
+    it asks for this stream: who uses a request id again draws another, and is not taken for the
+    earlier stream's echo."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -164,39 +189,50 @@ class Request:
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
-            raise InvalidRequestError("prompt is empty: at least one token is needed to predict the next; send some text")
+            raise InvalidRequestError(
+                "prompt is empty: at least one token is needed to predict the next; send some text"
+            )
         if self.deadline_seconds is not None and not self.deadline_seconds > 0:
-            raise InvalidRequestError(f"deadline_seconds must be positive, got {self.deadline_seconds}")
+            raise InvalidRequestError(
+                f"deadline_seconds must be positive, got {self.deadline_seconds}"
+            )
 
     @property
     def identity(self) -> Identity:
-        """What is equal between two attempts at the same stream, and differs between any two streams."""
+        """What is equal between two attempts at the same stream, and differs between any two
+        streams."""
         return self.tenant, self.request_id, self.life
 
     def most_tokens(self, context_tokens: int) -> int:
-        """How many tokens a child may generate: max_tokens, or fewer where prompt and answer fill the context."""
+        """How many tokens a child may generate: max_tokens, or fewer where prompt and answer fill
+        the context."""
         return min(self.sampling.max_tokens, context_tokens - len(self.prompt_token_ids))
 
     def end_at(self, index: int, token_id: int, context_tokens: int) -> "FinishReason | None":
-        """Why a child ends with generated token `index`, or None: the one rule that worker and path share."""
+        """Why a child ends with generated token `index`, or None: the one rule that worker and path
+        share."""
         if token_id in self.stop_ids and index >= self.sampling.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if index + 1 >= self.most_tokens(context_tokens) else None
 
-    def end_among(self, first_index: int, token_ids: tuple[int, ...], context_tokens: int) -> "tuple[int, FinishReason | None]":
-        """How many of the tokens `first_index`.. a child still generates, the one that ends it included, and why it ends then."""
+    def end_among(
+        self, first_index: int, token_ids: tuple[int, ...], context_tokens: int
+    ) -> "tuple[int, FinishReason | None]":
+        """How many of the tokens `first_index`.. a child still generates, the one that ends it
+        included, and why it ends then."""
         left = max(1, self.most_tokens(context_tokens) - first_index)
         if self.stop_ids:
             for count, token_id in enumerate(token_ids[:left], 1):
-                if (finish := self.end_at(first_index + count - 1, token_id, context_tokens)) is not None:
+                if (
+                    finish := self.end_at(first_index + count - 1, token_id, context_tokens)
+                ) is not None:
                     return count, finish
         return (left, FinishReason.LENGTH) if len(token_ids) >= left else (len(token_ids), None)
 
 
-@plain
-class TokenLogprobs:
-    """Natural-log probabilities of one token and of the most likely ones, under the model's distribution after
-    penalties and bias, before temperature and filters."""
+class TokenLogprobs(Message, frozen=True):
+    """Natural-log probabilities of one token and of the most likely ones, under the model's
+    distribution after penalties and bias, before temperature and filters."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -204,8 +240,8 @@ class TokenLogprobs:
 
 @plain
 class Timings:
-    """Seconds of one request; `kv_bytes_moved` crossed from the prefill mesh to the decode mesh. `exposed_transfer_seconds`: what the
-    hand-offs took beyond the end of their prefill."""
+    """Seconds of one request; `kv_bytes_moved` crossed from the prefill mesh to the decode mesh.
+    `exposed_transfer_seconds`: what the hand-offs took beyond the end of their prefill."""
 
     queue_seconds: float = 0.0
     ttft_seconds: float = 0.0
@@ -225,10 +261,11 @@ class Usage:
 
 @plain
 class StreamEvent:
-    """One message of a stream to the client: new tokens of child `child`, from token `first_index` on.
+    """One message of a stream to the client: new tokens of child `child`, from token `first_index`
+    on.
 
-    `finish_reason` is set on a child's last event; `usage` and `timings` on the last event of the whole stream.
-    """
+    `finish_reason` is set on a child's last event; `usage` and `timings` on the last event of the
+    whole stream. `request_id`: on the first event that a client receives."""
 
     child: int
     first_index: int
@@ -238,3 +275,4 @@ class StreamEvent:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     timings: Timings | None = None
+    request_id: str = ""

@@ -1,9 +1,9 @@
 """Counters: plain numbers by name, owned by whoever counts, read by whoever reports.
 
-No global registry: a worker or a path is given its `Counters`, so that tests and a cluster of many workers in one process
-keep them apart. Names are `noun_verb` in the past tense (`leases_expired`); values only grow. A name may be split by labels
-(`retries`, cause="checksum"); labels come from small fixed sets, never from requests. What is read by name is the sum.
-"""
+No global registry: a worker or a path is given its `Counters`, so that tests and a cluster of many
+workers in one process keep them apart. Names are `noun_verb` in the past tense (`leases_expired`);
+values only grow. A name may be split by labels (`retries`, cause="checksum"); labels come from
+small fixed sets, never from requests. What is read by name is the sum."""
 
 from collections.abc import Mapping
 
@@ -32,10 +32,13 @@ class Counters:
         return dict(self._values)
 
     def labelled(self) -> Mapping[tuple[str, Labels], int]:
-        """By name and labels; what was counted without labels stands under none. Adds up to `snapshot`."""
+        """By name and labels; what was counted without labels stands under none. Adds up to
+        `snapshot`."""
         split = dict(self._labelled)
         for name, total in self._values.items():
-            rest = total - sum(value for (other, _), value in self._labelled.items() if other == name)
+            rest = total - sum(
+                value for (other, _), value in self._labelled.items() if other == name
+            )
             if rest or not any(other == name for other, _ in self._labelled):
                 split[(name, ())] = rest
         return split

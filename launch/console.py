@@ -1,32 +1,99 @@
-"""What launch scripts have in common at their beginning and at their end: they take flags alone, and when whoever read their output has
-gone, or the user wants no more, they end at once and without a traceback.
+"""How a page begins and ends: it takes flags alone, shows them all with --help, and ends without a
+traceback when the user, or whoever reads its output, wants no more.
+
+    if __name__ == "__main__":
+        run(main, flags)
 """
 
+import logging
 import os
+import shutil
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
-from jdisagg.errors import ConfigError
+from absl import flags as absl
+from absl import logging as absl_logging
+
+from jdisagg import __version__
+from jdisagg.errors import ConfigError, JdisaggError
+from launch.flags import Given
 
 INTERRUPTED = 130
 READER_GONE = 1
+HELP = ("--help", "-help", "-h", "--helpfull", "--helpshort")
+
+
+def run(
+    main: Callable[[], int | None], given: Given, *, program: str = "", refused: int = 1
+) -> NoReturn:
+    """Parses the command line into `given`, runs `main` and ends with what it returns. `refused`:
+    the exit status where a flag, or the configuration, cannot be."""
+    _mind_signals()
+    absl_logging.set_verbosity(absl_logging.WARNING)  # absl lets INFO of libraries through
+    doc = sys.modules[main.__module__].__doc__ or ""
+    page = program or f"python -m {_page_name(main)}"
+    with quiet_end():
+        if any(word in HELP for word in sys.argv[1:]):
+            print(help_text(page, doc, given))
+            sys.exit(0)
+        if "--version" in sys.argv[1:]:
+            print(f"jdisagg {__version__}")
+            sys.exit(0)
+        try:
+            refuse_words(given.values(sys.argv))
+            status = main()
+        except absl.Error as error:
+            text = str(error)
+            if missing := [
+                name for name in given.required if f"--{name}" in text and not given.present(name)
+            ]:
+                text = f"--{missing[0]} is not given"
+            print(f"error: {text}; {page} --help shows all flags", file=sys.stderr)
+            sys.exit(refused)
+        except JdisaggError as error:
+            print(f"error: {error.message}", file=sys.stderr, flush=True)
+            sys.exit(refused)
+        sys.exit(status or 0)
+
+
+def help_text(page: str, doc: str, given: Given) -> str:
+    """The page's docstring and its flags, within the terminal's width."""
+    width = min(100, shutil.get_terminal_size((80, 24)).columns)
+    if page.startswith("jdisagg "):
+        doc = doc.replace("python -m launch.", "jdisagg ")
+    lines = [f"usage: {page} [--flag=value ...]", "", doc.strip(), "", "flags:"]
+    for name in given.names:
+        flag = given.values[name]
+        default = "" if flag.default in (None, "", []) else f" ({_shown(flag.default)})"
+        head = f"  --[no]{name}" if flag.boolean else f"  --{name}=..."
+        text = f"{flag.help}{default}"
+        lines += [head] if len(head) > 25 else []
+        start = "" if len(head) > 25 else head
+        lines += textwrap.wrap(
+            text, width, initial_indent=f"{start:<26}", subsequent_indent=" " * 26
+        )
+    return "\n".join([*lines, "  --version"])
 
 
 def refuse_words(arguments: Sequence[str]) -> None:
-    """Raises ConfigError for what is no flag, of a main's arguments. Left alone they would be passed over: of --prompt=Once upon a time
-    the prompt would be one word."""
+    """Raises ConfigError for what is no flag, of a main's arguments. Left alone they would be
+    passed over: of --prompt=Once upon a time the prompt would be one word."""
     words = list(arguments[1:])
     if words:
         raise ConfigError(
-            f"flags alone are taken, got {' '.join(map(repr, words[:8]))}{' ...' if len(words) > 8 else ''}; write --flag=value, "
-            'and quote a value that has spaces: --flag="several words"'
+            "flags alone are taken, got"
+            f" {' '.join(map(repr, words[:8]))}{' ...' if len(words) > 8 else ''}; write"
+            ' --flag=value, and quote a value that has spaces: --flag="several words"'
         )
 
 
 @contextmanager
 def quiet_end() -> Iterator[None]:
-    """Around all that a script does."""
+    """Around all that a page does."""
     try:
         yield
     except BrokenPipeError:
@@ -35,3 +102,25 @@ def quiet_end() -> Iterator[None]:
         sys.exit(READER_GONE)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+
+
+def _page_name(main: Callable[[], int | None]) -> str:
+    """`launch.serve`, also where it runs as `__main__`."""
+    module = sys.modules[main.__module__]
+    return module.__spec__.name if module.__spec__ is not None else main.__module__
+
+
+def _mind_signals() -> None:
+    """Ctrl-C is a KeyboardInterrupt again once the imports are behind (launch/__init__.py), and
+    SIGUSR1, which asks for timelines, ends nobody who keeps none."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(
+        signal.SIGUSR1,
+        lambda *_: logging.getLogger("launch").warning(
+            "SIGUSR1 asks for a timeline, and none is kept; start with --timelines=DIR"
+        ),
+    )
+
+
+def _shown(default: object) -> str:
+    return ",".join(map(str, default)) if isinstance(default, list) else str(default)

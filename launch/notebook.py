@@ -1,13 +1,11 @@
-"""Opens the research face on a checkpoint directory: `engine = open_engine(devices=8)` in the first cell of a notebook."""
-
-from collections.abc import Sequence
+"""Opens the research face on a checkpoint directory: `engine = open_engine(devices=8)` in the first
+cell of a notebook."""
 
 from jdisagg.config import EngineConfig
 from jdisagg.engine.research import Engine
-from jdisagg.layout.axes import Layout
-from jdisagg.model_api import Device
-from launch.assembly import SHIPPED_MODEL, prepare_runtime
-from models.checkpoint import LoadedModel, load_model
+from jdisagg.node.deployment import prepare_runtime
+from launch.model import loader
+from launch.shipped import SHIPPED_MODEL
 from models.tokenizer import Tokenizer
 
 
@@ -22,14 +20,12 @@ def open_engine(
     context_tokens: int | None = None,
     compilation_cache: str = EngineConfig.compilation_cache,
 ) -> Engine:
-    """An engine on all devices of this process. On CPU, `devices` virtual ones: this must precede the first use of JAX."""
+    """An engine on all devices of this process. On CPU, `devices` virtual ones: this must precede
+    the first use of JAX."""
     prepare_runtime(devices, compilation_cache)
 
-    def load(layout: Layout, on: Sequence[Device]) -> LoadedModel:
-        return load_model(directory, layout, on, dtype=dtype)
-
     return Engine(
-        load,
+        loader(directory, dtype),
         Tokenizer.from_directory(directory),
         page_size=page_size,
         chunk_tokens=chunk_tokens,

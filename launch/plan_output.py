@@ -1,30 +1,45 @@
-"""A plan for people and for programs: the ranked table, plain data for JSON, and a recipe of one row. Prints nothing itself."""
+"""A plan for people and for programs: the ranked table, plain data for JSON, and a recipe of one
+row. Prints nothing itself."""
 
 import dataclasses
 
 from rich import box
 from rich.table import Table
 
-from jdisagg.router.model_geometry import CostGeometry
+from jdisagg.costs.model_geometry import CostGeometry
+from jdisagg.node.recipes import ClusterShape, recipe_text
 from jdisagg.simulator.plan_bounds import Goal
 from jdisagg.simulator.plan_candidates import Candidate, Site
 from jdisagg.simulator.plan_fleet import FleetMaker
 from jdisagg.simulator.plan_verdict import Finding
 from jdisagg.simulator.planner import Plan
 from jdisagg.simulator.report import Percentiles
-from launch.recipes import ClusterShape, recipe_text
 
 
 def plan_table(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal, dtype: str) -> Table:
     """Best first; times in milliseconds."""
     kept = geometry.kv_bytes_per_token(dtype)
-    limits = f"{goal.attainment:.0%} within TTFT {1e3 * goal.ttft_seconds:g} ms and TPOT {1e3 * goal.tpot_seconds:g} ms"
+    limits = (
+        f"{goal.attainment:.0%} within TTFT {1e3 * goal.ttft_seconds:g} ms and TPOT"
+        f" {1e3 * goal.tpot_seconds:g} ms"
+    )
     found = f"{plan.considered} candidates, {len(plan.findings)} simulated"
     title = f"{geometry.name} on {site.accelerators} {site.accelerator.name}: {limits}; {found}"
     table = Table(box=box.SIMPLE_HEAD, title_justify="left", title=title)
-    for name, justify in (("", "right"), ("mode", "left"), ("instances", "left"), ("used", "right"), ("req/s an\naccelerator", "right")):
+    for name, justify in (
+        ("", "right"),
+        ("mode", "left"),
+        ("instances", "left"),
+        ("used", "right"),
+        ("req/s an\naccelerator", "right"),
+    ):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    for name in ("TTFT ms\np50 / p90 / p99", "TPOT ms\np50 / p90 / p99", "link\nload", "KV room a rank,\nused"):
+    for name in (
+        "TTFT ms\np50 / p90 / p99",
+        "TPOT ms\np50 / p90 / p99",
+        "link\nload",
+        "KV room a rank,\nused",
+    ):
         table.add_column(name, justify="right")
     table.add_column("binds first")
     for index, item in enumerate(plan.findings, 1):
@@ -32,14 +47,17 @@ def plan_table(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal, dtype
         share = f"{100 * item.link_share:.1f} %" if candidate.prefill else "-"
         room = f"{item.kv_tokens * kept / 1e9:.0f} GB, {100 * item.kv_share:.0f} %"
         table.add_row(
-            str(index), candidate.mode.value, candidate.name, str(candidate.devices), f"{item.per_accelerator:.3g}",
+            str(index), candidate.mode.value, candidate.name, str(candidate.devices), f"{item.per_accelerator:.3g}",  # noqa: E501
             _three(item.report.ttft), _three(item.report.tpot), share, room, item.binding,
         )  # fmt: skip
     return table
 
 
 def _three(values: Percentiles) -> str:
-    return " / ".join("-" if value is None else f"{1e3 * value:.3g}" for value in (values.p50, values.p90, values.p99))
+    return " / ".join(
+        "-" if value is None else f"{1e3 * value:.3g}"
+        for value in (values.p50, values.p90, values.p99)
+    )
 
 
 def plan_fields(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal) -> dict[str, object]:
@@ -64,7 +82,12 @@ def plan_fields(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal) -> d
                 "kv_share": item.kv_share,
                 "bounds": dict(item.bounds.limits),
                 "trials": [
-                    {"rate": trial.rate, "attainment": trial.attainment, "overload": trial.overload, "short": trial.short}
+                    {
+                        "rate": trial.rate,
+                        "attainment": trial.attainment,
+                        "overload": trial.overload,
+                        "short": trial.short,
+                    }
                     for trial in item.trials
                 ],
                 "report": item.report.as_fields(),
@@ -86,8 +109,16 @@ def _candidate_fields(candidate: Candidate) -> dict[str, object]:
     }
 
 
-def plan_recipe(item: Finding, maker: FleetMaker, goal: Goal, model_directory: str, context_tokens: int, path: str) -> str:
-    """The text of a recipe that launch.cluster and launch.serve take. `maker`: sized for it; `path`: what it will be called."""
+def plan_recipe(
+    item: Finding,
+    maker: FleetMaker,
+    goal: Goal,
+    model_directory: str,
+    context_tokens: int,
+    path: str,
+) -> str:
+    """The text of a recipe that launch.cluster and launch.serve take. `maker`: sized for it;
+    `path`: what it will be called."""
     candidate, site = item.candidate, maker.site
     engine = maker.engine(candidate, model_directory, context_tokens)
     one_pool = candidate.prefill is None
@@ -97,7 +128,11 @@ def plan_recipe(item: Finding, maker: FleetMaker, goal: Goal, model_directory: s
         else ClusterShape(candidate.prefill_instances, candidate.decode_instances)
     )
     largest = max(candidate.decode.devices, candidate.prefill.devices if candidate.prefill else 0)
-    hosts = f" --processes_per_instance={largest // site.node}" if largest > site.node and largest % site.node == 0 else ""
+    hosts = (
+        f" --processes_per_instance={largest // site.node}"
+        if largest > site.node and largest % site.node == 0
+        else ""
+    )
     model = "" if model_directory else " --model=DIR"
     used = f"{candidate.devices} of {site.accelerators} {site.accelerator.name}"
     text = f"""{maker.geometry.name} on {used}: {candidate.mode.value}, {candidate.name}.
@@ -107,5 +142,5 @@ def plan_recipe(item: Finding, maker: FleetMaker, goal: Goal, model_directory: s
 
 PREDICTED by launch.plan, not measured: {item.per_accelerator:.3g} requests/s an accelerator with {goal.attainment:.0%} of them within
 TTFT {1e3 * goal.ttft_seconds:g} ms and TPOT {1e3 * goal.tpot_seconds:g} ms; bound by {item.binding}.
-"""
+"""  # noqa: E501
     return recipe_text(engine, shape, text)

@@ -1,5 +1,7 @@
-"""Where the shipped model lies. Imports nothing heavy."""
+"""Where the shipped model and recipe lie. Imports nothing heavy."""
 
 from pathlib import Path
 
-SHIPPED_MODEL = str(Path(__file__).resolve().parent.parent / "models" / "tiny" / "llama")
+_ROOT = Path(__file__).resolve().parent.parent
+SHIPPED_MODEL = str(_ROOT / "models" / "tiny" / "llama")
+DEFAULT_RECIPE = str(_ROOT / "configs" / "tiny_cpu.py")

@@ -1,41 +1,40 @@
-"""Merges the timelines that processes wrote into one trace for Perfetto (https://ui.perfetto.dev) or chrome://tracing.
+"""Merges the timelines that processes wrote into one trace for Perfetto (https://ui.perfetto.dev)
+or chrome://tracing.
 
     python -m launch.trace --inputs=DIR --output=trace.json
     python -m launch.trace --inputs=DIR --output=trace.json --request=ID
 
-DIR is what the processes were given as --timelines.
-"""
+DIR is what the processes were given as --timelines."""
 
-import json
-import sys
 from pathlib import Path
 
-from absl import app, flags
+import msgspec
 
-from jdisagg.errors import JdisaggError
-from jdisagg.observe.trace_events import merge, read_timelines
-from launch.console import quiet_end, refuse_words
+from jdisagg.errors import ConfigError
+from jdisagg.observe.trace_events import merge, read_timelines, slowest
+from launch.console import run
+from launch.flags import define
 
-_INPUTS = flags.DEFINE_string("inputs", None, "Folder with *.timeline.json files.", required=True)
-_OUTPUT = flags.DEFINE_string("output", "trace.json", "File to write.")
-_REQUEST = flags.DEFINE_string("request", None, "Only this request id.")
+flags = define("inputs", "output", "request", "slowest", required=("inputs",), output="trace.json")
 
 
-def main(argv: list[str]) -> None:
-    with quiet_end():
-        try:
-            refuse_words(argv)
-            files = read_timelines(_INPUTS.value)
-            trace = merge(files, _REQUEST.value)
-            Path(_OUTPUT.value).write_text(json.dumps(trace))
-        except (JdisaggError, OSError) as error:
-            sys.exit(f"error: {error}")
-        events = trace["traceEvents"]
-        assert isinstance(events, list)
-        if not events:
-            sys.exit(f"error: no event of request {_REQUEST.value!r} in {_INPUTS.value}; the ring keeps the newest events only")
-        print(f"{len(events)} events of {len(files)} processes in {_OUTPUT.value}")
+def main() -> None:
+    files = read_timelines(flags.inputs)
+    requests = None if flags.request is None else (flags.request,)
+    if flags.slowest and requests is None:
+        requests = slowest(files, flags.slowest)
+    trace = merge(files, requests)
+    try:
+        Path(flags.output).write_bytes(msgspec.json.encode(trace))
+    except OSError as error:
+        raise ConfigError(f"--output={flags.output} cannot be written: {error}") from error
+    if not trace.traceEvents:
+        wanted = "any request" if flags.request is None else f"request {flags.request!r}"
+        raise ConfigError(
+            f"no event of {wanted} in {flags.inputs}; the ring keeps the newest events only"
+        )
+    print(f"{len(trace.traceEvents)} events of {len(files)} processes in {flags.output}")
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run(main, flags)

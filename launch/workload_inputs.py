@@ -1,12 +1,11 @@
-"""What scripts that run workloads share: what their flags mean, where results may go, and what is said of requests that did not finish."""
+"""What scripts that run workloads share: what their flags mean, where results may go, and what is
+said of requests that did not finish."""
 
 import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-
-from absl import flags
 
 from jdisagg.errors import ConfigError, WorkloadError
 from jdisagg.simulator.report import Outcome
@@ -22,31 +21,51 @@ def mixture(parts: Sequence[str]) -> Mixture:
             prompt, _, output = lengths.partition("/")
             made = (float(weight), Fixed(int(prompt), int(output)))
         except ValueError:
-            raise WorkloadError(f"--mixture: {part!r} must have the form weight:prompt/output, such as 0.8:1000/200") from None
-        if not (math.isfinite(made[0]) and made[0] > 0 and made[1].prompt_tokens > 0 and made[1].output_tokens > 0):
+            raise WorkloadError(
+                f"--mixture: {part!r} must have the form weight:prompt/output, such as 0.8:1000/200"
+            ) from None
+        if not (
+            math.isfinite(made[0])
+            and made[0] > 0
+            and made[1].prompt_tokens > 0
+            and made[1].output_tokens > 0
+        ):
             raise WorkloadError(f"--mixture: {part!r}: weight, prompt and output must be positive")
         read.append(made)
     return Mixture(tuple(read))
 
 
-def check_positive(flag: "flags.FlagHolder[float | None]") -> None:
+def check_positive(name: str, value: float | None) -> None:
     """Raises ConfigError that names the flag where it was given and is no positive number."""
-    if flag.value is not None and not (math.isfinite(flag.value) and flag.value > 0):
-        raise ConfigError(f"--{flag.name} must be a positive number, got {flag.value:g}")
+    if value is not None and not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"--{name} must be a positive number, got {value:g}")
 
 
 def check_output(path: str | None, kind: str) -> None:
-    """For whoever asks before the work. Raises ConfigError where a file of `kind` (".json") cannot be written to `path`; None: to none."""
+    """For whoever asks before the work. Raises ConfigError where a file of `kind` (".json") cannot
+    be written to `path`; None: to none."""
     if not path:
         return
     folder = Path(path).resolve().parent
     if Path(path).suffix != kind or not folder.is_dir():
-        raise ConfigError(f"{path} cannot be written after the run: it must end in {kind}, in a folder that exists")
-    if not (os.access(path, os.W_OK) and Path(path).is_file() if Path(path).exists() else os.access(folder, os.W_OK | os.X_OK)):
-        raise ConfigError(f"{path} cannot be written after the run: it must be a file, and one that you may write; choose another")
+        raise ConfigError(
+            f"{path} cannot be written after the run: it must end in {kind}, in a folder that"
+            " exists"
+        )
+    if not (
+        os.access(path, os.W_OK) and Path(path).is_file()
+        if Path(path).exists()
+        else os.access(folder, os.W_OK | os.X_OK)
+    ):
+        raise ConfigError(
+            f"{path} cannot be written after the run: it must be a file, and one that you may"
+            " write; choose another"
+        )
 
 
 def reasons(outcomes: Iterable[Outcome], most: int = 3) -> list[str]:
     """One line for each of the most frequent reasons why requests did not finish."""
-    found = Counter(f"{item.end}: {item.reason}" for item in outcomes if item.end != "finished" and item.reason)
+    found = Counter(
+        f"{item.end}: {item.reason}" for item in outcomes if item.end != "finished" and item.reason
+    )
     return [f"{count} x {reason}" for reason, count in found.most_common(most)]

@@ -1,1 +1,2 @@
-"""Model families, one a file, assembled from `jdisagg.ops`; checkpoints, tokenizers and the catalogue."""
+"""Model families, one a file, assembled from `jdisagg.ops`; checkpoints, tokenizers and the
+catalogue."""

@@ -1,9 +1,10 @@
-"""The blocks that every family is assembled from: linear, attention, dense and sparse feed-forward, layer.
+"""The blocks that every family is assembled from: linear, attention, dense and sparse feed-forward,
+layer.
 
-Flax NNX modules over `jdisagg/ops`. They see local shards inside `shard_map` (`Shards` names the axes) or whole arrays;
-local head and expert counts are read off the weights. One psum after the attention output, one after the feed-forward;
-biases of these two are added once, after it. No layer knows its index: layers of equal configuration have equal structure.
-"""
+Flax NNX modules over `jdisagg/ops`. They see local shards inside `shard_map` (`Shards` names the
+axes) or whole arrays; local head and expert counts are read off the weights. One psum after the
+attention output, one after the feed-forward; biases of these two are added once, after it. No layer
+knows its index: layers of equal configuration have equal structure."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,15 @@ from models.decoder_config import AttentionConfig, DecoderConfig, ExpertConfig, 
 class Linear(nnx.Module):
     """A kernel [in, out], or [out, in] where `transposed`, and perhaps a bias [out]."""
 
-    def __init__(self, make: Make, shape: tuple[int, int], axes: Axes, *, bias: bool = False, transposed: bool = False) -> None:
+    def __init__(
+        self,
+        make: Make,
+        shape: tuple[int, int],
+        axes: Axes,
+        *,
+        bias: bool = False,
+        transposed: bool = False,
+    ) -> None:
         order = slice(None, None, -1) if transposed else slice(None)
         self.kernel = parameter(make(shape[order], "matrix", shape[0]), axes[order])
         self.bias = parameter(make(shape[1:], "bias", shape[0]), axes[1:]) if bias else None
@@ -31,10 +40,13 @@ class Linear(nnx.Module):
 
     def __call__(self, x_TD: jax.Array, shards: Shards) -> jax.Array:
         bias = None if self.bias is None else self.bias[...]
-        return project(x_TD, self.kernel[...], bias, transposed=self.transposed, platform=shards.platform)
+        return project(
+            x_TD, self.kernel[...], bias, transposed=self.transposed, platform=shards.platform
+        )
 
     def summed(self, x_TD: jax.Array, shards: Shards) -> jax.Array:
-        """The product of a kernel whose input dimension is sharded over tp: summed over its shards, then the bias."""
+        """The product of a kernel whose input dimension is sharded over tp: summed over its shards,
+        then the bias."""
         y_TD = project(x_TD, self.kernel[...], transposed=self.transposed, platform=shards.platform)
         if shards.tp:
             y_TD = lax.psum(y_TD, shards.tp)
@@ -55,30 +67,61 @@ class Norm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention with rope; what is cached, and how, is `attend`'s affair."""
 
-    def __init__(self, make: Make, config: DecoderConfig, window: int | None, transposed: bool) -> None:
+    def __init__(
+        self, make: Make, config: DecoderConfig, window: int | None, transposed: bool
+    ) -> None:
         attention: AttentionConfig = config.attention
         width, head = config.width, attention.head_dim
         q_size, kv_size = attention.query_heads * head, attention.kv_heads * head
         bias = attention.qkv_bias
-        self.q = Linear(make, (width, q_size), ("embed", "q_heads"), bias=bias, transposed=transposed)
-        self.k = Linear(make, (width, kv_size), ("embed", "kv_heads"), bias=bias, transposed=transposed)
-        self.v = Linear(make, (width, kv_size), ("embed", "kv_heads"), bias=bias, transposed=transposed)
-        self.o = Linear(make, (q_size, width), ("q_heads", "embed"), bias=attention.output_bias, transposed=transposed)
-        self.q_norm = Norm(make, head, ("head",), config.norm_epsilon) if attention.qk_norm else None
-        self.k_norm = Norm(make, head, ("head",), config.norm_epsilon) if attention.qk_norm else None
+        self.q = Linear(
+            make, (width, q_size), ("embed", "q_heads"), bias=bias, transposed=transposed
+        )
+        self.k = Linear(
+            make, (width, kv_size), ("embed", "kv_heads"), bias=bias, transposed=transposed
+        )
+        self.v = Linear(
+            make, (width, kv_size), ("embed", "kv_heads"), bias=bias, transposed=transposed
+        )
+        self.o = Linear(
+            make,
+            (q_size, width),
+            ("q_heads", "embed"),
+            bias=attention.output_bias,
+            transposed=transposed,
+        )
+        self.q_norm = (
+            Norm(make, head, ("head",), config.norm_epsilon) if attention.qk_norm else None
+        )
+        self.k_norm = (
+            Norm(make, head, ("head",), config.norm_epsilon) if attention.qk_norm else None
+        )
         self.rope = attention.rope
         self.head_dim = head
         self.window = window
 
     def __call__(
-        self, x_TD: jax.Array, positions_T: jax.Array, attend: Attend, shards: Shards, rows_R: jax.Array | None = None
+        self,
+        x_TD: jax.Array,
+        positions_T: jax.Array,
+        attend: Attend,
+        shards: Shards,
+        rows_R: jax.Array | None = None,
     ) -> jax.Array:
-        """[T, D], or [R, D] of these rows: the others' keys and values are cached, and that is all."""
+        """[T, D], or [R, D] of these rows: the others' keys and values are cached, and that is
+        all."""
         x_RD, positions_R = _rows(x_TD, rows_R), _rows(positions_T, rows_R)
-        q_RNH, k_TKH, v_TKH = self._heads(self.q(x_RD, shards)), self._heads(self.k(x_TD, shards)), self._heads(self.v(x_TD, shards))
+        q_RNH, k_TKH, v_TKH = (
+            self._heads(self.q(x_RD, shards)),
+            self._heads(self.k(x_TD, shards)),
+            self._heads(self.v(x_TD, shards)),
+        )
         if self.q_norm is not None and self.k_norm is not None:
             q_RNH, k_TKH = self.q_norm(q_RNH), self.k_norm(k_TKH)
-        q_RNH, k_TKH = rotate(q_RNH, rope_angles(positions_R, self.rope)), rotate(k_TKH, rope_angles(positions_T, self.rope))
+        q_RNH, k_TKH = (
+            rotate(q_RNH, rope_angles(positions_R, self.rope)),
+            rotate(k_TKH, rope_angles(positions_T, self.rope)),
+        )
         o_RNH = attend(q_RNH, k_TKH, v_TKH, scale=self.head_dim**-0.5, window=self.window)
         if not o_RNH.shape[0]:
             return x_RD  # nothing to project, and no collective over nothing
@@ -103,31 +146,46 @@ class GatedMLP(nnx.Module):
 
 
 class SparseMLP(nnx.Module):
-    """A router and experts, each a gated MLP without biases; experts whole on a device (ep > 1) or split inside over tp."""
+    """A router and experts, each a gated MLP without biases; experts whole on a device (ep > 1) or
+    split inside over tp."""
 
     def __init__(self, make: Make, width: int, config: ExpertConfig) -> None:
         experts, ffn = config.experts, config.ffn
         self.router = parameter(make((width, experts), "matrix", width), ("embed", "router"))
-        self.gate = parameter(make((experts, width, ffn), "matrix", width), ("expert", "embed", "expert_ffn"))
-        self.up = parameter(make((experts, width, ffn), "matrix", width), ("expert", "embed", "expert_ffn"))
-        self.down = parameter(make((experts, ffn, width), "matrix", ffn), ("expert", "expert_ffn", "embed"))
+        self.gate = parameter(
+            make((experts, width, ffn), "matrix", width), ("expert", "embed", "expert_ffn")
+        )
+        self.up = parameter(
+            make((experts, width, ffn), "matrix", width), ("expert", "embed", "expert_ffn")
+        )
+        self.down = parameter(
+            make((experts, ffn, width), "matrix", ffn), ("expert", "expert_ffn", "embed")
+        )
         self.config = config
 
     def __call__(self, x_TD: jax.Array, shards: Shards, valid_T: jax.Array | None) -> jax.Array:
         logits_TE = project(x_TD, self.router[...], platform=shards.platform)
         routing = route(logits_TE, self.config.experts_per_token, normalised=self.config.normalised)
         weights = ExpertWeights(self.gate[...], self.up[...], self.down[...])
-        return routed_experts(x_TD, routing, weights, shards, experts=self.config.experts, valid_T=valid_T)
+        return routed_experts(
+            x_TD, routing, weights, shards, experts=self.config.experts, valid_T=valid_T
+        )
 
 
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and feed-forward, each with its residual."""
 
-    def __init__(self, make: Make, config: DecoderConfig, layer: LayerConfig, transposed: bool) -> None:
+    def __init__(
+        self, make: Make, config: DecoderConfig, layer: LayerConfig, transposed: bool
+    ) -> None:
         self.attention_norm = Norm(make, config.width, ("embed",), config.norm_epsilon)
         self.attention = Attention(make, config, layer.window, transposed)
         self.mlp_norm = Norm(make, config.width, ("embed",), config.norm_epsilon)
-        self.mlp = SparseMLP(make, config.width, layer.experts) if layer.experts else GatedMLP(make, config, transposed)
+        self.mlp = (
+            SparseMLP(make, config.width, layer.experts)
+            if layer.experts
+            else GatedMLP(make, config, transposed)
+        )
 
     def __call__(
         self,

@@ -1,4 +1,5 @@
-"""The families we serve: config.json's `model_type` -> how to read its config and where its tensors are named."""
+"""The families we serve: config.json's `model_type` -> how to read its config and where its tensors
+are named."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,10 +32,14 @@ def read_config(hf: HfConfig) -> DecoderConfig:
     kind = hf.raw("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        raise hf.error("model_type", f"must be one of {', '.join(FAMILIES)}", "this family is not supported")
+        raise hf.error(
+            "model_type", f"must be one of {', '.join(FAMILIES)}", "this family is not supported"
+        )
     architectures = hf.names("architectures")
     if architectures and family.architecture not in architectures:
         raise hf.error(
-            "architectures", f"must hold {family.architecture!r} for model_type {kind!r}", "only causal language models are served"
+            "architectures",
+            f"must hold {family.architecture!r} for model_type {kind!r}",
+            "only causal language models are served",
         )
     return family.read_config(hf)

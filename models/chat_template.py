@@ -1,8 +1,9 @@
-"""A checkpoint's chat template: Jinja in a sandbox, with the helpers that published templates expect.
+"""A checkpoint's chat template: Jinja in a sandbox, with the helpers that published templates
+expect.
 
-Templates come with checkpoints and messages from clients; neither may reach Python through the other, so the environment is
-immutable and sandboxed. A template that does not compile is the checkpoint's fault, messages that it refuses are the client's.
-"""
+Templates come with checkpoints and messages from clients; neither may reach Python through the
+other, so the environment is immutable and sandboxed. A template that does not compile is the
+checkpoint's fault, messages that it refuses are the client's."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,8 @@ from jdisagg.errors import CheckpointError, InvalidRequestError
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training; in serving it only shows its body."""
+    """`{% generation %}` marks the assistant's words for training; in serving it only shows its
+    body."""
 
     tags = {"generation"}
 
@@ -33,22 +35,40 @@ class _Refused(Exception):
 
 
 class ChatTemplate:
-    """Renders messages to text. `special_tokens` are visible to the template by name (bos_token, eos_token, ...)."""
+    """Renders messages to text. `special_tokens` are visible to the template by name (bos_token,
+    eos_token, ...)."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._source = source
         self._special = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool) -> str:
-        """Raises `InvalidRequestError` for messages the template does not take, `CheckpointError` if it is no template."""
+    def render(
+        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool
+    ) -> str:
+        """Raises `InvalidRequestError` for messages the template does not take, `CheckpointError`
+        if it is no template."""
         given = [dict(message) for message in messages]
         try:
             return self._template.render(
-                messages=given, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self._special
+                messages=given,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special,
             )
-        except (_Refused, jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+        except (
+            _Refused,
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            KeyError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             raise InvalidRequestError(
-                f"messages are refused by the model's chat template: {error}; send messages with the roles and order it expects"
+                f"messages are refused by the model's chat template: {error}; send messages with"
+                " the roles and order it expects"
             ) from error
 
     @cached_property
@@ -62,7 +82,10 @@ class ChatTemplate:
         try:
             return environment.from_string(self._source)
         except jinja2.TemplateError as error:
-            raise CheckpointError(f"the model's chat template does not compile ({error}); correct it, or send text instead") from error
+            raise CheckpointError(
+                f"the model's chat template does not compile ({error}); correct it, or send text"
+                " instead"
+            ) from error
 
 
 def _raise(message: str) -> None:
@@ -73,7 +96,9 @@ def _now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
+def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,  # noqa: E501
              sort_keys: bool = False) -> str:  # fmt: skip
     """Plain JSON: Jinja's own filter escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

@@ -1,8 +1,9 @@
-"""Loads a checkpoint directory into any layout: each device's slices straight from the files, nothing gathered.
+"""Loads a checkpoint directory into any layout: each device's slices straight from the files,
+nothing gathered.
 
-A directory holds config.json and either safetensors files in Hugging Face form or the Orbax form that `launch.convert` writes.
-Every tensor must be accounted for: missing, extra and wrongly shaped ones are listed. Each process reads only its own slices.
-"""
+A directory holds config.json and either safetensors files in Hugging Face form or the Orbax form
+that `launch.convert` writes. Every tensor must be accounted for: missing, extra and wrongly shaped
+ones are listed. Each process reads only its own slices."""
 
 import re
 import sys
@@ -56,23 +57,32 @@ def load_model(
     dtype: str = "float32",
     platform: str | None = None,
 ) -> LoadedModel:
-    """Loads the weights in `dtype` ("float32" or "bfloat16") onto `devices`, whose number is the layout's.
+    """Loads the weights in `dtype` ("float32" or "bfloat16") onto `devices`, whose number is the
+    layout's.
 
-    `platform` (the devices' where None) decides how kernels lie. Blocks until all is read. Raises `CheckpointError`, `LayoutError`.
-    """
+    `platform` (the devices' where None) decides how kernels lie. Blocks until all is read. Raises
+    `CheckpointError`, `LayoutError`."""
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"dtype must be 'float32' or 'bfloat16', got {dtype!r}")
     directory = Path(directory)
     config = load_config(directory)
     layout.check(config.geometry)
     mesh = layout_mesh(layout, config.attention.kv_heads, devices)
-    model = abstract_model(config, dtype=dtype, platform=platform or devices[0].platform, tp=layout.tp)
+    model = abstract_model(
+        config, dtype=dtype, platform=platform or devices[0].platform, tp=layout.tp
+    )
     if orbax_checkpoint.is_orbax(directory):
         return LoadedModel(orbax_checkpoint.restore(directory, model, mesh, layout), mesh, layout)
-    return LoadedModel(_fill(model, SafetensorsFiles.from_directory(directory), directory, mesh, layout), mesh, layout)
+    return LoadedModel(
+        _fill(model, SafetensorsFiles.from_directory(directory), directory, mesh, layout),
+        mesh,
+        layout,
+    )
 
 
-def _fill(model: Decoder, files: SafetensorsFiles, directory: Path, mesh: Mesh, layout: Layout) -> Decoder:
+def _fill(
+    model: Decoder, files: SafetensorsFiles, directory: Path, mesh: Mesh, layout: Layout
+) -> Decoder:
     found = files.shapes()
     parameters = parameter_shapes(model)
     present = frozenset(found)
@@ -82,14 +92,27 @@ def _fill(model: Decoder, files: SafetensorsFiles, directory: Path, mesh: Mesh, 
     shardings = weight_shardings(model, mesh, layout)
     total = sum(dtype.itemsize * int(np.prod(parameter.shape)) for parameter in parameters)
     arrays = []
-    with tqdm(total=total, desc=f"loading {directory.name}", unit="B", unit_scale=True, delay=2, file=sys.stderr) as progress:
+    with tqdm(
+        total=total,
+        desc=f"loading {directory.name}",
+        unit="B",
+        unit_scale=True,
+        delay=2,
+        file=sys.stderr,
+    ) as progress:
         for parameter, source, sharding in zip(parameters, sources, shardings, strict=True):
             arrays.append(_read_array(source, files, parameter.shape, dtype, sharding))
             progress.update(arrays[-1].nbytes)
     return with_arrays(model, arrays)
 
 
-def _read_array(source: Source, files: SafetensorsFiles, shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding) -> jax.Array:
+def _read_array(
+    source: Source,
+    files: SafetensorsFiles,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    sharding: NamedSharding,
+) -> jax.Array:
     read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # replicas share what was read
 
     def one_shard(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -97,25 +120,41 @@ def _read_array(source: Source, files: SafetensorsFiles, shape: tuple[int, ...],
         bounds = tuple(part.indices(size)[:2] for part, size in zip(parts, shape, strict=True))
         if bounds not in read:
             view = source.read(files.read, tuple(slice(*bound) for bound in bounds))
-            read[bounds] = np.array(view, dtype=dtype, order="C", copy=True)  # JAX may alias what it is given
+            # JAX may alias what it is given
+            read[bounds] = np.array(view, dtype=dtype, order="C", copy=True)
         return read[bounds]
 
     return jax.make_array_from_callback(shape, sharding, one_shard)
 
 
-def _check(sources: Sequence[Source], found: dict[str, tuple[int, ...]], config: DecoderConfig, directory: Path) -> None:
+def _check(
+    sources: Sequence[Source],
+    found: dict[str, tuple[int, ...]],
+    config: DecoderConfig,
+    directory: Path,
+) -> None:
     needed = {name: shape for source in sources for name, shape in source.needs().items()}
     missing = [f"{name} {shape}" for name, shape in needed.items() if name not in found]
-    misshapen = [f"{name} is {found[name]}, not {shape}" for name, shape in needed.items() if name in found and found[name] != shape]
+    misshapen = [
+        f"{name} is {found[name]}, not {shape}"
+        for name, shape in needed.items()
+        if name in found and found[name] != shape
+    ]
     ignored = {"lm_head.weight"} if config.tied else set()
     extra = [
-        f"{name} {shape}" for name, shape in found.items() if name not in needed and name not in ignored and not _HARMLESS.search(name)
+        f"{name} {shape}"
+        for name, shape in found.items()
+        if name not in needed and name not in ignored and not _HARMLESS.search(name)
     ]
-    wrong = [_listed(*part) for part in (("missing", missing), ("of another shape", misshapen), ("not known", extra)) if part[1]]
+    wrong = [
+        _listed(*part)
+        for part in (("missing", missing), ("of another shape", misshapen), ("not known", extra))
+        if part[1]
+    ]
     if wrong:
         raise CheckpointError(
-            f"{directory}: the tensors do not fit its config.json ({config.family}): {'; '.join(wrong)}; "
-            "use the config.json that the weights were saved with"
+            f"{directory}: the tensors do not fit its config.json ({config.family}):"
+            f" {'; '.join(wrong)}; use the config.json that the weights were saved with"
         )
 
 

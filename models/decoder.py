@@ -1,8 +1,9 @@
-"""A decoder-only transformer: stem (embedding, final norm, head) and layers, as `jdisagg.model_api` asks.
+"""A decoder-only transformer: stem (embedding, final norm, head) and layers, as `jdisagg.model_api`
+asks.
 
-`abstract_model` gives shapes alone, `init_model` random weights; `checkpoint.py` fills the same description from files. The
-vocabulary is padded so that tp divides it; kernels lie as the platform likes (`jdisagg/ops/linear.py`).
-"""
+`abstract_model` gives shapes alone, `init_model` random weights; `checkpoint.py` fills the same
+description from files. The vocabulary is padded so that tp divides it; kernels lie as the platform
+likes (`jdisagg/ops/linear.py`)."""
 
 import math
 
@@ -23,35 +24,62 @@ class DecoderStem(nnx.Module):
     """Embedding [V, D], final norm, and a head of its own unless tied to the embedding."""
 
     def __init__(self, make: Make, config: DecoderConfig, padded: int, transposed: bool) -> None:
-        self.embedding = parameter(make((padded, config.width), "embedding", config.width), ("vocab", "embed"))
+        self.embedding = parameter(
+            make((padded, config.width), "embedding", config.width), ("vocab", "embed")
+        )
         self.norm = Norm(make, config.width, ("embed",), config.norm_epsilon)
-        self.head = None if config.tied else Linear(make, (config.width, padded), ("embed", "vocab"), transposed=transposed)
+        self.head = (
+            None
+            if config.tied
+            else Linear(make, (config.width, padded), ("embed", "vocab"), transposed=transposed)
+        )
         self.vocabulary = config.vocabulary
 
     def embed(self, tokens_T: jax.Array, shards: Shards) -> jax.Array:
         return embed_tokens(self.embedding[...], tokens_T, shards.tp)
 
     def logits(self, x_RD: jax.Array, shards: Shards) -> jax.Array:
-        kernel, transposed = (self.embedding, True) if self.head is None else (self.head.kernel, self.head.transposed)
-        out = project(self.norm(x_RD), kernel[...], transposed=transposed, platform=shards.platform, out_dtype=jnp.dtype("float32"))
+        kernel, transposed = (
+            (self.embedding, True)
+            if self.head is None
+            else (self.head.kernel, self.head.transposed)
+        )
+        out = project(
+            self.norm(x_RD),
+            kernel[...],
+            transposed=transposed,
+            platform=shards.platform,
+            out_dtype=jnp.dtype("float32"),
+        )
         return gather_logits(out, self.vocabulary, shards.tp)
 
 
 class Decoder(nnx.Module):
     """The model that programs take apart: `stem`, `layers`, and what they need to know of it."""
 
-    def __init__(self, make: Make, config: DecoderConfig, *, dtype: str, platform: str, tp: int) -> None:
+    def __init__(
+        self, make: Make, config: DecoderConfig, *, dtype: str, platform: str, tp: int
+    ) -> None:
         transposed = kernel_is_transposed(platform, dtype)
         self.stem = DecoderStem(make, config, padded_vocabulary(config.vocabulary, tp), transposed)
-        self.layers = nnx.List([DecoderLayer(make, config, layer, transposed) for layer in config.layers])
+        self.layers = nnx.List(
+            [DecoderLayer(make, config, layer, transposed) for layer in config.layers]
+        )
         self.config = config
         self.kv_spec = config.kv_spec(dtype)
         self.geometry = config.geometry
         self.vocabulary = config.vocabulary
         self.context_tokens = config.context_tokens
 
-    def __call__(self, tokens_T: jax.Array, positions_T: jax.Array, attend: Attend, shards: Shards | None = None) -> jax.Array:
-        """Logits of every position, float32 [T, V_padded]: for tests and training; programs call stem and layers themselves."""
+    def __call__(
+        self,
+        tokens_T: jax.Array,
+        positions_T: jax.Array,
+        attend: Attend,
+        shards: Shards | None = None,
+    ) -> jax.Array:
+        """Logits of every position, float32 [T, V_padded]: for tests and training; programs call
+        stem and layers themselves."""
         shards = shards or Shards()
         x_TD = self.stem.embed(tokens_T, shards)
         for layer in self.layers:
@@ -59,8 +87,11 @@ class Decoder(nnx.Module):
         return self.stem.logits(x_TD, shards)
 
 
-def abstract_model(config: DecoderConfig, *, dtype: str = "float32", platform: str = "cpu", tp: int = 1) -> Decoder:
-    """The model with shapes in place of arrays; `tp` decides only how far the vocabulary is padded."""
+def abstract_model(
+    config: DecoderConfig, *, dtype: str = "float32", platform: str = "cpu", tp: int = 1
+) -> Decoder:
+    """The model with shapes in place of arrays; `tp` decides only how far the vocabulary is
+    padded."""
 
     def make(shape: tuple[int, ...], role: Role, fan_in: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -68,8 +99,16 @@ def abstract_model(config: DecoderConfig, *, dtype: str = "float32", platform: s
     return Decoder(make, config, dtype=dtype, platform=platform, tp=tp)
 
 
-def init_model(config: DecoderConfig, key: jax.Array, *, dtype: str = "float32", platform: str = "cpu", tp: int = 1) -> Decoder:
-    """Random weights: matrices of variance 1 / fan-in, the embedding of deviation 0.02, norms one, biases zero."""
+def init_model(
+    config: DecoderConfig,
+    key: jax.Array,
+    *,
+    dtype: str = "float32",
+    platform: str = "cpu",
+    tp: int = 1,
+) -> Decoder:
+    """Random weights: matrices of variance 1 / fan-in, the embedding of deviation 0.02, norms one,
+    biases zero."""
     count = 0
 
     def make(shape: tuple[int, ...], role: Role, fan_in: int) -> jax.Array:
@@ -78,6 +117,8 @@ def init_model(config: DecoderConfig, key: jax.Array, *, dtype: str = "float32",
         if role in ("norm", "bias"):
             return jnp.full(shape, 1.0 if role == "norm" else 0.0, jnp.dtype(dtype))
         deviation = 0.02 if role == "embedding" else 1 / math.sqrt(fan_in)
-        return (jax.random.normal(jax.random.fold_in(key, count), shape, jnp.float32) * deviation).astype(dtype)
+        return (
+            jax.random.normal(jax.random.fold_in(key, count), shape, jnp.float32) * deviation
+        ).astype(dtype)
 
     return Decoder(make, config, dtype=dtype, platform=platform, tp=tp)

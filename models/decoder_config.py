@@ -1,13 +1,15 @@
-"""What a decoder-only transformer of our families is made of: plain, frozen data that a family's file reads from config.json.
+"""What a decoder-only transformer of our families is made of: plain, frozen data that a family's
+file reads from config.json.
 
-Layers whose `LayerConfig` is equal have equal structure, so that one compiled program serves them all. Knows no JAX arrays.
-"""
+Layers whose `LayerConfig` is equal have equal structure, so that one compiled program serves them
+all. Knows no JAX arrays."""
 
 from dataclasses import dataclass
 
+from jdisagg.costs.model_geometry import Attention, CostGeometry, Experts
 from jdisagg.layout.axes import ModelGeometry
 from jdisagg.layout.kv_spec import KVSpec
-from jdisagg.ops.rope import Rope
+from jdisagg.ops.rope_frequencies import Rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,8 @@ class ExpertConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """`experts` is None in a dense layer. `window`: positions seen, the token's own included; None is all of them."""
+    """`experts` is None in a dense layer. `window`: positions seen, the token's own included; None
+    is all of them."""
 
     window: int | None = None
     experts: ExpertConfig | None = None
@@ -43,7 +46,8 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """`ffn` is the width of dense layers; `context_tokens` the longest sequence that the positions were built for."""
+    """`ffn` is the width of dense layers; `context_tokens` the longest sequence that the positions
+    were built for."""
 
     family: str
     vocabulary: int
@@ -73,7 +77,36 @@ class DecoderConfig:
             expert_ffn=experts.ffn if experts else 0,
         )
 
+    def cost_geometry(self, name: str) -> CostGeometry:
+        """The sizes that its cost depends on."""
+        attention, experts = self.attention, self.experts
+        windows = [layer.window for layer in self.layers if layer.window]
+        return CostGeometry(
+            name=name,
+            width=self.width,
+            layers=len(self.layers),
+            vocabulary=self.vocabulary,
+            attention=Attention(
+                attention.query_heads,
+                attention.kv_heads,
+                attention.head_dim,
+                windows[0] if windows else None,
+                len(windows),
+            ),
+            ffn=self.ffn,
+            tied=self.tied,
+            experts=(
+                Experts(experts.experts, experts.experts_per_token, experts.ffn)
+                if experts
+                else None
+            ),
+            expert_layers=sum(layer.experts is not None for layer in self.layers),
+            context_tokens=self.context_tokens,
+        )
+
     def kv_spec(self, dtype: str) -> KVSpec:
         attention = self.attention
         windows = tuple(layer.window for layer in self.layers)
-        return KVSpec.attention(len(self.layers), attention.kv_heads, attention.head_dim, dtype, windows)
+        return KVSpec.attention(
+            len(self.layers), attention.kv_heads, attention.head_dim, dtype, windows
+        )

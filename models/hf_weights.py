@@ -1,9 +1,10 @@
-"""Which Hugging Face tensors make each of our parameters, and how to cut a slice of one out of theirs.
+"""Which Hugging Face tensors make each of our parameters, and how to cut a slice of one out of
+theirs.
 
-Their matrices are [out, in], one tensor per expert, or (as transformers 5 keeps them in memory) experts fused in one tensor
-with gate and up side by side. Ours are [in, out] or [out, in] and [E, in, out]. A parameter may be padded beyond its tensor in
-the vocabulary: padding reads as zeros. Tables here are literal; a slice is read without touching the rest.
-"""
+Their matrices are [out, in], one tensor per expert, or (as transformers 5 keeps them in memory)
+experts fused in one tensor with gate and up side by side. Ours are [in, out] or [out, in] and [E,
+in, out]. A parameter may be padded beyond its tensor in the vocabulary: padding reads as zeros.
+Tables here are literal; a slice is read without touching the rest."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,7 +54,11 @@ MIXTRAL_EXPERTS = {
     "mlp.up": "block_sparse_moe.experts.{expert}.w3.weight",
     "mlp.down": "block_sparse_moe.experts.{expert}.w2.weight",
 }
-FUSED_GATE_UP, FUSED_DOWN, FUSED_ROUTER = "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"
+FUSED_GATE_UP, FUSED_DOWN, FUSED_ROUTER = (
+    "mlp.experts.gate_up_proj",
+    "mlp.experts.down_proj",
+    "mlp.gate.weight",
+)
 
 
 class Source(Protocol):
@@ -64,7 +69,8 @@ class Source(Protocol):
         ...
 
     def read(self, tensor: ReadTensor, index: Index) -> np.ndarray:
-        """The slice `index` of the parameter (in its own, padded coordinates), in the stored dtype."""
+        """The slice `index` of the parameter (in its own, padded coordinates), in the stored
+        dtype."""
         ...
 
 
@@ -82,7 +88,9 @@ class Whole:
     def read(self, tensor: ReadTensor, index: Index) -> np.ndarray:
         theirs = index[::-1] if self.flipped else index
         found = tensor(self.name, theirs)
-        lacking = tuple((0, _length(part) - size) for part, size in zip(theirs, found.shape, strict=True))
+        lacking = tuple(
+            (0, _length(part) - size) for part, size in zip(theirs, found.shape, strict=True)
+        )
         if any(after for _, after in lacking):
             found = np.pad(found, lacking)
         return found.T if self.flipped else found
@@ -102,12 +110,15 @@ class PerExpert:
     def read(self, tensor: ReadTensor, index: Index) -> np.ndarray:
         first, last, _ = index[0].indices(self.experts)
         theirs = index[:0:-1]
-        return np.stack([tensor(self.pattern.format(expert=expert), theirs).T for expert in range(first, last)])
+        return np.stack(
+            [tensor(self.pattern.format(expert=expert), theirs).T for expert in range(first, last)]
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """A stack [E, in, out] inside one tensor [E, out's, in], whose rows from `first_row` on are ours."""
+    """A stack [E, in, out] inside one tensor [E, out's, in], whose rows from `first_row` on are
+    ours."""
 
     name: str
     shape: tuple[int, ...]
@@ -123,7 +134,8 @@ class Fused:
 
 
 def find_source(parameter: ParameterShape, vocabulary: int, present: frozenset[str]) -> Source:
-    """The tensors of one parameter; `present` are the checkpoint's names, which decide between the forms of experts."""
+    """The tensors of one parameter; `present` are the checkpoint's names, which decide between the
+    forms of experts."""
     path, shape = parameter.path, parameter.shape
     if path[0] == "stem":
         return _stem_source(parameter, vocabulary)
@@ -137,9 +149,15 @@ def find_source(parameter: ParameterShape, vocabulary: int, present: frozenset[s
     if key == "mlp.down" and prefix + FUSED_DOWN in present:
         return Fused(prefix + FUSED_DOWN, (experts, out, into))
     if key in ("mlp.gate", "mlp.up") and prefix + FUSED_GATE_UP in present:
-        return Fused(prefix + FUSED_GATE_UP, (experts, 2 * out, into), first_row=out if key == "mlp.up" else 0)
+        return Fused(
+            prefix + FUSED_GATE_UP,
+            (experts, 2 * out, into),
+            first_row=out if key == "mlp.up" else 0,
+        )
     mixtral = prefix + MIXTRAL_EXPERTS[key].format(expert=0) in present
-    return PerExpert(prefix + (MIXTRAL_EXPERTS if mixtral else QWEN_EXPERTS)[key], experts, (out, into))
+    return PerExpert(
+        prefix + (MIXTRAL_EXPERTS if mixtral else QWEN_EXPERTS)[key], experts, (out, into)
+    )
 
 
 def _stem_source(parameter: ParameterShape, vocabulary: int) -> Source:

@@ -15,6 +15,8 @@ def read_config(hf: HfConfig) -> DecoderConfig:
     total = hf.count("num_local_experts", hf.count("num_experts", 8))
     chosen = hf.count("num_experts_per_tok", 2)
     if chosen > total:
-        raise hf.error("num_experts_per_tok", f"must be at most num_local_experts={total}", "correct it")
+        raise hf.error(
+            "num_experts_per_tok", f"must be at most num_local_experts={total}", "correct it"
+        )
     experts = ExpertConfig(total, chosen, config.ffn, normalised=True)
     return replace(config, layers=(LayerConfig(window, experts),) * len(config.layers))

@@ -1,9 +1,10 @@
-"""Checkpoints in Orbax form: written once from any layout, restored directly into the shardings of any other.
+"""Checkpoints in Orbax form: written once from any layout, restored directly into the shardings of
+any other.
 
-A directory holds `orbax/` (one array per parameter, named by its path) beside config.json and the tokenizer's files. Arrays are
-kept as [in, out] and with the plain vocabulary, so that the form depends on neither platform nor layout; Orbax pads the
-vocabulary on the way in, and kernels that a platform wants as [out, in] are flipped on their own devices afterwards.
-"""
+A directory holds `orbax/` (one array per parameter, named by its path) beside config.json and the
+tokenizer's files. Arrays are kept as [in, out] and with the plain vocabulary, so that the form
+depends on neither platform nor layout; Orbax pads the vocabulary on the way in, and kernels that a
+platform wants as [out, in] are flipped on their own devices afterwards."""
 
 import shutil
 from collections.abc import Sequence
@@ -26,13 +27,14 @@ from models.decoder import Decoder
 from models.parameter_tree import ParameterShape, parameter_shapes, with_arrays
 
 _FOLDER = "orbax"
-_COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+_COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",  # noqa: E501
                "chat_template.jinja")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A parameter as it lies on disk: its name, shape (vocabulary unpadded), and the shape and sharding it is restored to."""
+    """A parameter as it lies on disk: its name, shape (vocabulary unpadded), and the shape and
+    sharding it is restored to."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,11 +48,14 @@ def is_orbax(directory: Path) -> bool:
 
 
 def save(model: Decoder, mesh: Mesh, layout: Layout, source: Path, destination: Path) -> None:
-    """Writes the weights, and copies config and tokenizer files from `source`. Refuses a destination that has weights."""
+    """Writes the weights, and copies config and tokenizer files from `source`. Refuses a
+    destination that has weights."""
     check_destination(destination)
     arrays = jax.tree.leaves(nnx.state(model))
     stored = _stored_form(model, mesh, layout)
-    tree = {part.name: _to_disk_form(array, part) for array, part in zip(arrays, stored, strict=True)}
+    tree = {
+        part.name: _to_disk_form(array, part) for array, part in zip(arrays, stored, strict=True)
+    }
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             checkpointer.save((destination / _FOLDER).absolute(), args=ocp.args.PyTreeSave(tree))
@@ -58,13 +63,19 @@ def save(model: Decoder, mesh: Mesh, layout: Layout, source: Path, destination: 
             if (source / name).is_file() and source.resolve() != destination.resolve():
                 shutil.copyfile(source / name, destination / name)
     except OSError as error:
-        raise CheckpointError(f"{destination} cannot be written: {error}; remove what is there and convert again") from error
+        raise CheckpointError(
+            f"{destination} cannot be written: {error}; remove what is there and convert again"
+        ) from error
 
 
 def check_destination(destination: Path) -> None:
-    """Makes the folder. Raises ConfigError where it cannot be made, CheckpointError where it has weights already."""
+    """Makes the folder. Raises ConfigError where it cannot be made, CheckpointError where it has
+    weights already."""
     if is_orbax(destination):
-        raise CheckpointError(f"{destination} already holds an Orbax checkpoint; choose another directory or remove it")
+        raise CheckpointError(
+            f"{destination} already holds an Orbax checkpoint; choose another directory or"
+            " remove it"
+        )
     made_folder("destination", destination)
 
 
@@ -77,18 +88,33 @@ def restore(directory: Path, model: Decoder, mesh: Mesh, layout: Layout) -> Deco
         try:
             _check(_shapes_on_disk(checkpointer, path), stored, directory)
             restore_args = {
-                part.name: ocp.ArrayRestoreArgs(sharding=part.sharding, global_shape=part.padded, dtype=dtype, strict=False)
+                part.name: ocp.ArrayRestoreArgs(
+                    sharding=part.sharding, global_shape=part.padded, dtype=dtype, strict=False
+                )
                 for part in stored
             }
-            item = {part.name: jax.ShapeDtypeStruct(part.padded, dtype, sharding=part.sharding) for part in stored}
-            tree = checkpointer.restore(path, args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args))
+            item = {
+                part.name: jax.ShapeDtypeStruct(part.padded, dtype, sharding=part.sharding)
+                for part in stored
+            }
+            tree = checkpointer.restore(
+                path, args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
+            )
         except (JdisaggError, JaxRuntimeError, MemoryError):
             raise  # it says itself what is wrong, or there is no room for what can be read
         except Exception as error:  # Orbax raises bare Exceptions for what TensorStore cannot read
             why = next(iter(str(error).splitlines()), type(error).__name__)
-            raise CheckpointError(f"{path} cannot be read as an Orbax checkpoint ({why}); convert it again") from error
+            raise CheckpointError(
+                f"{path} cannot be read as an Orbax checkpoint ({why}); convert it again"
+            ) from error
     shardings = weight_shardings(model, mesh, layout)
-    return with_arrays(model, [_from_disk_form(tree[part.name], part, to) for part, to in zip(stored, shardings, strict=True)])
+    return with_arrays(
+        model,
+        [
+            _from_disk_form(tree[part.name], part, to)
+            for part, to in zip(stored, shardings, strict=True)
+        ],
+    )
 
 
 def _stored_form(model: Decoder, mesh: Mesh, layout: Layout) -> list[_Stored]:
@@ -100,10 +126,19 @@ def _stored_form(model: Decoder, mesh: Mesh, layout: Layout) -> list[_Stored]:
     ]
 
 
-def _stored(parameter: ParameterShape, axes: Sequence[str], sharding: NamedSharding, mesh: Mesh, vocabulary: int) -> _Stored:
+def _stored(
+    parameter: ParameterShape,
+    axes: Sequence[str],
+    sharding: NamedSharding,
+    mesh: Mesh,
+    vocabulary: int,
+) -> _Stored:
     flipped = parameter.transposed and len(parameter.shape) == 2
     order = slice(None, None, -1) if flipped else slice(None)
-    plain = tuple(vocabulary if axis == "vocab" else size for axis, size in zip(axes, parameter.shape, strict=True))
+    plain = tuple(
+        vocabulary if axis == "vocab" else size
+        for axis, size in zip(axes, parameter.shape, strict=True)
+    )
     spec = PartitionSpec(*tuple(sharding.spec)[order])
     name = ".".join(str(step) for step in parameter.path)
     return _Stored(name, plain[order], parameter.shape[order], NamedSharding(mesh, spec), flipped)
@@ -111,11 +146,17 @@ def _stored(parameter: ParameterShape, axes: Sequence[str], sharding: NamedShard
 
 def _to_disk_form(array: jax.Array, part: _Stored) -> jax.Array:
     if part.flipped:
-        array = jax.jit(jnp.swapaxes, static_argnums=(1, 2), out_shardings=part.sharding)(array, 0, 1)
+        array = jax.jit(jnp.swapaxes, static_argnums=(1, 2), out_shardings=part.sharding)(
+            array, 0, 1
+        )
     if part.shape == part.padded:
         return array
-    whole = NamedSharding(part.sharding.mesh, PartitionSpec())  # the plain vocabulary need not divide: written unsharded
-    return jax.jit(partial(jax.lax.slice, start_indices=(0,) * array.ndim, limit_indices=part.shape), out_shardings=whole)(array)
+    # the plain vocabulary need not divide: written unsharded
+    whole = NamedSharding(part.sharding.mesh, PartitionSpec())
+    return jax.jit(
+        partial(jax.lax.slice, start_indices=(0,) * array.ndim, limit_indices=part.shape),
+        out_shardings=whole,
+    )(array)
 
 
 def _from_disk_form(array: jax.Array, part: _Stored, sharding: NamedSharding) -> jax.Array:
@@ -133,7 +174,14 @@ def _shapes_on_disk(checkpointer: ocp.Checkpointer, path: Path) -> dict[str, tup
 
 def _check(found: dict[str, tuple[int, ...]], stored: Sequence[_Stored], directory: Path) -> None:
     needed = {part.name: part.shape for part in stored}
-    wrong = [f"{name} {shape} is {found.get(name, 'missing')}" for name, shape in needed.items() if found.get(name) != shape]
+    wrong = [
+        f"{name} {shape} is {found.get(name, 'missing')}"
+        for name, shape in needed.items()
+        if found.get(name) != shape
+    ]
     wrong += [f"{name} {shape} is not known" for name, shape in found.items() if name not in needed]
     if wrong:
-        raise CheckpointError(f"{directory}: the arrays do not fit its config.json: {'; '.join(wrong[:8])}; convert the checkpoint again")
+        raise CheckpointError(
+            f"{directory}: the arrays do not fit its config.json: {'; '.join(wrong[:8])}; convert"
+            " the checkpoint again"
+        )

@@ -1,4 +1,5 @@
-"""A model's parameters as a flat list of paths and shapes, and back: what every checkpoint form needs."""
+"""A model's parameters as a flat list of paths and shapes, and back: what every checkpoint form
+needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ ParameterPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class ParameterShape:
-    """A parameter as the model declares it. `transposed`: its kernel is kept as [out, in], as theirs is."""
+    """A parameter as the model declares it. `transposed`: its kernel is kept as [out, in], as
+    theirs is."""
 
     path: ParameterPath
     shape: tuple[int, ...]

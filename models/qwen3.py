@@ -1,4 +1,5 @@
-"""Qwen3, dense: a norm on each head of q and k, a head size of its own, optional attention biases, windows as Qwen2's."""
+"""Qwen3, dense: a norm on each head of q and k, a head size of its own, optional attention biases,
+windows as Qwen2's."""
 
 from models.decoder_config import DecoderConfig
 from models.hf_config import FamilyDefaults, HfConfig, read_decoder, with_windows
@@ -9,5 +10,7 @@ DEFAULTS = FamilyDefaults(kv_heads=32, context_tokens=32768)
 
 def read_config(hf: HfConfig) -> DecoderConfig:
     bias = hf.flag("attention_bias", False)
-    config = read_decoder(hf, DEFAULTS, qkv_bias=bias, output_bias=bias, qk_norm=True, head_dim_default=128)
+    config = read_decoder(
+        hf, DEFAULTS, qkv_bias=bias, output_bias=bias, qk_norm=True, head_dim_default=128
+    )
     return with_windows(config, read_windows(hf, len(config.layers)))

@@ -1,4 +1,5 @@
-"""Qwen3-MoE (30B-A3B, 235B-A22B): Qwen3's attention; experts in the layers that `decoder_sparse_step` and `mlp_only_layers` leave."""
+"""Qwen3-MoE (30B-A3B, 235B-A22B): Qwen3's attention; experts in the layers that
+`decoder_sparse_step` and `mlp_only_layers` leave."""
 
 from dataclasses import replace
 
@@ -17,14 +18,26 @@ def read_config(hf: HfConfig) -> DecoderConfig:
     chosen = hf.count("num_experts_per_tok", 8)
     if total and chosen > total:
         raise hf.error("num_experts_per_tok", f"must be at most num_experts={total}", "correct it")
-    experts = ExpertConfig(total, chosen, hf.count("moe_intermediate_size", 768), hf.flag("norm_topk_prob", False)) if total else None
+    experts = (
+        ExpertConfig(
+            total, chosen, hf.count("moe_intermediate_size", 768), hf.flag("norm_topk_prob", False)
+        )
+        if total
+        else None
+    )
     step, dense = hf.count("decoder_sparse_step", 1), frozenset(hf.counts("mlp_only_layers"))
     sparse = (layer not in dense and (layer + 1) % step == 0 for layer in range(len(config.layers)))
-    return replace(config, layers=tuple(LayerConfig(window, experts if is_sparse else None) for is_sparse in sparse))
+    return replace(
+        config,
+        layers=tuple(LayerConfig(window, experts if is_sparse else None) for is_sparse in sparse),
+    )
 
 
 def _window(hf: HfConfig) -> int | None:
-    """All layers see the window where `use_sliding_window` is set (this family has no `max_window_layers`)."""
-    if not hf.flag("use_sliding_window", False) or ("sliding_window" in hf.fields() and not hf.has("sliding_window")):
+    """All layers see the window where `use_sliding_window` is set (this family has no
+    `max_window_layers`)."""
+    if not hf.flag("use_sliding_window", False) or (
+        "sliding_window" in hf.fields and not hf.has("sliding_window")
+    ):
         return None
     return hf.count("sliding_window", 4096)

@@ -1,9 +1,10 @@
-"""A loaded model, laid out anew on the devices that it lies on, or on others of this process: what a worker does that changes its role.
+"""A loaded model, laid out anew on the devices that it lies on, or on others of this process: what
+a worker does that changes its role.
 
-Nothing is read again: each parameter goes from its old sharding straight into its new one, device to device, and its old array is let go
-before the next one moves. So beside the weights themselves there is room needed for one parameter alone, twice. Padding of the
-vocabulary, which depends on tp, is cut off and made anew (zeros, as a checkpoint is read).
-"""
+Nothing is read again: each parameter goes from its old sharding straight into its new one, device
+to device, and its old array is let go before the next one moves. So beside the weights themselves
+there is room needed for one parameter alone, twice. Padding of the vocabulary, which depends on tp,
+is cut off and made anew (zeros, as a checkpoint is read)."""
 
 from collections.abc import Sequence
 
@@ -21,15 +22,21 @@ from models.parameter_tree import with_arrays
 
 
 def relayout(loaded: LoadedModel, layout: Layout, devices: Sequence[Device]) -> LoadedModel:
-    """The same weights under `layout`, on exactly as many `devices`. Consumes `loaded`, as a donation would: whoever still holds arrays
-    of it keeps their memory. Blocks until all has moved. Raises `LayoutError` before anything is moved."""
+    """The same weights under `layout`, on exactly as many `devices`. Consumes `loaded`, as a
+    donation would: whoever still holds arrays of it keeps their memory. Blocks until all has moved.
+    Raises `LayoutError` before anything is moved."""
     config, dtype = loaded.model.config, loaded.model.kv_spec.dtype
     layout.check(config.geometry)
     mesh = layout_mesh(layout, config.attention.kv_heads, devices)
     model = abstract_model(config, dtype=dtype, platform=devices[0].platform, tp=layout.tp)
     targets = [leaf.shape for leaf in jax.tree.leaves(nnx.state(model))]
     old = jax.tree.leaves(nnx.state(loaded.model))
-    nnx.update(loaded.model, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), nnx.state(loaded.model)))
+    nnx.update(
+        loaded.model,
+        jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), nnx.state(loaded.model)
+        ),
+    )
     old.reverse()
     moved: list[jax.Array] = []
     for shape, sharding in zip(targets, weight_shardings(model, mesh, layout), strict=True):
@@ -41,16 +48,23 @@ def relayout(loaded: LoadedModel, layout: Layout, devices: Sequence[Device]) -> 
 
 
 def _resized(array: jax.Array, shape: tuple[int, ...], vocabulary: int) -> jax.Array:
-    """With as much padding as the new layout wants. On the old mesh, replicated: the old shards need not divide the new size."""
+    """With as much padding as the new layout wants. On the old mesh, replicated: the old shards
+    need not divide the new size."""
     if array.shape == shape:
         return array
     assert isinstance(array.sharding, NamedSharding)
-    padded = [at for at, (ours, theirs) in enumerate(zip(array.shape, shape, strict=True)) if ours != theirs]
+    padded = [
+        at
+        for at, (ours, theirs) in enumerate(zip(array.shape, shape, strict=True))
+        if ours != theirs
+    ]
     assert len(padded) == 1, "the vocabulary alone is padded"
     at = padded[0]
 
     def resize(values: jax.Array) -> jax.Array:
         real = jax.lax.slice_in_dim(values, 0, vocabulary, axis=at)
-        return jnp.pad(real, [(0, size - have) for size, have in zip(shape, real.shape, strict=True)])
+        return jnp.pad(
+            real, [(0, size - have) for size, have in zip(shape, real.shape, strict=True)]
+        )
 
     return jax.jit(resize, out_shardings=NamedSharding(array.sharding.mesh, PartitionSpec()))(array)

@@ -1,8 +1,9 @@
-"""The tensors of a directory of safetensors files, read slice by slice from a memory map, as numpy arrays.
+"""The tensors of a directory of safetensors files, read slice by slice from a memory map, as numpy
+arrays.
 
-Headers are parsed here: the numpy face of the safetensors package has no bfloat16, and cannot tell a truncated file before a
-tensor of it is read. Only the pages of a slice are read from disk. Knows nothing of models.
-"""
+Headers are parsed here: the numpy face of the safetensors package has no bfloat16, and cannot tell
+a truncated file before a tensor of it is read. Only the pages of a slice are read from disk. Knows
+nothing of models."""
 
 import json
 import struct
@@ -15,7 +16,11 @@ import numpy as np
 
 from jdisagg.errors import CheckpointError
 
-_DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+_DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _LARGEST_HEADER_BYTES = 100_000_000
 
@@ -46,7 +51,8 @@ class SafetensorsFiles:
             for name, tensor in _read_header(path).items():
                 if name in tensors:
                     raise CheckpointError(
-                        f"tensor {name!r} is in both {tensors[name].path.name} and {path.name}; fetch the checkpoint again"
+                        f"tensor {name!r} is in both {tensors[name].path.name} and {path.name};"
+                        " fetch the checkpoint again"
                     )
                 tensors[name] = tensor
         return cls(tensors)
@@ -59,12 +65,14 @@ class SafetensorsFiles:
         return {tensor.kind for tensor in self._tensors.values()}
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A view of the slice, in the stored dtype: valid while this object lives; copy what is kept."""
+        """A view of the slice, in the stored dtype: valid while this object lives; copy what is
+        kept."""
         tensor = self._tensors[name]
         if tensor.kind not in _DTYPES:
             raise CheckpointError(
-                f"tensor {name!r} of {tensor.path.name} has dtype {tensor.kind}, not one of {', '.join(_DTYPES)}; "
-                "quantized checkpoints are not supported: use the original one"
+                f"tensor {name!r} of {tensor.path.name} has dtype {tensor.kind}, not one of"
+                f" {', '.join(_DTYPES)}; quantized checkpoints are not supported: use the"
+                " original one"
             )
         if tensor.path not in self._maps:
             self._maps[tensor.path] = np.memmap(tensor.path, dtype=np.uint8, mode="r")
@@ -77,15 +85,22 @@ def _files(directory: Path) -> list[Path]:
     if not index_path.is_file():
         if (directory / _SINGLE).is_file():
             return [directory / _SINGLE]
-        raise CheckpointError(f"{directory} holds neither {_SINGLE} nor {_INDEX}; other weight formats are not supported")
+        raise CheckpointError(
+            f"{directory} holds neither {_SINGLE} nor {_INDEX}; other weight formats are not"
+            " supported"
+        )
     try:
         index = json.loads(index_path.read_text(encoding="utf-8"))
         names = sorted(set(index["weight_map"].values()))
     except (UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index_path} has no readable 'weight_map' ({error}); fetch it again") from error
+        raise CheckpointError(
+            f"{index_path} has no readable 'weight_map' ({error}); fetch it again"
+        ) from error
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
-        raise CheckpointError(f"{index_path} names files that are missing: {', '.join(missing)}; fetch them")
+        raise CheckpointError(
+            f"{index_path} names files that are missing: {', '.join(missing)}; fetch them"
+        )
     return [directory / name for name in names]
 
 
@@ -95,16 +110,27 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
         if not 0 <= length <= min(size - 8, _LARGEST_HEADER_BYTES):
-            raise CheckpointError(f"{path} is truncated or not a safetensors file ({size} bytes); fetch it again")
+            raise CheckpointError(
+                f"{path} is truncated or not a safetensors file ({size} bytes); fetch it again"
+            )
         header_bytes = file.read(length)
     try:
         header = json.loads(header_bytes)
-        tensors = {name: _stored(path, 8 + length, entry) for name, entry in header.items() if name != "__metadata__"}
+        tensors = {
+            name: _stored(path, 8 + length, entry)
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
     except (UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} has no valid safetensors header ({error}); fetch it again") from error
+        raise CheckpointError(
+            f"{path} has no valid safetensors header ({error}); fetch it again"
+        ) from error
     needed = max((tensor.end for tensor in tensors.values()), default=0)
     if needed > size:
-        raise CheckpointError(f"{path} is truncated: its header needs {needed} bytes, the file has {size}; fetch it again")
+        raise CheckpointError(
+            f"{path} is truncated: its header needs {needed} bytes, the file has {size}; fetch it"
+            " again"
+        )
     return tensors
 
 

@@ -1,9 +1,10 @@
-"""Text to token ids and back, as a checkpoint's tokenizer.json says, with its special tokens, ends and chat template.
+"""Text to token ids and back, as a checkpoint's tokenizer.json says, with its special tokens, ends
+and chat template.
 
-The work is done by the `tokenizers` package. Truncation and padding that a tokenizer.json may carry are switched off: length is
-the server's affair. Safe to share between threads, and those that do not wait for it run on meanwhile: of the package's calls only the
-ones for batches let go of the interpreter's lock, and a text of megabytes takes seconds.
-"""
+The work is done by the `tokenizers` package. Truncation and padding that a tokenizer.json may carry
+are switched off: length is the server's affair. Safe to share between threads, and those that do
+not wait for it run on meanwhile: of the package's calls only the ones for batches let go of the
+interpreter's lock, and a text of megabytes takes seconds."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,13 +18,22 @@ from models.chat_template import ChatTemplate
 from models.model_folder import check_model_folder
 
 _FEW_TOKENS = 1024
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SPECIAL_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 
 class Tokenizer:
-    """`eos_ids`: all ids that end a text, the first one the main. `special_ids`: ids that are no part of the text."""
+    """`eos_ids`: all ids that end a text, the first one the main. `special_ids`: ids that are no
+    part of the text."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, eos_ids: Sequence[int], special_tokens: Mapping[str, str],
+    def __init__(self, backend: tokenizers.Tokenizer, *, eos_ids: Sequence[int], special_tokens: Mapping[str, str],  # noqa: E501
                  chat_template: str | None) -> None:  # fmt: skip
         backend.no_truncation()
         backend.no_padding()
@@ -32,23 +42,31 @@ class Tokenizer:
         self.eos_ids = tuple(eos_ids)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.bos_id = None if "bos_token" not in special_tokens else backend.token_to_id(special_tokens["bos_token"])
+        self.bos_id = (
+            None
+            if "bos_token" not in special_tokens
+            else backend.token_to_id(special_tokens["bos_token"])
+        )
         self.vocabulary = backend.get_vocab_size(with_added_tokens=True)
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> "Tokenizer":
-        """Reads tokenizer.json, and what else of tokenizer_config.json, generation_config.json and config.json is there."""
+        """Reads tokenizer.json, and what else of tokenizer_config.json, generation_config.json and
+        config.json is there."""
         directory = Path(directory)
         path = directory / "tokenizer.json"
         check_model_folder(directory)
         if not path.is_file():
             raise CheckpointError(
-                f"model directory {str(directory)!r} has no tokenizer.json; fetch it, or convert the tokenizer to that form"
+                f"model directory {str(directory)!r} has no tokenizer.json; fetch it, or convert"
+                " the tokenizer to that form"
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises plain Exception
-            raise CheckpointError(f"{path} is not a readable tokenizer ({error}); fetch it again") from error
+            raise CheckpointError(
+                f"{path} is not a readable tokenizer ({error}); fetch it again"
+            ) from error
         settings = _read_object(directory / "tokenizer_config.json")
         special = _special_tokens(_read_object(directory / "special_tokens_map.json") | settings)
         return cls(
@@ -65,18 +83,29 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with BOS and the like where tokenizer.json adds them."""
         try:
-            return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+            return list(
+                self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
+                    0
+                ].ids
+            )
         except (UnicodeEncodeError, TypeError) as error:
-            raise InvalidRequestError(f"text is not valid Unicode ({error}); send UTF-8 text") from error
+            raise InvalidRequestError(
+                f"text is not valid Unicode ({error}); send UTF-8 text"
+            ) from error
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the ids; ids beyond the vocabulary have none."""
         try:
-            if len(ids) <= _FEW_TOKENS:  # of every stream at every token: handing the lock over would cost more than it gives
+            # of every stream at every token: handing the lock over would cost more than it gives
+            if len(ids) <= _FEW_TOKENS:
                 return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
-            return str(self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0])
+            return str(
+                self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
+            )
         except (OverflowError, TypeError) as error:
-            raise InvalidRequestError(f"token ids must be in [0, {self.vocabulary - 1}] ({error}); correct them") from error
+            raise InvalidRequestError(
+                f"token ids must be in [0, {self.vocabulary - 1}] ({error}); correct them"
+            ) from error
 
     def id_to_token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling, None of an unknown id."""
@@ -85,15 +114,26 @@ class Tokenizer:
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
-        """The text that the model was taught to see for these messages; it holds its special tokens already."""
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """The text that the model was taught to see for these messages; it holds its special tokens
+        already."""
         if self._chat is None:
-            raise InvalidRequestError("messages need a chat template and this model has none; send text or token ids instead")
+            raise InvalidRequestError(
+                "messages need a chat template and this model has none; send text or token ids"
+                " instead"
+            )
         return self._chat.render(messages, add_generation_prompt=add_generation_prompt)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True
+    ) -> list[int]:
         """Token ids of a conversation, ready for the model to answer."""
-        return self.encode(self.apply_chat_template(messages, add_generation_prompt=add_generation_prompt), add_special_tokens=False)
+        return self.encode(
+            self.apply_chat_template(messages, add_generation_prompt=add_generation_prompt),
+            add_special_tokens=False,
+        )
 
 
 def _read_object(path: Path) -> dict[str, object]:
@@ -104,7 +144,9 @@ def _read_object(path: Path) -> dict[str, object]:
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); fetch it again") from error
     if not isinstance(fields, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(fields).__name__}; fetch it again")
+        raise CheckpointError(
+            f"{path} must hold a JSON object, got {type(fields).__name__}; fetch it again"
+        )
     return fields
 
 
@@ -119,16 +161,29 @@ def _special_tokens(fields: Mapping[str, object]) -> dict[str, str]:
     return found
 
 
-def _eos_ids(directory: Path, backend: tokenizers.Tokenizer, special: Mapping[str, str]) -> tuple[int, ...]:
-    """From generation_config.json, else config.json (each an id or a list), else the tokenizer's EOS token; perhaps none."""
+def _eos_ids(
+    directory: Path, backend: tokenizers.Tokenizer, special: Mapping[str, str]
+) -> tuple[int, ...]:
+    """From generation_config.json, else config.json (each an id or a list), else the tokenizer's
+    EOS token; perhaps none."""
     for name in ("generation_config.json", "config.json"):
         value = _read_object(directory / name).get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        found = tuple(item for item in ids if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**31)
+        found = tuple(
+            item
+            for item in ids
+            if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**31
+        )
         if len(found) < len(ids):
-            raise CheckpointError(f"{directory / name}: eos_token_id must be a token id or a list of them, got {value!r}; correct it")
+            raise CheckpointError(
+                f"{directory / name}: eos_token_id must be a token id or a list of them, got"
+                f" {value!r}; correct it"
+            )
         if len(set(found)) > MAX_EOS_IDS:
-            raise CheckpointError(f"{directory / name}: eos_token_id may name {MAX_EOS_IDS} tokens, got {len(set(found))}; leave some out")
+            raise CheckpointError(
+                f"{directory / name}: eos_token_id may name {MAX_EOS_IDS} tokens, got"
+                f" {len(set(found))}; leave some out"
+            )
         if found:
             return found
     eos = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
@@ -136,14 +191,20 @@ def _eos_ids(directory: Path, backend: tokenizers.Tokenizer, special: Mapping[st
 
 
 def _find_template(directory: Path, settings: Mapping[str, object]) -> str | None:
-    """chat_template.jinja where there is one; else tokenizer_config.json's, a string or a list of named ones ('default' counts)."""
+    """chat_template.jinja where there is one; else tokenizer_config.json's, a string or a list of
+    named ones ('default' counts)."""
     path = directory / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
     given = settings.get("chat_template")
     if isinstance(given, list):
-        named = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
+        named = {
+            entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)
+        }
         given = named.get("default")
     if given is not None and not isinstance(given, str):
-        raise CheckpointError(f"{directory / 'tokenizer_config.json'}: chat_template must be text, got {type(given).__name__}; correct it")
+        raise CheckpointError(
+            f"{directory / 'tokenizer_config.json'}: chat_template must be text, got"
+            f" {type(given).__name__}; correct it"
+        )
     return given

@@ -1,10 +1,10 @@
-"""Eight virtual CPU devices and a strict JAX for every test; `JAX_PLATFORMS=cuda` runs the same tests on a GPU.
+"""Eight virtual CPU devices and a strict JAX for every test; `JAX_PLATFORMS=cuda` runs the same
+tests on a GPU.
 
-Compiled programs are kept in a folder of the session's own, so that engines of the same shape are compiled once.
-"""
+Compiled programs are kept in one folder for all processes of a run and for the next run
+(`tests/programs.py`)."""
 
 import os
-import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _flags = os.environ.get("XLA_FLAGS", "")
@@ -12,10 +12,41 @@ if "xla_force_host_platform_device_count" not in _flags:
     os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count=8".strip()
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 from jdisagg.engine.compilation import use_compilation_cache  # noqa: E402
+from tests.cost import Cost  # noqa: E402
+from tests.lanes import sort_into_lanes  # noqa: E402
+from tests.memory import Memory  # noqa: E402
+from tests.programs import PROGRAMS, forget_unused  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-_cache = tempfile.TemporaryDirectory(prefix="jdisagg-programs-")
-use_compilation_cache(_cache.name)
+use_compilation_cache(str(PROGRAMS))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cost", action="store_true", help="print what each test file costs")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    sort_into_lanes(items)  # before -m selects among them
+
+
+_memory = Memory()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logfinish() -> None:
+    _memory.drop()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("cost"):
+        config.pluginmanager.register(Cost())
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):  # once, not in each worker of pytest-xdist
+        forget_unused()

@@ -1,18 +1,29 @@
-"""The sync client, what both clients do when there is no server, and `launch.ask`, which stands on them."""
+"""The sync client, what both clients do when there is no server, and `launch.ask`, which stands on
+them."""
 
 import asyncio
 import pathlib
 import subprocess
 import sys
 
+import grpc
+import grpc.aio
 import pytest
 
 from jdisagg.client import AsyncClient, ChatMessage, Client
 from jdisagg.config import ServiceConfig
-from jdisagg.errors import ConfigError, InvalidRequestError, JdisaggError, OverloadedError, UnavailableError
+from jdisagg.errors import (
+    ConfigError,
+    InvalidRequestError,
+    JdisaggError,
+    OverloadedError,
+    UnavailableError,
+)
+from jdisagg.node.cluster_plan import free_ports
 from jdisagg.request import StreamEvent
+from jdisagg.service import generation_pb2 as pb
+from jdisagg.service import generation_pb2_grpc
 from jdisagg.service.server import GenerationServer
-from launch.cluster_plan import free_ports
 from tests.service.conftest import door  # noqa: F401  (a fixture)
 from tests.service.doors import Door, FakePath, eventually, expected_tokens, make_frontend, text_of
 
@@ -23,9 +34,13 @@ async def test_the_sync_client_does_all_that_the_service_offers(door: Door) -> N
     def use() -> None:
         with Client(door.target) as client:
             events = list(client.generate("Once", max_tokens=4))
-            assert tuple(token for event in events for token in event.token_ids) == expected_tokens(door.path.requests[0], 0)
+            assert tuple(token for event in events for token in event.token_ids) == expected_tokens(
+                door.path.requests[0], 0
+            )
             completion = client.complete(messages=[ChatMessage("user", "hi")], max_tokens=3, n=2)
-            assert [choice.text for choice in completion.choices] == [text_of(expected_tokens(door.path.requests[1], c)) for c in (0, 1)]
+            assert [choice.text for choice in completion.choices] == [
+                text_of(expected_tokens(door.path.requests[1], c)) for c in (0, 1)
+            ]
             assert completion.text == completion.choices[0].text
             assert completion.usage is not None and completion.usage.completion_tokens == 6
             assert client.detokenize(client.tokenize("naïve")) == "naïve"
@@ -37,6 +52,31 @@ async def test_the_sync_client_does_all_that_the_service_offers(door: Door) -> N
                 client.complete("x", max_tokens=600)
 
     await asyncio.to_thread(use)
+
+
+async def test_a_client_learns_what_the_server_calls_its_request(door: Door) -> None:  # noqa: F811
+    async with AsyncClient(door.target) as client:
+        assert (await client.complete("x", request_id="mine")).request_id == "mine"
+        drawn = (await client.complete("x", max_tokens=2)).request_id
+        events = [event async for event in client.generate("x", max_tokens=3)]
+    assert drawn == door.path.requests[1].request_id
+    assert [event.request_id for event in events] == [door.path.requests[2].request_id, "", ""]
+
+
+async def test_a_foreign_client_learns_the_id_that_the_server_drew(door: Door) -> None:  # noqa: F811
+    async with grpc.aio.insecure_channel(door.target) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        call = stub.Generate(pb.GenerateRequest(text="x"))
+        messages = [message async for message in call]
+        trailing = dict(await call.trailing_metadata())
+        drawn = door.path.requests[0].request_id
+        assert trailing["jdisagg-request-id"] == messages[0].request_id == drawn != ""
+        refused = stub.Generate(pb.GenerateRequest(text="x", tenant="crowd"))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await refused.read()
+        trailing = dict(await refused.trailing_metadata())
+        assert trailing["jdisagg-request-id"] == door.path.requests[1].request_id
+        assert trailing["jdisagg-error"] == "OverloadedError"
 
 
 async def test_closing_a_sync_stream_cancels_the_request(door: Door) -> None:  # noqa: F811
@@ -60,15 +100,33 @@ async def test_closing_a_sync_stream_cancels_the_request(door: Door) -> None:  #
         ({"prompt": "x\ud800"}, "cannot be sent"),
         ({"prompt": b"\xff\xfe"}, "prompt must be text, got bytes"),
         ({"prompt": [1, 2, 3]}, "prompt must be text, got list; for ids, pass token_ids="),
-        ({"prompt": "x", "request_id": "a\udfff"}, "request_id cannot be sent: '.udfff', its character 1, is half of a surrogate pair"),
+        (
+            {"prompt": "x", "request_id": "a\udfff"},
+            "request_id cannot be sent: '.udfff', its character 1, is half of a surrogate pair",
+        ),
         ({"prompt": "x", "tenant": 5}, "tenant must be text, got int"),
         ({"prompt": "x", "logit_bias": {"a": 1.0}}, "logit_bias={'a': 1.0} cannot be sent"),
-        ({"token_ids": "abc"}, "token_ids must be several values, got str; .* for text, pass prompt="),
+        (
+            {"token_ids": "abc"},
+            "token_ids must be several values, got str; .* for text, pass prompt=",
+        ),
         ({"messages": "hi"}, "messages must be several values, got str"),
-        ({"messages": {"role": "user", "content": "hi"}}, "messages must be several values, got dict; give a sequence of messages"),
-        ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\].content must be text, got NoneType"),
-        ({"messages": [ChatMessage("user", [{"type": "text"}])]}, r"messages\[0\].content must be text, got list; join its parts"),
-        ({"messages": [{"role": "user", "content": "a\ud800"}]}, r"messages\[0\].content cannot be sent: '.ud800'"),
+        (
+            {"messages": {"role": "user", "content": "hi"}},
+            "messages must be several values, got dict; give a sequence of messages",
+        ),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            r"messages\[0\].content must be text, got NoneType",
+        ),
+        (
+            {"messages": [ChatMessage("user", [{"type": "text"}])]},
+            r"messages\[0\].content must be text, got list; join its parts",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a\ud800"}]},
+            r"messages\[0\].content cannot be sent: '.ud800'",
+        ),
         ({"prompt": "x", "max_tokens": 2**70}, "max_tokens"),
         ({"prompt": "x", "temperature": "hot"}, "temperature='hot'"),
         ({"prompt": "x", "beams": 4}, "unknown sampling option beams"),
@@ -86,7 +144,9 @@ async def test_a_bias_is_given_by_a_mapping_or_by_pairs(door: Door) -> None:  # 
     async with AsyncClient(door.target) as client:
         for biases in ({3: 100.0, 5: -1.0}, [(3, 100.0), (5, -1.0)]):
             await client.complete("x", max_tokens=1, logit_bias=biases)
-    assert [request.sampling.logit_bias for request in door.path.requests] == [((3, 100.0), (5, -1.0))] * 2
+    assert [request.sampling.logit_bias for request in door.path.requests] == [
+        ((3, 100.0), (5, -1.0))
+    ] * 2
     request = await door.frontend.build_request("x", logit_bias={3: 100.0})
     assert request.sampling.logit_bias == ((3, 100.0),)
 
@@ -94,7 +154,9 @@ async def test_a_bias_is_given_by_a_mapping_or_by_pairs(door: Door) -> None:  # 
 async def test_a_target_that_is_no_address_is_refused_at_once() -> None:
     for target in ("", " "):
         for kind in (Client, AsyncClient):
-            with pytest.raises(ConfigError, match="target must be an address, got '.?'; give host:port"):
+            with pytest.raises(
+                ConfigError, match="target must be an address, got '.?'; give host:port"
+            ):
                 kind(target)
 
 
@@ -103,8 +165,15 @@ async def test_a_closed_client_says_that_it_is_closed(door: Door) -> None:  # no
         with Client(door.target) as client:
             client.model()
             begun = client.generate("x")
-        for call in (client.model, lambda: client.complete("x"), lambda: client.generate("x"), lambda: next(begun)):
-            with pytest.raises(InvalidRequestError, match=f"this client of {door.target} is closed; make a new one"):
+        for call in (
+            client.model,
+            lambda: client.complete("x"),
+            lambda: client.generate("x"),
+            lambda: next(begun),
+        ):
+            with pytest.raises(
+                InvalidRequestError, match=f"this client of {door.target} is closed; make a new one"
+            ):
                 call()
 
     await asyncio.to_thread(use)
@@ -119,7 +188,10 @@ async def test_without_a_server_both_clients_say_so() -> None:
     target = f"127.0.0.1:{free_ports('127.0.0.1', 1)[0]}"
 
     def use() -> None:
-        with Client(target, connect_seconds=0.2) as client, pytest.raises(UnavailableError, match=f"no server answered at {target}"):
+        with (
+            Client(target, connect_seconds=0.2) as client,
+            pytest.raises(UnavailableError, match=f"no server answered at {target}"),
+        ):
             client.model()
 
     await asyncio.to_thread(use)
@@ -155,7 +227,14 @@ async def test_a_token_that_is_missing_is_an_error_and_not_an_answer(door: Door)
 
 async def ask(*flags: str, stdin: bytes = b"") -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "launch.ask", *flags, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        sys.executable,
+        "-m",
+        "launch.ask",
+        *flags,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     out, err = await asyncio.wait_for(process.communicate(stdin), 60)
     assert process.returncode is not None
@@ -163,7 +242,9 @@ async def ask(*flags: str, stdin: bytes = b"") -> tuple[int, str, str]:
 
 
 async def test_ask_streams_the_text_to_stdout_and_timings_to_stderr(door: Door) -> None:  # noqa: F811
-    code, out, err = await ask(f"--target={door.target}", "--prompt=Once", "--max_tokens=12", "--temperature=0", "--seed=3")
+    code, out, err = await ask(
+        f"--target={door.target}", "--prompt=Once", "--max_tokens=12", "--temperature=0", "--seed=3"
+    )
     request = door.path.requests[0]
     assert (code, out) == (0, text_of(expected_tokens(request, 0)) + "\n")
     assert (request.sampling.temperature, request.sampling.seed) == (0.0, 3)
@@ -172,11 +253,20 @@ async def test_ask_streams_the_text_to_stdout_and_timings_to_stderr(door: Door) 
 
 async def test_ask_reads_stdin_and_speaks_chat(door: Door) -> None:  # noqa: F811
     code, out, _ = await ask(
-        f"--target={door.target}", "--prompt=-", "--chat", "--system=be", "--n=2", "--max_tokens=2", stdin="né".encode()
+        f"--target={door.target}",
+        "--prompt=-",
+        "--chat",
+        "--system=be",
+        "--n=2",
+        "--max_tokens=2",
+        stdin="né".encode(),
     )
     request = door.path.requests[0]
     assert bytes(request.prompt_token_ids).decode() == "<system>be<user>né<assistant>"
-    assert (code, out) == (0, "\n\n".join(text_of(expected_tokens(request, child)) for child in (0, 1)) + "\n")
+    assert (code, out) == (
+        0,
+        "\n\n".join(text_of(expected_tokens(request, child)) for child in (0, 1)) + "\n",
+    )
 
 
 async def test_ask_reports_an_error_and_fails(door: Door) -> None:  # noqa: F811
@@ -186,6 +276,12 @@ async def test_ask_reports_an_error_and_fails(door: Door) -> None:  # noqa: F811
 
 
 def test_the_client_imports_neither_jax_nor_the_router() -> None:
-    names = "[m for m in sys.modules if m.split('.')[0] in ('jax', 'flax') or m.startswith('jdisagg.router.')]"
+    names = (
+        "[m for m in sys.modules if m.split('.')[0] in ('jax', 'flax') or"
+        " m.startswith('jdisagg.router.')]"
+    )
     command = [sys.executable, "-c", f"import sys, jdisagg.client; print({names})"]
-    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert (
+        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        == "[]\n"
+    )

@@ -1,8 +1,9 @@
-"""The elastic controller at work: it is shown the workers at intervals, its advice is kept for whoever asks, and its switches are made.
+"""The elastic controller at work: it is shown the workers at intervals, its advice is kept for
+whoever asks, and its switches are made.
 
-`acts` False: it advises only, and roles change when somebody asks for it (`switch`). After each change, also one that was asked for, the
-controller looks at the pools afresh. The same object runs in the live router and in the simulator, which has another clock and other ports.
-"""
+`acts` False: it advises only, and roles change when somebody asks for it (`switch`). After each
+change, also one that was asked for, the controller looks at the pools afresh. The same object runs
+in the live router and in the simulator, which has another clock and other ports."""
 
 import asyncio
 import logging
@@ -10,13 +11,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from jdisagg.clock import Clock
-from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
-from jdisagg.dispatch.roles import AdviceReport, SwitchReport, SwitchState
 from jdisagg.errors import DeadlineExceededError, JdisaggError
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.roles import AdviceReport, SwitchReport, SwitchState
+from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.elastic import Controller, Switch, Verdict
-
-DEADLINE_SECONDS = 300.0
 
 _log = logging.getLogger(__name__)
 
@@ -27,11 +26,14 @@ class Desk(Protocol):
     @property
     def changing(self) -> bool: ...
 
-    async def switch(self, name: str, role: WorkerRole, layout: Layout | None, seconds: float) -> SwitchReport: ...
+    async def switch(
+        self, name: str, role: WorkerRole, layout: Layout | None, seconds: float | None = None
+    ) -> SwitchReport: ...
 
 
 class ElasticPools:
-    """`statuses`: what the workers last said. `say` hears of each change, in words. `held`: how many requests the router keeps back."""
+    """`statuses`: what the workers last said. `say` hears of each change, in words. `held`: how
+    many requests the router keeps back."""
 
     def __init__(
         self,
@@ -61,7 +63,9 @@ class ElasticPools:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def switch(self, name: str, role: WorkerRole, layout: Layout | None, seconds: float) -> SwitchReport:
+    async def switch(
+        self, name: str, role: WorkerRole, layout: Layout | None, seconds: float
+    ) -> SwitchReport:
         """As `RoleDesk.switch`."""
         report: SwitchReport | None = None
         refused = False
@@ -69,7 +73,8 @@ class ElasticPools:
             report = await self._desk.switch(name, role, layout, seconds)
             return report
         except JdisaggError as error:
-            refused = not isinstance(error, DeadlineExceededError)  # then nothing has changed, and what was seen holds
+            # then nothing has changed, and what was seen holds
+            refused = not isinstance(error, DeadlineExceededError)
             raise
         finally:
             if not refused:
@@ -102,7 +107,8 @@ class ElasticPools:
         )
 
     async def run(self) -> None:
-        """For ever; `start` does it in a task of its own. A round that fails is told, and the next one is tried."""
+        """For ever; `start` does it in a task of its own. A round that fails is told, and the next
+        one is tried."""
         while True:
             try:
                 await self._round()
@@ -120,12 +126,17 @@ class ElasticPools:
         return self._controller.look(self._clock.now(), self._statuses(), self._acts, self._held())
 
     async def _make(self, switch: Switch, reason: str) -> None:
-        self._say(f"worker {switch.name} is to become {switch.role.value} ({switch.layout}): {reason}")
+        self._say(
+            f"worker {switch.name} is to become {switch.role.value} ({switch.layout}): {reason}"
+        )
         report: SwitchReport | None = None
         try:
-            report = await self._desk.switch(switch.name, switch.role, switch.layout, DEADLINE_SECONDS)
+            report = await self._desk.switch(switch.name, switch.role, switch.layout)
             became = f"is {report.role.value} after {report.total_seconds:.1f} s"
-            self._say(f"worker {switch.name} {became}{f', since it failed: {report.reason}' if report.reason else ''}")
+            self._say(
+                f"worker {switch.name}"
+                f" {became}{f', since it failed: {report.reason}' if report.reason else ''}"
+            )
         except JdisaggError as error:
             self._say(f"worker {switch.name} did not change its role: {error.message}")
         finally:
@@ -133,4 +144,6 @@ class ElasticPools:
 
     def _changed(self, report: SwitchReport | None) -> None:
         done = report is not None and report.state is SwitchState.DONE
-        self._controller.switched(self._clock.now(), report.total_seconds if report is not None and done else None)
+        self._controller.switched(
+            self._clock.now(), report.total_seconds if report is not None and done else None
+        )

@@ -1,11 +1,13 @@
-"""The front of the request path: from what a client says to a `Request`, and from there to the path's stream.
+"""The front of the request path: from what a client says to a `Request`, and from there to the
+path's stream.
 
-What the gRPC door and `launch.generate` both use. All validation that needs the model happens here, once: prompt size,
-context length, token ids, chat roles. Knows a codec (the tokenizer) and a path by protocol; knows no gRPC and no JAX.
+What the gRPC door and `launch.generate` both use. All validation that needs the model happens here,
+once: prompt size, context length, token ids, chat roles. Knows a codec (the tokenizer) and a path
+by protocol; knows no gRPC and no JAX.
 
-Invariants: a prompt over the byte limit is refused before it is tokenized; long text is tokenized in a thread, so that
-it delays no other stream; every request that leaves has a concrete seed, a deadline, and room for one token at least.
-"""
+Invariants: a prompt over the byte limit is refused before it is tokenized; long text is tokenized
+in a thread, so that it delays no other stream; every request that leaves has a concrete seed, a
+deadline, and room for one token at least."""
 
 import asyncio
 import contextlib
@@ -19,11 +21,21 @@ from typing import Protocol, TypedDict, Unpack
 
 from jdisagg.config import LimitsConfig, Mode
 from jdisagg.dispatch.long_texts import LongTexts
-from jdisagg.dispatch.ports import WorkerStatus, close_stream
 from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import InvalidRequestError, UnavailableError
 from jdisagg.layout.axes import Layout
-from jdisagg.request import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_TOKEN_IDS, Request, Resumption, SamplingParams, StreamEvent, foreign_token
+from jdisagg.messages.ports import close_stream
+from jdisagg.messages.worker_status import WorkerStatus
+from jdisagg.request import (
+    MAX_LOGIT_BIAS,
+    MAX_SEED,
+    MAX_STOP_TOKEN_IDS,
+    Request,
+    Resumption,
+    SamplingParams,
+    StreamEvent,
+    foreign_token,
+)
 
 ROLES = ("system", "user", "assistant", "tool")
 MAX_NAME_BYTES = 256
@@ -34,19 +46,21 @@ DEFAULT_MAX_TOKENS = 256
 PROBE_CHARACTERS = 16 << 10
 PROBE_CHARACTERS_PER_TOKEN = 32
 MAX_PRIORITY = 2**31 - 1
-# A server that pings its clients notices within this time that a connection is dead.
-RESUME_WAIT_SECONDS = 8.0
 
 
 class TextCodec(Protocol):
-    """The tokenizer, as the door sees it. `encode` adds what the model wants before a text (BOS) unless told not to."""
+    """The tokenizer, as the door sees it. `encode` adds what the model wants before a text (BOS)
+    unless told not to."""
 
     @property
     def eos_ids(self) -> tuple[int, ...]: ...
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
-        """Raises InvalidRequestError when the model has no chat template or the template refuses the messages."""
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """Raises InvalidRequestError when the model has no chat template or the template refuses
+        the messages."""
         ...
 
 
@@ -94,8 +108,9 @@ Biases = Mapping[int, float] | Sequence[tuple[int, float]]
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Keyword arguments of a generation: the fields of `SamplingParams`. Absent or None is the default: for `max_tokens`
-    256 or what room is left, whichever is less; for `seed` a fresh one."""
+    """Keyword arguments of a generation: the fields of `SamplingParams`. Absent or None is the
+    default: for `max_tokens` 256 or what room is left, whichever is less; for `seed` a fresh one.
+    """
 
     max_tokens: int | None
     temperature: float | None
@@ -116,17 +131,25 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class Frontend:
-    """Builds requests and streams them through the path; refuses a second running request of the same tenant and id. `routing`: what the
-    router says of itself, for whoever asks."""
+    """Builds requests and streams them through the path; refuses a second running request of the
+    same tenant and id. `routing`: what the router says of itself, for whoever asks."""
 
-    def __init__(self, path: Path, codec: TextCodec, model: ModelInfo, limits: LimitsConfig) -> None:
+    def __init__(
+        self,
+        path: Path,
+        codec: TextCodec,
+        model: ModelInfo,
+        limits: LimitsConfig,
+        routing: Callable[[], RoutingStatus] = RoutingStatus,
+    ) -> None:
         self.model = model
-        self.routing: Callable[[], RoutingStatus] = RoutingStatus
+        self.routing = routing
         self._path = path
         self._codec = codec
         self._limits = limits
         self._running: dict[tuple[str, str], asyncio.Event] = {}
-        self._long_texts = LongTexts(LARGEST_TEXTS * max(limits.max_prompt_bytes, 1 << 20))  # where that is small: a chat of many messages
+        # where that is small: a chat of many messages
+        self._long_texts = LongTexts(LARGEST_TEXTS * max(limits.max_prompt_bytes, 1 << 20))
 
     async def build_request(
         self,
@@ -140,28 +163,46 @@ class Frontend:
         life: int = 0,
         **options: Unpack[SamplingOptions],
     ) -> Request:
-        """Validates and tokenizes. Raises InvalidRequestError naming the field, the value and the limit.
+        """Validates and tokenizes. Raises InvalidRequestError naming the field, the value and the
+        limit.
 
-        `resumption`: what the client already has; the path goes on from there. `life`: see `Request`.
-        """
+        `resumption`: what the client already has; the path goes on from there. `life`: see
+        `Request`."""
         _check_name("request_id", request_id)
         _check_name("tenant", tenant)
         if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-            raise InvalidRequestError(f"priority must be in [{-MAX_PRIORITY}, {MAX_PRIORITY}], got {priority}")
+            raise InvalidRequestError(
+                f"priority must be in [{-MAX_PRIORITY}, {MAX_PRIORITY}], got {priority}"
+            )
         if deadline_seconds is None:
             deadline_seconds = self._limits.default_deadline_seconds
         elif not (deadline_seconds > 0 and math.isfinite(deadline_seconds)):
-            raise InvalidRequestError(f"deadline_seconds must be positive and finite, got {deadline_seconds}")
-        self._check_ids("stop_token_ids", (options.get("stop_token_ids") or ())[: MAX_STOP_TOKEN_IDS + 1])
-        self._check_ids("logit_bias", [token for token, _ in bias_pairs(options.get("logit_bias") or ())[: MAX_LOGIT_BIAS + 1]])
-        # The options are judged before the work of tokenizing; the default of max_tokens is known only after it.
+            raise InvalidRequestError(
+                f"deadline_seconds must be positive and finite, got {deadline_seconds}"
+            )
+        self._check_ids(
+            "stop_token_ids", (options.get("stop_token_ids") or ())[: MAX_STOP_TOKEN_IDS + 1]
+        )
+        self._check_ids(
+            "logit_bias",
+            [
+                token
+                for token, _ in bias_pairs(options.get("logit_bias") or ())[: MAX_LOGIT_BIAS + 1]
+            ],
+        )
+        # The options are judged before the work of tokenizing; the default of max_tokens is known
+        # only after it.
         _sampling(options, room_tokens=self.model.context_tokens)
         token_ids = await self._tokens(prompt, within_context=True)
         room_tokens = self._room(len(token_ids), options.get("max_tokens"))
         sampling = _sampling(options, room_tokens)
         if resumption is not None:
             self._check_resumption(resumption, len(token_ids), sampling)
-        stop_ids = sampling.stop_token_ids if sampling.ignore_eos else (*self._codec.eos_ids, *sampling.stop_token_ids)
+        stop_ids = (
+            sampling.stop_token_ids
+            if sampling.ignore_eos
+            else (*self._codec.eos_ids, *sampling.stop_token_ids)
+        )
         return Request(
             request_id=request_id or uuid.uuid4().hex,
             prompt_token_ids=token_ids,
@@ -175,15 +216,21 @@ class Frontend:
         )
 
     async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
-        """The token ids of a prompt, as `build_request` would use them, but as many as they are. Raises InvalidRequestError."""
+        """The token ids of a prompt, as `build_request` would use them, but as many as they are.
+        Raises InvalidRequestError."""
         return await self._tokens(prompt, within_context=False)
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         # Every token costs a byte at least on the wire, so the same limit bounds the work.
         if len(token_ids) > self._limits.max_prompt_bytes:
-            raise InvalidRequestError(f"token_ids may hold at most {self._limits.max_prompt_bytes} ids, got {len(token_ids)}")
+            raise InvalidRequestError(
+                f"token_ids may hold at most {self._limits.max_prompt_bytes} ids, got"
+                f" {len(token_ids)}"
+            )
         if len(token_ids) > THREAD_ABOVE_BYTES:
-            return await self._long_texts.run(len(token_ids), self._decode, token_ids, skip_special_tokens)
+            return await self._long_texts.run(
+                len(token_ids), self._decode, token_ids, skip_special_tokens
+            )
         return self._decode(token_ids, skip_special_tokens)
 
     async def stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]:
@@ -193,12 +240,14 @@ class Frontend:
             await self._gone(key)
             if key in self._running:
                 raise UnavailableError(
-                    f"request_id {request.request_id!r} is still being closed here since its stream broke; ask again",
+                    f"request_id {request.request_id!r} is still being closed here since its stream"
+                    " broke; ask again",
                     retry_after_seconds=1.0,
                 )
         if key in self._running:
             raise InvalidRequestError(
-                f"request_id {request.request_id!r} is that of a request still running; choose another or leave it empty"
+                f"request_id {request.request_id!r} is that of a request still running; choose"
+                " another or leave it empty"
             )
         over = self._running[key] = asyncio.Event()
         events = self._path.stream(request)
@@ -217,7 +266,9 @@ class Frontend:
         over = self._running.get(key)
         if over is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(over.wait(), RESUME_WAIT_SECONDS)
+                await asyncio.wait_for(
+                    over.wait(), self._limits.timeouts.request.resumption_seconds
+                )
 
     async def status(self) -> tuple[WorkerStatus, ...]:
         return await self._path.status()
@@ -225,9 +276,12 @@ class Frontend:
     async def _tokens(self, prompt: Prompt, within_context: bool) -> tuple[int, ...]:
         if isinstance(prompt, TokenPrompt):
             if not prompt.token_ids:
-                raise InvalidRequestError("prompt token_ids is empty: at least one token is needed; send some")
+                raise InvalidRequestError(
+                    "prompt token_ids is empty: at least one token is needed; send some"
+                )
             if within_context:
-                # Length first: checking each id of a list that cannot fit would be work for nothing.
+                # Length first: checking each id of a list that cannot fit would be work for
+                # nothing.
                 self._room(len(prompt.token_ids), None)
             self._check_ids("prompt token_ids", prompt.token_ids)
             return tuple(prompt.token_ids)
@@ -236,7 +290,10 @@ class Frontend:
         else:
             size_bytes = self._check_text("prompt", prompt)
             if size_bytes == 0:
-                raise InvalidRequestError("prompt is empty: at least one token is needed to predict the next; send some text")
+                raise InvalidRequestError(
+                    "prompt is empty: at least one token is needed to predict the next; send some"
+                    " text"
+                )
         if size_bytes > THREAD_ABOVE_BYTES:
             token_ids = await self._long_texts.run(size_bytes, self._encode, prompt, within_context)
         else:
@@ -248,7 +305,9 @@ class Frontend:
         text, add_special_tokens = prompt, True
         if isinstance(prompt, ChatPrompt):
             # A chat template writes BOS itself.
-            messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
+            messages = [
+                {"role": message.role, "content": message.content} for message in prompt.messages
+            ]
             text, add_special_tokens = self._codec.apply_chat_template(messages), False
         assert isinstance(text, str)
         if within_context:
@@ -260,10 +319,11 @@ class Frontend:
         return self._codec.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def _check_beginning(self, text: str) -> None:
-        """Refuses a text of megabytes by its beginning, so that the work is bounded by the context and not by the client.
+        """Refuses a text of megabytes by its beginning, so that the work is bounded by the context
+        and not by the client.
 
-        Tokens of a beginning may differ from the whole's only near the cut; twice the context leaves no doubt.
-        """
+        Tokens of a beginning may differ from the whole's only near the cut; twice the context
+        leaves no doubt."""
         context = self.model.context_tokens
         probe_characters = PROBE_CHARACTERS + PROBE_CHARACTERS_PER_TOKEN * context
         if len(text) <= 2 * probe_characters:
@@ -271,42 +331,52 @@ class Frontend:
         probe_tokens = len(self._codec.encode(text[:probe_characters], add_special_tokens=False))
         if probe_tokens > 2 * context:
             raise InvalidRequestError(
-                f"prompt has more than {2 * context} tokens in its first {probe_characters} characters alone; "
-                f"the model's context holds {context}; shorten the prompt"
+                f"prompt has more than {2 * context} tokens in its first {probe_characters}"
+                f" characters alone; the model's context holds {context}; shorten the prompt"
             )
 
     def _check_known(self, token_ids: Sequence[int]) -> None:
-        """A tokenizer may have tokens, added after the training, that the model has no embedding for."""
+        """A tokenizer may have tokens, added after the training, that the model has no embedding
+        for."""
         vocabulary, largest = self.model.vocabulary, max(token_ids, default=0)
         if largest >= vocabulary:
             text = self._codec.decode([largest], skip_special_tokens=False)
             raise InvalidRequestError(
-                f"prompt holds {text!r:.80}, token {largest} of the tokenizer, which the model does not have: its ids are 0 to "
-                f"{vocabulary - 1}; leave it out"
+                f"prompt holds {text!r:.80}, token {largest} of the tokenizer, which the model does"
+                f" not have: its ids are 0 to {vocabulary - 1}; leave it out"
             )
 
     def _room(self, prompt_tokens: int, max_tokens: int | None) -> int:
         context = self.model.context_tokens
         if prompt_tokens + 1 > context:
             raise InvalidRequestError(
-                f"prompt has {prompt_tokens} tokens; the model's context of {context} holds at most {context - 1} and one new token; "
-                "shorten the prompt"
+                f"prompt has {prompt_tokens} tokens; the model's context of {context} holds at most"
+                f" {context - 1} and one new token; shorten the prompt"
             )
         if max_tokens is not None and prompt_tokens + max_tokens > context:
             raise InvalidRequestError(
-                f"max_tokens={max_tokens} and the prompt's {prompt_tokens} tokens exceed the model's context of {context}; "
-                f"ask for at most {context - prompt_tokens}, or leave max_tokens unset"
+                f"max_tokens={max_tokens} and the prompt's {prompt_tokens} tokens exceed the"
+                f" model's context of {context}; ask for at most {context - prompt_tokens}, or"
+                " leave max_tokens unset"
             )
         return context - prompt_tokens
 
-    def _check_resumption(self, resumption: Resumption, prompt_tokens: int, sampling: SamplingParams) -> None:
+    def _check_resumption(
+        self, resumption: Resumption, prompt_tokens: int, sampling: SamplingParams
+    ) -> None:
         if len(resumption.children) != sampling.n:
-            raise InvalidRequestError(f"accepted names {len(resumption.children)} children of a request with n={sampling.n}")
+            raise InvalidRequestError(
+                f"accepted names {len(resumption.children)} children of a request with"
+                f" n={sampling.n}"
+            )
         most = min(sampling.max_tokens, self.model.context_tokens - prompt_tokens)
         for index, child in enumerate(resumption.children):
             given = len(child.token_ids)
             if given > most or (given == most and child.finish_reason is None):
-                raise InvalidRequestError(f"accepted tokens of child {index}: {given} leave none of its {most} to go on with")
+                raise InvalidRequestError(
+                    f"accepted tokens of child {index}: {given} leave none of its {most} to go on"
+                    " with"
+                )
             self._check_ids(f"accepted tokens of child {index}", child.token_ids)
 
     def _check_chat(self, prompt: ChatPrompt) -> int:
@@ -315,8 +385,14 @@ class Frontend:
             raise InvalidRequestError("chat messages are empty; send at least one")
         for index, message in enumerate(prompt.messages):
             if message.role not in ROLES:
-                raise InvalidRequestError(f"messages[{index}].role must be one of {', '.join(ROLES)}, got {message.role[:64]!r}")
-        size_bytes = sum(self._check_text(f"messages[{index}].content", m.content) for index, m in enumerate(prompt.messages))
+                raise InvalidRequestError(
+                    f"messages[{index}].role must be one of {', '.join(ROLES)}, got"
+                    f" {message.role[:64]!r}"
+                )
+        size_bytes = sum(
+            self._check_text(f"messages[{index}].content", m.content)
+            for index, m in enumerate(prompt.messages)
+        )
         self._check_size("messages", size_bytes)
         return size_bytes + MESSAGE_BYTES * len(prompt.messages)
 
@@ -329,12 +405,18 @@ class Frontend:
     def _check_size(self, name: str, size_bytes: int) -> None:
         limit = self._limits.max_prompt_bytes
         if size_bytes > limit:
-            raise InvalidRequestError(f"{name} has {size_bytes} bytes or more; at most {limit} are taken (limits.max_prompt_bytes)")
+            raise InvalidRequestError(
+                f"{name} has {size_bytes} bytes or more; at most {limit} are taken"
+                " (limits.max_prompt_bytes)"
+            )
 
     def _check_ids(self, name: str, token_ids: Sequence[int]) -> None:
         vocabulary = self.model.vocabulary
         if (at := foreign_token(token_ids, vocabulary)) is not None:
-            raise InvalidRequestError(f"{name}[{at}]={token_ids[at]!r} is not a token id of the model; they are 0 to {vocabulary - 1}")
+            raise InvalidRequestError(
+                f"{name}[{at}]={token_ids[at]!r} is not a token id of the model; they are 0 to"
+                f" {vocabulary - 1}"
+            )
 
 
 def bias_pairs(biases: Biases) -> Sequence[tuple[int, float]]:
@@ -353,10 +435,13 @@ def _sampling(options: SamplingOptions, room_tokens: int) -> SamplingParams:
     min_tokens = options.get("min_tokens") or 0
     if options.get("max_tokens") is None and min_tokens > room_tokens:
         raise InvalidRequestError(
-            f"min_tokens={min_tokens} exceeds the {room_tokens} tokens of context left after the prompt; ask for fewer"
+            f"min_tokens={min_tokens} exceeds the {room_tokens} tokens of context left after the"
+            " prompt; ask for fewer"
         )
     default_tokens = min(max(DEFAULT_MAX_TOKENS, min_tokens), room_tokens)
-    return dataclasses.replace(SamplingParams(max_tokens=default_tokens, seed=secrets.randbelow(MAX_SEED)), **given)
+    return dataclasses.replace(
+        SamplingParams(max_tokens=default_tokens, seed=secrets.randbelow(MAX_SEED)), **given
+    )
 
 
 def _tuple(name: str, value: object) -> tuple[object, ...]:
@@ -372,7 +457,9 @@ def _tuple(name: str, value: object) -> tuple[object, ...]:
 
 def _check_name(name: str, text: str) -> None:
     if _utf8_bytes(name, text) > MAX_NAME_BYTES:
-        raise InvalidRequestError(f"{name} may hold at most {MAX_NAME_BYTES} bytes, got {len(text)} characters")
+        raise InvalidRequestError(
+            f"{name} may hold at most {MAX_NAME_BYTES} bytes, got {len(text)} characters"
+        )
 
 
 def _utf8_bytes(name: str, text: str) -> int:
@@ -382,5 +469,6 @@ def _utf8_bytes(name: str, text: str) -> int:
         return len(text.encode("utf-8"))
     except UnicodeEncodeError as error:
         raise InvalidRequestError(
-            f"{name} is not valid UTF-8 at character {error.start}: {text[error.start]!r} cannot be encoded"
+            f"{name} is not valid UTF-8 at character {error.start}: {text[error.start]!r} cannot be"
+            " encoded"
         ) from None

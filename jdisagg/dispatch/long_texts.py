@@ -1,9 +1,10 @@
-"""Work on long texts: in threads, so that it delays no stream, and bounded, so that those who send many hold up no one's prompt.
+"""Work on long texts: in threads, so that it delays no stream, and bounded, so that those who send
+many hold up no one's prompt.
 
-A text is taken while it is at most half of the room that the texts at work leave: however many the largest are, there is room for
-smaller ones. What finds none is refused and may come again; nothing waits in a queue. Work whose caller has gone is still work: it counts
-until its thread has ended. Knows neither tokenizers nor requests.
-"""
+A text is taken while it is at most half of the room that the texts at work leave: however many the
+largest are, there is room for smaller ones. What finds none is refused and may come again; nothing
+waits in a queue. Work whose caller has gone is still work: it counts until its thread has ended.
+Knows neither tokenizers nor requests."""
 
 import asyncio
 from collections.abc import Callable
@@ -24,13 +25,20 @@ class LongTexts:
         self._room_bytes = room_bytes
         self._at_work_bytes = 0
 
-    async def run(self, size_bytes: int, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    async def run(
+        self,
+        size_bytes: int,
+        work: Callable[Arguments, Result],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
         """`work`'s result. Raises OverloadedError where there is no room."""
         left_bytes = self._room_bytes - self._at_work_bytes
         if size_bytes > left_bytes / 2:
             raise OverloadedError(
-                f"texts of {self._at_work_bytes} bytes are being tokenized, and {size_bytes} more exceed half of what is left of "
-                f"{self._room_bytes}; try again later, or send token ids",
+                f"texts of {self._at_work_bytes} bytes are being tokenized, and {size_bytes} more"
+                f" exceed half of what is left of {self._room_bytes}; try again later, or send"
+                " token ids",
                 retry_after_seconds=RETRY_SECONDS,
             )
         self._at_work_bytes += size_bytes

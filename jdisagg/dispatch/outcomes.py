@@ -1,16 +1,22 @@
-"""How requests fare, told to the elastic controller: a tap that stands where the request path stands.
+"""How requests fare, told to the elastic controller: a tap that stands where the request path
+stands.
 
-A request that was refused, or whose time was over before its first token, is one whose first token never came. What the client itself
-ended, asked wrongly or resumed, or asked beyond its tenant's quota, says nothing of the pools, and is not told.
-"""
+A request that was refused, or whose time was over before its first token, is one whose first token
+never came. What the client itself ended, asked wrongly or resumed, or asked beyond its tenant's
+quota, says nothing of the pools, and is not told."""
 
 import math
 from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
 from jdisagg.clock import Clock
-from jdisagg.dispatch.ports import WorkerStatus
-from jdisagg.errors import DeadlineExceededError, OverloadedError, QuotaExceededError, UnavailableError
+from jdisagg.errors import (
+    DeadlineExceededError,
+    OverloadedError,
+    QuotaExceededError,
+    UnavailableError,
+)
+from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import Request, StreamEvent
 from jdisagg.router.elastic_signals import Outcome
 
@@ -26,7 +32,8 @@ class Path(Protocol):
 
 
 class OutcomeTap:
-    """`tell` gets each outcome as it is known. Closing an iterator of `stream` closes the path's."""
+    """`tell` gets each outcome as it is known. Closing an iterator of `stream` closes the
+    path's."""
 
     def __init__(self, path: Path, clock: Clock, tell: Callable[[Outcome], None]) -> None:
         self._path = path
@@ -42,8 +49,16 @@ class OutcomeTap:
                     first = self._clock.now() - began
                 if event.timings is not None and event.usage is not None and not request.resumption:
                     timings = event.timings
-                    pace = timings.tpot_seconds if event.usage.completion_tokens > request.sampling.n else None
-                    self._tell(Outcome(self._clock.now(), timings.ttft_seconds, pace, timings.queue_seconds))
+                    pace = (
+                        timings.tpot_seconds
+                        if event.usage.completion_tokens > request.sampling.n
+                        else None
+                    )
+                    self._tell(
+                        Outcome(
+                            self._clock.now(), timings.ttft_seconds, pace, timings.queue_seconds
+                        )
+                    )
                 yield event
         except (OverloadedError, DeadlineExceededError, UnavailableError) as error:
             if not request.resumption and not isinstance(error, QuotaExceededError):

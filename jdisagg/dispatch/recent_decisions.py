@@ -1,4 +1,5 @@
-"""The last decisions of a router as they are kept, each to be completed by what comes of it; and the status that is made of them."""
+"""The last decisions of a router as they are kept, each to be completed by what comes of it; and
+the status that is made of them."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -30,7 +31,9 @@ class Entry:
     def past(self, now: float) -> PastDecision:
         answer, age = self.answer, now - self.at
         if isinstance(answer, Refusal):
-            return PastDecision(age, f"refused: {answer.kind}", answer.reason, "", "", self.prompt_tokens)
+            return PastDecision(
+                age, f"refused: {answer.kind}", answer.reason, "", "", self.prompt_tokens
+            )
         return PastDecision(
             age,
             answer.kind,
@@ -45,13 +48,22 @@ class Entry:
         )
 
 
-def status_of(entries: "deque[Entry]", accounts: Accounts, waiting: int, now: float) -> RoutingStatus:
-    return RoutingStatus(waiting, tuple(entry.past(now) for entry in reversed(entries)), tuple(_accounts(accounts, now)))
+def status_of(
+    entries: "deque[Entry]", accounts: Accounts, waiting: int, now: float
+) -> RoutingStatus:
+    return RoutingStatus(
+        waiting,
+        tuple(entry.past(now) for entry in reversed(entries)),
+        tuple(_accounts(accounts, now)),
+    )
 
 
 def _accounts(accounts: Accounts, now: float) -> Iterable[WorkerAccount]:
     table = accounts.state.table
     for row, name in enumerate(accounts.state):
         barred = max(0.0, float(table["barred_until"][row]) - now)
-        legs, tokens, pages, committed = (int(table[column][row]) for column in ("open", "own_tokens", "own_pages", "committed_pages"))
+        legs, tokens, pages, committed = (
+            int(table[column][row])
+            for column in ("open", "own_tokens", "own_pages", "committed_pages")
+        )
         yield WorkerAccount(name, legs, tokens, pages, committed, barred)

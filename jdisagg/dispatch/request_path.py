@@ -1,143 +1,254 @@
-"""The request path: the life of one request, in a coroutine that reads top to bottom.
+"""The request path: the life of one request, from top to bottom.
 
-    refuse early        too many wait, or its first token would come too late: OverloadedError with a hint (router/admission.py)
-    wait                while all workers have enough to do, in fair order (dispatch/placing.py, router/fairness.py)
-    place               the pair of least predicted seconds, from a snapshot of the workers (router/placement.py)
-    reserve             the decode worker sets pages aside for prompt and growth, before any prefill (dispatch/leg.py)
-    prefill | hand off  at the same time: the prefill worker computes and offers, the decode worker pulls and inserts
-    first token         to the client straight from the prefill's reply; the transfer is not on its way
-    decode              spans of tokens; each child's text, stop strings and end (dispatch/child_stream.py)
-    preempted           that child goes again: prompt and accepted tokens are prefilled, the stream goes on at the next index
-    a source failed     another prefill worker computes, and sends what the decode worker has not got yet (dispatch/sources.py)
-    a sequence moves    another decode worker takes it over with its KV, and its spans follow the old one's (dispatch/move.py)
-    a worker failed     as if preempted, a bounded number of times, elsewhere if there is an elsewhere
-    the end             usage and timings ride on the last event; everything is freed on both sides
+    admit       too many wait, or the first token would come too late: OverloadedError with a hint
+                (router/admission.py)
+    place       the pair of workers of least predicted seconds, from a snapshot of all
+                (dispatch/placer.py, router/placement.py); while all have enough to do requests
+                wait in fair order (dispatch/admission_queue.py)
+    attempt     reserve, prefill and receive at the same time, decode; replace a prefill worker that
+                failed, let a running sequence move (dispatch/attempt.py)
+    accept      each token once and in order; text, stop strings, ends (dispatch/request_run.py)
+    again       children that were preempted, or whose worker failed, go on with another attempt:
+                prompt and accepted tokens are prefilled, the stream goes on at the next index
+    the end     usage and timings ride on the last event; everything is freed on both sides
 
-A child that its first token ends is not waited for. Closing the generator cancels: the legs' tasks are cancelled, which
-closes their reservations and hand-offs. The path keeps no state of a request outside its `Journey`, and knows neither JAX nor
-gRPC: its ports may be the workers themselves or their wire. It reads time from its clock and bounds waits by the event
-loop's time, which run alike (a virtual clock comes with an event loop of its own).
-"""
+Preemptions are no failures: another attempt always follows. Failures of each child are bounded by
+`limits.max_attempts`, and workers that failed are avoided while there are others. An overloaded
+worker refuses a fresh request to the client; one under way waits for it within its deadline.
+
+Closing the generator cancels: the attempts' tasks are cancelled, which frees their reservations and
+hand-offs. The path keeps no state of a request outside its `RequestRun`, and knows neither JAX nor
+gRPC: its ports may be the workers themselves or their wire. It reads time from its clock and bounds
+waits by the event loop's time, which run alike (a virtual clock comes with an event loop of its
+own)."""
 
 import asyncio
-import secrets
+import functools
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 
 from jdisagg.clock import Clock
-from jdisagg.config import LimitsConfig, RoutingConfig
-from jdisagg.dispatch.child_stream import NewTextStream
-from jdisagg.dispatch.journey import Journey
-from jdisagg.dispatch.placing import Placing
-from jdisagg.dispatch.ports import DecodePort, PrefillPort, WorkerStatus
+from jdisagg.config import LimitsConfig
+from jdisagg.dispatch.attempt import Attempt
+from jdisagg.dispatch.placer import PlacementRequest, Placer, PlacerSettings
+from jdisagg.dispatch.request_context import ClusterPorts, RequestContext
+from jdisagg.dispatch.request_run import NewTextStream, RequestRun
 from jdisagg.dispatch.routing_status import RoutingStatus
-from jdisagg.dispatch.trip import Cluster
-from jdisagg.errors import InvalidRequestError, UnavailableError
+from jdisagg.errors import DeadlineExceededError, OverloadedError, UnavailableError
+from jdisagg.ids import random_id
+from jdisagg.messages.ports import DecodePort, PrefillPort
+from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import Request, StreamEvent
 from jdisagg.router.accounts import Accounts
-from jdisagg.router.admission import admit
+from jdisagg.router.admission import Drain, admit
 from jdisagg.router.cluster_state import ClusterState
 from jdisagg.telemetry import Counters
 
-STATUS_SECONDS = 5.0
-
-
-def random_id() -> int:
-    """A fresh 64-bit number: hand-offs and offers are named by these."""
-    return secrets.randbits(63)
-
 
 class RequestPath:
-    """Streams requests through a cluster of workers. `new_text` opens a child's detokenizer.
+    """Streams requests through a cluster of workers.
 
-    The mappings may be live, as workers come and go. `address` says where a worker listens, for its peers (empty: they know it by name),
-    `boot_id` which start of it that is; `statuses` what the workers last said of themselves; without it they are asked. `accounts`: the
-    snapshot that somebody keeps up to date (a roster); without it the workers' statuses are taken before each placement.
+    Args:
+        cluster: the workers.
+        new_text: opens a child's detokenizer.
+        limits: bounds of requests, and timeouts.
+        clock: what time is read from.
+        settings: how requests are placed.
+        new_id: names hand-offs.
     """
 
     def __init__(
         self,
-        prefill_workers: Mapping[str, PrefillPort],
-        decode_workers: Mapping[str, DecodePort],
+        cluster: ClusterPorts,
         new_text: NewTextStream,
         limits: LimitsConfig,
         clock: Clock,
+        settings: PlacerSettings | None = None,
         new_id: Callable[[], int] = random_id,
-        address: Callable[[str], str] = lambda name: "",
-        boot_id: Callable[[str], int] = lambda name: 0,
-        statuses: Callable[[], tuple[WorkerStatus, ...]] | None = None,
-        accounts: Accounts | None = None,
-        routing: RoutingConfig | None = None,
     ) -> None:
         self.counters = Counters()
-        self.placing = Placing(
-            accounts or Accounts(ClusterState(), settle_seconds=0.0),
-            routing or RoutingConfig(),
+        self.placer = Placer(
+            cluster.accounts or Accounts(ClusterState(), settle_seconds=0.0),
+            settings or PlacerSettings(),
             clock,
             self.counters,
-            None if accounts else self._ask_workers,
+            limits.timeouts,
+            None if cluster.accounts else self._ask_workers,
         )
-        self._cluster = Cluster(prefill_workers, decode_workers, address, boot_id)
-        self._last_statuses = statuses
+        self._context = RequestContext(cluster, self.placer, limits, clock, new_id, self.counters)
         self._new_text = new_text
-        self._limits = limits
-        self._clock = clock
-        self._new_id = new_id
-        self._running: set[tuple[str, str]] = set()
+        self._running = 0
         self._waiting: Counter[str] = Counter()  # for their first token, by tenant
         self._draining = False
         self._quiet = asyncio.Event()
-        self._seconds_per_request = 0.0
-        self._last_first_token_at: float | None = None
+        self._first_tokens = Drain()
 
     async def stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]:
-        """Events of all children, in order for each. Raises typed errors; closing the generator cancels the request."""
-        self._enter(request)
-        journey = Journey(
-            request,
-            self._cluster,
-            self._new_text,
-            self._limits,
-            self._clock,
-            self._new_id,
-            self.placing,
-            lambda now: self._first_token(request, now),
-            self.counters,
+        """Events of all children, in order for each. Raises typed errors; closing the generator
+        cancels the request."""
+        context = self._context
+        self._admit(request)
+        run = RequestRun(
+            request, self._new_text, context.clock, context.limits.default_deadline_seconds
         )
+        waits = True
         try:
-            await journey.begin()
-            while journey.unfinished:
-                event = journey.take(await journey.next_fact())
-                if event is not None:
-                    yield event
+            await run.resume()
+            for children in run.groups(run.open_children):
+                self._start(run, children)
+            while run.has_more:
+                event = await run.next_event()
+                if waits:
+                    waits = False
+                    self._first_token(run)
+                if event.finish_reason is not None:
+                    self._child_ended(run, event)
+                yield event
         finally:
             try:
-                await journey.close()
+                await run.close(2 * context.limits.timeouts.request.close_seconds)
             finally:  # also where that was cut short: what it began to free goes on
-                self._leave(request, journey)
+                self._leave(request, waits)
+
+    def _start(self, run: RequestRun, children: tuple[int, ...], wait_seconds: float = 0.0) -> None:
+        preempted = functools.partial(self._preempted, run)
+        attempt = Attempt(self._context, run, children, preempted)
+        run.attempts[attempt] = asyncio.create_task(self._attempt(run, attempt, wait_seconds))
+
+    async def _attempt(self, run: RequestRun, attempt: Attempt, wait_seconds: float) -> None:
+        """One attempt, and the start of those that follow it."""
+        error: Exception | None = None
+        placed = False
+        try:
+            if wait_seconds:
+                await self._context.clock.sleep(wait_seconds)
+            began = self._context.clock.now()
+            placement = await self.placer.place(
+                PlacementRequest(
+                    run.request,
+                    attempt.children,
+                    run.arrived_at,
+                    run.deadline,
+                    run.avoid,
+                    run.under_way,
+                )
+            )
+            placed = True
+            run.placed(placement, self._context.clock.now() - began)
+            try:
+                await attempt.run(placement)
+            finally:
+                placement.end(attempt.failed)
+        except Exception as problem:
+            error = problem
+        run.attempts.pop(attempt, None)
+        left = [index for index in attempt.open if run.children[index].finish is None]
+        if not left or run.closed:
+            return
+        if error is None:
+            error = UnavailableError("a worker ended a stream without saying why")
+        if placed:
+            run.as_planned = False
+            if isinstance(error, UnavailableError):
+                run.cause = error
+        try:
+            wait_seconds = self._seconds_before_retry(run, error, left, attempt.refused)
+        except Exception as last:
+            run.fail(last)
+            return
+        run.avoid |= attempt.failed | attempt.refused
+        for children in run.groups(left):
+            self._start(run, children, wait_seconds)
+
+    def _preempted(self, run: RequestRun, child: int) -> None:
+        run.as_planned = False
+        run.preemptions += 1
+        self.counters.add("preemptions")
+        if run.children[child].finish is None and not run.closed:
+            self._start(run, (child,))
+
+    def _seconds_before_retry(
+        self, run: RequestRun, error: Exception, children: list[int], refused: set[str]
+    ) -> float:
+        """How long to wait before another attempt at `children`; raises `error` when there is to
+        be none. Counted by child: one death may end the attempts of many. `refused`: workers that
+        have no room for such a request, which others that were not asked yet may have."""
+        limits = self._context.limits
+        retry = limits.timeouts.request.retry
+        if isinstance(error, DeadlineExceededError):
+            raise run.too_late() from error
+        if isinstance(error, OverloadedError) and (run.resumed or run.placements > 1):
+            self.counters.add("waits_for_overloaded_workers")
+            return min(error.retry_after_seconds or retry.most_seconds, retry.most_seconds)
+        elsewhere = bool(refused - run.avoid)
+        if not isinstance(error, UnavailableError) and not elsewhere:
+            raise error
+        run.failures.update(children)
+        self.counters.add("legs_failed")
+        failures = max(run.failures[child] for child in children)
+        if failures >= limits.max_attempts:
+            # a worker's own reason says more than that none is left
+            raise error if elsewhere else run.cause or error
+        return 0.0 if elsewhere else retry.seconds(failures)
+
+    # ---- admission
+
+    def _admit(self, request: Request) -> None:
+        if self._draining:
+            raise UnavailableError(
+                "the server is shutting down and takes no new requests; try another",
+                retry_after_seconds=1.0,
+            )
+        tenants = len(self._waiting.keys() | {request.tenant})
+        limit, own = self._context.limits.max_waiting_requests, self._waiting[request.tenant]
+        self._first_tokens.busy(self._context.clock.now())
+        admit(self._waiting.total(), limit, self._first_tokens.seconds_each(), own, tenants)
+        self._running += 1
+        self._waiting[request.tenant] += 1
+        self.counters.add("requests_started")
+
+    def _leave(self, request: Request, waits: bool) -> None:
+        if waits:
+            self._waits_no_more(request)
+        self._running -= 1
+        self.counters.add("requests_ended")
+        self._quiet.set()
+
+    def _waits_no_more(self, request: Request) -> None:
+        self._waiting[request.tenant] -= 1
+        if not self._waiting[request.tenant]:
+            del self._waiting[request.tenant]
+        if not self._waiting:
+            self._first_tokens.idle(self._context.clock.now())
+
+    def _first_token(self, run: RequestRun) -> None:
+        now = run.first_token_at or run.arrived_at
+        self._first_tokens.served(1.0, self._context.clock.now())
+        self._waits_no_more(run.request)
+        if run.first_placement and run.as_planned:
+            run.first_placement.measured_ttft(now - run.arrived_at)
+
+    def _child_ended(self, run: RequestRun, event: StreamEvent) -> None:
+        self.placer.ended(run.request, len(run.children[event.child].accepted))
+        timings, placement = event.timings, run.first_placement
+        if timings and placement and run.as_planned and run.output_tokens > len(run.children):
+            placement.measured_tpot(timings.tpot_seconds)
+
+    # ---- what others ask
 
     async def status(self) -> tuple[WorkerStatus, ...]:
         """A snapshot of all workers that answer."""
-        if self._last_statuses is not None:
-            return self._last_statuses()
-        ports = [*self._cluster.prefill.values(), *self._cluster.decode.values()]
-        answers = await asyncio.gather(*(_status(port) for port in ports))
+        cluster = self._context.cluster
+        if cluster.statuses is not None:
+            return cluster.statuses()
+        seconds = self._context.limits.timeouts.request.status_seconds
+        ports = [*cluster.prefill.values(), *cluster.decode.values()]
+        answers = await asyncio.gather(*(_status(port, seconds) for port in ports))
         return tuple(answer for answer in answers if answer is not None)
 
     def routing(self) -> RoutingStatus:
         """The router's last decisions, and its own account of the workers."""
-        return self.placing.status()
-
-    async def _ask_workers(self) -> None:
-        """The snapshot from what all workers say now; those that do not answer are not there."""
-        accounts, now = self.placing.accounts, self._clock.now()
-        said = {status.name: status for status in await self.status()}
-        for name in [name for name in accounts.state if name not in said]:
-            description = accounts.state.description(name)
-            accounts.forget(name)
-            accounts.state.describe(name, description)
-        for status in said.values():
-            accounts.heard(status, now)
+        return self.placer.status()
 
     async def drain(self) -> None:
         """Refuses new requests and returns when the running ones have ended."""
@@ -146,40 +257,21 @@ class RequestPath:
             self._quiet.clear()
             await self._quiet.wait()
 
-    def _enter(self, request: Request) -> None:
-        if self._draining:
-            raise UnavailableError("the server is shutting down and takes no new requests; try another", retry_after_seconds=1.0)
-        if (request.tenant, request.request_id) in self._running:
-            raise InvalidRequestError(f"request_id {request.request_id!r} is running already; give each request its own")
-        tenants = len(self._waiting.keys() | {request.tenant})
-        limit, own = self._limits.max_waiting_requests, self._waiting[request.tenant]
-        admit(self._waiting.total(), limit, self._seconds_per_request, own, tenants)
-        self._running.add((request.tenant, request.request_id))
-        self._waiting[request.tenant] += 1
-        self.counters.add("requests_started")
-
-    def _leave(self, request: Request, journey: Journey) -> None:
-        if not journey.saw_token:
-            self._waits_no_more(request)
-        self._running.discard((request.tenant, request.request_id))
-        self.counters.add("requests_ended")
-        self._quiet.set()
-
-    def _waits_no_more(self, request: Request) -> None:
-        self._waiting[request.tenant] -= 1
-        if not self._waiting[request.tenant]:
-            del self._waiting[request.tenant]
-
-    def _first_token(self, request: Request, now: float) -> None:
-        self._waits_no_more(request)
-        if self._last_first_token_at is not None:
-            self._seconds_per_request += 0.1 * (now - self._last_first_token_at - self._seconds_per_request)
-        self._last_first_token_at = now
+    async def _ask_workers(self) -> None:
+        """The snapshot from what all workers report now; those that do not answer are not there."""
+        accounts, now = self.placer.accounts, self._context.clock.now()
+        reported = {status.name: status for status in await self.status()}
+        for name in [name for name in accounts.state if name not in reported]:
+            description = accounts.state.description(name)
+            accounts.forget(name)
+            accounts.state.describe(name, description)
+        for status in reported.values():
+            accounts.heard(status, now)
 
 
-async def _status(port: PrefillPort | DecodePort) -> WorkerStatus | None:
+async def _status(port: PrefillPort | DecodePort, seconds: float) -> WorkerStatus | None:
     try:
-        async with asyncio.timeout(STATUS_SECONDS):
+        async with asyncio.timeout(seconds):
             return await port.status()
     except (UnavailableError, TimeoutError):
         return None

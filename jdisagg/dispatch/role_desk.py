@@ -1,11 +1,12 @@
-"""The role desk of a router: one worker at a time changes its role, and whoever asked hears what became of it.
+"""The role desk of a router: one worker at a time changes its role, and whoever asked hears what
+became of it.
 
-It checks what a single worker cannot know (the last of a role stays), asks the worker, and watches until the worker serves in its new role
-and this router places requests there; or is back in its old one; or was started again meanwhile, which ends in the role of its command
-line. Between its two lives a worker answers nobody, so silence is waited out, within the deadline.
+It checks what a single worker cannot know (the last of a role stays), asks the worker, and watches
+until the worker serves in its new role and this router places requests there; or is back in its old
+one; or was started again meanwhile, which ends in the role of its command line. Between its two
+lives a worker answers nobody, so silence is waited out, within the deadline.
 
-Asyncio only. `open_port` gives the role port of the worker at an address.
-"""
+Asyncio only. `open_port` gives the role port of the worker at an address."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,16 +14,14 @@ from dataclasses import replace
 from typing import Protocol
 
 from jdisagg.clock import Clock
-from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
-from jdisagg.dispatch.roles import RolePort, SwitchCall, SwitchReport, SwitchState
-from jdisagg.dispatch.roster import WorkerCard
 from jdisagg.errors import DeadlineExceededError, JdisaggError, UnavailableError
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.registry import WorkerCard
+from jdisagg.messages.roles import RolePort, SwitchCall, SwitchReport, SwitchState
+from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.elastic import check_switch, usual_layout
 from jdisagg.telemetry import Counters
-
-LOOK_SECONDS = 0.1
-UNCERTAIN_SECONDS = 30.0  # that a worker may be between its two lives, unheard, while nobody knows whether it was asked
+from jdisagg.timeouts import DEFAULT_TIMEOUTS, MembershipTimeouts
 
 
 class Workers(Protocol):
@@ -40,23 +39,39 @@ class ClosablePort(RolePort, Protocol):
 class RoleDesk:
     """`counters`: roles_switched, role_switches_failed."""
 
-    def __init__(self, workers: Workers, open_port: Callable[[str], ClosablePort], clock: Clock, new_id: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        open_port: Callable[[str], ClosablePort],
+        clock: Clock,
+        new_id: Callable[[], int],
+        timeouts: MembershipTimeouts = DEFAULT_TIMEOUTS.membership,
+    ) -> None:
         self.counters = Counters()
         self._workers = workers
         self._open_port = open_port
         self._clock = clock
         self._new_id = new_id
+        self._timeouts = timeouts
         self._changing: str | None = None
 
     @property
     def changing(self) -> bool:
         return self._changing is not None
 
-    async def switch(self, name: str, role: WorkerRole, layout: Layout | None, seconds: float) -> SwitchReport:
-        """`layout` None: the one that most workers of `role` have. The report says DONE or FAILED. Raises InvalidRequestError and
-        UnavailableError where the change may not be, DeadlineExceededError when its outcome is not known in time."""
+    async def switch(
+        self, name: str, role: WorkerRole, layout: Layout | None, seconds: float | None = None
+    ) -> SwitchReport:
+        """`layout` None: the one that most workers of `role` have. The report says DONE or FAILED.
+        Raises InvalidRequestError and UnavailableError where the change may not be,
+        DeadlineExceededError when its outcome is not known after `seconds` (None: as configured).
+        """
+        seconds = seconds or self._timeouts.role_change_seconds
         if self._changing is not None:
-            raise UnavailableError(f"worker {self._changing!r} is changing its role; one at a time", retry_after_seconds=5.0)
+            raise UnavailableError(
+                f"worker {self._changing!r} is changing its role; one at a time",
+                retry_after_seconds=5.0,
+            )
         statuses = self._workers.statuses()
         worker = check_switch(statuses, name, role)
         call = SwitchCall(self._new_id(), role, layout or usual_layout(statuses, worker, role))
@@ -71,45 +86,61 @@ class RoleDesk:
         except TimeoutError:
             self.counters.add("role_switches_failed")
             raise DeadlineExceededError(
-                f"worker {name!r} was not heard of as {role.value} within {seconds:g} s; it may still be draining or warming up"
+                f"worker {name!r} was not heard of as {role.value} within {seconds:g} s; it may"
+                " still be draining or warming up"
             ) from None
         finally:
             try:
                 await port.aclose()
             finally:
                 self._changing = None
-        self.counters.add("roles_switched" if report.state is SwitchState.DONE else "role_switches_failed")
+        self.counters.add(
+            "roles_switched" if report.state is SwitchState.DONE else "role_switches_failed"
+        )
         return report
 
     async def _ask(self, port: RolePort, call: SwitchCall) -> None:
-        """A change whose answer was lost may have begun all the same: the worker's report says so, as soon as it can be heard."""
+        """A change whose answer was lost may have begun all the same: the worker's report says so,
+        as soon as it can be heard."""
         try:
             await port.switch_role(call)
         except (UnavailableError, DeadlineExceededError):
-            until = self._clock.now() + UNCERTAIN_SECONDS
+            until = self._clock.now() + self._timeouts.role_uncertain_seconds
             while (report := await _report(port)) is None and self._clock.now() < until:
-                await self._clock.sleep(LOOK_SECONDS)
+                await self._clock.sleep(self._timeouts.role_look_seconds)
             if report is None or report.switch_id != call.switch_id:
                 raise
 
-    async def _outcome(self, port: RolePort, call: SwitchCall, before: SwitchReport) -> SwitchReport:
+    async def _outcome(
+        self, port: RolePort, call: SwitchCall, before: SwitchReport
+    ) -> SwitchReport:
         while True:
-            await self._clock.sleep(LOOK_SECONDS)
+            await self._clock.sleep(self._timeouts.role_look_seconds)
             report = await _report(port)
             if report is None:
                 continue
-            if report.switch_id == call.switch_id and report.state in (SwitchState.DONE, SwitchState.FAILED):
+            if report.switch_id == call.switch_id and report.state in (
+                SwitchState.DONE,
+                SwitchState.FAILED,
+            ):
                 return report
             if report.switch_id != call.switch_id and report.boot_id != before.boot_id:
-                return replace(report, state=SwitchState.FAILED, reason="the process ended meanwhile, and was started again")
+                return replace(
+                    report,
+                    state=SwitchState.FAILED,
+                    reason="the process ended meanwhile, and was started again",
+                )
 
     async def _placed(self, report: SwitchReport) -> None:
         """Until requests can be placed on it."""
         while True:
-            live = any(status.name == report.worker and not status.draining for status in self._workers.statuses())
+            live = any(
+                status.name == report.worker and not status.draining
+                for status in self._workers.statuses()
+            )
             if live and any(card.boot_id == report.boot_id for card in self._workers.cards()):
                 return
-            await self._clock.sleep(LOOK_SECONDS)
+            await self._clock.sleep(self._timeouts.role_look_seconds)
 
 
 async def _report(port: RolePort) -> SwitchReport | None:

@@ -1,16 +1,17 @@
-"""What a router says of itself: its last decisions with their reasons and what became of them, and its own account of the workers.
+"""What a router says of itself: its last decisions with their reasons and what became of them, and
+its own account of the workers.
 
-Plain data for `GetStatus`, which clients read too: it knows nothing of the router that made it (`recent_decisions` does). The workers' own
-words are their statuses.
-"""
+Plain data for `GetStatus`, which clients read too: it knows nothing of the router that made it
+(`recent_decisions` does). The workers' own words are their statuses."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class PastDecision:
-    """`age_seconds` ago. `decode` "": it was refused; `prefill` "": the decode worker prefills by itself. Predicted seconds count from the
-    request's arrival (step: of one decode step); they are None where nothing was predicted, and what was measured is None until it is."""
+    """`age_seconds` ago. `decode` "": it was refused; `prefill` "": the decode worker prefills by
+    itself. Predicted seconds count from the request's arrival (step: of one decode step); they are
+    None where nothing was predicted, and what was measured is None until it is."""
 
     age_seconds: float
     kind: str
@@ -26,8 +27,9 @@ class PastDecision:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAccount:
-    """What this router has sent to a worker: legs there now; prompt tokens and pages of them that its status cannot show yet; pages that
-    all of them are expected to need; and for how long it gets nothing because it failed."""
+    """What this router has sent to a worker: legs there now; prompt tokens and pages of them that
+    its status cannot show yet; pages that all of them are expected to need; and for how long it
+    gets nothing because it failed."""
 
     worker: str
     legs: int

@@ -1,21 +1,24 @@
 """The host side of a stream's text: token ids in, text out, cut before a stop string.
 
-`TokenStream` is what the request path uses; `IncrementalDetokenizer` and `StopStrings` are its two halves. They know a
-`Detokenizer` (ids -> text) and nothing of requests, transports or JAX.
+`TokenStream` is what the request path uses; `IncrementalDetokenizer` and `StopStrings` are its two
+halves. They know a `Detokenizer` (ids -> text) and nothing of requests, transports or JAX.
 
 Invariants:
-- State is a function of the prompt and the tokens pushed, whatever spans they came in (rule 9): a stream is rebuilt by
-  pushing the accepted ids into a new one, and its text so far is then the text that was delivered.
-- The pieces concatenate to what decoding prompt and output at once adds to the prompt's own text, although decoding is
-  not additive: a leading space may depend on what comes before, and a character may lie in several tokens.
-- No piece ends within a character: U+FFFD at the end may be an unfinished one and is held back, three of them at most (a
-  character has up to four bytes), so that bytes that are truly invalid come out too.
-- Work per token is bounded: only a window of the last tokens is decoded, of which the first are context.
+- State is a function of the prompt and the tokens pushed, whatever spans they came in (rule 9): a
+  stream is rebuilt by pushing the accepted ids into a new one, and its text so far is then the text
+  that was delivered.
+- The pieces concatenate to what decoding prompt and output at once adds to the prompt's own text,
+  although decoding is not additive: a leading space may depend on what comes before, and a
+  character may lie in several tokens.
+- No piece ends within a character: U+FFFD at the end may be an unfinished one and is held back,
+  three of them at most (a character has up to four bytes), so that bytes that are truly invalid
+  come out too.
+- Work per token is bounded: only a window of the last tokens is decoded, of which the first are
+  context.
 - No piece holds any part of a stop string that is completed later.
 
-One exception: a byte-fallback decoder turns a whole run of byte tokens into U+FFFD when one byte of it is invalid. Characters
-of the run that were complete have been delivered by then and stay.
-"""
+One exception: a byte-fallback decoder turns a whole run of byte tokens into U+FFFD when one byte of
+it is invalid. Characters of the run that were complete have been delivered by then and stay."""
 
 import itertools
 import os.path
@@ -39,8 +42,9 @@ class Detokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What one push gave. `tokens_kept` of the pushed ids belong to the output: all, or, where a stop string ended it,
-    those up to and including the one that completed it (they were generated and are counted); the rest is overrun."""
+    """What one push gave. `tokens_kept` of the pushed ids belong to the output: all, or, where a
+    stop string ended it, those up to and including the one that completed it (they were generated
+    and are counted); the rest is overrun."""
 
     text: str
     tokens_kept: int
@@ -48,13 +52,20 @@ class TextDelta:
 
 
 class TokenStream:
-    """Text of one output. Push only ids that are delivered (not the stop id that ends it), in order.
+    """Text of one output. Push only ids that are delivered (not the stop id that ends it), in
+    order.
 
-    A stop string ends the output where it is first completed; where several are completed by the same character, the longest
-    counts. Those that any of the first `min_tokens` tokens had a part in do not count.
-    """
+    A stop string ends the output where it is first completed; where several are completed by the
+    same character, the longest counts. Those that any of the first `min_tokens` tokens had a part
+    in do not count."""
 
-    def __init__(self, detokenizer: Detokenizer, prompt_token_ids: Sequence[int], stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        prompt_token_ids: Sequence[int],
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+    ) -> None:
         self._detokenizer = IncrementalDetokenizer(detokenizer, prompt_token_ids)
         self._stops = StopStrings(stop)
         self._unguarded_tokens = min_tokens
@@ -62,7 +73,12 @@ class TokenStream:
     @classmethod
     def of(cls, detokenizer: Detokenizer, request: Request) -> Self:
         """The text of one child of a request."""
-        return cls(detokenizer, request.prompt_token_ids, request.sampling.stop, request.sampling.min_tokens)
+        return cls(
+            detokenizer,
+            request.prompt_token_ids,
+            request.sampling.stop,
+            request.sampling.min_tokens,
+        )
 
     @property
     def stopped(self) -> bool:
@@ -83,23 +99,26 @@ class TokenStream:
         return TextDelta("".join(pieces), len(token_ids), self.stopped)
 
     def finish(self) -> str:
-        """The text still held back, at the end of an output (none if a stop string ended it). The stream is then used up.
+        """The text still held back, at the end of an output (none if a stop string ended it). The
+        stream is then used up.
 
-        An unfinished character is text only now, so that even here a stop string may be completed: see `stopped`.
-        """
+        An unfinished character is text only now, so that even here a stop string may be completed:
+        see `stopped`."""
         if self.stopped:
             return ""
         return self._stops.push(self._detokenizer.finish()) + self._stops.finish()
 
 
 class IncrementalDetokenizer:
-    """Text of each next token. The window is the last tokens, prompt included; `_given` is the part of its text that is
-    the prompt's or was returned; up to token `_settled` of the window all was returned, `_given_since` after it."""
+    """Text of each next token. The window is the last tokens, prompt included; `_given` is the part
+    of its text that is the prompt's or was returned; up to token `_settled` of the window all was
+    returned, `_given_since` after it."""
 
     def __init__(self, detokenizer: Detokenizer, prompt_token_ids: Sequence[int]) -> None:
         self._decode = detokenizer.decode
         self._window = _context(detokenizer, prompt_token_ids)
-        # A prompt may end within a character. If the output finishes it, it is the output's; if not, it is nobody's.
+        # A prompt may end within a character. If the output finishes it, it is the output's; if
+        # not, it is nobody's.
         self._settled = self._last_whole()
         unsettled = self._decode(self._window[self._settled :])
         self._given_since = unsettled.rstrip(UNFINISHED)
@@ -112,7 +131,10 @@ class IncrementalDetokenizer:
         piece = self._take(MAX_HELD_CHARACTERS)
         if len(self._window) >= MAX_WINDOW_TOKENS:
             piece += self._take(0)
-        if self._settled == len(self._window) and self._settled - self._next_start >= CONTEXT_TOKENS:
+        if (
+            self._settled == len(self._window)
+            and self._settled - self._next_start >= CONTEXT_TOKENS
+        ):
             self._slide()
         return piece
 
@@ -146,7 +168,8 @@ class IncrementalDetokenizer:
         return new[prompts:]
 
     def _slide(self) -> None:
-        """Forgets all but the last tokens, from a place between characters. Those kept must have text, to be a context."""
+        """Forgets all but the last tokens, from a place between characters. Those kept must have
+        text, to be a context."""
         full = len(self._window) >= MAX_WINDOW_TOKENS
         context = self._window[-CONTEXT_TOKENS if full else self._next_start :]
         text = self._decode(context)
@@ -155,7 +178,8 @@ class IncrementalDetokenizer:
             self._settled = self._next_start = len(context)
 
     def _last_whole(self) -> int:
-        """The last place in the window before which its text does not end in an unfinished character."""
+        """The last place in the window before which its text does not end in an unfinished
+        character."""
         for end in range(len(self._window), 0, -1):
             if not self._decode(self._window[:end]).endswith(UNFINISHED):
                 return end
@@ -163,10 +187,11 @@ class IncrementalDetokenizer:
 
 
 class StopStrings:
-    """Passes text through until a stop string is complete, holding back what may be the beginning of one.
+    """Passes text through until a stop string is complete, holding back what may be the beginning
+    of one.
 
-    One Knuth-Morris-Pratt matcher per stop string: a step per character and string, however long they are.
-    """
+    One Knuth-Morris-Pratt matcher per stop string: a step per character and string, however long
+    they are."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self.matched = False
@@ -180,7 +205,14 @@ class StopStrings:
         if self.matched or not self._stops:
             return "" if self.matched else text
         for index, character in enumerate(text):
-            longest = max((len(stop) for which, stop in enumerate(self._stops) if self._step(which, stop, character)), default=0)
+            longest = max(
+                (
+                    len(stop)
+                    for which, stop in enumerate(self._stops)
+                    if self._step(which, stop, character)
+                ),
+                default=0,
+            )
             if longest:
                 self.matched = True
                 known, self._held = self._held + text[: index + 1], ""
@@ -202,7 +234,8 @@ class StopStrings:
 
 
 def _fallbacks(text: str) -> list[int]:
-    """For each prefix of the text, the length of the longest proper prefix of it that it also ends with."""
+    """For each prefix of the text, the length of the longest proper prefix of it that it also ends
+    with."""
     lengths = [0] * len(text)
     length = 0
     for end in range(1, len(text)):
@@ -214,7 +247,8 @@ def _fallbacks(text: str) -> list[int]:
 
 
 def _context(detokenizer: Detokenizer, prompt_token_ids: Sequence[int]) -> list[int]:
-    """The last tokens of the prompt, enough to have text and to begin between characters, where that can be had."""
+    """The last tokens of the prompt, enough to have text and to begin between characters, where
+    that can be had."""
     end = len(prompt_token_ids)
     few = range(MAX_HELD_CHARACTERS + 1)
     for count in (CONTEXT_TOKENS, 4 * CONTEXT_TOKENS, 12 * CONTEXT_TOKENS):

@@ -1,17 +1,116 @@
-"""JAX's persistent compilation cache, on by default in a user's cache folder."""
+"""JAX's persistent compilation cache, on by default in a user's cache folder and safe for many
+processes at once: an entry appears whole or not at all, and of those that need the same program at
+the same time one compiles it while the others wait for its entry."""
+
+import fcntl
+import os
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import jax
 
+# No public interface of JAX takes another cache. 0.10 to 0.12 have these names; the tests notice
+# a JAX that does not use what stands here.
+from jax._src import compilation_cache as jax_cache
+from jax._src.compilation_cache_interface import CacheInterface
+
 from jdisagg.folders import made_folder
+
+LONGEST_WAIT_SECONDS = 600.0  # for another's program; longer than any takes to compile
+_POLL_SECONDS = 0.02
+_COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def use_compilation_cache(directory: str) -> None:
-    """Keeps compiled programs in `directory` ('' switches it off). Programs are found again by content, versions and devices. Raises
-    ConfigError for a folder that cannot be made."""
+    """Keeps compiled programs in `directory` ('' switches it off). Programs are found again by
+    content, versions and devices. Raises ConfigError for a folder that cannot be made."""
     if not directory:
         jax.config.update("jax_compilation_cache_dir", None)
         return
-    path = made_folder("compilation_cache", directory, "name a folder that can be written, or '' to keep no programs")
+    path = made_folder(
+        "compilation_cache",
+        directory,
+        "name a folder that can be written, or '' to keep no programs",
+    )
+    jax_cache.get_file_cache = _program_cache
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _program_cache(path: str) -> tuple[CacheInterface, str]:
+    cache = ProgramCache(Path(path))
+    jax.monitoring.register_event_duration_secs_listener(cache.on_event)
+    return cache, path
+
+
+class ProgramCache(CacheInterface):
+    """One file a program. JAX asks for an entry, compiles where there is none, and puts it, all in
+    one thread. Between the two the thread holds a lock on the key, and who else asks for it waits.
+    The lock is the kernel's: with its holder's process it is gone. A thread holds one at most, and
+    none while it waits, so that nobody waits in a circle."""
+
+    def __init__(self, path: Path, longest_wait: float = LONGEST_WAIT_SECONDS) -> None:
+        self._path = path
+        self._longest_wait = longest_wait
+        self._compiling = threading.local()  # .lock: the file that is locked for the thread's key
+
+    def get(self, key: str) -> bytes | None:
+        self._unlock()  # what this thread compiled before has failed, or could not be kept
+        entry = self._read(key)
+        if entry is not None or jax.process_count() > 1:
+            # An instance of several processes compiles in step: none may wait for another instance.
+            return entry
+        self._lock(key)
+        entry = self._read(key)
+        if entry is not None:
+            self._unlock()
+        return entry
+
+    def put(self, key: str, value: bytes) -> None:
+        """Replaces an entry that is there: it was not read, so it is damaged."""
+        new = self._path / f"{key}-{os.getpid()}-{threading.get_ident()}.new"
+        try:
+            new.write_bytes(value)
+            new.replace(self._entry(key))
+        finally:
+            new.unlink(missing_ok=True)
+            self._unlock()
+            self._lock_file(key).unlink(missing_ok=True)
+
+    def on_event(self, event: str, duration_secs: float, **_: object) -> None:
+        """JAX tells the thread that it has compiled, whether or not it put an entry."""
+        if event == _COMPILED:
+            self._unlock()
+
+    def _entry(self, key: str) -> Path:
+        return self._path / f"{key}-cache"
+
+    def _lock_file(self, key: str) -> Path:
+        return self._path / f"{key}-lock"
+
+    def _read(self, key: str) -> bytes | None:
+        try:
+            return self._entry(key).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def _lock(self, key: str) -> None:
+        """Where it cannot be had, for whatever reason, the program is compiled without it."""
+        with suppress(OSError):
+            lock = os.open(self._lock_file(key), os.O_RDWR | os.O_CREAT, 0o600)
+            self._compiling.lock = lock
+            until = time.monotonic() + self._longest_wait
+            while time.monotonic() < until:
+                with suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return
+                time.sleep(_POLL_SECONDS)
+
+    def _unlock(self) -> None:
+        lock = getattr(self._compiling, "lock", None)
+        if lock is not None:
+            self._compiling.lock = None
+            os.close(lock)

@@ -1,8 +1,9 @@
-"""An embedded cluster: prefill and decode meshes carved from this process's devices, one request path over both.
+"""An embedded cluster: prefill and decode meshes carved from this process's devices, one request
+path over both.
 
-This is assembly and nothing else: executors on meshes, workers on executors, the path over the workers. How weights get
-onto a mesh is the caller's affair (`LoadModel`), so that this package knows no model family.
-"""
+This is assembly and nothing else: executors on meshes, workers on executors, the path over the
+workers. How weights get onto a mesh is the caller's affair (`LoadModel`), so that this package
+knows no model family."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -10,22 +11,36 @@ from dataclasses import replace
 
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import EngineConfig, InstanceConfig, Mode
-from jdisagg.dispatch.ports import DecodePort, PeerPort, PrefillPort, WorkerStatus
+from jdisagg.dispatch.placer import PlacerSettings
+from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.request_path import RequestPath
+from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents, RouterEventsList
 from jdisagg.dispatch.token_stream import Detokenizer, TokenStream
-from jdisagg.engine.instance import Instance, Loaded, LoadModel, Progress, build_instance, context_tokens, random_id
+from jdisagg.engine.instance import (
+    Instance,
+    Loaded,
+    LoadModel,
+    Progress,
+    build_instance,
+    context_tokens,
+)
 from jdisagg.errors import LayoutError, UnavailableError
 from jdisagg.executor.mesh_executor import MeshRole
-from jdisagg.executor.warm_up import block_shapes, warm_up_steps
+from jdisagg.executor.warm_up import warm_up_steps
+from jdisagg.ids import random_id
 from jdisagg.layout.kv_spec import KVSpec
+from jdisagg.messages.ports import DecodePort, PeerPort, PrefillPort
+from jdisagg.messages.step_commands import PullBlock
+from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.model_api import Device
 from jdisagg.observe import wrap
 from jdisagg.observe.observer import Observer
 from jdisagg.request import Request, StreamEvent
 from jdisagg.router.cluster_state import Description
-from jdisagg.scheduler.commands import Executor, PullBlock
+from jdisagg.scheduler.executor import Executor
 from jdisagg.transfer.in_process import InProcessChannel
 from jdisagg.worker.decode_worker import DecodeWorker
+from jdisagg.worker.mesh_worker import WorkerContext
 from jdisagg.worker.prefill_worker import PrefillWorker
 
 PREFILL, DECODE = "prefill-0", "decode-0"
@@ -33,23 +48,33 @@ LOOK_SECONDS = 0.25
 Record = Callable[[str, Instance], Executor]
 
 
-def carve_devices(config: EngineConfig, devices: Sequence[Device]) -> tuple[Sequence[Device], Sequence[Device]]:
-    """Devices of the prefill and the decode mesh: disjoint, in order; none for prefill in the one-mesh modes."""
+def carve_devices(
+    config: EngineConfig, devices: Sequence[Device]
+) -> tuple[Sequence[Device], Sequence[Device]]:
+    """Devices of the prefill and the decode mesh: disjoint, in order; none for prefill in the
+    one-mesh modes."""
     one_mesh = config.mode is not Mode.DISAGGREGATED
     wanted_prefill = 0 if one_mesh else config.prefill.layout.devices
     wanted = wanted_prefill + config.decode.layout.devices
     if wanted > len(devices):
         layouts = (
-            f"decode ({config.decode.layout})" if one_mesh else f"prefill ({config.prefill.layout}) and decode ({config.decode.layout})"
+            f"decode ({config.decode.layout})"
+            if one_mesh
+            else f"prefill ({config.prefill.layout}) and decode ({config.decode.layout})"
         )
-        raise LayoutError(f"{layouts} need {wanted} devices, and there are {len(devices)}; choose smaller layouts, or give more devices")
+        raise LayoutError(
+            f"{layouts} need {wanted} devices, and there are {len(devices)}; choose smaller"
+            " layouts, or give more devices"
+        )
     return devices[:wanted_prefill], devices[wanted_prefill:wanted]
 
 
 class EmbeddedCluster:
-    """Build, `start`, stream, `stop`. Building blocks while weights are loaded; `stream` is called on the event loop that started it.
-    `observer`: who measures workers and meshes, if anybody does; `observed_path` is then measured too. `record` may put something
-    between a worker and its mesh. `descriptions`: what the router should know of the workers, by name."""
+    """Build, `start`, stream, `stop`. Building blocks while weights are loaded; `stream` is called
+    on the event loop that started it. `observer`: who measures workers and meshes, if anybody does;
+    `observed_path` is then measured too. `record` may put something between a worker and its mesh.
+    `descriptions`: what the router should know of the workers, by name. `events` gets the router's
+    decisions."""
 
     def __init__(
         self,
@@ -60,6 +85,7 @@ class EmbeddedCluster:
         observer: Observer | None = None,
         record: Record | None = None,
         descriptions: Mapping[str, Description] | None = None,
+        events: RouterEvents = NO_ROUTER_EVENTS,
     ) -> None:
         self.config = config
         self.clock = MonotonicClock()
@@ -73,7 +99,12 @@ class EmbeddedCluster:
         self._meshes: list[Executor] = []
         if disaggregated:
             prefill_loaded = load(config.prefill.layout, prefill_devices)
-            self.prefill = self._instance("prefill", config.prefill, prefill_loaded, MeshRole(prefill=True, decode=False, emit=True))
+            self.prefill = self._instance(
+                "prefill",
+                config.prefill,
+                prefill_loaded,
+                MeshRole(prefill=True, decode=False, emit=True),
+            )
             role = MeshRole(prefill=False, decode=True, codec=config.decode.codec)
         else:
             role = MeshRole(prefill=True, decode=True)
@@ -84,34 +115,55 @@ class EmbeddedCluster:
         peers: dict[str, PeerPort] = {}
         self._workers: list[PrefillWorker | DecodeWorker] = []
         if self.prefill:
-            mesh = wrap.mesh(PREFILL, record(PREFILL, self.prefill) if record else self.prefill.executor, observer)
+            mesh = wrap.mesh(
+                PREFILL,
+                record(PREFILL, self.prefill) if record else self.prefill.executor,
+                observer,
+            )
             self._meshes.append(mesh)
-            prefill_worker = PrefillWorker(PREFILL, mesh, config.prefill, config.limits, self.clock, random_id)
+            prefill_worker = PrefillWorker(
+                WorkerContext(PREFILL, self.clock, random_id), mesh, config.prefill, config.limits
+            )
             prefill_ports[PREFILL] = wrap.prefill(PREFILL, prefill_worker, observer)
             peers[PREFILL] = wrap.peer(DECODE, prefill_worker, observer)
             self._workers.append(prefill_worker)
-        mesh = wrap.mesh(DECODE, record(DECODE, self.decode) if record else self.decode.executor, observer)
+        mesh = wrap.mesh(
+            DECODE, record(DECODE, self.decode) if record else self.decode.executor, observer
+        )
         self._meshes.append(mesh)
-        decode_worker = DecodeWorker(DECODE, mesh, config.decode, config.mode, config.limits, peers, self.clock, random_id)
+        decode_worker = DecodeWorker(
+            WorkerContext(DECODE, self.clock, random_id),
+            mesh,
+            config.decode,
+            config.limits,
+            peers,
+            config.mode,
+        )
         self._workers.append(decode_worker)
         decode_ports: dict[str, DecodePort] = {DECODE: wrap.decode(DECODE, decode_worker, observer)}
         self.path = RequestPath(
-            prefill_ports,
-            decode_ports,
+            ClusterPorts(prefill_ports, decode_ports),
             lambda request: TokenStream.of(detokenizer, request),
             config.limits,
             self.clock,
-            routing=config.routing,
+            PlacerSettings(
+                config.routing,
+                events=RouterEventsList(events, observer.metrics) if observer else events,
+            ),
         )
         for name, description in (descriptions or {}).items():
-            self.path.placing.accounts.state.describe(name, description)
+            self.path.placer.accounts.state.describe(name, description)
         self.observed_path = wrap.path(self.path, observer)
         if observer:
             observer.metrics.watch_counters("path", self.path.counters)
-            self.path.placing.on_measured = observer.metrics.measured
             for worker, instance in zip(self._workers, self.instances, strict=True):
                 programs = instance.executor.programs
-                observer.metrics.watch_worker(worker.name, worker.status, worker.counters, lambda programs=programs: programs.compilations)
+                observer.metrics.watch_worker(
+                    worker.name,
+                    worker.status,
+                    worker.counters,
+                    lambda programs=programs: programs.compilations,
+                )
 
     @property
     def kv_spec(self) -> KVSpec:
@@ -129,12 +181,24 @@ class EmbeddedCluster:
     async def start(self, progress: Progress | None = None) -> None:
         """Compiles every program where the configuration says so, then starts the workers."""
         if self.config.warm_up:
-            steps = [(instance.executor, step) for instance in self.instances for step in warm_up_steps(instance.executor)]
-            steps += [(self.decode.executor, step) for step in self._channel_steps()]
-            for done, (executor, step) in enumerate(steps):
-                await executor.on_dispatch_thread(step)
-                if progress:
-                    progress(done + 1, len(steps))
+            await self.warm_up(progress)
+        await self.start_workers()
+
+    async def warm_up(self, progress: Progress | None = None) -> None:
+        """Compiles every program, or loads it, one after the other: between them the meshes do what
+        workers that were started ask for."""
+        steps = [
+            (instance.executor, step)
+            for instance in self.instances
+            for step in warm_up_steps(instance.executor)
+        ]
+        steps += [(self.decode.executor, step) for step in self._channel_steps()]
+        for done, (executor, step) in enumerate(steps):
+            await executor.on_dispatch_thread(step)
+            if progress:
+                progress(done + 1, len(steps))
+
+    async def start_workers(self) -> None:
         for worker in self._workers:
             await worker.start()
 
@@ -142,11 +206,21 @@ class EmbeddedCluster:
         """What the channel compiles for each shape of block."""
         if not self.prefill:
             return []
-        source, executor, codec = self.prefill.loaded.mesh, self.decode.executor, self.config.decode.codec
+        source, executor, codec = (
+            self.prefill.loaded.mesh,
+            self.decode.executor,
+            self.config.decode.codec,
+        )
         heads = self.kv_spec.kv_heads
-        shapes = block_shapes(self.prefill.executor.limits)
-        blocks = [PullBlock(-1, 0, 0, band.start, tokens, 0.0, codec=codec, groups=len(band)) for band, tokens in shapes]
-        return [lambda block=block: self.channel.warm_up(source, executor.pull_target(block), heads) for block in blocks]
+        shapes = self.prefill.executor.limits.block_shapes()
+        blocks = [
+            PullBlock(-1, 0, 0, band.start, tokens, 0.0, codec=codec, groups=len(band))
+            for band, tokens in shapes
+        ]
+        return [
+            lambda block=block: self.channel.warm_up(source, executor.pull_target(block), heads)
+            for block in blocks
+        ]
 
     def stream(self, request: Request) -> AsyncIterator[StreamEvent]:
         return self.observed_path.stream(request)
@@ -155,7 +229,8 @@ class EmbeddedCluster:
         return await self.path.status()
 
     async def broken(self) -> UnavailableError:
-        """Returns, with the reason, when a mesh is broken: what runs on it was ended, and nothing more will be served."""
+        """Returns, with the reason, when a mesh is broken: what runs on it was ended, and nothing
+        more will be served."""
         while True:
             for worker in self._workers:
                 try:
@@ -177,7 +252,12 @@ class EmbeddedCluster:
         for mesh in self._meshes:
             await asyncio.to_thread(mesh.close)
 
-    def _instance(self, name: str, config: InstanceConfig, loaded: Loaded, role: MeshRole) -> Instance:
+    def _instance(
+        self, name: str, config: InstanceConfig, loaded: Loaded, role: MeshRole
+    ) -> Instance:
         groups = self.config.prefill.layer_groups if self.config.mode is Mode.DISAGGREGATED else 1
-        config = replace(config, block_bytes=self.config.prefill.block_bytes)  # both sides of a hand-off cut alike
-        return build_instance(name, config, self.config.mode, loaded, role, self.channel, self.context_tokens, groups)
+        # both sides of a hand-off cut alike
+        config = replace(config, block_bytes=self.config.prefill.block_bytes)
+        return build_instance(
+            name, config, self.config.mode, loaded, role, self.channel, self.context_tokens, groups
+        )

@@ -1,24 +1,24 @@
-"""One instance of one role in this process: a model on a mesh, its executor, and the worker in front of it.
+"""One instance of one role in this process: a model on a mesh, its executor, and the worker in
+front of it.
 
-Assembly for whoever serves a worker (`launch.worker`), and the parts of it that an embedded cluster shares. How weights get onto a
-mesh (`LoadModel`), what carries KV (`Channel`) and how peers are found are the caller's affair; this knows neither gRPC nor a model family.
-"""
+Assembly for whoever serves a worker (`launch.worker`), and the parts of it that an embedded cluster
+shares. How weights get onto a mesh (`LoadModel`), what carries KV (`Channel`) and how peers are
+found are the caller's affair; this knows neither gRPC nor a model family."""
 
-import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import jax
 
-from jdisagg.config import InstanceConfig, LimitsConfig, Mode, ModelConfig, ServiceConfig
-from jdisagg.dispatch.ports import WorkerRole
+from jdisagg.config import InstanceConfig, Mode, ModelConfig, WorkerConfig
 from jdisagg.engine.limits import mesh_limits
 from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.warm_up import warm_up_steps
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import KvEnd
+from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device, Model
 from jdisagg.transfer.channel import Channel
 
@@ -45,22 +45,10 @@ class Instance:
     loaded: Loaded
 
 
-@dataclass(frozen=True)
-class WorkerConfig:
-    """What one worker process is told. `mode` matters to a mixed worker alone: CHUNKED or UNIFIED."""
-
-    model: ModelConfig = field(default_factory=ModelConfig)
-    mode: Mode = Mode.CHUNKED
-    instance: InstanceConfig = field(default_factory=InstanceConfig)
-    limits: LimitsConfig = field(default_factory=LimitsConfig)
-    service: ServiceConfig = field(default_factory=ServiceConfig)
-    warm_up: bool = True
-    compilation_cache: str = "~/.cache/jdisagg/xla"
-
-
 @dataclass(frozen=True, slots=True)
 class KvPlane:
-    """How an instance's mesh is reached for KV: its processes by index, and the connections that each transfer opens."""
+    """How an instance's mesh is reached for KV: its processes by index, and the connections that
+    each transfer opens."""
 
     ends: tuple[KvEnd, ...]
     transports: int
@@ -78,19 +66,26 @@ def build_instance(
 ) -> Instance:
     """`layer_groups` is the prefill side's: both sides of a hand-off cut layers alike."""
     limits = mesh_limits(config, mode, loaded.model.kv_spec, context_tokens, layer_groups)
-    platform = str(loaded.mesh.devices.flat[0].platform)
-    executor = MeshExecutor(name, loaded.model, loaded.mesh, config.layout, limits, role, channel, platform)
+    executor = MeshExecutor(name, loaded.model, loaded.mesh, config.layout, limits, role, channel)
     return Instance(config, executor, loaded)
 
 
 def build_worker_instance(
-    name: str, role: WorkerRole, config: WorkerConfig, load: LoadModel, devices: Sequence[Device], channel: Channel, plane: KvPlane
+    name: str,
+    role: WorkerRole,
+    config: WorkerConfig,
+    load: LoadModel,
+    devices: Sequence[Device],
+    channel: Channel,
+    plane: KvPlane,
 ) -> Instance:
-    """The instance of one worker on the first of `devices`; its card says how its KV is reached. Blocks while weights are loaded."""
+    """The instance of one worker on the first of `devices`; its card says how its KV is reached.
+    Blocks while weights are loaded."""
     layout = config.instance.layout
     if layout.devices > len(devices):
         raise LayoutError(
-            f"layout {layout} needs {layout.devices} devices, and there are {len(devices)}; choose a smaller one, or give more"
+            f"layout {layout} needs {layout.devices} devices, and there are {len(devices)}; choose"
+            " a smaller one, or give more"
         )
     loaded = load(layout, devices[: layout.devices])
     mode = worker_mode(role, config.mode)
@@ -118,7 +113,8 @@ def worker_mode(role: WorkerRole, asked: Mode) -> Mode:
 
 
 def mesh_role(role: WorkerRole, codec: str) -> MeshRole:
-    """`codec`: how KV comes to this instance. A worker that decodes may hand running sequences on to another."""
+    """`codec`: how KV comes to this instance. A worker that decodes may hand running sequences on
+    to another."""
     match role:
         case WorkerRole.PREFILL:
             return MeshRole(prefill=True, decode=False, emit=True)
@@ -144,10 +140,7 @@ async def warm_up(instance: Instance, progress: Progress | None = None) -> None:
 def context_tokens(config: ModelConfig, model: Model) -> int:
     asked = config.context_tokens
     if asked is not None and asked > model.context_tokens:
-        raise ConfigError(f"model.context_tokens={asked} exceeds the model's {model.context_tokens}; lower it")
+        raise ConfigError(
+            f"model.context_tokens={asked} exceeds the model's {model.context_tokens}; lower it"
+        )
     return asked or model.context_tokens
-
-
-def random_id() -> int:
-    """Fresh random 64 bits: ids of reservations, hand-offs, offers and boots."""
-    return secrets.randbits(64)

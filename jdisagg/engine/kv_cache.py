@@ -1,12 +1,13 @@
-"""A KV cache that can be held in the hand: blocks of one sequence on one mesh, as the hand-off between meshes moves them.
+"""A KV cache that can be held in the hand: blocks of one sequence on one mesh, as the hand-off
+between meshes moves them.
 
-A block is what a channel offers: a global array [dp, 2, K, T, H] of one layer, K and V, of which dp rank `rank` counts. The
-arrays are never donated and belong to nobody's page pool, so a cache stays valid whatever the engine does next, and its
-memory is freed with it. It knows arrays and token ids; nothing of executors, channels or pages.
+A block is what a channel offers: a global array [dp, 2, K, T, H] of one layer, K and V, of which dp
+rank `rank` counts. The arrays are never donated and belong to nobody's page pool, so a cache stays
+valid whatever the engine does next, and its memory is freed with it. It knows arrays and token ids;
+nothing of executors, channels or pages.
 
-Invariants: every token of `token_ids` has its KV in `blocks`, each layer covers all positions once, in order; `next_token`
-is the model's choice after them, whose KV is not there yet.
-"""
+Invariants: every token of `token_ids` has its KV in `blocks`, each layer covers all positions once,
+in order; `next_token` is the model's choice after them, whose KV is not there yet."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ from jdisagg.request import SamplingParams, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class NextToken:
-    """The token chosen after a sequence, how it was chosen, and, where asked for, how likely it and others were."""
+    """The token chosen after a sequence, how it was chosen, and, where asked for, how likely it and
+    others were."""
 
     token_id: int
     sampling: SamplingParams
@@ -34,7 +36,8 @@ class NextToken:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVBlock:
-    """`array` [dp, 2, K, T, H]: layer `layer`, positions [start, start + valid_tokens); the rest of T is padding."""
+    """`array` [dp, 2, K, T, H]: layer `layer`, positions [start, start + valid_tokens); the rest of
+    T is padding."""
 
     layer: int
     start: int
@@ -48,7 +51,8 @@ class KVBlock:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerKV:
-    """Keys (after rope) and values of one layer: global arrays k_KTH and v_KTH [K, T, H], heads sharded as the layout says."""
+    """Keys (after rope) and values of one layer: global arrays k_KTH and v_KTH [K, T, H], heads
+    sharded as the layout says."""
 
     k: jax.Array
     v: jax.Array
@@ -56,10 +60,11 @@ class LayerKV:
 
 @dataclass(frozen=True, eq=False)
 class KVCache:
-    """The KV of one sequence. `mesh` has the axes ("dp", "kv", "rep"); the sequence lies on dp rank `rank` of it.
+    """The KV of one sequence. `mesh` has the axes ("dp", "kv", "rep"); the sequence lies on dp rank
+    `rank` of it.
 
-    `seconds` is what making it took: the prefill, first token included, or the reading of a session's pages.
-    """
+    `seconds` is what making it took: the prefill, first token included, or the reading of a
+    session's pages."""
 
     token_ids: tuple[int, ...]
     next_token: NextToken
@@ -75,8 +80,10 @@ class KVCache:
 
     def __repr__(self) -> str:
         return (
-            f"KVCache({len(self)} tokens x {self.layers} layers x {self.spec.kv_heads} kv heads, {self.spec.dtype}, {self.bytes} bytes, "
-            f"{self.layout}, on devices {', '.join(str(device.id) for device in self.devices)}, next token {self.next_token.token_id})"
+            f"KVCache({len(self)} tokens x {self.layers} layers x {self.spec.kv_heads} kv heads,"
+            f" {self.spec.dtype}, {self.bytes} bytes, {self.layout}, on devices"
+            f" {', '.join(str(device.id) for device in self.devices)}, next token"
+            f" {self.next_token.token_id})"
         )
 
     @property
@@ -94,32 +101,44 @@ class KVCache:
         return len(self) * self.spec.bytes_per_token
 
     def layer(self, index: int) -> LayerKV:
-        """K and V of one layer, put together from the blocks on the devices where they lie: nothing moves between devices.
+        """K and V of one layer, put together from the blocks on the devices where they lie: nothing
+        moves between devices.
 
-        `np.asarray(kv.layer(0).k)` gathers one to the host.
-        """
+        `np.asarray(kv.layer(0).k)` gathers one to the host."""
         if not -self.layers <= index < self.layers:
             raise InvalidRequestError(f"layer {index} must be in [{-self.layers}, {self.layers})")
         blocks = [block for block in self.blocks if block.layer == index % self.layers]
         rank_mesh = Mesh(self.mesh.devices[self.rank], ("kv", "rep"))
-        shards = [{shard.device: shard.data for shard in block.array.addressable_shards} for block in blocks]
+        shards = [
+            {shard.device: shard.data for shard in block.array.addressable_shards}
+            for block in blocks
+        ]
         local = [_join([shard[device] for shard in shards], len(self)) for device in self.devices]
         sharding = NamedSharding(rank_mesh, PartitionSpec("kv"))
         heads = local[0][0].shape[0] * rank_mesh.shape["kv"]
         k, v = (
-            jax.make_array_from_single_device_arrays((heads, *parts[0].shape[1:]), sharding, list(parts))
+            jax.make_array_from_single_device_arrays(
+                (heads, *parts[0].shape[1:]), sharding, list(parts)
+            )
             for parts in zip(*local, strict=True)
         )
         return LayerKV(k, v)
 
     def norms(self) -> np.ndarray:
         """The length of each key and value vector, on the host: float32 [layers, 2, K, T]."""
-        return np.stack([[_norms(layer.k), _norms(layer.v)] for layer in map(self.layer, range(self.layers))])
+        return np.stack(
+            [[_norms(layer.k), _norms(layer.v)] for layer in map(self.layer, range(self.layers))]
+        )
 
 
 def _join(shards_12KTH: Sequence[jax.Array], tokens: int) -> tuple[jax.Array, jax.Array]:
-    """One device's blocks of a layer, joined along the tokens, without the padding at the end: k and v [K, T, H]."""
-    whole_2KTH = shards_12KTH[0][0] if len(shards_12KTH) == 1 else jnp.concatenate([shard[0] for shard in shards_12KTH], axis=2)
+    """One device's blocks of a layer, joined along the tokens, without the padding at the end: k
+    and v [K, T, H]."""
+    whole_2KTH = (
+        shards_12KTH[0][0]
+        if len(shards_12KTH) == 1
+        else jnp.concatenate([shard[0] for shard in shards_12KTH], axis=2)
+    )
     return whole_2KTH[0, :, :tokens], whole_2KTH[1, :, :tokens]
 
 

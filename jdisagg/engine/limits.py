@@ -1,35 +1,53 @@
-"""From an instance's configuration and a model's KV spec to the limits that its scheduler and executor share. Pure."""
+"""From an instance's configuration and a model's KV spec to the limits that its scheduler and
+executor share. Pure."""
 
 from jdisagg.config import InstanceConfig, Mode
 from jdisagg.errors import ConfigError
 from jdisagg.layout.kv_spec import KVSpec
-from jdisagg.scheduler.commands import MeshLimits
+from jdisagg.scheduler.executor import MeshLimits
 
 GRANULE_TOKENS = 16
 LARGEST_WHOLE_PREFILL = 8192
 ROWS_PER_CHUNK = 16
 SAMPLES_PER_CHUNK = 16
-GROUP_BYTES = 4 << 20  # of a prompt of GROUP_TOKENS: twice as many groups hide little more, and each costs its host work
+# of a prompt of GROUP_TOKENS: twice as many groups hide little more, and each costs its host work
+GROUP_BYTES = 4 << 20
 GROUP_TOKENS = 512
-BLOCK_COST_BYTES = 1 << 20  # a block costs both workers a millisecond or so of a CPU, as much as that many bytes
+# a block costs both workers a millisecond or so of a CPU, as much as that many bytes
+BLOCK_COST_BYTES = 1 << 20
 
 
-def mesh_limits(instance: InstanceConfig, mode: Mode, spec: KVSpec, context_tokens: int, layer_groups: int | None) -> MeshLimits:
-    """`layer_groups` is the prefill side's, as is the instance's `block_bytes`: both sides of a hand-off cut alike.
+def mesh_limits(
+    instance: InstanceConfig,
+    mode: Mode,
+    spec: KVSpec,
+    context_tokens: int,
+    layer_groups: int | None,
+) -> MeshLimits:
+    """`layer_groups` is the prefill side's, as is the instance's `block_bytes`: both sides of a
+    hand-off cut alike.
 
-    Unified mode prefills a prompt whole, whatever its length, but packs short ones only up to `chunk_tokens`: on a CPU a chunk of
-    several thousand tokens leaves the caches and is slower a token than several of 512.
-    """
+    Unified mode prefills a prompt whole, whatever its length, but packs short ones only up to
+    `chunk_tokens`: on a CPU a chunk of several thousand tokens leaves the caches and is slower a
+    token than several of 512."""
     pages_per_sequence = -(-context_tokens // instance.page_size)
     pages = instance.pages_per_rank or instance.slots_per_rank * pages_per_sequence
     largest = instance.chunk_tokens
     if mode is Mode.UNIFIED:
-        largest = max(instance.min_chunk_tokens, min(_power_of_two(context_tokens), LARGEST_WHOLE_PREFILL))
+        largest = max(
+            instance.min_chunk_tokens, min(_power_of_two(context_tokens), LARGEST_WHOLE_PREFILL)
+        )
     if largest % GRANULE_TOKENS:
-        raise ConfigError(f"chunk_tokens={largest} must be a multiple of {GRANULE_TOKENS}, the smallest block that a hand-off sends")
+        raise ConfigError(
+            f"chunk_tokens={largest} must be a multiple of {GRANULE_TOKENS}, the smallest block"
+            " that a hand-off sends"
+        )
     smallest = min(instance.min_chunk_tokens, largest)
     if smallest % GRANULE_TOKENS:
-        raise ConfigError(f"min_chunk_tokens={smallest} must be a multiple of {GRANULE_TOKENS}, the smallest block that a hand-off sends")
+        raise ConfigError(
+            f"min_chunk_tokens={smallest} must be a multiple of {GRANULE_TOKENS}, the smallest"
+            " block that a hand-off sends"
+        )
     groups = groups_of_layers(spec, layer_groups)
     return MeshLimits(
         ranks=instance.layout.dp,
@@ -44,16 +62,22 @@ def mesh_limits(instance: InstanceConfig, mode: Mode, spec: KVSpec, context_toke
         rows_per_chunk=ROWS_PER_CHUNK,
         samples_per_chunk=SAMPLES_PER_CHUNK,
         kv_spec=spec,
-        block_bytes=(0 if layer_groups else GROUP_BYTES) if instance.block_bytes is None else instance.block_bytes,
+        block_bytes=(
+            (0 if layer_groups else GROUP_BYTES)
+            if instance.block_bytes is None
+            else instance.block_bytes
+        ),
         block_cost_tokens=BLOCK_COST_BYTES / spec.bytes_per_token,
         pack_tokens=min(instance.chunk_tokens, largest) if mode is Mode.UNIFIED else None,
     )
 
 
 def groups_of_layers(spec: KVSpec, asked: int | None) -> int:
-    """How many programs a chunk is chained of. The last group's block of n cannot be hidden behind computing, and is one n-th of all; a
-    block costs host work however small it is. So: as many as leave a middling prompt's blocks large enough, unless another number was asked
-    for. What the two sides of a hand-off may differ in (their chunks, their meshes) does not count, for they must agree."""
+    """How many programs a chunk is chained of. The last group's block of n cannot be hidden behind
+    computing, and is one n-th of all; a block costs host work however small it is. So: as many as
+    leave a middling prompt's blocks large enough, unless another number was asked for. What the two
+    sides of a hand-off may differ in (their chunks, their meshes) does not count, for they must
+    agree."""
     by_bytes = max(1, spec.bytes_per_token * GROUP_TOKENS // GROUP_BYTES)
     return min(asked or by_bytes, len(spec.layers))
 

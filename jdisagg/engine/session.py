@@ -1,27 +1,26 @@
-"""A session of the research face: one sequence in the pages of one decode mesh, which receives, decodes and gives back.
+"""A session of the research face: one sequence in the pages of one decode mesh, which receives,
+decodes and gives back.
 
-It owns the pages that it holds and frees them when it is closed, moved or pushed anew. Between calls every token of
-`token_ids` has its KV in the pages; `next_token` is chosen and its KV is not there yet. A call that fails leaves it so.
-Penalties, stop strings and the like are the service's; a session knows temperature, filters and seed.
-"""
+It owns the pages that it holds and frees them when it is closed, moved or pushed anew. Between
+calls every token of `token_ids` has its KV in the pages; `next_token` is chosen and its KV is not
+there yet. A call that fails leaves it so. Penalties, stop strings and the like are the service's; a
+session knows temperature, filters and seed."""
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import jax
 
 from jdisagg.engine.kv_cache import KVCache, NextToken
 from jdisagg.engine.research_instance import ResearchInstance
+from jdisagg.engine.research_meshes import ResearchMeshes
 from jdisagg.errors import IncompatiblePeerError, InvalidRequestError
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.step_commands import SampleSpec
 from jdisagg.model_api import Device
 from jdisagg.request import FinishReason, SamplingParams
-from jdisagg.scheduler.commands import SampleSpec
-
-if TYPE_CHECKING:
-    from jdisagg.engine.research import Engine
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -37,9 +36,10 @@ class TextCodec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One push. `bytes_per_pair`: (source device id, destination device id) -> bytes, counted where they were moved, padding to
-    blocks of 16 tokens included; `planned` is what the reshard plans say. Bytes that a device held already are in neither.
-    `seconds` includes the writing into pages, and on the first push of a kind the compilation of its programs."""
+    """One push. `bytes_per_pair`: (source device id, destination device id) -> bytes, counted where
+    they were moved, padding to blocks of 16 tokens included; `planned` is what the reshard plans
+    say. Bytes that a device held already are in neither. `seconds` includes the writing into pages,
+    and on the first push of a kind the compilation of its programs."""
 
     tokens: int
     source: Layout
@@ -55,10 +55,11 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What one call generated. `step_seconds[i]` is the decode step that wrote token i's KV and chose the token after it.
+    """What one call generated. `step_seconds[i]` is the decode step that wrote token i's KV and
+    chose the token after it.
 
-    The first token was chosen with the prefill, so that a request's TTFT is `kv.seconds`, plus whatever lay between.
-    """
+    The first token was chosen with the prefill, so that a request's TTFT is `kv.seconds`, plus
+    whatever lay between."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -73,12 +74,23 @@ class Generation:
 
 
 class Session:
-    """One sequence on one decode mesh, in pages. Made by `Engine.create_session`; a context manager."""
+    """One sequence on one decode mesh, in pages. Made by `Engine.create_session`; a context
+    manager."""
 
-    def __init__(self, engine: "Engine", session_id: str, layout: Layout, devices: Sequence[Device] | None = None) -> None:
+    def __init__(
+        self,
+        session_id: str,
+        meshes: ResearchMeshes,
+        tokenizer: TextCodec | None,
+        layout: Layout,
+        devices: Sequence[Device] | None = None,
+        on_close: Callable[["Session"], None] | None = None,
+    ) -> None:
         self.session_id = session_id
-        self._engine = engine
-        self._instance = self._find(engine, layout, devices)
+        self._meshes = meshes
+        self._tokenizer = tokenizer
+        self._on_close = on_close
+        self._instance = self._find(layout, devices)
         self._held: _Held | None = None
         self._closed = False
 
@@ -89,7 +101,13 @@ class Session:
         self.close()
 
     def __repr__(self) -> str:
-        what = "closed" if self._closed else f"{len(self._held.tokens)} tokens" if self._held else "empty"
+        what = (
+            "closed"
+            if self._closed
+            else f"{len(self._held.tokens)} tokens"
+            if self._held
+            else "empty"
+        )
         devices = ", ".join(str(device.id) for device in self.mesh.devices.flat)
         return f"Session({self.session_id!r}, {self.layout}, {what}, on devices {devices})"
 
@@ -115,23 +133,48 @@ class Session:
         """How many more the context holds."""
         return self._instance.limits.context_tokens - len(self._holding().tokens)
 
-    def push(self, kv: KVCache, target_layout: Layout | None = None, *, devices: Sequence[Device] | None = None) -> Move:
-        """Moves a copy of a cache into this session, over the channel, by the reshard plan; what the session held is dropped.
+    def push(
+        self,
+        kv: KVCache,
+        target_layout: Layout | None = None,
+        *,
+        devices: Sequence[Device] | None = None,
+    ) -> Move:
+        """Moves a copy of a cache into this session, over the channel, by the reshard plan; what
+        the session held is dropped. If anything fails, the session is as it was.
 
-        With `target_layout` or `devices` the session moves to that mesh. If anything fails, the session is as it was.
+        Args:
+            kv: a cache of the same model, on any mesh.
+            target_layout: the session moves to a mesh of this layout.
+            devices: the session moves to a mesh of these.
+
+        Returns:
+            What was moved, and how long it took.
+
+        Raises:
+            IncompatiblePeerError: the cache is another model's.
+            InvalidRequestError: it is longer than the context, or the session is closed.
         """
         self._check_open()
         target = self._instance
         if devices is not None or (target_layout is not None and target_layout != self.layout):
-            target = self._find(self._engine, target_layout or self.layout, devices)
+            target = self._find(target_layout or self.layout, devices)
         if kv.spec != target.limits.kv_spec:
             raise IncompatiblePeerError(
-                f"the cache's KV geometry is {kv.spec} and this model's is {target.limits.kv_spec}; push caches of the same model"
+                f"the cache's KV geometry is {kv.spec} and this model's is {target.limits.kv_spec};"
+                " push caches of the same model"
             )
         if len(kv) > target.limits.context_tokens:
-            raise InvalidRequestError(f"the cache has {len(kv)} tokens and this engine's context holds {target.limits.context_tokens}")
-        channel = self._engine.channel
-        started, moved, planned = time.perf_counter(), channel.bytes_per_pair(), channel.planned_bytes_per_pair()
+            raise InvalidRequestError(
+                f"the cache has {len(kv)} tokens and this engine's context holds"
+                f" {target.limits.context_tokens}"
+            )
+        channel = self._meshes.channel
+        started, moved, planned = (
+            time.perf_counter(),
+            channel.bytes_per_pair(),
+            channel.planned_bytes_per_pair(),
+        )
         rank, owner = target.reserve(len(kv))
         try:
             target.receive(kv, rank, owner)
@@ -141,18 +184,25 @@ class Session:
         seconds = time.perf_counter() - started
         self._drop()
         self._instance, self._held = target, _Held(rank, owner, kv.token_ids, kv.next_token)
-        moved, planned = _minus(channel.bytes_per_pair(), moved), _minus(channel.planned_bytes_per_pair(), planned)
+        moved, planned = (
+            _minus(channel.bytes_per_pair(), moved),
+            _minus(channel.planned_bytes_per_pair(), planned),
+        )
         return Move(len(kv), kv.layout, target.layout, moved, planned, seconds)
 
     def pull(self) -> KVCache:
-        """A copy of the KV that the session holds, on its mesh."""
+        """A copy of the KV that the session holds, on its mesh. Raises InvalidRequestError where it
+        holds none."""
         held = self._holding()
         return self._instance.extract(held.tokens, held.next_token, held.rank, held.owner)
 
-    def generate(self, sampling: SamplingParams, on_token: Callable[[int], None] | None = None) -> Generation:
-        """Decodes until max_tokens, an end-of-text token or the end of the context; see `Engine.generate_tokens`."""
+    def generate(
+        self, sampling: SamplingParams, on_token: Callable[[int], None] | None = None
+    ) -> Generation:
+        """Decodes until max_tokens, an end-of-text token or the end of the context; see
+        `Engine.generate_tokens`."""
         held = self._holding()
-        instance, tokenizer = self._instance, self._engine.tokenizer
+        instance, tokenizer = self._instance, self._tokenizer
         stop_ids = tokenizer.eos_ids if tokenizer and not sampling.ignore_eos else ()
         limit = min(len(held.tokens) + sampling.max_tokens, instance.limits.context_tokens)
         instance.grow(held.rank, held.owner, limit)
@@ -165,7 +215,11 @@ class Session:
         step_seconds: list[float] = []
         while len(held.tokens) < limit and held.next_token.token_id not in stop_ids:
             started, token = time.perf_counter(), held.next_token.token_id
-            fresh = instance.admit(token, len(held.tokens), limit, spec, held.rank, held.owner) if admit is None else None
+            fresh = (
+                instance.admit(token, len(held.tokens), limit, spec, held.rank, held.owner)
+                if admit is None
+                else None
+            )
             following = instance.decode_step(held.rank, choice, fresh)
             admit = admit or fresh
             step_seconds.append(time.perf_counter() - started)
@@ -175,18 +229,25 @@ class Session:
                 on_token(token)
         new = held.tokens[first:]
         reason = FinishReason.STOP if len(held.tokens) < limit else FinishReason.LENGTH
-        return Generation(new, tokenizer.decode(new) if tokenizer else "", reason, tuple(step_seconds), held.next_token)
+        return Generation(
+            new,
+            tokenizer.decode(new) if tokenizer else "",
+            reason,
+            tuple(step_seconds),
+            held.next_token,
+        )
 
     def close(self) -> None:
         """Gives the pages back. Idempotent."""
         self._drop()
         self._closed = True
-        if self._engine.sessions.get(self.session_id) is self:
-            del self._engine.sessions[self.session_id]
+        if self._on_close:
+            self._on_close(self)
 
-    @staticmethod
-    def _find(engine: "Engine", layout: Layout, devices: Sequence[Device] | None) -> ResearchInstance:
-        return engine.instance(layout, engine.devices[-layout.devices :] if devices is None else devices)
+    def _find(self, layout: Layout, devices: Sequence[Device] | None) -> ResearchInstance:
+        return self._meshes.instance(
+            layout, self._meshes.devices[-layout.devices :] if devices is None else devices
+        )
 
     def _drop(self) -> None:
         if self._held:
@@ -200,7 +261,9 @@ class Session:
     def _holding(self) -> "_Held":
         self._check_open()
         if self._held is None:
-            raise InvalidRequestError(f"session {self.session_id!r} holds no KV; push a cache into it first")
+            raise InvalidRequestError(
+                f"session {self.session_id!r} holds no KV; push a cache into it first"
+            )
         return self._held
 
 
@@ -218,13 +281,24 @@ class _Held:
 
 
 def choice_of(sampling: SamplingParams) -> SamplingParams:
-    """The parameters that decide which token is chosen, alone, so that equal choices compare equal."""
+    """The parameters that decide which token is chosen, alone, so that equal choices compare
+    equal."""
     if sampling.greedy:
         return GREEDY
     return SamplingParams(
-        temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p, seed=sampling.seed
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
     )
 
 
-def _minus(now: dict[tuple[int, int], int], before: dict[tuple[int, int], int]) -> dict[tuple[int, int], int]:
-    return {pair: count - before.get(pair, 0) for pair, count in now.items() if count > before.get(pair, 0)}
+def _minus(
+    now: dict[tuple[int, int], int], before: dict[tuple[int, int], int]
+) -> dict[tuple[int, int], int]:
+    return {
+        pair: count - before.get(pair, 0)
+        for pair, count in now.items()
+        if count > before.get(pair, 0)
+    }

@@ -1,12 +1,15 @@
-"""Checksums on a mesh: what a block's values add up to under a key (ops/checksum.py), over kv shards, for the host to read.
+"""Checksums on a mesh: what a block's values add up to under a key (ops/checksum.py), over kv
+shards, for the host to read.
 
-The sums of a prefilled block are taken by a program of their own that reads the finished block, not inside the program that computes
-it: there, XLA may compute a value once for the block and once more for its sum, and the two may be rounded differently. (The cost is
-that of reading the block once more; benchmarks/LOG.md.) The same body sums what an insert reads back from pages and what an extract reads.
+The sums of a prefilled block are taken by a program of their own that reads the finished block, not
+inside the program that computes it: there, XLA may compute a value once for the block and once more
+for its sum, and the two may be rounded differently. (The cost is that of reading the block once
+more; benchmarks/LOG.md.) The same body sums what an insert reads back from pages and what an
+extract reads.
 
-A stamp is uint32 [5] a rank, as `transfer.codec.stamp_array`. Replicas ("rep") hold equal values and are counted once. Where one
-process holds the mesh, each device's share goes to the host by itself: to add them up on the devices, all would have to meet.
-"""
+A stamp is uint32 [5] a rank, as `transfer.codec.stamp_array`. Replicas ("rep") hold equal values
+and are counted once. Where one process holds the mesh, each device's share goes to the host by
+itself: to add them up on the devices, all would have to meet."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +23,8 @@ from jax.sharding import PartitionSpec
 from jdisagg.executor.page_pool import PagePool
 from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
 from jdisagg.layout.axes import MESH_AXES
+from jdisagg.messages.step_commands import BlockChecksum, OfferSpec, PrefillChunk
 from jdisagg.ops.checksum import fold, granule_sums, key_words, row_sums
-from jdisagg.scheduler.commands import BlockChecksum, OfferSpec, PrefillChunk
 from jdisagg.transfer.channel import BlockStamp
 from jdisagg.transfer.codec import stamp_array
 
@@ -33,33 +36,48 @@ def first_head(local_heads: int) -> jax.Array:
     return lax.axis_index("kv") * local_heads
 
 
-def local_sum(block_CKTH: jax.Array, stamp_5: jax.Array, token_T: jax.Array, counts_T: jax.Array) -> jax.Array:
-    """Inside a program: this device's share of a block's sum over some of its tokens, the `token_T`-th: uint32 [2]."""
+def local_sum(
+    block_CKTH: jax.Array, stamp_5: jax.Array, token_T: jax.Array, counts_T: jax.Array
+) -> jax.Array:
+    """Inside a program: this device's share of a block's sum over some of its tokens, the
+    `token_T`-th: uint32 [2]."""
     positions_T = stamp_5[3] + token_T.astype(jnp.uint32)
-    rows_KT2 = row_sums((block_CKTH,), stamp_5[:2], stamp_5[2], first_head(block_CKTH.shape[1]), positions_T, counts_T)
+    rows_KT2 = row_sums(
+        (block_CKTH,),
+        stamp_5[:2],
+        stamp_5[2],
+        first_head(block_CKTH.shape[1]),
+        positions_T,
+        counts_T,
+    )
     return jnp.sum(rows_KT2, axis=(0, 1), dtype=jnp.uint32)
 
 
 def found_in(programs: Programs, sum_2: jax.Array, intact: jax.Array) -> jax.Array:
-    """Inside a program: what this device found in a block, for `Found`: its share of the sum, and whether something is broken. Added up
-    where the mesh spans processes, each of which must read all. uint32 [1, 1, 1, 3]."""
+    """Inside a program: what this device found in a block, for `Found`: its share of the sum, and
+    whether something is broken. Added up where the mesh spans processes, each of which must read
+    all. uint32 [1, 1, 1, 3]."""
     broken = (~intact).astype(jnp.uint32)[None]
     if not programs.spans_processes:
         return jnp.concatenate([sum_2, broken])[None, None, None]
     if programs.mesh.shape["rep"] > 1:
         broken |= jnp.any(lax.pmax(sum_2, "rep") != lax.pmin(sum_2, "rep")).astype(jnp.uint32)
-    found_3 = jnp.concatenate([_over(programs, sum_2, ("dp", "kv")), _over(programs, broken, MESH_AXES)])
+    found_3 = jnp.concatenate(
+        [_over(programs, sum_2, ("dp", "kv")), _over(programs, broken, MESH_AXES)]
+    )
     return found_3[None, None, None]
 
 
 def found_spec(programs: Programs) -> PartitionSpec:
-    """How the whole of `found_in` lies: uint32 [dp, kv, rep, 3], or [1, 1, 1, 3] on each device where the mesh spans processes."""
+    """How the whole of `found_in` lies: uint32 [dp, kv, rep, 3], or [1, 1, 1, 3] on each device
+    where the mesh spans processes."""
     return PartitionSpec() if programs.spans_processes else PartitionSpec(*MESH_AXES)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a whole mesh found in a block. Replicas that differ are broken: only one of them counts in the sum."""
+    """What a whole mesh found in a block. Replicas that differ are broken: only one of them counts
+    in the sum."""
 
     checksum: int
     intact: bool
@@ -69,7 +87,10 @@ class Found:
         """Blocks until it is there."""
         found_DKR3 = jax.device_get(found)
         sums = found_DKR3[..., :2]
-        return Found(fold(sums[:, :, 0]), not found_DKR3[..., 2].any() and bool((sums == sums[:, :, :1]).all()))
+        return Found(
+            fold(sums[:, :, 0]),
+            not found_DKR3[..., 2].any() and bool((sums == sums[:, :, :1]).all()),
+        )
 
 
 def _over(programs: Programs, value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -87,25 +108,42 @@ def rank_stamps(ranks: int, rank: int, stamp: BlockStamp) -> np.ndarray:
 
 
 class PrefillSums:
-    """Sums of a chunk's blocks, a granule of tokens at a time, so that they fit whatever the chunk is cut into. On the dispatch thread."""
+    """Sums of a chunk's blocks, a granule of tokens at a time, so that they fit whatever the chunk
+    is cut into. On the dispatch thread."""
 
-    def __init__(self, programs: Programs, pool: PagePool, groups: tuple[range, ...], granule_tokens: int) -> None:
+    def __init__(
+        self, programs: Programs, pool: PagePool, groups: tuple[range, ...], granule_tokens: int
+    ) -> None:
         self._programs, self._granule = programs, granule_tokens
         ranks = programs.mesh.shape["dp"]
         self._components = [first_component(pool, group) for group in groups]
-        self._places = [programs.put(np.full((ranks, 1), component, np.uint32)) for component in self._components]
+        self._places = [
+            programs.put(np.full((ranks, 1), component, np.uint32))
+            for component in self._components
+        ]
 
     def key(self, key: int) -> np.ndarray:
         """The key as `run` takes it, once it is on the mesh: uint32 [ranks, 2]."""
         return np.tile(key_words(key), (self._programs.mesh.shape["dp"], 1))
 
-    def run(self, group: int, block: jax.Array, positions: jax.Array, segment: jax.Array, key: jax.Array) -> jax.Array:
-        """uint32 [ranks, shares, T / granule, 2] of a block [ranks, C, K, T, H], which add up; tokens of segment -1 do not count."""
+    def run(
+        self, group: int, block: jax.Array, positions: jax.Array, segment: jax.Array, key: jax.Array
+    ) -> jax.Array:
+        """uint32 [ranks, shares, T / granule, 2] of a block [ranks, C, K, T, H], which add up;
+        tokens of segment -1 do not count."""
         programs, granule = self._programs, self._granule
 
-        def body(block: jax.Array, positions: jax.Array, segment: jax.Array, key: jax.Array, component: jax.Array) -> jax.Array:
+        def body(
+            block: jax.Array,
+            positions: jax.Array,
+            segment: jax.Array,
+            key: jax.Array,
+            component: jax.Array,
+        ) -> jax.Array:
             head = first_head(block.shape[2])
-            rows_KT2 = row_sums((block[0],), key[0], component[0, 0], head, positions[0], segment[0] >= 0)
+            rows_KT2 = row_sums(
+                (block[0],), key[0], component[0, 0], head, positions[0], segment[0] >= 0
+            )
             sums_G2 = granule_sums(rows_KT2, granule)
             if programs.spans_processes:
                 sums_G2 = _over(programs, sums_G2, ("kv",))
@@ -144,6 +182,13 @@ class ChunkSums:
 
         def checksum(rank: int, offer: OfferSpec) -> int:
             tokens = slice(offer.offset // granule, (offer.offset + offer.block_tokens) // granule)
-            return fold(np.stack([group[rank, :, tokens] for group in sums[offer.group : offer.group + offer.groups]]))
+            return fold(
+                np.stack(
+                    [
+                        group[rank, :, tokens]
+                        for group in sums[offer.group : offer.group + offer.groups]
+                    ]
+                )
+            )
 
         return tuple(BlockChecksum(offer.offer_id, checksum(rank, offer)) for rank, offer in offers)

@@ -1,9 +1,9 @@
-"""From hidden states to chosen tokens, the end of both programs: logits, shaping, sampling, log-probabilities.
+"""From hidden states to chosen tokens, the end of both programs: logits, shaping, sampling,
+log-probabilities.
 
 Three variants, each a program of its own, so that greedy batches pay for nothing they do not use:
-GREEDY (argmax), SAMPLED (temperature and filters), SHAPED (penalties, bias, minimum length, log-probabilities as well).
-A row's token does not depend on the variant it runs in.
-"""
+GREEDY (argmax), SAMPLED (temperature and filters), SHAPED (penalties, bias, minimum length,
+log-probabilities as well). A row's token does not depend on the variant it runs in."""
 
 import enum
 from typing import NamedTuple
@@ -13,10 +13,10 @@ import jax.numpy as jnp
 
 from jdisagg.executor.programs import Programs
 from jdisagg.executor.slot_state import RowFormat
+from jdisagg.messages.step_commands import BROKEN_TOKEN, NO_TOKEN
 from jdisagg.ops.logit_shaping import logprobs, shape_logits, update_counts
 from jdisagg.ops.sampling import greedy, sample
 from jdisagg.request import MAX_TOP_LOGPROBS
-from jdisagg.scheduler.commands import BROKEN_TOKEN, NO_TOKEN
 
 
 class Variant(enum.Enum):
@@ -30,8 +30,9 @@ class Variant(enum.Enum):
 
 
 class Chosen(NamedTuple):
-    """`token` int32 [B]: NO_TOKEN where the row is not active, BROKEN_TOKEN where its logits are not finite. The rest is filled
-    by SHAPED alone: log-probability [B], the top ids and log-probabilities [B, 20], and the rows' new counts [B, V]."""
+    """`token` int32 [B]: NO_TOKEN where the row is not active, BROKEN_TOKEN where its logits are
+    not finite. The rest is filled by SHAPED alone: log-probability [B], the top ids and
+    log-probabilities [B, 20], and the rows' new counts [B, V]."""
 
     token: jax.Array
     logprob: jax.Array | None = None
@@ -40,14 +41,19 @@ class Chosen(NamedTuple):
     counts: jax.Array | None = None
 
     def on_rank(self, programs: Programs) -> "Chosen":
-        """What leaves a program's body: one dp rank's part, without the counts (they are slot state), readable by the host."""
-        extra = (None if part is None else part[None] for part in (self.logprob, self.top_ids, self.top_logprobs))
+        """What leaves a program's body: one dp rank's part, without the counts (they are slot
+        state), readable by the host."""
+        extra = (
+            None if part is None else part[None]
+            for part in (self.logprob, self.top_ids, self.top_logprobs)
+        )
         return programs.readable(Chosen(self.token[None], *extra))
 
     @staticmethod
     def specs(variant: Variant, programs: Programs) -> "Chosen":
         """How `on_rank`'s arrays lie on the mesh."""
-        return Chosen(*(programs.readable_spec for _ in range(4 if variant is Variant.SHAPED else 1)))  # type: ignore[arg-type]
+        arrays = 4 if variant is Variant.SHAPED else 1
+        return Chosen(*(programs.readable_spec for _ in range(arrays)))  # type: ignore[arg-type]
 
 
 def choose(
@@ -71,7 +77,13 @@ def choose(
     shaped_BV = shape_logits(logits_BV, rows.shaping(ints_BI, floats_BF), counts_BV, position_B)
     token_B = sample(shaped_BV, params)
     chosen_B, top_ids_BK, top_BK = logprobs(shaped_BV, token_B, MAX_TOP_LOGPROBS)
-    return Chosen(_mark(token_B, active_B), chosen_B, top_ids_BK, top_BK, update_counts(counts_BV, token_B, active_B))
+    return Chosen(
+        _mark(token_B, active_B),
+        chosen_B,
+        top_ids_BK,
+        top_BK,
+        update_counts(counts_BV, token_B, active_B),
+    )
 
 
 def _mark(token_B: jax.Array, active_B: jax.Array) -> jax.Array:

@@ -1,12 +1,13 @@
 """Decode: one step of every dp rank's batch, and the slot state it runs on.
 
-State stays on the device between steps: each slot's token and position advance there, so that the host may issue the next step
-before it has read the last one's tokens. A batch is any subset of slots, padded to a bucket; padding rows write to dummy pages of
-their own and yield no token. A slot at its limit stands still. Pages, hot state and counts are donated and come back in place.
+State stays on the device between steps: each slot's token and position advance there, so that the
+host may issue the next step before it has read the last one's tokens. A batch is any subset of
+slots, padded to a bucket; padding rows write to dummy pages of their own and yield no token. A slot
+at its limit stands still. Pages, hot state and counts are donated and come back in place.
 
-One step is one program over the whole mesh (`shard_map`): each dp rank has its own slots, page table and trip counts; experts
-are reached by the model's collectives. Layers are unrolled: a scan would copy each layer's weights.
-"""
+One step is one program over the whole mesh (`shard_map`): each dp rank has its own slots, page
+table and trip counts; experts are reached by the model's collectives. Layers are unrolled: a scan
+would copy each layer's weights."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,11 +22,12 @@ from jdisagg.executor.prefill_program import RANK
 from jdisagg.executor.programs import Programs
 from jdisagg.executor.slot_state import RowFormat
 from jdisagg.executor.weights import Weights
+from jdisagg.messages.step_commands import SlotAdmit, SlotGrow
 from jdisagg.model_api import Attend, Shards
 from jdisagg.ops.kv_pages import decode_coordinates, write_tokens
 from jdisagg.ops.paged_attention import paged_attention
 from jdisagg.ops.quarantine import reveal, seal
-from jdisagg.scheduler.commands import MeshLimits, SlotAdmit, SlotGrow
+from jdisagg.scheduler.executor import MeshLimits
 
 ROWS_PER_UPDATE = 8
 
@@ -42,18 +44,31 @@ class SlotState(NamedTuple):
 class DecodePrograms:
     """Owns the slot state. Called by the dispatch thread alone."""
 
-    def __init__(self, programs: Programs, weights: Weights, shards: Shards, pool: PagePool, limits: MeshLimits, rows: RowFormat) -> None:
+    def __init__(
+        self,
+        programs: Programs,
+        weights: Weights,
+        shards: Shards,
+        pool: PagePool,
+        limits: MeshLimits,
+        rows: RowFormat,
+    ) -> None:
         self._programs, self._weights, self._shards, self._pool = programs, weights, shards, pool
         self._limits, self._rows = limits, rows
         ranks, slots = limits.ranks, limits.slots_per_rank
-        self._ints = np.zeros((ranks, slots, rows.ints), np.int32)  # the host's copy: growth changes part of a row
+        # the host's copy: growth changes part of a row
+        self._ints = np.zeros((ranks, slots, rows.ints), np.int32)
         self._floats = np.zeros((ranks, slots, rows.floats), np.float32)
-        hot, counts = np.zeros((ranks, slots, 2), np.int32), np.zeros((ranks, slots, rows.vocabulary), np.int32)
+        hot, counts = (
+            np.zeros((ranks, slots, 2), np.int32),
+            np.zeros((ranks, slots, rows.vocabulary), np.int32),
+        )
         self._state = SlotState(*programs.put((hot, self._ints, self._floats, counts)))
         self._batch: tuple[tuple[tuple[int, ...], ...], jax.Array] | None = None
 
     def update(self, admits: Sequence[SlotAdmit], grows: Sequence[SlotGrow]) -> None:
-        """Puts sequences into slots and gives running ones more pages, a fixed number of rows a call."""
+        """Puts sequences into slots and gives running ones more pages, a fixed number of rows a
+        call."""
         for admit in admits:
             ints, floats = self._ints[admit.rank, admit.slot], self._floats[admit.rank, admit.slot]
             self._rows.pack(ints, floats, admit.sample, admit.pages, admit.limit)
@@ -66,15 +81,22 @@ class DecodePrograms:
             self._write_counts(changed)
 
     def step(self, slots: tuple[tuple[int, ...], ...], variant: Variant) -> Chosen:
-        """Issues one step. Returns the chosen tokens [ranks, b] (and log-probabilities), rows in the order of `slots[rank]`."""
+        """Issues one step. Returns the chosen tokens [ranks, b] (and log-probabilities), rows in
+        the order of `slots[rank]`."""
         width = max(1, max(len(row) for row in slots))
         bucket = next(size for size in self._limits.batch_buckets if size >= width)
         hot, ints, floats, counts = self._state
         shaped = variant is Variant.SHAPED
         program = self._program(bucket, variant)
-        arguments = (self._weights.stem.leaves, [layer.leaves for layer in self._weights.layers], self._pool.layers)
+        arguments = (
+            self._weights.stem.leaves,
+            [layer.leaves for layer in self._weights.layers],
+            self._pool.layers,
+        )
         batch = self._batch_array(slots, bucket)
-        pages, hot, chosen, counts_out = program(*arguments, hot, counts if shaped else (), ints, floats, batch)
+        pages, hot, chosen, counts_out = program(
+            *arguments, hot, counts if shaped else (), ints, floats, batch
+        )
         self._pool.put(0, pages)
         self._state = SlotState(hot, ints, floats, counts_out if shaped else counts)
         return chosen
@@ -87,7 +109,8 @@ class DecodePrograms:
 
     def _batch_array(self, slots: tuple[tuple[int, ...], ...], bucket: int) -> jax.Array:
         if self._batch is None or self._batch[0] != slots or self._batch[1].shape[1] != bucket:
-            rows = np.full((len(slots), bucket), self._limits.slots_per_rank, np.int32)  # out of range: no slot
+            # out of range: no slot
+            rows = np.full((len(slots), bucket), self._limits.slots_per_rank, np.int32)
             for rank, row in enumerate(slots):
                 rows[rank, : len(row)] = row
             self._batch = (slots, self._programs.put(rows))
@@ -101,11 +124,33 @@ class DecodePrograms:
             batch = jax.ShapeDtypeStruct((self._limits.ranks, bucket), jnp.int32)
             page_specs = [tuple(PAGES_SPEC for _ in layer) for layer in pages]
             counts_spec = RANK if shaped else ()
-            in_specs = (stem.specs, [layer.specs for layer in layers], page_specs, RANK, counts_spec, RANK, RANK, RANK)
+            in_specs = (
+                stem.specs,
+                [layer.specs for layer in layers],
+                page_specs,
+                RANK,
+                counts_spec,
+                RANK,
+                RANK,
+                RANK,
+            )
             chosen_spec = Chosen.specs(variant, self._programs)
-            arguments = (stem.leaves, [layer.leaves for layer in layers], pages, hot, counts if shaped else (), ints, floats, batch)
+            arguments = (
+                stem.leaves,
+                [layer.leaves for layer in layers],
+                pages,
+                hot,
+                counts if shaped else (),
+                ints,
+                floats,
+                batch,
+            )
             return self._programs.compile(
-                self._step_body(variant), arguments, in_specs, (page_specs, RANK, chosen_spec, counts_spec), donate=(2, 3, 4)
+                self._step_body(variant),
+                arguments,
+                in_specs,
+                (page_specs, RANK, chosen_spec, counts_spec),
+                donate=(2, 3, 4),
             )
 
         return self._programs.get(("decode", bucket, variant), build)
@@ -116,10 +161,20 @@ class DecodePrograms:
         slots = self._limits.slots_per_rank
 
         def body(
-            stem_leaves: Any, layer_leaves: Any, pages: list[LayerPages], hot: Any, counts: Any, ints: Any, floats: Any, batch: Any
+            stem_leaves: Any,
+            layer_leaves: Any,
+            pages: list[LayerPages],
+            hot: Any,
+            counts: Any,
+            ints: Any,
+            floats: Any,
+            batch: Any,
         ) -> Any:
             slot_B, hot_S2 = batch[0], hot[0]
-            ints_BI, floats_BF = jnp.take(ints[0], slot_B, axis=0, mode="clip"), jnp.take(floats[0], slot_B, axis=0, mode="clip")
+            ints_BI, floats_BF = (
+                jnp.take(ints[0], slot_B, axis=0, mode="clip"),
+                jnp.take(floats[0], slot_B, axis=0, mode="clip"),
+            )
             token_B, position_B = jnp.take(hot_S2, slot_B, axis=0, mode="clip").T
             limit_B, table_BN = rows.limit_and_table(ints_BI)
             active_B = (slot_B < slots) & (position_B < limit_B)
@@ -131,12 +186,28 @@ class DecodePrograms:
             new_pages: list[LayerPages] = []
 
             def attend_with(layer_pages: LayerPages) -> Attend:
-                def attend(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, *, scale: float, window: int | None) -> jax.Array:
+                def attend(
+                    q_TNH: jax.Array,
+                    k_TKH: jax.Array,
+                    v_TKH: jax.Array,
+                    *,
+                    scale: float,
+                    window: int | None,
+                ) -> jax.Array:
                     k_TKH, v_TKH = seal(k_TKH, v_TKH)
                     k_pages = write_tokens(layer_pages[0], k_TKH, page_B, place_B, unique=True)
                     v_pages = write_tokens(layer_pages[1], v_TKH, page_B, place_B, unique=True)
                     new_pages.append((k_pages, v_pages))
-                    return paged_attention(q_TNH, k_pages, v_pages, table_BN, at_B, scale=scale, window=window, platform=shards.platform)
+                    return paged_attention(
+                        q_TNH,
+                        k_pages,
+                        v_pages,
+                        table_BN,
+                        at_B,
+                        scale=scale,
+                        window=window,
+                        platform=shards.platform,
+                    )
 
                 return attend
 
@@ -146,25 +217,45 @@ class DecodePrograms:
                 layer: Any = part.merge(leaves)
                 x_BD = layer(x_BD, at_B, attend_with(layer_pages), shards, active_B)
             logits_BV = stem.logits(reveal(x_BD), shards)
-            counts_BV = jnp.take(counts[0], slot_B, axis=0, mode="clip") if variant is Variant.SHAPED else None
-            chosen = choose(variant, rows, logits_BV, ints_BI, floats_BF, at_B + 1, active_B, counts_BV)
-            next_B2 = jnp.stack((jnp.where(active_B, chosen.token, token_B), position_B + active_B.astype(jnp.int32)), axis=1)
+            counts_BV = (
+                jnp.take(counts[0], slot_B, axis=0, mode="clip")
+                if variant is Variant.SHAPED
+                else None
+            )
+            chosen = choose(
+                variant, rows, logits_BV, ints_BI, floats_BF, at_B + 1, active_B, counts_BV
+            )
+            next_B2 = jnp.stack(
+                (
+                    jnp.where(active_B, chosen.token, token_B),
+                    position_B + active_B.astype(jnp.int32),
+                ),
+                axis=1,
+            )
             hot_S2 = hot_S2.at[slot_B].set(next_B2, mode="drop")
-            counts_out = counts[0].at[slot_B].set(chosen.counts, mode="drop")[None] if chosen.counts is not None else ()
+            counts_out = (
+                counts[0].at[slot_B].set(chosen.counts, mode="drop")[None]
+                if chosen.counts is not None
+                else ()
+            )
             return new_pages, hot_S2[None], chosen.on_rank(programs), counts_out
 
         return body
 
     def _write_rows(self, changed: list[list[SlotAdmit | SlotGrow]]) -> None:
         ranks, slots = self._limits.ranks, self._limits.slots_per_rank
-        where = np.full((ranks, ROWS_PER_UPDATE, 2), slots, np.int32)  # the slot whose row changes; the slot that starts anew
+        # the slot whose row changes; the slot that starts anew
+        where = np.full((ranks, ROWS_PER_UPDATE, 2), slots, np.int32)
         hot = np.zeros((ranks, ROWS_PER_UPDATE, 2), np.int32)
         ints = np.zeros((ranks, ROWS_PER_UPDATE, self._rows.ints), np.int32)
         floats = np.zeros((ranks, ROWS_PER_UPDATE, self._rows.floats), np.float32)
         for rank, rank_changes in enumerate(changed):
             for row, change in enumerate(rank_changes):
                 where[rank, row, 0] = change.slot
-                ints[rank, row], floats[rank, row] = self._ints[rank, change.slot], self._floats[rank, change.slot]
+                ints[rank, row], floats[rank, row] = (
+                    self._ints[rank, change.slot],
+                    self._floats[rank, change.slot],
+                )
                 if isinstance(change, SlotAdmit):
                     where[rank, row, 1] = change.slot
                     hot[rank, row] = change.token, change.position
@@ -173,7 +264,11 @@ class DecodePrograms:
             hot_S2, ints_SI, floats_SF = (array[0] for array in state)
             hot_S2 = hot_S2.at[where[0, :, 1]].set(rows[0][0], mode="drop")
             ints_SI = ints_SI.at[where[0, :, 0]].set(rows[1][0], mode="drop")
-            return hot_S2[None], ints_SI[None], floats_SF.at[where[0, :, 0]].set(rows[2][0], mode="drop")[None]
+            return (
+                hot_S2[None],
+                ints_SI[None],
+                floats_SF.at[where[0, :, 0]].set(rows[2][0], mode="drop")[None],
+            )
 
         state = tuple(self._state[:3])
         arguments = (state, *self._programs.put((where, (hot, ints, floats))))
@@ -196,10 +291,14 @@ class DecodePrograms:
 
         arguments = (self._state.counts, *self._programs.put((where, counts)))
         build = lambda: self._programs.compile(body, arguments, (RANK,) * 3, RANK, donate=(0,))  # noqa: E731
-        self._state = self._state._replace(counts=self._programs.get(("counts",), build)(*arguments))
+        self._state = self._state._replace(
+            counts=self._programs.get(("counts",), build)(*arguments)
+        )
 
 
-def _per_rank_groups(changes: Sequence[SlotAdmit | SlotGrow], size: int) -> list[list[list[SlotAdmit | SlotGrow]]]:
+def _per_rank_groups(
+    changes: Sequence[SlotAdmit | SlotGrow], size: int
+) -> list[list[list[SlotAdmit | SlotGrow]]]:
     """Groups changes into calls of at most `size` rows on each rank: [call][rank][row]."""
     ranks = 1 + max((change.rank for change in changes), default=-1)
     by_rank: list[list[SlotAdmit | SlotGrow]] = [[] for _ in range(ranks)]

@@ -1,10 +1,12 @@
-"""Inside the insert program, on one device: a block's tokens go into their pages, are read back, and are summed.
+"""Inside the insert program, on one device: a block's tokens go into their pages, are read back,
+and are summed.
 
-All of it a run of tokens at a time, so that what is read lies in a core's cache still. A run is a piece of one page, which moves as one
-(by rows it took three times as long on a CPU); what is left at a block's two ends goes row by row. Ranks that take no part do nothing.
+All of it a run of tokens at a time, so that what is read lies in a core's cache still. A run is a
+piece of one page, which moves as one (by rows it took three times as long on a CPU); what is left
+at a block's two ends goes row by row. Ranks that take no part do nothing.
 
-Invariants: a block's pages differ from each other, so that what was read back stays as it was read; nothing is written but valid tokens.
-"""
+Invariants: a block's pages differ from each other, so that what was read back stays as it was read;
+nothing is written but valid tokens."""
 
 import math
 from collections.abc import Sequence
@@ -20,13 +22,15 @@ from jdisagg.ops.checksum import bits_of
 from jdisagg.ops.kv_pages import gather_tokens, insert_block, insert_run, read_run
 from jdisagg.transfer.codec import Codec
 
-# At most so much at a time: what is read back then lies in a core's cache (4 MB at a time took half as long again; 256 KB a third).
+# At most so much at a time: what is read back then lies in a core's cache (4 MB at a time took half
+# as long again; 256 KB a third).
 RUN_TOKENS = 128
 RUN_BYTES = 1 << 20
 
 
 class Places(NamedTuple):
-    """Where a block's tokens lie on this rank. `stamp_5`: of `transfer.codec.stamp_array`; `page_N`: its pages, the first token's first."""
+    """Where a block's tokens lie on this rank. `stamp_5`: of `transfer.codec.stamp_array`;
+    `page_N`: its pages, the first token's first."""
 
     stamp_5: jax.Array
     page_N: jax.Array
@@ -36,7 +40,9 @@ class Places(NamedTuple):
     @staticmethod
     def of(words: jax.Array, page_size: int, nowhere: int) -> "Places":
         """`words`: uint32, the stamp's and then the pages."""
-        return Places(words[:STAMP_WORDS], words[STAMP_WORDS:].astype(jnp.int32), page_size, nowhere)
+        return Places(
+            words[:STAMP_WORDS], words[STAMP_WORDS:].astype(jnp.int32), page_size, nowhere
+        )
 
     @property
     def start(self) -> jax.Array:
@@ -62,9 +68,12 @@ class Places(NamedTuple):
 Inserted = tuple[list[LayerPages], jax.Array, jax.Array]
 
 
-def write_and_read(pages: list[LayerPages], arrays: Sequence[jax.Array], places: Places, how: Codec) -> Inserted:
-    """The pages with the block, the sum of what lies there (uint32 [2], this device's share), and whether it is what was packed.
-    `arrays`: [1, C', G, T', x], the block's heads in parts, each as its codec's leaves."""
+def write_and_read(
+    pages: list[LayerPages], arrays: Sequence[jax.Array], places: Places, how: Codec
+) -> Inserted:
+    """The pages with the block, the sum of what lies there (uint32 [2], this device's share), and
+    whether it is what was packed. `arrays`: [1, C', G, T', x], the block's heads in parts, each as
+    its codec's leaves."""
     parts, intact = _unpack(how, arrays, places.stamp_5, pages[0][0].shape[1], pages[0][0].dtype)
     tokens, valid = parts[0].shape[2], places.valid
     run = math.gcd(places.page_size, 1 << (min(tokens, _run_tokens(pages)).bit_length() - 1))
@@ -72,29 +81,47 @@ def write_and_read(pages: list[LayerPages], arrays: Sequence[jax.Array], places:
     runs = (valid - head) // run
     tail = head + runs * run
 
-    def read_back(carry: Inserted, read: Sequence[jax.Array], block_CKTH: jax.Array, token_T: jax.Array, counts_T: jax.Array) -> Inserted:
+    def read_back(
+        carry: Inserted,
+        read: Sequence[jax.Array],
+        block_CKTH: jax.Array,
+        token_T: jax.Array,
+        counts_T: jax.Array,
+    ) -> Inserted:
         pages, sum_2, intact = carry
         read_CKTH = jnp.stack(read)
         if how.lossy:
-            intact &= jnp.all((bits_of(read_CKTH) == bits_of(block_CKTH)) | ~counts_T[None, None, :, None])
+            intact &= jnp.all(
+                (bits_of(read_CKTH) == bits_of(block_CKTH)) | ~counts_T[None, None, :, None]
+            )
         return pages, sum_2 + local_sum(read_CKTH, places.stamp_5, token_T, counts_T), intact
 
     def put_run(index: jax.Array, carry: Inserted) -> Inserted:
         token_T = head + index * run + jnp.arange(run, dtype=jnp.int32)
         (page, slot), block_CKTH = places.at(token_T[0]), _heads(parts, token_T[0], run)
         block = iter(block_CKTH)
-        pages = [tuple(insert_run(part, next(block), page, slot) for part in layer) for layer in carry[0]]
+        pages = [
+            tuple(insert_run(part, next(block), page, slot) for part in layer) for layer in carry[0]
+        ]
         pages = lax.optimization_barrier(pages)  # what is summed has been in the pages
         read = [read_run(part, page, slot, run) for layer in pages for part in layer]
-        return read_back((pages, *carry[1:]), read, block_CKTH, token_T, jnp.ones((run,), jnp.bool_))
+        return read_back(
+            (pages, *carry[1:]), read, block_CKTH, token_T, jnp.ones((run,), jnp.bool_)
+        )
 
     def put_end(which: jax.Array, carry: Inserted) -> Inserted:
         first, last = jnp.where(which == 0, 0, tail), jnp.where(which == 0, head, valid)
         token_T = jnp.minimum(first, tokens - run) + jnp.arange(run, dtype=jnp.int32)
         counts_T = (token_T >= first) & (token_T < last)
-        (page_T, slot_T), block_CKTH = places.some(token_T, counts_T), _heads(parts, token_T[0], run)
+        (page_T, slot_T), block_CKTH = (
+            places.some(token_T, counts_T),
+            _heads(parts, token_T[0], run),
+        )
         block = iter(block_CKTH)
-        pages = [tuple(insert_block(part, next(block), page_T, slot_T) for part in layer) for layer in carry[0]]
+        pages = [
+            tuple(insert_block(part, next(block), page_T, slot_T) for part in layer)
+            for layer in carry[0]
+        ]
         pages = lax.optimization_barrier(pages)
         read = [gather_tokens(part, page_T, slot_T) for layer in pages for part in layer]
         return read_back((pages, *carry[1:]), read, block_CKTH, token_T, counts_T)
@@ -105,21 +132,26 @@ def write_and_read(pages: list[LayerPages], arrays: Sequence[jax.Array], places:
 
 def _run_tokens(pages: Sequence[LayerPages]) -> int:
     """How many tokens of these layers make a run."""
-    each = sum(part.shape[1] * part.shape[3] * part.dtype.itemsize for layer in pages for part in layer)
+    each = sum(
+        part.shape[1] * part.shape[3] * part.dtype.itemsize for layer in pages for part in layer
+    )
     return max(1, min(RUN_TOKENS, RUN_BYTES // each))
 
 
 def _heads(parts: Sequence[jax.Array], first: jax.Array, tokens: int) -> jax.Array:
-    """All of this device's heads of so many tokens [C, K, t, H]. Senders' values are finite. Damaged ones may not be, and would outlive the
-    pages' return: others multiply them by zero."""
-    block_CKTH = jnp.concatenate([lax.dynamic_slice_in_dim(part, first, tokens, 2) for part in parts], axis=1)
+    """All of this device's heads of so many tokens [C, K, t, H]. Senders' values are finite.
+    Damaged ones may not be, and would outlive the pages' return: others multiply them by zero."""
+    block_CKTH = jnp.concatenate(
+        [lax.dynamic_slice_in_dim(part, first, tokens, 2) for part in parts], axis=1
+    )
     return jnp.where(jnp.isfinite(block_CKTH), block_CKTH, jnp.zeros((), block_CKTH.dtype))
 
 
 def _unpack(
     how: Codec, arrays: Sequence[jax.Array], stamp_5: jax.Array, local_heads: int, dtype: jnp.dtype
 ) -> tuple[list[jax.Array], jax.Array]:
-    """This device's parts [C, G, T, H] of a block, in the order of their heads, and whether all are what was packed."""
+    """This device's parts [C, G, T, H] of a block, in the order of their heads, and whether all are
+    what was packed."""
     count = local_heads // arrays[0].shape[2]
     per_part = len(arrays) // count
     head, parts, intact = first_head(local_heads), [], jnp.bool_(True)

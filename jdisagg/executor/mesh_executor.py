@@ -1,9 +1,9 @@
 """The JAX executor: runs step commands on one mesh, in order, on its two threads.
 
-It obeys: it knows pages, slots and offers by number and keeps no account of who owns them; that is the scheduler's.
-One instance may prefill, decode, or both (one-mesh modes); it builds only the programs that its role uses. All device state
-(pages, slots, offered and pulled blocks) belongs to the dispatch thread.
-"""
+It obeys: it knows pages, slots and offers by number and keeps no account of who owns them; that is
+the scheduler's. One instance may prefill, decode, or both (one-mesh modes); it builds only the
+programs that its role uses. All device state (pages, slots, offered and pulled blocks) belongs to
+the dispatch thread."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jdisagg.errors import HandoffError
 from jdisagg.executor.block_programs import BlockPrograms
 from jdisagg.executor.block_sums import ChunkSums, PrefillSums
 from jdisagg.executor.choose import Variant
@@ -21,16 +20,21 @@ from jdisagg.executor.page_pool import PagePool
 from jdisagg.executor.prefill_program import ChunkArrays, ChunkForm, PrefillPrograms
 from jdisagg.executor.prefill_sampler import PrefillSampler
 from jdisagg.executor.programs import Programs
-from jdisagg.executor.results import BlockReading, DecodeReading, Finished, PrefillReading, PullReading, start_reading
+from jdisagg.executor.pull_targets import PullTargets
+from jdisagg.executor.results import (
+    BlockReading,
+    DecodeReading,
+    Finished,
+    PrefillReading,
+    PullReading,
+    start_reading,
+)
 from jdisagg.executor.slot_state import RowFormat
-from jdisagg.executor.warm_up import block_shapes
 from jdisagg.executor.weights import Weights, mesh_shards, split_model
 from jdisagg.executor.work_threads import Waiting, WorkThreads
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import MeshCard
-from jdisagg.model_api import Model
-from jdisagg.scheduler.blocks import even_runs
-from jdisagg.scheduler.commands import (
+from jdisagg.messages.step_commands import (
     ConnectPeer,
     CopyPages,
     DecodeSteps,
@@ -38,23 +42,25 @@ from jdisagg.scheduler.commands import (
     DropBlocks,
     ExtractBlock,
     InsertBlock,
-    MeshLimits,
     PrefillChunk,
     PullBlock,
     ReleaseOffers,
     StepCommand,
     StepResult,
 )
-from jdisagg.transfer.boxes import head_granule, mesh_card
-from jdisagg.transfer.channel import Channel, Pull, PullTarget, resident_zeros
+from jdisagg.model_api import Model
+from jdisagg.scheduler.blocks import even_runs
+from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.transfer.boxes import mesh_card
+from jdisagg.transfer.channel import Channel, Pull, PullTarget
 from jdisagg.transfer.codec import codec
 from jdisagg.transfer.pieces import NO_CODEC, warm_pieces
 
 
 @dataclass(frozen=True)
 class MeshRole:
-    """What an instance does. `emit`: prefilled KV is returned and offered. `codec`: how blocks come to it. `extracts`: it may hand
-    running sequences on, and take those of others."""
+    """What an instance does. `emit`: prefilled KV is returned and offered. `codec`: how blocks come
+    to it. `extracts`: it may hand running sequences on, and take those of others."""
 
     prefill: bool
     decode: bool
@@ -64,7 +70,7 @@ class MeshRole:
 
 
 class MeshExecutor:
-    """Implements `scheduler.commands.Executor`."""
+    """Implements `scheduler.executor.Executor`."""
 
     def __init__(
         self,
@@ -75,31 +81,44 @@ class MeshExecutor:
         limits: MeshLimits,
         role: MeshRole,
         channel: Channel,
-        platform: str,
     ) -> None:
         self.limits = limits
         self.role = role
         self.mesh = mesh
         self.card = mesh_card(mesh)
         codec(role.codec)  # refuses an unknown one here, not at the first pull
-        self.platform = platform
+        self.platform = platform = str(mesh.devices.flat[0].platform)
         self.programs = Programs(mesh)
         self._channel = channel
         self._weights: Weights = split_model(model, layout)
         self._shards = mesh_shards(mesh, layout, platform)
         self._rows = RowFormat(-(-limits.context_tokens // limits.page_size), model.vocabulary)
-        self._pool = PagePool(mesh, limits.kv_spec, limits.pages_per_rank, limits.page_size, limits.batch_buckets[-1])
+        self._pool = PagePool(
+            mesh, limits.kv_spec, limits.pages_per_rank, limits.page_size, limits.batch_buckets[-1]
+        )
         self._groups = even_runs(len(self._weights.layers), limits.layer_groups)
-        self._sums = PrefillSums(self.programs, self._pool, self._groups, limits.granule_tokens) if role.emit else None
-        self._prefill = PrefillPrograms(self.programs, self._weights, self._shards, self._pool, self._groups, self._sums)
-        self._sampler = PrefillSampler(self.programs, self._weights, self._shards, limits, self._rows)
+        self._sums = (
+            PrefillSums(self.programs, self._pool, self._groups, limits.granule_tokens)
+            if role.emit
+            else None
+        )
+        self._prefill = PrefillPrograms(
+            self.programs, self._weights, self._shards, self._pool, self._groups, self._sums
+        )
+        self._sampler = PrefillSampler(
+            self.programs, self._weights, self._shards, limits, self._rows
+        )
         self._blocks = BlockPrograms(self.programs, self._pool, self._groups)
-        self._decode = DecodePrograms(self.programs, self._weights, self._shards, self._pool, limits, self._rows) if role.decode else None
+        self._decode = (
+            DecodePrograms(
+                self.programs, self._weights, self._shards, self._pool, limits, self._rows
+            )
+            if role.decode
+            else None
+        )
         self._wanted_logprobs: dict[tuple[int, int], int | None] = {}
         self._pulls: dict[int, Pull] = {}
-        self._zeros: dict[tuple[int, int, int], jax.Array] = {}
-        self._leaves: dict[tuple[int, int, int, str], tuple[jax.Array, ...]] = {}
-        self._granules: dict[str, int] = {}
+        self._targets = PullTargets(mesh, limits.kv_spec)
         self._threads = WorkThreads(name)
 
     def run(self, command: StepCommand) -> asyncio.Future[StepResult]:
@@ -118,33 +137,21 @@ class MeshExecutor:
         self._threads.close()
 
     def expect(self, card: MeshCard) -> None:
-        """Blocks will come from a mesh like this one: warm-up prepares for it, and a pull that names no peer means it. Before the
-        first command."""
-        self._granules[""] = self._granule_of(card)
-
-    def granule(self, peer: str) -> int:
-        """Heads of a piece that comes from `peer`. Raises HandoffError for one that was not introduced."""
-        known = set(self._granules.values())
-        if not peer and len(known) == 1:
-            return known.pop()
-        if peer not in self._granules:
-            raise HandoffError(f"nothing can be pulled from {peer!r}: it is not connected; hello first")
-        return self._granules[peer]
-
-    def granules(self) -> set[int]:
-        """Heads of a piece, of all peers known so far; while none is known, of all that there can be."""
-        heads = self.limits.kv_spec.kv_heads
-        shards = (count for count in range(1, heads + 1) if heads % count == 0)
-        return set(self._granules.values()) or {head_granule(heads, count, self.mesh.shape["kv"]) for count in shards}
+        """Blocks will come from a mesh like this one: warm-up prepares for it, and a pull that
+        names no peer means it. Before the first command."""
+        self._targets.connect("", card)
 
     def issue_and_wait(self, command: StepCommand) -> StepResult:
-        """Runs a command on the calling thread: for warm-up and tests, while the threads are idle."""
+        """Runs a command on the calling thread: for warm-up and tests, while the threads are
+        idle."""
         return self._issue(command).result()
 
     def warm_prefill(self, width: int, form: ChunkForm) -> None:
         """Runs a chunk of padding, and every cut that its rows may ask for."""
-        x, blocks, _ = self._prefill.run(ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits, form))
-        for band, tokens in block_shapes(self.limits) if blocks else ():
+        x, blocks, _ = self._prefill.run(
+            ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits, form)
+        )
+        for band, tokens in self.limits.block_shapes() if blocks else ():
             if tokens <= width:
                 self._blocks.cut(blocks[band.start : band.stop], 0, 0, tokens)
         x.block_until_ready()
@@ -166,29 +173,32 @@ class MeshExecutor:
     def warm_insert(self, band: range, tokens: int) -> None:
         """Inserts blocks of which no token is valid, in pieces as peers may send them."""
         local_heads = self.limits.kv_spec.kv_heads // self.mesh.shape["kv"]
-        for granule in self.granules():
-            nothing = InsertBlock(-1, 0, 0, band.start, tokens, 0, 0, (), codec=self.role.codec, groups=len(band))
-            target = self._target(self._blocks.layers(band.start, len(band)), tokens, 0, granule, "", self.role.codec)
-            self._blocks.insert(nothing, (target.leaves or (target.zeros,)) * (local_heads // granule)).block_until_ready()
+        layers = self._blocks.layers(band.start, len(band))
+        codec, groups = self.role.codec, len(band)
+        pull = PullBlock(-1, 0, 0, band.start, tokens, 0.0, codec=codec, groups=groups)
+        nothing = InsertBlock(-1, 0, 0, band.start, tokens, 0, 0, (), codec=codec, groups=groups)
+        for granule in self._targets.granules():
+            resident = self._targets.target(pull, layers, granule).resident
+            self._blocks.insert(nothing, resident * (local_heads // granule)).block_until_ready()
 
     def warm_pieces(self, band: range, tokens: int) -> None:
-        """Cuts a block of this mesh in pieces as peers of other processes may want them. (A codec's programs are compiled when a
-        receiver first wants it.)"""
+        """Cuts a block of this mesh in pieces as peers of other processes may want them. (A codec's
+        programs are compiled when a receiver first wants it.)"""
         spec = self.limits.kv_spec
-        components, width = self._components(self._blocks.layers(band.start, len(band)))
+        components, width = self._targets.components(self._blocks.layers(band.start, len(band)))
         shape = (components, spec.kv_heads // self.mesh.shape["kv"], tokens, width)
-        for granule in self.granules():
+        for granule in self._targets.granules():
             warm_pieces(self.mesh, shape, jnp.dtype(spec.dtype), granule, NO_CODEC)
 
     def warm_extract(self, band: range, tokens: int) -> None:
         """Extracts a block of which no token is valid."""
-        self._blocks.extract(ExtractBlock(-1, 0, 0, band.start, 0, 0, tokens, (), groups=len(band)))[1].block_until_ready()
+        self._blocks.extract(
+            ExtractBlock(-1, 0, 0, band.start, 0, 0, tokens, (), groups=len(band))
+        )[1].block_until_ready()
 
     def pull_target(self, block: PullBlock) -> PullTarget:
         """Where a block goes on this mesh. On the dispatch thread."""
-        granule = self.granule(block.peer)
-        layers = self._blocks.layers(block.group, block.groups)
-        return self._target(layers, block.block_tokens, block.rank, granule, block.peer, block.codec, block.source_rank)
+        return self._targets.of_pull(block, self._blocks.layers(block.group, block.groups))
 
     def _issue(self, command: StepCommand) -> Waiting:
         match command:
@@ -212,21 +222,24 @@ class MeshExecutor:
             case CopyPages():
                 self._blocks.copy(command.copies)
             case ConnectPeer():
-                self._granules[command.peer] = self._granule_of(command.card)
+                self._targets.connect(command.peer, command.card)
                 self._channel.connect(command.peer, command.card)
             case DisconnectPeer():
-                self._granules.pop(command.peer, None)
+                self._targets.disconnect(command.peer)
                 self._channel.disconnect(command.peer)
             case ExtractBlock():
                 block, found, stamp = self._blocks.extract(command)
-                self._channel.offer(command.offer_id, block, command.rank, stamp.of_offer(command.offer_id))
+                self._channel.offer(
+                    command.offer_id, block, command.rank, stamp.of_offer(command.offer_id)
+                )
                 start_reading((found,))
                 return BlockReading(command.step, command.offer_id, found, extracted=True)
         return Finished(command.step)
 
     def _run_prefill(self, command: PrefillChunk) -> Waiting:
         x, blocks, sums = self._prefill.run(ChunkArrays.build(command, self.limits))
-        chosen = self._sampler.run(command, x)  # before all that is offered: somebody waits for the first token
+        # before all that is offered: somebody waits for the first token
+        chosen = self._sampler.run(command, x)
         start_reading((*(chosen or ()), *sums))
         for row in command.rows:
             for offer in row.offers:
@@ -237,7 +250,9 @@ class MeshExecutor:
                 valid = min(offer.block_tokens, len(row.tokens) - at)
                 stamp = self._sums.stamp(offer.group, command.checksum_key, row.start + at, valid)
                 self._channel.offer(offer.offer_id, block, row.rank, stamp.of_offer(offer.offer_id))
-        return PrefillReading(command, x, chosen, ChunkSums(command, self.limits.granule_tokens, sums))
+        return PrefillReading(
+            command, x, chosen, ChunkSums(command, self.limits.granule_tokens, sums)
+        )
 
     def _run_decode(self, command: DecodeSteps) -> Waiting:
         assert self._decode is not None, "this instance has no decode programs"
@@ -251,35 +266,15 @@ class MeshExecutor:
             start_reading(step)
         wanted: tuple[tuple[int | None, ...], ...] = tuple(() for _ in command.slots)
         if variant is Variant.SHAPED:
-            wanted = tuple(tuple(self._wanted_logprobs.get((rank, slot)) for slot in row) for rank, row in enumerate(command.slots))
+            wanted = tuple(
+                tuple(self._wanted_logprobs.get((rank, slot)) for slot in row)
+                for rank, row in enumerate(command.slots)
+            )
         return DecodeReading(command, chosen, wanted)
 
     def _run_pull(self, command: PullBlock) -> Waiting:
-        pull = self._channel.pull(command.offer_id, self.pull_target(command), command.deadline_seconds)
+        pull = self._channel.pull(
+            command.offer_id, self.pull_target(command), command.deadline_seconds
+        )
         self._pulls[command.offer_id] = pull
         return PullReading(command.step, command.offer_id, pull)
-
-    def _granule_of(self, card: MeshCard) -> int:
-        return head_granule(self.limits.kv_spec.kv_heads, card.head_shards, self.mesh.shape["kv"])
-
-    def _components(self, layers: range) -> tuple[int, int]:
-        """How many components these layers have, and the width of each."""
-        described = self.limits.kv_spec.layers[layers.start : layers.stop]
-        return sum(len(layer.components) for layer in described), described[0].components[0].width
-
-    def _target(self, layers: range, tokens: int, rank: int, granule: int, peer: str, codec_name: str, source_rank: int = 0) -> PullTarget:
-        """Of these layers; with what stands in for ranks that receive nothing: made once for each shape."""
-        components, width = self._components(layers)
-        key = (components, tokens, granule)
-        if key not in self._zeros:
-            self._zeros[key] = resident_zeros(self.mesh, components, granule, tokens, width, jnp.dtype(self.limits.kv_spec.dtype))
-        zeros, how, heads = self._zeros[key], codec(codec_name), self.limits.kv_spec.kv_heads
-        if not how.lossy:
-            return PullTarget(zeros, rank, peer, heads=heads, source_rank=source_rank)
-        if (*key, codec_name) not in self._leaves:
-            piece = jax.ShapeDtypeStruct((1, components, granule, tokens, width), zeros.dtype)
-            self._leaves[*key, codec_name] = tuple(
-                resident_zeros(self.mesh, leaf.shape[1], leaf.shape[2], leaf.shape[3], leaf.shape[4], leaf.dtype)
-                for leaf in how.leaves(piece)
-            )
-        return PullTarget(zeros, rank, peer, codec_name, self._leaves[*key, codec_name], heads, source_rank)

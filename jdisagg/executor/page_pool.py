@@ -1,10 +1,10 @@
 """The page arrays of one mesh and their one owner.
 
-Per layer one array for each component: [ranks * pages, K, S, H], pages sharded over dp, kv heads over kv. Each rank has,
-after its usable pages, a few dummy pages, in which padding rows of a decode batch write side by side. The arrays are donated to
-every program that changes them; `layers` is replaced in the same statement, and nobody else may keep a reference:
-an old reference whose shard was donated aborts the process when used (facts measured on JAX 0.10 and 0.12).
-"""
+Per layer one array for each component: [ranks * pages, K, S, H], pages sharded over dp, kv heads
+over kv. Each rank has, after its usable pages, a few dummy pages, in which padding rows of a decode
+batch write side by side. The arrays are donated to every program that changes them; `layers` is
+replaced in the same statement, and nobody else may keep a reference: an old reference whose shard
+was donated aborts the process when used (facts measured on JAX 0.10 and 0.12)."""
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,19 @@ LayerPages = tuple[jax.Array, ...]
 class PagePool:
     """Owns the pages of all layers. Used by the dispatch thread alone."""
 
-    def __init__(self, mesh: Mesh, spec: KVSpec, pages_per_rank: int, page_size: int, dummy_rows: int) -> None:
+    def __init__(
+        self, mesh: Mesh, spec: KVSpec, pages_per_rank: int, page_size: int, dummy_rows: int
+    ) -> None:
         self.page_size = page_size
         self.pages_per_rank = pages_per_rank
         self.rank_rows = pages_per_rank + -(-dummy_rows // page_size)
         sharding = NamedSharding(mesh, PAGES_SPEC)
         self.layers: list[LayerPages] = []
         for layer in spec.layers:
-            shapes = [(mesh.shape["dp"] * self.rank_rows, part.heads, page_size, part.width) for part in layer.components]
+            shapes = [
+                (mesh.shape["dp"] * self.rank_rows, part.heads, page_size, part.width)
+                for part in layer.components
+            ]
             self.layers.append(tuple(_zeros(shape, spec.dtype, sharding) for shape in shapes))
 
     @property
@@ -39,5 +44,6 @@ class PagePool:
 
 
 def _zeros(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> jax.Array:
-    """Zeros made on each device (pages must always hold finite values: masked attention multiplies them by zero)."""
+    """Zeros made on each device (pages must always hold finite values: masked attention multiplies
+    them by zero)."""
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()

@@ -1,18 +1,20 @@
 """Prefill: one packed chunk per dp rank, run as a chain of layer-group programs.
 
-embed -> group 0 -> group 1 -> ... -> head and sampling of the rows that sample. Each group writes its keys and values into this
-mesh's pages (donated; for the later chunks of the same sequences) and, where the instance hands off, RETURNS them as one
-block [ranks, C, K, T, H] (C: the components of the group's layers, one after the other), so that the block is ready, and
-can leave, while the next group computes; a small program sums each block for its checksum. Page arrays themselves are never
-offered.
+embed -> group 0 -> group 1 -> ... -> head and sampling of the rows that sample. Each group writes
+its keys and values into this mesh's pages (donated; for the later chunks of the same sequences)
+and, where the instance hands off, RETURNS them as one block [ranks, C, K, T, H] (C: the components
+of the group's layers, one after the other), so that the block is ready, and can leave, while the
+next group computes; a small program sums each block for its checksum. Page arrays themselves are
+never offered.
 
-Of the model's last layer only keys and values are needed of every token. The rest of it is computed for the last tokens of the
-rows that sample, which attend as a decode step does, to pages alone: their keys have just been written. A chunk that samples
-nothing (the earlier part of a long prompt) does without. This saves up to 1 / layers of a prefill.
+Of the model's last layer only keys and values are needed of every token. The rest of it is computed
+for the last tokens of the rows that sample, which attend as a decode step does, to pages alone:
+their keys have just been written. A chunk that samples nothing (the earlier part of a long prompt)
+does without. This saves up to 1 / layers of a prefill.
 
-Groups of equal structure, other than the last, share one executable; there is one per chunk bucket. Inside `shard_map` each dp
-rank sees its own chunk and its own pages; tensor parallelism is in the model's collectives.
-"""
+Groups of equal structure, other than the last, share one executable; there is one per chunk bucket.
+Inside `shard_map` each dp rank sees its own chunk and its own pages; tensor parallelism is in the
+model's collectives."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -27,19 +29,21 @@ from jdisagg.executor.block_sums import PrefillSums
 from jdisagg.executor.page_pool import PAGES_SPEC, LayerPages, PagePool
 from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
 from jdisagg.executor.weights import Weights
+from jdisagg.messages.step_commands import PrefillChunk
 from jdisagg.model_api import Attend, Shards
 from jdisagg.ops.kv_pages import token_coordinates, write_tokens
 from jdisagg.ops.paged_attention import paged_attention
 from jdisagg.ops.prefill_attention import PastPages, prefill_attention
 from jdisagg.ops.quarantine import seal
-from jdisagg.scheduler.commands import MeshLimits, PrefillChunk
+from jdisagg.scheduler.executor import MeshLimits
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkForm:
-    """What is known of a chunk when its program is compiled. `packed`: some rank has several rows, or one that does not come
-    first. `past`: rows may go on with earlier chunks (a packed chunk's always may; a whole fresh prompt is 1 % faster without).
-    `samples`: rows may sample (only chunks of the largest bucket are compiled without: the earlier part of a prompt fills one)."""
+    """What is known of a chunk when its program is compiled. `packed`: some rank has several rows,
+    or one that does not come first. `past`: rows may go on with earlier chunks (a packed chunk's
+    always may; a whole fresh prompt is 1 % faster without). `samples`: rows may sample (only chunks
+    of the largest bucket are compiled without: the earlier part of a prompt fills one)."""
 
     packed: bool = False
     past: bool = False
@@ -49,12 +53,17 @@ class ChunkForm:
 def chunk_forms(limits: MeshLimits, width: int) -> tuple[ChunkForm, ...]:
     """All forms that a chunk of this bucket may have."""
     forms = (ChunkForm(False, False), ChunkForm(False, True), ChunkForm(True, True))
-    return (*forms, ChunkForm(False, False, False), ChunkForm(False, True, False)) if width == limits.chunk_buckets[-1] else forms
+    return (
+        (*forms, ChunkForm(False, False, False), ChunkForm(False, True, False))
+        if width == limits.chunk_buckets[-1]
+        else forms
+    )
 
 
 @dataclass(frozen=True)
 class ChunkArrays:
-    """A packed chunk on the host; every array leads with the dp rank. Rows with a past come first in `table` and `past`."""
+    """A packed chunk on the host; every array leads with the dp rank. Rows with a past come first
+    in `table` and `past`."""
 
     tokens: np.ndarray  # int32 [ranks, T]
     positions: np.ndarray  # int32 [ranks, T]
@@ -62,13 +71,18 @@ class ChunkArrays:
     table: np.ndarray  # int32 [ranks, R, N]
     past: np.ndarray  # int32 [ranks, R]: tokens already in pages
     continuing: np.ndarray  # int32 [ranks]: rows that have a past
-    sampling: np.ndarray  # int32 [ranks, R, or 1 unless packed]: where in the chunk a row's last token lies; -1 where it does not sample
+    # int32 [ranks, R, or 1 unless packed]: where in the chunk a row's last token lies; -1 where it
+    # does not sample
+    sampling: np.ndarray
     form: ChunkForm
     checksum_key: int = 0
 
     @classmethod
-    def build(cls, command: PrefillChunk, limits: MeshLimits, form: ChunkForm | None = None) -> "ChunkArrays":
-        """Packs a command's rows. Rows that continue come first on their rank. `form`: what it is compiled as, if not for these rows."""
+    def build(
+        cls, command: PrefillChunk, limits: MeshLimits, form: ChunkForm | None = None
+    ) -> "ChunkArrays":
+        """Packs a command's rows. Rows that continue come first on their rank. `form`: what it is
+        compiled as, if not for these rows."""
         form = form or _form_of(command, limits)
         ranks, width, rows = limits.ranks, command.chunk_tokens, limits.rows_per_chunk
         columns = -(-limits.context_tokens // limits.page_size)
@@ -86,7 +100,9 @@ class ChunkArrays:
         used = [0] * ranks
         for row in command.rows:
             rank, index = row.rank, used[row.rank]
-            assert row.start == 0 or chunk.continuing[rank] == index, "rows that continue come first on their rank"
+            assert row.start == 0 or chunk.continuing[rank] == index, (
+                "rows that continue come first on their rank"
+            )
             span = slice(row.offset, row.offset + len(row.tokens))
             assert np.all(chunk.segment[rank, span] == -1), "rows of a chunk overlap"
             chunk.tokens[rank, span] = row.tokens
@@ -103,7 +119,11 @@ class ChunkArrays:
 
 def _form_of(command: PrefillChunk, limits: MeshLimits) -> ChunkForm:
     packed = any(row.offset > 0 for row in command.rows)
-    may_sample = packed or command.chunk_tokens < limits.chunk_buckets[-1] or any(row.samples for row in command.rows)
+    may_sample = (
+        packed
+        or command.chunk_tokens < limits.chunk_buckets[-1]
+        or any(row.samples for row in command.rows)
+    )
     return ChunkForm(packed, packed or any(row.start > 0 for row in command.rows), may_sample)
 
 
@@ -124,9 +144,18 @@ class PrefillPrograms:
         self._groups, self._sums, self._emit = groups, sums, sums is not None
 
     def run(self, chunk: ChunkArrays) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
-        """Issues the chain. Returns the last activations of the rows that sample [ranks, R, D], numbered as in `ChunkArrays.sampling`
-        (something to wait for where none may), and, where emitting, one KV block per group and its sums."""
-        on_host = (chunk.tokens, chunk.positions, chunk.segment, chunk.table, chunk.past, chunk.continuing, chunk.sampling)
+        """Issues the chain. Returns the last activations of the rows that sample [ranks, R, D],
+        numbered as in `ChunkArrays.sampling` (something to wait for where none may), and, where
+        emitting, one KV block per group and its sums."""
+        on_host = (
+            chunk.tokens,
+            chunk.positions,
+            chunk.segment,
+            chunk.table,
+            chunk.past,
+            chunk.continuing,
+            chunk.sampling,
+        )
         tokens, *meta, sampling = self._programs.put(on_host)
         x = self._embed(chunk.tokens.shape[1])(self._weights.stem.leaves, tokens)
         blocks: list[jax.Array] = []
@@ -150,30 +179,54 @@ class PrefillPrograms:
             return stem.merge(leaves).embed(tokens[0], shards)[None]  # type: ignore[attr-defined]
 
         arguments = (stem.leaves, jax.ShapeDtypeStruct((ranks, width), jnp.int32))
-        return self._programs.get(("embed", width), lambda: self._programs.compile(body, arguments, (stem.specs, RANK), RANK))
+        return self._programs.get(
+            ("embed", width),
+            lambda: self._programs.compile(body, arguments, (stem.specs, RANK), RANK),
+        )
 
     def _group(self, group: range, chunk: ChunkArrays) -> Any:
         parts = [self._weights.layers[index] for index in group]
         width, last = chunk.tokens.shape[1], group.stop == len(self._weights.layers)
-        form = chunk.form if last else dataclasses.replace(chunk.form, samples=True)  # the others are one program, whoever samples
+        # the others are one program, whoever samples
+        form = chunk.form if last else dataclasses.replace(chunk.form, samples=True)
         key = ("group", width, form, last, tuple(part.structure for part in parts))
 
         def build() -> Any:
             pages = self._pool.layers[group.start : group.stop]
-            x = jax.ShapeDtypeStruct((*chunk.tokens.shape, self._weights.width), self._weights.dtype)
-            meta = (chunk.positions, chunk.segment, chunk.table, chunk.past, chunk.continuing, chunk.sampling)
+            x = jax.ShapeDtypeStruct(
+                (*chunk.tokens.shape, self._weights.width), self._weights.dtype
+            )
+            meta = (
+                chunk.positions,
+                chunk.segment,
+                chunk.table,
+                chunk.past,
+                chunk.continuing,
+                chunk.sampling,
+            )
             page_specs = [tuple(PAGES_SPEC for _ in layer) for layer in pages]
             in_specs = ([part.specs for part in parts], page_specs, *(RANK,) * 7)
             out_specs = (RANK, page_specs, [BLOCK_SPEC] if self._emit else [])
             arguments = ([part.leaves for part in parts], pages, x, *meta)
-            donate = (1,) if last else (1, 2)  # the last group returns fewer activations than it is given
-            return self._programs.compile(self._group_body(group, form), arguments, in_specs, out_specs, donate=donate)
+            # the last group returns fewer activations than it is given
+            donate = (1,) if last else (1, 2)
+            return self._programs.compile(
+                self._group_body(group, form), arguments, in_specs, out_specs, donate=donate
+            )
 
         return self._programs.get(key, build)
 
     def _group_body(self, group: range, form: ChunkForm) -> Any:
-        parts, last = [self._weights.layers[index] for index in group], len(self._weights.layers) - 1
-        shards, emit, page_size, rank_rows = self._shards, self._emit, self._pool.page_size, self._pool.rank_rows
+        parts, last = (
+            [self._weights.layers[index] for index in group],
+            len(self._weights.layers) - 1,
+        )
+        shards, emit, page_size, rank_rows = (
+            self._shards,
+            self._emit,
+            self._pool.page_size,
+            self._pool.rank_rows,
+        )
 
         def body(
             leaves: Sequence[Sequence[jax.Array]],
@@ -188,14 +241,24 @@ class PrefillPrograms:
         ) -> tuple[jax.Array, list[LayerPages], list[jax.Array]]:
             positions_T, segment_T, table_RN, past_R = positions[0], segment[0], table[0], past[0]
             rows_R = sampling[0] if form.samples else jnp.zeros((0,), jnp.int32)
-            page_T, slot_T = token_coordinates(table_RN, segment_T, positions_T, pages=rank_rows, slots=page_size)
+            page_T, slot_T = token_coordinates(
+                table_RN, segment_T, positions_T, pages=rank_rows, slots=page_size
+            )
             new_pages: list[LayerPages] = []
             emitted: list[jax.Array] = []
 
             def attend_with(layer_pages: LayerPages, rows_alone: bool) -> Attend:
-                def attend(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, *, scale: float, window: int | None) -> jax.Array:
+                def attend(
+                    q_TNH: jax.Array,
+                    k_TKH: jax.Array,
+                    v_TKH: jax.Array,
+                    *,
+                    scale: float,
+                    window: int | None,
+                ) -> jax.Array:
                     k_TKH, v_TKH = seal(k_TKH, v_TKH)
-                    # Written before they are read, so that the scatter is ordered before the loop over pages without a copy.
+                    # Written before they are read, so that the scatter is ordered before the loop
+                    # over pages without a copy.
                     k_pages = write_tokens(layer_pages[0], k_TKH, page_T, slot_T, unique=False)
                     v_pages = write_tokens(layer_pages[1], v_TKH, page_T, slot_T, unique=False)
                     new_pages.append((k_pages, v_pages))
@@ -204,17 +267,43 @@ class PrefillPrograms:
                     how = {"scale": scale, "window": window, "platform": shards.platform}
                     if rows_alone:
                         rows, at_R = rows_R.shape[0], jnp.take(positions_T, rows_R, mode="clip")
-                        return paged_attention(q_TNH, k_pages, v_pages, table_RN[:rows], at_R, **how) if rows else q_TNH
-                    cached = PastPages(k_pages, v_pages, table_RN, past_R, continuing[0]) if form.past else None
-                    return prefill_attention(q_TNH, k_TKH, v_TKH, segment_T, positions_T, cached, packed=form.packed, **how)
+                        return (
+                            paged_attention(q_TNH, k_pages, v_pages, table_RN[:rows], at_R, **how)
+                            if rows
+                            else q_TNH
+                        )
+                    cached = (
+                        PastPages(k_pages, v_pages, table_RN, past_R, continuing[0])
+                        if form.past
+                        else None
+                    )
+                    return prefill_attention(
+                        q_TNH,
+                        k_TKH,
+                        v_TKH,
+                        segment_T,
+                        positions_T,
+                        cached,
+                        packed=form.packed,
+                        **how,
+                    )
 
                 return attend
 
             x_TD = x[0]
-            for index, part, part_leaves, layer_pages in zip(group, parts, leaves, pages, strict=True):
+            for index, part, part_leaves, layer_pages in zip(
+                group, parts, leaves, pages, strict=True
+            ):
                 layer: Any = part.merge(part_leaves)
                 asked_R = rows_R if index == last else None
-                x_TD = layer(x_TD, positions_T, attend_with(layer_pages, asked_R is not None), shards, segment_T >= 0, asked_R)
+                x_TD = layer(
+                    x_TD,
+                    positions_T,
+                    attend_with(layer_pages, asked_R is not None),
+                    shards,
+                    segment_T >= 0,
+                    asked_R,
+                )
             waited_for = x_TD if x_TD.shape[0] else x[0, :1]
             return waited_for[None], new_pages, [jnp.stack(emitted)[None]] if emit else []
 

@@ -1,8 +1,7 @@
 """The end of a prefill chunk: logits of the rows that sample, and a token for each.
 
-A chunk has at most `samples_per_chunk` samples per dp rank; several children of one sequence sample the same row. No program here
-depends on the chunk bucket.
-"""
+A chunk has at most `samples_per_chunk` samples per dp rank; several children of one sequence sample
+the same row. No program here depends on the chunk bucket."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -16,27 +15,46 @@ from jdisagg.executor.prefill_program import RANK
 from jdisagg.executor.programs import Programs
 from jdisagg.executor.slot_state import RowFormat
 from jdisagg.executor.weights import Weights
+from jdisagg.messages.step_commands import PrefillChunk
 from jdisagg.model_api import Shards
 from jdisagg.ops.quarantine import reveal
-from jdisagg.scheduler.commands import MeshLimits, PrefillChunk
+from jdisagg.scheduler.executor import MeshLimits
 
 
 class PrefillSampler:
     """Called by the dispatch thread alone."""
 
-    def __init__(self, programs: Programs, weights: Weights, shards: Shards, limits: MeshLimits, rows: RowFormat) -> None:
-        self._programs, self._weights, self._shards, self._limits, self._rows = programs, weights, shards, limits, rows
+    def __init__(
+        self,
+        programs: Programs,
+        weights: Weights,
+        shards: Shards,
+        limits: MeshLimits,
+        rows: RowFormat,
+    ) -> None:
+        self._programs, self._weights, self._shards, self._limits, self._rows = (
+            programs,
+            weights,
+            shards,
+            limits,
+            rows,
+        )
 
     def run(self, command: PrefillChunk, x: jax.Array) -> Chosen | None:
-        """Issues the choice of the chunk's samples; None where nothing samples. x [ranks, R, D]: the last activations of each row's
-        last token, rows numbered on their rank in the command's order."""
+        """Issues the choice of the chunk's samples; None where nothing samples. x [ranks, R, D]:
+        the last activations of each row's last token, rows numbered on their rank in the command's
+        order."""
         samples = [(row, spec) for row in command.rows for spec in row.samples]
         if not samples:
             return None
         shaped = any(spec.sampling.shaped for _, spec in samples)
-        variant = Variant.of(sampled=any(not spec.sampling.greedy for _, spec in samples), shaped=shaped)
+        variant = Variant.of(
+            sampled=any(not spec.sampling.greedy for _, spec in samples), shaped=shaped
+        )
         per_rank = Counter(row.rank for row, _ in samples)
-        source, ints, floats, positions, *counts = rows = self._empty(variant, max(per_rank.values()))
+        source, ints, floats, positions, *counts = rows = self._empty(
+            variant, max(per_rank.values())
+        )
         rows_seen, used = [0] * self._limits.ranks, [0] * self._limits.ranks
         for row in command.rows:
             for spec in row.samples:
@@ -57,12 +75,19 @@ class PrefillSampler:
             jax.block_until_ready(self._head(variant, self._pick(x, source), tuple(rows)).token)
 
     def _empty(self, variant: Variant, samples: int) -> list[np.ndarray]:
-        """Arrays for so many samples a rank: one, or room for as many as a chunk may hold. (A head over 16 rows for the one sample of
-        a long prompt would cost 1 % of its prefill.)"""
+        """Arrays for so many samples a rank: one, or room for as many as a chunk may hold. (A head
+        over 16 rows for the one sample of a long prompt would cost 1 % of its prefill.)"""
         shape = (self._limits.ranks, 1 if samples == 1 else self._limits.samples_per_chunk)
-        ints, floats = np.zeros((*shape, self._rows.ints), np.int32), np.zeros((*shape, self._rows.floats), np.float32)
+        ints, floats = (
+            np.zeros((*shape, self._rows.ints), np.int32),
+            np.zeros((*shape, self._rows.floats), np.float32),
+        )
         rows = [np.zeros(shape, np.int32), ints, floats, np.zeros(shape, np.int32)]
-        return [*rows, np.zeros((*shape, self._rows.vocabulary), np.int32)] if variant is Variant.SHAPED else rows
+        return (
+            [*rows, np.zeros((*shape, self._rows.vocabulary), np.int32)]
+            if variant is Variant.SHAPED
+            else rows
+        )
 
     def _pick(self, x: jax.Array, source: np.ndarray) -> jax.Array:
         """x[rank, source[rank]]: [ranks, samples, D]."""
@@ -75,20 +100,36 @@ class PrefillSampler:
         return self._programs.get(("pick", x.shape[1], source.shape), build)(x, on_mesh)
 
     def _head(self, variant: Variant, x: jax.Array, rows: tuple[np.ndarray, ...]) -> Chosen:
-        stem, shards, row_format, programs = self._weights.stem, self._shards, self._rows, self._programs
+        stem, shards, row_format, programs = (
+            self._weights.stem,
+            self._shards,
+            self._rows,
+            self._programs,
+        )
 
-        def body(leaves: tuple[jax.Array, ...], x: jax.Array, rows: tuple[jax.Array, ...]) -> Chosen:
+        def body(
+            leaves: tuple[jax.Array, ...], x: jax.Array, rows: tuple[jax.Array, ...]
+        ) -> Chosen:
             ints, floats, position_R, *counts = (array[0] for array in rows)
             logits_RV = stem.merge(leaves).logits(reveal(x[0]), shards)  # type: ignore[attr-defined]
             active_R = jnp.ones(position_R.shape, jnp.bool_)
-            return choose(variant, row_format, logits_RV, ints, floats, position_R, active_R, counts[0] if counts else None).on_rank(
-                programs
-            )
+            return choose(
+                variant,
+                row_format,
+                logits_RV,
+                ints,
+                floats,
+                position_R,
+                active_R,
+                counts[0] if counts else None,
+            ).on_rank(programs)
 
         on_mesh = self._programs.put(rows)
 
         def build() -> Callable[..., Chosen]:
             in_specs = (stem.specs, RANK, (RANK,) * len(rows))
-            return self._programs.compile(body, (stem.leaves, x, on_mesh), in_specs, Chosen.specs(variant, programs))
+            return self._programs.compile(
+                body, (stem.leaves, x, on_mesh), in_specs, Chosen.specs(variant, programs)
+            )
 
         return self._programs.get(("head", variant, x.shape), build)(stem.leaves, x, on_mesh)

@@ -1,11 +1,12 @@
 """Compiled programs by key: compiled ahead of time, counted, never recompiled.
 
-A program is lowered from abstract arguments with explicit shardings and kept as a compiled executable: a call whose shapes
-differ raises instead of compiling (rule 12). `compilations` counts what was compiled; it stands still in steady state.
+A program is lowered from abstract arguments with explicit shardings and kept as a compiled
+executable: a call whose shapes differ raises instead of compiling (rule 12). `compilations` counts
+what was compiled; it stands still in steady state.
 
-A mesh may span several processes, each of which runs the same programs in the same order: host arrays then go up by callback
-(a `device_put` would talk to the other processes), and what a host reads is gathered over dp inside the program.
-"""
+A mesh may span several processes, each of which runs the same programs in the same order: host
+arrays then go up by callback (a `device_put` would talk to the other processes), and what a host
+reads is gathered over dp inside the program."""
 
 import threading
 from collections.abc import Callable, Hashable
@@ -20,11 +21,14 @@ BLOCK_SPEC = PartitionSpec("dp", None, "kv")  # as `transfer.channel.block_shard
 
 
 class Programs:
-    """One mesh's executables. Building is thread-safe, so that warm-up may compile several at once."""
+    """One mesh's executables. Building is thread-safe, so that warm-up may compile several at
+    once."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.spans_processes = any(device.process_index != jax.process_index() for device in mesh.devices.flat)
+        self.spans_processes = any(
+            device.process_index != jax.process_index() for device in mesh.devices.flat
+        )
         self.compilations = 0
         self._by_rank = NamedSharding(mesh, RANK)
         self._built: dict[Hashable, Callable[..., Any]] = {}
@@ -32,23 +36,31 @@ class Programs:
 
     @property
     def readable_spec(self) -> PartitionSpec:
-        """How arrays lie that `readable` gave: by rank, or replicated where the mesh spans processes."""
+        """How arrays lie that `readable` gave: by rank, or replicated where the mesh spans
+        processes."""
         return PartitionSpec() if self.spans_processes else RANK
 
     def readable(self, local: Any) -> Any:
-        """At the end of a program's body: arrays [1, ...] of this rank, made readable by every process of the mesh."""
+        """At the end of a program's body: arrays [1, ...] of this rank, made readable by every
+        process of the mesh."""
         if not self.spans_processes or self.mesh.shape["dp"] == 1:
             return local
-        return jax.tree.map(lambda array: jax.lax.all_gather(array, "dp", axis=0, tiled=True), local)
+        return jax.tree.map(
+            lambda array: jax.lax.all_gather(array, "dp", axis=0, tiled=True), local
+        )
 
     def put(self, host: Any) -> Any:
-        """Host arrays [ranks, ...] (every process holds the same), each rank's part to its devices. Does not wait for other processes."""
+        """Host arrays [ranks, ...] (every process holds the same), each rank's part to its devices.
+        Does not wait for other processes."""
         if not self.spans_processes:
             return jax.device_put(host, self._by_rank)
 
         def by_callback(array: np.ndarray) -> jax.Array:
-            kept = array.copy()  # the callback's slices may be aliased, and callers reuse their arrays
-            return jax.make_array_from_callback(array.shape, self._by_rank, lambda index: kept[index])
+            # the callback's slices may be aliased, and callers reuse their arrays
+            kept = array.copy()
+            return jax.make_array_from_callback(
+                array.shape, self._by_rank, lambda index: kept[index]
+            )
 
         return jax.tree.map(by_callback, host)
 
@@ -63,7 +75,8 @@ class Programs:
         return program
 
     def adopt(self, earlier: "Programs") -> None:
-        """Takes over the executables of an instance that was like this one (role, layout, limits, model) on an equal mesh."""
+        """Takes over the executables of an instance that was like this one (role, layout, limits,
+        model) on an equal mesh."""
         assert earlier.mesh == self.mesh, "executables are made for their mesh"
         self._built.update(earlier._built)
         self.compilations += earlier.compilations
@@ -76,15 +89,22 @@ class Programs:
         out_specs: Any,
         donate: tuple[int, ...] = (),
     ) -> Callable[..., Any]:
-        """`shard_map`s `body` over the mesh, compiles it for `arguments` (arrays or shapes) and donates the named ones.
+        """`shard_map`s `body` over the mesh, compiles it for `arguments` (arrays or shapes) and
+        donates the named ones.
 
-        in_specs and out_specs are pytrees of PartitionSpec that match the arguments and results leaf by leaf; shardings of
-        donated arguments and their results are equal and explicit, else XLA would not alias them.
-        """
-        mapped = jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        in_specs and out_specs are pytrees of PartitionSpec that match the arguments and results
+        leaf by leaf; shardings of donated arguments and their results are equal and explicit, else
+        XLA would not alias them."""
+        mapped = jax.shard_map(
+            body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
         in_shardings, out_shardings = self._shardings(in_specs), self._shardings(out_specs)
-        abstract = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), arguments, in_shardings)
-        jitted = jax.jit(mapped, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate)
+        abstract = jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), arguments, in_shardings
+        )
+        jitted = jax.jit(
+            mapped, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate
+        )
         return jitted.lower(*abstract).compile()
 
     def _shardings(self, specs: Any) -> Any:

@@ -1,4 +1,5 @@
-"""What the completion thread waits for: device arrays on their way to plain results. Reading blocks; issuing does not."""
+"""What the completion thread waits for: device arrays on their way to plain results. Reading
+blocks; issuing does not."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,8 +8,7 @@ import jax
 
 from jdisagg.executor.block_sums import ChunkSums, Found
 from jdisagg.executor.choose import Chosen
-from jdisagg.request import TokenLogprobs
-from jdisagg.scheduler.commands import (
+from jdisagg.messages.step_commands import (
     BlockChecksum,
     DecodeResult,
     DecodeSteps,
@@ -20,13 +20,15 @@ from jdisagg.scheduler.commands import (
     PullResult,
     SampledToken,
 )
+from jdisagg.request import TokenLogprobs
 from jdisagg.transfer.channel import Pull
 from jdisagg.transfer.polled_pull import is_ready
 
 
 def start_reading(arrays: Iterable[jax.Array | None]) -> None:
     """Asks for the copies to the host, so that they are under way before anyone waits."""
-    with jax.transfer_guard_device_to_host("allow"):  # the one place that reads back: a guard may forbid all others
+    # the one place that reads back: a guard may forbid all others
+    with jax.transfer_guard_device_to_host("allow"):
         for array in arrays:
             if array is not None:
                 array.copy_to_host_async()
@@ -48,8 +50,8 @@ class Finished:
 
 @dataclass
 class PrefillReading:
-    """The tokens sampled at the end of a chunk, and the checksums of what it offers. A chunk that samples nothing is over when its last
-    activations are there."""
+    """The tokens sampled at the end of a chunk, and the checksums of what it offers. A chunk that
+    samples nothing is over when its last activations are there."""
 
     command: PrefillChunk
     last: jax.Array
@@ -58,7 +60,12 @@ class PrefillReading:
     in_order: bool = True
 
     def is_ready(self) -> bool:
-        return all(map(is_ready, (self.last if self.chosen is None else self.chosen.token, *self.sums.groups)))
+        return all(
+            map(
+                is_ready,
+                (self.last if self.chosen is None else self.chosen.token, *self.sums.groups),
+            )
+        )
 
     def result(self) -> PrefillResult:
         if self.chosen is None:
@@ -72,7 +79,14 @@ class PrefillReading:
                 column = used.get(row.rank, 0)
                 used[row.rank] = column + 1
                 token = host.token(row.rank, column)
-                samples.append(SampledToken(row.sequence, spec.child, token, host.logprobs(row.rank, column, spec.sampling.logprobs)))
+                samples.append(
+                    SampledToken(
+                        row.sequence,
+                        spec.child,
+                        token,
+                        host.logprobs(row.rank, column, spec.sampling.logprobs),
+                    )
+                )
         return PrefillResult(self.command.step, tuple(samples), self.sums.read())
 
 
@@ -111,18 +125,26 @@ class DecodeReading:
     def result(self) -> DecodeResult:
         steps = [_Host(chosen) for chosen in self.chosen]
         rows = [(rank, range(len(slots))) for rank, slots in enumerate(self.command.slots)]
-        tokens = tuple(tuple(tuple(step.token(rank, row) for step in steps) for row in indices) for rank, indices in rows)
+        tokens = tuple(
+            tuple(tuple(step.token(rank, row) for step in steps) for row in indices)
+            for rank, indices in rows
+        )
         if not any(count is not None for row in self.wanted for count in row):
             return DecodeResult(self.command.step, tokens)
         logprobs = tuple(
-            tuple(tuple(step.logprobs(rank, row, self.wanted[rank][row]) for step in steps) for row in indices) for rank, indices in rows
+            tuple(
+                tuple(step.logprobs(rank, row, self.wanted[rank][row]) for step in steps)
+                for row in indices
+            )
+            for rank, indices in rows
         )
         return DecodeResult(self.command.step, tokens, logprobs)
 
 
 @dataclass
 class PullReading:
-    """A transfer under way; a failed one is a result, not an exception: the scheduler decides what next."""
+    """A transfer under way; a failed one is a result, not an exception: the scheduler decides what
+    next."""
 
     step: int
     offer_id: int
@@ -134,14 +156,18 @@ class PullReading:
 
     def result(self) -> PullResult:
         error = self.pull.failed()
-        return PullResult(self.step, self.offer_id, self.pull.bytes_moved, error.message if error else "")
+        return PullResult(
+            self.step, self.offer_id, self.pull.bytes_moved, error.message if error else ""
+        )
 
 
 class _Host:
     """One step's choices as numpy arrays."""
 
     def __init__(self, chosen: Chosen) -> None:
-        self._token, *self._rest = (None if array is None else jax.device_get(array) for array in chosen[:4])
+        self._token, *self._rest = (
+            None if array is None else jax.device_get(array) for array in chosen[:4]
+        )
 
     def token(self, rank: int, row: int) -> int:
         assert self._token is not None
@@ -151,5 +177,7 @@ class _Host:
         logprob, top_ids, top = self._rest
         if wanted is None or logprob is None or top_ids is None or top is None:
             return None
-        pairs = zip(top_ids[rank, row, :wanted].tolist(), top[rank, row, :wanted].tolist(), strict=True)
+        pairs = zip(
+            top_ids[rank, row, :wanted].tolist(), top[rank, row, :wanted].tolist(), strict=True
+        )
         return TokenLogprobs(float(logprob[rank, row]), tuple(pairs))

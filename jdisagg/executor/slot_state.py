@@ -1,11 +1,13 @@
-"""What a mesh keeps for each decode slot, packed: two matrices of parameters, and the running token and position.
+"""What a mesh keeps for each decode slot, packed: two matrices of parameters, and the running token
+and position.
 
-Per rank and slot: `hot` int32 [2] (token, position) changes every step; `ints` and `floats` (limits, sampling parameters, stop
-and bias ids, page table) change on admission and growth; `counts` int32 [V] holds which tokens were seen, for penalties, and is
-used only by shaped rows. Packing keeps a step's arguments, and the uploads of an admission, few.
+Per rank and slot: `hot` int32 [2] (token, position) changes every step; `ints` and `floats`
+(limits, sampling parameters, stop and bias ids, page table) change on admission and growth;
+`counts` int32 [V] holds which tokens were seen, for penalties, and is used only by shaped rows.
+Packing keeps a step's arguments, and the uploads of an admission, few.
 
-The same packing describes the rows that a prefill chunk samples. Everything here is derived from a `SampleSpec` (rule 9).
-"""
+The same packing describes the rows that a prefill chunk samples. Everything here is derived from a
+`SampleSpec` (rule 9)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdisagg.messages.step_commands import SampleSpec
 from jdisagg.ops.logit_shaping import ShapingRows, token_counts
 from jdisagg.ops.sampling import SamplingRows
 from jdisagg.request import MAX_EOS_IDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-from jdisagg.scheduler.commands import SampleSpec
 
 STOP_COLUMNS = MAX_STOP_TOKEN_IDS + MAX_EOS_IDS  # the caller's and the model's own
 _LIMIT, _TOP_K, _SEED, _CHILD, _MIN_POSITION, _TABLE = 0, 1, 2, 4, 5, 6
@@ -39,11 +41,20 @@ class RowFormat:
     def floats(self) -> int:
         return _FLOATS + MAX_LOGIT_BIAS
 
-    def pack(self, ints: np.ndarray, floats: np.ndarray, spec: SampleSpec, pages: Iterable[int] = (), limit: int = 0) -> None:
+    def pack(
+        self,
+        ints: np.ndarray,
+        floats: np.ndarray,
+        spec: SampleSpec,
+        pages: Iterable[int] = (),
+        limit: int = 0,
+    ) -> None:
         """Fills one row, `ints` [I] and `floats` [F], in place."""
         params = spec.sampling
         ints[:_TABLE] = (limit, params.top_k, 0, 0, spec.child, spec.min_position)
-        ints[_SEED : _SEED + 2] = np.array([params.seed & 0xFFFFFFFF, params.seed >> 32], np.uint32).view(np.int32)
+        ints[_SEED : _SEED + 2] = np.array(
+            [params.seed & 0xFFFFFFFF, params.seed >> 32], np.uint32
+        ).view(np.int32)
         self.pack_pages(ints, pages, limit)
         stops, biases = self._stop_columns, self._bias_columns
         ints[stops] = -1
@@ -76,7 +87,9 @@ class RowFormat:
     def limit_and_table(self, ints_BI: jax.Array) -> tuple[jax.Array, jax.Array]:
         return ints_BI[:, _LIMIT], ints_BI[:, _TABLE : _TABLE + self.table_columns]
 
-    def sampling(self, ints_BI: jax.Array, floats_BF: jax.Array, position_B: jax.Array) -> SamplingRows:
+    def sampling(
+        self, ints_BI: jax.Array, floats_BF: jax.Array, position_B: jax.Array
+    ) -> SamplingRows:
         """`position_B`: index in the sequence of the token being chosen."""
         return SamplingRows(
             temperature=floats_BF[:, 0],

@@ -1,8 +1,8 @@
-"""A model's weights as programs want them: flat tuples of arrays per part, merged back into modules while tracing.
+"""A model's weights as programs want them: flat tuples of arrays per part, merged back into modules
+while tracing.
 
-A part is the stem or one layer. Layers of the same structure have equal `structure`, so that one compiled program serves
-every layer group of that structure. Nothing here copies a weight.
-"""
+A part is the stem or one layer. Layers of the same structure have equal `structure`, so that one
+compiled program serves every layer group of that structure. Nothing here copies a weight."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ from jdisagg.ops.parameters import param_specs
 
 @dataclass(frozen=True)
 class Part:
-    """One module: its arrays in leaf order, how they are partitioned, and what is needed to rebuild it around other arrays."""
+    """One module: its arrays in leaf order, how they are partitioned, and what is needed to rebuild
+    it around other arrays."""
 
     leaves: tuple[jax.Array, ...]
     specs: tuple[PartitionSpec, ...]
@@ -50,7 +51,9 @@ class Weights:
 def split_model(model: Model, layout: Layout) -> Weights:
     """Splits a loaded model into parts that share its arrays."""
     stem, layers = _part(model.stem, layout), tuple(_part(layer, layout) for layer in model.layers)
-    x = jax.eval_shape(lambda tokens: model.stem.embed(tokens, Shards()), jax.ShapeDtypeStruct((1,), jnp.int32))
+    x = jax.eval_shape(
+        lambda tokens: model.stem.embed(tokens, Shards()), jax.ShapeDtypeStruct((1,), jnp.int32)
+    )
     return Weights(stem, layers, x.shape[-1], x.dtype)
 
 
@@ -62,10 +65,13 @@ def _part(module: object, layout: Layout) -> Part:
 
 
 def mesh_shards(mesh: Mesh, layout: Layout, platform: str) -> Shards:
-    """The axis names programs on this mesh use: axes of one device are left out, so that they cost no collective."""
+    """The axis names programs on this mesh use: axes of one device are left out, so that they cost
+    no collective."""
 
     def real(axes: Sequence[str]) -> tuple[str, ...]:
         return tuple(axis for axis in axes if mesh.shape[axis] > 1)
 
     assert mesh.axis_names == MESH_AXES
-    return Shards(tp=real(TP_AXES), dp=real(("dp",)), ep=real(layout.expert_axes()), platform=platform)
+    return Shards(
+        tp=real(TP_AXES), dp=real(("dp",)), ep=real(layout.expert_axes()), platform=platform
+    )

@@ -1,9 +1,9 @@
 """The two threads of a mesh: one issues programs in order, one waits for what they give.
 
-The event loop never touches JAX. `submit` puts a job on the dispatch thread, which calls `issue()`: it starts device work and
-returns what to wait for. The completion thread waits (results in order, transfers as they come) and resolves the caller's
-future on the event loop. A failed job fails its own future; nothing is lost when the other thread is behind.
-"""
+The event loop never touches JAX. `submit` puts a job on the dispatch thread, which calls `issue()`:
+it starts device work and returns what to wait for. The completion thread waits (results in order,
+transfers as they come) and resolves the caller's future on the event loop. A failed job fails its
+own future; nothing is lost when the other thread is behind."""
 
 import asyncio
 import queue
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jdisagg.errors import JdisaggError, UnavailableError
-from jdisagg.scheduler.commands import StepResult
+from jdisagg.messages.step_commands import StepResult
 
 POLL_SECONDS = 2e-4
 
@@ -27,7 +27,8 @@ class Waiting(Protocol):
     def is_ready(self) -> bool: ...
 
     def result(self) -> StepResult:
-        """Blocks until ready. In-order results are asked for in the order in which they were issued."""
+        """Blocks until ready. In-order results are asked for in the order in which they were
+        issued."""
         ...
 
 
@@ -39,7 +40,8 @@ class _Job:
 
 
 class WorkThreads:
-    """Owns the two threads. `submit` is called on an event loop; jobs are issued in the order of the calls."""
+    """Owns the two threads. `submit` is called on an event loop; jobs are issued in the order of
+    the calls."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -56,7 +58,9 @@ class WorkThreads:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[StepResult] = loop.create_future()
         if self._closed:
-            future.set_exception(UnavailableError("the mesh's executor is closed; send the work to another worker"))
+            future.set_exception(
+                UnavailableError("the mesh's executor is closed; send the work to another worker")
+            )
         else:
             self._jobs.put(_Job(issue, future, loop))
         return future
@@ -79,13 +83,15 @@ class WorkThreads:
         self._issued.put(None)
 
     def _complete(self) -> None:
-        """Blocks on results while there are no transfers; with transfers under way it polls both. Holds nothing of what is done: a job
-        holds its whole executor."""
+        """Blocks on results while there are no transfers; with transfers under way it polls both.
+        Holds nothing of what is done: a job holds its whole executor."""
         steps: list[tuple[_Job, Waiting]] = []
         transfers: list[tuple[_Job, Waiting]] = []
         open_ = True
         while open_ or steps or transfers:
-            open_ = self._sort(steps, transfers, block=open_ and not steps and not transfers) and open_
+            open_ = (
+                self._sort(steps, transfers, block=open_ and not steps and not transfers) and open_
+            )
             busy = _finish_ready(transfers)
             if steps and (not transfers or steps[0][1].is_ready()):
                 _finish(*steps.pop(0))
@@ -93,7 +99,9 @@ class WorkThreads:
             if transfers and not busy:
                 time.sleep(POLL_SECONDS)
 
-    def _sort(self, steps: list[tuple[_Job, Waiting]], transfers: list[tuple[_Job, Waiting]], block: bool) -> bool:
+    def _sort(
+        self, steps: list[tuple[_Job, Waiting]], transfers: list[tuple[_Job, Waiting]], block: bool
+    ) -> bool:
         """Takes what was issued. Whether more may come."""
         taken = self._take(block)
         for item in taken:
@@ -136,7 +144,9 @@ def _resolve(job: _Job, outcome: StepResult | Exception) -> None:
         elif isinstance(outcome, JdisaggError):
             job.future.set_exception(outcome)
         else:
-            error = UnavailableError(f"a program on the mesh failed: {type(outcome).__name__}: {outcome}")
+            error = UnavailableError(
+                f"a program on the mesh failed: {type(outcome).__name__}: {outcome}"
+            )
             error.__cause__ = outcome
             job.future.set_exception(error)
 

@@ -1,20 +1,24 @@
-"""The leader's executor: every command goes to the followers and to its own mesh, in the same order.
+"""The leader's executor: every command goes to the followers and to its own mesh, in the same
+order.
 
-To the worker's loop it is an `Executor` like any other. Results are the leader's own (tokens and sums are replicated over the mesh),
-but for pulls, of which each process makes its part: bytes add up, and one error is an error. When a process fails, falls silent
-or goes, everything under way and everything later raises `UnavailableError`: programs of the leader's own mesh may then hang in a
-collective for ever, so nothing waits for them, and the process must exit hard.
-"""
+To the worker's loop it is an `Executor` like any other. Results are the leader's own (tokens and
+sums are replicated over the mesh), but for pulls, of which each process makes its part: bytes add
+up, and one error is an error. When a process fails, falls silent or goes, everything under way and
+everything later raises `UnavailableError`: programs of the leader's own mesh may then hang in a
+collective for ever, so nothing waits for them, and the process must exit hard."""
 
 import asyncio
 import dataclasses
 from collections import deque
 
+import msgspec
+
 from jdisagg.errors import UnavailableError
 from jdisagg.instance.followers import Followers
-from jdisagg.instance.messages import Failed, Reported
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
-from jdisagg.scheduler.commands import Executor, MeshLimits, PullBlock, PullResult, StepCommand, StepResult
+from jdisagg.messages.instance import Failed, Reported
+from jdisagg.messages.step_commands import PullBlock, PullResult, StepCommand, StepResult
+from jdisagg.scheduler.executor import Executor, MeshLimits
 
 
 @dataclasses.dataclass
@@ -29,7 +33,8 @@ class _UnderWay:
 
 
 class BroadcastExecutor:
-    """Implements `scheduler.commands.Executor` over `local` and the followers. `end`: the leader's own place on the KV plane."""
+    """Implements `scheduler.executor.Executor` over `local` and the followers. `end`: the leader's
+    own place on the KV plane."""
 
     def __init__(self, local: Executor, followers: Followers, end: KvEnd | None = None) -> None:
         self.limits: MeshLimits = local.limits
@@ -37,7 +42,8 @@ class BroadcastExecutor:
         self._local = local
         self._followers = followers
         self._under_way: dict[int, _UnderWay] = {}
-        self._raised: deque[int] = deque(maxlen=1024)  # on this mesh: what all processes refuse alike breaks nothing
+        # on this mesh: what all processes refuse alike breaks nothing
+        self._raised: deque[int] = deque(maxlen=1024)
         followers.when_told(self._told)
         followers.when_failed(self._fail_all)
 
@@ -47,14 +53,17 @@ class BroadcastExecutor:
             future.set_exception(self._followers.failure)
             return future
         number = self._followers.order(command)
-        reporters = set(range(1, self._followers.processes)) if isinstance(command, PullBlock) else set()
+        reporters = (
+            set(range(1, self._followers.processes)) if isinstance(command, PullBlock) else set()
+        )
         self._under_way[number] = _UnderWay(future, reporters)
         own = asyncio.ensure_future(self._local.run(command))
         own.add_done_callback(lambda done: self._finished(number, done))
         return future
 
     def close(self) -> None:
-        """Frees the mesh, after `Followers.stop`, on any thread; a failed instance's mesh is left as it is, for it may hang."""
+        """Frees the mesh, after `Followers.stop`, on any thread; a failed instance's mesh is left
+        as it is, for it may hang."""
         if not self._followers.failure:
             self._local.close()
 
@@ -99,11 +108,13 @@ class BroadcastExecutor:
         if entry.own is None or entry.missing:
             return
         del self._under_way[number]
-        result = entry.own
-        if isinstance(result, PullResult):
-            parts = [result, *entry.pulls]
-            error = next((part.error for part in parts if part.error), "")
-            result = dataclasses.replace(result, bytes_moved=sum(part.bytes_moved for part in parts), error=error)
+        try:
+            result = _whole(entry.own, entry.pulls)
+        except Exception as error:
+            # Nobody awaits what runs here: the instance fails, and with it the command.
+            self._under_way[number] = entry
+            self._followers.fail(f"command {number}: its parts do not fit: {error!r}")
+            return
         if not entry.future.done():
             entry.future.set_result(result)
 
@@ -112,3 +123,15 @@ class BroadcastExecutor:
             if not entry.future.done():
                 entry.future.set_exception(error)
         self._under_way.clear()
+
+
+def _whole(own: StepResult, pulls: list[PullResult]) -> StepResult:
+    """A command's result on all processes: a pull has moved what all of them moved, and failed
+    where one of them did."""
+    if not isinstance(own, PullResult):
+        return own
+    parts = [own, *pulls]
+    error = next((part.error for part in parts if part.error), "")
+    return msgspec.structs.replace(
+        own, bytes_moved=sum(part.bytes_moved for part in parts), error=error
+    )

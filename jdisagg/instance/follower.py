@@ -1,9 +1,9 @@
 """A follower's main loop: it runs what the leader orders, in order, on its own part of the mesh.
 
-asyncio alone; `LeaderLink` carries the messages. The follower decides nothing. It returns when the leader says stop, and raises
-`UnavailableError` when the leader goes, falls silent, or a command breaks the mesh: the process must then exit hard, for programs may
-hang in a collective whose other half is gone.
-"""
+asyncio alone; `LeaderLink` carries the messages. The follower decides nothing. It returns when the
+leader says stop, and raises `UnavailableError` when the leader goes, falls silent, or a command
+breaks the mesh: the process must then exit hard, for programs may hang in a collective whose other
+half is gone."""
 
 import asyncio
 import contextlib
@@ -13,8 +13,20 @@ from typing import Protocol
 from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, IncompatiblePeerError, UnavailableError
 from jdisagg.instance.liveness import LOOK_SECONDS, InstanceTiming, SilenceWatch
-from jdisagg.instance.messages import Beat, Begin, Failed, FollowerMessage, Join, LeaderMessage, Ordered, Ready, Reported, Stop
-from jdisagg.scheduler.commands import Executor, PullBlock, StepResult
+from jdisagg.messages.instance import (
+    Beat,
+    Begin,
+    Failed,
+    FollowerMessage,
+    Join,
+    LeaderMessage,
+    Ordered,
+    Ready,
+    Reported,
+    Stop,
+)
+from jdisagg.messages.step_commands import PullBlock, StepResult
+from jdisagg.scheduler.executor import Executor
 
 
 class LeaderLink(Protocol):
@@ -39,12 +51,15 @@ async def run_follower(
     clock: Clock,
     timing: InstanceTiming | None = None,
 ) -> None:
-    """Joins, prepares (the warm-up, in lockstep with the other processes), then obeys until told to stop."""
+    """Joins, prepares (the warm-up, in lockstep with the other processes), then obeys until told to
+    stop."""
     await _Follower(link, executor, clock, timing or InstanceTiming()).run(join, prepare)
 
 
 class _Follower:
-    def __init__(self, link: LeaderLink, executor: Executor, clock: Clock, timing: InstanceTiming) -> None:
+    def __init__(
+        self, link: LeaderLink, executor: Executor, clock: Clock, timing: InstanceTiming
+    ) -> None:
         self._link, self._executor, self._clock, self._timing = link, executor, clock, timing
         self._watch = SilenceWatch(clock.now())
         self._running = False
@@ -61,7 +76,10 @@ class _Follower:
                 broken.append(error)
                 obey.cancel()
 
-        helpers = [asyncio.create_task(self._beat_and_watch()), asyncio.create_task(self._prepare(prepare))]
+        helpers = [
+            asyncio.create_task(self._beat_and_watch()),
+            asyncio.create_task(self._prepare(prepare)),
+        ]
         for helper in helpers:
             helper.add_done_callback(ended)
         try:
@@ -90,15 +108,23 @@ class _Follower:
                     self._run(message)
                 case Stop():
                     if self._under_way:
-                        await asyncio.wait(set(self._under_way), timeout=self._timing.silence_seconds)
+                        await asyncio.wait(
+                            set(self._under_way), timeout=self._timing.silence_seconds
+                        )
                     return
                 case Beat():
                     pass
-        raise UnavailableError("the instance failed: the leader's stream ended; this process must be started anew with the others")
+        raise UnavailableError(
+            "the instance failed: the leader's stream ended; this process must be started anew with"
+            " the others"
+        )
 
     def _run(self, order: Ordered) -> None:
         if order.number != self._next:
-            raise UnavailableError(f"the instance failed: command {self._next} is missing, {order.number} came; start it anew")
+            raise UnavailableError(
+                f"the instance failed: command {self._next} is missing, {order.number} came; start"
+                " it anew"
+            )
         self._next += 1
         future = asyncio.ensure_future(self._executor.run(order.command))
         self._under_way.add(future)
@@ -122,7 +148,13 @@ class _Follower:
             if now >= next_beat:
                 self._link.send(Beat())
                 next_beat = now + self._timing.beat_seconds
-            limit = self._timing.silence_seconds if self._running else self._timing.starting_silence_seconds
+            limit = (
+                self._timing.silence_seconds
+                if self._running
+                else self._timing.starting_silence_seconds
+            )
             if self._watch.look(now) > limit:
-                raise UnavailableError(f"the instance failed: the leader was silent for {limit} s; start it anew")
+                raise UnavailableError(
+                    f"the instance failed: the leader was silent for {limit} s; start it anew"
+                )
             await asyncio.sleep(LOOK_SECONDS)

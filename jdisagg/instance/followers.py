@@ -1,9 +1,10 @@
-"""The leader's roster of followers: who joined, who is ready, who is alive. One that fails, fails the instance.
+"""The leader's roster of followers: who joined, who is ready, who is alive. One that fails, fails
+the instance.
 
-asyncio alone; messages come and go through `FollowerSession`, one for each follower's stream, whatever carries it. Invariants:
-every follower gets every order, in the same order; nobody joins twice, late or without the secret; after the first failure nothing
-is ordered any more, and `failure` says why.
-"""
+asyncio alone; messages come and go through `FollowerSession`, one for each follower's stream,
+whatever carries it. Invariants: every follower gets every order, in the same order; nobody joins
+twice, late or without the secret; after the first failure nothing is ordered any more, and
+`failure` says why."""
 
 import asyncio
 import contextlib
@@ -13,9 +14,20 @@ from collections.abc import AsyncIterator, Callable
 from jdisagg.clock import Clock
 from jdisagg.errors import InvalidRequestError, UnavailableError
 from jdisagg.instance.liveness import LOOK_SECONDS, InstanceTiming, SilenceWatch
-from jdisagg.instance.messages import Beat, Begin, Failed, FollowerMessage, Join, LeaderMessage, Ordered, Ready, Reported, Stop
 from jdisagg.layout.mesh_card import KvEnd
-from jdisagg.scheduler.commands import StepCommand
+from jdisagg.messages.instance import (
+    Beat,
+    Begin,
+    Failed,
+    FollowerMessage,
+    Join,
+    LeaderMessage,
+    Ordered,
+    Ready,
+    Reported,
+    Stop,
+)
+from jdisagg.messages.step_commands import StepCommand
 
 
 class FollowerSession:
@@ -48,7 +60,9 @@ class FollowerSession:
             case Reported() | Failed():
                 self._roster.told(self.process, message)
             case Join():
-                raise InvalidRequestError(f"instance: process {self.process} joined twice on one stream")
+                raise InvalidRequestError(
+                    f"instance: process {self.process} joined twice on one stream"
+                )
 
     def ended(self, reason: str) -> None:
         """The stream is over, from the other side."""
@@ -74,15 +88,25 @@ class Followers:
         self._pulse: asyncio.Task[None] | None = None
 
     def join(self, join: Join) -> FollowerSession:
-        """Takes a follower in. Raises `InvalidRequestError` for one that does not belong here, `UnavailableError` when it is too late."""
+        """Takes a follower in. Raises `InvalidRequestError` for one that does not belong here,
+        `UnavailableError` when it is too late."""
         if join.secret != self.secret:
-            raise InvalidRequestError("instance: the secret of a joining process is not this instance's; start all processes together")
+            raise InvalidRequestError(
+                "instance: the secret of a joining process is not this instance's; start all"
+                " processes together"
+            )
         if not 1 <= join.process < self.processes:
-            raise InvalidRequestError(f"instance: process {join.process} must be in [1, {self.processes})")
+            raise InvalidRequestError(
+                f"instance: process {join.process} must be in [1, {self.processes})"
+            )
         if self.failure or self._stopped:
-            raise UnavailableError(f"instance: it is over ({self.failure or 'stopped'}); start all its processes anew")
+            raise UnavailableError(
+                f"instance: it is over ({self.failure or 'stopped'}); start all its processes anew"
+            )
         if join.process in self._sessions:
-            raise InvalidRequestError(f"instance: process {join.process} has joined already; start all processes anew")
+            raise InvalidRequestError(
+                f"instance: process {join.process} has joined already; start all processes anew"
+            )
         session = self._sessions[join.process] = FollowerSession(self, join, self._clock.now())
         if self._pulse is None:
             self._pulse = asyncio.get_running_loop().create_task(self._beat_and_watch())
@@ -90,7 +114,8 @@ class Followers:
         return session
 
     async def all_ready(self, timeout_seconds: float) -> None:
-        """Waits until every follower has joined and is warm, then tells them to begin. Raises `UnavailableError`."""
+        """Waits until every follower has joined and is warm, then tells them to begin. Raises
+        `UnavailableError`."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 while len(self._sessions) < self.processes - 1 and not self.failure:
@@ -100,7 +125,9 @@ class Followers:
                     await self._or_failure(session.ready)
         except TimeoutError:
             missing = sorted(
-                number for number in range(1, self.processes) if number not in self._sessions or not self._sessions[number].ready.is_set()
+                number
+                for number in range(1, self.processes)
+                if number not in self._sessions or not self._sessions[number].ready.is_set()
             )
             self.fail(f"processes {missing} were not ready within {timeout_seconds} s")
         if self.failure:
@@ -128,7 +155,8 @@ class Followers:
         self._on_failure.append(callback)
 
     async def failed(self) -> UnavailableError:
-        """Returns when the instance has failed: its processes must then exit, at once and hard (collectives may hang)."""
+        """Returns when the instance has failed: its processes must then exit, at once and hard
+        (collectives may hang)."""
         await self._failed.wait()
         assert self.failure
         return self.failure
@@ -141,7 +169,9 @@ class Followers:
         """The instance is over. Idempotent; the first reason stays."""
         if self.failure or self._stopped:
             return
-        self.failure = UnavailableError(f"the instance failed: {why}; it ends as one and must be started anew")
+        self.failure = UnavailableError(
+            f"the instance failed: {why}; it ends as one and must be started anew"
+        )
         self._failed.set()
         self._changed.set()
         for callback in self._on_failure:
@@ -182,7 +212,11 @@ class Followers:
             if now >= next_beat:
                 self._send_all(Beat())
                 next_beat = now + self._timing.beat_seconds
-            limit = self._timing.silence_seconds if self._running else self._timing.starting_silence_seconds
+            limit = (
+                self._timing.silence_seconds
+                if self._running
+                else self._timing.starting_silence_seconds
+            )
             for session in self._sessions.values():
                 if session.watch.look(now) > limit:
                     self.fail(f"process {session.process} was silent for {limit} s")

@@ -1,8 +1,9 @@
-"""When silence means death: the times of an instance, and a watch that counts only silence that it was awake to hear.
+"""When silence means death: the times of an instance, and a watch that counts only silence that it
+was awake to hear.
 
-A process that was itself held up (a long collection, a stopped container) would find every other silent when it wakes; so each look
-counts at most twice the time between looks. Pure: time is an argument.
-"""
+A process that was itself held up (a long collection, a stopped container) would find every other
+silent when it wakes; so each look counts at most twice the time between looks. Pure: time is an
+argument."""
 
 from dataclasses import dataclass
 
@@ -11,7 +12,8 @@ LOOK_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class InstanceTiming:
-    """`silence_seconds` holds once the instance runs; while processes load and compile, `starting_silence_seconds`."""
+    """`silence_seconds` holds once the instance runs; while processes load and compile,
+    `starting_silence_seconds`."""
 
     beat_seconds: float = 0.5
     silence_seconds: float = 2.0

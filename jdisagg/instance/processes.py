@@ -1,8 +1,8 @@
-"""Several processes become one JAX job: who am I, how many are we, and a few words that process 0 says to all.
+"""Several processes become one JAX job: who am I, how many are we, and a few words that process 0
+says to all.
 
-The only file of this room that knows JAX. On CPU collectives go over gloo. Slurm, Kubernetes and Open MPI are detected by JAX when no
-flags are given. Must run before the first use of a device.
-"""
+The only file of this room that knows JAX. On CPU collectives go over gloo. Slurm, Kubernetes and
+Open MPI are detected by JAX when no flags are given. Must run before the first use of a device."""
 
 import os
 import threading
@@ -16,7 +16,8 @@ from jdisagg.errors import ConfigError
 
 SHARED_BYTES = 256
 START_SECONDS = 120
-# A second net under the instance's own heartbeats, which notice a death within 3 s: JAX then ends the process itself.
+# A second net under the instance's own heartbeats, which notice a death within 3 s: JAX then ends
+# the process itself.
 JOB_HEARTBEAT_SECONDS = 30
 SHUTDOWN_SECONDS = 10
 FAREWELL_SECONDS = 1.0  # with 2 s of silence: an instance is gone within 3 s
@@ -34,15 +35,21 @@ class ProcessGroup:
         return self.process == 0
 
     def share(self, text: str) -> str:
-        """Process 0's `text` (UTF-8, at most 256 bytes), on every process. All must call it; blocks until they have."""
+        """Process 0's `text` (UTF-8, at most 256 bytes), on every process. All must call it; blocks
+        until they have."""
         data = text.encode() if self.leads else b""
         if len(data) > SHARED_BYTES:
-            raise ConfigError(f"instance: {len(data)} bytes to share exceed {SHARED_BYTES}; choose shorter addresses")
+            raise ConfigError(
+                f"instance: {len(data)} bytes to share exceed {SHARED_BYTES}; choose shorter"
+                " addresses"
+            )
         if self.processes == 1:
             return text
         padded = np.zeros(SHARED_BYTES, np.uint8)
         padded[: len(data)] = np.frombuffer(data, np.uint8)
-        return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))).rstrip(b"\0").decode()
+        return (
+            bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))).rstrip(b"\0").decode()
+        )
 
     def leave(self) -> None:
         """The clean end of the job: waits, bounded, for the other processes."""
@@ -50,16 +57,18 @@ class ProcessGroup:
             jax.distributed.shutdown()
 
 
-def join_instance(coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None) -> ProcessGroup:
-    """Joins this process to its instance's JAX job. `coordinator` is process 0's host:port; all None: as the cluster's scheduler says.
+def join_instance(
+    coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None
+) -> ProcessGroup:
+    """Joins this process to its instance's JAX job. `coordinator` is process 0's host:port; all
+    None: as the cluster's scheduler says.
 
-    Raises `ConfigError` where the processes do not find each other within START_SECONDS.
-    """
+    Raises `ConfigError` where the processes do not find each other within START_SECONDS."""
     given = [value is not None for value in (coordinator, num_processes, process_id)]
     if any(given) and not all(given):
         raise ConfigError(
-            f"instance: coordinator={coordinator}, num_processes={num_processes}, process_id={process_id}: give all three, or none under "
-            "Slurm, Kubernetes or Open MPI"
+            f"instance: coordinator={coordinator}, num_processes={num_processes},"
+            f" process_id={process_id}: give all three, or none under Slurm, Kubernetes or Open MPI"
         )
     if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
         raise ConfigError(f"instance: process_id={process_id} must be in [0, {num_processes})")
@@ -77,15 +86,16 @@ def join_instance(coordinator: str | None = None, num_processes: int | None = No
         )
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"instance: the processes did not become one job: {error}; check that all are started, and that coordinator={coordinator} "
-            "is process 0's address and free"
+            f"instance: the processes did not become one job: {error}; check that all are started,"
+            f" and that coordinator={coordinator} is process 0's address and free"
         ) from error
     return ProcessGroup(jax.process_index(), jax.process_count())
 
 
 def exit_soon(status: int) -> None:
-    """Ends a process of a failed instance hard, after time for a word of farewell: threads may hang in a collective whose other half is
-    gone, and every orderly end (interpreter, JAX's shutdown barrier) would wait for them."""
+    """Ends a process of a failed instance hard, after time for a word of farewell: threads may hang
+    in a collective whose other half is gone, and every orderly end (interpreter, JAX's shutdown
+    barrier) would wait for them."""
     timer = threading.Timer(FAREWELL_SECONDS, os._exit, (status,))
     timer.daemon = True
     timer.start()

@@ -1,1 +1,2 @@
-"""Where bytes lie: pure arithmetic on layouts, KV geometry and reshard plans. Knows neither JAX nor gRPC."""
+"""Where bytes lie: pure arithmetic on layouts, KV geometry and reshard plans. Knows neither JAX nor
+gRPC."""

@@ -1,13 +1,13 @@
 """Layouts, and the table from a weight's logical axes to mesh axes.
 
-Dimension key of the whole project: B sequences, T tokens of a flattened step, L layers, P pages, S slots of a page,
-N query heads, K kv heads, H head size, D model width, F ffn width, E experts, V vocabulary, C chunk.
+Dimension key of the whole project: B sequences, T tokens of a flattened step, L layers, P pages, S
+slots of a page, N query heads, K kv heads, H head size, D model width, F ffn width, E experts, V
+vocabulary, C chunk.
 
-An instance's mesh has the axes ("dp", "kv", "rep"): tensor parallelism is split into `kv` (kv heads are sharded over
-it) and `rep` (kv heads are replicated over it, when tp exceeds them), so that every KV array has an ordinary sharding
-and a reshard plan needs no special case. All other tensor-parallel dimensions are sharded over both, `kv` major.
-Pure: knows no JAX.
-"""
+An instance's mesh has the axes ("dp", "kv", "rep"): tensor parallelism is split into `kv` (kv heads
+are sharded over it) and `rep` (kv heads are replicated over it, when tp exceeds them), so that
+every KV array has an ordinary sharding and a reshard plan needs no special case. All other
+tensor-parallel dimensions are sharded over both, `kv` major. Pure: knows no JAX."""
 
 import re
 from dataclasses import dataclass
@@ -18,7 +18,9 @@ from jdisagg.errors import LayoutError
 MESH_AXES = ("dp", "kv", "rep")
 TP_AXES = ("kv", "rep")
 
-LogicalAxis = Literal["vocab", "embed", "q_heads", "kv_heads", "head", "ffn", "expert", "expert_ffn", "router"]
+LogicalAxis = Literal[
+    "vocab", "embed", "q_heads", "kv_heads", "head", "ffn", "expert", "expert_ffn", "router"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +38,8 @@ class ModelGeometry:
 class Layout:
     """How one model replica lies on dp * tp devices.
 
-    Attention is split over `tp` (its sequences over `dp`); experts over `ep`, one of 1 (experts are sharded inside, over
-    tp, like the dense ffn), tp, or dp * tp devices of the same mesh.
-    """
+    Attention is split over `tp` (its sequences over `dp`); experts over `ep`, one of 1 (experts are
+    sharded inside, over tp, like the dense ffn), tp, or dp * tp devices of the same mesh."""
 
     dp: int = 1
     tp: int = 1
@@ -51,7 +52,8 @@ class Layout:
                 raise LayoutError(f"layout {name} must be a positive integer, got {value!r}")
         if self.ep not in (1, self.tp, self.dp * self.tp):
             raise LayoutError(
-                f"layout ep={self.ep} must be 1, tp={self.tp} or dp*tp={self.dp * self.tp}: experts lie on the devices that attention uses"
+                f"layout ep={self.ep} must be 1, tp={self.tp} or dp*tp={self.dp * self.tp}: experts"
+                " lie on the devices that attention uses"
             )
 
     @property
@@ -68,7 +70,9 @@ class Layout:
         for part in filter(None, (piece.strip() for piece in text.split(","))):
             match = re.fullmatch(r"(dp|tp|ep)=(\d+)", part)
             if not match or match[1] in sizes:
-                raise LayoutError(f"layout {text!r}: {part!r} is not one of dp=N, tp=N, ep=N, each at most once")
+                raise LayoutError(
+                    f"layout {text!r}: {part!r} is not one of dp=N, tp=N, ep=N, each at most once"
+                )
             sizes[match[1]] = int(match[2])
         return cls(**sizes)
 
@@ -77,8 +81,8 @@ class Layout:
         kv = min(self.tp, kv_heads)
         if self.tp % kv or kv_heads % kv:
             raise LayoutError(
-                f"layout tp={self.tp} does not divide the model's {kv_heads} kv heads, nor they it; "
-                f"choose a tp that divides {kv_heads} or is a multiple of it"
+                f"layout tp={self.tp} does not divide the model's {kv_heads} kv heads, nor they it;"
+                f" choose a tp that divides {kv_heads} or is a multiple of it"
             )
         return self.dp, kv, self.tp // kv
 
@@ -97,7 +101,8 @@ class Layout:
             _divides(self.tp, geometry.expert_ffn, "tp", "expert ffn width")
 
     def expert_axes(self) -> tuple[str, ...]:
-        """Mesh axes over which whole experts are spread; empty when each expert is sharded inside (ep = 1)."""
+        """Mesh axes over which whole experts are spread; empty when each expert is sharded inside
+        (ep = 1)."""
         if self.ep == 1:
             return ()
         return TP_AXES if self.ep == self.tp else MESH_AXES
@@ -119,12 +124,14 @@ class Layout:
 
 
 def padded_vocabulary(vocabulary: int, tp: int) -> int:
-    """Rows of the embedding and the head once padded so that tp divides them; randomness and sampling see only the real ones."""
+    """Rows of the embedding and the head once padded so that tp divides them; randomness and
+    sampling see only the real ones."""
     return -(-vocabulary // tp) * tp
 
 
 def _divides(divisor: int, number: int, divisor_name: str, number_name: str) -> None:
     if number % divisor:
         raise LayoutError(
-            f"layout {divisor_name}={divisor} does not divide the model's {number} {number_name}; choose a divisor of {number}"
+            f"layout {divisor_name}={divisor} does not divide the model's {number} {number_name};"
+            f" choose a divisor of {number}"
         )

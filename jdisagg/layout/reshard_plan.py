@@ -1,13 +1,14 @@
 """Which bytes move from which device to which, when one array changes its sharding.
 
-A placement says which box of the global array each device holds; several devices may hold the same box (replicas), unevenly, and
-boxes may overlap or cover a part only. A plan is a list of pieces, each one box copied from one device to one device.
+A placement says which box of the global array each device holds; several devices may hold the same
+box (replicas), unevenly, and boxes may overlap or cover a part only. A plan is a list of pieces,
+each one box copied from one device to one device.
 
-Invariants, for every destination device: its pieces are disjoint and fill its box exactly, so each destination byte
-arrives once; each piece lies inside its source's box. A device that already holds a byte reads its own copy (`local`:
-nothing moves). Of several replicas the one with the fewest bytes so far sends, so that replicas are used evenly.
-Same input, same plan: both ends of a connection can compute it alone. Pure: knows no JAX and no model.
-"""
+Invariants, for every destination device: its pieces are disjoint and fill its box exactly, so each
+destination byte arrives once; each piece lies inside its source's box. A device that already holds
+a byte reads its own copy (`local`: nothing moves). Of several replicas the one with the fewest
+bytes so far sends, so that replicas are used evenly. Same input, same plan: both ends of a
+connection can compute it alone. Pure: knows no JAX and no model."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,8 @@ Placement = Mapping[int, Box]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One box on its way. `source_slice` and `destination_slice` are relative to what the device at that end holds."""
+    """One box on its way. `source_slice` and `destination_slice` are relative to what the device at
+    that end holds."""
 
     source: int
     source_slice: Box
@@ -51,7 +53,8 @@ class ReshardPlan:
     pieces: tuple[Piece, ...]
 
     def bytes_per_pair(self, itemsize: int) -> dict[tuple[int, int], int]:
-        """(source device, destination device) -> bytes that move between them; local pieces do not move."""
+        """(source device, destination device) -> bytes that move between them; local pieces do not
+        move."""
         moved: dict[tuple[int, int], int] = {}
         for piece in self.pieces:
             if not piece.local:
@@ -70,31 +73,49 @@ class ReshardPlan:
         return {device: tuple(pieces) for device, pieces in found.items()}
 
 
-def plan_reshard(source: Placement, destination: Placement, *, granule: Sequence[int] | None = None, turn: int = 0) -> ReshardPlan:
+def plan_reshard(
+    source: Placement,
+    destination: Placement,
+    *,
+    granule: Sequence[int] | None = None,
+    turn: int = 0,
+) -> ReshardPlan:
     """The pieces that take `source` to `destination`.
 
-    granule: cut at its multiples in every dimension, so that all pieces have exactly this shape; every edge of every box
+    granule: cut at its multiples in every dimension, so that all pieces have exactly this shape;
+    every edge of every box
         must be such a multiple.
-    turn: which of equally loaded replicas is asked first. One small array cannot be split evenly; callers that move many
+    turn: which of equally loaded replicas is asked first. One small array cannot be split evenly;
+    callers that move many
         count up, and the replicas take turns.
 
-    Raises LayoutError where the source does not cover the destination, or ranks or granule do not fit.
-    """
+    Raises LayoutError where the source does not cover the destination, or ranks or granule do not
+    fit."""
     _validate(source, destination, granule)
     holders_of = _holders(source)
     wanted: list[tuple[int, Box, tuple[int, ...]]] = []
     for device in sorted(destination):
         for cell in _cells(destination[device], holders_of):
-            holders = tuple(sorted(d for box, devices in holders_of.items() if _contains(box, cell) for d in devices))
+            holders = tuple(
+                sorted(
+                    d
+                    for box, devices in holders_of.items()
+                    if _contains(box, cell)
+                    for d in devices
+                )
+            )
             if not holders:
                 raise LayoutError(
-                    f"reshard: device {device} needs {cell} (of its {destination[device]}), which no source device holds; "
-                    f"the source holds {sorted(holders_of)}: give a source that covers the destination"
+                    f"reshard: device {device} needs {cell} (of its {destination[device]}), which"
+                    f" no source device holds; the source holds {sorted(holders_of)}: give a source"
+                    " that covers the destination"
                 )
             wanted += [(device, part, holders) for part in _cut(cell, granule)]
     sources = _choose(wanted, turn)
     pieces = (
-        Piece(chosen, _relative(box, source[chosen]), device, _relative(box, destination[device]), box)
+        Piece(
+            chosen, _relative(box, source[chosen]), device, _relative(box, destination[device]), box
+        )
         for (device, box, _), chosen in zip(wanted, sources, strict=True)
     )
     return ReshardPlan(tuple(sorted(pieces, key=lambda piece: (piece.destination, piece.box))))
@@ -105,10 +126,11 @@ def volume(box: Box) -> int:
 
 
 def _choose(wanted: Sequence[tuple[int, Box, tuple[int, ...]]], turn: int) -> list[int]:
-    """A source for each wanted (destination, box, holders): itself, else the holder with the least to send.
+    """A source for each wanted (destination, box, holders): itself, else the holder with the least
+    to send.
 
-    The most constrained pieces choose first, then the largest; afterwards a piece changes its source while that brings two
-    loads closer together, so that in the end no single change could.
+    The most constrained pieces choose first, then the largest; afterwards a piece changes its
+    source while that brings two loads closer together, so that in the end no single change could.
     """
     load = {device: 0 for _, _, holders in wanted for device in holders}
     chosen = [device if device in holders else -1 for device, _, holders in wanted]
@@ -118,7 +140,9 @@ def _choose(wanted: Sequence[tuple[int, Box, tuple[int, ...]]], turn: int) -> li
         count = len(holders)
         return min(range(count), key=lambda place: (load[holders[place]], (place - turn) % count))
 
-    for index in sorted(remote, key=lambda index: (len(wanted[index][2]), -volume(wanted[index][1]))):
+    for index in sorted(
+        remote, key=lambda index: (len(wanted[index][2]), -volume(wanted[index][1]))
+    ):
         _, box, holders = wanted[index]
         chosen[index] = holders[least_loaded(holders)]
         load[chosen[index]] += volume(box)
@@ -149,7 +173,8 @@ def _cells(box: Box, holders_of: Mapping[Box, Sequence[int]]) -> list[Box]:
 
 
 def _difference(box: Box, inner: Box) -> list[Box]:
-    """`box` without `inner`, which lies inside it, as disjoint boxes: first what is before and after in dimension 0, and so on."""
+    """`box` without `inner`, which lies inside it, as disjoint boxes: first what is before and
+    after in dimension 0, and so on."""
     parts: list[Box] = []
     for axis, ((start, stop), (low, high)) in enumerate(zip(box, inner, strict=True)):
         for side in ((start, low), (high, stop)):
@@ -168,13 +193,23 @@ def _contains(outer: Box, inner: Box) -> bool:
 
 
 def _relative(box: Box, frame: Box) -> Box:
-    return tuple((start - origin, stop - origin) for (start, stop), (origin, _) in zip(box, frame, strict=True))
+    return tuple(
+        (start - origin, stop - origin)
+        for (start, stop), (origin, _) in zip(box, frame, strict=True)
+    )
 
 
 def _cut(box: Box, granule: Sequence[int] | None) -> list[Box]:
     if granule is None:
         return [box]
-    return list(product(*([(at, at + step) for at in range(start, stop, step)] for (start, stop), step in zip(box, granule, strict=True))))
+    return list(
+        product(
+            *(
+                [(at, at + step) for at in range(start, stop, step)]
+                for (start, stop), step in zip(box, granule, strict=True)
+            )
+        )
+    )
 
 
 def _holders(source: Placement) -> dict[Box, list[int]]:
@@ -188,7 +223,10 @@ def _holders(source: Placement) -> dict[Box, list[int]]:
 def _validate(source: Placement, destination: Placement, granule: Sequence[int] | None) -> None:
     rank = len(next(iter(destination.values()), ()))
     if granule is not None and (len(granule) != rank or any(step < 1 for step in granule)):
-        raise LayoutError(f"reshard: granule {tuple(granule)} must give {rank} positive steps, one for each dimension of the destination")
+        raise LayoutError(
+            f"reshard: granule {tuple(granule)} must give {rank} positive steps, one for each"
+            " dimension of the destination"
+        )
     for side, placement in (("source", source), ("destination", destination)):
         for device, box in placement.items():
             if len(box) != rank:
@@ -198,9 +236,13 @@ def _validate(source: Placement, destination: Placement, granule: Sequence[int] 
                 )
             for axis, (start, stop) in enumerate(box):
                 if not 0 <= start <= stop:
-                    raise LayoutError(f"reshard: {side} device {device}, dimension {axis}: ({start}, {stop}) must have 0 <= start <= stop")
+                    raise LayoutError(
+                        f"reshard: {side} device {device}, dimension {axis}: ({start}, {stop}) must"
+                        " have 0 <= start <= stop"
+                    )
                 if granule is not None and (start % granule[axis] or stop % granule[axis]):
                     raise LayoutError(
-                        f"reshard: {side} device {device}, dimension {axis}: ({start}, {stop}) is not cut at multiples of the granule "
-                        f"{granule[axis]}; choose a granule that divides every edge (their greatest common divisor)"
+                        f"reshard: {side} device {device}, dimension {axis}: ({start}, {stop}) is"
+                        f" not cut at multiples of the granule {granule[axis]}; choose a granule"
+                        " that divides every edge (their greatest common divisor)"
                     )

@@ -1,11 +1,12 @@
-"""Readiness means that the KV plane works: a small block made the trip from prefill to decode lately (rule 11 of the design).
+"""Readiness means that the KV plane works: a small block made the trip from prefill to decode
+lately (rule 11 of the design).
 
-`Canary` is what is known: when each pair of workers last handed KV over, and whether that is recent enough to call the service
-ready. Pure; instants are arguments. Real hand-offs count as well (`succeeded` is for whoever sees one), so that a busy pair needs no
-canary. `CanaryRunner` sends one down each pair that has shown nothing for a while; how, is the probe's affair (`canary_probe.py`).
+`Canary` is what is known: when each pair of workers last handed KV over, and whether that is recent
+enough to call the service ready. Pure; instants are arguments. Real hand-offs count as well
+(`succeeded` is for whoever sees one), so that a busy pair needs no canary. `CanaryRunner` sends one
+down each pair that has shown nothing for a while; how, is the probe's affair (`canary_probe.py`).
 
-A pair that has left is forgotten: what no worker serves any more proves nothing.
-"""
+A pair that has left is forgotten: what no worker serves any more proves nothing."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
@@ -74,7 +75,11 @@ class Canary:
     def due(self, now: float, every_seconds: float) -> tuple[Pair, ...]:
         """Pairs of which nothing was tried and nothing seen for `every_seconds`."""
         latest = {pair: _latest(known) for pair, known in self._pairs.items()}
-        return tuple(pair for pair, instant in latest.items() if instant is None or now - instant >= every_seconds)
+        return tuple(
+            pair
+            for pair, instant in latest.items()
+            if instant is None or now - instant >= every_seconds
+        )
 
     def age_seconds(self, pair: Pair, now: float) -> float | None:
         """Since the pair's last success; None when there was none."""
@@ -82,17 +87,23 @@ class Canary:
         return None if known is None or known.succeeded_at is None else now - known.succeeded_at
 
     def readiness(self, now: float) -> Readiness:
-        ages = {pair: age for pair in self._pairs if (age := self.age_seconds(pair, now)) is not None}
+        ages = {
+            pair: age for pair in self._pairs if (age := self.age_seconds(pair, now)) is not None
+        }
         if ages:
             pair = min(ages, key=lambda pair: (ages[pair], pair))
             if ages[pair] <= self._ready_seconds:
                 return Readiness(True, f"KV went {pair} {ages[pair]:.1f} s ago")
             return Readiness(
-                False, f"no KV arrived for {ages[pair]:.1f} s, more than {self._ready_seconds:g} s (last {pair}){self._failures()}"
+                False,
+                f"no KV arrived for {ages[pair]:.1f} s, more than {self._ready_seconds:g} s (last"
+                f" {pair}){self._failures()}",
             )
         if not self._pairs:
             return Readiness(False, "no pair of a prefill and a decode worker is there")
-        return Readiness(False, f"no KV has made the trip from prefill to decode yet{self._failures()}")
+        return Readiness(
+            False, f"no KV has made the trip from prefill to decode yet{self._failures()}"
+        )
 
     def _failures(self) -> str:
         said = [f"{pair}: {known.failure}" for pair, known in self._pairs.items() if known.failure]
@@ -107,9 +118,9 @@ def _latest(known: _Known) -> float | None:
 class CanaryRunner:
     """Sends a canary down each pair that is due, and says when readiness changes.
 
-    `probe` returns when KV made the trip and raises otherwise; each has `timeout_seconds`. `pairs` lists who is there.
-    `changed` is called with the first readiness and with each that differs from the one before.
-    """
+    `probe` returns when KV made the trip and raises otherwise; each has `timeout_seconds`. `pairs`
+    lists who is there. `changed` is called with the first readiness and with each that differs from
+    the one before."""
 
     def __init__(
         self,
@@ -150,11 +161,13 @@ class CanaryRunner:
         while True:
             await self._look()
             self._say()
-            # Often enough that a pair is tried soon after it is due, and that readiness ends soon after it is over.
+            # Often enough that a pair is tried soon after it is due, and that readiness ends soon
+            # after it is over.
             await self._clock.sleep(self._every_seconds / 4)
 
     async def _look(self) -> None:
-        """One canary a pair at a time: a pair that hangs costs its own next canary and nobody else's."""
+        """One canary a pair at a time: a pair that hangs costs its own next canary and nobody
+        else's."""
         try:
             async with asyncio.timeout(STATUS_SECONDS):
                 self._canary.know(await self._pairs())
@@ -164,7 +177,9 @@ class CanaryRunner:
         for pair in self._canary.due(now, self._every_seconds):
             if pair not in self._under_way:
                 self._canary.tried(pair, now)
-                task = self._under_way[pair] = asyncio.get_running_loop().create_task(self._send(pair))
+                task = self._under_way[pair] = asyncio.get_running_loop().create_task(
+                    self._send(pair)
+                )
                 task.add_done_callback(lambda _, pair=pair: self._under_way.pop(pair, None))
 
     async def _send(self, pair: Pair) -> None:

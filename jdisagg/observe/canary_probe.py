@@ -1,12 +1,15 @@
-"""A canary on the real path: a tiny request of a reserved tenant, reserved, prefilled, handed off and decoded like any other.
+"""A canary on the real path: a tiny request of a reserved tenant, reserved, prefilled, handed off
+and decoded like any other.
 
-It drives the ports of one pair itself, because the path would choose a pair of its own. All it holds is freed whatever happens.
-"""
+It drives the ports of one pair itself, because the path would choose a pair of its own. All it
+holds is freed whatever happens."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from jdisagg.dispatch.ports import (
+from jdisagg.dispatch.request_context import quietly
+from jdisagg.errors import HandoffError, UnavailableError, first_error
+from jdisagg.messages.ports import (
     Child,
     DecodePort,
     GenerateCall,
@@ -15,14 +18,12 @@ from jdisagg.dispatch.ports import (
     PrefillPort,
     ReserveCall,
     SpanEnd,
-    WorkerRole,
-    WorkerStatus,
     close_stream,
 )
-from jdisagg.dispatch.trip import quietly
-from jdisagg.errors import HandoffError, UnavailableError, first_error
+from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.observe.canary import Pair
 from jdisagg.request import Request, SamplingParams
+from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
 CANARY_TENANT = "jdisagg-canary"
 PROMPT_TOKENS = 16
@@ -33,12 +34,20 @@ def pairs_of(statuses: Sequence[WorkerStatus]) -> tuple[Pair, ...]:
     """All pairs of workers that take requests; a mixed worker is its own."""
     serving = [status for status in statuses if not status.draining]
     prefills = [status.name for status in serving if status.role is WorkerRole.PREFILL]
-    pairs = [Pair(prefill, status.name) for status in serving if status.role is WorkerRole.DECODE for prefill in prefills]
-    return tuple(pairs + [Pair("", status.name) for status in serving if status.role is WorkerRole.MIXED])
+    pairs = [
+        Pair(prefill, status.name)
+        for status in serving
+        if status.role is WorkerRole.DECODE
+        for prefill in prefills
+    ]
+    return tuple(
+        pairs + [Pair("", status.name) for status in serving if status.role is WorkerRole.MIXED]
+    )
 
 
 class PortProbe:
-    """Sends canaries through ports. `address` says where a prefill worker's `PeerPort` listens, as in `HandoffSource`."""
+    """Sends canaries through ports. `address` says where a prefill worker's `PeerPort` listens, as
+    in `HandoffSource`."""
 
     def __init__(
         self,
@@ -55,34 +64,58 @@ class PortProbe:
         self._address = address
 
     async def __call__(self, pair: Pair) -> None:
-        """Returns when NEW_TOKENS tokens came. Raises what the workers raise, and UnavailableError for a worker that is not there."""
+        """Returns when NEW_TOKENS tokens came. Raises what the workers raise, and UnavailableError
+        for a worker that is not there."""
         decode = self._decode.get(pair.decode)
         prefill = self._prefill.get(pair.prefill) if pair.prefill else None
         if decode is None or (pair.prefill and prefill is None):
             raise UnavailableError(f"pair {pair} is no longer there")
         request = _request(f"canary-{self._new_id():x}")
-        reservation = await decode.reserve(ReserveCall(request, 1, (Child(0),), self._deadline_seconds))
-        source = HandoffSource(pair.prefill, self._new_id(), self._address(pair.prefill)) if pair.prefill else None
-        generate = self._generate(decode, GenerateCall(reservation.reservation_id, 1, self._deadline_seconds, source))
+        reservation = await decode.reserve(
+            ReserveCall(request, 1, (Child(0),), self._deadline_seconds)
+        )
+        source = (
+            HandoffSource(pair.prefill, self._new_id(), self._address(pair.prefill))
+            if pair.prefill
+            else None
+        )
+        generate = self._generate(
+            decode, GenerateCall(reservation.reservation_id, 1, self._deadline_seconds, source)
+        )
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(generate)
                 if prefill is not None and source is not None:
-                    call = PrefillCall(request, 1, (Child(0),), source.handoff_id, pair.decode, 0, self._deadline_seconds)
+                    call = PrefillCall(
+                        request,
+                        1,
+                        (Child(0),),
+                        source.handoff_id,
+                        pair.decode,
+                        0,
+                        self._deadline_seconds,
+                    )
                     tasks.create_task(_compute(prefill, call))
         except BaseExceptionGroup as group:
             if prefill is not None and source is not None:
-                await quietly(prefill.cancel_prefill(source.handoff_id))
+                await quietly(
+                    prefill.cancel_prefill(source.handoff_id),
+                    DEFAULT_TIMEOUTS.request.close_seconds,
+                )
             raise first_error(group) from group
         finally:
-            await quietly(decode.cancel(reservation.reservation_id))
+            await quietly(
+                decode.cancel(reservation.reservation_id), DEFAULT_TIMEOUTS.request.close_seconds
+            )
 
     async def _generate(self, decode: DecodePort, call: GenerateCall) -> None:
         spans = decode.generate(call)
         ended = False
         try:
             async for span in spans:
-                if span.lost is not None:  # the worker would wait for another source; there is none, this pair is what is asked about
+                # the worker would wait for another source; there is none, this pair is what is
+                # asked about
+                if span.lost is not None:
                     raise HandoffError(span.lost.reason)
                 ended = ended or span.end in (SpanEnd.LENGTH, SpanEnd.STOP)
         finally:
@@ -94,7 +127,9 @@ class PortProbe:
 def _request(request_id: str) -> Request:
     """The same small ids that every vocabulary has."""
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
-    return Request(request_id, tuple(range(1, PROMPT_TOKENS + 1)), sampling, tenant=CANARY_TENANT, priority=0)
+    return Request(
+        request_id, tuple(range(1, PROMPT_TOKENS + 1)), sampling, tenant=CANARY_TENANT, priority=0
+    )
 
 
 async def _compute(prefill: PrefillPort, call: PrefillCall) -> None:

@@ -1,11 +1,12 @@
-"""The router's decisions in a file, a JSON object a line (router/decision_record.py), each of which `replay` decides again.
+"""The router's decisions in a file, a JSON object a line (router/decision_record.py), each of which
+`replay` decides again.
 
     with DecisionLog("decisions.jsonl") as log:
-        path.placing.on_answer = log.write
+        RequestPath(..., settings=PlacerSettings(events=log))
 
-Writing down never stops the work: when the file can no longer be written, that is said once and nothing more is recorded. A line is some
-kilobytes and half a millisecond: for finding out, not for every day.
-"""
+Writing down never stops the work: when the file can no longer be written, that is said once and
+nothing more is recorded. A line is some kilobytes and half a millisecond: for finding out, not for
+every day."""
 
 import json
 import logging
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
+from jdisagg.dispatch.router_events import NoRouterEvents
 from jdisagg.errors import ConfigError
 from jdisagg.router.cluster_state import ClusterState
 from jdisagg.router.decision import Answer, Ask, Rules
@@ -21,7 +23,7 @@ from jdisagg.router.decision_record import record_of
 _log = logging.getLogger(__name__)
 
 
-class DecisionLog:
+class DecisionLog(NoRouterEvents):
     """Raises ConfigError when the file cannot be opened. Lines are added to what is there."""
 
     def __init__(self, path: str) -> None:
@@ -29,14 +31,26 @@ class DecisionLog:
         try:
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by `close`)
         except OSError as error:
-            raise ConfigError(f"decision log {path!r} cannot be written ({error}); name a file in a folder that exists") from error
+            raise ConfigError(
+                f"decision log {path!r} cannot be written ({error}); name a file in a folder that"
+                " exists"
+            ) from error
         self.failed = False
 
-    def write(self, state: ClusterState, ask: Ask, now: float, rules: Rules, answer: Answer) -> None:
+    def answered(
+        self, state: ClusterState, ask: Ask, now: float, rules: Rules, answer: Answer
+    ) -> None:
         if self.failed:
             return
         try:
-            self._file.write(json.dumps(record_of(state, ask, now, rules, answer), allow_nan=False, separators=(",", ":")) + "\n")
+            self._file.write(
+                json.dumps(
+                    record_of(state, ask, now, rules, answer),
+                    allow_nan=False,
+                    separators=(",", ":"),
+                )
+                + "\n"
+            )
             self._file.flush()
         except (OSError, ValueError) as error:
             self.failed = True
@@ -53,19 +67,26 @@ class DecisionLog:
 
 
 def read_records(path: str) -> Iterator[dict[str, Any]]:
-    """Raises ConfigError for a file that cannot be read, or a line that is no JSON object. A last line without its end is passed over: it
-    was being written."""
+    """Raises ConfigError for a file that cannot be read, or a line that is no JSON object. A last
+    line without its end is passed over: it was being written."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"decision log {path!r} cannot be read ({error}); give one that --decision_log wrote") from error
+        raise ConfigError(
+            f"decision log {path!r} cannot be read ({error}); give one that --decision_log wrote"
+        ) from error
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
         except ValueError as error:
             if number == len(lines) and not line.endswith("\n"):
                 return
-            raise ConfigError(f"decision log {path!r}, line {number}: {error}; give one that --decision_log wrote") from error
+            raise ConfigError(
+                f"decision log {path!r}, line {number}: {error}; give one that --decision_log wrote"
+            ) from error
         if not isinstance(record, dict):
-            raise ConfigError(f"decision log {path!r}, line {number} holds a {type(record).__name__}, not an object")
+            raise ConfigError(
+                f"decision log {path!r}, line {number} holds a {type(record).__name__}, not an"
+                " object"
+            )
         yield record

@@ -1,24 +1,20 @@
 """An executor as seen by an observer: how long each command took, what it moved, whose it was.
 
-Commands run in order, so a command's time begins where the one before ended, not where it was enqueued; pulls run beside them
-and count from their posting. Works on the commands alone: a row's request is found by what it offers, a pull's by its offer, an admitted
-sequence's by who last wrote the page of its newest position.
-"""
+Commands run in order, so a command's time begins where the one before ended, not where it was
+enqueued; pulls run beside them and count from their posting. Works on the commands alone: a row's
+request is found by what it offers, a pull's by its offer, an admitted sequence's by who last wrote
+the page of its newest position."""
 
 import asyncio
 from collections.abc import Awaitable
 from functools import partial
 
 from jdisagg.layout.mesh_card import MeshCard
-from jdisagg.observe.observer import Observer
-from jdisagg.observe.timeline import Ref, Value, offer_ref, reservation_ref
-from jdisagg.scheduler.commands import (
+from jdisagg.messages.step_commands import (
     CopyPages,
     DecodeSteps,
-    Executor,
     ExtractBlock,
     InsertBlock,
-    MeshLimits,
     PrefillChunk,
     PrefillRow,
     PullBlock,
@@ -26,13 +22,23 @@ from jdisagg.scheduler.commands import (
     StepCommand,
     StepResult,
 )
+from jdisagg.observe.observer import Observer
+from jdisagg.observe.tracing import Key, Value, offer_key, reservation_key
+from jdisagg.scheduler.executor import Executor, MeshLimits
 
 IN_PROCESS = "local"
-_NAMES = {PrefillChunk: "prefill chunk", DecodeSteps: "decode steps", InsertBlock: "insert", ExtractBlock: "extract", PullBlock: "pull"}
+_NAMES = {
+    PrefillChunk: "prefill chunk",
+    DecodeSteps: "decode steps",
+    InsertBlock: "insert",
+    ExtractBlock: "extract",
+    PullBlock: "pull",
+}
 
 
 class ObservedExecutor:
-    """Implements `Executor`. `worker` is the name under which its numbers are kept. Wrap when the card is final."""
+    """Implements `Executor`. `worker` is the name under which its numbers are kept. Wrap when the
+    card is final."""
 
     def __init__(self, worker: str, executor: Executor, observer: Observer) -> None:
         self.limits: MeshLimits = executor.limits
@@ -41,11 +47,11 @@ class ObservedExecutor:
         self._executor = executor
         self._observer = observer
         self._free_at = 0.0
-        self._writers: dict[tuple[int, int], Ref] = {}
+        self._writers: dict[tuple[int, int], Key] = {}
 
     def run(self, command: StepCommand) -> "asyncio.Future[StepResult]":
         issued_at = self._observer.now()
-        if self._observer.timeline.on:
+        if self._observer.tracing.on:
             self._remember(command)
         running: Awaitable[StepResult] = self._executor.run(command)
         future = asyncio.ensure_future(running)
@@ -56,7 +62,9 @@ class ObservedExecutor:
     def close(self) -> None:
         self._executor.close()
 
-    def _done(self, command: StepCommand, issued_at: float, future: "asyncio.Future[StepResult]") -> None:
+    def _done(
+        self, command: StepCommand, issued_at: float, future: "asyncio.Future[StepResult]"
+    ) -> None:
         if future.cancelled() or future.exception() is not None:
             return
         now = self._observer.now()
@@ -66,51 +74,104 @@ class ObservedExecutor:
             self._pulled(command, result, issued_at, now)
             return
         started, self._free_at = max(issued_at, self._free_at), now
-        self._observer.metrics.step_seconds.labels(self._worker, _NAMES[type(command)].replace(" ", "_")).observe(now - started)
-        if self._observer.timeline.on:
+        self._observer.metrics.meshes.step_seconds.labels(
+            self._worker, _NAMES[type(command)].replace(" ", "_")
+        ).observe(now - started)
+        if self._observer.tracing.on:
             self._record(command, started, now)
 
     def _pulled(self, command: PullBlock, result: PullResult, issued_at: float, now: float) -> None:
-        metrics, source = self._observer.metrics, command.peer.partition("#")[0] or IN_PROCESS
+        metrics, source = (
+            self._observer.metrics.transfers,
+            command.peer.partition("#")[0] or IN_PROCESS,
+        )
         metrics.pulls.labels(source, self._worker, "failed" if result.error else "arrived").inc()
         metrics.kv_bytes.labels(source, self._worker, command.codec).inc(result.bytes_moved)
         metrics.pull_seconds.labels(source, self._worker).observe(now - issued_at)
-        args: dict[str, Value] = {"source": source, "codec": command.codec, "group": command.group, "bytes": result.bytes_moved}
+        args: dict[str, Value] = {
+            "source": source,
+            "codec": command.codec,
+            "group": command.group,
+            "bytes": result.bytes_moved,
+        }
         if result.error:
             args["error"] = result.error
-        self._observer.timeline.span("pull", issued_at, now, offer_ref(command.offer_id), "", worker=self._worker, **args)
+        self._observer.tracing.span(
+            "pull", issued_at, now, offer_key(command.offer_id), worker=self._worker, **args
+        )
 
     def _record(self, command: StepCommand, started: float, now: float) -> None:
-        timeline, worker, track = self._observer.timeline, self._worker, f"mesh of {self._worker}"
+        tracing, worker, track = self._observer.tracing, self._worker, f"mesh of {self._worker}"
         match command:
             case PrefillChunk():
                 tokens = sum(len(row.tokens) for row in command.rows)
-                timeline.span("prefill chunk", started, now, None, track, step=command.step, rows=len(command.rows), tokens=tokens)
+                tracing.span(
+                    "prefill chunk",
+                    started,
+                    now,
+                    track=track,
+                    step=command.step,
+                    rows=len(command.rows),
+                    tokens=tokens,
+                )
                 for row in command.rows:
-                    args: dict[str, Value] = {"start": row.start, "tokens": len(row.tokens), "step": command.step}
-                    timeline.span("prefill chunk", started, now, _owner(worker, row), "", worker=worker, **args)
+                    args: dict[str, Value] = {
+                        "start": row.start,
+                        "tokens": len(row.tokens),
+                        "step": command.step,
+                    }
+                    tracing.span(
+                        "prefill chunk", started, now, _owner(worker, row), worker=worker, **args
+                    )
             case DecodeSteps():
                 running = sum(len(slots) for slots in command.slots)
-                sizes: dict[str, Value] = {"steps": command.steps, "running": running, "admits": len(command.admits), "step": command.step}
-                timeline.span("decode steps", started, now, None, track, **sizes)
+                sizes: dict[str, Value] = {
+                    "steps": command.steps,
+                    "running": running,
+                    "admits": len(command.admits),
+                    "step": command.step,
+                }
+                tracing.span("decode steps", started, now, None, track=track, **sizes)
                 for admit in command.admits:
-                    writer = self._writers.get((admit.rank, self._page(admit.pages, admit.position)))
-                    timeline.instant("admit", started, writer, worker=worker, child=admit.sample.child, slot=admit.slot, step=command.step)
+                    writer = self._writers.get(
+                        (admit.rank, self._page(admit.pages, admit.position))
+                    )
+                    tracing.instant(
+                        "admit",
+                        started,
+                        writer,
+                        worker=worker,
+                        child=admit.sample.child,
+                        slot=admit.slot,
+                        step=command.step,
+                    )
             case InsertBlock() | ExtractBlock():
                 name = _NAMES[type(command)]
-                timeline.span(name, started, now, None, track, step=command.step)
-                ref = offer_ref(command.offer_id)
-                timeline.span(name, started, now, ref, worker=worker, start=command.start, tokens=command.valid_tokens, group=command.group)
+                tracing.span(name, started, now, track=track, step=command.step)
+                ref = offer_key(command.offer_id)
+                tracing.span(
+                    name,
+                    started,
+                    now,
+                    ref,
+                    worker=worker,
+                    start=command.start,
+                    tokens=command.valid_tokens,
+                    group=command.group,
+                )
 
     def _remember(self, command: StepCommand) -> None:
-        """Who writes which page: the page of a sequence's newest position is written for it alone, until it is copied for a child."""
+        """Who writes which page: the page of a sequence's newest position is written for it alone,
+        until it is copied for a child."""
         match command:
             case PrefillChunk():
                 for row in command.rows:
-                    self._writers[(row.rank, self._page(row.pages, row.start + len(row.tokens)))] = _owner(self._worker, row)
+                    self._writers[
+                        (row.rank, self._page(row.pages, row.start + len(row.tokens)))
+                    ] = _owner(self._worker, row)
             case InsertBlock():
                 page = self._page(command.pages, command.start + command.valid_tokens)
-                self._writers[(command.rank, page)] = offer_ref(command.offer_id)
+                self._writers[(command.rank, page)] = offer_key(command.offer_id)
             case CopyPages():
                 for rank, source, destination in command.copies:
                     if (writer := self._writers.get((rank, source))) is not None:
@@ -121,6 +182,9 @@ class ObservedExecutor:
         return pages[(end - 1) // self.limits.page_size]
 
 
-def _owner(worker: str, row: PrefillRow) -> Ref:
-    """A row that offers belongs to its hand-off; one that does not is a reservation's own prefill."""
-    return offer_ref(row.offers[0].offer_id) if row.offers else reservation_ref(worker, row.sequence)
+def _owner(worker: str, row: PrefillRow) -> Key:
+    """A row that offers belongs to its hand-off; one that does not is a reservation's own
+    prefill."""
+    return (
+        offer_key(row.offers[0].offer_id) if row.offers else reservation_key(worker, row.sequence)
+    )

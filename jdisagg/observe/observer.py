@@ -1,29 +1,32 @@
-"""What a process is observed with, and the wrappers that do it: the one object that assembly code needs.
+"""What a process is observed with, and how its parts are wrapped: all that assembly code needs.
 
-    observer = Observer("decode-0", trace=True)
-    peers = {peer: ObservedPeerPort("decode-0", port, observer) for peer, port in peers.items()}
-    worker = DecodeWorker("decode-0", ObservedExecutor("decode-0", executor, observer), ..., peers, ...)
-    observer.metrics.watch_worker("decode-0", worker.status, worker.counters, lambda: executor.programs.compilations)
+    observer = Observer("decode-0", timelines=True)
+    executor = observed_executor("decode-0", executor, observer)
+    port = observed_decode("decode-0", port, observer)
+    path = observed_path(path, observer)
 
-    ports = {name: ObservedDecodePort(name, port, observer) for name, port in ports.items()}
-    path = ObservedPath(RequestPath(..., ports, ...), observer)
-
-Each wrapper has the protocol of what it wraps. Nothing observed knows that it is.
-"""
+Each wrapper has the protocol of what it wraps; nothing observed knows that it is. Without an
+observer (None) everything is returned as it is."""
 
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path
+
+from opentelemetry.sdk.trace import SpanProcessor
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from jdisagg.observe.metrics import Metrics
-from jdisagg.observe.timeline import OFF, Recorder, Timeline
+from jdisagg.observe.trace_events import TraceEventExporter
+from jdisagg.observe.tracing import Tracing, otlp_processor, tracer_provider
 
 _CAUSES_KEPT = 4096
+# Not a failure: a client goes on with a stream that began elsewhere.
+RESUMED = "resumed"
 
 
 class Causes:
-    """Why the latest attempt at a request ended, kept until the next attempt asks. The oldest are forgotten."""
+    """Why the latest attempt at a request ended, kept until the next attempt asks. The oldest are
+    forgotten."""
 
     def __init__(self) -> None:
         self._causes: OrderedDict[tuple[str, str], str] = OrderedDict()
@@ -33,26 +36,40 @@ class Causes:
         if len(self._causes) > _CAUSES_KEPT:
             self._causes.popitem(last=False)
 
-    def take(self, tenant: str, request_id: str) -> str:
-        return self._causes.get((tenant, request_id), "unknown")
+    def latest(self, tenant: str, request_id: str) -> str:
+        """Empty where none is known."""
+        return self._causes.get((tenant, request_id), "")
 
 
 class Observer:
-    """`now` is the clock of everything that is observed; `trace` keeps a timeline besides the metrics."""
+    """Metrics, and spans where somebody wants them.
+
+    Args:
+      process: The name under which this process is seen.
+      timelines: Whether the newest spans are kept for a timeline.
+      otlp_endpoint: An OTLP collector that spans are sent to; empty: none.
+      now: The clock of everything that is observed.
+      wall: Seconds since the epoch.
+    """
 
     def __init__(
         self,
         process: str,
-        trace: bool = False,
+        timelines: bool = False,
+        otlp_endpoint: str = "",
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.process = process
         self.now = now
         self.metrics = Metrics(process)
-        self.timeline: Recorder = Timeline(process, now, wall) if trace else OFF
         self.causes = Causes()
-
-    def write_timeline(self, directory: str | Path) -> Path | None:
-        """Where there is one; see `Timeline.write`."""
-        return self.timeline.write(directory) if isinstance(self.timeline, Timeline) else None
+        self.timeline = TraceEventExporter(process) if timelines else None
+        processors: list[SpanProcessor] = []
+        if self.timeline is not None:
+            processors.append(SimpleSpanProcessor(self.timeline))
+        if otlp_endpoint:
+            processors.append(otlp_processor(otlp_endpoint))
+        self.tracing = Tracing(
+            tracer_provider(process, processors) if processors else None, now, wall
+        )

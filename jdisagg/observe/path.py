@@ -1,12 +1,15 @@
-"""The request path as its clients see it, measured: TTFT, gaps between tokens, and each finished request's `Timings`."""
+"""The request path as its clients see it, measured: TTFT, gaps between tokens, and each finished
+request's `Timings`; the root of each request's trace."""
 
 import asyncio
 from collections.abc import AsyncGenerator
 
+from opentelemetry.trace import SpanKind
+
 from jdisagg.dispatch.outcomes import Path
-from jdisagg.dispatch.ports import WorkerStatus
-from jdisagg.observe.observer import Observer
-from jdisagg.observe.timeline import request_ref
+from jdisagg.messages.worker_status import WorkerStatus
+from jdisagg.observe.observer import RESUMED, Observer
+from jdisagg.observe.tracing import request_key
 from jdisagg.request import Request, StreamEvent
 
 
@@ -18,8 +21,20 @@ class ObservedPath:
         self._observer = observer
 
     async def stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]:
-        observer, metrics, started = self._observer, self._observer.metrics, self._observer.now()
-        ref, latest, result = request_ref(request.request_id), dict[int, float](), "cancelled"
+        observer, metrics, started = (
+            self._observer,
+            self._observer.metrics.requests,
+            self._observer.now(),
+        )
+        tracing, latest, result = observer.tracing, dict[int, float](), "cancelled"
+        key = request_key(request.tenant, request.request_id)
+        span, context = tracing.start(
+            "request", started, None, request.request_id, SpanKind.SERVER, tenant=request.tenant
+        )
+        tracing.own(key, context)
+        if request.resumption is not None:
+            metrics.resumptions.inc()
+            observer.causes.put(request.tenant, request.request_id, RESUMED)
         events = self._path.stream(request)
         try:
             async for event in events:
@@ -27,7 +42,7 @@ class ObservedPath:
                     now = observer.now()
                     if not latest and request.resumption is None:
                         metrics.ttft.observe(now - started)
-                        observer.timeline.instant("first token", now, ref)
+                        tracing.instant("first token", now, context)
                     elif event.child in latest:
                         metrics.tbt.observe(now - latest[event.child])
                     latest[event.child] = now
@@ -44,10 +59,9 @@ class ObservedPath:
         finally:
             await events.aclose()
             now = observer.now()
-            metrics.requests.labels(result).inc()
-            metrics.request.labels(result).observe(now - started)
-            prompt_tokens = len(request.prompt_token_ids)
-            observer.timeline.span("request", started, now, ref, result=result, prompt_tokens=prompt_tokens, tenant=request.tenant)
+            metrics.finished.labels(result).inc()
+            metrics.seconds.labels(result).observe(now - started)
+            tracing.end(span, now, result=result, prompt_tokens=len(request.prompt_token_ids))
 
     async def status(self) -> tuple[WorkerStatus, ...]:
         return await self._path.status()
@@ -56,12 +70,15 @@ class ObservedPath:
         await self._path.drain()
 
     def _finished(self, request: Request, event: StreamEvent) -> None:
-        metrics, timings, usage = self._observer.metrics, event.timings, event.usage
+        metrics, timings, usage = self._observer.metrics.requests, event.timings, event.usage
         assert timings is not None
         metrics.queue.observe(timings.queue_seconds)
-        if usage is not None:
-            metrics.prompt_tokens.inc(usage.prompt_tokens)
-            # Of a stream that was resumed the beginning was not seen here.
-            if usage.completion_tokens > request.sampling.n and request.resumption is None:
-                metrics.tpot.observe(timings.tpot_seconds)
-                metrics.handoff_gap.observe(timings.handoff_gap_seconds)
+        if usage is None:
+            return
+        metrics.prompt_tokens.inc(usage.prompt_tokens)
+        metrics.prompt_sizes.observe(usage.prompt_tokens)
+        metrics.generated_sizes.observe(usage.completion_tokens)
+        # Of a stream that was resumed the beginning was not seen here.
+        if usage.completion_tokens > request.sampling.n and request.resumption is None:
+            metrics.tpot.observe(timings.tpot_seconds)
+            metrics.handoff_gap.observe(timings.handoff_gap_seconds)

@@ -1,67 +1,78 @@
-"""Ports as seen by an observer: each call goes through unchanged, and is measured on the way.
+"""Ports as seen by an observer: middleware that measures calls on their way.
 
-Works on either side of the wire: around remote ports in a router, around peers in a decode worker, around workers themselves in one
-process. Learns from the calls which request a reservation, a hand-off and an offer belong to, and links them for the timeline.
-"""
+`Observed*` stands at a port's caller: before remote ports in a router, before peers in a decode
+worker, before workers themselves in one process. `Served*` stands before a worker's own ports in
+the worker's process, and only notes which request the numbers belong to that its mesh will know:
+the calls bring the trace context, the mesh's commands bring numbers (tracing.py)."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from jdisagg.dispatch.ports import (
-    DecodePort,
+from opentelemetry import context as otel
+
+from jdisagg.messages.ports import (
     GenerateCall,
     HandoffEnd,
     Offer,
-    PeerHello,
     PeerMessage,
-    PeerPort,
     PrefillCall,
-    PrefillPort,
     PrefillReply,
     Reservation,
     ReserveCall,
     ResumeCall,
     Span,
     SpanEnd,
-    WorkerStatus,
     close_stream,
 )
-from jdisagg.observe.observer import Observer
-from jdisagg.observe.timeline import Value, handoff_ref, offer_ref, request_ref, reservation_ref
+from jdisagg.observe.observer import RESUMED, Observer
+from jdisagg.observe.tracing import (
+    Key,
+    handoff_key,
+    of_request,
+    offer_key,
+    request_key,
+    reservation_key,
+)
 from jdisagg.request import Request
+from jdisagg.trace_context import within
 
 _HANDOFFS_KEPT = 1024
 _RESERVATIONS_KEPT = 1 << 16
 
 
-class ObservedPrefillPort:
-    """Implements `PrefillPort`."""
+class ObservedPrefill:
+    """Middleware of the `PrefillPort` of the worker `worker`."""
 
-    def __init__(self, name: str, port: PrefillPort, observer: Observer) -> None:
-        self._name = name
-        self._port = port
+    def __init__(self, worker: str, observer: Observer) -> None:
+        self._worker = worker
         self._observer = observer
 
-    async def prefill(self, call: PrefillCall) -> PrefillReply:
-        observer, started, ref = self._observer, self._observer.now(), request_ref(call.request.request_id)
-        observer.timeline.link(handoff_ref(call.handoff_id), ref)
-        with _failures(observer, self._name, "prefill", call.request, call.attempt):
-            reply = await self._port.prefill(call)
-        if observer.timeline.on:
+    async def prefill(
+        self, proceed: Callable[[PrefillCall], Awaitable[PrefillReply]], call: PrefillCall
+    ) -> PrefillReply:
+        observer, tracing, started = self._observer, self._observer.tracing, self._observer.now()
+        if not tracing.on:
+            with _failures(observer, self._worker, "prefill", call.request, call.attempt):
+                return await proceed(call)
+        span, context = tracing.start(
+            "prefill", started, _owner(call.request), worker=self._worker, attempt=call.attempt
+        )
+        tracing.own(handoff_key(call.handoff_id), context)
+        try:
+            with (
+                within(context),
+                _failures(observer, self._worker, "prefill", call.request, call.attempt),
+            ):
+                reply = await proceed(call)
             ended = observer.now()
             computing = max(started, ended - reply.prefill_seconds)
             waiting = max(started, computing - reply.queue_seconds)
-            observer.timeline.span("prefill", started, ended, ref, worker=self._name, attempt=call.attempt)
-            observer.timeline.span("prefill wait", waiting, computing, ref, attempt=call.attempt)
-            observer.timeline.span("prefill compute", computing, ended, ref, attempt=call.attempt)
-        return reply
-
-    async def cancel_prefill(self, handoff_id: int) -> None:
-        await self._port.cancel_prefill(handoff_id)
-
-    async def status(self) -> WorkerStatus:
-        return await self._port.status()
+            tracing.span("prefill wait", waiting, computing, context, attempt=call.attempt)
+            tracing.span("prefill compute", computing, ended, context, attempt=call.attempt)
+            return reply
+        finally:
+            tracing.end(span, observer.now())
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,96 +81,147 @@ class _Held:
     attempt: int
 
 
-class ObservedDecodePort:
-    """Implements `DecodePort`."""
+class ObservedDecode:
+    """Middleware of the `DecodePort` of the worker `worker`."""
 
-    def __init__(self, name: str, port: DecodePort, observer: Observer) -> None:
-        self._name = name
-        self._port = port
+    def __init__(self, worker: str, observer: Observer) -> None:
+        self._worker = worker
         self._observer = observer
         self._held: dict[int, _Held] = {}
 
-    async def reserve(self, call: ReserveCall) -> Reservation:
+    async def reserve(
+        self, proceed: Callable[[ReserveCall], Awaitable[Reservation]], call: ReserveCall
+    ) -> Reservation:
         observer, request, started = self._observer, call.request, self._observer.now()
-        ref = request_ref(request.request_id)
-        if call.attempt > 1:
-            cause = observer.causes.take(request.tenant, request.request_id)
-            observer.metrics.retries.labels(cause).inc()
-            observer.timeline.instant("retry", started, ref, attempt=call.attempt, cause=cause)
-        with _failures(observer, self._name, "reserve", request, call.attempt):
-            reservation = await self._port.reserve(call)
-        observer.timeline.link(reservation_ref(self._name, reservation.reservation_id), ref)
-        observer.timeline.span("reserve", started, observer.now(), ref, worker=self._name, attempt=call.attempt, rank=reservation.rank)
+        tracing, owner = observer.tracing, _owner(request)
+        cause = observer.causes.latest(request.tenant, request.request_id) or "unknown"
+        # The first attempt of a stream that was resumed has a high number and is no retry.
+        if call.attempt > 1 and cause != RESUMED:
+            observer.metrics.requests.retries.labels(cause).inc()
+            tracing.instant("retry", started, owner, attempt=call.attempt, cause=cause)
+        with (
+            within(tracing.owner(owner)),
+            _failures(observer, self._worker, "reserve", request, call.attempt),
+        ):
+            reservation = await proceed(call)
+        tracing.own(reservation_key(self._worker, reservation.reservation_id), owner)
+        tracing.span(
+            "reserve",
+            started,
+            observer.now(),
+            owner,
+            worker=self._worker,
+            attempt=call.attempt,
+            rank=reservation.rank,
+        )
         while len(self._held) >= _RESERVATIONS_KEPT:
             self._held.pop(next(iter(self._held)))
         self._held[reservation.reservation_id] = _Held(request, call.attempt)
         return reservation
 
-    async def generate(self, call: GenerateCall) -> AsyncIterator[Span]:
+    async def generate(
+        self, proceed: Callable[[GenerateCall], AsyncIterator[Span]], call: GenerateCall
+    ) -> AsyncIterator[Span]:
         observer, held = self._observer, self._held.get(call.reservation_id)
-        timeline = observer.timeline
+        spans = proceed(call)
         if held is None:
-            async for span in self._port.generate(call):
+            async for span in spans:
                 yield span
             return
-        ref = request_ref(held.request.request_id)
+        request, tracing = held.request, observer.tracing
         if call.source is not None:
-            timeline.link(handoff_ref(call.source.handoff_id), ref)
-        spans = self._port.generate(call)
+            tracing.own(handoff_key(call.source.handoff_id), _owner(request))
         started = observer.now()
         latest: dict[int, float] = {}
         try:
-            with _failures(observer, self._name, "generate", held.request, held.attempt):
+            with _failures(observer, self._worker, "generate", request, held.attempt):
                 async for span in spans:
-                    if timeline.on and (span.token_ids or span.end or span.lost or span.moving):
+                    if tracing.on and (span.token_ids or span.end or span.lost or span.moving):
                         now, before = observer.now(), latest.get(span.child)
                         first = "first span" if call.source is None else "hand-off to first span"
-                        self._record(first if before is None else "decode", started if before is None else before, now, held, span)
+                        self._trace(
+                            first if before is None else "decode",
+                            started if before is None else before,
+                            now,
+                            held,
+                            span,
+                        )
                         if span.token_ids:
                             latest[span.child] = now
                     cause = _cause_in(span)
                     if cause:
-                        observer.causes.put(held.request.tenant, held.request.request_id, cause)
+                        observer.causes.put(request.tenant, request.request_id, cause)
                     yield span
         finally:
             self._held.pop(call.reservation_id, None)
             await close_stream(spans)
 
-    async def resume_source(self, call: ResumeCall) -> int | None:
+    async def resume_source(
+        self, proceed: Callable[[ResumeCall], Awaitable[int | None]], call: ResumeCall
+    ) -> int | None:
         observer, held = self._observer, self._held.get(call.reservation_id)
         if held is None:
-            return await self._port.resume_source(call)
-        ref = request_ref(held.request.request_id)
-        observer.timeline.link(handoff_ref(call.source.handoff_id), ref)
-        with _failures(observer, self._name, "resume_source", held.request, call.attempt):
-            from_token = await self._port.resume_source(call)
-        kept, cause = "all" if from_token is None else str(from_token), observer.causes.take(held.request.tenant, held.request.request_id)
-        observer.metrics.retries.labels(cause).inc()
-        args: dict[str, Value] = {"attempt": call.attempt, "cause": cause, "source": call.source.worker, "kept_tokens": kept}
-        observer.timeline.instant("retry", observer.now(), ref, "", **args)
+            return await proceed(call)
+        request, owner = held.request, _owner(held.request)
+        observer.tracing.own(handoff_key(call.source.handoff_id), owner)
+        with (
+            within(observer.tracing.owner(owner)),
+            _failures(observer, self._worker, "resume_source", request, call.attempt),
+        ):
+            from_token = await proceed(call)
+        cause = observer.causes.latest(request.tenant, request.request_id) or "unknown"
+        observer.metrics.requests.retries.labels(cause).inc()
+        observer.tracing.instant(
+            "retry",
+            observer.now(),
+            owner,
+            attempt=call.attempt,
+            cause=cause,
+            source=call.source.worker,
+            kept_tokens="all" if from_token is None else str(from_token),
+        )
         return from_token
 
-    async def cancel(self, reservation_id: int, child: int | None = None) -> None:
+    async def cancel(
+        self,
+        proceed: Callable[[int, int | None], Awaitable[None]],
+        reservation_id: int,
+        child: int | None = None,
+    ) -> None:
         if child is None:
             self._held.pop(reservation_id, None)
-        await self._port.cancel(reservation_id, child)
+        await proceed(reservation_id, child)
 
-    async def status(self) -> WorkerStatus:
-        return await self._port.status()
-
-    def _record(self, name: str, started: float, now: float, held: _Held, span: Span) -> None:
-        timeline, ref, attempt = self._observer.timeline, request_ref(held.request.request_id), held.attempt
+    def _trace(self, name: str, started: float, now: float, held: _Held, span: Span) -> None:
+        tracing, owner, attempt = self._observer.tracing, _owner(held.request), held.attempt
+        worker, child, lost = self._worker, span.child, span.lost
         if span.token_ids:
             tokens = len(span.token_ids)
-            timeline.span(name, started, now, ref, worker=self._name, child=span.child, attempt=attempt, tokens=tokens)
+            tracing.span(
+                name,
+                started,
+                now,
+                owner,
+                worker=worker,
+                child=child,
+                attempt=attempt,
+                tokens=tokens,
+            )
         if span.end is SpanEnd.PREEMPTED:
-            timeline.instant("preempted", now, ref, worker=self._name, child=span.child, attempt=attempt)
-        if span.lost is not None:
-            lost = span.lost
-            timeline.instant("source lost", now, ref, worker=self._name, attempt=attempt, kept_tokens=lost.kept_tokens, reason=lost.reason)
+            tracing.instant("preempted", now, owner, worker=worker, child=child, attempt=attempt)
+        if lost is not None:
+            tracing.instant(
+                "source lost",
+                now,
+                owner,
+                worker=worker,
+                attempt=attempt,
+                kept_tokens=lost.kept_tokens,
+                reason=lost.reason,
+            )
         if span.moving is not None:
-            timeline.link(handoff_ref(span.moving.handoff_id), ref)
-            timeline.instant("migration", now, ref, worker=self._name, attempt=attempt)
+            tracing.own(handoff_key(span.moving.handoff_id), owner)
+            tracing.instant("migration", now, owner, worker=worker, attempt=attempt)
 
 
 @dataclass(slots=True)
@@ -172,62 +234,156 @@ class _Receiving:
     moved: bool = False
 
 
-class ObservedPeerPort:
-    """Implements `PeerPort`, on the receiver's side: `receiver` is the worker that pulls."""
+class ObservedPeer:
+    """Middleware of a `PeerPort` at its receiver: `receiver` is the worker that pulls."""
 
-    def __init__(self, receiver: str, port: PeerPort, observer: Observer) -> None:
+    def __init__(self, receiver: str, observer: Observer) -> None:
         self._receiver = receiver
-        self._port = port
         self._observer = observer
         self._receiving: dict[int, _Receiving] = {}
 
-    async def hello(self, hello: PeerHello) -> PeerHello:
-        return await self._port.hello(hello)
-
-    async def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:
-        timeline, ref = self._observer.timeline, handoff_ref(handoff_id)
+    async def offers(
+        self,
+        proceed: Callable[[int, int], AsyncIterator[PeerMessage]],
+        handoff_id: int,
+        attempt: int,
+    ) -> AsyncIterator[PeerMessage]:
+        tracing, now, owner = self._observer.tracing, self._observer.now, handoff_key(handoff_id)
         while len(self._receiving) >= _HANDOFFS_KEPT:
             self._receiving.pop(next(iter(self._receiving)))
         receiving = self._receiving[handoff_id] = _Receiving()
-        messages = self._port.offers(handoff_id, attempt)
+        messages = proceed(handoff_id, attempt)
         try:
             async for message in messages:
                 if isinstance(message, Offer):
-                    timeline.link(offer_ref(message.offer_id), ref)
-                    timeline.instant("offer", self._observer.now(), ref, group=message.group, start=message.start, attempt=attempt)
+                    tracing.own(offer_key(message.offer_id), owner)
+                    tracing.instant(
+                        "offer",
+                        now(),
+                        owner,
+                        group=message.group,
+                        start=message.start,
+                        attempt=attempt,
+                    )
                 elif isinstance(message, HandoffEnd):
-                    receiving.offers, receiving.ended_at = message.offers, self._observer.now()
-                    receiving.moved = bool(message.moved)  # a running sequence: its sender computes nothing meanwhile
-                    timeline.instant("all offered", receiving.ended_at, ref, offers=message.offers, attempt=attempt)
+                    receiving.offers, receiving.ended_at = message.offers, now()
+                    # a running sequence: its sender computes nothing meanwhile
+                    receiving.moved = bool(message.moved)
+                    tracing.instant(
+                        "all offered",
+                        receiving.ended_at,
+                        owner,
+                        offers=message.offers,
+                        attempt=attempt,
+                    )
                     self._settle(handoff_id, receiving)
                 yield message
         finally:
             await close_stream(messages)
 
-    async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
+    async def acknowledge(
+        self,
+        proceed: Callable[[int, tuple[int, ...]], Awaitable[None]],
+        handoff_id: int,
+        offer_ids: tuple[int, ...],
+    ) -> None:
         receiving = self._receiving.get(handoff_id)
         if receiving is not None:
             receiving.acknowledged.update(offer_ids)
             for offer_id in offer_ids:
-                self._observer.timeline.instant("verified", self._observer.now(), offer_ref(offer_id))
+                self._observer.tracing.instant(
+                    "verified", self._observer.now(), offer_key(offer_id)
+                )
             self._settle(handoff_id, receiving)
-        await self._port.acknowledge(handoff_id, offer_ids)
+        await proceed(handoff_id, offer_ids)
 
-    async def abort(self, handoff_id: int, reason: str) -> None:
+    async def abort(
+        self, proceed: Callable[[int, str], Awaitable[None]], handoff_id: int, reason: str
+    ) -> None:
         self._receiving.pop(handoff_id, None)
-        self._observer.timeline.instant("hand-off aborted", self._observer.now(), handoff_ref(handoff_id), reason=reason)
-        await self._port.abort(handoff_id, reason)
+        self._observer.tracing.instant(
+            "hand-off aborted", self._observer.now(), handoff_key(handoff_id), reason=reason
+        )
+        await proceed(handoff_id, reason)
 
     def _settle(self, handoff_id: int, receiving: _Receiving) -> None:
-        """Whole when the end is known and all offers are acknowledged: what came after the end was exposed."""
-        if receiving.offers is not None and len(receiving.acknowledged) >= receiving.offers:
-            now = self._observer.now()
-            self._receiving.pop(handoff_id, None)
-            if receiving.moved:
-                self._observer.timeline.instant("moved", now, handoff_ref(handoff_id), worker=self._receiver)
-            else:
-                self._observer.metrics.exposed.labels(self._receiver).observe(now - receiving.ended_at)
-                self._observer.timeline.span("exposed transfer", receiving.ended_at, now, handoff_ref(handoff_id), worker=self._receiver)
+        """Whole when the end is known and all offers are acknowledged: what came after the end was
+        exposed."""
+        if receiving.offers is None or len(receiving.acknowledged) < receiving.offers:
+            return
+        now, owner, ended_at = self._observer.now(), handoff_key(handoff_id), receiving.ended_at
+        tracing, receiver = self._observer.tracing, self._receiver
+        self._receiving.pop(handoff_id, None)
+        if receiving.moved:
+            tracing.instant("moved", now, owner, worker=receiver)
+        else:
+            self._observer.metrics.transfers.exposed.labels(receiver).observe(now - ended_at)
+            tracing.span("exposed transfer", ended_at, now, owner, worker=receiver)
+
+
+class Served:
+    """Middleware of all ports of the worker `worker`, in its own process. `prefill` and `reserve`
+    come with the caller's trace context; what follows names their numbers."""
+
+    def __init__(self, worker: str, observer: Observer) -> None:
+        self._worker = worker
+        self._tracing = observer.tracing
+
+    async def prefill(
+        self, proceed: Callable[[PrefillCall], Awaitable[PrefillReply]], call: PrefillCall
+    ) -> PrefillReply:
+        context = of_request(otel.get_current(), call.request.request_id)
+        self._tracing.own(handoff_key(call.handoff_id), context)
+        return await proceed(call)
+
+    async def reserve(
+        self, proceed: Callable[[ReserveCall], Awaitable[Reservation]], call: ReserveCall
+    ) -> Reservation:
+        context = of_request(otel.get_current(), call.request.request_id)
+        reservation = await proceed(call)
+        self._tracing.own(reservation_key(self._worker, reservation.reservation_id), context)
+        return reservation
+
+    async def generate(
+        self, proceed: Callable[[GenerateCall], AsyncIterator[Span]], call: GenerateCall
+    ) -> AsyncIterator[Span]:
+        owner = reservation_key(self._worker, call.reservation_id)
+        if call.source is not None:
+            self._tracing.own(handoff_key(call.source.handoff_id), owner)
+        spans = proceed(call)
+        try:
+            async for span in spans:
+                if span.moving is not None:
+                    self._tracing.own(handoff_key(span.moving.handoff_id), owner)
+                yield span
+        finally:
+            await close_stream(spans)
+
+    async def resume_source(
+        self, proceed: Callable[[ResumeCall], Awaitable[int | None]], call: ResumeCall
+    ) -> int | None:
+        owner = reservation_key(self._worker, call.reservation_id)
+        self._tracing.own(handoff_key(call.source.handoff_id), owner)
+        return await proceed(call)
+
+    async def offers(
+        self,
+        proceed: Callable[[int, int], AsyncIterator[PeerMessage]],
+        handoff_id: int,
+        attempt: int,
+    ) -> AsyncIterator[PeerMessage]:
+        messages = proceed(handoff_id, attempt)
+        try:
+            async for message in messages:
+                if isinstance(message, Offer):
+                    self._tracing.own(offer_key(message.offer_id), handoff_key(handoff_id))
+                yield message
+        finally:
+            await close_stream(messages)
+
+
+def _owner(request: Request) -> Key:
+    return request_key(request.tenant, request.request_id)
 
 
 def _cause_in(span: Span) -> str:
@@ -240,14 +396,23 @@ def _cause_in(span: Span) -> str:
 
 
 @contextmanager
-def _failures(observer: Observer, worker: str, call: str, request: Request, attempt: int) -> Iterator[None]:
+def _failures(
+    observer: Observer, worker: str, call: str, request: Request, attempt: int
+) -> Iterator[None]:
     """Counts what a call raises, and keeps it as the cause of the attempt that may follow."""
     try:
         yield
     except Exception as error:
         name = type(error).__name__
-        observer.metrics.call_failures.labels(worker, call, name).inc()
+        observer.metrics.requests.call_failures.labels(worker, call, name).inc()
         observer.causes.put(request.tenant, request.request_id, name)
-        at, ref = observer.now(), request_ref(request.request_id)
-        observer.timeline.instant("failed", at, ref, worker=worker, call=call, attempt=attempt, error=f"{name}: {error}")
+        observer.tracing.instant(
+            "failed",
+            observer.now(),
+            _owner(request),
+            worker=worker,
+            call=call,
+            attempt=attempt,
+            error=f"{name}: {error}",
+        )
         raise

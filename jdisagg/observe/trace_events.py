@@ -1,158 +1,213 @@
-"""From the timelines of many processes to one trace in the Trace Event Format, which Perfetto and chrome://tracing read.
+"""Timelines: spans in the Trace Event Format, which Perfetto (https://ui.perfetto.dev) and
+chrome://tracing read.
 
-Clocks are aligned by each file's pair (monotonic, wall): exact within a host, as good as the hosts' wall clocks between hosts.
-An event's request is found by following links through all files. Complete events ("X") of one thread row must nest, so rows that
-overlap are spread over lanes: each is a `tid` of its own with a name. Times are whole microseconds from the first event on: rounding
-whole instants keeps what nests nested.
-"""
+`TraceEventExporter` is an OpenTelemetry exporter: it keeps a process's newest spans in a ring, and
+writes them to a file that a viewer opens as it is; `merge` puts the files of many processes into
+one. Each request has a row in every process that worked for it, each mesh a row of all its
+commands. Complete events ("X") of one row must nest, so rows that overlap are spread over lanes:
+each is a `tid` of its own with a name. Times are whole microseconds since the epoch (in a merged
+trace, since its first event): rounding whole instants keeps what nests nested. Processes are
+aligned by their wall clocks: exact within a host, as good as the hosts' clocks between hosts."""
 
-import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import os
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from jdisagg.errors import ConfigError
-from jdisagg.observe.timeline import FILE_SUFFIX, Event, Ref
 
-_LINKS_FOLLOWED = 8
+CAPACITY_EVENTS = 1 << 17
+FILE_SUFFIX = ".timeline.json"
 
-Json = str | int | float | bool | dict[str, "Json"] | list["Json"] | None
-TraceEvent = dict[str, Json]
+Value = str | int | float | bool
 
 
-@dataclass(frozen=True, slots=True)
-class TimelineFile:
-    """One process. `wall_offset` added to its monotonic instants gives wall time."""
+class TraceEvent(msgspec.Struct, omit_defaults=True):
+    """`ph`: X complete (with `dur`), i instant, M metadata."""
 
-    process: str
+    name: str
+    ph: str
     pid: int
-    wall_offset: float
-    links: tuple[tuple[Ref, Ref], ...]
-    events: tuple[Event, ...]
+    tid: int
+    args: dict[str, Value]
+    ts: int | None = None
+    dur: int | None = None
+    cat: str = ""
+    s: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """An event of a process, in microseconds, with its row's name and its request."""
+class Trace(msgspec.Struct):
+    traceEvents: list[TraceEvent]
+    displayTimeUnit: str = "ms"
 
-    pid: int
+
+class _Kept(NamedTuple):
+    """A span, in microseconds, in the row where it is shown. `ended` None: an instant."""
+
     row: str
-    event: Event
+    name: str
     started: int
-    ended: int
-    request: str
+    ended: int | None
+    args: dict[str, Value]
 
 
-def read_timelines(directory: str | Path) -> list[TimelineFile]:
-    """All timelines in a folder. Raises ConfigError where there is none, or one that cannot be read."""
+class TraceEventExporter(SpanExporter):
+    """Keeps the newest `capacity_events` spans of `process`. `write` may be called at any time and
+    from any thread."""
+
+    def __init__(self, process: str, capacity_events: int = CAPACITY_EVENTS) -> None:
+        self.process = process
+        self._kept: deque[_Kept] = deque(maxlen=capacity_events)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        for span in spans:
+            args: dict = dict(span.attributes or {})
+            track, instant = args.pop("track", ""), args.pop("instant", False)
+            request = args.get("request")
+            row = track or (f"request {request}" if request else "unattributed")
+            started = round((span.start_time or 0) / 1000)
+            ended = None if instant else round((span.end_time or 0) / 1000)
+            self._kept.append(_Kept(row, span.name, started, ended, args))
+        return SpanExportResult.SUCCESS
+
+    def write(self, directory: str | Path) -> Path:
+        """Writes all that the ring holds to a file of this process's own, whole or not at all.
+
+        Event by event, so that other threads go on meanwhile: one long call of an encoder would
+        keep the interpreter to itself.
+        """
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        safe = "".join(
+            letter if letter.isalnum() or letter in "-_." else "_" for letter in self.process
+        )
+        path = folder / f"{safe}-{os.getpid()}{FILE_SUFFIX}"
+        partial = path.with_suffix(".partial")
+        encoder, separator = msgspec.json.Encoder(), b"\n"
+        with partial.open("wb") as file:
+            file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
+            for event in _events(self.process, os.getpid(), list(self._kept)):
+                file.write(separator + encoder.encode(event))
+                separator = b",\n"
+            file.write(b"\n]}\n")
+        partial.replace(path)
+        return path
+
+
+def read_timelines(directory: str | Path) -> list[Trace]:
+    """All timelines in a folder. Raises ConfigError where there is none, or one that cannot be
+    read."""
     paths = sorted(Path(directory).glob(f"*{FILE_SUFFIX}"))
     if not paths:
-        raise ConfigError(f"inputs {str(directory)!r} holds no *{FILE_SUFFIX}; give the folder that the processes wrote their timelines to")
+        raise ConfigError(
+            f"inputs {str(directory)!r} holds no *{FILE_SUFFIX}; give the folder that the processes"
+            " wrote their timelines to"
+        )
     return [_read(path) for path in paths]
 
 
-def merge(files: Sequence[TimelineFile], request: str | None = None) -> dict[str, Json]:
-    """The trace; of one request alone where `request` is given."""
-    owners = {ref: owner for file in files for ref, owner in file.links}
-    pids = _distinct_pids(files)
-    placed = [
-        _place(pid, file, event, _request_of(event.ref, owners)) for pid, file in zip(pids, files, strict=True) for event in file.events
-    ]
-    if request is not None:
-        placed = [one for one in placed if one.request == request]
-    origin = min((one.started for one in placed), default=0)
-    events: list[TraceEvent] = []
-    for pid, file in zip(pids, files, strict=True):
-        mine = [one for one in placed if one.pid == pid]
-        if mine:
-            events.append(_metadata(pid, 0, "process_name", file.process))
-            events += _rows(pid, mine, origin)
-    return {"traceEvents": list(events), "displayTimeUnit": "ms"}
+def slowest(traces: Sequence[Trace], count: int) -> tuple[str, ...]:
+    """The ids of the `count` requests that took longest, the longest first."""
+    seconds: dict[str, int] = {}
+    for event in (event for trace in traces for event in trace.traceEvents):
+        if event.name == "request" and event.dur is not None:
+            request = str(event.args.get("request", ""))
+            seconds[request] = max(event.dur, seconds.get(request, 0))
+    return tuple(sorted(seconds, key=lambda request: -seconds[request])[:count])
 
 
-def _read(path: Path) -> TimelineFile:
-    try:
-        content = json.loads(path.read_text())
-        anchor = content["anchor"]
-        events = tuple(
-            Event(name, started, ended, None if ref is None else (ref[0], ref[1]), track, args)
-            for name, started, ended, ref, track, args in content["events"]
-        )
-        links = tuple(((ref[0], ref[1]), (owner[0], owner[1])) for ref, owner in content["links"])
-        return TimelineFile(content["process"], content["pid"], anchor["wall"] - anchor["monotonic"], links, events)
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise ConfigError(f"timeline {str(path)!r} cannot be read: {type(error).__name__}: {error}; remove it") from error
-
-
-def _request_of(ref: Ref | None, owners: dict[Ref, Ref]) -> str:
-    """The request that `ref` belongs to, or nothing where no link says so."""
-    for _ in range(_LINKS_FOLLOWED):
-        if ref is None or ref[0] == "request":
-            break
-        ref = owners.get(ref)
-    return ref[1] if ref is not None and ref[0] == "request" else ""
-
-
-def _distinct_pids(files: Sequence[TimelineFile]) -> list[int]:
-    """Process ids, which two hosts (or one host over time) may both have used."""
-    pids: list[int] = []
-    for file in files:
-        pid = file.pid
+def merge(traces: Sequence[Trace], requests: Collection[str] | None = None) -> Trace:
+    """One trace of all processes; of these requests alone where they are given."""
+    merged: list[TraceEvent] = []
+    pids: set[int] = set()
+    for trace in traces:
+        shown = [
+            event
+            for event in trace.traceEvents
+            if event.ph != "M" and (requests is None or event.args.get("request") in requests)
+        ]
+        rows = {(event.pid, event.tid) for event in shown}
+        names = [
+            event
+            for event in trace.traceEvents
+            if event.ph == "M"
+            and ((event.pid, event.tid) in rows or (event.name == "process_name" and rows))
+        ]
+        # Process ids, which two hosts (or one host over time) may both have used.
+        pid = next((event.pid for event in trace.traceEvents), 0)
         while pid in pids:
             pid += 1 << 22  # beyond Linux's largest pid
-        pids.append(pid)
-    return pids
+        if shown:
+            pids.add(pid)
+        merged += [msgspec.structs.replace(event, pid=pid) for event in (*names, *shown)]
+    origin = min((event.ts for event in merged if event.ts is not None), default=0)
+    for event in merged:
+        if event.ts is not None:
+            event.ts -= origin
+    return Trace(merged)
 
 
-def _place(pid: int, file: TimelineFile, event: Event, request: str) -> _Placed:
-    started = round((event.started + file.wall_offset) * 1e6)
-    ended = started if event.ended is None else round((event.ended + file.wall_offset) * 1e6)
-    row = event.track or (f"request {request}" if request else "unattributed")
-    return _Placed(pid, row, event, started, ended, request)
+def _read(path: Path) -> Trace:
+    try:
+        trace = msgspec.json.decode(path.read_bytes(), type=Trace)
+        if any(event.ph != "M" and event.ts is None for event in trace.traceEvents):
+            raise ValueError("an event has no time")
+        return trace
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"timeline {str(path)!r} cannot be read: {type(error).__name__}: {error}; remove it"
+        ) from error
 
 
-def _rows(pid: int, placed: Iterable[_Placed], origin: int) -> list[TraceEvent]:
-    rows: dict[str, list[_Placed]] = {}
-    for one in sorted(placed, key=lambda one: (one.started, -one.ended)):
+def _events(process: str, pid: int, kept: Sequence[_Kept]) -> Iterator[TraceEvent]:
+    rows: dict[str, list[_Kept]] = {}
+    for one in sorted(kept, key=lambda one: (one.started, -(one.ended or one.started))):
         rows.setdefault(one.row, []).append(one)
-    events: list[TraceEvent] = []
+    if rows:
+        yield TraceEvent("process_name", "M", pid, 0, {"name": process})
     next_tid = 1
     for row, members in rows.items():
         lanes = _lanes(members)
         for lane in range(max(lanes) + 1):
             name = row if lane == 0 else f"{row} ({lane + 1})"
-            events.append(_metadata(pid, next_tid + lane, "thread_name", name))
-        events += [_trace_event(one, next_tid + lane, origin) for one, lane in zip(members, lanes, strict=True)]
+            yield TraceEvent("thread_name", "M", pid, next_tid + lane, {"name": name})
+        for one, lane in zip(members, lanes, strict=True):
+            tid = next_tid + lane
+            if one.ended is None:
+                yield TraceEvent(
+                    one.name, "i", pid, tid, one.args, one.started, cat="jdisagg", s="t"
+                )
+            else:
+                seconds = one.ended - one.started
+                yield TraceEvent(
+                    one.name, "X", pid, tid, one.args, one.started, seconds, cat="jdisagg"
+                )
         next_tid += max(lanes) + 1
-    return events
 
 
-def _lanes(members: Sequence[_Placed]) -> list[int]:
-    """For each event, by start and longest first, the first lane where it nests in what is open there. Instants take lane 0."""
+def _lanes(members: Sequence[_Kept]) -> list[int]:
+    """For each event, by start and longest first, the first lane where it nests in what is open
+    there. Instants take lane 0."""
     lanes_open: list[list[int]] = []
-    return [0 if one.event.ended is None else _lane(lanes_open, one) for one in members]
+    return [
+        0 if one.ended is None else _lane(lanes_open, one.started, one.ended) for one in members
+    ]
 
 
-def _lane(lanes_open: list[list[int]], one: _Placed) -> int:
+def _lane(lanes_open: list[list[int]], started: int, ended: int) -> int:
     for lane, ends in enumerate(lanes_open):
-        while ends and ends[-1] <= one.started:
+        while ends and ends[-1] <= started:
             ends.pop()
-        if not ends or ends[-1] >= one.ended:
-            ends.append(one.ended)
+        if not ends or ends[-1] >= ended:
+            ends.append(ended)
             return lane
-    lanes_open.append([one.ended])
+    lanes_open.append([ended])
     return len(lanes_open) - 1
-
-
-def _trace_event(one: _Placed, tid: int, origin: int) -> TraceEvent:
-    args: dict[str, Json] = dict(one.event.args)
-    if one.request:
-        args["request"] = one.request
-    shared: TraceEvent = {"name": one.event.name, "cat": "jdisagg", "pid": one.pid, "tid": tid, "ts": one.started - origin, "args": args}
-    if one.event.ended is None:
-        return {**shared, "ph": "i", "s": "t"}
-    return {**shared, "ph": "X", "dur": one.ended - one.started}
-
-
-def _metadata(pid: int, tid: int, kind: str, name: str) -> TraceEvent:
-    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}

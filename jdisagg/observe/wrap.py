@@ -1,29 +1,86 @@
-"""Wraps what assembly code builds, where there is an observer; without one, everything is returned as it is."""
+"""Wraps what assembly code builds, where there is an observer; without one, everything is returned
+as it is."""
 
-from jdisagg.dispatch.ports import DecodePort, PeerPort, PrefillPort
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from jdisagg.dispatch.outcomes import Path
+from jdisagg.dispatch.roster import WorkerPorts
+from jdisagg.messages.ports import DecodePort, HandoffSource, PeerPort, PrefillPort
+from jdisagg.messages.ports_middleware import through
+from jdisagg.messages.registry import WorkerCard
 from jdisagg.observe.mesh import ObservedExecutor
 from jdisagg.observe.observer import Observer
-from jdisagg.observe.path import ObservedPath, Path
-from jdisagg.observe.ports import ObservedDecodePort, ObservedPeerPort, ObservedPrefillPort
-from jdisagg.scheduler.commands import Executor
+from jdisagg.observe.path import ObservedPath
+from jdisagg.observe.ports import ObservedDecode, ObservedPeer, ObservedPrefill, Served
+from jdisagg.observe.request_log import RequestLog
+from jdisagg.scheduler.executor import Executor
+
+P = TypeVar("P")
 
 
 def mesh(worker: str, executor: Executor, observer: Observer | None) -> Executor:
     return ObservedExecutor(worker, executor, observer) if observer else executor
 
 
+def path(whole: Path, observer: Observer | None) -> Path:
+    return ObservedPath(whole, observer) if observer else whole
+
+
 def prefill(worker: str, port: PrefillPort, observer: Observer | None) -> PrefillPort:
-    return ObservedPrefillPort(worker, port, observer) if observer else port
+    return through(PrefillPort, port, ObservedPrefill(worker, observer)) if observer else port
 
 
 def decode(worker: str, port: DecodePort, observer: Observer | None) -> DecodePort:
-    return ObservedDecodePort(worker, port, observer) if observer else port
+    return through(DecodePort, port, ObservedDecode(worker, observer)) if observer else port
 
 
 def peer(receiver: str, port: PeerPort, observer: Observer | None) -> PeerPort:
     """`receiver` is the worker that pulls from it."""
-    return ObservedPeerPort(receiver, port, observer) if observer else port
+    return through(PeerPort, port, ObservedPeer(receiver, observer)) if observer else port
 
 
-def path(whole: Path, observer: Observer | None) -> Path:
-    return ObservedPath(whole, observer) if observer else whole
+def ports(
+    open_ports: Callable[[WorkerCard], WorkerPorts], observer: Observer | None
+) -> Callable[[WorkerCard], WorkerPorts]:
+    """Of workers that come and go: a factory of observed ports."""
+    if observer is None:
+        return open_ports
+
+    def opened(card: WorkerCard) -> WorkerPorts:
+        bare = open_ports(card)
+        return replace(
+            bare,
+            prefill=prefill(card.name, bare.prefill, observer) if bare.prefill else None,
+            decode=decode(card.name, bare.decode, observer) if bare.decode else None,
+        )
+
+    return opened
+
+
+def peers(
+    receiver: str, resolve: Callable[[HandoffSource], PeerPort], observer: Observer | None
+) -> Callable[[HandoffSource], PeerPort]:
+    """A resolver for `receiver` that gives observed peers."""
+    if observer is None:
+        return resolve
+    return lambda source: peer(receiver, resolve(source), observer)
+
+
+def request_log(each: bool, observer: Observer | None, waiting: Callable[[], int]) -> RequestLog:
+    """The door's log; what it counts and how many requests wait are metrics where there are any."""
+    if observer is None:
+        return RequestLog(each, waiting=waiting)
+    metrics = observer.metrics
+    metrics.watch_waiting(waiting)
+    return RequestLog(
+        each, lambda code, error: metrics.requests.errors.labels(code, error).inc(), waiting
+    )
+
+
+def served(protocol: type[P], worker: str, port: P, observer: Observer | None) -> P:
+    """A worker's own port, as it is served to other processes."""
+    if observer is None or not observer.tracing.on:
+        return port
+    return through(protocol, port, Served(worker, observer))

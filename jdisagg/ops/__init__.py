@@ -1,1 +1,2 @@
-"""Array mathematics: JAX functions on local shards; they know axis names and shapes, never requests or schedulers."""
+"""Array mathematics: JAX functions on local shards; they know axis names and shapes, never requests
+or schedulers."""

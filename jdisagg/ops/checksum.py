@@ -1,17 +1,21 @@
-"""Keyed checksums of KV: equal on both sides of a hand-off whatever the sharding, the paging and the cutting in between.
+"""Keyed checksums of KV: equal on both sides of a hand-off whatever the sharding, the paging and
+the cutting in between.
 
-A row is one (component, head, position) of H values, taken as the integers that their bits are. Its term is
+A row is one (component, head, position) of H values, taken as the integers that their bits are. Its
+term is
 
     mix(sum_h bits_h * weight(h, key) + row_key(component, head, position, key))      mod 2^32,
 
-with odd weights and a bijective `mix`, and the sum of rows is the sum of their terms mod 2^32. There are two independent lanes, so 64 bits.
-The sum is additive: over components, heads and positions, so over any shards and any cut into blocks. Any single changed
-bit changes it for certain (an odd weight times a power of two is not zero mod 2^32); rows that changed places, another key, several
-changed bits or missing rows change it but for a chance of 2^-64. All weights depend on the key, which outsiders do not have.
+with odd weights and a bijective `mix`, and the sum of rows is the sum of their terms mod 2^32.
+There are two independent lanes, so 64 bits. The sum is additive: over components, heads and
+positions, so over any shards and any cut into blocks. Any single changed bit changes it for certain
+(an odd weight times a power of two is not zero mod 2^32); rows that changed places, another key,
+several changed bits or missing rows change it but for a chance of 2^-64. All weights depend on the
+key, which outsiders do not have.
 
-Coordinates are the model's own: the component's index over all layers, the global kv head, the absolute position. Pure and traceable;
-32-bit integer arithmetic alone. Sum what lies in memory, not what a fusion may compute a second time with another rounding.
-"""
+Coordinates are the model's own: the component's index over all layers, the global kv head, the
+absolute position. Pure and traceable; 32-bit integer arithmetic alone. Sum what lies in memory, not
+what a fusion may compute a second time with another rounding."""
 
 from collections.abc import Sequence
 
@@ -32,20 +36,32 @@ def key_words(key: int) -> np.ndarray:
 
 def fold(sums: np.ndarray) -> int:
     """The one number that sums [..., 2] of several parts amount to: lane 0 is the low half."""
-    low, high = (int(lane) & 0xFFFFFFFF for lane in sums.reshape(-1, LANES).astype(np.uint64).sum(axis=0))
+    low, high = (
+        int(lane) & 0xFFFFFFFF for lane in sums.reshape(-1, LANES).astype(np.uint64).sum(axis=0)
+    )
     return high << 32 | low
 
 
 def row_sums(
-    parts: Sequence[jax.Array], key_2: jax.Array, component: jax.Array, head: jax.Array, positions_T: jax.Array, valid_T: jax.Array
+    parts: Sequence[jax.Array],
+    key_2: jax.Array,
+    component: jax.Array,
+    head: jax.Array,
+    positions_T: jax.Array,
+    valid_T: jax.Array,
 ) -> jax.Array:
-    """Sums over components of the rows of `parts`, each [C, K, T, x] (one row's values lie one after the other): uint32 [K, T, 2].
+    """Sums over components of the rows of `parts`, each [C, K, T, x] (one row's values lie one
+    after the other): uint32 [K, T, 2].
 
     component, head: what index 0 stands for in the model. Rows of tokens that are not valid give 0.
     """
     components, heads = parts[0].shape[:2]
-    c_C11 = jnp.arange(components, dtype=jnp.uint32)[:, None, None] + jnp.asarray(component).astype(jnp.uint32)
-    k_1K1 = jnp.arange(heads, dtype=jnp.uint32)[None, :, None] + jnp.asarray(head).astype(jnp.uint32)
+    c_C11 = jnp.arange(components, dtype=jnp.uint32)[:, None, None] + jnp.asarray(component).astype(
+        jnp.uint32
+    )
+    k_1K1 = jnp.arange(heads, dtype=jnp.uint32)[None, :, None] + jnp.asarray(head).astype(
+        jnp.uint32
+    )
     t_11T = positions_T.astype(jnp.uint32)[None, None, :]
     bits = [bits_of(part) for part in parts]
     seeds = [_lane_seed(key_2, lane) for lane in range(LANES)]
@@ -71,9 +87,17 @@ def _weighted(bits: Sequence[jax.Array], seeds: Sequence[jax.Array]) -> list[jax
 
 
 def _sum_lanes(lanes: Sequence[jax.Array], axis: int) -> list[jax.Array]:
-    """Sums all lanes in one pass over what they have in common (one reduction each took five times as long on a CPU)."""
+    """Sums all lanes in one pass over what they have in common (one reduction each took five times
+    as long on a CPU)."""
     zeros = [jnp.uint32(0)] * len(lanes)
-    return list(lax.reduce(list(lanes), zeros, lambda one, other: [a + b for a, b in zip(one, other, strict=True)], (axis,)))
+    return list(
+        lax.reduce(
+            list(lanes),
+            zeros,
+            lambda one, other: [a + b for a, b in zip(one, other, strict=True)],
+            (axis,),
+        )
+    )
 
 
 def granule_sums(rows_KT2: jax.Array, granule: int) -> jax.Array:
@@ -85,7 +109,9 @@ def granule_sums(rows_KT2: jax.Array, granule: int) -> jax.Array:
 
 def bits_of(values: jax.Array) -> jax.Array:
     """The bits of each value as uint32."""
-    return lax.bitcast_convert_type(values, jnp.dtype(f"uint{8 * values.dtype.itemsize}")).astype(jnp.uint32)
+    return lax.bitcast_convert_type(values, jnp.dtype(f"uint{8 * values.dtype.itemsize}")).astype(
+        jnp.uint32
+    )
 
 
 def _lane_seed(key_2: jax.Array, lane: int) -> jax.Array:
@@ -94,7 +120,8 @@ def _lane_seed(key_2: jax.Array, lane: int) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """A bijection of 32 bits that spreads every bit over all (two rounds of xor-shift and multiplication)."""
+    """A bijection of 32 bits that spreads every bit over all (two rounds of xor-shift and
+    multiplication)."""
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> jnp.uint32(15))) * jnp.uint32(0x846CA68B)
     return x ^ (x >> jnp.uint32(16))

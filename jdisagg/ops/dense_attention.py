@@ -1,20 +1,26 @@
 """Dense causal attention over whole sequences, without a cache: the oracle of tests, and training.
 
-The tokens given are one sequence, in order. Softmax in float32. Memory is T x T per head: not for serving.
-"""
+The tokens given are one sequence, in order. Softmax in float32. Memory is T x T per head: not for
+serving."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 
-def dense_causal_attend(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, *, scale: float, window: int | None) -> jax.Array:
+def dense_causal_attend(
+    q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, *, scale: float, window: int | None
+) -> jax.Array:
     """An `Attend` (see `model_api`): token t attends to tokens max(0, t - window + 1) ... t."""
     tokens, heads, head_dim = q_TNH.shape
     kv_heads = k_TKH.shape[1]
     q_TKGH = q_TNH.reshape(tokens, kv_heads, heads // kv_heads, head_dim)
-    scores_KGTS = jnp.einsum("tkgh,skh->kgts", q_TKGH, k_TKH, preferred_element_type=jnp.float32) * scale
+    scores_KGTS = (
+        jnp.einsum("tkgh,skh->kgts", q_TKGH, k_TKH, preferred_element_type=jnp.float32) * scale
+    )
     distance_TS = np.arange(tokens)[:, None] - np.arange(tokens)[None, :]
     seen_TS = (distance_TS >= 0) & (distance_TS < (window or tokens))
-    mix_KGTS = jax.nn.softmax(jnp.where(seen_TS[None, None], scores_KGTS, -jnp.inf), axis=-1).astype(v_TKH.dtype)
+    mix_KGTS = jax.nn.softmax(
+        jnp.where(seen_TS[None, None], scores_KGTS, -jnp.inf), axis=-1
+    ).astype(v_TKH.dtype)
     return jnp.einsum("kgts,skh->tkgh", mix_KGTS, v_TKH).reshape(tokens, heads, head_dim)

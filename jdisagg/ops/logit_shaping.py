@@ -1,15 +1,17 @@
-"""What happens to logits before a token is chosen, and what is reported of them: penalties, bias, min_tokens, logprobs.
+"""What happens to logits before a token is chosen, and what is reported of them: penalties, bias,
+min_tokens, logprobs.
 
-The order (vLLM's, so that the same parameters give the same distribution): logit bias, then the repetition penalty,
-then frequency, then presence; stop ids are at -inf while fewer than min_tokens were generated. Temperature and filters
-come after, in `sampling`. A row whose parameters are neutral keeps its logits bit for bit.
+The order (vLLM's, so that the same parameters give the same distribution): logit bias, then the
+repetition penalty, then frequency, then presence; stop ids are at -inf while fewer than min_tokens
+were generated. Temperature and filters come after, in `sampling`. A row whose parameters are
+neutral keeps its logits bit for bit.
 
-  repetition (Hugging Face; tokens of prompt or output): logit / r where positive, logit * r where not;
-  frequency and presence (OpenAI; generated tokens): logit - frequency * count - presence * (count > 0).
+  repetition (Hugging Face; tokens of prompt or output): logit / r where positive, logit * r where
+  not; frequency and presence (OpenAI; generated tokens): logit - frequency * count - presence *
+  (count > 0).
 
-All of a row's history is one int32 array of counts, a function of prompt and accepted ids (rule 9): `token_counts` builds it on the host,
-`update_counts` adds what was sampled.
-"""
+All of a row's history is one int32 array of counts, a function of prompt and accepted ids (rule 9):
+`token_counts` builds it on the host, `update_counts` adds what was sampled."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -26,9 +28,8 @@ PROMPT_BIT = 1 << 30
 class ShapingRows(NamedTuple):
     """Parameters of each row. Lists of ids are padded with -1; their widths may be 0.
 
-    `token_counts`: how often each id was generated, plus PROMPT_BIT where the prompt holds it. `stop_ids` are masked while
-    `position < min_position`, the prompt's length + min_tokens.
-    """
+    `token_counts`: how often each id was generated, plus PROMPT_BIT where the prompt holds it.
+    `stop_ids` are masked while `position < min_position`, the prompt's length + min_tokens."""
 
     presence: jax.Array  # float32 [B]
     frequency: jax.Array  # float32 [B]
@@ -39,8 +40,11 @@ class ShapingRows(NamedTuple):
     min_position: jax.Array  # int32 [B]
 
 
-def shape_logits(logits_BV: jax.Array, rows: ShapingRows, token_counts_BV: jax.Array, position_B: jax.Array) -> jax.Array:
-    """float32 [B, V_padded]: the logits of which log-probabilities are reported and tokens are chosen."""
+def shape_logits(
+    logits_BV: jax.Array, rows: ShapingRows, token_counts_BV: jax.Array, position_B: jax.Array
+) -> jax.Array:
+    """float32 [B, V_padded]: the logits of which log-probabilities are reported and tokens are
+    chosen."""
     logits_BV = _scatter(logits_BV, rows.bias_ids).add(rows.bias_values, mode="drop")
 
     generated_BV = token_counts_BV & (PROMPT_BIT - 1)
@@ -54,36 +58,52 @@ def shape_logits(logits_BV: jax.Array, rows: ShapingRows, token_counts_BV: jax.A
     return _scatter(logits_BV, masked_ids).set(-jnp.inf, mode="drop")
 
 
-def logprobs(logits_BV: jax.Array, token_B: jax.Array, top: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Natural-log probabilities: of `token` [B], and the `top` most likely ids [B, top] with theirs, descending, ties by id.
+def logprobs(
+    logits_BV: jax.Array, token_B: jax.Array, top: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Natural-log probabilities: of `token` [B], and the `top` most likely ids [B, top] with
+    theirs, descending, ties by id.
 
-    `logits` are the shaped ones, before temperature and filters (`request.TokenLogprobs`). An invalid token gives NaN.
-    """
+    `logits` are the shaped ones, before temperature and filters (`request.TokenLogprobs`). An
+    invalid token gives NaN."""
     values_BK, ids_BK = selection.largest(logits_BV, max(top, 1))
-    # Not values_BK[:, :1]: with that slice XLA turns its top-k into a sort, ten times the cost of all this.
+    # Not values_BK[:, :1]: with that slice XLA turns its top-k into a sort, ten times the cost of
+    # all this.
     largest_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
-    total_B1 = largest_B1 + jnp.log(jnp.sum(jnp.exp(logits_BV - largest_B1), axis=-1, keepdims=True))
+    total_B1 = largest_B1 + jnp.log(
+        jnp.sum(jnp.exp(logits_BV - largest_B1), axis=-1, keepdims=True)
+    )
     token_B1 = token_B[:, None]
     chosen_B1 = jnp.take_along_axis(logits_BV, jnp.maximum(token_B1, 0), axis=1) - total_B1
     chosen_B = jnp.where(token_B >= 0, chosen_B1[:, 0], jnp.nan)
     return chosen_B, ids_BK[:, :top], values_BK[:, :top] - total_B1
 
 
-def update_counts(token_counts_BV: jax.Array, token_B: jax.Array, generated_B: jax.Array | None = None) -> jax.Array:
-    """Counts after each row's token; rows where `generated` is False, and invalid tokens, count nothing. Donate `token_counts`."""
+def update_counts(
+    token_counts_BV: jax.Array, token_B: jax.Array, generated_B: jax.Array | None = None
+) -> jax.Array:
+    """Counts after each row's token; rows where `generated` is False, and invalid tokens, count
+    nothing. Donate `token_counts`."""
     if generated_B is not None:
         token_B = jnp.where(generated_B, token_B, -1)
     return _scatter(token_counts_BV, token_B[:, None]).add(1, mode="drop")
 
 
-def token_counts(prompt_token_ids: Sequence[int], generated_token_ids: Sequence[int], vocabulary: int) -> np.ndarray:
+def token_counts(
+    prompt_token_ids: Sequence[int], generated_token_ids: Sequence[int], vocabulary: int
+) -> np.ndarray:
     """int32 [V]: one row of counts, built on the host from what a sequence is."""
-    counts_V = np.bincount(np.asarray(generated_token_ids, np.int64), minlength=vocabulary).astype(np.int32)
+    counts_V = np.bincount(np.asarray(generated_token_ids, np.int64), minlength=vocabulary).astype(
+        np.int32
+    )
     counts_V[np.asarray(prompt_token_ids, np.int64)] |= PROMPT_BIT
     return counts_V
 
 
 def _scatter(x_BV: jax.Array, ids_BM: jax.Array):
-    """`x.at[row, ids]`, with the padding id -1 out of range, where mode="drop" ignores it (a negative index would wrap)."""
+    """`x.at[row, ids]`, with the padding id -1 out of range, where mode="drop" ignores it (a
+    negative index would wrap)."""
     rows_B1 = jnp.arange(x_BV.shape[0], dtype=jnp.int32)[:, None]
-    return x_BV.at[jnp.broadcast_to(rows_B1, ids_BM.shape), jnp.where(ids_BM < 0, x_BV.shape[1], ids_BM)]
+    return x_BV.at[
+        jnp.broadcast_to(rows_B1, ids_BM.shape), jnp.where(ids_BM < 0, x_BV.shape[1], ids_BM)
+    ]

@@ -1,15 +1,16 @@
-"""Routing, and experts spread over devices: each computes only what was routed to the experts it holds; nothing is dropped.
+"""Routing, and experts spread over devices: each computes only what was routed to the experts it
+holds; nothing is dropped.
 
-Pairs (token, chosen expert) are sorted by local expert and cut into blocks of rows that belong to one expert; a loop runs over
-the blocks that exist, whose number is known only on the device. `lax.ragged_dot` would be simpler, but on CPU and GPU it
-multiplies every row by every expert (75 ms against 5 ms for 32 experts); on TPU it is a grouped product, and is used there.
-Kernels are [in, out] for all types: neither [out, in] nor a barrier before the product gained anything here on CPU.
+Pairs (token, chosen expert) are sorted by local expert and cut into blocks of rows that belong to
+one expert; a loop runs over the blocks that exist, whose number is known only on the device.
+`lax.ragged_dot` would be simpler, but on CPU and GPU it multiplies every row by every expert (75 ms
+against 5 ms for 32 experts); on TPU it is a grouped product, and is used there. Kernels are [in,
+out] for all types: neither [out, in] nor a barrier before the product gained anything here on CPU.
 
-Three placements (see `layout/axes.py`): experts whole and spread over dp and tp (tokens gathered over dp, results scattered
-back), over tp alone (tokens are already on all of tp), or each split inside over tp. Padding tokens are routed nowhere.
-"""
+Three placements (see `layout/axes.py`): experts whole and spread over dp and tp (tokens gathered
+over dp, results scattered back), over tp alone (tokens are already on all of tp), or each split
+inside over tp. Padding tokens are routed nowhere."""
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -19,11 +20,13 @@ from jax import lax
 from jdisagg.model_api import Shards
 from jdisagg.ops.mlp import gated_silu
 
-MIN_BLOCK_ROWS, MAX_BLOCK_ROWS = 2, 128  # one bfloat16 row is slow on CPU (`ops/linear.py`); above 128 rows only padding grows
+# one bfloat16 row is slow on CPU (`ops/linear.py`); above 128 rows only padding grows
+MIN_BLOCK_ROWS, MAX_BLOCK_ROWS = 2, 128
 
 
 class Routing(NamedTuple):
-    """Of each token: the experts chosen (int32 [T, J], global numbers), and their weights (float32 [T, J])."""
+    """Of each token: the experts chosen (int32 [T, J], global numbers), and their weights (float32
+    [T, J])."""
 
     experts_TJ: jax.Array
     weights_TJ: jax.Array
@@ -38,11 +41,12 @@ class ExpertWeights(NamedTuple):
 
 
 class BlockPlan(NamedTuple):
-    """Pairs sorted by local expert (those of no local expert last), and the blocks of rows that cover the local ones.
+    """Pairs sorted by local expert (those of no local expert last), and the blocks of rows that
+    cover the local ones.
 
-    Block b holds rows start_B[b] and on of expert expert_B[b]; only the first `blocks` entries count. A block's surplus rows
-    are computed too, and are overwritten by the next expert's block, or belong to no local expert and are never read.
-    """
+    Block b holds rows start_B[b] and on of expert expert_B[b]; only the first `blocks` entries
+    count. A block's surplus rows are computed too, and are overwritten by the next expert's block,
+    or belong to no local expert and are never read."""
 
     order_P: jax.Array
     expert_B: jax.Array
@@ -51,7 +55,8 @@ class BlockPlan(NamedTuple):
 
 
 def route(logits_TE: jax.Array, experts_per_token: int, *, normalised: bool) -> Routing:
-    """Softmax over all experts in float32, the largest few; ties go to the smaller expert number."""
+    """Softmax over all experts in float32, the largest few; ties go to the smaller expert
+    number."""
     probabilities_TE = jax.nn.softmax(logits_TE.astype(jnp.float32), axis=-1)
     weights_TJ, experts_TJ = lax.top_k(probabilities_TE, experts_per_token)
     if normalised:
@@ -60,7 +65,8 @@ def route(logits_TE: jax.Array, experts_per_token: int, *, normalised: bool) -> 
 
 
 def block_rows(pairs: int, experts: int) -> int:
-    """Rows of a block: about twice an expert's mean share, so that most experts' weights are read once."""
+    """Rows of a block: about twice an expert's mean share, so that most experts' weights are read
+    once."""
     rows = MIN_BLOCK_ROWS
     while rows < min(MAX_BLOCK_ROWS, 2 * pairs / experts):
         rows *= 2
@@ -68,23 +74,37 @@ def block_rows(pairs: int, experts: int) -> int:
 
 
 def plan_blocks(local_P: jax.Array, experts: int, rows: int) -> BlockPlan:
-    """`local_P`: the local expert of each pair, in [0, experts), or `experts` where it is not held here or is padding."""
+    """`local_P`: the local expert of each pair, in [0, experts), or `experts` where it is not held
+    here or is padding."""
     pairs = local_P.shape[0]
     order_P = jnp.argsort(local_P, stable=True)
-    pairs_E = jnp.sum(local_P[:, None] == jnp.arange(experts, dtype=local_P.dtype)[None, :], axis=0, dtype=jnp.int32)
+    pairs_E = jnp.sum(
+        local_P[:, None] == jnp.arange(experts, dtype=local_P.dtype)[None, :],
+        axis=0,
+        dtype=jnp.int32,
+    )
     first_pair_E = jnp.cumsum(pairs_E) - pairs_E
     blocks_E = -(-pairs_E // rows)
     end_block_E = jnp.cumsum(blocks_E)
     block_B = jnp.arange(-(-pairs // rows) + min(experts, pairs), dtype=jnp.int32)
-    expert_B = jnp.minimum(jnp.searchsorted(end_block_E, block_B, side="right"), experts - 1).astype(jnp.int32)
+    expert_B = jnp.minimum(
+        jnp.searchsorted(end_block_E, block_B, side="right"), experts - 1
+    ).astype(jnp.int32)
     start_B = first_pair_E[expert_B] + (block_B - (end_block_E - blocks_E)[expert_B]) * rows
     return BlockPlan(order_P, expert_B, start_B, end_block_E[-1])
 
 
 def routed_experts(
-    x_TD: jax.Array, routing: Routing, weights: ExpertWeights, shards: Shards, *, experts: int, valid_T: jax.Array | None = None
+    x_TD: jax.Array,
+    routing: Routing,
+    weights: ExpertWeights,
+    shards: Shards,
+    *,
+    experts: int,
+    valid_T: jax.Array | None = None,
 ) -> jax.Array:
-    """Weighted sum of each token's experts: [T, D] in x's dtype, replicated over tp. `experts` is the number on all devices."""
+    """Weighted sum of each token's experts: [T, D] in x's dtype, replicated over tp. `experts` is
+    the number on all devices."""
     experts_TJ = routing.experts_TJ
     if valid_T is not None:
         experts_TJ = jnp.where(valid_T[:, None], experts_TJ, experts)
@@ -92,40 +112,61 @@ def routed_experts(
     held = weights.gate_EDF.shape[0]
     gathered = tuple(axis for axis in shards.dp if axis in shards.ep)
     if gathered:
-        x_TD, experts_TJ, weights_TJ = (lax.all_gather(part, gathered, axis=0, tiled=True) for part in (x_TD, experts_TJ, weights_TJ))
+        x_TD, experts_TJ, weights_TJ = (
+            lax.all_gather(part, gathered, axis=0, tiled=True)
+            for part in (x_TD, experts_TJ, weights_TJ)
+        )
     first = lax.axis_index(shards.ep) * held if shards.ep else 0
     local_TJ = experts_TJ - first
     local_TJ = jnp.where((local_TJ >= 0) & (local_TJ < held), local_TJ, held)
     products = _ragged_products if shards.platform == "tpu" else block_products
-    y_TD = _combine(products(x_TD, local_TJ, weights, block_rows(local_TJ.size, experts)), local_TJ < held, weights_TJ, x_TD.dtype)
+    y_TD = _combine(
+        products(x_TD, local_TJ, weights, block_rows(local_TJ.size, experts)),
+        local_TJ < held,
+        weights_TJ,
+        x_TD.dtype,
+    )
     if gathered:
         y_TD = lax.psum_scatter(y_TD, gathered, scatter_dimension=0, tiled=True)
     return lax.psum(y_TD, shards.tp) if shards.tp else y_TD
 
 
-def _combine(y_TJD: jax.Array, here_TJ: jax.Array, weights_TJ: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Sum in float32 over each token's local experts, in the order of its choice, whatever else is in the batch."""
-    weighted_TJD = jnp.where(here_TJ[:, :, None], y_TJD.astype(jnp.float32) * weights_TJ[:, :, None], 0.0)
+def _combine(
+    y_TJD: jax.Array, here_TJ: jax.Array, weights_TJ: jax.Array, dtype: jnp.dtype
+) -> jax.Array:
+    """Sum in float32 over each token's local experts, in the order of its choice, whatever else is
+    in the batch."""
+    weighted_TJD = jnp.where(
+        here_TJ[:, :, None], y_TJD.astype(jnp.float32) * weights_TJ[:, :, None], 0.0
+    )
     return jnp.sum(weighted_TJD, axis=1).astype(dtype)
 
 
-def _expert(rows_RD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array, down_FD: jax.Array) -> jax.Array:
+def _expert(
+    rows_RD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array, down_FD: jax.Array
+) -> jax.Array:
     return gated_silu(rows_RD @ gate_DF, rows_RD @ up_DF) @ down_FD
 
 
-def _token_rows(x_TD: jax.Array, plan: BlockPlan, choices: int, rows: int) -> tuple[jax.Array, jax.Array]:
-    """The token of each sorted pair, padded by one block so that the last block can be sliced whole; and each pair's place."""
+def _token_rows(
+    x_TD: jax.Array, plan: BlockPlan, choices: int, rows: int
+) -> tuple[jax.Array, jax.Array]:
+    """The token of each sorted pair, padded by one block so that the last block can be sliced
+    whole; and each pair's place."""
     token_P = jnp.pad(plan.order_P // choices, (0, rows))
-    place_P = jnp.zeros_like(plan.order_P).at[plan.order_P].set(jnp.arange(plan.order_P.shape[0], dtype=plan.order_P.dtype))
+    place_P = (
+        jnp.zeros_like(plan.order_P)
+        .at[plan.order_P]
+        .set(jnp.arange(plan.order_P.shape[0], dtype=plan.order_P.dtype))
+    )
     return token_P, place_P
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def block_products(x_TD: jax.Array, local_TJ: jax.Array, weights: ExpertWeights, rows: int) -> jax.Array:
-    """Each pair's expert applied to its token: [T, J, D]; what stands where local_TJ names no local expert means nothing.
-
-    Differentiable: the backward pass runs over the same blocks (a loop of unknown length has no gradient of its own).
-    """
+def block_products(
+    x_TD: jax.Array, local_TJ: jax.Array, weights: ExpertWeights, rows: int
+) -> jax.Array:
+    """Each pair's expert applied to its token: [T, J, D]; what stands where local_TJ names no local
+    expert means nothing."""
     choices = local_TJ.shape[1]
     plan = plan_blocks(local_TJ.reshape(-1), weights.gate_EDF.shape[0], rows)
     token_P, place_P = _token_rows(x_TD, plan, choices, rows)
@@ -133,53 +174,32 @@ def block_products(x_TD: jax.Array, local_TJ: jax.Array, weights: ExpertWeights,
     def one_block(block: jax.Array, out_PD: jax.Array) -> jax.Array:
         expert, start = plan.expert_B[block], plan.start_B[block]
         rows_RD = x_TD[lax.dynamic_slice(token_P, (start,), (rows,))]
-        y_RD = _expert(rows_RD, *(lax.dynamic_index_in_dim(part, expert, keepdims=False) for part in weights))
+        y_RD = _expert(
+            rows_RD, *(lax.dynamic_index_in_dim(part, expert, keepdims=False) for part in weights)
+        )
         return lax.dynamic_update_slice(out_PD, y_RD, (start, 0))
 
-    out_PD = lax.fori_loop(0, plan.blocks, one_block, jnp.zeros((token_P.shape[0], x_TD.shape[1]), x_TD.dtype))
+    out_PD = lax.fori_loop(
+        0, plan.blocks, one_block, jnp.zeros((token_P.shape[0], x_TD.shape[1]), x_TD.dtype)
+    )
     return out_PD[place_P].reshape(*local_TJ.shape, -1)
 
 
-def _block_products_forward(
+def _ragged_products(
     x_TD: jax.Array, local_TJ: jax.Array, weights: ExpertWeights, rows: int
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, ExpertWeights]]:
-    return block_products(x_TD, local_TJ, weights, rows), (x_TD, local_TJ, weights)
-
-
-def _block_products_backward(
-    rows: int, saved: tuple[jax.Array, jax.Array, ExpertWeights], dy_TJD: jax.Array
-) -> tuple[jax.Array, None, ExpertWeights]:
-    x_TD, local_TJ, weights = saved
-    held, choices = weights.gate_EDF.shape[0], local_TJ.shape[1]
-    plan = plan_blocks(local_TJ.reshape(-1), held, rows)
-    token_P, _ = _token_rows(x_TD, plan, choices, rows)
-    sorted_local_P = jnp.pad(local_TJ.reshape(-1)[plan.order_P], (0, rows), constant_values=held)
-    dy_PD = jnp.pad(dy_TJD.reshape(-1, x_TD.shape[1])[plan.order_P], ((0, rows), (0, 0)))
-
-    def one_block(block: jax.Array, gradients: tuple[jax.Array, ExpertWeights]) -> tuple[jax.Array, ExpertWeights]:
-        dx_TD, dweights = gradients
-        expert, start = plan.expert_B[block], plan.start_B[block]
-        tokens_R = lax.dynamic_slice(token_P, (start,), (rows,))
-        mine_R1 = (lax.dynamic_slice(sorted_local_P, (start,), (rows,)) == expert)[:, None]
-        dy_RD = jnp.where(mine_R1, lax.dynamic_slice(dy_PD, (start, 0), (rows, dy_PD.shape[1])), 0)
-        own = (lax.dynamic_index_in_dim(part, expert, keepdims=False) for part in weights)
-        dx_RD, *dparts = jax.vjp(_expert, x_TD[tokens_R], *own)[1](dy_RD)
-        added = (total.at[expert].add(part) for total, part in zip(dweights, dparts, strict=True))
-        return dx_TD.at[tokens_R].add(dx_RD), ExpertWeights(*added)
-
-    dx_TD, dweights = lax.fori_loop(0, plan.blocks, one_block, (jnp.zeros_like(x_TD), jax.tree.map(jnp.zeros_like, weights)))
-    return dx_TD, None, dweights
-
-
-block_products.defvjp(_block_products_forward, _block_products_backward)
-
-
-def _ragged_products(x_TD: jax.Array, local_TJ: jax.Array, weights: ExpertWeights, rows: int) -> jax.Array:
+) -> jax.Array:
     """The same by `lax.ragged_dot`, for platforms where that is a grouped product."""
     held, choices = weights.gate_EDF.shape[0], local_TJ.shape[1]
     plan = plan_blocks(local_TJ.reshape(-1), held, rows)
     token_P, place_P = _token_rows(x_TD, plan, choices, 0)
-    sizes_E = jnp.sum(local_TJ.reshape(-1)[:, None] == jnp.arange(held)[None, :], axis=0, dtype=jnp.int32)
+    sizes_E = jnp.sum(
+        local_TJ.reshape(-1)[:, None] == jnp.arange(held)[None, :], axis=0, dtype=jnp.int32
+    )
     rows_PD = x_TD[token_P]
-    hidden_PF = gated_silu(lax.ragged_dot(rows_PD, weights.gate_EDF, sizes_E), lax.ragged_dot(rows_PD, weights.up_EDF, sizes_E))
-    return lax.ragged_dot(hidden_PF, weights.down_EFD, sizes_E)[place_P].reshape(*local_TJ.shape, -1)
+    hidden_PF = gated_silu(
+        lax.ragged_dot(rows_PD, weights.gate_EDF, sizes_E),
+        lax.ragged_dot(rows_PD, weights.up_EDF, sizes_E),
+    )
+    return lax.ragged_dot(hidden_PF, weights.down_EFD, sizes_E)[place_P].reshape(
+        *local_TJ.shape, -1
+    )

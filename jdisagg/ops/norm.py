@@ -1,5 +1,5 @@
-"""Root mean square norm (Zhang and Sennrich, 2019), computed in float32 and rounded once, before the weight, as the published
-checkpoints were trained."""
+"""Root mean square norm (Zhang and Sennrich, 2019), computed in float32 and rounded once, before
+the weight, as the published checkpoints were trained."""
 
 import jax
 import jax.numpy as jnp

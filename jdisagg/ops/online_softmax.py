@@ -1,9 +1,10 @@
-"""The running softmax of attention: scores arrive block by block, the state is what has been seen so far.
+"""The running softmax of attention: scores arrive block by block, the state is what has been seen
+so far.
 
-A state is the largest score, the sum of exponentials relative to it, and the unnormalised mix of values, all float32.
-Folding blocks in any order gives the softmax over their union. Masked scores are `MASKED`, a finite number, so that
-nothing here gives NaN: a row all of whose scores so far are masked holds rubbish, which the first real score fades to 0.
-"""
+A state is the largest score, the sum of exponentials relative to it, and the unnormalised mix of
+values, all float32. Folding blocks in any order gives the softmax over their union. Masked scores
+are `MASKED`, a finite number, so that nothing here gives NaN: a row all of whose scores so far are
+masked holds rubbish, which the first real score fades to 0."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -25,11 +26,16 @@ class Softmax(NamedTuple):
 def empty(shape: tuple[int, ...]) -> Softmax:
     """The state before any score, for an output of this shape."""
     rows = (*shape[:-1], 1)
-    return Softmax(jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32), jnp.zeros(shape, jnp.float32))
+    return Softmax(
+        jnp.full(rows, MASKED, jnp.float32),
+        jnp.zeros(rows, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+    )
 
 
 def first(scores: jax.Array, mix: Callable[[jax.Array], jax.Array]) -> Softmax:
-    """The state after one block of scores [..., Q, S]; `mix` multiplies weights with the block's values, in float32."""
+    """The state after one block of scores [..., Q, S]; `mix` multiplies weights with the block's
+    values, in float32."""
     top = scores.max(-1, keepdims=True)
     weights = jnp.exp(scores - top)
     return Softmax(top, weights.sum(-1, keepdims=True), mix(weights))
@@ -39,7 +45,9 @@ def fold(state: Softmax, scores: jax.Array, mix: Callable[[jax.Array], jax.Array
     """The state after one more block."""
     top = jnp.maximum(state.top, scores.max(-1, keepdims=True))
     fade, weights = jnp.exp(state.top - top), jnp.exp(scores - top)
-    return Softmax(top, state.total * fade + weights.sum(-1, keepdims=True), state.mixed * fade + mix(weights))
+    return Softmax(
+        top, state.total * fade + weights.sum(-1, keepdims=True), state.mixed * fade + mix(weights)
+    )
 
 
 def finish(state: Softmax) -> jax.Array:

@@ -1,15 +1,17 @@
-"""Decode attention over KV pages: one new token a sequence, whose own k and v have just been written.
+"""Decode attention over KV pages: one new token a sequence, whose own k and v have just been
+written.
 
 `paged_attention` is the op; `platform` chooses the implementation:
-- `loop`: a `fori_loop` over page columns with online softmax. The trip count is traced (the longest sequence), so there
-  are no context buckets, and a block of pages stays in cache. The CPU's choice, and right everywhere.
-- `gather`: the whole padded table gathered and one softmax: for a GPU where the kernel does not apply (a loop of
-  unknown length would be driven by the host), at the price of the table's width.
+- `loop`: a `fori_loop` over page columns with online softmax. The trip count is traced (the longest
+  sequence), so there are no context buckets, and a block of pages stays in cache. The CPU's choice,
+  and right everywhere.
+- `gather`: the whole padded table gathered and one softmax: for a GPU where the kernel does not
+  apply (a loop of unknown length would be driven by the host), at the price of the table's width.
 - `pallas`: our own split-K kernel (`paged_attention_pallas`), the GPU's choice.
 
-It works on local shards and knows nothing of meshes or of who owns a page. Entries of the table beyond a sequence's
-length may be anything: they are clipped into range and masked. No row ever gives NaN.
-"""
+It works on local shards and knows nothing of meshes or of who owns a page. Entries of the table
+beyond a sequence's length may be anything: they are clipped into range and masked. No row ever
+gives NaN."""
 
 from functools import partial
 from typing import Literal
@@ -25,7 +27,8 @@ from jdisagg.ops.online_softmax import MASKED, Softmax, empty, finish, first, fo
 Implementation = Literal["loop", "gather", "pallas"]
 
 LONG_STEP, SHORT_STEP = 256, 128  # positions
-STEP_BYTES = 4 << 20  # a long step's keys: beyond this they leave the CPU's caches before they are used
+# a long step's keys: beyond this they leave the CPU's caches before they are used
+STEP_BYTES = 4 << 20
 PARTS_PER_STEP = 4
 
 
@@ -41,14 +44,19 @@ def paged_attention(
     platform: str = "cpu",
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Token b attends to positions 0..positions_B[b] of its sequence (with `window`: the last `window` of these).
+    """Token b attends to positions 0..positions_B[b] of its sequence (with `window`: the last
+    `window` of these).
 
-    q_BNH: local query heads, a multiple of the pages' kv heads. table_BN, positions_B: int32. Returns o_BNH in q's dtype.
-    """
+    q_BNH: local query heads, a multiple of the pages' kv heads. table_BN, positions_B: int32.
+    Returns o_BNH in q's dtype."""
     implementation = implementation or _default(platform, q_BNH, k_pages_PKSH)
     table_BN = jnp.clip(table_BN, 0, k_pages_PKSH.shape[0] - 1)
-    attend = {"loop": _loop, "gather": _gather, "pallas": paged_attention_pallas.paged_attention}[implementation]
-    return attend(q_BNH, k_pages_PKSH, v_pages_PKSH, table_BN, positions_B, scale=scale, window=window)
+    attend = {"loop": _loop, "gather": _gather, "pallas": paged_attention_pallas.paged_attention}[
+        implementation
+    ]
+    return attend(
+        q_BNH, k_pages_PKSH, v_pages_PKSH, table_BN, positions_B, scale=scale, window=window
+    )
 
 
 def _default(platform: str, q_BNH: jax.Array, k_pages_PKSH: jax.Array) -> Implementation:
@@ -67,11 +75,15 @@ def _loop(
     scale: float,
     window: int | None,
 ) -> jax.Array:
-    """Whole steps of 256 or 128 positions or a page, then what is left of the longest sequence in parts of a step: a last page that
-    has just begun is not read whole."""
+    """Whole steps of 256 or 128 positions or a page, then what is left of the longest sequence in
+    parts of a step: a last page that has just begun is not read whole."""
     batch, query_heads, width = q_BNH.shape
     _, heads, slots, _ = k_pages_PKSH.shape
-    positions = LONG_STEP if batch * heads * LONG_STEP * width * k_pages_PKSH.dtype.itemsize <= STEP_BYTES else SHORT_STEP
+    positions = (
+        LONG_STEP
+        if batch * heads * LONG_STEP * width * k_pages_PKSH.dtype.itemsize <= STEP_BYTES
+        else SHORT_STEP
+    )
     columns = max(1, min(positions // slots, table_BN.shape[1]))
     step = columns * slots
     part = max(1, step // PARTS_PER_STEP)
@@ -79,7 +91,10 @@ def _loop(
         part = step
     table_BN = jnp.pad(table_BN, ((0, 0), (0, -table_BN.shape[1] % columns)))
     q_BKGH = q_BNH.reshape(batch, heads, query_heads // heads, width)
-    spans = {length: [span_rows(pages, length) for pages in (k_pages_PKSH, v_pages_PKSH)] for length in (step, part)}
+    spans = {
+        length: [span_rows(pages, length) for pages in (k_pages_PKSH, v_pages_PKSH)]
+        for length in (step, part)
+    }
 
     def fold_span(length: int, index: jax.Array, state: Softmax) -> Softmax:
         k_BKSH, v_BKSH = (gather_span(span, table_BN, index) for span in spans[length])
@@ -91,7 +106,9 @@ def _loop(
     begin = 0 if window is None else jnp.clip(jnp.min(positions_B) - window + 1, 0, end - 1)
     whole = end // step
     state = lax.fori_loop(begin // step, whole, partial(fold_span, step), empty(q_BKGH.shape))
-    state = lax.fori_loop(jnp.maximum(whole * step, begin) // part, -(-end // part), partial(fold_span, part), state)
+    state = lax.fori_loop(
+        jnp.maximum(whole * step, begin) // part, -(-end // part), partial(fold_span, part), state
+    )
     return finish(state).astype(q_BNH.dtype).reshape(q_BNH.shape)
 
 
@@ -111,19 +128,27 @@ def _gather(
     k_BKSH = gather_columns(k_pages_PKSH, table_BN, 0, columns)
     v_BKSH = gather_columns(v_pages_PKSH, table_BN, 0, columns)
     s_BKGS = _scores(q_BKGH, k_BKSH, _seen(0, k_BKSH.shape[2], positions_B, window), scale)
-    return finish(first(s_BKGS, partial(_mix, v_BKSH=v_BKSH))).astype(q_BNH.dtype).reshape(q_BNH.shape)
+    return (
+        finish(first(s_BKGS, partial(_mix, v_BKSH=v_BKSH))).astype(q_BNH.dtype).reshape(q_BNH.shape)
+    )
 
 
 def _scores(q_BKGH: jax.Array, k_BKSH: jax.Array, seen_BS: jax.Array, scale: float) -> jax.Array:
-    s_BKGS = jnp.einsum("bkgh,bksh->bkgs", q_BKGH, k_BKSH, preferred_element_type=jnp.float32) * scale
+    s_BKGS = (
+        jnp.einsum("bkgh,bksh->bkgs", q_BKGH, k_BKSH, preferred_element_type=jnp.float32) * scale
+    )
     return jnp.where(seen_BS[:, None, None, :], s_BKGS, MASKED)
 
 
 def _mix(p_BKGS: jax.Array, v_BKSH: jax.Array) -> jax.Array:
-    return jnp.einsum("bkgs,bksh->bkgh", p_BKGS.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32)
+    return jnp.einsum(
+        "bkgs,bksh->bkgh", p_BKGS.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32
+    )
 
 
-def _seen(start: jax.Array | int, length: int, positions_B: jax.Array, window: int | None) -> jax.Array:
+def _seen(
+    start: jax.Array | int, length: int, positions_B: jax.Array, window: int | None
+) -> jax.Array:
     """Which of the positions start..start+length each token attends to: bool [B, length]."""
     position_1S = (start + jnp.arange(length, dtype=jnp.int32))[None, :]
     seen_BS = position_1S <= positions_B[:, None]

@@ -1,13 +1,15 @@
-"""Decode attention over KV pages as our own GPU kernel (Pallas, Triton backend), on `pages [P, K, S, H]`.
+"""Decode attention over KV pages as our own GPU kernel (Pallas, Triton backend), on `pages [P, K,
+S, H]`.
 
-Flash-decoding: a program for each (sequence, kv head, split) walks its share of the sequence's positions with a running
-softmax; XLA merges the splits. A sequence is split evenly over its *own* length, so that a short one among long ones
-wastes nothing and the page table may be as wide as the context. The query heads of one kv head fill the 16 rows that a
-tensor-core product needs. Positions hidden by length or window are not read; table entries beyond the length may be anything.
+Flash-decoding: a program for each (sequence, kv head, split) walks its share of the sequence's
+positions with a running softmax; XLA merges the splits. A sequence is split evenly over its *own*
+length, so that a short one among long ones wastes nothing and the page table may be as wide as the
+context. The query heads of one kv head fill the 16 rows that a tensor-core product needs. Positions
+hidden by length or window are not read; table entries beyond the length may be anything.
 
-Triton has been deprecated in Pallas since JAX 0.11 and works in 0.10.2 to 0.12: only this file imports it, and
-`applies` says no where it is gone. `interpret=True` runs the same kernel on CPU, for tests.
-"""
+Triton has been deprecated in Pallas since JAX 0.11 and works in 0.10.2 to 0.12: only this file
+imports it, and `applies` says no where it is gone. `interpret=True` runs the same kernel on CPU,
+for tests."""
 
 import importlib
 from functools import partial
@@ -30,13 +32,19 @@ ROWS = 16  # the smallest row count of a tensor-core product
 Ref: TypeAlias = Any  # a Pallas reference; JAX has no public type for it
 STEP_BYTES = 32768  # of keys in one step, at most; four such buffers are in use
 PROGRAMS = 528  # four for each multiprocessor of an H100 or H200
-WARPS, STAGES = 4, 5  # Triton shares the stages with the load of page ids: 5 gives two buffers of keys and of values
+# Triton shares the stages with the load of page ids: 5 gives two buffers of keys and of values
+WARPS, STAGES = 4, 5
 
 
 def applies(q_BNH: jax.Array, k_pages_PKSH: jax.Array) -> bool:
     """Triton blocks are powers of two; other head sizes take the XLA form."""
     width = q_BNH.shape[-1]
-    return triton is not None and q_BNH.dtype == k_pages_PKSH.dtype and 16 <= width <= 256 and width & (width - 1) == 0
+    return (
+        triton is not None
+        and q_BNH.dtype == k_pages_PKSH.dtype
+        and 16 <= width <= 256
+        and width & (width - 1) == 0
+    )
 
 
 def paged_attention(
@@ -51,7 +59,8 @@ def paged_attention(
     splits: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `ops.paged_attention.paged_attention`. `splits`: programs a (sequence, kv head); by default enough to fill the GPU."""
+    """See `ops.paged_attention.paged_attention`. `splits`: programs a (sequence, kv head); by
+    default enough to fill the GPU."""
     assert triton is not None, "ask `applies` first"
     batch, query_heads, width = q_BNH.shape
     pages, heads, slots, _ = k_pages_PKSH.shape
@@ -86,7 +95,9 @@ def paged_attention(
     )(q_BNH.reshape(batch, heads, groups, width), k_pages_PKSH, v_pages_PKSH, table_BN, positions_B)
     weight_BKIG = jnp.exp(top_BKIG - top_BKIG.max(2, keepdims=True))
     total_BKG = (total_BKIG * weight_BKIG).sum(2)
-    o_BKGH = (mixed_BKIGH * weight_BKIG[..., None]).sum(2) / jnp.where(total_BKG > 0, total_BKG, 1.0)[..., None]
+    o_BKGH = (mixed_BKIGH * weight_BKIG[..., None]).sum(2) / jnp.where(
+        total_BKG > 0, total_BKG, 1.0
+    )[..., None]
     return o_BKGH.astype(q_BNH.dtype).reshape(q_BNH.shape)
 
 
@@ -105,14 +116,18 @@ def _kernel(
     splits: int,
     size: int,
 ) -> None:
-    """One (sequence, kv head, split). q_ref [G, H]; k_ref, v_ref [P, S, H]; table_ref [N]; position_ref []."""
+    """One (sequence, kv head, split). q_ref [G, H]; k_ref, v_ref [P, S, H]; table_ref [N];
+    position_ref []."""
     groups, width = q_ref.shape
     pages, slots, _ = k_ref.shape
     (columns,) = table_ref.shape
     row_R = jnp.arange(max(ROWS, pl.next_power_of_2(groups)), dtype=jnp.int32)
     own_R = row_R < groups
     rows, head_H = row_R.shape[0], jnp.arange(width, dtype=jnp.int32)
-    at_RH = jnp.broadcast_to(row_R[:, None], (rows, width)), jnp.broadcast_to(head_H[None, :], (rows, width))
+    at_RH = (
+        jnp.broadcast_to(row_R[:, None], (rows, width)),
+        jnp.broadcast_to(head_H[None, :], (rows, width)),
+    )
     own_RH = jnp.broadcast_to(own_R[:, None], (rows, width))
     q_RH = triton.load(q_ref.at[at_RH], mask=own_RH, other=0.0)
     position = position_ref[...]
@@ -122,11 +137,15 @@ def _kernel(
     begin = low + pl.program_id(2) * share
     precision = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
 
-    def body(step: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def body(
+        step: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         top_R, total_R, mixed_RH = state
         key_S = step * size + jnp.arange(size, dtype=jnp.int32)
         seen_S = (key_S <= position) & (key_S >= oldest)
-        page_S = triton.load(table_ref.at[jnp.minimum(key_S // slots, columns - 1)], mask=seen_S, other=0)
+        page_S = triton.load(
+            table_ref.at[jnp.minimum(key_S // slots, columns - 1)], mask=seen_S, other=0
+        )
         shape = size, width
         at_SH = (
             jnp.broadcast_to(jnp.clip(page_S, 0, pages - 1)[:, None], shape),
@@ -136,13 +155,21 @@ def _kernel(
         seen_SH = jnp.broadcast_to(seen_S[:, None], shape)
         k_SH = triton.load(k_ref.at[at_SH], mask=seen_SH, other=0.0)
         v_SH = triton.load(v_ref.at[at_SH], mask=seen_SH, other=0.0)
-        s_RS = jnp.where(seen_S[None, :], triton.dot(q_RH, k_SH, trans_b=True, precision=precision) * scale, MASKED)
+        s_RS = jnp.where(
+            seen_S[None, :],
+            triton.dot(q_RH, k_SH, trans_b=True, precision=precision) * scale,
+            MASKED,
+        )
         new_top_R = jnp.maximum(top_R, s_RS.max(axis=-1))
         fade_R, p_RS = jnp.exp(top_R - new_top_R), jnp.exp(s_RS - new_top_R[:, None])
         o_RH = triton.dot(p_RS.astype(v_SH.dtype), v_SH, precision=precision)
         return new_top_R, total_R * fade_R + p_RS.sum(axis=-1), mixed_RH * fade_R[:, None] + o_RH
 
-    state = jnp.full((rows,), MASKED, jnp.float32), jnp.zeros((rows,), jnp.float32), jnp.zeros((rows, width), jnp.float32)
+    state = (
+        jnp.full((rows,), MASKED, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+        jnp.zeros((rows, width), jnp.float32),
+    )
     top_R, total_R, mixed_RH = lax.fori_loop(begin, jnp.minimum(begin + share, high), body, state)
     triton.store(mixed_ref.at[at_RH], mixed_RH, mask=own_RH)
     triton.store(top_ref.at[row_R], top_R, mask=own_R)

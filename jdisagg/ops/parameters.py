@@ -1,9 +1,10 @@
-"""A model's parameters: arrays that carry the names of their dimensions, and their shardings under a layout.
+"""A model's parameters: arrays that carry the names of their dimensions, and their shardings under
+a layout.
 
-Each parameter is an `nnx.Param` with the metadata `logical_axes`, one name of `layout/axes.py`'s table per dimension. A
-layout's table maps them to mesh axes. Flax's own sharding annotations are not used: they constrain eagerly, while our
-programs run on local shards inside `shard_map`. Leaf order is always that of `jax.tree.leaves(nnx.state(module))`.
-"""
+Each parameter is an `nnx.Param` with the metadata `logical_axes`, one name of `layout/axes.py`'s
+table per dimension. A layout's table maps them to mesh axes. Flax's own sharding annotations are
+not used: they constrain eagerly, while our programs run on local shards inside `shard_map`. Leaf
+order is always that of `jax.tree.leaves(nnx.state(module))`."""
 
 from collections.abc import Sequence
 from typing import Literal, Protocol
@@ -22,16 +23,20 @@ Role = Literal["matrix", "embedding", "norm", "bias"]
 
 
 class Make(Protocol):
-    """Makes the value of a parameter (an array, or only its shape), so that one description serves abstract models, random
-    ones and checkpoints. `fan_in` scales random matrices."""
+    """Makes the value of a parameter (an array, or only its shape), so that one description serves
+    abstract models, random ones and checkpoints. `fan_in` scales random matrices."""
 
-    def __call__(self, shape: tuple[int, ...], role: Role, fan_in: int) -> jax.Array | jax.ShapeDtypeStruct: ...
+    def __call__(
+        self, shape: tuple[int, ...], role: Role, fan_in: int
+    ) -> jax.Array | jax.ShapeDtypeStruct: ...
 
 
 def parameter(value: jax.Array | jax.ShapeDtypeStruct, axes: Axes) -> nnx.Param[jax.Array]:
     """A parameter with its logical axes."""
     if len(axes) != len(value.shape):
-        raise ValueError(f"parameter of shape {value.shape} needs one logical axis per dimension, got {axes}")
+        raise ValueError(
+            f"parameter of shape {value.shape} needs one logical axis per dimension, got {axes}"
+        )
     return nnx.Param(value, logical_axes=axes)  # type: ignore[return-value]  # an abstract model holds shapes
 
 
@@ -42,9 +47,13 @@ def param_logical_axes(module: nnx.Module) -> tuple[Axes, ...]:
 
 
 def param_specs(module: nnx.Module, layout: Layout) -> tuple[PartitionSpec, ...]:
-    """The partition of each parameter over the mesh axes ("dp", "kv", "rep"), in leaf order: `shard_map`'s in_specs."""
+    """The partition of each parameter over the mesh axes ("dp", "kv", "rep"), in leaf order:
+    `shard_map`'s in_specs."""
     table = layout.axis_table()
-    return tuple(PartitionSpec(*(table[axis] or None for axis in axes)) for axes in param_logical_axes(module))
+    return tuple(
+        PartitionSpec(*(table[axis] or None for axis in axes))
+        for axes in param_logical_axes(module)
+    )
 
 
 def weight_shardings(module: nnx.Module, mesh: Mesh, layout: Layout) -> tuple[NamedSharding, ...]:
@@ -56,7 +65,10 @@ def layout_mesh(layout: Layout, kv_heads: int, devices: Sequence[Device]) -> Mes
     """The mesh of an instance on exactly these devices, with the axes ("dp", "kv", "rep")."""
     shape = layout.mesh_shape(kv_heads)
     if len(devices) != layout.devices:
-        raise LayoutError(f"layout {layout} needs {layout.devices} devices, got {len(devices)}; give as many as dp * tp")
+        raise LayoutError(
+            f"layout {layout} needs {layout.devices} devices, got {len(devices)}; give as many as"
+            " dp * tp"
+        )
     return Mesh(np.array(devices, dtype=object).reshape(shape), MESH_AXES)
 
 

@@ -1,14 +1,16 @@
-"""Prefill attention: one flattened, packed chunk of tokens of several sequences, and the pages of those that began earlier.
+"""Prefill attention: one flattened, packed chunk of tokens of several sequences, and the pages of
+those that began earlier.
 
-Tokens of a segment (a row of the step) are contiguous and in order; `segment_T` is -1 for padding, whose output is 0.
-Two parts share one running softmax: *self*, causal among the chunk's tokens of the same segment, and *past*, the
-earlier tokens of a sequence, which lie in pages. Local shards, no meshes; K and V are never repeated for GQA.
+Tokens of a segment (a row of the step) are contiguous and in order; `segment_T` is -1 for padding,
+whose output is 0. Two parts share one running softmax: *self*, causal among the chunk's tokens of
+the same segment, and *past*, the earlier tokens of a sequence, which lie in pages. Local shards, no
+meshes; K and V are never repeated for GQA.
 
-On CPU self is cut into query blocks, dense over their causal prefix while that fits the cache, and beyond it in a loop
-over key blocks whose traced first block skips other segments and what the window hides. Past loops over the rows that
-have one and over their page columns, both traced: no buckets, no work without a past. On GPU whole chunks of one
-sequence go to cuDNN (`prefill_attention_cudnn`).
-"""
+On CPU self is cut into query blocks, dense over their causal prefix while that fits the cache, and
+beyond it in a loop over key blocks whose traced first block skips other segments and what the
+window hides. Past loops over the rows that have one and over their page columns, both traced: no
+buckets, no work without a past. On GPU whole chunks of one sequence go to cuDNN
+(`prefill_attention_cudnn`)."""
 
 from functools import partial
 
@@ -21,7 +23,8 @@ from jdisagg.ops.kv_pages import PastPages as PastPages
 from jdisagg.ops.kv_pages import gather_columns
 from jdisagg.ops.online_softmax import MASKED, Softmax, finish, first, fold
 
-DENSE_TOKENS = 1024  # chunks up to here are dense over the causal prefix (measured: beyond it scores leave the cache)
+# chunks up to here are dense over the causal prefix (measured: beyond it scores leave the cache)
+DENSE_TOKENS = 1024
 DENSE_TOKENS_PACKED = 512  # a packed chunk gains earlier from skipping key blocks
 KEY_BLOCK = 256
 PAST_QUERIES = 512  # query rows that share one gather of pages
@@ -44,15 +47,25 @@ def prefill_attention(
 ) -> jax.Array:
     """Attention of a chunk. Returns o_TNH in q's dtype; 0 for padding.
 
-    positions_T: absolute positions, only read where there is both a past and a window. `window`: positions seen, itself
-    included. `packed=False` promises that all valid tokens are of one segment, row 0, and come first. `past=None` compiles no past.
-    """
-    if not packed and prefill_attention_cudnn.applies(q_TNH, platform=platform, window=window, has_past=past is not None):
+    positions_T: absolute positions, only read where there is both a past and a window. `window`:
+    positions seen, itself included. `packed=False` promises that all valid tokens are of one
+    segment, row 0, and come first. `past=None` compiles no past."""
+    if not packed and prefill_attention_cudnn.applies(
+        q_TNH, platform=platform, window=window, has_past=past is not None
+    ):
         o_TNH = prefill_attention_cudnn.one_sequence(
-            q_TNH, k_TKH, v_TKH, jnp.sum(segment_T >= 0, dtype=jnp.int32), past, scale=scale, window=window
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            jnp.sum(segment_T >= 0, dtype=jnp.int32),
+            past,
+            scale=scale,
+            window=window,
         )
     else:
-        o_TNH = _blocks(q_TNH, k_TKH, v_TKH, segment_T, positions_T, past, scale, window, query_block, packed)
+        o_TNH = _blocks(
+            q_TNH, k_TKH, v_TKH, segment_T, positions_T, past, scale, window, query_block, packed
+        )
     return jnp.where((segment_T >= 0)[:, None, None], o_TNH, jnp.zeros((), q_TNH.dtype))
 
 
@@ -80,14 +93,33 @@ def _blocks(
         high = min(low + group, tokens)
         blocks = [
             _self_block(
-                q_KGTH, k_KTH, v_KTH, start_T, a, min(a + query_block, high), scale=scale, window=window, packed=packed, masked=masked
+                q_KGTH,
+                k_KTH,
+                v_KTH,
+                start_T,
+                a,
+                min(a + query_block, high),
+                scale=scale,
+                window=window,
+                packed=packed,
+                masked=masked,
             )
             for a in range(low, high, query_block)
         ]
         if past is not None:
-            state = Softmax(*(jnp.concatenate(parts, axis=2) for parts in zip(*blocks, strict=True)))
+            state = Softmax(
+                *(jnp.concatenate(parts, axis=2) for parts in zip(*blocks, strict=True))
+            )
             blocks = [
-                _fold_past(state, q_KGTH[:, :, low:high], segment_T[low:high], positions_T[low:high], past, scale=scale, window=window)
+                _fold_past(
+                    state,
+                    q_KGTH[:, :, low:high],
+                    segment_T[low:high],
+                    positions_T[low:high],
+                    past,
+                    scale=scale,
+                    window=window,
+                )
             ]
         outputs += [finish(block).astype(q_TNH.dtype) for block in blocks]
     return jnp.concatenate(outputs, axis=2).transpose(2, 0, 1, 3).reshape(q_TNH.shape)
@@ -114,28 +146,38 @@ def _self_block(
     packed: bool,
     masked: bool,
 ) -> Softmax:
-    """Query rows low..high over the chunk's keys: the last ones dense, the ones before in a loop."""
+    """Query rows low..high over the chunk's keys: the last ones dense, the ones before in a
+    loop."""
     tokens = k_KTH.shape[1]
     q_KGQH, start_Q1 = q_KGTH[:, :, low:high], start_T[low:high, None]
-    hidden = 0 if window is None else max(0, low - window + 1)  # keys that no row of this block can see
+    # keys that no row of this block can see
+    hidden = 0 if window is None else max(0, low - window + 1)
     dense = tokens <= (DENSE_TOKENS_PACKED if packed else DENSE_TOKENS)
     begin = hidden if dense else max(hidden, low // KEY_BLOCK * KEY_BLOCK)
     key_1S = jnp.arange(begin, high, dtype=jnp.int32)[None, :]
     seen_QS = key_1S <= jnp.arange(low, high, dtype=jnp.int32)[:, None]
     if masked:
         seen_QS &= key_1S >= start_Q1
-    state = first(_scores(q_KGQH, k_KTH[:, begin:high], seen_QS, scale), partial(_mix, v_KSH=v_KTH[:, begin:high]))
+    state = first(
+        _scores(q_KGQH, k_KTH[:, begin:high], seen_QS, scale),
+        partial(_mix, v_KSH=v_KTH[:, begin:high]),
+    )
     if begin == hidden:
         return state
 
     def body(index: jax.Array, state: Softmax) -> Softmax:
         at, size = (0, index * KEY_BLOCK, 0), (k_KTH.shape[0], KEY_BLOCK, k_KTH.shape[2])
         key_1S = (index * KEY_BLOCK + jnp.arange(KEY_BLOCK, dtype=jnp.int32))[None, :]
-        scores = _scores(q_KGQH, lax.dynamic_slice(k_KTH, at, size), key_1S >= start_Q1 if masked else None, scale)
+        scores = _scores(
+            q_KGQH,
+            lax.dynamic_slice(k_KTH, at, size),
+            key_1S >= start_Q1 if masked else None,
+            scale,
+        )
         return fold(state, scores, partial(_mix, v_KSH=lax.dynamic_slice(v_KTH, at, size)))
 
-    # The first trip is traced even for one long sequence: loops of known length are unrolled, and then all of
-    # their scores live at once (measured: 1.6 times the time at 2048 tokens).
+    # The first trip is traced even for one long sequence: loops of known length are unrolled, and
+    # then all of their scores live at once (measured: 1.6 times the time at 2048 tokens).
     return lax.fori_loop(start_T[low] // KEY_BLOCK, begin // KEY_BLOCK, body, state)
 
 
@@ -153,7 +195,9 @@ def _fold_past(
     pages, _, slots, _ = past.k_pages_PKSH.shape
     columns = max(1, min(PAST_POSITIONS // slots, past.table_RN.shape[1]))
     step = columns * slots
-    table_RN = jnp.clip(jnp.pad(past.table_RN, ((0, 0), (0, -past.table_RN.shape[1] % columns))), 0, pages - 1)
+    table_RN = jnp.clip(
+        jnp.pad(past.table_RN, ((0, 0), (0, -past.table_RN.shape[1] % columns))), 0, pages - 1
+    )
 
     def row(index: jax.Array, state: Softmax) -> Softmax:
         table_1N = lax.dynamic_slice(table_RN, (index, 0), (1, table_RN.shape[1]))
@@ -170,16 +214,24 @@ def _fold_past(
             return fold(state, _scores(q_KGQH, k_KSH, seen_QS, scale), partial(_mix, v_KSH=v_KSH))
 
         begin = 0 if window is None else jnp.maximum(length - window + 1, 0) // step
-        end = jnp.where(jnp.any(mine_Q1), jnp.minimum((length + step - 1) // step, table_RN.shape[1] // columns), 0)
+        end = jnp.where(
+            jnp.any(mine_Q1),
+            jnp.minimum((length + step - 1) // step, table_RN.shape[1] // columns),
+            0,
+        )
         return lax.fori_loop(begin, end, column, state)
 
     return lax.fori_loop(0, past.count, row, state)
 
 
-def _scores(q_KGQH: jax.Array, k_KSH: jax.Array, seen_QS: jax.Array | None, scale: float) -> jax.Array:
+def _scores(
+    q_KGQH: jax.Array, k_KSH: jax.Array, seen_QS: jax.Array | None, scale: float
+) -> jax.Array:
     s_KGQS = jnp.einsum("kgqh,ksh->kgqs", q_KGQH, k_KSH, preferred_element_type=jnp.float32) * scale
     return s_KGQS if seen_QS is None else jnp.where(seen_QS[None, None], s_KGQS, MASKED)
 
 
 def _mix(p_KGQS: jax.Array, v_KSH: jax.Array) -> jax.Array:
-    return jnp.einsum("kgqs,ksh->kgqh", p_KGQS.astype(v_KSH.dtype), v_KSH, preferred_element_type=jnp.float32)
+    return jnp.einsum(
+        "kgqs,ksh->kgqh", p_KGQS.astype(v_KSH.dtype), v_KSH, preferred_element_type=jnp.float32
+    )

@@ -1,13 +1,15 @@
-"""Prefill attention of a chunk of ONE sequence by cuDNN's flash attention, on GPU in bfloat16 or float16.
+"""Prefill attention of a chunk of ONE sequence by cuDNN's flash attention, on GPU in bfloat16 or
+float16.
 
-cuDNN's causal mask is top-left: query i sees keys up to i, which is wrong for a chunk that follows cached tokens. So a
-chunk with a past takes two calls, *past* (no causality, keys up to their length) and *self* (as many keys as
-queries, causal), merged by their log-sum-exp. The public function rounds that residual to the output's dtype, which at
-bfloat16 shifts the weights by some percent; so the function below it is called, which keeps float32.
+cuDNN's causal mask is top-left: query i sees keys up to i, which is wrong for a chunk that follows
+cached tokens. So a chunk with a past takes two calls, *past* (no causality, keys up to their
+length) and *self* (as many keys as queries, causal), merged by their log-sum-exp. The public
+function rounds that residual to the output's dtype, which at bfloat16 shifts the weights by some
+percent; so the function below it is called, which keeps float32.
 
-Does not know packed chunks or a window together with a past: `applies` says no, and the caller takes the XLA form. The
-same recipe runs on any platform with `implementation="xla"`, which is how it is tested without a GPU.
-"""
+Does not know packed chunks or a window together with a past: `applies` says no, and the caller
+takes the XLA form. The same recipe runs on any platform with `implementation="xla"`, which is how
+it is tested without a GPU."""
 
 from typing import Literal
 
@@ -36,8 +38,8 @@ def one_sequence(
     window: int | None,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
-    """Attention of the first `tokens` rows of the chunk; the other rows are undefined. The whole page table of the
-    past is gathered, so give it no wider than the context's bucket."""
+    """Attention of the first `tokens` rows of the chunk; the other rows are undefined. The whole
+    page table of the past is gathered, so give it no wider than the context's bucket."""
     if past is None:
         return jax.nn.dot_product_attention(
             q_TNH[None],
@@ -52,7 +54,9 @@ def one_sequence(
         )[0]
     length = jnp.where(past.count > 0, past.lengths_R[0], 0)
     k_LKH, v_LKH = (
-        gather_columns(pages, jnp.clip(past.table_RN[:1], 0, pages.shape[0] - 1), 0, past.table_RN.shape[1])[0].swapaxes(0, 1)
+        gather_columns(
+            pages, jnp.clip(past.table_RN[:1], 0, pages.shape[0] - 1), 0, past.table_RN.shape[1]
+        )[0].swapaxes(0, 1)
         for pages in (past.k_pages_PKSH, past.v_pages_PKSH)
     )
     partial = _cudnn if implementation == "cudnn" else _xla
@@ -61,15 +65,26 @@ def one_sequence(
     old_TN1 = jnp.where(length > 0, old_TN1, -jnp.inf)
     top_TN1 = jnp.maximum(old_TN1, new_TN1)
     old_weight, new_weight = jnp.exp(old_TN1 - top_TN1), jnp.exp(new_TN1 - top_TN1)
-    old = jnp.where(old_weight > 0, old_weight * old_TNH.astype(jnp.float32), 0.0)  # an empty past may have given NaN
-    return ((old + new_weight * new_TNH.astype(jnp.float32)) / (old_weight + new_weight)).astype(q_TNH.dtype)
+    # an empty past may have given NaN
+    old = jnp.where(old_weight > 0, old_weight * old_TNH.astype(jnp.float32), 0.0)
+    return ((old + new_weight * new_TNH.astype(jnp.float32)) / (old_weight + new_weight)).astype(
+        q_TNH.dtype
+    )
 
 
 def _cudnn(
-    q_TNH: jax.Array, k_SKH: jax.Array, v_SKH: jax.Array, tokens: jax.Array, length: jax.Array, *, scale: float, causal: bool
+    q_TNH: jax.Array,
+    k_SKH: jax.Array,
+    v_SKH: jax.Array,
+    tokens: jax.Array,
+    length: jax.Array,
+    *,
+    scale: float,
+    causal: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Partial attention and its log-sum-exp in float32: [T, N, H], [T, N, 1]."""
-    from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention  # private: the public one rounds the residual
+    # private: the public one rounds the residual
+    from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
     outputs = dot_product_attention(
         q_TNH[None],
@@ -86,7 +101,14 @@ def _cudnn(
 
 
 def _xla(
-    q_TNH: jax.Array, k_SKH: jax.Array, v_SKH: jax.Array, tokens: jax.Array, length: jax.Array, *, scale: float, causal: bool
+    q_TNH: jax.Array,
+    k_SKH: jax.Array,
+    v_SKH: jax.Array,
+    tokens: jax.Array,
+    length: jax.Array,
+    *,
+    scale: float,
+    causal: bool,
 ) -> tuple[jax.Array, jax.Array]:
     o_1TNH, lse_1TN = jax.nn.dot_product_attention(
         q_TNH[None],

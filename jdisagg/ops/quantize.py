@@ -1,13 +1,13 @@
-"""KV values in fewer bits: one float32 scale for each (component, head, token), symmetric, over the H values of a row.
+"""KV values in fewer bits: one float32 scale for each (component, head, token), symmetric, over the
+H values of a row.
 
 What each form promises, with x the row, q what is packed, and `scale` = max|x| / (127, 7 or 448):
 - int8: |x - q * scale| <= scale / 2, so max|x| / 254;
 - int4: |x - q * scale| <= scale / 2, so max|x| / 14;
 - fp8 (e4m3): |x - q * scale| <= max(|x| / 16, scale / 1024).
-(Plus float32 rounding of the arithmetic, a few 2^-24 of max|x|, and the rounding to the dtype of the result, if it is narrower.)
-Zero rows come back as zeros. Rows must be finite. Pure and traceable; two values in a byte are of the two halves of H, so that
-both are contiguous.
-"""
+(Plus float32 rounding of the arithmetic, a few 2^-24 of max|x|, and the rounding to the dtype of
+the result, if it is narrower.) Zero rows come back as zeros. Rows must be finite. Pure and
+traceable; two values in a byte are of the two halves of H, so that both are contiguous."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,11 @@ def row_scale(values: jax.Array, largest: float) -> jax.Array:
 def scaled(values: jax.Array, scale: jax.Array) -> jax.Array:
     """values / scale in float32; zeros where the scale is zero."""
     usable = scale > 0
-    return jnp.where(usable, values.astype(jnp.float32) / jnp.where(usable, scale, jnp.float32(1)), jnp.float32(0))
+    return jnp.where(
+        usable,
+        values.astype(jnp.float32) / jnp.where(usable, scale, jnp.float32(1)),
+        jnp.float32(0),
+    )
 
 
 def to_int8(values: jax.Array, scale: jax.Array, largest: float = INT8_LARGEST) -> jax.Array:
@@ -34,7 +38,8 @@ def to_int8(values: jax.Array, scale: jax.Array, largest: float = INT8_LARGEST) 
 
 
 def pack_int4(whole: jax.Array) -> jax.Array:
-    """Two numbers of [-8, 7] in a byte: int8 [..., H] -> uint8 [..., H / 2]; the first half of H in the low four bits."""
+    """Two numbers of [-8, 7] in a byte: int8 [..., H] -> uint8 [..., H / 2]; the first half of H in
+    the low four bits."""
     nibbles = lax.bitcast_convert_type(whole, jnp.uint8) & jnp.uint8(15)
     low, high = jnp.split(nibbles, 2, axis=-1)
     return low | (high << jnp.uint8(4))
@@ -42,12 +47,15 @@ def pack_int4(whole: jax.Array) -> jax.Array:
 
 def unpack_int4(packed: jax.Array) -> jax.Array:
     """The inverse: uint8 [..., H / 2] -> int8 [..., H]."""
-    nibbles = jnp.concatenate([packed & jnp.uint8(15), packed >> jnp.uint8(4)], axis=-1).astype(jnp.int8)
+    nibbles = jnp.concatenate([packed & jnp.uint8(15), packed >> jnp.uint8(4)], axis=-1).astype(
+        jnp.int8
+    )
     return jnp.where(nibbles > jnp.int8(7), nibbles - jnp.int8(16), nibbles)
 
 
 def to_fp8(values: jax.Array, scale: jax.Array) -> jax.Array:
-    """e4m3 as its bytes: uint8 (no float8 array leaves a program, so that nothing between need know the type)."""
+    """e4m3 as its bytes: uint8 (no float8 array leaves a program, so that nothing between need know
+    the type)."""
     limited = jnp.clip(scaled(values, scale), -FP8_LARGEST, FP8_LARGEST)
     return lax.bitcast_convert_type(limited.astype(jnp.float8_e4m3fn), jnp.uint8)
 

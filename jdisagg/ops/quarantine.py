@@ -1,12 +1,13 @@
 """Keeps a sequence whose activations are not finite from reaching any other through attention.
 
-Attention multiplies what it masks by zero, and zero times NaN is NaN: a broken sequence would break whoever shares its chunk,
-and whoever is later given the pages that it leaves. So where its keys or values are not finite, keys are stored as zero and
-values as a marker, finite and far beyond any real value: masked, it contributes exactly nothing; attended to, by the sequence
-itself, it shows in the residual stream, however small its weight, and stays there. `reveal` finds it before the logits.
+Attention multiplies what it masks by zero, and zero times NaN is NaN: a broken sequence would break
+whoever shares its chunk, and whoever is later given the pages that it leaves. So where its keys or
+values are not finite, keys are stored as zero and values as a marker, finite and far beyond any
+real value: masked, it contributes exactly nothing; attended to, by the sequence itself, it shows in
+the residual stream, however small its weight, and stays there. `reveal` finds it before the logits.
 
-`seal` is element by element, so that it costs no kernel of its own; `reveal` is one reduction a step, not one a layer.
-"""
+`seal` is element by element, so that it costs no kernel of its own; `reveal` is one reduction a
+step, not one a layer."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,9 @@ SHOWS = 1e15
 def seal(k_TKH: jax.Array, v_TKH: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Keys and values of a layer as they may be cached and attended to."""
     whole = jnp.isfinite(k_TKH) & jnp.isfinite(v_TKH)
-    return jnp.where(whole, k_TKH, jnp.zeros((), k_TKH.dtype)), jnp.where(whole, v_TKH, jnp.asarray(MARKER, v_TKH.dtype))
+    return jnp.where(whole, k_TKH, jnp.zeros((), k_TKH.dtype)), jnp.where(
+        whole, v_TKH, jnp.asarray(MARKER, v_TKH.dtype)
+    )
 
 
 def reveal(x_RD: jax.Array) -> jax.Array:

@@ -1,24 +1,30 @@
-"""Choosing the next token of each row from its logits, on the device: greedy, or sampled under filters.
+"""Choosing the next token of each row from its logits, on the device: greedy, or sampled under
+filters.
 
-Rows are independent: each has its own parameters, and a row's token is a function of its own logits, parameters and
-coordinates alone (rule 10: `randomness`). Logits are float32 [B, V_padded]; padded columns are -inf and so never chosen.
-Penalties, bias and log-probabilities are `logit_shaping`'s.
+Rows are independent: each has its own parameters, and a row's token is a function of its own
+logits, parameters and coordinates alone (rule 10: `randomness`). Logits are float32 [B, V_padded];
+padded columns are -inf and so never chosen. Penalties, bias and log-probabilities are
+`logit_shaping`'s.
 
-Sampling is the Gumbel-max rule, written as a race: with w = exp((logit - max) / temperature) and e exponential noise, the
-argmax of w / e over a set is a draw from w on that set (-log e is Gumbel noise; this form saves a logarithm). The
-filters apply in the order temperature, top-k, top-p (on what top-k leaves, renormalised), min-p. The sets they leave are:
+Sampling is the Gumbel-max rule, written as a race: with w = exp((logit - max) / temperature) and e
+exponential noise, the argmax of w / e over a set is a draw from w on that set (-log e is Gumbel
+noise; this form saves a logarithm). The filters apply in the order temperature, top-k, top-p (on
+what top-k leaves, renormalised), min-p. The sets they leave are:
   top-k: as many as `top_k` tokens of the largest logits, and all that tie with the last of them;
-  top-p: tokens for which the probability of all strictly larger logits is below top_p (ties stand or fall together);
-  min-p: tokens with at least `min_p` times the probability of the most likely one.
-The most likely token is in all of them. Nothing is sorted: top-p is by rejection under fixed noise. The winner of a
-superset of the nucleus, if it lies in the nucleus, is the nucleus's winner; if not, neither is any token with a smaller or
-equal logit in the nucleus: they are taken out and the race is run again over the rest. A row needs 1 + ln(1 / top_p) rounds in the mean.
+  top-p: tokens for which the probability of all strictly larger logits is below top_p (ties stand
+  or fall together); min-p: tokens with at least `min_p` times the probability of the most likely
+  one.
+The most likely token is in all of them. Nothing is sorted: top-p is by rejection under fixed noise.
+The winner of a superset of the nucleus, if it lies in the nucleus, is the nucleus's winner; if not,
+neither is any token with a smaller or equal logit in the nucleus: they are taken out and the race
+is run again over the rest. A row needs 1 + ln(1 / top_p) rounds in the mean.
 
-Ties in the argmax go to the smallest id. Float noise: two programs that sum in a different order may differ in the last bits of a
-logit, and hence choose differently where two candidates are that close; nothing here adds to that.
+Ties in the argmax go to the smallest id. Float noise: two programs that sum in a different order
+may differ in the last bits of a logit, and hence choose differently where two candidates are that
+close; nothing here adds to that.
 
-A row without a finite largest logit (a NaN or +inf anywhere, or -inf everywhere) gives INVALID_TOKEN and disturbs no other.
-"""
+A row without a finite largest logit (a NaN or +inf anywhere, or -inf everywhere) gives
+INVALID_TOKEN and disturbs no other."""
 
 from typing import NamedTuple
 
@@ -37,10 +43,11 @@ _RERUN_ROWS = 4
 
 
 class SamplingRows(NamedTuple):
-    """Parameters of each row, as in `request.SamplingParams`; temperature 0 is greedy, top_k 0 is off.
+    """Parameters of each row, as in `request.SamplingParams`; temperature 0 is greedy, top_k 0 is
+    off.
 
-    `position` is the index in the sequence of the token being chosen: prompt length + tokens generated before it.
-    """
+    `position` is the index in the sequence of the token being chosen: prompt length + tokens
+    generated before it."""
 
     temperature: jax.Array  # float32 [B]
     top_k: jax.Array  # int32 [B]
@@ -52,13 +59,15 @@ class SamplingRows(NamedTuple):
 
 
 def greedy(logits_BV: jax.Array) -> jax.Array:
-    """int32 [B]: the id of each row's largest logit, the smallest such id; INVALID_TOKEN where none is finite."""
+    """int32 [B]: the id of each row's largest logit, the smallest such id; INVALID_TOKEN where none
+    is finite."""
     token_B = selection.argmax(_nan_to_inf(logits_BV))
     return jnp.where(jnp.isfinite(_at(logits_BV, token_B)), token_B, INVALID_TOKEN)
 
 
 def sample(logits_BV: jax.Array, rows: SamplingRows) -> jax.Array:
-    """int32 [B]: each row's token, by the rules above. Deterministic; works under jit and on local shards in `shard_map`."""
+    """int32 [B]: each row's token, by the rules above. Deterministic; works under jit and on local
+    shards in `shard_map`."""
     largest_B = jnp.max(_nan_to_inf(logits_BV), axis=-1)
     valid_B = jnp.isfinite(largest_B)
     greedy_B = rows.temperature == 0
@@ -66,11 +75,16 @@ def sample(logits_BV: jax.Array, rows: SamplingRows) -> jax.Array:
 
     scale_B = jnp.where(greedy_B, 1, 1 / jnp.maximum(rows.temperature, _LEAST_TEMPERATURE))
     weight_BV = jnp.exp((logits_BV - largest_B[:, None]) * scale_B[:, None])
-    bits_BV = randomness.random_bits(randomness.row_keys(rows.seed, rows.child, rows.position), logits_BV.shape[1])
+    bits_BV = randomness.random_bits(
+        randomness.row_keys(rows.seed, rows.child, rows.position), logits_BV.shape[1]
+    )
     threshold_B = _top_k_threshold(logits_BV, jnp.where(drawn_B, rows.top_k, 0))
     weight_BV = jnp.where(logits_BV >= threshold_B[:, None], weight_BV, 0)
-    drawn_score_BV = jnp.where(weight_BV >= rows.min_p[:, None], weight_BV / randomness.exponential(bits_BV), -1)
-    # A greedy row runs the same race with its logits alone as the score, so that one argmax serves all rows.
+    drawn_score_BV = jnp.where(
+        weight_BV >= rows.min_p[:, None], weight_BV / randomness.exponential(bits_BV), -1
+    )
+    # A greedy row runs the same race with its logits alone as the score, so that one argmax serves
+    # all rows.
     score_BV = jnp.where(greedy_B[:, None], logits_BV, drawn_score_BV)
 
     token_B = _in_nucleus(score_BV, logits_BV, weight_BV, jnp.where(drawn_B, rows.top_p, 1))
@@ -78,25 +92,33 @@ def sample(logits_BV: jax.Array, rows: SamplingRows) -> jax.Array:
 
 
 def _top_k_threshold(logits_BV: jax.Array, top_k_B: jax.Array) -> jax.Array:
-    """float32 [B]: logits at or above it are in the row's top-k; -inf where top-k is off. Costs nothing when all are off."""
+    """float32 [B]: logits at or above it are in the row's top-k; -inf where top-k is off. Costs
+    nothing when all are off."""
     small = min(SMALL_TOP_K, logits_BV.shape[1])
     small_B = (top_k_B > 0) & (top_k_B <= small)
 
     def of_the_largest() -> jax.Array:
         values_BK, _ = selection.largest(logits_BV, small)
-        return jnp.take_along_axis(values_BK, jnp.clip(top_k_B - 1, 0, small - 1)[:, None], axis=1)[:, 0]
+        return jnp.take_along_axis(values_BK, jnp.clip(top_k_B - 1, 0, small - 1)[:, None], axis=1)[
+            :, 0
+        ]
 
-    kth_B = lax.cond(jnp.any(small_B), of_the_largest, lambda: jnp.full_like(logits_BV[:, 0], -jnp.inf))
+    kth_B = lax.cond(
+        jnp.any(small_B), of_the_largest, lambda: jnp.full_like(logits_BV[:, 0], -jnp.inf)
+    )
     large_B = (top_k_B > small) & (top_k_B < logits_BV.shape[1])
     separating_B = selection.separating_value(logits_BV, jnp.maximum(top_k_B, 1), large_B)
     return jnp.where(small_B, kth_B, separating_B)
 
 
-def _in_nucleus(score_BV: jax.Array, logits_BV: jax.Array, weight_BV: jax.Array, top_p_B: jax.Array) -> jax.Array:
-    """int32 [B]: the winner of the race within each row's nucleus. Rows with top_p 1 take the first winner.
+def _in_nucleus(
+    score_BV: jax.Array, logits_BV: jax.Array, weight_BV: jax.Array, top_p_B: jax.Array
+) -> jax.Array:
+    """int32 [B]: the winner of the race within each row's nucleus. Rows with top_p 1 take the first
+    winner.
 
-    Few rows lose their first winner, so the race is run again for _RERUN_ROWS rows at a time: the work is that of the rows concerned.
-    """
+    Few rows lose their first winner, so the race is run again for _RERUN_ROWS rows at a time: the
+    work is that of the rows concerned."""
     first_B = selection.argmax(score_BV)
 
     def race() -> jax.Array:
@@ -104,7 +126,9 @@ def _in_nucleus(score_BV: jax.Array, logits_BV: jax.Array, weight_BV: jax.Array,
         waiting_B = (top_p_B < 1) & _outside(logits_BV, weight_BV, bound_B, top_p_B)
 
         def rerun(state: _Race) -> _Race:
-            _, rows_R = lax.top_k(state.waiting_B.astype(jnp.int32), min(_RERUN_ROWS, top_p_B.shape[0]))
+            _, rows_R = lax.top_k(
+                state.waiting_B.astype(jnp.int32), min(_RERUN_ROWS, top_p_B.shape[0])
+            )
             logits_RV, weight_RV, score_RV = logits_BV[rows_R], weight_BV[rows_R], score_BV[rows_R]
             waiting_R, bound_R = state.waiting_B[rows_R], state.bound_B[rows_R]
             token_R = selection.argmax(jnp.where(logits_RV > bound_R[:, None], score_RV, -1))
@@ -116,7 +140,9 @@ def _in_nucleus(score_BV: jax.Array, logits_BV: jax.Array, weight_BV: jax.Array,
                 state.waiting_B.at[rows_R].set(waiting_R & outside_R),
             )
 
-        return lax.while_loop(lambda state: jnp.any(state.waiting_B), rerun, _Race(first_B, bound_B, waiting_B)).token_B
+        return lax.while_loop(
+            lambda state: jnp.any(state.waiting_B), rerun, _Race(first_B, bound_B, waiting_B)
+        ).token_B
 
     return lax.cond(jnp.any(top_p_B < 1), race, lambda: first_B)
 
@@ -127,13 +153,18 @@ class _Race(NamedTuple):
     waiting_B: jax.Array  # whether the token lies outside the nucleus
 
 
-def _outside(logits_BV: jax.Array, weight_BV: jax.Array, bound_B: jax.Array, top_p_B: jax.Array) -> jax.Array:
-    """bool [B]: whether a token of logit `bound` is outside the nucleus: larger logits have at least top_p of the weight.
+def _outside(
+    logits_BV: jax.Array, weight_BV: jax.Array, bound_B: jax.Array, top_p_B: jax.Array
+) -> jax.Array:
+    """bool [B]: whether a token of logit `bound` is outside the nucleus: larger logits have at
+    least top_p of the weight.
 
-    larger >= p * total, as (1 - p) * larger - p * rest >= 0: one sum. The most likely token is in: p * rest must not underflow.
-    """
+    larger >= p * total, as (1 - p) * larger - p * rest >= 0: one sum. The most likely token is in:
+    p * rest must not underflow."""
     p_B1 = jnp.maximum(top_p_B, _LEAST_TOP_P)[:, None]
-    return jnp.sum(jnp.where(logits_BV > bound_B[:, None], 1 - p_B1, -p_B1) * weight_BV, axis=-1) >= 0
+    return (
+        jnp.sum(jnp.where(logits_BV > bound_B[:, None], 1 - p_B1, -p_B1) * weight_BV, axis=-1) >= 0
+    )
 
 
 def _nan_to_inf(x_BV: jax.Array) -> jax.Array:

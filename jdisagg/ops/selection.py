@@ -1,10 +1,11 @@
-"""Finding the largest of each row of [B, V] without sorting: the argmax, the k largest, the k-th value.
+"""Finding the largest of each row of [B, V] without sorting: the argmax, the k largest, the k-th
+value.
 
-All three are exact; ties go to the smaller index. They exist because XLA's CPU forms are slow for a vocabulary:
-measured for [32, 32000] on two cores, `jnp.argmax` takes 4.7 ms (here 0.2) and `lax.top_k` of 20 1.2 ms (here 0.5); a sort of
-8 rows alone takes 21 ms. The idea is one plain maximum over blocks of 128, which vectorises, and then work on few blocks only.
-It knows nothing of what the values mean. A row with a NaN gives some index within range and disturbs no other row.
-"""
+All three are exact; ties go to the smaller index. They exist because XLA's CPU forms are slow for a
+vocabulary: measured for [32, 32000] on two cores, `jnp.argmax` takes 4.7 ms (here 0.2) and
+`lax.top_k` of 20 1.2 ms (here 0.5); a sort of 8 rows alone takes 21 ms. The idea is one plain
+maximum over blocks of 128, which vectorises, and then work on few blocks only. It knows nothing of
+what the values mean. A row with a NaN gives some index within range and disturbs no other row."""
 
 from collections.abc import Callable
 
@@ -17,7 +18,8 @@ BLOCK = 128
 
 
 def blocks_of(x_BV: jax.Array, fill: float = -np.inf) -> jax.Array:
-    """[B, V] -> [B, blocks, 128]: a view where 128 divides V, else padded with `fill` at the end."""
+    """[B, V] -> [B, blocks, 128]: a view where 128 divides V, else padded with `fill` at the
+    end."""
     rows, width = x_BV.shape
     if width % BLOCK:
         x_BV = jnp.pad(x_BV, ((0, 0), (0, -width % BLOCK)), constant_values=fill)
@@ -25,13 +27,16 @@ def blocks_of(x_BV: jax.Array, fill: float = -np.inf) -> jax.Array:
 
 
 def argmax_blocks(arrays: tuple[jax.Array, ...], value: Callable[..., jax.Array]) -> jax.Array:
-    """int32 [B]: index over the last two axes of the largest `value(*arrays)`; `arrays` are [B, blocks, 128], or [B, 1, 1].
+    """int32 [B]: index over the last two axes of the largest `value(*arrays)`; `arrays` are [B,
+    blocks, 128], or [B, 1, 1].
 
-    `value` is elementwise and is computed twice (over all, then over the winning block), so that no [B, V] array of it
-    needs to be written.
-    """
+    `value` is elementwise and is computed twice (over all, then over the winning block), so that no
+    [B, V] array of it needs to be written."""
     block_B = _first_largest(jnp.max(value(*arrays), axis=-1))
-    winner = tuple(x if x.shape[1] == 1 else jnp.take_along_axis(x, block_B[:, None, None], axis=1) for x in arrays)
+    winner = tuple(
+        x if x.shape[1] == 1 else jnp.take_along_axis(x, block_B[:, None, None], axis=1)
+        for x in arrays
+    )
     return block_B * BLOCK + _first_largest(value(*winner)[:, 0])
 
 
@@ -41,40 +46,48 @@ def argmax(x_BV: jax.Array) -> jax.Array:
 
 
 def largest(x_BV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The `count` largest of each row, descending, and their indices int32 [B, count]; ties in order of index.
+    """The `count` largest of each row, descending, and their indices int32 [B, count]; ties in
+    order of index.
 
-    They all lie in the `count` blocks whose maxima are largest (the smaller block first among equals).
-    """
+    They all lie in the `count` blocks whose maxima are largest (the smaller block first among
+    equals)."""
     x_BV = jnp.where(x_BV == 0, 0, x_BV)  # top_k puts -0 below 0
     x_BnS = blocks_of(x_BV)
     rows, blocks, _ = x_BnS.shape
     if blocks <= 2 * count:
         return lax.top_k(x_BV, count)
     _, block_BK = lax.top_k(jnp.max(x_BnS, axis=-1), count)
-    block_BK = lax.sort(block_BK, dimension=1)  # so that position among the candidates orders as the index does
-    candidates_BC = jnp.take_along_axis(x_BnS, block_BK[:, :, None], axis=1).reshape(rows, count * BLOCK)
+    # so that position among the candidates orders as the index does
+    block_BK = lax.sort(block_BK, dimension=1)
+    candidates_BC = jnp.take_along_axis(x_BnS, block_BK[:, :, None], axis=1).reshape(
+        rows, count * BLOCK
+    )
     values_BK, place_BK = lax.top_k(candidates_BC, count)
     ids_BK = jnp.take_along_axis(block_BK, place_BK // BLOCK, axis=1) * BLOCK + place_BK % BLOCK
     return values_BK, ids_BK
 
 
 def separating_value(x_BV: jax.Array, count_B: jax.Array, wanted_B: jax.Array) -> jax.Array:
-    """float32 [B]: a value t such that {x >= t} is the `count` largest and all that tie with the last of them.
+    """float32 [B]: a value t such that {x >= t} is the `count` largest and all that tie with the
+    last of them.
 
-    Exact bisection over the float32 numbers in their order (at most 32 passes; it stops once the count is met). Rows
-    where `wanted` is False give -inf; where all are, no pass is made. `count` >= 1; rows wanted have no NaN.
-    """
+    Exact bisection over the float32 numbers in their order (at most 32 passes; it stops once the
+    count is met). Rows where `wanted` is False give -inf; where all are, no pass is made. `count`
+    >= 1; rows wanted have no NaN."""
     low_B = jnp.where(wanted_B, _order_key(np.float32(-np.inf)), 0)
     high_B = jnp.where(wanted_B, _order_key(jnp.max(x_BV, axis=-1)), 0)
 
     def halve(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low_B, high_B = bounds
-        middle_B = (low_B | high_B) - ((low_B ^ high_B) >> 1)  # the mean, rounded up, without overflow
+        # the mean, rounded up, without overflow
+        middle_B = (low_B | high_B) - ((low_B ^ high_B) >> 1)
         reached_B = jnp.sum((x_BV >= _from_order_key(middle_B)[:, None]).astype(jnp.int32), axis=-1)
         open_B = low_B < high_B
         enough_B = open_B & (reached_B >= count_B)
         high_B = jnp.where(open_B & (reached_B < count_B), middle_B - 1, high_B)
-        return jnp.where(enough_B, middle_B, low_B), jnp.where(enough_B & (reached_B == count_B), middle_B, high_B)
+        return jnp.where(enough_B, middle_B, low_B), jnp.where(
+            enough_B & (reached_B == count_B), middle_B, high_B
+        )
 
     low_B, _ = lax.while_loop(lambda bounds: jnp.any(bounds[0] < bounds[1]), halve, (low_B, high_B))
     return jnp.where(wanted_B, _from_order_key(low_B), -jnp.inf)

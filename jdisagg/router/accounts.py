@@ -1,31 +1,35 @@
-"""What this router has sent to the workers, and what of it they cannot have said yet: the `own_` columns of the snapshot.
+"""What this router has sent to the workers, and what of it they cannot have said yet: the `own_`
+columns of the snapshot.
 
-A leg's work is charged to its workers the moment it is decided. What a worker has been sent it says itself from its next status on (one
-that was taken after the call arrived: `SETTLE_SECONDS`), so the charge ends there; a prompt that still waits for its reservation is not
-sent yet and stays. What is over is taken off at once, also from what the worker said before. `committed_pages` is another matter: what
-all sequences that we have at a worker will hold at their expected ends, for as long as they run.
+A leg's work is charged to its workers the moment it is decided. What a worker has been sent it says
+itself from its next status on (one that was taken after the call arrived: `settle_seconds`), so the
+charge ends there; a prompt that still waits for its reservation is not sent yet and stays. What is
+over is taken off at once, also from what the worker said before. `committed_pages` is another
+matter: what all sequences that we have at a worker will hold at their expected ends, for as long as
+they run.
 
-Each step costs O(1); instants are arguments. Invariant: when all that was placed has ended, every own column is zero.
-"""
+Each step costs O(1); instants are arguments. Invariant: when all that was placed has ended, every
+own column is zero."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jdisagg.dispatch.ports import WorkerStatus
+from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.plain import plain
 from jdisagg.router.cluster_state import COLUMNS, ClusterState
 from jdisagg.scheduler.backlog import causal_pairs
 from jdisagg.scheduler.page_ledger import pages_for
+from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
-SETTLE_SECONDS = 0.02
-GROWTH_TOKENS = 256  # what decode workers reserve beyond the prompt, where their configuration says nothing else
+# what decode workers reserve beyond the prompt, where their configuration says nothing else
+GROWTH_TOKENS = 256
 _OPEN = (("open", 1),)
 
 
 @plain
 class Work:
-    """A leg: `tokens` to have KV of, of which the prefill side knows `cached_tokens` already; `children` that share them and are expected
-    to generate `expected_tokens` each."""
+    """A leg: `tokens` to have KV of, of which the prefill side knows `cached_tokens` already;
+    `children` that share them and are expected to generate `expected_tokens` each."""
 
     tokens: int
     cached_tokens: int = 0
@@ -37,8 +41,13 @@ class Work:
         return self.tokens - self.cached_tokens
 
     def pages(self, page_size: int, growth_tokens: int | None = None) -> int:
-        """Of all children when each has generated so many tokens (None: as many as are expected)."""
-        grown = self.expected_tokens if growth_tokens is None else min(growth_tokens, self.expected_tokens)
+        """Of all children when each has generated so many tokens (None: as many as are
+        expected)."""
+        grown = (
+            self.expected_tokens
+            if growth_tokens is None
+            else min(growth_tokens, self.expected_tokens)
+        )
         shared = pages_for(self.tokens, page_size)
         return shared + self.children * (pages_for(self.tokens + grown, page_size) - shared)
 
@@ -55,11 +64,15 @@ class _Charge:
 
 
 class Accounts:
-    """Keeps the own columns of `state`. Statuses go in here, not into the state itself. `on_news`: called when a worker spoke."""
+    """Keeps the own columns of `state`. Statuses go in here, not into the state itself."""
 
-    def __init__(self, state: ClusterState, settle_seconds: float = SETTLE_SECONDS) -> None:
+    def __init__(
+        self,
+        state: ClusterState,
+        settle_seconds: float = DEFAULT_TIMEOUTS.membership.settle_seconds,
+    ) -> None:
         self.state = state
-        self.on_news: Callable[[], None] = lambda: None
+        self._subscribers: list[Callable[[], None]] = []
         self._settle_seconds = settle_seconds
         self._fresh: dict[str, list[_Charge]] = {}
 
@@ -67,7 +80,12 @@ class Accounts:
         """A worker spoke: what it was told before it did is in its own words now."""
         self.state.update(status, now)
         self._show(status.name, now)
-        self.on_news()
+        for changed in self._subscribers:
+            changed()
+
+    def subscribe(self, changed: Callable[[], None]) -> None:
+        """`changed` is called whenever a worker has reported."""
+        self._subscribers.append(changed)
 
     def _show(self, worker: str, now: float) -> None:
         fresh = self._fresh.pop(worker, None)
@@ -110,14 +128,17 @@ class Accounts:
         """Charges a leg to its workers. `prefill` None: the decode worker computes the prompt."""
         return Placed(self, prefill, decode, work, now)
 
-    def charge(self, worker: str, amounts: tuple[tuple[str, float], ...], sent_at: float | None) -> _Charge:
+    def charge(
+        self, worker: str, amounts: tuple[tuple[str, float], ...], sent_at: float | None
+    ) -> _Charge:
         charge = _Charge(worker, self.state.life(worker), amounts, sent_at)
         self._count(charge, 1)
         self._fresh.setdefault(worker, []).append(charge)
         return charge
 
     def settle(self, charge: _Charge, said: tuple[tuple[str, float], ...]) -> None:
-        """It is over. Where the worker has said so much of it already, its own words are corrected by `said`, column by column."""
+        """It is over. Where the worker has said so much of it already, its own words are corrected
+        by `said`, column by column."""
         fresh = self._fresh.get(charge.worker, [])
         if charge in fresh:
             fresh.remove(charge)
@@ -128,7 +149,9 @@ class Accounts:
                 at = COLUMNS[column], row
                 cells[at] = max(0.0, cells[at] + amount)
 
-    def add(self, worker: str, life: int, amounts: tuple[tuple[str, float], ...], sign: int = 1) -> None:
+    def add(
+        self, worker: str, life: int, amounts: tuple[tuple[str, float], ...], sign: int = 1
+    ) -> None:
         """To columns of the worker's row, if this is the same stay of it."""
         state = self.state
         row = state.row(worker)
@@ -142,9 +165,12 @@ class Accounts:
 
 
 class Placed:
-    """One leg's charges, from its placement to its end. Every method may be called once too often."""
+    """One leg's charges, from its placement to its end. Every method may be called once too
+    often."""
 
-    def __init__(self, accounts: Accounts, prefill: str | None, decode: str, work: Work, now: float) -> None:
+    def __init__(
+        self, accounts: Accounts, prefill: str | None, decode: str, work: Work, now: float
+    ) -> None:
         self._accounts = accounts
         state = accounts.state
         row = state.row(decode)
@@ -153,7 +179,11 @@ class Placed:
         self._lives = {name: state.life(name) for name in {prefill or decode, decode}}
         self._decode = decode
         self._committed = (("committed_pages", float(work.pages(page_size)) if page_size else 0.0),)
-        held = (("own_pages", pages), ("own_sequences", work.children), ("own_contexts", work.children * work.tokens))
+        held = (
+            ("own_pages", pages),
+            ("own_sequences", work.children),
+            ("own_contexts", work.children * work.tokens),
+        )
         self._held = accounts.charge(decode, held, now)
         pairs = causal_pairs(work.cached_tokens, work.tokens)
         queued = (("own_tokens", work.new_tokens), ("own_pairs", pairs))
@@ -172,7 +202,9 @@ class Placed:
         """Its first token has come."""
         if self._queued is not None:
             (_, tokens), (_, pairs) = self._queued.amounts
-            self._accounts.settle(self._queued, (("queued_tokens", -tokens), ("queued_pairs", -pairs)))
+            self._accounts.settle(
+                self._queued, (("queued_tokens", -tokens), ("queued_pairs", -pairs))
+            )
             self._queued = None
 
     def end(self) -> None:
@@ -183,7 +215,11 @@ class Placed:
         self.prefilled()
         (_, held), (_, sequences), (_, contexts) = self._held.amounts
         # The rank that it leaves has room then, and that is the best one.
-        left = (("running", -sequences), ("best_sequences", -sequences), ("best_contexts", -contexts))
+        left = (
+            ("running", -sequences),
+            ("best_sequences", -sequences),
+            ("best_contexts", -contexts),
+        )
         self._accounts.settle(self._held, (*left, ("best_free_pages", held), ("free_pages", held)))
         self._accounts.add(self._decode, self._lives[self._decode], self._committed, -1)
         for name, life in self._lives.items():

@@ -1,8 +1,9 @@
-"""Whether a new request is let in: refused at once, with a reason and a hint when to try again, where it would wait for nothing. Pure.
+"""Whether a new request is let in: refused at once, with a reason and a hint when to try again,
+where it would wait for nothing. Pure.
 
-Four reasons: too many wait for their first token (`admit`), a tenant's quota is used up (`Quotas`), the first token would come after its
-limit (`placement.decide`, with what it would wait in this router from `Drain`), and no worker takes requests. Instants are arguments.
-"""
+Four reasons: too many wait for their first token (`admit`), a tenant's quota is used up (`Quotas`),
+the first token would come after its limit (`placement.decide`, with what it would wait in this
+router from `Drain`), and no worker takes requests. Instants are arguments."""
 
 import math
 from collections import deque
@@ -14,6 +15,7 @@ from jdisagg.router.quantiles import quantile
 
 MIN_RETRY_SECONDS = 0.1
 MAX_RETRY_SECONDS = 60.0
+UNKNOWN_WAIT_SECONDS = 5.0  # of a full queue of which nothing has been served yet
 DRAIN_SECONDS = 5.0  # over how long the speed of the queue is averaged
 DRAIN_LEAST_SECONDS = 0.25  # what must have been seen of it
 ERRORS = 64  # of predictions, the latest that count
@@ -23,21 +25,29 @@ IN_TIME = 0.9  # of those that are let in
 
 
 def admit(
-    waiting_requests: int, max_waiting_requests: int, seconds_per_request: float, own_waiting: int | None = None, tenants: int = 1
+    waiting_requests: int,
+    max_waiting_requests: int,
+    seconds_per_request: float | None,
+    own_waiting: int | None = None,
+    tenants: int = 1,
 ) -> None:
     """Raises OverloadedError when `max_waiting_requests` wait for their first token already.
 
-    A tenant of which fewer wait (`own_waiting`) than its share among `tenants` is let in all the same, until twice the limit wait: it was
-    others who filled the queue. Without that end tenants that come one after another, each to a smaller share, would fill it without
-    bound. `seconds_per_request` is the recent mean time between two first tokens; it makes the predicted wait.
-    """
+    A tenant of which fewer wait (`own_waiting`) than its share among `tenants` is let in all the
+    same, until twice the limit wait: it was others who filled the queue. Without that end tenants
+    that come one after another, each to a smaller share, would fill it without bound.
+    `seconds_per_request` is the recent mean time between two first tokens, None before the first:
+    it makes the predicted wait."""
     within_share = own_waiting is not None and own_waiting < max_waiting_requests // tenants
     if waiting_requests < (2 if within_share else 1) * max_waiting_requests:
         return
-    wait_seconds = retry_after(waiting_requests * seconds_per_request)
+    known = seconds_per_request is not None
+    wait_seconds = retry_after(
+        waiting_requests * seconds_per_request if known else UNKNOWN_WAIT_SECONDS
+    )
     raise OverloadedError(
-        f"{waiting_requests} requests wait for their first token, the limit is {max_waiting_requests}; "
-        f"about {wait_seconds:.1f} s to wait: try again then",
+        f"{waiting_requests} requests wait for their first token, the limit is"
+        f" {max_waiting_requests}; about {wait_seconds:.1f} s to wait: try again then",
         retry_after_seconds=wait_seconds,
     )
 
@@ -48,7 +58,8 @@ def retry_after(seconds: float) -> float:
 
 
 def limit_seconds(ttft_slo_seconds: float | None, deadline_seconds: float) -> float:
-    """Until when after its arrival a request's first token must come: its deadline at the latest."""
+    """Until when after its arrival a request's first token must come: its deadline at the
+    latest."""
     return deadline_seconds if ttft_slo_seconds is None else min(ttft_slo_seconds, deadline_seconds)
 
 
@@ -59,8 +70,9 @@ class _Bucket:
 
 
 class Quotas:
-    """Token buckets: a tenant may use `tokens_per_second`, of which `burst_seconds` at once. A request costs its prompt and its expected
-    answer; one that costs more than a whole burst waits for a full bucket and leaves it in debt."""
+    """Token buckets: a tenant may use `tokens_per_second`, of which `burst_seconds` at once. A
+    request costs its prompt and its expected answer; one that costs more than a whole burst waits
+    for a full bucket and leaves it in debt."""
 
     def __init__(self, tokens_per_second: Mapping[str, float], burst_seconds: float) -> None:
         self._rates = dict(tokens_per_second)
@@ -68,7 +80,8 @@ class Quotas:
         self._buckets: dict[str, _Bucket] = {}
 
     def take(self, tenant: str, tokens: float, now: float) -> None:
-        """Raises QuotaExceededError where the tenant has used its share up. Tenants without a quota are not bounded."""
+        """Raises QuotaExceededError where the tenant has used its share up. Tenants without a quota
+        are not bounded."""
         rate = self._rates.get(tenant)
         if rate is None:
             return
@@ -79,8 +92,9 @@ class Quotas:
         if missing > 0:
             wait_seconds = retry_after(missing / rate)
             raise QuotaExceededError(
-                f"tenant {tenant!r} has used up its {rate:g} tokens a second (routing.tenant_quotas); {tokens:g} more are there in "
-                f"{wait_seconds:.1f} s: try again then",
+                f"tenant {tenant!r} has used up its {rate:g} tokens a second"
+                f" (routing.tenant_quotas); {tokens:g} more are there in {wait_seconds:.1f} s: try"
+                " again then",
                 retry_after_seconds=wait_seconds,
             )
         bucket.tokens -= tokens
@@ -93,7 +107,8 @@ class Quotas:
 
 
 class Drain:
-    """How fast the router's queue has drained lately, in cost a second: a mean that fades over `DRAIN_SECONDS` of waiting."""
+    """How fast the router's queue has drained lately, in cost a second: a mean that fades over
+    `DRAIN_SECONDS` of waiting."""
 
     def __init__(self) -> None:
         self._cost = 0.0
@@ -120,27 +135,39 @@ class Drain:
             return 0.0
         return cost * self._seconds / self._cost if self._cost else MAX_RETRY_SECONDS
 
+    def seconds_each(self) -> float | None:
+        """To serve a cost of one; None while nothing is known."""
+        known = self._cost and self._seconds >= DRAIN_LEAST_SECONDS
+        return self._seconds / self._cost if known else None
+
     def _fade(self, now: float) -> None:
         if self._since is not None:
             passed = now - self._since
             keep = math.exp(-passed / DRAIN_SECONDS)
-            self._cost, self._seconds, self._since = self._cost * keep, self._seconds * keep + passed, now
+            self._cost, self._seconds, self._since = (
+                self._cost * keep,
+                self._seconds * keep + passed,
+                now,
+            )
 
 
 class Lateness:
-    """By how much first tokens come later than was predicted, lately: what a prediction leaves out (prompts of other dp ranks, a mesh that
-    is slower than it should be) would let in requests that come too late, and with them all that wait for their limit."""
+    """By how much first tokens come later than was predicted, lately: what a prediction leaves out
+    (prompts of other dp ranks, a mesh that is slower than it should be) would let in requests that
+    come too late, and with them all that wait for their limit."""
 
     def __init__(self) -> None:
         self._errors: deque[tuple[float, float]] = deque(maxlen=ERRORS)
 
     def observe(self, seconds: float, now: float) -> None:
-        """A first token came so much later than was predicted when its workers were chosen; sooner: negative."""
+        """A first token came so much later than was predicted when its workers were chosen; sooner:
+        negative."""
         self._errors.append((now, seconds))
 
     def seconds(self, now: float, limit_seconds: float) -> float:
-        """What to count on beyond a prediction, so that `IN_TIME` of all do come by then; 0 while little is known. Half the limit at most:
-        who is refused shows nothing, and what made others late may be over."""
+        """What to count on beyond a prediction, so that `IN_TIME` of all do come by then; 0 while
+        little is known. Half the limit at most: who is refused shows nothing, and what made others
+        late may be over."""
         errors = [seconds for at, seconds in self._errors if at >= now - ERRORS_SECONDS]
         late = quantile(errors, IN_TIME) if len(errors) >= ERRORS_LEAST else 0.0
         return min(max(0.0, late), limit_seconds / 2)

@@ -1,11 +1,12 @@
-"""Which workers know how much of a request's beginning already: the router's index of their pages, asked for each placement.
+"""Which workers know how much of a request's beginning already: the router's index of their pages,
+asked for each placement.
 
-    affinity = PrefixAffinity(lambda request: page_hashes(request.prompt_token_ids, 128, request.tenant), page_tokens=128)
-    path.placing.affinity = affinity
-    if not affinity.heard("prefill-0", events): affinity.replace("prefill-0", tree.snapshot())
+    affinity = PrefixAffinity(lambda request: page_hashes(request.prompt_token_ids, 128,
+    request.tenant), page_tokens=128) if not
+    affinity.heard("prefill-0", events): affinity.replace("prefill-0", tree.snapshot())
 
-The index may lag behind the workers: a wrong match costs time and never truth. It knows hashes alone; how a request's are made is given.
-"""
+The index may lag behind the workers: a wrong match costs time and never truth. It knows hashes
+alone; how a request's are made is given."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -26,11 +27,20 @@ class PrefixAffinity:
         return self._hashes_of(request)
 
     def matches(self, hashes: Sequence[int]) -> Mapping[str, int]:
-        """Positions that each worker knows, from the first on; workers that know none are left out."""
-        return {worker: pages * self._page_tokens for worker, pages in self._index.matches(hashes).items()} if hashes else {}
+        """Positions that each worker knows, from the first on; workers that know none are left
+        out."""
+        return (
+            {
+                worker: pages * self._page_tokens
+                for worker, pages in self._index.matches(hashes).items()
+            }
+            if hashes
+            else {}
+        )
 
     def heard(self, worker: str, events: Sequence[PrefixEvent]) -> bool:
-        """What a worker gained and lost since. False: some are missing; give `replace` all that it has."""
+        """What a worker gained and lost since. False: some are missing; give `replace` all that it
+        has."""
         return self._index.apply(worker, events)
 
     def replace(self, worker: str, snapshot: tuple[int, frozenset[int]]) -> None:

@@ -1,18 +1,18 @@
-"""Breakers: a worker that fails again and again gets nothing for a while, then one leg to try, then all again when that goes well.
+"""Breakers: a worker that fails again and again gets nothing for a while, then one attempt as a
+probe, then all again when that goes well.
 
-CLOSED until `FAILURES` failures in a row; then OPEN for a while that doubles each time up to `MOST_SECONDS`; then HALF OPEN: the next
-leg is the probe, and until it is known how it fares nothing else comes for the same while. After a success it is forgotten. Pure: instants
-are arguments; what placement sees of it is one number a worker, the instant until which it is barred.
+CLOSED until `FAILURES` failures in a row; then OPEN for a while that doubles each time up to a
+bound (`timeouts.Backoff`); then HALF OPEN: the next attempt is the probe, and until it is known how
+it fares nothing else comes for the same while. After a success it is forgotten. Pure: instants are
+arguments; what placement sees of it is one number a worker, the instant until which it is barred.
 """
 
 import enum
-import math
 from dataclasses import dataclass
 
+from jdisagg.timeouts import DEFAULT_TIMEOUTS, Backoff
+
 FAILURES = 3
-FIRST_SECONDS = 1.0
-MOST_SECONDS = 30.0
-MOST_DOUBLINGS = math.ceil(math.log2(MOST_SECONDS / FIRST_SECONDS))
 
 
 class BreakerState(enum.Enum):
@@ -25,6 +25,7 @@ class BreakerState(enum.Enum):
 class Breaker:
     """Of one worker. `barred_until` is for placement."""
 
+    backoff: Backoff = DEFAULT_TIMEOUTS.request.breaker
     failures: int = 0
     barred_until: float = 0.0
     opened: int = 0  # times in a row
@@ -35,7 +36,8 @@ class Breaker:
         return BreakerState.OPEN if now < self.barred_until else BreakerState.HALF_OPEN
 
     def failed(self, now: float) -> None:
-        """A leg failed by the worker's fault. One that was under way when it opened says nothing new."""
+        """A leg failed by the worker's fault. One that was under way when it opened says nothing
+        new."""
         if self.state(now) is BreakerState.OPEN and self.failures >= FAILURES:
             return
         self.failures += 1
@@ -46,12 +48,8 @@ class Breaker:
         """A leg goes there. In the half-open state it is the probe: others wait for its news."""
         if self.state(now) is BreakerState.HALF_OPEN:
             self.failures = FAILURES - 1
-            self.barred_until = now + self._seconds()
+            self.barred_until = now + self.backoff.seconds(self.opened)
 
     def _open(self, now: float) -> None:
         self.opened += 1
-        self.barred_until = now + self._seconds()
-
-    def _seconds(self) -> float:
-        """The exponent is bounded first: a worker that fails for a day opens it more often than a float can be doubled."""
-        return min(MOST_SECONDS, FIRST_SECONDS * 2 ** min(self.opened - 1, MOST_DOUBLINGS))
+        self.barred_until = now + self.backoff.seconds(self.opened)

@@ -1,12 +1,14 @@
-"""The router's snapshot of the cluster: one row of numbers for each worker, changed in place when a worker speaks or work is placed.
+"""The router's snapshot of the cluster: one row of numbers for each worker, changed in place when a
+worker speaks or work is placed.
 
-Three kinds of columns: what a worker said of itself last, what it is (place, role, how fast), and what this router has sent to it that it
-cannot have said yet (`own_`), so that a burst between two heartbeats spreads. `accounts.py` keeps the last kind. The truth is at the
-workers. Rows keep their order of arrival, so that ties fall alike in a replay. Knows no clock: instants are arguments; decides nothing.
+Three kinds of columns: what a worker said of itself last, what it is (place, role, how fast), and
+what this router has sent to it that it cannot have said yet (`own_`), so that a burst between two
+heartbeats spreads. `accounts.py` keeps the last kind. The truth is at the workers. Rows keep their
+order of arrival, so that ties fall alike in a replay. Knows no clock: instants are arguments;
+decides nothing.
 
-Sums are over a worker's dp ranks unless the column's name says which: `best_` is of the rank with most free pages, which takes the next
-sequence; `most_` of the fullest.
-"""
+Sums are over a worker's dp ranks unless the column's name says which: `best_` is of the rank with
+most free pages, which takes the next sequence; `most_` of the fullest."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -15,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
-from jdisagg.router.hardware import Link
-from jdisagg.router.speeds import Array, Kind, Speed, speed_of
+from jdisagg.costs.hardware import Link
+from jdisagg.costs.speeds import Array, Kind, Speed, speed_of
+from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.ways import Ends, Indices, Ways
 
 PARTS = ("rack", "host", "domain", "process")
@@ -25,19 +27,52 @@ UNKNOWN = -1  # no speed: the worker's hardware or model is not described
 
 # Said by the worker, in this order; then what it is; then what was sent to it.
 SAID = (
-    *("heard_at", "decodes", "mixed", "can_prefill", "draining", "ranks", "slots", "page_size", "context_tokens", "chunk_tokens"),
-    *("running", "waiting", "queued_tokens", "queued_pairs", "best_free_pages", "free_pages", "total_pages"),
+    *(
+        "heard_at",
+        "decodes",
+        "mixed",
+        "can_prefill",
+        "draining",
+        "ranks",
+        "slots",
+        "page_size",
+        "context_tokens",
+        "chunk_tokens",
+    ),
+    *(
+        "running",
+        "waiting",
+        "queued_tokens",
+        "queued_pairs",
+        "best_free_pages",
+        "free_pages",
+        "total_pages",
+    ),
     *("best_sequences", "best_contexts", "most_sequences", "most_contexts", "loading_seconds"),
 )
-OWN = ("own_tokens", "own_pairs", "own_pages", "own_sequences", "own_contexts", "committed_pages", "open")
-COLUMNS = {name: at for at, name in enumerate((*SAID, *OWN, "speed", "spoke", "barred_until", "paced_until", *PARTS))}
+OWN = (
+    "own_tokens",
+    "own_pairs",
+    "own_pages",
+    "own_sequences",
+    "own_contexts",
+    "committed_pages",
+    "open",
+)
+COLUMNS = {
+    name: at
+    for at, name in enumerate(
+        (*SAID, *OWN, "speed", "spoke", "barred_until", "paced_until", *PARTS)
+    )
+}
 DESCRIBED = ("speed", *PARTS)
 
 Flags = npt.NDArray[np.bool_]
 
 
 class Table:
-    """Columns of numbers by name, one place for each worker. Flags are 0 or 1, `speed` is a place in a list, places are codes."""
+    """Columns of numbers by name, one place for each worker. Flags are 0 or 1, `speed` is a place
+    in a list, places are codes."""
 
     def __init__(self, cells: Array) -> None:
         self.cells = cells
@@ -56,12 +91,15 @@ class Table:
 
     def take(self, which: "Indices | slice") -> "Table":
         """Some workers' numbers: a copy, or where they lie together a view."""
-        return Table(self.cells[:, which] if isinstance(which, slice) else self.cells.take(which, axis=1))
+        return Table(
+            self.cells[:, which] if isinstance(which, slice) else self.cells.take(which, axis=1)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a worker is, from its card. `place` as in `WorkerCard`; `kind` None: how fast it is nobody knows."""
+    """What a worker is, from its card. `place` as in `WorkerCard`; `kind` None: how fast it is
+    nobody knows."""
 
     place: str = ""
     kind: Kind | None = None
@@ -69,9 +107,11 @@ class Description:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
-    """The workers of one kind: their `rows`, which ascend, and where these lie; sequences that each may be given, a few more than there
-    are slots, so that a freed slot finds its next sequence ready (scheduler/reservations.py). What holds for all of them: `speed`,
-    `chunk_tokens`, `page_size`, each None where they differ; and whether there is any of unknown speed, mixed, able to prefill."""
+    """The workers of one kind: their `rows`, which ascend, and where these lie; sequences that each
+    may be given, a few more than there are slots, so that a freed slot finds its next sequence
+    ready (scheduler/reservations.py). What holds for all of them: `speed`, `chunk_tokens`,
+    `page_size`, each None where they differ; and whether there is any of unknown speed, mixed, able
+    to prefill."""
 
     rows: Indices
     span: Indices | slice
@@ -85,7 +125,8 @@ class Side:
 
 
 class ClusterState:
-    """`update` takes in a worker at its first status; `describe` says what it is, before or after."""
+    """`update` takes in a worker at its first status; `describe` says what it is, before or
+    after."""
 
     def __init__(self) -> None:
         self.table = Table(np.zeros((len(COLUMNS), 16)))
@@ -97,7 +138,8 @@ class ClusterState:
         self._kinds: dict[Kind, int] = {}
         self._lives: dict[str, int] = {}
         self._last_life = 0
-        self._sides: tuple[Side, Side] | None = None  # as long as nobody comes, goes or becomes another
+        # as long as nobody comes, goes or becomes another
+        self._sides: tuple[Side, Side] | None = None
         self._ways: dict[Link, Ways] = {}  # likewise
 
     def __len__(self) -> int:
@@ -113,7 +155,8 @@ class ClusterState:
         return self._rows.get(name)
 
     def life(self, name: str) -> int:
-        """A number for this stay of a worker: one that was forgotten and came back has another. 0: it is not here."""
+        """A number for this stay of a worker: one that was forgotten and came back has another. 0:
+        it is not here."""
         return self._lives.get(name, 0)
 
     def name(self, row: int) -> str:
@@ -151,7 +194,8 @@ class ClusterState:
             self._place(row, description)
 
     def update(self, status: WorkerStatus, now: float) -> None:
-        """A worker spoke. What it has been sent and cannot know yet stays in the `own_` columns: whoever keeps those sees to that."""
+        """A worker spoke. What it has been sent and cannot know yet stays in the `own_` columns:
+        whoever keeps those sees to that."""
         row = self._rows.get(status.name)
         if row is None:
             row = self._add(status.name)
@@ -163,14 +207,21 @@ class ClusterState:
         self._statuses[status.name] = status
         free, sequences, contexts = status.free_pages, status.rank_sequences, status.rank_contexts
         best = max(range(len(free)), key=free.__getitem__, default=0)
-        if len(sequences) != ranks or len(contexts) != ranks:  # an older worker says no more than their number
+        # an older worker says no more than their number
+        if len(sequences) != ranks or len(contexts) != ranks:
             sequences, contexts = (status.running / ranks,) * ranks, (0.0,) * ranks
         cells[: len(SAID), row] = (
             *(now, decodes, status.role is WorkerRole.MIXED, status.can_prefill, status.draining),
             *(ranks, status.slots, status.page_size, status.context_tokens, status.chunk_tokens),
             *(status.running, status.waiting, status.queued_tokens, status.queued_pairs),
             *(free[best] if free else 0, sum(free), sum(status.total_pages)),
-            *(sequences[best], contexts[best], max(sequences), max(contexts), status.loading_seconds),
+            *(
+                sequences[best],
+                contexts[best],
+                max(sequences),
+                max(contexts),
+                status.loading_seconds,
+            ),
         )
         cells[COLUMNS["spoke"], row] = True
 
@@ -193,7 +244,9 @@ class ClusterState:
     def numbers(self, name: str) -> dict[str, float]:
         """A worker's row, but for what follows from its description."""
         row = self._rows[name]
-        return {column: float(self.table[column][row]) for column in COLUMNS if column not in DESCRIBED}
+        return {
+            column: float(self.table[column][row]) for column in COLUMNS if column not in DESCRIBED
+        }
 
     def restore(self, name: str, description: Description, numbers: Mapping[str, float]) -> None:
         """A row as `numbers` gave it. Raises KeyError for a column that there is not."""
@@ -208,7 +261,9 @@ class ClusterState:
     def _add(self, name: str) -> int:
         row = len(self._names)
         if row == len(self.table):
-            self.table = Table(np.concatenate([self.table.cells, np.zeros((len(COLUMNS), row))], axis=1))
+            self.table = Table(
+                np.concatenate([self.table.cells, np.zeros((len(COLUMNS), row))], axis=1)
+            )
         self._names.append(name)
         self._rows[name] = row
         self._last_life += 1
@@ -241,7 +296,10 @@ class ClusterState:
     def _both(self) -> tuple[Side, Side]:
         if self._sides is None:
             spoke, decodes = self.table.flag("spoke"), self.table.flag("decodes")
-            self._sides = self._side(np.flatnonzero(spoke & ~decodes)), self._side(np.flatnonzero(spoke & decodes))
+            self._sides = (
+                self._side(np.flatnonzero(spoke & ~decodes)),
+                self._side(np.flatnonzero(spoke & decodes)),
+            )
         return self._sides
 
     def _ends(self, side: Side) -> Ends:
@@ -252,11 +310,15 @@ class ClusterState:
         together = len(rows) and rows[-1] - rows[0] == len(rows) - 1
         span = slice(int(rows[0]), int(rows[-1]) + 1) if together else rows
         table = self.table.take(span)
-        speed, chunk, page = (_only(table[column]) for column in ("speed", "chunk_tokens", "page_size"))
+        speed, chunk, page = (
+            _only(table[column]) for column in ("speed", "chunk_tokens", "page_size")
+        )
         return Side(
             rows,
             span,
-            table["slots"] + table["ranks"] * np.maximum(1.0, table["slots"] // np.maximum(1.0, table["ranks"]) // 4),
+            table["slots"]
+            + table["ranks"]
+            * np.maximum(1.0, table["slots"] // np.maximum(1.0, table["ranks"]) // 4),
             None if speed is None or speed == UNKNOWN else self.speeds[int(speed)],
             None if chunk is None else int(chunk),
             page,
@@ -268,7 +330,14 @@ class ClusterState:
 
 def _form(status: WorkerStatus) -> tuple[WorkerRole, int, int, bool, int, int]:
     """What of a status says what the worker is, and not how it fares."""
-    return status.role, status.page_size, status.chunk_tokens, status.can_prefill, status.slots, len(status.total_pages)
+    return (
+        status.role,
+        status.page_size,
+        status.chunk_tokens,
+        status.can_prefill,
+        status.slots,
+        len(status.total_pages),
+    )
 
 
 def _only(column: Array) -> float | None:
@@ -277,8 +346,12 @@ def _only(column: Array) -> float | None:
 
 
 def _codes(place: str) -> list[int]:
-    """A number for each beginning of the place, equal where the beginnings are; 0 for what is missing."""
+    """A number for each beginning of the place, equal where the beginnings are; 0 for what is
+    missing."""
     parts = place.split("/")[: len(PARTS)] if place else []
     beginnings = ["/".join(parts[: count + 1]) for count in range(len(parts))]
-    codes = [int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little") + 1 for text in beginnings]
+    codes = [
+        int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little") + 1
+        for text in beginnings
+    ]
     return codes + [0] * (len(PARTS) - len(codes))

@@ -1,26 +1,25 @@
-"""What placement is asked and what it answers: plain data, the same in the live router, in a recording and in the simulator."""
+"""What placement is asked and what it answers: plain data, the same in the live router, in a
+recording and in the simulator."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from jdisagg.costs.hardware import LINKS, Link
 from jdisagg.plain import plain
 from jdisagg.router.accounts import Work
-from jdisagg.router.hardware import LINKS, Link
-
-SUSPECT_SECONDS = 1.5  # a worker that was not heard of for so long gets nothing new
-GONE_SECONDS = 3.0  # and then nothing at all
+from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
 
 @plain
 class Ask:
-    """A leg looks for its workers. `cached`: positions of it that workers know already. `avoid`: workers that failed it. `under_way`: it
-    was let in before (retried, preempted, resumed): then it is neither refused nor held. `resuming`: it has tokens already, so draining
-    workers will do.
+    """A leg looks for its workers. `cached`: positions of it that workers know already. `avoid`:
+    workers that failed it. `under_way`: it was let in before (retried, preempted, resumed): then it
+    is neither refused nor held. `resuming`: it has tokens already, so draining workers will do.
 
-    age_seconds: since the request arrived; ahead_seconds: what it would still wait in this router; limit_seconds: its first token must come
-    within so long of its arrival. typical_tokens: what sequences generate on average, which says how soon one makes room.
-    """
+    age_seconds: since the request arrived; ahead_seconds: what it would still wait in this router;
+    limit_seconds: its first token must come within so long of its arrival. typical_tokens: what
+    sequences generate on average, which says how soon one makes room."""
 
     work: Work
     cached: Mapping[str, int] = field(default_factory=dict)
@@ -35,26 +34,29 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What an operator decides. tpot_slo_seconds: no sequence is placed where predicted steps would take longer (inf: no such bound).
-    hold_seconds: a worker with more than this of queued work gets none on top, for what waits here can still be put in order. local_gain:
-    by what part of first token and hand-off together prefilling on the decode worker must be cheaper to be chosen. far: the link between
-    workers that share not even a rack. decode_first: pages for decoding are reserved before the prefill begins, so that waiting for them
-    delays the first token and not the second. suspect_seconds, gone_seconds: silence after which a worker gets nothing new, or nothing.
-    """
+    """What an operator decides. tpot_slo_seconds: no sequence is placed where predicted steps would
+    take longer (inf: no such bound). hold_seconds: a worker with more than this of queued work gets
+    none on top, for what waits here can still be put in order. local_gain: by what part of first
+    token and hand-off together prefilling on the decode worker must be cheaper to be chosen. far:
+    the link between workers that share not even a rack. decode_first: pages for decoding are
+    reserved before the prefill begins, so that waiting for them delays the first token and not the
+    second. suspect_seconds, gone_seconds: silence after which a worker gets nothing new, or
+    nothing."""
 
     tpot_slo_seconds: float = math.inf
     hold_seconds: float = 0.5
     local_gain: float = 0.2
     far: Link = LINKS["ethernet-25g"]
     decode_first: bool = True
-    suspect_seconds: float = SUSPECT_SECONDS
-    gone_seconds: float = GONE_SECONDS
+    suspect_seconds: float = DEFAULT_TIMEOUTS.membership.suspect_seconds
+    gone_seconds: float = DEFAULT_TIMEOUTS.membership.gone_seconds
 
 
 @plain
 class Terms:
-    """Predicted seconds: in the prefill queue, computing the prompt, moving its KV beyond that, waiting for room at the decode worker
-    (before the prefill begins), and one decode step with the sequence in it."""
+    """Predicted seconds: in the prefill queue, computing the prompt, moving its KV beyond that,
+    waiting for room at the decode worker (before the prefill begins), and one decode step with the
+    sequence in it."""
 
     prefill_queue: float = 0.0
     prefill: float = 0.0
@@ -65,8 +67,9 @@ class Terms:
 
 @plain
 class Decision:
-    """`prefill` None: the decode worker prefills by itself. `context_tokens` is the decode worker's limit. `kind`: a reason of a small
-    fixed set, for counting; `terms` None: chosen by load, nothing was predicted. `cached_tokens`: what the prefilling worker knows."""
+    """`prefill` None: the decode worker prefills by itself. `context_tokens` is the decode worker's
+    limit. `kind`: a reason of a small fixed set, for counting; `terms` None: chosen by load,
+    nothing was predicted. `cached_tokens`: what the prefilling worker knows."""
 
     prefill: str | None
     decode: str

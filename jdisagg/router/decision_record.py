@@ -1,34 +1,42 @@
-"""A decision as JSON, and back: what was asked, what the snapshot said of the workers that mattered, what was answered.
+"""A decision as JSON, and back: what was asked, what the snapshot said of the workers that
+mattered, what was answered.
 
     record = record_of(state, ask, now, rules, answer)     # plain dicts, lists, numbers and texts
     assert replay(record) == answer_of(record)
 
-A record stands alone: `replay` builds the snapshot that it holds and decides again, with the same code and to the same answer, wherever
-it is read: beside the router that wrote it, in the simulator, in a test. It keeps the workers that the decision among them alone depends
-on (`placement.witnesses`), not a thousand. It holds lengths and names of workers; neither tokens nor who asked.
+A record stands alone: `replay` builds the snapshot that it holds and decides again, with the same
+code and to the same answer, wherever it is read: beside the router that wrote it, in the simulator,
+in a test. It keeps the workers that the decision among them alone depends on
+(`placement.witnesses`), not a thousand. It holds lengths and names of workers; neither tokens nor
+who asked.
 
-Raises ConfigError for what is no record.
-"""
+Raises ConfigError for what is no record."""
 
 import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
+from jdisagg.costs.hardware import Link, accelerator_from_fields
+from jdisagg.costs.model_geometry import Attention, CostGeometry, Experts, LatentAttention
+from jdisagg.costs.speeds import Kind
 from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.layout.axes import Layout
 from jdisagg.router.accounts import Work
 from jdisagg.router.cluster_state import ClusterState, Description
 from jdisagg.router.decision import Answer, Ask, Decision, Hold, Refusal, Rules, Terms
-from jdisagg.router.hardware import Link, accelerator_from_fields
-from jdisagg.router.model_geometry import Attention, CostGeometry, Experts, LatentAttention
 from jdisagg.router.placement import decide, witnesses
-from jdisagg.router.speeds import Kind
 
 VERSION = 1
 Record = dict[str, Any]
 
-_ANSWERS: dict[str, type[Decision] | type[Hold] | type[Refusal]] = {"decision": Decision, "hold": Hold, "refusal": Refusal}
+_ANSWERS: dict[str, type[Decision] | type[Hold] | type[Refusal]] = {
+    "decision": Decision,
+    "hold": Hold,
+    "refusal": Refusal,
+}
 _ENDLESS = ("tpot_slo_seconds", "limit_seconds")  # JSON knows no infinity: null
 
 
@@ -43,16 +51,20 @@ def record_of(state: ClusterState, ask: Ask, now: float, rules: Rules, answer: A
         if description.kind is not None and description.kind not in kinds:
             kinds.append(description.kind)
         kind = None if description.kind is None else kinds.index(description.kind)
-        workers.append({"name": name, "place": description.place, "kind": kind, "numbers": state.numbers(name)})
+        workers.append(
+            {"name": name, "place": description.place, "kind": kind, "numbers": state.numbers(name)}
+        )
     cached = {name: tokens for name, tokens in ask.cached.items() if name in mattered}
-    asked = dataclasses.asdict(dataclasses.replace(ask, cached=cached)) | {"avoid": sorted(ask.avoid & mattered)}
+    asked = dataclasses.asdict(dataclasses.replace(ask, cached=cached)) | {
+        "avoid": sorted(ask.avoid & mattered)
+    }
     told = next(kind for kind, known in _ANSWERS.items() if isinstance(answer, known))
     return {
         "version": VERSION,
         "now": now,
         "ask": _without_infinities(asked),
         "rules": _without_infinities(dataclasses.asdict(rules)),
-        "kinds": [dataclasses.asdict(kind) for kind in kinds],
+        "kinds": [_kind_as_fields(kind) for kind in kinds],
         "workers": workers,
         "answer": {"kind_of_answer": told} | dataclasses.asdict(answer),
     }
@@ -72,7 +84,10 @@ def replay(record: Mapping[str, Any]) -> Answer:
     """Decides again on what was recorded. Raises what `decide` raises, too."""
     with _Reading():
         if record["version"] != VERSION:
-            raise ConfigError(f"the record is of version {record['version']!r}, and version {VERSION} is read; record it again")
+            raise ConfigError(
+                f"the record is of version {record['version']!r}, and version {VERSION} is read;"
+                " record it again"
+            )
         kinds = [_kind(fields) for fields in record["kinds"]]
         state = ClusterState()
         for worker in record["workers"]:
@@ -87,21 +102,39 @@ def replay(record: Mapping[str, Any]) -> Answer:
     return decide(state, ask, now, rules)
 
 
+def _kind_as_fields(kind: Kind) -> Record:
+    fields = dataclasses.asdict(kind)
+    fields["geometry"]["attention"] = msgspec.structs.asdict(kind.geometry.attention)
+    return fields
+
+
 def _kind(fields: Mapping[str, Any]) -> Kind:
     shape = dict(fields["geometry"])
     attention = LatentAttention if "kv_rank" in shape["attention"] else Attention
     shape["attention"] = attention(**shape["attention"])
     shape["experts"] = Experts(**shape["experts"]) if shape["experts"] else None
     hardware = accelerator_from_fields(fields["hardware"], "the record's hardware")
-    return Kind(CostGeometry(**shape), Layout(**fields["layout"]), hardware, fields["stages"], fields["dtype"])
+    return Kind(
+        CostGeometry(**shape),
+        Layout(**fields["layout"]),
+        hardware,
+        fields["stages"],
+        fields["dtype"],
+    )
 
 
 def _without_infinities(fields: Record) -> Record:
-    return {name: None if name in _ENDLESS and math.isinf(value) else value for name, value in fields.items()}
+    return {
+        name: None if name in _ENDLESS and math.isinf(value) else value
+        for name, value in fields.items()
+    }
 
 
 def _with_infinities(fields: Mapping[str, Any]) -> Record:
-    return {name: math.inf if name in _ENDLESS and value is None else value for name, value in fields.items()}
+    return {
+        name: math.inf if name in _ENDLESS and value is None else value
+        for name, value in fields.items()
+    }
 
 
 class _Reading:
@@ -109,7 +142,14 @@ class _Reading:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, JdisaggError) or not isinstance(error, KeyError | TypeError | ValueError | AttributeError | IndexError):
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        if isinstance(error, JdisaggError) or not isinstance(
+            error, KeyError | TypeError | ValueError | AttributeError | IndexError
+        ):
             return
-        raise ConfigError(f"this is no record of a decision ({type(error).__name__}: {error}); give a line of a decision log") from error
+        raise ConfigError(
+            f"this is no record of a decision ({type(error).__name__}: {error}); give a line of a"
+            " decision log"
+        ) from error

@@ -1,40 +1,46 @@
-"""The elastic controller: which worker should change its role, and how many of each role an autoscaler should run. Pure.
+"""The elastic controller: which worker should change its role, and how many of each role an
+autoscaler should run. Pure.
 
-Each pool's need is put in workers. A pool is short when the objective is missed for its sake or it is full: TTFT misses that the queue
-alone explains, with prompts waiting at prefill workers, or at the router while those are busy, are prefill's; with requests waiting for
-room to decode, decode's (they wait for pages before they wait for prefill, so waiting prompts are always prefill's); a missed TPOT is
-decode's, as long as a smaller batch could help. A pool of which nobody is left is short of all: without one of each nothing is served, so
-the other gives one, whatever it lacks itself.
-What a fluid model says of the share of requests served well, min(1, n / need) in either pool, is compared with and without a switch:
+Each pool's need is put in workers. A pool is short when the objective is missed for its sake or it
+is full: TTFT misses that the queue alone explains, with prompts waiting at prefill workers, or at
+the router while those are busy, are prefill's; with requests waiting for room to decode, decode's
+(they wait for pages before they wait for prefill, so waiting prompts are always prefill's); a
+missed TPOT is decode's, as long as a smaller batch could help. A pool of which nobody is left is
+short of all: without one of each nothing is served, so the other gives one, whatever it lacks
+itself. What a fluid model says of the share of requests served well, min(1, n / need) in either
+pool, is compared with and without a switch:
 
-    gain = rate * (horizon * (after - now) - switch_seconds * (now - meanwhile)) - harm of moving the running sequences
+    gain = rate * (horizon * (after - now) - switch_seconds * (now - meanwhile)) - harm of moving
+    the running sequences
 
-and must exceed `least_gain` of the horizon's requests. So draining, re-laying the weights and warming up are charged, and a switch that
-would make the other pool short is none. Hysteresis: a pool must be short for `patience_seconds`, spare for `calm_seconds` before less is
-advised; after a switch nothing happens for `cooldown_seconds`, and what was seen before it does not count. The model may be wrong: a pool
-that was short with n workers under some load is not brought back to n under a like load for `remember_seconds`, so that a mistake is
-undone once and not repeated. At zero traffic nothing is short and nothing is gained: no switch. A role's last taking worker never
-leaves it.
-"""
+and must exceed `least_gain` of the horizon's requests. So draining, re-laying the weights and
+warming up are charged, and a switch that would make the other pool short is none. Hysteresis: a
+pool must be short for `patience_seconds`, spare for `calm_seconds` before less is advised; after a
+switch nothing happens for `cooldown_seconds`, and what was seen before it does not count. The model
+may be wrong: a pool that was short with n workers under some load is not brought back to n under a
+like load for `remember_seconds`, so that a mistake is undone once and not repeated. At zero traffic
+nothing is short and nothing is gained: no switch. A role's last taking worker never leaves it."""
 
 import math
 from dataclasses import dataclass, field, replace
 
-from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
 from jdisagg.errors import ConfigError, InvalidRequestError, UnavailableError
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.elastic_signals import Outcome, PoolView, Signals, Slo, View
 
 ROLES = (WorkerRole.PREFILL, WorkerRole.DECODE)
 LIKE_LOAD = 0.75  # loads are compared across pool sizes, and use is not quite proportional to them
-MOST_OVER = 2.0  # a need beyond twice the pool is not believed: it follows from the worst moments of a queue
+# a need beyond twice the pool is not believed: it follows from the worst moments of a queue
+MOST_OVER = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class ElasticConfig:
-    """`target_use`: how full a pool may be on average; `full_use`: at the quantile, and it is short. `least_requests`: fewer outcomes in
-    the window say nothing. `move_harm`: what part of a running request's worth is lost when it has to move. `switch_seconds`: what is
-    assumed of a switch until one was seen."""
+    """`target_use`: how full a pool may be on average; `full_use`: at the quantile, and it is
+    short. `least_requests`: fewer outcomes in the window say nothing. `move_harm`: what part of a
+    running request's worth is lost when it has to move. `switch_seconds`: what is assumed of a
+    switch until one was seen."""
 
     slo: Slo = field(default_factory=Slo)
     window_seconds: float = 60.0
@@ -54,21 +60,35 @@ class ElasticConfig:
     least_decode: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("window_seconds", "interval_seconds", "horizon_seconds", "switch_seconds", "least_requests"):
+        for name in (
+            "window_seconds",
+            "interval_seconds",
+            "horizon_seconds",
+            "switch_seconds",
+            "least_requests",
+        ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"elastic.{name} must be positive, got {getattr(self, name)}")
-        for name in ("patience_seconds", "calm_seconds", "cooldown_seconds", "remember_seconds", "move_harm", "least_gain"):
+        for name in (
+            "patience_seconds",
+            "calm_seconds",
+            "cooldown_seconds",
+            "remember_seconds",
+            "move_harm",
+            "least_gain",
+        ):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"elastic.{name} must not be negative, got {getattr(self, name)}")
         if not 0 < self.target_use <= self.full_use <= 1:
             raise ConfigError(
-                f"elastic.target_use={self.target_use} and elastic.full_use={self.full_use} must lie in (0, 1], "
-                "and the first must not exceed the second"
+                f"elastic.target_use={self.target_use} and elastic.full_use={self.full_use} must"
+                " lie in (0, 1], and the first must not exceed the second"
             )
         if self.least_prefill < 1 or self.least_decode < 1:
             raise ConfigError(
-                f"elastic.least_prefill={self.least_prefill} and elastic.least_decode={self.least_decode} must be at least 1: "
-                "no request is served without one worker of each role"
+                f"elastic.least_prefill={self.least_prefill} and"
+                f" elastic.least_decode={self.least_decode} must be at least 1: no request is"
+                " served without one worker of each role"
             )
 
     def least(self, role: WorkerRole) -> int:
@@ -77,7 +97,8 @@ class ElasticConfig:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """Worker `name` is to take `role`, in `layout`. `gain`: requests served well within the horizon, beyond those without it."""
+    """Worker `name` is to take `role`, in `layout`. `gain`: requests served well within the
+    horizon, beyond those without it."""
 
     name: str
     role: WorkerRole
@@ -87,7 +108,8 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """How many workers of each role there should be. `needs`: the same as the model sees it, in parts of workers."""
+    """How many workers of each role there should be. `needs`: the same as the model sees it, in
+    parts of workers."""
 
     prefill: int
     decode: int
@@ -107,7 +129,8 @@ class WasShort:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a decision has to know of those before it. `short_since`, `spare_since`, `was_short`: per role, prefill first; None: never."""
+    """What a decision has to know of those before it. `short_since`, `spare_since`, `was_short`:
+    per role, prefill first; None: never."""
 
     short_since: tuple[float | None, float | None] = (None, None)
     spare_since: tuple[float | None, float | None] = (None, None)
@@ -146,12 +169,20 @@ def decide(config: ElasticConfig, memory: Memory, view: View, may_switch: bool =
     memory = replace(
         memory,
         short_since=_since(memory.short_since, tuple(bool(pool.short) for pool in pools), view.now),
-        spare_since=_since(memory.spare_since, tuple(_spare(config, pool) < pool.size for pool in pools), view.now),
+        spare_since=_since(
+            memory.spare_since, tuple(_spare(config, pool) < pool.size for pool in pools), view.now
+        ),
     )
     memory = replace(memory, was_short=_remembered(config, memory, view.now, pools))
     switch, reason = _choose(config, memory, view, pools)
     if switch is not None and not may_switch:
-        switch, reason = None, f"{switch.name} could become {switch.role.value}, and roles do not change by themselves here: {reason}"
+        switch, reason = (
+            None,
+            (
+                f"{switch.name} could become {switch.role.value}, and roles do not change by"
+                f" themselves here: {reason}"
+            ),
+        )
     advice = _advise(config, memory, view, pools, switch)
     if switch is not None:
         memory = replace(memory, switching=switch.name)
@@ -159,28 +190,40 @@ def decide(config: ElasticConfig, memory: Memory, view: View, may_switch: bool =
 
 
 def check_switch(workers: tuple[WorkerStatus, ...], name: str, role: WorkerRole) -> WorkerStatus:
-    """The worker that is to take `role`, where it may. Raises InvalidRequestError, UnavailableError: the last of its role stays."""
+    """The worker that is to take `role`, where it may. Raises InvalidRequestError,
+    UnavailableError: the last of its role stays."""
     worker = next((one for one in workers if one.name == name), None)
     if worker is None:
-        raise InvalidRequestError(f"no worker {name!r}; known: {', '.join(sorted(one.name for one in workers)) or 'none'}")
+        raise InvalidRequestError(
+            f"no worker {name!r}; known: {', '.join(sorted(one.name for one in workers)) or 'none'}"
+        )
     if WorkerRole.MIXED in (worker.role, role):
         raise InvalidRequestError(
-            f"worker {name!r} is {worker.role.value} and was asked to be {role.value}: prefill and decode change places alone"
+            f"worker {name!r} is {worker.role.value} and was asked to be {role.value}: prefill and"
+            " decode change places alone"
         )
     if worker.role is role:
         raise InvalidRequestError(f"worker {name!r} is a {role.value} worker already")
     if worker.draining:
-        raise UnavailableError(f"worker {name!r} is draining; it changes no role now", retry_after_seconds=1.0)
-    others = [one for one in workers if one.role is worker.role and not one.draining and one.name != name]
+        raise UnavailableError(
+            f"worker {name!r} is draining; it changes no role now", retry_after_seconds=1.0
+        )
+    others = [
+        one for one in workers if one.role is worker.role and not one.draining and one.name != name
+    ]
     if not others:
         raise UnavailableError(
-            f"worker {name!r} is the last {worker.role.value} worker that takes requests: without it none would be served"
+            f"worker {name!r} is the last {worker.role.value} worker that takes requests: without"
+            " it none would be served"
         )
     return worker
 
 
-def usual_layout(workers: tuple[WorkerStatus, ...], worker: WorkerStatus, role: WorkerRole) -> Layout:
-    """The layout that most workers of `role` have, where `worker`'s devices are enough for it; else its own."""
+def usual_layout(
+    workers: tuple[WorkerStatus, ...], worker: WorkerStatus, role: WorkerRole
+) -> Layout:
+    """The layout that most workers of `role` have, where `worker`'s devices are enough for it; else
+    its own."""
     own = Layout.parse(worker.layout)
     layouts = [Layout.parse(one.layout) for one in workers if one.role is role]
     fitting = [layout for layout in layouts if layout.devices <= own.devices]
@@ -188,7 +231,8 @@ def usual_layout(workers: tuple[WorkerStatus, ...], worker: WorkerStatus, role: 
 
 
 class Controller:
-    """The window, the memory and the decision in one place, for whoever runs them: the live router and the simulator alike."""
+    """The window, the memory and the decision in one place, for whoever runs them: the live router
+    and the simulator alike."""
 
     def __init__(self, config: ElasticConfig) -> None:
         self.config = config
@@ -200,9 +244,12 @@ class Controller:
     def outcome(self, outcome: Outcome) -> None:
         self._signals.outcome(outcome)
 
-    def look(self, now: float, statuses: tuple[WorkerStatus, ...], may_switch: bool = True, held: int = 0) -> Verdict:
-        """Samples the workers and how many requests the router holds, and decides. When it names a switch, no other follows until
-        `switched` says what became of it. Where it may name none (nobody would make it), what a switch would mend is advised instead."""
+    def look(
+        self, now: float, statuses: tuple[WorkerStatus, ...], may_switch: bool = True, held: int = 0
+    ) -> Verdict:
+        """Samples the workers and how many requests the router holds, and decides. When it names a
+        switch, no other follows until `switched` says what became of it. Where it may name none
+        (nobody would make it), what a switch would mend is advised instead."""
         self._signals.sample(now, statuses, held)
         self.view = self._signals.view(now, self.config.slo)
         self.latest = decide(self.config, self._memory, self.view, may_switch)
@@ -210,10 +257,13 @@ class Controller:
         return self.latest
 
     def switched(self, now: float, seconds: float | None) -> None:
-        """The switch under way ended: after `seconds`, or (None) it failed. Then the pools are looked at afresh."""
+        """The switch under way ended: after `seconds`, or (None) it failed. Then the pools are
+        looked at afresh."""
         quiet_until = now + self.config.cooldown_seconds
         known = self._memory.switch_seconds if seconds is None else seconds
-        self._memory = Memory(was_short=self._memory.was_short, quiet_until=quiet_until, switch_seconds=known)
+        self._memory = Memory(
+            was_short=self._memory.was_short, quiet_until=quiet_until, switch_seconds=known
+        )
         self._signals.clear()
 
 
@@ -223,7 +273,10 @@ def _prefill(config: ElasticConfig, view: View) -> _Pool:
     over = 1.0
     if not short and _told(config, view) and _queue_misses(config, view) and pool.waiting >= 0.5:
         over = config.slo.quantile / max(view.ttft_attainment, 1e-9)
-        short = f"TTFT {view.ttft_attainment:.0%} within {config.slo.ttft_seconds:g} s, and {pool.waiting:.1f} prompts wait"
+        short = (
+            f"TTFT {view.ttft_attainment:.0%} within {config.slo.ttft_seconds:g} s, and"
+            f" {pool.waiting:.1f} prompts wait"
+        )
     load = size * pool.use / config.target_use
     return _Pool(WorkerRole.PREFILL, pool, short, load, _need(size, load, bool(short), over))
 
@@ -238,9 +291,17 @@ def _decode(config: ElasticConfig, view: View) -> _Pool:
     elif _told(config, view) and view.tpot_attainment < config.slo.quantile and pool.batch > 1:
         over = view.tpot_quantile / config.slo.tpot_seconds
         short = f"TPOT {view.tpot_attainment:.0%} within {config.slo.tpot_seconds:g} s"
-    elif _told(config, view) and _queue_misses(config, view) and not prefill_waits and pool.waiting > 0:
+    elif (
+        _told(config, view)
+        and _queue_misses(config, view)
+        and not prefill_waits
+        and pool.waiting > 0
+    ):
         over = config.slo.quantile / max(view.ttft_attainment, 1e-9)
-        short = f"TTFT {view.ttft_attainment:.0%} within {config.slo.ttft_seconds:g} s, and {pool.waiting:.1f} requests wait for room"
+        short = (
+            f"TTFT {view.ttft_attainment:.0%} within {config.slo.ttft_seconds:g} s, and"
+            f" {pool.waiting:.1f} requests wait for room"
+        )
     elif view.requests and pool.peak_use >= config.full_use:
         short = f"pages or slots {pool.peak_use:.0%} in use"
     load = size * pool.peak_use / config.target_use
@@ -248,7 +309,11 @@ def _decode(config: ElasticConfig, view: View) -> _Pool:
 
 
 def _nobody_left(config: ElasticConfig, view: View, pool: PoolView) -> str:
-    return "" if pool.taking or not _told(config, view) else f"no worker takes requests, and {view.requests} have ended lately"
+    return (
+        ""
+        if pool.taking or not _told(config, view)
+        else f"no worker takes requests, and {view.requests} have ended lately"
+    )
 
 
 def _told(config: ElasticConfig, view: View) -> bool:
@@ -257,15 +322,23 @@ def _told(config: ElasticConfig, view: View) -> bool:
 
 def _queue_misses(config: ElasticConfig, view: View) -> bool:
     """TTFT is missed, and would be met more often had nobody queued: more workers would help."""
-    return view.ttft_attainment < config.slo.quantile and view.ttft_without_queue > view.ttft_attainment
+    return (
+        view.ttft_attainment < config.slo.quantile
+        and view.ttft_without_queue > view.ttft_attainment
+    )
 
 
 def _need(size: int, load: float, short: bool, over: float) -> float:
-    """In workers. A pool that is short needs more than it has, however little of it is in use on average, and one at least."""
-    return max(load, 1.0, size * min(MOST_OVER, max(1.1, over))) if short else min(float(size), load)
+    """In workers. A pool that is short needs more than it has, however little of it is in use on
+    average, and one at least."""
+    return (
+        max(load, 1.0, size * min(MOST_OVER, max(1.1, over))) if short else min(float(size), load)
+    )
 
 
-def _remembered(config: ElasticConfig, memory: Memory, now: float, pools: tuple[_Pool, _Pool]) -> tuple[WasShort | None, WasShort | None]:
+def _remembered(
+    config: ElasticConfig, memory: Memory, now: float, pools: tuple[_Pool, _Pool]
+) -> tuple[WasShort | None, WasShort | None]:
     """A pool that has been short for the patience is remembered with its size and load."""
 
     def one(pool: _Pool, since: float | None, before: WasShort | None) -> WasShort | None:
@@ -277,13 +350,18 @@ def _remembered(config: ElasticConfig, memory: Memory, now: float, pools: tuple[
     return first, second
 
 
-def _choose(config: ElasticConfig, memory: Memory, view: View, pools: tuple[_Pool, _Pool]) -> tuple[Switch | None, str]:
+def _choose(
+    config: ElasticConfig, memory: Memory, view: View, pools: tuple[_Pool, _Pool]
+) -> tuple[Switch | None, str]:
     if memory.switching is not None:
         return None, f"{memory.switching} is changing its role"
     if not view.requests:
         return None, "no traffic"
     if view.now < memory.quiet_until:
-        return None, f"{memory.quiet_until - view.now:.0f} s until the last change has shown its effect"
+        return (
+            None,
+            f"{memory.quiet_until - view.now:.0f} s until the last change has shown its effect",
+        )
     short = [pool for pool in pools if pool.short]
     empty = [pool for pool in short if not pool.size]
     if not short:
@@ -293,30 +371,64 @@ def _choose(config: ElasticConfig, memory: Memory, view: View, pools: tuple[_Poo
     to, donor = (pools[0], pools[1]) if (empty or short)[0] is pools[0] else (pools[1], pools[0])
     since = memory.short_since[ROLES.index(to.role)]
     if since is None or view.now - since < config.patience_seconds:
-        return None, f"{to.role.value} is short, not for {config.patience_seconds:g} s yet: {to.short}"
+        return (
+            None,
+            f"{to.role.value} is short, not for {config.patience_seconds:g} s yet: {to.short}",
+        )
     if donor.size <= max(1, config.least(donor.role)):
-        return None, f"{to.role.value} is short, and {donor.role.value} has none to give: {to.short}"
+        return (
+            None,
+            f"{to.role.value} is short, and {donor.role.value} has none to give: {to.short}",
+        )
     was_short = memory.was_short[ROLES.index(donor.role)]
-    if to.size and was_short is not None and donor.size - 1 <= was_short.size and donor.load >= LIKE_LOAD * was_short.load:
-        return None, f"{to.role.value} is short, but so was {donor.role.value} with {was_short.size} under such a load: {to.short}"
-    worker = min(donor.view.taking, key=lambda one: (one.running + one.waiting, -sum(one.free_pages), one.name))
+    if (
+        to.size
+        and was_short is not None
+        and donor.size - 1 <= was_short.size
+        and donor.load >= LIKE_LOAD * was_short.load
+    ):
+        return (
+            None,
+            (
+                f"{to.role.value} is short, but so was {donor.role.value} with {was_short.size}"
+                f" under such a load: {to.short}"
+            ),
+        )
+    worker = min(
+        donor.view.taking,
+        key=lambda one: (one.running + one.waiting, -sum(one.free_pages), one.name),
+    )
     gain = _gain(config, memory, view, to, donor, worker)
     worth = config.least_gain * view.requests_per_second * config.horizon_seconds
     if gain <= worth:
-        return None, f"{to.role.value} is short, but a change would gain {gain:.1f} requests in {config.horizon_seconds:g} s: {to.short}"
+        return (
+            None,
+            (
+                f"{to.role.value} is short, but a change would gain {gain:.1f} requests in"
+                f" {config.horizon_seconds:g} s: {to.short}"
+            ),
+        )
     everyone = (*view.prefill.taking, *view.decode.taking)
-    return Switch(worker.name, to.role, usual_layout(everyone, worker, to.role), gain), f"{to.role.value} is short: {to.short}"
+    return (
+        Switch(worker.name, to.role, usual_layout(everyone, worker, to.role), gain),
+        f"{to.role.value} is short: {to.short}",
+    )
 
 
-def _gain(config: ElasticConfig, memory: Memory, view: View, to: _Pool, donor: _Pool, worker: WorkerStatus) -> float:
-    """Requests served well within the horizon, by the fluid model, minus what the change itself costs."""
+def _gain(
+    config: ElasticConfig, memory: Memory, view: View, to: _Pool, donor: _Pool, worker: WorkerStatus
+) -> float:
+    """Requests served well within the horizon, by the fluid model, minus what the change itself
+    costs."""
     now = _served(to.size, to.need, donor.size, donor.need)
     meanwhile = _served(to.size, to.need, donor.size - 1, donor.need)
     after = _served(to.size + 1, to.need, donor.size - 1, donor.need)
     seconds = memory.switch_seconds if memory.switch_seconds is not None else config.switch_seconds
     settled = max(0.0, config.horizon_seconds - seconds)
     harmed = config.move_harm * worker.running if donor.role is WorkerRole.DECODE else 0.0
-    return view.requests_per_second * (settled * (after - now) - seconds * (now - meanwhile)) - harmed
+    return (
+        view.requests_per_second * (settled * (after - now) - seconds * (now - meanwhile)) - harmed
+    )
 
 
 def _served(a: int, a_need: float, b: int, b_need: float) -> float:
@@ -324,11 +436,20 @@ def _served(a: int, a_need: float, b: int, b_need: float) -> float:
     return min(1.0, a / a_need if a_need > 0 else 1.0, b / b_need if b_need > 0 else 1.0)
 
 
-def _advise(config: ElasticConfig, memory: Memory, view: View, pools: tuple[_Pool, _Pool], switch: Switch | None) -> Advice:
-    """More at once where a role is short and no switch helps; one less where it was spare for long. Never below the least."""
+def _advise(
+    config: ElasticConfig,
+    memory: Memory,
+    view: View,
+    pools: tuple[_Pool, _Pool],
+    switch: Switch | None,
+) -> Advice:
+    """More at once where a role is short and no switch helps; one less where it was spare for long.
+    Never below the least."""
     wanted: list[int] = []
     reasons: list[str] = []
-    for pool, short_since, spare_since in zip(pools, memory.short_since, memory.spare_since, strict=True):
+    for pool, short_since, spare_since in zip(
+        pools, memory.short_since, memory.spare_since, strict=True
+    ):
         count = pool.size
         if switch is not None or memory.switching is not None:
             pass  # the pools are about to change by themselves
@@ -337,16 +458,37 @@ def _advise(config: ElasticConfig, memory: Memory, view: View, pools: tuple[_Poo
             reasons.append(f"{pool.role.value} is short: {pool.short}")
         elif spare_since is not None and view.now - spare_since >= config.calm_seconds:
             count = pool.size - 1
-            reasons.append(f"{pool.role.value} has been {pool.view.use:.0%} in use or less for {config.calm_seconds:g} s")
+            reasons.append(
+                f"{pool.role.value} has been {pool.view.use:.0%} in use or less for"
+                f" {config.calm_seconds:g} s"
+            )
         wanted.append(max(count, config.least(pool.role)))
-    return Advice(wanted[0], wanted[1], pools[0].need, pools[1].need, "; ".join(reasons) or "as many as there are")
+    return Advice(
+        wanted[0],
+        wanted[1],
+        pools[0].need,
+        pools[1].need,
+        "; ".join(reasons) or "as many as there are",
+    )
 
 
 def _spare(config: ElasticConfig, pool: _Pool) -> int:
     """How many workers would do."""
-    return max(config.least(pool.role), pool.size if pool.short else math.ceil(pool.size * pool.view.peak_use / config.target_use - 1e-9))
+    return max(
+        config.least(pool.role),
+        (
+            pool.size
+            if pool.short
+            else math.ceil(pool.size * pool.view.peak_use / config.target_use - 1e-9)
+        ),
+    )
 
 
-def _since(before: tuple[float | None, ...], holds: tuple[bool, ...], now: float) -> tuple[float | None, float | None]:
-    first, second = ((since if since is not None else now) if true else None for since, true in zip(before, holds, strict=True))
+def _since(
+    before: tuple[float | None, ...], holds: tuple[bool, ...], now: float
+) -> tuple[float | None, float | None]:
+    first, second = (
+        (since if since is not None else now) if true else None
+        for since, true in zip(before, holds, strict=True)
+    )
     return first, second

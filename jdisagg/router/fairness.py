@@ -1,15 +1,19 @@
-"""Who goes next when requests wait at the router: tenants by weighted virtual time, each tenant's own by urgency. A pure queue.
+"""Who goes next when requests wait at the router: tenants by weighted virtual time, each tenant's
+own by urgency. A pure queue.
 
-Between tenants: start-time fair queueing (Goyal et al., SIGCOMM'96) over the tokens of a request, as VTC counts them (Sheng et al.,
-OSDI'24: prompt + 2 x answer). A tenant's virtual time grows by cost / weight with each request served; the one that is least far is
-served next; who was idle begins at the present virtual time, so that idleness saves nothing up. The present goes on with all that is
-served, by cost / the weights of all that wait (as in Parekh and Gallager, 1993) and not, as there, by who is served alone: tenants that
-come one after another, each for the first time, would else all begin at one instant, before everybody who was served since. A tenant with
-requests waiting is therefore served after at most the others' head requests and their share: nobody starves, whatever the others send.
+Between tenants: start-time fair queueing (Goyal et al., SIGCOMM'96) over the tokens of a request,
+as VTC counts them (Sheng et al., OSDI'24: prompt + 2 x answer). A tenant's virtual time grows by
+cost / weight with each request served; the one that is least far is served next; who was idle
+begins at the present virtual time, so that idleness saves nothing up. The present goes on with all
+that is served, by cost / the weights of all that wait (as in Parekh and Gallager, 1993) and not, as
+there, by who is served alone: tenants that come one after another, each for the first time, would
+else all begin at one instant, before everybody who was served since. A tenant with requests waiting
+is therefore served after at most the others' head requests and their share: nobody starves,
+whatever the others send.
 
-Within a tenant: by the instant by which the first token is wanted, moved forward by `PRIORITY_SECONDS` for each step of priority (at most
-`MOST_PRIORITY` steps): an old request of low priority comes before young ones of high priority in the end.
-"""
+Within a tenant: by the instant by which the first token is wanted, moved forward by
+`PRIORITY_SECONDS` for each step of priority (at most `MOST_PRIORITY` steps): an old request of low
+priority comes before young ones of high priority in the end."""
 
 import heapq
 from collections.abc import Mapping
@@ -52,7 +56,8 @@ class FairQueue:
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
         self._tenants: dict[str, _Tenant] = {}
-        self._order: list[tuple[float, int, str]] = []  # of equals who came first, whatever they are called
+        # of equals who came first, whatever they are called
+        self._order: list[tuple[float, int, str]] = []
         self._turns = 0
         self._tickets: dict[int, Ticket] = {}
         self._passed = 0.0
@@ -77,7 +82,11 @@ class FairQueue:
         while self._order:
             name = self._order[0][-1]
             tenant = self._tenants.get(name)
-            while tenant is not None and tenant.waiting and tenant.waiting[0][1].key not in self._tickets:
+            while (
+                tenant is not None
+                and tenant.waiting
+                and tenant.waiting[0][1].key not in self._tickets
+            ):
                 heapq.heappop(tenant.waiting)
             if tenant is not None and tenant.waiting:
                 return tenant.waiting[0][1]
@@ -111,13 +120,24 @@ class FairQueue:
         mine = self._tenants.get(tenant)
         passed = mine.passed if mine else max(self._passed, self._ends.get(tenant, 0.0))
         urgency = Ticket(1 << 62, tenant, due, cost, priority).urgency
-        before = sum(ticket.cost for _, ticket in mine.waiting if ticket.key in self._tickets and ticket.urgency < urgency) if mine else 0.0
+        before = (
+            sum(
+                ticket.cost
+                for _, ticket in mine.waiting
+                if ticket.key in self._tickets and ticket.urgency < urgency
+            )
+            if mine
+            else 0.0
+        )
         begins = passed + before / self._weight(tenant)
         others = 0.0
         for name, other in self._tenants.items():
             if name != tenant and other.count and other.passed <= begins:
                 mean = other.cost / other.count
-                others += mean * min(other.count, 1 + (begins - other.passed) * self._weight(name) // mean)  # whole requests
+                # whole requests
+                others += mean * min(
+                    other.count, 1 + (begins - other.passed) * self._weight(name) // mean
+                )
         return before + others
 
     def _turn(self, name: str, tenant: _Tenant) -> tuple[float, int, str]:
@@ -135,6 +155,10 @@ class FairQueue:
     def _idle(self, name: str, tenant: _Tenant) -> None:
         """Nobody waits of this tenant; how far it is, is kept while that is ahead of the others."""
         del self._tenants[name]
-        self._ends = {other: end for other, end in self._ends.items() if end > self._passed} if len(self._ends) > 1024 else self._ends
+        self._ends = (
+            {other: end for other, end in self._ends.items() if end > self._passed}
+            if len(self._ends) > 1024
+            else self._ends
+        )
         if tenant.passed > self._passed:
             self._ends[name] = tenant.passed

@@ -1,36 +1,49 @@
-"""Which workers serve a leg: the pair with the least predicted seconds until its end, or the reason why none can begin now. Pure.
+"""Which workers serve a leg: the pair with the least predicted seconds until its end, or the reason
+why none can begin now. Pure.
 
-`decide` looks at every worker once, as columns; pairs are weighed for the few prefill workers with the earliest first token against all
-decode workers. What is minimised is time to first token + hand-off gap + the remaining tokens at the predicted step; a first token beyond
-the limit and a step beyond the bound weigh more than any seconds. Workers that failed the leg, whose breaker is open, that drain or are
-silent come last or not at all; one that loads programs while it serves is charged the seconds that this will take. Where hardware or
-model of any candidate is unknown, the least loaded are chosen.
+`decide` looks at every worker once, as columns; pairs are weighed for the few prefill workers with
+the earliest first token against all decode workers. What is minimised is time to first token +
+hand-off gap + the remaining tokens at the predicted step; a first token beyond the limit and a step
+beyond the bound weigh more than any seconds. Workers that failed the leg, whose breaker is open,
+that drain or are silent come last or not at all; one that loads programs while it serves is charged
+the seconds that this will take. Where hardware or model of any candidate is unknown, the least
+loaded are chosen.
 
-Raises UnavailableError when no worker of a needed kind takes requests.
-"""
+Raises UnavailableError when no worker of a needed kind takes requests."""
 
 from dataclasses import replace
 
 import numpy as np
 
+from jdisagg.costs.speeds import Array
 from jdisagg.errors import UnavailableError
 from jdisagg.plain import plain
 from jdisagg.router.accounts import Work
 from jdisagg.router.admission import retry_after
 from jdisagg.router.cluster_state import UNKNOWN, ClusterState, Flags, Side, Table
 from jdisagg.router.decision import Answer, Ask, Decision, Hold, Refusal, Rules, Terms
-from jdisagg.router.speeds import Array
-from jdisagg.router.terms import Decodes, Prefills, decodes_of, exposed, known_to, local_prefills, prefills_of, transfers_of
+from jdisagg.router.terms import (
+    Decodes,
+    Prefills,
+    decodes_of,
+    exposed,
+    known_to,
+    local_prefills,
+    prefills_of,
+    transfers_of,
+)
 from jdisagg.router.ways import Indices
 
 MOST_PREFILLS = 6  # prefill workers that pairs are weighed for
-DRAINING, BARRED, FAILED, LATE = 1e6, 1e7, 1e8, 1e4  # seconds: more than any prediction, in this order
+# seconds: more than any prediction, in this order
+DRAINING, BARRED, FAILED, LATE = 1e6, 1e7, 1e8, 1e4
 NO_WORK = Work(1)
 
 
 @plain
 class Candidates:
-    """Workers of one `side` that may be chosen: their rows in the snapshot, these themselves, and what speaks against each, in seconds."""
+    """Workers of one `side` that may be chosen: their rows in the snapshot, these themselves, and
+    what speaks against each, in seconds."""
 
     side: Side
     rows: Indices
@@ -42,7 +55,9 @@ class Candidates:
 
     def where(self, which: Flags | Indices) -> "Candidates":
         places = np.arange(len(self))[which]
-        return Candidates(self.side, self.rows[places], self.table.take(places), self.against[places])
+        return Candidates(
+            self.side, self.rows[places], self.table.take(places), self.against[places]
+        )
 
     @property
     def unknown(self) -> bool:
@@ -52,7 +67,8 @@ class Candidates:
 
 @plain
 class Weighed:
-    """Seconds to the end for pairs [prefill workers, decode workers] and for decode workers alone (inf: not possible)."""
+    """Seconds to the end for pairs [prefill workers, decode workers] and for decode workers alone
+    (inf: not possible)."""
 
     prefills: Prefills
     decodes: Decodes
@@ -73,7 +89,8 @@ def decide(state: ClusterState, ask: Ask, now: float, rules: Rules) -> Answer:
 
 
 def another_prefill(state: ClusterState, avoid: frozenset[str], now: float, rules: Rules) -> str:
-    """Who goes on with a prompt whose prefill worker failed: one of `avoid` only when there is no other."""
+    """Who goes on with a prompt whose prefill worker failed: one of `avoid` only when there is no
+    other."""
     some = _usable(state, state.prefill, Ask(NO_WORK, avoid=avoid, resuming=True), now, rules)
     if not len(some):
         raise _nobody(state, state.prefill, "prefill")
@@ -89,17 +106,24 @@ def another_decode(state: ClusterState, avoid: frozenset[str], now: float, rules
     return state.name(int(some.rows[np.argmin(some.against + _load(some.table))]))
 
 
-def witnesses(state: ClusterState, ask: Ask, now: float, rules: Rules, most: int = 16) -> frozenset[str]:
-    """Workers that a decision among them alone falls as it does among all: the best `most` of each kind."""
+def witnesses(
+    state: ClusterState, ask: Ask, now: float, rules: Rules, most: int = 16
+) -> frozenset[str]:
+    """Workers that a decision among them alone falls as it does among all: the best `most` of each
+    kind."""
     prefills, decodes = _candidates(state, ask, now, rules)
     if len(prefills) + len(decodes) <= 2 * most:
         rows = [*prefills.rows, *decodes.rows]
     elif prefills.unknown or decodes.unknown:
         rows = [
-            row for some in (prefills, decodes) for row in some.rows[np.argsort(some.against + _load(some.table), kind="stable")[:most]]
+            row
+            for some in (prefills, decodes)
+            for row in some.rows[np.argsort(some.against + _load(some.table), kind="stable")[:most]]
         ]
         # One of unknown speed, so that among them nothing is predicted either.
-        rows += [some.rows[np.argmin(some.table["speed"])] for some in (prefills, decodes) if len(some)]
+        rows += [
+            some.rows[np.argmin(some.table["speed"])] for some in (prefills, decodes) if len(some)
+        ]
     else:
         weighed = weigh(state, prefills, decodes, ask, now, rules)
         best = np.minimum(weighed.pairs.min(axis=0, initial=np.inf), weighed.alone)
@@ -108,19 +132,37 @@ def witnesses(state: ClusterState, ask: Ask, now: float, rules: Rules, most: int
     return frozenset(state.name(int(row)) for row in rows)
 
 
-def weigh(state: ClusterState, prefills: Candidates, decodes: Candidates, ask: Ask, now: float, rules: Rules) -> Weighed:
+def weigh(
+    state: ClusterState,
+    prefills: Candidates,
+    decodes: Candidates,
+    ask: Ask,
+    now: float,
+    rules: Rules,
+) -> Weighed:
     every = prefills_of(state, prefills.side, prefills.rows, prefills.table, ask)
     against = prefills.against + prefills.table["loading_seconds"]
     if len(prefills) > MOST_PREFILLS:
         few = (every.queue + every.prefill + against).argsort(kind="stable")[:MOST_PREFILLS]
         few.sort()
-        every = Prefills(every.rows.take(few), every.queue.take(few), every.prefill.take(few), every.chunks.take(few))
+        every = Prefills(
+            every.rows.take(few),
+            every.queue.take(few),
+            every.prefill.take(few),
+            every.chunks.take(few),
+        )
         against = against.take(few)
     side = decodes_of(state, decodes.side, decodes.rows, decodes.table, ask, rules)
     transfer = transfers_of(state, every.rows, decodes.rows, ask, rules.far)
     transfer = exposed(transfer, every.prefill[:, None], every.chunks[:, None])
-    rest = max(0, ask.work.expected_tokens - 1) * side.step + decodes.against + decodes.table["loading_seconds"]
-    before, after = (side.queue, 0.0) if rules.decode_first else (np.zeros(len(decodes)), side.queue)
+    rest = (
+        max(0, ask.work.expected_tokens - 1) * side.step
+        + decodes.against
+        + decodes.table["loading_seconds"]
+    )
+    before, after = (
+        (side.queue, 0.0) if rules.decode_first else (np.zeros(len(decodes)), side.queue)
+    )
     ttft = np.maximum(every.queue[:, None], before[None, :]) + every.prefill[:, None]
     pairs = ttft + transfer + (side.join + rest + after)[None, :] + against[:, None]
     late = ttft + ask.age_seconds > ask.limit_seconds
@@ -135,10 +177,17 @@ def weigh(state: ClusterState, prefills: Candidates, decodes: Candidates, ask: A
 
 
 def _weigh_alone(
-    state: ClusterState, side: Decodes, decodes: Candidates, ask: Ask, now: float, rules: Rules, rest: Array
+    state: ClusterState,
+    side: Decodes,
+    decodes: Candidates,
+    ask: Ask,
+    now: float,
+    rules: Rules,
+    rest: Array,
 ) -> tuple[Prefills, Array]:
-    """Of prefilling where it is decoded: running streams wait as long as the prompt computes, and what they lose is weighed as if this one
-    lost it; beside prefill workers, never where one of them would wait for a token longer than the bound."""
+    """Of prefilling where it is decoded: running streams wait as long as the prompt computes, and
+    what they lose is weighed as if this one lost it; beside prefill workers, never where one of
+    them would wait for a token longer than the bound."""
     local, longest = local_prefills(state, decodes.side, side, decodes.table, ask, now)
     ttft = np.maximum(local.queue, side.queue) + local.prefill
     alone = ttft + side.step + rest + np.where(side.busy, local.prefill, 0.0)
@@ -148,7 +197,9 @@ def _weigh_alone(
     return local, np.where(may, alone, np.inf)
 
 
-def _choose(state: ClusterState, weighed: Weighed, decodes: Candidates, ask: Ask, rules: Rules) -> Decision:
+def _choose(
+    state: ClusterState, weighed: Weighed, decodes: Candidates, ask: Ask, rules: Rules
+) -> Decision:
     paired, alone = _pair(state, weighed, decodes, ask, rules), _alone(state, weighed, decodes, ask)
     if alone is None:
         if paired is None:
@@ -161,24 +212,41 @@ def _choose(state: ClusterState, weighed: Weighed, decodes: Candidates, ask: Ask
     assert pair.ttft_seconds is not None and pair.handoff_gap_seconds is not None
     gain = 0.0 if mixed else rules.local_gain * (pair.ttft_seconds + pair.handoff_gap_seconds)
     if local_cost + gain < pair_cost:
-        return replace(local, reason=f"{local.reason}; {_ms(pair_cost - local_cost)} less than {pair.prefill} and {pair.decode}")
+        return replace(
+            local,
+            reason=(
+                f"{local.reason}; {_ms(pair_cost - local_cost)} less than {pair.prefill} and"
+                f" {pair.decode}"
+            ),
+        )
     return pair
 
 
 def _said(state: ClusterState, pair: Decision, ask: Ask, rules: Rules) -> Decision:
-    """The pair, with a word about its decode worker where that would have been better off alone but has no prefill program."""
+    """The pair, with a word about its decode worker where that would have been better off alone but
+    has no prefill program."""
     row = state.row(pair.decode)
-    assert pair.terms is not None and pair.ttft_seconds is not None and pair.handoff_gap_seconds is not None
+    assert (
+        pair.terms is not None
+        and pair.ttft_seconds is not None
+        and pair.handoff_gap_seconds is not None
+    )
     speed = state.speeds[int(state.table["speed"][row])]
     busy = bool(state.table["running"][row] + state.table["own_sequences"][row] > 0)
-    prefill = speed.prefill_seconds(ask.work.tokens) * (2 if busy else 1) + (pair.terms.step if busy else 0.0)
+    prefill = speed.prefill_seconds(ask.work.tokens) * (2 if busy else 1) + (
+        pair.terms.step if busy else 0.0
+    )
     apart = pair.ttft_seconds + pair.handoff_gap_seconds
     if pair.terms.decode_queue + prefill + pair.terms.step > (1.0 - rules.local_gain) * apart:
         return pair
-    return replace(pair, reason=f"{pair.reason}; cheaper on {pair.decode} alone, which cannot prefill")
+    return replace(
+        pair, reason=f"{pair.reason}; cheaper on {pair.decode} alone, which cannot prefill"
+    )
 
 
-def _pair(state: ClusterState, weighed: Weighed, decodes: Candidates, ask: Ask, rules: Rules) -> tuple[Decision, float] | None:
+def _pair(
+    state: ClusterState, weighed: Weighed, decodes: Candidates, ask: Ask, rules: Rules
+) -> tuple[Decision, float] | None:
     if not weighed.pairs.size:
         return None
     which, other = divmod(int(weighed.pairs.argmin()), weighed.pairs.shape[1])
@@ -201,10 +269,15 @@ def _pair(state: ClusterState, weighed: Weighed, decodes: Candidates, ask: Ask, 
         first = max(first, terms.decode_queue)
     else:
         gap += terms.decode_queue
-    return _decision(prefill, decode, decodes, other, terms, first + terms.prefill, gap, kind, cached), cost
+    return (
+        _decision(prefill, decode, decodes, other, terms, first + terms.prefill, gap, kind, cached),
+        cost,
+    )
 
 
-def _alone(state: ClusterState, weighed: Weighed, decodes: Candidates, ask: Ask) -> tuple[Decision, float] | None:
+def _alone(
+    state: ClusterState, weighed: Weighed, decodes: Candidates, ask: Ask
+) -> tuple[Decision, float] | None:
     if weighed.local is None:
         return None
     other = int(np.argmin(weighed.alone))
@@ -212,19 +285,40 @@ def _alone(state: ClusterState, weighed: Weighed, decodes: Candidates, ask: Ask)
     if cost == np.inf:
         return None
     local, side = weighed.local, weighed.decodes
-    terms = Terms(float(local.queue[other]), float(local.prefill[other]), 0.0, float(side.queue[other]), float(side.step[other]))
+    terms = Terms(
+        float(local.queue[other]),
+        float(local.prefill[other]),
+        0.0,
+        float(side.queue[other]),
+        float(side.step[other]),
+    )
     decode = state.name(int(decodes.rows[other]))
     kind = "mixed" if decodes.table.flag("mixed")[other] else "local"
     ttft = max(terms.prefill_queue, terms.decode_queue) + terms.prefill
-    return _decision(None, decode, decodes, other, terms, ttft, terms.step, kind, known_to(decode, ask)), cost
+    return (
+        _decision(
+            None, decode, decodes, other, terms, ttft, terms.step, kind, known_to(decode, ask)
+        ),
+        cost,
+    )
 
 
 def _decision(
-    prefill: str | None, decode: str, decodes: Candidates, at: int, terms: Terms, ttft: float, gap: float, kind: str, cached: int
+    prefill: str | None,
+    decode: str,
+    decodes: Candidates,
+    at: int,
+    terms: Terms,
+    ttft: float,
+    gap: float,
+    kind: str,
+    cached: int,
 ) -> Decision:
     who = f"{prefill} and {decode}" if prefill else f"{decode} prefills for itself"
     known = f", {cached} tokens known" if cached else ""
-    reason = f"{who}: first token in {_ms(ttft)}{known}, hand-off {_ms(gap)}, steps of {_ms(terms.step)}"
+    reason = (
+        f"{who}: first token in {_ms(ttft)}{known}, hand-off {_ms(gap)}, steps of {_ms(terms.step)}"
+    )
     context = int(decodes.table["context_tokens"][at])
     return Decision(prefill, decode, context, reason, kind, terms, ttft, gap, terms.step, cached)
 
@@ -234,32 +328,49 @@ def _admitted(decision: Decision, ask: Ask, rules: Rules) -> Answer:
     assert decision.terms is not None and decision.ttft_seconds is not None
     ttft = ask.age_seconds + ask.ahead_seconds + decision.ttft_seconds
     if ttft > ask.limit_seconds:
-        reason = f"its first token would come {ttft:.3g} s after it arrived, and {ask.limit_seconds:.3g} s is the limit; {decision.reason}"
+        reason = (
+            f"its first token would come {ttft:.3g} s after it arrived, and {ask.limit_seconds:.3g}"
+            f" s is the limit; {decision.reason}"
+        )
         return Refusal(reason, retry_after(ttft - ask.limit_seconds))
     if decision.terms.decode_queue > 0 and (rules.decode_first or decision.prefill is None):
         return Hold(f"no decode worker has room; the first in {_ms(decision.terms.decode_queue)}")
     if decision.terms.prefill_queue > rules.hold_seconds:
-        return Hold(f"every prefill worker has work for {_ms(decision.terms.prefill_queue)} or more")
+        return Hold(
+            f"every prefill worker has work for {_ms(decision.terms.prefill_queue)} or more"
+        )
     return decision
 
 
 def _by_load(state: ClusterState, prefills: Candidates, decodes: Candidates) -> Decision:
     loads = _load(decodes.table)
-    unable = ~decodes.table.flag("can_prefill") if not len(prefills) else np.zeros(len(decodes), bool)
+    unable = (
+        ~decodes.table.flag("can_prefill") if not len(prefills) else np.zeros(len(decodes), bool)
+    )
     if unable.all():
         raise _nobody(state, state.prefill, "prefill")
     at = int(np.argmin(decodes.against + loads + np.where(unable, FAILED, 0.0)))
     decode, context = state.name(int(decodes.rows[at])), int(decodes.table["context_tokens"][at])
     if decodes.table.flag("mixed")[at] or not len(prefills):
-        return Decision(None, decode, context, f"{decode} does both, load {loads[at]:.2f}; its speed is not known")
+        return Decision(
+            None,
+            decode,
+            context,
+            f"{decode} does both, load {loads[at]:.2f}; its speed is not known",
+        )
     others = _load(prefills.table)
     best = int(np.argmin(prefills.against + others))
     prefill = state.name(int(prefills.rows[best]))
-    reason = f"least loaded: {prefill} ({others[best]:.2f}) and {decode} ({loads[at]:.2f}); their speed is not known"
+    reason = (
+        f"least loaded: {prefill} ({others[best]:.2f}) and {decode} ({loads[at]:.2f}); their speed"
+        " is not known"
+    )
     return Decision(prefill, decode, context, reason)
 
 
-def _candidates(state: ClusterState, ask: Ask, now: float, rules: Rules) -> tuple[Candidates, Candidates]:
+def _candidates(
+    state: ClusterState, ask: Ask, now: float, rules: Rules
+) -> tuple[Candidates, Candidates]:
     prefills = _usable(state, state.prefill, ask, now, rules)
     decodes = _usable(state, state.decode, ask, now, rules)
     if not len(decodes):
@@ -292,21 +403,31 @@ def _usable(state: ClusterState, side: Side, ask: Ask, now: float, rules: Rules)
 
 
 def _load(table: Table) -> Array:
-    """Requests per slot, and the fraction of pages in use. Who still loads programs counts as if all its slots were taken."""
+    """Requests per slot, and the fraction of pages in use. Who still loads programs counts as if
+    all its slots were taken."""
     requests = np.maximum(table["running"] + table["waiting"], table["open"])
     pages = 1.0 - table["free_pages"] / np.maximum(1.0, table["total_pages"])
-    return requests / np.maximum(1.0, table["slots"]) + pages + np.minimum(1.0, table["loading_seconds"])
+    return (
+        requests / np.maximum(1.0, table["slots"])
+        + pages
+        + np.minimum(1.0, table["loading_seconds"])
+    )
 
 
 def _nobody(state: ClusterState, side: Side, kind: str) -> UnavailableError:
     rows = side.rows
 
     def said(row: int) -> str:
-        return f"{state.name(row)} ({'draining' if state.table.flag('draining')[row] else 'silent or avoided'})"
+        return (
+            f"{state.name(row)}"
+            f" ({'draining' if state.table.flag('draining')[row] else 'silent or avoided'})"
+        )
 
     known = ", ".join(said(int(row)) for row in rows[:8]) or "none"
     more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
-    return UnavailableError(f"no {kind} worker takes requests; known: {known}{more}", retry_after_seconds=1.0)
+    return UnavailableError(
+        f"no {kind} worker takes requests; known: {known}{more}", retry_after_seconds=1.0
+    )
 
 
 def _ms(seconds: float) -> str:

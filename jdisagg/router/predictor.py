@@ -1,10 +1,11 @@
-"""How many tokens an answer will have: what reservations, placement and fairness count on before it is known.
+"""How many tokens an answer will have: what reservations, placement and fairness count on before it
+is known.
 
-`LearnedLengths` keeps the lengths seen lately, per tenant and class of prompt (its length, by powers of two), and answers with a quantile
-of them; where a class has been seen too seldom, the tenant's, then everybody's. `MaxTokens` believes the client. A prediction is never
-above what the client asked for. Answers that were cut at their limit count as so long: they were at least that. O(log n) a call; no
-clock.
-"""
+`LearnedLengths` keeps the lengths seen lately, per tenant and class of prompt (its length, by
+powers of two), and answers with a quantile of them; where a class has been seen too seldom, the
+tenant's, then everybody's. `MaxTokens` believes the client. A prediction is never above what the
+client asked for. Answers that were cut at their limit count as so long: they were at least that.
+O(log n) a call; no clock."""
 
 import bisect
 from collections import deque
@@ -17,7 +18,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 WINDOW = 256
 FEWEST = 16
-COLD_TOKENS = 512  # of an answer while too few have been seen; clients ask for far more than they use
+# of an answer while too few have been seen; clients ask for far more than they use
+COLD_TOKENS = 512
 
 
 class LengthPredictor(Protocol):
@@ -53,7 +55,8 @@ class MaxTokens:
 
 
 class LearnedLengths:
-    """The `quantile` of what was seen. At most `classes` classes are kept; the one that was not seen for longest makes room."""
+    """The `quantile` of what was seen. At most `classes` classes are kept; the one that was not
+    seen for longest makes room."""
 
     def __init__(self, quantile: float = 0.75, classes: int = 4096) -> None:
         self._quantile = quantile
@@ -63,7 +66,11 @@ class LearnedLengths:
         self._classes: dict[tuple[str, int], _Lengths] = {}
 
     def predict(self, tenant: str, prompt_tokens: int, most_tokens: int) -> int:
-        for lengths in (self._classes.get((tenant, prompt_tokens.bit_length())), self._tenants.get(tenant), self._all):
+        for lengths in (
+            self._classes.get((tenant, prompt_tokens.bit_length())),
+            self._tenants.get(tenant),
+            self._all,
+        ):
             if lengths is not None and len(lengths) >= FEWEST:
                 return max(1, min(most_tokens, lengths.quantile(self._quantile)))
         return min(most_tokens, COLD_TOKENS)

@@ -1,4 +1,5 @@
-"""The quantile by which the router judges what it saw: a value that was seen, never one between two. Pure."""
+"""The quantile by which the router judges what it saw: a value that was seen, never one between
+two. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +9,8 @@ Value = TypeVar("Value", int, float)
 
 
 def quantile(values: Sequence[float], at: float) -> float:
-    """The smallest value that at least a share `at` of the values does not exceed; 0 where there are none."""
+    """The smallest value that at least a share `at` of the values does not exceed; 0 where there
+    are none."""
     return of_sorted(sorted(values), at) if values else 0.0
 
 

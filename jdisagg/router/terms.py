@@ -1,33 +1,36 @@
 """The predicted seconds of every candidate for one leg, as columns: what placement chooses from.
 
-For prefill workers: how long their backlog takes, and the prompt itself. For decode workers: how long until they have room, and a
-step with the sequence in it. For pairs: how long the KV takes beyond the prefill. Pure arithmetic on the snapshot; chooses nothing.
+For prefill workers: how long their backlog takes, and the prompt itself. For decode workers: how
+long until they have room, and a step with the sequence in it. For pairs: how long the KV takes
+beyond the prefill. Pure arithmetic on the snapshot; chooses nothing.
 
-Room at a decode worker is a slot, pages now on its best rank, pages for the expected growth of all that this router has there, nobody
-waiting in front, and a step within the bound. Where one is missing, sequences must leave first: they do so at the rate of Little's
-law, running / (mean length x step).
-"""
+Room at a decode worker is a slot, pages now on its best rank, pages for the expected growth of all
+that this router has there, nobody waiting in front, and a step within the bound. Where one is
+missing, sequences must leave first: they do so at the rate of Little's law, running / (mean length
+x step)."""
 
 import numpy as np
 
+from jdisagg.costs.hardware import Link
+from jdisagg.costs.speeds import Array, Speed
 from jdisagg.plain import plain
 from jdisagg.router.accounts import GROWTH_TOKENS, Work
 from jdisagg.router.cluster_state import ClusterState, Flags, Side, Table
 from jdisagg.router.decision import Ask, Rules
-from jdisagg.router.hardware import Link
-from jdisagg.router.speeds import Array, Speed
 from jdisagg.router.ways import Indices
 
-# From the KV's arrival to the first token that is decoded from it, in steps. The loop of a mesh at work has a step under way and one issued
-# behind it (worker/step_loop.py): half of the one and the other pass until the KV is inserted; one more, issued before that was known; then
-# the sequence's own. Where nothing runs there is its own alone.
+# From the KV's arrival to the first token that is decoded from it, in steps. The loop of a mesh at
+# work has a step under way and one issued behind it (worker/step_loop.py): half of the one and the
+# other pass until the KV is inserted; one more, issued before that was known; then the sequence's
+# own. Where nothing runs there is its own alone.
 STEPS_TO_JOIN = 3.5
 STEPS_ALONE = 1.0
 
 
 @plain
 class Prefills:
-    """Of prefill workers `rows`: the backlog's seconds, the prompt's own, and what they know of it."""
+    """Of prefill workers `rows`: the backlog's seconds, the prompt's own, and what they know of
+    it."""
 
     rows: Indices
     queue: Array
@@ -37,7 +40,8 @@ class Prefills:
 
 @plain
 class Decodes:
-    """Of decode workers `rows`: seconds until there is room, and of a step then; whether anything runs there that would notice."""
+    """Of decode workers `rows`: seconds until there is room, and of a step then; whether anything
+    runs there that would notice."""
 
     rows: Indices
     queue: Array
@@ -62,14 +66,21 @@ def prefills_of(state: ClusterState, side: Side, rows: Indices, table: Table, as
         chunks[which] = -(-ask.work.tokens // chunk) if chunk else 1
     known = known_at(state, rows, ask)
     if known:
-        at, cached = np.array([place for place, _ in known]), np.array([float(tokens) for _, tokens in known])
+        at, cached = (
+            np.array([place for place, _ in known]),
+            np.array([float(tokens) for _, tokens in known]),
+        )
         some = table.take(at)
         for speed, chunk, which in _alike(state, side, some):
-            prefill[at[which]] = speed.prefills_seconds(ask.work.tokens - cached[which], cached[which], chunk)
+            prefill[at[which]] = speed.prefills_seconds(
+                ask.work.tokens - cached[which], cached[which], chunk
+            )
     return Prefills(rows, queue / table["ranks"], prefill, chunks)
 
 
-def decodes_of(state: ClusterState, side: Side, rows: Indices, table: Table, ask: Ask, rules: Rules) -> Decodes:
+def decodes_of(
+    state: ClusterState, side: Side, rows: Indices, table: Table, ask: Ask, rules: Rules
+) -> Decodes:
     """Of workers `rows`, some or all of `side`."""
     work, ranks = ask.work, table["ranks"]
     ours, waiting = table["own_sequences"], table["waiting"]
@@ -77,16 +88,31 @@ def decodes_of(state: ClusterState, side: Side, rows: Indices, table: Table, ask
     busy = here > 0
     sequences = table["best_sequences"] + ours / ranks + work.children
     contexts = table["best_contexts"] + table["own_contexts"] / ranks + work.children * work.tokens
-    sequences, contexts = np.maximum(sequences, table["most_sequences"]), np.maximum(contexts, table["most_contexts"])
+    sequences, contexts = (
+        np.maximum(sequences, table["most_sequences"]),
+        np.maximum(contexts, table["most_contexts"]),
+    )
     step = np.empty(len(rows))
     for speed, _, which in _alike(state, side, table, chunks=False):
         step[which] = speed.step_seconds(sequences[which], contexts[which])
-    page = max(1.0, side.page_size) if side.page_size is not None else np.maximum(1.0, table["page_size"])
+    page = (
+        max(1.0, side.page_size)
+        if side.page_size is not None
+        else np.maximum(1.0, table["page_size"])
+    )
     total, own_pages = table["total_pages"], table["own_pages"]
     used = total - table["free_pages"] + own_pages
     now_short = _pages(work, page, GROWTH_TOKENS) - table["best_free_pages"] + own_pages / ranks
-    later_short = np.maximum(used, table["committed_pages"]) + _pages(work, page, work.expected_tokens) - total
-    slots_short = here + work.children - (side.room if rows is side.rows else side.room.take(side.rows.searchsorted(rows)))
+    later_short = (
+        np.maximum(used, table["committed_pages"])
+        + _pages(work, page, work.expected_tokens)
+        - total
+    )
+    slots_short = (
+        here
+        + work.children
+        - (side.room if rows is side.rows else side.room.take(side.rows.searchsorted(rows)))
+    )
     some = np.maximum(1.0, here)
     each = np.maximum(1.0, used / some)
     leaving = np.maximum(np.maximum(now_short, later_short / ranks) / each, slots_short) + waiting
@@ -101,8 +127,11 @@ def decodes_of(state: ClusterState, side: Side, rows: Indices, table: Table, ask
     return Decodes(rows, queue, step, busy)
 
 
-def transfers_of(state: ClusterState, prefills: Indices, decodes: Indices, ask: Ask, far: Link) -> Array:
-    """Seconds of moving what the decode side lacks, [prefill workers, decode workers]: by the closest that they have in common."""
+def transfers_of(
+    state: ClusterState, prefills: Indices, decodes: Indices, ask: Ask, far: Link
+) -> Array:
+    """Seconds of moving what the decode side lacks, [prefill workers, decode workers]: by the
+    closest that they have in common."""
     missing: Array | float = float(ask.work.tokens)
     known = known_at(state, decodes, ask)
     if known:
@@ -115,16 +144,19 @@ def transfers_of(state: ClusterState, prefills: Indices, decodes: Indices, ask: 
 
 
 def exposed(transfer: Array, prefill: Array, chunks: Array) -> Array:
-    """What of a transfer remains when the prefill ends: chunks that are done travel while the next ones compute."""
+    """What of a transfer remains when the prefill ends: chunks that are done travel while the next
+    ones compute."""
     if not np.count_nonzero(chunks != 1.0):
         return transfer
     last = transfer / chunks
     return np.maximum(last, transfer - prefill * (1.0 - 1.0 / chunks))
 
 
-def local_prefills(state: ClusterState, side: Side, decodes: Decodes, table: Table, ask: Ask, now: float) -> tuple[Prefills, Array]:
-    """Prefilling on the decode workers themselves: each chunk takes turns with a step. Also the longest that a running stream then waits
-    for a token."""
+def local_prefills(
+    state: ClusterState, side: Side, decodes: Decodes, table: Table, ask: Ask, now: float
+) -> tuple[Prefills, Array]:
+    """Prefilling on the decode workers themselves: each chunk takes turns with a step. Also the
+    longest that a running stream then waits for a token."""
     alone = prefills_of(state, side, decodes.rows, table, ask)
     turns = np.where(decodes.busy, alone.chunks * decodes.step, 0.0)
     longest = alone.prefill / alone.chunks + decodes.step
@@ -138,14 +170,23 @@ def known_to(worker: str, ask: Ask) -> int:
 
 
 def known_at(state: ClusterState, rows: Indices, ask: Ask) -> list[tuple[int, int]]:
-    """(place among `rows`, which ascend; positions known there), for workers that know some. One position at least is left to compute."""
+    """(place among `rows`, which ascend; positions known there), for workers that know some. One
+    position at least is left to compute."""
     if not ask.cached or not len(rows):
         return []
-    known = [(row, tokens) for name, tokens in ask.cached.items() if tokens > 0 and (row := state.row(name)) is not None]
+    known = [
+        (row, tokens)
+        for name, tokens in ask.cached.items()
+        if tokens > 0 and (row := state.row(name)) is not None
+    ]
     wanted = np.array([row for row, _ in known], np.intp)
     places = np.minimum(np.searchsorted(rows, wanted), len(rows) - 1)
     most = ask.work.tokens - 1
-    return [(int(at), min(tokens, most)) for at, there, (_, tokens) in zip(places, rows[places] == wanted, known, strict=True) if there]
+    return [
+        (int(at), min(tokens, most))
+        for at, there, (_, tokens) in zip(places, rows[places] == wanted, known, strict=True)
+        if there
+    ]
 
 
 def _pages(work: Work, page: Array | float, growth_tokens: int) -> Array | float:
@@ -154,8 +195,11 @@ def _pages(work: Work, page: Array | float, growth_tokens: int) -> Array | float
     return shared + work.children * (np.ceil(grown / page) - shared)
 
 
-def _alike(state: ClusterState, side: Side, table: Table, chunks: bool = True) -> list[tuple[Speed, int, Indices | slice]]:
-    """Workers of one speed (and one chunk) together: mostly that is all of them. `table`: of some of `side`, or of all."""
+def _alike(
+    state: ClusterState, side: Side, table: Table, chunks: bool = True
+) -> list[tuple[Speed, int, Indices | slice]]:
+    """Workers of one speed (and one chunk) together: mostly that is all of them. `table`: of some
+    of `side`, or of all."""
     if not len(table):
         return []
     if side.speed is not None and (not chunks or side.chunk_tokens is not None):
@@ -163,4 +207,7 @@ def _alike(state: ClusterState, side: Side, table: Table, chunks: bool = True) -
     keys = table.codes("speed") << 32
     if chunks:
         keys += table.codes("chunk_tokens")
-    return [(state.speeds[key >> 32], int(key & 0xFFFFFFFF), np.flatnonzero(keys == key)) for key in np.unique(keys)]
+    return [
+        (state.speeds[key >> 32], int(key & 0xFFFFFFFF), np.flatnonzero(keys == key))
+        for key in np.unique(keys)
+    ]

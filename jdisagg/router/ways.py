@@ -1,8 +1,9 @@
-"""How KV goes from each prefill worker to each decode worker: the closest link that their places have in common, and how many lanes of it.
+"""How KV goes from each prefill worker to each decode worker: the closest link that their places
+have in common, and how many lanes of it.
 
-It follows from what the workers are, not from what they do, so it is worked out once for each prefill worker that is ever weighed, and
-kept until a worker comes, goes or is described anew (`ClusterState.ways`). Matrices are [prefill workers, decode workers].
-"""
+It follows from what the workers are, not from what they do, so it is worked out once for each
+prefill worker that is ever weighed, and kept until a worker comes, goes or is described anew
+(`ClusterState.ways`). Matrices are [prefill workers, decode workers]."""
 
 import functools
 from collections.abc import Sequence
@@ -11,22 +12,24 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from jdisagg.router.hardware import Link
-from jdisagg.router.speeds import Array, Speed
+from jdisagg.costs.hardware import Link
+from jdisagg.costs.speeds import Array, Speed
 
 Indices = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ends:
-    """One side of all ways: `places` [parts, workers] as codes (0: not said), `speeds`: of each worker, as a place in the list of them."""
+    """One side of all ways: `places` [parts, workers] as codes (0: not said), `speeds`: of each
+    worker, as a place in the list of them."""
 
     places: Array
     speeds: Indices
 
 
 class Ways:
-    """From workers `prefill` to workers `decode`, `far` being the link between those that share not even a rack."""
+    """From workers `prefill` to workers `decode`, `far` being the link between those that share not
+    even a rack."""
 
     def __init__(self, prefill: Ends, decode: Ends, speeds: Sequence[Speed], far: Link) -> None:
         self._prefill, self._decode = prefill, decode
@@ -34,23 +37,35 @@ class Ways:
         # A sequence lies on the tensor-parallel devices of one rank; each moves its own part.
         tp = np.array([float(speed.kind.layout.tp) for speed in speeds])
         self._from_lanes, self._to_lanes = tp[prefill.speeds], tp[decode.speeds]
-        self._wire_bytes = np.array([speed.wire_bytes_per_token for speed in speeds])[prefill.speeds]
+        self._wire_bytes = np.array([speed.wire_bytes_per_token for speed in speeds])[
+            prefill.speeds
+        ]
         shape = (len(prefill.speeds), len(decode.speeds))
         self._known = np.zeros(shape[0], bool)
-        self._latency, self._per_byte, self._lanes = np.empty(shape), np.empty(shape), np.empty(shape)
+        self._latency, self._per_byte, self._lanes = (
+            np.empty(shape),
+            np.empty(shape),
+            np.empty(shape),
+        )
 
     def seconds(self, prefills: Indices, decodes: Indices | slice, missing: Array | float) -> Array:
-        """Of moving `missing` tokens (of each decode worker, or of all) between workers at these places: [prefills, decodes]."""
+        """Of moving `missing` tokens (of each decode worker, or of all) between workers at these
+        places: [prefills, decodes]."""
         new = prefills[~self._known.take(prefills)]
         if len(new):
             self._find(new)
         size_bytes = self._wire_bytes.take(prefills)[:, None] * missing
-        latency, per_byte, lanes = [matrix.take(prefills, axis=0)[:, decodes] for matrix in (self._latency, self._per_byte, self._lanes)]
+        latency, per_byte, lanes = [
+            matrix.take(prefills, axis=0)[:, decodes]
+            for matrix in (self._latency, self._per_byte, self._lanes)
+        ]
         return latency + size_bytes / lanes * per_byte
 
     def _find(self, prefills: Indices) -> None:
         closeness = np.zeros((len(prefills), len(self._decode.speeds)), np.intp)
-        for ours, theirs in zip(self._prefill.places[:, prefills], self._decode.places, strict=True):
+        for ours, theirs in zip(
+            self._prefill.places[:, prefills], self._decode.places, strict=True
+        ):
             closeness += (ours[:, None] == theirs) & (ours != 0)[:, None]
         for at, near in zip(prefills, closeness, strict=True):
             latency, per_byte = self._links[self._prefill.speeds[at]]
@@ -61,7 +76,10 @@ class Ways:
 
 @functools.lru_cache(maxsize=1024)
 def _links(speed: Speed, far: Link) -> tuple[Array, Array]:
-    """Latencies and seconds a byte, by how many parts of their places two workers share: none, rack, host, domain, process."""
+    """Latencies and seconds a byte, by how many parts of their places two workers share: none,
+    rack, host, domain, process."""
     hardware = speed.kind.hardware
     links = (far, hardware.scale_out, hardware.host, hardware.scale_up, hardware.scale_up)
-    return np.array([link.latency_seconds for link in links]), np.array([1.0 / (link.bytes_per_second * link.efficiency) for link in links])
+    return np.array([link.latency_seconds for link in links]), np.array(
+        [1.0 / (link.bytes_per_second * link.efficiency) for link in links]
+    )

@@ -1,8 +1,9 @@
-"""What a mesh still has to compute of the prompts that it took: two sums, kept up to date so that telling them costs nothing.
+"""What a mesh still has to compute of the prompts that it took: two sums, kept up to date so that
+telling them costs nothing.
 
-`tokens` are positions not computed yet; `pairs` the pairs of positions that these attend to, each token with itself and all before it (what
-attention costs; a sliding window is the reader's affair). Knows keys and sizes alone. Invariant: both sums are zero when nothing is left.
-"""
+`tokens` are positions not computed yet; `pairs` the pairs of positions that these attend to, each
+token with itself and all before it (what attention costs; a sliding window is the reader's affair).
+Knows keys and sizes alone. Invariant: both sums are zero when nothing is left."""
 
 
 def causal_pairs(start: int, end: int) -> float:

@@ -1,20 +1,25 @@
-"""How a row's KV is cut into blocks to offer, by tokens and by layers: few shapes, so that few programs.
+"""How a row's KV is cut into blocks to offer, by tokens and by layers: few shapes, so that few
+programs.
 
-A block's length is a power-of-two multiple of the granule; a row is cut from large to small, and only the last block is padded,
-to the next multiple of the granule. A row starts at a multiple of the granule in its chunk, so padding never reaches into
-the next row. Where the number of blocks costs more than padding, the last row of a chunk may instead leave as one block for each band,
-which reaches into what nobody computes.
+A block's length is a power-of-two multiple of the granule; a row is cut from large to small, and
+only the last block is padded, to the next multiple of the granule. A row starts at a multiple of
+the granule in its chunk, so padding never reaches into the next row. Where the number of blocks
+costs more than padding, the last row of a chunk may instead leave as one block for each band, which
+reaches into what nobody computes.
 
-A band is a run of consecutive layer groups whose KV leaves as one block. Layer groups are cut for long prompts: the block of one is on its
-way while the next computes. Of a short prompt each would be so small that the host's work for a block outweighs its bytes. Pure.
-"""
+A band is a run of consecutive layer groups whose KV leaves as one block. Layer groups are cut for
+long prompts: the block of one is on its way while the next computes. Of a short prompt each would
+be so small that the host's work for a block outweighs its bytes. Pure."""
 
 import functools
 from collections.abc import Iterator
 
 
-def split_blocks(tokens: int, granule_tokens: int, whole: bool = False) -> Iterator[tuple[int, int, int]]:
-    """Yields (offset in the row, block_tokens, valid_tokens), largest block first; one block of all where `whole` (any length will do)."""
+def split_blocks(
+    tokens: int, granule_tokens: int, whole: bool = False
+) -> Iterator[tuple[int, int, int]]:
+    """Yields (offset in the row, block_tokens, valid_tokens), largest block first; one block of all
+    where `whole` (any length will do)."""
     if whole and tokens:
         yield 0, padded(tokens, granule_tokens), tokens
         return
@@ -39,7 +44,8 @@ def padded(tokens: int, granule_tokens: int) -> int:
 
 
 def even_runs(count: int, runs: int) -> tuple[range, ...]:
-    """`runs` consecutive ranges (fewer where there are fewer items) that cover `count` items, as even as can be, the larger ones first."""
+    """`runs` consecutive ranges (fewer where there are fewer items) that cover `count` items, as
+    even as can be, the larger ones first."""
     runs = min(runs, count)
     size, larger = divmod(count, runs)
     starts = [index * size + min(index, larger) for index in range(runs + 1)]
@@ -48,7 +54,8 @@ def even_runs(count: int, runs: int) -> tuple[range, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def bands(groups: int, nbytes: int, least_bytes: int) -> tuple[range, ...]:
-    """The layer groups of each block, where all `groups` together have `nbytes`: a power of two of blocks of `least_bytes` or more, or
-    one for each group. `least_bytes` 0: always one for each group."""
+    """The layer groups of each block, where all `groups` together have `nbytes`: a power of two of
+    blocks of `least_bytes` or more, or one for each group. `least_bytes` 0: always one for each
+    group."""
     blocks = nbytes // least_bytes if least_bytes else groups
     return even_runs(groups, groups if blocks >= groups else 1 << max(0, blocks.bit_length() - 1))

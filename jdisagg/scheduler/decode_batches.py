@@ -1,32 +1,50 @@
-"""Continuous batching on one decode mesh: which sequences step next, with which pages, and what the read-back means. Pure.
+"""Continuous batching on one decode mesh: which sequences step next, with which pages, and what the
+read-back means. Pure.
 
-The loop runs ahead: step n + 1 is planned before the tokens of n are read. So a plan counts with `issued_position` (where each
-slot will be), and `apply` with what was read; the device knows no stop ids, so tokens behind a stop are overrun and dropped here.
+The loop runs ahead: step n + 1 is planned before the tokens of n are read. So a plan counts with
+`issued_position` (where each slot will be), and `apply` with what was read; the device knows no
+stop ids, so tokens behind a stop are overrun and dropped here.
 
-Order of a plan: running sequences first get the pages they need (oldest first; when none is free the youngest holder of the
-rank is preempted), then ready ones take free slots. Several steps go into one dispatch only when nothing waits. On a mesh that can be
-interrupted a dispatch is a span: as many steps as all its sequences have room for; it comes back with fewer when it was cut.
+Order of a plan: running sequences first get the pages they need (oldest first; when none is free
+the youngest holder of the rank is preempted), then ready ones take free slots. Several steps go
+into one dispatch only when nothing waits. On a mesh that can be interrupted a dispatch is a span:
+as many steps as all its sequences have room for; it comes back with fewer when it was cut.
 
-Invariants: a slot holds one sequence; a sequence is stepped only below its limit and inside its pages; tokens of a child
-are accepted once, in order.
-"""
+Invariants: a slot holds one sequence; a sequence is stepped only below its limit and inside its
+pages; tokens of a child are accepted once, in order."""
 
+from jdisagg.messages.step_commands import (
+    BROKEN_TOKEN,
+    NO_TOKEN,
+    CopyPages,
+    DecodeResult,
+    DecodeSteps,
+    SampledToken,
+    SlotAdmit,
+    SlotGrow,
+)
 from jdisagg.request import TokenLogprobs
-from jdisagg.scheduler.commands import BROKEN_TOKEN, NO_TOKEN, CopyPages, DecodeResult, DecodeSteps, SampledToken, SlotAdmit, SlotGrow
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.handoff import HandoffEvent
 from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.scheduler.sequences import Group, Sequence, Stage
 
-_Issued = tuple[Sequence, int]  # what was planned for one row of a step: whose it is and how many tokens must come back
+# what was planned for one row of a step: whose it is and how many tokens must come back
+_Issued = tuple[Sequence, int]
 
 
 class DecodeBatches:
-    """Plans decode steps over a `DecodeState` and applies their results. `steps_per_dispatch`: at most; `stream_tokens`: so many new
-    tokens of a sequence are told together (its first at once, its last with its end). `spans`: the mesh can be interrupted."""
+    """Plans decode steps over a `DecodeState` and applies their results. `steps_per_dispatch`: at
+    most; `stream_tokens`: so many new tokens of a sequence are told together (its first at once,
+    its last with its end). `spans`: the mesh can be interrupted."""
 
     def __init__(
-        self, state: DecodeState, growth_tokens: int, steps_per_dispatch: int, stream_tokens: int = 1, spans: bool = False
+        self,
+        state: DecodeState,
+        growth_tokens: int,
+        steps_per_dispatch: int,
+        stream_tokens: int = 1,
+        spans: bool = False,
     ) -> None:
         self._state = state
         self._growth_tokens = growth_tokens
@@ -35,17 +53,21 @@ class DecodeBatches:
         self._spans = spans
         self._issued: dict[int, list[list[_Issued]]] = {}
 
-    def ready(self, group: Group, firsts: tuple[SampledToken, ...], step: int, deadline: float) -> CopyPages | None:
-        """All KV of the group is in its pages and its first tokens are known: its children may run, atomically.
+    def ready(
+        self, group: Group, firsts: tuple[SampledToken, ...], step: int, deadline: float
+    ) -> CopyPages | None:
+        """All KV of the group is in its pages and its first tokens are known: its children may run,
+        atomically.
 
-        Returns the copies of the shared last page to issue before any step of theirs. Children that the first token already
-        ends are ended here.
-        """
-        group.handoff = group.handoff.move(HandoffEvent.ALL_INSERTED, deadline)
+        Returns the copies of the shared last page to issue before any step of theirs. Children that
+        the first token already ends are ended here."""
+        self._state.advance(group, HandoffEvent.ALL_INSERTED, deadline)
         tokens = {first.child: first for first in firsts}
-        keys = {key for child in group.alive for key in self._state.ledgers[group.rank].pages(child.key)}
+        keys = {
+            key for child in group.alive for key in self._state.ledgers[group.rank].pages(child.key)
+        }
         copies = tuple(copy for copy in group.copies if copy[2] in keys)
-        group.handoff = group.handoff.move(HandoffEvent.ADMIT, deadline)
+        self._state.advance(group, HandoffEvent.ADMIT, deadline)
         for child in group.alive:
             first = tokens[child.child]
             self._state.become_ready(child)
@@ -54,15 +76,25 @@ class DecodeBatches:
         return CopyPages(step, copies) if copies else None
 
     def take_over(self, group: Group, generated: tuple[int, ...], deadline: float) -> bool:
-        """The group's only child has come from another worker with all its KV and these tokens: it goes on from there. False when it
-        is not the one that was expected, or there is no page for its next step."""
+        """The group's only child has come from another worker with all its KV and these tokens: it
+        goes on from there. False when it is not the one that was expected, or there is no page for
+        its next step."""
         (child,) = group.children
         position = group.prompt_tokens + len(generated) - 1
         ours = tuple(child.generated)
-        if generated[: len(ours)] != ours or position >= child.limit or self._state.cover(group, position + 1) is None:
+        if (
+            generated[: len(ours)] != ours
+            or position >= child.limit
+            or self._state.cover(group, position + 1) is None
+        ):
             return False
-        group.handoff = group.handoff.move(HandoffEvent.ALL_INSERTED, deadline).move(HandoffEvent.ADMIT, deadline)
-        child.generated, child.accepted, child.told = list(generated), len(generated), len(generated)
+        self._state.advance(group, HandoffEvent.ALL_INSERTED, deadline)
+        self._state.advance(group, HandoffEvent.ADMIT, deadline)
+        child.generated, child.accepted, child.told = (
+            list(generated),
+            len(generated),
+            len(generated),
+        )
         self._state.become_ready(child)
         self._state.release_root(group)
         return True
@@ -70,11 +102,20 @@ class DecodeBatches:
     def runnable(self) -> bool:
         """Whether a plan would hold any step."""
         running = (child for rank in self._state.running for child in rank)
-        return any(child.issued_position < child.limit and not child.frozen for child in running) or self._waiting()
+        return (
+            any(child.issued_position < child.limit and not child.frozen for child in running)
+            or self._waiting()
+        )
 
     def interrupting(self) -> bool:
-        """Whether a span under way keeps something waiting: a sequence that could take a slot, or one that is to stand still."""
-        if any([not child.frozen and None in self._state.slots[child.rank] for child in self._state.ready]):
+        """Whether a span under way keeps something waiting: a sequence that could take a slot, or
+        one that is to stand still."""
+        if any(
+            [
+                not child.frozen and None in self._state.slots[child.rank]
+                for child in self._state.ready
+            ]
+        ):
             return True
         frozen = [child for rank in self._state.running for child in rank if child.frozen]
         return any([child.issued_position > child.position for child in frozen])
@@ -83,19 +124,38 @@ class DecodeBatches:
         return any(not child.frozen for child in self._state.ready)
 
     def next_step(self, step: int, quiet: bool) -> DecodeSteps | None:
-        """The next dispatch, or None. `quiet`: nothing waits beside it, so that several steps may run at once."""
+        """The next dispatch, or None. `quiet`: nothing waits beside it, so that several steps may
+        run at once."""
         steps = 1 if self._spans or not quiet or self._waiting() else self._most_steps()
         grows = self._grow_running(steps)
-        admits = [admit for child in list(self._state.ready) if not child.frozen and (admit := self._admit(child))]
+        admits = [
+            admit
+            for child in list(self._state.ready)
+            if not child.frozen and (admit := self._admit(child))
+        ]
         active = [
-            [child for child in rank if child.issued_position < child.issued_limit and not child.frozen] for rank in self._state.running
+            [
+                child
+                for child in rank
+                if child.issued_position < child.issued_limit and not child.frozen
+            ]
+            for rank in self._state.running
         ]
         if not any(active):
             return None
         if admits:
             steps = 1
         if self._spans and quiet:
-            steps = min(self._steps, min([child.issued_limit - child.issued_position for rank in active for child in rank]))
+            steps = min(
+                self._steps,
+                min(
+                    [
+                        child.issued_limit - child.issued_position
+                        for rank in active
+                        for child in rank
+                    ]
+                ),
+            )
         self._issued[step] = [_issue(rank, steps) for rank in active]
         shaped, sampled = self._sampling(active)
         return DecodeSteps(
@@ -117,38 +177,55 @@ class DecodeBatches:
 
     def _most_steps(self) -> int:
         """As many as the sequence with the most ahead of it can use."""
-        wanted = max((child.limit - child.issued_position for rank in self._state.running for child in rank), default=1)
+        wanted = max(
+            (child.limit - child.issued_position for rank in self._state.running for child in rank),
+            default=1,
+        )
         return max(1, min(self._steps, wanted))
 
     def apply(self, result: DecodeResult) -> list[Group]:
-        """Accepts what was read back; news goes to the state. Returns the groups whose logits are not finite, for the caller to end."""
+        """Accepts what was read back; news goes to the state. Returns the groups whose logits are
+        not finite, for the caller to end."""
         broken: list[Group] = []
-        seen: tuple[int, ...] | None = None  # rows may share their tokens: a span's are looked at once
+        # rows may share their tokens: a span's are looked at once
+        seen: tuple[int, ...] | None = None
         kept: tuple[int, ...] = ()
         count, bad, running = 0, False, Stage.RUNNING
         for rank, rows in enumerate(self._issued.pop(result.step)):
-            for row, ((child, due), tokens) in enumerate(zip(rows, result.tokens[rank], strict=True)):
+            for row, ((child, due), tokens) in enumerate(
+                zip(rows, result.tokens[rank], strict=True)
+            ):
                 if child.stage is not running:
                     continue
                 if tokens is not seen:
                     seen, bad = tokens, BROKEN_TOKEN in tokens
-                    kept = tuple([token for token in tokens if token != NO_TOKEN]) if NO_TOKEN in tokens else tokens
+                    kept = (
+                        tuple([token for token in tokens if token != NO_TOKEN])
+                        if NO_TOKEN in tokens
+                        else tokens
+                    )
                     count = len(kept)
                 if bad:
                     broken.append(child.group)
                     continue
                 if count != due:
-                    assert self._spans and count < due, f"step {result.step}: {count} tokens came back, {due} were due"
+                    assert self._spans and count < due, (
+                        f"step {result.step}: {count} tokens came back, {due} were due"
+                    )
                     child.issued_position -= due - count
                 generated = child.generated
                 if len(generated) + count < child.uneventful:
                     generated.extend(kept)
                 else:
                     logprobs = result.logprobs[rank][row] if result.logprobs else ()
-                    self._accept(child, kept, tuple([entry for entry in logprobs if entry is not None]))
+                    self._accept(
+                        child, kept, tuple([entry for entry in logprobs if entry is not None])
+                    )
         return broken
 
-    def _accept(self, child: Sequence, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> None:
+    def _accept(
+        self, child: Sequence, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]
+    ) -> None:
         first, request = len(child.generated), child.group.request
         kept, finish = request.end_among(first, tokens, child.group.context_tokens)
         child.generated += tokens[:kept]
@@ -159,10 +236,13 @@ class DecodeBatches:
         if first == child.accepted or first + kept - child.told >= self._stream_tokens:
             self._state.news.append(self._state.untold(child))
         if not request.stop_ids and request.sampling.logprobs is None:
-            child.uneventful = min(request.most_tokens(child.group.context_tokens), child.told + self._stream_tokens)
+            child.uneventful = min(
+                request.most_tokens(child.group.context_tokens), child.told + self._stream_tokens
+            )
 
     def _grow_running(self, steps: int) -> list[SlotGrow]:
-        """Oldest first, and the victim is the youngest: who has grown in this plan is not preempted in it."""
+        """Oldest first, and the victim is the youngest: who has grown in this plan is not preempted
+        in it."""
         grows: list[SlotGrow] = []
         needy = [
             child
@@ -181,10 +261,13 @@ class DecodeBatches:
         return grows
 
     def _grow(self, child: Sequence) -> bool:
-        """Extends by a growth step, or by what there is; preempts only when the child could not make a single step."""
+        """Extends by a growth step, or by what there is; preempts only when the child could not
+        make a single step."""
         size, ledger = self._state.limits.page_size, self._state.ledgers[child.rank]
         held = ledger.count(child.key)
-        wanted = pages_for(min(child.limit, child.issued_position + self._growth_tokens), size) - held
+        wanted = (
+            pages_for(min(child.limit, child.issued_position + self._growth_tokens), size) - held
+        )
         stuck = child.issued_position >= child.issued_limit
         if not ledger.free_pages and stuck and not self._state.preempt_for(child):
             return False

@@ -1,18 +1,19 @@
-"""What a decode worker holds: page ledgers and slots per dp rank, the groups that own them, and the news for listeners.
+"""What a decode worker holds: page ledgers and slots per dp rank, the groups that own them, and the
+news for listeners.
 
-The two deciders (`reservations.py`: who gets pages; `decode_batches.py`: what runs next) share this one state. Here live the
-moves that both need: ending a child, ending a group, and preemption. A freed page or slot may be given at once to commands
-issued from now on: commands run in order, so a token that the device writes too much is written before any later use.
+The two deciders (`reservations.py`: who gets pages; `decode_batches.py`: what runs next) share this
+one state. Here live the moves that both need: ending a child, ending a group, and preemption. A
+freed page or slot may be given at once to commands issued from now on: commands run in order, so a
+token that the device writes too much is written before any later use.
 
-Invariants (tests/scheduler/test_decode_batches.py): an ended child owns no slot and no pages; a group without living
-children holds nothing; after all groups ended every ledger is full.
-"""
+Invariants (tests/scheduler/test_decode_batches.py): an ended child owns no slot and no pages; a
+group without living children holds nothing; after all groups ended every ledger is full."""
 
 import bisect
 
 from jdisagg.request import FinishReason, Identity
-from jdisagg.scheduler.commands import MeshLimits
-from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
+from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.scheduler.handoff import HandoffEvent, HandoffState, sweep
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
 from jdisagg.scheduler.sequences import Group, Progress, Sequence, Stage
 
@@ -23,13 +24,17 @@ class DecodeState:
     def __init__(self, limits: MeshLimits) -> None:
         self.limits = limits
         self.ledgers = [PageLedger(limits.pages_per_rank) for _ in range(limits.ranks)]
-        self.slots: list[list[Sequence | None]] = [[None] * limits.slots_per_rank for _ in range(limits.ranks)]
+        self.slots: list[list[Sequence | None]] = [
+            [None] * limits.slots_per_rank for _ in range(limits.ranks)
+        ]
         self.groups: dict[int, Group] = {}
         self.ready: list[Sequence] = []  # READY ones, oldest first
-        self.running: list[list[Sequence]] = [[] for _ in range(limits.ranks)]  # RUNNING ones, by slot
+        # RUNNING ones, by slot
+        self.running: list[list[Sequence]] = [[] for _ in range(limits.ranks)]
         self.shaped = self.sampled = 0  # running ones whose logits are shaped, that are not greedy
         self.living = [0] * limits.ranks  # children that have not ended
-        self.growing: list[set[int]] = [set() for _ in range(limits.ranks)]  # keys of those that will need more pages than they have
+        # keys of those that will need more pages than they have
+        self.growing: list[set[int]] = [set() for _ in range(limits.ranks)]
         self._named: dict[Identity, list[Group]] = {}
         self.news: list[Progress] = []
         self.preemptions = 0
@@ -49,6 +54,15 @@ class DecodeState:
     def groups_of(self, identity: Identity) -> list[Group]:
         """All reservations of one stream: attempts, and children that went apart."""
         return list(self._named.get(identity, ()))
+
+    def advance(self, group: Group, event: HandoffEvent, deadline: float) -> None:
+        """The receiving side's hand-off moves on, to a state that it leaves by `deadline`."""
+        group.handoff = group.handoff.advance(event, deadline)
+
+    def overdue(self, now: float) -> list[Group]:
+        """Groups that stayed in a state of their hand-off beyond its deadline."""
+        late = sweep([group.handoff for group in self.groups.values()], now)
+        return [self.groups[handoff.handoff_id] for handoff in late]
 
     def become_ready(self, child: Sequence) -> None:
         """All its KV is here."""
@@ -81,7 +95,9 @@ class DecodeState:
         for group in self.groups.values():
             for child in group.children:
                 if child.stage is not Stage.ENDED:
-                    contexts[group.rank] += len(group.request.prompt_token_ids) + len(child.generated)
+                    contexts[group.rank] += len(group.request.prompt_token_ids) + len(
+                        child.generated
+                    )
         return tuple(contexts)
 
     def reserved_pages(self) -> tuple[int, ...]:
@@ -98,8 +114,8 @@ class DecodeState:
         return news
 
     def cover(self, group: Group, tokens: int) -> tuple[int, ...] | None:
-        """The pages that KV for positions [0, tokens) of the group is written to. One that moved here may have grown beyond what
-        was reserved; None when there are no pages for that."""
+        """The pages that KV for positions [0, tokens) of the group is written to. One that moved
+        here may have grown beyond what was reserved; None when there are no pages for that."""
         ledger, size = self.ledgers[group.rank], self.limits.page_size
         owner = group.children[0].key if len(group.children) == 1 else group.key
         count = pages_for(tokens, size)
@@ -118,7 +134,8 @@ class DecodeState:
         preempted: bool = False,
         moved: bool = False,
     ) -> None:
-        """Frees the child's slot and pages and tells why, together with its untold tokens. Idempotent."""
+        """Frees the child's slot and pages and tells why, together with its untold tokens.
+        Idempotent."""
         if child.stage is Stage.ENDED:
             return
         if child.stage is Stage.RUNNING:
@@ -134,13 +151,28 @@ class DecodeState:
         self.growing[child.rank].discard(child.key)
         self.ledgers[child.rank].free(child.key)
         last = self.untold(child)
-        self.news.append(Progress(last.group_key, last.child, last.first_index, last.token_ids, last.logprobs, finish, preempted, moved))
+        self.news.append(
+            Progress(
+                last.group_key,
+                last.child,
+                last.first_index,
+                last.token_ids,
+                last.logprobs,
+                finish,
+                preempted,
+                moved,
+            )
+        )
         if not child.group.alive:
             self._forget(child.group)
 
     def untold(self, child: Sequence) -> Progress:
         """What was generated and not told yet; it counts as told from now on."""
-        first, tokens, logprobs = child.told, tuple(child.generated[child.told :]), tuple(child.held_logprobs)
+        first, tokens, logprobs = (
+            child.told,
+            tuple(child.generated[child.told :]),
+            tuple(child.held_logprobs),
+        )
         child.told = len(child.generated)
         child.held_logprobs.clear()
         return Progress(child.group.key, child.child, first, tokens, logprobs)
@@ -156,13 +188,22 @@ class DecodeState:
             self.ledgers[group.rank].free(group.key)
 
     def preempt_for(self, needy: Sequence) -> bool:
-        """Takes the youngest holder's pages on the rank until one is free. False when `needy` itself was the youngest.
+        """Takes the youngest holder's pages on the rank until one is free. False when `needy`
+        itself was the youngest.
 
-        A child whose KV is still to come shares its fate with its whole group: nobody would read what arrives.
-        """
+        A child whose KV is still to come shares its fate with its whole group: nobody would read
+        what arrives."""
         ledger = self.ledgers[needy.rank]
         while not ledger.free_pages:
-            victim = max((child for group in self.groups.values() if group.rank == needy.rank for child in group.alive), key=_age)
+            victim = max(
+                (
+                    child
+                    for group in self.groups.values()
+                    if group.rank == needy.rank
+                    for child in group.alive
+                ),
+                key=_age,
+            )
             if victim.stage is Stage.RESERVED:
                 self.end_group(victim.group, preempted=True)
             else:
@@ -179,9 +220,9 @@ class DecodeState:
         if not same:
             del self._named[group.request.identity]
         group.children = []  # they know it, too; so nothing waits for the garbage collector
-        event = HandoffEvent.FREE if group.handoff.state is HandoffState.DECODING else HandoffEvent.ABORT
-        if not group.handoff.state.final:
-            group.handoff = group.handoff.move(event, group.handoff.deadline)
+        decoding = group.handoff.state is HandoffState.DECODING
+        event = HandoffEvent.FREE if decoding else HandoffEvent.ABORT
+        self.advance(group, event, group.handoff.deadline)
 
 
 def _age(child: Sequence) -> tuple[float, int, int]:

@@ -1,12 +1,16 @@
-"""The hand-off of one sequence's KV from a prefill worker to a decode worker, as data: states, events, deadlines, sweep.
+"""The hand-off of one sequence's KV from a prefill worker to a decode worker, as data: states,
+events, deadlines, sweep.
 
-Both sides run the same machine: sender COMPUTING -> OFFERED -> ACKED -> FREED, receiver RESERVED -> RECEIVING -> COMPLETE ->
-DECODING -> FREED; ABORTED is reachable from every state but FREED. A receiver whose source failed is
-ORPHANED until another takes over. Each state has a deadline on the local monotonic clock, which
-progress renews; `sweep` names those whose deadline has passed, whether or not there is work. Pure: knows no pages, no ports.
+Both sides run the same machine: sender COMPUTING -> OFFERED -> ACKED -> FREED, receiver RESERVED ->
+RECEIVING -> COMPLETE -> DECODING -> FREED; ABORTED is reachable from every state but FREED. A
+receiver whose source failed is ORPHANED until another takes over. Each state has a deadline on the
+local monotonic clock, which progress renews; `sweep` names those whose deadline has passed, whether
+or not there is work. Pure: knows no pages, no ports.
 
-Invariants: FREED and ABORTED are final; a move that the table does not list is our own bug (`HandoffStateError`).
-"""
+One object a side advances them: `DecodeState` the receiver's, `OutgoingHandoff` the sender's.
+
+Invariants: FREED and ABORTED are final; a move that the table does not list is our own bug
+(`HandoffStateError`)."""
 
 import enum
 from collections.abc import Iterable
@@ -72,22 +76,33 @@ class Handoff:
     state: HandoffState
     deadline: float
 
-    def move(self, event: HandoffEvent, deadline: float) -> "Handoff":
+    def advance(self, event: HandoffEvent, deadline: float) -> "Handoff":
         """The state after `event`, to be left by `deadline`."""
         state = TRANSITIONS.get((self.state, event))
         if state is None:
-            raise HandoffStateError(f"hand-off {self.handoff_id}: {event.name} is not possible in state {self.state.name}")
+            raise HandoffStateError(
+                f"hand-off {self.handoff_id}: {event.name} is not possible in state"
+                f" {self.state.name}"
+            )
         return Handoff(self.handoff_id, state, deadline)
 
     def renew(self, deadline: float) -> "Handoff":
         """Progress within a state: blocks came or went."""
-        return self if self.state.final else Handoff(self.handoff_id, self.state, max(self.deadline, deadline))
+        return (
+            self
+            if self.state.final
+            else Handoff(self.handoff_id, self.state, max(self.deadline, deadline))
+        )
 
     def expect(self, deadline: float) -> "Handoff":
-        """Somebody came who is waited for differently: it must move on by `deadline`, sooner or later than was said before."""
+        """Somebody came who is waited for differently: it must move on by `deadline`, sooner or
+        later than was said before."""
         return self if self.state.final else Handoff(self.handoff_id, self.state, deadline)
 
 
 def sweep(handoffs: Iterable[Handoff], now: float) -> tuple[Handoff, ...]:
-    """Those that stayed in a state beyond its deadline; their owner aborts them and frees all they hold."""
-    return tuple([handoff for handoff in handoffs if handoff.deadline < now and not handoff.state.final])
+    """Those that stayed in a state beyond its deadline; their owner aborts them and frees all they
+    hold."""
+    return tuple(
+        [handoff for handoff in handoffs if handoff.deadline < now and not handoff.state.final]
+    )

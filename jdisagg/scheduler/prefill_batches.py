@@ -1,25 +1,29 @@
 """Packs prompts into chunks: first come (by arrival of the request), first served, on each dp rank.
 
-A chunk holds, per rank, at most one row that goes on with a long prompt, then fresh rows, each at a multiple of the granule;
-its size is the smallest bucket that holds the fullest rank. A prompt longer than what is left of the largest bucket is cut and
-goes on in the next chunk. Knows jobs and sizes, not who owns pages and not what becomes of the offers. Pure: ids come from
-the `new_id` it was given.
+A chunk holds, per rank, at most one row that goes on with a long prompt, then fresh rows, each at a
+multiple of the granule; its size is the smallest bucket that holds the fullest rank. A prompt
+longer than what is left of the largest bucket is cut and goes on in the next chunk. Knows jobs and
+sizes, not who owns pages and not what becomes of the offers. Pure: ids come from the `new_id` it
+was given.
 
-Invariants: a job's rows are issued in order without gap; a job samples in its last row only; a rank has at most one begun job, and one
-more for each that was held back in its midst.
-"""
+Invariants: a job's rows are issued in order without gap; a job samples in its last row only; a rank
+has at most one begun job, and one more for each that was held back in its midst."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import msgspec
+
+from jdisagg.messages.step_commands import OfferSpec, PrefillChunk, PrefillRow, SampleSpec
 from jdisagg.scheduler.blocks import merged_block, padded, split_blocks
-from jdisagg.scheduler.commands import MeshLimits, OfferSpec, PrefillChunk, PrefillRow, SampleSpec
+from jdisagg.scheduler.executor import MeshLimits
 
 
 @dataclass(slots=True)
 class PrefillJob:
-    """One sequence to prefill on `rank` into `pages`. `issued_tokens` of `tokens` are in commands already. `offers_from`: the first
-    position (a multiple of the granule) whose KV is offered to a peer; None: none is."""
+    """One sequence to prefill on `rank` into `pages`. `issued_tokens` of `tokens` are in commands
+    already. `offers_from`: the first position (a multiple of the granule) whose KV is offered to a
+    peer; None: none is."""
 
     sequence: int
     rank: int
@@ -53,10 +57,13 @@ class PrefillBatches:
         return sum(job.left_tokens for job in self._queues[rank])
 
     def add(self, job: PrefillJob) -> None:
-        """Queues a job behind those that arrived before it; a begun job keeps its place at the head."""
+        """Queues a job behind those that arrived before it; a begun job keeps its place at the
+        head."""
         queue = self._queues[job.rank]
         place = len(queue)
-        while place and not queue[place - 1].issued_tokens and queue[place - 1].arrival > job.arrival:
+        while (
+            place and not queue[place - 1].issued_tokens and queue[place - 1].arrival > job.arrival
+        ):
             place -= 1
         queue.insert(place, job)
 
@@ -65,12 +72,14 @@ class PrefillBatches:
         for queue in self._queues:
             queue[:] = [job for job in queue if job.sequence != sequence]
 
-    def leaves_ranks_idle(self, held: Collection[int] = ()) -> bool:
-        """Whether the next chunk would leave some of the ranks without work."""
-        return not all([any([job.sequence not in held for job in queue]) for queue in self._queues])
-
-    def next_chunk(self, step: int, held: Collection[int] = ()) -> PrefillChunk | None:
-        """Takes the next chunk off the queues, or None when they hold nothing but sequences that are `held` back."""
+    def next_chunk(
+        self, step: int, held: Collection[int] = (), chunk_in_flight: bool = False
+    ) -> PrefillChunk | None:
+        """Takes the next chunk off the queues. None where they hold nothing but sequences that are
+        `held` back, and where a chunk is in flight and the next one would leave ranks idle: all
+        ranks would wait for the few, and prompts that come meanwhile can share it."""
+        if chunk_in_flight and self._leaves_ranks_idle(held):
+            return None
         ranks = [packed for rank in range(self._limits.ranks) if (packed := self._pack(rank, held))]
         if not ranks:
             return None
@@ -80,8 +89,12 @@ class PrefillBatches:
             packed[-1] = self._merged(packed[-1], chunk_tokens)
         return PrefillChunk(step, chunk_tokens, tuple(row for packed in ranks for row in packed))
 
+    def _leaves_ranks_idle(self, held: Collection[int]) -> bool:
+        return not all([any([job.sequence not in held for job in queue]) for queue in self._queues])
+
     def _merged(self, row: PrefillRow, chunk_tokens: int) -> PrefillRow:
-        """The last row of its rank, with one block for each band where that costs less and there is room for its padding."""
+        """The last row of its rank, with one block for each band where that costs less and there is
+        room for its padding."""
         limits = self._limits
         if len(row.offers) < 2:
             return row
@@ -90,9 +103,13 @@ class PrefillBatches:
         block_tokens = merged_block(tokens, limits.granule_tokens)
         fewer = len(row.offers) - len(limits.bands(block_tokens))
         padding = block_tokens - padded(tokens, limits.granule_tokens)
-        if fewer <= 0 or padding > fewer * limits.block_cost_tokens or first + block_tokens > chunk_tokens:
+        if (
+            fewer <= 0
+            or padding > fewer * limits.block_cost_tokens
+            or first + block_tokens > chunk_tokens
+        ):
             return row
-        return replace(row, offers=tuple(self._bands(first, block_tokens)))
+        return msgspec.structs.replace(row, offers=tuple(self._bands(first, block_tokens)))
 
     def _pack(self, rank: int, held: Collection[int]) -> list[PrefillRow]:
         limits = self._limits
@@ -133,12 +150,23 @@ class PrefillBatches:
         )
         return row
 
-    def _offers(self, offset: int, tokens: int, start: int, offers_from: int | None) -> list[OfferSpec]:
+    def _offers(
+        self, offset: int, tokens: int, start: int, offers_from: int | None
+    ) -> list[OfferSpec]:
         skipped = tokens if offers_from is None else min(tokens, max(0, offers_from - start))
-        blocks = split_blocks(tokens - skipped, self._limits.granule_tokens, self._limits.whole_blocks)
-        offers = [offer for at, block_tokens, _ in blocks for offer in self._bands(offset + skipped + at, block_tokens)]
-        return sorted(offers, key=lambda offer: offer.group + offer.groups)  # in the order in which they are computed
+        blocks = split_blocks(
+            tokens - skipped, self._limits.granule_tokens, self._limits.whole_blocks
+        )
+        offers = [
+            offer
+            for at, block_tokens, _ in blocks
+            for offer in self._bands(offset + skipped + at, block_tokens)
+        ]
+        # in the order in which they are computed
+        return sorted(offers, key=lambda offer: offer.group + offer.groups)
 
     def _bands(self, offset: int, block_tokens: int) -> list[OfferSpec]:
         bands = self._limits.bands(block_tokens)
-        return [OfferSpec(self._new_id(), band.start, offset, block_tokens, len(band)) for band in bands]
+        return [
+            OfferSpec(self._new_id(), band.start, offset, block_tokens, len(band)) for band in bands
+        ]

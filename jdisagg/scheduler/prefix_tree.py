@@ -1,13 +1,16 @@
-"""Which pages hold which beginnings of prompts: full pages under chained content hashes, with references and eviction of the least
-recently used.
+"""Which pages hold which beginnings of prompts: full pages under chained content hashes, with
+references and eviction of the least recently used.
 
-A page is known by the hash of its tokens chained to the hash of the page before it, so one lookup a page finds the longest known beginning,
-and pages of different tenants never meet (the chain starts from a salt). The tree stores page numbers for its owner and gives back those
-that it evicts; it knows neither tokens, arrays, clocks nor what pages are used for. Everything is O(1) a page.
+A page is known by the hash of its tokens chained to the hash of the page before it, so one lookup a
+page finds the longest known beginning, and pages of different tenants never meet (the chain starts
+from a salt). The tree stores page numbers for its owner and gives back those that it evicts; it
+knows neither tokens, arrays, clocks nor what pages are used for. Everything is O(1) a page.
 
-A chain is always named from its first page on. Releasing and touching count its end as used before its beginning, so that in the
-order of use every page lies behind all that continue it: eviction needs no look at parents and children, and never cuts a chain in its
-middle. `children_first=False` is the plain LRU of a block store, for comparison: front to back, and gaps may hide what follows them.
+A chain is always named from its first page on. Releasing and touching count its end as used before
+its beginning, so that in the order of use every page lies behind all that continue it: eviction
+needs no look at parents and children, and never cuts a chain in its middle. `children_first=False`
+is the plain LRU of a block store, for comparison: front to back, and gaps may hide what follows
+them.
 
 Events (`PrefixEvent`) tell a router's index (`PrefixIndex`) what a tree gained and lost.
 
@@ -16,8 +19,7 @@ Invariants (each is a test of the same name in tests/scheduler/test_prefix_tree.
 - a_held_page_is_never_evicted
 - every_known_page_has_its_parent
 - a_page_number_is_stored_once
-- events_replayed_give_the_same_pages
-"""
+- events_replayed_give_the_same_pages"""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,17 +28,20 @@ from hashlib import blake2b
 
 import numpy as np
 
-EVENT_LIMIT = 1 << 16  # events kept for whoever takes them; when more happen unasked they are dropped, and the gap tells
+# events kept for whoever takes them; when more happen unasked they are dropped, and the gap tells
+EVENT_LIMIT = 1 << 16
 HASH_BYTES = 16  # two prompts of 2**40 pages together meet by chance with a probability of 2**-49
 
 
 class PrefixError(AssertionError):
-    """Our own code broke the tree's rules: released what it did not hold, or stored a page twice."""
+    """Our own code broke the tree's rules: released what it did not hold, or stored a page
+    twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixEvent:
-    """`added`: the page of this hash is there now; else it is gone. `number` counts a tree's events from 1, without gaps."""
+    """`added`: the page of this hash is there now; else it is gone. `number` counts a tree's events
+    from 1, without gaps."""
 
     number: int
     page_hash: int
@@ -50,7 +55,8 @@ class _Page:
 
 
 def page_hashes(tokens: Sequence[int], page_size: int, salt: str = "") -> list[int]:
-    """The chain of the full pages of a prompt. `salt`: the tenant, and whatever else must not share pages (an adapter, a model)."""
+    """The chain of the full pages of a prompt. `salt`: the tenant, and whatever else must not share
+    pages (an adapter, a model)."""
     content = np.asarray(tokens, "<u4").tobytes()
     step = 4 * page_size
     link = blake2b(salt.encode(), digest_size=HASH_BYTES).digest()
@@ -62,7 +68,8 @@ def page_hashes(tokens: Sequence[int], page_size: int, salt: str = "") -> list[i
 
 
 class PrefixTree:
-    """`capacity`: pages that `touch` and `release` keep it to; None where the owner evicts when its ledger runs short."""
+    """`capacity`: pages that `touch` and `release` keep it to; None where the owner evicts when its
+    ledger runs short."""
 
     def __init__(self, capacity: int | None = None, *, children_first: bool = True) -> None:
         self.capacity = capacity
@@ -99,15 +106,17 @@ class PrefixTree:
         return len(hashes)
 
     def hold(self, hashes: Sequence[int]) -> tuple[int, ...]:
-        """Pins the known beginning of a chain and returns its page numbers; release just as many hashes."""
+        """Pins the known beginning of a chain and returns its page numbers; release just as many
+        hashes."""
         known = hashes[: self.match(hashes)]
         for page_hash in known:
             self._pin(page_hash)
         return tuple(self._pages[page_hash].number for page_hash in known)
 
     def insert(self, hashes: Sequence[int], numbers: Sequence[int]) -> tuple[int, ...]:
-        """Adds the pages of a chain that the caller has filled, and pins the whole chain. Where a page is known already (two requests
-        computed the same) it stays, and the caller's own number comes back as surplus: to be freed once nobody reads it."""
+        """Adds the pages of a chain that the caller has filled, and pins the whole chain. Where a
+        page is known already (two requests computed the same) it stays, and the caller's own number
+        comes back as surplus: to be freed once nobody reads it."""
         if len(hashes) != len(numbers):
             raise PrefixError(f"{len(hashes)} hashes for {len(numbers)} pages")
         surplus = []
@@ -121,7 +130,8 @@ class PrefixTree:
         return tuple(surplus)
 
     def release(self, hashes: Sequence[int]) -> tuple[int, ...]:
-        """Unpins a chain that `hold` or `insert` pinned; returns pages evicted to keep to the capacity."""
+        """Unpins a chain that `hold` or `insert` pinned; returns pages evicted to keep to the
+        capacity."""
         for page_hash in self._in_order_of_use(hashes):
             page = self._pages.get(page_hash)
             if page is None or not page.references:
@@ -132,8 +142,9 @@ class PrefixTree:
         return self._keep_to_capacity()
 
     def touch(self, hashes: Sequence[int]) -> int:
-        """Uses a whole chain at once, adding what is unknown under numbers of its own, then keeps to the capacity. Returns how many
-        pages were known. For simulated and comparative caches, whose pages nobody reads."""
+        """Uses a whole chain at once, adding what is unknown under numbers of its own, then keeps
+        to the capacity. Returns how many pages were known. For simulated and comparative caches,
+        whose pages nobody reads."""
         known = self.match(hashes)
         for page_hash in self._in_order_of_use(hashes):
             if page_hash in self._unheld:
@@ -145,7 +156,8 @@ class PrefixTree:
         return known
 
     def evict(self, count: int) -> tuple[int, ...]:
-        """Drops up to `count` pages that nobody holds, least recently used first; returns their numbers, which are free now."""
+        """Drops up to `count` pages that nobody holds, least recently used first; returns their
+        numbers, which are free now."""
         freed = []
         while len(freed) < count and self._unheld:
             page_hash, _ = self._unheld.popitem(last=False)
@@ -156,7 +168,8 @@ class PrefixTree:
         return tuple(freed)
 
     def take_events(self) -> tuple[PrefixEvent, ...]:
-        """What happened since this was asked last; of more than `EVENT_LIMIT` events only the latest, with a gap before them."""
+        """What happened since this was asked last; of more than `EVENT_LIMIT` events only the
+        latest, with a gap before them."""
         events, self._events = tuple(self._events), []
         return events
 
@@ -190,8 +203,9 @@ class PrefixTree:
 
 
 class PrefixIndex:
-    """Which of many workers know how much of a chain: the router's mirror of their trees. One integer of bits for each page, a bit for
-    each worker, so that a thousand workers are matched with one operation a page. May lag behind: a wrong match costs time, no truth."""
+    """Which of many workers know how much of a chain: the router's mirror of their trees. One
+    integer of bits for each page, a bit for each worker, so that a thousand workers are matched
+    with one operation a page. May lag behind: a wrong match costs time, no truth."""
 
     def __init__(self) -> None:
         self._bits: dict[str, int] = {}
@@ -205,7 +219,8 @@ class PrefixIndex:
         return len(self._holders)
 
     def apply(self, worker: str, events: Sequence[PrefixEvent]) -> bool:
-        """Takes a worker's next events. False: some are missing, nothing more was taken; ask the worker for a snapshot."""
+        """Takes a worker's next events. False: some are missing, nothing more was taken; ask the
+        worker for a snapshot."""
         self._know(worker)
         for event in events:
             if event.number <= self._last[worker]:
@@ -235,7 +250,8 @@ class PrefixIndex:
         del self._names[self._bits.pop(worker)], self._pages[worker], self._last[worker]
 
     def matches(self, hashes: Sequence[int]) -> Mapping[str, int]:
-        """Pages of the chain that each worker knows from the first on; workers that know none are left out."""
+        """Pages of the chain that each worker knows from the first on; workers that know none are
+        left out."""
         found: dict[str, int] = {}
         knowing = self._holders.get(hashes[0], 0) if hashes else 0
         count = 1

@@ -1,13 +1,14 @@
-"""Who gets pages on a decode worker: a bounded queue by arrival, served strictly from its head. Pure.
+"""Who gets pages on a decode worker: a bounded queue by arrival, served strictly from its head.
+Pure.
 
-A reservation covers the prompt, the accepted tokens and growth (the fewer of what is left and `growth_tokens`) of each child.
-Full prompt pages are shared by the children; the last, partly filled one is theirs alone (its copy is issued when the KV has
-arrived). Nobody overtakes the head of the queue, so that an old large request is never starved by small ones, and a
-preempted one, as old as it was, goes before the younger.
+A reservation covers the prompt, the accepted tokens and growth (the fewer of what is left and
+`growth_tokens`) of each child. Full prompt pages are shared by the children; the last, partly
+filled one is theirs alone (its copy is issued when the KV has arrived). Nobody overtakes the head
+of the queue, so that an old large request is never starved by small ones, and a preempted one, as
+old as it was, goes before the younger.
 
-Grants keep a page in hand for each running sequence that will still grow, and no more sequences than slots (and a few
-ahead, so that a freed slot finds its next sequence ready).
-"""
+Grants keep a page in hand for each running sequence that will still grow, and no more sequences
+than slots (and a few ahead, so that a freed slot finds its next sequence ready)."""
 
 import bisect
 from collections.abc import Sequence as Sized
@@ -41,12 +42,17 @@ class Waiting:
 
 
 class Reservations:
-    """The queue of one mesh, and the grants from its head. `ahead_sequences`: granted beyond the slots; None: a quarter of them."""
+    """The queue of one mesh, and the grants from its head. `ahead_sequences`: granted beyond the
+    slots; None: a quarter of them."""
 
-    def __init__(self, state: DecodeState, growth_tokens: int, ahead_sequences: int | None = None) -> None:
+    def __init__(
+        self, state: DecodeState, growth_tokens: int, ahead_sequences: int | None = None
+    ) -> None:
         self._state = state
         self._growth_tokens = growth_tokens
-        self._ahead = max(1, state.limits.slots_per_rank // 4) if ahead_sequences is None else ahead_sequences
+        self._ahead = (
+            max(1, state.limits.slots_per_rank // 4) if ahead_sequences is None else ahead_sequences
+        )
         self._queue: list[Waiting] = []
 
     def __len__(self) -> int:
@@ -58,28 +64,44 @@ class Reservations:
         prompt = len(request.prompt_token_ids)
         if prompt >= limits.context_tokens:
             raise InvalidRequestError(
-                f"prompt has {prompt} tokens; with one to generate the context holds {limits.context_tokens}: shorten it"
+                f"prompt has {prompt} tokens; with one to generate the context holds"
+                f" {limits.context_tokens}: shorten it"
             )
         if len(children) > limits.samples_per_chunk:
-            raise InvalidRequestError(f"n={len(children)} exceeds the {limits.samples_per_chunk} samples of one prefill; ask for fewer")
+            raise InvalidRequestError(
+                f"n={len(children)} exceeds the {limits.samples_per_chunk} samples of one prefill;"
+                " ask for fewer"
+            )
         most = prompt + request.most_tokens(limits.context_tokens) - 1
         capacity = limits.pages_per_rank * limits.page_size
         if most > capacity:
             raise InvalidRequestError(
-                f"prompt of {prompt} tokens and max_tokens={request.sampling.max_tokens} need KV for {most} positions, a rank holds "
-                f"{capacity} ({limits.pages_per_rank} pages of {limits.page_size}); lower max_tokens or give the worker more pages"
+                f"prompt of {prompt} tokens and max_tokens={request.sampling.max_tokens} need KV"
+                f" for {most} positions, a rank holds {capacity} ({limits.pages_per_rank} pages of"
+                f" {limits.page_size}); lower max_tokens or give the worker more pages"
             )
         least = self._pages(Waiting(0, request, 0, tuple(children), 0.0), growth_tokens=1)
         if least > limits.pages_per_rank:
             raise InvalidRequestError(
-                f"n={len(children)} streams of a prompt of {prompt} tokens need {least} pages to begin, a rank holds "
-                f"{limits.pages_per_rank}; lower n or give the worker more pages"
+                f"n={len(children)} streams of a prompt of {prompt} tokens need {least} pages to"
+                f" begin, a rank holds {limits.pages_per_rank}; lower n or give the worker more"
+                " pages"
             )
 
-    def enqueue(self, request: Request, attempt: int, children: tuple[tuple[int, tuple[int, ...]], ...], arrival: float) -> int:
+    def enqueue(
+        self,
+        request: Request,
+        attempt: int,
+        children: tuple[tuple[int, tuple[int, ...]], ...],
+        arrival: float,
+    ) -> int:
         """Queues a checked request and returns its ticket."""
         ticket = self._state.new_key()
-        bisect.insort(self._queue, Waiting(ticket, request, attempt, children, arrival), key=lambda waiting: waiting.order)
+        bisect.insort(
+            self._queue,
+            Waiting(ticket, request, attempt, children, arrival),
+            key=lambda waiting: waiting.order,
+        )
         return ticket
 
     def withdraw(self, ticket: int) -> None:
@@ -97,7 +119,8 @@ class Reservations:
         ]
 
     def grant(self, lease_until: float) -> list[Group]:
-        """Reserves for the head of the queue, and the next, while there is room. A group's `key` is its ticket."""
+        """Reserves for the head of the queue, and the next, while there is room. A group's `key` is
+        its ticket."""
         granted: list[Group] = []
         while self._queue:
             waiting = self._queue[0]
@@ -135,21 +158,44 @@ class Reservations:
 
     def _covered(self, waiting: Waiting, growth_tokens: int) -> int:
         known = waiting.known_tokens
-        limit = len(waiting.request.prompt_token_ids) + waiting.request.most_tokens(self._state.limits.context_tokens) - 1
+        limit = (
+            len(waiting.request.prompt_token_ids)
+            + waiting.request.most_tokens(self._state.limits.context_tokens)
+            - 1
+        )
         return max(known, min(limit, known + growth_tokens))
 
-    def _reserve(self, waiting: Waiting, rank: int, growth_tokens: int, lease_until: float) -> Group:
+    def _reserve(
+        self, waiting: Waiting, rank: int, growth_tokens: int, lease_until: float
+    ) -> Group:
         size, ledger = self._state.limits.page_size, self._state.ledgers[rank]
         context = self._state.limits.context_tokens
         handoff = Handoff(waiting.ticket, HandoffState.RESERVED, lease_until)
-        group = Group(waiting.ticket, waiting.request, waiting.attempt, rank, waiting.arrival, handoff, context)
+        group = Group(
+            waiting.ticket,
+            waiting.request,
+            waiting.attempt,
+            rank,
+            waiting.arrival,
+            handoff,
+            context,
+            until=lease_until,
+        )
         known = waiting.known_tokens
         prompt_pages = pages_for(known, size)
         own_pages = pages_for(self._covered(waiting, growth_tokens), size) - prompt_pages
         assert ledger.reserve(group.key, prompt_pages) is not None, "room was checked"
         for number, (index, accepted) in enumerate(waiting.children):
             limit = group.prompt_tokens + waiting.request.most_tokens(context) - 1
-            child = Sequence(self._state.new_key(), index, group, list(accepted), len(accepted), limit, told=len(accepted))
+            child = Sequence(
+                self._state.new_key(),
+                index,
+                group,
+                list(accepted),
+                len(accepted),
+                limit,
+                told=len(accepted),
+            )
             ledger.share(group.key, child.key, prompt_pages)
             if number and known % size:
                 copy = ledger.own(child.key, prompt_pages - 1)

@@ -1,21 +1,23 @@
-"""What the decode scheduler knows of a request on its worker: a group (one reservation) and its children (the sequences).
+"""What the decode scheduler knows of a request on its worker: a group (one reservation) and its
+children (the sequences).
 
-Rule 9: a sequence is (request, accepted ids, KV). `generated` holds all ids so far, the accepted ones included; KV lies in the
-pages that the ledger lists under `key`. Positions count prompt and generated tokens. The device runs ahead of what is read
-back: `issued_position` is where the slot will be after all commands in flight.
-"""
+Rule 9: a sequence is (request, accepted ids, KV). `generated` holds all ids so far, the accepted
+ones included; KV lies in the pages that the ledger lists under `key`. Positions count prompt and
+generated tokens. The device runs ahead of what is read back: `issued_position` is where the slot
+will be after all commands in flight."""
 
 import enum
 from dataclasses import dataclass, field
 
+from jdisagg.messages.step_commands import SampleSpec
 from jdisagg.plain import plain
 from jdisagg.request import FinishReason, Request, TokenLogprobs
-from jdisagg.scheduler.commands import SampleSpec
 from jdisagg.scheduler.handoff import Handoff
 
 
 def sample_spec(request: Request, child: int, generated: tuple[int, ...]) -> SampleSpec:
-    """How the token after `generated` is chosen; the histories travel only where the choice depends on them."""
+    """How the token after `generated` is chosen; the histories travel only where the choice depends
+    on them."""
     penalised = request.sampling.penalised
     return SampleSpec(
         child=child,
@@ -28,7 +30,8 @@ def sample_spec(request: Request, child: int, generated: tuple[int, ...]) -> Sam
 
 
 class Stage(enum.Enum):
-    """RESERVED: pages held, KV still to come. READY: all KV in place, waits for a slot. RUNNING: in a slot. ENDED: holds nothing."""
+    """RESERVED: pages held, KV still to come. READY: all KV in place, waits for a slot. RUNNING: in
+    a slot. ENDED: holds nothing."""
 
     RESERVED = "reserved"
     READY = "ready"
@@ -38,9 +41,10 @@ class Stage(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One child of a group. `accepted` generated tokens came with the call; `limit` is the first position it may never write. A
-    `frozen` one makes no further steps for now: its last positions are on their way to another worker. Of `generated`, the first `told`
-    were told to whoever listens; `held_logprobs` are those of the rest."""
+    """One child of a group. `accepted` generated tokens came with the call; `limit` is the first
+    position it may never write. A `frozen` one makes no further steps for now: its last positions
+    are on their way to another worker. Of `generated`, the first `told` were told to whoever
+    listens; `held_logprobs` are those of the rest."""
 
     key: int
     child: int
@@ -55,7 +59,8 @@ class Sequence:
     issued_limit: int = 0
     told: int = 0
     held_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    uneventful: int = 0  # with fewer generated tokens than this, new ones neither end it nor are told
+    # with fewer generated tokens than this, new ones neither end it nor are told
+    uneventful: int = 0
 
     @property
     def rank(self) -> int:
@@ -78,8 +83,9 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """One reservation: children that share the prompt's pages on one rank. `key` owns the pages that KV is written to until
-    the group is ready; `copies` are the shared last pages to copy then (rank, source, destination)."""
+    """One reservation: children that share the prompt's pages on one rank. `key` owns the pages
+    that KV is written to until the group is ready; `copies` are the shared last pages to copy then
+    (rank, source, destination). `until`: the deadline of the call that generates from it."""
 
     key: int
     request: Request
@@ -88,6 +94,7 @@ class Group:
     arrival: float
     handoff: Handoff
     context_tokens: int
+    until: float
     children: list[Sequence] = field(default_factory=list)
     copies: list[tuple[int, int, int]] = field(default_factory=list)
     root_held: bool = True
@@ -98,8 +105,11 @@ class Group:
 
     @property
     def known_tokens(self) -> tuple[int, ...]:
-        """What must be prefilled: the prompt and, for a child that comes back, its accepted tokens."""
-        return self.request.prompt_token_ids + tuple(self.children[0].generated[: self.children[0].accepted])
+        """What must be prefilled: the prompt and, for a child that comes back, its accepted
+        tokens."""
+        return self.request.prompt_token_ids + tuple(
+            self.children[0].generated[: self.children[0].accepted]
+        )
 
     @property
     def alive(self) -> list[Sequence]:
@@ -108,7 +118,8 @@ class Group:
 
 @plain
 class Progress:
-    """New tokens of one child, or why it ended, for whoever listens. `first_index` counts from the first generated token."""
+    """New tokens of one child, or why it ended, for whoever listens. `first_index` counts from the
+    first generated token."""
 
     group_key: int
     child: int

@@ -1,1 +1,2 @@
-"""The door: gRPC services and the one file that converts between our data and the wire. Never imports JAX."""
+"""The door: gRPC services and what makes ports of remote processes. Never
+imports JAX."""

@@ -1,7 +1,8 @@
-"""What a caller gave to a client, made a `ClientRequest`: a wrong kind of value is refused by name before anything is sent.
+"""What a caller gave to a client, made a `ClientRequest`: a wrong kind of value is refused by name
+before anything is sent.
 
-What a value may be, the server judges; here is what protobuf could not hold, or would take for something else.
-"""
+What a value may be, the server judges; here is what protobuf could not hold, or would take for
+something else."""
 
 from collections.abc import Mapping, Sequence
 from typing import TypeVar, cast
@@ -17,8 +18,9 @@ Messages = Sequence[ChatMessage | Mapping[str, str]]
 
 
 class GenerateOptions(SamplingOptions, total=False):
-    """Keyword arguments of `generate` and `complete`: instead of a text prompt `token_ids` or `messages`, what identifies and
-    bounds the request, and the sampling options. Absent or None is the default."""
+    """Keyword arguments of `generate` and `complete`: instead of a text prompt `token_ids` or
+    `messages`, what identifies and bounds the request, and the sampling options. Absent or None is
+    the default."""
 
     token_ids: Sequence[int] | None
     messages: Messages | None
@@ -28,7 +30,9 @@ class GenerateOptions(SamplingOptions, total=False):
     priority: int | None
 
 
-_REQUEST_OPTIONS = frozenset(GenerateOptions.__annotations__) - frozenset(SamplingOptions.__annotations__)
+_REQUEST_OPTIONS = frozenset(GenerateOptions.__annotations__) - frozenset(
+    SamplingOptions.__annotations__
+)
 
 
 def asked(prompt: str | None, options: GenerateOptions) -> ClientRequest:
@@ -51,11 +55,15 @@ def tokenize_request(prompt: str | None, messages: Messages | None) -> pb.Tokeni
     return wire_generation.tokenize_to_proto(made)
 
 
-def _prompt(prompt: str | None, token_ids: Sequence[int] | None, messages: Messages | None) -> Prompt:
+def _prompt(
+    prompt: str | None, token_ids: Sequence[int] | None, messages: Messages | None
+) -> Prompt:
     if (prompt is not None) + (token_ids is not None) + (messages is not None) != 1:
         raise InvalidRequestError("give exactly one of prompt, token_ids, messages")
     if token_ids is not None:
-        return TokenPrompt(_items("token_ids", token_ids, "give a sequence of integers; for text, pass prompt="))
+        return TokenPrompt(
+            _items("token_ids", token_ids, "give a sequence of integers; for text, pass prompt=")
+        )
     if messages is not None:
         given = _items("messages", messages, "give a sequence of messages; for text, pass prompt=")
         return ChatPrompt(tuple(_message(index, message) for index, message in enumerate(given)))
@@ -65,17 +73,26 @@ def _prompt(prompt: str | None, token_ids: Sequence[int] | None, messages: Messa
 def _message(index: int, message: ChatMessage | Mapping[str, str]) -> ChatMessage:
     if not isinstance(message, ChatMessage):
         if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
-            raise InvalidRequestError(f"a chat message has a role and a content and nothing else, got {message!r:.200}")
+            raise InvalidRequestError(
+                f"a chat message has a role and a content and nothing else, got {message!r:.200}"
+            )
         message = ChatMessage(message["role"], message["content"])
     _text(f"messages[{index}].role", message.role)
-    _text(f"messages[{index}].content", message.content, "join its parts to one text, or leave the message out")
+    _text(
+        f"messages[{index}].content",
+        message.content,
+        "join its parts to one text, or leave the message out",
+    )
     return message
 
 
 def _items(name: str, given: Sequence[Item], remedy: str) -> tuple[Item, ...]:
-    """Not every sequence: text is one, too. And not only sequences: an array of NumPy's is none, and will do."""
+    """Not every sequence: text is one, too. And not only sequences: an array of NumPy's is none,
+    and will do."""
     if isinstance(given, str | bytes | Mapping) or not hasattr(given, "__iter__"):
-        raise InvalidRequestError(f"{name} must be several values, got {type(given).__name__}; {remedy}")
+        raise InvalidRequestError(
+            f"{name} must be several values, got {type(given).__name__}; {remedy}"
+        )
     return tuple(given)
 
 
@@ -86,7 +103,7 @@ def _text(name: str, value: object, remedy: str = "give a str") -> str:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         raise InvalidRequestError(
-            f"{name} cannot be sent: {value[error.start]!r}, its character {error.start}, is half of a surrogate pair and no text; "
-            "decode what it came from with errors='replace'"
+            f"{name} cannot be sent: {value[error.start]!r}, its character {error.start}, is half"
+            " of a surrogate pair and no text; decode what it came from with errors='replace'"
         ) from None
     return value

@@ -1,30 +1,34 @@
-"""A gRPC connection from one of our processes to another: who we are, how a dead peer is noticed, what its errors become.
+"""A gRPC connection from one of our processes to another: its credentials, how a dead peer is
+noticed, what its errors become.
 
-A peer that fell silent (stopped, its host gone) is noticed by unanswered pings within 3 s, a closed connection at once; running calls
-then raise UnavailableError. The connection comes back by itself, so that a process restarted at the same address is usable within
-a second or two. Calls fail fast: none waits for a peer that is known to be away. With a `boot_id` calls are meant for that boot of the
-process alone: another one at the same address refuses them.
+A peer that fell silent (stopped, its host gone) is noticed by unanswered pings within 3 s, a closed
+connection at once; running calls then raise UnavailableError. The connection comes back by itself,
+so that a process restarted at the same address is usable within a second or two. Calls fail fast:
+none waits for a peer that is known to be away. With a `boot_id` calls are meant for that boot of
+the process alone: another one at the same address refuses them.
 
-Knows no service. Every call but a stream that its caller bounds has a deadline.
-"""
+Knows no service. Every call but a stream that its caller bounds has a deadline."""
 
 import asyncio
+import contextlib
 import pathlib
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import grpc
 import grpc.aio
-from google.protobuf.message import Message
 
 from jdisagg.errors import ConfigError, JdisaggError, UnavailableError
+from jdisagg.messages.packed import PROTOCOL
+from jdisagg.messages.spans import WireStatus
 from jdisagg.service import wire
 from jdisagg.service.grpc_life import keep_grpc_alive
+from jdisagg.trace_context import outgoing
 
 MAX_MESSAGE_BYTES = 16 << 20
 BOOT_KEY = "jdisagg-boot"
+PROTOCOL_KEY = "jdisagg-protocol"
 TOKEN_KEY = "authorization"
 # The other side ends a call at its deadline and says why; the call's own deadline is the net below.
 SLACK_SECONDS = 1.0
@@ -33,8 +37,7 @@ LONGEST_SECONDS = 1e9
 
 _BLOCKS = re.compile(rb"-----BEGIN ([A-Z0-9 ]+)-----")
 
-Reply = TypeVar("Reply")
-Answer = TypeVar("Answer", bound=Message)
+Unary = Callable[..., Awaitable[bytes]]
 
 PING_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", 1_000),
@@ -46,7 +49,8 @@ PING_OPTIONS: list[tuple[str, int]] = [
 ]
 RECONNECT_OPTIONS: list[tuple[str, int]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # Also how long an attempt to connect may take: a stopped process accepts connections and says nothing.
+    # Also how long an attempt to connect may take: a stopped process accepts connections and is
+    # silent.
     ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # Channels to one address would share their connection, and with it their back-off.
@@ -58,9 +62,9 @@ RECONNECT_OPTIONS: list[tuple[str, int]] = [
 class Credentials:
     """What a process shows and believes when it connects. PEM texts; empty ones are not used.
 
-    authority: who signs the other side's certificates (`tls` without it: the system's roots). certificate, key: our own, for
-    mutual TLS. token: sent as a bearer token. server_name: the name in the other side's certificate, where it is not in the address.
-    """
+    authority: who signs the other side's certificates (`tls` without it: the system's roots).
+    certificate, key: our own, for mutual TLS. token: sent as a bearer token. server_name: the name
+    in the other side's certificate, where it is not in the address."""
 
     tls: bool = False
     authority: bytes = b""
@@ -71,18 +75,36 @@ class Credentials:
 
     def __post_init__(self) -> None:
         if bool(self.certificate) != bool(self.key):
-            raise ConfigError("credentials: a certificate and its key go together; give both or none")
+            raise ConfigError(
+                "credentials: a certificate and its key go together; give both or none"
+            )
         if not self.tls and (self.authority or self.certificate or self.server_name):
-            raise ConfigError("credentials: certificates, or a server's name, without tls would not be used; set tls")
+            raise ConfigError(
+                "credentials: certificates, or a server's name, without tls would not be used;"
+                " set tls"
+            )
         if self.token and not (self.token.isascii() and self.token.isprintable()):
             raise ConfigError("credentials: a token may hold printable ASCII characters alone")
-        for name, kind in (("authority", "CERTIFICATE"), ("certificate", "CERTIFICATE"), ("key", "PRIVATE KEY")):
+        for name, kind in (
+            ("authority", "CERTIFICATE"),
+            ("certificate", "CERTIFICATE"),
+            ("key", "PRIVATE KEY"),
+        ):
             if getattr(self, name):
                 _check_pem(f"credentials: {name}", getattr(self, name), kind)
 
     @classmethod
-    def load(cls, *, authority: str = "", certificate: str = "", key: str = "", token: str = "", server_name: str = "") -> "Credentials":
-        """Reads files; TLS is on where an authority or a certificate is given. Raises ConfigError naming the file."""
+    def load(
+        cls,
+        *,
+        authority: str = "",
+        certificate: str = "",
+        key: str = "",
+        token: str = "",
+        server_name: str = "",
+    ) -> "Credentials":
+        """Reads files; TLS is on where an authority or a certificate is given. Raises ConfigError
+        naming the file."""
         return cls(
             tls=bool(authority or certificate),
             authority=read_pem("credentials: authority", authority),
@@ -99,14 +121,19 @@ class Credentials:
         return [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
 
     def channel(self) -> grpc.ChannelCredentials:
-        return grpc.ssl_channel_credentials(self.authority or None, self.key or None, self.certificate or None)
+        return grpc.ssl_channel_credentials(
+            self.authority or None, self.key or None, self.certificate or None
+        )
 
 
 NO_CREDENTIALS = Credentials()
 
 
-def open_channel(address: str, credentials: Credentials, options: Sequence[tuple[str, int | str]]) -> grpc.aio.Channel:
-    """A channel of grpc.aio, on the event loop that will use it. Raises ConfigError where there is no address."""
+def open_channel(
+    address: str, credentials: Credentials, options: Sequence[tuple[str, int | str]]
+) -> grpc.aio.Channel:
+    """A channel of grpc.aio, on the event loop that will use it. Raises ConfigError where there is
+    no address."""
     check_target(address)
     keep_grpc_alive()
     if credentials.tls:
@@ -115,13 +142,16 @@ def open_channel(address: str, credentials: Credentials, options: Sequence[tuple
 
 
 def check_target(target: str) -> None:
-    """gRPC would take no address for one that does not answer."""
+    """Raises ConfigError where there is no address: gRPC would wait for an answer."""
     if not isinstance(target, str) or not target.strip():
-        raise ConfigError(f"target must be an address, got {target!r}; give host:port, such as localhost:8700")
+        raise ConfigError(
+            f"target must be an address, got {target!r}; give host:port, such as localhost:8700"
+        )
 
 
 def read_pem(subject: str, path: str, kind: str = "CERTIFICATE") -> bytes:
-    """As `read_secret`, of a PEM file with a block of that kind: gRPC would tell no more of one without than that nobody answers."""
+    """As `read_secret`, of a PEM file with a block of that kind: gRPC would tell no more of one
+    without than that nobody answers."""
     data = read_secret(path)
     if path:
         _check_pem(f"{subject} {path!r}", data, kind)
@@ -131,7 +161,10 @@ def read_pem(subject: str, path: str, kind: str = "CERTIFICATE") -> bytes:
 def _check_pem(subject: str, data: bytes, kind: str) -> None:
     found = [name.decode() for name in _BLOCKS.findall(data)]
     if not any(name.endswith(kind) for name in found):
-        raise ConfigError(f"{subject} has no {kind} block in PEM form, but {', '.join(found[:4]) or 'no block at all'}; give one that has")
+        raise ConfigError(
+            f"{subject} has no {kind} block in PEM form, but"
+            f" {', '.join(found[:4]) or 'no block at all'}; give one that has"
+        )
 
 
 def read_secret(path: str) -> bytes:
@@ -139,13 +172,32 @@ def read_secret(path: str) -> bytes:
     try:
         return pathlib.Path(path).expanduser().read_bytes() if path else b""
     except OSError as error:
-        raise ConfigError(f"cannot read {path!r}: {error.strerror}; give the path of a readable PEM or token file") from None
+        raise ConfigError(
+            f"cannot read {path!r}: {error.strerror}; give the path of a readable PEM or token file"
+        ) from None
+
+
+def protocol_metadata() -> tuple[str, str]:
+    """The version that every call and stream between our processes names."""
+    return PROTOCOL_KEY, str(PROTOCOL)
+
+
+def _bounded(seconds: float | None) -> float | None:
+    return None if seconds is None else min(seconds, LONGEST_SECONDS)
+
+
+async def _quietly(call: Callable[[], Awaitable[None]]) -> None:
+    with contextlib.suppress(JdisaggError):
+        await call()
 
 
 class Connection:
-    """Use it on one event loop; calls from several tasks share it. `boot_id` None: whichever boot answers."""
+    """Use it on one event loop; calls from several tasks share it. `boot_id` None: whichever boot
+    answers."""
 
-    def __init__(self, address: str, credentials: Credentials = NO_CREDENTIALS, boot_id: int | None = None) -> None:
+    def __init__(
+        self, address: str, credentials: Credentials = NO_CREDENTIALS, boot_id: int | None = None
+    ) -> None:
         self.address = address
         self.boot_id = boot_id
         self._credentials = credentials
@@ -160,12 +212,16 @@ class Connection:
         ]
         self.channel = open_channel(address, credentials, options)
 
-    async def call(self, method: Callable[..., Awaitable[Reply]], request: Message, seconds: float, any_boot: bool = False) -> Reply:
-        """One answer. Raises our typed errors; UnavailableError when the peer is away or goes away."""
+    async def call(
+        self, method: Unary, request: bytes, seconds: float | None, any_boot: bool = False
+    ) -> bytes:
+        """One answer, as bytes. Raises our typed errors; UnavailableError when the peer is away or
+        goes away."""
         self._check_open()
         try:
-            metadata = self._credentials.metadata() if any_boot else self._metadata()
-            return await method(request, timeout=min(seconds, LONGEST_SECONDS), metadata=metadata)
+            return await method(
+                request, timeout=_bounded(seconds), metadata=self._metadata(any_boot)
+            )
         except grpc.aio.AioRpcError as error:
             raise self._typed(error, seconds) from None
         except asyncio.CancelledError:
@@ -173,15 +229,18 @@ class Connection:
             raise
 
     async def stream(
-        self, method: Callable[..., object], request: Message, kind: type[Answer], seconds: float | None
-    ) -> AsyncGenerator[Answer, None]:
-        """The answers, each of type `kind`. Closing the iterator cancels. Raises as `call` does."""
+        self,
+        method: Callable[..., object],
+        request: bytes,
+        seconds: float | None,
+        any_boot: bool = False,
+    ) -> AsyncGenerator[bytes, None]:
+        """The answers, as bytes. Closing the iterator cancels. Raises as `call` does."""
         self._check_open()
-        call = method(request, timeout=None if seconds is None else min(seconds, LONGEST_SECONDS), metadata=self._metadata())
+        call = method(request, timeout=_bounded(seconds), metadata=self._metadata(any_boot))
         assert isinstance(call, grpc.aio.UnaryStreamCall)
         try:
             async for message in call:
-                assert isinstance(message, kind)
                 yield message
         except grpc.aio.AioRpcError as error:
             raise self._typed(error, seconds) from None
@@ -191,16 +250,17 @@ class Connection:
         finally:
             call.cancel()
 
-    def fire(self, method: Callable[..., Awaitable[Message]], request: Message, seconds: float) -> None:
-        """A call that nobody waits for and whose failure changes nothing."""
+    def fire(self, call: Callable[[], Awaitable[None]]) -> None:
+        """Makes a call over this connection without a result, whose failure changes nothing."""
         if self._closed:
             return
-        task = asyncio.ensure_future(self._quietly(method, request, seconds))
+        task = asyncio.ensure_future(_quietly(call))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
     def close(self) -> None:
-        """Ends the running calls with UnavailableError. Idempotent; what remains happens soon on the loop."""
+        """Ends the running calls with UnavailableError. Idempotent; what remains happens soon on
+        the loop."""
         if self._closed:
             return
         self._closed = True
@@ -211,37 +271,51 @@ class Connection:
     async def aclose(self) -> None:
         """The same, and waits for the end."""
         self.close()
-        await asyncio.wait(set(self._background), timeout=SLACK_SECONDS) if self._background else None
+        if self._background:
+            await asyncio.wait(set(self._background), timeout=SLACK_SECONDS)
 
-    async def _quietly(self, method: Callable[..., Awaitable[Message]], request: Message, seconds: float) -> None:
-        try:
-            await self.call(method, request, seconds)
-        except JdisaggError:
-            return
-
-    def _metadata(self) -> tuple[tuple[str, str], ...]:
-        boot = ((BOOT_KEY, f"{self.boot_id:x}"),) if self.boot_id is not None else ()
-        return (*self._credentials.metadata(), *boot)
+    def _metadata(self, any_boot: bool) -> tuple[tuple[str, str], ...]:
+        bound = self.boot_id is not None and not any_boot
+        boot = ((BOOT_KEY, f"{self.boot_id:x}"),) if bound else ()
+        return (*self._credentials.metadata(), protocol_metadata(), *boot, *outgoing())
 
     def _check_open(self) -> None:
         if self._closed:
-            raise UnavailableError(f"the connection to {self.address} is closed: the process there left, or was given up")
+            raise UnavailableError(
+                f"the connection to {self.address} is closed: the process there left, or was"
+                " given up"
+            )
 
     def _check_closed_under_us(self) -> None:
-        """Closing a channel cancels its calls; only their callers' own cancellation may pass as one."""
+        """Closing a channel cancels its calls; only their callers' own cancellation may pass as
+        one."""
         task = asyncio.current_task()
         if self._closed and (task is None or not task.cancelling()):
-            raise UnavailableError(f"the connection to {self.address} was closed during the call") from None
+            raise UnavailableError(
+                f"the connection to {self.address} was closed during the call"
+            ) from None
 
     def _typed(self, error: grpc.aio.AioRpcError, seconds: float | None) -> JdisaggError:
-        metadata = tuple((key, value) for key, value in error.trailing_metadata() or () if isinstance(value, str))
-        status = wire.WireStatus(error.code().name, error.details() or "", metadata)
-        if wire.ERROR_KEY not in dict(metadata) and status.code in ("CANCELLED", "UNKNOWN", "INTERNAL", "UNIMPLEMENTED"):
-            # Not one of our servers' answers: the connection broke midway, or somebody else listens there.
+        metadata = tuple(
+            (key, value) for key, value in error.trailing_metadata() or () if isinstance(value, str)
+        )
+        status = WireStatus(error.code().name, error.details() or "", metadata)
+        if wire.ERROR_KEY not in dict(metadata) and status.code in (
+            "CANCELLED",
+            "UNKNOWN",
+            "INTERNAL",
+            "UNIMPLEMENTED",
+        ):
+            # Not one of our servers' answers: the connection broke midway, or another program
+            # listens there.
             return UnavailableError(f"{self.address}: {status.code}: {status.details}")
         if wire.ERROR_KEY not in dict(metadata) and status.code == "DEADLINE_EXCEEDED":
-            # The call's own time, which tells of the peer: whose request's time is over hears so from the worker, or knows by itself.
-            return UnavailableError(f"{self.address} did not answer {'in time' if seconds is None else f'within {seconds:g} s'}")
+            # The call's own time limit, which concerns the peer: the worker reports a request's
+            # deadline.
+            return UnavailableError(
+                f"{self.address} did not answer"
+                f" {'in time' if seconds is None else f'within {seconds:g} s'}"
+            )
         typed = wire.error_from_status(status)
         if wire.ERROR_KEY not in dict(metadata):
             typed.message = f"{self.address}: {typed.message}"

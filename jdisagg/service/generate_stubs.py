@@ -1,16 +1,16 @@
-"""Regenerates the committed gRPC stubs: `python -m jdisagg.service.generate_stubs` (needs grpcio-tools, in the `dev` extra).
+"""Regenerates the committed gRPC stubs: `python -m jdisagg.service.generate_stubs` (needs
+grpcio-tools, in the `dev` extra).
 
-Writes *_pb2.py, *_pb2.pyi and, for files that define services, *_pb2_grpc.py beside each .proto. The include path is the
-checkout, so that the generated files import each other as `from jdisagg.service import generation_pb2`.
-A test regenerates them into another folder and compares.
-"""
+Writes *_pb2.py, *_pb2.pyi and, for files that define services, *_pb2_grpc.py beside each .proto.
+The include path is the checkout, so that the generated files import each other as `from
+jdisagg.service import generation_pb2`. A test regenerates them into another folder and compares."""
 
 import importlib.resources
 import pathlib
 import sys
 
-PROTOS = ("common", "generation", "workers", "commands", "registry", "kv_plane", "instance", "roles")
-SERVICES = ("generation", "workers", "registry", "kv_plane", "instance", "roles")
+PROTOS = ("common", "generation")
+SERVICES = ("generation",)
 HERE = pathlib.Path(__file__).resolve().parent
 
 
@@ -29,7 +29,9 @@ def generate(destination: pathlib.Path) -> list[pathlib.Path]:
         if protoc.main(["protoc", *includes, *outputs, *protos]) != 0:
             raise RuntimeError(f"protoc failed on {', '.join(protos)}; its messages are above")
     folder = destination / "jdisagg" / "service"
-    return sorted([*folder.glob("*_pb2.py"), *folder.glob("*_pb2.pyi"), *folder.glob("*_pb2_grpc.py")])
+    return sorted(
+        [*folder.glob("*_pb2.py"), *folder.glob("*_pb2.pyi"), *folder.glob("*_pb2_grpc.py")]
+    )
 
 
 if __name__ == "__main__":

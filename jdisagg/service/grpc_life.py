@@ -1,11 +1,12 @@
-"""How servers of grpc.aio are made and bound, and its machinery, which lasts as long as the process once begun.
+"""How servers of grpc.aio are made and bound, and its machinery, which lasts as long as the process
+once begun.
 
 Channels are made by connection.open_channel.
 
-grpc.aio counts its channels and servers and ends its polling thread with the last of them. Where that last one is found by the
-garbage collector, the collecting thread joins the polling thread: seen to hang for ever on a thread that was compiling a program. One
-hold that is never given back keeps the count above zero.
-"""
+grpc.aio counts its channels and servers and ends its polling thread with the last of them. Where
+that last one is found by the garbage collector, the collecting thread joins the polling thread:
+seen to hang for ever on a thread that was compiling a program. One hold that is never given back
+keeps the count above zero."""
 
 from collections.abc import Sequence
 
@@ -27,13 +28,22 @@ def keep_grpc_alive() -> None:
         grpc.aio.init_grpc_aio()  # pyright: ignore[reportAttributeAccessIssue] (public, but missing in the stubs)
 
 
-def new_server(options: Options, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grpc.aio.Server:
+def new_server(
+    options: Options, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+) -> grpc.aio.Server:
     """On the event loop that will serve."""
     keep_grpc_alive()
     return grpc.aio.server(interceptors=interceptors, options=options)
 
 
-def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
-    """The port it will listen on (the one the system chose for 0). Raises RuntimeError where it cannot."""
+def bind(
+    server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None
+) -> int:
+    """The port it will listen on (the one the system chose for 0). Raises RuntimeError where it
+    cannot."""
     address = host_port(host, port)
-    return server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+    return (
+        server.add_secure_port(address, credentials)
+        if credentials
+        else server.add_insecure_port(address)
+    )

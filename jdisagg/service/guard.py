@@ -1,13 +1,14 @@
-"""The guard at the door: what holds for every call of our services, whichever method it is.
+"""The guard of a server: what holds for every call of our services, whichever method it is.
 
-Refuses calls without the service's token, and those meant for another boot of this process. Decodes the request itself, so that malformed
-bytes are INVALID_ARGUMENT and not gRPC's UNKNOWN; turns our errors into statuses, anything else into INTERNAL and a log entry; knows
-which calls run, refuses new ones while draining, and can cut the running ones short. Health and reflection pass untouched.
+Refuses calls without the service's token, and those meant for another boot of this process. Decodes
+the request itself, so that malformed bytes are INVALID_ARGUMENT and not gRPC's UNKNOWN; turns our
+errors into statuses, anything else into INTERNAL and a log entry; knows which calls run, refuses
+new ones while draining, and can cut the running ones short. Health and reflection pass untouched.
 
-Methods are coroutines that take one request; streaming ones write to the context.
-"""
+Methods are coroutines that take one request; streaming ones write to the context."""
 
 import asyncio
+import functools
 import hashlib
 import hmac
 import logging
@@ -19,36 +20,61 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from jdisagg.errors import InvalidRequestError, JdisaggError, ShutDownError, UnauthenticatedError, UnavailableError
+from jdisagg.errors import (
+    IncompatiblePeerError,
+    InvalidRequestError,
+    JdisaggError,
+    ShutDownError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from jdisagg.messages.packed import check_protocol
+from jdisagg.messages.spans import WireStatus
 from jdisagg.service import wire
-from jdisagg.service.connection import BOOT_KEY, TOKEN_KEY
+from jdisagg.service.connection import BOOT_KEY, PROTOCOL_KEY, TOKEN_KEY
+from jdisagg.trace_context import incoming, within
 
 Reply = TypeVar("Reply")
 Behaviour = Callable[[object, grpc.aio.ServicerContext], Awaitable[Reply]]
+
+Tokens = tuple[str, ...] | Callable[[], tuple[str, ...]]
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One of our services, as a server takes it in. `name` is its full name; `add` adds its servicer to a server.
+    """One of our services, as a server takes it in. `name` is its full name; `add` adds its
+    servicer to a server.
 
-    tokens: bearer tokens, one of which every call must show; none: all may call. lasting: methods that a drain neither refuses nor waits
-    for.
-    """
+    tokens: bearer tokens, or what gives the latest ones, of which every call must show one; none:
+    all may call. lasting: methods that a drain neither refuses nor waits for. internal: between
+    our processes, which must speak the same protocol."""
 
     name: str
     add: Callable[[grpc.aio.Server], None]
-    tokens: tuple[str, ...] = field(default=(), repr=False)
+    tokens: Tokens = field(default=(), repr=False)
     lasting: frozenset[str] = frozenset()
+    internal: bool = False
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """One per server. `refuse`, `idle` and `cut` are the steps of a drain. `boot_id`: this process's, where it has one."""
+    """One per server. `refuse`, `idle` and `cut` are the steps of a drain. `boot_id`: this
+    process's, where it has one. `refused` gets the method and the error of every call that is
+    answered before it reaches its service."""
 
-    def __init__(self, services: Sequence[Service], boot_id: int | None = None) -> None:
-        self._tokens = {service.name: [_digest(token) for token in service.tokens] for service in services}
-        self._lasting = {f"/{service.name}/{method}" for service in services for method in service.lasting}
+    def __init__(
+        self,
+        services: Sequence[Service],
+        boot_id: int | None = None,
+        refused: Callable[[str, JdisaggError], None] = lambda method, error: None,
+    ) -> None:
+        self._refused = refused
+        self._tokens = {service.name: service.tokens for service in services}
+        self._lasting = {
+            f"/{service.name}/{method}" for service in services for method in service.lasting
+        }
+        self._internal = {service.name for service in services if service.internal}
         self._boot = f"{boot_id:x}" if boot_id is not None else None
         self._unhurried: set[asyncio.Task[object]] = set()
         self._running: set[asyncio.Task[object]] = set()
@@ -65,18 +91,28 @@ class Guard(grpc.aio.ServerInterceptor):
         service = method[1:].rpartition("/")[0]
         if handler is None or service not in self._tokens:
             return handler
-        refusal = self._refusal(service, dict(handler_call_details.invocation_metadata or ()))
+        metadata = dict(handler_call_details.invocation_metadata or ())
+        refusal, trace = self._refusal(service, metadata), incoming(metadata)
         assert not handler.request_streaming, f"{method}: the guard reads one request of each call"
         # Generated code sets both; gRPC's own types leave them open.
-        behaviour = cast(Behaviour[object], handler.unary_stream if handler.response_streaming else handler.unary_unary)
+        behaviour = cast(
+            Behaviour[object],
+            handler.unary_stream if handler.response_streaming else handler.unary_unary,
+        )
         decode = cast(Callable[[bytes], object], handler.request_deserializer)
 
         async def guarded(data: bytes, context: grpc.aio.ServicerContext) -> object:
             if refusal is not None:
+                self._refused(method, refusal)
                 return await _abort(context, wire.error_to_status(refusal))
-            return await self._run(method, decode, behaviour, data, context)
+            with within(trace):
+                return await self._run(method, decode, behaviour, data, context)
 
-        wrap = grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
+        wrap = (
+            grpc.unary_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.unary_unary_rpc_method_handler
+        )
         return wrap(guarded, None, handler.response_serializer)
 
     def refuse(self) -> None:
@@ -90,7 +126,8 @@ class Guard(grpc.aio.ServerInterceptor):
         return not self._running
 
     def cut(self) -> int:
-        """Ends the running calls with UNAVAILABLE; returns how many there were that a drain waits for."""
+        """Ends the running calls with UNAVAILABLE; returns how many there were that a drain waits
+        for."""
         self._cutting = True
         for task in (*self._running, *self._unhurried):
             task.cancel()
@@ -99,13 +136,24 @@ class Guard(grpc.aio.ServerInterceptor):
     def _refusal(self, service: str, metadata: dict[str, str | bytes]) -> JdisaggError | None:
         """Compares every token, whole, so that how long it takes tells nothing."""
         tokens, shown = self._tokens[service], metadata.get(TOKEN_KEY, "")
-        if tokens:
+        if digests := _digests(tokens() if callable(tokens) else tokens):
             digest = _digest(shown.removeprefix("Bearer ") if isinstance(shown, str) else "")
-            if not any([hmac.compare_digest(digest, token) for token in tokens]):
-                return UnauthenticatedError(f"{service} asks for a bearer token; send one that it knows as `authorization: Bearer ...`")
+            if not any([hmac.compare_digest(digest, known) for known in digests]):
+                return UnauthenticatedError(
+                    f"{service} asks for a bearer token; send one that it knows as `authorization:"
+                    " Bearer ...`"
+                )
+        if service in self._internal:
+            try:
+                check_protocol(metadata.get(PROTOCOL_KEY), service)
+            except IncompatiblePeerError as refusal:
+                return refusal
         boot = metadata.get(BOOT_KEY)
         if boot is not None and self._boot is not None and boot != self._boot:
-            return UnavailableError(f"the call is meant for boot {boot!s} of this process, and this is {self._boot}: it was restarted")
+            return UnavailableError(
+                f"the call is meant for boot {boot!s} of this process, and this is {self._boot}: it"
+                " was restarted"
+            )
         return None
 
     async def _run(
@@ -118,30 +166,48 @@ class Guard(grpc.aio.ServerInterceptor):
     ) -> object:
         task = asyncio.current_task()
         assert task is not None
+        served = False
         try:
             if self._cutting or (self._refusing and method not in self._lasting):
-                raise UnavailableError("the server is shutting down and takes no new requests; ask again later", retry_after_seconds=5.0)
+                raise UnavailableError(
+                    "the server is shutting down and takes no new requests; ask again later",
+                    retry_after_seconds=5.0,
+                )
             (self._unhurried if method in self._lasting else self._running).add(task)
-            return await behaviour(_decoded(method, decode, data), context)
+            request = _decoded(method, decode, data)
+            served = True
+            return await behaviour(request, context)
         except asyncio.CancelledError:
             if not self._cutting or context.cancelled():
                 raise
             task.uncancel()
-            cut = ShutDownError("the server shut down before the request had ended", retry_after_seconds=5.0)
+            cut = ShutDownError(
+                "the server shut down before the request had ended", retry_after_seconds=5.0
+            )
             status = wire.error_to_status(cut)
         except JdisaggError as error:
-            # The status and not the error, whose traceback would hold this frame, and with it the request, until a collection.
+            # The status and not the error, whose traceback would hold this frame, and with it the
+            # request, until a collection.
             status = wire.error_to_status(error)
+            if not served:
+                self._refused(method, error)
         except Exception as error:
             if context.cancelled():
                 # The write of a message lost the race against the client's going away.
                 raise asyncio.CancelledError from error
             log.exception("%s failed", method)
-            status = wire.error_to_status(JdisaggError(f"internal error ({type(error).__name__}); the server's log says more"))
+            status = wire.error_to_status(
+                JdisaggError(f"internal error ({type(error).__name__}); the server's log says more")
+            )
         finally:
             self._running.discard(task)
             self._unhurried.discard(task)
         return await _abort(context, status)
+
+
+@functools.lru_cache(maxsize=16)
+def _digests(tokens: tuple[str, ...]) -> list[bytes]:
+    return [_digest(token) for token in tokens]
 
 
 def _digest(token: str) -> bytes:
@@ -153,15 +219,18 @@ def _decoded(method: str, decode: Callable[[bytes], object], data: bytes) -> obj
         return decode(data)
     except DecodeError:
         raise InvalidRequestError(
-            f"the message of {method} ({len(data)} bytes) is malformed, or a text in it is not valid UTF-8; send valid protobuf"
+            f"the message of {method} ({len(data)} bytes) is malformed, or a text in it is not"
+            " valid UTF-8; send valid protobuf"
         ) from None
 
 
-async def _abort(context: grpc.aio.ServicerContext, status: wire.WireStatus) -> object:
+async def _abort(context: grpc.aio.ServicerContext, status: WireStatus) -> object:
+    metadata = (*(context.trailing_metadata() or ()), *status.metadata)
     try:
-        return await context.abort(grpc.StatusCode[status.code], status.details, status.metadata)
+        return await context.abort(grpc.StatusCode[status.code], status.details, metadata)
     except grpc.aio.AbortError:
         raise
     except Exception as error:
-        # A message to a client that reads no more is still on its way, or the call is over: no status can follow.
+        # A message to a client that reads no more is still on its way, or the call is over: no
+        # status can follow.
         raise asyncio.CancelledError from error

@@ -1,4 +1,5 @@
-"""A follower's end of its stream to the leader, over gRPC. Implements `instance.follower.LeaderLink`. Knows no JAX."""
+"""A follower's end of its stream to the leader, over gRPC. Implements
+`instance.follower.LeaderLink`. Knows no JAX."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,12 +8,12 @@ import grpc
 import grpc.aio
 
 from jdisagg.errors import UnavailableError
-from jdisagg.instance.messages import FollowerMessage, LeaderMessage
-from jdisagg.service import instance_pb2 as pb
-from jdisagg.service import instance_pb2_grpc
-from jdisagg.service.connection import NO_CREDENTIALS, Credentials, open_channel
-from jdisagg.service.instance_server import MESSAGE_BYTES
-from jdisagg.service.instance_wire import follower_message_to_proto, leader_message_from_proto
+from jdisagg.messages.instance import FollowerMessage, LeaderMessage
+from jdisagg.messages.packed import Unpacker, pack
+from jdisagg.service.connection import NO_CREDENTIALS, Credentials, open_channel, protocol_metadata
+from jdisagg.service.instance_server import MESSAGE_BYTES, METHOD, SERVICE
+
+unpack_leader = Unpacker[LeaderMessage](LeaderMessage)
 
 CONNECT_SECONDS = 30.0
 
@@ -23,7 +24,10 @@ class LeaderConnection:
     def __init__(self, address: str, credentials: Credentials = NO_CREDENTIALS) -> None:
         self.patience_seconds = CONNECT_SECONDS  # until the leader answers
         self._address = address
-        limits = (("grpc.max_receive_message_length", MESSAGE_BYTES), ("grpc.max_send_message_length", MESSAGE_BYTES))
+        limits = (
+            ("grpc.max_receive_message_length", MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MESSAGE_BYTES),
+        )
         self._channel = open_channel(address, credentials, (*limits, *credentials.options()))
         self._outgoing: asyncio.Queue[FollowerMessage | None] = asyncio.Queue()
 
@@ -35,18 +39,26 @@ class LeaderConnection:
             async with asyncio.timeout(self.patience_seconds):
                 await self._channel.channel_ready()
         except TimeoutError:
-            raise UnavailableError(f"the leader at {self._address} was not there within {self.patience_seconds} s; start it anew") from None
+            raise UnavailableError(
+                f"the leader at {self._address} was not there within {self.patience_seconds} s;"
+                " start it anew"
+            ) from None
         try:
-            async for message in instance_pb2_grpc.InstanceLeaderStub(self._channel).Follow(self._messages()):
-                yield leader_message_from_proto(message)
+            follow = self._channel.stream_stream(f"/{SERVICE}/{METHOD}", pack)
+            call = follow(self._messages(), metadata=(protocol_metadata(),))
+            async for message in call:
+                yield unpack_leader(message)
         except grpc.aio.AioRpcError as error:
             code = error.code().name
-            raise UnavailableError(f"the instance failed: the leader's stream broke ({code}: {error.details()}); start it anew") from error
+            raise UnavailableError(
+                f"the instance failed: the leader's stream broke ({code}: {error.details()}); start"
+                " it anew"
+            ) from error
 
     async def close(self) -> None:
         self._outgoing.put_nowait(None)
         await self._channel.close()
 
-    async def _messages(self) -> AsyncIterator[pb.FollowerMessage]:
+    async def _messages(self) -> AsyncIterator[FollowerMessage]:
         while (message := await self._outgoing.get()) is not None:
-            yield follower_message_to_proto(message)
+            yield message

@@ -1,8 +1,7 @@
 """The leader's end of an instance's streams, over gRPC: each follower opens `Follow` and joins.
 
-The port serves nothing else. A stranger, who does not know the instance's secret, is refused after one message; a stream that does
-not join in time is closed. Knows no JAX.
-"""
+The port serves nothing else. A stranger, who does not know the instance's secret, is refused after
+one message; a stream that does not join in time is closed. Knows no JAX."""
 
 import asyncio
 import contextlib
@@ -15,45 +14,58 @@ import grpc.aio
 from jdisagg.address import host_port
 from jdisagg.errors import ConfigError, InvalidRequestError, JdisaggError
 from jdisagg.instance.followers import Followers, FollowerSession
-from jdisagg.instance.messages import Join
-from jdisagg.service import instance_pb2 as pb
-from jdisagg.service import instance_pb2_grpc, wire
+from jdisagg.messages.instance import FollowerMessage, Join, LeaderMessage
+from jdisagg.messages.packed import Unpacker, check_protocol, pack
+from jdisagg.service import wire
+from jdisagg.service.connection import PROTOCOL_KEY
 from jdisagg.service.grpc_life import bind, new_server
-from jdisagg.service.instance_wire import follower_message_from_proto, leader_message_to_proto
+
+unpack_follower = Unpacker[FollowerMessage](FollowerMessage)
 
 JOIN_SECONDS = 10.0
 GRACE_SECONDS = 1.0
-# A prefill command of a long prompt has tens of thousands of tokens; penalised ones bring their history.
+# A prefill command of a long prompt has tens of thousands of tokens; penalised ones bring their
+# history.
 MESSAGE_BYTES = 256 << 20
 
 FAREWELL_SECONDS = 2.0
+SERVICE, METHOD = "jdisagg.InstanceLeader", "Follow"
 
 log = logging.getLogger(__name__)
 
 
-class _Servicer(instance_pb2_grpc.InstanceLeaderServicer):
+class _Servicer:
     def __init__(self, followers: Followers) -> None:
         self._followers = followers
 
     async def Follow(
-        self, request_iterator: AsyncIterator[pb.FollowerMessage], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.LeaderMessage]:
+        self, request_iterator: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[LeaderMessage]:
         try:
+            check_protocol(dict(context.invocation_metadata() or ()).get(PROTOCOL_KEY), SERVICE)
             async with asyncio.timeout(JOIN_SECONDS):
                 first = await anext(request_iterator, None)
-            message = first and follower_message_from_proto(first)
+            message = None if first is None else unpack_follower(first)
             if not isinstance(message, Join):
-                raise InvalidRequestError("instance: the first message of a follower must be Join; is this the right port?")
+                raise InvalidRequestError(
+                    "instance: the first message of a follower must be Join; is this the right"
+                    " port?"
+                )
             session = self._followers.join(message)
         except (JdisaggError, TimeoutError) as error:
-            known = error if isinstance(error, JdisaggError) else InvalidRequestError(f"instance: no Join within {JOIN_SECONDS} s")
+            known = (
+                error
+                if isinstance(error, JdisaggError)
+                else InvalidRequestError(f"instance: no Join within {JOIN_SECONDS} s")
+            )
             status = wire.error_to_status(known)
             await context.abort(grpc.StatusCode[status.code], status.details, status.metadata)
         listener = asyncio.ensure_future(_listen(session, request_iterator))
         try:
             async for outgoing in session.outgoing():
-                yield leader_message_to_proto(outgoing)
-            # The follower hangs up first: a stream that ends under its writes is an error there, whatever was said before.
+                yield outgoing
+            # The follower hangs up first: a stream that ends under its writes is an error there,
+            # whatever was said before.
             await asyncio.wait({listener}, timeout=FAREWELL_SECONDS)
         finally:
             listener.cancel()
@@ -62,10 +74,10 @@ class _Servicer(instance_pb2_grpc.InstanceLeaderServicer):
             session.ended("its stream broke")
 
 
-async def _listen(session: FollowerSession, messages: AsyncIterator[pb.FollowerMessage]) -> None:
+async def _listen(session: FollowerSession, messages: AsyncIterator[bytes]) -> None:
     try:
         async for message in messages:
-            session.received(follower_message_from_proto(message))
+            session.received(unpack_follower(message))
         session.ended("its stream ended")
     except asyncio.CancelledError:
         raise
@@ -74,9 +86,12 @@ async def _listen(session: FollowerSession, messages: AsyncIterator[pb.FollowerM
 
 
 class InstanceServer:
-    """Start it before the followers learn the address; stop it last. `credentials`: for TLS, as the worker's own server."""
+    """Start it before the followers learn the address; stop it last. `credentials`: for TLS, as the
+    worker's own server."""
 
-    def __init__(self, followers: Followers, credentials: grpc.ServerCredentials | None = None) -> None:
+    def __init__(
+        self, followers: Followers, credentials: grpc.ServerCredentials | None = None
+    ) -> None:
         self._credentials = credentials
         self._server = new_server(
             (
@@ -85,14 +100,19 @@ class InstanceServer:
                 ("grpc.max_send_message_length", MESSAGE_BYTES),
             )
         )
-        instance_pb2_grpc.add_InstanceLeaderServicer_to_server(_Servicer(followers), self._server)
+        follow = grpc.stream_stream_rpc_method_handler(_Servicer(followers).Follow, None, pack)
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, {METHOD: follow}),)
+        )
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Binds and serves; returns the address, host:port."""
         try:
             bound = bind(self._server, host, port, self._credentials)
         except RuntimeError as error:
-            raise ConfigError(f"instance cannot listen on {host}:{port}: {error}; choose another host or port") from error
+            raise ConfigError(
+                f"instance cannot listen on {host}:{port}: {error}; choose another host or port"
+            ) from error
         await self._server.start()
         return host_port(host, bound)
 

@@ -1,15 +1,16 @@
-"""The `KvLink` between processes over gRPC: what a transfer channel says goes to the other process's control address.
+"""The `KvLink` between processes over gRPC: what a transfer channel says goes to the other
+process's control address.
 
     link = GrpcKvLink(KvEnd("10.0.0.7:8811", boot_id), credentials)      # on the event loop that serves
     channel = JaxTransferChannel(clock, link.end, link, ...)
     link.deliver_to(channel)
     server = GrpcServer((..., link.service(tokens)), config, boot_id)
 
-`send` may be called from any thread and never blocks: messages wait in a queue of their destination, bounded, and go out in order, all
-that wait in one call. A destination that does not answer is tried again for a moment; then what waits for it is lost, and counted, which
-the channels' deadlines survive. What arrives is given to the receiver on the event loop; messages for another boot are dropped.
-Doubling is possible, where an answer got lost.
-"""
+`send` may be called from any thread and never blocks: messages wait in a queue of their
+destination, bounded, and go out in order, all that wait in one call. A destination that does not
+answer is tried again for a moment; then what waits for it is lost, and counted, which the channels'
+deadlines survive. What arrives is given to the receiver on the event loop; messages for another
+boot are dropped. Doubling is possible, where an answer got lost."""  # noqa: E501
 
 import asyncio
 import contextlib
@@ -19,26 +20,18 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-import grpc.aio
-
 from jdisagg.errors import InvalidRequestError, JdisaggError, UnavailableError
 from jdisagg.layout.mesh_card import KvEnd
-from jdisagg.service import kv_plane_pb2 as pb
-from jdisagg.service import kv_plane_pb2_grpc, wire_kv
+from jdisagg.messages.kv_plane import KvEnvelope, KvMessage, KvPlanePort
+from jdisagg.service import rpc
 from jdisagg.service.connection import NO_CREDENTIALS, Connection, Credentials
 from jdisagg.service.guard import Service
 from jdisagg.telemetry import Counters
+from jdisagg.timeouts import DEFAULT_TIMEOUTS, TransferTimeouts
 from jdisagg.transfer.kv_link import KvReceiver
-from jdisagg.transfer.kv_messages import KvMessage
-
-KV_NAME = pb.DESCRIPTOR.services_by_name["KvPlane"].full_name
 
 QUEUE_MESSAGES = 8192
 BATCH_MESSAGES = 256
-SEND_SECONDS = 2.0
-TRY_SECONDS = 3.0
-BACKOFF_SECONDS = 0.05
-IDLE_SECONDS = 60.0
 
 Argument = TypeVar("Argument")
 
@@ -46,10 +39,18 @@ log = logging.getLogger(__name__)
 
 
 class GrpcKvLink:
-    """`end` is this process's own, as its mesh's card shows it. `counters`: kv_messages_sent, _received, _lost, _misdirected."""
+    """`end` is this process's own, as its mesh's card shows it. `counters`: kv_messages_sent,
+    _received, _lost, _misdirected."""
 
-    def __init__(self, end: KvEnd, credentials: Credentials = NO_CREDENTIALS, queue_messages: int = QUEUE_MESSAGES) -> None:
+    def __init__(
+        self,
+        end: KvEnd,
+        credentials: Credentials = NO_CREDENTIALS,
+        queue_messages: int = QUEUE_MESSAGES,
+        timeouts: TransferTimeouts = DEFAULT_TIMEOUTS.transfer,
+    ) -> None:
         self.end = end
+        self.timeouts = timeouts
         self.counters = Counters()
         self._credentials = credentials
         self._queue_messages = queue_messages
@@ -65,10 +66,7 @@ class GrpcKvLink:
         self._receiver = receiver
 
     def service(self, tokens: tuple[str, ...] = ()) -> Service:
-        servicer = _KvServicer(self)
-        return Service(
-            KV_NAME, lambda server: kv_plane_pb2_grpc.add_KvPlaneServicer_to_server(servicer, server), tokens, frozenset({"Send"})
-        )
+        return rpc.service(KvPlanePort, _Incoming(self), tokens, lasting=("send",))
 
     def send(self, end: KvEnd, message: KvMessage) -> None:
         with self._lock:
@@ -91,23 +89,29 @@ class GrpcKvLink:
             line.task.cancel()
         await asyncio.gather(*(line.task for line in lines), return_exceptions=True)
 
-    def take(self, envelope: pb.KvEnvelope) -> None:
-        """What another process sent. Raises InvalidRequestError for what makes no sense or is not for us."""
+    def take(self, envelope: KvEnvelope) -> None:
+        """What another process sent. Raises InvalidRequestError for what makes no sense or is not
+        for us."""
         theirs, ours = envelope.receiver_boot_id, self.end.boot_id
         if theirs != ours:
             self.counters.add("kv_messages_misdirected", len(envelope.messages))
-            raise InvalidRequestError(f"the messages are for boot {theirs:x} of this process, and this is {ours:x}: it was restarted")
-        sender = wire_kv.sender_from_proto(envelope)
-        messages = [wire_kv.kv_message_from_proto(message) for message in envelope.messages]
-        self.counters.add("kv_messages_received", len(messages))
+            raise InvalidRequestError(
+                f"the messages are for boot {theirs:x} of this process, and this is {ours:x}: it"
+                " was restarted"
+            )
+        self.counters.add("kv_messages_received", len(envelope.messages))
         if self._receiver is not None:
-            for message in messages:
-                self._receiver.handle(sender, message)
+            for message in envelope.messages:
+                self._receiver.handle(envelope.sender, message)
 
     def next_batch(self, end: KvEnd) -> list[KvMessage]:
         with self._lock:
             waiting = self._waiting.get(end, ())
-            return [waiting.popleft() for _ in range(min(len(waiting), BATCH_MESSAGES))] if waiting else []
+            return (
+                [waiting.popleft() for _ in range(min(len(waiting), BATCH_MESSAGES))]
+                if waiting
+                else []
+            )
 
     def forget(self, end: KvEnd, line: "_Line") -> None:
         """The line has ended; what came for it in the last moment gets another."""
@@ -146,21 +150,26 @@ class GrpcKvLink:
 
 
 class _Line:
-    """The connection to one end, and the task that sends what waits for it; ends itself when there was nothing for a while."""
+    """The connection to one end, and the task that sends what waits for it; ends itself when there
+    was nothing for a while."""
 
     def __init__(self, link: GrpcKvLink, end: KvEnd, connection: Connection) -> None:
         self.stirred = asyncio.Event()
         self._link = link
         self._end = end
         self._connection = connection
-        self._stub = kv_plane_pb2_grpc.KvPlaneStub(connection.channel)
+        self._port = rpc.client(
+            KvPlanePort, connection, call_seconds=link.timeouts.link_send_seconds
+        )
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
         try:
             while True:
                 try:
-                    await asyncio.wait_for(self.stirred.wait(), IDLE_SECONDS)
+                    await asyncio.wait_for(
+                        self.stirred.wait(), self._link.timeouts.link_idle_seconds
+                    )
                 except TimeoutError:
                     return
                 self.stirred.clear()
@@ -174,24 +183,29 @@ class _Line:
             await self._connection.aclose()
 
     async def _send(self, messages: list[KvMessage]) -> bool:
-        """Tries for a moment; a process that says that it is another boot, or refuses us, is not asked twice."""
-        envelope = wire_kv.envelope_to_proto(self._link.end, self._end.boot_id, messages)
-        until = asyncio.get_running_loop().time() + TRY_SECONDS
+        """Tries for a moment; a process that says that it is another boot, or refuses us, is not
+        asked twice."""
+        envelope = KvEnvelope(self._link.end, self._end.boot_id, tuple(messages))
+        until = asyncio.get_running_loop().time() + self._link.timeouts.link_try_seconds
         while True:
             try:
-                await self._connection.call(self._stub.Send, envelope, SEND_SECONDS)
+                await self._port.send(envelope)
                 return True
             except JdisaggError as error:
-                if not isinstance(error, UnavailableError) or asyncio.get_running_loop().time() > until:
+                if (
+                    not isinstance(error, UnavailableError)
+                    or asyncio.get_running_loop().time() > until
+                ):
                     log.debug("KV plane: %s: %s", self._end.control, error)
                     return False
-            await asyncio.sleep(BACKOFF_SECONDS)
+            await asyncio.sleep(self._link.timeouts.link_pause_seconds)
 
 
-class _KvServicer(kv_plane_pb2_grpc.KvPlaneServicer):
+class _Incoming:
+    """Implements `KvPlanePort`."""
+
     def __init__(self, link: GrpcKvLink) -> None:
         self._link = link
 
-    async def Send(self, request: pb.KvEnvelope, context: grpc.aio.ServicerContext) -> pb.KvReply:
-        self._link.take(request)
-        return pb.KvReply()
+    async def send(self, envelope: KvEnvelope) -> None:
+        self._link.take(envelope)

@@ -1,10 +1,11 @@
-"""A command stream on file: what a mesh was told and what came of it, in order, so that it can be replayed (`launch.replay`).
+"""A command stream on file: what a mesh was told and what came of it, in order, so that it can be
+replayed (`launch.replay`).
 
-A file is a magic word and records, each a byte of kind, two little-endian numbers (the command's, the length) and so many bytes:
-the header (JSON: what is needed to build the mesh again), commands and results (the bytes of `wire_commands`), errors (text). Written
-as it happens and flushed at once, so that the recording of a process that died ends at its last command; a cut last record is ignored.
-Holds prompts: treat it as private.
-"""
+A file is a magic word and records, each a byte of kind, two little-endian numbers (the command's,
+the length) and so many bytes: the header (JSON: what is needed to build the mesh again), commands
+and results (the bytes of `packed`), errors (text). Written as it happens and flushed at once, so
+that the recording of a process that died ends at its last command; a cut last record is ignored.
+Holds prompts: treat it as private."""
 
 import asyncio
 import contextlib
@@ -18,10 +19,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from jdisagg.errors import ConfigError, JdisaggError
-from jdisagg.scheduler.commands import Executor, StepCommand, StepResult
-from jdisagg.service.wire_commands import command_from_bytes, command_to_bytes, result_from_bytes, result_to_bytes
+from jdisagg.messages.packed import Unpacker, pack
+from jdisagg.messages.step_commands import StepCommand, StepResult
+from jdisagg.scheduler.executor import Executor
 
-MAGIC = b"jdisagg commands 2\n"
+unpack_command = Unpacker[StepCommand](StepCommand)
+unpack_result = Unpacker[StepResult](StepResult)
+
+MAGIC = b"jdisagg commands 3\n"
 _RECORD = struct.Struct("<cQQ")
 _HEADER, _COMMAND, _RESULT, _ERROR = b"H", b"C", b"R", b"E"
 
@@ -48,7 +53,8 @@ class RecordingHeader:
 
 @dataclasses.dataclass(slots=True)
 class Entry:
-    """One command and what it gave: a result, an error, or neither where the recording ends before."""
+    """One command and what it gave: a result, an error, or neither where the recording ends
+    before."""
 
     number: int
     command: StepCommand
@@ -64,7 +70,8 @@ class Recording:
 
 
 class RecordingExecutor:
-    """Implements `scheduler.commands.Executor` over another and notes all that passes, for as long as the file can be written."""
+    """Implements `scheduler.executor.Executor` over another and notes all that passes, for as long
+    as the file can be written."""
 
     def __init__(self, inner: Executor, path: Path, header: RecordingHeader) -> None:
         self.limits, self.card = inner.limits, inner.card
@@ -72,18 +79,24 @@ class RecordingExecutor:
         self._number = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: BinaryIO = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
+            self._file: BinaryIO = os.fdopen(
+                os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb"
+            )
         except OSError as error:
-            raise ConfigError(f"recording: cannot write {path}: {error.strerror}; choose another place") from error
+            raise ConfigError(
+                f"recording: cannot write {path}: {error.strerror}; choose another place"
+            ) from error
         self._file.write(MAGIC)
         self._write(_HEADER, 0, json.dumps(dataclasses.asdict(header)).encode())
         if self._file.closed:
-            raise ConfigError(f"recording: cannot write {path}: not even its header fits; choose another place")
+            raise ConfigError(
+                f"recording: cannot write {path}: not even its header fits; choose another place"
+            )
 
     def run(self, command: StepCommand) -> asyncio.Future[StepResult]:
         self._number += 1
         number = self._number
-        self._write(_COMMAND, number, command_to_bytes(command))
+        self._write(_COMMAND, number, pack(command))
         future = asyncio.ensure_future(self._inner.run(command))
         future.add_done_callback(lambda done: self._ended(number, done))
         return future
@@ -98,7 +111,7 @@ class RecordingExecutor:
         if error := done.exception():
             self._write(_ERROR, number, str(error).encode())
         else:
-            self._write(_RESULT, number, result_to_bytes(done.result()))
+            self._write(_RESULT, number, pack(done.result()))
 
     def _write(self, kind: bytes, number: int, data: bytes) -> None:
         if self._file.closed:
@@ -117,9 +130,14 @@ def read_recording(path: Path) -> Recording:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"recording: cannot read {path}: {error.strerror}; give a file that --record wrote") from error
+        raise ConfigError(
+            f"recording: cannot read {path}: {error.strerror}; give a file that --record wrote"
+        ) from error
     if not data.startswith(MAGIC):
-        raise ConfigError(f"recording: {path} does not begin with {MAGIC!r}; give a file that this version's --record wrote")
+        raise ConfigError(
+            f"recording: {path} does not begin with {MAGIC!r}; give a file that this version's"
+            " --record wrote"
+        )
     header: RecordingHeader | None = None
     entries: dict[int, Entry] = {}
     try:
@@ -127,13 +145,15 @@ def read_recording(path: Path) -> Recording:
             if kind == _HEADER:
                 header = RecordingHeader(**json.loads(body))
             elif kind == _COMMAND:
-                entries[number] = Entry(number, command_from_bytes(body))
+                entries[number] = Entry(number, unpack_command(body))
             elif kind == _RESULT:
-                entries[number].result = result_from_bytes(body)
+                entries[number].result = unpack_result(body)
             else:
                 entries[number].error = body.decode("utf-8", "replace")
     except (JdisaggError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"recording: {path} is damaged, or of another version: {error}; record again") from error
+        raise ConfigError(
+            f"recording: {path} is damaged, or of another version: {error}; record again"
+        ) from error
     if header is None:
         raise ConfigError(f"recording: {path} has no header; record again")
     return Recording(path, header, list(entries.values()))

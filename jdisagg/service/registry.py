@@ -1,36 +1,34 @@
-"""Workers and routers find each other: the registry that a router serves, and the client in each worker.
+"""Workers and routers find each other: the registry that a router serves, and the client in each
+worker.
 
-A worker registers with every router it was told of, says how it is a few times a second, and registers again with a router that does not
-know it (any more): routers may restart, workers need not. A router that is away is tried again until it is back, and holds up no other;
-that is logged once, and not by a worker that drains: the whole cluster may be ending.
-A router that refuses the worker (another model, its name is taken) is asked again now and then, and the refusal is logged once; when
-every router refuses it, it has `failed`.
+A worker registers with every router it was told of, says how it is a few times a second, and
+registers again with a router that does not know it (any more): routers may restart, workers need
+not. A router that is away is tried again until it is back, and holds up no other; that is logged
+once, and not by a worker that drains: the whole cluster may be ending. A router that refuses the
+worker (another model, its name is taken) is asked again now and then, and the refusal is logged
+once; when every router refuses it, it has `failed`.
 
-Knows what a `Registrar` is (dispatch/roster.py) and nothing of what a router makes of it.
-"""
+Knows what a `Registrar` is (dispatch/roster.py) and nothing of what a router makes of it."""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-import grpc.aio
-
-from jdisagg.dispatch.ports import WorkerStatus
-from jdisagg.dispatch.roster import GONE_SECONDS, HEARTBEAT_SECONDS, WorkerCard
-from jdisagg.errors import IncompatiblePeerError, InvalidRequestError, JdisaggError, NameTakenError, UnauthenticatedError, UnavailableError
-from jdisagg.service import registry_pb2 as pb
-from jdisagg.service import registry_pb2_grpc, wire, wire_registry
+from jdisagg.errors import (
+    IncompatiblePeerError,
+    InvalidRequestError,
+    JdisaggError,
+    NameTakenError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from jdisagg.messages.registry import RegistryPort, WorkerCard
+from jdisagg.messages.worker_status import WorkerStatus
+from jdisagg.service import rpc
 from jdisagg.service.connection import NO_CREDENTIALS, Connection, Credentials
 from jdisagg.service.guard import Service
-
-REGISTRY_NAME = pb.DESCRIPTOR.services_by_name["Registry"].full_name
-
-CALL_SECONDS = 2.0
-STATUS_SECONDS = 2.0
-REFUSED_SECONDS = 2.0
-# Who bore a name before is forgotten sooner; who is still heard of then lives.
-NAME_TAKEN_SECONDS = 2 * GONE_SECONDS
+from jdisagg.timeouts import DEFAULT_TIMEOUTS, MembershipTimeouts
 
 log = logging.getLogger(__name__)
 
@@ -39,43 +37,38 @@ class Registrar(Protocol):
     """What a router does with workers that come and go; dispatch/roster.py's `Roster` is one."""
 
     def register(self, card: WorkerCard) -> None: ...
-    def heartbeat(self, boot_id: int, status: WorkerStatus) -> bool:
-        """False: not known; register again."""
-        ...
-
+    def heartbeat(self, boot_id: int, status: WorkerStatus) -> bool: ...
     def deregister(self, name: str, boot_id: int) -> None: ...
 
 
 def registry_service(registrar: Registrar, tokens: tuple[str, ...] = ()) -> Service:
     """A router that drains hears of its workers to the end: running requests need them."""
-    servicer = RegistryServicer(registrar)
-    lasting = frozenset({"Register", "Heartbeat", "Deregister"})
-    return Service(REGISTRY_NAME, lambda server: registry_pb2_grpc.add_RegistryServicer_to_server(servicer, server), tokens, lasting)
+    lasting = ("register", "heartbeat", "deregister")
+    return rpc.service(RegistryPort, _Registry(registrar), tokens, lasting)
 
 
-class RegistryServicer(registry_pb2_grpc.RegistryServicer):
+class _Registry:
+    """Implements `RegistryPort`."""
+
     def __init__(self, registrar: Registrar) -> None:
         self._registrar = registrar
 
-    async def Register(self, request: pb.WorkerCard, context: grpc.aio.ServicerContext) -> pb.RegisterReply:
-        self._registrar.register(wire_registry.worker_card_from_proto(request))
-        return pb.RegisterReply()
+    async def register(self, card: WorkerCard) -> None:
+        self._registrar.register(card)
 
-    async def Heartbeat(self, request: pb.HeartbeatCall, context: grpc.aio.ServicerContext) -> pb.HeartbeatReply:
-        return pb.HeartbeatReply(known=self._registrar.heartbeat(request.boot_id, wire.worker_status_from_proto(request.status)))
+    async def heartbeat(self, boot_id: int, status: WorkerStatus) -> bool:
+        return self._registrar.heartbeat(boot_id, status)
 
-    async def Deregister(self, request: pb.DeregisterCall, context: grpc.aio.ServicerContext) -> pb.DeregisterReply:
-        self._registrar.deregister(request.name, request.boot_id)
-        return pb.DeregisterReply()
+    async def deregister(self, name: str, boot_id: int) -> None:
+        self._registrar.deregister(name, boot_id)
 
 
 class RegistryClient:
-    """Keeps one worker known to its routers from `start` to `leave`. `status` raises when the worker is broken: it is then not heard of,
-    which is how routers learn of it.
+    """Keeps one worker known to its routers from `start` to `leave`. `status` raises when the
+    worker is broken: it is then not heard of, which is how routers learn of it.
 
-    `failed` gets an exception when the worker cannot serve: its status raised, or all routers refuse its card. Whoever runs the worker
-    ends it then, or lets it be.
-    """
+    `failed` gets an exception when the worker cannot serve: its status raised, or all routers
+    refuse its card. Whoever runs the worker ends it then, or lets it be."""
 
     def __init__(
         self,
@@ -83,12 +76,15 @@ class RegistryClient:
         card: WorkerCard,
         status: Callable[[], Awaitable[WorkerStatus]],
         credentials: Credentials = NO_CREDENTIALS,
-        heartbeat_seconds: float = HEARTBEAT_SECONDS,
+        timeouts: MembershipTimeouts = DEFAULT_TIMEOUTS.membership,
     ) -> None:
         self._card = card
         self._status = status
-        self._heartbeat_seconds = heartbeat_seconds
-        self._links = [_RouterLink(Connection(address, credentials)) for address in dict.fromkeys(routers)]
+        self._timeouts = timeouts
+        self._links = [
+            _RouterLink(Connection(address, credentials), timeouts)
+            for address in dict.fromkeys(routers)
+        ]
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -102,16 +98,19 @@ class RegistryClient:
         self._tasks = [asyncio.create_task(self._keep_known(link)) for link in self._links]
 
     async def leave(self) -> None:
-        """Tells all routers that the worker leaves, as far as they can be reached, and stops. Idempotent."""
+        """Tells all routers that the worker leaves, as far as they can be reached, and stops.
+        Idempotent."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.failed.done() and not self.failed.cancelled():
             self.failed.exception()
         self.failed.cancel()
-        call = pb.DeregisterCall(name=self._card.name, boot_id=self._card.boot_id)
-        known = [link for link in self._links if link.registered]
-        farewells = (link.connection.call(link.stub.Deregister, call, CALL_SECONDS) for link in known)
+        farewells = (
+            link.port.deregister(self._card.name, self._card.boot_id)
+            for link in self._links
+            if link.registered
+        )
         await asyncio.gather(*farewells, return_exceptions=True)
         for link in self._links:
             link.registered = False
@@ -120,7 +119,7 @@ class RegistryClient:
     async def _keep_known(self, link: "_RouterLink") -> None:
         said: type[Exception] | None = None
         while True:
-            pause = self._heartbeat_seconds
+            pause = self._timeouts.heartbeat_seconds
             try:
                 await self._say(link)
                 said, link.refused, link.taken_since = None, None, None
@@ -132,27 +131,30 @@ class RegistryClient:
                 # By its kind: the words for a router that is away change from one try to the next.
                 if type(error) is not said and not (away and self._draining):
                     said = type(error)
-                    log.warning("worker %s, router %s: %s", self._card.name, link.connection.address, str(error) or "no status in time")
+                    log.warning(
+                        "worker %s, router %s: %s",
+                        self._card.name,
+                        link.connection.address,
+                        str(error) or "no status in time",
+                    )
             except Exception:
                 log.exception("worker %s, router %s", self._card.name, link.connection.address)
             await asyncio.sleep(pause)
 
     async def _say(self, link: "_RouterLink") -> None:
         try:
-            async with asyncio.timeout(STATUS_SECONDS):
+            async with asyncio.timeout(self._timeouts.call_seconds):
                 status = await self._status()
         except JdisaggError as error:
             self._fail(error)
             raise
         self._draining = status.draining
         if not link.registered:
-            await link.connection.call(link.stub.Register, wire_registry.worker_card_to_proto(self._card), CALL_SECONDS)
+            await link.port.register(self._card)
             link.registered = True
-        call = pb.HeartbeatCall(name=self._card.name, boot_id=self._card.boot_id, status=wire.worker_status_to_proto(status))
-        reply: pb.HeartbeatReply = await link.connection.call(link.stub.Heartbeat, call, CALL_SECONDS)
-        if not reply.known:
+        if not await link.port.heartbeat(self._card.boot_id, status):
             link.registered = False
-            await link.connection.call(link.stub.Register, wire_registry.worker_card_to_proto(self._card), CALL_SECONDS)
+            await link.port.register(self._card)
             link.registered = True
 
     def _fail(self, error: JdisaggError) -> None:
@@ -163,19 +165,25 @@ class RegistryClient:
 class _RouterLink:
     """`refused`: why this router will have none of the worker, as far as one can tell."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, timeouts: MembershipTimeouts) -> None:
         self.connection = connection
-        self.stub = registry_pb2_grpc.RegistryStub(connection.channel)
+        self._timeouts = timeouts
+        self.port = rpc.client(RegistryPort, connection, call_seconds=timeouts.call_seconds)
         self.registered = False
         self.refused: JdisaggError | None = None
         self.taken_since: float | None = None
 
     def heard(self, error: Exception, now: float) -> float:
-        """Notes what came instead of an answer; returns the seconds before which it makes no sense to ask again."""
+        """Notes what came instead of an answer; returns the seconds before which it makes no sense
+        to ask again."""
         if isinstance(error, NameTakenError):
             self.taken_since = self.taken_since or now
-            self.refused = error if now - self.taken_since >= NAME_TAKEN_SECONDS else self.refused
+            self.refused = (
+                error
+                if now - self.taken_since >= self._timeouts.name_taken_seconds
+                else self.refused
+            )
         elif isinstance(error, IncompatiblePeerError | InvalidRequestError | UnauthenticatedError):
             self.refused = error
-            return REFUSED_SECONDS
+            return self._timeouts.refused_seconds
         return 0.0

@@ -1,56 +1,64 @@
-"""The caller's side of the span stream: one stream to a worker for all sequences that this process started there.
+"""The caller's side of the span stream: one stream to a worker for all sequences that this process
+started there.
 
-`generate` behaves as a decode port's: an iterator of one reservation's spans, which raises what ended it and which cancels when it is
-closed. The stream is opened with the first call and again after it broke; when it breaks, all iterators raise UnavailableError and
-the worker cancels what they stood for. No call waits beyond its own deadline.
-"""
+`generate` behaves as a decode port's: an iterator of one reservation's spans, which raises what
+ended it and which cancels when it is closed. The stream is opened with the first call and again
+after it broke; when it breaks, all iterators raise UnavailableError and the worker cancels what
+they stood for. No call waits beyond its own deadline."""
 
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator
 
-from jdisagg.dispatch.ports import GenerateCall, Span
-from jdisagg.errors import DeadlineExceededError, InvalidRequestError, JdisaggError, UnauthenticatedError, UnavailableError
-from jdisagg.service import wire, wire_workers, workers_pb2_grpc
-from jdisagg.service import workers_pb2 as pb
+from jdisagg.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    JdisaggError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from jdisagg.messages.ports import DecodePort, GenerateCall, Reservation, ReserveCall, Span
+from jdisagg.messages.spans import SpanBatch, SpanSessionPort, WireStatus
+from jdisagg.service import rpc, wire
 from jdisagg.service.connection import SLACK_SECONDS, Connection
 
 OPEN_SECONDS = 5.0
-CALL_SECONDS = 5.0
 
 # None is the end; a status is made an error by whoever raises it, so that no two share a traceback.
-Item = Span | wire.WireStatus | None
+Item = Span | WireStatus | None
 
 
 class _Session:
     def __init__(self) -> None:
         self.session_id = secrets.randbits(64)
         self.opened = asyncio.Event()
-        self.broken: wire.WireStatus | None = None
+        self.broken: WireStatus | None = None
         self._inboxes: dict[int, asyncio.Queue[Item]] = {}
 
     def expect(self, reservation_id: int) -> "asyncio.Queue[Item]":
         if reservation_id in self._inboxes:
-            raise InvalidRequestError(f"reservation {reservation_id} runs already; generate it once")
+            raise InvalidRequestError(
+                f"reservation {reservation_id} runs already; generate it once"
+            )
         inbox = self._inboxes[reservation_id] = asyncio.Queue()
         return inbox
 
     def forget(self, reservation_id: int) -> None:
         self._inboxes.pop(reservation_id, None)
 
-    def take(self, batch: pb.SpanBatch) -> None:
+    def take(self, batch: SpanBatch) -> None:
         for news in batch.reservations:
             inbox = self._inboxes.get(news.reservation_id)
             if inbox is None:
                 continue
             for span in news.spans:
-                inbox.put_nowait(wire_workers.span_from_proto(span))
-            if news.HasField("error"):
-                inbox.put_nowait(wire.status_from_proto(news.error))
+                inbox.put_nowait(span)
+            if news.error is not None:
+                inbox.put_nowait(news.error)
             elif news.ended:
                 inbox.put_nowait(None)
 
-    def break_off(self, status: wire.WireStatus) -> None:
+    def break_off(self, status: WireStatus) -> None:
         self.broken = status
         self.opened.set()
         for inbox in self._inboxes.values():
@@ -58,31 +66,43 @@ class _Session:
 
 
 class RemoteSpans:
-    """All `generate` calls of one connection."""
+    """All `reserve` and `generate` calls of one connection; stands before `port`, the worker's
+    others."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, port: DecodePort) -> None:
         self._connection = connection
-        self._stub = workers_pb2_grpc.DecodeWorkerStub(connection.channel)
+        self._port = port
+        self._sessions = rpc.client(
+            SpanSessionPort,
+            connection,
+            seconds={"start": rpc.CALL_SECONDS, "spans": None},
+            service=rpc.service_name(DecodePort),
+        )
         self._session: _Session | None = None
         self._reading: set[asyncio.Task[None]] = set()
 
-    async def session_id(self, seconds: float) -> int:
-        """The open session's; what is reserved for it is freed when it breaks."""
-        return (await self._open(seconds)).session_id
+    async def reserve(self, _: object, call: ReserveCall) -> Reservation:
+        """For the open session: what is reserved is freed when it breaks."""
+        session = await self._open(call.deadline_seconds)
+        return await self._sessions.reserve_in(session.session_id, call)
 
-    async def generate(self, call: GenerateCall) -> AsyncGenerator[Span, None]:
+    async def generate(self, _: object, call: GenerateCall) -> AsyncGenerator[Span, None]:
         session = await self._open(call.deadline_seconds)
         reservation_id, over = call.reservation_id, False
         inbox = session.expect(reservation_id)
         late = wire.error_to_status(
-            DeadlineExceededError(f"{self._connection.address}: no end of reservation {reservation_id} within {call.deadline_seconds:g} s")
+            DeadlineExceededError(
+                f"{self._connection.address}: no end of reservation {reservation_id} within"
+                f" {call.deadline_seconds:g} s"
+            )
         )
-        timer = asyncio.get_running_loop().call_later(call.deadline_seconds + SLACK_SECONDS, inbox.put_nowait, late)
+        timer = asyncio.get_running_loop().call_later(
+            call.deadline_seconds + SLACK_SECONDS, inbox.put_nowait, late
+        )
         try:
-            start = pb.StartCall(session_id=session.session_id, call=wire_workers.generate_call_to_proto(call))
-            await self._connection.call(self._stub.Start, start, min(CALL_SECONDS, call.deadline_seconds + SLACK_SECONDS))
+            await self._sessions.start(session.session_id, call)
             while (item := await inbox.get()) is not None:
-                if isinstance(item, wire.WireStatus):
+                if isinstance(item, WireStatus):
                     over = item is not late
                     raise wire.error_from_status(item)
                 yield item
@@ -91,7 +111,7 @@ class RemoteSpans:
             timer.cancel()
             session.forget(reservation_id)
             if not over:
-                self._connection.fire(self._stub.Cancel, wire_workers.cancel_to_proto(reservation_id, None), CALL_SECONDS)
+                self._connection.fire(lambda: self._port.cancel(reservation_id))
 
     async def _open(self, seconds: float) -> _Session:
         session = self._session
@@ -105,7 +125,8 @@ class RemoteSpans:
                 await asyncio.wait_for(session.opened.wait(), min(OPEN_SECONDS, seconds))
             except TimeoutError:
                 raise UnavailableError(
-                    f"{self._connection.address} opened no span stream within {min(OPEN_SECONDS, seconds):g} s"
+                    f"{self._connection.address} opened no span stream within"
+                    f" {min(OPEN_SECONDS, seconds):g} s"
                 ) from None
         if session.broken is not None:
             raise wire.error_from_status(session.broken)
@@ -115,7 +136,7 @@ class RemoteSpans:
         """Has no deadline: the connection's pings find out when nobody is there any more."""
         error: JdisaggError = UnavailableError(f"{self._connection.address} ended the span stream")
         try:
-            async for batch in self._connection.stream(self._stub.Spans, pb.SpansCall(session_id=session.session_id), pb.SpanBatch, None):
+            async for batch in self._sessions.spans(session.session_id):
                 session.opened.set()
                 session.take(batch)
         except (UnavailableError, UnauthenticatedError) as broken:

@@ -1,8 +1,9 @@
-"""The gRPC server of every process: its services, health, reflection, limits, TLS, and a graceful end.
+"""The gRPC server of every process: its services, health, reflection, limits, TLS, and a graceful
+end.
 
-A drain: health says NOT_SERVING and new calls are refused, running ones may finish within `drain_seconds`, then they end
-with UNAVAILABLE. Loopback by default. Knows no engine: whoever built what is behind the services closes it afterwards.
-"""
+A drain: health says NOT_SERVING and new calls are refused, running ones may finish within
+`drain_seconds`, then they end with UNAVAILABLE. Loopback by default. Knows no engine: what is
+behind the services is closed by what built it."""
 
 import asyncio
 import contextlib
@@ -10,7 +11,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -20,23 +21,25 @@ from grpc_reflection.v1alpha import reflection
 
 from jdisagg.config import ServiceConfig
 from jdisagg.dispatch.frontend import Frontend
-from jdisagg.errors import ConfigError
+from jdisagg.errors import ConfigError, JdisaggError
+from jdisagg.observe.request_log import RequestLog
 from jdisagg.service.connection import Credentials, read_pem, read_secret
 from jdisagg.service.generation_service import generation_service
 from jdisagg.service.grpc_life import bind, new_server
 from jdisagg.service.guard import Guard, Service
+from jdisagg.service.reread import Reread
 
 Broken = TypeVar("Broken")
 
 log = logging.getLogger(__name__)
 
-# How long calls that were cut short get to say so before their connections close.
-FAREWELL_SECONDS = 1.0
+# How long calls that were cut short have to report it before their connections close.
+CLEANUP_SECONDS = 1.0
 
 LISTENING_OPTIONS: list[tuple[str, int]] = [
     # Without this a second server on the port would silently take half of its clients.
     ("grpc.so_reuseport", 0),
-    # A client that vanished without a word is found out by unanswered pings; ours ping too, and are not taken for a flood.
+    # A client that vanished is found out by unanswered pings; ours ping too, which is no flood.
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.http2.ping_timeout_ms", 3_000),
@@ -44,22 +47,34 @@ LISTENING_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
-    # A connection that never says anything sensible is closed.
+    # A connection that sends no valid handshake is closed.
     ("grpc.server_handshake_timeout_ms", 10_000),
+    # gRPC cancels calls beyond its own queue, with no reason given and counted nowhere (by default
+    # those beyond 1,000, and those that waited 30 s). Its queue is larger than any burst here, so
+    # that what refuses is our own admission: typed, counted, with the time to try again.
+    ("grpc.server.max_pending_requests", 100_000),
+    ("grpc.server.max_pending_requests_hard_limit", 200_000),
+    ("grpc.server_max_unrequested_time_in_server", 600),
 ]
 
 
 class GrpcServer:
-    """Serves `services`, health and reflection. Build it on the event loop that runs what is behind them; `start`, then `drain`.
+    """Serves `services`, health and reflection. Build it on the event loop that runs what is behind
+    them; `start`, then `drain`.
 
-    boot_id: refuses calls meant for another boot of this process.
-    """
+    boot_id: refuses calls meant for another boot of this process. refused: see `Guard`."""
 
-    def __init__(self, services: Sequence[Service], config: ServiceConfig, boot_id: int | None = None) -> None:
+    def __init__(
+        self,
+        services: Sequence[Service],
+        config: ServiceConfig,
+        boot_id: int | None = None,
+        refused: Callable[[str, JdisaggError], None] = lambda method, error: None,
+    ) -> None:
         self._config = config
         self._services = tuple(services)
-        self._guard = Guard(self._services, boot_id)
-        self._health = health_aio.HealthServicer()
+        self._guard = Guard(self._services, boot_id, refused)
+        self._health = _Health()
         self._credentials = server_credentials(config)
         self._drained = False
         self._hurry = asyncio.Event()
@@ -72,11 +87,13 @@ class GrpcServer:
             service.add(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-        names = (*(service.name for service in self._services), health, reflection.SERVICE_NAME)
+        public = (service.name for service in self._services if not service.internal)
+        names = (*public, health, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self) -> int:
-        """Binds and serves; returns the port (the one the system chose where the configuration says 0)."""
+        """Binds and serves; returns the port (the one the system chose where the configuration says
+        0)."""
         try:
             bound = bind(self._server, self._config.host, self._config.port, self._credentials)
         except RuntimeError as error:
@@ -86,8 +103,13 @@ class GrpcServer:
         return bound
 
     async def set_ready(self, ready: bool) -> None:
-        """What health says of our services, until a drain says NOT_SERVING for good. The whole server's ("") stays SERVING: it lives."""
-        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        """What health says of our services, until a drain says NOT_SERVING for good. The whole
+        server's ("") stays SERVING: it lives."""
+        status = (
+            health_pb2.HealthCheckResponse.SERVING
+            if ready
+            else health_pb2.HealthCheckResponse.NOT_SERVING
+        )
         for service in self._services:
             await self._health.set(service.name, status)
 
@@ -99,7 +121,7 @@ class GrpcServer:
         self._guard.refuse()
         # A client that watches health and does not read could hold this up for ever.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._health.enter_graceful_shutdown(), FAREWELL_SECONDS)
+            await asyncio.wait_for(self._health.enter_graceful_shutdown(), CLEANUP_SECONDS)
         idle = asyncio.ensure_future(self._guard.idle(self._config.drain_seconds))
         hurry = asyncio.ensure_future(self._hurry.wait())
         await asyncio.wait((idle, hurry), return_when=asyncio.FIRST_COMPLETED)
@@ -108,43 +130,65 @@ class GrpcServer:
         cut = self._guard.cut()
         if cut:
             log.warning("shutting down: %d running requests cut short", cut)
-            await self._guard.idle(FAREWELL_SECONDS)
-        await self._server.stop(grace=FAREWELL_SECONDS)
+            await self._guard.idle(CLEANUP_SECONDS)
+        await self._server.stop(grace=CLEANUP_SECONDS)
 
     def hurry(self) -> None:
         """Ends the waiting of a drain, now or to come."""
         self._hurry.set()
 
 
-class GenerationServer(GrpcServer):
-    """The door: the generation service, with the bearer tokens of the configuration, and perhaps other services beside it."""
+class _Health(health_aio.HealthServicer):
+    async def List(self, request: object, context: grpc.aio.ServicerContext) -> None:
+        """gRPC's own leaves this out and logs a traceback for every call of it."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "ask for one service by Check or Watch")
 
-    def __init__(self, frontend: Frontend, config: ServiceConfig, others: Sequence[Service] = ()) -> None:
-        super().__init__((generation_service(frontend, read_tokens(config.token_file)), *others), config)
+
+class GenerationServer(GrpcServer):
+    """The public server: the generation service, with the bearer tokens of the configuration (read
+    again when their file changes), and perhaps other services beside it."""
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        config: ServiceConfig,
+        others: Sequence[Service] = (),
+        log: RequestLog | None = None,
+    ) -> None:
+        log = log or RequestLog()
+        tokens = Reread((config.token_file,), lambda: read_tokens(config.token_file))
+        generation = generation_service(frontend, tokens, log)
+        super().__init__((generation, *others), config, refused=log.refused)
 
 
 def read_tokens(path: str) -> tuple[str, ...]:
-    """The tokens in a file, one a line; none where there is no path. Raises ConfigError: a file without a token would open the door."""
+    """The tokens in a file, one a line; none where there is no path. Raises ConfigError: a file
+    without a token would let everybody in."""
     if not path:
         return ()
-    tokens = tuple(line.strip() for line in read_secret(path).decode("utf-8", "replace").splitlines() if line.strip())
+    tokens = tuple(
+        line.strip()
+        for line in read_secret(path).decode("utf-8", "replace").splitlines()
+        if line.strip()
+    )
     if not tokens:
         raise ConfigError(f"token file {path!r} holds no token; write one a line")
     return tokens
 
 
 def cluster_credentials(config: ServiceConfig) -> Credentials:
-    """What a process with this configuration shows the others of its cluster, and believes of them.
+    """What a process with this configuration shows the others of its cluster, and trusts.
 
-    They share an authority (tls_client_ca; without it the certificate itself, which all of them then use) and the first token of
-    cluster_token_file. A certificate names the hosts that it is for.
-    """
+    They share an authority (tls_client_ca; without it the certificate itself, which all of them
+    then use) and the first token of cluster_token_file. A certificate names the hosts that it is
+    for."""
     tokens = read_tokens(config.cluster_token_file)
     if not config.tls_certificate:
         return Credentials(token=tokens[0] if tokens else "")
     return Credentials(
         tls=True,
-        authority=read_pem("service.tls_client_ca", config.tls_client_ca) or read_pem("service.tls_certificate", config.tls_certificate),
+        authority=read_pem("service.tls_client_ca", config.tls_client_ca)
+        or read_pem("service.tls_certificate", config.tls_certificate),
         certificate=read_pem("service.tls_certificate", config.tls_certificate),
         key=read_pem("service.tls_key", config.tls_key, "PRIVATE KEY"),
         token=tokens[0] if tokens else "",
@@ -152,18 +196,40 @@ def cluster_credentials(config: ServiceConfig) -> Credentials:
 
 
 def server_credentials(config: ServiceConfig) -> grpc.ServerCredentials | None:
-    """For what this process listens on; None without TLS. Raises ConfigError for files that are none."""
+    """For what this process listens on; None without TLS. The files are read again when they
+    change: new connections see it. Raises ConfigError for files that are none."""
     if not config.tls_certificate:
         return None
+    latest = Reread(
+        (config.tls_certificate, config.tls_key, config.tls_client_ca),
+        lambda: _certificates(config),
+    )
+    given = first = latest()
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal given
+        if latest() is given:
+            return None  # gRPC goes on with what it has
+        given = latest()
+        return given
+
+    # By gRPC's documentation None means unchanged; its types leave that out.
+    fetcher = cast(Callable[[], grpc.ServerCertificateConfiguration], fetch)
+    return grpc.dynamic_ssl_server_credentials(
+        first, fetcher, require_client_authentication=bool(config.tls_client_ca)
+    )
+
+
+def _certificates(config: ServiceConfig) -> grpc.ServerCertificateConfiguration:
     certificate = read_pem("service.tls_certificate", config.tls_certificate)
     pair = (read_pem("service.tls_key", config.tls_key, "PRIVATE KEY"), certificate)
     authority = read_pem("service.tls_client_ca", config.tls_client_ca) or None
-    return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
+    return grpc.ssl_server_certificate_configuration([pair], authority)
 
 
 def check_address(config: ServiceConfig) -> None:
-    """Raises ConfigError where the server could not listen, or its certificates and tokens cannot be read, before minutes are spent on
-    what it would serve."""
+    """Raises ConfigError where the server could not listen, or its certificates and tokens cannot
+    be read, before minutes are spent on what it would serve."""
     server_credentials(config)
     for path in (config.token_file, config.cluster_token_file):
         read_tokens(path)
@@ -175,7 +241,10 @@ def check_address(config: ServiceConfig) -> None:
 
 
 def _cannot_listen(config: ServiceConfig, error: Exception) -> ConfigError:
-    return ConfigError(f"service cannot listen on {config.host}:{config.port}: {error}; is the port taken? choose another")
+    return ConfigError(
+        f"service cannot listen on {config.host}:{config.port}: {error}; is the port taken? choose"
+        " another"
+    )
 
 
 async def serve_until_signalled(
@@ -183,13 +252,15 @@ async def serve_until_signalled(
     config: ServiceConfig,
     ready: Callable[[int], None],
     broken: Callable[[], Coroutine[None, None, Broken]] | None = None,
+    log: RequestLog | None = None,
 ) -> Broken | None:
-    """Serves until SIGTERM or SIGINT, then drains; a second signal ends the waiting. `ready` is called with the port.
+    """Serves until SIGTERM or SIGINT, then drains; a second signal ends the waiting. `ready` is
+    called with the port.
 
-    `broken` returns when what is behind the door will serve nobody any more: running requests are then cut short at once, so that their
-    clients go on with whoever comes after, and what it returned is.
-    """
-    server = GenerationServer(frontend, config)
+    `broken` returns when what is behind the server cannot serve any more: running requests are
+    then cut short at once, so that their clients go on with the next server, and its result is
+    returned."""
+    server = GenerationServer(frontend, config, log=log)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -204,7 +275,9 @@ async def serve_until_signalled(
     breaking = asyncio.ensure_future(broken()) if broken else None
     try:
         ready(await server.start())
-        await asyncio.wait([task for task in (stopping, breaking) if task], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            [task for task in (stopping, breaking) if task], return_when=asyncio.FIRST_COMPLETED
+        )
         if breaking and breaking.done():
             server.hurry()
         await server.drain()

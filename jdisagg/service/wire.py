@@ -1,33 +1,31 @@
-"""Our data <-> proto, the parts that every service shares: sampling, logprobs, worker status, errors.
+"""What services share: errors as gRPC statuses, and the parts of generation.proto's messages that
+are data of ours.
 
-`wire_generation`, `wire_workers` and `wire_commands` go on with the messages of one .proto each. Together they are the
-only place that knows both sides. Knows no gRPC: an error becomes a `WireStatus`, plain strings that the servicer sends.
+`wire_generation` goes on with that file's messages. Knows no gRPC: an error becomes a `WireStatus`,
+plain strings that the servicer sends.
 
-Invariants: `x_from_proto(x_to_proto(x)) == x` for every x; what came from outside and makes no sense is an
-InvalidRequestError that names the field, never another exception.
-"""
+Invariants: `x_from_proto(x_to_proto(x)) == x` for every x; what came from outside and makes no
+sense is an InvalidRequestError that names the field, never another exception."""
 
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from google.protobuf.message import DecodeError, EncodeError, Message
 
 from jdisagg import errors
-from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
 from jdisagg.errors import (
     CancelledError,
     DeadlineExceededError,
     InvalidRequestError,
     JdisaggError,
-    LayoutError,
     OverloadedError,
     UnavailableError,
 )
 from jdisagg.layout.axes import Layout
-from jdisagg.layout.mesh_card import KvEnd, MeshCard
+from jdisagg.messages.spans import WireStatus
+from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.request import SamplingParams, TokenLogprobs
 from jdisagg.service import common_pb2 as pb
 
@@ -39,8 +37,13 @@ MAX_DETAILS_BYTES = 2000
 Arguments = ParamSpec("Arguments")
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 
-_ERROR_TYPES = {name: kind for name, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, JdisaggError)}
-# What a status that no jdisagg server annotated becomes: one from gRPC itself, a proxy, or another server.
+_ERROR_TYPES = {
+    name: kind
+    for name, kind in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(kind, JdisaggError)
+}
+# What a status that no jdisagg server annotated becomes: one from gRPC itself, a proxy, or another
+# server.
 _BY_CODE: dict[str, type[JdisaggError]] = {
     "INVALID_ARGUMENT": InvalidRequestError,
     "RESOURCE_EXHAUSTED": OverloadedError,
@@ -50,31 +53,17 @@ _BY_CODE: dict[str, type[JdisaggError]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class WireStatus:
-    """A gRPC status: the code's name, its message, its trailing metadata."""
-
-    code: str
-    details: str
-    metadata: tuple[tuple[str, str], ...] = ()
-
-
 def error_to_status(error: JdisaggError) -> WireStatus:
     metadata = [(ERROR_KEY, type(error).__name__)]
     if error.retry_after_seconds is not None:
         metadata.append((RETRY_AFTER_KEY, repr(float(error.retry_after_seconds))))
     raw = error.message.encode("utf-8", "replace")
-    details = raw.decode() if len(raw) <= MAX_DETAILS_BYTES else raw[:MAX_DETAILS_BYTES].decode("utf-8", "ignore") + " ..."
+    details = (
+        raw.decode()
+        if len(raw) <= MAX_DETAILS_BYTES
+        else raw[:MAX_DETAILS_BYTES].decode("utf-8", "ignore") + " ..."
+    )
     return WireStatus(error.status, details, tuple(metadata))
-
-
-def status_to_proto(status: WireStatus) -> pb.ErrorStatus:
-    """The error as part of a message."""
-    return pb.ErrorStatus(code=status.code, details=status.details, metadata=dict(status.metadata))
-
-
-def status_from_proto(message: pb.ErrorStatus) -> WireStatus:
-    return WireStatus(message.code, message.details, tuple(message.metadata.items()))
 
 
 def error_from_status(status: WireStatus) -> JdisaggError:
@@ -87,8 +76,13 @@ def error_from_status(status: WireStatus) -> JdisaggError:
     if kind is not None:
         return kind(status.details, retry_after_seconds=retry_after_seconds)
     if status.code == "RESOURCE_EXHAUSTED" and "message larger than max" in status.details:
-        return InvalidRequestError(f"the message is too large: {status.details}; send less, or raise max_message_bytes on both sides")
-    return _BY_CODE.get(status.code, JdisaggError)(f"{status.code}: {status.details}", retry_after_seconds=retry_after_seconds)
+        return InvalidRequestError(
+            f"the message is too large: {status.details}; send less, or raise max_message_bytes on"
+            " both sides"
+        )
+    return _BY_CODE.get(status.code, JdisaggError)(
+        f"{status.code}: {status.details}", retry_after_seconds=retry_after_seconds
+    )
 
 
 def parse(kind: type[AnyMessage], data: bytes) -> AnyMessage:
@@ -98,18 +92,25 @@ def parse(kind: type[AnyMessage], data: bytes) -> AnyMessage:
     except DecodeError:
         name = kind.DESCRIPTOR.full_name
         raise InvalidRequestError(
-            f"the message is not a valid {name}: malformed, or a text in it is not UTF-8; send valid protobuf"
+            f"the message is not a valid {name}: malformed, or a text in it is not UTF-8; send"
+            " valid protobuf"
         ) from None
 
 
-def build(kind: Callable[Arguments, AnyMessage], /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> AnyMessage:
-    """Makes a message of a caller's values: a wrong type, a number beyond 64 bits or invalid UTF-8 is an InvalidRequestError."""
+def build(
+    kind: Callable[Arguments, AnyMessage], /, *args: Arguments.args, **kwargs: Arguments.kwargs
+) -> AnyMessage:
+    """Makes a message of a caller's values: a wrong type, a number beyond 64 bits or invalid UTF-8
+    is an InvalidRequestError."""
     try:
         message = kind(*args, **kwargs)
         message.ByteSize()
         return message
     except (TypeError, ValueError, OverflowError, EncodeError) as error:
-        raise InvalidRequestError(f"a value cannot be sent: {error}; see {getattr(kind, '__name__', 'the message')}'s fields") from error
+        raise InvalidRequestError(
+            f"a value cannot be sent: {error}; see {getattr(kind, '__name__', 'the message')}'s"
+            " fields"
+        ) from error
 
 
 def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
@@ -123,7 +124,9 @@ def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         repetition_penalty=sampling.repetition_penalty,
-        logit_bias=[pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in sampling.logit_bias],
+        logit_bias=[
+            pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in sampling.logit_bias
+        ],
         min_tokens=sampling.min_tokens,
         stop=sampling.stop,
         stop_token_ids=sampling.stop_token_ids,
@@ -156,11 +159,16 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
 
 
 def logprobs_to_proto(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
-    return pb.TokenLogprobs(logprob=logprobs.logprob, top=[pb.TopLogprob(token_id=token, logprob=value) for token, value in logprobs.top])
+    return pb.TokenLogprobs(
+        logprob=logprobs.logprob,
+        top=[pb.TopLogprob(token_id=token, logprob=value) for token, value in logprobs.top],
+    )
 
 
 def logprobs_from_proto(message: pb.TokenLogprobs) -> TokenLogprobs:
-    return TokenLogprobs(message.logprob, tuple((entry.token_id, entry.logprob) for entry in message.top))
+    return TokenLogprobs(
+        message.logprob, tuple((entry.token_id, entry.logprob) for entry in message.top)
+    )
 
 
 def all_logprobs_from_proto(messages: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
@@ -190,7 +198,9 @@ def role_to_proto(role: WorkerRole) -> pb.WorkerRole:
 def role_from_proto(message: str, role: int) -> WorkerRole:
     """`message` is the name of the message that the role stood in."""
     if role not in _ROLE_FROM_PROTO:
-        raise InvalidRequestError(f"{message}.role must be a known role, got {role}; are both sides of one version?")
+        raise InvalidRequestError(
+            f"{message}.role must be a known role, got {role}; are both sides of one version?"
+        )
     return _ROLE_FROM_PROTO[role]
 
 
@@ -244,24 +254,3 @@ def worker_status_from_proto(message: pb.WorkerStatus) -> WorkerStatus:
         chunk_tokens=message.chunk_tokens,
         loading_seconds=message.loading_seconds,
     )
-
-
-def mesh_card_to_proto(card: MeshCard) -> pb.MeshCard:
-    return pb.MeshCard(
-        shape=card.shape,
-        devices=card.devices,
-        processes=card.processes,
-        ends=[pb.KvEnd(control=end.control, boot_id=end.boot_id) for end in card.ends],
-        transports=card.transports,
-    )
-
-
-def mesh_card_from_proto(message: pb.MeshCard) -> MeshCard:
-    if len(message.shape) != 3:
-        raise InvalidRequestError(f"MeshCard.shape must be (dp, kv, rep), got {list(message.shape)}; are both sides of one version?")
-    dp, kv, rep = message.shape
-    ends = tuple(KvEnd(end.control, end.boot_id) for end in message.ends)
-    try:
-        return MeshCard((dp, kv, rep), tuple(message.devices), tuple(message.processes), ends, message.transports)
-    except LayoutError as error:
-        raise InvalidRequestError(f"{error}; are both sides of one version?") from None

@@ -1,16 +1,24 @@
-"""Our data <-> the messages of generation.proto: a client's request, the stream's events, the model.
+"""Our data <-> the messages of generation.proto: a client's request, the stream's events, the
+model.
 
-Knows what `wire` says. A client's request stays a prompt and options, some unset; the server's `Frontend` makes a
-`Request` of them. A repeated field is counted before it is read: each of its entries costs the event loop, which all streams share,
-many times what it cost its sender.
-"""
+Knows what `wire` says. A client's request stays a prompt and options, some unset; the server's
+`Frontend` makes a `Request` of them. A repeated field is counted before it is read: each of its
+entries costs the event loop, which all streams share, many times what it cost its sender."""
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jdisagg.config import Mode
-from jdisagg.dispatch.frontend import ChatMessage, ChatPrompt, ModelInfo, Prompt, SamplingOptions, TokenPrompt, bias_pairs
+from jdisagg.dispatch.frontend import (
+    ChatMessage,
+    ChatPrompt,
+    ModelInfo,
+    Prompt,
+    SamplingOptions,
+    TokenPrompt,
+    bias_pairs,
+)
 from jdisagg.dispatch.routing_status import PastDecision, RoutingStatus, WorkerAccount
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import (
@@ -28,7 +36,13 @@ from jdisagg.request import (
 )
 from jdisagg.service import common_pb2
 from jdisagg.service import generation_pb2 as pb
-from jdisagg.service.wire import all_logprobs_from_proto, build, layout_from_proto, layout_to_proto, logprobs_to_proto
+from jdisagg.service.wire import (
+    all_logprobs_from_proto,
+    build,
+    layout_from_proto,
+    layout_to_proto,
+    logprobs_to_proto,
+)
 
 # A client tries a few times a second within its own patience; a larger number is no client of ours.
 MAX_RESUMPTIONS = 1_000_000
@@ -68,12 +82,15 @@ _SCALARS = (
 
 
 def client_request_to_proto(request: ClientRequest) -> pb.GenerateRequest:
-    """Raises InvalidRequestError for what protobuf cannot hold; all else is the server's to judge."""
+    """Raises InvalidRequestError for what protobuf cannot hold; all else is the server's to
+    judge."""
     prompt = request.prompt
     return build(
         pb.GenerateRequest,
         text=prompt if not isinstance(prompt, TokenPrompt | ChatPrompt) else None,
-        token_ids=build(pb.TokenIds, ids=prompt.token_ids) if isinstance(prompt, TokenPrompt) else None,
+        token_ids=(
+            build(pb.TokenIds, ids=prompt.token_ids) if isinstance(prompt, TokenPrompt) else None
+        ),
         chat=_chat_to_proto(prompt) if isinstance(prompt, ChatPrompt) else None,
         sampling=_options_to_proto(request.options),
         request_id=request.request_id,
@@ -110,7 +127,11 @@ def client_request_from_proto(message: pb.GenerateRequest) -> ClientRequest:
 
 def _accepted_to_proto(resumption: Resumption) -> list[pb.AcceptedTokens]:
     return [
-        pb.AcceptedTokens(child=index, token_ids=child.token_ids, finish_reason=_finish_to_proto(child.finish_reason))
+        pb.AcceptedTokens(
+            child=index,
+            token_ids=child.token_ids,
+            finish_reason=_finish_to_proto(child.finish_reason),
+        )
         for index, child in enumerate(resumption.children)
     ]
 
@@ -121,19 +142,36 @@ def _resumption_from_proto(message: pb.GenerateRequest) -> Resumption | None:
     if number == 0 and not message.accepted:
         return None
     if not 1 <= number <= MAX_RESUMPTIONS:
-        raise InvalidRequestError(f"resumption must be in [1, {MAX_RESUMPTIONS}] where a request is resumed, got {number}")
+        raise InvalidRequestError(
+            f"resumption must be in [1, {MAX_RESUMPTIONS}] where a request is resumed, got {number}"
+        )
     if not message.request_id or not message.sampling.HasField("seed"):
-        raise InvalidRequestError("a resumed request must name its request_id and its sampling.seed; send those of the first time")
+        raise InvalidRequestError(
+            "a resumed request must name its request_id and its sampling.seed; send those of the"
+            " first time"
+        )
     at_most("accepted", len(message.accepted), MAX_N)
     at_most("accepted token ids", sum(len(entry.token_ids) for entry in message.accepted), MAX_IDS)
-    children = {entry.child: AcceptedChild(tuple(entry.token_ids), _finish_from_proto(entry.finish_reason)) for entry in message.accepted}
+    children = {
+        entry.child: AcceptedChild(tuple(entry.token_ids), _finish_from_proto(entry.finish_reason))
+        for entry in message.accepted
+    }
     if len(children) != len(message.accepted) or any(not 0 <= child < count for child in children):
         raise InvalidRequestError(
-            f"accepted must name each child once at most, of 0 to {count - 1}; got {[entry.child for entry in message.accepted]}"
+            f"accepted must name each child once at most, of 0 to {count - 1}; got"
+            f" {[entry.child for entry in message.accepted]}"
         )
-    if children and all(child.finish_reason is not None for child in children.values()) and len(children) == count:
-        raise InvalidRequestError("accepted says that every child has ended: there is nothing to resume")
-    return Resumption(number, tuple(children.get(index, AcceptedChild()) for index in range(min(count, MAX_N))))
+    if (
+        children
+        and all(child.finish_reason is not None for child in children.values())
+        and len(children) == count
+    ):
+        raise InvalidRequestError(
+            "accepted says that every child has ended: there is nothing to resume"
+        )
+    return Resumption(
+        number, tuple(children.get(index, AcceptedChild()) for index in range(min(count, MAX_N)))
+    )
 
 
 def _finish_to_proto(reason: FinishReason | None) -> pb.FinishReason:
@@ -159,19 +197,31 @@ def tokenize_from_proto(message: pb.TokenizeRequest) -> str | ChatPrompt:
     return message.text if kind == "text" else _chat_from_proto(message.chat)
 
 
-def detokenize_to_proto(token_ids: Sequence[int], skip_special_tokens: bool) -> pb.DetokenizeRequest:
-    return build(pb.DetokenizeRequest, token_ids=token_ids, keep_special_tokens=not skip_special_tokens)
+def detokenize_to_proto(
+    token_ids: Sequence[int], skip_special_tokens: bool
+) -> pb.DetokenizeRequest:
+    return build(
+        pb.DetokenizeRequest, token_ids=token_ids, keep_special_tokens=not skip_special_tokens
+    )
 
 
 def event_to_proto(event: StreamEvent) -> pb.GenerateResponse:
-    message = pb.GenerateResponse(child=event.child, first_index=event.first_index, token_ids=event.token_ids, text=event.text)
+    message = pb.GenerateResponse(
+        child=event.child,
+        first_index=event.first_index,
+        token_ids=event.token_ids,
+        text=event.text,
+        request_id=event.request_id,
+    )
     if event.logprobs:
         message.logprobs.extend(map(logprobs_to_proto, event.logprobs))
     if event.finish_reason is not None:
         message.finish_reason = _FINISH_TO_PROTO[event.finish_reason]
     if event.usage is not None:
         usage = event.usage
-        message.usage.CopyFrom(pb.Usage(prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens))
+        message.usage.CopyFrom(
+            pb.Usage(prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)
+        )
     if event.timings is not None:
         message.timings.CopyFrom(_timings_to_proto(event.timings))
     return message
@@ -185,8 +235,13 @@ def event_from_proto(message: pb.GenerateResponse) -> StreamEvent:
         text=message.text,
         logprobs=all_logprobs_from_proto(message.logprobs),
         finish_reason=_FINISH_FROM_PROTO.get(message.finish_reason),
-        usage=Usage(message.usage.prompt_tokens, message.usage.completion_tokens) if message.HasField("usage") else None,
+        usage=(
+            Usage(message.usage.prompt_tokens, message.usage.completion_tokens)
+            if message.HasField("usage")
+            else None
+        ),
         timings=_timings_from_proto(message.timings) if message.HasField("timings") else None,
+        request_id=message.request_id,
     )
 
 
@@ -198,7 +253,9 @@ def model_to_proto(model: ModelInfo) -> pb.GetModelResponse:
         context_tokens=model.context_tokens,
         dtype=model.dtype,
         mode=_MODE_TO_PROTO[model.mode],
-        prefill_layout=layout_to_proto(model.prefill_layout) if model.prefill_layout is not None else None,
+        prefill_layout=(
+            layout_to_proto(model.prefill_layout) if model.prefill_layout is not None else None
+        ),
         decode_layout=layout_to_proto(model.decode_layout),
         kv_bytes_per_token=model.kv_bytes_per_token,
         version=model.version,
@@ -207,7 +264,10 @@ def model_to_proto(model: ModelInfo) -> pb.GetModelResponse:
 
 def model_from_proto(message: pb.GetModelResponse) -> ModelInfo:
     if message.mode not in _MODE_FROM_PROTO:
-        raise InvalidRequestError(f"GetModelResponse.mode must be a known mode, got {message.mode}; are both sides of one version?")
+        raise InvalidRequestError(
+            f"GetModelResponse.mode must be a known mode, got {message.mode}; are both sides of one"
+            " version?"
+        )
     return ModelInfo(
         name=message.name,
         family=message.family,
@@ -215,7 +275,11 @@ def model_from_proto(message: pb.GetModelResponse) -> ModelInfo:
         context_tokens=message.context_tokens,
         dtype=message.dtype,
         mode=_MODE_FROM_PROTO[message.mode],
-        prefill_layout=layout_from_proto(message.prefill_layout) if message.HasField("prefill_layout") else None,
+        prefill_layout=(
+            layout_from_proto(message.prefill_layout)
+            if message.HasField("prefill_layout")
+            else None
+        ),
         decode_layout=layout_from_proto(message.decode_layout),
         kv_bytes_per_token=message.kv_bytes_per_token,
         version=message.version,
@@ -226,14 +290,18 @@ def routing_to_proto(status: RoutingStatus) -> pb.GetStatusResponse:
     """Without the workers, whose statuses are the caller's to add."""
     return pb.GetStatusResponse(
         waiting=status.waiting,
-        decisions=[pb.PastDecision(**dataclasses.asdict(decision)) for decision in status.decisions],
+        decisions=[
+            pb.PastDecision(**dataclasses.asdict(decision)) for decision in status.decisions
+        ],
         accounts=[pb.WorkerAccount(**dataclasses.asdict(account)) for account in status.accounts],
     )
 
 
 def routing_from_proto(message: pb.GetStatusResponse) -> RoutingStatus:
     return RoutingStatus(
-        message.waiting, tuple(map(_past_from_proto, message.decisions)), tuple(map(_account_from_proto, message.accounts))
+        message.waiting,
+        tuple(map(_past_from_proto, message.decisions)),
+        tuple(map(_account_from_proto, message.accounts)),
     )
 
 
@@ -242,7 +310,9 @@ _FINISH_TO_PROTO = {
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
 }
-_FINISH_FROM_PROTO: dict[int, FinishReason] = {value: reason for reason, value in _FINISH_TO_PROTO.items()}
+_FINISH_FROM_PROTO: dict[int, FinishReason] = {
+    value: reason for reason, value in _FINISH_TO_PROTO.items()
+}
 
 _MODE_TO_PROTO = {
     Mode.DISAGGREGATED: pb.SERVING_MODE_DISAGGREGATED,
@@ -256,7 +326,9 @@ def _options_to_proto(options: SamplingOptions) -> common_pb2.SamplingParams:
     known = SamplingOptions.__annotations__
     unknown = sorted(set(options) - set(known))
     if unknown:
-        raise InvalidRequestError(f"unknown sampling option {', '.join(unknown)}; known are {', '.join(known)}")
+        raise InvalidRequestError(
+            f"unknown sampling option {', '.join(unknown)}; known are {', '.join(known)}"
+        )
     message = common_pb2.SamplingParams()
     for name, value in options.items():
         if value is None:
@@ -264,7 +336,9 @@ def _options_to_proto(options: SamplingOptions) -> common_pb2.SamplingParams:
         try:
             if name == "logit_bias":
                 pairs = bias_pairs(options.get("logit_bias") or ())
-                message.logit_bias.extend(common_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in pairs)
+                message.logit_bias.extend(
+                    common_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in pairs
+                )
             elif name == "stop":
                 stop = options.get("stop") or ()
                 message.stop.extend((stop,) if isinstance(stop, str) else stop)
@@ -273,7 +347,9 @@ def _options_to_proto(options: SamplingOptions) -> common_pb2.SamplingParams:
             else:
                 setattr(message, name, value)
         except (TypeError, ValueError, OverflowError) as error:
-            raise InvalidRequestError(f"{name}={_short(value)} cannot be sent: {error}; it must be {known[name]}") from None
+            raise InvalidRequestError(
+                f"{name}={_short(value)} cannot be sent: {error}; it must be {known[name]}"
+            ) from None
     return message
 
 
@@ -295,7 +371,10 @@ def _options_from_proto(message: common_pb2.SamplingParams) -> SamplingOptions:
 
 
 def _chat_to_proto(prompt: ChatPrompt) -> pb.ChatMessages:
-    return build(pb.ChatMessages, messages=[build(pb.ChatMessage, role=m.role, content=m.content) for m in prompt.messages])
+    return build(
+        pb.ChatMessages,
+        messages=[build(pb.ChatMessage, role=m.role, content=m.content) for m in prompt.messages],
+    )
 
 
 def _chat_from_proto(message: pb.ChatMessages) -> ChatPrompt:
@@ -342,8 +421,12 @@ def _past_from_proto(message: pb.PastDecision) -> PastDecision:
         prefill=message.prefill,
         decode=message.decode,
         prompt_tokens=message.prompt_tokens,
-        predicted_ttft_seconds=message.predicted_ttft_seconds if message.HasField("predicted_ttft_seconds") else None,
-        predicted_step_seconds=message.predicted_step_seconds if message.HasField("predicted_step_seconds") else None,
+        predicted_ttft_seconds=(
+            message.predicted_ttft_seconds if message.HasField("predicted_ttft_seconds") else None
+        ),
+        predicted_step_seconds=(
+            message.predicted_step_seconds if message.HasField("predicted_step_seconds") else None
+        ),
         ttft_seconds=message.ttft_seconds if message.HasField("ttft_seconds") else None,
         tpot_seconds=message.tpot_seconds if message.HasField("tpot_seconds") else None,
     )

@@ -1,1 +1,2 @@
-"""The cluster on virtual time: workloads, cost-model executor and channel, reports, planner. Reaches neither JAX nor gRPC."""
+"""The cluster on virtual time: workloads, cost-model executor and channel, reports, planner.
+Reaches neither JAX nor gRPC."""

@@ -1,20 +1,23 @@
-"""The simulated bridge: who offers which block, and how long its bytes take over links that several pulls share.
+"""The simulated bridge: who offers which block, and how long its bytes take over links that several
+pulls share.
 
-Each worker has, for each kind of link, one way out and one way in, as wide as the links of its devices together. A pull flows at the lesser
-of its two ways' fair shares (width divided by the flows on it), and no faster than the links of the devices that its sequence lies on:
-those of one dp rank. That is recomputed whenever a flow begins or ends there; what one way cannot use is not given to others beyond that
-(max-min fairness would; the difference shows only where both ways are crowded unevenly).
+Each worker has, for each kind of link, one way out and one way in, as wide as the links of its
+devices together. A pull flows at the lesser of its two ways' fair shares (width divided by the
+flows on it), and no faster than the links of the devices that its sequence lies on: those of one dp
+rank. That is recomputed whenever a flow begins or ends there; what one way cannot use is not given
+to others beyond that (max-min fairness would; the difference shows only where both ways are crowded
+unevenly).
 
-Blocks are offered before they are computed. With `overlap` > 1 the layers of a chunk leave in that many groups: all but the last
-may move while the chunk computes, as the live system's layer groups do; with 1 nothing moves before the chunk is done. Knows no workers
-but as names, no requests. Invariant: a way is never used beyond its width.
-"""
+Blocks are offered before they are computed. With `overlap` > 1 the layers of a chunk leave in that
+many groups: all but the last may move while the chunk computes, as the live system's layer groups
+do; with 1 nothing moves before the chunk is done. Knows no workers but as names, no requests.
+Invariant: a way is never used beyond its width."""
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from jdisagg.router.hardware import Link
+from jdisagg.costs.hardware import Link
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +46,9 @@ class _Flow:
     timer: asyncio.TimerHandle | None = None
 
     def fair_rate(self) -> float:
-        return min(self.out.share, self.into.share, self.most * min(self.out.slowed, self.into.slowed))
+        return min(
+            self.out.share, self.into.share, self.most * min(self.out.slowed, self.into.slowed)
+        )
 
 
 @dataclass(slots=True)
@@ -58,8 +63,8 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """A worker on the channel: its place ("rack/host/domain/process"), how many devices' links it has, and how many of them a sequence lies
-    on (0: on all)."""
+    """A worker on the channel: its place ("rack/host/domain/process"), how many devices' links it
+    has, and how many of them a sequence lies on (0: on all)."""
 
     place: str
     links: int
@@ -67,7 +72,8 @@ class Ends:
 
 
 class SimulatedChannel:
-    """`link(place, place)`: the kind of link between two workers. `stalled`: workers whose pulls never end (a fault)."""
+    """`link(place, place)`: the kind of link between two workers. `stalled`: workers whose pulls
+    never end (a fault)."""
 
     def __init__(self, link: Callable[[str, str], Link], overlap: int = 2) -> None:
         self.offered: dict[int, Offered] = {}
@@ -83,7 +89,11 @@ class SimulatedChannel:
     def lose(self, owner: str) -> None:
         """The worker died: nothing of it can be pulled any more."""
         self.gone.add(owner)
-        self.offered = {offer_id: offered for offer_id, offered in self.offered.items() if offered.owner != owner}
+        self.offered = {
+            offer_id: offered
+            for offer_id, offered in self.offered.items()
+            if offered.owner != owner
+        }
 
     def slow(self, worker: str, factor: float) -> None:
         """All ways of a worker go at `factor` of their speed from now on; 1 heals."""
@@ -95,9 +105,15 @@ class SimulatedChannel:
 
     def moved_bytes(self, worker: str) -> float:
         """What has left the worker so far."""
-        return sum(way.moved_bytes for (name, _, outward), way in self._ways.items() if name == worker and outward)
+        return sum(
+            way.moved_bytes
+            for (name, _, outward), way in self._ways.items()
+            if name == worker and outward
+        )
 
-    def pull(self, offered: Offered, receiver: str, size_bytes: float, done: Callable[[], None]) -> None:
+    def pull(
+        self, offered: Offered, receiver: str, size_bytes: float, done: Callable[[], None]
+    ) -> None:
         """Calls `done` when all of it has arrived."""
         loop = asyncio.get_running_loop()
         if offered.owner in self.stalled or receiver in self.stalled:
@@ -122,7 +138,9 @@ class SimulatedChannel:
 
         loop.call_at(max(now, head_at), self._flow, out, into, most, size_bytes - tail, then_tail)
 
-    def _flow(self, out: Way, into: Way, most: float, size_bytes: float, done: Callable[[], None]) -> None:
+    def _flow(
+        self, out: Way, into: Way, most: float, size_bytes: float, done: Callable[[], None]
+    ) -> None:
         flow = _Flow(out, into, size_bytes, most, asyncio.get_running_loop().time(), done)
         out.moved_bytes += size_bytes
         out.flows[flow] = into.flows[flow] = None
@@ -139,7 +157,9 @@ class SimulatedChannel:
             flow.at, flow.rate = now, rate
             if flow.timer is not None:
                 flow.timer.cancel()
-            flow.timer = loop.call_at(now + flow.left_bytes / rate, self._end, flow) if rate > 0 else None
+            flow.timer = (
+                loop.call_at(now + flow.left_bytes / rate, self._end, flow) if rate > 0 else None
+            )
 
     def _end(self, flow: _Flow) -> None:
         del flow.out.flows[flow], flow.into.flows[flow]
@@ -153,8 +173,17 @@ class SimulatedChannel:
         if known is None:
             ends = self.ends[sender], self.ends[receiver]
             link = self._link(ends[0].place, ends[1].place)
-            most = link.bytes_per_second * link.efficiency * min(end.lanes or end.links for end in ends)
-            known = self._links[sender, receiver] = (link, self._way(sender, link, True), self._way(receiver, link, False), most)
+            most = (
+                link.bytes_per_second
+                * link.efficiency
+                * min(end.lanes or end.links for end in ends)
+            )
+            known = self._links[sender, receiver] = (
+                link,
+                self._way(sender, link, True),
+                self._way(receiver, link, False),
+                most,
+            )
         return known
 
     def _way(self, worker: str, link: Link, outward: bool) -> Way:

@@ -1,7 +1,8 @@
-"""A fleet at work: the live workers on simulated meshes, a live roster that hears their heartbeats, and the live request path before them.
+"""A fleet at work: the live workers on simulated meshes, a live roster that hears their heartbeats,
+and the live request path before them.
 
-This is assembly, as `engine/embedded.py` and `launch/router.py` are: nothing is decided here. Build and use it inside a virtual loop.
-"""
+This is assembly, as `engine/embedded.py` and `launch/router.py` are: nothing is decided here. Build
+and use it inside a virtual loop."""
 
 import asyncio
 import random
@@ -10,22 +11,28 @@ from dataclasses import dataclass, replace
 from jdisagg.clock import Clock
 from jdisagg.config import InstanceConfig, Mode
 from jdisagg.dispatch.outcomes import Path as Front
-from jdisagg.dispatch.ports import DecodePort, HandoffSource, PeerPort, PrefillPort, WorkerRole
+from jdisagg.dispatch.placer import PlacerSettings, rules_of
 from jdisagg.dispatch.request_path import RequestPath
-from jdisagg.dispatch.roster import ModelCard, Roster, WorkerCard, WorkerPorts
+from jdisagg.dispatch.roster import Roster, WorkerPorts, cluster_ports
+from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.errors import ConfigError, HandoffError, UnavailableError
+from jdisagg.messages.ports import DecodePort, HandoffSource, PeerPort, PrefillPort
+from jdisagg.messages.ports_middleware import through
+from jdisagg.messages.registry import ModelCard, WorkerCard
+from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.request import Request
 from jdisagg.router.affinity import PrefixAffinity
 from jdisagg.simulator.channel import Ends, SimulatedChannel
-from jdisagg.simulator.executor import SimulatedExecutor
+from jdisagg.simulator.crashable import Crash, Crashable
+from jdisagg.simulator.deferred_reservation import ComputedPrompts, DeferredReservation
+from jdisagg.simulator.executor import EngineTraits, SimulatedExecutor
 from jdisagg.simulator.fleet import Fleet, Pool
-from jdisagg.simulator.late import Computed, LateDecode, LatePrefill
-from jdisagg.simulator.mortal import Life, MortalDecode, MortalPeer, MortalPrefill
 from jdisagg.simulator.prefix_cache import PrefixCache, blocks_of
 from jdisagg.simulator.report import Usage
 from jdisagg.simulator.timeline import Timeline
 from jdisagg.telemetry import Counters
 from jdisagg.worker.decode_worker import DecodeWorker
+from jdisagg.worker.mesh_worker import WorkerContext
 from jdisagg.worker.prefill_worker import PrefillWorker
 
 SWEEP_SECONDS = 0.5
@@ -51,12 +58,12 @@ _NO_TEXT = _NoText()
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """One start of one worker. `life` None: it cannot die."""
+    """One start of one worker. `crash` None: it cannot die."""
 
     worker: PrefillWorker | DecodeWorker
     mesh: SimulatedExecutor
     card: WorkerCard
-    life: Life | None
+    crash: Crash | None
     beating: asyncio.TimerHandle | None = None
 
 
@@ -73,48 +80,57 @@ class Seat:
 class SimulatedCluster:
     """`mortal`: workers may be killed, which costs a little for every call."""
 
-    def __init__(self, fleet: Fleet, clock: Clock, seed: int = 0, mortal: bool = False) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        clock: Clock,
+        seed: int = 0,
+        mortal: bool = False,
+        events: RouterEvents = NO_ROUTER_EVENTS,
+    ) -> None:
         self.fleet = fleet
         self.clock = clock
         self.timelines: list[Timeline] = []
         self.processes: dict[str, Process] = {}
         self.former: list[Process] = []
-        self.clients: dict[asyncio.Task[None], None] = {}  # whose requests are under way, in order of arrival
+        # whose requests are under way, in order of arrival
+        self.clients: dict[asyncio.Task[None], None] = {}
         self.counters = Counters()
         self.channel = SimulatedChannel(fleet.link_between(), fleet.overlap)
         self._random = random.Random(seed)
         self._mortal = mortal
-        self._computed = Computed()
+        self._computed = ComputedPrompts()
         self._costs = [fleet.costs_of(pool) for pool in fleet.pools]
         self._limits = [fleet.limits_of(pool) for pool in fleet.pools]
         self._model = _model_card(fleet)
         self._sweeping: asyncio.Task[None] | None = None
-        roles = (WorkerRole.PREFILL, WorkerRole.DECODE) if fleet.mode is Mode.DISAGGREGATED else (WorkerRole.MIXED,)
+        roles = (
+            (WorkerRole.PREFILL, WorkerRole.DECODE)
+            if fleet.mode is Mode.DISAGGREGATED
+            else (WorkerRole.MIXED,)
+        )
         self.seats = {
             f"{role.value}-{index}": Seat(f"{role.value}-{index}", role, pool, place)
             for role, pool, places in zip(roles, fleet.pools, fleet.places(), strict=True)
             for index, place in enumerate(places)
         }
         self.roster = Roster(clock, self._open_ports)
+        self.affinity = PrefixAffinity(
+            lambda request: blocks_of(request.prompt_token_ids, fleet.block_tokens),
+            fleet.block_tokens,
+        )
+        rules = rules_of(fleet.routing, fleet.limits.timeouts)
+        settings = PlacerSettings(
+            fleet.routing,
+            # The router is to expect the network that there is.
+            replace(rules, decode_first=not fleet.late_reservation, far=fleet.far),
+            self.affinity if fleet.cache_blocks else None,
+            events,
+        )
         self.path = RequestPath(
-            self.roster.prefill,
-            self.roster.decode,
-            _no_text,
-            fleet.limits,
-            clock,
-            self.new_id,
-            address=self.roster.address,
-            boot_id=self.roster.boot_id,
-            statuses=self.roster.statuses,
-            accounts=self.roster.accounts,
-            routing=fleet.routing,
+            cluster_ports(self.roster), _no_text, fleet.limits, clock, settings, self.new_id
         )
         self.front: Front = self.path  # whom clients ask; a hook may set something before the path
-        # The router is to expect the network that there is.
-        self.path.placing.rules = replace(self.path.placing.rules, decode_first=not fleet.late_reservation, far=fleet.far)
-        self.affinity = PrefixAffinity(lambda request: blocks_of(request.prompt_token_ids, fleet.block_tokens), fleet.block_tokens)
-        if fleet.cache_blocks:
-            self.path.placing.affinity = self.affinity
 
     def new_id(self) -> int:
         return self._random.getrandbits(63)
@@ -140,12 +156,18 @@ class SimulatedCluster:
         index = self.fleet.pools.index(seat.pool)
         timeline = Timeline(len(self.timelines), name)
         self.timelines.append(timeline)
-        self.channel.ends[name] = Ends(seat.place, seat.pool.devices, seat.pool.devices // seat.pool.instance.layout.dp)
+        self.channel.ends[name] = Ends(
+            seat.place, seat.pool.devices, seat.pool.devices // seat.pool.instance.layout.dp
+        )
         self.channel.gone.discard(name)
         self.channel.stalled.discard(name)
         self.affinity.forget(name)
         fleet, instance = self.fleet, seat.pool.instance
-        cache = PrefixCache(fleet.cache_blocks, fleet.block_tokens) if fleet.cache_blocks and seat.role is not WorkerRole.DECODE else None
+        cache = (
+            PrefixCache(fleet.cache_blocks, fleet.block_tokens)
+            if fleet.cache_blocks and seat.role is not WorkerRole.DECODE
+            else None
+        )
         longest = min(30.0, fleet.limits.step_seconds / 4)
         mesh = SimulatedExecutor(
             name,
@@ -153,20 +175,24 @@ class SimulatedCluster:
             self._costs[index],
             self.channel,
             timeline,
-            fleet.run_ahead,
-            fleet.fused,
-            longest,
+            EngineTraits(fleet.run_ahead, fleet.fused, seat.pool.stages, fleet.drains, longest),
             cache,
-            seat.pool.stages,
-            fleet.drains,
         )
-        life = Life() if self._mortal else None
-        worker = self._worker(name, seat.role, mesh, instance, life)
+        crash = Crash() if self._mortal else None
+        worker = self._worker(name, seat.role, mesh, instance, crash)
         hardware = None if seat.pool.costs else fleet.hardware_of(seat.pool)
         card = WorkerCard(
-            name, worker.boot_id, seat.role, f"{name}:1", instance.layout, self._model, seat.place, hardware, seat.pool.stages
+            name,
+            worker.boot_id,
+            seat.role,
+            f"{name}:1",
+            instance.layout,
+            self._model,
+            seat.place,
+            hardware,
+            seat.pool.stages,
         )
-        process = self.processes[name] = Process(worker, mesh, card, life)
+        process = self.processes[name] = Process(worker, mesh, card, crash)
         await worker.start()
         self.roster.register(card)
         self.roster.heartbeat(worker.boot_id, await worker.status())
@@ -175,8 +201,8 @@ class SimulatedCluster:
     async def kill(self, name: str) -> None:
         """As `kill -9`: from one moment to the next nothing of it answers."""
         process = self.processes[name]
-        assert process.life is not None, "a cluster whose workers may die is built so"
-        process.life.dead.set()
+        assert process.crash is not None, "a cluster whose workers may die is built so"
+        process.crash.dead.set()
         if process.beating is not None:
             process.beating.cancel()
         self.channel.lose(name)
@@ -202,49 +228,68 @@ class SimulatedCluster:
         )
 
     def _worker(
-        self, name: str, role: WorkerRole, mesh: SimulatedExecutor, instance: InstanceConfig, life: Life | None
+        self,
+        name: str,
+        role: WorkerRole,
+        mesh: SimulatedExecutor,
+        instance: InstanceConfig,
+        crash: Crash | None,
     ) -> PrefillWorker | DecodeWorker:
         limits = self.fleet.limits
+        context = WorkerContext(name, self.clock, self.new_id, address=f"{name}:1")
         if role is WorkerRole.PREFILL:
-            return PrefillWorker(name, mesh, instance, limits, self.clock, self.new_id)
+            return PrefillWorker(context, mesh, instance, limits)
         return DecodeWorker(
-            name,
+            context,
             mesh,
             instance,
-            self.fleet.mode,
             limits,
-            lambda source: self._peer(source, life),
-            self.clock,
-            self.new_id,
-            address=f"{name}:1",
+            lambda source: self._peer(source, crash),
+            self.fleet.mode,
         )
 
-    def _peer(self, source: HandoffSource, ours: Life | None) -> PeerPort:
+    def _peer(self, source: HandoffSource, ours: Crash | None) -> PeerPort:
         process = self.processes.get(source.worker)
         if process is None:
             raise HandoffError(f"nobody listens at {source.address}")
-        return process.worker if process.life is None or ours is None else MortalPeer(process.worker, process.life, ours)
+        return (
+            process.worker
+            if process.crash is None or ours is None
+            else through(PeerPort, process.worker, Crashable(process.crash, ours))
+        )
 
     def _open_ports(self, card: WorkerCard) -> WorkerPorts:
         process = self.processes[card.name]
-        worker, life = process.worker, process.life
+        worker, crash, late = process.worker, process.crash, self.fleet.late_reservation
         if isinstance(worker, PrefillWorker):
-            prefill: PrefillPort = worker if life is None else MortalPrefill(worker, life)
-            return WorkerPorts(prefill=LatePrefill(prefill, self._computed) if self.fleet.late_reservation else prefill)
-        decode: DecodePort = worker if life is None else MortalDecode(worker, life)
-        if self.fleet.late_reservation:
-            decode = LateDecode(decode, self._computed, card.name, self.new_id, self._computes)
+            prefill: PrefillPort = worker
+            if crash:
+                prefill = through(PrefillPort, prefill, Crashable(crash))
+            return WorkerPorts(
+                prefill=through(PrefillPort, prefill, self._computed) if late else prefill
+            )
+        decode: DecodePort = worker
+        if crash:
+            decode = through(DecodePort, decode, Crashable(crash))
+        if late:
+            deferred = DeferredReservation(self._computed, card.name, self.new_id, self._computes)
+            decode = through(DecodePort, decode, deferred)
         return WorkerPorts(decode=decode)
 
     def _computes(self, name: str) -> bool:
         return name in self.seats and self.seats[name].role is WorkerRole.PREFILL
 
-    async def switch_role(self, name: str, role: WorkerRole, seconds: float, drain_seconds: float | None = None) -> None:
-        """A worker of two pools changes sides: it drains, takes `seconds` to lay its weights out as the other pool does, and is back under
-        the same name. Raises ConfigError where the pools do not allow it, UnavailableError where its process ends meanwhile."""
+    async def switch_role(
+        self, name: str, role: WorkerRole, seconds: float, drain_seconds: float | None = None
+    ) -> None:
+        """A worker of two pools changes sides: it drains, takes `seconds` to lay its weights out as
+        the other pool does, and is back under the same name. Raises ConfigError where the pools do
+        not allow it, UnavailableError where its process ends meanwhile."""
         self.fleet.check_roles_change()
         if role is WorkerRole.MIXED:
-            raise ConfigError(f"worker {name!r} cannot become a {role.value} worker: the fleet has no such pool")
+            raise ConfigError(
+                f"worker {name!r} cannot become a {role.value} worker: the fleet has no such pool"
+            )
         process = self.processes[name]
         await process.worker.drain(drain_seconds)
         self._check_still_there(name, process)
@@ -261,11 +306,18 @@ class SimulatedCluster:
         await self.start_worker(name)
 
     def _check_still_there(self, name: str, process: Process) -> None:
-        if self.processes[name] is not process or (process.life is not None and process.life.dead.is_set()):
-            raise UnavailableError(f"worker {name!r} ended while it changed its role; it comes back as what it was, if at all")
+        if self.processes[name] is not process or (
+            process.crash is not None and process.crash.dead.is_set()
+        ):
+            raise UnavailableError(
+                f"worker {name!r} ended while it changed its role; it comes back as what it was, if"
+                " at all"
+            )
 
     def _beat_later(self, process: Process) -> None:
-        process.beating = asyncio.get_running_loop().call_later(self.fleet.heartbeat_seconds, self._beat, process)
+        process.beating = asyncio.get_running_loop().call_later(
+            self.fleet.heartbeat_seconds, self._beat, process
+        )
 
     def _beat(self, process: Process) -> None:
         """A timer's, not a task's: of a thousand workers these are most of what happens."""
@@ -292,4 +344,12 @@ def _no_text(request: Request) -> _NoText:
 def _model_card(fleet: Fleet) -> ModelCard:
     geometry, dtype = fleet.geometry, fleet.dtype
     kept = geometry.kv_bytes_per_token(fleet.kv_dtype or dtype)
-    return ModelCard(geometry.name, "simulated", geometry.vocabulary, fleet.context, dtype, kept, geometry=geometry)
+    return ModelCard(
+        geometry.name,
+        "simulated",
+        geometry.vocabulary,
+        fleet.context,
+        dtype,
+        kept,
+        geometry=geometry,
+    )

@@ -2,18 +2,18 @@
 
     result = simulate(fleet, arrivals, hooks=[elastic(ElasticConfig(slo=...), switch_seconds=20.0)])
 
-The controller, what it is told and who acts on it are the live router's (router/elastic.py, dispatch/elastic_pools.py); only the change of
-role itself is the simulator's: the worker drains, and is away for `switch_seconds`, in which a real one lays its weights out anew and
-warms up (benchmarks/results/role_switch.json has what that took).
-"""
+The controller, what it is told and who acts on it are the live router's (router/elastic.py,
+dispatch/elastic_pools.py); only the change of role itself is the simulator's: the worker drains,
+and is away for `switch_seconds`, in which a real one lays its weights out anew and warms up
+(benchmarks/results/role_switch.json has what that took)."""
 
 from collections.abc import Awaitable, Callable
 
 from jdisagg.dispatch.elastic_pools import ElasticPools
 from jdisagg.dispatch.outcomes import OutcomeTap
-from jdisagg.dispatch.ports import WorkerRole
-from jdisagg.dispatch.roles import SwitchReport, SwitchState
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.roles import SwitchReport, SwitchState
+from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.router.elastic import Controller, ElasticConfig, check_switch
 from jdisagg.simulator.cluster import SimulatedCluster
 
@@ -21,15 +21,19 @@ DRAIN_SECONDS = 30.0
 
 
 class SimulatedDesk:
-    """Stands where the live `RoleDesk` stands. A worker that changes takes its new pool's layout, whatever it is told."""
+    """Stands where the live `RoleDesk` stands. A worker that changes takes its new pool's layout,
+    whatever it is told."""
 
     def __init__(self, cluster: SimulatedCluster, switch_seconds: float) -> None:
         self.changing = False
         self._cluster = cluster
         self._switch_seconds = switch_seconds
 
-    async def switch(self, name: str, role: WorkerRole, layout: Layout | None, seconds: float) -> SwitchReport:
-        """Raises as the live desk does. `seconds` is not used: a simulated worker always comes back."""
+    async def switch(
+        self, name: str, role: WorkerRole, layout: Layout | None, seconds: float | None = None
+    ) -> SwitchReport:
+        """Raises as the live desk does. `seconds` is not used: a simulated worker always comes
+        back."""
         cluster = self._cluster
         check_switch(cluster.roster.statuses(), name, role)
         began = cluster.clock.now()
@@ -40,20 +44,28 @@ class SimulatedDesk:
             self.changing = False
         card = next(card for card in cluster.roster.cards() if card.name == name)
         total_seconds = cluster.clock.now() - began
-        return SwitchReport(name, card.boot_id, role, card.layout, SwitchState.DONE, total_seconds=total_seconds)
+        return SwitchReport(
+            name, card.boot_id, role, card.layout, SwitchState.DONE, total_seconds=total_seconds
+        )
 
 
 def elastic(
-    config: ElasticConfig, switch_seconds: float, say: Callable[[float, str], None] = lambda now, text: None
+    config: ElasticConfig,
+    switch_seconds: float,
+    say: Callable[[float, str], None] = lambda now, text: None,
 ) -> Callable[[SimulatedCluster], Awaitable[None]]:
-    """`say` hears of each change, with its moment in virtual seconds. The run ends with a ConfigError where no role can change."""
+    """`say` hears of each change, with its moment in virtual seconds. The run ends with a
+    ConfigError where no role can change."""
 
     async def hook(cluster: SimulatedCluster) -> None:
         cluster.fleet.check_roles_change()
         controller, clock = Controller(config), cluster.clock
         cluster.front = OutcomeTap(cluster.path, clock, controller.outcome)
         desk = SimulatedDesk(cluster, switch_seconds)
-        say_when, held = (lambda text: say(clock.now(), text)), (lambda: cluster.path.placing.waiting)
+        say_when, held = (
+            (lambda text: say(clock.now(), text)),
+            (lambda: cluster.path.placer.waiting),
+        )
         pools = ElasticPools(controller, desk, cluster.roster.statuses, clock, True, say_when, held)
         await pools.run()
 

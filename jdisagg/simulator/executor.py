@@ -1,18 +1,22 @@
-"""A mesh without a device: an `Executor` (scheduler/commands.py) whose commands take the seconds that a cost model says.
+"""A mesh without a device: an `Executor` (scheduler/executor.py) whose commands take the seconds
+that a cost model says.
 
-Commands run one after the other, as on a device; pulls run beside them, on the channel. Tokens are synthetic (`timeline`). Decode
-steps run as spans: a `DecodeSteps` of k steps is one event, and `interrupt` ends it early, at a step's boundary, when somebody waits to
-join; so the work of a simulated step does not grow with its tokens.
+Commands run one after the other, as on a device; pulls run beside them, on the channel. Tokens are
+synthetic (`timeline`). Decode steps run as spans: a `DecodeSteps` of k steps is one event, and
+`interrupt` ends it early, at a step's boundary, when somebody waits to join; so the work of a
+simulated step does not grow with its tokens.
 
-What the spans leave out: the live loop issues a step ahead of the one that runs (worker/step_loop.py), so that what is submitted in the
-midst of a step takes effect `run_ahead` steps after the next boundary; insertions and interruptions wait as long here. Insertions
-push the steps behind them back. With pipeline stages the step is that of the fullest batch under way (`turns`). `drains`: nothing is
-issued while pages are written, and who came joins the next step; with pipeline stages that is a loop of its own (`serial_loop`).
-`fused`: a prefill chunk and the decode step that is issued with it run as one step (chunked prefill as Sarathi-Serve does it), not
+What the spans leave out: the live loop issues a step ahead of the one that runs
+(worker/step_loop.py), so that what is submitted in the midst of a step takes effect `run_ahead`
+steps after the next boundary; insertions and interruptions wait as long here. Insertions push the
+steps behind them back. With pipeline stages the step is that of the fullest batch under way
+(`turns`). `drains`: nothing is issued while pages are written, and who came joins the next step;
+with pipeline stages that is a loop of its own (`serial_loop`). `fused`: a prefill chunk and the
+decode step that is issued with it run as one step (chunked prefill as Sarathi-Serve does it), not
 one after the other as the live mesh does.
 
-Knows no requests, pages or schedulers. Invariant: what was asked ends in the order in which it was asked, pulls excepted.
-"""
+Knows no requests, pages or schedulers. Invariant: what was asked ends in the order in which it was
+asked, pulls excepted."""
 
 import asyncio
 from collections.abc import Sequence
@@ -20,7 +24,7 @@ from dataclasses import dataclass
 
 from jdisagg.errors import UnavailableError
 from jdisagg.layout.mesh_card import MeshCard
-from jdisagg.scheduler.commands import (
+from jdisagg.messages.step_commands import (
     NO_TOKEN,
     BlockChecksum,
     DecodeResult,
@@ -30,7 +34,6 @@ from jdisagg.scheduler.commands import (
     ExtractResult,
     InsertBlock,
     InsertResult,
-    MeshLimits,
     PrefillChunk,
     PrefillResult,
     PrefillRow,
@@ -41,6 +44,7 @@ from jdisagg.scheduler.commands import (
     StepCommand,
     StepResult,
 )
+from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.simulator.channel import Offered, SimulatedChannel
 from jdisagg.simulator.prefix_cache import PrefixCache
 from jdisagg.simulator.serial_loop import SerialLoop
@@ -49,12 +53,14 @@ from jdisagg.simulator.timeline import Timeline
 from jdisagg.simulator.turns import Turns, load_of
 
 Result = asyncio.Future[StepResult]
-ISSUE_TURNS = 8  # of the event loop: more than a result needs to be read and the next command to be issued
+# of the event loop: more than a result needs to be read and the next command to be issued
+ISSUE_TURNS = 8
 
 
 @dataclass(slots=True, eq=False)
 class _Span:
-    """Decode steps under way. `steps` may be cut; `delay`: seconds that insertions took in their midst; `after`: those behind them."""
+    """Decode steps under way. `steps` may be cut; `delay`: seconds that insertions took in their
+    midst; `after`: those behind them."""
 
     command: DecodeSteps
     future: Result
@@ -69,9 +75,24 @@ class _Span:
         return self.start + self.delay + self.pace.seconds(steps)
 
 
+@dataclass(frozen=True, slots=True)
+class EngineTraits:
+    """How the simulated engine runs its commands.
+
+    `run_ahead`: decode commands issued before the first is read. `fused`: a chunk and a decode step
+    run as one. `stages`: pipeline stages; `drains`: they run empty between steps.
+    `longest_span_seconds`: a span ends by itself after about so long, so that a mesh that hangs can
+    be told from one that works."""
+
+    run_ahead: int = 1
+    fused: bool = False
+    stages: int = 1
+    drains: bool = False
+    longest_span_seconds: float = 30.0
+
+
 class SimulatedExecutor:
-    """Implements `InterruptibleExecutor`. `longest_span_seconds`: a span ends by itself after about so long, so that a mesh that hangs
-    can be told from one that works."""
+    """Implements `InterruptibleExecutor` by a cost model on a virtual clock."""
 
     def __init__(
         self,
@@ -80,12 +101,8 @@ class SimulatedExecutor:
         costs: StepCosts,
         channel: SimulatedChannel,
         timeline: Timeline,
-        run_ahead: int = 1,
-        fused: bool = False,
-        longest_span_seconds: float = 30.0,
+        engine: EngineTraits = EngineTraits(),
         cache: PrefixCache | None = None,
-        stages: int = 1,
-        drains: bool = False,
     ) -> None:
         self.name = name
         self.limits = limits
@@ -96,13 +113,14 @@ class SimulatedExecutor:
         self.steps_run = 0
         self._costs = costs
         self._channel = channel
-        self._run_ahead = run_ahead
-        self._fused = fused
-        self._longest_span_seconds = longest_span_seconds
-        self._drains = drains
-        staged = limits.ranks if stages > 1 else 0
-        self._turns = [Turns(stages, self._step_parts) for _ in range(0 if drains else staged)]
-        self._loops = [SerialLoop(stages, self._step_parts) for _ in range(staged if drains else 0)]
+        self._run_ahead = engine.run_ahead
+        self._fused = engine.fused
+        self._longest_span_seconds = engine.longest_span_seconds
+        self._drains = engine.drains
+        stages, staged = engine.stages, limits.ranks if engine.stages > 1 else 0
+        serial = staged if engine.drains else 0
+        self._turns = [Turns(stages, self._step_parts) for _ in range(staged - serial)]
+        self._loops = [SerialLoop(stages, self._step_parts) for _ in range(serial)]
         self._loop = asyncio.get_running_loop()
         self._free_at = 0.0
         self._span: _Span | None = None
@@ -135,7 +153,8 @@ class SimulatedExecutor:
         return future
 
     def interrupt(self) -> None:
-        """Ends the decode steps under way at the next boundary at which a command issued now would take its place."""
+        """Ends the decode steps under way at the next boundary at which a command issued now would
+        take its place."""
         span = self._span
         if span is not None:
             steps = self._boundary(span)
@@ -168,7 +187,8 @@ class SimulatedExecutor:
             self._run_chunk(command, future, *self._prefill_seconds(command))
 
     def _release_held(self, command: PrefillChunk, turns: int) -> None:
-        """Runs a chunk alone when its time has come, and the step loop has had its turns to read what ended and to issue a decode step."""
+        """Runs a chunk alone when its time has come, and the step loop has had its turns to read
+        what ended and to issue a decode step."""
         if self._held is None or self._held[0] is not command:
             return
         if self._loop.time() < self._free_at:
@@ -184,18 +204,26 @@ class SimulatedExecutor:
             self._held = None
             self._run_chunk(chunk, future, *self._prefill_seconds(chunk))
 
-    def _run_chunk(self, command: PrefillChunk, future: Result, seconds: float, interval: float) -> None:
+    def _run_chunk(
+        self, command: PrefillChunk, future: Result, seconds: float, interval: float
+    ) -> None:
         start = max(self._loop.time(), self._free_at)
         self._free_at = start + interval
         self.busy_seconds += interval
         self._offer(command.rows, start, start + seconds)
         self._loop.call_at(start + seconds, self._end_chunk, command, future, start, seconds)
 
-    def _end_chunk(self, command: PrefillChunk, future: Result, start: float, seconds: float) -> None:
+    def _end_chunk(
+        self, command: PrefillChunk, future: Result, start: float, seconds: float
+    ) -> None:
         if not self._ends(future):
             return
         (token,) = self.timeline.add(start, Pace(seconds), 1)
-        samples = tuple(SampledToken(row.sequence, spec.child, token) for row in command.rows for spec in row.samples)
+        samples = tuple(
+            SampledToken(row.sequence, spec.child, token)
+            for row in command.rows
+            for spec in row.samples
+        )
         if self.cache is not None:
             for row in command.rows:
                 self.cache.computed(row)
@@ -204,7 +232,9 @@ class SimulatedExecutor:
     def _offer(self, rows: Sequence[PrefillRow], begins_at: float, ready_at: float) -> None:
         for row in rows:
             for offer in row.offers:
-                self._channel.offered[offer.offer_id] = Offered(self.name, offer.block_tokens, begins_at, ready_at)
+                self._channel.offered[offer.offer_id] = Offered(
+                    self.name, offer.block_tokens, begins_at, ready_at
+                )
 
     def _prefill_seconds(self, command: PrefillChunk) -> tuple[float, float]:
         """Of the rank that takes longest."""
@@ -216,13 +246,16 @@ class SimulatedExecutor:
         return max(self._costs.prefill(self._uncached(rows)) for rows in ranks.values())
 
     def _uncached(self, rows: Sequence[PrefillRow]) -> list[tuple[int, int]]:
-        """(tokens to compute, tokens before them) of each row; cached ones cost nothing but their reading."""
+        """(tokens to compute, tokens before them) of each row; cached ones cost nothing but their
+        reading."""
         if self.cache is None:
             return [(len(row.tokens), row.start) for row in rows]
         found = []
         for row in rows:
             end = row.start + len(row.tokens)
-            cached = max(row.start, min(self.cache.cached_tokens(row), end - (1 if row.samples else 0)))
+            cached = max(
+                row.start, min(self.cache.cached_tokens(row), end - (1 if row.samples else 0))
+            )
             found.append((end - cached, cached))
         return found
 
@@ -245,10 +278,15 @@ class SimulatedExecutor:
         steps = command.steps
         if self._loops:
             ranks = enumerate(zip(self._loops, command.slots, self._positions, strict=True))
-            cycles = [loop.cycle(start, slots, _admitted(command, rank), positions) for rank, (loop, slots, positions) in ranks]
+            cycles = [
+                loop.cycle(start, slots, _admitted(command, rank), positions)
+                for rank, (loop, slots, positions) in ranks
+            ]
             pace, steps = Pace(max(cycles)), 1
         else:
-            pace = self._costs.decode(max(load[0] for load in loads), max(load[1] for load in loads), steps)
+            pace = self._costs.decode(
+                max(load[0] for load in loads), max(load[1] for load in loads), steps
+            )
         if pace.seconds(steps) > self._longest_span_seconds:
             steps = max(1, pace.steps_begun(self._longest_span_seconds))
         span = self._span = _Span(command, future, start, pace, steps)
@@ -261,15 +299,22 @@ class SimulatedExecutor:
         return self._costs.decode(sequences, context_tokens, 1).first - host, host
 
     def _fuse(self, span: _Span, loads: Sequence[tuple[int, int]]) -> None:
-        """The chunk runs within the span's first step, which takes so much longer: as long as the rank that takes longest."""
+        """The chunk runs within the span's first step, which takes so much longer: as long as the
+        rank that takes longest."""
         assert self._held is not None
         chunk, future = self._held
         self._held = None
         chunks: list[list[tuple[int, int]]] = [[] for _ in loads]
         for row, sizes in zip(chunk.rows, self._uncached(chunk.rows), strict=True):
             chunks[row.rank].append(sizes)
-        tokens = [sum(new for new, _ in rows) + sequences for rows, (sequences, _) in zip(chunks, loads, strict=True)]
-        seconds = max(self._costs.mixed(rows, *load, sum(tokens) - own) for rows, load, own in zip(chunks, loads, tokens, strict=True))
+        tokens = [
+            sum(new for new, _ in rows) + sequences
+            for rows, (sequences, _) in zip(chunks, loads, strict=True)
+        ]
+        seconds = max(
+            self._costs.mixed(rows, *load, sum(tokens) - own)
+            for rows, load, own in zip(chunks, loads, tokens, strict=True)
+        )
         span.delay = max(0.0, seconds - span.pace.first)
         end = span.end_of(1)
         self._offer(chunk.rows, span.start, end)
@@ -294,7 +339,9 @@ class SimulatedExecutor:
         self.steps_run += steps
         made = self.timeline.add(span.start + span.delay, span.pace, steps)
         tokens: list[tuple[tuple[int, ...], ...]] = []
-        for positions, limits, slots in zip(self._positions, self._limit, command.slots, strict=True):
+        for positions, limits, slots in zip(
+            self._positions, self._limit, command.slots, strict=True
+        ):
             rows: list[tuple[int, ...]] = []
             for slot in slots:
                 position = positions[slot] + steps
@@ -316,7 +363,8 @@ class SimulatedExecutor:
             self._span = None  # or an interruption would set its timer again
 
     def _ends(self, future: Result) -> bool:
-        """Whether a command whose time has come ends now: on a broken mesh it fails, on one that hangs it never ends."""
+        """Whether a command whose time has come ends now: on a broken mesh it fails, on one that
+        hangs it never ends."""
         if self._broken:
             _fail(future)
         return not (self._broken or self._hanging or future.done())
@@ -330,7 +378,9 @@ class SimulatedExecutor:
     def _pull(self, command: PullBlock, future: Result) -> None:
         offered = self._channel.offered.get(command.offer_id)
         if offered is None:
-            self._loop.call_soon(self._end, future, PullResult(command.step, command.offer_id, 0, "no such offer"))
+            self._loop.call_soon(
+                self._end, future, PullResult(command.step, command.offer_id, 0, "no such offer")
+            )
             return
         size_bytes = self._costs.wire_bytes(offered.tokens)
 
@@ -346,7 +396,9 @@ class SimulatedExecutor:
         seconds = self._costs.insert(command.valid_tokens)
         if self._drains:
             if self._loops:
-                self._loops[command.rank].came(self._loop.time(), command.start + command.valid_tokens, seconds)
+                self._loops[command.rank].came(
+                    self._loop.time(), command.start + command.valid_tokens, seconds
+                )
             else:
                 self._insert_drained(seconds)
             future.set_result(InsertResult(command.step, command.offer_id, 0))
@@ -369,7 +421,8 @@ class SimulatedExecutor:
         self._loop.call_at(at, self._end, future, InsertResult(command.step, command.offer_id, 0))
 
     def _insert_drained(self, seconds: float) -> None:
-        """The loop that issues steps waits for it at the next boundary; who came joins the step behind it."""
+        """The loop that issues steps waits for it at the next boundary; who came joins the step
+        behind it."""
         span = self._span
         if span is None:
             self._free_at = max(self._loop.time(), self._free_at) + seconds
@@ -382,8 +435,15 @@ class SimulatedExecutor:
     def _extract(self, command: ExtractBlock, future: Result) -> None:
         """A running sequence's pages are copied out between steps."""
         ready_at = self._loop.time() + self._costs.insert(command.valid_tokens)
-        self._channel.offered[command.offer_id] = Offered(self.name, command.block_tokens, self._loop.time(), ready_at)
-        self._loop.call_at(ready_at, self._end, future, ExtractResult(command.step, BlockChecksum(command.offer_id, 0)))
+        self._channel.offered[command.offer_id] = Offered(
+            self.name, command.block_tokens, self._loop.time(), ready_at
+        )
+        self._loop.call_at(
+            ready_at,
+            self._end,
+            future,
+            ExtractResult(command.step, BlockChecksum(command.offer_id, 0)),
+        )
 
 
 def _admitted(command: DecodeSteps, rank: int) -> list[int]:

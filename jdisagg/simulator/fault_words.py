@@ -3,7 +3,10 @@
 from jdisagg.errors import ConfigError
 from jdisagg.simulator.faults import Broken, Cancels, Death, Fault, SlowLink, Stall
 
-FORMS = "death:WORKER:AT[:BACK_AFTER], stall:..., broken:..., slow:WORKER:AT:FACTOR:SECONDS, cancels:AT:PART"
+FORMS = (
+    "death:WORKER:AT[:BACK_AFTER], stall:..., broken:..., slow:WORKER:AT:FACTOR:SECONDS,"
+    " cancels:AT:PART"
+)
 _ENDS = {"death": Death, "stall": Stall, "broken": Broken}
 
 
@@ -12,7 +15,9 @@ def parse_fault(text: str) -> Fault:
     kind, *parts = text.split(":")
     try:
         if kind in _ENDS and len(parts) in (2, 3):
-            return _ENDS[kind](parts[0], _seconds(parts[1]), _seconds(parts[2]) if len(parts) == 3 else None)
+            return _ENDS[kind](
+                parts[0], _seconds(parts[1]), _seconds(parts[2]) if len(parts) == 3 else None
+            )
         if kind == "slow" and len(parts) == 4:
             return SlowLink(parts[0], _seconds(parts[1]), float(parts[2]), _seconds(parts[3]))
         if kind == "cancels" and len(parts) == 2:

@@ -1,10 +1,12 @@
-"""Things that go wrong in a simulated cluster, as hooks of a run: a worker dies, hangs, breaks, drains; a link slows; clients go away.
+"""Things that go wrong in a simulated cluster, as hooks of a run: a worker dies, hangs, breaks,
+drains; a link slows; clients go away.
 
-    simulate(fleet, arrivals, hooks=[faults.schedule([Death("decode-0", 10.0, back_after=5.0), SlowLink("prefill-1", 20.0, 0.1, 30.0)])])
+    simulate(fleet, arrivals, hooks=[faults.schedule([Death("decode-0", 10.0, back_after=5.0),
+    SlowLink("prefill-1", 20.0, 0.1, 30.0)])])
 
-Each fault names a worker and when it strikes, in seconds of the run; what follows is the live system's affair. What struck is counted under
-`faults` in the cluster, so that a test can tell that it did.
-"""
+Each fault names a worker and when it strikes, in seconds of the run; what follows is the live
+system's affair. What struck is counted under `faults` in the cluster, so that a test can tell that
+it did."""
 
 import asyncio
 import random
@@ -27,8 +29,9 @@ class Death:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """From now on no command of its mesh ends, and no pull; the live system finds out by `limits.step_seconds`. Its process is then started
-    again, as a supervisor does, `back_after` seconds after the stall began (None: never)."""
+    """From now on no command of its mesh ends, and no pull; the live system finds out by
+    `limits.step_seconds`. Its process is then started again, as a supervisor does, `back_after`
+    seconds after the stall began (None: never)."""
 
     worker: str
     at_seconds: float
@@ -68,19 +71,24 @@ class Cancels:
 
     def __post_init__(self) -> None:
         if not 0 < self.part <= 1:
-            raise ConfigError(f"the part of the clients that give up must be in (0, 1], got {self.part}")
+            raise ConfigError(
+                f"the part of the clients that give up must be in (0, 1], got {self.part}"
+            )
 
 
 Fault = Death | Stall | Broken | SlowLink | Cancels
 
 
 def schedule(faults: Sequence[Fault]) -> Hook:
-    """The hook that lets them happen. Workers are named as in the cluster: "prefill-0", "decode-1", "mixed-2"; others are refused."""
+    """The hook that lets them happen. Workers are named as in the cluster: "prefill-0", "decode-1",
+    "mixed-2"; others are refused."""
 
     async def strike(cluster: SimulatedCluster) -> None:
         for fault in faults:
             if not isinstance(fault, Cancels) and fault.worker not in cluster.seats:
-                raise ConfigError(f"fault of worker {fault.worker!r}: there are {', '.join(cluster.seats)}")
+                raise ConfigError(
+                    f"fault of worker {fault.worker!r}: there are {', '.join(cluster.seats)}"
+                )
         await asyncio.gather(*(_happen(cluster, fault) for fault in faults))
 
     return strike
@@ -109,13 +117,20 @@ async def _happen(cluster: SimulatedCluster, fault: Fault) -> None:
                 client.cancel()
 
 
-async def _replace(cluster: SimulatedCluster, worker: str, after: float | None, back_after: float | None) -> None:
-    """Ends the process that sits there now, and starts another; not if somebody else has done so meanwhile."""
+async def _replace(
+    cluster: SimulatedCluster, worker: str, after: float | None, back_after: float | None
+) -> None:
+    """Ends the process that sits there now, and starts another; not if somebody else has done so
+    meanwhile."""
     process = cluster.processes[worker]
     if after is None:
         return
     await asyncio.sleep(after)
-    if cluster.processes[worker] is not process or process.life is None or process.life.dead.is_set():
+    if (
+        cluster.processes[worker] is not process
+        or process.crash is None
+        or process.crash.dead.is_set()
+    ):
         return
     await cluster.kill(worker)
     if back_after is not None:

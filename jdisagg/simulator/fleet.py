@@ -1,25 +1,27 @@
-"""What is simulated: a model, pools of alike instances, where they stand, how they are wired, and the workers' own configuration.
+"""What is simulated: a model, pools of alike instances, where they stand, how they are wired, and
+the workers' own configuration.
 
-Everything that the live system reads from its configuration is that configuration (`config.InstanceConfig`, `LimitsConfig`); what is here
-besides says what hardware would do. Impossible combinations are refused where they are made, with what does not fit. Pure data.
-"""
+Everything that the live system reads from its configuration is that configuration
+(`config.InstanceConfig`, `LimitsConfig`); what is here besides says what hardware would do.
+Impossible combinations are refused where they are made, with what does not fit. Pure data."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from jdisagg.config import InstanceConfig, LimitsConfig, Mode, RoutingConfig
-from jdisagg.dispatch.roster import HEARTBEAT_SECONDS
+from jdisagg.costs.cost_model import CostModel
+from jdisagg.costs.hardware import Accelerator, Link
+from jdisagg.costs.model_geometry import CostGeometry, LatentAttention
 from jdisagg.engine.limits import mesh_limits
 from jdisagg.errors import ConfigError
 from jdisagg.layout.kv_spec import KVComponent, KVLayer, KVSpec
-from jdisagg.router.cost_model import CostModel
-from jdisagg.router.hardware import Accelerator, Link
-from jdisagg.router.model_geometry import CostGeometry, LatentAttention
-from jdisagg.scheduler.commands import MeshLimits
+from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.simulator.step_costs import ModelCosts, StepCosts
+from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
-# What a GPU instance of today runs with; the live defaults are a CPU's. Spans are bounded by the executor, not by steps_per_dispatch.
+# What a GPU instance of today runs with; the live defaults are a CPU's. Spans are bounded by the
+# executor, not by steps_per_dispatch.
 INSTANCE = InstanceConfig(
     slots_per_rank=256,
     chunk_tokens=8192,
@@ -28,13 +30,17 @@ INSTANCE = InstanceConfig(
     stream_tokens=256,
     queue_limit=1_000_000,
 )
-# Nothing is refused for waiting unless asked for; pulls of long prompts over slow links take their time; there are no bytes to verify.
-LIMITS = LimitsConfig(max_waiting_requests=1_000_000, default_deadline_seconds=3600.0, pull_seconds=60.0, verify=False)
+# Nothing is refused for waiting unless asked for; pulls of long prompts over slow links take their
+# time; there are no bytes to verify.
+LIMITS = LimitsConfig(
+    max_waiting_requests=1_000_000, default_deadline_seconds=3600.0, pull_seconds=60.0, verify=False
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """`count` instances of `stages` x instance.layout.devices each. `costs` in place of the cost model's (for closed forms)."""
+    """`count` instances of `stages` x instance.layout.devices each. `costs` in place of the cost
+    model's (for closed forms)."""
 
     count: int
     hardware: Accelerator
@@ -56,12 +62,12 @@ class Pool:
 class Fleet:
     """`prefill` None in the one-mesh modes, where `decode` does both.
 
-    host_devices: devices that share the fast link (0: as the hardware's domain). link: between any two instances (None: scale-up within a
-    host, scale-out beyond). overlap: layer groups of a hand-off (`channel`). run_ahead, fused, drains: as in `executor`.
-    late_reservation: pages for decoding are asked for after the prefill (`late`).
-    cache_blocks: blocks of block_tokens that each prefilling instance keeps for prefix reuse (0: none). memory_reserve: the part of
-    memory left to activations.
-    """
+    host_devices: devices that share the fast link (0: as the hardware's domain). link: between any
+    two instances (None: scale-up within a host, scale-out beyond). overlap: layer groups of a
+    hand-off (`channel`). run_ahead, fused, drains: as in `executor`. late_reservation: pages for
+    decoding are asked for after the prefill (`late`). cache_blocks: blocks of block_tokens that
+    each prefilling instance keeps for prefix reuse (0: none). memory_reserve: the part of memory
+    left to activations."""
 
     geometry: CostGeometry
     decode: Pool
@@ -83,11 +89,14 @@ class Fleet:
     cache_blocks: int = 0
     block_tokens: int = 512
     memory_reserve: float = 0.1
-    heartbeat_seconds: float = HEARTBEAT_SECONDS
+    heartbeat_seconds: float = DEFAULT_TIMEOUTS.membership.heartbeat_seconds
 
     def __post_init__(self) -> None:
         if (self.prefill is None) is (self.mode is Mode.DISAGGREGATED):
-            raise ConfigError(f"mode {self.mode.value} with{'out' if self.prefill is None else ''} a prefill pool: only two pools have one")
+            raise ConfigError(
+                f"mode {self.mode.value} with{'out' if self.prefill is None else ''} a prefill"
+                " pool: only two pools have one"
+            )
         for name in ("overlap", "hosts_per_rack", "block_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -102,15 +111,22 @@ class Fleet:
         return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
 
     def check_roles_change(self) -> None:
-        """Raises ConfigError unless a worker of either pool can take a seat of the other: as many devices, of the same kind."""
+        """Raises ConfigError unless a worker of either pool can take a seat of the other: as many
+        devices, of the same kind."""
         if self.prefill is None:
-            raise ConfigError(f"roles do not change in mode {self.mode.value}: the fleet has no such pool; use the disaggregated mode")
+            raise ConfigError(
+                f"roles do not change in mode {self.mode.value}: the fleet has no such pool; use"
+                " the disaggregated mode"
+            )
         for what, mine, theirs in (
             ("devices an instance", self.prefill.devices, self.decode.devices),
             ("accelerator", self.prefill.hardware.name, self.decode.hardware.name),
         ):
             if mine != theirs:
-                raise ConfigError(f"roles do not change between pools of different {what}, {mine} and {theirs}: give both pools the same")
+                raise ConfigError(
+                    f"roles do not change between pools of different {what}, {mine} and {theirs}:"
+                    " give both pools the same"
+                )
 
     @property
     def context(self) -> int:
@@ -122,37 +138,62 @@ class Fleet:
 
     def hardware_of(self, pool: Pool) -> Accelerator:
         """As it is joined here."""
-        return replace(pool.hardware, domain_devices=self.host_devices) if self.host_devices else pool.hardware
+        return (
+            replace(pool.hardware, domain_devices=self.host_devices)
+            if self.host_devices
+            else pool.hardware
+        )
 
     def cost_model(self, pool: Pool) -> CostModel:
         layout = pool.instance.layout
-        return CostModel(self.geometry, self.hardware_of(pool), layout, pool.stages, dtype=self.dtype, kv_dtype=self.kv_dtype)
+        return CostModel(
+            self.geometry,
+            self.hardware_of(pool),
+            layout,
+            pool.stages,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+        )
 
     def costs_of(self, pool: Pool) -> StepCosts:
         return pool.costs or ModelCosts(self.cost_model(pool), pool.instance.codec)
 
     def limits_of(self, pool: Pool) -> MeshLimits:
-        """What the schedulers of an instance may count on. Raises ConfigError when the weights leave no room."""
+        """What the schedulers of an instance may count on. Raises ConfigError when the weights
+        leave no room."""
         instance = pool.instance
         if instance.pages_per_rank is None:
             model = self.cost_model(pool)
             pages = model.kv_tokens_per_rank(self.memory_reserve) // instance.page_size
             if not pages:
                 raise ConfigError(
-                    f"{self.geometry.name} in {self.dtype} takes {model.weight_bytes_per_device / 1e9:.0f} GB on each {pool.hardware.name} "
-                    f"with layout {instance.layout} and {pool.stages} stages, which leaves no room for KV in its "
-                    f"{pool.hardware.memory_bytes / 1e9:.0f} GB; use more devices an instance, or another accelerator"
+                    f"{self.geometry.name} in {self.dtype} takes"
+                    f" {model.weight_bytes_per_device / 1e9:.0f} GB on each {pool.hardware.name}"
+                    f" with layout {instance.layout} and {pool.stages} stages, which leaves no room"
+                    f" for KV in its {pool.hardware.memory_bytes / 1e9:.0f} GB; use more devices an"
+                    " instance, or another accelerator"
                 )
             # More than all slots can use need no bookkeeping.
             most = instance.slots_per_rank * math.ceil(self.context / instance.page_size)
             instance = replace(instance, pages_per_rank=min(pages, most))
-        limits = mesh_limits(instance, self.mode, kv_spec(self.geometry, self.kv_dtype or self.dtype), self.context, layer_groups=1)
+        limits = mesh_limits(
+            instance,
+            self.mode,
+            kv_spec(self.geometry, self.kv_dtype or self.dtype),
+            self.context,
+            layer_groups=1,
+        )
         return replace(limits, whole_blocks=True, stages=pool.stages)
 
     def places(self) -> tuple[tuple[str, ...], ...]:
-        """For each pool the places of its instances, "rack/host/domain/process". Instances of the two pools take turns on the hosts of
-        equal hardware, as many of each as their numbers say, so that pairs share a host where they fit."""
-        turns = sorted(((index + 0.5) / pool.count, number, index) for number, pool in enumerate(self.pools) for index in range(pool.count))
+        """For each pool the places of its instances, "rack/host/domain/process". Instances of the
+        two pools take turns on the hosts of equal hardware, as many of each as their numbers say,
+        so that pairs share a host where they fit."""
+        turns = sorted(
+            ((index + 0.5) / pool.count, number, index)
+            for number, pool in enumerate(self.pools)
+            for index in range(pool.count)
+        )
         found: dict[tuple[int, int], str] = {}
         free: dict[str, tuple[int, int]] = {}
         hosts = 0
@@ -164,25 +205,39 @@ class Fleet:
                 host, left = hosts, math.ceil(pool.devices / size) * size
                 hosts += left // size
             free[pool.hardware.name] = (host, left - pool.devices)
-            found[number, index] = f"rack{host // self.hosts_per_rack}/host{host}/domain{host}/{number}.{index}"
-        return tuple(tuple(found[number, index] for index in range(pool.count)) for number, pool in enumerate(self.pools))
+            found[number, index] = (
+                f"rack{host // self.hosts_per_rack}/host{host}/domain{host}/{number}.{index}"
+            )
+        return tuple(
+            tuple(found[number, index] for index in range(pool.count))
+            for number, pool in enumerate(self.pools)
+        )
 
     def link_between(self) -> Callable[[str, str], Link]:
         """The link between two places: the slower hardware's."""
         far = self.far
-        up = self.link or min((pool.hardware.scale_up for pool in self.pools), key=lambda link: link.bytes_per_second)
+        up = self.link or min(
+            (pool.hardware.scale_up for pool in self.pools), key=lambda link: link.bytes_per_second
+        )
         return lambda one, other: up if one.split("/")[:2] == other.split("/")[:2] else far
 
     @property
     def far(self) -> Link:
         """The link between hosts, whatever their racks."""
-        return self.link or min((pool.hardware.scale_out for pool in self.pools), key=lambda link: link.bytes_per_second)
+        return self.link or min(
+            (pool.hardware.scale_out for pool in self.pools), key=lambda link: link.bytes_per_second
+        )
 
 
 def kv_spec(geometry: CostGeometry, dtype: str) -> KVSpec:
     """What one token keeps, as the workers' hand-shake compares it."""
     attention = geometry.attention
     if isinstance(attention, LatentAttention):
-        layer = KVLayer((KVComponent("latent", 0, attention.kv_rank), KVComponent("rope", 0, attention.rope_dim)))
+        layer = KVLayer(
+            (
+                KVComponent("latent", 0, attention.kv_rank),
+                KVComponent("rope", 0, attention.rope_dim),
+            )
+        )
         return KVSpec((layer,) * geometry.layers, dtype)
     return KVSpec.attention(geometry.layers, attention.kv_heads, attention.head_dim, dtype)

@@ -1,9 +1,10 @@
-"""The gaps between the tokens of one request, in little room: a hundred thousand requests of hundreds of tokens must fit into memory.
+"""The gaps between the tokens of one request, in little room: a hundred thousand requests of
+hundreds of tokens must fit into memory.
 
-A record keeps count, sum, first, longest and the mean of the longest tenth exactly, and all gaps in buckets whose bounds grow by 2 %: any
-percentile over many requests is then within 1 % (`merged_percentile`). Gaps come in runs of equal length, (seconds, count), so that a span
-of k alike steps is one entry.
-"""
+A record keeps count, sum, first, longest and the mean of the longest tenth exactly, and all gaps in
+buckets whose bounds grow by 2 %: any percentile over many requests is then within 1 %
+(`merged_percentile`). Gaps come in runs of equal length, (seconds, count), so that a span of k
+alike steps is one entry."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -11,12 +12,14 @@ from collections.abc import Iterable, Sequence
 from jdisagg.plain import plain
 
 GROWTH = math.log(1.02)
-SHORTEST = 1e-6  # seconds: what is shorter (tokens of one message) lies in the lowest bucket and counts as 0
+# seconds: what is shorter (tokens of one message) lies in the lowest bucket and counts as 0
+SHORTEST = 1e-6
 
 
 @plain
 class Gaps:
-    """`first`: first to second token. `slowest_tenth`: mean of the longest 10 % of gaps (at least one). `buckets`, `counts`: the rest."""
+    """`first`: first to second token. `slowest_tenth`: mean of the longest 10 % of gaps (at least
+    one). `buckets`, `counts`: the rest."""
 
     count: int
     total: float
@@ -28,7 +31,8 @@ class Gaps:
 
     @classmethod
     def of(cls, runs: Iterable[tuple[float, int]]) -> "Gaps | None":
-        """From runs of (seconds, how many such gaps), in order of time; None where there are none (a request of one token)."""
+        """From runs of (seconds, how many such gaps), in order of time; None where there are none
+        (a request of one token)."""
         listed = [run for run in runs if run[1] > 0]
         if not listed:
             return None
@@ -53,11 +57,14 @@ class Gaps:
     @classmethod
     def of_times(cls, times: Sequence[float]) -> "Gaps | None":
         """From the times at which the tokens came."""
-        return cls.of((later - earlier, 1) for earlier, later in zip(times, times[1:], strict=False))
+        return cls.of(
+            (later - earlier, 1) for earlier, later in zip(times, times[1:], strict=False)
+        )
 
 
 def bucket_of(seconds: float) -> int:
-    """0 for what is shorter than SHORTEST; bucket b > 0 holds [SHORTEST x 1.02^(b-1), SHORTEST x 1.02^b)."""
+    """0 for what is shorter than SHORTEST; bucket b > 0 holds [SHORTEST x 1.02^(b-1), SHORTEST x
+    1.02^b)."""
     return 0 if seconds < SHORTEST else 1 + int(math.log(seconds / SHORTEST) / GROWTH)
 
 
@@ -67,7 +74,8 @@ def bucket_seconds(bucket: int) -> float:
 
 
 def merged_percentile(gaps: Sequence[Gaps], percents: Sequence[float]) -> list[float]:
-    """Percentiles of all gaps of all requests (nearest rank, the middle of its bucket, never above the longest); needs one gap."""
+    """Percentiles of all gaps of all requests (nearest rank, the middle of its bucket, never above
+    the longest); needs one gap."""
     merged: dict[int, int] = {}
     for item in gaps:
         for bucket, count in zip(item.buckets, item.counts, strict=True):

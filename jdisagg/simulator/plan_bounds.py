@@ -1,11 +1,13 @@
-"""How much a candidate can carry at most, by arithmetic: what a planner asks before it simulates anything.
+"""How much a candidate can carry at most, by arithmetic: what a planner asks before it simulates
+anything.
 
-Each limit is a rate of requests of the whole candidate, named by what would bind first: prefill compute, the TTFT limit, the TPOT limit,
-KV memory, the link. The arithmetic: prefill ranks (and one pool's, for its prefill work) share an M/G/c queue whose waiting time has an
-exponential tail; a decode rank steps a batch of mean contexts; one pool's decode steps are slowed by the share of time that prefill takes.
-It leaves out bursts within a batch, packing and what schedulers do; the simulator knows those. So it ranks, and the simulator decides.
-Pure numbers; knows lengths (`Demand`), not arrivals.
-"""
+Each limit is a rate of requests of the whole candidate, named by what would bind first: prefill
+compute, the TTFT limit, the TPOT limit, KV memory, the link. The arithmetic: prefill ranks (and one
+pool's, for its prefill work) share an M/G/c queue whose waiting time has an exponential tail; a
+decode rank steps a batch of mean contexts; one pool's decode steps are slowed by the share of time
+that prefill takes. It leaves out bursts within a batch, packing and what schedulers do; the
+simulator knows those. So it ranks, and the simulator decides. Pure numbers; knows lengths
+(`Demand`), not arrivals."""
 
 import copy
 import math
@@ -14,10 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jdisagg.costs.cost_model import CostModel, wire_bytes_per_token
+from jdisagg.costs.hardware import Link
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
-from jdisagg.router.cost_model import CostModel, wire_bytes_per_token
-from jdisagg.router.hardware import Link
 from jdisagg.simulator.plan_candidates import Candidate, Fitting, Site, handoff_path
 from jdisagg.simulator.report import Slo
 from jdisagg.simulator.workloads import Arrival
@@ -38,9 +40,13 @@ class Goal:
     def __post_init__(self) -> None:
         for name in ("ttft_seconds", "tpot_seconds"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ConfigError(f"goal: {name} must be positive seconds, got {getattr(self, name)!r}")
+                raise ConfigError(
+                    f"goal: {name} must be positive seconds, got {getattr(self, name)!r}"
+                )
         if not 0 < self.attainment < 1:
-            raise ConfigError(f"goal: attainment must be between 0 and 1, got {self.attainment!r}; 0.9 is usual")
+            raise ConfigError(
+                f"goal: attainment must be between 0 and 1, got {self.attainment!r}; 0.9 is usual"
+            )
 
     @property
     def slo(self) -> Slo:
@@ -49,7 +55,8 @@ class Goal:
 
 @dataclass(frozen=True)
 class Demand:
-    """A workload's lengths: all of them for means, an even sample of `SAMPLE` for what is priced one by one."""
+    """A workload's lengths: all of them for means, an even sample of `SAMPLE` for what is priced
+    one by one."""
 
     prompts: np.ndarray
     outputs: np.ndarray
@@ -90,7 +97,8 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Requests a second of the whole candidate by each limit; `link_share`: of the link's reached speed that a rate of 1 needs."""
+    """Requests a second of the whole candidate by each limit; `link_share`: of the link's reached
+    speed that a rate of 1 needs."""
 
     limits: tuple[tuple[str, float], ...]
     link_share: float = 0.0
@@ -105,9 +113,17 @@ class Bounds:
 
 
 class Estimator:
-    """Prices candidates of one site and workload; what depends on a layout alone is computed once."""
+    """Prices candidates of one site and workload; what depends on a layout alone is computed
+    once."""
 
-    def __init__(self, site: Site, demand: Demand, goal: Goal, fitting: Sequence[Fitting], codec: str = "none") -> None:
+    def __init__(
+        self,
+        site: Site,
+        demand: Demand,
+        goal: Goal,
+        fitting: Sequence[Fitting],
+        codec: str = "none",
+    ) -> None:
         self.site, self.demand, self.goal, self.codec = site, demand, goal, codec
         self.models = {item.layout: item.model for item in fitting}
         self.rooms = {item.layout: item.kv_tokens for item in fitting}
@@ -131,23 +147,37 @@ class Estimator:
         first = (candidate.prefill, candidate.chunk_tokens, prefill_ranks)
         second = (candidate.prefill, candidate.decode, candidate.chunk_tokens, link, parallel)
         model = self.models[candidate.prefill]
-        wire = wire_bytes_per_token(model.geometry, model.kv_value_bytes, self.codec) * self.demand.prompt_mean
-        reached = link.bytes_per_second * link.efficiency * parallel * min(prefill_ranks, decode_ranks)
-        limits = _times(prefill_ranks, self._once(("prefill", *first), lambda: self._prefill(*first)))
+        wire = (
+            wire_bytes_per_token(model.geometry, model.kv_value_bytes, self.codec)
+            * self.demand.prompt_mean
+        )
+        reached = (
+            link.bytes_per_second * link.efficiency * parallel * min(prefill_ranks, decode_ranks)
+        )
+        limits = _times(
+            prefill_ranks, self._once(("prefill", *first), lambda: self._prefill(*first))
+        )
         limits += ((f"link {link.name}", reached / wire),)
-        limits += _times(decode_ranks, self._once(("decode", *second), lambda: self._decode(*second)))
+        limits += _times(
+            decode_ranks, self._once(("decode", *second), lambda: self._decode(*second))
+        )
         return Bounds(limits, wire / reached)
 
-    def _once(self, key: tuple[object, ...], make: Callable[[], tuple[tuple[str, float], ...]]) -> tuple[tuple[str, float], ...]:
+    def _once(
+        self, key: tuple[object, ...], make: Callable[[], tuple[tuple[str, float], ...]]
+    ) -> tuple[tuple[str, float], ...]:
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
 
     def prefill_seconds(self, layout: Layout, chunk: int) -> np.ndarray:
-        """Of each prompt of the sample: cut into chunks where it is longer, sharing a chunk with its likes where it is much shorter."""
+        """Of each prompt of the sample: cut into chunks where it is longer, sharing a chunk with
+        its likes where it is much shorter."""
         if (layout, chunk) not in self._times:
             model = self.models[layout]
-            self._times[layout, chunk] = np.array([_prefill_one(model, int(tokens), chunk) for tokens in self.demand.sample_prompts])
+            self._times[layout, chunk] = np.array(
+                [_prefill_one(model, int(tokens), chunk) for tokens in self.demand.sample_prompts]
+            )
         return self._times[layout, chunk]
 
     def _one_pool(self, layout: Layout, chunk: int, ranks: int) -> tuple[tuple[str, float], ...]:
@@ -158,8 +188,9 @@ class Estimator:
         chunks = np.ceil(demand.sample_prompts / chunk)
 
         def free(rate: float, step: float) -> float:
-            """Part of the time that is left to decode steps. All dp ranks of an instance wait for a chunk on any: where few prompts come
-            within a chunk and a step, its other ranks have nothing to prefill meanwhile."""
+            """Part of the time that is left to decode steps. All dp ranks of an instance wait for a
+            chunk on any: where few prompts come within a chunk and a step, its other ranks have
+            nothing to prefill meanwhile."""
             together = min(layout.dp, max(1.0, rate * layout.dp * (each + step)))
             return 1 - rate * layout.dp * each / together
 
@@ -187,15 +218,25 @@ class Estimator:
             count = batch(rate)
             between = _step(model, count, context) if 0.5 <= count < math.inf else 0.0
             waits = times * (0.5 if layout.dp > 1 else 0.0)  # for the other ranks' chunk to end
-            return count < math.inf and _attained(times + waits + chunks * between, rate, ranks, goal) >= goal.attainment
+            return (
+                count < math.inf
+                and _attained(times + waits + chunks * between, rate, ranks, goal)
+                >= goal.attainment
+            )
 
         most = FULL / each
-        tests = (("compute", lambda rate: batch(rate) < math.inf), ("TTFT", ttft_met), ("TPOT", tpot_met), ("KV memory", pages_met))
+        tests = (
+            ("compute", lambda rate: batch(rate) < math.inf),
+            ("TTFT", ttft_met),
+            ("TPOT", tpot_met),
+            ("KV memory", pages_met),
+        )
         return tuple((name, _largest(met, most)) for name, met in tests)
 
     def _prefill(self, layout: Layout, chunk: int, ranks: int) -> tuple[tuple[str, float], ...]:
-        """Limits of one of so many dp ranks of prefill instances. All ranks of an instance wait for the fullest chunk on any: it serves in
-        batches, which are the more uneven the fewer prompts share a chunk."""
+        """Limits of one of so many dp ranks of prefill instances. All ranks of an instance wait for
+        the fullest chunk on any: it serves in batches, which are the more uneven the fewer prompts
+        share a chunk."""
         times, dp, goal = self.prefill_seconds(layout, chunk), layout.dp, self.goal
         mean, sharing = float(times.mean()), max(1.0, chunk / self.demand.prompt_mean)
         uneven = (_longest(times, dp) / mean - 1) / math.sqrt(sharing)
@@ -204,33 +245,53 @@ class Estimator:
 
         def ttft_met(rate: float) -> bool:
             together = _batch(times, dp, dp * rate)
-            with_others = np.array([_longest(np.maximum(times, time), together - 1) for time in times]) if together > 1 else times
-            running = dp * rate * _longest(times, together) ** 2 / (2 * together) if dp > 1 else 0.0  # for a batch that has begun
-            return _attained(occupied, dp * rate, ranks // dp, goal, with_others + running) >= goal.attainment
+            with_others = (
+                np.array([_longest(np.maximum(times, time), together - 1) for time in times])
+                if together > 1
+                else times
+            )
+            # for a batch that has begun
+            running = dp * rate * _longest(times, together) ** 2 / (2 * together) if dp > 1 else 0.0
+            return (
+                _attained(occupied, dp * rate, ranks // dp, goal, with_others + running)
+                >= goal.attainment
+            )
 
         return ("prefill compute", most), ("TTFT", _largest(ttft_met, most))
 
-    def _decode(self, prefill: Layout, layout: Layout, chunk: int, link: Link, parallel: int) -> tuple[tuple[str, float], ...]:
+    def _decode(
+        self, prefill: Layout, layout: Layout, chunk: int, link: Link, parallel: int
+    ) -> tuple[tuple[str, float], ...]:
         model, demand, goal = self.models[layout], self.demand, self.goal
-        # The last chunk's KV is what no later chunk hides, and all of it where the link is slower than the prefill.
+        # The last chunk's KV is what no later chunk hides, and all of it where the link is slower
+        # than the prefill.
         prompts, steps = demand.sample_prompts, demand.sample_outputs - 1
         one, two = (model.transfer(tokens, link, self.codec, parallel).seconds for tokens in (1, 2))
         moved = one + (two - one) * (prompts - 1)  # a line: latency and bytes
-        exposed = np.maximum(moved * np.minimum(prompts, chunk) / prompts, moved - self.prefill_seconds(prefill, chunk))
+        exposed = np.maximum(
+            moved * np.minimum(prompts, chunk) / prompts,
+            moved - self.prefill_seconds(prefill, chunk),
+        )
         allowed = np.where(steps > 0, goal.tpot_seconds - exposed / np.maximum(steps, 1), math.inf)
         step_limit = float(np.quantile(allowed, 1 - goal.attainment, method="lower"))
         context = demand.context_mean
         rooms = self.rooms[layout] / (context * HEADROOM)
-        most = _largest(lambda count: _step(model, count, context) <= step_limit, max(1.0, 4 * rooms))
+        most = _largest(
+            lambda count: _step(model, count, context) <= step_limit, max(1.0, 4 * rooms)
+        )
         name = "TPOT" if step_limit > 0.9 * goal.tpot_seconds else f"hand-off over {link.name}"
-        return ("KV memory", _rate_of_batch(model, rooms, demand)), (name, _rate_of_batch(model, most, demand))
+        return ("KV memory", _rate_of_batch(model, rooms, demand)), (
+            name,
+            _rate_of_batch(model, most, demand),
+        )
 
 
 # ---- parts
 
 
 def _step(model: CostModel, count: float, context: float) -> float:
-    """Seconds of a step of `count` sequences; a fraction of a sequence is a batch of one that is there so often."""
+    """Seconds of a step of `count` sequences; a fraction of a sequence is a batch of one that is
+    there so often."""
     whole = max(1, math.ceil(count))
     return model.decode_of(whole, max(1.0, count) * context).seconds
 
@@ -239,7 +300,11 @@ def _rate_of_batch(model: CostModel, count: float, demand: Demand) -> float:
     """Requests a second that a rank ends while `count` sequences decode on it."""
     if not demand.steps_mean:
         return math.inf
-    return count / (demand.steps_mean * _step(model, count, demand.context_mean)) if count >= 1 else 0.0
+    return (
+        count / (demand.steps_mean * _step(model, count, demand.context_mean))
+        if count >= 1
+        else 0.0
+    )
 
 
 def _times(ranks: int, limits: tuple[tuple[str, float], ...]) -> tuple[tuple[str, float], ...]:
@@ -266,17 +331,21 @@ def _longest(times: np.ndarray, count: float) -> float:
 
 
 def _batch(times: np.ndarray, ranks: int, rate: float, rounds: int = 30) -> float:
-    """How many prompts, at most one a rank, come together in a batch at `rate` a second: those that come while one of them runs."""
+    """How many prompts, at most one a rank, come together in a batch at `rate` a second: those that
+    come while one of them runs."""
     count = 1.0
     for _ in range(rounds):
         count = min(float(ranks), max(1.0, rate * _longest(times, count)))
     return count
 
 
-def _attained(times: np.ndarray, rate: float, servers: int, goal: Goal, spent: np.ndarray | None = None) -> float:
-    """Part of requests whose waiting time and service meet the TTFT limit, `rate` requests a second going to each of so many servers that
-    share their queue: M/G/c with the chance and the mean of waiting of Sakasegawa (1977), exact in mean for one server, and an exponential
-    tail. `times` are the server's for each; `spent` is what each spends in service where that is something else."""
+def _attained(
+    times: np.ndarray, rate: float, servers: int, goal: Goal, spent: np.ndarray | None = None
+) -> float:
+    """Part of requests whose waiting time and service meet the TTFT limit, `rate` requests a second
+    going to each of so many servers that share their queue: M/G/c with the chance and the mean of
+    waiting of Sakasegawa (1977), exact in mean for one server, and an exponential tail. `times` are
+    the server's for each; `spent` is what each spends in service where that is something else."""
     mean = float(times.mean())
     busy = rate * mean
     if busy >= 1:
@@ -289,7 +358,8 @@ def _attained(times: np.ndarray, rate: float, servers: int, goal: Goal, spent: n
 
 
 def _settled(next_count: Callable[[float], float], rounds: int = 60) -> float:
-    """The batch size at which a rank takes in as many sequences as it ends; inf when it grows without end."""
+    """The batch size at which a rank takes in as many sequences as it ends; inf when it grows
+    without end."""
     count = 0.0
     for _ in range(rounds):
         following = next_count(count)
@@ -302,7 +372,8 @@ def _settled(next_count: Callable[[float], float], rounds: int = 60) -> float:
 
 
 def _largest(met: Callable[[float], bool], most: float, rounds: int = 24) -> float:
-    """The largest value up to `most` for which `met` holds, if it holds up to some value and not beyond; 0 when for none."""
+    """The largest value up to `most` for which `met` holds, if it holds up to some value and not
+    beyond; 0 when for none."""
     if met(most):
         return most
     low, high = 0.0, most

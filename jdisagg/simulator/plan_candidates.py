@@ -1,9 +1,10 @@
-"""What a planner may choose: modes, layouts and counts of instances that a number of accelerators allows, and how they are joined.
+"""What a planner may choose: modes, layouts and counts of instances that a number of accelerators
+allows, and how they are joined.
 
-`Site` is what the user has; `Candidate` one way to use it. `candidates` lists those that the model divides by and memory admits, or says
-why there is none (`NothingFits`). Layouts: a dense model's dp ranks are instances of their own, so dp = 1; experts lie over all of an
-instance's devices, or are cut by tp. Pure; knows the cost model, no workload beyond its longest request, and no time.
-"""
+`Site` is what the user has; `Candidate` one way to use it. `candidates` lists those that the model
+divides by and memory admits, or says why there is none (`NothingFits`). Layouts: a dense model's dp
+ranks are instances of their own, so dp = 1; experts lie over all of an instance's devices, or are
+cut by tp. Pure; knows the cost model, no workload beyond its longest request, and no time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,28 +12,31 @@ from functools import cached_property
 from math import gcd
 
 from jdisagg.config import Mode
+from jdisagg.costs.cost_model import CostModel
+from jdisagg.costs.hardware import Accelerator, Link
+from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.layout.axes import Layout
-from jdisagg.router.cost_model import CostModel
-from jdisagg.router.hardware import Accelerator, Link
-from jdisagg.router.model_geometry import CostGeometry
 
 CHUNKS = (512, 1024, 2048, 4096, 8192)
-# Whole prompts, or pieces of them where they are longer than this, in the modes that do not look for a chunk size.
+# Whole prompts, or pieces of them where they are longer than this, in the modes that do not look
+# for a chunk size.
 WHOLE_CHUNK = 8192
 ACTIVATIONS = 0.1  # of memory, beside weights and KV
 PAGE_TOKENS = 64
 
 
 class NothingFits(ConfigError):
-    """No way to use these accelerators for this model and workload; the message says what is in the way and what would help."""
+    """No way to use these accelerators for this model and workload; the message says what is in the
+    way and what would help."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """`accelerators` of one kind in all, `devices_per_node` of them in a host, `domain_devices` of them joined by the scale-up link
-    (NVLink, ICI); every device has one `scale_out` link to other domains. None: as in the hardware's description, where a domain of up to
-    8 devices is a host's, and a larger one is of hosts of 4."""
+    """`accelerators` of one kind in all, `devices_per_node` of them in a host, `domain_devices` of
+    them joined by the scale-up link (NVLink, ICI); every device has one `scale_out` link to other
+    domains. None: as in the hardware's description, where a domain of up to 8 devices is a host's,
+    and a larger one is of hosts of 4."""
 
     accelerator: Accelerator
     accelerators: int
@@ -48,7 +52,9 @@ class Site:
 
     @property
     def node(self) -> int:
-        return self.devices_per_node or (4 if self.accelerator.domain_devices > 8 else self.accelerator.domain_devices)
+        return self.devices_per_node or (
+            4 if self.accelerator.domain_devices > 8 else self.accelerator.domain_devices
+        )
 
     @property
     def domain(self) -> int:
@@ -58,12 +64,17 @@ class Site:
     @cached_property
     def described(self) -> Accelerator:
         """The accelerator as it is joined here."""
-        return replace(self.accelerator, domain_devices=self.domain, scale_out=self.scale_out or self.accelerator.scale_out)
+        return replace(
+            self.accelerator,
+            domain_devices=self.domain,
+            scale_out=self.scale_out or self.accelerator.scale_out,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """`decode_instances` of `decode` layout; in the one-pool modes they do both halves and `prefill` is None."""
+    """`decode_instances` of `decode` layout; in the one-pool modes they do both halves and
+    `prefill` is None."""
 
     mode: Mode
     decode: Layout
@@ -74,7 +85,9 @@ class Candidate:
 
     @property
     def devices(self) -> int:
-        return self.decode_instances * self.decode.devices + (self.prefill_instances * self.prefill.devices if self.prefill else 0)
+        return self.decode_instances * self.decode.devices + (
+            self.prefill_instances * self.prefill.devices if self.prefill else 0
+        )
 
     @property
     def name(self) -> str:
@@ -84,20 +97,28 @@ class Candidate:
         return f"{decode}, chunk {self.chunk_tokens}" if self.mode is Mode.CHUNKED else decode
 
     def unit_devices(self) -> int:
-        """Devices of the smallest part that has the whole's ratio of prefill to decode instances."""
-        return self.devices // gcd(self.prefill_instances, self.decode_instances) if self.prefill else self.decode.devices
+        """Devices of the smallest part that has the whole's ratio of prefill to decode
+        instances."""
+        return (
+            self.devices // gcd(self.prefill_instances, self.decode_instances)
+            if self.prefill
+            else self.decode.devices
+        )
 
 
 def short(layout: Layout) -> str:
     """A layout without its ones: "tp4", "dp8 ep8", "1 device"."""
-    parts = [f"{name}{value}" for name in ("dp", "tp", "ep") if (value := getattr(layout, name)) > 1]
+    parts = [
+        f"{name}{value}" for name in ("dp", "tp", "ep") if (value := getattr(layout, name)) > 1
+    ]
     return " ".join(parts) or "1 device"
 
 
 def handoff_path(site: Site, candidate: Candidate) -> tuple[Link, int]:
-    """(link, how many side by side) that one prompt's KV takes from a prefill to a decode instance: within a scale-up domain where each
-    domain can hold whole units of prefill and decode together, else off it. Each device has a link of its own, so the side with
-    fewer devices bounds them (of a decode instance: those of the one dp rank that receives; of a prefill one likewise)."""
+    """(link, how many side by side) that one prompt's KV takes from a prefill to a decode instance:
+    within a scale-up domain where each domain can hold whole units of prefill and decode together,
+    else off it. Each device has a link of its own, so the side with fewer devices bounds them (of a
+    decode instance: those of the one dp rank that receives; of a prefill one likewise)."""
     assert candidate.prefill is not None
     parallel = min(candidate.prefill.tp, candidate.decode.tp)
     accelerator = site.described
@@ -107,15 +128,19 @@ def handoff_path(site: Site, candidate: Candidate) -> tuple[Link, int]:
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """A layout of one instance whose weights fit, with room for `kv_tokens` of KV on each dp rank."""
+    """A layout of one instance whose weights fit, with room for `kv_tokens` of KV on each dp
+    rank."""
 
     layout: Layout
     model: CostModel
     kv_tokens: int
 
 
-def fitting_layouts(geometry: CostGeometry, site: Site, longest_tokens: int, dtype: str = "bfloat16") -> list[Fitting]:
-    """Layouts of one instance that hold the weights and, on a dp rank, one request of `longest_tokens`. Raises NothingFits."""
+def fitting_layouts(
+    geometry: CostGeometry, site: Site, longest_tokens: int, dtype: str = "bfloat16"
+) -> list[Fitting]:
+    """Layouts of one instance that hold the weights and, on a dp rank, one request of
+    `longest_tokens`. Raises NothingFits."""
     most = min(site.accelerators, site.domain)
     weights_least, room_most, refused = float("inf"), 0, ""
     found: list[Fitting] = []
@@ -135,17 +160,22 @@ def fitting_layouts(geometry: CostGeometry, site: Site, longest_tokens: int, dty
         return found
     device = site.accelerator
     if weights_least == float("inf"):
-        raise NothingFits(f"nothing fits, because no layout on up to {most} devices divides {geometry.name}: {refused}")
+        raise NothingFits(
+            f"nothing fits, because no layout on up to {most} devices divides {geometry.name}:"
+            f" {refused}"
+        )
     if not room_most:
         needed = geometry.parameters * CostModel(geometry, device, dtype=dtype).value_bytes
         raise NothingFits(
-            f"nothing fits, because the weights of {geometry.name} ({needed / 1e9:.0f} GB in {dtype}) leave no room for KV on up to {most} "
-            f"{device.name} of {device.memory_bytes / 1e9:.0f} GB (at best {weights_least / 1e9:.0f} GB a device); "
-            "give more accelerators, larger ones, or a larger scale-up domain"
+            f"nothing fits, because the weights of {geometry.name} ({needed / 1e9:.0f} GB in"
+            f" {dtype}) leave no room for KV on up to {most} {device.name} of"
+            f" {device.memory_bytes / 1e9:.0f} GB (at best {weights_least / 1e9:.0f} GB a device);"
+            " give more accelerators, larger ones, or a larger scale-up domain"
         )
     raise NothingFits(
-        f"nothing fits, because the longest request has {longest_tokens:,} tokens and a dp rank of {geometry.name} on up to {most} "
-        f"{device.name} has room for {room_most:,} at most; give more accelerators, or leave such requests out"
+        f"nothing fits, because the longest request has {longest_tokens:,} tokens and a dp rank of"
+        f" {geometry.name} on up to {most} {device.name} has room for {room_most:,} at most; give"
+        " more accelerators, or leave such requests out"
     )
 
 
@@ -175,10 +205,18 @@ def one_pool(fitting: list[Fitting], site: Site, modes: tuple[Mode, ...]) -> Ite
 
 
 def two_pools(fitting: list[Fitting], site: Site) -> Iterator[Candidate]:
-    """Every pair of layouts, and every count of prefill instances with as many decode instances as the rest holds."""
+    """Every pair of layouts, and every count of prefill instances with as many decode instances as
+    the rest holds."""
     for prefill in fitting:
         for decode in fitting:
             for count in range(1, site.accelerators // prefill.layout.devices + 1):
                 left = site.accelerators - count * prefill.layout.devices
                 if instances := left // decode.layout.devices:
-                    yield Candidate(Mode.DISAGGREGATED, decode.layout, instances, WHOLE_CHUNK, prefill.layout, count)
+                    yield Candidate(
+                        Mode.DISAGGREGATED,
+                        decode.layout,
+                        instances,
+                        WHOLE_CHUNK,
+                        prefill.layout,
+                        count,
+                    )

@@ -1,17 +1,18 @@
-"""From a candidate to what runs it: the simulator's fleet, and the configuration and counts that the live system would be started with.
+"""From a candidate to what runs it: the simulator's fleet, and the configuration and counts that
+the live system would be started with.
 
-The same sizes go to both, so that what was predicted is what is configured; of slots a search has more than any candidate needs, and the
-configuration as few as carry the prediction (`sized`). Knows candidates and the simulator; decides nothing.
-"""
+The same sizes go to both, so that what was predicted is what is configured; of slots a search has
+more than any candidate needs, and the configuration as few as carry the prediction (`sized`). Knows
+candidates and the simulator; decides nothing."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig
+from jdisagg.costs.cost_model import CostModel
+from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.layout.axes import Layout
-from jdisagg.router.cost_model import CostModel
-from jdisagg.router.model_geometry import CostGeometry
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.plan_candidates import ACTIVATIONS, PAGE_TOKENS, Candidate, Site
 from jdisagg.simulator.plan_trials import Run, Runner
@@ -20,15 +21,17 @@ from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival
 
 MIN_CHUNK = 256
-LAYER_GROUPS = 4  # of a hand-off: all but the last part of a chunk's KV moves while the chunk computes
+# of a hand-off: all but the last part of a chunk's KV moves while the chunk computes
+LAYER_GROUPS = 4
 MOST_SLOTS = 512
 
 
 @dataclass(frozen=True)
 class FleetMaker:
-    """`fused`: a prefill chunk and a decode step of one pool run as one step, as engines of Sarathi's kind do (ours takes turns).
-    `cache_blocks`: blocks of the workload's hashes that each prefilling instance keeps; 0: no prefix reuse. `hardware`: what a written
-    configuration calls the accelerator. `slots`: sequences that decode on a dp rank at once, at most."""
+    """`fused`: a prefill chunk and a decode step of one pool run as one step, as engines of
+    Sarathi's kind do (ours takes turns). `cache_blocks`: blocks of the workload's hashes that each
+    prefilling instance keeps; 0: no prefix reuse. `hardware`: what a written configuration calls
+    the accelerator. `slots`: sequences that decode on a dp rank at once, at most."""
 
     geometry: CostGeometry
     site: Site
@@ -41,10 +44,16 @@ class FleetMaker:
     slots: int = MOST_SLOTS
 
     def sized(self, finding: Finding, holds: Callable[[Runner], bool]) -> "FleetMaker":
-        """With the fewest slots, a power of two and half as many again at least as sequences decode on a rank on average, with which what
-        was found still `holds` when it is simulated."""
-        decoding = max(0.0, (finding.report.latency.mean or 0.0) - (finding.report.ttft.mean or 0.0))
-        sequences = finding.rate * decoding / (finding.candidate.decode_instances * finding.candidate.decode.dp)
+        """With the fewest slots, a power of two and half as many again at least as sequences decode
+        on a rank on average, with which what was found still `holds` when it is simulated."""
+        decoding = max(
+            0.0, (finding.report.latency.mean or 0.0) - (finding.report.ttft.mean or 0.0)
+        )
+        sequences = (
+            finding.rate
+            * decoding
+            / (finding.candidate.decode_instances * finding.candidate.decode.dp)
+        )
         slots = 1 << max(3, math.ceil(math.log2(max(1.0, 1.5 * sequences))))
         while slots < self.slots:
             made = replace(self, slots=slots)
@@ -55,7 +64,11 @@ class FleetMaker:
 
     def fleet(self, candidate: Candidate) -> Fleet:
         decode = self._pool(candidate, candidate.decode, candidate.decode_instances)
-        prefill = self._pool(candidate, candidate.prefill, candidate.prefill_instances) if candidate.prefill else None
+        prefill = (
+            self._pool(candidate, candidate.prefill, candidate.prefill_instances)
+            if candidate.prefill
+            else None
+        )
         return Fleet(
             geometry=self.geometry,
             decode=decode,
@@ -86,15 +99,23 @@ class FleetMaker:
         )
         return Pool(count, self.site.described, instance)
 
-    def engine(self, candidate: Candidate, model_directory: str, context_tokens: int) -> EngineConfig:
+    def engine(
+        self, candidate: Candidate, model_directory: str, context_tokens: int
+    ) -> EngineConfig:
         """What launch.serve and launch.cluster start: one instance of each role."""
         decode = self._instance(candidate, candidate.decode, self.slots)
-        prefill = self._instance(candidate, candidate.prefill, max(8, self.slots // 8)) if candidate.prefill else InstanceConfig()
+        prefill = (
+            self._instance(candidate, candidate.prefill, max(8, self.slots // 8))
+            if candidate.prefill
+            else InstanceConfig()
+        )
         model = ModelConfig(model_directory, self.dtype, context_tokens)
         return EngineConfig(model=model, mode=candidate.mode, prefill=prefill, decode=decode)
 
     def _instance(self, candidate: Candidate, layout: Layout, slots: int) -> InstanceConfig:
-        room = CostModel(self.geometry, self.site.described, layout, dtype=self.dtype).kv_tokens_per_rank(ACTIVATIONS)
+        room = CostModel(
+            self.geometry, self.site.described, layout, dtype=self.dtype
+        ).kv_tokens_per_rank(ACTIVATIONS)
         return InstanceConfig(
             layout=layout,
             page_size=PAGE_TOKENS,

@@ -1,19 +1,25 @@
-"""One rate tried: how many requests are sent, which of them count, and whether the cluster carried them or only began to drown.
+"""One rate tried: how many requests are sent, which of them count, and whether the cluster carried
+them or only began to drown.
 
-The workload's requests in their order, Poisson arrivals (the same random numbers at every rate, so that curves do not jump) or the
-trace's own, stretched; requests that arrive while the empty cluster fills, at most a third, are served but not judged.
+The workload's requests in their order, Poisson arrivals (the same random numbers at every rate, so
+that curves do not jump) or the trace's own, stretched; requests that arrive while the empty cluster
+fills, at most a third, are served but not judged.
 
-Attainment alone calls an overload carried where a run ends before its queue has grown to the TTFT limit. So a rate is carried only where
+Attainment alone calls an overload carried where a run ends before its queue has grown to the TTFT
+limit. So a rate is carried only where
 
-- arrivals go on for `STAYS` times as long as a request stays, so that decode batches have filled within that third, and
-- they go on for `1 / TOLERANCE` TTFT limits, in which a queue that grows by TOLERANCE of the arrivals passes the limit, or the wait for the
-  first token does not grow: by `GROWTH` seconds a second, which is the part of the arrivals that stays behind.
+- arrivals go on for `STAYS` times as long as a request stays, so that decode batches have filled
+  within that third, and
+- they go on for `1 / TOLERANCE` TTFT limits, in which a queue that grows by TOLERANCE of the
+  arrivals passes the limit, or the wait for the first token does not grow: by `GROWTH` seconds a
+  second, which is the part of the arrivals that stays behind.
 
-A run that can tell neither is made again with more requests, up to `EXTENDS` times `most_requests`. Where the workload has no more of
-them, or that is too few still, the trial is `short`, and its rate is not taken as carried.
+A run that can tell neither is made again with more requests, up to `EXTENDS` times `most_requests`.
+Where the workload has no more of them, or that is too few still, the trial is `short`, and its rate
+is not taken as carried.
 
-Knows the simulator only as a `Runner`; decides nothing about which rates to try. Deterministic by seed.
-"""
+Knows the simulator only as a `Runner`; decides nothing about which rates to try. Deterministic by
+seed."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -64,7 +70,12 @@ class Trier:
         goal = self.goal
         filling = goal.ttft_seconds + self.demand.steps_mean * goal.tpot_seconds
         # Long enough to settle, and no days of idling at a low rate.
-        count = int(min(np.clip(4 * rate * filling, LEAST_REQUESTS, self.most_requests), max(50, rate * LONGEST_SECONDS)))
+        count = int(
+            min(
+                np.clip(4 * rate * filling, LEAST_REQUESTS, self.most_requests),
+                max(50, rate * LONGEST_SECONDS),
+            )
+        )
         most = max(count, EXTENDS * self.most_requests)
         while True:
             arrivals = requests_at(self.workload, rate, count, self.arrivals, self.seed)
@@ -76,7 +87,9 @@ class Trier:
             last = len(arrivals) < count or count >= most
             seconds = arrivals[-1].at_seconds - arrivals[0].at_seconds
             stay = min(filling, _mean_stay(judged))  # a goal that is attained bounds it
-            growth, doubt = wait_growth(judged) if seconds < goal.ttft_seconds / TOLERANCE else (0.0, 0.0)
+            growth, doubt = (
+                wait_growth(judged) if seconds < goal.ttft_seconds / TOLERANCE else (0.0, 0.0)
+            )
             if growth > GROWTH + doubt and seconds >= stay:
                 return replace(trial, overload=True)
             filled = seconds >= STAYS * stay
@@ -99,14 +112,19 @@ def _judged(rate: float, run: Run, judged: Sequence[Outcome], goal: Goal) -> Tri
         late_first=sum(not first.attained(item) for item in finished) / len(judged),
         late_tokens=sum(not tokens.attained(item) for item in finished) / len(judged),
         unfinished=1 - len(finished) / len(judged),
-        report=replace(summarise(judged, slo), utilisation=summarise(run.outcomes, None, run.usage).utilisation),
+        report=replace(
+            summarise(judged, slo), utilisation=summarise(run.outcomes, None, run.usage).utilisation
+        ),
         reason=max(reasons, key=lambda reason: reasons[reason], default=""),
     )
 
 
-def requests_at(workload: Sequence[Arrival], rate: float, count: int, arrivals: Process, seed: int) -> list[Arrival]:
-    """`count` requests of the workload from its beginning, over again where it is shorter and names no blocks (a repeated block would be
-    a hit that the workload does not have); at `rate` a second."""
+def requests_at(
+    workload: Sequence[Arrival], rate: float, count: int, arrivals: Process, seed: int
+) -> list[Arrival]:
+    """`count` requests of the workload from its beginning, over again where it is shorter and names
+    no blocks (a repeated block would be a hit that the workload does not have); at `rate` a second.
+    """
     if any(item.block_hashes for item in workload):
         count = min(count, len(workload))
     if arrivals == "trace" and len(workload) > 1:
@@ -115,11 +133,15 @@ def requests_at(workload: Sequence[Arrival], rate: float, count: int, arrivals: 
     gaps[0] = 0.0
     # Their mean is what was asked, exactly: a few hundred draws may be off by a tenth.
     times = np.cumsum(gaps) * (count - 1) / max(gaps.sum(), 1e-9) / rate
-    return [replace(workload[index % len(workload)], at_seconds=float(at)) for index, at in enumerate(times)]
+    return [
+        replace(workload[index % len(workload)], at_seconds=float(at))
+        for index, at in enumerate(times)
+    ]
 
 
 def settled(outcomes: Sequence[Outcome], filling_seconds: float) -> list[Outcome]:
-    """Those that arrived when the cluster had filled: after `filling_seconds`, or a third of the time of arrivals where that is less."""
+    """Those that arrived when the cluster had filled: after `filling_seconds`, or a third of the
+    time of arrivals where that is less."""
     arrivals = [item.arrival for item in outcomes]
     first, last = min(arrivals), max(arrivals)
     begin = first + min(filling_seconds, (last - first) / 3)
@@ -127,9 +149,10 @@ def settled(outcomes: Sequence[Outcome], filling_seconds: float) -> list[Outcome
 
 
 def wait_growth(outcomes: Sequence[Outcome]) -> tuple[float, float]:
-    """(by how many seconds the wait for a first token grows in a second of arrivals, how far off chance may put that), by the mean waits of
-    the earlier and the later half. Of a queue that never empties the waits are a random walk: its slope over n requests has a standard
-    error of about sqrt(2 / n) where lengths vary little; twice that is doubt."""
+    """(by how many seconds the wait for a first token grows in a second of arrivals, how far off
+    chance may put that), by the mean waits of the earlier and the later half. Of a queue that never
+    empties the waits are a random walk: its slope over n requests has a standard error of about
+    sqrt(2 / n) where lengths vary little; twice that is doubt."""
     waits = sorted((item.arrival, item.ttft) for item in outcomes if item.ttft is not None)
     half = len(waits) // 2
     if not half:

@@ -1,7 +1,8 @@
-"""What a planner's findings say in words: what binds a candidate, which mode wins and by how much, and what speaks for it.
+"""What a planner's findings say in words: what binds a candidate, which mode wins and by how much,
+and what speaks for it.
 
-Knows figures that were found (`Finding`), runs nothing. A reason is named only where a figure shows it.
-"""
+Knows figures that were found (`Finding`), runs nothing. A reason is named only where a figure shows
+it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +12,18 @@ from jdisagg.simulator.plan_candidates import Candidate
 from jdisagg.simulator.report import Report
 
 CLOSE = 0.05  # two modes within this are as good as each other
-MORE = "give a longer workload, or one that names no blocks and may be repeated, or more requests a run (most_requests)"
+MORE = (
+    "give a longer workload, or one that names no blocks and may be repeated, or more requests a"
+    " run (most_requests)"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One rate tried: parts of the judged requests that attained the goal, and that missed by each limit. `overload`: they attained it only
-    because arrivals ended before the queue that grew was long enough; `short`: they ended too soon to tell. `reason`: why requests did
-    not finish, that of most of them."""
+    """One rate tried: parts of the judged requests that attained the goal, and that missed by each
+    limit. `overload`: they attained it only because arrivals ended before the queue that grew was
+    long enough; `short`: they ended too soon to tell. `reason`: why requests did not finish, that
+    of most of them."""
 
     rate: float
     attainment: float
@@ -32,15 +37,17 @@ class Trial:
 
     @property
     def lasting_attainment(self) -> float:
-        """What is known to be attained for as long as requests come: nothing, where more come than are served."""
+        """What is known to be attained for as long as requests come: nothing, where more come than
+        are served."""
         return 0.0 if self.overload or self.short else self.attainment
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A candidate after simulation. `rate`: requests a second of all of it at the wanted attainment; `report` of the highest rate tried
-    that attains it (of the lowest rate tried where none does). `kv_share`: of the decode side's room that requests held on average.
-    `short`: beyond the rate arrivals ended too soon to tell whether more is carried."""
+    """A candidate after simulation. `rate`: requests a second of all of it at the wanted
+    attainment; `report` of the highest rate tried that attains it (of the lowest rate tried where
+    none does). `kv_share`: of the decode side's room that requests held on average. `short`: beyond
+    the rate arrivals ended too soon to tell whether more is carried."""
 
     candidate: Candidate
     bounds: Bounds
@@ -56,16 +63,29 @@ class Finding:
 
 
 def binding_limit(trial: Trial, limits: Bounds) -> str:
-    """What fails first just beyond the rate: the limit missed most often in the simulator, and the arithmetic's word for it."""
+    """What fails first just beyond the rate: the limit missed most often in the simulator, and the
+    arithmetic's word for it."""
     known = dict(limits.limits)
-    tokens = {name: rate for name, rate in known.items() if name in ("TPOT", "compute") or name.startswith(("hand-off", "link"))}
-    first = {name: rate for name, rate in known.items() if name in ("TTFT", "KV memory", "prefill compute", "compute")}
+    tokens = {
+        name: rate
+        for name, rate in known.items()
+        if name in ("TPOT", "compute") or name.startswith(("hand-off", "link"))
+    }
+    first = {
+        name: rate
+        for name, rate in known.items()
+        if name in ("TTFT", "KV memory", "prefill compute", "compute")
+    }
     if trial.short:
         return "too few requests to tell"
     if trial.unfinished > max(trial.late_first, trial.late_tokens):
         return "requests refused or unfinished"
     # What grows in an overload is the wait for the first token, however few have missed it yet.
-    side, kind = (tokens, "TPOT") if trial.late_tokens >= trial.late_first and not trial.overload else (first, "TTFT")
+    side, kind = (
+        (tokens, "TPOT")
+        if trial.late_tokens >= trial.late_first and not trial.overload
+        else (first, "TTFT")
+    )
     name = min(side, key=lambda one: side[one])
     return kind if name == kind or name == "compute" else f"{kind}, by {name}"
 
@@ -73,8 +93,15 @@ def binding_limit(trial: Trial, limits: Bounds) -> str:
 def verdict(findings: Sequence[Finding], estimator: Estimator, left_out: Sequence[str]) -> str:
     """Which mode wins, by how much, and what speaks for it; `findings` ranked."""
     said = _compared(findings, estimator, left_out)
-    if short := [f"{item.candidate.mode.value} {item.candidate.name}" for item in findings if item.short and item.rate]:
-        said += f" At least that: of more, the requests end too soon to tell ({'; '.join(short)}); {MORE}."
+    if short := [
+        f"{item.candidate.mode.value} {item.candidate.name}"
+        for item in findings
+        if item.short and item.rate
+    ]:
+        said += (
+            f" At least that: of more, the requests end too soon to tell ({'; '.join(short)});"
+            f" {MORE}."
+        )
     return said
 
 
@@ -84,19 +111,32 @@ def _compared(findings: Sequence[Finding], estimator: Estimator, left_out: Seque
     best = findings[0]
     if two is None or one is None:
         only = f"Best: {_said(best)}."
-        return f"{only} Nothing to compare with ({'; '.join(left_out)})." if left_out else f"{only} Nothing else was looked at."
+        return (
+            f"{only} Nothing to compare with ({'; '.join(left_out)})."
+            if left_out
+            else f"{only} Nothing else was looked at."
+        )
     if not two.rate:
         never = f"Two pools do not attain the goal at any rate (first to bind: {two.binding})."
         return f"One pool: {_said(one)}. {never} {_why(one, two, estimator)}".strip()
     if not one.rate:
-        return f"Two pools: {_said(two)}. One pool does not attain the goal at any rate (first to bind: {one.binding})."
+        return (
+            f"Two pools: {_said(two)}. One pool does not attain the goal at any rate (first to"
+            f" bind: {one.binding})."
+        )
     gain = two.rate / one.rate
     if abs(gain - 1) <= CLOSE:
-        return f"No clear winner: {_said(two)}; {_said(one)}. Within {CLOSE:.0%} of each other: take one pool, which is simpler."
+        return (
+            f"No clear winner: {_said(two)}; {_said(one)}. Within {CLOSE:.0%} of each other: take"
+            " one pool, which is simpler."
+        )
     if gain > 1:
-        return f"Two pools win by {gain - 1:.0%}: {_said(two)}; best of one pool: {_said(one)}, bound by {one.binding}."
+        return (
+            f"Two pools win by {gain - 1:.0%}: {_said(two)}; best of one pool: {_said(one)}, bound"
+            f" by {one.binding}."
+        )
     rival = f"best of two pools: {_said(two)}, bound by {two.binding}."
-    return f"One pool wins by {1 / gain - 1:.0%}: {_said(one)}; {rival} {_why(one, two, estimator)}".strip()
+    return f"One pool wins by {1 / gain - 1:.0%}: {_said(one)}; {rival} {_why(one, two, estimator)}".strip()  # noqa: E501
 
 
 def no_rate(findings: Sequence[Finding], goal: Goal) -> str:
@@ -106,24 +146,31 @@ def no_rate(findings: Sequence[Finding], goal: Goal) -> str:
     name = f"{best.candidate.mode.value} {best.candidate.name}"
     if trial.short:
         return (
-            f"nothing fits, because no rate is known to be carried: {name} keeps {trial.attainment:.0%} at {trial.rate:.3g} requests/s, "
-            f"but the requests end too soon to tell for how long; {MORE}"
+            f"nothing fits, because no rate is known to be carried: {name} keeps"
+            f" {trial.attainment:.0%} at {trial.rate:.3g} requests/s, but the requests end too soon"
+            f" to tell for how long; {MORE}"
         )
     missed, remedy = (
         f"{trial.late_first:.0%} miss TTFT, {trial.late_tokens:.0%} TPOT",
         "relax what is missed, or give faster accelerators or links",
     )
     if trial.unfinished > max(trial.late_first, trial.late_tokens):
-        missed, remedy = f"{trial.unfinished:.0%} do not finish", f"most of these because: {trial.reason}"
+        missed, remedy = (
+            f"{trial.unfinished:.0%} do not finish",
+            f"most of these because: {trial.reason}",
+        )
     return (
-        f"nothing fits, because no candidate keeps {goal.attainment:.0%} of requests within TTFT {goal.ttft_seconds:g} s and TPOT "
-        f"{goal.tpot_seconds:g} s at any rate: the nearest, {name}, keeps {trial.attainment:.0%} "
-        f"at {trial.rate:.3g} requests/s ({missed}); {remedy}"
+        f"nothing fits, because no candidate keeps {goal.attainment:.0%} of requests within TTFT"
+        f" {goal.ttft_seconds:g} s and TPOT {goal.tpot_seconds:g} s at any rate: the nearest,"
+        f" {name}, keeps {trial.attainment:.0%} at {trial.rate:.3g} requests/s ({missed}); {remedy}"
     )
 
 
 def _said(finding: Finding) -> str:
-    return f"{finding.candidate.mode.value} {finding.candidate.name} carries {finding.per_accelerator:.3g} requests/s an accelerator"
+    return (
+        f"{finding.candidate.mode.value} {finding.candidate.name} carries"
+        f" {finding.per_accelerator:.3g} requests/s an accelerator"
+    )
 
 
 def _why(one: Finding, two: Finding, estimator: Estimator) -> str:

@@ -1,23 +1,33 @@
-"""Should one disaggregate, with how many of each, in which layout? All candidates by arithmetic, the best few of each mode by simulation.
+"""Should one disaggregate, with how many of each, in which layout? All candidates by arithmetic,
+the best few of each mode by simulation.
 
-`Planner.plan` lists what fits (`plan_candidates`), ranks it by its bounds (`plan_bounds`), keeps the best `finalists` of each mode, and
-finds for each of these by bisection the highest rate at which the goal is attained in the simulator. A `Plan` holds them ranked by that
-rate for each accelerator that the site has (idle ones count), what binds each, and the verdict in words (`plan_verdict`).
+`Planner.plan` lists what fits (`plan_candidates`), ranks it by its bounds (`plan_bounds`), keeps
+the best `finalists` of each mode, and finds for each of these by bisection the highest rate at
+which the goal is attained in the simulator. A `Plan` holds them ranked by that rate for each
+accelerator that the site has (idle ones count), what binds each, and the verdict in words
+(`plan_verdict`).
 
 `plan_trials` says how one rate is judged.
 
-Knows the simulator only as a `Runner`; prints nothing. Deterministic by seed.
-"""
+Knows the simulator only as a `Runner`; prints nothing. Deterministic by seed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jdisagg.config import Mode
+from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
-from jdisagg.router.model_geometry import CostGeometry
 from jdisagg.simulator.plan_bounds import Bounds, Demand, Estimator, Goal
-from jdisagg.simulator.plan_candidates import Candidate, Fitting, NothingFits, Site, fitting_layouts, one_pool, two_pools
+from jdisagg.simulator.plan_candidates import (
+    Candidate,
+    Fitting,
+    NothingFits,
+    Site,
+    fitting_layouts,
+    one_pool,
+    two_pools,
+)
 from jdisagg.simulator.plan_trials import TOLERANCE, Process, Runner, Trier
 from jdisagg.simulator.plan_verdict import Finding, Trial, binding_limit, no_rate, verdict
 from jdisagg.simulator.report import rate_at_attainment
@@ -29,7 +39,8 @@ MOST_RUNS = 14  # of one candidate
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`findings` ranked, best first. `considered`: candidates priced by arithmetic. `left_out`: modes with no candidate, and why."""
+    """`findings` ranked, best first. `considered`: candidates priced by arithmetic. `left_out`:
+    modes with no candidate, and why."""
 
     findings: tuple[Finding, ...]
     considered: int
@@ -37,8 +48,44 @@ class Plan:
     left_out: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What a planner looks at, and how closely.
+
+    Args:
+        dtype: of weights and KV. codec: how KV travels between two pools.
+        modes: those to compare.
+        finalists: candidates of each mode that are simulated.
+        most_requests: of one simulated run.
+        arrivals: the process by which requests come.
+        seed: of everything drawn at random.
+
+    Raises:
+        ConfigError: nothing could be found with these.
+    """
+
+    dtype: str = "bfloat16"
+    codec: str = "none"
+    modes: tuple[Mode, ...] = ALL_MODES
+    finalists: int = 3
+    most_requests: int = 6000
+    arrivals: Process = "poisson"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.finalists < 1 or self.most_requests < 10:
+            raise ConfigError(
+                f"planner: finalists={self.finalists} must be at least 1 and"
+                f" most_requests={self.most_requests} at least 10"
+            )
+        if not self.modes:
+            raise ConfigError(
+                "planner: no mode to look at; give one of disaggregated, chunked, unified"
+            )
+
+
 class Planner:
-    """`progress(said, done, total)` is called as work goes on."""
+    """`progress(text, done, total)` is called as work goes on."""
 
     def __init__(
         self,
@@ -46,30 +93,20 @@ class Planner:
         site: Site,
         goal: Goal,
         runner: Runner,
-        *,
-        dtype: str = "bfloat16",
-        codec: str = "none",
-        modes: Sequence[Mode] = ALL_MODES,
-        finalists: int = 3,
-        most_requests: int = 6000,
-        arrivals: Process = "poisson",
-        seed: int = 0,
-        progress: Callable[[str, int, int], None] = lambda said, done, total: None,
+        search: Search = Search(),
+        progress: Callable[[str, int, int], None] = lambda text, done, total: None,
     ) -> None:
-        if finalists < 1 or most_requests < 10:
-            raise ConfigError(f"planner: finalists={finalists} must be at least 1 and most_requests={most_requests} at least 10")
-        if not modes:
-            raise ConfigError("planner: no mode to look at; give one of disaggregated, chunked, unified")
         self._geometry, self._site, self._goal, self._runner = geometry, site, goal, runner
-        self._dtype, self._codec, self._modes = dtype, codec, tuple(modes)
-        self._finalists, self._most_requests, self._seed, self._progress = finalists, most_requests, seed, progress
-        self._arrivals: Process = arrivals
+        self._search, self._progress = search, progress
 
     def plan(self, workload: Sequence[Arrival]) -> Plan:
-        """Raises NothingFits, with the reason, where there is no candidate or none that attains the goal at any rate."""
+        """Raises NothingFits, with the reason, where there is no candidate or none that attains the
+        goal at any rate."""
         demand = Demand.of(workload)
-        fitting = fitting_layouts(self._geometry, self._site, demand.longest_tokens, self._dtype)
-        estimator = Estimator(self._site, demand, self._goal, fitting, self._codec)
+        fitting = fitting_layouts(
+            self._geometry, self._site, demand.longest_tokens, self._search.dtype
+        )
+        estimator = Estimator(self._site, demand, self._goal, fitting, self._search.codec)
         chosen, considered, left_out = self._chosen(fitting, estimator)
         total = len(chosen) * MOST_RUNS
         findings: list[Finding] = []
@@ -81,15 +118,20 @@ class Planner:
 
             findings.append(self._measured(candidate, limits, estimator, workload, tried))
         self._progress("done", total, total)
-        findings.sort(key=lambda item: (-item.per_accelerator, item.candidate.mode is Mode.DISAGGREGATED))
+        findings.sort(
+            key=lambda item: (-item.per_accelerator, item.candidate.mode is Mode.DISAGGREGATED)
+        )
         if not findings[0].rate:
             raise NothingFits(no_rate(findings, self._goal))
         return Plan(tuple(findings), considered, verdict(findings, estimator, left_out), left_out)
 
-    def _chosen(self, fitting: list[Fitting], estimator: Estimator) -> tuple[list[tuple[Candidate, Bounds]], int, tuple[str, ...]]:
-        """The best by arithmetic of each mode (of chunked: of each layout its best chunk size only)."""
-        listed = [*one_pool(fitting, self._site, self._modes)]
-        listed += two_pools(fitting, self._site) if Mode.DISAGGREGATED in self._modes else ()
+    def _chosen(
+        self, fitting: list[Fitting], estimator: Estimator
+    ) -> tuple[list[tuple[Candidate, Bounds]], int, tuple[str, ...]]:
+        """The best by arithmetic of each mode (of chunked: of each layout its best chunk size
+        only)."""
+        listed = [*one_pool(fitting, self._site, self._search.modes)]
+        listed += two_pools(fitting, self._site) if Mode.DISAGGREGATED in self._search.modes else ()
         priced: list[tuple[Candidate, Bounds]] = []
         for index, candidate in enumerate(listed):
             if index % 50 == 0:
@@ -102,16 +144,28 @@ class Planner:
         for item in priced:
             if item[0].mode is Mode.CHUNKED:
                 chunked.setdefault(item[0].decode, item)
-        for mode in self._modes:
-            best = list(chunked.values()) if mode is Mode.CHUNKED else [item for item in priced if item[0].mode is mode]
+        for mode in self._search.modes:
+            best = (
+                list(chunked.values())
+                if mode is Mode.CHUNKED
+                else [item for item in priced if item[0].mode is mode]
+            )
             if not best:
                 needed = 2 * min(item.layout.devices for item in fitting)
-                left_out.append(f"{mode.value}: two pools need {needed} accelerators at least, there are {self._site.accelerators}")
-            chosen += best[: self._finalists]
+                left_out.append(
+                    f"{mode.value}: two pools need {needed} accelerators at least, there are"
+                    f" {self._site.accelerators}"
+                )
+            chosen += best[: self._search.finalists]
         return chosen, len(listed), tuple(left_out)
 
     def _measured(
-        self, candidate: Candidate, limits: Bounds, estimator: Estimator, workload: Sequence[Arrival], tried: Callable[[int], None]
+        self,
+        candidate: Candidate,
+        limits: Bounds,
+        estimator: Estimator,
+        workload: Sequence[Arrival],
+        tried: Callable[[int], None],
     ) -> Finding:
         trials: list[Trial] = []
 
@@ -121,39 +175,73 @@ class Planner:
             return trials[-1].lasting_attainment
 
         # A bound of 0 says that arithmetic sees no way: the simulator may still, at a low rate.
-        lowest = 2 / (self._goal.ttft_seconds + estimator.demand.steps_mean * self._goal.tpot_seconds)
+        lowest = 2 / (
+            self._goal.ttft_seconds + estimator.demand.steps_mean * self._goal.tpot_seconds
+        )
         rate = highest_rate(trial, max(limits.rate, lowest), self._goal.attainment)
         wanted = self._goal.attainment
-        met = [item for item in trials if item.lasting_attainment >= wanted and item.rate <= rate * (1 + 1e-9)]
-        shown = max(met, key=lambda item: item.rate) if met else min(trials, key=lambda item: item.rate)
+        met = [
+            item
+            for item in trials
+            if item.lasting_attainment >= wanted and item.rate <= rate * (1 + 1e-9)
+        ]
+        shown = (
+            max(met, key=lambda item: item.rate) if met else min(trials, key=lambda item: item.rate)
+        )
         beyond = [item for item in trials if item.lasting_attainment < wanted]
         nearest = min(beyond, key=lambda item: item.rate, default=None)
         binding = binding_limit(nearest, limits) if nearest else limits.binding[0]
         kv_tokens = estimator.rooms[candidate.decode]
         ranks = candidate.decode_instances * candidate.decode.dp
-        held = shown.rate * estimator.demand.steps_mean * (shown.report.tpot.mean or 0.0) * estimator.demand.context_mean
+        held = (
+            shown.rate
+            * estimator.demand.steps_mean
+            * (shown.report.tpot.mean or 0.0)
+            * estimator.demand.context_mean
+        )
         return Finding(
-            candidate, limits, rate, rate / self._site.accelerators, tuple(sorted(trials, key=lambda item: item.rate)), shown.report,
-            binding, limits.link_share * rate, held / (kv_tokens * ranks), kv_tokens, nearest is not None and nearest.short,
-        )  # fmt: skip
+            candidate=candidate,
+            bounds=limits,
+            rate=rate,
+            per_accelerator=rate / self._site.accelerators,
+            trials=tuple(sorted(trials, key=lambda item: item.rate)),
+            report=shown.report,
+            binding=binding,
+            link_share=limits.link_share * rate,
+            kv_share=held / (kv_tokens * ranks),
+            kv_tokens=kv_tokens,
+            short=nearest is not None and nearest.short,
+        )
 
     def holds(self, finding: Finding, workload: Sequence[Arrival], runner: Runner) -> bool:
-        """Whether the goal is attained with another runner too, at the rate of the run that the finding shows."""
+        """Whether the goal is attained with another runner too, at the rate of the run that the
+        finding shows."""
         if not finding.rate:
             return True
         shown = next(item for item in finding.trials if item.report is finding.report)
         again = self.trial(finding.candidate, workload, Demand.of(workload), shown.rate, runner)
         return again.lasting_attainment >= self._goal.attainment
 
-    def trial(self, candidate: Candidate, workload: Sequence[Arrival], demand: Demand, rate: float, runner: Runner | None = None) -> Trial:
+    def trial(
+        self,
+        candidate: Candidate,
+        workload: Sequence[Arrival],
+        demand: Demand,
+        rate: float,
+        runner: Runner | None = None,
+    ) -> Trial:
         """One rate, in requests a second, judged as `plan_trials` says."""
-        tries = Trier(self._goal, workload, demand, self._most_requests, self._arrivals, self._seed)
+        search = self._search
+        tries = Trier(
+            self._goal, workload, demand, search.most_requests, search.arrivals, search.seed
+        )
         return tries.trial(runner or self._runner, candidate, rate)
 
 
 def highest_rate(attained: Callable[[float], float], guess: float, wanted: float) -> float:
-    """The highest rate at which `attained(rate)` is at least `wanted`, within TOLERANCE, starting from `guess`; 0 where it is not even at a
-    hundredth of the guess. Assumes that attainment falls with the rate; at most MOST_RUNS calls."""
+    """The highest rate at which `attained(rate)` is at least `wanted`, within TOLERANCE, starting
+    from `guess`; 0 where it is not even at a hundredth of the guess. Assumes that attainment falls
+    with the rate; at most MOST_RUNS calls."""
     points: list[tuple[float, float]] = []
 
     def met(rate: float) -> bool:
@@ -171,4 +259,8 @@ def highest_rate(attained: Callable[[float], float], guess: float, wanted: float
     while low and high > low * (1 + TOLERANCE) and len(points) < MOST_RUNS:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if met(middle) else (low, middle)
-    return rate_at_attainment([point for point in points if point[0] in (low, high)], wanted) if low else 0.0
+    return (
+        rate_at_attainment([point for point in points if point[0] in (low, high)], wanted)
+        if low
+        else 0.0
+    )

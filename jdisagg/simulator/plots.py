@@ -1,8 +1,9 @@
-"""Pictures of runs: goodput curves, distributions of TTFT and TBT, timelines of requests and of load.
+"""Pictures of runs: goodput curves, distributions of TTFT and TBT, timelines of requests and of
+load.
 
-matplotlib is imported only when a picture is drawn (extra `notebooks`), and through its object interface, so that nothing of a caller's
-pyplot state changes. Every function returns a Figure; `save` writes it as the name says (.png, .svg, .pdf). Knows outcomes, no cluster.
-"""
+matplotlib is imported only when a picture is drawn (extra `notebooks`), and through its object
+interface, so that nothing of a caller's pyplot state changes. Every function returns a Figure;
+`save` writes it as the name says (.png, .svg, .pdf). Knows outcomes, no cluster."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -20,12 +21,23 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def goodput_curves(curves: Mapping[str, Sequence[tuple[float, float]]], wanted: float = 0.9, unit: str = "requests a second") -> "Figure":
-    """SLO attainment over rate, a line for each name; where a line crosses `wanted` is its goodput, told in the legend."""
+def goodput_curves(
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    wanted: float = 0.9,
+    unit: str = "requests a second",
+) -> "Figure":
+    """SLO attainment over rate, a line for each name; where a line crosses `wanted` is its goodput,
+    told in the legend."""
     figure, axes = _figure()
     for name, points in curves.items():
         rates, met = zip(*sorted(points), strict=True)
-        axes.plot(rates, [100 * part for part in met], marker="o", markersize=3, label=f"{name} ({rate_at_attainment(points, wanted):.3g})")
+        axes.plot(
+            rates,
+            [100 * part for part in met],
+            marker="o",
+            markersize=3,
+            label=f"{name} ({rate_at_attainment(points, wanted):.3g})",
+        )
     axes.axhline(100 * wanted, color="grey", linewidth=0.8, linestyle="--")
     axes.set(xlabel=f"arrivals, {unit}", ylabel="SLO attainment, %", ylim=(0, 102))
     axes.legend(fontsize="small", title=f"rate at {100 * wanted:.0f} %")
@@ -33,17 +45,24 @@ def goodput_curves(curves: Mapping[str, Sequence[tuple[float, float]]], wanted: 
 
 
 def ttft_distribution(runs: Mapping[str, Sequence[Outcome]]) -> "Figure":
-    """The share of requests whose first token came within so many seconds; what had none is missing from the top."""
+    """The share of requests whose first token came within so many seconds; what had none is missing
+    from the top."""
     figure, axes = _figure()
     for name, outcomes in runs.items():
         seconds = np.sort([item.ttft for item in outcomes if item.ttft is not None])
-        axes.step(seconds, 100 * np.arange(1, len(seconds) + 1) / max(1, len(outcomes)), where="post", label=name)
+        axes.step(
+            seconds,
+            100 * np.arange(1, len(seconds) + 1) / max(1, len(outcomes)),
+            where="post",
+            label=name,
+        )
     _distribution(axes, "time to first token, s", "requests, %")
     return figure
 
 
 def tbt_distribution(runs: Mapping[str, Sequence[Outcome]]) -> "Figure":
-    """The share of gaps between tokens that are longer, on two logarithmic axes: stalls are in the tail."""
+    """The share of gaps between tokens that are longer, on two logarithmic axes: stalls are in the
+    tail."""
     figure, axes = _figure()
     for name, outcomes in runs.items():
         merged: dict[int, int] = {}
@@ -52,7 +71,10 @@ def tbt_distribution(runs: Mapping[str, Sequence[Outcome]]) -> "Figure":
                 merged[bucket] = merged.get(bucket, 0) + count
         ordered = [bucket for bucket in sorted(merged) if bucket > 0]
         whole = sum(merged.values())
-        longer = [100 * sum(merged[other] for other in ordered[index:]) / whole for index in range(len(ordered))]
+        longer = [
+            100 * sum(merged[other] for other in ordered[index:]) / whole
+            for index in range(len(ordered))
+        ]
         axes.step([bucket_seconds(bucket) for bucket in ordered], longer, where="pre", label=name)
     _distribution(axes, "gap between tokens, s", "gaps that are as long or longer, %")
     axes.set_yscale("log")
@@ -60,7 +82,8 @@ def tbt_distribution(runs: Mapping[str, Sequence[Outcome]]) -> "Figure":
 
 
 def timelines(outcomes: Sequence[Outcome], limit: int = 200) -> "Figure":
-    """A row for each of the first `limit` requests: waiting and prefill until the first token, then decode; refused ones are crosses."""
+    """A row for each of the first `limit` requests: waiting and prefill until the first token, then
+    decode; refused ones are crosses."""
     figure, axes = _figure()
     shown = sorted(outcomes, key=lambda item: item.arrival)[:limit]
     for row, item in enumerate(shown):
@@ -79,11 +102,21 @@ def timelines(outcomes: Sequence[Outcome], limit: int = 200) -> "Figure":
 def load(outcomes: Sequence[Outcome]) -> "Figure":
     """How many requests waited for their first token, and how many decoded, over time."""
     figure, axes = _figure()
-    waiting = [(item.arrival, item.first_token if item.first_token is not None else item.finish) for item in outcomes]
-    decoding = [(item.first_token, item.finish) for item in outcomes if item.first_token is not None]
+    waiting = [
+        (item.arrival, item.first_token if item.first_token is not None else item.finish)
+        for item in outcomes
+    ]
+    decoding = [
+        (item.first_token, item.finish) for item in outcomes if item.first_token is not None
+    ]
     for name, spans in (("waiting or in prefill", waiting), ("decoding", decoding)):
         events = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
-        axes.step([at for at, _ in events], np.cumsum([change for _, change in events]), where="post", label=name)
+        axes.step(
+            [at for at, _ in events],
+            np.cumsum([change for _, change in events]),
+            where="post",
+            label=name,
+        )
     axes.set(xlabel="seconds", ylabel="requests")
     axes.legend(fontsize="small")
     return figure
@@ -99,7 +132,9 @@ def _figure() -> "tuple[Figure, Axes]":
     try:
         module = importlib.import_module("matplotlib.figure")
     except ImportError as error:
-        raise ConfigError("plots need matplotlib, which is not installed; pip install 'jdisagg[notebooks]'") from error
+        raise ConfigError(
+            "plots need matplotlib, which is not installed; pip install 'jdisagg[notebooks]'"
+        ) from error
     figure = module.Figure(figsize=(7.0, 4.2), layout="constrained")
     return figure, figure.subplots()
 

@@ -1,13 +1,16 @@
-"""What became of the requests, and what that is worth: percentiles, goodput, cost; the same for simulated and for live runs.
+"""What became of the requests, and what that is worth: percentiles, goodput, cost; the same for
+simulated and for live runs.
 
-Definitions, one place each. TTFT: arrival to first token. TPOT: (finish - first token) / (output tokens - 1), undefined for one token. TBT:
-each gap between tokens as the receiver sees it, all gaps of all requests weighing alike. Hand-off gap: first to second token. A percentile
-is numpy's "linear" (between order statistics, Hyndman and Fan's type 7); that of TBT comes from histograms, see `gaps`. A request attains
-its SLO when it finished and each limit holds; attainment is over all requests that arrived, refused ones included; goodput is attainment x
-the rate of arrivals. Rates divide by the time of arrivals, tokens and utilisation by the time from first arrival to last finish.
+Definitions, one place each. TTFT: arrival to first token. TPOT: (finish - first token) / (output
+tokens - 1), undefined for one token. TBT: each gap between tokens as the receiver sees it, all gaps
+of all requests weighing alike. Hand-off gap: first to second token. A percentile is numpy's
+"linear" (between order statistics, Hyndman and Fan's type 7); that of TBT comes from histograms,
+see `gaps`. A request attains its SLO when it finished and each limit holds; attainment is over all
+requests that arrived, refused ones included; goodput is attainment x the rate of arrivals. Rates
+divide by the time of arrivals, tokens and utilisation by the time from first arrival to last
+finish.
 
-Pure data, seconds throughout; knows no cluster.
-"""
+Pure data, seconds throughout; knows no cluster."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,8 +30,9 @@ PERCENTILES = (50, 90, 95, 99)
 
 @plain
 class Outcome:
-    """One request that ended. Times in seconds on the run's clock; `first_token` None: none came. `output_tokens`: delivered. `reason`:
-    why it did not finish, or why it was placed as it was; `prefill`, `decode`: names of workers, "" where unknown."""
+    """One request that ended. Times in seconds on the run's clock; `first_token` None: none came.
+    `output_tokens`: delivered. `reason`: why it did not finish, or why it was placed as it was;
+    `prefill`, `decode`: names of workers, "" where unknown."""
 
     request_id: str
     arrival: float
@@ -60,7 +64,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Limits in seconds, None: no limit. A request of one token has no TPOT and no gaps: those limits hold for it."""
+    """Limits in seconds, None: no limit. A request of one token has no TPOT and no gaps: those
+    limits hold for it."""
 
     ttft_seconds: float | None = None
     tpot_seconds: float | None = None
@@ -70,19 +75,27 @@ class Slo:
         for spec in fields(self):
             value = getattr(self, spec.name)
             if value is not None and not value > 0:
-                raise ConfigError(f"SLO {spec.name} must be positive seconds, got {value!r}; leave it out for no limit")
+                raise ConfigError(
+                    f"SLO {spec.name} must be positive seconds, got {value!r}; leave it out for no"
+                    " limit"
+                )
 
     def attained(self, outcome: Outcome) -> bool:
         if outcome.end != "finished" or outcome.ttft is None:
             return False
         longest = outcome.gaps.longest if outcome.gaps else None
-        pairs = ((outcome.ttft, self.ttft_seconds), (outcome.tpot, self.tpot_seconds), (longest, self.longest_gap_seconds))
+        pairs = (
+            (outcome.ttft, self.ttft_seconds),
+            (outcome.tpot, self.tpot_seconds),
+            (longest, self.longest_gap_seconds),
+        )
         return all(limit is None or value is None or value <= limit for value, limit in pairs)
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """One worker's use: `busy_seconds` of its devices' time; `dollars_per_hour` of one device, None where no price is settled."""
+    """One worker's use: `busy_seconds` of its devices' time; `dollars_per_hour` of one device, None
+    where no price is settled."""
 
     worker: str
     role: str
@@ -124,7 +137,8 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A run in figures. `attainment`, `utilisation`: fractions; None where it is not defined (no SLO asked, no usage, no price)."""
+    """A run in figures. `attainment`, `utilisation`: fractions; None where it is not defined (no
+    SLO asked, no usage, no price)."""
 
     requests: int
     ends: Mapping[str, int]
@@ -151,14 +165,20 @@ class Report:
         return asdict(self)
 
 
-def summarise(outcomes: Sequence[Outcome], slo: Slo | None = None, usage: Sequence[Usage] = ()) -> Report:
+def summarise(
+    outcomes: Sequence[Outcome], slo: Slo | None = None, usage: Sequence[Usage] = ()
+) -> Report:
     """The figures of a run; raises WorkloadError where nothing arrived."""
     if not outcomes:
         raise WorkloadError("no requests to report on; the run must have at least one")
     arrivals = sorted(item.arrival for item in outcomes)
     last = max(item.finish for item in outcomes)
     duration = max(last - arrivals[0], 0.0)
-    rate = (len(arrivals) - 1) / (arrivals[-1] - arrivals[0]) if arrivals[-1] > arrivals[0] else _per(len(arrivals), duration)
+    rate = (
+        (len(arrivals) - 1) / (arrivals[-1] - arrivals[0])
+        if arrivals[-1] > arrivals[0]
+        else _per(len(arrivals), duration)
+    )
     gaps = [item.gaps for item in outcomes if item.gaps is not None and item.gaps.count]
     finished = [item for item in outcomes if item.end == "finished"]
     outputs = sum(item.output_tokens for item in outcomes)
@@ -181,11 +201,17 @@ def summarise(outcomes: Sequence[Outcome], slo: Slo | None = None, usage: Sequen
         prompt_tokens_per_second=_per(prompts, duration),
         attainment=met,
         goodput_per_second=None if met is None else met * rate,
-        goodput_per_accelerator=None if met is None or not accelerators else met * rate / accelerators,
+        goodput_per_accelerator=(
+            None if met is None or not accelerators else met * rate / accelerators
+        ),
         tenants=_tenants(outcomes, slo) if slo else {},
         utilisation=_utilisation(usage, duration),
-        dollars_per_million_output_tokens=None if dollars is None or not outputs else 1e6 * dollars / outputs,
-        dollars_per_million_tokens=None if dollars is None or not outputs else 1e6 * dollars / (outputs + prompts),
+        dollars_per_million_output_tokens=(
+            None if dollars is None or not outputs else 1e6 * dollars / outputs
+        ),
+        dollars_per_million_tokens=(
+            None if dollars is None or not outputs else 1e6 * dollars / (outputs + prompts)
+        ),
     )
 
 
@@ -195,8 +221,9 @@ def attainment(outcomes: Sequence[Outcome], slo: Slo) -> float:
 
 
 def rate_at_attainment(points: Sequence[tuple[float, float]], wanted: float = 0.9) -> float:
-    """The highest rate up to which attainment stays at `wanted`, from (rate, attainment) of a curve: between the last point that attains
-    and the next the line is followed. 0 where the lowest rate fails already; the highest rate tried where none fails."""
+    """The highest rate up to which attainment stays at `wanted`, from (rate, attainment) of a
+    curve: between the last point that attains and the next the line is followed. 0 where the lowest
+    rate fails already; the highest rate tried where none fails."""
     good = 0.0
     ordered = sorted(points)
     for index, (rate, met) in enumerate(ordered):
@@ -233,7 +260,9 @@ def _dollars(usage: Sequence[Usage], duration: float) -> float | None:
     prices = [item.dollars_per_hour for item in usage]
     if not usage or any(price is None for price in prices):
         return None
-    return sum(item.accelerators * (item.dollars_per_hour or 0.0) for item in usage) * duration / 3600
+    return (
+        sum(item.accelerators * (item.dollars_per_hour or 0.0) for item in usage) * duration / 3600
+    )
 
 
 def _per(amount: float, seconds: float) -> float:

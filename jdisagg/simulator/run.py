@@ -1,13 +1,16 @@
-"""`simulate(fleet, arrivals, seed) -> Result`: a fleet serves a workload on virtual time, through the live request path.
+"""`simulate(fleet, arrivals, seed) -> Result`: a fleet serves a workload on virtual time, through
+the live request path.
 
-    fleet = Fleet(geometry("llama-3.1-70b"), prefill=Pool(2, accelerator("h100"), replace(INSTANCE, layout=Layout(tp=4))), decode=Pool(...))
-    result = simulate(fleet, workloads.poisson(4.0, 1000, workloads.Fixed(1024, 128)), seed=0)
-    report.summarise(result.outcomes, report.Slo(ttft_seconds=1.0), result.usage)
+    fleet = Fleet(geometry("llama-3.1-70b"), prefill=Pool(2, accelerator("h100"), replace(INSTANCE,
+    layout=Layout(tp=4))), decode=Pool(...)) result = simulate(fleet, workloads.poisson(4.0, 1000,
+    workloads.Fixed(1024, 128)), seed=0) report.summarise(result.outcomes,
+    report.Slo(ttft_seconds=1.0), result.usage)
 
-One client for each arrival asks for as many tokens as the workload says, at its time, and waits; `Outcome`s are in the order of arrival,
-and their gaps are those between the steps that made the tokens. All follows from the arguments: the same call gives the same result.
-`hooks` are coroutines that run beside the clients with the cluster in their hands: faults (`faults`), controllers, samplers of timelines.
-"""
+One client for each arrival asks for as many tokens as the workload says, at its time, and waits;
+`Outcome`s are in the order of arrival, and their gaps are those between the steps that made the
+tokens. All follows from the arguments: the same call gives the same result. `hooks` are coroutines
+that run beside the clients with the cluster in their hands: faults (`faults`), controllers,
+samplers of timelines."""
 
 import asyncio
 import contextlib
@@ -18,8 +21,15 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from jdisagg.dispatch.placing import OnAnswer
-from jdisagg.errors import DeadlineExceededError, InvalidRequestError, JdisaggError, OverloadedError, UnavailableError, WorkloadError
+from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
+from jdisagg.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    JdisaggError,
+    OverloadedError,
+    UnavailableError,
+    WorkloadError,
+)
 from jdisagg.request import Request, SamplingParams
 from jdisagg.simulator.cluster import SimulatedCluster
 from jdisagg.simulator.fleet import Fleet
@@ -30,7 +40,8 @@ from jdisagg.simulator.timeline import NUMBER_BITS, gap_runs
 from jdisagg.simulator.virtual_time import VirtualClock, run_virtually
 from jdisagg.simulator.workloads import Arrival
 
-# Objects live long or briefly here, and cycles are few: looking for them as often as Python does by itself costs a tenth of the time.
+# Objects live long or briefly here, and cycles are few: looking for them as often as Python does by
+# itself costs a tenth of the time.
 COLLECT_AFTER = (500_000, 50, 50)
 
 Hook = Callable[[SimulatedCluster], Awaitable[None]]
@@ -39,9 +50,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a simulated workload. `seconds`: virtual, until the last request ended. `counters`: of path and workers, summed
-    over all that ran, and tokens that prefix caches were asked for and knew.
-    `pages_lost`: pages that were not free again after the run (0, or something leaks)."""
+    """What became of a simulated workload. `seconds`: virtual, until the last request ended.
+    `counters`: of path and workers, summed over all that ran, and tokens that prefix caches were
+    asked for and knew. `pages_lost`: pages that were not free again after the run (0, or something
+    leaks)."""
 
     outcomes: tuple[Outcome, ...]
     usage: tuple[Usage, ...]
@@ -58,19 +70,19 @@ def simulate(
     *,
     hooks: Sequence[Hook] = (),
     mortal: bool = False,
-    on_answer: OnAnswer | None = None,
+    events: RouterEvents = NO_ROUTER_EVENTS,
     progress: Progress | None = None,
     settle_seconds: float = 0.0,
 ) -> Result:
-    """Runs until every request has ended, and `settle_seconds` more. `mortal`: hooks may kill workers. `on_answer`
-    hears of every decision of the router, as `observe/decision_log.py` writes them down."""
+    """Runs until every request has ended, and `settle_seconds` more. `mortal`: hooks may kill
+    workers. `events` gets every decision of the router, as `observe/decision_log.py` writes them
+    down."""
     listed = sorted(arrivals, key=lambda item: item.at_seconds)
     if not listed:
         raise WorkloadError("the workload is empty; give at least one request")
 
     async def main() -> Result:
-        run = _Run(fleet, listed, seed, mortal, progress)
-        run.cluster.path.placing.on_answer = on_answer
+        run = _Run(fleet, listed, seed, mortal, progress, events)
         return await run.run(hooks, settle_seconds)
 
     threshold = gc.get_threshold()
@@ -83,12 +95,20 @@ def simulate(
 
 
 class _Run:
-    def __init__(self, fleet: Fleet, arrivals: Sequence[Arrival], seed: int, mortal: bool, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        arrivals: Sequence[Arrival],
+        seed: int,
+        mortal: bool,
+        progress: Progress | None,
+        events: RouterEvents,
+    ) -> None:
         self._fleet = fleet
         self._arrivals = arrivals
         self._progress = progress
         self._clock = VirtualClock()
-        self.cluster = SimulatedCluster(fleet, self._clock, seed, mortal)
+        self.cluster = SimulatedCluster(fleet, self._clock, seed, mortal, events)
         self._outcomes: list[Outcome | None] = [None] * len(arrivals)
         self._left = len(arrivals)
         self._over: asyncio.Future[None] | None = None
@@ -101,7 +121,10 @@ class _Run:
         over = self._over = loop.create_future()
         self._begin(0, loop.time())
         while not over.done():
-            await asyncio.wait([over, *(hook for hook in running if not hook.done())], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                [over, *(hook for hook in running if not hook.done())],
+                return_when=asyncio.FIRST_COMPLETED,
+            )
             for hook in running:
                 if hook.done():
                     hook.result()  # what went wrong in it
@@ -114,20 +137,26 @@ class _Run:
         for process in (*cluster.former, *cluster.processes.values()):
             counters.update(process.worker.counters.snapshot())
             if (cache := process.mesh.cache) is not None:
-                counters.update(prefix_hit_tokens=cache.hit_tokens, prefix_asked_tokens=cache.asked_tokens)
+                counters.update(
+                    prefix_hit_tokens=cache.hit_tokens, prefix_asked_tokens=cache.asked_tokens
+                )
         lost = 0
         for process in cluster.processes.values():
-            if process.life is None or not process.life.dead.is_set():
-                with contextlib.suppress(UnavailableError):  # its mesh failed and nobody came back: its pages went with it
+            if process.crash is None or not process.crash.dead.is_set():
+                # its mesh failed and nobody came back: its pages went with it
+                with contextlib.suppress(UnavailableError):
                     status = process.worker.status_now()
                     lost += sum(status.total_pages) - sum(status.free_pages)
-        steps = sum(process.mesh.steps_run for process in (*cluster.former, *cluster.processes.values()))
+        steps = sum(
+            process.mesh.steps_run for process in (*cluster.former, *cluster.processes.values())
+        )
         await cluster.stop()
         outcomes = tuple(outcome for outcome in self._outcomes if outcome is not None)
         return Result(outcomes, cluster.usage(), seconds, steps, dict(counters), lost)
 
     def _begin(self, first: int, started: float) -> None:
-        """Starts the clients from `first` on whose time has come, and sets the timer of the next."""
+        """Starts the clients from `first` on whose time has come, and sets the timer of the
+        next."""
         loop = asyncio.get_running_loop()
         for number in range(first, len(self._arrivals)):
             arrival = self._arrivals[number]
@@ -142,7 +171,15 @@ class _Run:
         """The last one ends the run; so does one that met what no client should."""
         if self._outcomes[number] is None and client.cancelled():  # given up before it began
             arrival, now = self._arrivals[number], asyncio.get_running_loop().time()
-            self._outcomes[number] = Outcome(str(number), now, now, arrival.prompt_tokens, 0, end="cancelled", tenant=arrival.tenant)
+            self._outcomes[number] = Outcome(
+                str(number),
+                now,
+                now,
+                arrival.prompt_tokens,
+                0,
+                end="cancelled",
+                tenant=arrival.tenant,
+            )
             self._left -= 1
         self.cluster.clients.pop(client, None)
         assert self._over is not None
@@ -197,18 +234,24 @@ class _Run:
         return self.cluster.timelines[token >> NUMBER_BITS].worker
 
     def _request(self, number: int, arrival: Arrival) -> Request:
-        """Raises InvalidRequestError as the live door does, before there is a prompt: a trace may state lengths that no memory holds."""
+        """Raises InvalidRequestError as the live door does, before there is a prompt: a trace may
+        state lengths that no memory holds."""
         context = self._fleet.context
         if arrival.prompt_tokens >= context:
             raise InvalidRequestError(
-                f"prompt has {arrival.prompt_tokens} tokens; with one to generate the context holds {context}: shorten it"
+                f"prompt has {arrival.prompt_tokens} tokens; with one to generate the context holds"
+                f" {context}: shorten it"
             )
         if arrival.block_hashes and self._fleet.cache_blocks:
-            prompt = prompt_of(arrival.block_hashes, arrival.prompt_tokens, self._fleet.block_tokens)
+            prompt = prompt_of(
+                arrival.block_hashes, arrival.prompt_tokens, self._fleet.block_tokens
+            )
         else:
             prompt = (0,) * arrival.prompt_tokens
         sampling = _sampling(arrival.output_tokens)
-        return Request(str(number), prompt, sampling, (), arrival.deadline, arrival.tenant, arrival.priority)
+        return Request(
+            str(number), prompt, sampling, (), arrival.deadline, arrival.tenant, arrival.priority
+        )
 
 
 @functools.lru_cache(maxsize=1 << 14)

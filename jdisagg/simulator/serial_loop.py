@@ -1,14 +1,16 @@
-"""An engine whose one loop does everything in turn, for several pipeline stages: DistServe's, moved turn by turn.
+"""An engine whose one loop does everything in turn, for several pipeline stages: DistServe's, moved
+turn by turn.
 
-Batches have fixed turns. In its turn a batch's tokens are read, then those who came meanwhile are let in, then it is issued; then the loop
-waits for the next batch in turn. Who is let in has KV to be fetched, and the workers do that behind the steps that they already have:
-the loop waits until all batches under way are through, and nothing is issued meanwhile. So newcomers cost a pipeline more than their
-bytes, and which batch they join depends on where the loop stood when they came.
+Batches have fixed turns. In its turn a batch's tokens are read, then those who came meanwhile are
+let in, then it is issued; then the loop waits for the next batch in turn. Who is let in has KV to
+be fetched, and the workers do that behind the steps that they already have: the loop waits until
+all batches under way are through, and nothing is issued meanwhile. So newcomers cost a pipeline
+more than their bytes, and which batch they join depends on where the loop stood when they came.
 
-A cycle is one turn of every batch; it begins when batch 0 has been read. Who came in the midst of a cycle, but before another batch was
-looked after, joins that batch in its next turn: a cycle later than the real loop, which is once in a request's life. A batch of nobody
-takes the next newcomer. Knows slots and seconds, no requests. Pure.
-"""
+A cycle is one turn of every batch; it begins when batch 0 has been read. Who came in the midst of a
+cycle, but before another batch was looked after, joins that batch in its next turn: a cycle later
+than the real loop, which is once in a request's life. A batch of nobody takes the next newcomer.
+Knows slots and seconds, no requests. Pure."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -18,8 +20,8 @@ EMPTY_TURN_SECONDS = 0.003  # that the loop sleeps in the turn of a batch of nob
 
 
 class SerialLoop:
-    """The batches of one dp rank. `step_parts(sequences, context tokens)`: what a step of a batch takes; half of the host's part is before
-    it is issued."""
+    """The batches of one dp rank. `step_parts(sequences, context tokens)`: what a step of a batch
+    takes; half of the host's part is before it is issued."""
 
     def __init__(self, stages: int, step_parts: Callable[[int, int], Parts]) -> None:
         self._batches: list[set[int]] = [set() for _ in range(stages)]
@@ -34,8 +36,11 @@ class SerialLoop:
         """Somebody who holds so many tokens waits from `at` on to be let in."""
         self._came.append((tokens, at, fetch_seconds))
 
-    def cycle(self, at: float, slots: Sequence[int], admitted: Iterable[int], positions: Sequence[int]) -> float:
-        """Seconds of a cycle from `at` on, in which these slots step. The `admitted` among them are new there, and are let in."""
+    def cycle(
+        self, at: float, slots: Sequence[int], admitted: Iterable[int], positions: Sequence[int]
+    ) -> float:
+        """Seconds of a cycle from `at` on, in which these slots step. The `admitted` among them are
+        new there, and are let in."""
         new, stages = set(admitted), len(self._batches)
         stay = set(slots) - new
         for batch in self._batches:
@@ -65,7 +70,8 @@ class SerialLoop:
         return now - begun
 
     def _let_in(self, tokens: int, at: float) -> tuple[float, float]:
-        """(since when, seconds to fetch) of the first who came with so many tokens; who came before and was not let in never will be."""
+        """(since when, seconds to fetch) of the first who came with so many tokens; who came before
+        and was not let in never will be."""
         for index, (held, since, seconds) in enumerate(self._came):
             if held == tokens:
                 del self._came[: index + 1]
@@ -80,12 +86,15 @@ class SerialLoop:
         return now
 
     def _turn_of(self, since: float) -> int:
-        """The batch that is looked after first when somebody has come: one of nobody, or the first that was not looked after since then."""
+        """The batch that is looked after first when somebody has come: one of nobody, or the first
+        that was not looked after since then."""
         for index, batch in enumerate(self._batches):
             if not batch:
                 return index
         stages = len(self._batches)
-        return next((index % stages for index in range(1, stages) if since <= self._looked[index]), 0)
+        return next(
+            (index % stages for index in range(1, stages) if since <= self._looked[index]), 0
+        )
 
     def _parts(self, batch: set[int], positions: Sequence[int]) -> Parts:
         return self._step_parts(*load_of(batch, positions))

@@ -1,17 +1,18 @@
-"""What the commands to a mesh cost in seconds: the one question that a simulated executor asks. The cost model answers it, or constants.
+"""What the commands to a mesh cost in seconds: the one question that a simulated executor asks. The
+cost model answers it, or constants.
 
-Rows and sequences are those of the fullest dp rank, as in `router/cost_model.py`; ranks step together. A span of decode steps is told by
-its first step and what each further one takes more (contexts grow by a token a step): exact where the model is linear in the
-context, else the line through the first and the last step. Pure.
-"""
+Rows and sequences are those of the fullest dp rank, as in `costs/cost_model.py`; ranks step
+together. A span of decode steps is told by its first step and what each further one takes more
+(contexts grow by a token a step): exact where the model is linear in the context, else the line
+through the first and the last step. Pure."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from jdisagg.costs.cost_model import CostModel, wire_bytes_per_token
 from jdisagg.plain import plain
-from jdisagg.router.cost_model import CostModel, wire_bytes_per_token
 
 MOST_REMEMBERED = 1 << 16  # prefills whose seconds are known: lengths come again
 
@@ -28,32 +29,46 @@ class Pace:
         return steps * (self.first + self.growth * (steps - 1) / 2)
 
     def steps_begun(self, seconds: float) -> int:
-        """How many steps have begun (ended ones included) after so many seconds, the one that would begin just then not included."""
+        """How many steps have begun (ended ones included) after so many seconds, the one that would
+        begin just then not included."""
         if seconds <= 0:
             return 0
         # growth/2 n^2 + linear n = seconds, in the form that does not cancel where growth is small.
         linear = self.first - self.growth / 2
-        steps = 2 * seconds / (linear + math.sqrt(max(0.0, linear * linear + 2 * self.growth * seconds)))
+        steps = (
+            2
+            * seconds
+            / (linear + math.sqrt(max(0.0, linear * linear + 2 * self.growth * seconds)))
+        )
         return math.ceil(steps - 1e-9)
 
 
 class StepCosts(Protocol):
-    """Seconds of one instance's work. `rows`: (uncached tokens, tokens before them) of the fullest rank."""
+    """Seconds of one instance's work. `rows`: (uncached tokens, tokens before them) of the fullest
+    rank."""
 
     def prefill(self, rows: Sequence[tuple[int, int]]) -> tuple[float, float]:
         """(seconds until its tokens are there, seconds until the next batch may begin)."""
         ...
 
     def decode(self, sequences: int, context_tokens: float, steps: int) -> Pace:
-        """Of `steps` steps of so many sequences that hold `context_tokens` together at the first."""
+        """Of `steps` steps of so many sequences that hold `context_tokens` together at the
+        first."""
         ...
 
     def host(self, sequences: int) -> float:
         """The part of a decode step of so many sequences in which no device works on it."""
         ...
 
-    def mixed(self, rows: Sequence[tuple[int, int]], sequences: int, context_tokens: float, elsewhere: int = 0) -> float:
-        """Of one step that carries a prefill chunk and decoding sequences together. `elsewhere`: tokens that all other ranks have in it."""
+    def mixed(
+        self,
+        rows: Sequence[tuple[int, int]],
+        sequences: int,
+        context_tokens: float,
+        elsewhere: int = 0,
+    ) -> float:
+        """Of one step that carries a prefill chunk and decoding sequences together. `elsewhere`:
+        tokens that all other ranks have in it."""
         ...
 
     def insert(self, tokens: int) -> float:
@@ -66,19 +81,29 @@ class StepCosts(Protocol):
 
 
 class ModelCosts:
-    """From a cost model. `codec`: how KV comes to this instance. A decode step is asked for one batch, from the first pipeline stage to the
-    last; a prefill lets the next one in as soon as it has left the first stage. `insert_bytes_per_second`, of each device: where pages are
-    not written from memory (None) but straight from the sender."""
+    """From a cost model. `codec`: how KV comes to this instance. A decode step is asked for one
+    batch, from the first pipeline stage to the last; a prefill lets the next one in as soon as it
+    has left the first stage. `insert_bytes_per_second`, of each device: where pages are not written
+    from memory (None) but straight from the sender."""
 
-    def __init__(self, model: CostModel, codec: str = "none", insert_bytes_per_second: float | None = None) -> None:
+    def __init__(
+        self, model: CostModel, codec: str = "none", insert_bytes_per_second: float | None = None
+    ) -> None:
         self._model = model
         self._bytes_per_token = wire_bytes_per_token(model.geometry, model.kv_value_bytes, codec)
         kept = model.geometry.layers * model.geometry.attention.kv_values * model.kv_value_bytes
-        spread = model.layout.tp * model.stages * model.accelerator.memory_bytes_per_second * model.accelerator.efficiency.gemm_memory
+        spread = (
+            model.layout.tp
+            * model.stages
+            * model.accelerator.memory_bytes_per_second
+            * model.accelerator.efficiency.gemm_memory
+        )
         # Read once as it came and written once as it is kept, by all devices of a rank.
         self._insert_seconds_per_token = (self._bytes_per_token + kept) / spread
         if insert_bytes_per_second is not None:
-            self._insert_seconds_per_token = self._bytes_per_token / (model.layout.tp * model.stages * insert_bytes_per_second)
+            self._insert_seconds_per_token = self._bytes_per_token / (
+                model.layout.tp * model.stages * insert_bytes_per_second
+            )
         self._prefills: dict[tuple[tuple[int, int], ...], tuple[float, float]] = {}
 
     def prefill(self, rows: Sequence[tuple[int, int]]) -> tuple[float, float]:
@@ -101,11 +126,19 @@ class ModelCosts:
     def host(self, sequences: int) -> float:
         return self._model.host_seconds(sequences)
 
-    def mixed(self, rows: Sequence[tuple[int, int]], sequences: int, context_tokens: float, elsewhere: int = 0) -> float:
+    def mixed(
+        self,
+        rows: Sequence[tuple[int, int]],
+        sequences: int,
+        context_tokens: float,
+        elsewhere: int = 0,
+    ) -> float:
         tokens = sum(new for new, _ in rows)
         pairs = sum(self._model.pairs(new, cached) for new, cached in rows)
         held = float(sum(new + cached for new, cached in rows))
-        return self._model.mixed_of(tokens, pairs, held, len(rows), sequences, context_tokens, elsewhere).seconds
+        return self._model.mixed_of(
+            tokens, pairs, held, len(rows), sequences, context_tokens, elsewhere
+        ).seconds
 
     def insert(self, tokens: int) -> float:
         return tokens * self._insert_seconds_per_token
@@ -116,7 +149,8 @@ class ModelCosts:
 
 @dataclass(frozen=True, slots=True)
 class ConstantCosts:
-    """Seconds that do not depend on the batch, for closed forms: of a prefill (`by_row`: of each of its rows), of a step."""
+    """Seconds that do not depend on the batch, for closed forms: of a prefill (`by_row`: of each of
+    its rows), of a step."""
 
     prefill_seconds: float = 0.0
     step_seconds: float = 0.01
@@ -134,7 +168,13 @@ class ConstantCosts:
     def host(self, sequences: int) -> float:
         return 0.0
 
-    def mixed(self, rows: Sequence[tuple[int, int]], sequences: int, context_tokens: float, elsewhere: int = 0) -> float:
+    def mixed(
+        self,
+        rows: Sequence[tuple[int, int]],
+        sequences: int,
+        context_tokens: float,
+        elsewhere: int = 0,
+    ) -> float:
         return self.prefill(rows)[0] + (self.step_seconds if sequences else 0.0)
 
     def insert(self, tokens: int) -> float:

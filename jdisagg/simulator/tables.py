@@ -1,7 +1,8 @@
-"""A run on disk and on screen: one row a request as CSV or parquet, and the report's figures as aligned text.
+"""A run on disk and on screen: one row a request as CSV or parquet, and the report's figures as
+aligned text.
 
-Column names carry their units. Parquet needs pyarrow (`pip install jdisagg[parquet]`), imported only when asked for. Numbers are written
-with nine digits: a trace of a day keeps its microseconds.
+Column names carry their units. Parquet needs pyarrow (`pip install jdisagg[parquet]`), imported
+only when asked for. Numbers are written with nine digits: a trace of a day keeps its microseconds.
 """
 
 import csv
@@ -14,9 +15,10 @@ from jdisagg.errors import ConfigError
 from jdisagg.simulator.report import Outcome, Percentiles, Report, Slo
 
 COLUMNS = (
-    "request_id", "tenant", "arrival_seconds", "first_token_seconds", "finish_seconds", "prompt_tokens", "output_tokens",
-    "ttft_seconds", "tpot_seconds", "handoff_gap_seconds", "longest_gap_seconds", "slowest_tenth_seconds", "end", "attained",
-    "prefill", "decode", "reason",
+    "request_id", "tenant", "arrival_seconds", "first_token_seconds", "finish_seconds",
+    "prompt_tokens", "output_tokens", "ttft_seconds", "tpot_seconds", "handoff_gap_seconds",
+    "longest_gap_seconds", "slowest_tenth_seconds", "end", "attained", "prefill", "decode",
+    "reason",
 )  # fmt: skip
 
 
@@ -24,9 +26,11 @@ def row_of(item: Outcome, slo: Slo | None = None) -> tuple[str | int | float | b
     """In the order of COLUMNS; None where a value is not defined."""
     gaps = item.gaps
     return (
-        item.request_id, item.tenant, item.arrival, item.first_token, item.finish, item.prompt_tokens,
-        item.output_tokens, item.ttft, item.tpot, gaps.first if gaps else None, gaps.longest if gaps else None,
-        gaps.slowest_tenth if gaps else None, item.end, slo.attained(item) if slo else None, item.prefill, item.decode, item.reason,
+        item.request_id, item.tenant, item.arrival, item.first_token, item.finish,
+        item.prompt_tokens, item.output_tokens, item.ttft, item.tpot,
+        gaps.first if gaps else None, gaps.longest if gaps else None,
+        gaps.slowest_tenth if gaps else None, item.end, slo.attained(item) if slo else None,
+        item.prefill, item.decode, item.reason,
     )  # fmt: skip
 
 
@@ -43,46 +47,81 @@ def write_outcomes(outcomes: Sequence[Outcome], path: str | Path, slo: Slo | Non
 
 
 def check_table(path: Path) -> None:
-    """Whether a table of that name can be written, for whoever asks before the work. Raises ConfigError for another name, for a folder that
-    does not exist, and for parquet without pyarrow."""
+    """Whether a table of that name can be written, for whoever asks before the work. Raises
+    ConfigError for another name, for a folder that does not exist, and for parquet without pyarrow.
+    """
     if path.suffix not in (".csv", ".parquet"):
-        raise ConfigError(f"{path}: the table of requests is written as .csv or .parquet; give such a name")
+        raise ConfigError(
+            f"{path}: the table of requests is written as .csv or .parquet; give such a name"
+        )
     if not path.resolve().parent.is_dir():
         raise ConfigError(f"{path}: there is no such folder; make it first, or choose another")
     if path.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise ConfigError(f"{path}: parquet needs pyarrow, which is not installed; pip install 'jdisagg[parquet]' or write .csv")
+        raise ConfigError(
+            f"{path}: parquet needs pyarrow, which is not installed; pip install 'jdisagg[parquet]'"
+            " or write .csv"
+        )
 
 
 def text_of(report: Report) -> str:
     """The report as lines of text, times in milliseconds."""
     lines = [
-        f"{report.requests} requests ({', '.join(f'{count} {end}' for end, count in sorted(report.ends.items()))}), "
-        f"{report.arrivals_per_second:.3g} a second over {report.duration_seconds:.4g} s; "
-        f"{report.output_tokens_per_second:.4g} output and {report.prompt_tokens_per_second:.4g} prompt tokens a second",
+        (
+            f"{report.requests} requests"
+            f" ({', '.join(f'{count} {end}' for end, count in sorted(report.ends.items()))}),"
+            f" {report.arrivals_per_second:.3g} a second over {report.duration_seconds:.4g} s;"
+            f" {report.output_tokens_per_second:.4g} output and"
+            f" {report.prompt_tokens_per_second:.4g} prompt tokens a second"
+        ),
         f"{'milliseconds':22}{'mean':>10}{'p50':>10}{'p90':>10}{'p95':>10}{'p99':>10}{'longest':>10}",
     ]
     for name, values in (
-        ("TTFT", report.ttft), ("TPOT", report.tpot), ("TBT", report.tbt), ("slowest tenth of TBT", report.slowest_tenth),
-        ("hand-off gap", report.handoff_gap), ("latency", report.latency),
-    ):  # fmt: skip
-        lines.append(f"{name:22}" + "".join(f"{_milliseconds(value):>10}" for value in _cells(values)))
+        ("TTFT", report.ttft),
+        ("TPOT", report.tpot),
+        ("TBT", report.tbt),
+        ("slowest tenth of TBT", report.slowest_tenth),
+        ("hand-off gap", report.handoff_gap),
+        ("latency", report.latency),
+    ):
+        lines.append(
+            f"{name:22}" + "".join(f"{_milliseconds(value):>10}" for value in _cells(values))
+        )
     if report.attainment is not None and report.goodput_per_second is not None:
-        each = "" if report.goodput_per_accelerator is None else f", {report.goodput_per_accelerator:.4g} an accelerator"
-        lines.append(f"SLO attainment {100 * report.attainment:.1f} %, goodput {report.goodput_per_second:.4g} requests a second{each}")
+        each = (
+            ""
+            if report.goodput_per_accelerator is None
+            else f", {report.goodput_per_accelerator:.4g} an accelerator"
+        )
+        lines.append(
+            f"SLO attainment {100 * report.attainment:.1f} %, goodput"
+            f" {report.goodput_per_second:.4g} requests a second{each}"
+        )
     if len(report.tenants) > 1:
-        lines.append("attainment by tenant: " + ", ".join(f"{name or '-'} {100 * met:.1f} %" for name, met in report.tenants.items()))
+        lines.append(
+            "attainment by tenant: "
+            + ", ".join(f"{name or '-'} {100 * met:.1f} %" for name, met in report.tenants.items())
+        )
     if report.utilisation:
-        lines.append("utilisation: " + ", ".join(f"{role} {100 * part:.1f} %" for role, part in report.utilisation.items()))
+        lines.append(
+            "utilisation: "
+            + ", ".join(f"{role} {100 * part:.1f} %" for role, part in report.utilisation.items())
+        )
     if report.dollars_per_million_output_tokens is not None:
         both = f"{report.dollars_per_million_tokens:.4g} counting prompts"
-        lines.append(f"dollars a million output tokens: {report.dollars_per_million_output_tokens:.4g} ({both})")
+        lines.append(
+            f"dollars a million output tokens: {report.dollars_per_million_output_tokens:.4g}"
+            f" ({both})"
+        )
     return "\n".join(lines)
 
 
 def _write_parquet(outcomes: Sequence[Outcome], path: Path, slo: Slo | None) -> None:
     arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     rows = [row_of(item, slo) for item in outcomes]
-    parquet.write_table(arrow.table({name: [row[index] for row in rows] for index, name in enumerate(COLUMNS)}), path)
+    parquet.write_table(
+        arrow.table({name: [row[index] for row in rows] for index, name in enumerate(COLUMNS)}),
+        path,
+    )
 
 
 def _cell(value: str | int | float | bool | None) -> str | int:

@@ -1,8 +1,9 @@
-"""When the tokens of a simulated mesh came. A synthetic token is the number of the step that made it, so that whoever has the tokens of a
-request can look up when each was made, on whichever worker, without any work for each token on the way.
+"""When the tokens of a simulated mesh came. A synthetic token is the number of the step that made
+it, so that whoever has the tokens of a request can look up when each was made, on whichever worker,
+without any work for each token on the way.
 
-A token id holds its worker's index and the step's number there; steps of one span have one entry. Pure.
-"""
+A token id holds its worker's index and the step's number there; steps of one span have one entry.
+Pure."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -23,7 +24,8 @@ class Timeline:
         self._numbers: list[int] = []  # of each span's first step
         self._starts: list[float] = []
         self._paces: list[Pace] = []
-        self._spans: list[tuple[float, float, int]] = []  # when its first and its last step ended, and how many there are
+        # when its first and its last step ended, and how many there are
+        self._spans: list[tuple[float, float, int]] = []
 
     def add(self, start: float, pace: Pace, steps: int) -> tuple[int, ...]:
         """The tokens of a span that began at `start`."""
@@ -36,7 +38,8 @@ class Timeline:
         return tuple(range(self._base + first, self._base + first + steps))
 
     def spans(self, token: int, count: int) -> list[tuple[float, float, int]]:
-        """(when the first came, when the last came, how many) by span, of `count` tokens of this mesh from `token` on."""
+        """(when the first came, when the last came, how many) by span, of `count` tokens of this
+        mesh from `token` on."""
         first = token & NUMBERS
         last = first + count - 1
         begin, end = bisect_right(self._numbers, first) - 1, bisect_right(self._numbers, last) - 1
@@ -52,8 +55,9 @@ class Timeline:
 
 
 def gap_runs(timelines: Sequence[Timeline], tokens: Sequence[int]) -> list[tuple[float, int]]:
-    """The gaps between a request's tokens as runs of (seconds, how many): within a span all gaps count as its mean, and spans that follow
-    each other without a pause and at the same pace (within 1 %) are one run. The first gap is a run of its own."""
+    """The gaps between a request's tokens as runs of (seconds, how many): within a span all gaps
+    count as its mean, and spans that follow each other without a pause and at the same pace (within
+    1 %) are one run. The first gap is a run of its own."""
     gaps: list[tuple[float, int]] = []
     before: float | None = None
     seconds, times = 0.0, 0  # the run under way
@@ -74,7 +78,10 @@ def gap_runs(timelines: Sequence[Timeline], tokens: Sequence[int]) -> list[tuple
         if count > 1:
             mean = (end - begin) / (count - 1)
             if times and len(gaps) and abs(mean - seconds) <= 0.01 * seconds:
-                seconds, times = (seconds * times + mean * (count - 1)) / (times + count - 1), times + count - 1
+                seconds, times = (
+                    (seconds * times + mean * (count - 1)) / (times + count - 1),
+                    times + count - 1,
+                )
             else:
                 if times:
                     gaps.append((seconds, times))
@@ -86,8 +93,8 @@ def gap_runs(timelines: Sequence[Timeline], tokens: Sequence[int]) -> list[tuple
 
 
 def _spans(timelines: Sequence[Timeline], tokens: Sequence[int]) -> list[tuple[float, float, int]]:
-    """Of tokens that may come from several meshes one after the other. Numbers of one mesh need not follow each other without a gap: a
-    prefill's token is one of its own."""
+    """Of tokens that may come from several meshes one after the other. Numbers of one mesh need not
+    follow each other without a gap: a prefill's token is one of its own."""
     spans: list[tuple[float, float, int]] = []
     at = 0
     while at < len(tokens):
@@ -98,7 +105,8 @@ def _spans(timelines: Sequence[Timeline], tokens: Sequence[int]) -> list[tuple[f
 
 
 def _consecutive(tokens: Sequence[int], at: int) -> int:
-    """How many tokens from `at` on are numbered one after the other (bisection: numbers rise on one mesh)."""
+    """How many tokens from `at` on are numbered one after the other (bisection: numbers rise on one
+    mesh)."""
     first, low, high = tokens[at], 1, len(tokens) - at
     if tokens[-1] - first == high - 1:
         return high

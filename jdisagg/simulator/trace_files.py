@@ -1,10 +1,12 @@
-"""Workloads on disk: Azure, Mooncake, Splitwise, DistServe and vLLM runs, and one's own CSV or JSONL, each plain or gzipped.
+"""Workloads on disk: Azure, Mooncake, Splitwise, DistServe and vLLM runs, and one's own CSV or
+JSONL, each plain or gzipped.
 
-`read_trace` goes by the names of the columns (`COLUMNS`), so that a trace needs no flag to say where it came from. Own files: columns
-at_seconds, prompt_tokens, output_tokens, and where wanted tenant, priority, deadline, block_hashes (space separated in CSV, a list in
-JSONL); `write_trace` writes that. A row of JSONL may leave optional ones out. Times are rebased to 0 and rows ordered by them. Files are
-UTF-8, with a byte order mark or without. Bad rows are errors that name file, row and column.
-"""
+`read_trace` goes by the names of the columns (`COLUMNS`), so that a trace needs no flag to say
+where it came from. Own files: columns at_seconds, prompt_tokens, output_tokens, and where wanted
+tenant, priority, deadline, block_hashes (space separated in CSV, a list in JSONL); `write_trace`
+writes that. A row of JSONL may leave optional ones out. Times are rebased to 0 and rows ordered by
+them. Files are UTF-8, with a byte order mark or without. Bad rows are errors that name file, row
+and column."""
 
 import csv
 import gzip
@@ -20,11 +22,33 @@ from typing import TextIO, cast
 from jdisagg.errors import WorkloadError
 from jdisagg.simulator.workloads import Arrival
 
-# What a column may be called, first match wins; and where times are not in seconds, how many of them make one.
+# What a column may be called, first match wins; and where times are not in seconds, how many of
+# them make one.
 COLUMNS: dict[str, tuple[str, ...]] = {
-    "at_seconds": ("at_seconds", "arrival_seconds", "arrival_s", "arrival_timestamp", "TIMESTAMP", "timestamp"),
-    "prompt_tokens": ("prompt_tokens", "prompt_len", "prompt_size", "input_length", "input_toks", "ContextTokens"),
-    "output_tokens": ("output_tokens", "output_len", "token_size", "output_length", "output_toks", "GeneratedTokens"),
+    "at_seconds": (
+        "at_seconds",
+        "arrival_seconds",
+        "arrival_s",
+        "arrival_timestamp",
+        "TIMESTAMP",
+        "timestamp",
+    ),
+    "prompt_tokens": (
+        "prompt_tokens",
+        "prompt_len",
+        "prompt_size",
+        "input_length",
+        "input_toks",
+        "ContextTokens",
+    ),
+    "output_tokens": (
+        "output_tokens",
+        "output_len",
+        "token_size",
+        "output_length",
+        "output_toks",
+        "GeneratedTokens",
+    ),
 }
 OPTIONAL: dict[str, tuple[str, ...]] = {
     "tenant": ("tenant",),
@@ -40,10 +64,14 @@ Row = Mapping[str, object]
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> list[Arrival]:
-    """The first `limit` requests (by time) of a .csv or .jsonl file, .gz or not. Raises WorkloadError: no such file, unknown columns, a
-    value that is no number, a negative or zero length, no rows, a limit below 1."""
+    """The first `limit` requests (by time) of a .csv or .jsonl file, .gz or not. Raises
+    WorkloadError: no such file, unknown columns, a value that is no number, a negative or zero
+    length, no rows, a limit below 1."""
     if limit is not None and limit < 1:
-        raise WorkloadError(f"the first {limit} requests of {path}: must be at least 1; leave the limit out for all of them")
+        raise WorkloadError(
+            f"the first {limit} requests of {path}: must be at least 1; leave the limit out for all"
+            " of them"
+        )
     path = Path(path)
     rows = _rows(path)
     needed: dict[str, str] = {}
@@ -59,7 +87,8 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[Arrival]:
 
 
 def write_trace(arrivals: Iterable[Arrival], path: str | Path) -> None:
-    """As CSV, or as JSONL where the name says so; read_trace gives back the same arrivals (times rebased)."""
+    """As CSV, or as JSONL where the name says so; read_trace gives back the same arrivals (times
+    rebased)."""
     path = Path(path)
     fields = (*COLUMNS, *OPTIONAL)
     with _opened(path, "wt") as out:
@@ -83,16 +112,23 @@ def _opened(path: Path, mode: str) -> TextIO:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Row]]:
-    """(number of the line, row); raises WorkloadError for a file that is missing, of another kind or broken."""
+    """(number of the line, row); raises WorkloadError for a file that is missing, of another kind
+    or broken."""
     kinds = [suffix for suffix in path.suffixes if suffix in (".csv", ".jsonl")]
     if not kinds:
-        raise WorkloadError(f"{path}: a trace must be a .csv or .jsonl file (.gz or not); rename or convert it")
+        raise WorkloadError(
+            f"{path}: a trace must be a .csv or .jsonl file (.gz or not); rename or convert it"
+        )
     try:
         with _opened(path, "rt") as lines:
             if kinds[-1] == ".csv":
                 yield from enumerate(csv.DictReader(lines), 2)
             else:
-                yield from ((number, _parsed(line, path, number)) for number, line in enumerate(lines, 1) if line.strip())
+                yield from (
+                    (number, _parsed(line, path, number))
+                    for number, line in enumerate(lines, 1)
+                    if line.strip()
+                )
     except (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error) as error:
         raise WorkloadError(f"{path} cannot be read: {error}; give a readable trace") from error
 
@@ -100,10 +136,16 @@ def _rows(path: Path) -> Iterator[tuple[int, Row]]:
 def _parsed(line: str, path: Path, number: int) -> Row:
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # the latter: brackets in brackets; the former also an integer of thousands of digits
-        raise WorkloadError(f"{path.name}, row {number}: no JSON: {error}; correct or drop the row") from error
+    except (ValueError, RecursionError) as error:
+        # the latter: brackets in brackets; the former also an integer of thousands of digits
+        raise WorkloadError(
+            f"{path.name}, row {number}: no JSON: {error}; correct or drop the row"
+        ) from error
     if not isinstance(row, dict):
-        raise WorkloadError(f"{path.name}, row {number}: a row must be an object, got {line.strip()[:40]!r}; correct or drop the row")
+        raise WorkloadError(
+            f"{path.name}, row {number}: a row must be an object, got {line.strip()[:40]!r};"
+            " correct or drop the row"
+        )
     return row
 
 
@@ -114,7 +156,10 @@ def _needed(row: Row, path: Path) -> dict[str, str]:
         column = next((name for name in known if name in row), None)
         if column is None:
             there = ", ".join(str(name) for name in row) or "none"
-            raise WorkloadError(f"{path}: no column for {field}; one of {', '.join(known)} is needed, the file has {there}")
+            raise WorkloadError(
+                f"{path}: no column for {field}; one of {', '.join(known)} is needed, the file has"
+                f" {there}"
+            )
         names[field] = column
     return names
 
@@ -128,31 +173,48 @@ def _arrival(row: Row, names: Mapping[str, str], where: str) -> Arrival:
     def cell(field: str) -> object:
         return row.get(names[field]) if field in names else None
 
-    at = _time(cell("at_seconds"), f"{where}, {names['at_seconds']}") / UNITS_IN_SECOND.get(names["at_seconds"], 1.0)
-    prompt, output = (_count(cell(field), f"{where}, {names[field]}", 1) for field in ("prompt_tokens", "output_tokens"))
+    at = _time(cell("at_seconds"), f"{where}, {names['at_seconds']}") / UNITS_IN_SECOND.get(
+        names["at_seconds"], 1.0
+    )
+    prompt, output = (
+        _count(cell(field), f"{where}, {names[field]}", 1)
+        for field in ("prompt_tokens", "output_tokens")
+    )
     tenant, priority, deadline = cell("tenant"), cell("priority"), cell("deadline")
     hashes = cell("block_hashes") or ()
     if isinstance(hashes, str):
         hashes = hashes.split()
     if not isinstance(hashes, Sequence):
-        raise WorkloadError(f"{where}, {names['block_hashes']}: must be a list of integers, got {_short(hashes)}; correct or drop the row")
+        raise WorkloadError(
+            f"{where}, {names['block_hashes']}: must be a list of integers, got {_short(hashes)};"
+            " correct or drop the row"
+        )
     blocks = tuple(_block(item, f"{where}, {names['block_hashes']}") for item in hashes)
     rank = 0 if priority in (None, "") else _count(priority, f"{where}, priority", None)
     limit = None if deadline in (None, "") else _number(deadline, f"{where}, deadline")
     try:
-        return Arrival(at, prompt, output, blocks, "" if tenant is None else str(tenant), rank, limit)
+        return Arrival(
+            at, prompt, output, blocks, "" if tenant is None else str(tenant), rank, limit
+        )
     except WorkloadError as error:
         raise WorkloadError(f"{where}: {error.message}") from error
 
 
 def _moved(item: Arrival, first: float) -> Arrival:
     return Arrival(
-        item.at_seconds - first, item.prompt_tokens, item.output_tokens, item.block_hashes, item.tenant, item.priority, item.deadline
+        item.at_seconds - first,
+        item.prompt_tokens,
+        item.output_tokens,
+        item.block_hashes,
+        item.tenant,
+        item.priority,
+        item.deadline,
     )
 
 
 def _time(value: object, where: str) -> float:
-    """Seconds, or a date and time (ISO 8601; of Azure's 7 digits of a second 6 are kept), in UTC where it names no offset."""
+    """Seconds, or a date and time (ISO 8601; of Azure's 7 digits of a second 6 are kept), in UTC
+    where it names no offset."""
     if isinstance(value, str) and "-" in value[1:] and ":" in value:
         with suppress(ValueError, OverflowError):
             moment = datetime.fromisoformat(value.strip())
@@ -166,7 +228,9 @@ def _number(value: object, where: str) -> float:
         with suppress(ValueError, OverflowError):
             number = float(value)
     if not (math.isfinite(number) and number >= 0):
-        raise WorkloadError(f"{where}: must be a number of 0 or more, got {_short(value)}; correct or drop the row")
+        raise WorkloadError(
+            f"{where}: must be a number of 0 or more, got {_short(value)}; correct or drop the row"
+        )
     return number
 
 
@@ -174,7 +238,10 @@ def _count(value: object, where: str, least: int | None) -> int:
     count = _integer(value)
     if count is None or abs(count) > MOST or (least is not None and count < least):
         rule = "an integer" if least is None else f"an integer of at least {least}"
-        raise WorkloadError(f"{where}: must be {rule} and at most {MOST:.0e}, got {_short(value)}; correct or drop the row")
+        raise WorkloadError(
+            f"{where}: must be {rule} and at most {MOST:.0e}, got {_short(value)}; correct or drop"
+            " the row"
+        )
     return count
 
 
@@ -182,7 +249,9 @@ def _block(value: object, where: str) -> int:
     """A block's name: a hash may have any number of bits."""
     name = _integer(value)
     if name is None or name < 0:
-        raise WorkloadError(f"{where}: must be integers of at least 0, got {_short(value)}; correct or drop the row")
+        raise WorkloadError(
+            f"{where}: must be integers of at least 0, got {_short(value)}; correct or drop the row"
+        )
     return name
 
 

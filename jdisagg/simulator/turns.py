@@ -1,20 +1,23 @@
-"""Decode through pipeline stages: which sequences step together, and who is the fullest of those batches.
+"""Decode through pipeline stages: which sequences step together, and who is the fullest of those
+batches.
 
-With m stages m batches are under way, each in another stage; a batch's turn to step again comes when it is back from the last
-stage. All turns make a cycle as long as the longest batch takes through all stages, for nobody overtakes. A newcomer joins the batch
-whose turn comes next. The others follow the longest through its last stage and through the host, one right behind the other: each is
-looked for as soon as the host is done with the one before it, and has come back a stage's time after it. So few newcomers meet a short
-batch, the fullest gains most, and batches stay uneven. A batch of nobody takes the next newcomer.
+With m stages m batches are under way, each in another stage; a batch's turn to step again comes
+when it is back from the last stage. All turns make a cycle as long as the longest batch takes
+through all stages, for nobody overtakes. A newcomer joins the batch whose turn comes next. The
+others follow the longest through its last stage and through the host, one right behind the other:
+each is looked for as soon as the host is done with the one before it, and has come back a stage's
+time after it. So few newcomers meet a short batch, the fullest gains most, and batches stay uneven.
+A batch of nobody takes the next newcomer.
 
-When within a cycle a newcomer came is taken from the golden ratio's multiples, which are spread evenly: no randomness. Knows slots and
-seconds, no requests. Pure.
-"""
+When within a cycle a newcomer came is taken from the golden ratio's multiples, which are spread
+evenly: no randomness. Knows slots and seconds, no requests. Pure."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 GOLDEN = 0.6180339887498949
 
-Parts = tuple[float, float]  # seconds of devices, through all stages, and of the host, in which no stage works on the batch
+# seconds of devices, through all stages, and of the host, in which no stage works on the batch
+Parts = tuple[float, float]
 
 
 def load_of(slots: Collection[int], positions: Sequence[int]) -> tuple[int, int]:
@@ -23,15 +26,19 @@ def load_of(slots: Collection[int], positions: Sequence[int]) -> tuple[int, int]
 
 
 class Turns:
-    """The batches of one dp rank. `step_parts(sequences, context tokens)`: what a step of a batch takes."""
+    """The batches of one dp rank. `step_parts(sequences, context tokens)`: what a step of a batch
+    takes."""
 
     def __init__(self, stages: int, step_parts: Callable[[int, int], Parts]) -> None:
         self._batches: list[set[int]] = [set() for _ in range(stages)]
         self._step_parts = step_parts
         self._phase = 0.0
 
-    def fullest(self, slots: Sequence[int], admitted: Iterable[int], positions: Sequence[int]) -> tuple[int, int]:
-        """(sequences, context tokens) of the batch that takes longest, when these slots step; the `admitted` among them are new there."""
+    def fullest(
+        self, slots: Sequence[int], admitted: Iterable[int], positions: Sequence[int]
+    ) -> tuple[int, int]:
+        """(sequences, context tokens) of the batch that takes longest, when these slots step; the
+        `admitted` among them are new there."""
         new = set(admitted)
         stay = set(slots) - new
         for batch in self._batches:
@@ -42,7 +49,10 @@ class Turns:
         return max(load_of(batch, positions) for batch in self._batches)
 
     def _parts(self, positions: Sequence[int]) -> list[Parts]:
-        return [self._step_parts(*load_of(batch, positions)) if batch else (0.0, 0.0) for batch in self._batches]
+        return [
+            self._step_parts(*load_of(batch, positions)) if batch else (0.0, 0.0)
+            for batch in self._batches
+        ]
 
     def _next(self, positions: Sequence[int]) -> int:
         """The batch whose turn comes next when somebody arrives now."""

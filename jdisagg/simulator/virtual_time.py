@@ -1,15 +1,18 @@
-"""An event loop whose time jumps to the next timer: hours of waiting run in milliseconds, always in the same order.
+"""An event loop whose time jumps to the next timer: hours of waiting run in milliseconds, always in
+the same order.
 
-`run_virtually(main)` runs a coroutine function to its end on a fresh loop. A state in which nothing will ever happen raises
-`Stuck`, and so does time beyond `limit_seconds`, so that a lost wake-up fails instead of hanging.
+`run_virtually(main)` runs a coroutine function to its end on a fresh loop. A state in which nothing
+will ever happen raises `Stuck`, and so does time beyond `limit_seconds`, so that a lost wake-up
+fails instead of hanging.
 
-The loop is as lean as asyncio allows: a queue of what is ready, a heap of timers, and nothing else: no selector, no threads, no
-signals, no debugging. Callbacks that are ready run in the order in which they were scheduled; timers of the same instant likewise.
-Time stands still while callbacks run. All run in one context: what one sets of a context variable, the others see.
-"""
+The loop is as lean as asyncio allows: a queue of what is ready, a heap of timers, and nothing else:
+no selector, no threads, no signals, no debugging. Callbacks that are ready run in the order in
+which they were scheduled; timers of the same instant likewise. Time stands still while callbacks
+run. All run in one context: what one sets of a context variable, the others see."""
 
 import asyncio
 import contextlib
+import contextvars
 import heapq
 import sys
 import typing
@@ -21,7 +24,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Cancelled timers stay in the heap until their time; when so many of them are most of it, they are thrown out.
+# Cancelled timers stay in the heap until their time; when so many of them are most of it, they are
+# thrown out.
 MOST_CANCELLED = 4096
 
 
@@ -30,11 +34,12 @@ class Stuck(AssertionError):
 
 
 class _Handle(list[typing.Any]):
-    """A callback that was scheduled: [when, number, callback, arguments, loop]; the loop only while it is a timer that waits.
+    """A callback that was scheduled: [when, number, callback, arguments, loop]; the loop only while
+    it is a timer that waits.
 
-    Dozens are made for each simulated request, and Python makes nothing that can be changed faster than a list; lists also order
-    themselves by time and then by number, as the heap of timers wants them.
-    """
+    Dozens are made for each simulated request, and Python makes nothing that can be changed faster
+    than a list; lists also order themselves by time and then by number, as the heap of timers wants
+    them."""
 
     __slots__ = ()
 
@@ -72,23 +77,37 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._scheduled = 0
         self._cancelled = 0
         self._stopping = self._running = self._closed = False
-        self._on_exception: Callable[[asyncio.AbstractEventLoop, dict[str, object]], object] | None = None
+        self._on_exception: (
+            Callable[[asyncio.AbstractEventLoop, dict[str, object]], object] | None
+        ) = None
         self._generators: set[weakref.ref[AsyncGenerator[object, object]]] = set()
 
     def time(self) -> float:
         return self._now
 
-    def call_soon(self, callback: Callable[..., object], *args: object, context: Context | None = None) -> asyncio.Handle:
+    def call_soon(
+        self, callback: Callable[..., object], *args: object, context: Context | None = None
+    ) -> asyncio.Handle:
         handle = _Handle((0.0, 0, callback, args, None))
         self._ready.append(handle)
         return handle  # type: ignore[return-value]
 
     def call_later(
-        self, delay: float, callback: Callable[..., object], *args: object, context: Context | None = None
+        self,
+        delay: float,
+        callback: Callable[..., object],
+        *args: object,
+        context: Context | None = None,
     ) -> asyncio.TimerHandle:
         return self.call_at(self._now + delay, callback, *args)
 
-    def call_at(self, when: float, callback: Callable[..., object], *args: object, context: Context | None = None) -> asyncio.TimerHandle:
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[..., object],
+        *args: object,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
         self._scheduled += 1
         handle = _Handle((when, self._scheduled, callback, args, self))
         heapq.heappush(self._timers, handle)
@@ -106,13 +125,19 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return asyncio.Future(loop=self)
 
     def create_task(
-        self, coro: Generator[object, None, T] | Coroutine[object, object, T], *, name: str | None = None, context: Context | None = None
+        self,
+        coro: Generator[object, None, T] | Coroutine[object, object, T],
+        *,
+        name: str | None = None,
+        context: Context | None = None,
     ) -> "asyncio.Task[T]":
         # Without a name each would be given a number in letters.
         return asyncio.Task(coro, loop=self, name=name or "virtual", context=context)  # type: ignore[arg-type]
 
     def run_forever(self) -> None:
-        assert not self._closed and not self._running, "a loop runs once at a time, until it is closed"
+        assert not self._closed and not self._running, (
+            "a loop runs once at a time, until it is closed"
+        )
         hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(firstiter=self._remember, finalizer=self._finalize)
         asyncio._set_running_loop(self)
@@ -153,9 +178,14 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                 self._ready[:0] = ready[at + 1 :]
                 raise
             except BaseException as error:
-                self.call_exception_handler({"message": f"exception in {handle!r}", "exception": error, "handle": handle})
+                self.call_exception_handler(
+                    {"message": f"exception in {handle!r}", "exception": error, "handle": handle}
+                )
 
-    def run_until_complete(self, future: "Generator[object, None, T] | Coroutine[object, object, T] | asyncio.Future[T]") -> T:  # type: ignore[override]
+    def run_until_complete(
+        self,
+        future: "Generator[object, None, T] | Coroutine[object, object, T] | asyncio.Future[T]",
+    ) -> T:  # type: ignore[override]
         task = asyncio.ensure_future(future, loop=self)  # type: ignore[arg-type]
         task.add_done_callback(self._end)
         try:
@@ -197,10 +227,14 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
         """There are no threads."""
 
-    def set_exception_handler(self, handler: Callable[[asyncio.AbstractEventLoop, dict[str, object]], object] | None) -> None:
+    def set_exception_handler(
+        self, handler: Callable[[asyncio.AbstractEventLoop, dict[str, object]], object] | None
+    ) -> None:
         self._on_exception = handler
 
-    def get_exception_handler(self) -> Callable[[asyncio.AbstractEventLoop, dict[str, object]], object] | None:
+    def get_exception_handler(
+        self,
+    ) -> Callable[[asyncio.AbstractEventLoop, dict[str, object]], object] | None:
         return self._on_exception
 
     def call_exception_handler(self, context: dict[str, object]) -> None:
@@ -212,7 +246,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def default_exception_handler(self, context: dict[str, object]) -> None:
         error = context.get("exception")
         asyncio.log.logger.error(  # type: ignore[attr-defined]
-            "%s", context.get("message"), exc_info=error if isinstance(error, BaseException) else None
+            "%s",
+            context.get("message"),
+            exc_info=error if isinstance(error, BaseException) else None,
         )
 
     def _remember(self, generator: AsyncGenerator[object, object]) -> None:
@@ -237,15 +273,19 @@ class VirtualClock:
         await asyncio.sleep(seconds)
 
 
-def run_virtually(main: Callable[[], Coroutine[object, object, T]], limit_seconds: float = 10_000.0) -> T:
-    """Runs `main()` to its end on a loop of its own, which is closed afterwards with all that it left.
+def run_virtually(
+    main: Callable[[], Coroutine[object, object, T]], limit_seconds: float = 10_000.0
+) -> T:
+    """Runs `main()` to its end on a loop of its own, which is closed afterwards with all that it
+    left.
 
-    Blocks. Where a loop runs already on this thread (a notebook's), on another thread: a thread runs one loop at a time.
-    """
+    Blocks. Where a loop runs already on this thread (a notebook's), on another thread: a thread
+    runs one loop at a time."""
     if _runs_a_loop():
         with ThreadPoolExecutor(max_workers=1) as thread:
             return thread.submit(_run, main, limit_seconds).result()
-    return _run(main, limit_seconds)
+    # Tasks of this loop share one context; what they leave in it stays here.
+    return contextvars.copy_context().run(_run, main, limit_seconds)
 
 
 def _runs_a_loop() -> bool:
@@ -261,7 +301,8 @@ def _run(main: Callable[[], Coroutine[object, object, T]], limit_seconds: float)
     try:
         return loop.run_until_complete(main())
     except (KeyboardInterrupt, SystemExit):
-        loop.set_exception_handler(lambda loop, context: None)  # nobody asks any more what became of the rest
+        # nobody asks any more what became of the rest
+        loop.set_exception_handler(lambda loop, context: None)
         raise
     finally:
         _cancel_all(loop)
@@ -274,7 +315,8 @@ def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
         for task in tasks - told:  # each once: a second time would cut short how it ends
             task.cancel()
         told |= tasks
-        # A task that met the user's interrupt hands it to who awaits it, and from there it comes out again: the others still have to end.
+        # A task that met the user's interrupt hands it to who awaits it, and from there it comes
+        # out again: the others still have to end.
         with contextlib.suppress(KeyboardInterrupt):
             loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
     loop.run_until_complete(loop.shutdown_asyncgens())

@@ -1,8 +1,9 @@
-"""What is asked of a cluster and when: arrivals from laws of probability, and what can be done to any list of them.
+"""What is asked of a cluster and when: arrivals from laws of probability, and what can be done to
+any list of them.
 
-An `Arrival` knows lengths, never text; in a list times do not decrease. Every function returns a new list; randomness comes from
-a seed alone, so that the same call gives the same list. Traces on disk are read by `trace_files`. Knows no cluster, no model, no clock.
-"""
+An `Arrival` knows lengths, never text; in a list times do not decrease. Every function returns a
+new list; randomness comes from a seed alone, so that the same call gives the same list. Traces on
+disk are read by `trace_files`. Knows no cluster, no model, no clock."""
 
 import math
 from collections.abc import Sequence
@@ -16,8 +17,9 @@ from jdisagg.errors import WorkloadError
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request. `block_hashes`: names (0 or more) of its prompt's full and last blocks, front to back; equal names mean equal tokens so
-    far. `deadline`: seconds after the arrival, None for none. `priority`: as in `Request`."""
+    """One request. `block_hashes`: names (0 or more) of its prompt's full and last blocks, front to
+    back; equal names mean equal tokens so far. `deadline`: seconds after the arrival, None for
+    none. `priority`: as in `Request`."""
 
     at_seconds: float
     prompt_tokens: int
@@ -29,21 +31,34 @@ class Arrival:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.at_seconds) and self.at_seconds >= 0):
-            raise WorkloadError(f"an arrival's time must be 0 or more seconds, got {self.at_seconds!r}; correct the workload")
+            raise WorkloadError(
+                f"an arrival's time must be 0 or more seconds, got {self.at_seconds!r}; correct the"
+                " workload"
+            )
         if self.prompt_tokens < 1 or self.output_tokens < 1:
             lengths = f"{self.prompt_tokens} prompt and {self.output_tokens} output tokens"
-            raise WorkloadError(f"a request must have at least 1 prompt and 1 output token, got {lengths}; correct or drop the row")
+            raise WorkloadError(
+                f"a request must have at least 1 prompt and 1 output token, got {lengths}; correct"
+                " or drop the row"
+            )
         if self.deadline is not None and not self.deadline > 0:
-            raise WorkloadError(f"an arrival's deadline must be positive seconds after it, got {self.deadline!r}; leave it out for none")
+            raise WorkloadError(
+                f"an arrival's deadline must be positive seconds after it, got {self.deadline!r};"
+                " leave it out for none"
+            )
         if self.block_hashes and min(self.block_hashes) < 0:
-            raise WorkloadError(f"names of an arrival's blocks must be 0 or more, got {min(self.block_hashes)}; number them anew")
+            raise WorkloadError(
+                f"names of an arrival's blocks must be 0 or more, got {min(self.block_hashes)};"
+                " number them anew"
+            )
 
 
 # ---- lengths
 
 
 class Lengths(Protocol):
-    """Where pairs of (prompt, output) tokens come from: `draw(random, count)` gives int arrays [count], [count], all at least 1."""
+    """Where pairs of (prompt, output) tokens come from: `draw(random, count)` gives int arrays
+    [count], [count], all at least 1."""
 
     def draw(self, random: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]: ...
 
@@ -61,7 +76,8 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Independent log-normal lengths by median and sigma of the logarithm, cut to 1..`longest` (prompt and output each)."""
+    """Independent log-normal lengths by median and sigma of the logarithm, cut to 1..`longest`
+    (prompt and output each)."""
 
     prompt_median: float
     prompt_sigma: float
@@ -80,26 +96,33 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Resampled:
-    """Pairs drawn with replacement from a trace's own: keeps how prompt and output go together, not their order."""
+    """Pairs drawn with replacement from a trace's own: keeps how prompt and output go together, not
+    their order."""
 
     arrivals: Sequence[Arrival]
 
     def draw(self, random: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
         known = _some(self.arrivals)
         chosen = [known[index] for index in random.integers(0, len(known), count)]
-        return np.array([item.prompt_tokens for item in chosen]), np.array([item.output_tokens for item in chosen])
+        return np.array([item.prompt_tokens for item in chosen]), np.array(
+            [item.output_tokens for item in chosen]
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Each request from one of `parts`, (weight, lengths), chosen by weight; weights need not sum to 1."""
+    """Each request from one of `parts`, (weight, lengths), chosen by weight; weights need not sum
+    to 1."""
 
     parts: tuple[tuple[float, Lengths], ...]
 
     def draw(self, random: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
         weights = np.array([weight for weight, _ in self.parts], float)
         if not len(weights) or not np.all(weights >= 0) or not weights.sum() > 0:
-            raise WorkloadError(f"a mixture's weights must be 0 or more and not all 0, got {weights.tolist()}; give at least one part")
+            raise WorkloadError(
+                f"a mixture's weights must be 0 or more and not all 0, got {weights.tolist()}; give"
+                " at least one part"
+            )
         chosen = random.choice(len(weights), count, p=weights / weights.sum())
         prompts, outputs = np.ones(count, int), np.ones(count, int)
         for part, (_, lengths) in enumerate(self.parts):
@@ -111,13 +134,18 @@ class Mixture:
 # ---- arrival processes
 
 
-def poisson(rate: float, count: int, lengths: Lengths, seed: int = 0, tenant: str = "") -> list[Arrival]:
+def poisson(
+    rate: float, count: int, lengths: Lengths, seed: int = 0, tenant: str = ""
+) -> list[Arrival]:
     """`count` requests at `rate` a second, gaps exponential; the first one comes at 0."""
     return gamma(rate, count, lengths, 1.0, seed, tenant)
 
 
-def gamma(rate: float, count: int, lengths: Lengths, variation: float, seed: int = 0, tenant: str = "") -> list[Arrival]:
-    """Gaps of a gamma law with coefficient of variation `variation`: 0 evenly spaced, 1 Poisson, above 1 bursts."""
+def gamma(
+    rate: float, count: int, lengths: Lengths, variation: float, seed: int = 0, tenant: str = ""
+) -> list[Arrival]:
+    """Gaps of a gamma law with coefficient of variation `variation`: 0 evenly spaced, 1 Poisson,
+    above 1 bursts."""
     _check_rate(rate)
     if count < 1:
         raise WorkloadError(f"a workload must have at least 1 request, got {count}")
@@ -140,7 +168,9 @@ def gamma(rate: float, count: int, lengths: Lengths, variation: float, seed: int
 
 def merge(*workloads: Sequence[Arrival]) -> list[Arrival]:
     """All of them at once, in order of time (of equal times, in order of the arguments)."""
-    return sorted((item for workload in workloads for item in workload), key=lambda item: item.at_seconds)
+    return sorted(
+        (item for workload in workloads for item in workload), key=lambda item: item.at_seconds
+    )
 
 
 def faster(arrivals: Sequence[Arrival], speed: float) -> list[Arrival]:
@@ -150,30 +180,41 @@ def faster(arrivals: Sequence[Arrival], speed: float) -> list[Arrival]:
 
 
 def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
-    """The same requests, times stretched so that `rate` come a second on average: bursts keep their shape."""
+    """The same requests, times stretched so that `rate` come a second on average: bursts keep their
+    shape."""
     _check_rate(rate)
     return faster(arrivals, rate / mean_rate(arrivals))
 
 
 def mean_rate(arrivals: Sequence[Arrival]) -> float:
-    """Requests a second from the first arrival to the last: n - 1 gaps over their time. Needs two requests at different times."""
+    """Requests a second from the first arrival to the last: n - 1 gaps over their time. Needs two
+    requests at different times."""
     first, last = _some(arrivals)[0].at_seconds, arrivals[-1].at_seconds
     if last <= first:
-        raise WorkloadError(f"the rate of {len(arrivals)} requests that all come at {first:g} s is not defined; give a longer workload")
+        raise WorkloadError(
+            f"the rate of {len(arrivals)} requests that all come at {first:g} s is not defined;"
+            " give a longer workload"
+        )
     return (len(arrivals) - 1) / (last - first)
 
 
 def within_context(arrivals: Sequence[Arrival], context_tokens: int) -> list[Arrival]:
     """Without the requests whose prompt and output together exceed a model's context."""
-    chosen = [item for item in arrivals if item.prompt_tokens + item.output_tokens <= context_tokens]
+    chosen = [
+        item for item in arrivals if item.prompt_tokens + item.output_tokens <= context_tokens
+    ]
     if not chosen:
-        raise WorkloadError(f"none of {len(arrivals)} requests fits a context of {context_tokens} tokens; take a model of longer context")
+        raise WorkloadError(
+            f"none of {len(arrivals)} requests fits a context of {context_tokens} tokens; take a"
+            " model of longer context"
+        )
     return chosen
 
 
 def spread_ticks(arrivals: Sequence[Arrival], tick_seconds: float, seed: int = 0) -> list[Arrival]:
-    """For traces whose clock is coarse (Mooncake's conversation: 3 s): those of one tick are spread over it uniformly at random, which is a
-    Poisson process given their number; their order stays."""
+    """For traces whose clock is coarse (Mooncake's conversation: 3 s): those of one tick are spread
+    over it uniformly at random, which is a Poisson process given their number; their order stays.
+    """
     _check_rate(tick_seconds)
     random = np.random.default_rng(seed)
     ticks = np.floor(np.array([item.at_seconds for item in _some(arrivals)]) / tick_seconds + 1e-9)

@@ -1,9 +1,10 @@
-"""One child process: started in a process group of its own, its output read line by line, its end waited for.
+"""One child process: started in a process group of its own, its output read line by line, its end
+waited for.
 
-The child dies with its parent, whatever kills that (leash.py; Linux alone, elsewhere only an orderly stop reaches it). It is
-in a session of its own, so that Ctrl-C on the terminal reaches the parent alone, who stops children in order. When a child
-has ended, whatever is left of its process group is killed.
-"""
+The child dies with its parent, whatever kills that (leash.py; Linux alone, elsewhere only an
+orderly stop reaches it). It is in a session of its own, so that Ctrl-C on the terminal reaches the
+parent alone, who stops children in order. When a child has ended, whatever is left of its process
+group is killed."""
 
 import asyncio
 import contextlib
@@ -33,23 +34,34 @@ class Command:
 
 
 class Child:
-    """A process that runs, or ran. `status` is its exit status (negative: the signal that ended it) once it has ended."""
+    """A process that runs, or ran. `status` is its exit status (negative: the signal that ended it)
+    once it has ended."""
 
-    def __init__(self, command: Command, process: asyncio.subprocess.Process, output: int, take_line: TakeLine) -> None:
+    def __init__(
+        self,
+        command: Command,
+        process: asyncio.subprocess.Process,
+        output: int,
+        take_line: TakeLine,
+    ) -> None:
         self.name = command.name
         self.pid = process.pid
         self._process = process
-        self._reading = asyncio.create_task(_read_lines(output, lambda line: take_line(command.name, line)))
+        self._reading = asyncio.create_task(
+            _read_lines(output, lambda line: take_line(command.name, line))
+        )
 
     @classmethod
     async def start(cls, command: Command, take_line: TakeLine) -> "Child":
-        """`take_line(name, line)` gets each line of stdout and stderr, in order. Raises OSError when there is no such program.
+        """`take_line(name, line)` gets each line of stdout and stderr, in order. Raises OSError
+        when there is no such program.
 
-        No code of ours runs between fork and exec (`preexec_fn`): with other threads in the parent, gRPC's for one, it might hang.
-        """
+        No code of ours runs between fork and exec (`preexec_fn`): with other threads in the parent,
+        gRPC's for one, it might hang."""
         if shutil.which(command.arguments[0]) is None:
             raise FileNotFoundError(f"there is no program {command.arguments[0]!r}")
-        # A pipe of our own: with asyncio's, `wait` would also wait for whoever inherited the writing end.
+        # A pipe of our own: with asyncio's, `wait` would also wait for whoever inherited the
+        # writing end.
         output, into = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -102,7 +114,8 @@ def _on_leash(arguments: tuple[str, ...]) -> tuple[str, ...]:
 
 
 async def _read_lines(output: int, take: Callable[[str], None]) -> None:
-    """Not readline: a line longer than its limit would raise, and a child that writes one must not stop the log."""
+    """Not readline: a line longer than its limit would raise, and a child that writes one must not
+    stop the log."""
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(output, "rb", buffering=0)

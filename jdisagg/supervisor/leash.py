@@ -1,8 +1,8 @@
-"""Ties this process to its parent's life, then becomes another program: `python leash.py <parent's pid> program argument...` (Linux).
+"""Ties this process to its parent's life, then becomes another program: `python leash.py <parent's
+pid> program argument...` (Linux).
 
-PR_SET_PDEATHSIG survives exec; it is set here, not between fork and exec, and costs the start of a bare interpreter. A file to be
-run, with the standard library alone.
-"""
+PR_SET_PDEATHSIG survives exec; it is set here, not between fork and exec, and costs the start of a
+bare interpreter. A file to be run, with the standard library alone."""
 
 import ctypes
 import os

@@ -1,12 +1,13 @@
 """Keeps groups of child processes running, and stops them in order.
 
-A group is what lives and dies as one: a router, a worker, or the processes of one instance. When a member ends unasked, the others are
-killed and the group is started again after a pause, which doubles with each quick death and starts anew after a long life. A member
-that ends with `EXIT_CONFIG` cannot work as it was told to: it is not started again, and `failed` is told.
+A group is what lives and dies as one: a router, a worker, or the processes of one instance. When a
+member ends unasked, the others are killed and the group is started again after a pause, which
+doubles with each quick death and starts anew after a long life. A member that ends with
+`EXIT_CONFIG` cannot work as it was told to: it is not started again, and `failed` is told.
 
-Pure asyncio; knows nothing of what the processes do. All on one event loop. Invariants: no child outlives `stop` of its group;
-`stop` ends within its seconds and a kill; nothing is started after `stop` began.
-"""
+Pure asyncio; knows nothing of what the processes do. All on one event loop. Invariants: no child
+outlives `stop` of its group; `stop` ends within its seconds and a kill; nothing is started after
+`stop` began."""
 
 import asyncio
 import contextlib
@@ -25,7 +26,8 @@ EXIT_BROKEN = 3  # of a process whose mesh broke: start it again
 FIRST_PAUSE_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 10.0
 LONG_LIFE_SECONDS = 30.0
-_PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # no processes, memory or files just now
+# no processes, memory or files just now
+_PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
 class GroupState(enum.Enum):
@@ -38,7 +40,8 @@ class GroupState(enum.Enum):
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """`commands` is asked at each start, so that what must be fresh (a coordinator's port) can be."""
+    """`commands` is asked at each start, so that what must be fresh (a coordinator's port) can
+    be."""
 
     name: str
     commands: Callable[[], Sequence[Command]]
@@ -47,7 +50,14 @@ class GroupSpec:
 class Group:
     """One group, from `start` to `stop`. `say(name, text)` hears what happens to it."""
 
-    def __init__(self, spec: GroupSpec, clock: Clock, take_line: TakeLine, say: TakeLine, failed: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        spec: GroupSpec,
+        clock: Clock,
+        take_line: TakeLine,
+        say: TakeLine,
+        failed: Callable[[str], None],
+    ) -> None:
         self.name = spec.name
         self.state = GroupState.STARTING
         self.restarts = 0
@@ -70,7 +80,8 @@ class Group:
         return tuple(child.pid for child in self.children if child.status is None)
 
     async def stop(self, seconds: float) -> None:
-        """SIGTERM, and after `seconds` SIGKILL, to all members. Idempotent; a later call with fewer seconds hurries the first."""
+        """SIGTERM, and after `seconds` SIGKILL, to all members. Idempotent; a later call with fewer
+        seconds hurries the first."""
         self._stopping.set()
         self.state = GroupState.ENDED if self.state is GroupState.ENDED else GroupState.STOPPING
         for child in self.children:
@@ -110,7 +121,8 @@ class Group:
         self.state = GroupState.ENDED
 
     async def _live(self) -> int | None:
-        """From the start of all members to the end of all; the exit status of the first that ended."""
+        """From the start of all members to the end of all; the exit status of the first that
+        ended."""
         ends: dict[asyncio.Task[int], Child] = {}
         first: int | None = None
         self.state = GroupState.STARTING

@@ -1,22 +1,23 @@
-"""One pull's destination on this process: which pieces its devices need, what has been announced, and the global arrays at the end.
+"""One pull's destination on this process: which pieces its devices need, what has been announced,
+and the global arrays at the end.
 
-Knows a `PullTarget` and what the senders announce; moves nothing. What they announce is checked: each own device of the receiving rank
-gets each part once, and nothing else comes.
-"""
+Knows a `PullTarget` and what the senders announce; moves nothing. What they announce is checked:
+each own device of the receiving rank gets each part once, and nothing else comes."""
 
 import functools
 
 import jax
 
 from jdisagg.errors import HandoffError
+from jdisagg.messages.kv_plane import PostedPiece, Wanted
 from jdisagg.transfer.boxes import HEAD_DIMENSION, rank_placement
 from jdisagg.transfer.channel import PullTarget
-from jdisagg.transfer.kv_messages import PostedPiece, Wanted
 from jdisagg.transfer.pieces import check_leaves
 
 
 class Assembly:
-    """Used by one thread at a time. `wanted`: all devices of the receiving rank. `assembled`: whether `assemble` has run."""
+    """Used by one thread at a time. `wanted`: all devices of the receiving rank. `assembled`:
+    whether `assemble` has run."""
 
     def __init__(self, target: PullTarget, wanted: tuple[Wanted, ...]) -> None:
         self.wanted = wanted
@@ -36,7 +37,8 @@ class Assembly:
         return Assembly(target, _wanted(target.zeros.sharding, target.zeros.shape, target.rank))
 
     def expect(self, heads: int, pieces: tuple[PostedPiece, ...]) -> list[jax.ShapeDtypeStruct]:
-        """What to pull for these pieces of a block with so many heads, in the sender's order: leaves inside pieces."""
+        """What to pull for these pieces of a block with so many heads, in the sender's order:
+        leaves inside pieces."""
         parts, rest = divmod(heads, self._target.zeros.shape[HEAD_DIMENSION])
         if rest or not parts or self._parts not in (None, parts):
             raise HandoffError(f"a sender announced {heads} kv heads, which do not fit the pull")
@@ -44,11 +46,21 @@ class Assembly:
         avals: list[jax.ShapeDtypeStruct] = []
         for piece in pieces:
             key = (piece.part, piece.destination)
-            if piece.destination not in self._own or not 0 <= piece.part < parts or key in self._announced:
-                raise HandoffError(f"a sender announced the piece {piece}, which was not asked for, or comes already")
+            if (
+                piece.destination not in self._own
+                or not 0 <= piece.part < parts
+                or key in self._announced
+            ):
+                raise HandoffError(
+                    f"a sender announced the piece {piece}, which was not asked for, or comes"
+                    " already"
+                )
             self._announced.add(key)
             place = jax.sharding.SingleDeviceSharding(self._devices[piece.destination])
-            avals += [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place) for leaf in self._leaves]
+            avals += [
+                jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+                for leaf in self._leaves
+            ]
         return avals
 
     def coming(self, pieces: tuple[PostedPiece, ...], arrays: list[jax.Array]) -> None:
@@ -58,11 +70,14 @@ class Assembly:
             leaves = arrays[index * count : index * count + count]
             self._coming[piece.part, piece.destination] = leaves
             pair = (piece.source, piece.destination)
-            self.bytes_per_pair[pair] = self.bytes_per_pair.get(pair, 0) + sum(leaf.nbytes for leaf in leaves)
+            self.bytes_per_pair[pair] = self.bytes_per_pair.get(pair, 0) + sum(
+                leaf.nbytes for leaf in leaves
+            )
 
     @property
     def complete(self) -> bool:
-        """Whether all is on its way. (A process without devices in the rank still learns from a sender how many arrays there are.)"""
+        """Whether all is on its way. (A process without devices in the rank still learns from a
+        sender how many arrays there are.)"""
         return self._parts is not None and len(self._coming) == self._parts * len(self._own)
 
     @property
@@ -77,23 +92,37 @@ class Assembly:
         """The global arrays, part-major, leaves inside, of `flat`, all of which must be there."""
         assert self._parts is not None
         count = len(self._leaves)
-        pieces = {key: arrived[index * count : index * count + count] for index, key in enumerate(sorted(self._coming))}
+        pieces = {
+            key: arrived[index * count : index * count + count]
+            for index, key in enumerate(sorted(self._coming))
+        }
         made: list[jax.Array] = []
         for part in range(self._parts):
             for leaf, zeros in enumerate(self._target.resident):
                 shards = [
-                    pieces[part, shard.device.id][leaf] if shard.device.id in self._own else shard.data
+                    (
+                        pieces[part, shard.device.id][leaf]
+                        if shard.device.id in self._own
+                        else shard.data
+                    )
                     for shard in zeros.addressable_shards
                 ]
-                made.append(jax.make_array_from_single_device_arrays(zeros.shape, zeros.sharding, shards))
+                made.append(
+                    jax.make_array_from_single_device_arrays(zeros.shape, zeros.sharding, shards)
+                )
         self._coming.clear()
         self.assembled = True
         return tuple(made)
 
 
 @functools.lru_cache(maxsize=1024)
-def _wanted(sharding: jax.sharding.Sharding, shape: tuple[int, ...], rank: int) -> tuple[Wanted, ...]:
+def _wanted(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...], rank: int
+) -> tuple[Wanted, ...]:
     process = {device.id: device.process_index for device in sharding.device_set}
     granule = sharding.shard_shape(shape)[HEAD_DIMENSION]
     boxes = rank_placement(sharding, shape, rank)
-    return tuple(Wanted(device, process[device], boxes[device][HEAD_DIMENSION][0] // granule) for device in sorted(boxes))
+    return tuple(
+        Wanted(device, process[device], boxes[device][HEAD_DIMENSION][0] // granule)
+        for device in sorted(boxes)
+    )

@@ -1,9 +1,10 @@
-"""From JAX shardings to boxes: which part of an array each device holds, and the plan of one hand-off.
+"""From JAX shardings to boxes: which part of an array each device holds, and the plan of one
+hand-off.
 
-A hand-off moves one dp rank's part of a block [dp, C, K, T, H] to one dp rank of a like block on the other mesh. Both sides are
-therefore described within one rank: dimension 0 is (0, 1) on each. Only heads (dimension 2) differ in their sharding, and
-all pieces of a hand-off have one shape: `granule` heads, the rest whole. Knows shardings, moves nothing.
-"""
+A hand-off moves one dp rank's part of a block [dp, C, K, T, H] to one dp rank of a like block on
+the other mesh. Both sides are therefore described within one rank: dimension 0 is (0, 1) on each.
+Only heads (dimension 2) differ in their sharding, and all pieces of a hand-off have one shape:
+`granule` heads, the rest whole. Knows shardings, moves nothing."""
 
 import math
 
@@ -21,24 +22,36 @@ def mesh_card(mesh: jax.sharding.Mesh) -> MeshCard:
     """A mesh ("dp", "kv", "rep") as data; who runs its processes adds where they are reached."""
     dp, kv, rep = mesh.devices.shape
     devices = tuple(mesh.devices.flat)
-    return MeshCard((dp, kv, rep), tuple(device.id for device in devices), tuple(device.process_index for device in devices))
+    return MeshCard(
+        (dp, kv, rep),
+        tuple(device.id for device in devices),
+        tuple(device.process_index for device in devices),
+    )
 
 
 def placement(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[int, Box]:
-    """Device id -> the box of an array of this shape that it holds, for all devices of all processes."""
+    """Device id -> the box of an array of this shape that it holds, for all devices of all
+    processes."""
     return {
-        device.id: tuple(slice_.indices(size)[:2] for slice_, size in zip(index, shape, strict=True))
+        device.id: tuple(
+            slice_.indices(size)[:2] for slice_, size in zip(index, shape, strict=True)
+        )
         for device, index in sharding.devices_indices_map(shape).items()
     }
 
 
-def rank_placement(sharding: jax.sharding.Sharding, shape: tuple[int, ...], rank: int) -> dict[int, Box]:
-    """The devices of one dp rank, each with its box inside that rank's part (dimension 0 becomes (0, 1)).
+def rank_placement(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...], rank: int
+) -> dict[int, Box]:
+    """The devices of one dp rank, each with its box inside that rank's part (dimension 0 becomes
+    (0, 1)).
 
-    Raises LayoutError when there is no such rank, or when a device holds several.
-    """
+    Raises LayoutError when there is no such rank, or when a device holds several."""
     if not 0 <= rank < shape[RANK_DIMENSION]:
-        raise LayoutError(f"rank {rank} is not one of the block's {shape[RANK_DIMENSION]} dp ranks (shape {shape})")
+        raise LayoutError(
+            f"rank {rank} is not one of the block's {shape[RANK_DIMENSION]} dp ranks (shape"
+            f" {shape})"
+        )
     boxes = placement(sharding, shape)
     for device, ((start, stop), *_) in boxes.items():
         if stop - start != 1:
@@ -46,7 +59,9 @@ def rank_placement(sharding: jax.sharding.Sharding, shape: tuple[int, ...], rank
                 f"device {device} holds dp ranks [{start}, {stop}) of a block of shape {shape}; "
                 "shard dimension 0 so that each device holds one"
             )
-    return {device: ((0, 1), *rest) for device, ((start, _), *rest) in boxes.items() if start == rank}
+    return {
+        device: ((0, 1), *rest) for device, ((start, _), *rest) in boxes.items() if start == rank
+    }
 
 
 def head_granule(kv_heads: int, source_shards: int, destination_shards: int) -> int:
@@ -54,13 +69,20 @@ def head_granule(kv_heads: int, source_shards: int, destination_shards: int) -> 
     for side, shards in (("source", source_shards), ("destination", destination_shards)):
         if kv_heads % shards:
             raise LayoutError(
-                f"{kv_heads} kv heads cannot be sharded over {shards} devices on the {side} side; use a divisor of {kv_heads}"
+                f"{kv_heads} kv heads cannot be sharded over {shards} devices on the {side} side;"
+                f" use a divisor of {kv_heads}"
             )
     return math.gcd(kv_heads // source_shards, kv_heads // destination_shards)
 
 
-def plan_handoff(source: dict[int, Box], destination: dict[int, Box], granule: int, turn: int = 0) -> ReshardPlan:
-    """The pieces, each of `granule` heads, that take one rank's block to one rank of the destination (see `plan_reshard`)."""
-    whole = [max((box[axis][1] for box in destination.values()), default=1) for axis in range(len(next(iter(destination.values()))))]
+def plan_handoff(
+    source: dict[int, Box], destination: dict[int, Box], granule: int, turn: int = 0
+) -> ReshardPlan:
+    """The pieces, each of `granule` heads, that take one rank's block to one rank of the
+    destination (see `plan_reshard`)."""
+    whole = [
+        max((box[axis][1] for box in destination.values()), default=1)
+        for axis in range(len(next(iter(destination.values()))))
+    ]
     whole[HEAD_DIMENSION] = granule
     return plan_reshard(source, destination, granule=whole, turn=turn)

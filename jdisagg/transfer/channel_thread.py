@@ -1,7 +1,7 @@
-"""A channel's own thread: runs small jobs in order, and something else every so often. JAX calls that may take a while go here.
+"""A channel's own thread: runs small jobs in order, and something else every so often. JAX calls
+that may take a while go here.
 
-A job that raises is logged and forgotten: jobs must turn their failures into answers themselves.
-"""
+A job that raises is logged and forgotten: jobs must turn their failures into answers themselves."""
 
 import logging
 import queue
@@ -13,7 +13,8 @@ _log = logging.getLogger(__name__)
 
 
 class ChannelThread:
-    """`regularly` runs after each job, and gives the seconds until it wants to run again if no job comes; it must be quick."""
+    """`regularly` runs after each job, and gives the seconds until it wants to run again if no job
+    comes; it must be quick."""
 
     def __init__(self, name: str, regularly: Callable[[], float]) -> None:
         self._regularly = regularly

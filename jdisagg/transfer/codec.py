@@ -1,14 +1,17 @@
-"""How blocks travel: as they are, or packed into int8, int4 or fp8 with a scale per component, head and token.
+"""How blocks travel: as they are, or packed into int8, int4 or fp8 with a scale per component, head
+and token.
 
-A codec turns a piece [1, C, G, T, H] into leaves, all of rank 5 with the dimensions (rank, C', G, T', x): each is assembled over
-ranks and heads exactly like the values, so that channels need not know what a leaf means. A lossy codec's leaves are the packed values
-[1, C, G, T, x], the scales float32 [1, C, G, T, 1] and the sums uint32 [1, 1, G, 1, 2]: for each head the keyed checksum
-(ops/checksum.py) over the packed values and their scales, for a sum over the values before packing could not be checked after it.
-Without a codec there are no extra leaves: the checksum over the values themselves guards them.
+A codec turns a piece [1, C, G, T, H] into leaves, all of rank 5 with the dimensions (rank, C', G,
+T', x): each is assembled over ranks and heads exactly like the values, so that channels need not
+know what a leaf means. A lossy codec's leaves are the packed values [1, C, G, T, x], the scales
+float32 [1, C, G, T, 1] and the sums uint32 [1, 1, G, 1, 2]: for each head the keyed checksum
+(ops/checksum.py) over the packed values and their scales, for a sum over the values before packing
+could not be checked after it. Without a codec there are no extra leaves: the checksum over the
+values themselves guards them.
 
-Everything is traceable and local to a device: the sender packs where the shard lies, the receiver unpacks inside its insert program. Error
-bounds: ops/quantize.py. Decoding gives the same bits wherever it runs.
-"""
+Everything is traceable and local to a device: the sender packs where the shard lies, the receiver
+unpacks inside its insert program. Error bounds: ops/quantize.py. Decoding gives the same bits
+wherever it runs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,8 +39,11 @@ from jdisagg.transfer.channel import BlockStamp
 
 
 def stamp_array(stamp: BlockStamp) -> np.ndarray:
-    """A stamp as programs take it: uint32 [5] (key low, key high, component, start, valid tokens)."""
-    return np.array([*key_words(stamp.key), stamp.component, stamp.start, stamp.valid_tokens], np.uint32)
+    """A stamp as programs take it: uint32 [5] (key low, key high, component, start, valid
+    tokens)."""
+    return np.array(
+        [*key_words(stamp.key), stamp.component, stamp.start, stamp.valid_tokens], np.uint32
+    )
 
 
 class Codec(Protocol):
@@ -51,15 +57,20 @@ class Codec(Protocol):
         """The leaves of a piece [1, C, G, T, H]. Raises LayoutError where it cannot be packed."""
         ...
 
-    def encode(self, piece: jax.Array, stamp: jax.Array, first_head: jax.Array) -> tuple[jax.Array, ...]:
-        """The leaves. `stamp`: `stamp_array`'s; `first_head`: int scalar, the global kv head of the piece's first."""
+    def encode(
+        self, piece: jax.Array, stamp: jax.Array, first_head: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """The leaves. `stamp`: `stamp_array`'s; `first_head`: int scalar, the global kv head of the
+        piece's first."""
         ...
 
     def decode(self, leaves: Sequence[jax.Array], dtype: jnp.dtype) -> jax.Array:
         """The piece again, in `dtype`."""
         ...
 
-    def verify(self, leaves: Sequence[jax.Array], stamp: jax.Array, first_head: jax.Array) -> jax.Array:
+    def verify(
+        self, leaves: Sequence[jax.Array], stamp: jax.Array, first_head: jax.Array
+    ) -> jax.Array:
         """Whether the leaves are what was packed under this stamp: bool scalar."""
         ...
 
@@ -73,19 +84,24 @@ class NoCodec:
     def leaves(self, piece: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
         return (piece,)
 
-    def encode(self, piece: jax.Array, stamp: jax.Array, first_head: jax.Array) -> tuple[jax.Array, ...]:
+    def encode(
+        self, piece: jax.Array, stamp: jax.Array, first_head: jax.Array
+    ) -> tuple[jax.Array, ...]:
         return (piece,)
 
     def decode(self, leaves: Sequence[jax.Array], dtype: jnp.dtype) -> jax.Array:
         return leaves[0].astype(dtype)
 
-    def verify(self, leaves: Sequence[jax.Array], stamp: jax.Array, first_head: jax.Array) -> jax.Array:
+    def verify(
+        self, leaves: Sequence[jax.Array], stamp: jax.Array, first_head: jax.Array
+    ) -> jax.Array:
         return jnp.bool_(True)
 
 
 @dataclass(frozen=True)
 class ScaledCodec:
-    """Packed values, a scale per row, sums. `largest`: what a row's largest magnitude is packed as."""
+    """Packed values, a scale per row, sums. `largest`: what a row's largest magnitude is packed
+    as."""
 
     name: str
     largest: float
@@ -102,15 +118,20 @@ class ScaledCodec:
         _, components, heads, tokens, width = piece.shape
         if width % self.values_per_byte:
             raise LayoutError(
-                f"codec {self.name!r} packs {self.values_per_byte} values in a byte: head size {width} must be a multiple of it"
+                f"codec {self.name!r} packs {self.values_per_byte} values in a byte: head size"
+                f" {width} must be a multiple of it"
             )
         return (
-            jax.ShapeDtypeStruct((1, components, heads, tokens, width // self.values_per_byte), self.packed_dtype),
+            jax.ShapeDtypeStruct(
+                (1, components, heads, tokens, width // self.values_per_byte), self.packed_dtype
+            ),
             jax.ShapeDtypeStruct((1, components, heads, tokens, 1), jnp.dtype(jnp.float32)),
             jax.ShapeDtypeStruct((1, 1, heads, 1, LANES), jnp.dtype(jnp.uint32)),
         )
 
-    def encode(self, piece: jax.Array, stamp: jax.Array, first_head: jax.Array) -> tuple[jax.Array, ...]:
+    def encode(
+        self, piece: jax.Array, stamp: jax.Array, first_head: jax.Array
+    ) -> tuple[jax.Array, ...]:
         scale = row_scale(piece, self.largest)
         packed = self.pack(piece, scale)
         return packed, scale, _sums(packed, scale, stamp, first_head)
@@ -118,14 +139,25 @@ class ScaledCodec:
     def decode(self, leaves: Sequence[jax.Array], dtype: jnp.dtype) -> jax.Array:
         return rescaled(self.unpack(leaves[0]), leaves[1], dtype)
 
-    def verify(self, leaves: Sequence[jax.Array], stamp: jax.Array, first_head: jax.Array) -> jax.Array:
+    def verify(
+        self, leaves: Sequence[jax.Array], stamp: jax.Array, first_head: jax.Array
+    ) -> jax.Array:
         return jnp.all(_sums(leaves[0], leaves[1], stamp, first_head) == leaves[2])
 
 
-def _sums(packed: jax.Array, scale: jax.Array, stamp: jax.Array, first_head: jax.Array) -> jax.Array:
+def _sums(
+    packed: jax.Array, scale: jax.Array, stamp: jax.Array, first_head: jax.Array
+) -> jax.Array:
     """uint32 [1, 1, G, 1, 2] over a piece's leaves [1, C, G, T, x]."""
     token_T = jnp.arange(packed.shape[3], dtype=jnp.uint32)
-    rows_GT2 = row_sums((packed[0], scale[0]), stamp[:2], stamp[2], first_head, stamp[3] + token_T, token_T < stamp[4])
+    rows_GT2 = row_sums(
+        (packed[0], scale[0]),
+        stamp[:2],
+        stamp[2],
+        first_head,
+        stamp[3] + token_T,
+        token_T < stamp[4],
+    )
     return jnp.sum(rows_GT2, axis=1, dtype=jnp.uint32)[None, None, :, None, :]
 
 
@@ -144,9 +176,13 @@ CODECS = tuple(_CODECS)
 
 
 def codec(name: str) -> Codec:
-    """The codec of this name. Raises ConfigError for one that does not exist, or that this JAX cannot do."""
+    """The codec of this name. Raises ConfigError for one that does not exist, or that this JAX
+    cannot do."""
     if name not in _CODECS:
         raise ConfigError(f"codec {name!r} is unknown; choose one of {', '.join(CODECS)}")
     if name == "fp8" and not hasattr(jnp, "float8_e4m3fn"):
-        raise ConfigError(f"codec 'fp8' needs the type float8_e4m3fn, which JAX {jax.__version__} does not have; choose int8")
+        raise ConfigError(
+            f"codec 'fp8' needs the type float8_e4m3fn, which JAX {jax.__version__} does not have;"
+            " choose int8"
+        )
     return _CODECS[name]

@@ -1,7 +1,8 @@
-"""What became of offers that are no longer held, by id: that a late pull is told, and that no id is offered twice.
+"""What became of offers that are no longer held, by id: that a late pull is told, and that no id is
+offered twice.
 
-A bounded memory: beyond REMEMBERED_IDS the oldest are forgotten. Not thread-safe: its channel's lock is around it.
-"""
+A bounded memory: beyond REMEMBERED_IDS the oldest are forgotten. Not thread-safe: its channel's
+lock is around it."""
 
 from collections import OrderedDict
 from collections.abc import Container
@@ -23,13 +24,17 @@ class EndedOffers:
         return self._how.get(offer_id)
 
     def admits(self, offer_id: int, live: Container[int]) -> bool:
-        """Whether a block may be offered under this id; False where it was revoked before it was made. Raises HandoffError for an id
-        in use or used before."""
+        """Whether a block may be offered under this id; False where it was revoked before it was
+        made. Raises HandoffError for an id in use or used before."""
         if offer_id in live:
-            raise HandoffError(f"offer {offer_id:#x} is live already; draw a fresh random id for each offer")
+            raise HandoffError(
+                f"offer {offer_id:#x} is live already; draw a fresh random id for each offer"
+            )
         how = self._how.get(offer_id, "")
         if how and not how.startswith("revoked"):
-            raise HandoffError(f"offer {offer_id:#x} was {how}; ids are used once: draw a fresh one")
+            raise HandoffError(
+                f"offer {offer_id:#x} was {how}; ids are used once: draw a fresh one"
+            )
         return not how
 
     def released(self, offer_id: int) -> None:

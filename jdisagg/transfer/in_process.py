@@ -1,14 +1,17 @@
-"""The channel within one process: single-device `device_put`s, each straight to the device that keeps the piece.
+"""The channel within one process: single-device `device_put`s, each straight to the device that
+keeps the piece.
 
 Knows the reshard plan and JAX; knows nothing of requests, pages or layers. Invariants:
-- a piece that is a whole shard is sent as it is; a smaller one is cut on its own device, all pieces of a shard by one program;
+- a piece that is a whole shard is sent as it is; a smaller one is cut on its own device, all pieces
+  of a shard by one program;
 - a piece for the device it lies on is not moved (its buffer is shared when it is a whole shard);
-- nothing waits: `device_put` of an array still being computed returns at once (measured on CPU: half a millisecond a pull of four
-  pieces), and single-device work issued later on the destination does not queue behind it. (XLA:CPU runs the multi-device
-  programs of one process one after another, whatever their devices; that is not the channel's doing, and cuts are
-  single-device programs also for this reason.)
-- a global `device_put` between meshes is avoided on purpose: it can go through the host and block its caller for 100 ms.
-"""
+- nothing waits: `device_put` of an array still being computed returns at once (measured on CPU:
+  half a millisecond a pull of four pieces), and single-device work issued later on the destination
+  does not queue behind it. (XLA:CPU runs the multi-device programs of one process one after
+  another, whatever their devices; that is not the channel's doing, and cuts are single-device
+  programs also for this reason.)
+- a global `device_put` between meshes is avoided on purpose: it can go through the host and block
+  its caller for 100 ms."""
 
 import math
 import threading
@@ -24,7 +27,15 @@ from jdisagg.layout.reshard_plan import ReshardPlan
 from jdisagg.transfer.boxes import HEAD_DIMENSION, plan_handoff, rank_placement
 from jdisagg.transfer.channel import BlockStamp, Offered, PullTarget
 from jdisagg.transfer.ended_offers import EndedOffers
-from jdisagg.transfer.pieces import OfferedBlock, add_counts, check_geometry, check_leaves, cut, encode, warm_pieces
+from jdisagg.transfer.pieces import (
+    OfferedBlock,
+    add_counts,
+    check_geometry,
+    check_leaves,
+    cut,
+    encode,
+    warm_pieces,
+)
 from jdisagg.transfer.polled_pull import PolledPull
 
 _NO_STAMP = BlockStamp()
@@ -36,7 +47,9 @@ class _Offer:
     pulls: weakref.WeakSet[PolledPull] = field(default_factory=weakref.WeakSet)
 
 
-_RouteKey = tuple[jax.sharding.Sharding, tuple[int, ...], int, jax.sharding.Sharding, tuple[int, ...], int]
+_RouteKey = tuple[
+    jax.sharding.Sharding, tuple[int, ...], int, jax.sharding.Sharding, tuple[int, ...], int
+]
 
 
 @dataclass(slots=True)
@@ -66,7 +79,9 @@ class InProcessChannel:
     def disconnect(self, peer: str) -> None:
         """Nothing to do."""
 
-    def offer(self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = _NO_STAMP) -> None:
+    def offer(
+        self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = _NO_STAMP
+    ) -> None:
         offer = _Offer(OfferedBlock.of(block, rank, stamp))
         with self._lock:
             if not self._ended.admits(offer_id, self._offers):
@@ -109,26 +124,31 @@ class InProcessChannel:
             pull.fail(HandoffError(f"offer {offer_id:#x} was revoked: {reason}"))
 
     def warm_up(self, source_mesh: jax.sharding.Mesh, target: PullTarget, kv_heads: int) -> None:
-        """Compiles what pulls from this mesh to targets like this one will run: the cuts, and the codec."""
+        """Compiles what pulls from this mesh to targets like this one will run: the cuts, and the
+        codec."""
         _, components, _, tokens, head_size = target.zeros.shape
         shape = (components, kv_heads // source_mesh.shape["kv"], tokens, head_size)
         warm_pieces(source_mesh, shape, target.zeros.dtype, target.granule, target.codec)
 
     def offered(self) -> Offered:
         with self._lock:
-            return Offered(len(self._offers), sum(offer.block.nbytes for offer in self._offers.values()))
+            return Offered(
+                len(self._offers), sum(offer.block.nbytes for offer in self._offers.values())
+            )
 
     def bytes_per_pair(self) -> dict[tuple[int, int], int]:
         with self._lock:
             return dict(self._moved)
 
     def planned_bytes_per_pair(self) -> dict[tuple[int, int], int]:
-        """What the plans of all pulls so far say; equal to `bytes_per_pair`, which counts the arrays that were moved."""
+        """What the plans of all pulls so far say; equal to `bytes_per_pair`, which counts the
+        arrays that were moved."""
         with self._lock:
             return dict(self._planned)
 
     def _begin(self, pull: PolledPull, offer: _Offer, target: PullTarget) -> None:
-        """Issues the copies of one pull; waits for nothing. Called without the lock: JAX calls may take a millisecond."""
+        """Issues the copies of one pull; waits for nothing. Called without the lock: JAX calls may
+        take a millisecond."""
         try:
             check_leaves(target)
             check_geometry(offer.block, str(target.zeros.dtype), target.zeros.shape, target.granule)
@@ -157,7 +177,9 @@ class InProcessChannel:
             return route.plans[(route.uses - 1) % len(route.plans)]
 
     def _forget_ended_waits(self) -> None:
-        for offer_id in [key for key, waits in self._waiting.items() if all(pull.is_ready() for pull, _ in waits)]:
+        for offer_id in [
+            key for key, waits in self._waiting.items() if all(pull.is_ready() for pull, _ in waits)
+        ]:
             del self._waiting[offer_id]
 
 
@@ -167,16 +189,24 @@ def _plans(offer: OfferedBlock, target: PullTarget) -> tuple[ReshardPlan, ...]:
     whole = (zeros.shape[0], *offer.shape[1:])
     destination = rank_placement(zeros.sharding, whole, target.rank)
     replicas = max(list(source.values()).count(box) for box in source.values())
-    return tuple(plan_handoff(source, destination, target.granule, turn) for turn in range(replicas))
+    return tuple(
+        plan_handoff(source, destination, target.granule, turn) for turn in range(replicas)
+    )
 
 
-def _move(offer: OfferedBlock, target: PullTarget, plan: ReshardPlan) -> tuple[tuple[jax.Array, ...], dict[tuple[int, int], int]]:
-    """Cuts, encodes, copies and assembles; returns the arrays and the bytes moved per device pair."""
+def _move(
+    offer: OfferedBlock, target: PullTarget, plan: ReshardPlan
+) -> tuple[tuple[jax.Array, ...], dict[tuple[int, int], int]]:
+    """Cuts, encodes, copies and assembles; returns the arrays and the bytes moved per device
+    pair."""
     granule, parts = target.granule, offer.local_heads // target.granule
     cuts: dict[int, tuple[jax.Array, ...]] = {}
     encoded: dict[tuple[int, int], tuple[jax.Array, ...]] = {}
     devices = {device.id: device for device in target.zeros.sharding.addressable_devices}
-    resident = [{shard.device.id: shard.data for shard in zeros.addressable_shards} for zeros in target.resident]
+    resident = [
+        {shard.device.id: shard.data for shard in zeros.addressable_shards}
+        for zeros in target.resident
+    ]
     count = offer.shape[HEAD_DIMENSION] // target.zeros.shape[HEAD_DIMENSION]
     received = [[dict(shards) for shards in resident] for _ in range(count)]
     moved: dict[tuple[int, int], int] = {}
@@ -186,7 +216,9 @@ def _move(offer: OfferedBlock, target: PullTarget, plan: ReshardPlan) -> tuple[t
             cuts[piece.source] = cut(shard, parts) if parts > 1 else (shard,)
         part = piece.source_slice[HEAD_DIMENSION][0] // granule
         if (piece.source, part) not in encoded:
-            encoded[piece.source, part] = encode(cuts[piece.source][part], target.codec, offer.stamp, piece.box[HEAD_DIMENSION][0])
+            encoded[piece.source, part] = encode(
+                cuts[piece.source][part], target.codec, offer.stamp, piece.box[HEAD_DIMENSION][0]
+            )
         place = received[piece.destination_slice[HEAD_DIMENSION][0] // granule]
         for number, leaf in enumerate(encoded[piece.source, part]):
             if not piece.local:
@@ -204,7 +236,10 @@ def _move(offer: OfferedBlock, target: PullTarget, plan: ReshardPlan) -> tuple[t
 
 def _planned_bytes(plan: ReshardPlan, target: PullTarget) -> dict[tuple[int, int], int]:
     """What the plan's pieces weigh, packed as they travel."""
-    weight = sum(math.prod(zeros.sharding.shard_shape(zeros.shape)) * zeros.dtype.itemsize for zeros in target.resident)
+    weight = sum(
+        math.prod(zeros.sharding.shard_shape(zeros.shape)) * zeros.dtype.itemsize
+        for zeros in target.resident
+    )
     planned: dict[tuple[int, int], int] = {}
     for piece in plan.pieces:
         if not piece.local:

@@ -1,18 +1,19 @@
-"""The channel between processes: control messages over a `KvLink`, bytes over `jax.experimental.transfer`.
+"""The channel between processes: control messages over a `KvLink`, bytes over
+`jax.experimental.transfer`.
 
-One of these a process. Its sending half (kv_sender.py) holds offers and posts the pieces that are asked for; its receiving half
-(kv_puller.py) asks, pulls and puts together; the engine itself is called in transfer_engine.py alone. Each process of an instance
-moves only the shards that it holds. The owner of the link gives what arrives to `handle`, and closes the channel at the end.
-"""
+One of these a process. Its sending half (kv_sender.py) holds offers and posts the pieces that are
+asked for; its receiving half (kv_puller.py) asks, pulls and puts together; the engine itself is
+called in transfer_engine.py alone. Each process of an instance moves only the shards that it holds.
+The owner of the link gives what arrives to `handle`, and closes the channel at the end."""
 
 import jax
 import jax.numpy as jnp
 
 from jdisagg.clock import Clock
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
+from jdisagg.messages.kv_plane import KvMessage, Opened, Posted, Refused
 from jdisagg.transfer.channel import BlockStamp, Offered, PullTarget
 from jdisagg.transfer.kv_link import KvLink
-from jdisagg.transfer.kv_messages import KvMessage, Opened, Posted, Refused
 from jdisagg.transfer.kv_puller import KvPuller
 from jdisagg.transfer.kv_sender import KvSender
 from jdisagg.transfer.pieces import warm_pieces
@@ -25,12 +26,19 @@ _NO_STAMP = BlockStamp()
 class JaxTransferChannel:
     """`Channel`, and the `KvReceiver` of its link.
 
-    end: this process's own, as its card shows it. host: the one interface on which the engine listens; never all, for it has no
-    authentication. transports: as in the card; the same on all workers.
-    """
+    end: this process's own, as its card shows it. host: the one interface on which the engine
+    listens; never all, for it has no authentication. transports: as in the card; the same on all
+    workers."""
 
     def __init__(
-        self, clock: Clock, end: KvEnd, link: KvLink, *, host: str = "127.0.0.1", transports: int = 4, transfer_size: int = 1 << 20
+        self,
+        clock: Clock,
+        end: KvEnd,
+        link: KvLink,
+        *,
+        host: str = "127.0.0.1",
+        transports: int = 4,
+        transfer_size: int = 1 << 20,
     ) -> None:
         options = EngineOptions(host, transports, transfer_size)
         self._sender = KvSender(clock, end, link, options)
@@ -49,7 +57,9 @@ class JaxTransferChannel:
     def disconnect(self, peer: str) -> None:
         self._puller.disconnect(peer)
 
-    def offer(self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = _NO_STAMP) -> None:
+    def offer(
+        self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = _NO_STAMP
+    ) -> None:
         self._sender.offer(offer_id, block, rank, stamp)
 
     def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> PolledPull:
@@ -61,8 +71,16 @@ class JaxTransferChannel:
     def revoke(self, offer_id: int, reason: str) -> None:
         self._sender.revoke(offer_id, reason)
 
-    def warm_up(self, mesh: jax.sharding.Mesh, shape: tuple[int, int, int, int], dtype: jnp.dtype, granule: int, codec_name: str) -> None:
-        """Compiles what serving blocks of a shard's `shape` (C, local K, T, H) in pieces of `granule` heads will run. Waits for it."""
+    def warm_up(
+        self,
+        mesh: jax.sharding.Mesh,
+        shape: tuple[int, int, int, int],
+        dtype: jnp.dtype,
+        granule: int,
+        codec_name: str,
+    ) -> None:
+        """Compiles what serving blocks of a shard's `shape` (C, local K, T, H) in pieces of
+        `granule` heads will run. Waits for it."""
         warm_pieces(mesh, shape, dtype, granule, codec_name)
 
     def offered(self) -> Offered:
@@ -73,7 +91,8 @@ class JaxTransferChannel:
         return self._sender.postings()
 
     def under_way(self) -> int:
-        """Requests of this process's pulls that are neither answered to the end nor given up; 0 once all is quiet."""
+        """Requests of this process's pulls that are neither answered to the end nor given up; 0
+        once all is quiet."""
         return self._puller.under_way()
 
     def bytes_per_pair(self) -> dict[tuple[int, int], int]:

@@ -1,7 +1,8 @@
-"""One pull as the receiver keeps it: what it asked of each process of its sender, over which connection, and for which pieces.
+"""One pull as the receiver keeps it: what it asked of each process of its sender, over which
+connection, and for which pieces.
 
-Records, and how requests are made of a target; nothing is sent or pulled here. Whoever keeps them says which thread may touch what.
-"""
+Records, and how requests are made of a target; nothing is sent or pulled here. Whoever keeps them
+says which thread may touch what."""
 
 from dataclasses import dataclass, field
 
@@ -9,9 +10,9 @@ import jax
 
 from jdisagg.errors import LayoutError
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
+from jdisagg.messages.kv_plane import PostedPiece, PullRequest
 from jdisagg.transfer.assembly import Assembly
 from jdisagg.transfer.channel import PullTarget
-from jdisagg.transfer.kv_messages import PostedPiece, PullRequest
 from jdisagg.transfer.pieces import plan_ahead
 from jdisagg.transfer.polled_pull import PolledPull
 from jdisagg.transfer.transfer_engine import Inlet
@@ -19,8 +20,9 @@ from jdisagg.transfer.transfer_engine import Inlet
 
 @dataclass(slots=True)
 class Connection:
-    """To one sender process. `number` grows with each new one. `address`: of the sender's outlet, once it has said so; `used`: when
-    something was last asked there. `moved`: when something last arrived."""
+    """To one sender process. `number` grows with each new one. `address`: of the sender's outlet,
+    once it has said so; `used`: when something was last asked there. `moved`: when something last
+    arrived."""
 
     end: KvEnd
     number: int
@@ -32,7 +34,8 @@ class Connection:
 
 @dataclass(slots=True, eq=False)
 class Ask:
-    """What one sender process was asked for one pull, and when last. `arrays` once they are on their way from its outlet at `address`."""
+    """What one sender process was asked for one pull, and when last. `arrays` once they are on
+    their way from its outlet at `address`."""
 
     pull_id: int
     connection: Connection
@@ -53,8 +56,11 @@ class Transfer:
     asks: list[Ask] = field(default_factory=list)
 
 
-def pieces_by_sender(card: MeshCard, target: PullTarget, assembly: Assembly, turn: int) -> dict[int, tuple[PostedPiece, ...]] | None:
-    """What comes to this process's devices, by the place in `card.ends` of the process that sends it; None where the two do not fit."""
+def pieces_by_sender(
+    card: MeshCard, target: PullTarget, assembly: Assembly, turn: int
+) -> dict[int, tuple[PostedPiece, ...]] | None:
+    """What comes to this process's devices, by the place in `card.ends` of the process that sends
+    it; None where the two do not fit."""
     _, components, _, tokens, head_size = target.zeros.shape
     shape = (1, components, target.heads, tokens, head_size)
     try:
@@ -66,11 +72,15 @@ def pieces_by_sender(card: MeshCard, target: PullTarget, assembly: Assembly, tur
     for piece in plan:
         want = assembly.wanted[piece.place]
         if want.process == process:
-            found.setdefault(holder[piece.source], []).append(PostedPiece(piece.source, want.device, piece.part))
+            found.setdefault(holder[piece.source], []).append(
+                PostedPiece(piece.source, want.device, piece.part)
+            )
     return {place: tuple(pieces) for place, pieces in found.items()}
 
 
-def request_of(ask: Ask, offer_id: int, target: PullTarget, deadline_seconds: float, transports: int, turn: int) -> PullRequest:
+def request_of(
+    ask: Ask, offer_id: int, target: PullTarget, deadline_seconds: float, transports: int, turn: int
+) -> PullRequest:
     """What the sender is told."""
     zeros = target.zeros
     _, components, heads, tokens, head_size = zeros.shape

@@ -1,54 +1,62 @@
-"""The receiving half of `JaxTransferChannel`: asks the sender's processes for pieces, pulls them, puts them together.
+"""The receiving half of `JaxTransferChannel`: asks the sender's processes for pieces, pulls them,
+puts them together.
 
-A `pull` sends its requests at once; what comes back is worked on by this half's own thread, which also watches what is under way.
-Where the connection is open and the target says which rank of the sender has which heads, nothing needs to come back: the pieces are
-planned here, as the sender will, and pulled ahead of their posting, often of their computing. Else the sender says what waits where.
+A `pull` sends its requests at once; what comes back is worked on by this half's own thread, which
+also watches what is under way. Where the connection is open and the target says which rank of the
+sender has which heads, nothing needs to come back: the pieces are planned here, as the sender will,
+and pulled ahead of their posting, often of their computing. Else the sender says what waits where.
 Invariants:
-- a request's id is random and fresh; a pull that is tried again is another pull with other ids. (A request that nobody answers is sent
-  again as it is, for messages may be lost: the sender never serves an id twice.)
-- global arrays are made only when each piece is there: an array that has not arrived never reaches a program;
-- a pull ends at its deadline whoever is silent. What it asked for is withdrawn, and where bytes were on their way on a connection that
-  moves nothing else, the connection is poisoned and dropped; the next pull makes a new one;
-- where it cannot plan, a receiver's process asks every process of the sender (which of them hold the offer's rank it does not know), and
-  those that hold nothing say so; it is complete when its own devices have all their pieces.
-"""
+- a request's id is random and fresh; a pull that is tried again is another pull with other ids. (A
+  request that nobody answers is sent again as it is, for messages may be lost: the sender never
+  serves an id twice.)
+- global arrays are made only when each piece is there: an array that has not arrived never reaches
+  a program;
+- a pull ends at its deadline whoever is silent. What it asked for is withdrawn, and where bytes
+  were on their way on a connection that moves nothing else, the connection is poisoned and dropped;
+  the next pull makes a new one;
+- where it cannot plan, a receiver's process asks every process of the sender (which of them hold
+  the offer's rank it does not know), and those that hold nothing say so; it is complete when its
+  own devices have all their pieces."""
 
-import dataclasses
 import itertools
 import secrets
 import threading
 import time
 
 import jax
+import msgspec
 
 from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
+from jdisagg.messages.kv_plane import (
+    Leave,
+    Open,
+    Opened,
+    Posted,
+    PostedPiece,
+    Pulled,
+    Refused,
+    Withdraw,
+)
 from jdisagg.transfer.assembly import Assembly
 from jdisagg.transfer.channel import PullTarget
 from jdisagg.transfer.channel_thread import ChannelThread
 from jdisagg.transfer.kv_asks import Ask, Connection, Transfer, pieces_by_sender, request_of
 from jdisagg.transfer.kv_link import KvLink
-from jdisagg.transfer.kv_messages import Leave, Open, Opened, Posted, PostedPiece, Pulled, Refused, Withdraw
 from jdisagg.transfer.pieces import add_counts
 from jdisagg.transfer.polled_pull import PolledPull, is_ready
 from jdisagg.transfer.said_errors import heard, named_error
 from jdisagg.transfer.transfer_engine import ID_BITS, EngineOptions, Inlet, is_dead_connection
 
-WATCH_SECONDS = 0.01
-IDLE_SECONDS = 0.25
-PULLED_SECONDS = 0.05  # what has arrived is told some at a time: a message costs both sides as much as a megabyte
-ASK_AGAIN_SECONDS = 1.0
-FLUSH_SECONDS = 1.0  # within which a sender that hears us ends a pull ahead that was given up: till then its connection is not stuck
-QUIET_SECONDS = 1.0  # a connection on which something arrived this lately is alive
-FRESH_SECONDS = 200.0  # so lately used, the sender has not closed what it keeps for us: less than its IDLE_OUTLET_SECONDS
-
 
 class KvPuller:
-    """See the module's docstring. `_peers`, `_connections` and `_asks` are under the lock; `_watched` and `_stuck` belong to the thread."""
+    """See the module's docstring. `_peers`, `_connections` and `_asks` are under the lock;
+    `_watched` and `_stuck` belong to the thread."""
 
     def __init__(self, clock: Clock, link: KvLink, options: EngineOptions) -> None:
         self._clock, self._link, self._options = clock, link, options
+        self._timeouts = options.timeouts
         self._lock = threading.Lock()
         self._peers: dict[str, MeshCard] = {}
         self._connections: dict[KvEnd, Connection] = {}
@@ -65,10 +73,19 @@ class KvPuller:
     def connect(self, peer: str, card: MeshCard) -> None:
         with self._lock:
             known = self._peers.setdefault(peer, card)
-            opened = [self._connection(end) for end in card.ends if card.transports == self._options.transports]
-        assert known == card, f"peer {peer!r} was introduced with another mesh; its name must hold its boot id"
+            opened = [
+                self._connection(end)
+                for end in card.ends
+                if card.transports == self._options.transports
+            ]
+        assert known == card, (
+            f"peer {peer!r} was introduced with another mesh; its name must hold its boot id"
+        )
         for connection in opened:
-            self._link.send(connection.end, Open(connection.end.boot_id, connection.number, self._options.transports))
+            self._link.send(
+                connection.end,
+                Open(connection.end.boot_id, connection.number, self._options.transports),
+            )
 
     def disconnect(self, peer: str) -> None:
         with self._lock:
@@ -76,7 +93,9 @@ class KvPuller:
             self._turns = {key: turn for key, turn in self._turns.items() if key[0] != peer}
             shared = {end for other in self._peers.values() for end in other.ends}
         if card is not None:
-            self._thread.submit(lambda: self._drop_peer(peer, [end for end in card.ends if end not in shared]))
+            self._thread.submit(
+                lambda: self._drop_peer(peer, [end for end in card.ends if end not in shared])
+            )
 
     def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> PolledPull:
         pull = PolledPull(offer_id, self._clock, deadline_seconds)
@@ -102,15 +121,18 @@ class KvPuller:
     def close(self) -> None:
         self._thread.close(self._close_all)
 
-    def _begin(self, pull: PolledPull, offer_id: int, target: PullTarget, deadline_seconds: float) -> None:
+    def _begin(
+        self, pull: PolledPull, offer_id: int, target: PullTarget, deadline_seconds: float
+    ) -> None:
         with self._lock:
             card = self._peers.get(target.peer)
         if card is None:
             raise HandoffError(f"peer {target.peer!r} is not connected; greet it first")
         if card.transports != self._options.transports or not card.ends:
             raise IncompatiblePeerError(
-                f"transports is {self._options.transports} here and {card.transports} on peer {target.peer!r}, which has "
-                f"{len(card.ends)} ends on the KV plane; set the same number on both, and serve both with the channel between processes"
+                f"transports is {self._options.transports} here and {card.transports} on peer"
+                f" {target.peer!r}, which has {len(card.ends)} ends on the KV plane; set the same"
+                " number on both, and serve both with the channel between processes"
             )
         assembly = Assembly.of(target)
         transfer = Transfer(pull, target.peer, assembly)
@@ -122,22 +144,39 @@ class KvPuller:
             for place, connection in enumerate(connections):
                 if ahead is None or place in ahead:
                     pieces = ahead[place] if ahead is not None else ()
-                    ask = Ask(secrets.randbits(ID_BITS), connection, transfer, self._clock.now(), ahead=pieces)
+                    ask = Ask(
+                        secrets.randbits(ID_BITS),
+                        connection,
+                        transfer,
+                        self._clock.now(),
+                        ahead=pieces,
+                    )
                     transfer.asks.append(ask)
                     self._asks[ask.pull_id] = ask
         for ask in transfer.asks:
             ask.connection.used = self._clock.now()
-            ask.request = request_of(ask, offer_id, target, deadline_seconds, self._options.transports, turn)
+            ask.request = request_of(
+                ask, offer_id, target, deadline_seconds, self._options.transports, turn
+            )
             self._link.send(ask.connection.end, ask.request)
-        self._thread.submit(lambda: self._watch_new(transfer, target.heads if ahead is not None else 0))
+        self._thread.submit(
+            lambda: self._watch_new(transfer, target.heads if ahead is not None else 0)
+        )
 
     def _plan_ahead(
-        self, card: MeshCard, connections: list[Connection], target: PullTarget, assembly: Assembly, turn: int
+        self,
+        card: MeshCard,
+        connections: list[Connection],
+        target: PullTarget,
+        assembly: Assembly,
+        turn: int,
     ) -> dict[int, tuple[PostedPiece, ...]] | None:
-        """The pieces for this process's devices by the sender's process that holds them; None where a sender must be asked first.
-        Under the lock."""
-        fresh = self._clock.now() - FRESH_SECONDS
-        if not target.heads or any(not connection.address or connection.used < fresh for connection in connections):
+        """The pieces for this process's devices by the sender's process that holds them; None where
+        a sender must be asked first. Under the lock."""
+        fresh = self._clock.now() - self._timeouts.fresh_seconds
+        if not target.heads or any(
+            not connection.address or connection.used < fresh for connection in connections
+        ):
             return None
         return pieces_by_sender(card, target, assembly, turn)
 
@@ -199,10 +238,13 @@ class KvPuller:
         except JdisaggError as error:
             ask.transfer.pull.fail(error)
         except Exception as error:
-            ask.transfer.pull.fail(HandoffError(f"the pieces could not be pulled from {sender.control}: {error}"))
+            ask.transfer.pull.fail(
+                HandoffError(f"the pieces could not be pulled from {sender.control}: {error}")
+            )
 
     def _receive(self, ask: Ask, address: str, heads: int, pieces: tuple[PostedPiece, ...]) -> None:
-        """Lets the pieces come. Raises where the connection is not the one that was asked on, or has no room."""
+        """Lets the pieces come. Raises where the connection is not the one that was asked on, or
+        has no room."""
         connection, assembly = ask.connection, ask.transfer.assembly
         with self._lock:
             current = self._connections.get(connection.end) is connection
@@ -211,14 +253,20 @@ class KvPuller:
         avals = assembly.expect(heads, pieces)
         arrays: list[jax.Array] = []
         if avals:
-            arrays = self._inlet(connection).pull(address, ask.pull_id, avals)  # where this raises, what was posted is withdrawn
+            # where this raises, what was posted is withdrawn
+            arrays = self._inlet(connection).pull(address, ask.pull_id, avals)
             assembly.coming(pieces, arrays)
         ask.arrays, ask.address = arrays, address
 
     def _deliver(self, transfer: Transfer) -> None:
         assembly = transfer.assembly
         if assembly.complete:
-            transfer.pull.deliver(assembly.flat, assembly.nbytes, lambda arrays: self._arrived(assembly, arrays), heard)
+            transfer.pull.deliver(
+                assembly.flat,
+                assembly.nbytes,
+                lambda arrays: self._arrived(assembly, arrays),
+                heard,
+            )
 
     def _arrived(self, assembly: Assembly, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """On the polling thread, under the pull's lock."""
@@ -227,11 +275,12 @@ class KvPuller:
         return assembly.assemble(arrays)
 
     def _watch(self) -> float:
-        """Settles the pulls that are over, and drops connections that are stuck; every so often, though it is called after each job."""
+        """Settles the pulls that are over, and drops connections that are stuck; every so often,
+        though it is called after each job."""
         early = self._watch_at - time.monotonic()
         if early > 0:
             return early
-        self._watch_at = time.monotonic() + WATCH_SECONDS
+        self._watch_at = time.monotonic() + self._timeouts.watch_seconds
         self._settle_all()
         now = self._clock.now()
         stuck: list[tuple[Ask, float]] = []
@@ -239,14 +288,18 @@ class KvPuller:
             assert ask.arrays is not None
             if all(map(is_ready, ask.arrays)):
                 continue
-            if now >= deadline and now - ask.connection.moved >= QUIET_SECONDS:
+            if now >= deadline and now - ask.connection.moved >= self._timeouts.quiet_seconds:
                 self._drop(ask.connection)
             else:
                 stuck.append((ask, deadline))
         self._stuck = stuck
         if time.monotonic() >= self._tell_at:
             self._tell()
-        return WATCH_SECONDS if self._watched or self._stuck or self._untold else IDLE_SECONDS
+        return (
+            self._timeouts.watch_seconds
+            if self._watched or self._stuck or self._untold
+            else self._timeouts.idle_seconds
+        )
 
     def _settle_all(self) -> None:
         under_way: list[Transfer] = []
@@ -267,18 +320,31 @@ class KvPuller:
         """Whether one of several senders failed while others have not answered yet."""
         for ask in transfer.asks:
             if ask.arrays and all(map(is_ready, ask.arrays)) and (error := _error_of(ask.arrays)):
-                broken = HandoffError(f"the pieces from {ask.connection.end.control} could not be computed or moved: {error}")
+                broken = HandoffError(
+                    f"the pieces from {ask.connection.end.control} could not be computed or moved:"
+                    f" {error}"
+                )
                 transfer.pull.fail(heard(error) or broken)
                 return True
         return False
 
     def _ask_again(self, transfer: Transfer) -> None:
-        """A message may be lost: those who have not answered are asked again, under the same id. (Bytes answer a pull ahead.)"""
+        """A message may be lost: those who have not answered are asked again, under the same id.
+        (Bytes answer a pull ahead.)"""
         now = self._clock.now()
         for ask in transfer.asks:
-            if (ask.arrays is None or ask.ahead) and ask.request is not None and now - ask.asked >= ASK_AGAIN_SECONDS:
+            if (
+                (ask.arrays is None or ask.ahead)
+                and ask.request is not None
+                and now - ask.asked >= self._timeouts.ask_again_seconds
+            ):
                 ask.asked = now
-                self._link.send(ask.connection.end, dataclasses.replace(ask.request, deadline_seconds=transfer.pull.deadline - now))
+                self._link.send(
+                    ask.connection.end,
+                    msgspec.structs.replace(
+                        ask.request, deadline_seconds=transfer.pull.deadline - now
+                    ),
+                )
 
     def _settle(self, transfer: Transfer) -> None:
         arrived = transfer.pull.failed() is None or transfer.assembly.assembled
@@ -291,27 +357,39 @@ class KvPuller:
                 if error is None and ask.arrays:
                     ask.connection.moved = self._clock.now()
                     if not self._untold:
-                        self._tell_at = time.monotonic() + PULLED_SECONDS
+                        self._tell_at = time.monotonic() + self._timeouts.pulled_seconds
                     self._untold.append((end, Pulled(ask.pull_id)))
-                elif error is not None and is_dead_connection(error) and ask.address == ask.connection.address:
+                elif (
+                    error is not None
+                    and is_dead_connection(error)
+                    and ask.address == ask.connection.address
+                ):
                     self._drop(ask.connection)
             elif not arrived:
                 if not ask.refused:  # who refuses has withdrawn it, or never had it
                     self._link.send(end, Withdraw(ask.pull_id, bool(ask.ahead)))
                 if ask.arrays is not None:
-                    flushed = self._clock.now() + FLUSH_SECONDS if ask.ahead else 0.0
+                    flushed = self._clock.now() + self._timeouts.flush_seconds if ask.ahead else 0.0
                     self._stuck.append((ask, max(transfer.pull.deadline, flushed)))
         transfer.asks.clear()
 
     def _drop(self, connection: Connection) -> None:
-        """Poisons and forgets a connection; the next pull makes another. Pulls under way on it fail."""
+        """Poisons and forgets a connection; the next pull makes another. Pulls under way on it
+        fail."""
         with self._lock:
             if self._connections.get(connection.end) is connection:
                 del self._connections[connection.end]
         if connection.inlet is not None:
             inlet, connection.inlet = connection.inlet, None
-            asks = [ask for transfer in self._watched for ask in transfer.asks] + [ask for ask, _ in self._stuck]
-            inlet.close(in_flight=any(ask.connection is connection and not all(map(is_ready, ask.arrays or ())) for ask in asks))
+            asks = [ask for transfer in self._watched for ask in transfer.asks] + [
+                ask for ask, _ in self._stuck
+            ]
+            inlet.close(
+                in_flight=any(
+                    ask.connection is connection and not all(map(is_ready, ask.arrays or ()))
+                    for ask in asks
+                )
+            )
         self._tell()  # else the sender would take what has arrived for being on its way still
         self._link.send(connection.end, Leave(connection.number))
 
@@ -350,4 +428,6 @@ def _error_of(arrays: list[jax.Array]) -> str | None:
 
 
 def _dropped(connection: Connection) -> HandoffError:
-    return HandoffError(f"the connection to {connection.end.control} was dropped before the pieces came; pull again")
+    return HandoffError(
+        f"the connection to {connection.end.control} was dropped before the pieces came; pull again"
+    )

@@ -1,13 +1,17 @@
 """The sending half of `JaxTransferChannel`: offers, and the pieces that receivers ask for.
 
-All engine work (cut, encode, post) is done on this half's own thread, by order of arrival, without waiting for anything. Invariants:
-- each receiver process has an `Outlet` of its own, so that a stalled one harms itself alone; a receiver that connects anew (a higher
-  link number) or restarts (another boot id at its address) gets a new one;
-- every process of the sender makes the same plan from the request alone (own mesh, `wanted`, `turn`), and posts the pieces it holds;
-- a posting ends: pulled, withdrawn, revoked, or its deadline passed. Then nothing of it is held here or in the engine;
+All engine work (cut, encode, post) is done on this half's own thread, by order of arrival, without
+waiting for anything. Invariants:
+- each receiver process has an `Outlet` of its own, so that a stalled one harms itself alone; a
+  receiver that connects anew (a higher link number) or restarts (another boot id at its address)
+  gets a new one;
+- every process of the sender makes the same plan from the request alone (own mesh, `wanted`,
+  `turn`), and posts the pieces it holds;
+- a posting ends: pulled, withdrawn, revoked, or its deadline passed. Then nothing of it is held
+  here or in the engine;
 - a request for an offer that is not made yet waits, within its deadline;
-- a pull ahead, which waits in the engine already, always meets something there: the pieces, or an error.
-"""
+- a pull ahead, which waits in the engine already, always meets something there: the pieces, or an
+  error."""
 
 import logging
 import threading
@@ -21,19 +25,33 @@ import jax
 from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError
 from jdisagg.layout.mesh_card import KvEnd
+from jdisagg.messages.kv_plane import (
+    Leave,
+    Open,
+    Opened,
+    Posted,
+    PostedPiece,
+    Pulled,
+    PullRequest,
+    Refused,
+    Withdraw,
+)
 from jdisagg.transfer.boxes import HEAD_DIMENSION
 from jdisagg.transfer.channel import BlockStamp, Offered
 from jdisagg.transfer.channel_thread import ChannelThread
 from jdisagg.transfer.ended_offers import REMEMBERED_IDS, EndedOffers
 from jdisagg.transfer.kv_link import KvLink
-from jdisagg.transfer.kv_messages import Leave, Open, Opened, Posted, PostedPiece, Pulled, PullRequest, Refused, Withdraw
-from jdisagg.transfer.pieces import OfferedBlock, PlannedPiece, check_geometry, encoded_pieces, leaves_of, plan_of_request
+from jdisagg.transfer.pieces import (
+    OfferedBlock,
+    PlannedPiece,
+    check_geometry,
+    encoded_pieces,
+    leaves_of,
+    plan_of_request,
+)
 from jdisagg.transfer.said_errors import said
 from jdisagg.transfer.transfer_engine import EngineOptions, Outlet
 
-TICK_SECONDS = 0.25
-SLACK_SECONDS = 1.0  # between a pull's deadline, which the receiver keeps, and the end of its posting
-IDLE_OUTLET_SECONDS = 300.0
 GIVEN_UP = "the receiver gave the pull up"
 TOO_LATE = "the pull's deadline has passed"
 CLOSED = "the connection was closed meanwhile; pull again"
@@ -68,10 +86,12 @@ class _Door:
 
 
 class KvSender:
-    """See the module's docstring. `_offers`, `_waiting`, `_ended` are under the lock; `_doors` and `_seen` belong to the thread."""
+    """See the module's docstring. `_offers`, `_waiting`, `_ended` are under the lock; `_doors` and
+    `_seen` belong to the thread."""
 
     def __init__(self, clock: Clock, end: KvEnd, link: KvLink, options: EngineOptions) -> None:
         self._clock, self._end, self._link, self._options = clock, end, link, options
+        self._timeouts = options.timeouts
         self._lock = threading.Lock()
         self._offers: dict[int, OfferedBlock] = {}
         self._waiting: dict[int, list[_Waiting]] = {}
@@ -101,13 +121,19 @@ class KvSender:
             self._offers.pop(offer_id, None)
             waiting = self._waiting.pop(offer_id, [])
             self._ended.revoked(offer_id, reason)
-        self._thread.submit(lambda: self._withdraw_offer(offer_id, f"offer {offer_id:#x} was revoked: {reason}", waiting))
+        self._thread.submit(
+            lambda: self._withdraw_offer(
+                offer_id, f"offer {offer_id:#x} was revoked: {reason}", waiting
+            )
+        )
 
     def offered(self) -> Offered:
         with self._lock:
             return Offered(len(self._offers), sum(offer.nbytes for offer in self._offers.values()))
 
-    def handle(self, receiver: KvEnd, message: Open | PullRequest | Withdraw | Pulled | Leave) -> None:
+    def handle(
+        self, receiver: KvEnd, message: Open | PullRequest | Withdraw | Pulled | Leave
+    ) -> None:
         self._thread.submit(lambda: self._take(receiver, message))
 
     def postings(self) -> int:
@@ -119,11 +145,16 @@ class KvSender:
 
     # From here on: on the thread.
 
-    def _take(self, receiver: KvEnd, message: Open | PullRequest | Withdraw | Pulled | Leave) -> None:
+    def _take(
+        self, receiver: KvEnd, message: Open | PullRequest | Withdraw | Pulled | Leave
+    ) -> None:
         door = self._doors.get(receiver)
         match message:
             case Open():
-                if (message.sender_boot_id, message.transports) == (self._end.boot_id, self._options.transports):
+                if (message.sender_boot_id, message.transports) == (
+                    self._end.boot_id,
+                    self._options.transports,
+                ):
                     self._open(receiver, message.link)
             case PullRequest():
                 self._ask(receiver, message)
@@ -133,7 +164,11 @@ class KvSender:
             case Withdraw():
                 self._note_seen(message.pull_id)  # a request that comes later still comes too late
                 self._stop_waiting(receiver, message.pull_id)
-                if door is not None and not _withdraw(door, message.pull_id, GIVEN_UP) and message.ahead:
+                if (
+                    door is not None
+                    and not _withdraw(door, message.pull_id, GIVEN_UP)
+                    and message.ahead
+                ):
                     door.outlet.refuse(message.pull_id, 1, said(HandoffError(GIVEN_UP)))
             case Leave():
                 if door is not None and door.link <= message.link:
@@ -141,16 +176,25 @@ class KvSender:
 
     def _ask(self, receiver: KvEnd, request: PullRequest) -> None:
         if request.sender_boot_id != self._end.boot_id:
-            return self._refuse(receiver, request, HandoffError(f"the sender at {self._end.control} has restarted; greet it again"))
+            return self._refuse(
+                receiver,
+                request,
+                HandoffError(f"the sender at {self._end.control} has restarted; greet it again"),
+            )
         if request.transports != self._options.transports:
             ours = self._options.transports
-            error = f"transports is {ours} at the sender and {request.transports} at the receiver; set the same on both"
+            error = (
+                f"transports is {ours} at the sender and {request.transports} at the receiver; set"
+                " the same on both"
+            )
             return self._refuse(receiver, request, IncompatiblePeerError(error))
         if request.pull_id in self._seen:
             return self._answer_again(receiver, request)
         self._note_seen(request.pull_id)
         if request.address and not self._is_where_pulled(receiver, request):
-            return self._refuse(receiver, request, self._open(receiver, request.link) or HandoffError(CLOSED))
+            return self._refuse(
+                receiver, request, self._open(receiver, request.link) or HandoffError(CLOSED)
+            )
         wait = _Waiting(receiver, request, self._clock.now() + request.deadline_seconds)
         with self._lock:
             known = request.offer_id in self._offers or request.offer_id in self._ended
@@ -169,7 +213,13 @@ class KvSender:
         except JdisaggError as error:
             self._refuse(receiver, request, error)
         except Exception as error:
-            self._refuse(receiver, request, HandoffError(f"the pieces of offer {request.offer_id:#x} could not be posted: {error}"))
+            self._refuse(
+                receiver,
+                request,
+                HandoffError(
+                    f"the pieces of offer {request.offer_id:#x} could not be posted: {error}"
+                ),
+            )
 
     def _post(self, receiver: KvEnd, request: PullRequest, seconds: float) -> None:
         with self._lock:
@@ -178,24 +228,37 @@ class KvSender:
         if offer is None:
             raise HandoffError(f"offer {request.offer_id:#x} was {ended}")
         pieces = _pieces(offer, request)
-        posted = tuple(PostedPiece(piece.source, request.wanted[piece.place].device, piece.part) for piece in pieces)
+        posted = tuple(
+            PostedPiece(piece.source, request.wanted[piece.place].device, piece.part)
+            for piece in pieces
+        )
         if request.address and posted != request.pieces:
-            raise IncompatiblePeerError(f"the receiver pulls {request.pieces} ahead, and of offer {request.offer_id:#x} it gets {posted}")
+            raise IncompatiblePeerError(
+                f"the receiver pulls {request.pieces} ahead, and of offer {request.offer_id:#x} it"
+                f" gets {posted}"
+            )
         if not pieces:
-            return self._link.send(receiver, Posted(request.pull_id, request.link, "", offer.shape[HEAD_DIMENSION], ()))
+            return self._link.send(
+                receiver, Posted(request.pull_id, request.link, "", offer.shape[HEAD_DIMENSION], ())
+            )
         door = self._door(receiver, request.link)
         if request.address and door.outlet.address != request.address:
             raise HandoffError(CLOSED)
         arrays = encoded_pieces(offer, pieces, request.granule, request.codec)
-        seconds += SLACK_SECONDS
+        seconds += self._timeouts.slack_seconds
         door.outlet.post(request.pull_id, arrays, seconds)
-        answer = Posted(request.pull_id, request.link, door.outlet.address, offer.shape[HEAD_DIMENSION], posted)
-        door.postings[request.pull_id] = _Posting(receiver, request.offer_id, len(arrays), self._clock.now() + seconds, answer)
+        answer = Posted(
+            request.pull_id, request.link, door.outlet.address, offer.shape[HEAD_DIMENSION], posted
+        )
+        door.postings[request.pull_id] = _Posting(
+            receiver, request.offer_id, len(arrays), self._clock.now() + seconds, answer
+        )
         if not request.address:
             self._link.send(receiver, answer)
 
     def _answer_again(self, receiver: KvEnd, request: PullRequest) -> None:
-        """The first answer may have been lost. Nothing is posted a second time: the id may have been pulled, or withdrawn."""
+        """The first answer may have been lost. Nothing is posted a second time: the id may have
+        been pulled, or withdrawn."""
         door = self._doors.get(receiver)
         posting = door.postings.get(request.pull_id) if door is not None else None
         with self._lock:
@@ -203,11 +266,17 @@ class KvSender:
         if posting is not None:
             self._link.send(receiver, posting.answer)
         elif ended is not None:
-            self._link.send(receiver, _refusal(request, HandoffError(f"offer {request.offer_id:#x} was {ended}")))
+            self._link.send(
+                receiver,
+                _refusal(request, HandoffError(f"offer {request.offer_id:#x} was {ended}")),
+            )
         elif offer is not None:
             try:
                 if not _pieces(offer, request):
-                    self._link.send(receiver, Posted(request.pull_id, request.link, "", offer.shape[HEAD_DIMENSION], ()))
+                    self._link.send(
+                        receiver,
+                        Posted(request.pull_id, request.link, "", offer.shape[HEAD_DIMENSION], ()),
+                    )
             except JdisaggError as error:
                 self._link.send(receiver, _refusal(request, error))
 
@@ -217,7 +286,8 @@ class KvSender:
             raise HandoffError(f"connection {link} was replaced by {door.link}; pull again")
         if door is None or link > door.link:
             for other in [end for end in self._doors if end.control == receiver.control]:
-                self._close_door(other)  # an older connection, or an older life, of the same receiver
+                # an older connection, or an older life, of the same receiver
+                self._close_door(other)
             door = self._doors[receiver] = _Door(link, Outlet(self._options), 0.0)
         door.used = time.monotonic()
         return door
@@ -235,7 +305,10 @@ class KvSender:
     def _is_where_pulled(self, receiver: KvEnd, request: PullRequest) -> bool:
         """Whether what is being pulled ahead is pulled from the outlet that there is."""
         door = self._doors.get(receiver)
-        return door is not None and (door.link, door.outlet.address) == (request.link, request.address)
+        return door is not None and (door.link, door.outlet.address) == (
+            request.link,
+            request.address,
+        )
 
     def _refuse(self, receiver: KvEnd, request: PullRequest, error: JdisaggError) -> None:
         self._link.send(receiver, _refusal(request, error))
@@ -272,29 +345,36 @@ class KvSender:
         for wait in waiting:
             self._refuse(wait.receiver, wait.request, HandoffError(reason))
         for receiver, door in self._doors.items():
-            for pull_id in [pull_id for pull_id, posting in door.postings.items() if posting.offer_id == offer_id]:
+            for pull_id in [
+                pull_id
+                for pull_id, posting in door.postings.items()
+                if posting.offer_id == offer_id
+            ]:
                 _withdraw(door, pull_id, reason)
                 self._link.send(receiver, Refused(pull_id, HandoffError.__name__, reason))
 
     def _regularly(self) -> float:
         if time.monotonic() >= self._tick_due:
-            self._tick_due = time.monotonic() + TICK_SECONDS
+            self._tick_due = time.monotonic() + self._timeouts.tick_seconds
             now = self._clock.now()
             for receiver in list(self._doors):
                 try:
                     self._look_after(receiver, now)
-                except Exception:  # the others must be looked after all the same; its receiver opens another
+                except Exception:
+                    # the others must be looked after all the same; its receiver opens another
                     _log.exception("the outlet for %s failed and is closed", receiver.control)
                     self._close_door(receiver)
             for wait in self._drop_waits(lambda wait: now >= wait.until):
                 self._flush(wait.receiver, wait.request, HandoffError(TOO_LATE))
-        return TICK_SECONDS
+        return self._timeouts.tick_seconds
 
     def _look_after(self, receiver: KvEnd, now: float) -> None:
         door = self._doors[receiver]
-        for pull_id in [pull_id for pull_id, posting in door.postings.items() if now >= posting.until]:
+        for pull_id in [
+            pull_id for pull_id, posting in door.postings.items() if now >= posting.until
+        ]:
             _withdraw(door, pull_id, TOO_LATE)
-        if not door.postings and time.monotonic() - door.used > IDLE_OUTLET_SECONDS:
+        if not door.postings and time.monotonic() - door.used > self._timeouts.outlet_idle_seconds:
             self._close_door(receiver)
         else:
             door.outlet.tick()
@@ -314,7 +394,13 @@ class KvSender:
 
 def _pieces(offer: OfferedBlock, request: PullRequest) -> tuple[PlannedPiece, ...]:
     """What of the offer this process holds for the request. Raises where the two do not fit."""
-    shape = (1, request.components, request.granule * request.head_shards, request.tokens, request.head_size)
+    shape = (
+        1,
+        request.components,
+        request.granule * request.head_shards,
+        request.tokens,
+        request.head_size,
+    )
     check_geometry(offer, request.dtype, shape, request.granule)
     return plan_of_request(offer, request)
 

@@ -1,7 +1,7 @@
-"""What every channel does to a block before it moves: the offer's shards, the check that both sides fit, the cut into pieces.
+"""What every channel does to a block before it moves: the offer's shards, the check that both sides
+fit, the cut into pieces.
 
-Knows JAX and the shapes of `channel.py`; knows no way to move anything.
-"""
+Knows JAX and the shapes of `channel.py`; knows no way to move anything."""
 
 import collections
 import functools
@@ -15,17 +15,18 @@ import numpy as np
 from jdisagg.errors import IncompatiblePeerError
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.layout.reshard_plan import Box
+from jdisagg.messages.kv_plane import PullRequest, Wanted
 from jdisagg.transfer.boxes import HEAD_DIMENSION, plan_handoff, rank_placement
 from jdisagg.transfer.channel import BlockStamp, PullTarget, resident_zeros
 from jdisagg.transfer.codec import codec, stamp_array
-from jdisagg.transfer.kv_messages import PullRequest, Wanted
 
 NO_CODEC = "none"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OfferedBlock:
-    """One rank's shards on this process's devices, by device id. The block's other ranks are not kept alive."""
+    """One rank's shards on this process's devices, by device id. The block's other ranks are not
+    kept alive."""
 
     shards: dict[int, jax.Array]
     shape: tuple[int, ...]
@@ -36,7 +37,11 @@ class OfferedBlock:
     @staticmethod
     def of(block: jax.Array, rank: int, stamp: BlockStamp) -> "OfferedBlock":
         devices = rank_placement(block.sharding, block.shape, rank)
-        shards = {shard.device.id: shard.data for shard in block.addressable_shards if shard.device.id in devices}
+        shards = {
+            shard.device.id: shard.data
+            for shard in block.addressable_shards
+            if shard.device.id in devices
+        }
         return OfferedBlock(shards, block.shape, block.sharding, rank, stamp)
 
     @property
@@ -54,15 +59,29 @@ class OfferedBlock:
 
 
 def check_geometry(offer: OfferedBlock, dtype: str, shape: tuple[int, ...], granule: int) -> None:
-    """`shape` is that of a `PullTarget`'s zeros. Raises IncompatiblePeerError naming the field and both values; the hand-shake should
-    have refused such a peer before. A process without shards of the rank leaves the dtype to those that have some."""
-    pairs: list[tuple[str, object, object]] = [("dtype", offer.dtype, dtype)] if offer.shards else []
+    """`shape` is that of a `PullTarget`'s zeros. Raises IncompatiblePeerError naming the field and
+    both values; the hand-shake should have refused such a peer before. A process without shards of
+    the rank leaves the dtype to those that have some."""
+    pairs: list[tuple[str, object, object]] = (
+        [("dtype", offer.dtype, dtype)] if offer.shards else []
+    )
     pairs.append(("dimensions", len(offer.shape), len(shape)))
-    pairs += [(f"size of dimension {axis}", offer.shape[axis], shape[axis]) for axis in (1, 3, 4) if len(offer.shape) == len(shape) == 5]
+    pairs += [
+        (f"size of dimension {axis}", offer.shape[axis], shape[axis])
+        for axis in (1, 3, 4)
+        if len(offer.shape) == len(shape) == 5
+    ]
     for name, offered, wanted in pairs:
         if offered != wanted:
-            raise IncompatiblePeerError(f"a block's {name} is {offered!r} at the sender and {wanted!r} at the receiver; they must be equal")
-    heads, local, wanted_heads = offer.shape[HEAD_DIMENSION], offer.local_heads, shape[HEAD_DIMENSION]
+            raise IncompatiblePeerError(
+                f"a block's {name} is {offered!r} at the sender and {wanted!r} at the receiver;"
+                " they must be equal"
+            )
+    heads, local, wanted_heads = (
+        offer.shape[HEAD_DIMENSION],
+        offer.local_heads,
+        shape[HEAD_DIMENSION],
+    )
     if heads % wanted_heads or local % granule:
         raise IncompatiblePeerError(
             f"pieces of {granule} heads ({wanted_heads} over the receiver's mesh) do not divide "
@@ -74,7 +93,10 @@ def check_geometry(offer: OfferedBlock, dtype: str, shape: tuple[int, ...], gran
 def cut(shard_1CKTH: jax.Array, parts: int) -> tuple[jax.Array, ...]:
     """A shard in `parts` pieces along its heads, by one program on its own device."""
     size = shard_1CKTH.shape[HEAD_DIMENSION] // parts
-    return tuple(jax.lax.slice_in_dim(shard_1CKTH, part * size, part * size + size, axis=HEAD_DIMENSION) for part in range(parts))
+    return tuple(
+        jax.lax.slice_in_dim(shard_1CKTH, part * size, part * size + size, axis=HEAD_DIMENSION)
+        for part in range(parts)
+    )
 
 
 def add_counts(total: dict[tuple[int, int], int], more: dict[tuple[int, int], int]) -> None:
@@ -84,8 +106,8 @@ def add_counts(total: dict[tuple[int, int], int], more: dict[tuple[int, int], in
 
 @dataclass(frozen=True, slots=True)
 class PlannedPiece:
-    """Granule `source_part` of the shard on device `source` goes to the `place`-th wanted device, as its granule `part`. `first_head`
-    is the global number of its first head."""
+    """Granule `source_part` of the shard on device `source` goes to the `place`-th wanted device,
+    as its granule `part`. `first_head` is the global number of its first head."""
 
     source: int
     source_part: int
@@ -97,22 +119,48 @@ class PlannedPiece:
 def plan_of_request(offer: OfferedBlock, request: PullRequest) -> tuple[PlannedPiece, ...]:
     """The pieces that this process holds and that the request's process wants."""
     turn = request.turn % _replicas(offer.sharding, offer.shape, offer.rank)
-    pieces = _plan(offer.sharding, offer.shape, offer.rank, request.wanted, request.head_shards, request.granule, turn)
-    return tuple(piece for piece in pieces if piece.source in offer.shards and request.wanted[piece.place].process == request.process)
+    pieces = _plan(
+        offer.sharding,
+        offer.shape,
+        offer.rank,
+        request.wanted,
+        request.head_shards,
+        request.granule,
+        turn,
+    )
+    return tuple(
+        piece
+        for piece in pieces
+        if piece.source in offer.shards and request.wanted[piece.place].process == request.process
+    )
 
 
 def plan_ahead(
-    card: MeshCard, source_rank: int, shape: tuple[int, ...], wanted: tuple[Wanted, ...], granule: int, turn: int
+    card: MeshCard,
+    source_rank: int,
+    shape: tuple[int, ...],
+    wanted: tuple[Wanted, ...],
+    granule: int,
+    turn: int,
 ) -> tuple[PlannedPiece, ...]:
-    """What all processes of the sender will plan for a block of `shape` ([any, C, K, T, H]) of dp rank `source_rank` of the mesh that
-    `card` shows. Raises LayoutError where the block cannot lie there."""
+    """What all processes of the sender will plan for a block of `shape` ([any, C, K, T, H]) of dp
+    rank `source_rank` of the mesh that `card` shows. Raises LayoutError where the block cannot lie
+    there."""
     shards = 1 + max(want.head_shard for want in wanted)
-    return _plan_of_card(card, source_rank, (1, *shape[1:]), wanted, shards, granule, turn % card.shape[2])
+    return _plan_of_card(
+        card, source_rank, (1, *shape[1:]), wanted, shards, granule, turn % card.shape[2]
+    )
 
 
 @functools.lru_cache(maxsize=1024)
 def _plan_of_card(
-    card: MeshCard, rank: int, shape: tuple[int, ...], wanted: tuple[Wanted, ...], shards: int, granule: int, turn: int
+    card: MeshCard,
+    rank: int,
+    shape: tuple[int, ...],
+    wanted: tuple[Wanted, ...],
+    shards: int,
+    granule: int,
+    turn: int,
 ) -> tuple[PlannedPiece, ...]:
     return _planned(card.rank_boxes(rank, shape), shape, wanted, shards, granule, turn)
 
@@ -124,21 +172,34 @@ def _replicas(sharding: jax.sharding.Sharding, shape: tuple[int, ...], rank: int
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
-    sharding: jax.sharding.Sharding, shape: tuple[int, ...], rank: int, wanted: tuple[Wanted, ...], shards: int, granule: int, turn: int
+    sharding: jax.sharding.Sharding,
+    shape: tuple[int, ...],
+    rank: int,
+    wanted: tuple[Wanted, ...],
+    shards: int,
+    granule: int,
+    turn: int,
 ) -> tuple[PlannedPiece, ...]:
     return _planned(rank_placement(sharding, shape, rank), shape, wanted, shards, granule, turn)
 
 
 def _planned(
-    source: dict[int, Box], shape: tuple[int, ...], wanted: tuple[Wanted, ...], shards: int, granule: int, turn: int
+    source: dict[int, Box],
+    shape: tuple[int, ...],
+    wanted: tuple[Wanted, ...],
+    shards: int,
+    granule: int,
+    turn: int,
 ) -> tuple[PlannedPiece, ...]:
-    """The same on both sides, which know the source from different descriptions: nothing here depends on the order of its devices."""
+    """The same on both sides, which know the source from different descriptions: nothing here
+    depends on the order of its devices."""
     whole = ((0, 1), *((0, size) for size in shape[1:]))
     local = shape[HEAD_DIMENSION] // shards
     destination: dict[int, Box] = {}
     for place, device in enumerate(wanted):
         heads = (device.head_shard * local, device.head_shard * local + local)
-        # Negative: both jobs count their devices from 0, and the plan would take equal numbers for one device.
+        # Negative: both jobs count their devices from 0, and the plan would take equal numbers for
+        # one device.
         destination[-1 - place] = (*whole[:HEAD_DIMENSION], heads, *whole[HEAD_DIMENSION + 1 :])
     return tuple(
         PlannedPiece(
@@ -152,9 +213,12 @@ def _planned(
     )
 
 
-def encoded_pieces(offer: OfferedBlock, pieces: Sequence[PlannedPiece], granule: int, codec_name: str) -> list[jax.Array]:
-    """The leaves of each piece in turn, on the devices that hold them; returns before they are computed. A piece that several devices
-    want is made once; one that is a whole shard and has no codec is the shard itself."""
+def encoded_pieces(
+    offer: OfferedBlock, pieces: Sequence[PlannedPiece], granule: int, codec_name: str
+) -> list[jax.Array]:
+    """The leaves of each piece in turn, on the devices that hold them; returns before they are
+    computed. A piece that several devices want is made once; one that is a whole shard and has no
+    codec is the shard itself."""
     made: dict[tuple[int, int], tuple[jax.Array, ...]] = {}
     cuts: dict[int, tuple[jax.Array, ...]] = {}
     parts = offer.local_heads // granule
@@ -165,12 +229,16 @@ def encoded_pieces(offer: OfferedBlock, pieces: Sequence[PlannedPiece], granule:
             if piece.source not in cuts:
                 shard = offer.shards[piece.source]
                 cuts[piece.source] = cut(shard, parts) if parts > 1 else (shard,)
-            made[key] = encode(cuts[piece.source][piece.source_part], codec_name, offer.stamp, piece.first_head)
+            made[key] = encode(
+                cuts[piece.source][piece.source_part], codec_name, offer.stamp, piece.first_head
+            )
         leaves += made[key]
     return leaves
 
 
-def encode(piece_1CGTH: jax.Array, codec_name: str, stamp: BlockStamp, first_head: int) -> tuple[jax.Array, ...]:
+def encode(
+    piece_1CGTH: jax.Array, codec_name: str, stamp: BlockStamp, first_head: int
+) -> tuple[jax.Array, ...]:
     """The leaves of a piece, by one program on its own device; the piece itself without a codec."""
     if codec_name == NO_CODEC:
         return (piece_1CGTH,)
@@ -184,24 +252,31 @@ def _encoder(codec_name: str) -> Callable[[jax.Array, np.ndarray, np.int32], tup
 
 def leaves_of(codec_name: str) -> int:
     """How many arrays a piece travels as."""
-    return len(codec(codec_name).leaves(jax.ShapeDtypeStruct((1, 1, 1, 1, 2), jnp.dtype(jnp.float32))))
+    return len(
+        codec(codec_name).leaves(jax.ShapeDtypeStruct((1, 1, 1, 1, 2), jnp.dtype(jnp.float32)))
+    )
 
 
 def check_leaves(target: PullTarget) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What a piece of this target travels as. Raises IncompatiblePeerError where the target's zeros are not made for that."""
+    """What a piece of this target travels as. Raises IncompatiblePeerError where the target's zeros
+    are not made for that."""
     _, components, _, tokens, head_size = target.zeros.shape
-    leaves = codec(target.codec).leaves(jax.ShapeDtypeStruct((1, components, target.granule, tokens, head_size), target.zeros.dtype))
+    leaves = codec(target.codec).leaves(
+        jax.ShapeDtypeStruct((1, components, target.granule, tokens, head_size), target.zeros.dtype)
+    )
     wanted = [(leaf.shape, leaf.dtype) for leaf in leaves]
     found = [(zeros.sharding.shard_shape(zeros.shape), zeros.dtype) for zeros in target.resident]
     if found != wanted:
         raise IncompatiblePeerError(
-            f"pull target: codec {target.codec!r} has leaves {wanted}, the zeros given for a device are {found}; see leaf_zeros"
+            f"pull target: codec {target.codec!r} has leaves {wanted}, the zeros given for a device"
+            f" are {found}; see leaf_zeros"
         )
     return leaves
 
 
 def leaf_zeros(zeros: jax.Array, codec_name: str) -> tuple[jax.Array, ...]:
-    """The `leaves` of a `PullTarget` with these zeros: made once for each shape and codec, kept, never donated."""
+    """The `leaves` of a `PullTarget` with these zeros: made once for each shape and codec, kept,
+    never donated."""
     if codec_name == NO_CODEC:
         return ()
     ranks, _, heads, _, _ = zeros.shape
@@ -210,21 +285,34 @@ def leaf_zeros(zeros: jax.Array, codec_name: str) -> tuple[jax.Array, ...]:
     leaves = codec(codec_name).leaves(piece)
     shapes = [(ranks, leaf.shape[1], leaf.shape[2] * shards, *leaf.shape[3:]) for leaf in leaves]
     make = jax.jit(
-        lambda: tuple(jnp.zeros(shape, leaf.dtype) for shape, leaf in zip(shapes, leaves, strict=True)),
+        lambda: tuple(
+            jnp.zeros(shape, leaf.dtype) for shape, leaf in zip(shapes, leaves, strict=True)
+        ),
         out_shardings=(zeros.sharding,) * len(leaves),
     )
     return make()
 
 
-def warm_pieces(mesh: jax.sharding.Mesh, shape: tuple[int, int, int, int], dtype: jnp.dtype, granule: int, codec_name: str) -> None:
-    """Compiles the cut and the codec for shards [1, *shape] of this process's devices of `mesh`, and waits for it."""
+def warm_pieces(
+    mesh: jax.sharding.Mesh,
+    shape: tuple[int, int, int, int],
+    dtype: jnp.dtype,
+    granule: int,
+    codec_name: str,
+) -> None:
+    """Compiles the cut and the codec for shards [1, *shape] of this process's devices of `mesh`,
+    and waits for it."""
     components, local, tokens, head_size = shape
     if local == granule and codec_name == NO_CODEC:
         return
-    # On a mesh of one device a shard that a program made keeps the mesh's sharding, one that was put there does not.
+    # On a mesh of one device a shard that a program made keeps the mesh's sharding, one that was
+    # put there does not.
     made = resident_zeros(mesh, components, local, tokens, head_size, dtype)
     shards = [shard.data for shard in made.addressable_shards]
-    shards += [jax.device_put(np.zeros((1, *shape), dtype), shard.device) for shard in made.addressable_shards]
+    shards += [
+        jax.device_put(np.zeros((1, *shape), dtype), shard.device)
+        for shard in made.addressable_shards
+    ]
     for shard in shards:
         parts = cut(shard, local // granule) if local > granule else (shard,)
         jax.block_until_ready([encode(part, codec_name, BlockStamp(), 0) for part in parts])

@@ -1,8 +1,9 @@
-"""A pull as a future that is polled: under way, then over for good (arrived, failed, cancelled or late).
+"""A pull as a future that is polled: under way, then over for good (arrived, failed, cancelled or
+late).
 
-Knows arrays and a clock, no channel. Two threads meet here (a dispatch thread delivers, cancels or revokes, the completion thread
-polls), so every change happens under its lock; nothing is waited for under it. An ended pull keeps no array alive.
-"""
+Knows arrays and a clock, no channel. Two threads meet here (a dispatch thread delivers, cancels or
+revokes, the completion thread polls), so every change happens under its lock; nothing is waited for
+under it. An ended pull keeps no array alive."""
 
 import threading
 from collections.abc import Callable
@@ -17,7 +18,8 @@ Explain = Callable[[str], JdisaggError | None]
 
 
 class PolledPull:
-    """A `Pull`: first without arrays (its offer is not made yet), then with arrays on their way, then over."""
+    """A `Pull`: first without arrays (its offer is not made yet), then with arrays on their way,
+    then over."""
 
     def __init__(self, offer_id: int, clock: Clock, deadline_seconds: float) -> None:
         self._offer_id = offer_id
@@ -43,8 +45,17 @@ class PolledPull:
             if self._have_come():
                 self._arrived = not self._error
             elif self._clock.now() >= self._deadline:
-                state = "was not made (or its id is unknown)" if self._arrays is None else "has not arrived"
-                self._end(HandoffError(f"offer {self._offer_id:#x} {state} within the deadline of {self._deadline_seconds} s; pull again"))
+                state = (
+                    "was not made (or its id is unknown)"
+                    if self._arrays is None
+                    else "has not arrived"
+                )
+                self._end(
+                    HandoffError(
+                        f"offer {self._offer_id:#x} {state} within the deadline of"
+                        f" {self._deadline_seconds} s; pull again"
+                    )
+                )
             return bool(self._error or self._arrived)
 
     def failed(self) -> JdisaggError | None:
@@ -56,7 +67,9 @@ class PolledPull:
         with self._lock:
             if self._error:
                 raise self._error
-            assert ready and self._arrays is not None, "arrays() of a pull that is under way; poll is_ready() first"
+            assert ready and self._arrays is not None, (
+                "arrays() of a pull that is under way; poll is_ready() first"
+            )
             return self._arrays
 
     def cancel(self) -> None:
@@ -70,11 +83,16 @@ class PolledPull:
         return self._deadline
 
     def deliver(
-        self, arrays: tuple[jax.Array, ...], bytes_moved: int, assemble: Assemble | None = None, explain: Explain = lambda error: None
+        self,
+        arrays: tuple[jax.Array, ...],
+        bytes_moved: int,
+        assemble: Assemble | None = None,
+        explain: Explain = lambda error: None,
     ) -> None:
-        """The arrays, perhaps still on their way; dropped if the pull ended meanwhile. `assemble` makes of them, once all are there,
-        what `arrays()` gives; it runs under this pull's lock. `explain`: what an array's error says, where the sender said it.
-        Only the first delivery counts: another thread may be done with it."""
+        """The arrays, perhaps still on their way; dropped if the pull ended meanwhile. `assemble`
+        makes of them, once all are there, what `arrays()` gives; it runs under this pull's lock.
+        `explain`: what an array's error says, where the sender said it. Only the first delivery
+        counts: another thread may be done with it."""
         with self._lock:
             if self._arrays is not None:
                 return
@@ -92,11 +110,14 @@ class PolledPull:
         try:
             if self._arrays is None or not all(map(is_ready, self._arrays)):
                 return False
-            jax.block_until_ready(self._arrays)  # all are ready: this raises where the computation or the copy failed
+            # all are ready: this raises where the computation or the copy failed
+            jax.block_until_ready(self._arrays)
             if self._assemble is not None:
                 self._arrays, self._assemble = self._assemble(self._arrays), None
         except Exception as error:
-            broken = HandoffError(f"offer {self._offer_id:#x}: its block could not be computed or moved: {error}")
+            broken = HandoffError(
+                f"offer {self._offer_id:#x}: its block could not be computed or moved: {error}"
+            )
             self._end(self._explain(str(error)) or broken)
         return True
 

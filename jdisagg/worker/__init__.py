@@ -1,1 +1,2 @@
-"""The worker loops: ask the scheduler, run a command, report the facts. asyncio only, no JAX and no gRPC."""
+"""The worker loops: ask the scheduler, run a command, report the facts. asyncio only, no JAX and no
+gRPC."""

@@ -1,171 +1,221 @@
-"""The decode worker: a mesh's control endpoint, `DecodePort` and `PeerPort` in front, the schedulers and the step loop behind.
+"""The decode worker: `DecodePort` and `PeerPort` in front, the schedulers and the step loop behind.
 
-It asks the schedulers, runs commands, reports facts; it decides nothing about pages or batches itself. It is mixed-capable:
-`generate` without a source prefills in the same pages. Mode CHUNKED then lets prefill chunks alternate with decode steps,
-UNIFIED runs whole prefills first; DISAGGREGATED receives KV from a prefill worker (and would prefill locally if asked to).
-Running sequences move to another decode worker through its `PeerPort` (worker/movers.py). A source of KV
-that fails does not end a reservation: it waits for another.
+It is mixed-capable: `generate` without a source prefills in the same pages (modes CHUNKED and
+UNIFIED); in mode DISAGGREGATED KV comes from a prefill worker. Which command goes next is
+`scheduler/step_policy.py`'s decision, pages and slots those of `scheduler/reservations.py` and
+`decode_batches.py`. Running sequences move to another decode worker through `PeerPort`. A source of
+KV that fails does not end a reservation: it waits for another.
 
-All state is touched on the event loop only, between awaits, so that every method sees it whole. `_settle` runs after each
-change: it hands news to the listeners, grants freed pages to whoever waits, and wakes the loop.
-"""
+`_settle` runs after each change: it hands news to the streams, grants freed pages to waiting
+reservations, and wakes the loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+import contextlib
+from collections.abc import AsyncIterator, Mapping
 
-from jdisagg.clock import Clock, within
+from jdisagg.clock import within
 from jdisagg.config import InstanceConfig, LimitsConfig, Mode
-from jdisagg.dispatch.ports import (
+from jdisagg.errors import (
+    BrokenModelError,
+    DeadlineExceededError,
+    HandoffError,
+    JdisaggError,
+    OverloadedError,
+    UnavailableError,
+)
+from jdisagg.messages.ports import (
     GenerateCall,
     HandoffSource,
-    PeerHello,
-    PeerMessage,
     PeerPort,
     Reservation,
     ReserveCall,
     ResumeCall,
+    SourceLost,
     Span,
-    WorkerRole,
-    WorkerStatus,
 )
-from jdisagg.errors import BrokenModelError, DeadlineExceededError, HandoffError, JdisaggError, OverloadedError, UnavailableError
-from jdisagg.request import FinishReason
-from jdisagg.scheduler.backlog import Backlog
-from jdisagg.scheduler.commands import (
+from jdisagg.messages.step_commands import (
     BROKEN_TOKEN,
     DecodeResult,
     DecodeSteps,
-    Executor,
-    InterruptibleExecutor,
     PrefillChunk,
     PrefillResult,
     SampledToken,
     StepCommand,
     StepResult,
 )
+from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
+from jdisagg.request import FinishReason
+from jdisagg.scheduler.backlog import Backlog
 from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.decode_state import DecodeState
-from jdisagg.scheduler.handoff import HandoffEvent, HandoffState, sweep
+from jdisagg.scheduler.executor import Executor, InterruptibleExecutor
+from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
 from jdisagg.scheduler.prefill_batches import PrefillBatches, PrefillJob
 from jdisagg.scheduler.reservations import Reservations
 from jdisagg.scheduler.sequences import Group
-from jdisagg.telemetry import Counters
-from jdisagg.worker.attempts import Attempts
-from jdisagg.worker.decode_status import decode_status
-from jdisagg.worker.handoffs import Handoffs
-from jdisagg.worker.intake import Intake
-from jdisagg.worker.movers import Movers
-from jdisagg.worker.outbox import Outboxes
-from jdisagg.worker.peer_hello import hello_of
+from jdisagg.scheduler.step_policy import Action, StepSnapshot, next_step
+from jdisagg.worker.incoming_handoff import Received
+from jdisagg.worker.incoming_kv import IncomingKv
+from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
+from jdisagg.worker.migration import MigrationSender
+from jdisagg.worker.outgoing_kv import OutgoingHandoff
 from jdisagg.worker.peers import PeerResolver, Peers
 from jdisagg.worker.span_stream import SpanStream
-from jdisagg.worker.step_loop import StepLoop
-from jdisagg.worker.sweeper import Sweeper
 
 MOST_MOVES = 3
+_OVERDUE = {
+    HandoffState.RESERVED: "its lease passed before generate took it over",
+    HandoffState.ORPHANED: "its source failed, and its lease passed before another came",
+}
 
 
-class DecodeWorker:
-    """Implements `DecodePort` and `PeerPort`. `peers`: whom it may receive from, by name, or a resolver by address; `address`: where
-    its own `PeerPort` listens. `ids` gives fresh random 64-bit numbers. `can_prefill`: its mesh has a prefill program (in the one-mesh
-    modes it always has)."""
+class DecodeWorker(MeshWorker):
+    """Implements `DecodePort`. `peers`: the workers it may receive from, by name, or a resolver by
+    address."""
 
     def __init__(
         self,
-        name: str,
+        context: WorkerContext,
         executor: Executor,
         config: InstanceConfig,
-        mode: Mode,
         limits: LimitsConfig,
         peers: Mapping[str, PeerPort] | PeerResolver,
-        clock: Clock,
-        ids: Callable[[], int],
-        model_fingerprint: str = "",
-        address: str = "",
-        can_prefill: bool = False,
+        mode: Mode = Mode.DISAGGREGATED,
     ) -> None:
-        self.name = name
-        self.address = address
-        self.boot_id = ids()
-        self.counters = Counters()
-        self.loading_seconds: Callable[[], float] = float  # none; set by whoever loads programs while it serves
-        self._config = config
+        lease_seconds = min(limits.handoff_lease_seconds, limits.reservation_lease_seconds)
+        super().__init__(context, executor, config, limits, lease_seconds)
         self._mode = mode
-        self._can_prefill = can_prefill or mode is not Mode.DISAGGREGATED
-        self._limits = limits
-        self._clock = clock
+        self._interruptible = executor if isinstance(executor, InterruptibleExecutor) else None
         self._state = DecodeState(executor.limits)
         self._reservations = Reservations(self._state, config.growth_tokens, config.ahead_sequences)
-        self._interruptible = executor if isinstance(executor, InterruptibleExecutor) else None
         self._batches = DecodeBatches(
-            self._state, config.growth_tokens, config.steps_per_dispatch, config.stream_tokens, spans=self._interruptible is not None
+            self._state,
+            config.growth_tokens,
+            config.steps_per_dispatch,
+            config.stream_tokens,
+            spans=self._interruptible is not None,
         )
-        self._prefills = PrefillBatches(executor.limits, ids)
+        self._prefills = PrefillBatches(executor.limits, context.ids)
         self._backlog = Backlog()
-        self._last_was_prefill = False
+        self._prefilled_last = False
         self._tickets: dict[int, asyncio.Future[Group]] = {}
         self._streams: dict[int, SpanStream] = {}
-        self._attempts = Attempts()
-        self._loop = StepLoop(executor, self._plan, self._apply, self._break_down, clock.now)
-        key = ids() if limits.verify else 0
-        lease_seconds = limits.handoff_lease_seconds
-        hello = hello_of(name, model_fingerprint, executor.limits, executor.card, self.boot_id, key)
-        self._peers = Peers(peers, hello, self._loop, config.codec, limits.verify, clock.now)
-        self._handoffs = Handoffs(self._loop, self._peers, executor.limits, limits.pull_seconds, clock.now, self.counters)
-        holds, ends = (self._state, self._streams, self._batches, self._handoffs), (self._join, self._fail, self._settle)
-        self._intake = Intake(name, *holds, limits, self._loop, clock, self.counters, *ends)
-        self._boxes = Outboxes(hello, self._loop, clock, lease_seconds, self.counters)
-        self._movers = Movers(self._state, self._boxes, self._loop, ids, key, self._settle, self.counters)
-        self._sweeper = Sweeper(clock, min(lease_seconds, limits.reservation_lease_seconds), self._sweep, self._loop.break_down)
-        self._draining = False
-        self._quiet = asyncio.Event()
+        now, timeouts = context.clock.now, limits.timeouts.handoff
+        self._peers = Peers(peers, self._hello, self._loop, config.codec, now, timeouts)
+        self._incoming = IncomingKv(
+            self._state, self._loop, self._peers, limits, now, self.counters, events=self
+        )
+        self._migration = MigrationSender(
+            self._state,
+            self._outgoing,
+            self._loop,
+            context.ids,
+            self._hello.checksum_key,
+            timeouts,
+            self.counters,
+        )
 
-    async def start(self) -> None:
-        self._loop.start()
-        self._sweeper.start()
+    # ---- the loop
 
-    async def stop(self) -> None:
-        """Ends what still runs with UnavailableError and stops the tasks. The executor stays open."""
-        self._end_everything(UnavailableError(f"worker {self.name!r} was stopped"))
-        await self._sweeper.stop()
-        await self._handoffs.stop()
-        await self._loop.stop()
+    def _turn(self) -> None:
+        for command, result in self._loop.finished():
+            self._apply(command, result)
+            self._settle()
+        while self._loop.is_room():
+            command = self._plan(self._loop.next_number())
+            if self._state.news:
+                self._settle()
+            if command is None:
+                return
+            self._loop.issue(command)
 
-    async def drain(self, deadline_seconds: float | None = None) -> None:
-        """Refuses new requests and returns when the running ones have ended. With a deadline, they are offered to other decode workers
-        meanwhile; what is left when it passes is ended with UnavailableError, for the path to begin it elsewhere."""
-        self._draining = True
-        offered: dict[int, int] = {}
-        try:
-            async with asyncio.timeout(deadline_seconds):
-                while self._state.groups or len(self._reservations) or self._streams:
-                    for key in list(self._state.groups) if deadline_seconds is not None else ():
-                        if offered.get(key, 0) < MOST_MOVES and self.migrate_out(key):
-                            offered[key] = offered.get(key, 0) + 1
-                    self._quiet.clear()
-                    await self._quiet.wait()
-        except TimeoutError:
-            self.counters.add("drains_cut_short")
-            self._end_everything(UnavailableError(f"worker {self.name!r} shuts down; its time to drain is over"))
+    def _plan(self, step: int) -> StepCommand | None:
+        snapshot = self._snapshot()
+        decision = next_step(snapshot)
+        match decision.action:
+            case Action.WAIT:
+                return None
+            case Action.INTERRUPT:
+                assert self._interruptible is not None, "only there spans are in flight"
+                self._interruptible.interrupt()
+                return None
+            case Action.PREFILL:
+                self._prefilled_last = True
+                return self._prefills.next_chunk(step)
+            case Action.DECODE:
+                steps = self._batches.next_step(step, decision.quiet)
+                if steps is None and snapshot.prompts_queued:
+                    return self._prefills.next_chunk(step)
+                self._prefilled_last = False
+                return steps
 
-    def migrate_out(self, reservation_id: int) -> bool:
-        """Offers a running sequence to other decode workers; it goes on here until one of them has it. False: it cannot move (now)."""
-        group, stream = self._state.groups.get(reservation_id), self._streams.get(reservation_id)
-        if group is None or stream is None or not stream.taken or not self._movers.movable(group):
-            return False
-        stream.tell(moving=HandoffSource(self.name, self._movers.begin(group, stream.until), self.address, self.boot_id))
-        return True
+    def _apply(self, command: StepCommand, result: StepResult) -> None:
+        if isinstance(command, PrefillChunk):
+            assert isinstance(result, PrefillResult)
+            for row in command.rows:
+                self._backlog.computed(row.sequence, len(row.tokens))
+                if row.samples and (group := self._state.groups.get(row.sequence)) is not None:
+                    key = row.sequence
+                    self._join(group, tuple([one for one in result.samples if one.sequence == key]))
+        else:
+            assert isinstance(result, DecodeResult)
+            for group in self._batches.apply(result):
+                self.fail(group, BrokenModelError())
+        self._migration.poke()
+
+    def _settle(self) -> None:
+        """After any change: news to streams, pages to those that wait, and the loop looks again."""
+        for progress in self._state.take_news() if self._state.news else ():
+            if (stream := self._streams.get(progress.group_key)) is not None:
+                stream.put(progress)
+            if progress.group_key not in self._state.groups:
+                self._incoming.forget(progress.group_key, "the receiver gave the sequence up")
+                self._migration.abort(progress.group_key, "the sequence has ended")
+                self._prefills.remove(progress.group_key)
+                self._backlog.forget(progress.group_key)
+        if len(self._reservations) and self._loop.failure is None:
+            lease_until = self._clock.now() + self._limits.reservation_lease_seconds
+            for group in self._reservations.grant(lease_until):
+                self._streams[group.key] = SpanStream(group)
+                self._tickets.pop(group.key).set_result(group)
+        self._loop.wake()
+        self._quiet.set()
+
+    def _snapshot(self) -> StepSnapshot:
+        """What the policy does not read is left out: it is asked between any two steps."""
+        prompts, spans = bool(self._prefills), self._interruptible is not None
+        newest = self._loop.newest(DecodeSteps)
+        if spans and newest:
+            return StepSnapshot(
+                self._mode,
+                interruptible=True,
+                prompts_queued=prompts,
+                span_in_flight=True,
+                span_blocks=not prompts and self._batches.interrupting(),
+            )
+        return StepSnapshot(
+            self._mode,
+            interruptible=spans,
+            prompts_queued=prompts,
+            prefilled_last=self._prefilled_last,
+            decode_runnable=not (prompts and self._prefilled_last) or self._batches.runnable(),
+            chunk_in_flight=self._mode is Mode.UNIFIED and self._loop.in_flight(PrefillChunk),
+            kv_arriving=not spans and self._incoming.arriving,
+            kv_completing=newest > 0 and self._incoming.completing_before(newest),
+        )
+
+    # ---- reservations
 
     async def reserve(self, call: ReserveCall) -> Reservation:
-        self._check_serving(call)
-        indices = tuple(child.index for child in call.children)
-        self._attempts.take(call.request, indices, call.attempt, self._clock.now())
+        self._check_serving(call.children)
+        self._attempts.take(call.request, call.children, call.attempt, self._clock.now())
         self._supersede(call)
         children = tuple((child.index, child.accepted) for child in call.children)
         self._reservations.check(call.request, children)
         if len(self._reservations) >= self._config.queue_limit:
             raise OverloadedError(
-                f"worker {self.name!r}: {len(self._reservations)} requests wait for pages, the queue's limit; try again later",
+                f"worker {self.name!r}: {len(self._reservations)} requests wait for pages, the"
+                " queue's limit; try again later",
                 retry_after_seconds=1.0,
             )
         arrival = self._clock.now() - call.age_seconds
@@ -173,14 +223,19 @@ class DecodeWorker:
         granted = self._tickets[ticket] = asyncio.get_running_loop().create_future()
         self._settle()
         group = await self._granted(ticket, granted, call.deadline_seconds)
-        return Reservation(group.key, self.name, group.rank, max(0.0, group.handoff.deadline - self._clock.now()))
+        lease_seconds = max(0.0, group.handoff.deadline - self._clock.now())
+        return Reservation(group.key, self.name, group.rank, lease_seconds)
 
-    async def _granted(self, ticket: int, granted: "asyncio.Future[Group]", seconds: float) -> Group:
+    async def _granted(
+        self, ticket: int, granted: "asyncio.Future[Group]", seconds: float
+    ) -> Group:
         try:
             return await within(granted, seconds)
         except TimeoutError:
             self._give_up(ticket)
-            raise DeadlineExceededError(f"worker {self.name!r} had no free pages for the request within its {seconds:g} s") from None
+            raise DeadlineExceededError(
+                f"worker {self.name!r} had no free pages for the request within its {seconds:g} s"
+            ) from None
         except asyncio.CancelledError:
             self._give_up(ticket)
             raise
@@ -190,18 +245,31 @@ class DecodeWorker:
         self._tickets.pop(ticket, None)
         self._drop(ticket)
 
+    def _supersede(self, call: ReserveCall) -> None:
+        """A later attempt at the same children makes an earlier one a zombie."""
+        indices = {child.index for child in call.children}
+        later = f"was superseded by attempt {call.attempt}"
+        for group in self._state.groups_of(call.request.identity):
+            if group.attempt < call.attempt and indices & {child.child for child in group.alive}:
+                self.counters.add("attempts_superseded")
+                self.fail(group, HandoffError(f"attempt {group.attempt} {later}"))
+        for ticket in self._reservations.earlier(call.request, indices, call.attempt):
+            self.counters.add("attempts_superseded")
+            self._reservations.withdraw(ticket)
+            self._tickets.pop(ticket).set_exception(HandoffError(f"the attempt {later}"))
+
+    # ---- sequences
+
     async def generate(self, call: GenerateCall) -> AsyncIterator[Span]:
         stream = self._streams.get(call.reservation_id)
         if stream is None or stream.taken or stream.attempt != call.attempt:
-            raise HandoffError(
-                f"worker {self.name!r}: reservation {call.reservation_id} is not held for attempt {call.attempt}: its lease passed"
-            )
+            raise self._not_held(call.reservation_id, call.attempt)
         stream.taken = True
-        stream.until = self._clock.now() + call.deadline_seconds
         group = self._state.groups.get(call.reservation_id)
         try:
             if group is not None:
-                group.handoff = group.handoff.move(HandoffEvent.GENERATE, stream.until)
+                group.until = self._clock.now() + call.deadline_seconds
+                self._state.advance(group, HandoffEvent.GENERATE, group.until)
                 self._begin(group, call.source)
             stream.begun.set()
             while (span := await stream.next()) is not None:
@@ -210,20 +278,20 @@ class DecodeWorker:
             self._drop(call.reservation_id)
 
     async def resume_source(self, call: ResumeCall) -> int | None:
-        return await self._intake.resume(call)
-
-    async def hello(self, hello: PeerHello) -> PeerHello:
-        return await self._boxes.hello(hello)
-
-    def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:
-        return self._boxes.offers(handoff_id, attempt)
-
-    async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
-        await self._boxes.acknowledge(handoff_id, offer_ids)
-        self._movers.poke()
-
-    async def abort(self, handoff_id: int, reason: str) -> None:
-        await self._boxes.abort(handoff_id, reason)
+        stream = self._streams.get(call.reservation_id)
+        if stream is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._limits.timeouts.handoff.resume_seconds):
+                    await stream.begun.wait()  # this call may have overtaken that of `generate`
+        group = self._state.groups.get(call.reservation_id)
+        if (
+            group is None
+            or stream is None
+            or stream.attempt != call.attempt
+            or group.handoff.state is HandoffState.RESERVED
+        ):
+            raise self._not_held(call.reservation_id, call.attempt)
+        return self._incoming.replace_source(group, call.source, call.firsts)
 
     async def cancel(self, reservation_id: int, child: int | None = None) -> None:
         group = self._state.groups.get(reservation_id)
@@ -235,100 +303,64 @@ class DecodeWorker:
                     self._state.end_child(sequence, FinishReason.CANCELLED)
         self._settle()
 
-    async def status(self) -> WorkerStatus:
-        return self.status_now()
+    def migrate_out(self, reservation_id: int) -> bool:
+        """Offers a running sequence to other decode workers; it goes on here until one of them has
+        it. False: it cannot move (now)."""
+        group, stream = self._state.groups.get(reservation_id), self._streams.get(reservation_id)
+        if group is None or stream is None:
+            return False
+        if not stream.taken or not self._migration.movable(group):
+            return False
+        handoff_id = self._migration.begin(group)
+        stream.announce(moving=HandoffSource(self.name, handoff_id, self.address, self.boot_id))
+        return True
 
-    def status_now(self) -> WorkerStatus:
-        """Raises UnavailableError when the mesh failed."""
-        self._loop.check()
-        return decode_status(
-            self.name,
-            WorkerRole.DECODE if self._mode is Mode.DISAGGREGATED else WorkerRole.MIXED,
-            self._config,
-            self._state,
-            self._backlog,
-            waiting=len(self._reservations),
-            handoffs=len(self._handoffs) + len(self._boxes),
-            draining=self._draining,
-            can_prefill=self._can_prefill,
-            loading_seconds=self.loading_seconds(),
+    def _not_held(self, reservation_id: int, attempt: int) -> HandoffError:
+        return HandoffError(
+            f"worker {self.name!r}: reservation {reservation_id} is not held for attempt {attempt}"
+            " (any more): its lease passed"
         )
 
     def _begin(self, group: Group, source: HandoffSource | None) -> None:
         """Lets the KV come: from the peer, or by prefilling here."""
         if source is not None:
-            self._intake.begin(group, source)
+            self._incoming.begin(group, source)
         else:
             specs = tuple(child.sample_spec() for child in group.alive)
             pages = self._state.ledgers[group.rank].pages(group.key)
-            self._prefills.add(PrefillJob(group.key, group.rank, group.known_tokens, pages, specs, group.arrival))
+            self._prefills.add(
+                PrefillJob(group.key, group.rank, group.known_tokens, pages, specs, group.arrival)
+            )
             self._backlog.add(group.key, len(group.known_tokens))
         self._settle()
 
-    def _join(self, group: Group, firsts: tuple[SampledToken, ...]) -> None:
-        if any(first.token == BROKEN_TOKEN for first in firsts):
-            return self._fail(group, BrokenModelError())
-        copies = self._batches.ready(group, firsts, self._loop.next_number(), group.handoff.deadline)
-        if copies is not None:
-            self._loop.fire(copies)
-
-    def _plan(self, step: int) -> StepCommand | None:
-        command = self._choose(step)
-        if self._state.news:
-            self._settle()
-        return command
-
-    def _choose(self, step: int) -> StepCommand | None:
-        prefill = bool(self._prefills)
-        if self._interruptible is not None and self._loop.in_flight(DecodeSteps):
-            # One span at a time: what to do next is known when it ends, and it ends when something waits for that.
-            if prefill or self._batches.interrupting():
-                self._interruptible.interrupt()
-            return None
-        if prefill and (self._mode is Mode.UNIFIED or not self._last_was_prefill or not self._batches.runnable()):
-            self._last_was_prefill = True
-            return self._prefills.next_chunk(step)
-        if self._mode is Mode.UNIFIED and self._loop.in_flight(PrefillChunk):
-            return None  # its sequences join the very next step; one without them would cost them a step more
-        if self._handoffs.completing_before(self._loop.newest(DecodeSteps)):
-            return None  # a step behind the insertion keeps the mesh at work: who has come joins the next
-        quiet = not prefill and (self._interruptible is not None or not self._handoffs.coming)
-        decode = self._batches.next_step(step, quiet)
-        if decode is None and prefill:
-            return self._prefills.next_chunk(step)
-        self._last_was_prefill = False
-        return decode
-
-    def _apply(self, command: StepCommand, result: StepResult) -> None:
-        if isinstance(command, PrefillChunk):
-            assert isinstance(result, PrefillResult)
-            for row in command.rows:
-                self._backlog.computed(row.sequence, len(row.tokens))
-                if row.samples and (group := self._state.groups.get(row.sequence)) is not None:
-                    self._join(group, tuple(sample for sample in result.samples if sample.sequence == row.sequence))
-        else:
-            assert isinstance(result, DecodeResult)
-            for group in self._batches.apply(result):
-                self._fail(group, BrokenModelError())
-        self._movers.poke()
+    def kv_complete(self, group: Group, received: Received) -> None:
+        """All KV of a group has come: its sequences join, or the one that moved goes on."""
+        stream = self._streams[group.key]
+        stream.kv_bytes_moved = received.bytes_moved
+        stream.exposed_seconds = received.exposed_seconds
+        if not received.moved:
+            firsts = [
+                SampledToken(group.key, first.child, first.token_id, first.logprobs)
+                for first in received.firsts
+            ]
+            self._join(group, tuple(firsts))
+        elif not self._batches.take_over(group, received.moved, group.until):
+            text = f"worker {self.name!r} cannot go on with the sequence that moved to it"
+            self.fail(group, HandoffError(text))
         self._settle()
 
-    def _settle(self) -> None:
-        """After any change: news to listeners, pages to waiters, and the loop looks again."""
-        for progress in self._state.take_news() if self._state.news else ():
-            if (stream := self._streams.get(progress.group_key)) is not None:
-                stream.put(progress)
-            if progress.group_key not in self._state.groups:
-                self._handoffs.abort(progress.group_key, "the receiver gave the sequence up")
-                self._movers.abort(progress.group_key, "the sequence has ended")
-                self._prefills.remove(progress.group_key)
-                self._backlog.forget(progress.group_key)
-        if len(self._reservations) and self._loop.failure is None:
-            for group in self._reservations.grant(self._clock.now() + self._limits.reservation_lease_seconds):
-                self._streams[group.key] = SpanStream(group)
-                self._tickets.pop(group.key).set_result(group)
-        self._loop.wake()
-        self._quiet.set()
+    def kv_lost(self, group: Group, lost: SourceLost) -> None:
+        self._streams[group.key].announce(lost=lost)
+
+    def _join(self, group: Group, firsts: tuple[SampledToken, ...]) -> None:
+        if any(first.token == BROKEN_TOKEN for first in firsts):
+            return self.fail(group, BrokenModelError())
+        copies = self._batches.ready(
+            group, firsts, self._loop.next_number(), group.handoff.deadline
+        )
+        if copies is not None:
+            self._loop.fire(copies)
 
     def _drop(self, reservation_id: int) -> None:
         """Cancels a reservation and forgets its stream. Idempotent."""
@@ -339,8 +371,8 @@ class DecodeWorker:
         self._streams.pop(reservation_id, None)
         self._quiet.set()
 
-    def _fail(self, group: Group, error: JdisaggError) -> None:
-        """Ends a group with an error for its listener."""
+    def fail(self, group: Group, error: JdisaggError) -> None:
+        """Ends a group, and its stream with an error."""
         stream = self._streams.get(group.key)
         if stream is not None:
             stream.fail(error)
@@ -348,41 +380,29 @@ class DecodeWorker:
             self._state.end_group(group)
         self._settle()
 
-    def _supersede(self, call: ReserveCall) -> None:
-        """A later attempt at the same children makes an earlier one a zombie."""
-        indices = {child.index for child in call.children}
-        for group in self._state.groups_of(call.request.identity):
-            if group.attempt < call.attempt and indices & {child.child for child in group.alive}:
-                self.counters.add("attempts_superseded")
-                self._fail(group, HandoffError(f"attempt {group.attempt} was superseded by attempt {call.attempt}"))
-        for ticket in self._reservations.earlier(call.request, indices, call.attempt):
-            self.counters.add("attempts_superseded")
-            self._reservations.withdraw(ticket)
-            self._tickets.pop(ticket).set_exception(HandoffError(f"the attempt was superseded by attempt {call.attempt}"))
+    # ---- the worker
 
-    def _sweep(self, now: float) -> None:
-        """Frees what outstayed its deadline, whether or not there is work."""
-        late = {handoff.handoff_id: handoff for handoff in sweep([group.handoff for group in self._state.groups.values()], now)}
-        for group in [self._state.groups[key] for key in late]:
-            self.counters.add("leases_expired")
-            if group.handoff.state is HandoffState.RESERVED:
-                self._fail(group, HandoffError(f"reservation {group.key}: its lease passed before generate took it over"))
-            elif group.handoff.state is HandoffState.ORPHANED:
-                self._fail(group, HandoffError(f"reservation {group.key}: its source failed, and its lease passed before another came"))
-            else:
-                self._fail(group, DeadlineExceededError("the request's deadline passed while its tokens were being generated"))
-        unheard = [key for key, stream in self._streams.items() if not stream.taken and stream.lease_until < now]
-        for key in unheard:
-            self._streams.pop(key)
-        self._boxes.sweep(now)
-        self._peers.sweep(now, self._handoffs.peers())
-        self._loop.break_if_stalled(self._limits.step_seconds)
-        self._attempts.forget_before(now - 2 * self._limits.handoff_lease_seconds)
-        self._settle()
+    async def stop(self) -> None:
+        await super().stop()
+        await self._incoming.stop()
 
-    def _break_down(self, error: UnavailableError) -> None:
-        self.counters.add("mesh_failures")
-        self._end_everything(error)
+    async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
+        await super().acknowledge(handoff_id, offer_ids)
+        self._migration.poke()
+
+    def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
+        if self._migration.ended(handoff.sequence, error):
+            self._settle()
+
+    def _busy(self) -> bool:
+        return bool(self._state.groups or len(self._reservations) or self._streams)
+
+    def _hand_on(self) -> None:
+        """Running sequences are offered to other decode workers, a few times each."""
+        for key in list(self._state.groups):
+            stream = self._streams.get(key)
+            if stream is not None and stream.moves < MOST_MOVES:
+                stream.moves += self.migrate_out(key)
 
     def _end_everything(self, error: UnavailableError) -> None:
         for ticket, granted in list(self._tickets.items()):
@@ -391,10 +411,51 @@ class DecodeWorker:
                 granted.set_exception(UnavailableError(error.message))
         self._tickets.clear()
         for group in list(self._state.groups.values()):
-            self._fail(group, UnavailableError(error.message))
+            self.fail(group, UnavailableError(error.message))
 
-    def _check_serving(self, call: ReserveCall) -> None:
-        self._loop.check()
-        fresh = not any(child.accepted for child in call.children)
-        if self._draining and fresh:
-            raise UnavailableError(f"worker {self.name!r} is draining and takes no new requests; try another", retry_after_seconds=1.0)
+    def _sweep(self, now: float) -> None:
+        for group in self._state.overdue(now):
+            self.counters.add("leases_expired")
+            self.fail(group, _overdue_error(group))
+        for key, stream in list(self._streams.items()):
+            if not stream.taken and stream.lease_until < now:
+                del self._streams[key]
+        super()._sweep(now)
+        self._peers.sweep(now, self._incoming.senders())
+        self._settle()
+
+    def _status(self) -> WorkerStatus:
+        state, mesh = self._state, self._mesh
+        can_prefill = self._mode is not Mode.DISAGGREGATED
+        return WorkerStatus(
+            name=self.name,
+            role=WorkerRole.MIXED if can_prefill else WorkerRole.DECODE,
+            layout=str(self._config.layout),
+            free_pages=tuple(ledger.free_pages for ledger in state.ledgers),
+            total_pages=tuple(ledger.total_pages for ledger in state.ledgers),
+            running=sum(state.living),
+            waiting=len(self._reservations),
+            slots=mesh.ranks * mesh.slots_per_rank,
+            page_size=mesh.page_size,
+            context_tokens=mesh.context_tokens,
+            draining=self._draining,
+            handoffs=len(self._incoming) + len(self._outgoing),
+            preemptions=state.preemptions,
+            reserved_pages=state.reserved_pages(),
+            queued_tokens=self._backlog.tokens,
+            queued_pairs=self._backlog.pairs,
+            rank_sequences=tuple(state.living),
+            rank_contexts=state.contexts(),
+            can_prefill=can_prefill,
+            chunk_tokens=mesh.chunk_buckets[-1] if can_prefill else 0,
+            loading_seconds=self._context.loading_seconds(),
+        )
+
+
+def _overdue_error(group: Group) -> JdisaggError:
+    reason = _OVERDUE.get(group.handoff.state)
+    if reason is not None:
+        return HandoffError(f"reservation {group.key}: {reason}")
+    return DeadlineExceededError(
+        "the request's deadline passed while its tokens were being generated"
+    )

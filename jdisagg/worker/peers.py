@@ -1,30 +1,47 @@
-"""Whom a worker receives KV from: finds the peer's port, greets it, and makes it known to its own mesh.
+"""The workers that this one receives KV from: their ports, what both must agree on, their meshes.
 
-A hello comes before all else, so that a peer that was restarted at its address is never taken for the one that was there before: another
-boot id is another peer to the mesh. Who is known by the boot id that a hand-off names need not be greeted again. Peers are connected once,
-and disconnected when they were replaced or long unused.
-"""
+A hello comes before all else, so that a peer that was restarted at its address is never taken for
+the one that was there before: another boot id is another peer to the mesh. A peer known by the boot
+id that a hand-off names need not be greeted again. Peers are connected once, and disconnected when
+they were replaced or long unused.
+
+Page size and layout may differ between two workers; the protocol, the model, the KV spec with its
+dtype, how it is cut into blocks and the transfer engine's parallel connections may not. Name, boot
+id, key and mesh are a worker's own and not compared."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 
 from jdisagg.clock import limit
-from jdisagg.dispatch.ports import HandoffSource, PeerHello, PeerPort
 from jdisagg.errors import HandoffError, IncompatiblePeerError
-from jdisagg.scheduler.commands import ConnectPeer, DisconnectPeer
-from jdisagg.worker.peer_hello import check_hello, peer_name
+from jdisagg.layout.kv_spec import KVLayer
+from jdisagg.layout.mesh_card import MeshCard
+from jdisagg.messages.packed import PROTOCOL
+from jdisagg.messages.ports import HandoffSource, PeerHello, PeerPort
+from jdisagg.messages.step_commands import ConnectPeer, DisconnectPeer
+from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.timeouts import HandoffTimeouts
 from jdisagg.worker.step_loop import StepLoop
 
-HELLO_SECONDS = 5.0
-IDLE_SECONDS = 600.0
+_COMPARED = (
+    "protocol",
+    "model_fingerprint",
+    "kv_layers",
+    "kv_dtype",
+    "layer_groups",
+    "block_bytes",
+)
 
 PeerResolver = Callable[[HandoffSource], PeerPort]
-"""Gives the port of a source by its address. Raises HandoffError where there is none. Opening one must not wait."""
+"""Gives the port of a source by its address. Raises HandoffError where there is none. Opening one
+must not wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How blocks come from one start of one peer: its name in commands, the key of its checksums, the codec."""
+    """How blocks come from one start of one peer: its name in commands, the key of its checksums,
+    the codec."""
 
     peer: str = ""
     checksum_key: int = 0
@@ -40,7 +57,7 @@ class _Connected:
 
 
 class Peers:
-    """`peers`: ports by worker name (embedded), or a resolver by address."""
+    """`peers`: ports by worker name (embedded), or a resolver by address. `hello`: our own."""
 
     def __init__(
         self,
@@ -48,15 +65,17 @@ class Peers:
         hello: PeerHello,
         loop: StepLoop,
         codec: str,
-        verify: bool,
         now: Callable[[], float],
+        timeouts: HandoffTimeouts,
     ) -> None:
         self._peers = peers
         self._hello = hello
         self._loop = loop
         self._codec = codec
-        self._verify = verify
+        self._verify = hello.checksum_key != 0
         self._now = now
+        self._hello_seconds = timeouts.hello_seconds
+        self._idle_seconds = timeouts.peer_idle_seconds
         self._connected: dict[tuple[str, str], _Connected] = {}
 
     def find(self, source: HandoffSource) -> PeerPort:
@@ -65,37 +84,46 @@ class Peers:
             return self._peers(source)
         peer = self._peers.get(source.worker)
         if peer is None:
-            raise HandoffError(f"worker {source.worker!r} is not known here; known: {', '.join(self._peers) or 'none'}")
+            raise HandoffError(
+                f"worker {source.worker!r} is not known here; known:"
+                f" {', '.join(self._peers) or 'none'}"
+            )
         return peer
 
     async def greet(self, source: HandoffSource, port: PeerPort) -> Link:
-        """Raises IncompatiblePeerError naming what differs, HandoffError when there is no answer."""
+        """Raises IncompatiblePeerError naming what differs, HandoffError when there is no
+        answer."""
         known = self._connected.get((source.worker, source.address))
         if known is not None and source.boot_id and known.hello.boot_id == source.boot_id:
             known.used_at = self._now()
             return known.link
         try:
-            with limit(HELLO_SECONDS):
+            with limit(self._hello_seconds):
                 theirs = await port.hello(self._hello)
         except TimeoutError:
-            raise HandoffError(f"worker {source.worker!r} did not answer a hello within {HELLO_SECONDS:g} s") from None
+            raise HandoffError(
+                f"worker {source.worker!r} did not answer a hello within {self._hello_seconds:g} s"
+            ) from None
         known = self._connected.get((source.worker, source.address))
-        if known is not None and known.hello is theirs:  # within one process the very same object comes each time
+        # within one process the very same object comes each time
+        if known is not None and known.hello is theirs:
             known.used_at = self._now()
             return known.link
         check_hello(self._hello, theirs)
         if self._verify and not theirs.checksum_key:
             raise IncompatiblePeerError(
-                f"limits.verify is set on {self._hello.worker!r} and not on {theirs.worker!r}: it sends no checksums; set it alike"
+                f"limits.verify is set on {self._hello.worker!r} and not on {theirs.worker!r}: it"
+                " sends no checksums; set it alike"
             )
         return self._connect(source, theirs)
 
     def sweep(self, now: float, in_use: Collection[str] = ()) -> None:
-        """Peers that nothing was pulled from for long are disconnected; a hello connects them again. `in_use`: hand-offs from them last."""
+        """Peers that nothing was pulled from for long are disconnected; a hello connects them
+        again. `in_use`: hand-offs from them last."""
         for key, connected in list(self._connected.items()):
             if connected.link.peer in in_use:
                 connected.used_at = now
-            elif now - connected.used_at > IDLE_SECONDS:
+            elif now - connected.used_at > self._idle_seconds:
                 self._disconnect(key)
 
     def _connect(self, source: HandoffSource, theirs: PeerHello) -> Link:
@@ -116,3 +144,51 @@ class Peers:
     def _disconnect(self, key: tuple[str, str]) -> None:
         gone = self._connected.pop(key)
         self._loop.fire(DisconnectPeer(self._loop.next_number(), gone.link.peer))
+
+
+def hello_of(
+    worker: str,
+    model_fingerprint: str,
+    limits: MeshLimits,
+    card: MeshCard,
+    boot_id: int,
+    checksum_key: int,
+) -> PeerHello:
+    layers = ", ".join(
+        f"{len(list(same))} x {_words(layer)}" for layer, same in groupby(limits.kv_spec.layers)
+    )
+    return PeerHello(
+        protocol=PROTOCOL,
+        worker=worker,
+        model_fingerprint=model_fingerprint,
+        kv_layers=layers,
+        kv_dtype=limits.kv_spec.dtype,
+        layer_groups=limits.layer_groups,
+        boot_id=boot_id,
+        checksum_key=checksum_key,
+        mesh=card,
+        block_bytes=limits.block_bytes,
+    )
+
+
+def check_hello(ours: PeerHello, theirs: PeerHello) -> None:
+    """Raises IncompatiblePeerError naming the first field that differs and both values."""
+    pairs = [(name, getattr(ours, name), getattr(theirs, name)) for name in _COMPARED]
+    if ours.mesh is not None and theirs.mesh is not None:
+        pairs.append(("transports", ours.mesh.transports, theirs.mesh.transports))
+    for name, mine, other in pairs:
+        if mine != other:
+            raise IncompatiblePeerError(
+                f"{name} is {mine!r} on {ours.worker!r} and {other!r} on {theirs.worker!r}: these"
+                " workers cannot hand over KV; serve the same model with the same settings on both"
+            )
+
+
+def peer_name(hello: PeerHello) -> str:
+    """What commands call a peer: never the same for two starts of a worker."""
+    return f"{hello.worker}#{hello.boot_id:x}"
+
+
+def _words(layer: KVLayer) -> str:
+    parts = " ".join(f"{part.name}[{part.heads},{part.width}]" for part in layer.components)
+    return f"({parts})" if layer.window is None else f"({parts} window {layer.window})"

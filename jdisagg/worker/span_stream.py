@@ -1,15 +1,16 @@
-"""The spans of one reservation on their way to whoever called `generate`: a queue, bounded by the tokens asked for.
+"""The spans of one reservation on their way to the caller of `generate`: a queue, bounded by the
+tokens asked for.
 
-A slow reader stops no one: its spans pile up here, never more than max_tokens of each child. The stream ends when every
-child has ended, or with the error that ended them. The worker's sweeper ends a group whose deadline has passed, so `next` needs
-no timer of its own: a timer for each token would cost more than the token.
-"""
+A slow reader stops no one: its spans pile up here, never more than max_tokens of each child. The
+stream ends when every child has ended, or with the error that ended them. The worker's sweep ends a
+group whose deadline has passed, so `next` needs no timer of its own: a timer for each token would
+cost more than the token."""
 
 import asyncio
 
-from jdisagg.dispatch.mailbox import Mailbox
-from jdisagg.dispatch.ports import FirstToken, HandoffSource, SourceLost, Span, SpanEnd
 from jdisagg.errors import JdisaggError
+from jdisagg.mailbox import Mailbox
+from jdisagg.messages.ports import HandoffSource, SourceLost, Span, SpanEnd
 from jdisagg.request import FinishReason
 from jdisagg.scheduler.sequences import Group, Progress
 
@@ -17,17 +18,15 @@ _ENDS = {FinishReason.STOP: SpanEnd.STOP, FinishReason.LENGTH: SpanEnd.LENGTH}
 
 
 class SpanStream:
-    """`until`: the deadline of the call that took it. `kept_tokens`: positions that are here of a hand-off whose source failed.
-    `firsts`: first tokens that the client has already, whatever a new source samples."""
+    """`taken`: its caller has come; until `lease_until` it may. `kv_bytes_moved` and
+    `exposed_seconds` go with the next span. `moves`: how often it was offered to other workers."""
 
     def __init__(self, group: Group) -> None:
         self.attempt = group.attempt
         self.lease_until = group.handoff.deadline
-        self.until = group.handoff.deadline
         self.taken = False
+        self.moves = 0
         self.begun = asyncio.Event()
-        self.kept_tokens = 0
-        self.firsts: dict[int, FirstToken] = {}
         self.kv_bytes_moved = 0
         self.exposed_seconds = 0.0
         self._open = {child.child for child in group.children}
@@ -39,15 +38,23 @@ class SpanStream:
             return
         end = _end_of(progress)
         if progress.token_ids or end:
-            moved, exposed = self.kv_bytes_moved, self.exposed_seconds
-            self._spans.put_nowait(Span(progress.child, progress.first_index, progress.token_ids, progress.logprobs, end, moved, exposed))
+            span = Span(
+                child=progress.child,
+                first_index=progress.first_index,
+                token_ids=progress.token_ids,
+                logprobs=progress.logprobs,
+                end=end,
+                kv_bytes_moved=self.kv_bytes_moved,
+                exposed_transfer_seconds=self.exposed_seconds,
+            )
+            self._spans.put_nowait(span)
             self.kv_bytes_moved, self.exposed_seconds = 0, 0.0
         if end or progress.finish:
             self._open.discard(progress.child)
             if not self._open:
                 self._spans.put_nowait(None)
 
-    def tell(self, lost: SourceLost | None = None, moving: HandoffSource | None = None) -> None:
+    def announce(self, lost: SourceLost | None = None, moving: HandoffSource | None = None) -> None:
         """News of the whole reservation."""
         self._spans.put_nowait(Span(-1, 0, (), lost=lost, moving=moving))
 

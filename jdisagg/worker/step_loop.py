@@ -1,18 +1,19 @@
-"""The loop of one mesh: ask for a command, run it, report its result; two commands in flight (or `depth`), results in order.
+"""The commands of one mesh on their way: issued in order, read back in order, two in flight (or
+`depth`).
 
-The loop knows neither schedulers nor ports: `plan` gives the next command or None, `apply` takes a result in order of issue, and
-`failed` is told once when the mesh broke. It takes a turn when a result has come and when `wake` was called, by whoever changes what
-`plan` would say; between turns nothing of it runs. Commands outside the loop's rhythm (pulls, inserts, copies, releases) go through
-`submit` and `fire`; they take their place in the mesh's order at the moment of the call.
-"""
+The worker takes a turn when a result has come and when `wake` was called: it reads back what has
+`finished` and issues what comes next while there `is_room`. Between turns nothing runs. Commands
+outside this rhythm (pulls, inserts, copies, releases) go through `submit` and `fire`; they take
+their place in the mesh's order at the moment of the call."""
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from jdisagg.errors import JdisaggError, UnavailableError
-from jdisagg.scheduler.commands import Executor, PullBlock, StepCommand, StepResult
+from jdisagg.messages.step_commands import PullBlock, StepCommand, StepResult
+from jdisagg.scheduler.executor import Executor
 
 DEPTH = 2
 
@@ -20,28 +21,28 @@ _log = logging.getLogger(__name__)
 
 
 class StepLoop:
-    """Runs `plan`'s commands on `executor` until stopped or broken. `depth`: commands issued and not yet ended, at most."""
+    """Issues commands to `executor` until stopped or broken. `turn` is called to plan; `failed`
+    once, when the mesh broke. `depth`: planned commands in flight, at most."""
 
     def __init__(
         self,
         executor: Executor,
-        plan: Callable[[int], StepCommand | None],
-        apply: Callable[[StepCommand, StepResult], None],
+        turn: Callable[[], None],
         failed: Callable[[UnavailableError], None],
         now: Callable[[], float] = lambda: 0.0,
         depth: int = DEPTH,
     ) -> None:
-        self._depth = depth
-        self._now = now
-        self._running: deque[tuple[float, str, asyncio.Future[StepResult]]] = deque()
-        self._ended_at = 0.0  # when one of them was last seen to have ended
         self._executor = executor
-        self._plan = plan
-        self._apply = apply
+        self._turn = turn
         self._on_failure = failed
+        self._now = now
+        self._depth = depth
         self._steps = 0
         self._turn_due = False
         self._flight: deque[tuple[StepCommand, asyncio.Future[StepResult]]] = deque()
+        # all commands but pulls that have not ended: when each was issued, and its name
+        self._running: deque[tuple[float, str, asyncio.Future[StepResult]]] = deque()
+        self._ended_at = 0.0  # when one of them was last seen to have ended
         self._events: asyncio.AbstractEventLoop | None = None  # while it is started
         self.failure: UnavailableError | None = None
 
@@ -60,6 +61,25 @@ class StepLoop:
             self._turn_due = True
             self._events.call_soon(self._take_turn)
 
+    def finished(self) -> Iterator[tuple[StepCommand, StepResult]]:
+        """Planned commands that have ended, in order of issue, each taken out of flight. What wakes
+        the loop meanwhile need not: the turn goes on to plan."""
+        self._turn_due = True
+        while self._flight and self._flight[0][1].done():
+            command, future = self._flight.popleft()
+            yield command, future.result()
+        self._turn_due = False
+
+    def is_room(self) -> bool:
+        """Whether one more planned command may be issued."""
+        return len(self._flight) < self._depth and self.failure is None
+
+    def issue(self, command: StepCommand) -> None:
+        """Enqueues a planned command; its result comes with `finished`."""
+        future = self.submit(command)
+        future.add_done_callback(self._came_back)
+        self._flight.append((command, future))
+
     def next_number(self) -> int:
         self._steps += 1
         return self._steps
@@ -69,11 +89,14 @@ class StepLoop:
         return any([isinstance(command, kind) for command, _ in self._flight])
 
     def newest(self, kind: type) -> int:
-        """The number of the planned command of this kind that was issued last and is in flight; 0: there is none."""
-        return max([command.step for command, _ in self._flight if isinstance(command, kind)], default=0)
+        """The number of the planned command of this kind that was issued last and is in flight; 0:
+        there is none."""
+        return max(
+            [command.step for command, _ in self._flight if isinstance(command, kind)], default=0
+        )
 
     def check(self) -> None:
-        """Raises what broke the mesh, if it is broken: a fresh error for each who asks."""
+        """Raises what broke the mesh, if it is broken: a fresh error for each caller."""
         if self.failure is not None:
             raise UnavailableError(self.failure.message) from self.failure
 
@@ -82,20 +105,26 @@ class StepLoop:
         self.check()
         result = self._executor.run(command)
         future = result if isinstance(result, asyncio.Future) else asyncio.ensure_future(result)
-        if not isinstance(command, PullBlock):  # a pull has a deadline of its own, and blocks nothing
+        # a pull has a deadline of its own, and blocks nothing
+        if not isinstance(command, PullBlock):
             self._forget_done()
             self._running.append((self._now(), type(command).__name__, future))
         return future
 
     def break_if_stalled(self, seconds: float) -> None:
-        """A command that takes longer than `seconds` will never end: the mesh hangs, and the worker with it. How long it waited behind
-        others does not count."""
+        """A command that takes longer than `seconds` will never end: the mesh hangs, and the worker
+        with it. How long it waited behind others does not count."""
         self._forget_done()
         if self._running and self._now() - max(self._running[0][0], self._ended_at) > seconds:
-            self.break_down(UnavailableError(f"{self._running[0][1]} did not end within {seconds:g} s (limits.step_seconds)"))
+            self.break_down(
+                UnavailableError(
+                    f"{self._running[0][1]} did not end within {seconds:g} s (limits.step_seconds)"
+                )
+            )
 
     def behind(self, instant: float) -> bool:
-        """Whether the mesh is still busy with what was issued by then, so that what was issued later may not have begun."""
+        """Whether the mesh is still busy with what was issued by then, so that what was issued
+        later may not have begun."""
         self._forget_done()
         return bool(self._running) and self._running[0][0] <= instant
 
@@ -106,7 +135,7 @@ class StepLoop:
             self._ended_at = self._now()
 
     def fire(self, command: StepCommand) -> None:
-        """Enqueues a command whose result says nothing but that it worked; when it did not, the mesh is broken."""
+        """Enqueues a command whose result carries nothing; when it fails, the mesh is broken."""
         if self.failure is None:
             try:
                 future = self.submit(command)
@@ -118,10 +147,12 @@ class StepLoop:
                 self.break_down(error)
 
     def break_down(self, error: BaseException) -> None:
-        """The mesh failed: nothing on it can be trusted any more. Told once."""
+        """The mesh failed: nothing on it can be trusted any more. Reported once."""
         if self.failure is not None:
             return
-        text = error.message if isinstance(error, JdisaggError) else f"{type(error).__name__}: {error}"
+        text = (
+            error.message if isinstance(error, JdisaggError) else f"{type(error).__name__}: {error}"
+        )
         self.failure = UnavailableError(f"the mesh's program failed: {text}; restart the worker")
         self.failure.__cause__ = error
         _log.error("%s", self.failure.message, exc_info=error)
@@ -138,26 +169,8 @@ class StepLoop:
 
     def _take_turn(self) -> None:
         self._turn_due = False
-        if self._events is None or self.failure is not None:
-            return
-        try:
-            self._turn_due = True  # whoever wakes us while results are applied need not: plans are asked for next
-            self._read_back()
-            self._turn_due = False
-            self._issue()
-        except Exception as error:
-            self.break_down(error)
-
-    def _read_back(self) -> None:
-        while self._flight and self._flight[0][1].done():
-            command, future = self._flight.popleft()
-            self._apply(command, future.result())
-
-    def _issue(self) -> None:
-        while len(self._flight) < self._depth and self.failure is None:
-            command = self._plan(self.next_number())
-            if command is None:
-                return
-            future = self.submit(command)
-            future.add_done_callback(self._came_back)
-            self._flight.append((command, future))
+        if self._events is not None and self.failure is None:
+            try:
+                self._turn()
+            except Exception as error:
+                self.break_down(error)

@@ -1,5 +1,1 @@
-"""The shipped tiny models: two checkpoints in Hugging Face form, and what made them.
-
-`corpus` (words, plots, talk) writes the text, `tokenizer` cuts it, `network` is the training form of both families,
-`training` the loop, `export` the checkpoint folder. `launch/train_tiny.py` runs it all. Serving needs none of this code.
-"""
+"""The shipped tiny models, two checkpoints in Hugging Face form; `tools/tiny_models` made them."""

@@ -1,12 +1,12 @@
-"""Chaos for as long as one likes: random scenarios from a seed, each judged, with a table of recovery times at the end.
+"""Chaos for as long as one likes: random scenarios from a seed, each judged, with a table of
+recovery times at the end.
 
     python -m tests.chaos --minutes=10 --seed=1
     python -m tests.chaos --minutes=10 --seed=1 --rate=0.05              # besides, every worker's channel goes wrong
-    python -m tests.chaos --minutes=10 --processes=2 --prefill_layout=tp=2 --decode_layout=dp=2
+    python -m tests.chaos --minutes=10 --processes=2 --prefill=tp=2 --decode=dp=2
     python -m tests.chaos --only="SIGSTOP prefill" --times=5             # these alone, in order, five times over
 
-Ends with 1 when the service broke its word in any of them.
-"""
+Ends with 1 when the service broke its word in any of them."""  # noqa: E501
 
 import argparse
 import asyncio
@@ -26,19 +26,31 @@ from tests.chaos.scenarios import Harness, Outcome, all_scenarios
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.chaos",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--streams", type=int, default=50, help="of each scenario")
-    parser.add_argument("--rate", type=float, default=0.0, help="of faults in the workers' channels")
+    parser.add_argument(
+        "--rate", type=float, default=0.0, help="of faults in the workers' channels"
+    )
     parser.add_argument("--processes", type=int, default=1, help="of each instance")
     parser.add_argument("--prefill_layout", default="tp=1")
     parser.add_argument("--decode_layout", default="tp=1")
-    parser.add_argument("--only", default="", help="scenarios with one of these texts in their name (a,b,c), in order")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="scenarios with one of these texts in their name (a,b,c), in order",
+    )
     parser.add_argument("--times", type=int, default=1, help="how often each of --only")
-    parser.add_argument("--cold", action="store_true", help="workers serve at once, and compile as they go")
-    parser.add_argument("--cache", default="", help="folder of compiled programs; a fresh one by default")
+    parser.add_argument(
+        "--cold", action="store_true", help="workers serve at once, and compile as they go"
+    )
+    parser.add_argument(
+        "--cache", default="", help="folder of compiled programs; a fresh one by default"
+    )
     parser.add_argument("--json", default="", help="file for the outcomes")
     asked = parser.parse_args()
     shape = Shape(
@@ -77,7 +89,11 @@ async def run(shape: Shape, asked: argparse.Namespace, folder: Path) -> list[Out
             began = time.monotonic()
             outcomes.append(await harness.run(scenario))
             seconds = time.monotonic() - began
-            print(f"{scenario.name}: {'; '.join(outcomes[-1].faults) or 'right'} ({seconds:.1f} s)", file=sys.stderr, flush=True)
+            print(
+                f"{scenario.name}: {'; '.join(outcomes[-1].faults) or 'right'} ({seconds:.1f} s)",
+                file=sys.stderr,
+                flush=True,
+            )
         if cluster.desk.counts:
             print(f"faults in the channels: {cluster.desk.counts}", file=sys.stderr)
     finally:

@@ -1,7 +1,7 @@
-"""A cluster of real processes that can be hurt: router and workers as `launch.cluster` starts them, the workers taking orders.
+"""A cluster of real processes that can be hurt: router and workers as `launch.cluster` starts them,
+the workers taking orders.
 
-Processes are restarted by the supervisor, as they are there. What they say goes to one log file.
-"""
+Processes are restarted by the supervisor, as they are there. What they say goes to one log file."""
 
 import asyncio
 import os
@@ -16,25 +16,31 @@ import psutil
 
 from jdisagg.client import AsyncClient
 from jdisagg.clock import MonotonicClock
-from jdisagg.dispatch.ports import WorkerStatus
+from jdisagg.config import EngineConfig, override
 from jdisagg.errors import JdisaggError
+from jdisagg.messages.worker_status import WorkerStatus
+from jdisagg.node.cluster_plan import ClusterConfig, plan_cluster
+from jdisagg.node.recipes import ClusterShape
 from jdisagg.supervisor import supervisor
 from jdisagg.supervisor.child import Command
 from jdisagg.supervisor.supervisor import Group, GroupSpec
-from launch.cluster_plan import ClusterPlan, free_ports, plan_instances
+from launch.shipped import SHIPPED_MODEL
+from tests import time_scale
 from tests.chaos.orders import OrderDesk
 
 HOST = "127.0.0.1"
 ROUTER = "router"
-START_SECONDS = 600.0
+START_SECONDS = time_scale.seconds(600.0)
 MOST_STARTS = 3
-# The supervisor lets who dies again and again wait ever longer; here they die because they are killed.
+# The supervisor lets who dies again and again wait ever longer; here they die because they are
+# killed.
 PAUSE_SECONDS = 0.4
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What to start. `rate`: of faults in every worker's channel. Without `warm_up` processes serve sooner and compile as they go."""
+    """What to start. `rate`: of faults in every worker's channel. Without `warm_up` processes serve
+    sooner and compile as they go."""
 
     prefill: int = 2
     decode: int = 2
@@ -57,18 +63,39 @@ class ChaosCluster:
         self.shape = shape
         self.log = folder / "processes.log"
         self.desk = OrderDesk(str(folder / "orders"))
-        layouts = {"prefill": shape.prefill_layout, "decode": shape.decode_layout}
-        counts = {"prefill": shape.prefill, "decode": shape.decode}
-        instances = [one for role in counts for one in plan_instances(role, counts[role], layouts[role], shape.processes, HOST)]
-        sizes = ("--page_size=16", "--slots=4", "--prefill_chunk=64", f"--codec={shape.codec}", f"--compilation_cache={cache}")
-        drain = f"--drain_seconds={shape.drain_seconds}"
-        settings = tuple(f"--set={assignment}" for assignment in (*shape.settings, f"warm_up={shape.warm_up}"))
-        limits = tuple(f"--set={text.removeprefix('limits.')}" for text in shape.settings if text.startswith("limits."))
-        self.plan = ClusterPlan(HOST, free_ports(HOST, 1)[0], tuple(instances), (*sizes, drain, *settings), (drain, *limits))
+        limits = tuple(text for text in shape.settings if not text.startswith("instance."))
+        both = (
+            *(text.partition(".")[2] for text in shape.settings if text.startswith("instance.")),
+            *("page_size=16", "slots_per_rank=4", "chunk_tokens=64", "min_chunk_tokens=64"),
+            f"codec={shape.codec}",
+        )
+        engine = override(
+            EngineConfig(),
+            [
+                f"prefill.layout={shape.prefill_layout}",
+                f"decode.layout={shape.decode_layout}",
+                f"service.drain_seconds={shape.drain_seconds}",
+                f"warm_up={shape.warm_up}",
+                f"compilation_cache={cache}",
+                *limits,
+                *(f"{side}.{text}" for side in ("prefill", "decode") for text in both),
+            ],
+        )
+        engine = replace(engine, service=replace(engine.service, port=0))
+        config = ClusterConfig(
+            engine,
+            ClusterShape(shape.prefill, shape.decode),
+            SHIPPED_MODEL,
+            processes=shape.processes,
+        )
+        self.plan = plan_cluster(config, folder)
         supervisor.LONGEST_PAUSE_SECONDS = PAUSE_SECONDS
         specs = [self.plan.router(), *self.plan.workers()]
         self.groups = {
-            spec.name: Group(self._with_orders(spec), MonotonicClock(), self._write, self._write, self._failed) for spec in specs
+            spec.name: Group(
+                self._with_orders(spec), MonotonicClock(), self._write, self._write, self._failed
+            )
+            for spec in specs
         }
         self.failed: list[str] = []
         self._serving: dict[str, int] = {}
@@ -83,7 +110,10 @@ class ChaosCluster:
     @property
     def control_ports(self) -> set[int]:
         """Where gRPC listens; the others that a worker opens are the transfer engine's."""
-        return {self.plan.port, *(port for instance in self.plan.instances for port in instance.ports)}
+        return {
+            *self.plan.ports,
+            *(port for instance in self.plan.instances for port in instance.ports),
+        }
 
     @property
     def workers(self) -> list[str]:
@@ -115,10 +145,15 @@ class ChaosCluster:
     def processes(self, name: str) -> list[psutil.Process]:
         return [psutil.Process(pid) for pid in self.groups[name].pids]
 
-    def signal(self, name: str, number: signal.Signals, member: int | None = None) -> list[psutil.Process]:
+    def signal(
+        self, name: str, number: signal.Signals, member: int | None = None
+    ) -> list[psutil.Process]:
         """To one process of a group, or to all of them; those that were signalled."""
         pids = list(self.groups[name].pids)
-        hit = [psutil.Process(pid) for pid in (pids if member is None else pids[member : member + 1])]  # before they can be gone
+        # before they can be gone
+        hit = [
+            psutil.Process(pid) for pid in (pids if member is None else pids[member : member + 1])
+        ]
         for process in hit:
             process.send_signal(number)
         return hit
@@ -129,7 +164,8 @@ class ChaosCluster:
         assert await stand_still(self.processes(name)), f"{name} goes on after SIGSTOP"
 
     def forget_start(self, name: str) -> None:
-        """Its present start is over, or will be: the next must say that it serves before the worker counts as live."""
+        """Its present start is over, or will be: the next must say that it serves before the worker
+        counts as live."""
         self._serving.pop(name, None)
 
     async def statuses(self) -> dict[str, WorkerStatus]:
@@ -144,56 +180,80 @@ class ChaosCluster:
         """Waits until the router knows all of them as serving; how long that took."""
 
         def live(statuses: dict[str, WorkerStatus]) -> bool:
-            """The router may not have noticed yet that one has died: the newest start must have said that it serves."""
+            """The router may not have noticed yet that one has died: the newest start must have
+            said that it serves."""
             started = all(self._serving.get(name) == self.groups[name].restarts for name in names)
-            return started and all(name in statuses and not statuses[name].draining for name in names)
+            return started and all(
+                name in statuses and not statuses[name].draining for name in names
+            )
 
         return await self.until(live, seconds, f"{', '.join(names)} should serve")
 
     async def until_warm(self, names: Sequence[str], seconds: float) -> float:
-        """Waits until all of them have their programs in memory; one that was warm before serves sooner, and slowly at first."""
+        """Waits until all of them have their programs in memory; one that was warm before serves
+        sooner, and slowly at first."""
 
         def warm(_: dict[str, WorkerStatus]) -> bool:
             return all(self._warm.get(name) == self.groups[name].restarts for name in names)
 
-        return await self.until(warm, seconds, f"{', '.join(names)} should be warm") if self.shape.warm_up else 0.0
+        return (
+            await self.until(warm, seconds, f"{', '.join(names)} should be warm")
+            if self.shape.warm_up
+            else 0.0
+        )
 
     async def until_quiet(self, seconds: float) -> float:
         """Waits until every live worker has all its pages and runs nothing; how long that took."""
 
         def quiet(statuses: dict[str, WorkerStatus]) -> bool:
-            busy = [one for one in statuses.values() if one.running or one.waiting or one.handoffs or one.free_pages != one.total_pages]
+            busy = [
+                one
+                for one in statuses.values()
+                if one.running or one.waiting or one.handoffs or one.free_pages != one.total_pages
+            ]
             return bool(statuses) and not busy
 
         return await self.until(quiet, seconds, "all pages should be free")
 
-    async def until(self, what: Callable[[dict[str, WorkerStatus]], bool], seconds: float, words: str) -> float:
+    async def until(
+        self, what: Callable[[dict[str, WorkerStatus]], bool], seconds: float, words: str
+    ) -> float:
         began = time.monotonic()
         statuses: dict[str, WorkerStatus] = {}
         while time.monotonic() - began < seconds:
             if self.failed:
-                raise AssertionError(f"{self.failed} cannot work; see {self.log}:\n{self.last_words()}")
+                raise AssertionError(
+                    f"{self.failed} cannot work; see {self.log}:\n{self.last_words()}"
+                )
             statuses = await self.statuses()
             if what(statuses):
                 return time.monotonic() - began
             await asyncio.sleep(0.1)
         shown = "\n".join(map(str, statuses.values()))
-        raise AssertionError(f"{words} within {seconds:g} s; statuses:\n{shown}\nlast words:\n{self.last_words()}")
+        raise AssertionError(
+            f"{words} within {seconds:g} s; statuses:\n{shown}\nlast words:\n{self.last_words()}"
+        )
 
     def last_words(self, lines: int = 40) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def _with_orders(self, spec: GroupSpec) -> GroupSpec:
-        return GroupSpec(spec.name, lambda: [self._with_socket(command) for command in spec.commands()])
+        return GroupSpec(
+            spec.name, lambda: [self._with_socket(command) for command in spec.commands()]
+        )
 
     def _with_socket(self, command: Command) -> Command:
         # Two counts of virtual devices would contradict each other.
         environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
         arguments = command.arguments
-        if "launch.worker" in arguments:
-            own = ("--chaos_socket=" + self.desk.path, f"--chaos_rate={self.shape.rate}", f"--chaos_seed={self.shape.seed}")
-            at = arguments.index("launch.worker")
-            arguments = (sys.executable, "-u", "-m", "tests.chaos.worker_main", *own, *arguments[at + 1 :])
+        if "worker" in arguments:
+            own = (
+                "--chaos_socket=" + self.desk.path,
+                f"--chaos_rate={self.shape.rate}",
+                f"--chaos_seed={self.shape.seed}",
+            )
+            start = (sys.executable, "-u", "-m", "tests.chaos.worker_main")
+            arguments = (*start, *own, *arguments[arguments.index("worker") + 1 :])
         return replace(command, arguments=arguments, environment=environment)
 
     def _write(self, name: str, line: str) -> None:
@@ -211,7 +271,8 @@ class ChaosCluster:
 
 
 async def stand_still(processes: Sequence[psutil.Process]) -> bool:
-    """Whether all of them come to a stop: on a busy machine one that was told to must be given its turn first."""
+    """Whether all of them come to a stop: on a busy machine one that was told to must be given its
+    turn first."""
     for _ in range(300):
         if all(process.status() == psutil.STATUS_STOPPED for process in processes):
             return True

@@ -1,13 +1,15 @@
-"""A channel across a bad network: pulls and offers are lost, late, doubled, garbled, mistaken for another's, or fail.
+"""A channel across a bad network: pulls and offers are lost, late, doubled, garbled, mistaken for
+another's, or fail.
 
-Around any `Channel`. Which call gets which fault is drawn from a seeded generator, or forced at the n-th call, so that a run can be
-repeated as far as the threads' order allows. A fault is counted when it took effect (a garbled array was handed out, a late one
-was withheld), never when it was only drawn: a test that injects faults asserts on `FaultPlan.took_effect`.
+Around any `Channel`. Which call gets which fault is drawn from a seeded generator, or forced at the
+n-th call, so that a run can be repeated as far as the threads' order allows. A fault is counted
+when it took effect (a garbled array was handed out, a late one was withheld), never when it was
+only drawn: a test that injects faults asserts on `FaultPlan.took_effect`.
 
-Faults of a pull: DROP (never arrives: fails at its deadline), DELAY, DUPLICATE (a second pull of the same offer, given up when it has
-come), CORRUPT (one byte of the first token of one shard), WRONG_ID (another offer's block, or nobody's), ERROR (fails at once).
-Faults of an offer: DROP (not made), DELAY (made later), DUPLICATE (made twice), ERROR (made, then revoked).
-"""
+Faults of a pull: DROP (never arrives: fails at its deadline), DELAY, DUPLICATE (a second pull of
+the same offer, given up when it has come), CORRUPT (one byte of the first token of one shard),
+WRONG_ID (another offer's block, or nobody's), ERROR (fails at once). Faults of an offer: DROP (not
+made), DELAY (made later), DUPLICATE (made twice), ERROR (made, then revoked)."""
 
 import enum
 import random
@@ -43,8 +45,9 @@ OF_OFFERS = frozenset({Fault.DROP, Fault.DELAY, Fault.DUPLICATE, Fault.ERROR})
 
 @dataclass
 class FaultPlan:
-    """Which calls go wrong. `rates`: probability of each fault, for each call. `forced`: (operation, n from 1) -> fault, before any
-    draw; operations are "pull" and "offer". `delay_seconds`: the longest delay. May be asked from any thread."""
+    """Which calls go wrong. `rates`: probability of each fault, for each call. `forced`:
+    (operation, n from 1) -> fault, before any draw; operations are "pull" and "offer".
+    `delay_seconds`: the longest delay. May be asked from any thread."""
 
     seed: int = 0
     rates: Mapping[Fault, float] = field(default_factory=dict)
@@ -87,9 +90,16 @@ def everything(rate: float) -> dict[Fault, float]:
 
 
 class FaultyChannel:
-    """`Channel` with faults. What it does not know (`warm_up`) is the inner channel's. `watch` sees each pull, and may hold it."""
+    """`Channel` with faults. What it does not know (`warm_up`) is the inner channel's. `watch` sees
+    each pull, and may hold it."""
 
-    def __init__(self, inner: Channel, plan: FaultPlan, clock: Clock, watch: Callable[[PullTarget, Pull], Pull] | None = None) -> None:
+    def __init__(
+        self,
+        inner: Channel,
+        plan: FaultPlan,
+        clock: Clock,
+        watch: Callable[[PullTarget, Pull], Pull] | None = None,
+    ) -> None:
         self.plan = plan
         self._watch = watch or (lambda _, pull: pull)
         self._inner = inner
@@ -108,7 +118,9 @@ class FaultyChannel:
     def disconnect(self, peer: str) -> None:
         self._inner.disconnect(peer)
 
-    def offer(self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = _NO_STAMP) -> None:
+    def offer(
+        self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = _NO_STAMP
+    ) -> None:
         def make() -> None:
             with self._lock:
                 self._late.pop(offer_id, None)
@@ -147,14 +159,20 @@ class FaultyChannel:
         self._recent.append(offer_id)
         if fault in (Fault.DROP, Fault.ERROR):
             self.plan.took("pull", fault)
-            return _LostPull(self._clock, deadline_seconds if fault is Fault.DROP else 0.0, f"offer {offer_id:#x}: injected {fault.value}")
+            return _LostPull(
+                self._clock,
+                deadline_seconds if fault is Fault.DROP else 0.0,
+                f"offer {offer_id:#x}: injected {fault.value}",
+            )
         pull = self._inner.pull(offer_id, target, deadline_seconds)
         if fault is Fault.DUPLICATE:
             self.plan.took("pull", fault)
             with self._lock:
                 self._duplicates.append(self._inner.pull(offer_id, target, deadline_seconds))
         if fault is Fault.DELAY:
-            return _LatePull(pull, self._clock, self.plan.seconds(), lambda: self.plan.took("pull", Fault.DELAY))
+            return _LatePull(
+                pull, self._clock, self.plan.seconds(), lambda: self.plan.took("pull", Fault.DELAY)
+            )
         if fault is Fault.CORRUPT:
             return _GarbledPull(pull, target.rank, self.plan)
         return pull
@@ -240,7 +258,9 @@ class AroundPull:
 class _LatePull(AroundPull):
     """Arrives `seconds` later than it could have."""
 
-    def __init__(self, inner: Pull, clock: Clock, seconds: float, withheld: Callable[[], None]) -> None:
+    def __init__(
+        self, inner: Pull, clock: Clock, seconds: float, withheld: Callable[[], None]
+    ) -> None:
         super().__init__(inner)
         self._clock = clock
         self._seconds = seconds
@@ -271,13 +291,23 @@ class _GarbledPull(AroundPull):
 
 
 def garbled(array: jax.Array, rank: int, rng: random.Random) -> jax.Array:
-    """`array` [dp, C, K, T, x] with one byte changed: of the first token, which counts in any block, in one shard of dp rank `rank`."""
+    """`array` [dp, C, K, T, x] with one byte changed: of the first token, which counts in any
+    block, in one shard of dp rank `rank`."""
     shards = list(array.addressable_shards)
     hit = next(index for index, shard in enumerate(shards) if (shard.index[0].start or 0) == rank)
     values = np.array(jax.device_get(shards[hit].data))
-    at = (0, rng.randrange(values.shape[1]), rng.randrange(values.shape[2]), 0, rng.randrange(values.shape[4]))
+    at = (
+        0,
+        rng.randrange(values.shape[1]),
+        rng.randrange(values.shape[2]),
+        0,
+        rng.randrange(values.shape[4]),
+    )
     raw = values[at].reshape(1).view(np.uint8)
     raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
     values[at] = raw.view(values.dtype)[0]
-    parts = [jax.device_put(values, shard.device) if index == hit else shard.data for index, shard in enumerate(shards)]
+    parts = [
+        jax.device_put(values, shard.device) if index == hit else shard.data
+        for index, shard in enumerate(shards)
+    ]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)

@@ -1,7 +1,8 @@
-"""What a stranger may send to a port: nothing, zeros, another protocol, noise, a connection that is never finished, a thousand of them.
+"""What a stranger may send to a port: nothing, zeros, another protocol, noise, a connection that is
+never finished, a thousand of them.
 
-Plain sockets; knows neither gRPC nor the transfer engine. Nothing here judges: who is attacked must go on serving others.
-"""
+Plain sockets; knows neither gRPC nor the transfer engine. Nothing here judges: who is attacked must
+go on serving others."""
 
 import asyncio
 import contextlib
@@ -49,12 +50,17 @@ def listening_ports(processes: list[psutil.Process]) -> list[int]:
     ports = set()
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            ports |= {connection.laddr.port for connection in process.net_connections("tcp") if connection.status == psutil.CONN_LISTEN}
+            ports |= {
+                connection.laddr.port
+                for connection in process.net_connections("tcp")
+                if connection.status == psutil.CONN_LISTEN
+            }
     return sorted(ports)
 
 
 async def send(port: int, message: bytes, end: str, host: str = "127.0.0.1") -> bool:
-    """One connection; False when nobody let it in (the process may just have died of the one before)."""
+    """One connection; False when nobody let it in (the process may just have died of the one
+    before)."""
     loop = asyncio.get_running_loop()
     connection = socket.socket()
     connection.setblocking(False)
@@ -86,7 +92,10 @@ async def idle_connections(port: int, count: int, host: str = "127.0.0.1") -> As
             held.append(connection)
         results = []
         for start in range(0, count, 50):  # a listener's backlog is short
-            tries = (asyncio.wait_for(loop.sock_connect(one, (host, port)), CONNECT_SECONDS) for one in held[start : start + 50])
+            tries = (
+                asyncio.wait_for(loop.sock_connect(one, (host, port)), CONNECT_SECONDS)
+                for one in held[start : start + 50]
+            )
             results += await asyncio.gather(*tries, return_exceptions=True)
         yield sum(result is None for result in results)
     finally:

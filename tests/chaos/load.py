@@ -1,7 +1,7 @@
 """Streams whose every token is known beforehand: what the harness sends, and what must come back.
 
-The oracle is one instance on one device, request by request, in this process: no hand-off, no batch, no fault.
-"""
+The oracle is one instance on one device, request by request, in this process: no hand-off, no
+batch, no fault."""
 
 import asyncio
 import random
@@ -31,23 +31,40 @@ class Kind:
 
     @property
     def options(self) -> GenerateOptions:
-        sampling: dict[str, object] = {"temperature": 0.0} if self.seed is None else {"temperature": 0.8, "top_k": 50, "seed": self.seed}
-        return GenerateOptions(token_ids=self.token_ids, max_tokens=self.max_tokens, ignore_eos=True, **sampling)  # type: ignore[typeddict-item]
+        sampling: dict[str, object] = (
+            {"temperature": 0.0}
+            if self.seed is None
+            else {"temperature": 0.8, "top_k": 50, "seed": self.seed}
+        )
+        return GenerateOptions(
+            token_ids=self.token_ids, max_tokens=self.max_tokens, ignore_eos=True, **sampling
+        )  # type: ignore[typeddict-item]
 
 
 async def known_kinds(
-    count: int, *, seed: int = 0, tokens: Sequence[int] = (24, 60, 300), prompts: Sequence[int] = (3, 40, 70, 150, 200)
+    count: int,
+    *,
+    seed: int = 0,
+    tokens: Sequence[int] = (24, 60, 300),
+    prompts: Sequence[int] = (3, 40, 70, 150, 200),
 ) -> list[Kind]:
-    """Greedy and seeded, prompts within one chunk and over several, with the tokens that each must give."""
+    """Greedy and seeded, prompts within one chunk and over several, with the tokens that each must
+    give."""
     rng = random.Random(seed)
     kinds = []
     async with running(config(Mode.UNIFIED, decode="tp=1", slots=1)) as run:
         for index in range(count):
             ids = tuple(rng.randrange(300) for _ in range(prompts[index % len(prompts)]))
             kind = Kind(ids, tokens[index % len(tokens)], index if index % 2 else None)
-            options = {name: value for name, value in kind.options.items() if name not in ("token_ids",)}
+            options = {
+                name: value for name, value in kind.options.items() if name not in ("token_ids",)
+            }
             done = await run.complete(run.request(ids, f"oracle-{index}", **options))
-            kinds.append(Kind(kind.token_ids, kind.max_tokens, kind.seed, tuple(done.tokens[0]), done.text[0]))
+            kinds.append(
+                Kind(
+                    kind.token_ids, kind.max_tokens, kind.seed, tuple(done.tokens[0]), done.text[0]
+                )
+            )
     return kinds
 
 
@@ -71,25 +88,42 @@ class Stream:
             return f"after {len(self.tokens)} tokens: {type(self.error).__name__}: {self.error}"
         if tuple(self.tokens) != self.kind.expected:
             pairs = zip(self.tokens, self.kind.expected, strict=False)
-            first = next((index for index, (got, due) in enumerate(pairs) if got != due), len(self.tokens))
-            return f"wrong from token {first} of {len(self.kind.expected)} on: {self.tokens[first : first + 4]}"
+            first = next(
+                (index for index, (got, due) in enumerate(pairs) if got != due), len(self.tokens)
+            )
+            return (
+                f"wrong from token {first} of {len(self.kind.expected)} on:"
+                f" {self.tokens[first : first + 4]}"
+            )
         return "" if self.text == self.kind.text else f"right tokens, wrong text {self.text!r}"
 
     def pause_after(self, instant: float) -> float | None:
-        """From the instant to the first sign of life after it; None when the request came later or had ended by then."""
-        if self.asked_at is None or self.asked_at > instant or (self.ended_at is not None and self.ended_at <= instant):
+        """From the instant to the first sign of life after it; None when the request came later or
+        had ended by then."""
+        if (
+            self.asked_at is None
+            or self.asked_at > instant
+            or (self.ended_at is not None and self.ended_at <= instant)
+        ):
             return None
         later = [at for at in self.times if at > instant]
         return (later[0] if later else (self.ended_at or time.monotonic())) - instant
 
-    async def run(self, client: AsyncClient, deadline_seconds: float = DEADLINE_SECONDS) -> "Stream":
-        """Never raises: how it ended is what is asked for. A server that shuts down may refuse what is new to it: it is asked again."""
+    async def run(
+        self, client: AsyncClient, deadline_seconds: float = DEADLINE_SECONDS
+    ) -> "Stream":
+        """Never raises: how it ended is what is asked for. A server that shuts down may refuse what
+        is new to it: it is asked again."""
         self.asked_at = time.monotonic()
         while True:
             try:
                 await self._run(client, self.asked_at + deadline_seconds - time.monotonic())
             except (JdisaggError, AssertionError) as error:
-                if not self.times and isinstance(error, UnavailableError) and "shutting down" in str(error):
+                if (
+                    not self.times
+                    and isinstance(error, UnavailableError)
+                    and "shutting down" in str(error)
+                ):
                     self.refusals += 1
                     await asyncio.sleep(0.2)
                     continue
@@ -102,7 +136,9 @@ class Stream:
         async with aclosing(client.generate(**{**self.kind.options, **named})) as events:
             async for event in events:
                 if event.token_ids and event.first_index != len(self.tokens):
-                    raise AssertionError(f"token {event.first_index} came where {len(self.tokens)} was due")
+                    raise AssertionError(
+                        f"token {event.first_index} came where {len(self.tokens)} was due"
+                    )
                 self.tokens += event.token_ids
                 self.text += event.text
                 self.times.append(time.monotonic())

@@ -1,14 +1,16 @@
-"""Moments of a hand-off: where a worker process can be told to report, to wait, and so to be killed or stopped just there.
+"""Moments of a hand-off: where a worker process can be told to report, to wait, and so to be killed
+or stopped just there.
 
-`watch_workers` puts itself around the ports' methods of the worker classes, `Moments.watch_pull` around a channel's pulls. An order
-names a moment; the next hand-off that comes to it reports and is held, it alone, until it is let go or its time is over. Everything
-else in the process runs on. A moment reached without an order costs nothing.
+`watch_workers` puts itself around the ports' methods of the worker classes, `Moments.watch_pull`
+around a channel's pulls. An order names a moment; the next hand-off that comes to it reports and is
+held, it alone, until it is let go or its time is over. Everything else in the process runs on. A
+moment reached without an order costs nothing.
 
     reserved      decode: pages are held, the reply not yet sent        pulling        decode: a block is on its way
     computing     prefill: the call has come                            part inserted  prefill: an acknowledgement has come, not the last
     offered       prefill: the first block is announced                 all inserted   prefill: the last one has come, nothing freed yet
     decoding      decode: tokens beyond the first are about to leave    migrating      decode: a running sequence is offered to another
-"""
+"""  # noqa: E501
 
 import asyncio
 import enum
@@ -19,7 +21,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from jdisagg.dispatch.ports import HandoffEnd, Offer, PeerMessage, PrefillCall, PrefillReply, Reservation, ReserveCall, Span
+from jdisagg.messages.ports import (
+    HandoffEnd,
+    Offer,
+    PeerMessage,
+    PrefillCall,
+    PrefillReply,
+    Reservation,
+    ReserveCall,
+    Span,
+)
 from jdisagg.transfer.channel import Pull, PullTarget
 from tests.chaos.faults import AroundPull
 
@@ -52,8 +63,9 @@ class _Held:
 
 
 class Moments:
-    """The orders of one process. `report(order, other)` is called when an order's moment has come; `other` is the worker on the other
-    side, "" where it is not known there. May be used from any thread."""
+    """The orders of one process. `report(order, other)` is called when an order's moment has come;
+    `other` is the worker on the other side, "" where it is not known there. May be used from any
+    thread."""
 
     def __init__(self, report: Callable[[Order, str], None]) -> None:
         self._report = report
@@ -68,7 +80,9 @@ class Moments:
     def let_go(self, number: int) -> None:
         """Also of an order whose moment has not come: it is withdrawn. Idempotent."""
         with self._lock:
-            self._orders = {moment: order for moment, order in self._orders.items() if order.number != number}
+            self._orders = {
+                moment: order for moment, order in self._orders.items() if order.number != number
+            }
             held = self._held.pop(number, None)
         if held is not None:
             held.let_go.set()
@@ -100,13 +114,17 @@ class _HeldPull(AroundPull):
         self._hold = held
 
     def is_ready(self) -> bool:
-        return (self._hold.let_go.is_set() or time.monotonic() >= self._hold.until) and self._inner.is_ready()
+        return (
+            self._hold.let_go.is_set() or time.monotonic() >= self._hold.until
+        ) and self._inner.is_ready()
 
 
 def watch_workers(moments: Moments) -> None:
-    """For the rest of this process's life, around the classes themselves: whoever assembles the worker need not know."""
+    """For the rest of this process's life, around the classes themselves: whoever assembles the
+    worker need not know."""
+
     from jdisagg.worker.decode_worker import DecodeWorker
-    from jdisagg.worker.outbox import Outboxes
+    from jdisagg.worker.outgoing_kv import OutgoingKv
     from jdisagg.worker.prefill_worker import PrefillWorker
 
     destinations: dict[int, str] = {}
@@ -137,7 +155,9 @@ def watch_workers(moments: Moments) -> None:
             got = acknowledged.setdefault(handoff_id, set())
             got.update(offer_ids)
             last = len(got) == totals.get(handoff_id)
-            await moments.reach(Moment.ALL_INSERTED if last else Moment.PART_INSERTED, destinations[handoff_id])
+            await moments.reach(
+                Moment.ALL_INSERTED if last else Moment.PART_INSERTED, destinations[handoff_id]
+            )
 
     async def decoding(call: object, span: Span) -> None:
         if span.first_index > 0 and span.token_ids:
@@ -146,8 +166,8 @@ def watch_workers(moments: Moments) -> None:
     after(DecodeWorker, "reserve", reserved)
     before(PrefillWorker, "prefill", computing)
     after(PrefillWorker, "prefill", forget)
-    each(Outboxes, "offers", offered)
-    before(Outboxes, "acknowledge", inserted)
+    each(OutgoingKv, "offers", offered)
+    before(OutgoingKv, "acknowledge", inserted)
     each(DecodeWorker, "generate", decoding)
 
 

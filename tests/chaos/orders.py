@@ -1,8 +1,9 @@
-"""Orders from the harness to the worker processes that it started, over a Unix socket: one line of JSON a message.
+"""Orders from the harness to the worker processes that it started, over a Unix socket: one line of
+JSON a message.
 
-A worker connects when it starts and says its name and process id; `order` and `let_go` go to it, `reached` comes back. The worker's
-end is a thread of its own, so that it answers whatever its event loop does; a process that cannot connect is no test process.
-"""
+A worker connects when it starts and says its name and process id; `order` and `let_go` go to it,
+`reached` comes back. The worker's end is a thread of its own, so that it answers whatever its event
+loop does; a process that cannot connect is no test process."""
 
 import asyncio
 import json
@@ -17,7 +18,8 @@ from tests.chaos.moments import Moment, Moments, Order
 
 @dataclass(frozen=True)
 class Reached:
-    """`worker` holds a hand-off at the order's moment; `other` is the worker on its other side, "" where that is not known."""
+    """`worker` holds a hand-off at the order's moment; `other` is the worker on its other side, ""
+    where that is not known."""
 
     number: int
     worker: str
@@ -44,7 +46,9 @@ class OrderDesk:
         for writer in self._writers.values():
             writer.close()
 
-    def hold(self, workers: Iterable[str], moment: Moment, seconds: float) -> "tuple[int, asyncio.Future[Reached]]":
+    def hold(
+        self, workers: Iterable[str], moment: Moment, seconds: float
+    ) -> "tuple[int, asyncio.Future[Reached]]":
         """The first of `workers` to come to the moment holds one hand-off there."""
         self._numbers += 1
         self._reached[self._numbers] = asyncio.get_running_loop().create_future()
@@ -95,7 +99,9 @@ class OrderTaker:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path)
         self._lock = threading.Lock()
-        self.moments = Moments(lambda order, other: self._send({"reached": order.number, "other": other}))
+        self.moments = Moments(
+            lambda order, other: self._send({"reached": order.number, "other": other})
+        )
         self._send({"name": name, "pid": os.getpid()})
         threading.Thread(target=self._listen, name="orders", daemon=True).start()
 
@@ -111,6 +117,8 @@ class OrderTaker:
         for line in self._socket.makefile("r"):
             message = json.loads(line)
             if "order" in message:
-                self.moments.order(Order(message["order"], Moment(message["moment"]), message["seconds"]))
+                self.moments.order(
+                    Order(message["order"], Moment(message["moment"]), message["seconds"])
+                )
             else:
                 self.moments.let_go(message["let_go"])

@@ -1,4 +1,5 @@
-"""Outcomes as a table: how long streams paused and until all was well again, scenario by scenario."""
+"""Outcomes as a table: how long streams paused and until all was well again, scenario by
+scenario."""
 
 import statistics
 from collections.abc import Sequence
@@ -8,7 +9,10 @@ from tests.chaos.scenarios import Outcome
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """One line a scenario; runs of the same scenario are put together."""
-    lines = [f"{'scenario':58} {'runs':>4} {'wrong':>5} {'streams':>7} {'pause median':>12} {'max':>6} {'quiet max':>9} {'back max':>8}"]
+    lines = [
+        f"{'scenario':58} {'runs':>4} {'wrong':>5} {'streams':>7} {'pause median':>12} {'max':>6}"
+        f" {'quiet max':>9} {'back max':>8}"
+    ]
     names = dict.fromkeys(outcome.scenario for outcome in outcomes)
     for name in names:
         runs = [outcome for outcome in outcomes if outcome.scenario == name]
@@ -16,17 +20,24 @@ def table(outcomes: Sequence[Outcome]) -> str:
         quiet = [run.quiet_seconds for run in runs if run.quiet_seconds is not None]
         back = [run.back_seconds for run in runs if run.back_seconds is not None]
         wrong = sum(bool(run.faults) for run in runs)
-        times = f"{_seconds(statistics.median(pauses) if pauses else None):>12} {_seconds(max(pauses, default=None)):>6}"
+        times = (
+            f"{_seconds(statistics.median(pauses) if pauses else None):>12}"
+            f" {_seconds(max(pauses, default=None)):>6}"
+        )
         rest = f"{_seconds(max(quiet, default=None)):>9} {_seconds(max(back, default=None)):>8}"
         lines.append(f"{name:58} {len(runs):>4} {wrong:>5} {len(pauses):>7} {times} {rest}")
     everything = [pause for outcome in outcomes for pause in outcome.pauses]
     if everything:
-        lines.append(f"{len(outcomes)} scenarios; pauses: median {statistics.median(everything):.2f} s, max {max(everything):.2f} s")
+        lines.append(
+            f"{len(outcomes)} scenarios; pauses: median {statistics.median(everything):.2f} s, max"
+            f" {max(everything):.2f} s"
+        )
     return "\n".join(lines)
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
-    """All of them in figures: seconds are of the streams' pauses, of the time until all was free, of the victims' way back."""
+    """All of them in figures: seconds are of the streams' pauses, of the time until all was free,
+    of the victims' way back."""
     pauses = [pause for outcome in outcomes for pause in outcome.pauses]
     quiet = [outcome.quiet_seconds for outcome in outcomes if outcome.quiet_seconds is not None]
     back = [outcome.back_seconds for outcome in outcomes if outcome.back_seconds is not None]
@@ -43,7 +54,11 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
 
 
 def _of(seconds: list[float]) -> list[tuple[str, float]]:
-    return [("median", round(statistics.median(seconds), 2)), ("max", round(max(seconds), 2))] if seconds else []
+    return (
+        [("median", round(statistics.median(seconds), 2)), ("max", round(max(seconds), 2))]
+        if seconds
+        else []
+    )
 
 
 def _seconds(value: float | None) -> str:

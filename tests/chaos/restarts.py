@@ -1,11 +1,12 @@
-"""How long a worker that was killed is away: until its new process serves, until the router counts it, until a stream went through it.
+"""How long a worker that was killed is away: until its new process serves, until the router counts
+it, until a stream went through it.
 
-    python -m tests.chaos.restarts --rounds=3
-    python -m tests.chaos.restarts --rounds=2 --processes=2 --prefill_layout=tp=2 --decode_layout=dp=2
+    python -m tests.chaos.restarts --rounds=3 python -m tests.chaos.restarts --rounds=2
+    --processes=2 --prefill=tp=2 --decode=dp=2
 
-One worker of each role, so that a stream must go through the one that was killed; nothing else runs. Seconds from `kill -9`, the
-supervisor's pause included. Programs are in the cache: the first start of all fills it.
-"""
+One worker of each role, so that a stream must go through the one that was killed; nothing else
+runs. Seconds from `kill -9`, the supervisor's pause included. Programs are in the cache: the first
+start of all fills it."""
 
 import argparse
 import asyncio
@@ -33,9 +34,16 @@ async def restart(cluster: ChaosCluster, name: str) -> dict[str, float]:
     async with AsyncClient(cluster.address) as client:
         await cluster.until_live([name], AWAY_SECONDS)
         live = time.monotonic() - at
-        await client.complete(token_ids=PROMPT, max_tokens=8, ignore_eos=True, deadline_seconds=AWAY_SECONDS)
+        await client.complete(
+            token_ids=PROMPT, max_tokens=8, ignore_eos=True, deadline_seconds=AWAY_SECONDS
+        )
         usable = time.monotonic() - at
-    return {"pause": PAUSE_SECONDS, "serves": cluster.served_at[name] - at, "live": live, "usable": usable}
+    return {
+        "pause": PAUSE_SECONDS,
+        "serves": cluster.served_at[name] - at,
+        "live": live,
+        "usable": usable,
+    }
 
 
 async def run(asked: argparse.Namespace, folder: Path) -> dict[str, dict[str, list[float]]]:
@@ -55,19 +63,29 @@ async def run(asked: argparse.Namespace, folder: Path) -> dict[str, dict[str, li
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.chaos.restarts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.chaos.restarts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=1, help="of each instance")
     parser.add_argument("--prefill_layout", default="tp=1")
     parser.add_argument("--decode_layout", default="tp=1")
-    parser.add_argument("--cache", default="", help="folder of compiled programs; a fresh one by default")
+    parser.add_argument(
+        "--cache", default="", help="folder of compiled programs; a fresh one by default"
+    )
     parser.add_argument("--json", default="", help="file for the times")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="jdisagg-restarts-") as folder:
         times = asyncio.run(run(asked, Path(folder)))
     for name, steps in times.items():
-        print(name, ", ".join(f"{step} {statistics.median(seconds):.2f} s (max {max(seconds):.2f})" for step, seconds in steps.items()))
+        print(
+            name,
+            ", ".join(
+                f"{step} {statistics.median(seconds):.2f} s (max {max(seconds):.2f})"
+                for step, seconds in steps.items()
+            ),
+        )
     if asked.json:
         Path(asked.json).write_text(json.dumps(times, indent=1) + "\n")
     return 0

@@ -1,9 +1,9 @@
 """One fault at one moment under load: what is done to whom, and whether the service kept its word.
 
-A scenario starts a batch of streams, waits until a hand-off is held at its moment, kills or stops a process, lets go, and then asks:
-did the fault take effect, did every stream come to its end with the right tokens, are all pages free within ten seconds, and is the
-victim back. How long streams paused is reported, not judged.
-"""
+A scenario starts a batch of streams, waits until a hand-off is held at its moment, kills or stops a
+process, lets go, and then asks: did the fault take effect, did every stream come to its end with
+the right tokens, are all pages free within ten seconds, and is the victim back. How long streams
+paused is reported, not judged."""
 
 import asyncio
 import contextlib
@@ -20,16 +20,17 @@ from itertools import product
 import psutil
 
 from jdisagg.client import AsyncClient
+from tests import time_scale
 from tests.chaos.cluster import ROUTER, ChaosCluster, stand_still
 from tests.chaos.load import DEADLINE_SECONDS, Kind, Stream
 from tests.chaos.moments import Moment
 from tests.chaos.orders import Reached
 
 HOLD_SECONDS = 8.0
-REACH_SECONDS = 30.0
+REACH_SECONDS = time_scale.seconds(30.0)
 STOP_SECONDS = 4.5
 QUIET_SECONDS = 10.0
-BACK_SECONDS = 240.0
+BACK_SECONDS = time_scale.seconds(240.0)
 MOVE_TRIES = 4
 MOVE_SECONDS = 8.0
 MOVABLE = 6  # fewer than there are slots
@@ -49,7 +50,8 @@ HOLDERS = {
 
 @dataclass(frozen=True)
 class Scenario:
-    """`victim`: a role, "router" or "client". `deed`: SIGKILL, SIGSTOP (SIGCONT follows) or SIGTERM.
+    """`victim`: a role, "router" or "client". `deed`: SIGKILL, SIGSTOP (SIGCONT follows) or
+    SIGTERM.
 
     `member`: which process of the victim; None: all."""
 
@@ -79,17 +81,27 @@ class Outcome:
         median = round(statistics.median(self.pauses), 2) if self.pauses else None
         longest = round(max(self.pauses), 2) if self.pauses else None
         times = {"quiet_s": self.quiet_seconds, "victim_back_s": self.back_seconds}
-        rounded = {name: None if value is None else round(value, 2) for name, value in times.items()}
-        counts = {"streams_interrupted": len(self.pauses), "pause_median_s": median, "pause_max_s": longest}
+        rounded = {
+            name: None if value is None else round(value, 2) for name, value in times.items()
+        }
+        counts = {
+            "streams_interrupted": len(self.pauses),
+            "pause_median_s": median,
+            "pause_max_s": longest,
+        }
         return {"scenario": self.scenario, **counts, **rounded, "faults": self.faults}
 
 
 def all_scenarios(processes: int = 1) -> Iterator[Scenario]:
-    """Every moment, victim and deed. SIGTERM goes to all processes of an instance: to end is not for one to decide."""
+    """Every moment, victim and deed. SIGTERM goes to all processes of an instance: to end is not
+    for one to decide."""
     for moment, deed in product(Moment, (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)):
         members = [None] if processes == 1 or deed is signal.SIGTERM else list(range(processes))
         if moment is not Moment.MIGRATING:
-            yield from (Scenario(moment, victim, deed, member) for victim, member in product(("prefill", "decode"), members))
+            yield from (
+                Scenario(moment, victim, deed, member)
+                for victim, member in product(("prefill", "decode"), members)
+            )
             yield Scenario(moment, ROUTER, deed)
         elif deed is not signal.SIGTERM:
             yield from (Scenario(moment, "decode", deed, member) for member in members)
@@ -99,7 +111,9 @@ def all_scenarios(processes: int = 1) -> Iterator[Scenario]:
 class Harness:
     """Runs scenarios against one cluster, one after the other."""
 
-    def __init__(self, cluster: ChaosCluster, kinds: Sequence[Kind], streams: int, seed: int = 0) -> None:
+    def __init__(
+        self, cluster: ChaosCluster, kinds: Sequence[Kind], streams: int, seed: int = 0
+    ) -> None:
         self._cluster = cluster
         self._kinds = kinds
         self._streams = streams
@@ -110,7 +124,11 @@ class Harness:
         await self._cluster.until_live(self._cluster.workers, BACK_SECONDS)
         async with AsyncClient(self._cluster.address, connect_seconds=30.0) as client:
             own = self._own_client() if scenario.victim == CLIENT else None
-            streams, tasks, number = self._choose(scenario.moment), list["asyncio.Task[Stream]"](), 0
+            streams, tasks, number = (
+                self._choose(scenario.moment),
+                list["asyncio.Task[Stream]"](),
+                0,
+            )
             try:
                 if scenario.moment is Moment.MIGRATING:
                     number, held = await self._until_one_moves(streams, tasks, client)
@@ -118,7 +136,9 @@ class Harness:
                     early = streams[: 0 if own else max(1, self._streams // 3)]
                     tasks += _start(early, client)
                     await _until_one_begins(early)
-                    number, reached = self._cluster.desk.hold(self._holders(scenario.moment), scenario.moment, HOLD_SECONDS)
+                    number, reached = self._cluster.desk.hold(
+                        self._holders(scenario.moment), scenario.moment, HOLD_SECONDS
+                    )
                     if own is None:
                         tasks += _start(streams[len(tasks) :], client)
                     held = await asyncio.wait_for(asyncio.shield(reached), REACH_SECONDS)
@@ -135,7 +155,9 @@ class Harness:
                     await self._cluster.until_live(self._cluster.workers, BACK_SECONDS)
                     outcome.back_seconds = time.monotonic() - at
             except TimeoutError:
-                outcome.faults.append(f"no hand-off came to {scenario.moment.value} within {REACH_SECONDS:g} s")
+                outcome.faults.append(
+                    f"no hand-off came to {scenario.moment.value} within {REACH_SECONDS:g} s"
+                )
             except AssertionError as error:
                 outcome.faults.append(str(error))
             finally:
@@ -151,14 +173,19 @@ class Harness:
     def _choose(self, moment: Moment) -> list[Stream]:
         """What is to move, or to be interrupted while it decodes, must not have ended by then."""
         most = max(kind.max_tokens for kind in self._kinds)
-        lasting = [kind for kind in self._kinds if kind.max_tokens == most or moment not in (Moment.MIGRATING, Moment.DECODING)]
+        lasting = [
+            kind
+            for kind in self._kinds
+            if kind.max_tokens == most or moment not in (Moment.MIGRATING, Moment.DECODING)
+        ]
         return [Stream(self._random.choice(lasting)) for _ in range(self._streams)]
 
     async def _until_one_moves(
         self, streams: list[Stream], tasks: "list[asyncio.Task[Stream]]", client: AsyncClient
     ) -> tuple[int, Reached]:
-        """A worker is sent away, and another takes over from it; where it ended all that it had before anybody came, again. With few
-        streams, so that there is room where they go. Raises TimeoutError when none moves."""
+        """A worker is sent away, and another takes over from it; where it ended all that it had
+        before anybody came, again. With few streams, so that there is room where they go. Raises
+        TimeoutError when none moves."""
         for _ in range(MOVE_TRIES):
             await self._cluster.until_live(self._cluster.workers, BACK_SECONDS)
             await self._cluster.until_warm(self._cluster.workers, BACK_SECONDS)
@@ -166,8 +193,13 @@ class Harness:
             tasks += _start(few, client)
             await _until_one_begins(few)
             statuses = await self._cluster.statuses()
-            busiest = max(self._cluster.of_role("decode"), key=lambda name: statuses[name].running if name in statuses else -1)
-            number, reached = self._cluster.desk.hold(self._members(busiest), Moment.MIGRATING, HOLD_SECONDS)
+            busiest = max(
+                self._cluster.of_role("decode"),
+                key=lambda name: statuses[name].running if name in statuses else -1,
+            )
+            number, reached = self._cluster.desk.hold(
+                self._members(busiest), Moment.MIGRATING, HOLD_SECONDS
+            )
             self._cluster.signal(busiest, signal.SIGTERM)
             self._cluster.forget_start(busiest)
             if (await asyncio.wait({reached}, timeout=MOVE_SECONDS))[0]:
@@ -176,14 +208,28 @@ class Harness:
         raise TimeoutError
 
     def _own_client(self) -> "subprocess.Popen[bytes]":
-        """A client in a process of its own, alone for now: the hand-off that is held is its, of 180 tokens, which are several chunks."""
+        """A client in a process of its own, alone for now: the hand-off that is held is its, of 180
+        tokens, which are several chunks."""
         prompt = "Once upon a time there was a little dog who liked to play " * 12
-        flags = (f"--target={self._cluster.address}", f"--prompt={prompt}", "--max_tokens=330", "--ignore_eos")
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL}
+        flags = (
+            f"--target={self._cluster.address}",
+            f"--prompt={prompt}",
+            "--max_tokens=330",
+            "--ignore_eos",
+        )
+        quiet = {
+            "stdout": subprocess.DEVNULL,
+            "stderr": subprocess.DEVNULL,
+            "stdin": subprocess.DEVNULL,
+        }
         return subprocess.Popen([sys.executable, "-m", "launch.ask", *flags], **quiet)  # type: ignore[call-overload]
 
     def _holders(self, moment: Moment) -> list[str]:
-        return [member for name in self._cluster.of_role(HOLDERS[moment]) for member in self._members(name)]
+        return [
+            member
+            for name in self._cluster.of_role(HOLDERS[moment])
+            for member in self._members(name)
+        ]
 
     def _members(self, worker: str) -> list[str]:
         """Its processes, as they are named where orders are given."""
@@ -194,10 +240,19 @@ class Harness:
         """The worker that takes part in the held hand-off, where it is known."""
         if scenario.victim in (ROUTER, CLIENT):
             return scenario.victim
-        known = [name.partition(".")[0] for name in (holder, other) if name.startswith(scenario.victim)]
+        known = [
+            name.partition(".")[0] for name in (holder, other) if name.startswith(scenario.victim)
+        ]
         return known[0] if known else self._random.choice(self._cluster.of_role(scenario.victim))
 
-    async def _hurt(self, scenario: Scenario, victim: str, own: "subprocess.Popen[bytes] | None", number: int, outcome: Outcome) -> None:
+    async def _hurt(
+        self,
+        scenario: Scenario,
+        victim: str,
+        own: "subprocess.Popen[bytes] | None",
+        number: int,
+        outcome: Outcome,
+    ) -> None:
         """Does it, lets the hand-off go, and sees to it that it took effect."""
         if own is not None:
             assert own.poll() is None, "the client had ended before it could be killed"
@@ -214,7 +269,8 @@ class Harness:
             self._cluster.desk.let_go(number)
             await asyncio.sleep(STOP_SECONDS)
             for process in before:
-                with contextlib.suppress(psutil.NoSuchProcess):  # given up for dead meanwhile, and started again
+                # given up for dead meanwhile, and started again
+                with contextlib.suppress(psutil.NoSuchProcess):
                     process.send_signal(signal.SIGCONT)
             assert stopped, f"{victim} went on after SIGSTOP"
             return
@@ -223,14 +279,26 @@ class Harness:
         seconds = 2.0 if scenario.deed is signal.SIGKILL else self._cluster.shape.drain_seconds + 10
         until = time.monotonic() + seconds
         while any(_runs(process) for process in before):
-            assert time.monotonic() < until, f"{victim} still runs {seconds:g} s after {scenario.deed.name}"
+            assert time.monotonic() < until, (
+                f"{victim} still runs {seconds:g} s after {scenario.deed.name}"
+            )
             await asyncio.sleep(0.02)
 
-    def _judge(self, streams: list[Stream], tasks: "list[asyncio.Task[Stream]]", at: float, outcome: Outcome) -> None:
+    def _judge(
+        self,
+        streams: list[Stream],
+        tasks: "list[asyncio.Task[Stream]]",
+        at: float,
+        outcome: Outcome,
+    ) -> None:
         waiting = sum(not task.done() for task in tasks)
         if waiting:
             outcome.faults.append(f"{waiting} streams still wait past their deadline")
-        outcome.faults += [wrong for stream, task in zip(streams, tasks, strict=True) if task.done() and (wrong := stream.wrong)]
+        outcome.faults += [
+            wrong
+            for stream, task in zip(streams, tasks, strict=True)
+            if task.done() and (wrong := stream.wrong)
+        ]
         pauses = [stream.pause_after(at) for stream in streams]
         outcome.pauses = [pause for pause in pauses if pause is not None]
         if not outcome.pauses:

@@ -1,4 +1,5 @@
-"""Faults in the channel of a cluster in one process: tokens stay right, pages and offers are freed, and each fault took effect."""
+"""Faults in the channel of a cluster in one process: tokens stay right, pages and offers are freed,
+and each fault took effect."""
 
 import asyncio
 import random
@@ -26,7 +27,9 @@ def requests(run: Running) -> list:
     for index in range(24):
         ids = [rng.randrange(300) for _ in range(rng.choice((3, 40, 70, 150)))]
         seeded = {"temperature": 0.8, "seed": index} if index % 2 else {}
-        made.append(run.request(ids, f"r{index}", max_tokens=rng.choice((4, 12)), ignore_eos=True, **seeded))
+        made.append(
+            run.request(ids, f"r{index}", max_tokens=rng.choice((4, 12)), ignore_eos=True, **seeded)
+        )
     return made
 
 
@@ -46,14 +49,25 @@ async def expected() -> list[dict[int, list[int]]]:
 
 
 async def under(monkeypatch: pytest.MonkeyPatch, plan: FaultPlan) -> list[dict[int, list[int]]]:
-    """All at once, over a channel that goes wrong by `plan`; `running` checks that pages and offers are freed."""
-    monkeypatch.setattr(embedded, "InProcessChannel", lambda clock: FaultyChannel(InProcessChannel(clock), plan, clock))
+    """All at once, over a channel that goes wrong by `plan`; `running` checks that pages and offers
+    are freed."""
+    monkeypatch.setattr(
+        embedded,
+        "InProcessChannel",
+        lambda clock: FaultyChannel(InProcessChannel(clock), plan, clock),
+    )
     limits = LimitsConfig(handoff_lease_seconds=3.0, pull_seconds=PULL_SECONDS, max_attempts=20)
-    async with running(config(prefill="tp=2", decode="tp=1", limits=limits)) as run, asyncio.timeout(300):
+    async with (
+        running(config(prefill="tp=2", decode="tp=1", limits=limits)) as run,
+        asyncio.timeout(300),
+    ):
         return tokens(await run.complete_all(requests(run)))
 
 
-async def test_a_channel_that_fails_in_five_calls_of_a_hundred_changes_no_token(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.ci
+async def test_a_channel_that_fails_in_five_calls_of_a_hundred_changes_no_token(
+    monkeypatch: pytest.MonkeyPatch,
+):
     plan = FaultPlan(seed=5, rates=everything(0.05), delay_seconds=0.2)
     assert await under(monkeypatch, plan) == await expected()
     assert plan.total >= 3, plan.took_effect
@@ -61,14 +75,22 @@ async def test_a_channel_that_fails_in_five_calls_of_a_hundred_changes_no_token(
 
 FORCED: list[Mapping[tuple[str, int], Fault]] = [
     {("pull", 2): Fault.DROP, ("offer", 9): Fault.ERROR},
-    {("pull", 1): Fault.ERROR, ("pull", 2): Fault.DUPLICATE, ("offer", 3): Fault.DELAY, ("pull", 7): Fault.DELAY},
+    {
+        ("pull", 1): Fault.ERROR,
+        ("pull", 2): Fault.DUPLICATE,
+        ("offer", 3): Fault.DELAY,
+        ("pull", 7): Fault.DELAY,
+    },
     {("offer", 1): Fault.DROP, ("offer", 5): Fault.DUPLICATE},
     {("pull", 1): Fault.CORRUPT, ("pull", 9): Fault.WRONG_ID, ("pull", 20): Fault.CORRUPT},
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("forced", FORCED, ids=["lost", "late", "refused", "garbled"])
-async def test_each_fault_alone_changes_no_token(monkeypatch: pytest.MonkeyPatch, forced: Mapping[tuple[str, int], Fault]):
+async def test_each_fault_alone_changes_no_token(
+    monkeypatch: pytest.MonkeyPatch, forced: Mapping[tuple[str, int], Fault]
+):
     plan = FaultPlan(forced=forced)
     assert await under(monkeypatch, plan) == await expected()
     assert set(plan.took_effect) == {(operation, fault) for (operation, _), fault in forced.items()}
@@ -76,8 +98,14 @@ async def test_each_fault_alone_changes_no_token(monkeypatch: pytest.MonkeyPatch
 
 def test_a_garbled_block_differs_in_one_value_of_the_rank_that_receives():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2, 1), ("dp", "kv", "rep"))
-    block = jax.device_put(jnp.arange(2 * 3 * 4 * 16 * 8, dtype=jnp.float32).reshape(2, 3, 4, 16, 8), block_sharding(mesh))
-    changed = np.argwhere(np.asarray(garbled(block, 1, random.Random(0))).view(np.uint32) != np.asarray(block).view(np.uint32))
+    block = jax.device_put(
+        jnp.arange(2 * 3 * 4 * 16 * 8, dtype=jnp.float32).reshape(2, 3, 4, 16, 8),
+        block_sharding(mesh),
+    )
+    changed = np.argwhere(
+        np.asarray(garbled(block, 1, random.Random(0))).view(np.uint32)
+        != np.asarray(block).view(np.uint32)
+    )
     assert len(changed) == 1 and changed[0][0] == 1 and changed[0][3] == 0
 
 

@@ -1,14 +1,15 @@
-"""`launch.worker` that takes orders from the chaos harness, and whose channel may go wrong by itself.
+"""`launch.worker` that takes orders from the chaos harness, and whose channel may go wrong by
+itself.
 
-    python -m tests.chaos.worker_main --chaos_socket=PATH [--chaos_rate=0.05 --chaos_seed=1] ...flags of launch.worker
+    python -m tests.chaos.worker_main --chaos_socket=PATH [--chaos_rate=0.05 --chaos_seed=1]
+    ...flags of launch.worker
 
-The first arguments are this file's own; the rest is launch.worker's, which runs as it is, with its classes watched.
-"""
+The first arguments are this file's own; the rest is launch.worker's, which runs as it is, with its
+classes watched."""
 
 import sys
 import threading
-
-from absl import app
+from pathlib import Path
 
 from jdisagg.clock import MonotonicClock
 from jdisagg.transfer import jax_transfer
@@ -21,18 +22,27 @@ COUNT_SECONDS = 1.0
 
 
 def main(arguments: list[str]) -> None:
-    own = {name: value for name, _, value in (argument.partition("=") for argument in arguments if argument.startswith("--chaos_"))}
+    own = {
+        name: value
+        for name, _, value in (
+            argument.partition("=") for argument in arguments if argument.startswith("--chaos_")
+        )
+    }
     theirs = [argument for argument in arguments if not argument.startswith("--chaos_")]
-    name = next(argument.partition("=")[2] for argument in theirs if argument.startswith("--name="))
-    process = next((argument.partition("=")[2] for argument in theirs if argument.startswith("--process_id=")), "")
-    taker = OrderTaker(own["--chaos_socket"], f"{name}.{process}" if process else name)
-    plan = FaultPlan(seed=int(own.get("--chaos_seed", "0")), rates=everything(float(own.get("--chaos_rate", "0"))))
+    files = [text for text in theirs if text.startswith("--config_file=")]
+    name = Path(files[0].partition("=")[2]).stem  # as its process is called: decode-0, decode-0.1
+    taker = OrderTaker(own["--chaos_socket"], name)
+    plan = FaultPlan(
+        seed=int(own.get("--chaos_seed", "0")),
+        rates=everything(float(own.get("--chaos_rate", "0"))),
+    )
     watch_workers(taker.moments)
     _watch_channels(taker, plan)
     from launch import worker
+    from launch.console import run
 
     sys.argv = ["launch.worker", *theirs[1:]]
-    app.run(worker.main)
+    run(worker.main, worker.flags, refused=worker.REFUSED)
 
 
 def _watch_channels(taker: OrderTaker, plan: FaultPlan) -> None:
@@ -40,10 +50,14 @@ def _watch_channels(taker: OrderTaker, plan: FaultPlan) -> None:
     inner = jax_transfer.JaxTransferChannel
 
     def watched(*arguments: object, **named: object) -> Channel:
-        return FaultyChannel(inner(*arguments, **named), plan, MonotonicClock(), taker.moments.watch_pull)  # type: ignore[arg-type]
+        return FaultyChannel(
+            inner(*arguments, **named), plan, MonotonicClock(), taker.moments.watch_pull
+        )  # type: ignore[arg-type]
 
     jax_transfer.JaxTransferChannel = watched  # type: ignore[misc,assignment]
-    threading.Thread(target=_tell_counts, args=(taker, plan), name="fault-counts", daemon=True).start()
+    threading.Thread(
+        target=_tell_counts, args=(taker, plan), name="fault-counts", daemon=True
+    ).start()
 
 
 def _tell_counts(taker: OrderTaker, plan: FaultPlan) -> None:
@@ -52,7 +66,12 @@ def _tell_counts(taker: OrderTaker, plan: FaultPlan) -> None:
     while not pause.wait(COUNT_SECONDS):
         if plan.total > told:
             told = plan.total
-            taker.count({f"{operation} {fault.value}": count for (operation, fault), count in plan.took_effect.items()})
+            taker.count(
+                {
+                    f"{operation} {fault.value}": count
+                    for (operation, fault), count in plan.took_effect.items()
+                }
+            )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ async def test_the_largest_texts_leave_room_for_smaller_ones_and_are_refused_bey
     texts, go = LongTexts(room_bytes=1600), threading.Event()
     running = [asyncio.create_task(texts.run(400, go.wait, 30)) for _ in range(3)]
     await asyncio.sleep(0)
-    with pytest.raises(OverloadedError, match="texts of 1200 bytes are being tokenized, and 400 more exceed half") as caught:
+    with pytest.raises(
+        OverloadedError, match="texts of 1200 bytes are being tokenized, and 400 more exceed half"
+    ) as caught:
         await texts.run(400, go.wait, 30)
     assert caught.value.retry_after_seconds
     assert await texts.run(100, len, "abc") == 3

@@ -1,4 +1,5 @@
-"""Running sequences that move to another decode worker, in virtual time: unbroken tokens, and nothing lost when a move fails."""
+"""Running sequences that move to another decode worker, in virtual time: unbroken tokens, and
+nothing lost when a move fails."""
 
 import asyncio
 from itertools import pairwise
@@ -8,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdisagg.config import LimitsConfig
-from jdisagg.dispatch.ports import Child, PrefillCall
 from jdisagg.errors import UnavailableError
+from jdisagg.messages.ports import Child, PrefillCall
+from jdisagg.messages.step_commands import DecodeSteps, ExtractBlock, InsertBlock
 from jdisagg.request import Request
-from jdisagg.scheduler.commands import DecodeSteps, ExtractBlock, InsertBlock
 from tests.dispatch.test_request_path_storms import mixed_requests
 from tests.fakes.cluster import Collected, toy_request
 from tests.fakes.fake_executor import Costs, Faults, toy_limits
@@ -21,7 +22,14 @@ from tests.fakes.virtual_time import run_virtually
 
 def long_requests(count: int) -> list[Request]:
     return [
-        toy_request(number, prompt_tokens=10 + 9 * number, max_tokens=60, repetition_penalty=1.1, temperature=float(number % 2), logprobs=1)
+        toy_request(
+            number,
+            prompt_tokens=10 + 9 * number,
+            max_tokens=60,
+            repetition_penalty=1.1,
+            temperature=float(number % 2),
+            logprobs=1,
+        )
         for number in range(count)
     ]
 
@@ -41,7 +49,9 @@ def test_a_draining_decode_worker_hands_its_sequences_on(seconds: float, wire: b
             assert fleet.path.counters["legs_failed"] == 0 and fleet.counted("moves_failed") == 0
             if seconds >= 0.05:
                 assert moved == fleet.counted("sequences_moved") == 2, "the half that decode0 ran"
-                assert asyncio.get_running_loop().time() - drained_at > 0.05, "it did not wait for their ends"
+                assert asyncio.get_running_loop().time() - drained_at > 0.05, (
+                    "it did not wait for their ends"
+                )
             await fleet.check_quiet()
 
     run_virtually(main)
@@ -61,7 +71,11 @@ def test_a_moving_sequence_decodes_on_until_little_is_left_to_move() -> None:
             steps = [at for at, command in enumerate(log) if isinstance(command, DecodeSteps)]
             during = [at for at in steps if extracts[0] < at < extracts[-1]]
             assert len(during) >= 3, "it goes on while the full pages move"
-            tail = [command for command in log if isinstance(command, ExtractBlock) and command.start >= 70]
+            tail = [
+                command
+                for command in log
+                if isinstance(command, ExtractBlock) and command.start >= 70
+            ]
             assert tail and not [at for at in steps if at > extracts[-1]]
             fleet.check(request, await collecting)
             assert fleet.path.counters["sequences_moved"] == 1
@@ -87,7 +101,10 @@ def test_a_sequence_that_has_outgrown_its_new_reservation_gets_more_pages_there(
 def test_without_another_decode_worker_a_drain_waits_for_the_ends_within_its_deadline() -> None:
     async def main() -> None:
         async with Fleet(decodes=1, limits=LimitsConfig(max_attempts=1)) as fleet:
-            short, long = toy_request(1, max_tokens=20), toy_request(2, max_tokens=120, prompt_tokens=3)
+            short, long = (
+                toy_request(1, max_tokens=20),
+                toy_request(2, max_tokens=120, prompt_tokens=3),
+            )
             streams = [asyncio.create_task(fleet.collect(request)) for request in (short, long)]
             await asyncio.sleep(0.05)
             worker = fleet.decode_worker("decode0")
@@ -95,7 +112,9 @@ def test_without_another_decode_worker_a_drain_waits_for_the_ends_within_its_dea
             fleet.check(short, await streams[0])
             with pytest.raises(UnavailableError):
                 await streams[1]
-            assert worker.counters["drains_cut_short"] == 1 and fleet.counted("sequences_moved") == 0
+            assert (
+                worker.counters["drains_cut_short"] == 1 and fleet.counted("sequences_moved") == 0
+            )
             await fleet.check_quiet(settle_seconds=40)
 
     run_virtually(main)
@@ -111,9 +130,13 @@ def test_a_draining_prefill_worker_waits_until_its_offers_are_fetched_within_its
             await worker.drain(30.0)
             assert (await worker.status()).handoffs == 0
             with pytest.raises(UnavailableError, match="draining"):
-                await worker.prefill(PrefillCall(toy_request(9), 1, (Child(0),), 5, "decode0", 0, 10.0))  # type: ignore[union-attr]
+                await worker.prefill(
+                    PrefillCall(toy_request(9), 1, (Child(0),), 5, "decode0", 0, 10.0)
+                )  # type: ignore[union-attr]
             await streams
-            assert fleet.path.counters["legs_failed"] == fleet.path.counters["sources_replaced"] == 0
+            assert (
+                fleet.path.counters["legs_failed"] == fleet.path.counters["sources_replaced"] == 0
+            )
             await fleet.check_quiet()
         async with Fleet(costs=Costs(pull=0.2, prefill_token=1e-3)) as fleet:
             streams = asyncio.create_task(fleet.collect_all(long_requests(4)))
@@ -163,7 +186,9 @@ def test_a_sequence_that_is_frozen_for_a_worker_that_died_goes_on_soon() -> None
             await asyncio.sleep(0.4)
             worker = fleet.decode_worker("decode0")
             assert any(worker.migrate_out(key) for key in range(100))
-            while not any(child.frozen for group in worker._state.groups.values() for child in group.alive):
+            while not any(
+                child.frozen for group in worker._state.groups.values() for child in group.alive
+            ):
                 await asyncio.sleep(0.001)
             await asyncio.sleep(0.02)
             await fleet.kill("decode1")
@@ -181,7 +206,9 @@ def test_a_move_that_cannot_transfer_leaves_the_sequence_where_it_is(kind: str) 
         bad = [False]
         faults = Faults(pull_error=lambda _: kind if bad[0] else "")
         async with Fleet(faults=lambda name: faults) as fleet:
-            requests = [toy_request(number, prompt_tokens=20, max_tokens=100) for number in range(2)]
+            requests = [
+                toy_request(number, prompt_tokens=20, max_tokens=100) for number in range(2)
+            ]
             streams = asyncio.create_task(fleet.collect_all(requests))
             await asyncio.sleep(0.2)
             bad[0] = True
@@ -198,9 +225,14 @@ def test_a_move_that_cannot_transfer_leaves_the_sequence_where_it_is(kind: str) 
     run_virtually(main)
 
 
+@pytest.mark.ci
 @settings(max_examples=60, deadline=None)
 @given(
-    moves=st.lists(st.tuples(st.sampled_from(["decode0", "decode1"]), st.floats(0, 0.6)), min_size=1, max_size=6),
+    moves=st.lists(
+        st.tuples(st.sampled_from(["decode0", "decode1"]), st.floats(0, 0.6)),
+        min_size=1,
+        max_size=6,
+    ),
     death=st.one_of(st.none(), st.floats(0, 0.6)),
     pull=st.sampled_from([0.001, 0.03]),
     pull_faults=st.sampled_from([0, 13]),
@@ -209,16 +241,30 @@ def test_a_move_that_cannot_transfer_leaves_the_sequence_where_it_is(kind: str) 
     seed=st.integers(0, 1000),
 )
 def test_moves_at_any_moment_and_a_death_among_them_change_no_token(
-    moves: list[tuple[str, float]], death: float | None, pull: float, pull_faults: int, kind: str, pages: int, seed: int
+    moves: list[tuple[str, float]],
+    death: float | None,
+    pull: float,
+    pull_faults: int,
+    kind: str,
+    pages: int,
+    seed: int,
 ) -> None:
     async def main() -> None:
-        faults = Faults(pull_error=lambda nth: kind if pull_faults and nth % pull_faults == 3 else "")
+        faults = Faults(
+            pull_error=lambda nth: kind if pull_faults and nth % pull_faults == 3 else ""
+        )
         decode = toy_limits(pages_per_rank=pages)
-        async with Fleet(costs=Costs(pull=pull), faults=lambda name: faults, seed=seed, growth_tokens=1 + seed % 8, decode=decode) as fleet:
+        async with Fleet(
+            costs=Costs(pull=pull),
+            faults=lambda name: faults,
+            seed=seed,
+            growth_tokens=1 + seed % 8,
+            decode=decode,
+        ) as fleet:
 
             async def move(name: str, seconds: float) -> None:
                 await asyncio.sleep(seconds)
-                if not fleet.processes[name].life.dead.is_set():
+                if not fleet.processes[name].crash.dead.is_set():
                     worker = fleet.decode_worker(name)
                     for key in range(200):
                         worker.migrate_out(key)
@@ -228,7 +274,11 @@ def test_moves_at_any_moment_and_a_death_among_them_change_no_token(
                     await asyncio.sleep(death)
                     await fleet.kill("decode0")
 
-            await asyncio.gather(fleet.collect_all(mixed_requests(8, max_tokens=40)), die(), *(move(*one) for one in moves))
+            await asyncio.gather(
+                fleet.collect_all(mixed_requests(8, max_tokens=40)),
+                die(),
+                *(move(*one) for one in moves),
+            )
             await fleet.check_quiet(settle_seconds=40.0)
 
     run_virtually(main)
@@ -237,11 +287,17 @@ def test_moves_at_any_moment_and_a_death_among_them_change_no_token(
 def test_a_new_workers_inserts_come_before_its_first_step_of_a_moved_sequence() -> None:
     async def main() -> None:
         async with Fleet() as fleet:
-            collecting = asyncio.create_task(fleet.collect(toy_request(1, prompt_tokens=30, max_tokens=60)))
+            collecting = asyncio.create_task(
+                fleet.collect(toy_request(1, prompt_tokens=30, max_tokens=60))
+            )
             await asyncio.sleep(0.2)
             await fleet.decode_worker("decode0").drain(30.0)
             await collecting
-            kinds = [type(command) for command in fleet.processes["decode1"].mesh.log if isinstance(command, InsertBlock | DecodeSteps)]
+            kinds = [
+                type(command)
+                for command in fleet.processes["decode1"].mesh.log
+                if isinstance(command, InsertBlock | DecodeSteps)
+            ]
             assert kinds == sorted(kinds, key=lambda kind: kind is DecodeSteps)
             await fleet.check_quiet()
 

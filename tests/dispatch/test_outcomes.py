@@ -1,4 +1,5 @@
-"""What the elastic controller hears of requests: how they fared, and nothing of those that say nothing of the pools."""
+"""What the elastic controller hears of requests: how they fared, and nothing of those that say
+nothing of the pools."""
 
 import asyncio
 import math
@@ -8,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.dispatch.outcomes import OutcomeTap
-from jdisagg.dispatch.ports import WorkerStatus
 from jdisagg.errors import DeadlineExceededError, InvalidRequestError, JdisaggError, OverloadedError
+from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import FinishReason, Request, SamplingParams, StreamEvent, Timings, Usage
 from jdisagg.router.admission import Quotas
 from jdisagg.router.elastic_signals import Outcome
@@ -20,7 +21,9 @@ TIMINGS = Timings(0.5, 1.5, 0.05, 0.1, 3.0, 0, 0, 0.0)
 
 
 class ToyPath:
-    def __init__(self, events: list[StreamEvent], error: Exception | None = None, seconds: float = 1.0) -> None:
+    def __init__(
+        self, events: list[StreamEvent], error: Exception | None = None, seconds: float = 1.0
+    ) -> None:
         self.events, self.error, self.seconds = events, error, seconds
         self.closed = False
 
@@ -42,7 +45,14 @@ class ToyPath:
 
 
 TOKEN = StreamEvent(child=0, first_index=0, token_ids=(5,))
-LAST = StreamEvent(child=0, first_index=1, token_ids=(6,), finish_reason=FinishReason.LENGTH, usage=Usage(3, 2), timings=TIMINGS)
+LAST = StreamEvent(
+    child=0,
+    first_index=1,
+    token_ids=(6,),
+    finish_reason=FinishReason.LENGTH,
+    usage=Usage(3, 2),
+    timings=TIMINGS,
+)
 
 
 def told_of(path: ToyPath, request: Request = REQUEST) -> list[Outcome]:
@@ -65,7 +75,9 @@ def test_a_request_that_ends_well_tells_what_it_met() -> None:
     alone = replace(LAST, usage=Usage(3, 1))
     assert told_of(ToyPath([alone])) == [Outcome(1.0, 1.5, None, 0.5)]
     one_each = replace(REQUEST, sampling=SamplingParams(n=2, max_tokens=1))
-    assert told_of(ToyPath([TOKEN, replace(LAST, child=1)]), one_each) == [Outcome(2.0, 1.5, None, 0.5)]
+    assert told_of(ToyPath([TOKEN, replace(LAST, child=1)]), one_each) == [
+        Outcome(2.0, 1.5, None, 0.5)
+    ]
 
 
 def test_a_refused_request_is_one_whose_first_token_never_came() -> None:

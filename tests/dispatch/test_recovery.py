@@ -1,4 +1,5 @@
-"""Workers that die, in virtual time: while one of each kind lives, every stream goes on with the right tokens and nothing is left held."""
+"""Workers that die, in virtual time: while one of each kind lives, every stream goes on with the
+right tokens and nothing is left held."""
 
 import asyncio
 from collections import Counter
@@ -10,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdisagg.config import LimitsConfig, RoutingConfig
-from jdisagg.dispatch.ports import GenerateCall, PrefillCall, PrefillReply, Span
+from jdisagg.dispatch.router_events import NoRouterEvents
 from jdisagg.errors import HandoffError, InvalidRequestError, OverloadedError, UnavailableError
+from jdisagg.messages.ports import GenerateCall, PrefillCall, PrefillReply, Span
 from jdisagg.request import AcceptedChild, Resumption
 from jdisagg.router.breaker import FAILURES
 from jdisagg.router.cluster_state import Description
@@ -34,12 +36,17 @@ async def kill_later(fleet: Fleet, name: str, seconds: float) -> None:
 @pytest.mark.parametrize("wire", [False, True])
 @pytest.mark.parametrize(
     ("name", "seconds"),
-    [("prefill0", at) for at in (0.001, 0.01, 0.03, 0.06)] + [("decode0", at) for at in (0.001, 0.01, 0.03, 0.06, 0.1, 0.2)],
+    [("prefill0", at) for at in (0.001, 0.01, 0.03, 0.06)]
+    + [("decode0", at) for at in (0.001, 0.01, 0.03, 0.06, 0.1, 0.2)],
 )
-def test_a_dead_worker_ends_no_stream_while_another_lives(name: str, seconds: float, wire: bool) -> None:
+def test_a_dead_worker_ends_no_stream_while_another_lives(
+    name: str, seconds: float, wire: bool
+) -> None:
     async def main() -> None:
         async with Fleet(costs=SLOW, wire=wire) as fleet:
-            await asyncio.gather(fleet.collect_all(mixed_requests(10)), kill_later(fleet, name, seconds))
+            await asyncio.gather(
+                fleet.collect_all(mixed_requests(10)), kill_later(fleet, name, seconds)
+            )
             counters = fleet.path.counters
             assert counters["sources_replaced"] + counters["legs_failed"] > 0, "the death was felt"
             await fleet.check_quiet(settle_seconds=10.0)
@@ -56,17 +63,24 @@ def test_what_has_come_of_a_dead_prefill_workers_kv_is_kept_and_its_first_token_
             assert fleet.processes["prefill0"].worker.counters["handoffs_aborted"] == 0
             await fleet.kill("prefill0")
             fleet.check(request, await collecting)
-            assert fleet.path.counters["sources_replaced"] == 1 and fleet.path.counters["legs_failed"] == 0
+            assert (
+                fleet.path.counters["sources_replaced"] == 1
+                and fleet.path.counters["legs_failed"] == 0
+            )
             kept = fleet.counted("kv_tokens_kept")
             assert 0 < kept < 100 and kept % 4 == 0
             answer = collecting.result()
-            assert answer.timings is not None and answer.timings.kv_bytes_moved < 2 * 100 * 8, "what was here is not moved again"
+            assert answer.timings is not None and answer.timings.kv_bytes_moved < 2 * 100 * 8, (
+                "what was here is not moved again"
+            )
             await fleet.check_quiet()
 
     run_virtually(main)
 
 
-def test_several_children_whose_first_tokens_were_delivered_keep_them_across_a_prefill_death() -> None:
+def test_several_children_whose_first_tokens_were_delivered_keep_them_across_a_prefill_death() -> (
+    None
+):
     async def main() -> None:
         async with Fleet(costs=Costs(pull=0.2)) as fleet:
             request = toy_request(1, prompt_tokens=50, max_tokens=9, n=3, temperature=1.0)
@@ -74,14 +88,18 @@ def test_several_children_whose_first_tokens_were_delivered_keep_them_across_a_p
             await asyncio.sleep(0.15)
             await fleet.kill("prefill0")
             fleet.check(request, await collecting)
-            assert fleet.path.counters["sources_replaced"] == 1 and fleet.path.counters["legs_failed"] == 0
+            assert (
+                fleet.path.counters["sources_replaced"] == 1
+                and fleet.path.counters["legs_failed"] == 0
+            )
             await fleet.check_quiet()
 
     run_virtually(main)
 
 
 def test_a_prefill_that_lost_its_reply_does_not_hold_the_stream_back() -> None:
-    """All KV had come when the prefill worker died, but not its reply: the decode side gives the first token out."""
+    """All KV had come when the prefill worker died, but not its reply: the decode side gives the
+    first token out."""
 
     async def main() -> None:
         async with Fleet(costs=Costs(pull=0.001)) as fleet:
@@ -107,14 +125,17 @@ def test_a_worker_restarted_under_its_name_is_another_peer() -> None:
                     await fleet.collect(toy_request(10 + number))
                 await fleet.start("prefill0")
             await fleet.collect_all([toy_request(7, prompt_tokens=20)])
-            assert len(fleet.processes["decode0"].mesh.peers) == 1, "the former ones are disconnected"
+            assert len(fleet.processes["decode0"].mesh.peers) == 1, (
+                "the former ones are disconnected"
+            )
             await fleet.check_quiet()
 
     run_virtually(main)
 
 
 def test_one_death_counts_once_for_each_child_however_many_there_are() -> None:
-    """Children that were resumed or preempted go each in a leg of its own: a death ends several legs at once."""
+    """Children that were resumed or preempted go each in a leg of its own: a death ends several
+    legs at once."""
 
     async def main() -> None:
         async with Fleet(limits=LimitsConfig(max_attempts=3)) as fleet:
@@ -135,16 +156,26 @@ def test_one_death_counts_once_for_each_child_however_many_there_are() -> None:
 def test_an_earlier_attempt_that_waits_for_pages_is_superseded_too() -> None:
     async def main() -> None:
         limits = LimitsConfig(max_attempts=2)
-        async with Fleet(prefills=1, decodes=1, decode=toy_limits(pages_per_rank=24), limits=limits) as fleet:
-            full = asyncio.create_task(fleet.collect_all([toy_request(9, prompt_tokens=60, max_tokens=30)]))
+        async with Fleet(
+            prefills=1, decodes=1, decode=toy_limits(pages_per_rank=24), limits=limits
+        ) as fleet:
+            full = asyncio.create_task(
+                fleet.collect_all([toy_request(9, prompt_tokens=60, max_tokens=30)])
+            )
             await asyncio.sleep(0.05)
             request = toy_request(1, prompt_tokens=60, max_tokens=9)
             old = asyncio.create_task(fleet.collect(request))
             await asyncio.sleep(0.05)
             assert (await fleet.decode_worker("decode0").status()).waiting == 1
-            new = asyncio.create_task(fleet.collect(replace(request, resumption=Resumption(1, (AcceptedChild(),))), fleet.new_path()))
+            new = asyncio.create_task(
+                fleet.collect(
+                    replace(request, resumption=Resumption(1, (AcceptedChild(),))), fleet.new_path()
+                )
+            )
             await asyncio.sleep(0.01)
-            assert (await fleet.decode_worker("decode0").status()).waiting == 1, "the client asks for it no more"
+            assert (await fleet.decode_worker("decode0").status()).waiting == 1, (
+                "the client asks for it no more"
+            )
             with pytest.raises(HandoffError):
                 await old
             fleet.check(request, await new)
@@ -172,7 +203,10 @@ def test_without_survivors_streams_end_with_a_typed_error() -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     deaths=st.lists(
-        st.tuples(st.sampled_from(["prefill0", "decode0"]), st.floats(0, 0.4)), min_size=1, max_size=2, unique_by=lambda d: d[0]
+        st.tuples(st.sampled_from(["prefill0", "decode0"]), st.floats(0, 0.4)),
+        min_size=1,
+        max_size=2,
+        unique_by=lambda d: d[0],
     ),
     restart=st.booleans(),
     pull_faults=st.sampled_from([0, 11, 20]),
@@ -181,12 +215,21 @@ def test_without_survivors_streams_end_with_a_typed_error() -> None:
     seed=st.integers(0, 1000),
 )
 def test_any_deaths_and_bad_transfers_change_no_token(
-    deaths: list[tuple[str, float]], restart: bool, pull_faults: int, kind: str, pull: float, seed: int
+    deaths: list[tuple[str, float]],
+    restart: bool,
+    pull_faults: int,
+    kind: str,
+    pull: float,
+    seed: int,
 ) -> None:
     async def main() -> None:
-        faults = Faults(pull_error=lambda nth: kind if pull_faults and nth % pull_faults == 3 else "")
+        faults = Faults(
+            pull_error=lambda nth: kind if pull_faults and nth % pull_faults == 3 else ""
+        )
         costs = Costs(prefill_token=1e-3, pull=pull)
-        async with Fleet(costs=costs, faults=lambda name: faults, seed=seed, growth_tokens=1 + seed % 8) as fleet:
+        async with Fleet(
+            costs=costs, faults=lambda name: faults, seed=seed, growth_tokens=1 + seed % 8
+        ) as fleet:
 
             async def die(name: str, seconds: float) -> None:
                 await kill_later(fleet, name, seconds)
@@ -194,7 +237,9 @@ def test_any_deaths_and_bad_transfers_change_no_token(
                     await asyncio.sleep(0.05)
                     await fleet.start(name)
 
-            await asyncio.gather(fleet.collect_all(mixed_requests(8)), *(die(*death) for death in deaths))
+            await asyncio.gather(
+                fleet.collect_all(mixed_requests(8)), *(die(*death) for death in deaths)
+            )
             await fleet.check_quiet(settle_seconds=40.0)
 
     run_virtually(main)
@@ -202,19 +247,28 @@ def test_any_deaths_and_bad_transfers_change_no_token(
 
 @pytest.mark.parametrize("after", [0.0, 0.02, 0.1, 0.3])
 @pytest.mark.parametrize("old_router_dies", [True, False])
-def test_a_client_goes_on_through_another_router_at_its_next_token(after: float, old_router_dies: bool) -> None:
+def test_a_client_goes_on_through_another_router_at_its_next_token(
+    after: float, old_router_dies: bool
+) -> None:
     async def main() -> None:
         async with Fleet() as fleet:
-            request = toy_request(1, prompt_tokens=20, max_tokens=40, n=2, temperature=1.0, repetition_penalty=1.2)
+            request = toy_request(
+                1, prompt_tokens=20, max_tokens=40, n=2, temperature=1.0, repetition_penalty=1.2
+            )
             had = Collected()
             first = asyncio.create_task(fleet.collect(request, into=had))
             await asyncio.sleep(after)
             if old_router_dies:
                 first.cancel()
                 await asyncio.gather(first, return_exceptions=True)
-            children = tuple(AcceptedChild(tuple(had.tokens.get(child, ())), had.finish.get(child)) for child in range(2))
+            children = tuple(
+                AcceptedChild(tuple(had.tokens.get(child, ())), had.finish.get(child))
+                for child in range(2)
+            )
             again = replace(request, resumption=Resumption(1, children))
-            rest = Collected(tokens={child: list(one.token_ids) for child, one in enumerate(children)})
+            rest = Collected(
+                tokens={child: list(one.token_ids) for child, one in enumerate(children)}
+            )
             fleet.check(request, await fleet.collect(again, fleet.new_path(), rest))
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
@@ -227,7 +281,9 @@ def test_a_client_goes_on_through_another_router_at_its_next_token(after: float,
 @pytest.mark.parametrize("wire", [False, True])
 def test_a_worker_that_does_not_fit_the_others_is_gone_round(odd: str, wire: bool) -> None:
     async def main() -> None:
-        async with Fleet(wire=wire, fingerprint=lambda name: "another" if name == odd else "") as fleet:
+        async with Fleet(
+            wire=wire, fingerprint=lambda name: "another" if name == odd else ""
+        ) as fleet:
             await fleet.collect_all(mixed_requests(6))
             assert fleet.counted("sources_lost") > 0, "the odd one was asked"
             await fleet.check_quiet()
@@ -236,7 +292,9 @@ def test_a_worker_that_does_not_fit_the_others_is_gone_round(odd: str, wire: boo
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
-def test_a_request_too_large_for_one_worker_goes_to_another_and_one_too_large_for_all_is_refused(kind: str) -> None:
+def test_a_request_too_large_for_one_worker_goes_to_another_and_one_too_large_for_all_is_refused(
+    kind: str,
+) -> None:
     async def main() -> None:
         async with Fleet() as fleet:
 
@@ -246,7 +304,9 @@ def test_a_request_too_large_for_one_worker_goes_to_another_and_one_too_large_fo
                 await fleet.start(name)
 
             await shrink(f"{kind}0")
-            large = [toy_request(number, prompt_tokens=40, max_tokens=30) for number in range(20, 26)]
+            large = [
+                toy_request(number, prompt_tokens=40, max_tokens=30) for number in range(20, 26)
+            ]
             await fleet.collect_all(large + mixed_requests(8))
             await shrink(f"{kind}1")
             with pytest.raises(InvalidRequestError, match="prompt"):
@@ -258,8 +318,16 @@ def test_a_request_too_large_for_one_worker_goes_to_another_and_one_too_large_fo
 
 def test_where_no_two_workers_fit_the_client_hears_what_differs() -> None:
     async def main() -> None:
-        async with Fleet(prefills=1, decodes=1, limits=LimitsConfig(max_attempts=2), fingerprint=lambda name: name) as fleet:
-            with pytest.raises(UnavailableError, match="model_fingerprint is 'prefill0' on 'prefill0' and 'decode0'"):
+        async with Fleet(
+            prefills=1,
+            decodes=1,
+            limits=LimitsConfig(max_attempts=2),
+            fingerprint=lambda name: name,
+        ) as fleet:
+            with pytest.raises(
+                UnavailableError,
+                match="model_fingerprint is 'prefill0' on 'prefill0' and 'decode0'",
+            ):
                 await fleet.collect(toy_request(1))
             await fleet.check_quiet()
 
@@ -284,7 +352,8 @@ def test_an_id_may_be_used_again_right_after_a_request_that_was_resumed(wire: bo
 
 
 class Broken:
-    """A worker's port whose prefills fail at once, and whose decoding when the first token is long out."""
+    """A worker's port whose prefills fail at once, and whose decoding when the first token is long
+    out."""
 
     def __init__(self, port: object) -> None:
         self._port = port
@@ -313,29 +382,45 @@ def test_a_worker_that_always_fails_after_others_helped_its_legs_is_barred(name:
                 assert not barred(fleet, name)
                 await fleet.collect_all([toy_request(number, prompt_tokens=20)])
             counters = fleet.path.counters
-            assert counters["sources_replaced" if name == "prefill0" else "legs_failed"] == FAILURES, "the fault was felt"
-            assert barred(fleet, name) and not any(barred(fleet, other) for other in fleet.processes if other != name)
+            assert (
+                counters["sources_replaced" if name == "prefill0" else "legs_failed"] == FAILURES
+            ), "the fault was felt"
+            assert barred(fleet, name) and not any(
+                barred(fleet, other) for other in fleet.processes if other != name
+            )
 
     run_virtually(main)
 
 
 def barred(fleet: Fleet, name: str) -> bool:
-    return any(one.worker == name and one.barred_seconds > 0 for one in fleet.path.routing().accounts)
+    return any(
+        one.worker == name and one.barred_seconds > 0 for one in fleet.path.routing().accounts
+    )
 
 
 def test_who_found_no_worker_at_first_is_no_less_new_than_others_when_there_is_one() -> None:
     """It pays its quota then, and can be refused."""
 
     async def main() -> None:
-        async with Fleet(prefills=1, decodes=1, routing=RoutingConfig(tenant_quotas="t=10", quota_burst_seconds=10.0)) as fleet:
+        async with Fleet(
+            prefills=1,
+            decodes=1,
+            routing=RoutingConfig(tenant_quotas="t=10", quota_burst_seconds=10.0),
+        ) as fleet:
             await fleet.kill("prefill0")
-            requests = [replace(toy_request(number, prompt_tokens=50), tenant="t") for number in range(3)]
+            requests = [
+                replace(toy_request(number, prompt_tokens=50), tenant="t") for number in range(3)
+            ]
             collecting = [asyncio.create_task(fleet.collect(request)) for request in requests]
             await asyncio.sleep(0.05)
             assert fleet.path.counters["legs_failed"] >= 3, "they have all asked in vain"
             await fleet.start("prefill0")
             answers = await asyncio.gather(*collecting, return_exceptions=True)
-            assert [isinstance(answer, OverloadedError) for answer in answers] == [False, True, True], "the burst is enough for one"
+            assert [isinstance(answer, OverloadedError) for answer in answers] == [
+                False,
+                True,
+                True,
+            ], "the burst is enough for one"
             await fleet.check_quiet()
 
     run_virtually(main)
@@ -343,17 +428,26 @@ def test_who_found_no_worker_at_first_is_no_less_new_than_others_when_there_is_o
 
 def test_predictions_are_held_against_what_one_leg_did_undisturbed() -> None:
     async def main() -> None:
-        async with Fleet(costs=SLOW) as fleet:
-            measured = Counter[str]()
-            fleet.path.placing.on_measured = lambda what, predicted, actual: measured.update([what])
+        measured = Counter[str]()
+
+        class Measured(NoRouterEvents):
+            def measured(self, what: str, predicted: float, actual: float) -> None:
+                measured.update([what])
+
+        async with Fleet(costs=SLOW, events=Measured()) as fleet:
             for name in fleet.processes:
-                fleet.path.placing.accounts.state.describe(name, Description("r", H100))
+                fleet.path.placer.accounts.state.describe(name, Description("r", H100))
             await fleet.collect_all([toy_request(1, prompt_tokens=20)])
             assert measured == {"ttft": 1, "tpot": 1}
             for number, (name, seconds) in enumerate([("prefill0", 0.001), ("decode0", 0.06)]):
-                await asyncio.gather(fleet.collect_all([toy_request(2 + number, prompt_tokens=20)]), kill_later(fleet, name, seconds))
+                await asyncio.gather(
+                    fleet.collect_all([toy_request(2 + number, prompt_tokens=20)]),
+                    kill_later(fleet, name, seconds),
+                )
             counters = fleet.path.counters
-            assert counters["sources_replaced"] + counters["legs_failed"] == 2, "both deaths were felt"
+            assert counters["sources_replaced"] + counters["legs_failed"] == 2, (
+                "both deaths were felt"
+            )
             assert measured["tpot"] == 1
 
     run_virtually(main)

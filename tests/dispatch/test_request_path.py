@@ -27,7 +27,12 @@ def test_a_request_gives_the_oracles_tokens_and_leaves_nothing_behind(mode: Mode
 @pytest.mark.parametrize("mode", MODES)
 def test_many_requests_at_once_give_each_its_own_tokens(mode: Mode, ranks: int) -> None:
     async def main() -> None:
-        async with Cluster(mode, decode=toy_limits(ranks=ranks), prefill=toy_limits(ranks=ranks), steps_per_dispatch=3) as cluster:
+        async with Cluster(
+            mode,
+            decode=toy_limits(ranks=ranks),
+            prefill=toy_limits(ranks=ranks),
+            steps_per_dispatch=3,
+        ) as cluster:
             requests = [
                 toy_request(
                     number,

@@ -7,10 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdisagg.config import LimitsConfig, Mode
-from jdisagg.dispatch.ports import Child, PrefillCall
-from jdisagg.errors import DeadlineExceededError, HandoffError, InvalidRequestError, OverloadedError, UnavailableError
+from jdisagg.errors import (
+    DeadlineExceededError,
+    HandoffError,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+)
+from jdisagg.messages.ports import Child, PrefillCall
+from jdisagg.messages.step_commands import DecodeSteps, PrefillChunk
 from jdisagg.request import FinishReason
-from jdisagg.scheduler.commands import DecodeSteps, PrefillChunk
 from tests.fakes.cluster import Cluster, toy_request
 from tests.fakes.fake_executor import Costs, Faults, toy_limits
 from tests.fakes.toy_model import expected_tokens
@@ -30,10 +36,14 @@ def test_a_cancel_at_any_moment_frees_everything(
     mode: Mode, n: int, prompt_tokens: int, pull_seconds: float, cancel_after: float, pages: int
 ) -> None:
     async def main() -> None:
-        async with Cluster(mode, decode=toy_limits(pages_per_rank=pages), costs=Costs(pull=pull_seconds)) as cluster:
+        async with Cluster(
+            mode, decode=toy_limits(pages_per_rank=pages), costs=Costs(pull=pull_seconds)
+        ) as cluster:
             stays = toy_request(0, prompt_tokens=3, max_tokens=30)
             staying = asyncio.create_task(cluster.collect(stays))
-            leaving = asyncio.create_task(cluster.collect(toy_request(1, prompt_tokens, n=n, max_tokens=30, temperature=1.0)))
+            leaving = asyncio.create_task(
+                cluster.collect(toy_request(1, prompt_tokens, n=n, max_tokens=30, temperature=1.0))
+            )
             await asyncio.sleep(cancel_after)
             leaving.cancel()
             await asyncio.gather(leaving, return_exceptions=True)
@@ -58,7 +68,9 @@ def test_a_request_that_is_cancelled_twice_is_freed_and_forgotten() -> None:
                 await asyncio.sleep(seconds)
                 task.cancel()
             await asyncio.wait({task})
-            assert asyncio.get_running_loop().time() < 1.0, "the second one came while it was being freed"
+            assert asyncio.get_running_loop().time() < 1.0, (
+                "the second one came while it was being freed"
+            )
             await asyncio.sleep(1)
             again = toy_request(1)
             cluster.check_against_oracle(again, await cluster.collect(again))
@@ -70,7 +82,9 @@ def test_a_request_that_is_cancelled_twice_is_freed_and_forgotten() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(events=st.integers(0, 12), mode=st.sampled_from(list(Mode)), n=st.integers(1, 3))
-def test_closing_the_stream_after_any_event_frees_everything(events: int, mode: Mode, n: int) -> None:
+def test_closing_the_stream_after_any_event_frees_everything(
+    events: int, mode: Mode, n: int
+) -> None:
     async def main() -> None:
         async with Cluster(mode) as cluster:
             stream = cluster.path.stream(toy_request(1, n=n, max_tokens=10, temperature=1.0))
@@ -101,11 +115,15 @@ def test_a_cancelled_request_frees_its_slot_within_one_step(mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("seconds", [0.0001, 0.003, 0.05, 0.31])
-def test_a_passed_deadline_is_a_typed_error_that_counts_the_tokens(mode: Mode, seconds: float) -> None:
+def test_a_passed_deadline_is_a_typed_error_that_counts_the_tokens(
+    mode: Mode, seconds: float
+) -> None:
     async def main() -> None:
         async with Cluster(mode) as cluster:
             with pytest.raises(DeadlineExceededError, match=r"passed after \d+ tokens"):
-                await cluster.collect(toy_request(1, prompt_tokens=30, max_tokens=90, deadline_seconds=seconds))
+                await cluster.collect(
+                    toy_request(1, prompt_tokens=30, max_tokens=90, deadline_seconds=seconds)
+                )
             await cluster.check_quiet()
 
     run_virtually(main)
@@ -114,11 +132,15 @@ def test_a_passed_deadline_is_a_typed_error_that_counts_the_tokens(mode: Mode, s
 def test_too_many_waiting_requests_are_refused_at_once_with_a_hint() -> None:
     async def main() -> None:
         async with Cluster(limits=LimitsConfig(max_waiting_requests=3)) as cluster:
-            tasks = [asyncio.create_task(cluster.collect(toy_request(number))) for number in range(5)]
+            tasks = [
+                asyncio.create_task(cluster.collect(toy_request(number))) for number in range(5)
+            ]
             answers = await asyncio.gather(*tasks, return_exceptions=True)
             refused = [answer for answer in answers if isinstance(answer, OverloadedError)]
             assert len(refused) == 2
-            assert all(error.retry_after_seconds and error.retry_after_seconds > 0 for error in refused)
+            assert all(
+                error.retry_after_seconds and error.retry_after_seconds > 0 for error in refused
+            )
             assert isinstance(await cluster.collect(toy_request(9)), object)
             await cluster.check_quiet()
 
@@ -128,7 +150,9 @@ def test_too_many_waiting_requests_are_refused_at_once_with_a_hint() -> None:
 def test_a_full_reservation_queue_refuses_fresh_requests() -> None:
     async def main() -> None:
         async with Cluster(decode=toy_limits(slots_per_rank=1), queue_limit=2) as cluster:
-            tasks = [asyncio.create_task(cluster.collect(toy_request(number))) for number in range(8)]
+            tasks = [
+                asyncio.create_task(cluster.collect(toy_request(number))) for number in range(8)
+            ]
             answers = await asyncio.gather(*tasks, return_exceptions=True)
             assert sum(isinstance(answer, OverloadedError) for answer in answers) == 8 - 2 - 2
             await cluster.check_quiet()
@@ -139,7 +163,9 @@ def test_a_full_reservation_queue_refuses_fresh_requests() -> None:
 @pytest.mark.parametrize("mode", list(Mode))
 def test_what_can_never_fit_is_refused_with_its_numbers(mode: Mode) -> None:
     async def main() -> None:
-        async with Cluster(mode, decode=toy_limits(pages_per_rank=8, samples_per_chunk=4)) as cluster:
+        async with Cluster(
+            mode, decode=toy_limits(pages_per_rank=8, samples_per_chunk=4)
+        ) as cluster:
             with pytest.raises(InvalidRequestError, match="33 positions.* 32 "):
                 await cluster.collect(toy_request(1, prompt_tokens=14, max_tokens=20))
             with pytest.raises(InvalidRequestError, match="n=5"):
@@ -157,8 +183,12 @@ def test_what_can_never_fit_is_refused_with_its_numbers(mode: Mode) -> None:
 def test_the_edges_of_sizes(mode: Mode) -> None:
     async def main() -> None:
         async with Cluster(mode) as cluster:
-            for number, (prompt_tokens, max_tokens) in enumerate([(4, 1), (8, 5), (1, 1), (127, 5), (120, 100), (16, 4), (32, 1)]):
-                request = toy_request(number, prompt_tokens, max_tokens=max_tokens, n=1 + number % 2)
+            for number, (prompt_tokens, max_tokens) in enumerate(
+                [(4, 1), (8, 5), (1, 1), (127, 5), (120, 100), (16, 4), (32, 1)]
+            ):
+                request = toy_request(
+                    number, prompt_tokens, max_tokens=max_tokens, n=1 + number % 2
+                )
                 cluster.check_against_oracle(request, await cluster.collect(request))
                 await cluster.check_quiet()
 
@@ -172,7 +202,11 @@ def test_a_stop_id_as_the_first_token_gives_an_empty_stream(mode: Mode) -> None:
             first = expected_tokens(toy_request(1), 0, 128)[0][0]
             request = toy_request(1, stop_ids=(first,))
             answer = await cluster.collect(request)
-            assert answer.tokens == {0: []} and answer.finish == {0: FinishReason.STOP} and answer.text == {0: ""}
+            assert (
+                answer.tokens == {0: []}
+                and answer.finish == {0: FinishReason.STOP}
+                and answer.text == {0: ""}
+            )
             assert answer.usage is not None and answer.usage.completion_tokens == 0
             await cluster.check_quiet()
 
@@ -185,10 +219,19 @@ def test_a_stop_string_ends_its_child_alone(mode: Mode) -> None:
         async with Cluster(mode) as cluster:
             plain = toy_request(1, n=2, temperature=1.0, seed=3, max_tokens=20)
             streams = [expected_tokens(plain, child, 128)[0] for child in range(2)]
-            word = next(token for token in streams[0][5:] if token not in streams[1] and streams[0].index(token) >= 5)
+            word = next(
+                token
+                for token in streams[0][5:]
+                if token not in streams[1] and streams[0].index(token) >= 5
+            )
             at = streams[0].index(word)
-            answer = await cluster.collect(toy_request(1, n=2, temperature=1.0, seed=3, max_tokens=20, stop=(f"<{word}>",)))
-            assert tuple(answer.tokens[0]) == streams[0][: at + 1] and answer.finish[0] is FinishReason.STOP
+            answer = await cluster.collect(
+                toy_request(1, n=2, temperature=1.0, seed=3, max_tokens=20, stop=(f"<{word}>",))
+            )
+            assert (
+                tuple(answer.tokens[0]) == streams[0][: at + 1]
+                and answer.finish[0] is FinishReason.STOP
+            )
             assert answer.text[0] == "".join(f"<{token}>" for token in streams[0][:at])
             assert tuple(answer.tokens[1]) == streams[1]
             await cluster.check_quiet()
@@ -234,7 +277,10 @@ def test_a_hand_off_that_fails_is_done_again_and_the_stream_is_unbroken() -> Non
             answers = await asyncio.gather(*(cluster.collect(request) for request in requests))
             for request, answer in zip(requests, answers, strict=True):
                 cluster.check_against_oracle(request, answer)
-            assert cluster.path.counters["sources_replaced"] > 0 and cluster.path.counters["legs_failed"] == 0
+            assert (
+                cluster.path.counters["sources_replaced"] > 0
+                and cluster.path.counters["legs_failed"] == 0
+            )
             await cluster.check_quiet()
 
     run_virtually(main)
@@ -242,7 +288,9 @@ def test_a_hand_off_that_fails_is_done_again_and_the_stream_is_unbroken() -> Non
 
 def test_pulls_that_always_fail_end_in_a_typed_error_after_bounded_tries() -> None:
     async def main() -> None:
-        async with Cluster(decode_faults=Faults(pull_error=lambda _: "lost"), limits=LimitsConfig(max_attempts=3)) as cluster:
+        async with Cluster(
+            decode_faults=Faults(pull_error=lambda _: "lost"), limits=LimitsConfig(max_attempts=3)
+        ) as cluster:
             with pytest.raises(HandoffError, match="lost"):
                 await cluster.collect(toy_request(1))
             assert cluster.path.counters["legs_failed"] == 3
@@ -254,7 +302,9 @@ def test_pulls_that_always_fail_end_in_a_typed_error_after_bounded_tries() -> No
 def test_a_stalled_pull_gives_way_to_another_attempt_after_its_lease() -> None:
     async def main() -> None:
         faults = Faults(pull_error=lambda nth: "stall" if nth == 1 else "")
-        async with Cluster(decode_faults=faults, limits=LimitsConfig(handoff_lease_seconds=5)) as cluster:
+        async with Cluster(
+            decode_faults=faults, limits=LimitsConfig(handoff_lease_seconds=5)
+        ) as cluster:
             request = toy_request(1, prompt_tokens=30)
             cluster.check_against_oracle(request, await cluster.collect(request))
             assert cluster.decode.counters["pulls_timed_out"] == 1
@@ -278,14 +328,24 @@ def test_offers_are_freed_by_their_lease_when_the_receiver_says_nothing() -> Non
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_broken_mesh_ends_every_stream_with_a_typed_error(side: str) -> None:
     async def main() -> None:
-        breaks = Faults(breaks_at=lambda command: isinstance(command, PrefillChunk | DecodeSteps) and command.step > 9)
+        breaks = Faults(
+            breaks_at=lambda command: (
+                isinstance(command, PrefillChunk | DecodeSteps) and command.step > 9
+            )
+        )
         faults = {f"{side}_faults": breaks}
         async with Cluster(limits=LimitsConfig(max_attempts=2), **faults) as cluster:  # type: ignore[arg-type]
             requests = [toy_request(number, prompt_tokens=20, max_tokens=60) for number in range(9)]
-            answers = await asyncio.gather(*(cluster.collect(request) for request in requests), return_exceptions=True)
+            answers = await asyncio.gather(
+                *(cluster.collect(request) for request in requests), return_exceptions=True
+            )
             errors = [answer for answer in answers if isinstance(answer, BaseException)]
             assert errors and all(isinstance(error, UnavailableError) for error in errors)
-            broken, whole = (cluster.prefill, cluster.decode) if side == "prefill" else (cluster.decode, cluster.prefill)
+            broken, whole = (
+                (cluster.prefill, cluster.decode)
+                if side == "prefill"
+                else (cluster.decode, cluster.prefill)
+            )
             with pytest.raises(UnavailableError, match="the fake mesh broke"):
                 await broken.status()
             await asyncio.sleep(60)
@@ -297,7 +357,11 @@ def test_a_broken_mesh_ends_every_stream_with_a_typed_error(side: str) -> None:
 
 def test_draining_lets_the_running_finish_and_refuses_the_new() -> None:
     async def main() -> None:
-        async with Cluster(decode=toy_limits(pages_per_rank=14), growth_tokens=1, limits=LimitsConfig(max_attempts=2)) as cluster:
+        async with Cluster(
+            decode=toy_limits(pages_per_rank=14),
+            growth_tokens=1,
+            limits=LimitsConfig(max_attempts=2),
+        ) as cluster:
             requests = [toy_request(number, max_tokens=30) for number in range(4)]
             running = [asyncio.create_task(cluster.collect(request)) for request in requests]
             await asyncio.sleep(0.05)
@@ -310,20 +374,10 @@ def test_draining_lets_the_running_finish_and_refuses_the_new() -> None:
             await draining
             await asyncio.gather(cluster.prefill.drain(), cluster.decode.drain())
             with pytest.raises(UnavailableError, match="draining"):
-                await cluster.prefill.prefill(PrefillCall(toy_request(1), 1, (Child(0),), 7, "decode0", 0, 10.0))
+                await cluster.prefill.prefill(
+                    PrefillCall(toy_request(1), 1, (Child(0),), 7, "decode0", 0, 10.0)
+                )
             await cluster.check_quiet()
-
-    run_virtually(main)
-
-
-def test_a_request_id_that_is_running_is_refused() -> None:
-    async def main() -> None:
-        async with Cluster() as cluster:
-            first = asyncio.create_task(cluster.collect(toy_request(1)))
-            await asyncio.sleep(0.01)
-            with pytest.raises(InvalidRequestError, match="running already"):
-                await cluster.collect(toy_request(1))
-            await first
 
     run_virtually(main)
 
@@ -335,10 +389,14 @@ def test_timings_tell_where_the_time_went() -> None:
             answer = await cluster.collect(request)
             timings = answer.timings
             assert timings is not None
-            assert timings.kv_bytes_moved == 10 * 8 * 2, "ten tokens of two layer groups, eight bytes each in the toy"
+            assert timings.kv_bytes_moved == 10 * 8 * 2, (
+                "ten tokens of two layer groups, eight bytes each in the toy"
+            )
             assert 0 < timings.ttft_seconds < 0.1, "the first token does not wait for the transfer"
             assert timings.handoff_gap_seconds > 0.5
             assert timings.total_seconds >= timings.ttft_seconds + timings.handoff_gap_seconds
-            assert 10 * timings.tpot_seconds == pytest.approx(timings.total_seconds - timings.ttft_seconds, rel=0.01)
+            assert 10 * timings.tpot_seconds == pytest.approx(
+                timings.total_seconds - timings.ttft_seconds, rel=0.01
+            )
 
     run_virtually(main)

@@ -6,7 +6,8 @@ import pytest
 
 from jdisagg.config import LimitsConfig, Mode
 from jdisagg.errors import DeadlineExceededError, HandoffError, InvalidRequestError
-from jdisagg.service.wire_commands import command_from_bytes, command_to_bytes, result_from_bytes, result_to_bytes
+from jdisagg.messages.packed import pack
+from jdisagg.service.recording import unpack_command, unpack_result
 from tests.dispatch.test_request_path_storms import mixed_requests, stream_all
 from tests.fakes.cluster import Cluster, toy_request
 from tests.fakes.fake_executor import FakeChannel, FakeExecutor, Faults, toy_limits
@@ -16,7 +17,9 @@ from tests.fakes.virtual_time import run_virtually
 @pytest.mark.parametrize("mode", list(Mode))
 def test_a_storm_over_the_wire_changes_no_token(mode: Mode) -> None:
     async def main() -> None:
-        async with Cluster(mode, decode=toy_limits(pages_per_rank=14), growth_tokens=1, wire=True) as cluster:
+        async with Cluster(
+            mode, decode=toy_limits(pages_per_rank=14), growth_tokens=1, wire=True
+        ) as cluster:
             assert await stream_all(cluster, mixed_requests(12)) > 0
 
     run_virtually(main)
@@ -25,7 +28,9 @@ def test_a_storm_over_the_wire_changes_no_token(mode: Mode) -> None:
 def test_cancels_and_errors_keep_their_meaning_over_the_wire() -> None:
     async def main() -> None:
         faults = Faults(pull_error=lambda _: "lost")
-        async with Cluster(decode_faults=faults, limits=LimitsConfig(max_attempts=2), wire=True) as cluster:
+        async with Cluster(
+            decode_faults=faults, limits=LimitsConfig(max_attempts=2), wire=True
+        ) as cluster:
             with pytest.raises(HandoffError, match="lost"):
                 await cluster.collect(toy_request(1))
             with pytest.raises(InvalidRequestError, match="128"):
@@ -49,12 +54,12 @@ def test_a_recorded_command_stream_replays_to_the_same_results(mode: Mode) -> No
         tight = toy_limits(ranks=2, pages_per_rank=14)
         async with Cluster(mode, decode=tight, growth_tokens=1) as cluster:
             await stream_all(cluster, mixed_requests(12))
-            recorded = [command_to_bytes(command) for command in cluster.decode_mesh.log]
+            recorded = [pack(command) for command in cluster.decode_mesh.log]
         replays = []
         for _ in range(2):
             mesh = FakeExecutor(tight, FakeChannel())
-            results = [await mesh.run(command_from_bytes(data)) for data in recorded]
-            assert [result_from_bytes(result_to_bytes(result)) for result in results] == results
+            results = [await mesh.run(unpack_command(data)) for data in recorded]
+            assert [unpack_result(pack(result)) for result in results] == results
             replays.append(results)
         assert replays[0] == replays[1]
         assert mesh.log == cluster.decode_mesh.log

@@ -1,4 +1,5 @@
-"""Few pages, many requests: preemption, queues and back-pressure change no token and leak nothing."""
+"""Few pages, many requests: preemption, queues and back-pressure change no token and leak
+nothing."""
 
 import asyncio
 
@@ -7,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdisagg.config import Mode
+from jdisagg.messages.step_commands import InsertBlock, PrefillChunk
 from jdisagg.request import Request
-from jdisagg.scheduler.commands import InsertBlock, PrefillChunk
 from tests.fakes.cluster import Cluster, toy_request
 from tests.fakes.fake_executor import Costs, toy_limits
 from tests.fakes.virtual_time import run_virtually
@@ -32,7 +33,8 @@ def mixed_requests(count: int, max_tokens: int = 24) -> list[Request]:
 
 
 async def stream_all(cluster: Cluster, requests: list[Request]) -> int:
-    """Streams all at once, checks each against the oracle, and returns how many preemptions there were."""
+    """Streams all at once, checks each against the oracle, and returns how many preemptions there
+    were."""
     answers = await asyncio.gather(*(cluster.collect(request) for request in requests))
     for request, answer in zip(requests, answers, strict=True):
         cluster.check_against_oracle(request, answer)
@@ -43,10 +45,14 @@ async def stream_all(cluster: Cluster, requests: list[Request]) -> int:
 @pytest.mark.parametrize("steps_per_dispatch", [1, 4])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("mode", list(Mode))
-def test_preemption_loses_and_changes_no_token(mode: Mode, ranks: int, steps_per_dispatch: int) -> None:
+def test_preemption_loses_and_changes_no_token(
+    mode: Mode, ranks: int, steps_per_dispatch: int
+) -> None:
     async def main() -> None:
         tight = toy_limits(ranks=ranks, pages_per_rank=14, slots_per_rank=4)
-        async with Cluster(mode, decode=tight, growth_tokens=1, steps_per_dispatch=steps_per_dispatch) as cluster:
+        async with Cluster(
+            mode, decode=tight, growth_tokens=1, steps_per_dispatch=steps_per_dispatch
+        ) as cluster:
             assert await stream_all(cluster, mixed_requests(16)) > 0
 
     run_virtually(main)
@@ -63,7 +69,11 @@ def test_preemption_loses_and_changes_no_token(mode: Mode, ranks: int, steps_per
     prefill_pages=st.integers(12, 30),
     pull_seconds=st.sampled_from([0.0, 0.005, 0.5]),
     step_seconds=st.sampled_from([0.0001, 0.01]),
-    shapes=st.lists(st.tuples(st.integers(1, 24), st.integers(1, 20), st.integers(1, 4), st.floats(0, 0.5)), min_size=1, max_size=8),
+    shapes=st.lists(
+        st.tuples(st.integers(1, 24), st.integers(1, 20), st.integers(1, 4), st.floats(0, 0.5)),
+        min_size=1,
+        max_size=8,
+    ),
 )
 def test_any_mix_in_any_room_gives_the_oracles_streams(
     mode: Mode,
@@ -81,12 +91,27 @@ def test_any_mix_in_any_room_gives_the_oracles_streams(
         decode = toy_limits(pages_per_rank=pages, slots_per_rank=slots, page_size=page_size)
         prefill = toy_limits(pages_per_rank=prefill_pages, page_size=4)
         costs = Costs(pull=pull_seconds, decode_step=step_seconds)
-        async with Cluster(mode, decode=decode, prefill=prefill, growth_tokens=growth, steps_per_dispatch=steps, costs=costs) as cluster:
+        async with Cluster(
+            mode,
+            decode=decode,
+            prefill=prefill,
+            growth_tokens=growth,
+            steps_per_dispatch=steps,
+            costs=costs,
+        ) as cluster:
 
             async def late(number: int, shape: tuple[int, int, int, float]) -> None:
                 prompt_tokens, max_tokens, n, delay = shape
                 await asyncio.sleep(delay)
-                request = toy_request(number, prompt_tokens, stop_ids=(5,), max_tokens=max_tokens, n=n, temperature=1.0, seed=number)
+                request = toy_request(
+                    number,
+                    prompt_tokens,
+                    stop_ids=(5,),
+                    max_tokens=max_tokens,
+                    n=n,
+                    temperature=1.0,
+                    seed=number,
+                )
                 cluster.check_against_oracle(request, await cluster.collect(request))
 
             await asyncio.gather(*(late(number, shape) for number, shape in enumerate(shapes)))
@@ -100,7 +125,10 @@ def test_the_oldest_request_is_never_preempted_for_a_younger_one() -> None:
         async with Cluster(decode=toy_limits(pages_per_rank=14), growth_tokens=1) as cluster:
             oldest = asyncio.create_task(cluster.collect(toy_request(0, max_tokens=40)))
             await asyncio.sleep(0.001)
-            younger = [asyncio.create_task(cluster.collect(toy_request(number, max_tokens=40))) for number in range(1, 6)]
+            younger = [
+                asyncio.create_task(cluster.collect(toy_request(number, max_tokens=40)))
+                for number in range(1, 6)
+            ]
             answer = await oldest
             assert answer.timings is not None and answer.timings.preemptions == 0
             answers = await asyncio.gather(*younger)
@@ -112,14 +140,23 @@ def test_the_oldest_request_is_never_preempted_for_a_younger_one() -> None:
 
 def test_a_full_decode_pool_holds_the_prefill_back() -> None:
     async def main() -> None:
-        async with Cluster(decode=toy_limits(pages_per_rank=8, slots_per_rank=2), growth_tokens=64) as cluster:
+        async with Cluster(
+            decode=toy_limits(pages_per_rank=8, slots_per_rank=2), growth_tokens=64
+        ) as cluster:
             requests = [toy_request(number, prompt_tokens=9, max_tokens=20) for number in range(6)]
             first = asyncio.create_task(cluster.collect(requests[0]))
             await asyncio.sleep(0.05)
             rest = [asyncio.create_task(cluster.collect(request)) for request in requests[1:]]
             await asyncio.sleep(0.05)
-            prefilled = {row.sequence for command in cluster.prefill_mesh.log if isinstance(command, PrefillChunk) for row in command.rows}
-            assert len(prefilled) == 1, "nothing is prefilled before the decode side has pages for it"
+            prefilled = {
+                row.sequence
+                for command in cluster.prefill_mesh.log
+                if isinstance(command, PrefillChunk)
+                for row in command.rows
+            }
+            assert len(prefilled) == 1, (
+                "nothing is prefilled before the decode side has pages for it"
+            )
             await asyncio.gather(first, *rest)
             await cluster.check_quiet()
 
@@ -129,7 +166,10 @@ def test_a_full_decode_pool_holds_the_prefill_back() -> None:
 def test_decode_steps_run_while_chunks_are_landing() -> None:
     async def main() -> None:
         async with Cluster(costs=Costs(pull=0.05)) as cluster:
-            requests = [toy_request(0, max_tokens=60), toy_request(1, prompt_tokens=60, max_tokens=4)]
+            requests = [
+                toy_request(0, max_tokens=60),
+                toy_request(1, prompt_tokens=60, max_tokens=4),
+            ]
             await asyncio.gather(*(cluster.collect(request) for request in requests))
             log = cluster.decode_mesh.log
             inserts = [at for at, command in enumerate(log) if isinstance(command, InsertBlock)]
@@ -141,15 +181,21 @@ def test_decode_steps_run_while_chunks_are_landing() -> None:
 
 def test_offers_that_nobody_fetches_hold_the_prefill_back() -> None:
     async def main() -> None:
-        async with Cluster(costs=Costs(pull=1.0), prefill=toy_limits(pages_per_rank=200)) as cluster:
+        async with Cluster(
+            costs=Costs(pull=1.0), prefill=toy_limits(pages_per_rank=200)
+        ) as cluster:
             requests = [toy_request(number, prompt_tokens=60, max_tokens=2) for number in range(4)]
             tasks = [asyncio.create_task(cluster.collect(request)) for request in requests]
             most = 0
             while not all(task.done() for task in tasks):
                 await asyncio.sleep(0.01)
-                most = max(most, sum(len(entries) for _, entries, _ in cluster.channel.offered.values()))
+                most = max(
+                    most, sum(len(entries) for _, entries, _ in cluster.channel.offered.values())
+                )
             assert cluster.prefill.counters["chunks_held_back"] > 0
-            assert most <= (4 + 1) * 16 * 2, "four chunks of two layer groups, and the one that went over the mark"
+            assert most <= (4 + 1) * 16 * 2, (
+                "four chunks of two layer groups, and the one that went over the mark"
+            )
             await cluster.check_quiet()
 
     run_virtually(main)

@@ -1,4 +1,5 @@
-"""The role desk and the elastic pools, in virtual time, over a real roster: who may change, what becomes of it, what is never done."""
+"""The role desk and the elastic pools, in virtual time, over a real roster: who may change, what
+becomes of it, what is never done."""
 
 import asyncio
 from dataclasses import dataclass
@@ -6,14 +7,16 @@ from dataclasses import dataclass
 import pytest
 
 from jdisagg.dispatch.elastic_pools import ElasticPools
-from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
-from jdisagg.dispatch.role_desk import UNCERTAIN_SECONDS, RoleDesk
-from jdisagg.dispatch.roles import SwitchCall, SwitchReport, SwitchState
-from jdisagg.dispatch.roster import ModelCard, Roster, WorkerCard, WorkerPorts
+from jdisagg.dispatch.role_desk import RoleDesk
+from jdisagg.dispatch.roster import Roster, WorkerPorts
 from jdisagg.errors import DeadlineExceededError, InvalidRequestError, UnavailableError
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.registry import ModelCard, WorkerCard
+from jdisagg.messages.roles import SwitchCall, SwitchReport, SwitchState
+from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.elastic import Controller, ElasticConfig
 from jdisagg.router.elastic_signals import Outcome
+from jdisagg.timeouts import DEFAULT_TIMEOUTS
 from tests.fakes.virtual_time import VirtualClock, run_virtually
 from tests.router.plant import status
 
@@ -24,9 +27,10 @@ AWAY_SECONDS = 5.0
 
 @dataclass
 class ToyWorker:
-    """A worker that changes its role as a real one does: it drains, is away, and registers again. `fails`: it comes back as it was.
-    `dies`: its process ends midway and is started again. `unheard`: its answer to the call is lost; `mute`: its reports
-    too, from the call to its next life."""
+    """A worker that changes its role as a real one does: it drains, is away, and registers again.
+    `fails`: it comes back as it was. `dies`: its process ends midway and is started again.
+    `unheard`: its answer to the call is lost; `mute`: its reports too, from the call to its next
+    life."""
 
     name: str
     role: WorkerRole
@@ -43,11 +47,19 @@ class ToyWorker:
     draining: bool = False
 
     def said(self) -> WorkerStatus:
-        return status(self.name, self.role, draining=self.draining, running=min(self.load, 8), waiting=max(0, self.load - 8))
+        return status(
+            self.name,
+            self.role,
+            draining=self.draining,
+            running=min(self.load, 8),
+            waiting=max(0, self.load - 8),
+        )
 
     def serve(self) -> None:
         layout = Layout(tp=2) if self.role is PREFILL else Layout(dp=2)
-        self.roster.register(WorkerCard(self.name, self.boot_id, self.role, self.name, layout, MODEL))
+        self.roster.register(
+            WorkerCard(self.name, self.boot_id, self.role, self.name, layout, MODEL)
+        )
         self.roster.heartbeat(self.boot_id, self.said())
 
     def beat(self) -> None:
@@ -60,7 +72,14 @@ class ToyWorker:
         asyncio.ensure_future(self._change(call))
         if self.unheard:
             self.draining = True
-            self.report = SwitchReport(self.name, self.boot_id, self.role, call.layout, SwitchState.DRAINING, call.switch_id)
+            self.report = SwitchReport(
+                self.name,
+                self.boot_id,
+                self.role,
+                call.layout,
+                SwitchState.DRAINING,
+                call.switch_id,
+            )
             raise DeadlineExceededError("no answer within 5 s")
 
     async def switch_report(self) -> SwitchReport:
@@ -82,8 +101,19 @@ class ToyWorker:
         if not self.fails and not self.dies:
             self.role = call.role
         if not self.dies:
-            state, reason = (SwitchState.FAILED, "no room") if self.fails else (SwitchState.DONE, "")
-            self.report = SwitchReport(self.name, self.boot_id, self.role, call.layout, state, call.switch_id, reason, total_seconds=6.0)
+            state, reason = (
+                (SwitchState.FAILED, "no room") if self.fails else (SwitchState.DONE, "")
+            )
+            self.report = SwitchReport(
+                self.name,
+                self.boot_id,
+                self.role,
+                call.layout,
+                state,
+                call.switch_id,
+                reason,
+                total_seconds=6.0,
+            )
         self.serve()
 
 
@@ -95,7 +125,8 @@ class Town:
         self.roster = Roster(self.clock, lambda card: WorkerPorts())
         names = [f"p{index}" for index in range(prefill)] + [f"d{index}" for index in range(decode)]
         self.workers = {
-            name: ToyWorker(name, PREFILL if name.startswith("p") else DECODE, self.roster, at + 1) for at, name in enumerate(names)
+            name: ToyWorker(name, PREFILL if name.startswith("p") else DECODE, self.roster, at + 1)
+            for at, name in enumerate(names)
         }
         ids = iter(range(1, 1000))
         self.desk = RoleDesk(self.roster, self.workers.__getitem__, self.clock, lambda: next(ids))
@@ -118,7 +149,11 @@ def test_a_worker_changes_its_role_and_is_placed_on_when_the_desk_says_so() -> N
     async def main() -> None:
         town = Town(2, 1)
         report = await town.desk.switch("p1", DECODE, None, 60.0)
-        assert (report.state, report.role, report.layout) == (SwitchState.DONE, DECODE, Layout(dp=1, tp=2)), "its own devices, d0's layout"
+        assert (report.state, report.role, report.layout) == (
+            SwitchState.DONE,
+            DECODE,
+            Layout(dp=1, tp=2),
+        ), "its own devices, d0's layout"
         assert town.roles() == {"p0": "prefill", "p1": "decode", "d0": "decode"}
         assert town.desk.counters.snapshot() == {"roles_switched": 1}
         assert not town.desk.changing
@@ -136,7 +171,9 @@ def test_a_change_whose_answer_was_lost_is_followed_all_the_same() -> None:
     run_virtually(main)
 
 
-def test_a_change_whose_answer_and_reports_were_lost_is_followed_once_the_worker_is_heard_again() -> None:
+def test_a_change_whose_answer_and_reports_were_lost_is_followed_once_the_worker_is_heard_again() -> (  # noqa: E501
+    None
+):
     async def main() -> None:
         town = Town(2, 1)
         town.workers["p1"].unheard = town.workers["p1"].mute = True
@@ -159,7 +196,10 @@ def test_a_worker_that_nobody_can_ask_is_given_up_before_the_deadline() -> None:
         worker.switch_role = refused  # type: ignore[method-assign]
         with pytest.raises(UnavailableError, match="connection refused"):
             await town.desk.switch("p1", DECODE, None, 300.0)
-        assert town.clock.now() <= UNCERTAIN_SECONDS + 1.0 and not town.desk.changing
+        assert (
+            town.clock.now() <= DEFAULT_TIMEOUTS.membership.role_uncertain_seconds + 1.0
+            and not town.desk.changing
+        )
 
     run_virtually(main)
 
@@ -189,13 +229,21 @@ def test_the_last_of_a_role_stays_and_nobody_is_asked() -> None:
     run_virtually(main)
 
 
-@pytest.mark.parametrize(("how", "reason"), [("fails", "no room"), ("dies", "the process ended meanwhile")])
-def test_a_change_that_did_not_work_is_told_as_such_once_the_worker_is_back(how: str, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "reason"), [("fails", "no room"), ("dies", "the process ended meanwhile")]
+)
+def test_a_change_that_did_not_work_is_told_as_such_once_the_worker_is_back(
+    how: str, reason: str
+) -> None:
     async def main() -> None:
         town = Town(2, 1)
         setattr(town.workers["p1"], how, True)
         report = await town.desk.switch("p1", DECODE, None, 60.0)
-        assert report.state is SwitchState.FAILED and reason in report.reason and report.role is PREFILL
+        assert (
+            report.state is SwitchState.FAILED
+            and reason in report.reason
+            and report.role is PREFILL
+        )
         assert town.roles()["p1"] == "prefill"
         assert town.desk.counters.snapshot() == {"role_switches_failed": 1}
 
@@ -206,9 +254,13 @@ def test_a_worker_that_never_comes_back_ends_the_wait_at_its_deadline() -> None:
     async def main() -> None:
         town = Town(2, 1)
         town.workers["p1"].silent = True
-        with pytest.raises(DeadlineExceededError, match="'p1' was not heard of as decode within 20 s"):
+        with pytest.raises(
+            DeadlineExceededError, match="'p1' was not heard of as decode within 20 s"
+        ):
             await town.desk.switch("p1", DECODE, None, 20.0)
-        assert not town.desk.changing and town.desk.counters.snapshot() == {"role_switches_failed": 1}
+        assert not town.desk.changing and town.desk.counters.snapshot() == {
+            "role_switches_failed": 1
+        }
 
     run_virtually(main)
 
@@ -217,7 +269,9 @@ def test_a_desk_whose_way_to_a_worker_cannot_be_opened_or_closed_is_free_again()
     async def main() -> None:
         town = Town(2, 1)
         workers, ids = town.workers, iter(range(1, 1000))
-        desk = RoleDesk(town.roster, {"p0": workers["p0"]}.__getitem__, town.clock, lambda: next(ids))
+        desk = RoleDesk(
+            town.roster, {"p0": workers["p0"]}.__getitem__, town.clock, lambda: next(ids)
+        )
         with pytest.raises(KeyError):
             await desk.switch("p1", DECODE, None, 60.0)
         assert not desk.changing
@@ -238,7 +292,11 @@ def test_a_desk_whose_way_to_a_worker_cannot_be_opened_or_closed_is_free_again()
 def pools(town: Town, acts: bool = True) -> tuple[Controller, ElasticPools, list[str]]:
     config = ElasticConfig(patience_seconds=5, cooldown_seconds=30, window_seconds=30)
     controller, said = Controller(config), list[str]()
-    return controller, ElasticPools(controller, town.desk, town.roster.statuses, town.clock, acts, said.append), said
+    return (
+        controller,
+        ElasticPools(controller, town.desk, town.roster.statuses, town.clock, acts, said.append),
+        said,
+    )
 
 
 async def overload(town: Town, controller: Controller, seconds: int) -> None:
@@ -257,9 +315,19 @@ def test_the_pools_change_by_themselves_under_load_and_one_at_a_time() -> None:
         elastic.start()
         await overload(town, controller, 40)
         assert sorted(town.roles().values()).count("prefill") == 3
-        assert len(said) == 2 and "is to become prefill" in said[0] and "is prefill after 6.0 s" in said[1]
+        assert (
+            len(said) == 2
+            and "is to become prefill" in said[0]
+            and "is prefill after 6.0 s" in said[1]
+        )
         await overload(town, controller, 200)
-        assert sorted(town.roles().values()) == ["decode", "prefill", "prefill", "prefill", "prefill"], "one of each stays"
+        assert sorted(town.roles().values()) == [
+            "decode",
+            "prefill",
+            "prefill",
+            "prefill",
+            "prefill",
+        ], "one of each stays"
         await elastic.stop()
 
     run_virtually(main)

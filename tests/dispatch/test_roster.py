@@ -1,14 +1,18 @@
-"""The roster of workers: registration, liveness by heartbeats, restarts under the same name, live views."""
+"""The roster of workers: registration, liveness by heartbeats, restarts under the same name, live
+views."""
 
 from dataclasses import dataclass, field, replace
 
 import pytest
 
-from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
-from jdisagg.dispatch.roster import GONE_SECONDS, SUSPECT_SECONDS, Liveness, ModelCard, Roster, WorkerCard, WorkerPorts
+from jdisagg.dispatch.roster import Liveness, Roster, WorkerPorts
 from jdisagg.errors import IncompatiblePeerError, InvalidRequestError, NameTakenError
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.registry import ModelCard, WorkerCard
+from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
+from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
+TIMEOUTS = DEFAULT_TIMEOUTS.membership
 MODEL = ModelCard("llama", "llama", 512, 256, "float32", 1024, "abc")
 
 
@@ -37,7 +41,9 @@ class Factory:
         return WorkerPorts(prefill, decode, lambda: self.closed.append(card.boot_id))  # type: ignore[arg-type]
 
 
-def card(name: str, boot_id: int, role: WorkerRole = WorkerRole.DECODE, port: int = 1) -> WorkerCard:
+def card(
+    name: str, boot_id: int, role: WorkerRole = WorkerRole.DECODE, port: int = 1
+) -> WorkerCard:
     return WorkerCard(name, boot_id, role, f"127.0.0.1:{port}", Layout(), MODEL)
 
 
@@ -60,7 +66,9 @@ def roster(clock: HandClock, factory: Factory) -> Roster:
     return Roster(clock, factory)
 
 
-def test_a_worker_is_known_with_its_ports_once_registered_and_counts_once_it_said_its_status(roster: Roster):
+def test_a_worker_is_known_with_its_ports_once_registered_and_counts_once_it_said_its_status(
+    roster: Roster,
+):
     roster.register(card("d", 1))
     assert dict(roster.decode) == {"d": card("d", 1)} and not roster.prefill
     assert roster.statuses() == ()
@@ -80,49 +88,62 @@ def test_ready_needs_a_worker_of_each_kind_or_a_mixed_one(roster: Roster):
     assert roster.heartbeat(7, status("m", WorkerRole.MIXED)) and roster.ready
 
 
-def test_silence_makes_a_worker_suspect_and_then_gone_and_its_ports_are_closed(roster: Roster, clock: HandClock, factory: Factory):
+def test_silence_makes_a_worker_suspect_and_then_gone_and_its_ports_are_closed(
+    roster: Roster, clock: HandClock, factory: Factory
+):
     roster.register(card("d", 1))
     roster.heartbeat(1, status("d"))
-    clock.seconds += SUSPECT_SECONDS + 0.1
+    clock.seconds += TIMEOUTS.suspect_seconds + 0.1
     assert roster.liveness("d") is Liveness.SUSPECT and roster.statuses()[0].draining
     assert roster.sweep() == () and "d" in roster.decode
-    clock.seconds += GONE_SECONDS - SUSPECT_SECONDS
+    clock.seconds += TIMEOUTS.gone_seconds - TIMEOUTS.suspect_seconds
     assert roster.liveness("d") is None and roster.statuses() == ()
     assert roster.sweep() == (card("d", 1),)
     assert factory.closed == [1] and "d" not in roster.decode
     assert not roster.heartbeat(1, status("d")), "it must register again"
 
 
-def test_what_a_router_did_not_hear_because_it_was_stopped_is_no_silence(roster: Roster, clock: HandClock, factory: Factory):
+def test_what_a_router_did_not_hear_because_it_was_stopped_is_no_silence(
+    roster: Roster, clock: HandClock, factory: Factory
+):
     roster.register(card("d", 1))
     roster.heartbeat(1, status("d"))
     clock.seconds += 60.0
     roster.excuse(59.5)
     assert roster.sweep() == () and roster.liveness("d") is Liveness.LIVE and roster.statuses()
-    clock.seconds += GONE_SECONDS
+    clock.seconds += TIMEOUTS.gone_seconds
     assert roster.sweep() == (card("d", 1),) and factory.closed == [1], "from now on it counts"
 
 
 def test_a_heartbeat_makes_a_suspect_live_again(roster: Roster, clock: HandClock):
     roster.register(card("d", 1))
-    clock.seconds += SUSPECT_SECONDS + 0.1
+    clock.seconds += TIMEOUTS.suspect_seconds + 0.1
     assert roster.heartbeat(1, status("d"))
     assert roster.liveness("d") is Liveness.LIVE and not roster.statuses()[0].draining
 
 
-def test_two_processes_under_one_name_do_not_displace_each_other(roster: Roster, clock: HandClock, factory: Factory):
+def test_two_processes_under_one_name_do_not_displace_each_other(
+    roster: Roster, clock: HandClock, factory: Factory
+):
     first, second = card("d", 1, port=1), card("d", 2, port=2)
     roster.register(first)
-    clock.seconds += SUSPECT_SECONDS - 0.1
-    with pytest.raises(NameTakenError, match=r"worker 'd' at 127.0.0.1:2: a worker of that name lives at 127.0.0.1:1"):
+    clock.seconds += TIMEOUTS.suspect_seconds - 0.1
+    with pytest.raises(
+        NameTakenError,
+        match=r"worker 'd' at 127.0.0.1:2: a worker of that name lives at 127.0.0.1:1",
+    ):
         roster.register(second)
     assert roster.cards() == (first,) and not factory.closed
     clock.seconds += 0.2
     roster.register(second)
-    assert roster.cards() == (second,) and factory.closed == [1], "who is not heard of gives up its name"
+    assert roster.cards() == (second,) and factory.closed == [1], (
+        "who is not heard of gives up its name"
+    )
 
 
-def test_a_new_boot_id_replaces_the_old_process_and_its_ports_at_once(roster: Roster, factory: Factory):
+def test_a_new_boot_id_replaces_the_old_process_and_its_ports_at_once(
+    roster: Roster, factory: Factory
+):
     roster.register(card("d", 1))
     roster.heartbeat(1, status("d"))
     roster.register(card("d", 2))
@@ -140,11 +161,19 @@ def test_registering_again_is_no_restart(roster: Roster, factory: Factory):
     assert not factory.closed and roster.statuses()
 
 
-@pytest.mark.parametrize(("field_name", "value"), [("fingerprint", "other"), ("dtype", "bfloat16"), ("context_tokens", 128)])
-def test_another_model_is_refused_naming_the_field_and_both_values(roster: Roster, field_name: str, value: object):
+@pytest.mark.parametrize(
+    ("field_name", "value"),
+    [("fingerprint", "other"), ("dtype", "bfloat16"), ("context_tokens", 128)],
+)
+def test_another_model_is_refused_naming_the_field_and_both_values(
+    roster: Roster, field_name: str, value: object
+):
     roster.register(card("d", 1))
     other = replace(card("e", 2), model=replace(MODEL, **{field_name: value}))
-    with pytest.raises(IncompatiblePeerError, match=f"worker 'e'.*{field_name} is {value!r}.*{getattr(MODEL, field_name)!r}"):
+    with pytest.raises(
+        IncompatiblePeerError,
+        match=f"worker 'e'.*{field_name} is {value!r}.*{getattr(MODEL, field_name)!r}",
+    ):
         roster.register(other)
     assert list(roster.decode) == ["d"]
 
@@ -167,12 +196,12 @@ def test_workers_may_come_and_go_while_the_views_are_iterated(roster: Roster):
         roster.prefill["d1"]
 
 
-def test_every_change_is_told(roster: Roster, clock: HandClock):
+def test_every_change_is_reported(clock: HandClock):
     told: list[bool] = []
-    roster.on_change = lambda: told.append(roster.ready)
+    roster = Roster(clock, lambda card: WorkerPorts(), on_change=lambda: told.append(roster.ready))
     roster.register(card("m", 1, WorkerRole.MIXED))
     roster.heartbeat(1, status("m", WorkerRole.MIXED))
     roster.heartbeat(1, status("m", WorkerRole.MIXED))
-    clock.seconds += GONE_SECONDS + 1
+    clock.seconds += TIMEOUTS.gone_seconds + 1
     roster.sweep()
     assert told == [False, True, False]

@@ -1,11 +1,12 @@
-"""A decode worker that fetches nothing holds back what is prefilled for itself, and nothing of the others'."""
+"""A decode worker that fetches nothing holds back what is prefilled for itself, and nothing of the
+others'."""
 
 import asyncio
 
 import pytest
 
 from jdisagg.config import LimitsConfig
-from jdisagg.scheduler.commands import PullBlock, StepCommand
+from jdisagg.messages.step_commands import PullBlock, StepCommand
 from tests.fakes.cluster import toy_request
 from tests.fakes.fake_executor import Costs, Faults, toy_limits
 from tests.fakes.fleet import Fleet
@@ -36,7 +37,9 @@ def test_a_stalled_decode_worker_does_not_hold_back_anothers_hand_offs(pages: in
             asked = [asyncio.create_task(ask(number)) for number in range(12)]
             await asyncio.sleep(5.0)
             stuck = [command for command in fleet.processes["decode0"].mesh.log if is_pull(command)]
-            assert stuck and fleet.counted("chunks_held_back") > 0, "decode0 stalls, and is noticed to"
+            assert stuck and fleet.counted("chunks_held_back") > 0, (
+                "decode0 stalls, and is noticed to"
+            )
             assert len(ended) == 6, f"{len(ended)} of decode1's six have ended"
             for task in asked:
                 task.cancel()

@@ -1,4 +1,5 @@
-"""Streamed text against decoding at once, with real tokenizers of both kinds, and stop strings against `str.find`."""
+"""Streamed text against decoding at once, with real tokenizers of both kinds, and stop strings
+against `str.find`."""
 
 import functools
 import os.path
@@ -18,7 +19,9 @@ CORPUS = [
     "😀😃😄👍🏽👨‍👩‍👧‍👦 emoji   and  spaces\n\n\ttabs",
     "नमस्ते दुनिया مرحبا بالعالم",
 ]
-TEXTS = st.text(alphabet=st.sampled_from(sorted(set("".join(CORPUS)) | set("ÿ𝄞한글ñ"))), max_size=40)
+TEXTS = st.text(
+    alphabet=st.sampled_from(sorted(set("".join(CORPUS)) | set("ÿ𝄞한글ñ"))), max_size=40
+)
 
 
 class Decoder:
@@ -36,12 +39,16 @@ class Decoder:
 
 @functools.cache
 def byte_level() -> Decoder:
-    """As GPT-2, Llama 3 and Qwen: tokens are byte strings, which may begin and end within a character."""
+    """As GPT-2, Llama 3 and Qwen: tokens are byte strings, which may begin and end within a
+    character."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=420, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<end>"], show_progress=False
+        vocab_size=420,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<end>"],
+        show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS * 3, trainer)
     return Decoder(tokenizer)
@@ -49,31 +56,63 @@ def byte_level() -> Decoder:
 
 @functools.cache
 def byte_fallback() -> Decoder:
-    """As Llama 2 and Mistral: a word begins with a space that the first word loses; unknown characters are byte tokens."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *sorted(set(CORPUS[0]) - {" "})]
-    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("o", "x"), ("▁", "f"), ("▁f", "ox"), ("▁", "d"), ("▁", "▁")]
+    """As Llama 2 and Mistral: a word begins with a space that the first word loses; unknown
+    characters are byte tokens."""
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *sorted(set(CORPUS[0]) - {" "}),
+    ]
+    merges = [
+        ("▁", "t"),
+        ("h", "e"),
+        ("▁t", "he"),
+        ("o", "x"),
+        ("▁", "f"),
+        ("▁f", "ox"),
+        ("▁", "d"),
+        ("▁", "▁"),
+    ]
     pieces += [left + right for left, right in merges]
     tokenizer = Tokenizer(
-        models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=merges, byte_fallback=True, unk_token="<unk>")
+        models.BPE(
+            vocab={piece: index for index, piece in enumerate(pieces)},
+            merges=merges,
+            byte_fallback=True,
+            unk_token="<unk>",
+        )
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1, right=0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1, right=0),
+        ]
     )
     tokenizer.add_special_tokens(["<s>", "</s>"])
     return Decoder(tokenizer)
 
 
-KINDS = pytest.mark.parametrize("kind", [byte_level, byte_fallback], ids=["byte level", "byte fallback"])
+KINDS = pytest.mark.parametrize(
+    "kind", [byte_level, byte_fallback], ids=["byte level", "byte fallback"]
+)
 
 
 def text_in_context(decoder: Decoder, prompt: list[int], output: list[int]) -> str:
-    """What the output adds to the prompt's text, decoded at once. The prompt's is counted up to its last whole character: with
-    a character unfinished, a decoder may give up on whole ones before it."""
+    """What the output adds to the prompt's text, decoded at once. The prompt's is counted up to its
+    last whole character: with a character unfinished, a decoder may give up on whole ones before
+    it."""
     whole = decoder.decode([*prompt, *output])
     texts = [decoder.decode(prompt[:end]) for end in range(len(prompt) + 1)]
     last_whole = max(end for end, text in enumerate(texts) if not text.endswith("\ufffd"))
-    return whole[max(len(os.path.commonprefix([text, whole])) for text in (texts[-1], texts[last_whole])) :]
+    return whole[
+        max(len(os.path.commonprefix([text, whole])) for text in (texts[-1], texts[last_whole])) :
+    ]
 
 
 def spans(data: st.DataObject, ids: list[int]) -> list[list[int]]:
@@ -94,7 +133,9 @@ def run(stream: TokenStream, parts: list[list[int]]) -> tuple[list[str], int]:
 @KINDS
 @given(data=st.data(), text=TEXTS)
 @settings(max_examples=200, deadline=None)
-def test_pieces_of_any_spans_concatenate_to_the_text_decoded_at_once(kind, data: st.DataObject, text: str) -> None:
+def test_pieces_of_any_spans_concatenate_to_the_text_decoded_at_once(
+    kind, data: st.DataObject, text: str
+) -> None:
     decoder = kind()
     ids = decoder.encode(text)
     prompt_tokens = data.draw(st.integers(0, len(ids)))
@@ -121,7 +162,12 @@ def test_bytes_that_are_no_text_come_out_as_when_decoded_at_once(data: st.DataOb
 @settings(max_examples=100, deadline=None)
 def test_spans_do_not_change_the_text_even_of_arbitrary_tokens(kind, data: st.DataObject) -> None:
     decoder = kind()
-    ids = data.draw(st.lists(st.integers(0, 258) | st.integers(0, decoder.tokenizer.get_vocab_size() - 1), max_size=40))
+    ids = data.draw(
+        st.lists(
+            st.integers(0, 258) | st.integers(0, decoder.tokenizer.get_vocab_size() - 1),
+            max_size=40,
+        )
+    )
     one_by_one, _ = run(TokenStream(decoder, ids[:3]), [[token] for token in ids[3:]])
     any_spans, _ = run(TokenStream(decoder, ids[:3]), spans(data, ids[3:]))
     assert "".join(one_by_one) == "".join(any_spans)
@@ -130,10 +176,16 @@ def test_spans_do_not_change_the_text_even_of_arbitrary_tokens(kind, data: st.Da
 @KINDS
 @given(data=st.data(), text=TEXTS)
 @settings(max_examples=100, deadline=None)
-def test_a_stream_rebuilt_from_its_tokens_goes_on_as_the_first(kind, data: st.DataObject, text: str) -> None:
+def test_a_stream_rebuilt_from_its_tokens_goes_on_as_the_first(
+    kind, data: st.DataObject, text: str
+) -> None:
     decoder = kind()
     ids = decoder.encode(text)
-    stop = data.draw(st.lists(st.text(alphabet=text, min_size=1, max_size=3), max_size=2)) if text else []
+    stop = (
+        data.draw(st.lists(st.text(alphabet=text, min_size=1, max_size=3), max_size=2))
+        if text
+        else []
+    )
     moved = data.draw(st.integers(0, len(ids)))
     first, rebuilt = TokenStream(decoder, [], stop), TokenStream(decoder, [], stop)
     delivered = "".join(first.push([token]).text for token in ids[:moved])
@@ -146,27 +198,41 @@ def test_a_stream_rebuilt_from_its_tokens_goes_on_as_the_first(kind, data: st.Da
 @KINDS
 @given(data=st.data(), text=TEXTS.filter(bool))
 @settings(max_examples=200, deadline=None)
-def test_text_ends_before_the_stop_string_that_is_completed_first(kind, data: st.DataObject, text: str) -> None:
+def test_text_ends_before_the_stop_string_that_is_completed_first(
+    kind, data: st.DataObject, text: str
+) -> None:
     decoder = kind()
     ids = decoder.encode(text)
     whole = decoder.decode(ids)
-    inside = st.tuples(st.integers(0, len(text) - 1), st.integers(1, 6)).map(lambda place: text[place[0] : place[0] + place[1]])
-    stop = data.draw(st.lists(inside | st.text(alphabet=text, min_size=1, max_size=3), min_size=1, max_size=3))
+    inside = st.tuples(st.integers(0, len(text) - 1), st.integers(1, 6)).map(
+        lambda place: text[place[0] : place[0] + place[1]]
+    )
+    stop = data.draw(
+        st.lists(inside | st.text(alphabet=text, min_size=1, max_size=3), min_size=1, max_size=3)
+    )
     found = [(whole.find(s) + len(s), whole.find(s)) for s in stop if s in whole]
     stream = TokenStream(decoder, [], stop)
     pieces, kept = run(stream, spans(data, ids))
     assert "".join(pieces) == (whole[: min(found)[1]] if found else whole)
     assert stream.stopped == bool(found)
     if found:
-        assert min(found)[0] <= len(decoder.decode(ids[:kept]))  # all of it is in the tokens kept ...
-        assert min(found)[0] > len(decoder.decode(ids[: kept - 1]).rstrip("\ufffd"))  # ... and not in one fewer
+        # all of it is in the tokens kept ...
+        assert min(found)[0] <= len(decoder.decode(ids[:kept]))
+        # ... and not in one fewer
+        assert min(found)[0] > len(decoder.decode(ids[: kept - 1]).rstrip("\ufffd"))
     else:
         assert kept == len(ids)
 
 
-@given(text=st.text(alphabet="ab", max_size=30), stop=st.lists(st.text(alphabet="ab", min_size=1, max_size=6), max_size=3), data=st.data())
+@given(
+    text=st.text(alphabet="ab", max_size=30),
+    stop=st.lists(st.text(alphabet="ab", min_size=1, max_size=6), max_size=3),
+    data=st.data(),
+)
 @settings(max_examples=300, deadline=None)
-def test_nothing_that_a_stop_string_could_still_take_back_is_let_out(text: str, stop: list[str], data: st.DataObject) -> None:
+def test_nothing_that_a_stop_string_could_still_take_back_is_let_out(
+    text: str, stop: list[str], data: st.DataObject
+) -> None:
     stops, seen, given_out = StopStrings(stop), "", ""
     while text and not stops.matched:
         size = data.draw(st.integers(1, len(text)))
@@ -181,7 +247,17 @@ def test_a_character_in_several_tokens_comes_out_whole_and_at_once() -> None:
     decoder = byte_fallback()
     ids = decoder.encode("a漢😀b")
     stream = TokenStream(decoder, [])
-    assert [stream.push([token]).text for token in ids[-9:]] == ["a", "", "", "漢", "", "", "", "😀", "b"]
+    assert [stream.push([token]).text for token in ids[-9:]] == [
+        "a",
+        "",
+        "",
+        "漢",
+        "",
+        "",
+        "",
+        "😀",
+        "b",
+    ]
 
 
 def test_an_unfinished_character_comes_out_at_the_end() -> None:
@@ -202,7 +278,11 @@ def test_a_broken_character_spoils_neither_its_neighbours_nor_the_stream() -> No
 
 def test_endless_invalid_bytes_come_out_and_the_window_stays_small() -> None:
     for decoder, invalid in ((byte_level(), None), (byte_fallback(), "<0xFF>")):
-        token = decoder.tokenizer.token_to_id(invalid) if invalid else next(i for i in range(1, 300) if decoder.decode([i]) == "\ufffd")
+        token = (
+            decoder.tokenizer.token_to_id(invalid)
+            if invalid
+            else next(i for i in range(1, 300) if decoder.decode([i]) == "\ufffd")
+        )
         decoder.longest = 0
         stream = TokenStream(decoder, [token])
         text = "".join(stream.push([token]).text for _ in range(1000))

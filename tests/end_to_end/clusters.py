@@ -1,7 +1,8 @@
-"""What the end-to-end tests share: embedded clusters over a real model, runs of requests, and an independent oracle.
+"""What the end-to-end tests share: embedded clusters over a real model, runs of requests, and an
+independent oracle.
 
-The oracle is a dense forward pass over the whole sequence for each token: no pages, no chunks, no meshes, no KV cache.
-"""
+The oracle is a dense forward pass over the whole sequence for each token: no pages, no chunks, no
+meshes, no KV cache."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -16,9 +17,9 @@ import numpy as np
 from jdisagg.config import EngineConfig, InstanceConfig, LimitsConfig, Mode, ModelConfig
 from jdisagg.engine.embedded import EmbeddedCluster
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.step_commands import StepCommand
 from jdisagg.ops.dense_attention import dense_causal_attend
 from jdisagg.request import FinishReason, Request, SamplingParams, StreamEvent
-from jdisagg.scheduler.commands import StepCommand
 from models.checkpoint import load_model
 from models.tokenizer import Tokenizer
 
@@ -26,8 +27,11 @@ TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 LLAMA, MOE = TINY / "llama", TINY / "qwen3_moe"
 
 
-# Where nothing is warmed up the first use of a program compiles it, on a busy machine for longer than a transfer may take by default.
-PATIENT = LimitsConfig(pull_seconds=60.0, handoff_lease_seconds=60.0, reservation_lease_seconds=60.0)
+# Where nothing is warmed up the first use of a program compiles it, on a busy machine for longer
+# than a transfer may take by default.
+PATIENT = LimitsConfig(
+    pull_seconds=60.0, handoff_lease_seconds=60.0, reservation_lease_seconds=60.0
+)
 
 
 def config(
@@ -62,7 +66,9 @@ def config(
         model=ModelConfig(str(directory), dtype, context),
         mode=mode,
         prefill=replace(common, layout=Layout.parse(prefill), page_size=prefill_page),
-        decode=replace(common, layout=Layout.parse(decode), page_size=decode_page, pages_per_rank=pages),
+        decode=replace(
+            common, layout=Layout.parse(decode), page_size=decode_page, pages_per_rank=pages
+        ),
         limits=limits or (LimitsConfig() if warm_up else PATIENT),
         warm_up=warm_up,
     )
@@ -107,7 +113,8 @@ class Completed:
 
 
 def collect(events: Sequence[StreamEvent]) -> Completed:
-    """Puts a stream together and checks rule 8: each token once, in order, one end a child, totals on the last event alone."""
+    """Puts a stream together and checks rule 8: each token once, in order, one end a child, totals
+    on the last event alone."""
     done = Completed(last=events[-1])
     for event in events:
         tokens = done.tokens.setdefault(event.child, [])
@@ -127,7 +134,8 @@ def collect(events: Sequence[StreamEvent]) -> Completed:
 
 @asynccontextmanager
 async def running(engine: EngineConfig, *, first_device: int = 0) -> AsyncIterator[Running]:
-    """A started cluster; on leaving, once quiet, every page must be free again and nothing be on offer (rule 6)."""
+    """A started cluster; on leaving, once quiet, every page must be free again and nothing be on
+    offer (rule 6)."""
     tokenizer = Tokenizer.from_directory(engine.model.directory)
 
     def load(layout: Layout, devices: Sequence[jax.Device]) -> object:
@@ -147,14 +155,22 @@ async def running(engine: EngineConfig, *, first_device: int = 0) -> AsyncIterat
 async def assert_all_free(cluster: EmbeddedCluster) -> None:
     for _ in range(200):
         statuses = await cluster.status()
-        if all(status.free_pages == status.total_pages for status in statuses) and cluster.channel.offered().offers == 0:
+        if (
+            all(status.free_pages == status.total_pages for status in statuses)
+            and cluster.channel.offered().offers == 0
+        ):
             return
         await asyncio.sleep(0.01)
-    raise AssertionError(f"pages or offers were not freed: {await cluster.status()}, {cluster.channel.offered()}")
+    raise AssertionError(
+        f"pages or offers were not freed: {await cluster.status()}, {cluster.channel.offered()}"
+    )
 
 
 def _record(cluster: EmbeddedCluster, recording: Recording) -> None:
-    for instance, commands in ((cluster.prefill, recording.prefill), (cluster.decode, recording.decode)):
+    for instance, commands in (
+        (cluster.prefill, recording.prefill),
+        (cluster.decode, recording.decode),
+    ):
         if instance is None:
             continue
 
@@ -166,10 +182,13 @@ def _record(cluster: EmbeddedCluster, recording: Recording) -> None:
 
 
 def dense_greedy(directory: Path, prompt: Sequence[int], count: int) -> list[int]:
-    """Greedy tokens by a dense forward pass over the whole sequence, once a token, padded to one length."""
+    """Greedy tokens by a dense forward pass over the whole sequence, once a token, padded to one
+    length."""
     model = load_model(directory, Layout(), jax.devices()[-1:]).model
     length = -(-(len(prompt) + count) // 64) * 64
-    forward = jax.jit(lambda tokens: model(tokens, jnp.arange(length, dtype=jnp.int32), dense_causal_attend))
+    forward = jax.jit(
+        lambda tokens: model(tokens, jnp.arange(length, dtype=jnp.int32), dense_causal_attend)
+    )
     tokens = list(prompt)
     for _ in range(count):
         padded = np.zeros(length, np.int32)

@@ -1,7 +1,8 @@
-"""A real server on a free loopback port over a real embedded cluster, and means to hold a mesh still and to look for what is left.
+"""A real server on a free loopback port over a real embedded cluster, and means to hold a mesh
+still and to look for what is left.
 
-`Held` keeps results of a mesh's programs back, so that a test says what happens while one runs without counting milliseconds.
-"""
+`Held` keeps results of a mesh's programs back, so that a test says what happens while one runs
+without counting milliseconds."""
 
 import asyncio
 import gc
@@ -14,9 +15,9 @@ from pathlib import Path
 from jdisagg.client import AsyncClient, Completion, GenerateOptions
 from jdisagg.config import EngineConfig, Mode, ServiceConfig
 from jdisagg.dispatch.frontend import Frontend, ModelInfo
-from jdisagg.dispatch.ports import WorkerStatus
 from jdisagg.executor.mesh_executor import MeshExecutor
-from jdisagg.scheduler.commands import DecodeSteps, PrefillChunk, StepCommand, StepResult
+from jdisagg.messages.step_commands import DecodeSteps, PrefillChunk, StepCommand, StepResult
+from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.service.server import GenerationServer
 from models.checkpoint import load_config
 from tests.end_to_end.clusters import Running, running
@@ -66,22 +67,30 @@ class Served:
         return (await self.run.cluster.status())[-1]
 
     async def complete_all(self, requests: list[GenerateOptions]) -> list[Completion]:
-        return list(await asyncio.gather(*(self.client.complete(**request) for request in requests)))
+        return list(
+            await asyncio.gather(*(self.client.complete(**request) for request in requests))
+        )
 
     async def quiet(self) -> None:
-        """Waits until nothing of any request is left: pages, slots, queues, hand-offs, offers, blocks on their way, calls."""
+        """Waits until nothing of any request is left: pages, slots, queues, hand-offs, offers,
+        blocks on their way, calls."""
         cluster = self.run.cluster
         async with asyncio.timeout(30):
             while True:
                 statuses = await cluster.status()
-                busy = any(one.running or one.waiting or one.handoffs or one.free_pages != one.total_pages for one in statuses)
+                busy = any(
+                    one.running or one.waiting or one.handoffs or one.free_pages != one.total_pages
+                    for one in statuses
+                )
                 if not busy and not cluster.channel.offered().offers and not requests_alive():
                     return
                 await asyncio.sleep(0.02)
 
 
 @asynccontextmanager
-async def served(engine: EngineConfig, service: ServiceConfig | None = None) -> AsyncIterator[Served]:
+async def served(
+    engine: EngineConfig, service: ServiceConfig | None = None
+) -> AsyncIterator[Served]:
     """Starts all of it; on leaving, the server is drained and every page must be free."""
     async with running(engine) as run:
         info = ModelInfo(
@@ -110,13 +119,18 @@ async def served(engine: EngineConfig, service: ServiceConfig | None = None) -> 
 
 
 def requests_alive() -> int:
-    """Legs, senders, groups and streams of requests that something still holds on to."""
-    names = ("Journey", "Leg", "Sender", "Group", "SpanStream", "Receiver")
+    """Requests, attempts, senders, groups and streams that something still holds on to."""
+    names = ("RequestRun", "Attempt", "Sender", "Group", "SpanStream", "Receiver")
     counts = our_objects()
+    names += ("PrefillTask", "IncomingHandoff")
     return sum(counts[name] for name in names)
 
 
 def our_objects() -> "Counter[str]":
     """How many objects of our own classes live, by class, after a full collection."""
     gc.collect()
-    return Counter(type(item).__name__ for item in gc.get_objects() if str(type(item).__module__).startswith("jdisagg."))
+    return Counter(
+        type(item).__name__
+        for item in gc.get_objects()
+        if str(type(item).__module__).startswith("jdisagg.")
+    )

@@ -1,7 +1,8 @@
-"""Workers of a running cluster change their roles under load: what the tests and the benchmarks share.
+"""Workers of a running cluster change their roles under load: what the tests and the benchmarks
+share.
 
-Streams whose every token is known beforehand are kept running all the time; each is held against what it must give.
-"""
+Streams whose every token is known beforehand are kept running all the time; each is held against
+what it must give."""
 
 import asyncio
 import contextlib
@@ -11,17 +12,18 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from jdisagg.client import AsyncClient
-from jdisagg.dispatch.ports import WorkerRole
-from jdisagg.dispatch.roles import SwitchReport
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.roles import SwitchReport
+from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.service.role_services import ClusterRoles
 from tests.chaos.load import Kind, Stream
 
 
 @dataclass
 class Change:
-    """One change of role. `asked_at`, `done_at` on the monotonic clock; `before`: the streams that were under way when it was asked for.
-    `longest_pause`: the longest gap between two deliveries to any stream meanwhile."""
+    """One change of role. `asked_at`, `done_at` on the monotonic clock; `before`: the streams that
+    were under way when it was asked for. `longest_pause`: the longest gap between two deliveries to
+    any stream meanwhile."""
 
     report: SwitchReport
     asked_at: float
@@ -89,7 +91,9 @@ async def load(address: str, kinds: Sequence[Kind], concurrent: int) -> AsyncIte
             await task
 
 
-async def change(address: str, running: Load, worker: str, role: WorkerRole, layout: Layout | None = None) -> Change:
+async def change(
+    address: str, running: Load, worker: str, role: WorkerRole, layout: Layout | None = None
+) -> Change:
     """Asks the router for it while streams are under way, and looks at them afterwards."""
     await running.until_under_way(max(1, running.concurrent // 2))
     before = running.under_way()
@@ -107,8 +111,9 @@ async def change(address: str, running: Load, worker: str, role: WorkerRole, lay
 
 @dataclass
 class Shift:
-    """What a load brought about by itself. Seconds since the load began: until a worker gave its role up, and until it served in the other.
-    `streams`: all of the load, the last of them sent long after the change."""
+    """What a load brought about by itself. Seconds since the load began: until a worker gave its
+    role up, and until it served in the other. `streams`: all of the load, the last of them sent
+    long after the change."""
 
     left_seconds: float
     served_seconds: float
@@ -116,32 +121,57 @@ class Shift:
     streams: list[Stream]
 
     def first_tokens(self, begin: float, end: float) -> list[float]:
-        """Seconds to the first token of the streams that were asked for within so many seconds of the load's beginning."""
-        asked = [(one, one.asked_at - self.began_at) for one in self.streams if one.asked_at is not None and one.times]
+        """Seconds to the first token of the streams that were asked for within so many seconds of
+        the load's beginning."""
+        asked = [
+            (one, one.asked_at - self.began_at)
+            for one in self.streams
+            if one.asked_at is not None and one.times
+        ]
         return [one.times[0] - self.began_at - at for one, at in asked if begin <= at < end]
 
     @property
     def longest_pause(self) -> float:
-        """Between two deliveries to a stream, from a second before the worker left to a second after it was back."""
-        begin, end = self.began_at + self.left_seconds - 1.0, self.began_at + self.served_seconds + 1.0
+        """Between two deliveries to a stream, from a second before the worker left to a second
+        after it was back."""
+        begin, end = (
+            self.began_at + self.left_seconds - 1.0,
+            self.began_at + self.served_seconds + 1.0,
+        )
         pairs = (pair for one in self.streams for pair in itertools.pairwise(one.times))
-        return max((later - earlier for earlier, later in pairs if earlier <= end and later >= begin), default=0.0)
+        return max(
+            (later - earlier for earlier, later in pairs if earlier <= end and later >= begin),
+            default=0.0,
+        )
 
 
 async def shifted(
-    address: str, kinds: Sequence[Kind], concurrent: int, prefill: int, *, most_seconds: float, after_seconds: float
+    address: str,
+    kinds: Sequence[Kind],
+    concurrent: int,
+    prefill: int,
+    *,
+    most_seconds: float,
+    after_seconds: float,
 ) -> Shift:
-    """Keeps the load up until the router has made `prefill` workers prefill, all others decode, and for so long afterwards. Raises
-    TimeoutError where it does not."""
+    """Keeps the load up until the router has made `prefill` workers prefill, all others decode, and
+    for so long afterwards. Raises TimeoutError where it does not."""
     began, left = time.monotonic(), None
-    async with AsyncClient(address, connect_seconds=30.0) as client, load(address, kinds, concurrent) as running:
+    async with (
+        AsyncClient(address, connect_seconds=30.0) as client,
+        load(address, kinds, concurrent) as running,
+    ):
         everyone = len(await client.status())
         async with asyncio.timeout(most_seconds):
             while True:
                 taking = [status.role for status in await client.status() if not status.draining]
                 if left is None and len(taking) < everyone:
                     left = time.monotonic() - began
-                if left is not None and len(taking) == everyone and taking.count(WorkerRole.PREFILL) == prefill:
+                if (
+                    left is not None
+                    and len(taking) == everyone
+                    and taking.count(WorkerRole.PREFILL) == prefill
+                ):
                     break
                 await asyncio.sleep(0.1)
         served = time.monotonic() - began

@@ -1,8 +1,8 @@
-"""Deaths, stops and bad channels under load, in real processes: one fault ends no stream, no token is wrong, no page is lost.
+"""Deaths, stops and bad channels under load, in real processes: one fault ends no stream, no token
+is wrong, no page is lost.
 
-One cluster for the file, hurt again and again. The short form runs by default; `-m slow` runs every moment, victim and deed, and
-`python -m tests.chaos` random ones for as long as one likes.
-"""
+One cluster for the file, hurt again and again. The short form runs by default; `-m slow` runs every
+moment, victim and deed, and `python -m tests.chaos` random ones for as long as one likes."""
 
 import asyncio
 import signal
@@ -20,6 +20,7 @@ from tests.chaos.load import Kind, Stream, known_kinds
 from tests.chaos.moments import Moment
 from tests.chaos.report import table
 from tests.chaos.scenarios import Harness, Outcome, Scenario, all_scenarios
+from tests.programs import PROGRAMS
 
 STREAMS = 8
 RATE = 0.05
@@ -33,7 +34,7 @@ SHORT = [
     Scenario(Moment.DECODING, "decode", TERM),
 ]
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.ci, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -45,7 +46,7 @@ async def kinds() -> list[Kind]:
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ChaosCluster]:
     """Every worker's channel goes wrong in some of its calls, too."""
     folder: Path = tmp_path_factory.mktemp("chaos")
-    cluster = ChaosCluster(Shape(rate=RATE, seed=11, warm_up=False), folder, str(folder / "programs"))
+    cluster = ChaosCluster(Shape(rate=RATE, seed=11, warm_up=False), folder, str(PROGRAMS))
     try:
         await cluster.start()
         yield cluster
@@ -59,18 +60,24 @@ def outcomes() -> list[Outcome]:
 
 
 @pytest.mark.parametrize("scenario", SHORT, ids=lambda scenario: scenario.name)
-async def test_one_fault_ends_no_stream(scenario: Scenario, cluster: ChaosCluster, kinds: list[Kind], outcomes: list[Outcome]):
+async def test_one_fault_ends_no_stream(
+    scenario: Scenario, cluster: ChaosCluster, kinds: list[Kind], outcomes: list[Outcome]
+):
     outcomes.append(await Harness(cluster, kinds, STREAMS).run(scenario))
     assert outcomes[-1].faults == []
 
 
-async def test_faults_of_the_channels_took_effect_meanwhile(cluster: ChaosCluster, outcomes: list[Outcome]):
+async def test_faults_of_the_channels_took_effect_meanwhile(
+    cluster: ChaosCluster, outcomes: list[Outcome]
+):
     print(table(outcomes))
     took = sum(sum(counts.values()) for counts in cluster.desk.counts.values())
     assert took > 0, "no channel went wrong: the scenarios above proved less than they say"
 
 
-async def test_a_stopped_decode_worker_holds_back_no_hand_off_to_another(cluster: ChaosCluster, kinds: list[Kind]):
+async def test_a_stopped_decode_worker_holds_back_no_hand_off_to_another(
+    cluster: ChaosCluster, kinds: list[Kind]
+):
     """Streams that the stopped one has may wait for it or move; new ones end meanwhile."""
     await cluster.until_live(cluster.workers, 90)
     async with AsyncClient(cluster.address) as client:
@@ -78,17 +85,24 @@ async def test_a_stopped_decode_worker_holds_back_no_hand_off_to_another(cluster
         await asyncio.sleep(0.3)
         await cluster.stop_process("decode-0")
         try:
-            after = await asyncio.wait_for(asyncio.gather(*(Stream(kind).run(client) for kind in kinds)), 60)
+            after = await asyncio.wait_for(
+                asyncio.gather(*(Stream(kind).run(client) for kind in kinds)), 60
+            )
             assert cluster.processes("decode-0")[0].status() == "stopped"
         finally:
             cluster.signal("decode-0", signal.SIGCONT)
-        assert [stream.wrong for stream in (*after, *await asyncio.gather(*before)) if stream.wrong] == []
+        assert [
+            stream.wrong for stream in (*after, *await asyncio.gather(*before)) if stream.wrong
+        ] == []
     await cluster.until_quiet(10)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_worker_started_again_at_its_address_is_used_again(role: str, cluster: ChaosCluster, kinds: list[Kind]):
-    """The only one of its role, killed: its peers and the router must find the new process behind the old address."""
+async def test_a_worker_started_again_at_its_address_is_used_again(
+    role: str, cluster: ChaosCluster, kinds: list[Kind]
+):
+    """The only one of its role, killed: its peers and the router must find the new process behind
+    the old address."""
     name, other = f"{role}-0", f"{role}-1"
     await cluster.until_live([name], 90)
     await cluster.groups[other].stop(30)
@@ -98,10 +112,15 @@ async def test_a_worker_started_again_at_its_address_is_used_again(role: str, cl
         await cluster.until_live([name], 90)
         stream = await Stream(kinds[1]).run(client)
     assert stream.wrong == "" and stream.ended_at is not None
-    print(f"{name}: a whole stream {stream.ended_at - cluster.served_at[name]:.1f} s after it served again")
+    print(
+        f"{name}: a whole stream {stream.ended_at - cluster.served_at[name]:.1f} s after it served"
+        " again"
+    )
 
 
-async def test_without_survivors_streams_end_with_a_typed_error(cluster: ChaosCluster, kinds: list[Kind]):
+async def test_without_survivors_streams_end_with_a_typed_error(
+    cluster: ChaosCluster, kinds: list[Kind]
+):
     """The one of each role that is left serves until here; then the decode worker goes for good."""
     long = 3 * [max(kinds, key=lambda kind: kind.max_tokens)]
     async with AsyncClient(cluster.address) as client:
@@ -113,12 +132,17 @@ async def test_without_survivors_streams_end_with_a_typed_error(cluster: ChaosCl
             await cluster.groups[name].stop(0)
         at = time.monotonic()
         await asyncio.wait_for(asyncio.gather(*tasks), 40)
-        print(f"told after {max(stream.ended_at or 0 for stream in streams) - at:.1f} s: {[stream.error for stream in streams]}")
+        print(
+            f"told after {max(stream.ended_at or 0 for stream in streams) - at:.1f} s:"
+            f" {[stream.error for stream in streams]}"
+        )
         cut = [stream for stream in streams if stream.error is not None]
         assert cut, "all ended before the worker did"
         for stream in cut:
             assert isinstance(stream.error, UnavailableError | DeadlineExceededError), stream.error
-            assert tuple(stream.tokens) == stream.kind.expected[: len(stream.tokens)], "wrong tokens before the end"
+            assert tuple(stream.tokens) == stream.kind.expected[: len(stream.tokens)], (
+                "wrong tokens before the end"
+            )
         with pytest.raises(JdisaggError):
             await client.complete(token_ids=long[0].token_ids, max_tokens=4, deadline_seconds=5)
     await cluster.until_quiet(10)
@@ -128,7 +152,7 @@ async def test_without_survivors_streams_end_with_a_typed_error(cluster: ChaosCl
 @pytest.mark.parametrize("processes", [1, 2])
 async def test_every_moment_victim_and_deed(processes: int, tmp_path: Path, kinds: list[Kind]):
     layouts = {"prefill_layout": "tp=2", "decode_layout": "dp=2"} if processes == 2 else {}
-    own = ChaosCluster(Shape(processes=processes, **layouts), tmp_path, str(tmp_path / "programs"))  # type: ignore[arg-type]
+    own = ChaosCluster(Shape(processes=processes, **layouts), tmp_path, str(PROGRAMS))  # type: ignore[arg-type]
     try:
         await own.start()
         harness = Harness(own, kinds, 50)

@@ -1,6 +1,6 @@
-"""Whom a cluster of real processes lets in: clients and workers with the right papers, and of workers those that fit and have a name of
-their own. The others are told why, and a worker that nobody wants ends.
-"""
+"""Whom a cluster of real processes lets in: clients and workers with the right credentials, and of
+workers those that fit and have a name of their own. The others are told why, and a worker that
+nobody wants ends."""
 
 import subprocess
 import sys
@@ -11,30 +11,59 @@ import pytest
 from jdisagg.client import Client
 from jdisagg.errors import JdisaggError, UnauthenticatedError
 from jdisagg.supervisor.supervisor import EXIT_CONFIG
+from tests import time_scale
 from tests.end_to_end.test_cluster import PROMPT, ROOT, SMALL, RunningCluster, ask, cluster, oracle
-from tests.service.test_credentials import OPENSSL, papers_in
+from tests.service.test_credentials import OPENSSL, certificates_in
+
+pytestmark = pytest.mark.ci
 
 
 def worker(running: RunningCluster, *flags: str) -> "subprocess.CompletedProcess[str]":
     """One more worker for a running cluster, until it ends."""
-    command = [sys.executable, "-m", "launch.worker", "--role=mixed", f"--router={running.address}", *SMALL, *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "launch.worker",
+        "--role=mixed",
+        f"--router={running.address}",
+        *SMALL,
+        *flags,
+    ]
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=time_scale.seconds(120),
+        check=False,
+    )
 
 
 @pytest.mark.skipif(OPENSSL is None, reason="openssl makes the certificates")
 def test_a_cluster_with_tls_and_tokens_serves_who_shows_them(tmp_path: Path):
-    papers = papers_in(tmp_path)
+    ours = certificates_in(tmp_path)
     for name in ("client", "cluster"):
         (tmp_path / name).write_text(f"{name} token\n")
-    tls = (f"--tls_certificate={papers.certificate}", f"--tls_key={papers.key}", f"--tls_client_ca={papers.authority}")
+    tls = (
+        f"--tls_certificate={ours.certificate}",
+        f"--tls_key={ours.key}",
+        f"--tls_client_ca={ours.authority}",
+    )
     tokens = (f"--token_file={tmp_path}/client", f"--cluster_token_file={tmp_path}/cluster")
     text, _ = oracle(20)
-    own = (f"--authority={papers.authority}", f"--certificate={papers.certificate}", f"--key={papers.key}")
-    with cluster(tmp_path, "--prefill=1", "--decode=1", *tls, *tokens) as running:
+    own = (
+        f"--authority={ours.authority}",
+        f"--certificate={ours.certificate}",
+        f"--key={ours.key}",
+    )
+    with cluster(tmp_path, "--prefill_workers=1", "--decode_workers=1", *tls, *tokens) as running:
         asked = ("--max_tokens=20", "--ignore_eos", "--temperature=0", *own)
         answer = ask(running, *asked, f"--token_file={tmp_path}/client")
         assert (answer.returncode, answer.stdout) == (0, text + "\n"), answer.stderr
-        with Client(running.address, credentials=papers.credentials(own=True)) as client, pytest.raises(UnauthenticatedError):
+        with (
+            Client(running.address, credentials=ours.credentials(own=True)) as client,
+            pytest.raises(UnauthenticatedError),
+        ):
             client.complete(PROMPT, max_tokens=2)
         with Client(running.address, connect_seconds=1.0) as client, pytest.raises(JdisaggError):
             client.complete(PROMPT, max_tokens=2)
@@ -43,10 +72,13 @@ def test_a_cluster_with_tls_and_tokens_serves_who_shows_them(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_worker_that_no_router_takes_ends_and_says_why(tmp_path: Path):
-    with cluster(tmp_path, "--mixed=1") as running:
+    with cluster(tmp_path, "--mixed_workers=1") as running:
         for flags, why in (
             (("--name=mixed-0",), "a worker of that name lives at 127.0.0.1:"),
-            (("--name=mixed-1", "--dtype=bfloat16"), "its model's dtype is 'bfloat16', and this cluster serves 'float32'"),
+            (
+                ("--name=mixed-1", "--dtype=bfloat16"),
+                "its model's dtype is 'bfloat16', and this cluster serves 'float32'",
+            ),
         ):
             ended = worker(running, *flags)
             assert ended.returncode == EXIT_CONFIG, ended.stderr
@@ -54,5 +86,8 @@ def test_a_worker_that_no_router_takes_ends_and_says_why(tmp_path: Path):
             assert last.startswith("error: ") and why in last, ended.stderr
         with Client(running.address) as client:
             assert [status.name for status in client.status()] == ["mixed-0"]
-            assert len(client.complete(PROMPT, max_tokens=5, ignore_eos=True).choices[0].token_ids) == 5
+            assert (
+                len(client.complete(PROMPT, max_tokens=5, ignore_eos=True).choices[0].token_ids)
+                == 5
+            )
         assert running.end() == 0, running.log.read_text()

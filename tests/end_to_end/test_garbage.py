@@ -1,8 +1,8 @@
-"""Strangers on every port of every process, while streams run: each stream comes to its end with the right tokens.
+"""Strangers on every port of every process, while streams run: each stream comes to its end with
+the right tokens.
 
-Where the transfer engine aborts its process over what it was sent, the supervisor starts the worker again and the streams recover; what
-happened is printed.
-"""
+Where the transfer engine aborts its process over what it was sent, the supervisor starts the worker
+again and the streams recover; what happened is printed."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,15 +12,17 @@ import pytest
 import pytest_asyncio
 
 from jdisagg.client import AsyncClient
+from tests import time_scale
 from tests.chaos.cluster import ChaosCluster, Shape
 from tests.chaos.garbage import ENDS, MESSAGES, idle_connections, listening_ports, send
 from tests.chaos.load import Kind, Stream, known_kinds
+from tests.programs import PROGRAMS
 
 IDLE = 1000
-RECOVER_SECONDS = 60.0
+RECOVER_SECONDS = time_scale.seconds(60.0)
 SHAPE = Shape(warm_up=False)
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.ci, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -31,7 +33,7 @@ async def kinds() -> list[Kind]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory) -> AsyncIterator[ChaosCluster]:
     folder: Path = tmp_path_factory.mktemp("garbage")
-    cluster = ChaosCluster(SHAPE, folder, str(folder / "programs"))
+    cluster = ChaosCluster(SHAPE, folder, str(PROGRAMS))
     try:
         await cluster.start()
         yield cluster
@@ -66,25 +68,38 @@ class Load:
         await self._client.close()
 
 
-async def attacked(cluster: ChaosCluster, kinds: list[Kind], attack: Callable[[str, int], Awaitable[None]], most: int) -> dict[str, int]:
-    """Attacks up to `most` ports of each process under load, then sees to it that all is well; restarts by group."""
+async def attacked(
+    cluster: ChaosCluster,
+    kinds: list[Kind],
+    attack: Callable[[str, int], Awaitable[None]],
+    most: int,
+) -> dict[str, int]:
+    """Attacks up to `most` ports of each process under load, then sees to it that all is well;
+    restarts by group."""
     restarts = {name: group.restarts for name, group in cluster.groups.items()}
     async with Load(cluster, kinds) as load:
         for name in cluster.groups:
             ports = listening_ports(cluster.processes(name))
-            ports.sort(key=lambda port: port not in cluster.control_ports)  # those are attacked in any case
+            # those are attacked in any case
+            ports.sort(key=lambda port: port not in cluster.control_ports)
             for port in ports[:most]:
                 await attack(name, port)
             await cluster.until_live(cluster.workers, RECOVER_SECONDS)
     assert [stream.wrong for stream in load.streams if stream.wrong] == []
     assert load.streams
     await cluster.until_quiet(10)
-    died = {name: group.restarts - restarts[name] for name, group in cluster.groups.items() if group.restarts > restarts[name]}
+    died = {
+        name: group.restarts - restarts[name]
+        for name, group in cluster.groups.items()
+        if group.restarts > restarts[name]
+    }
     assert "router" not in died
     return died
 
 
-async def test_every_process_listens_where_it_was_told_and_on_one_interface_only(cluster: ChaosCluster):
+async def test_every_process_listens_where_it_was_told_and_on_one_interface_only(
+    cluster: ChaosCluster,
+):
     for name in cluster.groups:
         addresses = {
             connection.laddr.ip.removeprefix("::ffff:")
@@ -110,7 +125,9 @@ async def test_garbage_on_every_port_ends_nobodys_stream(cluster: ChaosCluster, 
 
 
 @pytest.mark.slow
-async def test_a_thousand_idle_connections_on_a_port_end_nobodys_stream(cluster: ChaosCluster, kinds: list[Kind]):
+async def test_a_thousand_idle_connections_on_a_port_end_nobodys_stream(
+    cluster: ChaosCluster, kinds: list[Kind]
+):
     let_in: dict[str, int] = {}
 
     async def attack(name: str, port: int) -> None:

@@ -1,7 +1,8 @@
-"""Clusters whose instances are two processes each, dense and with experts spread over all devices, say what launch.generate says.
+"""Clusters whose instances are two processes each, dense and with experts spread over all devices,
+say what launch.generate says.
 
-A folder of compiled programs is shared by all; every cluster must end cleanly. (tests/end_to_end/test_cluster.py kills such processes.)
-"""
+A folder of compiled programs is shared by all; every cluster must end cleanly.
+(tests/end_to_end/test_cluster.py kills such processes.)"""
 
 import asyncio
 import os
@@ -11,13 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from jdisagg.dispatch.ports import WorkerRole
-from jdisagg.dispatch.roles import SwitchCall
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.roles import SwitchCall
+from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.service.role_services import RemoteRolePort
+from tests import time_scale
 from tests.end_to_end.clusters import LLAMA, MOE
 from tests.end_to_end.test_cluster import PROMPT, ROOT, RunningCluster, ask, cluster
+from tests.programs import CACHE_FLAG
+
+pytestmark = pytest.mark.ci
 
 TOKENS = 48
 
@@ -25,20 +30,49 @@ TOKENS = 48
 def generated(folder: Path, model: Path, prefill: str, decode: str) -> str:
     """The same in one process, by the launcher."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    flags = (f"--model={model}", f"--prompt={PROMPT}", f"--prefill={prefill}", f"--decode={decode}", "--page_size=16", "--ignore_eos")
-    command = [sys.executable, "-m", "launch.generate", *flags, f"--max_tokens={TOKENS}", f"--compilation_cache={folder / 'programs'}"]
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    flags = (
+        f"--model={model}",
+        f"--prompt={PROMPT}",
+        f"--prefill={prefill}",
+        f"--decode={decode}",
+        "--page_size=16",
+        "--ignore_eos",
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "launch.generate",
+        *flags,
+        f"--max_tokens={TOKENS}",
+        CACHE_FLAG,
+    ]
+    ended = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=time_scale.seconds(300),
+        check=False,
+    )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
 
 async def check_role_stays(running: RunningCluster) -> None:
-    """The leader refuses, and says what helps. (Through the router the last worker of a role stays anyway.)"""
+    """The leader refuses, and says what helps. (Through the router the last worker of a role stays
+    anyway.)"""
     leader = running.worker("prefill-0.0")
     assert leader is not None
-    (address,) = (f"127.0.0.1:{flag.partition('=')[2]}" for flag in leader.cmdline() if flag.startswith("--port="))
+    (address,) = (
+        f"127.0.0.1:{flag.partition('=')[2]}"
+        for flag in leader.cmdline()
+        if flag.startswith("--port=")
+    )
     port = RemoteRolePort(address)
-    with pytest.raises(ConfigError, match="its instance has 2 processes.*start it as what it is to be"):
+    with pytest.raises(
+        ConfigError, match="its instance has 2 processes.*start it as what it is to be"
+    ):
         await port.switch_role(SwitchCall(1, WorkerRole.DECODE, Layout(tp=4)))
     await port.aclose()
 
@@ -51,11 +85,19 @@ async def check_role_stays(running: RunningCluster) -> None:
         pytest.param(MOE, "tp=4,ep=4", "dp=4,ep=4", id="experts"),
     ],
 )
-def test_instances_of_two_processes_each_say_what_one_process_says(tmp_path: Path, model: Path, prefill: str, decode: str):
+def test_instances_of_two_processes_each_say_what_one_process_says(
+    tmp_path: Path, model: Path, prefill: str, decode: str
+):
     expected = generated(tmp_path, model, prefill, decode)
     assert len(expected) > TOKENS
-    layouts = (f"--model={model}", f"--prefill_layout={prefill}", f"--decode_layout={decode}")
-    with cluster(tmp_path, "--prefill=1", "--decode=1", "--processes_per_instance=2", *layouts) as running:
+    layouts = (f"--model={model}", f"--prefill={prefill}", f"--decode={decode}")
+    with cluster(
+        tmp_path,
+        "--prefill_workers=1",
+        "--decode_workers=1",
+        "--processes_per_instance=2",
+        *layouts,
+    ) as running:
         assert len(running.pids()) == 6, "a parent, a router, and two processes for each instance"
         answer = ask(running, f"--max_tokens={TOKENS}", "--ignore_eos", "--temperature=0")
         assert (answer.returncode, answer.stdout) == (0, expected), answer.stderr

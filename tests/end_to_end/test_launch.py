@@ -1,7 +1,7 @@
 """The command line as a user meets it: real processes, their stdout, their stderr, their ends.
 
-What they print is held against a dense forward pass made here. All share one folder of compiled programs.
-"""
+What they print is held against a dense forward pass made here. All share one folder of compiled
+programs."""
 
 import os
 import re
@@ -18,39 +18,48 @@ import pytest
 from jdisagg.client import Client
 from jdisagg.request import FinishReason
 from models.tokenizer import Tokenizer
+from tests import time_scale
 from tests.end_to_end.clusters import LLAMA, dense_greedy
+from tests.lanes import first_quick
+from tests.programs import CACHE_FLAG
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "Once upon a time"
-SMALL = ("--prefill_chunk=64", "--page_size=16", "--slots=4", "--devices=8")
+SMALL = ("--chunk_tokens=64", "--page_size=16", "--slots_per_rank=4", "--devices=8")
 SUMMARY = r"TTFT [\d.]+ ms, TPOT [\d.]+ ms, (\d+) \+ (\d+) tokens, (\d+) KV bytes moved, (\w+) (.+)"
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"--compilation_cache={tmp_path_factory.mktemp('programs')}"
+@pytest.fixture
+def cache() -> str:
+    return CACHE_FLAG
 
 
 def start(module: str, *flags: str) -> "subprocess.Popen[str]":
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     return subprocess.Popen(
         [sys.executable, "-m", f"launch.{module}", *flags],
-        cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,  # noqa: E501
     )  # fmt: skip
 
 
-def run(module: str, *flags: str, seconds: float = 240) -> "tuple[int, str, str]":
+def run(
+    module: str, *flags: str, seconds: float = time_scale.seconds(240)
+) -> "tuple[int, str, str]":
     """(exit status, stdout, stderr) of a script that ends by itself."""
     return end(start(module, *flags), seconds)
 
 
-def end(process: "subprocess.Popen[str]", seconds: float = 240) -> "tuple[int, str, str]":
+def end(
+    process: "subprocess.Popen[str]", seconds: float = time_scale.seconds(240)
+) -> "tuple[int, str, str]":
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()
-        raise AssertionError(f"{process.args} did not end within {seconds:g} s; it said {out!r} and {err!r}") from None
+        raise AssertionError(
+            f"{process.args} did not end within {seconds:g} s; it said {out!r} and {err!r}"
+        ) from None
     return process.returncode, out, err
 
 
@@ -60,23 +69,47 @@ def oracle(prompt: str, count: int, *, ignore_eos: bool = False) -> tuple[str, i
     ids = tokenizer.encode(prompt)
     tokens = dense_greedy(LLAMA, ids, count)
     if not ignore_eos:
-        tokens = tokens[: next((index for index, token in enumerate(tokens) if token in tokenizer.eos_ids), count)]
+        tokens = tokens[
+            : next(
+                (index for index, token in enumerate(tokens) if token in tokenizer.eos_ids), count
+            )
+        ]
     return tokenizer.decode(ids + tokens)[len(tokenizer.decode(ids)) :], len(tokens)
+
+
+def figures(err: str) -> list[str]:
+    """What `generate` says after loading and compiling."""
+    lines = err.splitlines()
+    begins = [line.split()[0] for line in lines[:3]]
+    assert begins == ["loading", "compiling", "ready"], err
+    return lines[3:]
 
 
 @pytest.mark.parametrize(
     ("mode", "layouts"),
-    [
-        ("disaggregated", ("--prefill=dp=1,tp=2", "--decode=dp=2,tp=1")),
-        ("chunked", ("--decode=dp=1,tp=2",)),
-        ("unified", ("--decode=dp=1,tp=1",)),
-    ],
+    first_quick(
+        [
+            ("disaggregated", ("--prefill=dp=1,tp=2", "--decode=dp=2,tp=1")),
+            ("chunked", ("--decode=dp=1,tp=2",)),
+            ("unified", ("--decode=dp=1,tp=1",)),
+        ]
+    ),
 )
-def test_generate_prints_the_completion_and_nothing_else(mode: str, layouts: tuple[str, ...], cache: str):
+def test_generate_prints_the_completion_and_nothing_else(
+    mode: str, layouts: tuple[str, ...], cache: str
+):
     text, tokens = oracle(PROMPT, 40)
-    status, out, err = run("generate", f"--prompt={PROMPT}", "--max_tokens=40", f"--mode={mode}", *layouts, *SMALL, cache)
+    status, out, err = run(
+        "generate",
+        f"--prompt={PROMPT}",
+        "--max_tokens=40",
+        f"--mode={mode}",
+        *layouts,
+        *SMALL,
+        cache,
+    )
     assert (status, out) == (0, text + "\n"), err
-    lines = err.splitlines()
+    lines = figures(err)
     assert len(lines) == 1, err
     summary = re.fullmatch(SUMMARY, lines[0])
     assert summary, err
@@ -84,36 +117,60 @@ def test_generate_prints_the_completion_and_nothing_else(mode: str, layouts: tup
     assert (int(summary[3]) > 0) == (mode == "disaggregated")
 
 
-def test_a_file_of_prompts_is_answered_in_order_by_a_converted_checkpoint_under_another_layout(tmp_path: Path, cache: str):
-    status, out, err = run("convert", f"--source={LLAMA}", f"--destination={tmp_path / 'converted'}")
+@pytest.mark.ci
+def test_a_file_of_prompts_is_answered_in_order_by_a_converted_checkpoint_under_another_layout(
+    tmp_path: Path, cache: str
+):
+    status, out, err = run(
+        "convert", f"--source={LLAMA}", f"--destination={tmp_path / 'converted'}"
+    )
     assert (status, out) == (0, f"{tmp_path / 'converted'}\n"), err
     prompts = ["Once upon a time", "The dog", "One day, a girl"]
     (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n")
-    flags = (f"--model={tmp_path / 'converted'}", f"--prompts_file={tmp_path / 'prompts.txt'}", "--max_tokens=20", "--ignore_eos")
-    status, out, err = run("generate", *flags, "--prefill=dp=2,tp=1", "--decode=dp=1,tp=2", *SMALL, cache)
+    flags = (
+        f"--model={tmp_path / 'converted'}",
+        f"--prompts_file={tmp_path / 'prompts.txt'}",
+        "--max_tokens=20",
+        "--ignore_eos",
+    )
+    status, out, err = run(
+        "generate", *flags, "--prefill=dp=2,tp=1", "--decode=dp=1,tp=2", *SMALL, cache
+    )
     assert status == 0, err
     assert out == "".join(oracle(prompt, 20, ignore_eos=True)[0] + "\n" for prompt in prompts)
-    lines = err.splitlines()
+    lines = figures(err)
     assert [line.split(":")[0] for line in lines[:3]] == ["prompt 1", "prompt 2", "prompt 3"]
     assert re.fullmatch(r"3 prompts in [\d.]+ s", lines[3]) and len(lines) == 4
 
 
+@pytest.mark.ci
 def test_an_interrupted_generate_ends_at_once_and_without_a_word(cache: str, tmp_path: Path):
     prompts = tmp_path / "prompts"
-    prompts.write_text(f"{PROMPT}\n" * 64)  # so many that it is far from its end when the signal comes, however late that is
-    process = start("generate", f"--prompts_file={prompts}", "--max_tokens=900", "--ignore_eos", *SMALL, cache)
+    # so many that it is far from its end when the signal comes, however late that is
+    prompts.write_text(f"{PROMPT}\n" * 64)
+    process = start(
+        "generate", f"--prompts_file={prompts}", "--max_tokens=900", "--ignore_eos", *SMALL, cache
+    )
     assert process.stdout is not None and process.stdout.read(1)
     process.send_signal(signal.SIGINT)
     status, out, err = end(process)
-    assert status == 130 and all(line.startswith("prompt ") for line in err.splitlines()), err  # the figures of those that had ended
+    # the figures of those that had ended
+    assert status == 130 and all(line.startswith("prompt ") for line in figures(err)), err
     assert len(out) < 32 * 4000
 
 
 @contextmanager
 def serving(*flags: str) -> "Iterator[tuple[subprocess.Popen[str], int]]":
-    sizes = {"prefill.chunk_tokens": 64, "prefill.min_chunk_tokens": 64, "decode.chunk_tokens": 64, "decode.min_chunk_tokens": 64}
+    sizes = {
+        "prefill.chunk_tokens": 64,
+        "prefill.min_chunk_tokens": 64,
+        "decode.chunk_tokens": 64,
+        "decode.min_chunk_tokens": 64,
+    }
     settings = {**sizes, "decode.slots_per_rank": 4, "warm_up": False}
-    process = start("serve", "--port=0", *(f"--set={path}={value}" for path, value in settings.items()), *flags)
+    process = start(
+        "serve", "--port=0", *(f"--set={path}={value}" for path, value in settings.items()), *flags
+    )
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -126,17 +183,29 @@ def serving(*flags: str) -> "Iterator[tuple[subprocess.Popen[str], int]]":
         process.communicate()
 
 
+@pytest.mark.ci
 def test_a_server_streams_to_ask_survives_its_death_and_drains_at_sigterm(cache: str):
     text, _ = oracle(PROMPT, 40)
-    with serving(cache.replace("--compilation_cache", "--set=compilation_cache")) as (server, port), Client(f"localhost:{port}") as client:
+    with (
+        serving(cache.replace("--compilation_cache", "--set=compilation_cache")) as (server, port),
+        Client(f"localhost:{port}") as client,
+    ):
         target = f"--target=localhost:{port}"
-        status, out, err = run("ask", target, f"--prompt={PROMPT}", "--max_tokens=40", "--temperature=0")
+        status, out, err = run(
+            "ask", target, f"--prompt={PROMPT}", "--max_tokens=40", "--temperature=0"
+        )
         assert (status, out) == (0, text + "\n"), err
-        assert re.fullmatch(r"\d+ \+ \d+ tokens, TTFT \d+ ms, TPOT [\d.]+ ms, \d+ KV bytes moved, [\d.]+ s in all\n", err), err
+        assert re.fullmatch(
+            r"\d+ \+ \d+ tokens, TTFT \d+ ms, TPOT [\d.]+ ms, \d+ KV bytes moved, [\d.]+ s in"
+            r" all\n",
+            err,
+        ), err
 
         status, out, err = run("ask", target, f"--prompt={PROMPT}", "--max_tokens=100000")
         assert (status, out) == (1, "")
-        assert re.fullmatch(r"error: max_tokens=100000 and the prompt's \d+ tokens exceed .*\n", err), err
+        assert re.fullmatch(
+            r"error: max_tokens=100000 and the prompt's \d+ tokens exceed .*\n", err
+        ), err
 
         with start("ask", target, f"--prompt={PROMPT}", "--max_tokens=900", "--ignore_eos") as left:
             assert left.stdout is not None and left.stderr is not None and left.stdout.read(1)
@@ -155,43 +224,94 @@ def test_a_server_streams_to_ask_survives_its_death_and_drains_at_sigterm(cache:
         server.send_signal(signal.SIGTERM)
         seen += events
         assert [event.first_index for event in seen if event.token_ids] == list(range(400))
-        assert seen[-1].finish_reason is FinishReason.LENGTH and seen[-1].usage and seen[-1].usage.completion_tokens == 400
+        assert (
+            seen[-1].finish_reason is FinishReason.LENGTH
+            and seen[-1].usage
+            and seen[-1].usage.completion_tokens == 400
+        )
         assert "".join(event.text for event in seen).startswith(text[:40])
-        assert end(server, 60) == (0, "", "")
+        status, out, err = end(server, 60)
+        # Beside the line every 10 s in which there was work, it has nothing to say.
+        others = [line for line in err.splitlines() if " INFO serve prompt " not in line]
+        assert (status, out, others) == (0, "", [])
 
 
 def wait_until_free(client: Client) -> None:
     until = time.monotonic() + 30
-    while any(status.running or status.handoffs or status.free_pages != status.total_pages for status in client.status()):
+    while any(
+        status.running or status.handoffs or status.free_pages != status.total_pages
+        for status in client.status()
+    ):
         assert time.monotonic() < until, client.status()
         time.sleep(0.02)
 
 
 BAD: list[tuple[str, tuple[str, ...], str]] = [
     ("generate", (), "give either --prompt or --prompts_file"),
-    ("generate", ("--prompt=a", "--mode=magic"), "--mode=magic: value should be one of <disaggregated|chunked|unified>"),
-    ("generate", ("--prompts_file=/nowhere/prompts",), "--prompts_file=/nowhere/prompts cannot be read"),
-    ("generate", ("--prompts_file=/dev/null",), "--prompts_file=/dev/null: it is empty; give one prompt a line"),
+    (
+        "generate",
+        ("--prompt=a", "--mode=magic"),
+        "--mode=magic: value should be one of <disaggregated|chunked|unified>",
+    ),
+    (
+        "generate",
+        ("--prompts_file=/nowhere/prompts",),
+        "--prompts_file=/nowhere/prompts cannot be read",
+    ),
+    (
+        "generate",
+        ("--prompts_file=/dev/null",),
+        "--prompts_file=/dev/null: it is empty; give one prompt a line",
+    ),
     ("generate", ("--prompt=a", "--model=/nowhere"), r"error: .*/nowhere.*"),
     ("generate", ("--prompt=a", "--prefill=tp=3"), "error: layout tp=3 does not divide"),
-    ("generate", ("--prompt=a", "--devices=2"), "error: prefill .* and decode .* need 4 devices, and there are 2"),
+    (
+        "generate",
+        ("--prompt=a", "--devices=2"),
+        "error: prefill .* and decode .* need 4 devices, and there are 2",
+    ),
     ("generate", ("--prompt=", *SMALL), "error: prompt is empty"),
-    ("generate", ("--prompt=a", "--temperature=nan", *SMALL), r"error: temperature must be in \[0.0, 100.0\], got nan"),
+    (
+        "generate",
+        ("--prompt=a", "--temperature=nan", *SMALL),
+        r"error: temperature must be in \[0.0, 100.0\], got nan",
+    ),
     ("serve", ("--config=/nowhere.py",), "error: config '/nowhere.py' is not a Python file"),
-    ("serve", ("--set=decode.slots=4",), "error: override 'decode.slots': InstanceConfig has no field 'slots'; it has layout"),
+    (
+        "serve",
+        ("--set=decode.slots=4",),
+        "error: override 'decode.slots': InstanceConfig has no field 'slots'; it has layout",
+    ),
     ("serve", ("--port=99999",), r"error: service.port must be in \[0, 65535\], got 99999"),
-    ("serve", ("--set=mode=magic",), "error: override 'mode': 'magic' is not a Mode: one of disaggregated, chunked, unified"),
+    (
+        "serve",
+        ("--set=mode=magic",),
+        "error: override 'mode': 'magic' is not a Mode: one of disaggregated, chunked, unified",
+    ),
     ("convert", ("--source=/nowhere", "--destination=/tmp/never"), "/nowhere"),
-    ("ask", ("--target=localhost:1", "--prompt=a"), "error: no server answered at localhost:1 within 10 s; is it running"),
+    (
+        "ask",
+        ("--target=localhost:1", "--prompt=a"),
+        "error: no server answered at localhost:1 within 10 s; is it running",
+    ),
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("batch", [BAD[:5], BAD[5:10], BAD[10:]])
-def test_what_cannot_work_ends_with_one_clear_message(batch: list[tuple[str, tuple[str, ...], str]]):
+def test_what_cannot_work_ends_with_one_clear_message(
+    batch: list[tuple[str, tuple[str, ...], str]],
+):
     """Several at a time: each is mostly the start of an interpreter."""
     processes = [start(module, *flags) for module, flags, _ in batch]
     ends = [end(process) for process in processes]
     for (module, flags, message), (status, out, err) in zip(batch, ends, strict=True):
-        assert status == 1 and not out.startswith("jdisagg serves"), (module, flags, status, out, err)
+        assert status == 1 and not out.startswith("jdisagg serves"), (
+            module,
+            flags,
+            status,
+            out,
+            err,
+        )
         assert re.search(message, out + err), (module, flags, out, err)
         assert "Traceback" not in err, (module, flags, err)

@@ -1,10 +1,11 @@
 """Layouts, page sizes, types and codecs over two real processes and the real transfer engine.
 
-Of each case it is held that the KV in the receiver's pages, when the sequence joins the batch, is what the sender's pages held (bit for
-bit; with int8 within the codec's bound), and that the greedy tokens are those of the same layouts and codec in one process: identical in
-float32, and identical in bfloat16 where the batches are the same too. Where they are not (prompts at once), rule 1: streams part only
-where the choice was close. By default a pairwise choice runs; all: `pytest -m slow tests/end_to_end/test_process_matrix.py`.
-"""
+Of each case it is held that the KV in the receiver's pages, when the sequence joins the batch, is
+what the sender's pages held (bit for bit; with int8 within the codec's bound), and that the greedy
+tokens are those of the same layouts and codec in one process: identical in float32, and identical
+in bfloat16 where the batches are the same too. Where they are not (prompts at once), rule 1:
+streams part only where the choice was close. By default a pairwise choice runs; all: `pytest -m
+slow tests/end_to_end/test_process_matrix.py`."""
 
 import itertools
 from collections.abc import Iterator
@@ -19,7 +20,10 @@ from tests.end_to_end.process_matrix.cases import ALL, CHUNK_TOKENS, NEW_TOKENS,
 from tests.end_to_end.process_matrix.processes import PROMPT_IDS, Matrix, in_process, two_processes
 from tests.end_to_end.test_bfloat16 import EPSILON, margins
 
-# What rounding the result to its type adds, of the largest value in a row: half a step, and float32's own roundings.
+pytestmark = pytest.mark.ci
+
+# What rounding the result to its type adds, of the largest value in a row: half a step, and
+# float32's own roundings.
 ROUNDING = {"float32": 2.0**-21, "bfloat16": 2.0**-8}
 
 
@@ -52,10 +56,19 @@ def check_streams(case: Case, streams: list[list[int]], expected: list[list[int]
         return
     for prompt, tokens, reference in zip(PROMPT_IDS, streams, expected, strict=True):
         assert len(tokens) == NEW_TOKENS
-        parted = next((index for index, pair in enumerate(zip(tokens, reference, strict=True)) if pair[0] != pair[1]), None)
+        parted = next(
+            (
+                index
+                for index, pair in enumerate(zip(tokens, reference, strict=True))
+                if pair[0] != pair[1]
+            ),
+            None,
+        )
         if parted is not None:
             margin = margins(LLAMA, prompt, reference)[parted]
-            assert margin < EPSILON, f"streams part at token {parted}, where the choice was not close ({margin:.3f})"
+            assert margin < EPSILON, (
+                f"streams part at token {parted}, where the choice was not close ({margin:.3f})"
+            )
 
 
 async def check(matrix: Matrix, case: Case) -> None:
@@ -64,15 +77,28 @@ async def check(matrix: Matrix, case: Case) -> None:
     sent, received = run.sent.seen, run.received.seen
     chunks = [-(-len(prompt) // CHUNK_TOKENS) for prompt in PROMPT_IDS]
     assert max(chunks) > 1 and min(chunks) == 1
-    by_themselves = sum(len(prompt) // CHUNK_TOKENS for prompt in PROMPT_IDS) if case.dtype == "float32" else 0
-    assert sent.chunks == sum(chunks) and received.inserts >= sum(chunks) + by_themselves > sum(chunks) * (case.dtype == "float32")
+    by_themselves = (
+        sum(len(prompt) // CHUNK_TOKENS for prompt in PROMPT_IDS) if case.dtype == "float32" else 0
+    )
+    assert sent.chunks == sum(chunks) and received.inserts >= sum(chunks) + by_themselves > sum(
+        chunks
+    ) * (case.dtype == "float32")
     assert run.received.bytes_moved > 0
-    assert not {"checksums_mismatched", "pulls_failed", "blocks_pulled_again"} & run.received.counters.keys()
-    assert sent.kv.keys() == received.kv.keys() == kv.keys() == {len(prompt) for prompt in PROMPT_IDS}
+    assert (
+        not {"checksums_mismatched", "pulls_failed", "blocks_pulled_again"}
+        & run.received.counters.keys()
+    )
+    assert (
+        sent.kv.keys() == received.kv.keys() == kv.keys() == {len(prompt) for prompt in PROMPT_IDS}
+    )
     for tokens in sent.kv:
-        assert np.all(np.any(sent.kv[tokens] != 0, axis=-1)), "a row of the sender's KV was never written"
+        assert np.all(np.any(sent.kv[tokens] != 0, axis=-1)), (
+            "a row of the sender's KV was never written"
+        )
         check_kv(case, sent.kv[tokens], received.kv[tokens])
-        assert kv[tokens].tobytes() == received.kv[tokens].tobytes(), "the same programs in one process left other KV"
+        assert kv[tokens].tobytes() == received.kv[tokens].tobytes(), (
+            "the same programs in one process left other KV"
+        )
     assert run.streams.alone == reference.alone
     check_streams(case, run.streams.together, reference.together)
     check_streams(case, run.streams.together, reference.alone)
@@ -87,11 +113,15 @@ async def test_two_processes_move_kv_and_give_the_tokens_of_one(matrix: Matrix, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ALL, ids=str)
-async def test_two_processes_move_kv_and_give_the_tokens_of_one_in_all_combinations(matrix: Matrix, case: Case):
+async def test_two_processes_move_kv_and_give_the_tokens_of_one_in_all_combinations(
+    matrix: Matrix, case: Case
+):
     await check(matrix, case)
 
 
 def test_the_pairwise_choice_covers_every_pair():
     for first, second in itertools.combinations(vars(ALL[0]), 2):
-        assert {(vars(case)[first], vars(case)[second]) for case in ALL} == {(vars(case)[first], vars(case)[second]) for case in PAIRWISE}
+        assert {(vars(case)[first], vars(case)[second]) for case in ALL} == {
+            (vars(case)[first], vars(case)[second]) for case in PAIRWISE
+        }
     assert len(PAIRWISE) <= 12

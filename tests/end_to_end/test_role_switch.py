@@ -1,9 +1,10 @@
-"""Under load a prefill worker of a real cluster becomes a decode worker and back, and a decode worker a prefill worker and back: no stream
-breaks, every token is the one that it must be, and in the end every page is free.
+"""Under load a prefill worker of a real cluster becomes a decode worker and back, and a decode
+worker a prefill worker and back: no stream breaks, every token is the one that it must be, and in
+the end every page is free.
 
-Five processes and their compilations: all of it is slow. What runs by default is tests/launch/test_role_lives.py (a real worker's lives,
-over gRPC), tests/dispatch/test_role_desk.py and tests/simulator (changes under load, in virtual time).
-"""
+Five processes and their compilations: all of it is slow. What runs by default is
+tests/launch/test_role_lives.py (a real worker's lives, over gRPC), tests/dispatch/test_role_desk.py
+and tests/simulator (changes under load, in virtual time)."""
 
 import asyncio
 import subprocess
@@ -14,20 +15,26 @@ from pathlib import Path
 import pytest
 
 from jdisagg.client import Client
-from jdisagg.dispatch.ports import WorkerRole
-from jdisagg.dispatch.roles import SwitchState
 from jdisagg.errors import UnavailableError
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.roles import SwitchState
+from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.service.role_services import ClusterRoles
+from tests import time_scale
 from tests.chaos.load import Kind, known_kinds
 from tests.end_to_end.role_switch import Change, change, load, shifted
 from tests.end_to_end.test_cluster import ROOT, RunningCluster, all_free, cluster, wait_until
 
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
 CONCURRENT = 3
-FLAGS = ("--prefill=2", "--decode=2", "--set=model.context_tokens=512", "--set=instance.growth_tokens=64")
+FLAGS = (
+    "--prefill_workers=2",
+    "--decode_workers=2",
+    "--set=model.context_tokens=512",
+    "--set=instance.growth_tokens=64",
+)
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.ci, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +47,11 @@ def kinds() -> list[Kind]:
     return asyncio.run(known_kinds(4, tokens=(60, 150)))
 
 
-async def changes(running: RunningCluster, kinds: list[Kind], steps: Sequence[tuple[str, WorkerRole, Layout | None]]) -> list[Change]:
+async def changes(
+    running: RunningCluster,
+    kinds: list[Kind],
+    steps: Sequence[tuple[str, WorkerRole, Layout | None]],
+) -> list[Change]:
     """Makes all of them under one load, and holds every stream against its oracle."""
     async with load(running.address, kinds, CONCURRENT) as streams:
         made = [await change(running.address, streams, *step) for step in steps]
@@ -53,28 +64,53 @@ async def changes(running: RunningCluster, kinds: list[Kind], steps: Sequence[tu
 def check_quiet(running: RunningCluster) -> dict[str, str]:
     """All pages are free again; which worker is what."""
     with Client(running.address) as client:
-        wait_until(lambda: all_free(client, running.workers), "pages are not free once all is quiet")
+        wait_until(
+            lambda: all_free(client, running.workers), "pages are not free once all is quiet"
+        )
         return {status.name: status.role.value for status in client.status()}
 
 
-def check_there_and_back(running: RunningCluster, kinds: list[Kind], steps: Sequence[tuple[str, WorkerRole, Layout | None]]) -> None:
+def check_there_and_back(
+    running: RunningCluster,
+    kinds: list[Kind],
+    steps: Sequence[tuple[str, WorkerRole, Layout | None]],
+) -> None:
     made = asyncio.run(changes(running, kinds, steps))
     for one, (name, role, _) in zip(made, steps, strict=True):
-        assert (one.report.worker, one.report.state, one.report.role) == (name, SwitchState.DONE, role), one.report
-        assert one.report.layout == (Layout(dp=2) if role is DECODE else Layout(tp=2)), "as the others of the role"
+        assert (one.report.worker, one.report.state, one.report.role) == (
+            name,
+            SwitchState.DONE,
+            role,
+        ), one.report
+        assert one.report.layout == (Layout(dp=2) if role is DECODE else Layout(tp=2)), (
+            "as the others of the role"
+        )
     assert len({one.report.boot_id for one in made}) == len(steps)
-    assert check_quiet(running) == {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode", "decode-1": "decode"}
+    assert check_quiet(running) == {
+        "prefill-0": "prefill",
+        "prefill-1": "prefill",
+        "decode-0": "decode",
+        "decode-1": "decode",
+    }
 
 
-def test_a_prefill_worker_becomes_a_decode_worker_and_back_under_load(folder: Path, kinds: list[Kind]) -> None:
+def test_a_prefill_worker_becomes_a_decode_worker_and_back_under_load(
+    folder: Path, kinds: list[Kind]
+) -> None:
     with cluster(folder, *FLAGS) as running:
-        check_there_and_back(running, kinds, [("prefill-1", DECODE, None), ("prefill-1", PREFILL, None)])
+        check_there_and_back(
+            running, kinds, [("prefill-1", DECODE, None), ("prefill-1", PREFILL, None)]
+        )
         assert running.end() == 0
 
 
-def test_a_decode_worker_becomes_a_prefill_worker_and_back_and_the_last_of_a_role_stays(folder: Path, kinds: list[Kind]) -> None:
+def test_a_decode_worker_becomes_a_prefill_worker_and_back_and_the_last_of_a_role_stays(
+    folder: Path, kinds: list[Kind]
+) -> None:
     with cluster(folder, *FLAGS) as running:
-        check_there_and_back(running, kinds, [("decode-1", PREFILL, None), ("decode-1", DECODE, None)])
+        check_there_and_back(
+            running, kinds, [("decode-1", PREFILL, None), ("decode-1", DECODE, None)]
+        )
 
         async def refused() -> None:
             async with ClusterRoles(running.address) as roles:
@@ -83,40 +119,92 @@ def test_a_decode_worker_becomes_a_prefill_worker_and_back_and_the_last_of_a_rol
                     await roles.switch("prefill-0", DECODE)
 
         asyncio.run(refused())
-        command = [sys.executable, "-m", "launch.switch_role", f"--target={running.address}", "--worker=prefill-1", "--role=prefill"]
-        ended = subprocess.run([*command, "--layout=tp=1"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-        assert ended.returncode == 0 and ended.stdout.startswith("worker prefill-1 is prefill (dp=1,tp=1,ep=1) after"), ended.stderr
-        again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        command = [
+            sys.executable,
+            "-m",
+            "launch.switch_role",
+            f"--target={running.address}",
+            "--worker=prefill-1",
+            "--role=prefill",
+        ]
+        ended = subprocess.run(
+            [*command, "--layout=tp=1"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=time_scale.seconds(120),
+            check=False,
+        )
+        assert ended.returncode == 0 and ended.stdout.startswith(
+            "worker prefill-1 is prefill (dp=1,tp=1,ep=1) after"
+        ), ended.stderr
+        again = subprocess.run(
+            command,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=time_scale.seconds(120),
+            check=False,
+        )
         assert again.returncode == 1 and "is a prefill worker already" in again.stderr, again.stderr
         assert running.end() == 0
 
 
-def test_with_elastic_the_controller_moves_a_worker_to_where_the_load_is_and_back(folder: Path) -> None:
-    settings = {"window_seconds": 20, "patience_seconds": 4, "cooldown_seconds": 5, "slo.ttft_seconds": 0.1, "slo.tpot_seconds": 5}
-    given = ("--elastic", "--set=warm_up=True", *(f"--set=elastic.{name}={value}" for name, value in settings.items()))
+def test_with_elastic_the_controller_moves_a_worker_to_where_the_load_is_and_back(
+    folder: Path,
+) -> None:
+    settings = {
+        "window_seconds": 20,
+        "patience_seconds": 4,
+        "cooldown_seconds": 5,
+        "slo.ttft_seconds": 0.1,
+        "slo.tpot_seconds": 5,
+    }
+    given = (
+        "--elastic",
+        "--set=warm_up=True",
+        *(f"--set=elastic.{name}={value}" for name, value in settings.items()),
+    )
     prompts = asyncio.run(known_kinds(2, tokens=(3,), prompts=(400, 450)))
     answers = asyncio.run(known_kinds(2, tokens=(300,), prompts=(8, 12)))
     with cluster(folder, *FLAGS, *given) as running:
         for kinds, prefill in ((prompts, 3), (answers, 2)):
-            asyncio.run(shifted(running.address, kinds, 16, prefill, most_seconds=180.0, after_seconds=2.0))
+            asyncio.run(
+                shifted(running.address, kinds, 16, prefill, most_seconds=180.0, after_seconds=2.0)
+            )
         check_quiet(running)
         assert running.end() == 0
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode"), [("tp=4", "tp=1"), ("tp=1", "dp=4"), ("dp=2,tp=2", "dp=4"), ("tp=2", "dp=2,tp=2"), ("dp=2", "tp=4")]
+    ("prefill", "decode"),
+    [
+        ("tp=4", "tp=1"),
+        ("tp=1", "dp=4"),
+        ("dp=2,tp=2", "dp=4"),
+        ("tp=2", "dp=2,tp=2"),
+        ("dp=2", "tp=4"),
+    ],
 )
 def test_any_pair_of_layouts(folder: Path, kinds: list[Kind], prefill: str, decode: str) -> None:
-    with cluster(folder, *FLAGS, f"--prefill_layout={prefill}", f"--decode_layout={decode}") as running:
-        steps = [("prefill-1", DECODE, Layout.parse(decode)), ("prefill-1", PREFILL, Layout.parse(prefill))]
-        steps += [("decode-1", PREFILL, Layout.parse(prefill)), ("decode-1", DECODE, Layout.parse(decode))]
+    with cluster(folder, *FLAGS, f"--prefill={prefill}", f"--decode={decode}") as running:
+        steps = [
+            ("prefill-1", DECODE, Layout.parse(decode)),
+            ("prefill-1", PREFILL, Layout.parse(prefill)),
+        ]
+        steps += [
+            ("decode-1", PREFILL, Layout.parse(prefill)),
+            ("decode-1", DECODE, Layout.parse(decode)),
+        ]
         made = asyncio.run(changes(running, kinds, steps))
         assert [one.report.state for one in made] == [SwitchState.DONE] * 4
         assert [one.report.layout for one in made] == [layout for _, _, layout in steps]
         check_quiet(running)
 
 
-def test_a_worker_that_is_killed_while_it_changes_comes_back_and_no_stream_breaks(folder: Path, kinds: list[Kind]) -> None:
+def test_a_worker_that_is_killed_while_it_changes_comes_back_and_no_stream_breaks(
+    folder: Path, kinds: list[Kind]
+) -> None:
     with cluster(folder, *FLAGS) as running:
 
         async def main() -> None:
@@ -129,7 +217,9 @@ def test_a_worker_that_is_killed_while_it_changes_comes_back_and_no_stream_break
                     assert victim is not None and not changing.done()
                     victim.kill()
                     report = await changing
-                assert report.state is SwitchState.FAILED and report.role is DECODE, "it is started again as its command line says"
+                assert report.state is SwitchState.FAILED and report.role is DECODE, (
+                    "it is started again as its command line says"
+                )
             assert not streams.wrong, streams.wrong
 
         asyncio.run(main())

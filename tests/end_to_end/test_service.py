@@ -1,4 +1,5 @@
-"""The generation service over the real engine: many streams at once, clients that vanish, deadlines, full queues."""
+"""The generation service over the real engine: many streams at once, clients that vanish,
+deadlines, full queues."""
 
 import asyncio
 import random
@@ -13,20 +14,25 @@ import pytest_asyncio
 from jdisagg.client import AsyncClient, Completion, GenerateOptions
 from jdisagg.config import LimitsConfig
 from jdisagg.errors import DeadlineExceededError, OverloadedError
+from jdisagg.messages.step_commands import DecodeSteps
 from jdisagg.request import FinishReason
-from jdisagg.scheduler.commands import DecodeSteps
 from jdisagg.service import common_pb2, generation_pb2, generation_pb2_grpc
 from tests.end_to_end.clusters import LLAMA, config, dense_greedy
 from tests.end_to_end.doors import Served, served
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.ci, pytest.mark.asyncio(loop_scope="module")]
 
-SENTENCE = "once upon a time there was a little dog who lived in the forest and it liked to play with a red ball"
+SENTENCE = (
+    "once upon a time there was a little dog who lived in the forest and it liked to play with a"
+    " red ball"
+)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def door():
-    async with served(config(context=256, slots=4, limits=LimitsConfig(handoff_lease_seconds=5.0))) as door:
+    async with served(
+        config(context=256, slots=4, limits=LimitsConfig(handoff_lease_seconds=5.0))
+    ) as door:
         yield door
 
 
@@ -36,7 +42,9 @@ def mixed_requests(count: int, seed: int) -> list[GenerateOptions]:
     requests: list[GenerateOptions] = []
     for index in range(count):
         text = " ".join(rng.choice(words) for _ in range(rng.choice((1, 3, 9, 30, 80))))
-        options = GenerateOptions(prompt=text, temperature=0.0, max_tokens=rng.choice((1, 2, 7, 20, 45)))  # type: ignore[typeddict-unknown-key]
+        options = GenerateOptions(
+            prompt=text, temperature=0.0, max_tokens=rng.choice((1, 2, 7, 20, 45))
+        )  # type: ignore[typeddict-unknown-key]
         if index % 2:
             options |= GenerateOptions(temperature=0.9, top_p=0.95, seed=rng.getrandbits(30))
         if index % 5 == 1:
@@ -62,26 +70,43 @@ async def test_a_hundred_streams_at_once_give_each_what_it_gets_alone(door: Serv
     for index, done in enumerate(together):
         reference, asked = alone[index % 25], requests[index % 25]
         assert answers(done) == answers(reference)
-        assert len(done.choices) == asked.get("n", 1) and all(choice.finish_reason for choice in done.choices)
+        assert len(done.choices) == asked.get("n", 1) and all(
+            choice.finish_reason for choice in done.choices
+        )
         assert done.usage == reference.usage
-        assert done.usage and done.usage.completion_tokens == sum(len(choice.token_ids) for choice in done.choices)
+        assert done.usage and done.usage.completion_tokens == sum(
+            len(choice.token_ids) for choice in done.choices
+        )
         if asked.get("logprobs"):
-            assert [len(choice.logprobs) for choice in done.choices] == [len(choice.token_ids) for choice in done.choices]
-    assert {choice.finish_reason for done in together for choice in done.choices} == {FinishReason.STOP, FinishReason.LENGTH}
+            assert [len(choice.logprobs) for choice in done.choices] == [
+                len(choice.token_ids) for choice in done.choices
+            ]
+    assert {choice.finish_reason for done in together for choice in done.choices} == {
+        FinishReason.STOP,
+        FinishReason.LENGTH,
+    }
     await door.quiet()
 
 
 async def test_what_comes_over_the_wire_is_what_a_dense_forward_pass_gives(door: Served):
     ids = door.run.tokenizer.encode("Once upon a time")
-    done = await door.client.complete("Once upon a time", temperature=0, max_tokens=40, ignore_eos=True)
+    done = await door.client.complete(
+        "Once upon a time", temperature=0, max_tokens=40, ignore_eos=True
+    )
     assert done.choices[0].token_ids == dense_greedy(LLAMA, ids, 40)
-    assert done.text == door.run.tokenizer.decode(ids + done.choices[0].token_ids)[len(door.run.tokenizer.decode(ids)) :]
+    assert (
+        done.text
+        == door.run.tokenizer.decode(ids + done.choices[0].token_ids)[
+            len(door.run.tokenizer.decode(ids)) :
+        ]
+    )
     assert done.usage and (done.usage.prompt_tokens, done.usage.completion_tokens) == (len(ids), 40)
     assert done.timings and done.timings.kv_bytes_moved > 0
 
 
 class Watched:
-    """How many commands the decode mesh had been given when the worker heard that a stream is over."""
+    """How many commands the decode mesh had been given when the worker heard that a stream is
+    over."""
 
     def __init__(self, door: Served) -> None:
         self.commands = door.run.recording.decode
@@ -109,7 +134,8 @@ class Watched:
             await spans.aclose()  # type: ignore[attr-defined]
 
     def steps_of(self, prompt_tokens: int) -> list[int]:
-        """At which commands the sequence with a prompt of that length, admitted last, was stepped."""
+        """At which commands the sequence with a prompt of that length, admitted last, was
+        stepped."""
         rank = slot = start = -1
         for index, command in enumerate(self.commands):
             for admit in command.admits if isinstance(command, DecodeSteps) else ():
@@ -117,11 +143,17 @@ class Watched:
                     rank, slot, start = admit.rank, admit.slot, index
         assert start >= 0
         steps = enumerate(self.commands[start:], start)
-        return [index for index, command in steps if isinstance(command, DecodeSteps) and slot in command.slots[rank]]
+        return [
+            index
+            for index, command in steps
+            if isinstance(command, DecodeSteps) and slot in command.slots[rank]
+        ]
 
 
 @pytest.mark.parametrize("how", ["cancels the call", "closes its channel"])
-async def test_a_client_that_disappears_frees_its_slot_within_a_step_and_all_its_pages(door: Served, how: str):
+async def test_a_client_that_disappears_frees_its_slot_within_a_step_and_all_its_pages(
+    door: Served, how: str
+):
     prompt = door.run.tokenizer.encode("a little dog lived in the big forest and one day")
     others = [door.client.complete(**request) for request in mixed_requests(4, seed=5)]
     alone = [answers(await other) for other in others]
@@ -129,7 +161,9 @@ async def test_a_client_that_disappears_frees_its_slot_within_a_step_and_all_its
         client = AsyncClient(door.target)
         events = client.generate(token_ids=prompt, max_tokens=200, ignore_eos=True, temperature=0)
         seen = [await anext(events) for _ in range(5)]
-        bystanders = asyncio.gather(*(door.client.complete(**request) for request in mixed_requests(4, seed=5)))
+        bystanders = asyncio.gather(
+            *(door.client.complete(**request) for request in mixed_requests(4, seed=5))
+        )
         if how == "cancels the call":
             await events.aclose()
         else:
@@ -147,17 +181,25 @@ async def test_a_client_that_disappears_frees_its_slot_within_a_step_and_all_its
     await door.quiet()
 
 
-async def test_a_client_that_disappears_while_its_prompt_is_prefilled_leaves_nothing_behind(door: Served):
+async def test_a_client_that_disappears_while_its_prompt_is_prefilled_leaves_nothing_behind(
+    door: Served,
+):
     door.prefill.close()
     try:
-        calls = [asyncio.ensure_future(door.client.complete("the dog " * 60, max_tokens=5)) for _ in range(12)]
+        calls = [
+            asyncio.ensure_future(door.client.complete("the dog " * 60, max_tokens=5))
+            for _ in range(12)
+        ]
         while (await door.run.cluster.status())[0].running == 0:
             await asyncio.sleep(0.005)
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
         async with asyncio.timeout(10):
-            while any(status.free_pages != status.total_pages for status in await door.run.cluster.status()):
+            while any(
+                status.free_pages != status.total_pages
+                for status in await door.run.cluster.status()
+            ):
                 await asyncio.sleep(0.005)
     finally:
         door.prefill.open()
@@ -165,7 +207,9 @@ async def test_a_client_that_disappears_while_its_prompt_is_prefilled_leaves_not
 
 
 async def test_a_deadline_that_passes_while_tokens_come_is_said_and_frees_all(door: Served):
-    events = door.client.generate("Once upon a time", max_tokens=200, ignore_eos=True, deadline_seconds=1.0)
+    events = door.client.generate(
+        "Once upon a time", max_tokens=200, ignore_eos=True, deadline_seconds=1.0
+    )
     with pytest.raises(DeadlineExceededError, match=r"1 s passed after \d+ tokens"):
         async with aclosing(events):
             async for event in events:
@@ -179,7 +223,10 @@ async def test_a_deadline_that_passes_while_tokens_come_is_said_and_frees_all(do
 async def test_a_deadline_that_passes_in_a_queue_is_said_and_frees_all(door: Served, where: str):
     held = door.prefill if where == "prefill" else door.decode
     held.close()
-    calls = [door.client.complete("a dog", max_tokens=20, ignore_eos=True, deadline_seconds=0.3) for _ in range(20)]
+    calls = [
+        door.client.complete("a dog", max_tokens=20, ignore_eos=True, deadline_seconds=0.3)
+        for _ in range(20)
+    ]
     ends = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(end) for end in ends] == [DeadlineExceededError] * 20
     held.open()
@@ -192,7 +239,9 @@ async def test_the_deadline_of_the_grpc_call_counts_too(door: Served):
         sampling = common_pb2.SamplingParams(max_tokens=200, ignore_eos=True)
         door.decode.close()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in stub.Generate(generation_pb2.GenerateRequest(text="a dog", sampling=sampling), timeout=0.4):
+            async for _ in stub.Generate(
+                generation_pb2.GenerateRequest(text="a dog", sampling=sampling), timeout=0.4
+            ):
                 pass
         door.decode.open()
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -201,7 +250,9 @@ async def test_the_deadline_of_the_grpc_call_counts_too(door: Served):
 
 async def test_after_all_of_it_the_service_answers_as_before(door: Served):
     request = mixed_requests(1, seed=11)[0]
-    assert answers(await door.client.complete(**request)) == answers(await door.client.complete(**request))
+    assert answers(await door.client.complete(**request)) == answers(
+        await door.client.complete(**request)
+    )
 
 
 async def test_a_full_queue_refuses_with_a_hint_and_harms_no_one():
@@ -209,13 +260,20 @@ async def test_a_full_queue_refuses_with_a_hint_and_harms_no_one():
     async with served(config(context=256, slots=4, limits=limits)) as door:
         alone = answers(await door.client.complete("a dog", temperature=0, max_tokens=20))
         door.prefill.close()
-        first = [asyncio.ensure_future(door.client.complete("a dog", temperature=0, max_tokens=20)) for _ in range(3)]
+        first = [
+            asyncio.ensure_future(door.client.complete("a dog", temperature=0, max_tokens=20))
+            for _ in range(3)
+        ]
         while len(door.run.cluster.path._running) < 3:
             await asyncio.sleep(0.005)
         for _ in range(5):
-            with pytest.raises(OverloadedError, match="3 requests wait for their first token, the limit is 3") as caught:
+            with pytest.raises(
+                OverloadedError, match="3 requests wait for their first token, the limit is 3"
+            ) as caught:
                 await door.client.complete("one too many", max_tokens=20)
-            assert caught.value.retry_after_seconds and 0.1 <= caught.value.retry_after_seconds <= 60
+            assert (
+                caught.value.retry_after_seconds and 0.1 <= caught.value.retry_after_seconds <= 60
+            )
         door.prefill.open()
         assert [answers(done) for done in await asyncio.gather(*first)] == [alone] * 3
         await door.quiet()
@@ -223,7 +281,9 @@ async def test_a_full_queue_refuses_with_a_hint_and_harms_no_one():
         ends = await asyncio.gather(*storm, return_exceptions=True)
         refused = [end for end in ends if isinstance(end, OverloadedError)]
         assert refused and all(end.retry_after_seconds for end in refused)
-        assert [answers(end) for end in ends if isinstance(end, Completion)] == [alone] * (40 - len(refused))
+        assert [answers(end) for end in ends if isinstance(end, Completion)] == [alone] * (
+            40 - len(refused)
+        )
         await door.quiet()
 
 
@@ -240,7 +300,9 @@ async def test_a_worker_without_pages_refuses_beyond_its_queue():
         door.decode.open()
         ends = await asyncio.gather(*calls, return_exceptions=True)
         assert refused and all(
-            isinstance(end, OverloadedError) and end.retry_after_seconds for end in ends if not isinstance(end, Completion)
+            isinstance(end, OverloadedError) and end.retry_after_seconds
+            for end in ends
+            if not isinstance(end, Completion)
         )
         kept = [answers(end) for end in ends if isinstance(end, Completion)]
         assert len(kept) >= 4 and kept == [alone] * len(kept)
@@ -261,10 +323,13 @@ async def test_a_reader_that_does_not_read_holds_no_one_up(door: Served):
 
 
 async def test_a_client_that_stops_reading_is_let_go_at_its_deadline(door: Served):
-    """More than the transport's window holds, so that the server waits for a reader; then the pages are free and so is all else."""
+    """More than the transport's window holds, so that the server waits for a reader; then the pages
+    are free and so is all else."""
     sampling = common_pb2.SamplingParams(max_tokens=220, ignore_eos=True, n=4, logprobs=20)
     request = generation_pb2.GenerateRequest(text="a dog", sampling=sampling, deadline_seconds=4.0)
-    async with grpc.aio.insecure_channel(door.target, [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16384)]) as channel:
+    async with grpc.aio.insecure_channel(
+        door.target, [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16384)]
+    ) as channel:
         call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(request)
         received = [await call.read()]
         await door.quiet()

@@ -1,7 +1,8 @@
-"""Memory is flat: after a warm round, hundreds of requests with a fifth of them given up leave nothing behind.
+"""Memory is flat: after a warm round, hundreds of requests with a fifth of them given up leave
+nothing behind.
 
-The short form runs by default; `-m slow` runs ten times as many. Pages are few, so that preemption has its part in it.
-"""
+The short form runs by default; `-m slow` runs ten times as many. Pages are few, so that preemption
+has its part in it."""
 
 import asyncio
 import contextlib
@@ -22,7 +23,10 @@ from jdisagg.errors import DeadlineExceededError, InvalidRequestError
 from tests.end_to_end.clusters import config
 from tests.end_to_end.doors import Served, our_objects, served
 
-# Over 7,000 requests resident memory grew by 14 MiB, all but 3 of it in the first 1,000, and then stood still: allocators' arenas.
+pytestmark = pytest.mark.ci
+
+# Over 7,000 requests resident memory grew by 14 MiB, all but 3 of it in the first 1,000, and then
+# stood still: allocators' arenas.
 MARGIN_BYTES = 32 << 20
 # Threads keep their latest command and its result.
 LATEST = 2
@@ -42,10 +46,14 @@ class Tally:
 
 def request(kind: int) -> GenerateOptions:
     """One of 24 requests: the same kind is the same request."""
-    options = GenerateOptions(prompt=PROMPTS[kind % 4], max_tokens=(3, 9, 40)[kind % 3], ignore_eos=True)  # type: ignore[typeddict-unknown-key]
+    options = GenerateOptions(
+        prompt=PROMPTS[kind % 4], max_tokens=(3, 9, 40)[kind % 3], ignore_eos=True
+    )  # type: ignore[typeddict-unknown-key]
     if kind % 2:
         return options | GenerateOptions(temperature=0.9, top_k=50, seed=kind)
-    return options | GenerateOptions(temperature=0.0, n=1 + (kind % 8 == 0), presence_penalty=0.5 * (kind % 6 == 0))
+    return options | GenerateOptions(
+        temperature=0.0, n=1 + (kind % 8 == 0), presence_penalty=0.5 * (kind % 6 == 0)
+    )
 
 
 async def one(door: Served, number: int, tally: Tally) -> None:
@@ -64,7 +72,9 @@ async def one(door: Served, number: int, tally: Tally) -> None:
         await asyncio.gather(call, return_exceptions=True)
     elif fate < 0.18:
         try:
-            await door.client.complete(**request(kind), deadline_seconds=0.001 + 0.03 * rng.random())
+            await door.client.complete(
+                **request(kind), deadline_seconds=0.001 + 0.03 * rng.random()
+            )
         except DeadlineExceededError:
             tally.too_late += 1
     elif fate < 0.2:
@@ -106,7 +116,8 @@ class Held:
 
     @classmethod
     async def by(cls, door: Served) -> "Held":
-        """The test's own recording is emptied; gRPC's client forgets a cancelled call a moment after it said so."""
+        """The test's own recording is emptied; gRPC's client forgets a cancelled call a moment
+        after it said so."""
         door.run.recording.prefill.clear()
         door.run.recording.decode.clear()
         await asyncio.sleep(1.0)
@@ -124,7 +135,8 @@ class Held:
 
 
 def _give_freed_memory_back() -> None:
-    """What compiling took and freed would hide a leak for long. glibc's allocator; elsewhere it stays hidden a little longer."""
+    """What compiling took and freed would hide a leak for long. glibc's allocator; elsewhere it
+    stays hidden a little longer."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
@@ -132,20 +144,33 @@ def _give_freed_memory_back() -> None:
 @pytest.mark.parametrize("requests", [200, pytest.param(2500, marks=pytest.mark.slow)])
 async def test_memory_is_flat_however_requests_end(requests: int):
     async with served(config(context=256, slots=4, decode_page=8, pages=32, growth=1)) as door:
-        reference = {kind: essence(await door.client.complete(**request(kind))) for kind in range(24)}
+        reference = {
+            kind: essence(await door.client.complete(**request(kind))) for kind in range(24)
+        }
         await storm(door, range(10_000, 10_000 + max(100, requests // 3)))
         before = await Held.by(door)
         tally = await storm(door, range(100, 100 + requests))
         after = await Held.by(door)
         preemptions = sum(status.preemptions for status in await door.run.cluster.status())
-    print(f"{(after.resident_bytes - before.resident_bytes) / 2**20:.1f} MiB more, {preemptions} preemptions")
+    print(
+        f"{(after.resident_bytes - before.resident_bytes) / 2**20:.1f} MiB more, {preemptions}"
+        " preemptions"
+    )
     assert tally.given_up + tally.too_late + tally.refused > 0.1 * requests and preemptions > 0
     assert all(answers == [reference[kind]] * len(answers) for kind, answers in tally.whole.items())
     # The router keeps its last decisions, and no more; there were fewer before.
     remembered = {"Entry", "Decision"}
     assert all(after.objects.get(name, 0) <= KEPT + LATEST for name in remembered)
-    grown = {name: count - before.objects.get(name, 0) for name, count in after.objects.items() if name not in remembered}
+    grown = {
+        name: count - before.objects.get(name, 0)
+        for name, count in after.objects.items()
+        if name not in remembered
+    }
     assert {name: count for name, count in grown.items() if count > LATEST} == {}
-    assert (after.arrays, after.tasks, after.threads) == (before.arrays, before.tasks, before.threads)
+    assert (after.arrays, after.tasks, after.threads) == (
+        before.arrays,
+        before.tasks,
+        before.threads,
+    )
     assert after.files <= before.files
     assert after.resident_bytes - before.resident_bytes < MARGIN_BYTES

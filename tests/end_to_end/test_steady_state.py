@@ -1,4 +1,5 @@
-"""Rule 12: after warm-up nothing is compiled, whatever the mix of requests; and nothing but tokens is read back."""
+"""Rule 12: after warm-up nothing is compiled, whatever the mix of requests; and nothing but tokens
+is read back."""
 
 from dataclasses import replace
 
@@ -34,6 +35,7 @@ def test_the_count_sees_a_compilation():
     assert seen.count == 1
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("mode", "prefill", "decode"),
     [
@@ -43,17 +45,51 @@ def test_the_count_sees_a_compilation():
     ],
 )
 async def test_nothing_is_compiled_after_warm_up(mode, prefill, decode):
-    meshes = config(mode, prefill or "tp=1", decode, chunk=64, slots=4, decode_page=8, warm_up=True, pages=40, growth=8, context=256)
-    few = replace(meshes.prefill, block_bytes=64 << 10)  # blocks of 16 and 32 tokens carry all layers, of 64 half of them
+    meshes = config(
+        mode,
+        prefill or "tp=1",
+        decode,
+        chunk=64,
+        slots=4,
+        decode_page=8,
+        warm_up=True,
+        pages=40,
+        growth=8,
+        context=256,
+    )
+    # blocks of 16 and 32 tokens carry all layers, of 64 half of them
+    few = replace(meshes.prefill, block_bytes=64 << 10)
     engine = replace(meshes, prefill=few)
     async with running(engine) as run:
         before = run.cluster.compilations
         requests = [
             run.request("a dog", "a", max_tokens=40, ignore_eos=True),
-            run.request("a cat and a dog " * 20, "b", max_tokens=9, temperature=0.7, top_p=0.9, seed=3),
-            run.request("one " * 100, "c", max_tokens=30, presence_penalty=0.5, repetition_penalty=1.1, logprobs=2, n=2, ignore_eos=True),
-            run.request("the", "d", max_tokens=60, min_tokens=9, logit_bias=((9, 2.0),), temperature=1.0, seed=1),
-            *(run.request("run " * (3 * index + 1), f"e{index}", max_tokens=50, ignore_eos=True) for index in range(12)),
+            run.request(
+                "a cat and a dog " * 20, "b", max_tokens=9, temperature=0.7, top_p=0.9, seed=3
+            ),
+            run.request(
+                "one " * 100,
+                "c",
+                max_tokens=30,
+                presence_penalty=0.5,
+                repetition_penalty=1.1,
+                logprobs=2,
+                n=2,
+                ignore_eos=True,
+            ),
+            run.request(
+                "the",
+                "d",
+                max_tokens=60,
+                min_tokens=9,
+                logit_bias=((9, 2.0),),
+                temperature=1.0,
+                seed=1,
+            ),
+            *(
+                run.request("run " * (3 * index + 1), f"e{index}", max_tokens=50, ignore_eos=True)
+                for index in range(12)
+            ),
         ]
         with Compilations() as seen:
             await run.complete_all(requests)
@@ -62,12 +98,15 @@ async def test_nothing_is_compiled_after_warm_up(mode, prefill, decode):
 
 
 async def test_the_host_reads_tokens_and_nothing_else():
-    """Tokens are read back in one place (`executor/results.py`), which says that it is meant; any other way this guard forbids (on CPU,
-    where host and device share memory, the guard sees less than on a GPU)."""
+    """Tokens are read back in one place (`executor/results.py`), which says that it is meant; any
+    other way this guard forbids (on CPU, where host and device share memory, the guard sees less
+    than on a GPU)."""
     jax.config.update("jax_transfer_guard_device_to_host", "disallow")
     try:
         async with running(config(Mode.DISAGGREGATED, "tp=2", "dp=2")) as run:
-            done = await run.complete(run.request("Once upon a time", max_tokens=20, ignore_eos=True))
+            done = await run.complete(
+                run.request("Once upon a time", max_tokens=20, ignore_eos=True)
+            )
             assert len(done.tokens[0]) == 20
     finally:
         jax.config.update("jax_transfer_guard_device_to_host", "allow")

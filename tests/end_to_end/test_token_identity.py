@@ -1,22 +1,40 @@
-"""Rule 1 over everything else: batch mix, mode, preemption, several steps a dispatch give the same streams as one by one."""
+"""Rule 1 over everything else: batch mix, mode, preemption, several steps a dispatch give the same
+streams as one by one."""
 
 import random
 
 import pytest
 
 from jdisagg.config import Mode
+from jdisagg.messages.step_commands import DecodeSteps, InsertBlock, PrefillChunk
 from jdisagg.request import Request
-from jdisagg.scheduler.commands import DecodeSteps, InsertBlock, PrefillChunk
 from tests.end_to_end.clusters import Completed, Running, config, running
 
-SENTENCE = "once upon a time there was a little dog who lived in the forest and it liked to play with a red ball under the big tree"
+SENTENCE = (
+    "once upon a time there was a little dog who lived in the forest and it liked to play with a"
+    " red ball under the big tree"
+)
 WORDS = SENTENCE.split()
 
 
 def mixed_requests(run: Running) -> list[Request]:
-    """32 requests: greedy and seeded, prompts of 1 to 400 tokens, penalties, stops, bias, minimum lengths, n = 2."""
+    """32 requests: greedy and seeded, prompts of 1 to 400 tokens, penalties, stops, bias, minimum
+    lengths, n = 2."""
     rng = random.Random(7)
-    lengths = [1, 2, 15, 16, 17, 63, 64, 65, 128, 400, 399, *(rng.randint(1, 400) for _ in range(21))]
+    lengths = [
+        1,
+        2,
+        15,
+        16,
+        17,
+        63,
+        64,
+        65,
+        128,
+        400,
+        399,
+        *(rng.randint(1, 400) for _ in range(21)),
+    ]
     requests = []
     for index, length in enumerate(lengths):
         text = " ".join(rng.choice(WORDS) for _ in range(length))
@@ -27,7 +45,11 @@ def mixed_requests(run: Running) -> list[Request]:
         if index % 4 == 1:
             options |= {"top_p": 0.9, "top_k": rng.choice((0, 20))}
         if index % 5 == 2:
-            options |= {"presence_penalty": 0.4, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
+            options |= {
+                "presence_penalty": 0.4,
+                "frequency_penalty": 0.3,
+                "repetition_penalty": 1.2,
+            }
         if index % 6 == 3:
             options |= {"stop": ("the", ". ")}
         if index % 7 == 4:
@@ -56,10 +78,13 @@ async def reference() -> list[object]:
     """One by one, unified, on one device."""
     if not _REFERENCE:
         async with running(config(Mode.UNIFIED, decode="tp=1")) as run:
-            _REFERENCE.extend(streams([await run.complete(request) for request in mixed_requests(run)]))
+            _REFERENCE.extend(
+                streams([await run.complete(request) for request in mixed_requests(run)])
+            )
     return _REFERENCE
 
 
+@pytest.mark.ci
 async def test_the_requests_really_are_mixed():
     result = await reference()
     assert len(result) == 32
@@ -67,36 +92,61 @@ async def test_the_requests_really_are_mixed():
     assert len({str(tokens) for tokens, _, _ in result}) == 32
 
 
+@pytest.mark.ci
 async def test_all_at_once_on_two_meshes_gives_the_same_streams():
-    engine = config(Mode.DISAGGREGATED, "tp=2", "dp=2,tp=2", prefill_page=8, decode_page=16, block_bytes=64 << 10)
+    engine = config(
+        Mode.DISAGGREGATED,
+        "tp=2",
+        "dp=2,tp=2",
+        prefill_page=8,
+        decode_page=16,
+        block_bytes=64 << 10,
+    )
     result, run = await all_at_once(engine)
     assert result == await reference()
-    assert {command.groups for command in run.recording.decode if isinstance(command, InsertBlock)} == {1, 2}
-    assert decoded_while_chunks_landed(run), "no decode step ran between the inserts of one prompt: nothing was overlapped"
+    assert {
+        command.groups for command in run.recording.decode if isinstance(command, InsertBlock)
+    } == {1, 2}
+    assert decoded_while_chunks_landed(run), (
+        "no decode step ran between the inserts of one prompt: nothing was overlapped"
+    )
 
 
 def decoded_while_chunks_landed(run: Running) -> bool:
-    """Whether decode steps ran between two insertions of KV, and prefill chunks between two parts of one prompt's hand-off."""
-    kinds = [type(command) for command in run.recording.decode if isinstance(command, InsertBlock | DecodeSteps)]
+    """Whether decode steps ran between two insertions of KV, and prefill chunks between two parts
+    of one prompt's hand-off."""
+    kinds = [
+        type(command)
+        for command in run.recording.decode
+        if isinstance(command, InsertBlock | DecodeSteps)
+    ]
     inserts = [index for index, kind in enumerate(kinds) if kind is InsertBlock]
     chunks = sum(isinstance(command, PrefillChunk) for command in run.recording.prefill)
     return chunks > 4 and DecodeSteps in kinds[inserts[0] : inserts[-1]]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("mode", [Mode.CHUNKED, Mode.UNIFIED])
 async def test_all_at_once_on_one_mesh_gives_the_same_streams(mode):
     result, _ = await all_at_once(config(mode, decode="dp=2,tp=2"))
     assert result == await reference()
 
 
-@pytest.mark.parametrize(("mode", "steps"), [(Mode.DISAGGREGATED, 1), (Mode.DISAGGREGATED, 4), (Mode.CHUNKED, 1)])
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("mode", "steps"), [(Mode.DISAGGREGATED, 1), (Mode.DISAGGREGATED, 4), (Mode.CHUNKED, 1)]
+)
 async def test_preemption_changes_no_stream(mode, steps):
     engine = config(mode, "tp=1", "tp=1", decode_page=8, pages=58, growth=1, steps=steps, slots=16)
     async with running(engine) as run:
         requests = mixed_requests(run)
         # Short prompts first: many sequences then grow at once, and together outgrow their pages.
-        order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt_token_ids))
-        completed = dict(zip(order, await run.complete_all([requests[index] for index in order]), strict=True))
+        order = sorted(
+            range(len(requests)), key=lambda index: len(requests[index].prompt_token_ids)
+        )
+        completed = dict(
+            zip(order, await run.complete_all([requests[index] for index in order]), strict=True)
+        )
         done = [completed[index] for index in range(len(requests))]
         preemptions = sum(status.preemptions for status in await run.cluster.status())
     assert preemptions > 0, "the pages were not few enough"

@@ -1,4 +1,5 @@
-"""How many layer groups a model gets: by its bytes, alike on both sides of a hand-off, unless somebody says otherwise."""
+"""How many layer groups a model gets: by its bytes, alike on both sides of a hand-off, unless
+somebody says otherwise."""
 
 from dataclasses import replace
 
@@ -9,7 +10,8 @@ from jdisagg.engine.limits import groups_of_layers, mesh_limits
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KVSpec
-from launch.recipes import worker_flags
+from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.node.recipes import worker_config
 from tests.launch.test_recipes import TWO
 
 LLAMA_8B = KVSpec.attention(32, 8, 128, "bfloat16")
@@ -28,23 +30,44 @@ TINY = KVSpec.attention(4, 2, 16, "float32")
         (LLAMA_8B, 2, 2),
     ],
 )
-def test_deep_models_get_many_groups_and_small_ones_few(spec: KVSpec, asked: int | None, groups: int) -> None:
+def test_deep_models_get_many_groups_and_small_ones_few(
+    spec: KVSpec, asked: int | None, groups: int
+) -> None:
     assert groups_of_layers(spec, asked) == groups
 
 
 def test_both_sides_choose_alike_whatever_else_differs() -> None:
     one = InstanceConfig(Layout(tp=2), page_size=64, chunk_tokens=4096)
     other = InstanceConfig(Layout(dp=4), page_size=16, chunk_tokens=256)
-    assert len({mesh_limits(config, Mode.DISAGGREGATED, LLAMA_8B, 8192, None).layer_groups for config in (one, other)}) == 1
+    assert (
+        len(
+            {
+                mesh_limits(config, Mode.DISAGGREGATED, LLAMA_8B, 8192, None).layer_groups
+                for config in (one, other)
+            }
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
-    ("groups", "asked", "block_bytes"), [(None, None, 4 << 20), (8, None, 0), (None, 0, 0), (8, 1 << 20, 1 << 20), (1, None, 0)]
+    ("groups", "asked", "block_bytes"),
+    [(None, None, 4 << 20), (8, None, 0), (None, 0, 0), (8, 1 << 20, 1 << 20), (1, None, 0)],
 )
-def test_short_prompts_leave_in_blocks_of_four_mebibytes_unless_groups_were_asked_for(groups, asked, block_bytes) -> None:
-    limits = mesh_limits(InstanceConfig(block_bytes=asked), Mode.DISAGGREGATED, LLAMA_8B, 8192, groups)
+def test_short_prompts_leave_in_blocks_of_four_mebibytes_unless_groups_were_asked_for(
+    groups, asked, block_bytes
+) -> None:
+    limits = mesh_limits(
+        InstanceConfig(block_bytes=asked), Mode.DISAGGREGATED, LLAMA_8B, 8192, groups
+    )
     assert limits.block_bytes == block_bytes
-    assert len(limits.bands(16)) == (1 if block_bytes == 4 << 20 else min(limits.layer_groups, 2) if block_bytes else limits.layer_groups)
+    assert len(limits.bands(16)) == (
+        1
+        if block_bytes == 4 << 20
+        else min(limits.layer_groups, 2)
+        if block_bytes
+        else limits.layer_groups
+    )
 
 
 def test_block_bytes_are_not_negative() -> None:
@@ -54,9 +77,10 @@ def test_block_bytes_are_not_negative() -> None:
 
 def test_a_number_that_the_prefill_side_of_a_recipe_names_goes_to_both_sides() -> None:
     named = replace(TWO, prefill=replace(TWO.prefill, layer_groups=7, block_bytes=9))
-    for config, groups, nbytes in ((named, "7", "9"), (TWO, "None", "None")):
-        wanted = {f"--set=instance.layer_groups={groups}", f"--set=instance.block_bytes={nbytes}"}
-        assert all(wanted <= set(worker_flags(config, role)) for role in ("prefill", "decode"))
+    for config, cut in ((named, (7, 9)), (TWO, (None, None))):
+        for role in (WorkerRole.PREFILL, WorkerRole.DECODE):
+            made = worker_config(config, role).instance
+            assert (made.layer_groups, made.block_bytes) == cut
 
 
 @pytest.mark.parametrize(("smallest", "largest"), [(8, 512), (24, 512), (20, 80), (64, 72)])

@@ -1,8 +1,8 @@
 """The research face: caches in the hand, moved between any two layouts, looked at, decoded from.
 
-Oracles: greedy tokens that Hugging Face transformers gave for the same weights (tests/golden), keys and values of a dense forward pass,
-and byte counts by arithmetic. The whole matrix of layouts is marked slow.
-"""
+Oracles: greedy tokens that Hugging Face transformers gave for the same weights (tests/golden), keys
+and values of a dense forward pass, and byte counts by arithmetic. The whole matrix of layouts is
+marked slow."""
 
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -15,7 +15,13 @@ import pytest
 
 from jdisagg.engine.kv_cache import KVCache
 from jdisagg.engine.research import DecoderLayout, Engine, PrefillLayout
-from jdisagg.errors import BrokenModelError, ConfigError, InvalidRequestError, LayoutError, OverloadedError
+from jdisagg.errors import (
+    BrokenModelError,
+    ConfigError,
+    InvalidRequestError,
+    LayoutError,
+    OverloadedError,
+)
 from jdisagg.layout.axes import Layout
 from jdisagg.ops.dense_attention import dense_causal_attend
 from jdisagg.request import FinishReason
@@ -26,9 +32,17 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 CHUNK_TOKENS, CONTEXT_TOKENS, NEW_TOKENS = 16, 112, 12
 PREFILL = [PrefillLayout(tp=1), PrefillLayout(tp=2), PrefillLayout(tp=4), PrefillLayout(dp=2, tp=2)]
 DECODE = [DecoderLayout(), DecoderLayout(dp=2), DecoderLayout(dp=4), DecoderLayout(dp=2, tp=2)]
-FEW = [(PrefillLayout(tp=4), DecoderLayout(dp=2)), (PrefillLayout(dp=2, tp=2), DecoderLayout(dp=2, tp=2))]
+FEW = [
+    (PrefillLayout(tp=4), DecoderLayout(dp=2)),
+    (PrefillLayout(dp=2, tp=2), DecoderLayout(dp=2, tp=2)),
+]
 PAIRS = [
-    pytest.param(*pair, marks=() if pair in FEW else pytest.mark.slow, id=" to ".join(map(str, pair))) for pair in product(PREFILL, DECODE)
+    pytest.param(
+        *pair,
+        marks={FEW[0]: (), FEW[1]: pytest.mark.ci}.get(pair, pytest.mark.slow),
+        id=" to ".join(map(str, pair)),
+    )
+    for pair in product(PREFILL, DECODE)
 ]
 
 
@@ -36,14 +50,18 @@ def open_engine(name: str, **options: int) -> Engine:
     def load(layout: Layout, devices: Sequence[jax.Device]) -> LoadedModel:
         return load_model(GOLDEN / name, layout, devices)
 
-    return Engine(load, page_size=8, chunk_tokens=CHUNK_TOKENS, context_tokens=CONTEXT_TOKENS, **options)
+    return Engine(
+        load, page_size=8, chunk_tokens=CHUNK_TOKENS, context_tokens=CONTEXT_TOKENS, **options
+    )
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     with open_engine("llama_tied") as engine:
         yield engine
-        assert [ledger.free_pages for ledger in _ledgers(engine)] == [ledger.total_pages for ledger in _ledgers(engine)]
+        assert [ledger.free_pages for ledger in _ledgers(engine)] == [
+            ledger.total_pages for ledger in _ledgers(engine)
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -65,27 +83,40 @@ def test_a_cache_pushed_to_another_layout_is_the_same_and_gives_the_same_tokens(
         blocks_bytes = -(-len(prompt) // 16) * 16 * kv.spec.bytes_per_token
         replicas = decode.tp // session.mesh.shape["kv"]
         assert move.bytes_per_pair == move.planned
-        assert move.bytes == blocks_bytes * replicas, "disjoint meshes: each destination byte arrives once"
+        assert move.bytes == blocks_bytes * replicas, (
+            "disjoint meshes: each destination byte arrives once"
+        )
         assert engine.generate_tokens(session, NEW_TOKENS).token_ids == tuple(greedy[:NEW_TOKENS])
         assert session.token_ids == (*prompt, *greedy[:NEW_TOKENS])
         assert session.next_token.token_id == greedy[NEW_TOKENS]
 
 
-def test_keys_and_values_are_those_of_a_dense_forward_pass(engine: Engine, golden: tuple[list[int], list[int]]) -> None:
+def test_keys_and_values_are_those_of_a_dense_forward_pass(
+    engine: Engine, golden: tuple[list[int], list[int]]
+) -> None:
     prompt, greedy = golden
     kv = engine.prefill(prompt, layout=PrefillLayout(tp=4))
     tokens = [*prompt, *greedy[:NEW_TOKENS]]
     keys_values = dense_keys_and_values(tokens)
     with engine.create_session("s", layout=DecoderLayout(dp=2)) as session:
         session.push(kv)
-        session.push(engine.pull("s"), target_layout=DecoderLayout(dp=2, tp=2))  # a decode mesh is a source like any other
+        # a decode mesh is a source like any other
+        session.push(engine.pull("s"), target_layout=DecoderLayout(dp=2, tp=2))
         engine.generate_tokens(session, NEW_TOKENS)
         generated = session.pull()
-    assert (len(kv), len(generated), generated.layout) == (len(prompt), len(tokens), Layout(dp=2, tp=2))
+    assert (len(kv), len(generated), generated.layout) == (
+        len(prompt),
+        len(tokens),
+        Layout(dp=2, tp=2),
+    )
     for cache, (index, (k_TKH, v_TKH)) in product((kv, generated), enumerate(keys_values)):
         layer = cache.layer(index)
-        np.testing.assert_allclose(np.asarray(layer.k), k_TKH.swapaxes(0, 1)[:, : len(cache)], atol=2e-5)
-        np.testing.assert_allclose(np.asarray(layer.v), v_TKH.swapaxes(0, 1)[:, : len(cache)], atol=2e-5)
+        np.testing.assert_allclose(
+            np.asarray(layer.k), k_TKH.swapaxes(0, 1)[:, : len(cache)], atol=2e-5
+        )
+        np.testing.assert_allclose(
+            np.asarray(layer.v), v_TKH.swapaxes(0, 1)[:, : len(cache)], atol=2e-5
+        )
     heads_per_device = kv.layer(0).k.sharding.shard_shape(kv.layer(0).k.shape)[0]
     assert heads_per_device == 1, "two kv heads over four devices: one each, twice"
     assert kv.norms().shape == (2, 2, 2, len(prompt))
@@ -95,9 +126,15 @@ def test_several_caches_and_sessions_live_at_once_and_a_cache_in_the_hand_never_
     engine: Engine, golden: tuple[list[int], list[int]]
 ) -> None:
     prompt, greedy = golden
-    first, second = engine.prefill(prompt, layout=PrefillLayout(tp=4)), engine.prefill(prompt[::-1], layout=PrefillLayout(tp=4))
+    first, second = (
+        engine.prefill(prompt, layout=PrefillLayout(tp=4)),
+        engine.prefill(prompt[::-1], layout=PrefillLayout(tp=4)),
+    )
     before = np.asarray(first.layer(0).k)
-    with engine.create_session("a", layout=DecoderLayout(dp=2)) as a, engine.create_session("b", layout=DecoderLayout(dp=2)) as b:
+    with (
+        engine.create_session("a", layout=DecoderLayout(dp=2)) as a,
+        engine.create_session("b", layout=DecoderLayout(dp=2)) as b,
+    ):
         a.push(first)
         b.push(second)
         half = engine.generate_tokens(a, 4)
@@ -105,22 +142,22 @@ def test_several_caches_and_sessions_live_at_once_and_a_cache_in_the_hand_never_
         rest = engine.generate_tokens(a, 4)
         assert half.token_ids + rest.token_ids == tuple(greedy[:8])
         assert len(rest.step_seconds) == 4 and rest.finish_reason is FinishReason.LENGTH
-        assert (
-            engine.generate_tokens(
-                second,
-                4,
-            ).token_ids
-            == other.token_ids
-        ), "decoding on the prefill mesh, from the cache alone"
+        assert engine.generate_tokens(second, 4).token_ids == other.token_ids, (
+            "decoding on the prefill mesh, from the cache alone"
+        )
         assert b.pull().rank != a.pull().rank, "each took the rank with the most free pages"
         with engine.create_session("c", layout=first.layout, devices=jax.devices()[:4]) as c:
             assert c.push(first).bytes == 0, "the devices hold these bytes already"
         a.push(second)
-        assert engine.generate_tokens(a, 4).token_ids == other.token_ids, "what was pushed anew replaced what was there"
+        assert engine.generate_tokens(a, 4).token_ids == other.token_ids, (
+            "what was pushed anew replaced what was there"
+        )
     np.testing.assert_array_equal(np.asarray(first.layer(0).k), before)
 
 
-def test_a_seeded_choice_does_not_depend_on_where_its_first_token_is_chosen(engine: Engine, golden: tuple[list[int], list[int]]) -> None:
+def test_a_seeded_choice_does_not_depend_on_where_its_first_token_is_chosen(
+    engine: Engine, golden: tuple[list[int], list[int]]
+) -> None:
     greedy_kv = engine.prefill(golden[0], layout=PrefillLayout(tp=4))
     seeded_kv = engine.prefill(golden[0], layout=PrefillLayout(tp=4), temperature=1.5, seed=7)
     with engine.create_session("s", layout=DecoderLayout(dp=2)) as session:
@@ -136,11 +173,19 @@ def test_generation_ends_where_the_context_does(engine: Engine) -> None:
     kv = engine.prefill([3] * (CONTEXT_TOKENS - 2), layout=PrefillLayout(tp=4))
     with engine.create_session("s", layout=DecoderLayout(dp=2)) as session:
         session.push(kv)
-        with pytest.raises(InvalidRequestError, match="max_new_tokens=5 and the 110 tokens so far exceed the context of 112; ask for at m"):
+        with pytest.raises(
+            InvalidRequestError,
+            match=(
+                "max_new_tokens=5 and the 110 tokens so far exceed the context of 112; ask for at m"
+            ),
+        ):
             engine.generate_tokens(session, 5)
         assert len(engine.generate_tokens(session).token_ids) == 2
         for asked in (None, 5):
-            with pytest.raises(InvalidRequestError, match="session 's' holds 112 tokens, which is all of the context"):
+            with pytest.raises(
+                InvalidRequestError,
+                match="session 's' holds 112 tokens, which is all of the context",
+            ):
                 engine.generate_tokens(session, asked)
     with pytest.raises(InvalidRequestError, match="max_new_tokens=3 and the 110 tokens"):
         engine.generate_tokens(kv, 3)
@@ -157,12 +202,19 @@ def test_decoder_layouts_follow_from_dp_and_ep() -> None:
             DecoderLayout(**wrong)
 
 
-def test_what_cannot_be_is_refused_by_name(engine: Engine, golden: tuple[list[int], list[int]]) -> None:
+def test_what_cannot_be_is_refused_by_name(
+    engine: Engine, golden: tuple[list[int], list[int]]
+) -> None:
     with pytest.raises(LayoutError, match="needs dp \\* tp = 16 devices, and there are 8"):
         engine.create_session("s", layout=DecoderLayout(dp=16))
     with pytest.raises(ConfigError, match="no tokenizer"):
         engine.prefill("text")
-    for prompt, message in (([], "empty"), ([131], "131 is not a token id"), ([0.5], "0.5"), ([1] * 113, "113 tokens")):
+    for prompt, message in (
+        ([], "empty"),
+        ([131], "131 is not a token id"),
+        ([0.5], "0.5"),
+        ([1] * 113, "113 tokens"),
+    ):
         with pytest.raises(InvalidRequestError, match=message):
             engine.prefill(prompt, layout=PrefillLayout(tp=4))  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="'nobody' is not open"):
@@ -181,7 +233,10 @@ def test_what_cannot_be_is_refused_by_name(engine: Engine, golden: tuple[list[in
 
 
 def test_a_push_without_room_leaves_the_session_as_it_was(engine: Engine) -> None:
-    long, layout = engine.prefill([5] * CONTEXT_TOKENS, layout=PrefillLayout(tp=4)), DecoderLayout(dp=2)
+    long, layout = (
+        engine.prefill([5] * CONTEXT_TOKENS, layout=PrefillLayout(tp=4)),
+        DecoderLayout(dp=2),
+    )
     short = engine.prefill([5], layout=PrefillLayout(tp=4))
     sessions = [engine.create_session(str(number), layout=layout) for number in range(9)]
     for session in sessions[:8]:
@@ -202,7 +257,10 @@ def test_a_model_of_experts_gives_the_same_tokens_from_tp_with_ep_to_dp_with_ep(
         kv = engine.prefill(expected["prompt"].tolist(), layout=PrefillLayout(tp=4, ep=4))
         session = engine.create_session("s", layout=DecoderLayout(dp=4, ep=4))
         session.push(kv)
-        assert list(engine.generate_tokens(session, NEW_TOKENS).token_ids) == expected["greedy"][:NEW_TOKENS].tolist()
+        assert (
+            list(engine.generate_tokens(session, NEW_TOKENS).token_ids)
+            == expected["greedy"][:NEW_TOKENS].tolist()
+        )
 
 
 def dense_keys_and_values(tokens: list[int]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -210,7 +268,9 @@ def dense_keys_and_values(tokens: list[int]) -> list[tuple[np.ndarray, np.ndarra
     model = load_model(GOLDEN / "llama_tied", Layout(), jax.devices()[:1]).model
     seen: list[tuple[np.ndarray, np.ndarray]] = []
 
-    def attend(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, *, scale: float, window: int | None) -> jax.Array:
+    def attend(
+        q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, *, scale: float, window: int | None
+    ) -> jax.Array:
         seen.append((np.asarray(k_TKH), np.asarray(v_TKH)))
         return dense_causal_attend(q_TNH, k_TKH, v_TKH, scale=scale, window=window)
 
@@ -219,16 +279,25 @@ def dense_keys_and_values(tokens: list[int]) -> list[tuple[np.ndarray, np.ndarra
 
 
 def assert_same_kv(one: KVCache, other: KVCache) -> None:
-    assert one.token_ids == other.token_ids and one.next_token == other.next_token and one.bytes == other.bytes
+    assert (
+        one.token_ids == other.token_ids
+        and one.next_token == other.next_token
+        and one.bytes == other.bytes
+    )
     for index in range(one.layers):
-        np.testing.assert_array_equal(np.asarray(one.layer(index).k), np.asarray(other.layer(index).k))
-        np.testing.assert_array_equal(np.asarray(one.layer(index).v), np.asarray(other.layer(index).v))
+        np.testing.assert_array_equal(
+            np.asarray(one.layer(index).k), np.asarray(other.layer(index).k)
+        )
+        np.testing.assert_array_equal(
+            np.asarray(one.layer(index).v), np.asarray(other.layer(index).v)
+        )
 
 
 def _ledgers(engine: Engine) -> list[PageLedger]:
     return [ledger for instance in engine.instances for ledger in instance.ledgers]
 
 
+@pytest.mark.ci
 def test_logits_that_are_not_finite_are_an_error_and_no_token() -> None:
     with open_engine("llama_biased") as engine:
         kv = engine.prefill([5, 6], layout=PrefillLayout(tp=1))
@@ -242,6 +311,10 @@ def test_logits_that_are_not_finite_are_an_error_and_no_token() -> None:
             engine.prefill([5, 7, 6], layout=PrefillLayout(tp=1))
         with pytest.raises(BrokenModelError, match="not finite"):
             engine.generate_tokens(session, 4)
-        assert (session.token_ids, session.next_token) == ((5, 6), kv.next_token), "a call that fails leaves the session as it was"
+        assert (session.token_ids, session.next_token) == ((5, 6), kv.next_token), (
+            "a call that fails leaves the session as it was"
+        )
         session.close()
-        assert [ledger.free_pages for ledger in _ledgers(engine)] == [ledger.total_pages for ledger in _ledgers(engine)]
+        assert [ledger.free_pages for ledger in _ledgers(engine)] == [
+            ledger.total_pages for ledger in _ledgers(engine)
+        ]

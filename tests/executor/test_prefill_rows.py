@@ -1,4 +1,5 @@
-"""A prefill's last layer is computed for the rows that sample alone, and their logits are those of a dense pass."""
+"""A prefill's last layer is computed for the rows that sample alone, and their logits are those of
+a dense pass."""
 
 from collections.abc import Callable
 from functools import cache
@@ -15,10 +16,16 @@ from jdisagg.engine.instance import build_instance
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.prefill_program import ChunkForm
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.step_commands import (
+    PrefillChunk,
+    PrefillResult,
+    PrefillRow,
+    SampledToken,
+    SampleSpec,
+)
 from jdisagg.model_api import Shards
 from jdisagg.ops.dense_attention import dense_causal_attend
 from jdisagg.request import SamplingParams
-from jdisagg.scheduler.commands import PrefillChunk, PrefillResult, PrefillRow, SampledToken, SampleSpec
 from jdisagg.transfer.in_process import InProcessChannel
 from models.checkpoint import load_model
 from tests.end_to_end.clusters import LLAMA, MOE
@@ -32,16 +39,40 @@ OTHER = SampleSpec(1, SamplingParams(temperature=0.0, logprobs=TOP))
 def prefiller(directory: Path, layout: str, groups: int = 2) -> MeshExecutor:
     shape = Layout.parse(layout)
     loaded = load_model(str(directory), shape, jax.devices()[: shape.devices])
-    config = InstanceConfig(layout=shape, page_size=PAGE, pages_per_rank=40, slots_per_rank=2, chunk_tokens=CHUNK, min_chunk_tokens=CHUNK)
+    config = InstanceConfig(
+        layout=shape,
+        page_size=PAGE,
+        pages_per_rank=40,
+        slots_per_rank=2,
+        chunk_tokens=CHUNK,
+        min_chunk_tokens=CHUNK,
+    )
     role = MeshRole(True, False, emit=True)
-    return build_instance("p", config, Mode.DISAGGREGATED, loaded, role, InProcessChannel(MonotonicClock()), 256, groups).executor
+    return build_instance(
+        "p",
+        config,
+        Mode.DISAGGREGATED,
+        loaded,
+        role,
+        InProcessChannel(MonotonicClock()),
+        256,
+        groups,
+    ).executor
 
 
 def prompt(seed: int, tokens: int) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(5, 1000, tokens).tolist())
 
 
-def part(sequence: int, rank: int, offset: int, ids: tuple[int, ...], start: int, end: int, *samples: SampleSpec) -> PrefillRow:
+def part(
+    sequence: int,
+    rank: int,
+    offset: int,
+    ids: tuple[int, ...],
+    start: int,
+    end: int,
+    *samples: SampleSpec,
+) -> PrefillRow:
     pages = tuple(range(16 * (sequence % 2), 16 * (sequence % 2) + -(-end // PAGE)))
     return PrefillRow(sequence, rank, offset, ids[start:end], start, pages, samples)
 
@@ -55,7 +86,11 @@ def run(executor: MeshExecutor, *rows: PrefillRow) -> dict[tuple[int, int], Samp
 @cache
 def dense(directory: Path) -> Callable[[np.ndarray], jax.Array]:
     model = load_model(str(directory), Layout(), jax.devices()[-1:]).model
-    return jax.jit(lambda tokens_T: jax.nn.log_softmax(model(tokens_T, jnp.arange(tokens_T.shape[0]), dense_causal_attend)))
+    return jax.jit(
+        lambda tokens_T: jax.nn.log_softmax(
+            model(tokens_T, jnp.arange(tokens_T.shape[0]), dense_causal_attend)
+        )
+    )
 
 
 def check(directory: Path, ids: tuple[int, ...], sampled: SampledToken) -> None:
@@ -68,6 +103,7 @@ def check(directory: Path, ids: tuple[int, ...], sampled: SampledToken) -> None:
         np.testing.assert_allclose(logprob, want_V[token], atol=2e-5)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("directory", "layout"),
     [
@@ -78,9 +114,12 @@ def check(directory: Path, ids: tuple[int, ...], sampled: SampledToken) -> None:
         ),
     ],
 )
-def test_rows_sample_as_in_a_dense_pass_whatever_shares_their_chunk(directory: Path, layout: str) -> None:
-    """A long prompt's first chunk samples nothing; its end shares one with a whole short prompt, of which two children sample; on the
-    other rank, if there is one, the last chunk's only row samples nothing, then goes on alone."""
+def test_rows_sample_as_in_a_dense_pass_whatever_shares_their_chunk(
+    directory: Path, layout: str
+) -> None:
+    """A long prompt's first chunk samples nothing; its end shares one with a whole short prompt, of
+    which two children sample; on the other rank, if there is one, the last chunk's only row samples
+    nothing, then goes on alone."""
     executor = prefiller(directory, layout)
     try:
         long, short, late = prompt(1, 101), prompt(2, 9), prompt(3, 70)
@@ -98,12 +137,17 @@ def test_rows_sample_as_in_a_dense_pass_whatever_shares_their_chunk(directory: P
         executor.close()
 
 
+@pytest.mark.ci
 def test_the_last_layer_computes_little_more_than_its_keys_and_values() -> None:
     executor = prefiller(LLAMA, "tp=1", groups=4)
     try:
         for form in (ChunkForm(False, False, True), ChunkForm(False, False, False)):
             executor.warm_prefill(CHUNK, form)
-        programs = {key[2:4]: program for key, program in executor.programs._built.items() if key[0] == "group"}  # type: ignore[index]
+        programs = {
+            key[2:4]: program
+            for key, program in executor.programs._built.items()
+            if key[0] == "group"
+        }  # type: ignore[index]
         whole, sampling, without = (
             programs[ChunkForm(False, False, samples), last].cost_analysis()["flops"]  # type: ignore[attr-defined]
             for samples, last in ((True, False), (True, True), (False, True))
@@ -114,22 +158,38 @@ def test_the_last_layer_computes_little_more_than_its_keys_and_values() -> None:
         of_a_row = 2 * config.width * (2 * config.attention.query_heads * head + 3 * config.ffn)
         assert whole > CHUNK * (keys_values + of_a_row)
         assert CHUNK * keys_values <= without < 1.1 * CHUNK * keys_values
-        assert without + of_a_row <= sampling < without + 2.5 * of_a_row  # besides the products, attention to a page
+        # besides the products, attention to a page
+        assert without + of_a_row <= sampling < without + 2.5 * of_a_row
     finally:
         executor.close()
 
 
-@pytest.mark.parametrize("name", ["llama_biased", "mistral_window", "qwen2_windows", "qwen3", "mixtral", "qwen3_moe_step"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama_biased",
+        *(
+            pytest.param(name, marks=pytest.mark.ci)
+            for name in ("mistral_window", "qwen2_windows", "qwen3", "mixtral", "qwen3_moe_step")
+        ),
+    ],
+)
 def test_a_layer_gives_the_rows_it_is_asked_for(name: str) -> None:
     model = load_model(GOLDEN / name, Layout(), jax.devices()[:1]).model
     asked = np.array([7, -1, 2, 7], np.int32)
     real, cached = asked >= 0, []
 
-    def attend(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, *, scale: float, window: int | None) -> jax.Array:
+    def attend(
+        q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, *, scale: float, window: int | None
+    ) -> jax.Array:
         cached.append((k_TKH, v_TKH))
         if not q_TNH.shape[0]:
             return q_TNH
-        q_all_TNH = jnp.zeros((k_TKH.shape[0], *q_TNH.shape[1:]), q_TNH.dtype).at[asked[real]].set(q_TNH[real])
+        q_all_TNH = (
+            jnp.zeros((k_TKH.shape[0], *q_TNH.shape[1:]), q_TNH.dtype)
+            .at[asked[real]]
+            .set(q_TNH[real])
+        )
         return dense_causal_attend(q_all_TNH, k_TKH, v_TKH, scale=scale, window=window)[asked]
 
     x_TD = jax.random.normal(jax.random.key(0), (12, model.config.width))

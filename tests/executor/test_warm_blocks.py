@@ -1,13 +1,20 @@
-"""What warm-up prepares for blocks is all that moving them needs (rule 12), whoever the peer is and however its blocks travel."""
+"""What warm-up prepares for blocks is all that moving them needs (rule 12), whoever the peer is and
+however its blocks travel."""
 
 import pytest
 
-from jdisagg.dispatch.ports import WorkerRole
 from jdisagg.engine.instance import mesh_role
 from jdisagg.errors import ConfigError
 from jdisagg.executor.prefill_program import chunk_forms
-from jdisagg.executor.warm_up import block_shapes, warm_up_steps
-from jdisagg.scheduler.commands import ConnectPeer, ExtractBlock, InsertBlock, InsertResult, PullBlock
+from jdisagg.executor.warm_up import warm_up_steps
+from jdisagg.messages.step_commands import (
+    ConnectPeer,
+    ExtractBlock,
+    InsertBlock,
+    InsertResult,
+    PullBlock,
+)
+from jdisagg.messages.worker_status import WorkerRole
 from tests.executor.meshes import PEER, HandChannel, Pair, executor
 
 KEY = 99
@@ -17,9 +24,9 @@ KEY = 99
     ("prefill", "decode", "codec", "few_tokens"),
     [
         pytest.param("tp=4", "dp=2,tp=2", "none", 0, marks=pytest.mark.slow),
-        ("tp=1", "tp=4", "int8", 0),
-        ("tp=2", "tp=1", "int4", 0),
-        ("tp=2", "dp=2", "none", 32),
+        pytest.param("tp=1", "tp=4", "int8", 0, marks=pytest.mark.ci),
+        pytest.param("tp=2", "tp=1", "int4", 0, marks=pytest.mark.ci),
+        pytest.param("tp=2", "dp=2", "none", 32, marks=pytest.mark.ci),
     ],
 )
 async def test_nothing_is_built_for_blocks_after_warm_up(prefill, decode, codec, few_tokens):
@@ -27,7 +34,7 @@ async def test_nothing_is_built_for_blocks_after_warm_up(prefill, decode, codec,
     try:
         for form in chunk_forms(two.prefill.limits, 128):
             two.prefill.warm_prefill(128, form)
-        for band, tokens in block_shapes(two.decode.limits):
+        for band, tokens in two.decode.limits.block_shapes():
             two.decode.warm_insert(band, tokens)
             two.decode.warm_extract(band, tokens)
         before = two.prefill.programs.compilations, two.decode.programs.compilations
@@ -38,16 +45,22 @@ async def test_nothing_is_built_for_blocks_after_warm_up(prefill, decode, codec,
         pages = tuple(range(3, 24))[::-1][:5]
         await two.decode.run(ExtractBlock(5, 77, 0, 1, 0, 40, 64, pages, KEY))
         (band,) = {two.decode.limits.bands(16)[-1]}
-        await two.decode.run(ExtractBlock(6, 78, 0, band.start, 0, 9, 16, pages[:2], KEY, len(band)))
+        await two.decode.run(
+            ExtractBlock(6, 78, 0, band.start, 0, 9, 16, pages[:2], KEY, len(band))
+        )
         assert (two.prefill.programs.compilations, two.decode.programs.compilations) == before
     finally:
         two.close()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("codec", ["none", "int8"])
 async def test_nothing_is_built_when_a_sequence_moves_between_mixed_workers_that_are_warm(codec):
     channel, role = HandChannel(), mesh_role(WorkerRole.MIXED, codec)
-    sender, receiver = (executor(name, "tp=2", role, channel, first, page=16, dtype="float32") for name, first in (("m-0", 0), ("m-1", 4)))
+    sender, receiver = (
+        executor(name, "tp=2", role, channel, first, page=16, dtype="float32")
+        for name, first in (("m-0", 0), ("m-1", 4))
+    )
     try:
         for one in (sender, receiver):
             one.warm_prefill = one.warm_decode = lambda *_: None  # type: ignore[method-assign]  # no part of a move
@@ -55,11 +68,19 @@ async def test_nothing_is_built_when_a_sequence_moves_between_mixed_workers_that
                 step()
         before = sender.programs.compilations, receiver.programs.compilations
         await receiver.run(ConnectPeer(1, PEER, sender.card))
-        for offer_id, (group, start, tokens, block_tokens) in enumerate([(0, 0, 64, 64), (1, 64, 9, 16)], 70):
+        for offer_id, (group, start, tokens, block_tokens) in enumerate(
+            [(0, 0, 64, 64), (1, 64, 9, 16)], 70
+        ):
             pages = tuple(range(-(-(start + tokens) // 16)))
-            await sender.run(ExtractBlock(2, offer_id, 0, group, start, tokens, block_tokens, pages, KEY))
+            await sender.run(
+                ExtractBlock(2, offer_id, 0, group, start, tokens, block_tokens, pages, KEY)
+            )
             await receiver.run(PullBlock(3, offer_id, 0, group, block_tokens, 10.0, PEER, codec))
-            inserted = await receiver.run(InsertBlock(4, offer_id, 0, group, block_tokens, tokens, start, pages, KEY, PEER, codec))
+            inserted = await receiver.run(
+                InsertBlock(
+                    4, offer_id, 0, group, block_tokens, tokens, start, pages, KEY, PEER, codec
+                )
+            )
             assert isinstance(inserted, InsertResult) and inserted.intact
         assert (sender.programs.compilations, receiver.programs.compilations) == before
     finally:

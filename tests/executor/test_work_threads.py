@@ -1,4 +1,5 @@
-"""The two threads of a mesh hold nothing of what is done: a job holds its executor, and that a model's weights."""
+"""The two threads of a mesh hold nothing of what is done: a job holds its executor, and that a
+model's weights."""
 
 import asyncio
 import gc
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from jdisagg.executor.work_threads import Waiting, WorkThreads
-from jdisagg.scheduler.commands import Done, StepResult
+from jdisagg.messages.step_commands import Done, StepResult
 
 
 class Weights:

@@ -1,7 +1,8 @@
-"""A whole cluster on fake meshes in virtual time: workers, path and oracle, for tests of the path and the workers.
+"""A whole cluster on fake meshes in virtual time: workers, path and oracle, for tests of the path
+and the workers.
 
-`Cluster.check_quiet` is rule 6 of the design: when nothing runs, every page is free, every offer released, every block gone.
-"""
+`Cluster.check_quiet` is rule 6 of the design: when nothing runs, every page is free, every offer
+released, every block gone."""
 
 import asyncio
 import random
@@ -9,14 +10,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from jdisagg.config import InstanceConfig, LimitsConfig, Mode
-from jdisagg.dispatch.ports import DecodePort, PeerPort, PrefillPort
+from jdisagg.dispatch.placer import PlacerSettings
+from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.request_path import RequestPath
-from jdisagg.request import FinishReason, Request, SamplingParams, StreamEvent, Timings, TokenLogprobs, Usage
-from jdisagg.scheduler.commands import Executor, MeshLimits
-from jdisagg.service.wire_ports import WireDecodeLoopback, WirePeerLoopback, WirePrefillLoopback
+from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
+from jdisagg.messages.ports import DecodePort, PeerPort, PrefillPort
+from jdisagg.request import (
+    FinishReason,
+    Request,
+    SamplingParams,
+    StreamEvent,
+    Timings,
+    TokenLogprobs,
+    Usage,
+)
+from jdisagg.scheduler.executor import Executor, MeshLimits
 from jdisagg.worker.decode_worker import DecodeWorker
+from jdisagg.worker.mesh_worker import WorkerContext
 from jdisagg.worker.prefill_worker import PrefillWorker
 from tests.fakes.fake_executor import Costs, FakeChannel, FakeExecutor, Faults, toy_limits
+from tests.fakes.packed_ports import packed
 from tests.fakes.toy_model import expected_tokens
 from tests.fakes.virtual_time import VirtualClock
 
@@ -29,7 +42,8 @@ class ToyDelta:
 
 
 class ToyText:
-    """Each token is one word `<id>`; a stop string is looked for in the newest token's word only."""
+    """Each token is one word `<id>`; a stop string is looked for in the newest token's word
+    only."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = set(stop)
@@ -74,7 +88,8 @@ class Collected:
 
 
 class Cluster:
-    """One prefill worker and one decode worker, or one mixed worker, behind a path. Use inside `run_virtually`."""
+    """One prefill worker and one decode worker, or one mixed worker, behind a path. Use inside
+    `run_virtually`."""
 
     def __init__(
         self,
@@ -91,35 +106,52 @@ class Cluster:
         seed: int = 0,
         wire: bool = False,
         wrap_prefill: Callable[[PrefillPort], PrefillPort] = lambda port: port,
+        events: RouterEvents = NO_ROUTER_EVENTS,
         wrap_decode: Callable[[DecodePort], DecodePort] = lambda port: port,
         wrap_peer: Callable[[PeerPort], PeerPort] = lambda port: port,
         wrap_mesh: Callable[[str, Executor], Executor] = lambda name, mesh: mesh,
     ) -> None:
-        """`wire`: every port call goes through the wire format and back. The wraps stand between path and workers, between workers,
-        and between a worker and its mesh."""
-        config = InstanceConfig(growth_tokens=growth_tokens, steps_per_dispatch=steps_per_dispatch, queue_limit=queue_limit)
+        """`wire`: every port call goes through the wire format and back. The wraps stand between
+        path and workers, between workers, and between a worker and its mesh."""
+        config = InstanceConfig(
+            growth_tokens=growth_tokens,
+            steps_per_dispatch=steps_per_dispatch,
+            queue_limit=queue_limit,
+        )
         self.mode = mode
         self.limits = limits or LimitsConfig()
         self.channel = FakeChannel()
         self.clock = VirtualClock()
         self._random = random.Random(seed)
         self.decode_mesh = FakeExecutor(decode or toy_limits(), self.channel, decode_faults, costs)
-        self.prefill_mesh = FakeExecutor(prefill or toy_limits(), self.channel, prefill_faults, costs)
-        self.prefill = PrefillWorker("prefill0", wrap_mesh("prefill0", self.prefill_mesh), config, self.limits, self.clock, self.new_id)
-        peer = wrap_peer(WirePeerLoopback(self.prefill) if wire else self.prefill)
+        self.prefill_mesh = FakeExecutor(
+            prefill or toy_limits(), self.channel, prefill_faults, costs
+        )
+        self.prefill = PrefillWorker(
+            WorkerContext("prefill0", self.clock, self.new_id),
+            wrap_mesh("prefill0", self.prefill_mesh),
+            config,
+            self.limits,
+        )
+        peer = wrap_peer(packed(PeerPort, self.prefill) if wire else self.prefill)
         peers: dict[str, PeerPort] = {"prefill0": peer} if mode is Mode.DISAGGREGATED else {}
         self.decode = DecodeWorker(
-            "decode0", wrap_mesh("decode0", self.decode_mesh), config, mode, self.limits, peers, self.clock, self.new_id
+            WorkerContext("decode0", self.clock, self.new_id),
+            wrap_mesh("decode0", self.decode_mesh),
+            config,
+            self.limits,
+            peers,
+            mode,
         )
-        prefill_port: PrefillPort = WirePrefillLoopback(self.prefill) if wire else self.prefill
-        decode_port: DecodePort = WireDecodeLoopback(self.decode) if wire else self.decode
+        prefill_port: PrefillPort = packed(PrefillPort, self.prefill) if wire else self.prefill
+        decode_port: DecodePort = packed(DecodePort, self.decode) if wire else self.decode
         prefills = {"prefill0": wrap_prefill(prefill_port)} if mode is Mode.DISAGGREGATED else {}
         self.path = RequestPath(
-            prefills,
-            {"decode0": wrap_decode(decode_port)},
+            ClusterPorts(prefills, {"decode0": wrap_decode(decode_port)}),
             lambda request: ToyText(request.sampling.stop),
             self.limits,
             self.clock,
+            PlacerSettings(events=events),
             self.new_id,
         )
 
@@ -148,7 +180,11 @@ class Cluster:
             status = await worker.status()
             assert status.free_pages == status.total_pages, f"{worker.name} holds pages: {status}"
             assert (status.running, status.waiting, status.handoffs) == (0, 0, 0), status
-            assert (status.queued_tokens, status.queued_pairs, sum(status.rank_contexts)) == (0, 0, 0), status
+            assert (status.queued_tokens, status.queued_pairs, sum(status.rank_contexts)) == (
+                0,
+                0,
+                0,
+            ), status
         assert not self.channel.offered
         assert not self.decode_mesh.pulled
 
@@ -159,11 +195,17 @@ class Cluster:
             assert tuple(collected.tokens[child]) == tokens
             assert collected.finish[child].value == reason
         assert collected.usage is not None
-        assert collected.usage.completion_tokens == sum(len(tokens) for tokens in collected.tokens.values())
+        assert collected.usage.completion_tokens == sum(
+            len(tokens) for tokens in collected.tokens.values()
+        )
 
 
 def toy_request(
-    number: int, prompt_tokens: int = 5, stop_ids: tuple[int, ...] = (), deadline_seconds: float | None = None, **sampling: object
+    number: int,
+    prompt_tokens: int = 5,
+    stop_ids: tuple[int, ...] = (),
+    deadline_seconds: float | None = None,
+    **sampling: object,
 ) -> Request:
     """A request with a prompt of its own; greedy unless told otherwise."""
     prompt = tuple((number * 37 + at * 11 + 1) % 89 for at in range(prompt_tokens))

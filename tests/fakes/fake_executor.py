@@ -1,10 +1,11 @@
-"""A mesh without JAX: runs step commands on the toy model, in order, in virtual time, and checks every one of them.
+"""A mesh without JAX: runs step commands on the toy model, in order, in virtual time, and checks
+every one of them.
 
-Each read of a page is verified: what lies there must be the KV of exactly this sequence's prefix, so a page that was freed and
-given away too early, a missing copy or a wrong position fails at once. Offers and pulled blocks are counted, so that a test can
-ask whether all were released. Pulls come from connected peers alone; checksums are computed where the real ones are. `Faults` lets pulls
-fail, never return or bring something else, breaks the mesh at a step, or lets a command hang.
-"""
+Each read of a page is verified: what lies there must be the KV of exactly this sequence's prefix,
+so a page that was freed and given away too early, a missing copy or a wrong position fails at once.
+Offers and pulled blocks are counted, so that a test can ask whether all were released. Pulls come
+from connected peers alone; checksums are computed where the real ones are. `Faults` lets pulls
+fail, never return or bring something else, breaks the mesh at a step, or lets a command hang."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,9 +14,7 @@ from dataclasses import dataclass, field
 from jdisagg.errors import UnavailableError
 from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.layout.mesh_card import MeshCard
-from jdisagg.request import TokenLogprobs
-from jdisagg.scheduler.blocks import padded
-from jdisagg.scheduler.commands import (
+from jdisagg.messages.step_commands import (
     BlockChecksum,
     ConnectPeer,
     CopyPages,
@@ -28,7 +27,6 @@ from jdisagg.scheduler.commands import (
     ExtractResult,
     InsertBlock,
     InsertResult,
-    MeshLimits,
     PrefillChunk,
     PrefillResult,
     PrefillRow,
@@ -41,23 +39,35 @@ from jdisagg.scheduler.commands import (
     StepCommand,
     StepResult,
 )
+from jdisagg.request import TokenLogprobs
+from jdisagg.scheduler.blocks import padded
+from jdisagg.scheduler.executor import MeshLimits
 from tests.fakes.toy_model import Entry, choose, extend
 
 
 @dataclass
 class FakeChannel:
-    """Blocks offered by one mesh and pulled by another: (layer groups, entries, when computed); and whose they are."""
+    """Blocks offered by one mesh and pulled by another: (layer groups, entries, when computed); and
+    whose they are."""
 
     offered: dict[int, tuple[range, list[Entry], float]] = field(default_factory=dict)
     owners: dict[int, "FakeExecutor"] = field(default_factory=dict)
 
-    def offer(self, owner: "FakeExecutor", offer_id: int, band: range, entries: list[Entry], ready_at: float) -> None:
+    def offer(
+        self,
+        owner: "FakeExecutor",
+        offer_id: int,
+        band: range,
+        entries: list[Entry],
+        ready_at: float,
+    ) -> None:
         assert offer_id not in self.owners, "ids are used once"
         self.offered[offer_id] = (band, entries, ready_at)
         self.owners[offer_id] = owner
 
     def lose(self, owner: "FakeExecutor") -> None:
-        """The process of this mesh has died: nothing of it can be pulled any more, what is under way neither."""
+        """The process of this mesh has died: nothing of it can be pulled any more, what is under
+        way neither."""
         owner.gone = True
         for offer_id in [offer_id for offer_id in self.offered if self.owners[offer_id] is owner]:
             del self.offered[offer_id]
@@ -65,8 +75,9 @@ class FakeChannel:
 
 @dataclass
 class Faults:
-    """`pull_error(nth pull)`: an error text, "stall" (never returns), "garble" (brings something else), or "" for success.
-    `breaks_at(command)`: the mesh fails there; `hangs_at(command)`: it never ends."""
+    """`pull_error(nth pull)`: an error text, "stall" (never returns), "garble" (brings something
+    else), or "" for success. `breaks_at(command)`: the mesh fails there; `hangs_at(command)`: it
+    never ends."""
 
     pull_error: Callable[[int], str] = lambda _: ""
     breaks_at: Callable[[StepCommand], bool] = lambda _: False
@@ -124,9 +135,15 @@ def toy_limits(
 
 
 class FakeExecutor:
-    """Implements `scheduler.commands.Executor`."""
+    """Implements `scheduler.executor.Executor`."""
 
-    def __init__(self, limits: MeshLimits, channel: FakeChannel, faults: Faults | None = None, costs: Costs | None = None) -> None:
+    def __init__(
+        self,
+        limits: MeshLimits,
+        channel: FakeChannel,
+        faults: Faults | None = None,
+        costs: Costs | None = None,
+    ) -> None:
         self.limits = limits
         self.card = MeshCard((limits.ranks, 1, 1), tuple(range(limits.ranks)), (0,) * limits.ranks)
         self.log: list[StepCommand] = []
@@ -137,7 +154,10 @@ class FakeExecutor:
         self._costs = costs or Costs()
         empty: Entry = (-1, -1, -1)
         self._pages: list[list[list[list[Entry]]]] = [
-            [[[empty] * limits.page_size for _ in range(limits.pages_per_rank)] for _ in range(limits.layer_groups)]
+            [
+                [[empty] * limits.page_size for _ in range(limits.pages_per_rank)]
+                for _ in range(limits.layer_groups)
+            ]
             for _ in range(limits.ranks)
         ]
         self._slots: dict[tuple[int, int], _Slot] = {}
@@ -173,7 +193,11 @@ class FakeExecutor:
     def _cost(self, command: StepCommand) -> float:
         if isinstance(command, PrefillChunk):
             return command.chunk_tokens * self._costs.prefill_token
-        return command.steps * self._costs.decode_step if isinstance(command, DecodeSteps) else self._costs.other
+        return (
+            command.steps * self._costs.decode_step
+            if isinstance(command, DecodeSteps)
+            else self._costs.other
+        )
 
     def _execute(self, command: StepCommand) -> StepResult:
         match command:
@@ -196,7 +220,9 @@ class FakeExecutor:
                     self._dropped.add(offer_id)
             case ReleaseOffers():
                 for offer_id in command.offer_ids:
-                    assert offer_id in self._channel.offered or self.gone, "released twice, or never offered"
+                    assert offer_id in self._channel.offered or self.gone, (
+                        "released twice, or never offered"
+                    )
                     self._channel.offered.pop(offer_id, None)
             case CopyPages():
                 for rank, source, destination in command.copies:
@@ -211,12 +237,16 @@ class FakeExecutor:
             page, slot = pages[position // size], position % size
             entry = self._pages[rank][0][page][slot]
             chain = extend(chain, entry[1])
-            assert entry == (position, entry[1], chain), f"rank {rank} page {page} slot {slot} holds {entry}, not position {position}"
+            assert entry == (position, entry[1], chain), (
+                f"rank {rank} page {page} slot {slot} holds {entry}, not position {position}"
+            )
             for group in self._pages[rank][1:]:
                 assert group[page][slot] == entry, f"layer groups differ at position {position}"
         return chain
 
-    def _write(self, rank: int, pages: tuple[int, ...], entry: Entry, groups: range | None = None) -> None:
+    def _write(
+        self, rank: int, pages: tuple[int, ...], entry: Entry, groups: range | None = None
+    ) -> None:
         page, slot = pages[entry[0] // self.limits.page_size], entry[0] % self.limits.page_size
         for group in range(self.limits.layer_groups) if groups is None else groups:
             self._pages[rank][group][page][slot] = entry
@@ -238,7 +268,9 @@ class FakeExecutor:
                 piece = entries[at : at + offer.block_tokens]
                 band = range(offer.group, offer.group + offer.groups)
                 self._channel.offer(self, offer.offer_id, band, piece, ready_at)
-                checksums.append(BlockChecksum(offer.offer_id, checksum(chunk.checksum_key, band, piece)))
+                checksums.append(
+                    BlockChecksum(offer.offer_id, checksum(chunk.checksum_key, band, piece))
+                )
             end = row.start + len(row.tokens)
             for spec in row.samples:
                 token, logprobs = choose(chain, end, spec, spec.output_history)
@@ -247,17 +279,32 @@ class FakeExecutor:
 
     def _extract(self, command: ExtractBlock) -> ExtractResult:
         end = command.start + command.valid_tokens
-        assert command.valid_tokens <= command.block_tokens and len(command.pages) == -(-end // self.limits.page_size)
-        assert command.block_tokens % self.limits.granule_tokens == 0 and command.start % self.limits.granule_tokens == 0
+        assert command.valid_tokens <= command.block_tokens and len(command.pages) == -(
+            -end // self.limits.page_size
+        )
+        assert (
+            command.block_tokens % self.limits.granule_tokens == 0
+            and command.start % self.limits.granule_tokens == 0
+        )
         self._read(command.rank, command.pages, end)
         band = range(command.group, command.group + command.groups)
         entries = self._entries(command.rank, command.group, command.pages, command.start, end)
-        self._channel.offer(self, command.offer_id, band, entries, asyncio.get_running_loop().time())
-        return ExtractResult(command.step, BlockChecksum(command.offer_id, checksum(command.checksum_key, band, entries)))
+        self._channel.offer(
+            self, command.offer_id, band, entries, asyncio.get_running_loop().time()
+        )
+        return ExtractResult(
+            command.step,
+            BlockChecksum(command.offer_id, checksum(command.checksum_key, band, entries)),
+        )
 
-    def _entries(self, rank: int, group: int, pages: tuple[int, ...], start: int, end: int) -> list[Entry]:
+    def _entries(
+        self, rank: int, group: int, pages: tuple[int, ...], start: int, end: int
+    ) -> list[Entry]:
         size = self.limits.page_size
-        return [self._pages[rank][group][pages[position // size]][position % size] for position in range(start, end)]
+        return [
+            self._pages[rank][group][pages[position // size]][position % size]
+            for position in range(start, end)
+        ]
 
     def _check_chunk(self, chunk: PrefillChunk) -> None:
         limits = self.limits
@@ -277,7 +324,9 @@ class FakeExecutor:
 
     def _pull(self, command: PullBlock, future: "asyncio.Future[StepResult]") -> None:
         loop = asyncio.get_running_loop()
-        assert command.peer in self.peers, f"pulled from {command.peer!r}, connected are {self.peers}"
+        assert command.peer in self.peers, (
+            f"pulled from {command.peer!r}, connected are {self.peers}"
+        )
         self._pulls += 1
         error = self._faults.pull_error(self._pulls)
         self._dropped.discard(command.offer_id)
@@ -310,12 +359,23 @@ class FakeExecutor:
         entries = self.pulled.pop(command.offer_id)
         assert len(entries) == command.valid_tokens <= command.block_tokens
         assert entries[0][0] == command.start
-        assert len(command.pages) == -(-(command.start + command.valid_tokens) // self.limits.page_size)
-        band, end = range(command.group, command.group + command.groups), command.start + command.valid_tokens
+        assert len(command.pages) == -(
+            -(command.start + command.valid_tokens) // self.limits.page_size
+        )
+        band, end = (
+            range(command.group, command.group + command.groups),
+            command.start + command.valid_tokens,
+        )
         for entry in entries:
             self._write(command.rank, command.pages, entry, band)
-        written = {group: self._entries(command.rank, group, command.pages, command.start, end) for group in band}
-        sums = [checksum(command.checksum_key, range(group, group + 1), found) for group, found in written.items()]
+        written = {
+            group: self._entries(command.rank, group, command.pages, command.start, end)
+            for group in band
+        }
+        sums = [
+            checksum(command.checksum_key, range(group, group + 1), found)
+            for group, found in written.items()
+        ]
         return InsertResult(command.step, command.offer_id, sum(sums) % (1 << 64))
 
     def _decode(self, command: DecodeSteps) -> DecodeResult:
@@ -325,21 +385,43 @@ class FakeExecutor:
             slot = self._slots[grow.rank, grow.slot]
             assert grow.pages[: len(slot.pages)] == slot.pages and grow.limit > slot.limit
             slot.pages, slot.limit = grow.pages, grow.limit
-        rows = [[self._slots[rank, slot] for slot in slots] for rank, slots in enumerate(command.slots)]
+        rows = [
+            [self._slots[rank, slot] for slot in slots] for rank, slots in enumerate(command.slots)
+        ]
         assert any(rows) and len(rows) == self.limits.ranks
-        assert all(len(set(slots)) == len(slots) <= self.limits.batch_buckets[-1] for slots in command.slots)
+        assert all(
+            len(set(slots)) == len(slots) <= self.limits.batch_buckets[-1]
+            for slots in command.slots
+        )
         every = [slot.spec.sampling for slots in rows for slot in slots]
         assert command.shaped == any(sampling.shaped for sampling in every)
         assert command.sampled == any(not sampling.greedy for sampling in every)
-        steps = [[[self._step(rank, slot) for slot in slots] for rank, slots in enumerate(rows)] for _ in range(command.steps)]
-        tokens = tuple(tuple(tuple(step[rank][row][0] for step in steps) for row in range(len(slots))) for rank, slots in enumerate(rows))
-        logprobs = tuple(tuple(tuple(step[rank][row][1] for step in steps) for row in range(len(slots))) for rank, slots in enumerate(rows))
+        steps = [
+            [[self._step(rank, slot) for slot in slots] for rank, slots in enumerate(rows)]
+            for _ in range(command.steps)
+        ]
+        tokens = tuple(
+            tuple(tuple(step[rank][row][0] for step in steps) for row in range(len(slots)))
+            for rank, slots in enumerate(rows)
+        )
+        logprobs = tuple(
+            tuple(tuple(step[rank][row][1] for step in steps) for row in range(len(slots)))
+            for rank, slots in enumerate(rows)
+        )
         return DecodeResult(command.step, tokens, logprobs if command.shaped else ())
 
     def _admit(self, admit: SlotAdmit) -> None:
         assert 0 <= admit.slot < self.limits.slots_per_rank
         assert admit.position < admit.limit <= len(admit.pages) * self.limits.page_size
-        slot = _Slot(admit.sequence, admit.token, admit.position, admit.limit, admit.pages, admit.sample, list(admit.sample.output_history))
+        slot = _Slot(
+            admit.sequence,
+            admit.token,
+            admit.position,
+            admit.limit,
+            admit.pages,
+            admit.sample,
+            list(admit.sample.output_history),
+        )
         self._slots[admit.rank, admit.slot] = slot
 
     def _step(self, rank: int, slot: _Slot) -> tuple[int, TokenLogprobs | None]:
@@ -359,7 +441,8 @@ def checksum(key: int, band: range, entries: list[Entry]) -> int:
 
 
 def _check_offers(row: PrefillRow, limits: MeshLimits) -> None:
-    """Every layer group's offers tile the row's padded room from the first offered token on; each is a power of two."""
+    """Every layer group's offers tile the row's padded room from the first offered token on; each
+    is a power of two."""
     if not row.offers:
         return
     first = min(offer.offset for offer in row.offers)

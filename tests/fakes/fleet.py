@@ -1,26 +1,31 @@
-"""Several prefill and decode workers on fake meshes in virtual time, which may be killed and started again under their names.
+"""Several prefill and decode workers on fake meshes in virtual time, which may be killed and
+started again under their names.
 
-A killed worker's calls fail, those under way too, its offers are gone, and nothing that it still says reaches anybody. `check_quiet`
-is rule 6 of the design for those that live.
-"""
+A killed worker's calls fail, those under way too, its offers are gone, and nothing that it still
+says reaches anybody. `check_quiet` is rule 6 of the design for those that live."""
 
 import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from jdisagg.config import InstanceConfig, LimitsConfig, Mode, RoutingConfig
-from jdisagg.dispatch.ports import DecodePort, HandoffSource, PeerPort, PrefillPort
+from jdisagg.config import InstanceConfig, LimitsConfig, RoutingConfig
+from jdisagg.dispatch.placer import PlacerSettings
+from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.request_path import RequestPath
+from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.errors import HandoffError
+from jdisagg.messages.ports import DecodePort, HandoffSource, PeerPort, PrefillPort
+from jdisagg.messages.ports_middleware import through
 from jdisagg.request import Request
-from jdisagg.scheduler.commands import MeshLimits
-from jdisagg.service.wire_ports import WireDecodeLoopback, WirePeerLoopback, WirePrefillLoopback
-from jdisagg.simulator.mortal import Life, MortalDecode, MortalPeer, MortalPrefill
+from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.simulator.crashable import Crash, Crashable
 from jdisagg.worker.decode_worker import DecodeWorker
+from jdisagg.worker.mesh_worker import WorkerContext
 from jdisagg.worker.prefill_worker import PrefillWorker
 from tests.fakes.cluster import Collected, ToyText
 from tests.fakes.fake_executor import Costs, FakeChannel, FakeExecutor, Faults, toy_limits
+from tests.fakes.packed_ports import packed
 from tests.fakes.toy_model import expected_tokens
 from tests.fakes.virtual_time import VirtualClock
 
@@ -31,7 +36,7 @@ class Process:
 
     worker: PrefillWorker | DecodeWorker
     mesh: FakeExecutor
-    life: Life = field(default_factory=Life)
+    crash: Crash = field(default_factory=Crash)
 
 
 class Fleet:
@@ -51,6 +56,7 @@ class Fleet:
         wire: bool = False,
         fingerprint: Callable[[str], str] = lambda name: "",
         routing: RoutingConfig | None = None,
+        events: RouterEvents = NO_ROUTER_EVENTS,
     ) -> None:
         """`fingerprint`: of the model that a worker of this name serves."""
         self.channel = FakeChannel()
@@ -66,7 +72,10 @@ class Fleet:
         self._wire = wire
         self._fingerprint = fingerprint
         self._routing = routing
-        self._names = [f"prefill{number}" for number in range(prefills)] + [f"decode{number}" for number in range(decodes)]
+        self._events = events
+        self._names = [f"prefill{number}" for number in range(prefills)] + [
+            f"decode{number}" for number in range(decodes)
+        ]
         self._prefill_ports: dict[str, PrefillPort] = {}
         self._decode_ports: dict[str, DecodePort] = {}
         self.path = self.new_path()
@@ -74,14 +83,12 @@ class Fleet:
     def new_path(self) -> RequestPath:
         """Of another router, to the same workers."""
         return RequestPath(
-            self._prefill_ports,
-            self._decode_ports,
+            ClusterPorts(self._prefill_ports, self._decode_ports, lambda name: f"{name}:1"),
             lambda request: ToyText(request.sampling.stop),
             self.limits,
             self.clock,
+            PlacerSettings(self._routing or RoutingConfig(), events=self._events),
             self.new_id,
-            address=lambda name: f"{name}:1",
-            routing=self._routing,
         )
 
     def new_id(self) -> int:
@@ -96,49 +103,51 @@ class Fleet:
         return sum(process.worker.counters[counter] for process in self.processes.values())
 
     async def __aenter__(self) -> "Fleet":
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: self.unseen.append(context))
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: self.unseen.append(context)
+        )
         for name in self._names:
             await self.start(name)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         for name in self._names:
-            if not self.processes[name].life.dead.is_set():
+            if not self.processes[name].crash.dead.is_set():
                 await self.processes[name].worker.stop()
 
     async def start(self, name: str) -> None:
         mesh = FakeExecutor(self._meshes[name[0]], self.channel, self._faults(name), self._costs)
-        life = Life()
+        crash = Crash()
+        context = WorkerContext(
+            name, self.clock, self.new_id, self._fingerprint(name), address=f"{name}:1"
+        )
         worker: PrefillWorker | DecodeWorker
         if name.startswith("p"):
-            worker = PrefillWorker(name, mesh, self._config, self.limits, self.clock, self.new_id, self._fingerprint(name))
-            self._prefill_ports[name] = MortalPrefill(WirePrefillLoopback(worker) if self._wire else worker, life)
+            worker = PrefillWorker(context, mesh, self._config, self.limits)
+            self._prefill_ports[name] = through(
+                PrefillPort, packed(PrefillPort, worker) if self._wire else worker, Crashable(crash)
+            )
         else:
             worker = DecodeWorker(
-                name,
-                mesh,
-                self._config,
-                Mode.DISAGGREGATED,
-                self.limits,
-                lambda source: self._peer(source, life),
-                self.clock,
-                self.new_id,
-                self._fingerprint(name),
-                address=f"{name}:1",
+                context, mesh, self._config, self.limits, lambda source: self._peer(source, crash)
             )
-            self._decode_ports[name] = MortalDecode(WireDecodeLoopback(worker) if self._wire else worker, life)
-        self.processes[name] = Process(worker, mesh, life)
+            self._decode_ports[name] = through(
+                DecodePort, packed(DecodePort, worker) if self._wire else worker, Crashable(crash)
+            )
+        self.processes[name] = Process(worker, mesh, crash)
         await worker.start()
 
     async def kill(self, name: str) -> None:
         """As `kill -9`: from one moment to the next nothing of it answers."""
         process = self.processes[name]
-        process.life.dead.set()
+        process.crash.dead.set()
         self.channel.lose(process.mesh)
         await asyncio.sleep(0)
         await process.worker.stop()
 
-    async def collect(self, request: Request, path: RequestPath | None = None, into: Collected | None = None) -> Collected:
+    async def collect(
+        self, request: Request, path: RequestPath | None = None, into: Collected | None = None
+    ) -> Collected:
         collected = into or Collected()
         async for event in (path or self.path).stream(request):
             collected.add(event)
@@ -160,20 +169,26 @@ class Fleet:
         await asyncio.sleep(settle_seconds)
         assert not self.unseen, f"failures that nobody saw: {self.unseen}"
         for name, process in self.processes.items():
-            if process.life.dead.is_set():
+            if process.crash.dead.is_set():
                 continue
             status = await process.worker.status()
             assert status.free_pages == status.total_pages, f"{name} holds pages: {status}"
             assert (status.running, status.waiting, status.handoffs) == (0, 0, 0), status
-            assert (status.queued_tokens, status.queued_pairs, sum(status.rank_contexts)) == (0, 0, 0), status
+            assert (status.queued_tokens, status.queued_pairs, sum(status.rank_contexts)) == (
+                0,
+                0,
+                0,
+            ), status
             assert not process.mesh.pulled
         left = [offer_id for offer_id in self.channel.offered]
         assert not left, f"offers of {[self.channel.owners[offer_id].log[:1] for offer_id in left]}"
 
-    def _peer(self, source: HandoffSource, ours: Life) -> PeerPort:
+    def _peer(self, source: HandoffSource, ours: Crash) -> PeerPort:
         assert source.address == f"{source.worker}:1", "the path tells where a source is"
         process = self.processes.get(source.worker)
         if process is None:
             raise HandoffError(f"nobody listens at {source.address}")
         peer = process.worker
-        return MortalPeer(WirePeerLoopback(peer) if self._wire else peer, process.life, ours)
+        return through(
+            PeerPort, packed(PeerPort, peer) if self._wire else peer, Crashable(process.crash, ours)
+        )

@@ -1,10 +1,10 @@
-"""A model that one can compute by hand. Its "KV" of a token is (position, token, chain): the chain is a hash of the whole prefix, so
-KV read from a page proves for which tokens it was written; the next token is the chain modulo the vocabulary, moved
-by seed, child, position and histories where the sampling says so.
-"""
+"""A model that one can compute by hand. Its "KV" of a token is (position, token, chain): the chain
+is a hash of the whole prefix, so KV read from a page proves for which tokens it was written; the
+next token is the chain modulo the vocabulary, moved by seed, child, position and histories where
+the sampling says so."""
 
+from jdisagg.messages.step_commands import SampleSpec
 from jdisagg.request import Request, TokenLogprobs
-from jdisagg.scheduler.commands import SampleSpec
 from jdisagg.scheduler.sequences import sample_spec
 
 VOCABULARY = 97
@@ -22,7 +22,9 @@ def chain_of(tokens: tuple[int, ...]) -> int:
     return chain
 
 
-def choose(chain: int, position: int, spec: SampleSpec, outputs: tuple[int, ...]) -> tuple[int, TokenLogprobs | None]:
+def choose(
+    chain: int, position: int, spec: SampleSpec, outputs: tuple[int, ...]
+) -> tuple[int, TokenLogprobs | None]:
     """The token at `position`, given the chain of all tokens before it."""
     sampling, number = spec.sampling, chain
     if not sampling.greedy:
@@ -35,15 +37,25 @@ def choose(chain: int, position: int, spec: SampleSpec, outputs: tuple[int, ...]
     return token, None if sampling.logprobs is None else TokenLogprobs(-(chain % 100) / 10)
 
 
-def expected_tokens(request: Request, child: int, context_tokens: int) -> tuple[tuple[int, ...], str]:
+def expected_tokens(
+    request: Request, child: int, context_tokens: int
+) -> tuple[tuple[int, ...], str]:
     """The oracle: what child `child` must deliver (without its stop id), and its finish reason."""
     generated: list[int] = []
     prompt = request.prompt_token_ids
     while True:
         spec = sample_spec(request, child, tuple(generated))
-        token, _ = choose(chain_of(prompt + tuple(generated)), len(prompt) + len(generated), spec, tuple(generated))
+        token, _ = choose(
+            chain_of(prompt + tuple(generated)),
+            len(prompt) + len(generated),
+            spec,
+            tuple(generated),
+        )
         if token in request.stop_ids and len(generated) >= request.sampling.min_tokens:
             return tuple(generated), "stop"
         generated.append(token)
-        if len(generated) == request.sampling.max_tokens or len(prompt) + len(generated) == context_tokens:
+        if (
+            len(generated) == request.sampling.max_tokens
+            or len(prompt) + len(generated) == context_tokens
+        ):
             return tuple(generated), "length"

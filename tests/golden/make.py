@@ -1,11 +1,12 @@
-"""Makes the golden fixtures: tiny random checkpoints of every family, with logits and greedy tokens of Hugging Face transformers.
+"""Makes the golden fixtures: tiny random checkpoints of every family, with logits and greedy tokens
+of Hugging Face transformers.
 
-Run in an environment of its own, never at test time (BUILD.md): `pip install torch==2.13.0 transformers==5.23.0`, then
-`python tests/golden/make.py`. Each folder gets config.json, the weights, and expected.npz (prompt ids, logits of each prompt position, 64
-greedy tokens with the cache). Computed in float32 from weights rounded to the stored dtype. Weights are large enough that
-greedy margins are far above float noise: a seed whose smallest margin is under 0.01, or that repeats itself, is passed over.
-Names given as arguments make those fixtures alone.
-"""
+Run in an environment of its own, never at test time (BUILD.md): `pip install torch==2.13.0
+transformers==5.23.0`, then `python tests/golden/make.py`. Each folder gets config.json, the
+weights, and expected.npz (prompt ids, logits of each prompt position, 64 greedy tokens with the
+cache). Computed in float32 from weights rounded to the stored dtype. Weights are large enough that
+greedy margins are far above float noise: a seed whose smallest margin is under 0.01, or that
+repeats itself, is passed over. Names given as arguments make those fixtures alone."""
 
 import json
 import shutil
@@ -35,7 +36,8 @@ COMMON = {
 
 @dataclass(frozen=True)
 class Variant:
-    """`family` is the model_type. `legacy`: config.json is written in the form of transformers 4 (rope_theta, rope_scaling)."""
+    """`family` is the model_type. `legacy`: config.json is written in the form of transformers 4
+    (rope_theta, rope_scaling)."""
 
     family: str
     fields: dict[str, object] = field(default_factory=dict)
@@ -44,28 +46,33 @@ class Variant:
     shard_size: str = "5GB"
 
 
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,  # noqa: E501
           "original_max_position_embeddings": 32}  # fmt: skip
 DEEPSEEK = {"mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 16.0, "truncate": False}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 MOE = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 12}
 VARIANTS: dict[str, Variant] = {
     "llama_tied": Variant("llama", {"tie_word_embeddings": True}, torch.float32),
-    "llama_biased": Variant("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}, torch.float16, legacy=True),
-    "llama_sharded": Variant("llama", {"num_key_value_heads": 4, "num_hidden_layers": 3}, shard_size="20KB"),
+    "llama_biased": Variant("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}, torch.float16, legacy=True),  # noqa: E501
+    "llama_sharded": Variant("llama", {"num_key_value_heads": 4, "num_hidden_layers": 3}, shard_size="20KB"),  # noqa: E501
     "llama_llama3": Variant("llama", {"rope_parameters": LLAMA3}),
-    "llama_linear": Variant("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}}, legacy=True),
-    "llama_dynamic": Variant("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    "llama_linear": Variant("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}}, legacy=True),  # noqa: E501
+    "llama_dynamic": Variant("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},  # noqa: E501
                                        "max_position_embeddings": 40}),
     "llama_yarn": Variant("llama", {"rope_parameters": YARN}, legacy=True),
     "qwen2_yarn": Variant("qwen2", {"rope_parameters": YARN | DEEPSEEK}),
     "qwen2_windows": Variant("qwen2", WINDOWS | {"tie_word_embeddings": True}),
-    "qwen3": Variant("qwen3", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3": Variant("qwen3", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),  # noqa: E501
     "mistral_window": Variant("mistral", {"sliding_window": 7, "head_dim": 16}),
-    "mixtral": Variant("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
-    "qwen3_moe": Variant("qwen3_moe", MOE | {"norm_topk_prob": True, "mlp_only_layers": [0], "num_hidden_layers": 3}),
-    "qwen3_moe_step": Variant("qwen3_moe", MOE | {"norm_topk_prob": False, "decoder_sparse_step": 2, "use_sliding_window": True,
+    "mixtral": Variant("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),  # noqa: E501
+    "qwen3_moe": Variant("qwen3_moe", MOE | {"norm_topk_prob": True, "mlp_only_layers": [0], "num_hidden_layers": 3}),  # noqa: E501
+    "qwen3_moe_step": Variant("qwen3_moe", MOE | {"norm_topk_prob": False, "decoder_sparse_step": 2, "use_sliding_window": True,  # noqa: E501
                                                   "sliding_window": 11}),
 }  # fmt: skip
 
@@ -80,20 +87,28 @@ def make(name: str, variant: Variant) -> None:
         if margin >= LEAST_MARGIN and len(set(greedy.tolist())) >= LEAST_DIFFERENT:
             break
     else:
-        raise SystemExit(f"{name}: no seed gives margins of {LEAST_MARGIN} and {LEAST_DIFFERENT} different tokens")
+        raise SystemExit(
+            f"{name}: no seed gives margins of {LEAST_MARGIN} and {LEAST_DIFFERENT} different"
+            " tokens"
+        )
     model.to(variant.dtype).save_pretrained(directory, max_shard_size=variant.shard_size)
     (directory / "generation_config.json").unlink(missing_ok=True)
     if variant.legacy:
         to_legacy(directory / "config.json")
     np.savez_compressed(directory / "expected.npz", prompt=prompt, logits=logits, greedy=greedy)
     size = sum(path.stat().st_size for path in directory.iterdir())
-    print(f"{name}: seed {seed}, smallest margin {margin:.3f}, {len(set(greedy.tolist()))} different tokens, {size} bytes")
+    print(
+        f"{name}: seed {seed}, smallest margin {margin:.3f}, {len(set(greedy.tolist()))} different"
+        f" tokens, {size} bytes"
+    )
 
 
 def random_model(variant: Variant, seed: int) -> torch.nn.Module:
     """Weights drawn anew, rounded to the stored dtype, computed with in float32."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(variant.family, **COMMON | variant.fields)).eval()
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(variant.family, **COMMON | variant.fields)
+    ).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name:
@@ -109,9 +124,14 @@ def random_model(variant: Variant, seed: int) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def reference(model: torch.nn.Module, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
-    """Prompt, its logits, the greedy tokens that follow, and the smallest margin by which one was chosen."""
-    prompt = torch.randint(3, COMMON["vocab_size"], (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(seed))
+def reference(
+    model: torch.nn.Module, seed: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
+    """Prompt, its logits, the greedy tokens that follow, and the smallest margin by which one was
+    chosen."""
+    prompt = torch.randint(
+        3, COMMON["vocab_size"], (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(seed)
+    )
     out = model(prompt, use_cache=True)
     logits, greedy, margin = out.logits[0].numpy(), [], float("inf")
     for _ in range(GREEDY_TOKENS):

@@ -1,7 +1,7 @@
 """One process of an instance, run as `python -m tests.instance.member '<json>'`; not a test.
 
-The leader runs a script of commands over the whole instance and writes what came to a file; a follower obeys.
-"""
+The leader runs a script of commands over the whole instance and writes what came to a file; a
+follower obeys."""
 
 import asyncio
 import dataclasses
@@ -22,10 +22,19 @@ from jdisagg.errors import UnavailableError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.instance.processes import ProcessGroup, join_instance
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.step_commands import (
+    DecodeResult,
+    DecodeSteps,
+    PrefillChunk,
+    PrefillResult,
+    PrefillRow,
+    SampleSpec,
+    SlotAdmit,
+)
+from jdisagg.node.instance_group import follow, lead
 from jdisagg.request import SamplingParams
-from jdisagg.scheduler.commands import DecodeResult, DecodeSteps, Executor, PrefillChunk, PrefillResult, PrefillRow, SampleSpec, SlotAdmit
+from jdisagg.scheduler.executor import Executor
 from jdisagg.transfer.in_process import InProcessChannel
-from launch.instance_processes import follow, lead
 from models.checkpoint import load_model
 
 CONTEXT, CHUNK, PAGE = 256, 64, 16
@@ -33,7 +42,8 @@ CONTEXT, CHUNK, PAGE = 256, 64, 16
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a process is told. `steps`: decode steps after the prefill; none: decode until the instance fails."""
+    """What a process is told. `steps`: decode steps after the prefill; none: decode until the
+    instance fails."""
 
     model: str
     layout: str
@@ -49,22 +59,45 @@ class Task:
 def build(task: Task) -> MeshExecutor:
     layout = Layout.parse(task.layout)
     loaded = load_model(task.model, layout, jax.devices()[: layout.devices])
-    config = InstanceConfig(layout=layout, page_size=PAGE, slots_per_rank=4, chunk_tokens=CHUNK, min_chunk_tokens=CHUNK)
+    config = InstanceConfig(
+        layout=layout, page_size=PAGE, slots_per_rank=4, chunk_tokens=CHUNK, min_chunk_tokens=CHUNK
+    )
     limits = mesh_limits(config, Mode.CHUNKED, loaded.model.kv_spec, CONTEXT, 1)
     role = MeshRole(prefill=True, decode=True)
-    return MeshExecutor("member", loaded.model, loaded.mesh, layout, limits, role, InProcessChannel(MonotonicClock()), "cpu")
+    return MeshExecutor(
+        "member",
+        loaded.model,
+        loaded.mesh,
+        layout,
+        limits,
+        role,
+        InProcessChannel(MonotonicClock()),
+    )
 
 
 async def prefill(executor: Executor, specs: Sequence[SampleSpec]) -> list[int]:
-    """A sequence for each spec, dealt out to the ranks; every prompt is longer than a chunk. Returns the first tokens."""
+    """A sequence for each spec, dealt out to the ranks; every prompt is longer than a chunk.
+    Returns the first tokens."""
     ranks = executor.limits.ranks
     results = []
     for start in (0, CHUNK):
         for index, spec in enumerate(specs):
-            tokens = tuple(range(30 + index, 30 + index + CHUNK + 10 + index))[start : start + CHUNK]
-            row = PrefillRow(index, index % ranks, 0, tokens, start, pages_of(index, ranks), (spec,) if start else ())
+            tokens = tuple(range(30 + index, 30 + index + CHUNK + 10 + index))[
+                start : start + CHUNK
+            ]
+            row = PrefillRow(
+                index,
+                index % ranks,
+                0,
+                tokens,
+                start,
+                pages_of(index, ranks),
+                (spec,) if start else (),
+            )
             results.append(executor.run(PrefillChunk(len(results), CHUNK, (row,))))
-    sampled = [result for result in await asyncio.gather(*results) if isinstance(result, PrefillResult)]
+    sampled = [
+        result for result in await asyncio.gather(*results) if isinstance(result, PrefillResult)
+    ]
     return [sample.token for result in sampled for sample in result.samples]
 
 
@@ -73,15 +106,29 @@ def pages_of(index: int, ranks: int) -> tuple[int, ...]:
     return tuple(range(index // ranks * each, (index // ranks + 1) * each))
 
 
-async def decode(executor: Executor, specs: Sequence[SampleSpec], first: Sequence[int], steps: int) -> list[DecodeResult]:
+async def decode(
+    executor: Executor, specs: Sequence[SampleSpec], first: Sequence[int], steps: int
+) -> list[DecodeResult]:
     """All sequences at once, several commands under way."""
     ranks = executor.limits.ranks
     admits = tuple(
-        SlotAdmit(i, i % ranks, i // ranks, first[i], CHUNK + 10 + i, CONTEXT // 2, pages_of(i, ranks), spec)
+        SlotAdmit(
+            i,
+            i % ranks,
+            i // ranks,
+            first[i],
+            CHUNK + 10 + i,
+            CONTEXT // 2,
+            pages_of(i, ranks),
+            spec,
+        )
         for i, spec in enumerate(specs)
     )
     slots = tuple(tuple(range((len(specs) - rank + ranks - 1) // ranks)) for rank in range(ranks))
-    commands = [DecodeSteps(step, 4, slots, True, True, admits if step == 0 else ()) for step in range(steps // 4)]
+    commands = [
+        DecodeSteps(step, 4, slots, True, True, admits if step == 0 else ())
+        for step in range(steps // 4)
+    ]
     results = await asyncio.gather(*(executor.run(command) for command in commands))
     return [result for result in results if isinstance(result, DecodeResult)]
 
@@ -92,7 +139,14 @@ async def script(executor: Executor, steps: int) -> dict[str, object]:
     specs = [SampleSpec(0, params, (), 0, (), ()) for params in (greedy, sampled, greedy)]
     first = await prefill(executor, specs)
     results = await decode(executor, specs, first, steps)
-    logprobs = [p.logprob for r in results for rank in r.logprobs for row in rank for p in row if p is not None]
+    logprobs = [
+        p.logprob
+        for r in results
+        for rank in r.logprobs
+        for row in rank
+        for p in row
+        if p is not None
+    ]
     return {"first": first, "tokens": [result.tokens for result in results], "logprobs": logprobs}
 
 
@@ -143,7 +197,11 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING)
     jax.config.update("jax_num_cpu_devices", its_task.devices)
     use_compilation_cache(its_task.cache)
-    its_group = join_instance(its_task.coordinator, its_task.processes, its_task.process) if its_task.processes > 1 else ProcessGroup(0, 1)
+    its_group = (
+        join_instance(its_task.coordinator, its_task.processes, its_task.process)
+        if its_task.processes > 1
+        else ProcessGroup(0, 1)
+    )
     try:
         asyncio.run(main(its_task, its_group))
     except UnavailableError as failure:

@@ -1,4 +1,5 @@
-"""A leader and its followers over real gRPC in one process, with executors that only note what they are told."""
+"""A leader and its followers over real gRPC in one process, with executors that only note what they
+are told."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -13,12 +14,22 @@ from jdisagg.instance.broadcast import BroadcastExecutor
 from jdisagg.instance.follower import run_follower
 from jdisagg.instance.followers import Followers
 from jdisagg.instance.liveness import InstanceTiming, SilenceWatch
-from jdisagg.instance.messages import Join
 from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
-from jdisagg.scheduler.commands import CopyPages, Done, DropBlocks, MeshLimits, PullBlock, PullResult, StepCommand, StepResult
+from jdisagg.messages.instance import Join
+from jdisagg.messages.step_commands import (
+    CopyPages,
+    Done,
+    DropBlocks,
+    PullBlock,
+    PullResult,
+    StepCommand,
+    StepResult,
+)
+from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.service.instance_client import LeaderConnection
 from jdisagg.service.instance_server import InstanceServer
+from tests import time_scale
 
 LIMITS = MeshLimits(1, 16, 4, 2, 64, (64,), (1, 2), 1, 16, 4, 4, KVSpec((), "float32"))
 FAST = InstanceTiming(beat_seconds=0.05, silence_seconds=1.0, starting_silence_seconds=5.0)
@@ -27,12 +38,15 @@ CLOCK = MonotonicClock()
 
 @dataclass
 class NotingExecutor:
-    """Runs nothing. `answers` may change what a command gives: a result, an error to raise, or None for never."""
+    """Runs nothing. `answers` may change what a command gives: a result, an error to raise, or None
+    for never."""
 
     limits: MeshLimits = LIMITS
     card: MeshCard = field(default_factory=lambda: MeshCard((1, 1, 1), (0,), (0,)))
     seen: list[StepCommand] = field(default_factory=list)
-    answers: Callable[[StepCommand], StepResult | Exception | None] = lambda command: Done(command.step)
+    answers: Callable[[StepCommand], StepResult | Exception | None] = lambda command: Done(
+        command.step
+    )
     closed: bool = False
 
     def run(self, command: StepCommand) -> asyncio.Future[StepResult]:
@@ -71,15 +85,31 @@ async def instance(processes: int = 3) -> AsyncIterator[Instance]:
     leader, others = NotingExecutor(), [NotingExecutor() for _ in range(processes - 1)]
     links = [LeaderConnection(address) for _ in others]
     tasks = [
-        asyncio.create_task(run_follower(link, Join(1 + i, followers.secret, KvEnd(f"h:{i + 1}", i + 1)), other, nothing, CLOCK, FAST))
+        asyncio.create_task(
+            run_follower(
+                link,
+                Join(1 + i, followers.secret, KvEnd(f"h:{i + 1}", i + 1)),
+                other,
+                nothing,
+                CLOCK,
+                FAST,
+            )
+        )
         for i, (link, other) in enumerate(zip(links, others, strict=True))
     ]
     try:
         await followers.all_ready(10)
-        yield Instance(leader, others, tasks, links, followers, BroadcastExecutor(leader, followers, KvEnd("h:0", 100)))
+        yield Instance(
+            leader,
+            others,
+            tasks,
+            links,
+            followers,
+            BroadcastExecutor(leader, followers, KvEnd("h:0", 100)),
+        )
     finally:
         followers.stop()
-        await asyncio.wait(tasks, timeout=5)
+        await asyncio.wait(tasks, timeout=time_scale.seconds(5))
         await server.stop()
         for task in tasks:
             assert task.done()
@@ -87,7 +117,9 @@ async def instance(processes: int = 3) -> AsyncIterator[Instance]:
 
 
 def pull(step: int) -> PullBlock:
-    return PullBlock(step, offer_id=7, rank=0, group=0, block_tokens=16, deadline_seconds=1.0, peer="p")
+    return PullBlock(
+        step, offer_id=7, rank=0, group=0, block_tokens=16, deadline_seconds=1.0, peer="p"
+    )
 
 
 async def test_every_process_runs_the_same_commands_in_the_same_order() -> None:
@@ -96,7 +128,9 @@ async def test_every_process_runs_the_same_commands_in_the_same_order() -> None:
         results = await asyncio.gather(*(it.executor.run(command) for command in commands))
     assert results == [Done(step) for step in range(50)]
     assert it.leader.seen == commands
-    assert all(other.seen == commands for other in it.others), "a follower ended before it had run what was ordered"
+    assert all(other.seen == commands for other in it.others), (
+        "a follower ended before it had run what was ordered"
+    )
 
 
 async def test_the_card_holds_where_every_process_takes_messages() -> None:
@@ -119,7 +153,9 @@ async def test_a_pull_is_over_when_it_is_over_on_every_process() -> None:
 async def test_one_process_that_cannot_pull_fails_the_pull_and_not_the_instance() -> None:
     async with instance() as it:
         it.leader.answers = it.others[0].answers = lambda command: PullResult(command.step, 7, 1)
-        it.others[1].answers = lambda command: PullResult(command.step, 7, 0, "the offer was revoked")
+        it.others[1].answers = lambda command: PullResult(
+            command.step, 7, 0, "the offer was revoked"
+        )
         result = await it.executor.run(pull(1))
         assert isinstance(result, PullResult) and result.error == "the offer was revoked"
         it.others[1].answers = lambda command: HandoffError("not connected")
@@ -131,16 +167,24 @@ async def test_one_process_that_cannot_pull_fails_the_pull_and_not_the_instance(
 
 async def test_what_all_processes_refuse_alike_is_refused_and_breaks_nothing() -> None:
     async with instance() as it:
-        it.leader.answers = it.others[0].answers = it.others[1].answers = lambda command: HandoffError("offer 7 is live already")
+        it.leader.answers = it.others[0].answers = it.others[1].answers = lambda command: (
+            HandoffError("offer 7 is live already")
+        )
         with pytest.raises(HandoffError, match="live already"):
             await it.executor.run(DropBlocks(1, (7,)))
-        it.leader.answers = it.others[0].answers = it.others[1].answers = lambda command: Done(command.step)
+        it.leader.answers = it.others[0].answers = it.others[1].answers = lambda command: Done(
+            command.step
+        )
         await asyncio.sleep(0.2)
         assert await it.executor.run(DropBlocks(2, ())) == Done(2)
 
 
-@pytest.mark.parametrize("error", [UnavailableError("a program on the mesh failed"), HandoffError("here alone")])
-async def test_a_command_that_fails_on_one_process_alone_fails_the_instance(error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error", [UnavailableError("a program on the mesh failed"), HandoffError("here alone")]
+)
+async def test_a_command_that_fails_on_one_process_alone_fails_the_instance(
+    error: Exception,
+) -> None:
     async with instance() as it:
         it.others[0].answers = lambda command: error
         first = await asyncio.gather(it.executor.run(DropBlocks(1, ())), return_exceptions=True)
@@ -187,10 +231,16 @@ async def test_strangers_and_doubles_are_refused() -> None:
     followers = Followers(2, CLOCK, FAST)
     server = InstanceServer(followers)
     address = await server.start()
-    for join in (Join(1, followers.secret ^ 1), Join(2, followers.secret), Join(0, followers.secret)):
+    for join in (
+        Join(1, followers.secret ^ 1),
+        Join(2, followers.secret),
+        Join(0, followers.secret),
+    ):
         # INTERNAL: what gRPC makes of a refusal that comes while the follower is still writing.
         with pytest.raises(UnavailableError, match="INVALID_ARGUMENT|INTERNAL"):
-            await run_follower(LeaderConnection(address), join, NotingExecutor(), nothing, CLOCK, FAST)
+            await run_follower(
+                LeaderConnection(address), join, NotingExecutor(), nothing, CLOCK, FAST
+            )
         assert not followers.failure
     followers.join(Join(1, followers.secret))
     with pytest.raises(InvalidRequestError, match="has joined already"):

@@ -1,4 +1,5 @@
-"""How processes come together: what the flags must say, and an instance's stream under the cluster's mutual TLS."""
+"""How processes come together: what the flags must say, and an instance's stream under the
+cluster's mutual TLS."""
 
 import asyncio
 import shutil
@@ -12,17 +13,19 @@ from jdisagg.errors import ConfigError, UnavailableError
 from jdisagg.instance.broadcast import BroadcastExecutor
 from jdisagg.instance.follower import run_follower
 from jdisagg.instance.followers import Followers
-from jdisagg.instance.messages import Join, LeaderPlace
 from jdisagg.instance.processes import ProcessGroup, join_instance
-from jdisagg.scheduler.commands import Done, DropBlocks
+from jdisagg.messages.instance import Join, LeaderPlace
+from jdisagg.messages.step_commands import Done, DropBlocks
 from jdisagg.service.instance_client import LeaderConnection
 from jdisagg.service.instance_server import InstanceServer
 from jdisagg.service.server import cluster_credentials, server_credentials
 from tests.instance.test_broadcast import FAST, NotingExecutor, nothing
-from tests.service.test_credentials import papers_in
+from tests.service.test_credentials import certificates_in
 
 
-@pytest.mark.parametrize("given", [("127.0.0.1:1", None, None), (None, 2, 0), ("127.0.0.1:1", 2, None)])
+@pytest.mark.parametrize(
+    "given", [("127.0.0.1:1", None, None), (None, 2, 0), ("127.0.0.1:1", 2, None)]
+)
 def test_half_of_the_flags_are_refused(given: tuple[str | None, int | None, int | None]) -> None:
     with pytest.raises(ConfigError, match="give all three, or none"):
         join_instance(*given)
@@ -42,8 +45,10 @@ def test_an_instance_of_one_process_needs_no_job() -> None:
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
 async def test_commands_travel_under_the_clusters_mutual_tls(tmp_path: Path) -> None:
-    papers = papers_in(tmp_path)
-    service = ServiceConfig(tls_certificate=papers.certificate, tls_key=papers.key, tls_client_ca=papers.authority)
+    ours = certificates_in(tmp_path)
+    service = ServiceConfig(
+        tls_certificate=ours.certificate, tls_key=ours.key, tls_client_ca=ours.authority
+    )
     clock, follower, leader = MonotonicClock(), NotingExecutor(), NotingExecutor()
     followers = Followers(2, clock, FAST)
     server = InstanceServer(followers, server_credentials(service))
@@ -55,7 +60,14 @@ async def test_commands_travel_under_the_clusters_mutual_tls(tmp_path: Path) -> 
             stranger.patience_seconds = 0.5
             await run_follower(stranger, join, NotingExecutor(), nothing, clock, FAST)
     obeying = asyncio.create_task(
-        run_follower(LeaderConnection(address, cluster_credentials(service)), join, follower, nothing, clock, FAST)
+        run_follower(
+            LeaderConnection(address, cluster_credentials(service)),
+            join,
+            follower,
+            nothing,
+            clock,
+            FAST,
+        )
     )
     await followers.all_ready(10)
     assert await BroadcastExecutor(leader, followers).run(DropBlocks(4, (1,))) == Done(4)

@@ -1,4 +1,5 @@
-"""Instances of two real processes, under jax.distributed and gloo, against one process of the same layout."""
+"""Instances of two real processes, under jax.distributed and gloo, against one process of the same
+layout."""
 
 import asyncio
 import contextlib
@@ -14,27 +15,41 @@ from pathlib import Path
 
 import pytest
 
-from launch.cluster_plan import free_ports
+from jdisagg.node.cluster_plan import free_ports
+from tests import time_scale
 from tests.instance.member import Task, build, script
+from tests.programs import PROGRAMS
+
+pytestmark = pytest.mark.ci
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA, MOE = (str(ROOT / "models" / "tiny" / name) for name in ("llama", "qwen3_moe"))
-SECONDS = 120
+SECONDS = time_scale.seconds(120)
 
 
 def start(task: Task, log: Path) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     command = [sys.executable, "-m", "tests.instance.member", json.dumps(dataclasses.asdict(task))]
     with log.open("wb") as output:
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
+        )
 
 
 @contextlib.contextmanager
-def running(folder: Path, name: str, processes: int, task: Task) -> Iterator[list[subprocess.Popen[bytes]]]:
+def running(
+    folder: Path, name: str, processes: int, task: Task
+) -> Iterator[list[subprocess.Popen[bytes]]]:
     coordinator = f"127.0.0.1:{free_ports('127.0.0.1', 1)[0]}"
     children = [
         start(
-            dataclasses.replace(task, process=number, processes=processes, coordinator=coordinator, devices=task.devices // processes),
+            dataclasses.replace(
+                task,
+                process=number,
+                processes=processes,
+                coordinator=coordinator,
+                devices=task.devices // processes,
+            ),
             folder / f"{name}-{number}.log",
         )
         for number in range(processes)
@@ -65,8 +80,10 @@ def complete(folder: Path, name: str, task: Task) -> dict[str, object]:
         pytest.param(MOE, "dp=2,tp=2,ep=4", marks=pytest.mark.slow),
     ],
 )
-async def test_two_processes_give_the_tokens_of_one(tmp_path: Path, model: str, layout: str) -> None:
-    task = Task(model=model, layout=layout, result=str(tmp_path / "two.json"), cache=str(tmp_path / "programs"))
+async def test_two_processes_give_the_tokens_of_one(
+    tmp_path: Path, model: str, layout: str
+) -> None:
+    task = Task(model=model, layout=layout, result=str(tmp_path / "two.json"), cache=str(PROGRAMS))
     here = build(task)
     one = await script(here, task.steps)
     await asyncio.to_thread(here.close)
@@ -76,10 +93,16 @@ async def test_two_processes_give_the_tokens_of_one(tmp_path: Path, model: str, 
     assert two["logprobs"] == pytest.approx(one["logprobs"], abs=1e-4)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
-def test_a_follower_that_dies_or_stops_fails_the_instance(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
+def test_a_follower_that_dies_or_stops_fails_the_instance(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     path = tmp_path / "result.json"
-    task = Task(model=LLAMA, layout="tp=2", devices=2, steps=0, result=str(path), cache=str(tmp_path / "programs"))
+    task = Task(
+        model=LLAMA, layout="tp=2", devices=2, steps=0, result=str(path), cache=str(PROGRAMS)
+    )
     with running(tmp_path, "hurt", 2, task) as (leader, follower):
         wait_for(path, "ready", tmp_path)
         follower.send_signal(number)
@@ -93,7 +116,9 @@ def test_a_follower_that_dies_or_stops_fails_the_instance(tmp_path: Path, number
 @pytest.mark.slow
 def test_followers_end_when_their_leader_dies(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    task = Task(model=LLAMA, layout="tp=2", devices=2, steps=0, result=str(path), cache=str(tmp_path / "programs"))
+    task = Task(
+        model=LLAMA, layout="tp=2", devices=2, steps=0, result=str(path), cache=str(PROGRAMS)
+    )
     with running(tmp_path, "hurt", 2, task) as (leader, follower):
         wait_for(path, "ready", tmp_path)
         leader.kill()
@@ -107,4 +132,6 @@ def wait_for(path: Path, key: str, logs: Path) -> object:
             if key in (found := json.loads(path.read_text())):
                 return found[key]
         time.sleep(0.02)
-    raise AssertionError(f"no {key!r} in time: " + "\n".join(log.read_text() for log in logs.glob("*.log")))
+    raise AssertionError(
+        f"no {key!r} in time: " + "\n".join(log.read_text() for log in logs.glob("*.log"))
+    )

@@ -6,22 +6,31 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+import msgspec
 import pytest
 
 from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster
-from jdisagg.engine.instance import Instance
+from jdisagg.engine.instance import Instance, LoadModel
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.step_commands import DecodeResult, Done, InsertBlock
 from jdisagg.model_api import Device
+from jdisagg.node.recording import record
+from jdisagg.node.replay import replay
 from jdisagg.request import Request, SamplingParams
-from jdisagg.scheduler.commands import DecodeResult, Done, Executor, InsertBlock
-from jdisagg.service.recording import Recording, RecordingExecutor, read_recording
-from launch.recording import record
-from launch.replay import replay
+from jdisagg.scheduler.executor import Executor
+from jdisagg.service.recording import Recording, RecordingExecutor, RecordingHeader, read_recording
+from launch.model import loader
 from models.checkpoint import load_model
 from models.tokenizer import Tokenizer
 from tests.end_to_end.clusters import LLAMA, collect, config
 from tests.instance.test_broadcast import NotingExecutor
+
+pytestmark = pytest.mark.ci
+
+
+def load_for(header: RecordingHeader) -> LoadModel:
+    return loader(header.model, header.dtype)
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +45,19 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> list[Recording]:
 
     def recorded(name: str, instance: Instance) -> Executor:
         layout = instance.config.layout
-        return record(folder, name, instance.executor, instance.executor, layout, str(LLAMA), "float32")
+        return record(
+            folder, name, instance.executor, instance.executor, layout, str(LLAMA), "float32"
+        )
 
     async def run() -> None:
         cluster = EmbeddedCluster(engine, load, tokenizer, jax.devices(), record=recorded)  # type: ignore[arg-type]
         await cluster.start()
         greedy = SamplingParams(temperature=0.0, max_tokens=12)
         sampled = SamplingParams(temperature=0.9, seed=3, max_tokens=9, n=2)
-        requests = [Request("a", tuple(range(20, 120)), greedy), Request("b", tuple(range(40, 60)), sampled)]
+        requests = [
+            Request("a", tuple(range(20, 120)), greedy),
+            Request("b", tuple(range(40, 60)), sampled),
+        ]
 
         async def one(request: Request) -> None:
             collect([event async for event in cluster.stream(request)])
@@ -56,34 +70,49 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> list[Recording]:
 
 
 async def test_a_replay_gives_the_recorded_tokens(recordings: list[Recording]) -> None:
-    assert any(isinstance(entry.command, InsertBlock) for entry in recordings[1].entries), "KV must have moved"
-    replayed = await replay(recordings)
+    assert any(isinstance(entry.command, InsertBlock) for entry in recordings[1].entries), (
+        "KV must have moved"
+    )
+    replayed = await replay(recordings, load_for)
     assert replayed.difference == ""
-    assert replayed.tokens >= 12 + 2 * 9, "a step more may have been under way when a sequence ended"
+    assert replayed.tokens >= 12 + 2 * 9, (
+        "a step more may have been under way when a sequence ended"
+    )
 
 
 async def test_a_replay_names_the_first_token_that_differs(recordings: list[Recording]) -> None:
-    number = next(entry.number for entry in recordings[1].entries if isinstance(entry.result, DecodeResult))
+    number = next(
+        entry.number for entry in recordings[1].entries if isinstance(entry.result, DecodeResult)
+    )
     changed = [
-        dataclasses.replace(entry, result=dataclasses.replace(entry.result, tokens=_plus_one(entry.result.tokens)))
+        dataclasses.replace(
+            entry,
+            result=msgspec.structs.replace(entry.result, tokens=_plus_one(entry.result.tokens)),
+        )
         if entry.number == number and isinstance(entry.result, DecodeResult)
         else entry
         for entry in recordings[1].entries
     ]
-    replayed = await replay([recordings[0], dataclasses.replace(recordings[1], entries=changed)])
+    replayed = await replay(
+        [recordings[0], dataclasses.replace(recordings[1], entries=changed)], load_for
+    )
     assert f"decode-0.commands, command {number} (DecodeSteps)" in replayed.difference
 
 
-def _plus_one(tokens: tuple[tuple[tuple[int, ...], ...], ...]) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def _plus_one(
+    tokens: tuple[tuple[tuple[int, ...], ...], ...],
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
     return tuple(tuple(tuple(token + 1 for token in row) for row in rank) for rank in tokens)
 
 
 async def test_a_mesh_that_pulled_is_not_replayed_alone(recordings: list[Recording]) -> None:
     with pytest.raises(ConfigError, match="recordings of all meshes that handed KV"):
-        await replay(recordings[1:])
+        await replay(recordings[1:], load_for)
 
 
-async def test_a_recording_that_was_cut_short_is_read_up_to_there(recordings: list[Recording], tmp_path: Path) -> None:
+async def test_a_recording_that_was_cut_short_is_read_up_to_there(
+    recordings: list[Recording], tmp_path: Path
+) -> None:
     whole = recordings[1].path.read_bytes()
     (tmp_path / "cut").write_bytes(whole[: len(whole) * 2 // 3])
     cut = read_recording(tmp_path / "cut")
@@ -101,11 +130,18 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         read_recording(tmp_path / "missing")
 
 
-async def test_failed_commands_are_recorded_as_such(recordings: list[Recording], tmp_path: Path) -> None:
-    inner = NotingExecutor(answers=lambda command: ValueError("boom") if command.step == 1 else Done(command.step))
+async def test_failed_commands_are_recorded_as_such(
+    recordings: list[Recording], tmp_path: Path
+) -> None:
+    inner = NotingExecutor(
+        answers=lambda command: ValueError("boom") if command.step == 1 else Done(command.step)
+    )
     executor = RecordingExecutor(inner, tmp_path / "x", recordings[0].header)
     commands = [entry.command for entry in recordings[0].entries]
-    await asyncio.gather(*(executor.run(dataclasses.replace(commands[0], step=step)) for step in range(3)), return_exceptions=True)
+    await asyncio.gather(
+        *(executor.run(msgspec.structs.replace(commands[0], step=step)) for step in range(3)),
+        return_exceptions=True,
+    )
     await asyncio.sleep(0)  # what is done is noted in a turn of its own
     executor.close()
     entries = read_recording(tmp_path / "x").entries
@@ -113,7 +149,9 @@ async def test_failed_commands_are_recorded_as_such(recordings: list[Recording],
     assert inner.closed
 
 
-async def test_a_full_disk_ends_the_recording_and_not_the_work(recordings: list[Recording], tmp_path: Path) -> None:
+async def test_a_full_disk_ends_the_recording_and_not_the_work(
+    recordings: list[Recording], tmp_path: Path
+) -> None:
     executor = RecordingExecutor(NotingExecutor(), tmp_path / "x", recordings[0].header)
     commands = [entry.command for entry in recordings[0].entries]
     await executor.run(commands[0])

@@ -1,8 +1,9 @@
-"""A worker process on the loop of whoever asks for one, asked over gRPC as a router would ask; and, as a script, what it keeps.
+"""A worker process on the loop of whoever asks for one, asked over gRPC as a router would ask; and,
+as a script, what it keeps.
 
-`python -m tests.launch.role_lives`: four changes of role, to and fro; the last line is JSON: the bytes of all arrays on devices after
-each, and how many programs had been compiled at the start and after each.
-"""
+`python -m tests.launch.role_lives`: four changes of role, to and fro; the last line is JSON: the
+bytes of all arrays on devices after each, and how many programs had been compiled at the start and
+after each."""
 
 import asyncio
 import contextlib
@@ -14,21 +15,22 @@ from collections.abc import AsyncIterator, Sequence
 
 import jax
 
-from jdisagg.config import InstanceConfig, ModelConfig, ServiceConfig
-from jdisagg.dispatch.ports import WorkerRole
-from jdisagg.dispatch.roles import SwitchCall, SwitchReport, SwitchState
-from jdisagg.engine.instance import Loaded, WorkerConfig
+from jdisagg.config import InstanceConfig, ModelConfig, ServiceConfig, WorkerConfig
+from jdisagg.engine.instance import Loaded
 from jdisagg.errors import UnavailableError
 from jdisagg.executor.programs import Programs
 from jdisagg.instance.processes import ProcessGroup
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.roles import SwitchCall, SwitchReport, SwitchState
+from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device
+from jdisagg.node.cluster_plan import free_ports
+from jdisagg.node.worker import WorkerSpec
+from jdisagg.node.worker_process import Relayout, WorkerProcess
 from jdisagg.service.role_services import RemoteRolePort
-from launch.cluster_plan import free_ports
-from launch.worker_life import WorkerSpec
-from launch.worker_process import Relayout, WorkerProcess
 from models.checkpoint import LoadedModel, load_model
 from models.relayout import relayout
+from tests import time_scale
 from tests.end_to_end.clusters import LLAMA
 
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
@@ -67,13 +69,21 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def worker(
-    relay: Relayout | None = real, role: WorkerRole = PREFILL, layout: str = "tp=2", warm_up: bool = False
+    relay: Relayout | None = real,
+    role: WorkerRole = PREFILL,
+    layout: str = "tp=2",
+    warm_up: bool = False,
 ) -> AsyncIterator[Running]:
     port = free_ports("127.0.0.1", 1)[0]
     config = WorkerConfig(
         model=ModelConfig(str(LLAMA), context_tokens=512),
         instance=InstanceConfig(
-            layout=Layout.parse(layout), page_size=16, slots_per_rank=1, chunk_tokens=16, min_chunk_tokens=16, layer_groups=1
+            layout=Layout.parse(layout),
+            page_size=16,
+            slots_per_rank=1,
+            chunk_tokens=16,
+            min_chunk_tokens=16,
+            layer_groups=1,
         ),
         service=ServiceConfig(port=port, drain_seconds=5),
         warm_up=warm_up,
@@ -95,7 +105,7 @@ async def worker(
     finally:
         if not task.done():
             signal.raise_signal(signal.SIGTERM)
-        await asyncio.wait({task}, timeout=30)
+        await asyncio.wait({task}, timeout=time_scale.seconds(30))
         await running.port.aclose()
 
 
@@ -104,7 +114,14 @@ async def least_bytes_on_devices() -> int:
     least = sys.maxsize
     for _ in range(20):
         gc.collect()
-        least = min(least, sum(shard.data.nbytes for array in jax.live_arrays() for shard in array.addressable_shards))
+        least = min(
+            least,
+            sum(
+                shard.data.nbytes
+                for array in jax.live_arrays()
+                for shard in array.addressable_shards
+            ),
+        )
         await asyncio.sleep(0.1)
     return least
 
@@ -115,7 +132,9 @@ async def main() -> None:
     async with worker(warm_up=True) as running:
         seen, counts = [], [len(compiled)]
         for number in range(1, 5):
-            report = await running.switch(number, (DECODE, PREFILL)[(number - 1) % 2], ("dp=2", "tp=2")[(number - 1) % 2])
+            report = await running.switch(
+                number, (DECODE, PREFILL)[(number - 1) % 2], ("dp=2", "tp=2")[(number - 1) % 2]
+            )
             assert report.state is SwitchState.DONE, report.reason
             counts.append(len(compiled))
             seen.append(await least_bytes_on_devices())

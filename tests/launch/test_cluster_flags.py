@@ -1,81 +1,110 @@
-"""What `launch.cluster` makes of a recipe and of the flags that win over it, as command lines: no process is started here."""
+"""What `launch.cluster` makes of a recipe and of the flags that win over it: no process is started
+here."""
 
-import pickle
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
+
 from jdisagg.config import EngineConfig, InstanceConfig, ServiceConfig
+from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
-from launch.cluster_plan import ClusterPlan
-from launch.recipes import ClusterShape, worker_flags
+from jdisagg.node.cluster_plan import ClusterConfig, ClusterPlan, plan_cluster
+from jdisagg.node.recipes import ClusterShape, recipe_text
+from launch import cluster
+from launch.flags import Given
 from tests.launch.script_ends import ends
 
-ROOT = Path(__file__).parents[2]
-SHAPE = ClusterShape(prefill=2, decode=1)
-# In a process of its own: scripts define flags of the same names, and a process holds those of one.
-ASK = """
-import pickle, sys
-from absl import flags
-from launch import cluster
-flags.FLAGS(["cluster", *sys.argv[1:]])
-recipe, shape = pickle.load(sys.stdin.buffer)
-pickle.dump(cluster._plan(cluster._service(recipe), recipe, shape), sys.stdout.buffer)
-"""
+TWO = EngineConfig(prefill=InstanceConfig(layout=Layout(tp=2)))
 
 
-def planned(recipe: EngineConfig, shape: ClusterShape = SHAPE, *given: str) -> ClusterPlan:
-    asked = subprocess.run(
-        (sys.executable, "-c", ASK, *given), input=pickle.dumps((recipe, shape)), stdout=subprocess.PIPE, cwd=ROOT, check=True, timeout=60
-    )
-    return pickle.loads(asked.stdout)
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The configuration of a command line with a recipe."""
+
+    def of(*given: str, recipe: EngineConfig = TWO, shape: ClusterShape | None = None):
+        path = tmp_path / "recipe.py"
+        path.write_text(recipe_text(recipe, shape or ClusterShape(2, 1), "A recipe."))
+        flags = Given(cluster.flags.names, ())
+        flags.values(["cluster", f"--config={path}", *given])
+        monkeypatch.setattr(cluster, "flags", flags)
+        return cluster.cluster_config()
+
+    return of
 
 
-def commands(plan: ClusterPlan) -> list[tuple[str, ...]]:
-    return [command.arguments for spec in (*plan.routers(), *plan.workers()) for command in spec.commands()]
+def plan(config: ClusterConfig, folder: Path) -> ClusterPlan:
+    return plan_cluster(config, folder)
 
 
-def test_who_is_let_in_where_and_for_how_long_is_as_the_recipe_says(tmp_path: Path) -> None:
+def test_who_is_let_in_where_and_for_how_long_is_alike_for_all_processes(
+    asked, tmp_path: Path
+) -> None:
     names = ("tls_certificate", "tls_key", "token_file", "cluster_token_file")
     files = {name: str(tmp_path / name) for name in names}
-    for name, path in files.items():
-        Path(path).write_text(f"-----BEGIN {'PRIVATE KEY' if name == 'tls_key' else 'CERTIFICATE'}-----\n")
-    recipe = EngineConfig(service=ServiceConfig("localhost", 8801, drain_seconds=7.0, **files))
-    plan = planned(recipe)
-    assert plan.address == "localhost:8801"
-    for arguments in commands(plan):
-        path = "--set=service." if "launch.worker" in arguments else "--"
-        assert {"--host=localhost", "--drain_seconds=7.0", *(f"{path}{name}={file}" for name, file in files.items())} <= set(arguments)
-    other = planned(recipe, SHAPE, "--port=8802", "--token_file=")
-    assert other.address == "localhost:8802"
-    assert not any("token_file=" in text.replace("cluster_token", "") for arguments in commands(other) for text in arguments)
+    given = ("--host=localhost", "--port=8801", "--drain_seconds=7")
+    made = plan(asked(*given, *(f"--{name}={path}" for name, path in files.items())), tmp_path)
+    wanted = ServiceConfig("localhost", 8801, drain_seconds=7.0, **files)
+    assert made.address == "localhost:8801" and made.router_config(0).router.service == wanted
+    for instance in made.instances:
+        for one in made.worker_configs(instance):
+            service = one.worker.service
+            assert [getattr(service, name) for name in (*names, "host", "drain_seconds")] == [
+                *files.values(),
+                "localhost",
+                7.0,
+            ]
 
 
-def test_mixed_instances_come_instead_of_a_recipes_two_kinds() -> None:
-    recipe = EngineConfig(decode=InstanceConfig(layout=Layout(tp=2)))
-    assert [(instance.name, instance.layout) for instance in planned(recipe, SHAPE, "--mixed=1").instances] == [("mixed-0", Layout(tp=2))]
-    assert not any("mode=" in flag for flag in worker_flags(recipe, "mixed")), "a worker does not take a mode of two meshes"
+def test_counts_and_layouts_are_the_recipes_and_flags_win(asked, tmp_path: Path) -> None:
+    made = plan(asked(), tmp_path)
+    assert [(one.name, one.layout.tp) for one in made.instances] == [
+        ("prefill-0", 2),
+        ("prefill-1", 2),
+        ("decode-0", 1),
+    ]
+    other = plan(asked("--prefill_workers=1", "--decode_workers=2", "--decode=tp=4"), tmp_path)
+    assert [(one.name, one.layout.tp) for one in other.instances] == [
+        ("prefill-0", 2),
+        ("decode-0", 4),
+        ("decode-1", 4),
+    ]
 
 
-def test_mixed_instances_stand_beside_the_other_two_kinds_in_a_recipe_alone() -> None:
-    instances = planned(EngineConfig(), ClusterShape(prefill=1, decode=1, mixed=1)).instances
-    assert [instance.name for instance in instances] == ["prefill-0", "decode-0", "mixed-0"]
-    given = [instance.name for instance in planned(EngineConfig(), SHAPE, "--mixed=2", "--prefill=0", "--decode=0").instances]
-    assert given == ["mixed-0", "mixed-1"]
+def test_mixed_workers_come_instead_of_a_recipes_two_kinds(asked, tmp_path: Path) -> None:
+    assert [one.name for one in plan(asked("--mixed_workers=1"), tmp_path).instances] == ["mixed-0"]
+    both = plan(asked(shape=ClusterShape(1, 1, 1)), tmp_path)
+    assert [one.name for one in both.instances] == ["prefill-0", "decode-0", "mixed-0"]
+    with pytest.raises(ConfigError, match="mixed workers come instead of the two other kinds"):
+        asked("--mixed_workers=1", "--prefill_workers=2")
 
 
-def test_flags_that_contradict_each_other_or_the_clock_are_refused() -> None:
-    joined = ("--mixed=1", "--prefill=2")
-    ill, once, canary = ends("cluster", joined, ("--mixed=1", "--decode=1", "--prefill=2"), ("--canary_seconds=-1",))
-    assert (ill.status, ill.out) == (once.status, once.out) == (1, "")
-    assert ill.err.startswith("error: --mixed=1 and --prefill=2: mixed instances come instead of the two other kinds; ")
-    assert once.err.startswith("error: --mixed=1 and --prefill=2 --decode=1: ") and once.err.count("\n") == 1
-    for end in (canary, *ends("router", ("--canary_seconds=-1",))):
-        assert end.status == 1 and "--canary_seconds=-1: -1.0 is not a non-negative number" in end.err
+def test_what_no_process_could_work_with_is_refused_before_any_is_started(asked) -> None:
+    for given, message in (
+        (("--model=/nowhere",), "/nowhere"),
+        (("--prefill=tp=3",), "does not divide"),
+        (("--set=instance.nonsense=1",), "no field 'nonsense'"),
+        (("--elastic", "--processes_per_instance=2"), "cannot change their roles"),
+        (("--prefill_workers=1", "--decode_workers=0"), "one prefill and one decode instance"),
+    ):
+        with pytest.raises(Exception, match=message):
+            asked(*given)
 
 
-def test_the_size_of_messages_is_the_recipes_for_every_process_and_a_flags_before_it() -> None:
-    recipe = EngineConfig(service=ServiceConfig(max_message_bytes=64 << 20))
-    assert all("--set=service.max_message_bytes=67108864" in arguments for arguments in commands(planned(recipe)))
-    plan = planned(EngineConfig(), SHAPE, "--set=service.max_message_bytes=1048576")
-    assert all("--set=service.max_message_bytes=1048576" in arguments for arguments in commands(plan))
+def test_settings_of_both_sides_reach_every_worker_and_those_of_the_router_it_alone(
+    asked, tmp_path: Path
+) -> None:
+    texts = ("instance.growth_tokens=32", "limits.max_attempts=3", "elastic.patience_seconds=2")
+    made = plan(asked(*(f"--set={text}" for text in texts), "--slots_per_rank=3"), tmp_path)
+    for instance in made.instances:
+        (one,) = made.worker_configs(instance)
+        assert (one.worker.instance.growth_tokens, one.worker.instance.slots_per_rank) == (32, 3)
+    router = made.router_config(0).router
+    assert (router.limits.max_attempts, router.elastic.patience_seconds) == (3, 2.0)
+
+
+def test_a_flag_that_cannot_be_ends_it_with_one_line() -> None:
+    (end,) = ends("cluster", ("--canary_seconds=-1",))
+    assert (end.status, end.out, end.err.count("\n")) == (1, "", 1)
+    assert "--canary_seconds=-1: -1.0 is not a non-negative number" in end.err
+    (end,) = ends("cluster", ("--codec=int3",))
+    assert "--codec=int3: value should be one of <none|" in end.err

@@ -2,77 +2,105 @@
 
 import shutil
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from jdisagg.config import EngineConfig, override
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
-from launch.cluster_plan import ClusterPlan, InstancePlan, free_ports, plan_instances
-from launch.fingerprint import model_fingerprint
+from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.node.cluster_plan import (
+    ClusterConfig,
+    ClusterPlan,
+    InstancePlan,
+    free_ports,
+    plan_cluster,
+    plan_instances,
+)
+from jdisagg.node.fingerprint import model_fingerprint
+from jdisagg.node.recipes import ClusterShape
+from jdisagg.node.run_files import RouterProcessConfig, WorkerProcessConfig, read_config
+from jdisagg.observe.process import ObserveConfig
 from launch.shipped import SHIPPED_MODEL
 
 HOST = "127.0.0.1"
 
 
-def plan(processes: int = 1, metrics_port: int = 0) -> ClusterPlan:
-    instances = (
-        *plan_instances("prefill", 2, "dp=1,tp=4", processes, HOST),
-        *plan_instances("decode", 1, "dp=2,tp=2", processes, HOST),
+def config(processes: int = 1, **changes: object) -> ClusterConfig:
+    engine = override(
+        EngineConfig(), ["prefill.layout=dp=1,tp=4", "decode.layout=dp=2,tp=2", "service.port=8700"]
     )
-    return ClusterPlan(HOST, 8700, instances, ("--dtype=float32",), ("--model=m",), metrics_port)
+    made = ClusterConfig(engine, ClusterShape(2, 1), SHIPPED_MODEL, processes=processes)
+    return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def test_each_process_has_a_name_and_a_port_of_its_own_and_keeps_them():
-    specs = plan().workers()
-    commands = [command for spec in specs for command in spec.commands()]
+def workers(plan: ClusterPlan) -> list[WorkerProcessConfig]:
+    return [one for instance in plan.instances for one in plan.worker_configs(instance)]
+
+
+def test_each_process_has_a_name_and_a_port_of_its_own_and_keeps_them(tmp_path: Path):
+    plan = plan_cluster(config(), tmp_path)
+    commands = [command for spec in plan.workers() for command in spec.commands()]
     assert [command.name for command in commands] == ["prefill-0", "prefill-1", "decode-0"]
-    ports = [next(flag for flag in command.arguments if flag.startswith("--port=")) for command in commands]
-    assert len(set(ports)) == 3
-    assert [command for spec in specs for command in spec.commands()] == commands
-    assert all({"--router=127.0.0.1:8700", "--dtype=float32", "--devices=4"} <= set(command.arguments) for command in commands)
+    made = workers(plan)
+    assert len({one.worker.service.port for one in made}) == 3
+    assert made == workers(plan)
+    assert {(one.routers, one.devices) for one in made} == {(("127.0.0.1:8700",), 4)}
 
 
-def test_processes_of_an_instance_share_a_name_and_a_coordinator_that_is_new_at_each_start():
-    spec = plan(processes=2).workers()[0]
-    first, second = spec.commands(), spec.commands()
-    assert [command.name for command in first] == ["prefill-0.0", "prefill-0.1"]
-    assert all({"--name=prefill-0", "--num_processes=2", "--devices=2"} <= set(command.arguments) for command in first)
-
-    def coordinators(commands: object) -> set[str]:
-        return {flag for command in commands for flag in command.arguments if flag.startswith("--coordinator=")}  # type: ignore[attr-defined]
-
-    assert len(coordinators(first)) == 1 and coordinators(first) != coordinators(second)
-
-
-def test_metrics_ports_follow_the_routers():
-    planned = plan(metrics_port=9100)
-    commands = [*planned.router().commands(), *(command for spec in planned.workers() for command in spec.commands())]
-    ports = [flag for command in commands for flag in command.arguments if flag.startswith("--metrics_port=")]
-    assert ports == [f"--metrics_port={port}" for port in range(9100, 9104)]
+def test_a_process_is_started_with_one_file_that_says_all_it_is(tmp_path: Path):
+    plan = plan_cluster(config(), tmp_path)
+    (command,) = plan.workers()[0].commands()
+    path = command.arguments[-1].removeprefix("--config_file=")
+    assert read_config(path, WorkerProcessConfig) == workers(plan)[0]
+    (command,) = plan.router().commands()
+    path = command.arguments[-1].removeprefix("--config_file=")
+    assert read_config(path, RouterProcessConfig) == plan.router_config(0)
+    with pytest.raises(ConfigError, match="is no WorkerProcessConfig"):
+        read_config(path, WorkerProcessConfig)
 
 
-def test_who_may_change_its_role_has_devices_for_either_layout():
-    instances = (
-        *plan_instances("prefill", 1, "tp=4", 1, HOST),
-        *plan_instances("decode", 1, "dp=2", 1, HOST),
-        *plan_instances("mixed", 1, "tp=1", 1, HOST),
-    )
-    commands = [command for spec in ClusterPlan(HOST, 8700, instances, (), ()).workers() for command in spec.commands()]
-    assert [flag for command in commands for flag in command.arguments if flag.startswith("--devices=")] == ["--devices=4"] * 2 + [
-        "--devices=1"
-    ]
+def test_processes_of_an_instance_share_a_name_and_a_coordinator_that_is_new_at_each_start(
+    tmp_path: Path,
+):
+    plan = plan_cluster(config(processes=2), tmp_path)
+    names = [command.name for command in plan.workers()[0].commands()]
+    assert names == ["prefill-0.0", "prefill-0.1"]
+    first, second = (plan.worker_configs(plan.instances[0]) for _ in range(2))
+    assert {(one.name, one.process.count, one.devices) for one in first} == {("prefill-0", 2, 2)}
+    assert [one.process.index for one in first] == [0, 1]
+    coordinators = [{one.process.coordinator for one in start} for start in (first, second)]
+    assert len(coordinators[0]) == 1 and coordinators[0] != coordinators[1]
 
 
-def test_of_several_routers_one_changes_roles():
-    planned = ClusterPlan(HOST, 8700, (), (), (), more_ports=(8701,), elastic=True)
-    assert ["--elastic" in command.arguments for spec in planned.routers() for command in spec.commands()] == [True, False]
+def test_metrics_ports_follow_the_routers(tmp_path: Path):
+    plan = plan_cluster(config(observe=ObserveConfig(metrics_port=9100)), tmp_path)
+    ports = [plan.router_config(0), *workers(plan)]
+    assert [one.observe.metrics_port for one in ports] == [9100, 9101, 9102, 9103]
+
+
+def test_who_may_change_its_role_has_devices_for_either_layout(tmp_path: Path):
+    engine = override(EngineConfig(), ["prefill.layout=tp=4", "decode.layout=dp=2"])
+    plan = plan_cluster(config(engine=engine, shape=ClusterShape(1, 1, 1)), tmp_path)
+    assert [one.devices for one in workers(plan)] == [4, 4, 2]
+
+
+def test_of_several_routers_one_changes_roles(tmp_path: Path):
+    plan = plan_cluster(config(routers=2, changes_roles=True), tmp_path)
+    assert plan.addresses == ("127.0.0.1:8700", "127.0.0.1:8701")
+    assert [plan.router_config(index).router.changes_roles for index in range(2)] == [True, False]
+    assert [spec.name for spec in plan.routers()] == ["router", "router-1"]
 
 
 def test_a_layout_that_its_processes_do_not_divide_is_refused():
-    with pytest.raises(ConfigError, match=r"--decode_layout=dp=3,tp=1 has 3 devices, which --processes_per_instance=2 does not divide"):
-        plan_instances("decode", 1, "dp=3,tp=1", 2, HOST)
-    assert plan_instances("mixed", 0, "dp=1,tp=1", 2, HOST) == ()
+    with pytest.raises(
+        ConfigError,
+        match=r"--decode=dp=3\S* has 3 devices, which --processes_per_instance=2 does not",
+    ):
+        plan_instances(WorkerRole.DECODE, 1, Layout(dp=3), 2, HOST)
+    assert plan_instances(WorkerRole.MIXED, 0, Layout(), 2, HOST) == ()
 
 
 def test_free_ports_are_different_and_none_that_the_system_lends_to_connections():
@@ -83,7 +111,7 @@ def test_free_ports_are_different_and_none_that_the_system_lends_to_connections(
 def test_a_port_that_somebody_listens_on_is_not_free(monkeypatch):
     with socket.create_server((HOST, 0)) as listening:
         taken = listening.getsockname()[1]
-        monkeypatch.setattr("launch.cluster_plan._DRAWN", range(taken, taken + 1))
+        monkeypatch.setattr("jdisagg.node.cluster_plan._DRAWN", range(taken, taken + 1))
         with pytest.raises(ConfigError, match="no 1 free ports"):
             free_ports(HOST, 1)
 
@@ -108,8 +136,11 @@ def test_copies_of_a_model_agree_and_other_weights_or_types_differ(tmp_path: Pat
     assert model_fingerprint(copy, "float32") != original
 
 
-def test_an_ipv6_host_is_bracketed_wherever_a_port_follows():
-    planned = ClusterPlan("::1", 8700, (InstancePlan("mixed-0", "mixed", Layout(), (8701,)),), (), (), more_ports=(8702,))
-    assert planned.addresses == ("[::1]:8700", "[::1]:8702")
-    (command,) = planned.workers()[0].commands()
-    assert {"--router=[::1]:8700,[::1]:8702", "--host=::1"} <= set(command.arguments)
+def test_an_ipv6_host_is_bracketed_wherever_a_port_follows(tmp_path: Path):
+    engine = override(EngineConfig(), ["service.host=::1"])
+    made = config(engine=engine, shape=ClusterShape(mixed=1))
+    instance = InstancePlan("mixed-0", WorkerRole.MIXED, Layout(), (8701,))
+    plan = ClusterPlan(made, (8700, 8702), (instance,), tmp_path)
+    assert plan.addresses == ("[::1]:8700", "[::1]:8702")
+    (one,) = workers(plan)
+    assert (one.routers, one.worker.service.host) == (plan.addresses, "::1")

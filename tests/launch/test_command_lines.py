@@ -1,13 +1,14 @@
-"""What makes no sense on a command line is refused and not passed over: words beside the flags, by every script, and what one flag says
-that another does not bear out.
-"""
+"""What makes no sense on a command line is refused and not passed over: words beside the flags, by
+every script, and what one flag says that another does not bear out."""
 
 from pathlib import Path
 
 import pytest
 
+from jdisagg import __version__
 from jdisagg.errors import ConfigError
 from jdisagg.supervisor.supervisor import EXIT_CONFIG
+from launch.__main__ import COMMANDS
 from launch.console import refuse_words
 from tests.launch.script_ends import ends
 
@@ -17,7 +18,11 @@ LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 def test_flags_alone_are_taken_and_words_are_named() -> None:
     refuse_words(["generate"])
     with pytest.raises(
-        ConfigError, match=r"flags alone are taken, got 'upon' 'a' 'time'; write --flag=value, and quote a value that has sp"
+        ConfigError,
+        match=(
+            r"flags alone are taken, got 'upon' 'a' 'time'; write --flag=value, and quote a value"
+            r" that has sp"
+        ),
     ):
         refuse_words(["generate", "upon", "a", "time"])
     with pytest.raises(ConfigError, match=r"'7' \.\.\.; write"):
@@ -28,22 +33,61 @@ def test_a_script_that_is_given_words_ends_with_one_line() -> None:
     for module, status in (("router", EXIT_CONFIG), ("replay_decisions", 1)):
         (end,) = ends(module, ("--log=x", "stray") if module == "replay_decisions" else ("stray",))
         assert (end.status, end.out) == (status, "")
-        assert end.err.startswith("error: flags alone are taken, got 'stray'; ") and end.err.count("\n") == 1
+        assert (
+            end.err.startswith("error: flags alone are taken, got 'stray'; ")
+            and end.err.count("\n") == 1
+        )
 
 
 def test_no_script_passes_words_over() -> None:
-    mains = {path.stem: text for path in LAUNCH.glob("*.py") if "app.run(main)" in (text := path.read_text(encoding="utf-8"))}
-    assert len(mains) > 10
-    assert {name for name, text in mains.items() if "refuse_words(argv)" not in text} == set()
+    mains = {
+        path.stem: text
+        for path in LAUNCH.glob("*.py")
+        if "def main(" in (text := path.read_text(encoding="utf-8")) and path.stem != "__main__"
+    }
+    assert set(mains) == set(COMMANDS)
+    assert {name for name, text in mains.items() if "    run(main, flags" not in text} == set()
+
+
+def test_a_page_shows_all_its_flags_its_version_and_what_is_missing() -> None:
+    shown, version, missing = ends("ask", ("--help",), ("--version",), ())
+    assert (shown.status, shown.err) == (0, "") and shown.out.startswith("usage: ")
+    for name in ("target", "prompt", "authority", "certificate", "key", "server_name"):
+        assert f"--{name}=" in shown.out
+    assert max(map(len, shown.out.splitlines())) <= 100
+    assert (version.status, version.out) == (0, f"jdisagg {__version__}\n")
+    assert missing.status == 1 and missing.err.startswith("error: --prompt is not given; ")
+    assert missing.err.count("\n") == 1
+
+
+def test_a_target_without_a_port_or_with_a_scheme_is_refused_at_once() -> None:
+    for end in ends(
+        "ask", ("--prompt=x", "--target=localhost"), ("--prompt=x", "--target=http://a:8700")
+    ):
+        assert end.status == 1 and "must be host:port" in end.err and end.err.count("\n") == 1
+
+
+def test_what_is_no_routers_setting_is_refused() -> None:
+    (end,) = ends("router", ("--set=max_attempts=4",))
+    assert end.status == EXIT_CONFIG and "limits." in end.err
 
 
 def test_flags_that_mean_nothing_are_refused(tmp_path: Path) -> None:
     (system,) = ends("ask", ("--prompt=x", "--system=be kind"))
     assert (system.status, system.out) == (1, "")
-    assert system.err == "error: --system='be kind' is a chat's and there is none; give --chat, or leave --system away\n"
+    assert (
+        system.err
+        == "error: --system='be kind' is a chat's and there is none; give --chat, or leave --system"
+        " away\n"
+    )
     (deadline,) = ends("switch_role", ("--worker=w", "--role=decode", "--deadline_seconds=-1"))
-    assert deadline.status == 1 and "--deadline_seconds=-1: -1.0 is not a non-negative number" in deadline.err
+    assert (
+        deadline.status == 1
+        and "--deadline_seconds=-1: -1.0 is not a non-negative number" in deadline.err
+    )
     (tmp_path / "empty.jsonl").write_text("")
     (empty,) = ends("replay_decisions", (f"--log={tmp_path / 'empty.jsonl'}",))
     assert (empty.status, empty.out) == (1, "")
-    assert empty.err.startswith(f"error: decision log '{tmp_path / 'empty.jsonl'}' holds no decision; ")
+    assert empty.err.startswith(
+        f"error: decision log '{tmp_path / 'empty.jsonl'}' holds no decision; "
+    )

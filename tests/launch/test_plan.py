@@ -1,4 +1,5 @@
-"""The planner as a command: a plan of a small case from end to end, what it writes, and how it says no."""
+"""The planner as a command: a plan of a small case from end to end, what it writes, and how it says
+no."""
 
 import json
 import subprocess
@@ -9,78 +10,159 @@ import pytest
 
 from jdisagg.config import Mode
 from jdisagg.errors import ConfigError, WorkloadError
-from launch.recipes import load_recipe, load_shape
+from jdisagg.node.recipes import load_recipe, load_shape
 from launch.workload_inputs import check_output, mixture
+from tests import time_scale
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ("--model=llama-3-8b", "--hardware=h100", "--finalists=1", "--most_requests=120", "--ttft=0.4", "--tpot=0.03")
+SMALL = (
+    "--model=llama-3-8b",
+    "--hardware=h100",
+    "--finalists=1",
+    "--most_requests=120",
+    "--ttft=0.4",
+    "--tpot=0.03",
+)
 
 
 def plan(*given: str) -> tuple[int, str, str]:
-    ran = subprocess.run([sys.executable, "-m", "launch.plan", *given], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-m", "launch.plan", *given],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=time_scale.seconds(120),
+        check=False,
+    )
     return ran.returncode, ran.stdout, ran.stderr
 
 
 def test_a_plan_ranks_says_who_wins_and_writes_a_recipe_that_is_read(tmp_path: Path):
     recipe, figures = tmp_path / "best.py", tmp_path / "plan.json"
-    status, out, err = plan(*SMALL, "--accelerators=2", "--mixture=0.7:900/30,0.3:2500/40", f"--output={recipe}", f"--json={figures}")
+    status, out, err = plan(
+        *SMALL,
+        "--accelerators=2",
+        "--mixture=0.7:900/30,0.3:2500/40",
+        f"--output={recipe}",
+        f"--json={figures}",
+    )
     assert (status, err) == (0, "")
     found = json.loads(figures.read_text())
     assert {item["mode"] for item in found["findings"]} == {"disaggregated", "chunked", "unified"}
     carried = [item["per_accelerator"] for item in found["findings"]]
     assert carried == sorted(carried, reverse=True) and carried[-1] > 0
-    assert found["verdict"] in out and ("win" in found["verdict"] or "No clear winner" in found["verdict"])
+    assert found["verdict"] in out and (
+        "win" in found["verdict"] or "No clear winner" in found["verdict"]
+    )
     best, config, shape = found["findings"][0], load_recipe(str(recipe)), load_shape(str(recipe))
     assert config.mode is Mode(best["mode"]) and str(config.decode.layout) == best["decode_layout"]
-    assert (shape.decode or shape.mixed) == best["decode_instances"] and shape.prefill == best["prefill_instances"]
+    assert (shape.decode or shape.mixed) == best["decode_instances"] and shape.prefill == best[
+        "prefill_instances"
+    ]
     assert config.model.context_tokens == 2560 and config.model.dtype == "bfloat16"
-    assert abs(config.decode.pages_per_rank * config.decode.page_size - best["kv_tokens_per_rank"]) < config.decode.page_size  # type: ignore[operator]
+    assert (
+        abs(config.decode.pages_per_rank * config.decode.page_size - best["kv_tokens_per_rank"])
+        < config.decode.page_size
+    )  # type: ignore[operator]
 
 
 REFUSED = (
-    ("--model=llama-3-70b --hardware=h100 --accelerators=1 --mixture=1:100/10", "nothing fits, because the weights of llama-3-70b"),
-    ("--model=llama-3-8b --hardware=h100 --mixture=1:7000/10 --ttft=0.0001", "nothing fits, because no candidate keeps 90%"),
-    ("--model=llama-3-8b --hardware=h100 --mixture=1:9000/10", "error: none of 4000 requests fits a context of 8192"),
+    (
+        "--model=llama-3-70b --hardware=h100 --accelerators=1 --mixture=1:100/10",
+        "error: nothing fits, because the weights of llama-3-70b",
+    ),
+    (
+        "--model=llama-3-8b --hardware=h100 --mixture=1:7000/10 --ttft=0.0001",
+        "error: nothing fits, because no candidate keeps 90%",
+    ),
+    (
+        "--model=llama-3-8b --hardware=h100 --mixture=1:9000/10",
+        "error: none of 4000 requests fits a context of 8192",
+    ),
     ("--model=llama-3-8b --hardware=h200x --mixture=1:100/10", "error: no hardware named 'h200x'"),
-    ("--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --accelerators=0", "error: site: accelerators must be at least 1"),
-    ("--model=llama-3-8b --hardware=h100", "error: the workload: give either --trace=FILE or --mixture"),
-    ("--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --limit=9", "error: --limit counts the requests of a trace"),
-    ("--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --modes=both", "error: --modes: no mode named 'both'"),
-    ("--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --ttft=-1", "error: goal: ttft_seconds must be positive"),
-    ("--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --output=/no/such/plan.py", "error: /no/such/plan.py cannot be written"),
-    ("--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --json=/no/such/plan.json", "error: /no/such/plan.json cannot be written"),
+    (
+        "--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --accelerators=0",
+        "error: site: accelerators must be at least 1",
+    ),
+    (
+        "--model=llama-3-8b --hardware=h100",
+        "error: the workload: give either --trace=FILE or --mixture",
+    ),
+    (
+        "--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --limit=9",
+        "error: --limit counts the requests of a trace",
+    ),
+    (
+        "--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --modes=both",
+        "error: --modes: no mode named 'both'",
+    ),
+    (
+        "--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --ttft=-1",
+        "error: goal: ttft_seconds must be positive",
+    ),
+    (
+        "--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --output=/no/such/plan.py",
+        "error: /no/such/plan.py cannot be written",
+    ),
+    (
+        "--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --json=/no/such/plan.json",
+        "error: /no/such/plan.json cannot be written",
+    ),
     (
         "--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --output=plan.py --choose=4",
         "error: --choose=4 must be a row of the table, 1 to 3",
     ),
-    ("--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --output=plan.py --choose=0", "error: --choose=0 must be a row of the table"),
-    ("--model=llama-3-8b --hardware=h100 --trace=/no/such.csv", "error: /no/such.csv cannot be read"),
+    (
+        "--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --output=plan.py --choose=0",
+        "error: --choose=0 must be a row of the table",
+    ),
+    (
+        "--model=llama-3-8b --hardware=h100 --trace=/no/such.csv",
+        "error: /no/such.csv cannot be read",
+    ),
 )
 # Flags are a process's own: all cases in one process, each with fresh ones.
 PROGRAM = """
 import contextlib, io, json, sys
-from absl import flags
-from absl.testing import flagsaver
-from launch import plan
+from launch import console, plan
 for line in json.loads(sys.argv[1]):
     out, err = io.StringIO(), io.StringIO()
-    with flagsaver.flagsaver(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        flags.FLAGS(["plan", *line.split(), "--finalists=1", "--most_requests=50"])
-        status = plan.main(["plan"])
+    for name in plan.flags.names:
+        plan.flags.values[name].unparse()
+    argv, sys.argv = sys.argv, ["plan", *line.split(), "--finalists=1", "--most_requests=50"]
+    status = 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            console.run(plan.main, plan.flags)
+        except SystemExit as end:
+            status = end.code
+    sys.argv = argv
     print(json.dumps([status, out.getvalue(), err.getvalue()]))
 """
 
 
 def test_what_cannot_be_planned_is_one_line():
     lines = json.dumps([line for line, _ in REFUSED])
-    ran = subprocess.run([sys.executable, "-c", PROGRAM, lines], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM, lines],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=time_scale.seconds(120),
+        check=False,
+    )
     ends = [json.loads(line) for line in ran.stdout.splitlines()]
     assert len(ends) == len(REFUSED), ran.stderr
     for (status, out, err), (line, said) in zip(ends, REFUSED, strict=True):
-        assert (status, out) == (1, "") and err.startswith(said) and err.count("\n") == 1, (line, err)
+        assert (status, out) == (1, "") and err.startswith(said) and err.count("\n") == 1, (
+            line,
+            err,
+        )
 
 
-def test_where_results_cannot_go_is_said_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_where_results_cannot_go_is_said_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     check_output(None, ".json")
     check_output(str(tmp_path / "new.json"), ".json")
     (tmp_path / "old.json").write_text("kept")
@@ -92,13 +174,17 @@ def test_where_results_cannot_go_is_said_before_the_work(tmp_path: Path, monkeyp
             check_output(str(tmp_path / bad), ".json")
     monkeypatch.setattr("os.access", lambda path, mode: False)
     for bad in ("new.json", "old.json"):
-        with pytest.raises(ConfigError, match=f"{bad} cannot be written after the run: .* one that you may write"):
+        with pytest.raises(
+            ConfigError, match=f"{bad} cannot be written after the run: .* one that you may write"
+        ):
             check_output(str(tmp_path / bad), ".json")
 
 
 def test_a_mixture_is_read_part_by_part():
     parts = mixture(["0.8:1000/200", "2:8000/300"]).parts
-    assert [(weight, lengths.prompt_tokens, lengths.output_tokens) for weight, lengths in parts] == [(0.8, 1000, 200), (2.0, 8000, 300)]  # type: ignore[attr-defined]
+    assert [
+        (weight, lengths.prompt_tokens, lengths.output_tokens) for weight, lengths in parts
+    ] == [(0.8, 1000, 200), (2.0, 8000, 300)]  # type: ignore[attr-defined]
     for bad in ("1000/200", "1:1000", "x:1/2", "0:10/10", "1:-5/10", "nan:1/1"):
         with pytest.raises(WorkloadError, match="--mixture"):
             mixture([bad])

@@ -1,4 +1,5 @@
-"""A trace replayed against a real server: what is sent is what the trace says, and what is reported is what the server did."""
+"""A trace replayed against a real server: what is sent is what the trace says, and what is reported
+is what the server did."""
 
 import asyncio
 import csv
@@ -10,10 +11,10 @@ import pytest
 import pytest_asyncio
 
 from jdisagg.errors import ConfigError, WorkloadError
-from jdisagg.scheduler.commands import PrefillChunk
+from jdisagg.messages.step_commands import PrefillChunk
+from jdisagg.node.trace_sender import Progress, PromptMaker, TraceSender
 from jdisagg.simulator.trace_files import write_trace
 from jdisagg.simulator.workloads import Arrival, Fixed, poisson
-from launch.trace_sender import Progress, PromptMaker, TraceSender
 from tests.end_to_end.clusters import config
 from tests.end_to_end.doors import Served, served
 
@@ -28,7 +29,9 @@ async def door():
 
 
 def maker(door: Served, **changed: int) -> PromptMaker:
-    return PromptMaker(door.run.cluster.model.vocabulary, CONTEXT, **{"block_tokens": 16, **changed})  # type: ignore[arg-type]
+    return PromptMaker(
+        door.run.cluster.model.vocabulary, CONTEXT, **{"block_tokens": 16, **changed}
+    )  # type: ignore[arg-type]
 
 
 def prefilled(door: Served) -> dict[int, int]:
@@ -52,17 +55,29 @@ def test_equal_hashes_become_equal_tokens_and_all_others_differ():
     assert one[:1024] == two[:1024] and one[1024:] != two[1024:1200]
     bare = [make.prompt(number, Arrival(0, 600, 5)).token_ids for number in (0, 1)]
     assert bare[0] != bare[1] and bare[0] == make.prompt(0, Arrival(3, 600, 5)).token_ids
-    assert one[:512] != PromptMaker(1000, 4096, block_tokens=512, seed=1).prompt(0, Arrival(0, 1200, 5, (7, 8, 9))).token_ids[:512]
+    assert (
+        one[:512]
+        != PromptMaker(1000, 4096, block_tokens=512, seed=1)
+        .prompt(0, Arrival(0, 1200, 5, (7, 8, 9)))
+        .token_ids[:512]
+    )
     assert all(0 <= token < 1000 for token in (*one, *two, *bare[0]))
 
 
 def test_what_the_context_does_not_hold_is_cut_and_said():
     make = PromptMaker(1000, 100, block_tokens=16)
     assert not make.prompt(0, Arrival(0, 60, 40)).cut
-    for prompt, output, lengths in ((60, 41, (59, 41)), (500, 10, (90, 10)), (500, 500, (50, 50)), (10, 500, (10, 90))):
+    for prompt, output, lengths in (
+        (60, 41, (59, 41)),
+        (500, 10, (90, 10)),
+        (500, 500, (50, 50)),
+        (10, 500, (10, 90)),
+    ):
         made = make.prompt(0, Arrival(0, prompt, output))
         assert (len(made.token_ids), made.output_tokens) == lengths and made.cut
-    made = PromptMaker(1000, 100, block_tokens=16, max_prompt_tokens=20, max_output_tokens=5).prompt(0, Arrival(0, 60, 40))
+    made = PromptMaker(
+        1000, 100, block_tokens=16, max_prompt_tokens=20, max_output_tokens=5
+    ).prompt(0, Arrival(0, 60, 40))
     assert (len(made.token_ids), made.output_tokens, made.cut) == (20, 5, True)
     with pytest.raises(ConfigError, match="max_output_tokens must be at least 1, got 0"):
         PromptMaker(1000, 100, block_tokens=16, max_output_tokens=0)
@@ -75,18 +90,29 @@ def test_what_the_context_does_not_hold_is_cut_and_said():
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_every_arrival_is_served_with_its_lengths_and_its_times_are_in_order(door: Served):
-    arrivals = [Arrival(0.05 * index, 20 + index, 1 + index % 7, tenant="ab"[index % 2]) for index in range(12)]
+    arrivals = [
+        Arrival(0.05 * index, 20 + index, 1 + index % 7, tenant="ab"[index % 2])
+        for index in range(12)
+    ]
     seen: list[Progress] = []
     before = set(prefilled(door))
-    outcomes = await TraceSender(door.client, maker(door), name="lengths").run(arrivals, seen.append)
-    assert [(item.prompt_tokens, item.output_tokens, item.tenant, item.end) for item in outcomes] == [
-        (item.prompt_tokens, item.output_tokens, item.tenant, "finished") for item in arrivals
-    ]
-    # A set: while programs are compiled a hand-off may run out of time, and its prompt is then computed again.
-    assert {length for key, length in prefilled(door).items() if key not in before} == {item.prompt_tokens for item in arrivals}
+    outcomes = await TraceSender(door.client, maker(door), name="lengths").run(
+        arrivals, seen.append
+    )
+    assert [
+        (item.prompt_tokens, item.output_tokens, item.tenant, item.end) for item in outcomes
+    ] == [(item.prompt_tokens, item.output_tokens, item.tenant, "finished") for item in arrivals]
+    # A set: while programs are compiled a hand-off may run out of time, and its prompt is then
+    # computed again.
+    assert {length for key, length in prefilled(door).items() if key not in before} == {
+        item.prompt_tokens for item in arrivals
+    }
     for arrival, outcome in zip(arrivals, outcomes, strict=True):
         assert outcome.arrival == pytest.approx(arrival.at_seconds)
-        assert outcome.first_token is not None and outcome.arrival < outcome.first_token <= outcome.finish
+        assert (
+            outcome.first_token is not None
+            and outcome.arrival < outcome.first_token <= outcome.finish
+        )
         assert (outcome.gaps.count if outcome.gaps else 0) == arrival.output_tokens - 1
     assert (seen[-1].sent, seen[-1].ended, seen[-1].failed, seen[-1].cut) == (12, 12, 0, 0)
     assert seen[-1].tokens == sum(item.output_tokens for item in arrivals)
@@ -95,39 +121,68 @@ async def test_every_arrival_is_served_with_its_lengths_and_its_times_are_in_ord
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_twice_the_speed_halves_the_times_at_which_requests_are_due(door: Served):
-    outcomes = await TraceSender(door.client, maker(door), speed=2.0, name="fast").run([Arrival(3.0, 5, 2), Arrival(3.5, 5, 2)])
+    outcomes = await TraceSender(door.client, maker(door), speed=2.0, name="fast").run(
+        [Arrival(3.0, 5, 2), Arrival(3.5, 5, 2)]
+    )
     assert [item.arrival for item in outcomes] == pytest.approx([0.0, 0.25])
     assert outcomes[1].first_token is not None and outcomes[1].first_token > 0.25
     await door.quiet()
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_request_that_cannot_make_its_deadline_is_an_outcome_and_not_an_end_of_the_replay(door: Served):
+async def test_a_request_that_cannot_make_its_deadline_is_an_outcome_and_not_an_end_of_the_replay(
+    door: Served,
+):
     door.prefill.close()
-    replay = asyncio.create_task(TraceSender(door.client, maker(door), name="late").run([Arrival(0, 9, 3, deadline=0.3), Arrival(0, 9, 3)]))
+    replay = asyncio.create_task(
+        TraceSender(door.client, maker(door), name="late").run(
+            [Arrival(0, 9, 3, deadline=0.3), Arrival(0, 9, 3)]
+        )
+    )
     await asyncio.sleep(0.6)
     door.prefill.open()
     late, fine = await replay
-    assert (late.end, late.output_tokens, late.first_token, late.gaps) == ("deadline", 0, None, None) and late.reason
+    assert (late.end, late.output_tokens, late.first_token, late.gaps) == (
+        "deadline",
+        0,
+        None,
+        None,
+    ) and late.reason
     assert (fine.end, fine.output_tokens) == ("finished", 3)
     await door.quiet()
 
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_command_reports_writes_and_ends_well(door: Served, tmp_path: Path):
-    trace, table, figures = tmp_path / "trace.csv", tmp_path / "requests.csv", tmp_path / "figures.json"
+    trace, table, figures = (
+        tmp_path / "trace.csv",
+        tmp_path / "requests.csv",
+        tmp_path / "figures.json",
+    )
     write_trace(poisson(4.0, 8, Fixed(400, 6), seed=1), trace)
     status, out, err = await command(
-        f"--target={door.target}", f"--trace={trace}", "--rate=20", "--max_prompt_tokens=40", "--ttft=60", "--tpot=60",
-        f"--requests={table}", f"--json={figures}",
-    )  # fmt: skip
+        f"--target={door.target}",
+        f"--trace={trace}",
+        "--rate=20",
+        "--max_prompt_tokens=40",
+        "--ttft=60",
+        "--tpot=60",
+        f"--requests_table={table}",
+        f"--json={figures}",
+    )
     assert status == 0, err
     assert "8 requests (8 finished)" in out and "SLO attainment 100.0 %" in out
     assert "8 of 8 requests were cut" in err
     rows = list(csv.DictReader(table.read_text().splitlines()))
-    assert [(row["prompt_tokens"], row["output_tokens"], row["attained"]) for row in rows] == [("40", "6", "1")] * 8
+    assert [(row["prompt_tokens"], row["output_tokens"], row["attained"]) for row in rows] == [
+        ("40", "6", "1")
+    ] * 8
     told = json.loads(figures.read_text())
-    assert told["ends"] == {"finished": 8} and told["tbt"]["count"] == 40 and told["arrivals_per_second"] == pytest.approx(20)
+    assert (
+        told["ends"] == {"finished": 8}
+        and told["tbt"]["count"] == 40
+        and told["arrivals_per_second"] == pytest.approx(20)
+    )
     await door.quiet()
 
 
@@ -147,14 +202,25 @@ async def test_bad_input_is_one_line_that_names_it(door: Served, tmp_path: Path)
     )
     ends = await asyncio.gather(*(command(f"--target={door.target}", *given) for given, _ in cases))
     for (status, out, err), (_, said) in zip(ends, cases, strict=True):
-        assert (status, out) == (1, "") and err.startswith("error: ") and said in err and err.count("\n") == 1, err
+        assert (
+            (status, out) == (1, "")
+            and err.startswith("error: ")
+            and said in err
+            and err.count("\n") == 1
+        ), err
     with pytest.raises(WorkloadError, match="no requests to send"):
         await TraceSender(door.client, maker(door)).run([])
 
 
 async def command(*given: str) -> tuple[int | None, str, str]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "launch.replay_trace", *given, cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        sys.executable,
+        "-m",
+        "launch.replay_trace",
+        *given,
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
     out, err = await asyncio.wait_for(process.communicate(), 60)
     return process.returncode, out.decode(), err.decode()

@@ -1,7 +1,7 @@
-"""A worker process changes its role: the same weights in another layout, everything else afresh, and back again when that fails.
+"""A worker process changes its role: the same weights in another layout, everything else afresh,
+and back again when that fails.
 
-The process runs inside the test, on its loop; it is asked over gRPC as a router would ask.
-"""
+The process runs inside the test, on its loop; it is asked over gRPC as a router would ask."""
 
 import asyncio
 import gc
@@ -15,16 +15,17 @@ from collections.abc import Sequence
 import pytest
 
 from jdisagg.clock import MonotonicClock
-from jdisagg.dispatch.ports import WorkerRole
-from jdisagg.dispatch.roles import SwitchCall, SwitchState
 from jdisagg.engine.instance import Instance, Loaded
 from jdisagg.errors import ConfigError, InvalidRequestError, JdisaggError, LayoutError
 from jdisagg.executor.mesh_executor import MeshExecutor
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.roles import SwitchCall, SwitchState
+from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device
+from jdisagg.node.role_state import Role, RoleState, fixed_because
 from jdisagg.service.remote_ports import RemoteWorker
 from jdisagg.supervisor.supervisor import EXIT_BROKEN
-from launch.role_keeper import Role, RoleKeeper, fixed_because
+from tests import time_scale
 from tests.launch.role_lives import DECODE, PREFILL, Running, failing, real, worker
 
 
@@ -44,20 +45,32 @@ async def test_a_worker_changes_its_role_and_back_without_reading_its_files_agai
         assert (first.state, first.role, first.switch_id) == (SwitchState.NONE, PREFILL, 0)
         assert await role_of(running, PREFILL) == ("prefill", "dp=1,tp=2,ep=1")
         there = await running.switch(7, DECODE, "dp=2")
-        assert (there.state, there.switch_id, there.role, there.layout) == (SwitchState.DONE, 7, DECODE, Layout(dp=2)), there.reason
+        assert (there.state, there.switch_id, there.role, there.layout) == (
+            SwitchState.DONE,
+            7,
+            DECODE,
+            Layout(dp=2),
+        ), there.reason
         assert there.boot_id != first.boot_id and there.total_seconds > 0
         assert await role_of(running, DECODE) == ("decode", "dp=2,tp=1,ep=1")
         with pytest.raises(JdisaggError):
             await role_of(running, PREFILL)
         back = await running.switch(8, PREFILL, "tp=2")
-        assert (back.state, back.role, back.layout) == (SwitchState.DONE, PREFILL, Layout(tp=2)), back.reason
+        assert (back.state, back.role, back.layout) == (SwitchState.DONE, PREFILL, Layout(tp=2)), (
+            back.reason
+        )
         assert running.loads == ["dp=1,tp=2,ep=1"]  # type: ignore[attr-defined]
     assert running.task.result() == 0
 
 
-async def test_memory_on_the_devices_does_not_grow_with_changes_of_role_and_programs_are_kept() -> None:
+@pytest.mark.ci
+async def test_memory_on_the_devices_does_not_grow_with_changes_of_role_and_programs_are_kept() -> (
+    None
+):
     """In a process of its own: what threads of tests before still hold is not the worker's."""
-    lives = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.launch.role_lives", stdout=asyncio.subprocess.PIPE)
+    lives = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.launch.role_lives", stdout=asyncio.subprocess.PIPE
+    )
     output, _ = await lives.communicate()
     assert lives.returncode == 0, output.decode()
     measured = json.loads(output.splitlines()[-1])
@@ -69,13 +82,21 @@ async def test_memory_on_the_devices_does_not_grow_with_changes_of_role_and_prog
 async def test_a_change_that_fails_midway_brings_the_old_role_back() -> None:
     async with worker(failing) as running:
         report = await running.switch(7, DECODE, "dp=2")
-        assert (report.state, report.role, report.layout) == (SwitchState.FAILED, PREFILL, Layout(tp=2))
+        assert (report.state, report.role, report.layout) == (
+            SwitchState.FAILED,
+            PREFILL,
+            Layout(tp=2),
+        )
         assert "MemoryError: no room for it" in report.reason
         assert await role_of(running, PREFILL) == ("prefill", "dp=1,tp=2,ep=1")
-        assert len(running.loads) == 2, "what is left of the weights is not known: they are read again"  # type: ignore[attr-defined]
+        assert len(running.loads) == 2, (
+            "what is left of the weights is not known: they are read again"
+        )  # type: ignore[attr-defined]
 
 
-async def test_a_life_that_fails_as_it_warms_up_keeps_neither_threads_nor_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_life_that_fails_as_it_warms_up_keeps_neither_threads_nor_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     executors: list[weakref.ref[MeshExecutor]] = []
 
     async def fails_the_second_time(instance: Instance, progress: object) -> None:
@@ -83,7 +104,7 @@ async def test_a_life_that_fails_as_it_warms_up_keeps_neither_threads_nor_pages(
         if len(executors) == 2:
             raise MemoryError("no room for it")
 
-    monkeypatch.setattr("launch.worker_life.warm_up", fails_the_second_time)
+    monkeypatch.setattr("jdisagg.node.worker.warm_up", fails_the_second_time)
     async with worker(warm_up=True) as running:
         report = await running.switch(7, DECODE, "dp=2")
         assert (report.state, report.role) == (SwitchState.FAILED, PREFILL)
@@ -92,12 +113,14 @@ async def test_a_life_that_fails_as_it_warms_up_keeps_neither_threads_nor_pages(
         assert len([thread for thread in threading.enumerate() if thread.name == "w-dispatch"]) == 1
 
 
-async def test_a_worker_that_cannot_come_back_ends_so_that_it_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_cannot_come_back_ends_so_that_it_is_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with worker(failing) as running:
         monkeypatch.setattr("models.checkpoint.load_config", None)
         monkeypatch.setattr("tests.launch.role_lives.load_model", failing)
         await running.port.switch_role(SwitchCall(7, DECODE, Layout(dp=2)))
-        await asyncio.wait({running.task}, timeout=30)
+        await asyncio.wait({running.task}, timeout=time_scale.seconds(30))
         assert running.task.result() == EXIT_BROKEN
 
 
@@ -110,7 +133,9 @@ async def test_a_worker_that_cannot_come_back_ends_so_that_it_is_started_again(m
         (DECODE, "dp=2,ep=2", LayoutError, "no experts"),
     ],
 )
-async def test_what_cannot_work_is_refused_before_anything_is_given_up(role: WorkerRole, layout: str, kind: type, message: str) -> None:
+async def test_what_cannot_work_is_refused_before_anything_is_given_up(
+    role: WorkerRole, layout: str, kind: type, message: str
+) -> None:
     async with worker() as running:
         before = await running.report()
         with pytest.raises(kind, match=message):
@@ -125,8 +150,16 @@ async def test_a_worker_that_was_not_told_how_keeps_its_role() -> None:
 
 
 async def test_of_an_instance_of_several_processes_none_changes_and_what_helps_is_said() -> None:
-    keeper = RoleKeeper("w", Role(PREFILL, Layout(tp=2)), 2, MonotonicClock(), fixed_because(2, True))
-    with pytest.raises(ConfigError, match="worker 'w' cannot change its role: its instance has 2 processes.*end it and start it as"):
+    keeper = RoleState(
+        "w", Role(PREFILL, Layout(tp=2)), 2, MonotonicClock(), fixed_because(2, True)
+    )
+    with pytest.raises(
+        ConfigError,
+        match=(
+            "worker 'w' cannot change its role: its instance has 2 processes.*end it and start"
+            " it as"
+        ),
+    ):
         await keeper.switch_role(SwitchCall(7, DECODE, Layout(dp=2)))
     assert not keeper.asked.is_set() and (await keeper.switch_report()).state is SwitchState.NONE
 
@@ -138,5 +171,5 @@ async def test_a_signal_between_two_lives_ends_the_process() -> None:
 
     async with worker(interrupted) as running:
         await running.port.switch_role(SwitchCall(7, DECODE, Layout(dp=2)))
-        await asyncio.wait({running.task}, timeout=30)
+        await asyncio.wait({running.task}, timeout=time_scale.seconds(30))
         assert running.task.result() == 0

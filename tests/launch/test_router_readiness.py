@@ -1,4 +1,5 @@
-"""When a router says that it is ready: the router as it runs, over real gRPC, with toy workers that register with it."""
+"""When a router says that it is ready: the router as it runs, over real gRPC, with toy workers that
+register with it."""
 
 import asyncio
 import contextlib
@@ -12,14 +13,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jdisagg.client import AsyncClient
 from jdisagg.config import ServiceConfig
-from jdisagg.dispatch.ports import Reservation, ReserveCall, WorkerRole
-from jdisagg.dispatch.roster import ModelCard, WorkerCard
 from jdisagg.errors import OverloadedError
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.ports import Reservation, ReserveCall
+from jdisagg.messages.registry import ModelCard, WorkerCard
+from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.node.cluster_plan import free_ports
+from jdisagg.node.router import Router, RouterConfig
 from jdisagg.observe.canary_probe import CANARY_TENANT
 from jdisagg.service.registry import RegistryClient
-from launch.cluster_plan import free_ports
-from launch.router_life import Router, RouterConfig
+from jdisagg.timeouts import MembershipTimeouts
+from jdisagg.worker.decode_worker import DecodeWorker
 from tests.service.doors import byte_tokenizer, eventually
 from tests.service.test_cluster_over_grpc import Served, served
 
@@ -30,13 +34,22 @@ MODEL = ModelCard("toy", "toy", 89, 64, "float32", 64, "f00")
 async def routed(workers: Served) -> AsyncIterator[str]:
     """A router over these workers, until it is signalled; what it listens on."""
     (port,) = free_ports("127.0.0.1", 1)
-    running = asyncio.create_task(Router(RouterConfig(service=ServiceConfig(port=port)), byte_tokenizer(), "toy").run())
+    running = asyncio.create_task(
+        Router(RouterConfig(service=ServiceConfig(port=port)), byte_tokenizer(), "toy").run()
+    )
     address, links = f"127.0.0.1:{port}", []
     for worker, role, at in zip(
-        (workers.cluster.prefill, workers.cluster.decode), (WorkerRole.PREFILL, WorkerRole.DECODE), workers.addresses, strict=True
+        (workers.cluster.prefill, workers.cluster.decode),
+        (WorkerRole.PREFILL, WorkerRole.DECODE),
+        workers.addresses,
+        strict=True,
     ):
         card = WorkerCard(worker.name, worker.boot_id, role, at, Layout(), MODEL)
-        links.append(RegistryClient((address,), card, worker.status, heartbeat_seconds=0.02))
+        links.append(
+            RegistryClient(
+                (address,), card, worker.status, timeouts=MembershipTimeouts(heartbeat_seconds=0.02)
+            )
+        )
         links[-1].start()
     try:
         await eventually(lambda: all(link.registered for link in links))
@@ -55,24 +68,24 @@ async def serving(address: str) -> bool:
     return reply.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_a_router_whose_workers_are_too_busy_for_a_canary_is_ready_by_what_its_clients_get(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with served() as workers:
-        decode, canaries = workers.cluster.decode, 0
-        reserve = decode.reserve
+async def test_a_router_whose_workers_are_too_busy_for_a_canary_is_ready_by_what_its_clients_get(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    canaries, reserve = 0, DecodeWorker.reserve
 
-        async def full_for_canaries(call: ReserveCall) -> Reservation:
-            nonlocal canaries
-            if call.request.tenant == CANARY_TENANT:
-                canaries += 1
-                raise OverloadedError("others are in front")
-            return await reserve(call)
+    async def full_for_canaries(worker: DecodeWorker, call: ReserveCall) -> Reservation:
+        nonlocal canaries
+        if call.request.tenant == CANARY_TENANT:
+            canaries += 1
+            raise OverloadedError("others are in front")
+        return await reserve(worker, call)
 
-        monkeypatch.setattr(decode, "reserve", full_for_canaries)
-        async with routed(workers) as address, AsyncClient(address) as client:
-            await eventually(lambda: canaries > 0)
-            assert not await serving(address), "nothing has shown yet that KV moves"
-            answer = await client.complete(token_ids=[1, 2, 3], max_tokens=8, ignore_eos=True)
-            assert len(answer.choices[0].token_ids) == 8
-            async with asyncio.timeout(20):
-                while not await serving(address):
-                    await asyncio.sleep(0.05)
+    monkeypatch.setattr(DecodeWorker, "reserve", full_for_canaries)
+    async with served() as workers, routed(workers) as address, AsyncClient(address) as client:
+        await eventually(lambda: canaries > 0)
+        assert not await serving(address), "nothing has shown yet that KV moves"
+        answer = await client.complete(token_ids=[1, 2, 3], max_tokens=8, ignore_eos=True)
+        assert len(answer.choices[0].token_ids) == 8
+        async with asyncio.timeout(20):
+            while not await serving(address):
+                await asyncio.sleep(0.05)

@@ -5,29 +5,40 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import time_scale
+
 ROOT = Path(__file__).resolve().parents[2]
-# launch.serve as it is, but for the engine: what compiles here is a thread that does not let itself be interrupted either.
+# launch.serve as it is, but for the engine: what compiles here is a thread that does not let itself
+# be interrupted either.
 SERVE = """
 import asyncio, sys, time
 from types import SimpleNamespace
-from absl import app
-from launch import serve
+from launch import console, serve
 
 class Compiling:
     def __init__(self, *_):
-        self.cluster = SimpleNamespace(stop=self.start, path=SimpleNamespace(placing=None))
-    async def start(self):
+        self.cluster = SimpleNamespace(stop=self.stop, path=SimpleNamespace(placing=None))
+    async def stop(self):
+        pass
+    async def start(self, **_):
         print("compiling", flush=True)
         await asyncio.to_thread(time.sleep, 60)
 
-serve.Deployment = Compiling
-app.run(serve.main, ["serve", "--port=0"])
+serve.deployment_of = Compiling
+sys.argv = ["serve", "--port=0"]
+console.run(serve.main, serve.flags)
 """
 
 
 def test_a_server_that_still_compiles_ends_at_once_and_without_a_word_at_either_signal() -> None:
     started = [
-        subprocess.Popen([sys.executable, "-c", SERVE], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", SERVE],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for _ in range(2)
     ]
     for process, number in zip(started, (signal.SIGINT, signal.SIGTERM), strict=True):
@@ -36,7 +47,7 @@ def test_a_server_that_still_compiles_ends_at_once_and_without_a_word_at_either_
             line = process.stdout.readline()
             assert line == "compiling\n", process.stderr.read()
             process.send_signal(number)
-            out, err = process.communicate(timeout=10)
+            out, err = process.communicate(timeout=time_scale.seconds(10))
         finally:
             process.kill()
         assert (process.returncode, out, err) == (128 + number, "", "")

@@ -1,22 +1,26 @@
-"""Whether a worker like this one was warm before is known by all that decides which programs there are."""
+"""Whether a worker like this one was warm before is known by all that decides which programs there
+are."""
 
 from dataclasses import replace
 from pathlib import Path
 
-from jdisagg.config import InstanceConfig, LimitsConfig, ServiceConfig
-from jdisagg.dispatch.ports import WorkerRole
-from jdisagg.engine.instance import WorkerConfig
+from jdisagg.config import InstanceConfig, LimitsConfig, ServiceConfig, WorkerConfig
 from jdisagg.layout.axes import Layout
-from launch.warmed import FIRST_GUESS_SECONDS, Loading, WarmedBefore
+from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.node.warm_up import FIRST_GUESS_SECONDS, Loading, WarmedBefore
 
 
 def config(cache: Path | str) -> WorkerConfig:
     return WorkerConfig(instance=InstanceConfig(layout=Layout(tp=2)), compilation_cache=str(cache))
 
 
-def test_a_worker_that_was_warm_is_found_again_at_another_port_and_with_other_limits(tmp_path: Path) -> None:
+def test_a_worker_that_was_warm_is_found_again_at_another_port_and_with_other_limits(
+    tmp_path: Path,
+) -> None:
     WarmedBefore(config(tmp_path), WorkerRole.DECODE, "model").note()
-    moved = replace(config(tmp_path), service=ServiceConfig(port=1), limits=LimitsConfig(pull_seconds=1.0))
+    moved = replace(
+        config(tmp_path), service=ServiceConfig(port=1), limits=LimitsConfig(pull_seconds=1.0)
+    )
     assert WarmedBefore(moved, WorkerRole.DECODE, "model").found()
 
 

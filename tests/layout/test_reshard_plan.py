@@ -1,4 +1,5 @@
-"""A plan, executed with numpy, against gather-then-scatter, over random shardings with uneven replication."""
+"""A plan, executed with numpy, against gather-then-scatter, over random shardings with uneven
+replication."""
 
 from itertools import pairwise, product
 
@@ -21,10 +22,15 @@ def execute(
     plan: ReshardPlan, shards: dict[int, np.ndarray], destination: Placement
 ) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
     """The received shards, and how often each of their elements was written."""
-    received = {device: np.full([stop - start for start, stop in box], -1) for device, box in destination.items()}
+    received = {
+        device: np.full([stop - start for start, stop in box], -1)
+        for device, box in destination.items()
+    }
     writes = {device: np.zeros_like(shard) for device, shard in received.items()}
     for piece in plan.pieces:
-        received[piece.destination][slices(piece.destination_slice)] = shards[piece.source][slices(piece.source_slice)]
+        received[piece.destination][slices(piece.destination_slice)] = shards[piece.source][
+            slices(piece.source_slice)
+        ]
         writes[piece.destination][slices(piece.destination_slice)] += 1
     return received, writes
 
@@ -47,13 +53,15 @@ def partial_boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 
 @st.composite
 def reshards(draw: st.DrawFn) -> tuple[tuple[int, ...], Placement, Placement]:
-    """A shape; a source that covers it, each cell held by one to three devices, some devices holding odd extra boxes; any destination."""
+    """A shape; a source that covers it, each cell held by one to three devices, some devices
+    holding odd extra boxes; any destination."""
     shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
     held = [box for box in draw(grids(shape)) for _ in range(draw(st.integers(1, 3)))]
     held += draw(st.lists(partial_boxes(shape), max_size=2))
     wanted = [box for box in draw(grids(shape)) for _ in range(draw(st.integers(1, 2)))]
     wanted += draw(st.lists(partial_boxes(shape), max_size=2))
-    shared = draw(st.integers(0, len(held)))  # the last `shared` source devices are destinations too
+    # the last `shared` source devices are destinations too
+    shared = draw(st.integers(0, len(held)))
     ids = draw(st.permutations(range(len(held))))
     source = {ids[index]: box for index, box in enumerate(held)}
     return shape, source, {len(held) - shared + index: box for index, box in enumerate(wanted)}
@@ -67,12 +75,18 @@ def test_a_plan_does_what_gather_then_scatter_does_and_writes_each_byte_once(
     shape, source, destination = case
     whole = np.arange(volume(tuple((0, size) for size in shape))).reshape(shape)
     plan = plan_reshard(source, destination, turn=turn)
-    received, writes = execute(plan, {device: whole[slices(box)] for device, box in source.items()}, destination)
+    received, writes = execute(
+        plan, {device: whole[slices(box)] for device, box in source.items()}, destination
+    )
     for device, box in destination.items():
         np.testing.assert_array_equal(received[device], whole[slices(box)])
         assert (writes[device] == 1).all()
-    assert sum(plan.bytes_per_pair(ITEMSIZE).values()) + plan.local_bytes(ITEMSIZE) == ITEMSIZE * sum(map(volume, destination.values()))
-    assert plan == plan_reshard(dict(reversed(list(source.items()))), dict(reversed(list(destination.items()))), turn=turn)
+    assert sum(plan.bytes_per_pair(ITEMSIZE).values()) + plan.local_bytes(
+        ITEMSIZE
+    ) == ITEMSIZE * sum(map(volume, destination.values()))
+    assert plan == plan_reshard(
+        dict(reversed(list(source.items()))), dict(reversed(list(destination.items()))), turn=turn
+    )
 
 
 @settings(max_examples=300, deadline=None)
@@ -111,12 +125,17 @@ def test_replicas_of_one_shard_differ_by_at_most_its_largest_piece(data: st.Data
     wanted = [box for box in data.draw(grids(shape)) for _ in range(data.draw(st.integers(1, 4)))]
     plan = plan_reshard(source, {100 + index: box for index, box in enumerate(wanted)})
     for group in groups:
-        sent = [sum(piece.elements for piece in plan.pieces if piece.source == device) for device in group]
+        sent = [
+            sum(piece.elements for piece in plan.pieces if piece.source == device)
+            for device in group
+        ]
         largest = max(piece.elements for piece in plan.pieces if piece.source in group)
         assert max(sent) - min(sent) <= largest
 
 
-@pytest.mark.parametrize(("source_parts", "destination_parts"), list(product((1, 2, 3, 6), repeat=2)))
+@pytest.mark.parametrize(
+    ("source_parts", "destination_parts"), list(product((1, 2, 3, 6), repeat=2))
+)
 def test_a_granule_gives_all_pieces_one_shape(source_parts: int, destination_parts: int) -> None:
     heads, granule = 12, int(np.gcd(12 // source_parts, 12 // destination_parts))
 
@@ -126,10 +145,16 @@ def test_a_granule_gives_all_pieces_one_shape(source_parts: int, destination_par
 
     source, destination = split(source_parts, 0), split(destination_parts, 10)
     plan = plan_reshard(source, destination, granule=(5, granule))
-    assert {tuple(stop - start for start, stop in piece.box) for piece in plan.pieces} == {(5, granule)}
-    assert [len(plan.by_destination[device]) for device in destination] == [heads // destination_parts // granule] * destination_parts
+    assert {tuple(stop - start for start, stop in piece.box) for piece in plan.pieces} == {
+        (5, granule)
+    }
+    assert [len(plan.by_destination[device]) for device in destination] == [
+        heads // destination_parts // granule
+    ] * destination_parts
     whole = np.arange(5 * heads).reshape(5, heads)
-    received, _ = execute(plan, {device: whole[slices(box)] for device, box in source.items()}, destination)
+    received, _ = execute(
+        plan, {device: whole[slices(box)] for device, box in source.items()}, destination
+    )
     for device, box in destination.items():
         np.testing.assert_array_equal(received[device], whole[slices(box)])
 
@@ -144,7 +169,13 @@ def test_a_device_that_holds_the_bytes_already_reads_its_own() -> None:
 
 def test_replicas_take_turns_over_many_plans() -> None:
     source, destination = {0: ((0, 4),), 1: ((0, 4),), 2: ((0, 4),)}, {9: ((0, 4),)}
-    assert [plan_reshard(source, destination, turn=turn).pieces[0].source for turn in range(5)] == [0, 1, 2, 0, 1]
+    assert [plan_reshard(source, destination, turn=turn).pieces[0].source for turn in range(5)] == [
+        0,
+        1,
+        2,
+        0,
+        1,
+    ]
 
 
 def test_an_empty_box_gets_no_piece() -> None:
@@ -153,12 +184,17 @@ def test_an_empty_box_gets_no_piece() -> None:
 
 
 def test_a_source_that_does_not_cover_the_destination_is_refused_with_the_missing_box() -> None:
-    with pytest.raises(LayoutError, match=r"device 7 needs \(\(4, 6\),\).*no source device holds.*\(0, 2\).*\(2, 4\)"):
+    with pytest.raises(
+        LayoutError,
+        match=r"device 7 needs \(\(4, 6\),\).*no source device holds.*\(0, 2\).*\(2, 4\)",
+    ):
         plan_reshard({0: ((0, 2),), 1: ((2, 4),)}, {7: ((1, 6),)})
 
 
 def test_sides_of_different_rank_are_refused_with_both_numbers() -> None:
-    with pytest.raises(LayoutError, match="source device 0 holds a box of 2 dimensions.*destination has 1"):
+    with pytest.raises(
+        LayoutError, match="source device 0 holds a box of 2 dimensions.*destination has 1"
+    ):
         plan_reshard({0: ((0, 2), (0, 2))}, {7: ((0, 2),)})
 
 
@@ -168,7 +204,8 @@ def test_a_backward_box_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("granule", "message"), [((3,), "multiples of the granule 3"), ((0,), "positive steps"), ((2, 2), "1 positive steps")]
+    ("granule", "message"),
+    [((3,), "multiples of the granule 3"), ((0,), "positive steps"), ((2, 2), "1 positive steps")],
 )
 def test_a_granule_that_does_not_fit_is_refused(granule: tuple[int, ...], message: str) -> None:
     with pytest.raises(LayoutError, match=message):

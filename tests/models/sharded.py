@@ -1,4 +1,5 @@
-"""Runs a loaded model on its mesh, each dp rank with a sequence of its own, as the programs do but with dense attention."""
+"""Runs a loaded model on its mesh, each dp rank with a sequence of its own, as the programs do but
+with dense attention."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,15 @@ def sharded_logits(loaded: LoadedModel, tokens_BT: np.ndarray) -> np.ndarray:
         return model(tokens_T, jnp.arange(tokens_T.shape[0]), dense_causal_attend, shards)
 
     specs = (param_specs(loaded.model, layout), PartitionSpec("dp"))
-    run = jax.jit(jax.shard_map(forward, mesh=loaded.mesh, in_specs=specs, out_specs=PartitionSpec("dp"), check_vma=False))
+    run = jax.jit(
+        jax.shard_map(
+            forward,
+            mesh=loaded.mesh,
+            in_specs=specs,
+            out_specs=PartitionSpec("dp"),
+            check_vma=False,
+        )
+    )
     logits = np.asarray(run(tuple(leaves), jnp.asarray(tokens_BT.reshape(-1))))
     assert np.isneginf(logits[:, vocabulary:]).all()
     return logits.reshape(*tokens_BT.shape, -1)[:, :, :vocabulary]

@@ -1,4 +1,5 @@
-"""One checkpoint under every layout, in both forms, each device reading only its slices; what does not fit is listed."""
+"""One checkpoint under every layout, in both forms, each device reading only its slices; what does
+not fit is listed."""
 
 import json
 import os
@@ -20,6 +21,8 @@ from jdisagg.layout.axes import Layout
 from launch.convert import convert
 from models.checkpoint import load_model
 from models.safetensors_files import SafetensorsFiles
+from tests import time_scale
+from tests.lanes import first_quick
 from tests.models.sharded import sharded_logits
 
 ROOT = Path(__file__).parents[2]
@@ -44,11 +47,21 @@ def _load(directory: Path, layout: str = "", **options: str):
     return load_model(directory, parsed, jax.devices()[: parsed.devices], **options)
 
 
-@pytest.mark.parametrize(("name", "layout"), [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        case
+        for name, layouts in LAYOUTS.items()
+        for case in first_quick((name, layout) for layout in layouts)
+    ],
+)
 def test_logits_do_not_depend_on_the_layout(name: str, layout: str) -> None:
     expected = np.load(GOLDEN / name / "expected.npz")
     ranks = Layout.parse(layout).dp
-    logits_BTV = sharded_logits(_load(GOLDEN / name, layout), np.stack([np.roll(expected["prompt"], rank) for rank in range(ranks)]))
+    logits_BTV = sharded_logits(
+        _load(GOLDEN / name, layout),
+        np.stack([np.roll(expected["prompt"], rank) for rank in range(ranks)]),
+    )
     assert np.abs(logits_BTV[0] - expected["logits"]).max() < 2e-4
 
 
@@ -59,9 +72,17 @@ def test_layers_of_one_configuration_have_equal_structure() -> None:
 
 
 def test_bfloat16_weights_are_the_stored_ones_in_either_orientation() -> None:
-    stored = SafetensorsFiles.from_directory(GOLDEN / "qwen3").read("model.layers.0.mlp.up_proj.weight", (slice(None),) * 2)
-    on_cpu, elsewhere = (_load(GOLDEN / "qwen3", "tp=2", dtype="bfloat16", platform=platform).model for platform in ("cpu", "tpu"))
-    for kernel, expected in ((on_cpu.layers[0].mlp.up.kernel, stored), (elsewhere.layers[0].mlp.up.kernel, stored.T)):
+    stored = SafetensorsFiles.from_directory(GOLDEN / "qwen3").read(
+        "model.layers.0.mlp.up_proj.weight", (slice(None),) * 2
+    )
+    on_cpu, elsewhere = (
+        _load(GOLDEN / "qwen3", "tp=2", dtype="bfloat16", platform=platform).model
+        for platform in ("cpu", "tpu")
+    )
+    for kernel, expected in (
+        (on_cpu.layers[0].mlp.up.kernel, stored),
+        (elsewhere.layers[0].mlp.up.kernel, stored.T),
+    ):
         assert kernel[...].dtype == ml_dtypes.bfloat16
         np.testing.assert_array_equal(np.asarray(kernel[...]), expected)
 
@@ -88,15 +109,24 @@ def test_a_process_reads_each_slice_once(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_experts_may_be_stored_fused(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / MOE, tmp_path / "model")
     files = SafetensorsFiles.from_directory(GOLDEN / MOE)
-    tensors = {name: np.array(files.read(name, (slice(None),) * len(shape)), np.float32) for name, shape in files.shapes().items()}
+    tensors = {
+        name: np.array(files.read(name, (slice(None),) * len(shape)), np.float32)
+        for name, shape in files.shapes().items()
+    }
     for layer in (1, 2):
         prefix = f"model.layers.{layer}.mlp.experts."
-        gate, up, down = ([tensors.pop(f"{prefix}{expert}.{kind}_proj.weight") for expert in range(8)] for kind in ("gate", "up", "down"))
+        gate, up, down = (
+            [tensors.pop(f"{prefix}{expert}.{kind}_proj.weight") for expert in range(8)]
+            for kind in ("gate", "up", "down")
+        )
         tensors[prefix + "gate_up_proj"] = np.concatenate((np.stack(gate), np.stack(up)), axis=1)
         tensors[prefix + "down_proj"] = np.stack(down)
     save_file(tensors, tmp_path / "model" / "model.safetensors")
     for layout in ("dp=2,tp=2,ep=4", "dp=1,tp=2,ep=1"):
-        expected, got = (jax.tree.leaves(nnx.state(_load(path, layout).model)) for path in (GOLDEN / MOE, tmp_path / "model"))
+        expected, got = (
+            jax.tree.leaves(nnx.state(_load(path, layout).model))
+            for path in (GOLDEN / MOE, tmp_path / "model")
+        )
         for one, other in zip(expected, got, strict=True):
             np.testing.assert_array_equal(one, other)
 
@@ -104,8 +134,14 @@ def test_experts_may_be_stored_fused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [MOE, "llama_biased"])
 def test_the_orbax_form_loads_under_any_layout_and_orientation(name: str, tmp_path: Path) -> None:
     convert(GOLDEN / name, tmp_path / "orbax", "auto", devices=2)
-    for layout, dtype in (("dp=2,tp=2" if name != MOE else "dp=2,tp=2,ep=4", "float32"), ("tp=4", "bfloat16")):
-        expected, got = (jax.tree.leaves(nnx.state(_load(path, layout, dtype=dtype).model)) for path in (GOLDEN / name, tmp_path / "orbax"))
+    for layout, dtype in (
+        ("dp=2,tp=2" if name != MOE else "dp=2,tp=2,ep=4", "float32"),
+        ("tp=4", "bfloat16"),
+    ):
+        expected, got = (
+            jax.tree.leaves(nnx.state(_load(path, layout, dtype=dtype).model))
+            for path in (GOLDEN / name, tmp_path / "orbax")
+        )
         for one, other in zip(expected, got, strict=True):
             assert one.sharding == other.sharding
             np.testing.assert_array_equal(one, other)
@@ -133,24 +169,49 @@ for directory in sys.argv[1:]:
 def test_an_orbax_checkpoint_that_was_copied_in_part_is_refused_in_one_line(tmp_path: Path) -> None:
     whole, copies = tmp_path / "whole", []
     convert(GOLDEN / DENSE, whole, "auto", devices=1)
-    weights = max((path for path in (whole / "orbax").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    weights = max(
+        (path for path in (whole / "orbax").rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
     for path in (whole / "orbax" / "_METADATA", whole / "orbax" / "manifest.ocdbt", weights):
         copies.append(shutil.copytree(whole, tmp_path / f"without {path.name}"))
-        (copies[-1] / path.relative_to(whole)).write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    # In a process of its own: Orbax leaves its other reads unfinished, and the interpreter tells of them at any time after.
-    command, environment = [sys.executable, "-c", LOAD_ALL, *map(str, copies)], os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        (copies[-1] / path.relative_to(whole)).write_bytes(
+            path.read_bytes()[: path.stat().st_size // 2]
+        )
+    # In a process of its own: Orbax leaves its other reads unfinished, and the interpreter tells of
+    # them at any time after.
+    command, environment = (
+        [sys.executable, "-c", LOAD_ALL, *map(str, copies)],
+        os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=time_scale.seconds(300),
+    )
     said = done.stdout.splitlines()
     assert len(said) == len(copies), (done.stdout, done.stderr)
     for line, copy in zip(said, copies, strict=True):
-        assert re.fullmatch(f"{copy}/orbax cannot be read as an Orbax checkpoint .*; convert it again", line)
+        assert re.fullmatch(
+            f"{copy}/orbax cannot be read as an Orbax checkpoint .*; convert it again", line
+        )
 
 
-def test_a_destination_that_cannot_be_written_is_refused_before_the_weights_are_loaded(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("launch.convert.load_model", lambda *_, **__: pytest.fail("weights were loaded"))
+def test_a_destination_that_cannot_be_written_is_refused_before_the_weights_are_loaded(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(
+        "launch.convert.load_model", lambda *_, **__: pytest.fail("weights were loaded")
+    )
     (tmp_path / "file").write_text("")
     (tmp_path / "full" / "orbax").mkdir(parents=True)
-    for destination, message in (("file/x", "destination: folder '.*file/x' cannot be used: Not a directory"), ("full", "already holds")):
+    for destination, message in (
+        ("file/x", "destination: folder '.*file/x' cannot be used: Not a directory"),
+        ("full", "already holds"),
+    ):
         with pytest.raises(ConfigError, match=message):
             convert(GOLDEN / MOE, tmp_path / destination, "auto", devices=1)
     with pytest.raises(CheckpointError):
@@ -162,25 +223,45 @@ def test_missing_extra_and_misshapen_tensors_are_listed_together(checkpoint: Pat
     tensors = load_file(checkpoint / "model.safetensors")
     del tensors["model.norm.weight"]
     tensors["model.layers.0.mlp.up_proj.weight"] = np.zeros((47, 32), np.float32)
-    tensors |= {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32), "surprise": np.zeros(3, np.float32)}
+    tensors |= {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32),
+        "surprise": np.zeros(3, np.float32),
+    }
     save_file(tensors, checkpoint / "model.safetensors")
     with pytest.raises(CheckpointError) as raised:
         _load(checkpoint)
     assert "1 missing: model.norm.weight (32,)" in raised.value.message
-    assert "1 of another shape: model.layers.0.mlp.up_proj.weight is (47, 32), not (48, 32)" in raised.value.message
-    assert "1 not known: surprise (3,)" in raised.value.message and "inv_freq" not in raised.value.message
+    assert (
+        "1 of another shape: model.layers.0.mlp.up_proj.weight is (47, 32), not (48, 32)"
+        in raised.value.message
+    )
+    assert (
+        "1 not known: surprise (3,)" in raised.value.message
+        and "inv_freq" not in raised.value.message
+    )
 
 
 def test_a_stored_head_is_passed_over_where_it_is_tied(checkpoint: Path) -> None:
     tensors = load_file(checkpoint / "model.safetensors")
-    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, checkpoint / "model.safetensors")
+    save_file(
+        tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]},
+        checkpoint / "model.safetensors",
+    )
     assert _load(checkpoint).model.stem.head is None
 
 
 @pytest.mark.parametrize(
-    ("keep", "said"), [(-1, "truncated: its header needs"), (200, "truncated or not"), (4, "truncated or not"), (0, "truncated or not")]
+    ("keep", "said"),
+    [
+        (-1, "truncated: its header needs"),
+        (200, "truncated or not"),
+        (4, "truncated or not"),
+        (0, "truncated or not"),
+    ],
 )
-def test_a_truncated_file_is_refused_before_anything_is_read(checkpoint: Path, keep: int, said: str) -> None:
+def test_a_truncated_file_is_refused_before_anything_is_read(
+    checkpoint: Path, keep: int, said: str
+) -> None:
     path = checkpoint / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(CheckpointError, match=said):
@@ -195,7 +276,9 @@ def test_directories_that_hold_no_model_are_named(tmp_path: Path, checkpoint: Pa
     (checkpoint / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors"):
         _load(checkpoint)
-    (checkpoint / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    (checkpoint / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "gone.safetensors"}}'
+    )
     with pytest.raises(CheckpointError, match=r"missing: gone\.safetensors"):
         _load(checkpoint)
     (checkpoint / "config.json").write_text("{")
@@ -220,12 +303,33 @@ def test_layouts_and_types_that_cannot_work_are_refused_with_the_numbers() -> No
         _load(GOLDEN / DENSE, dtype="float16")
 
 
+@pytest.mark.ci
 def test_the_converter_makes_the_devices_that_it_is_to_spread_over(tmp_path: Path) -> None:
     """A process of its own: how many devices there are is settled once."""
-    command = [sys.executable, "-m", "launch.convert", f"--source={GOLDEN / MOE}", f"--destination={tmp_path / 'orbax'}", "--devices=2"]
-    environment = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "launch.convert",
+        f"--source={GOLDEN / MOE}",
+        f"--destination={tmp_path / 'orbax'}",
+        "--devices=2",
+    ]
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    }
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=time_scale.seconds(300),
+    )
     assert done.returncode == 0, done.stderr
-    expected, got = (jax.tree.leaves(nnx.state(_load(path).model)) for path in (GOLDEN / MOE, tmp_path / "orbax"))
+    expected, got = (
+        jax.tree.leaves(nnx.state(_load(path).model)) for path in (GOLDEN / MOE, tmp_path / "orbax")
+    )
     for one, other in zip(expected, got, strict=True):
         np.testing.assert_array_equal(one, other)

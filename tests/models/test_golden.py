@@ -1,4 +1,5 @@
-"""Logits and greedy tokens against Hugging Face transformers, for a checkpoint of every family and option (tests/golden/make.py)."""
+"""Logits and greedy tokens against Hugging Face transformers, for a checkpoint of every family and
+option (tests/golden/make.py)."""
 
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,13 @@ FIXTURES = sorted(path.parent.name for path in GOLDEN.glob("*/expected.npz"))
 
 
 def test_every_family_has_a_fixture() -> None:
-    assert {name.split("_")[0] for name in FIXTURES} == {"llama", "qwen2", "qwen3", "mistral", "mixtral"}
+    assert {name.split("_")[0] for name in FIXTURES} == {
+        "llama",
+        "qwen2",
+        "qwen3",
+        "mistral",
+        "mixtral",
+    }
     assert len(FIXTURES) == 14
 
 
@@ -27,7 +34,8 @@ def test_logits_and_greedy_tokens_equal_transformers(name: str) -> None:
     expected = np.load(GOLDEN / name / "expected.npz")
     prompt, greedy = expected["prompt"], expected["greedy"]
     model = load_model(GOLDEN / name, Layout(), jax.devices()[:1]).model
-    tokens_T = jnp.asarray(np.concatenate((prompt, greedy[:-1])))  # each greedy token is checked given those before it
+    # each greedy token is checked given those before it
+    tokens_T = jnp.asarray(np.concatenate((prompt, greedy[:-1])))
     logits_TV = np.asarray(_logits(nnx.graphdef(model), nnx.state(model), tokens_T))
     assert np.abs(logits_TV[: len(prompt)] - expected["logits"]).max() < 2e-4
     np.testing.assert_array_equal(logits_TV[len(prompt) - 1 :].argmax(axis=1), greedy)

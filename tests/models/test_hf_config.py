@@ -1,4 +1,5 @@
-"""config.json of every family: transformers' defaults where it is silent, refusal by name of what is not supported."""
+"""config.json of every family: transformers' defaults where it is silent, refusal by name of what
+is not supported."""
 
 import pytest
 
@@ -7,7 +8,7 @@ from models.catalog import FAMILIES, read_config
 from models.decoder_config import DecoderConfig
 from models.hf_config import HfConfig
 
-BASE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+BASE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,  # noqa: E501
         "num_key_value_heads": 2, "rope_theta": 10000.0}  # fmt: skip
 
 
@@ -20,7 +21,10 @@ def _windows(config: DecoderConfig) -> list[int | None]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"])
+@pytest.mark.parametrize(
+    "field",
+    ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"],
+)
 def test_a_needed_field_that_is_missing_is_named(family: str, field: str) -> None:
     fields = {name: value for name, value in BASE.items() if name != field}
     with pytest.raises(CheckpointError, match=f"needed field '{field}' is missing"):
@@ -49,7 +53,9 @@ def test_a_needed_field_that_is_missing_is_named(family: str, field: str) -> Non
         ("architectures", ["LlamaForSequenceClassification"]),
     ],
 )
-def test_an_option_we_do_not_have_is_refused_by_name(family: str, field: str, value: object) -> None:
+def test_an_option_we_do_not_have_is_refused_by_name(
+    family: str, field: str, value: object
+) -> None:
     with pytest.raises(CheckpointError, match=field):
         _read(family, **{field: value})
 
@@ -62,8 +68,8 @@ def test_an_unknown_family_is_refused_with_the_known_ones(family: object) -> Non
 
 @pytest.mark.parametrize(
     "scaling",
-    [{"rope_type": "linear"}, {"rope_type": "dynamic"}, {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0},
-     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}, {"rope_type": "linear", "factor": 0},
+    [{"rope_type": "linear"}, {"rope_type": "dynamic"}, {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0},  # noqa: E501
+     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}, {"rope_type": "linear", "factor": 0},  # noqa: E501
      {"rope_type": "linear", "factor": "2"}],
 )  # fmt: skip
 def test_rope_parameters_that_cannot_work_are_refused(scaling: dict[str, object]) -> None:
@@ -72,10 +78,17 @@ def test_rope_parameters_that_cannot_work_are_refused(scaling: dict[str, object]
 
 
 def test_rope_reads_both_forms_and_rope_scaling_wins() -> None:
-    old = _read("llama", rope_theta=7.0, rope_scaling={"type": "linear", "factor": 2}).attention.rope
-    new = _read("llama", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}).attention.rope
+    old = _read(
+        "llama", rope_theta=7.0, rope_scaling={"type": "linear", "factor": 2}
+    ).attention.rope
+    new = _read(
+        "llama", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}
+    ).attention.rope
     both = _read(
-        "llama", rope_theta=7.0, rope_scaling={"type": "linear", "factor": 2}, rope_parameters={"rope_type": "default"}
+        "llama",
+        rope_theta=7.0,
+        rope_scaling={"type": "linear", "factor": 2},
+        rope_parameters={"rope_type": "default"},
     ).attention.rope
     assert old == new == both
     assert _read("llama", rope_scaling=None, rope_parameters=None).attention.rope.type == "default"
@@ -85,30 +98,52 @@ def test_yarn_takes_its_factor_and_temperature_as_transformers_does() -> None:
     yarn = {"rope_type": "yarn", "original_max_position_embeddings": 64}
     implicit = _read("llama", max_position_embeddings=256, rope_scaling=yarn).attention.rope
     assert (implicit.factor, implicit.attention_factor) == (4.0, pytest.approx(1.1386294361))
-    assert _read("llama", rope_scaling=yarn | {"factor": 4.0, "attention_factor": 0.5}).attention.rope.attention_factor == 0.5
-    scaled = _read("llama", rope_scaling=yarn | {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5}).attention.rope
+    assert (
+        _read(
+            "llama", rope_scaling=yarn | {"factor": 4.0, "attention_factor": 0.5}
+        ).attention.rope.attention_factor
+        == 0.5
+    )
+    scaled = _read(
+        "llama", rope_scaling=yarn | {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5}
+    ).attention.rope
     assert scaled.attention_factor == pytest.approx(1.1386294361 / 1.0693147181)
 
 
 def test_the_context_is_what_the_rope_type_stretches_it_to() -> None:
     assert _read("llama", max_position_embeddings=100).context_tokens == 100
-    assert _read("llama", max_position_embeddings=100, rope_scaling={"type": "dynamic", "factor": 4.0}).context_tokens == 400
+    assert (
+        _read(
+            "llama", max_position_embeddings=100, rope_scaling={"type": "dynamic", "factor": 4.0}
+        ).context_tokens
+        == 400
+    )
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
     assert _read("qwen2", max_position_embeddings=100, rope_scaling=yarn).context_tokens == 400
     assert _read("qwen2", max_position_embeddings=400, rope_scaling=yarn).context_tokens == 400
 
 
 def test_silent_fields_take_the_familys_own_defaults() -> None:
-    silent = {name: value for name, value in BASE.items() if name not in ("rope_theta", "num_key_value_heads")}
+    silent = {
+        name: value
+        for name, value in BASE.items()
+        if name not in ("rope_theta", "num_key_value_heads")
+    }
 
     def read(family: str, **fields: object) -> DecoderConfig:
         return read_config(HfConfig({"model_type": family, **silent, **fields}))
 
     assert read("llama").attention.kv_heads == 4
     assert read("qwen3", num_key_value_heads=None).attention.kv_heads == 4
-    assert read("mixtral", num_attention_heads=8).attention.rope.theta == 1e6 and read("llama").attention.rope.theta == 1e4
+    assert (
+        read("mixtral", num_attention_heads=8).attention.rope.theta == 1e6
+        and read("llama").attention.rope.theta == 1e4
+    )
     assert read("mixtral", num_attention_heads=8).norm_epsilon == 1e-5
-    assert read("qwen3_moe").attention.head_dim == 8 and read("qwen3", num_attention_heads=32).attention.head_dim == 128
+    assert (
+        read("qwen3_moe").attention.head_dim == 8
+        and read("qwen3", num_attention_heads=32).attention.head_dim == 128
+    )
     with pytest.raises(CheckpointError, match="num_key_value_heads must divide"):
         read("qwen2")
 
@@ -129,16 +164,28 @@ def test_biases_and_norms_follow_the_family() -> None:
 def test_windows_follow_the_family() -> None:
     assert _windows(_read("mistral")) == [4096] * 4
     assert _windows(_read("mistral", sliding_window=None)) == [None] * 4
-    assert _windows(_read("mixtral")) == [None] * 4 and _windows(_read("mixtral", sliding_window=9)) == [9] * 4
+    assert (
+        _windows(_read("mixtral")) == [None] * 4
+        and _windows(_read("mixtral", sliding_window=9)) == [9] * 4
+    )
     assert _windows(_read("qwen2", sliding_window=9)) == [None] * 4
     assert _windows(_read("qwen2", sliding_window=9, use_sliding_window=True)) == [None] * 4
-    assert _windows(_read("qwen3", sliding_window=9, use_sliding_window=True, max_window_layers=2)) == [None, None, 9, 9]
+    assert _windows(
+        _read("qwen3", sliding_window=9, use_sliding_window=True, max_window_layers=2)
+    ) == [None, None, 9, 9]
     assert _windows(_read("qwen3", use_sliding_window=True, max_window_layers=0)) == [4096] * 4
     mixed = ["sliding_attention", "full_attention"] * 2
-    assert _windows(_read("qwen2", sliding_window=9, use_sliding_window=True, layer_types=mixed)) == [9, None] * 2
+    assert (
+        _windows(_read("qwen2", sliding_window=9, use_sliding_window=True, layer_types=mixed))
+        == [9, None] * 2
+    )
     assert _windows(_read("qwen3_moe", sliding_window=9, use_sliding_window=True)) == [9] * 4
     assert _windows(_read("qwen3_moe", sliding_window=9)) == [None] * 4
-    for fields in ({"layer_types": mixed}, {"layer_types": mixed[:1]}, {"layer_types": ["chunked_attention"] * 4}):
+    for fields in (
+        {"layer_types": mixed},
+        {"layer_types": mixed[:1]},
+        {"layer_types": ["chunked_attention"] * 4},
+    ):
         with pytest.raises(CheckpointError, match="layer_types"):
             _read("qwen2", **fields)
     with pytest.raises(CheckpointError, match="sliding_window"):
@@ -147,7 +194,10 @@ def test_windows_follow_the_family() -> None:
 
 def test_experts_lie_in_the_layers_that_qwen3_moe_says() -> None:
     def sparse(**fields: object) -> list[bool]:
-        return [layer.experts is not None for layer in _read("qwen3_moe", num_experts=8, num_experts_per_tok=2, **fields).layers]
+        return [
+            layer.experts is not None
+            for layer in _read("qwen3_moe", num_experts=8, num_experts_per_tok=2, **fields).layers
+        ]
 
     assert sparse() == [True] * 4
     assert sparse(decoder_sparse_step=2) == [False, True, False, True]

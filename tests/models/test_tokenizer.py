@@ -1,4 +1,5 @@
-"""A tokenizer's directory: ends, special tokens, and chat templates as published checkpoints write them."""
+"""A tokenizer's directory: ends, special tokens, and chat templates as published checkpoints write
+them."""
 
 import json
 import threading
@@ -12,9 +13,10 @@ from jdisagg.errors import CheckpointError, InvalidRequestError
 from models.tokenizer import Tokenizer
 
 CHATML = (
-    "{% for message in messages %}\n    {%- if message.role not in ['user', 'assistant', 'system'] %}{{ raise_exception('unknown role') }}"
-    "{% endif %}\n    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}\n{%- endfor %}\n"
-    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "{% for message in messages %}\n    {%- if message.role not in ['user', 'assistant', 'system']"
+    " %}{{ raise_exception('unknown role') }}{% endif %}\n    {{- '<|im_start|>' + message['role']"
+    " + '\\n' + message['content'] + '<|im_end|>\\n' }}\n{%- endfor %}\n{%- if"
+    " add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
 
@@ -25,13 +27,23 @@ def directory(tmp_path: Path) -> Path:
     backend.decoder = decoders.ByteLevel()
     special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=300,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     backend.train_from_iterator(["once upon a time"], trainer)
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     backend.enable_truncation(4)
     backend.save(str(tmp_path / "tokenizer.json"))
-    _write(tmp_path / "tokenizer_config.json", bos_token="<s>", eos_token={"content": "</s>", "lstrip": False}, chat_template=CHATML)
+    _write(
+        tmp_path / "tokenizer_config.json",
+        bos_token="<s>",
+        eos_token={"content": "</s>", "lstrip": False},
+        chat_template=CHATML,
+    )
     return tmp_path
 
 
@@ -45,10 +57,17 @@ def test_text_makes_the_round_trip_untruncated(directory: Path) -> None:
     assert ids[0] == tokenizer.bos_id == 0 and len(ids) > 4
     assert tokenizer.decode(ids) == "once upon a time: zażółć 🙂"
     assert tokenizer.decode(ids, skip_special_tokens=False).startswith("<s>")
-    assert tokenizer.special_ids == {0, 1, 2, 3} and tokenizer.id_to_token(1) == "</s>" and tokenizer.id_to_token(10**12) is None
+    assert (
+        tokenizer.special_ids == {0, 1, 2, 3}
+        and tokenizer.id_to_token(1) == "</s>"
+        and tokenizer.id_to_token(10**12) is None
+    )
 
 
-@pytest.mark.parametrize(("generation", "config", "ends"), [([3, 1], 2, (3, 1)), (3, 2, (3,)), (None, [2, 3], (2, 3)), (None, None, (1,))])
+@pytest.mark.parametrize(
+    ("generation", "config", "ends"),
+    [([3, 1], 2, (3, 1)), (3, 2, (3,)), (None, [2, 3], (2, 3)), (None, None, (1,))],
+)
 def test_ends_come_from_generation_config_then_config_then_the_tokenizer(
     directory: Path, generation: object, config: object, ends: tuple[int, ...]
 ) -> None:
@@ -63,30 +82,52 @@ def test_a_conversation_is_rendered_and_encoded_without_a_second_bos(directory: 
     messages = [{"role": "user", "content": "a time?"}]
     text = tokenizer.apply_chat_template(messages)
     assert text == "<|im_start|>user\na time?<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.apply_chat_template(messages, add_generation_prompt=False).endswith("<|im_end|>\n")
+    assert tokenizer.apply_chat_template(messages, add_generation_prompt=False).endswith(
+        "<|im_end|>\n"
+    )
     ids = tokenizer.encode_chat(messages)
     assert ids[0] == 2 and 0 not in ids and tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
 def test_a_template_file_wins_and_named_templates_have_a_default(directory: Path) -> None:
-    _write(directory / "tokenizer_config.json", chat_template=[{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}])
+    _write(
+        directory / "tokenizer_config.json",
+        chat_template=[{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}],
+    )
     assert Tokenizer.from_directory(directory).apply_chat_template([]) == "d"
-    (directory / "chat_template.jinja").write_text("{{ bos_token }}{{ messages | tojson }}{% generation %}g{% endgeneration %}")
+    (directory / "chat_template.jinja").write_text(
+        "{{ bos_token }}{{ messages | tojson }}{% generation %}g{% endgeneration %}"
+    )
     _write(directory / "special_tokens_map.json", bos_token="<s>")
-    assert Tokenizer.from_directory(directory).apply_chat_template([{"content": "<ż>"}]) == '<s>[{"content": "<ż>"}]g'
+    assert (
+        Tokenizer.from_directory(directory).apply_chat_template([{"content": "<ż>"}])
+        == '<s>[{"content": "<ż>"}]g'
+    )
 
 
 @pytest.mark.parametrize(
-    "messages", [[{"role": "wizard", "content": "x"}], [{"role": "user"}], [{"content": "x"}], [{"role": "user", "content": 7}]]
+    "messages",
+    [
+        [{"role": "wizard", "content": "x"}],
+        [{"role": "user"}],
+        [{"content": "x"}],
+        [{"role": "user", "content": 7}],
+    ],
 )
-def test_messages_that_a_template_refuses_are_the_clients_error(directory: Path, messages: list[dict[str, object]]) -> None:
+def test_messages_that_a_template_refuses_are_the_clients_error(
+    directory: Path, messages: list[dict[str, object]]
+) -> None:
     with pytest.raises(InvalidRequestError, match="chat template"):
         Tokenizer.from_directory(directory).apply_chat_template(messages)
 
 
 @pytest.mark.parametrize(
     "template",
-    ["{{ messages.__class__.__mro__ }}", "{{ ''.__class__.__base__.__subclasses__() }}", "{% set _ = messages.append(1) %}"],
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{% set _ = messages.append(1) %}",
+    ],
 )
 def test_a_template_cannot_leave_its_sandbox(directory: Path, template: str) -> None:
     (directory / "chat_template.jinja").write_text(template)
@@ -109,10 +150,14 @@ def test_broken_files_are_named(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="generation_config.json: eos_token_id"):
         Tokenizer.from_directory(directory)
     _write(directory / "generation_config.json", eos_token_id=[3, 2**31])
-    with pytest.raises(CheckpointError, match="generation_config.json: eos_token_id must be a token id"):
+    with pytest.raises(
+        CheckpointError, match="generation_config.json: eos_token_id must be a token id"
+    ):
         Tokenizer.from_directory(directory)
     _write(directory / "generation_config.json", eos_token_id=list(range(17)))
-    with pytest.raises(CheckpointError, match="generation_config.json: eos_token_id may name 16 tokens, got 17"):
+    with pytest.raises(
+        CheckpointError, match="generation_config.json: eos_token_id may name 16 tokens, got 17"
+    ):
         Tokenizer.from_directory(directory)
     (directory / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match="tokenizer.json is not a readable tokenizer"):
@@ -122,7 +167,10 @@ def test_broken_files_are_named(directory: Path, tmp_path: Path) -> None:
         Tokenizer.from_directory(directory)
     with pytest.raises(CheckpointError, match="nowhere' does not exist; give one with"):
         Tokenizer.from_directory(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="generation_config.json' is a file; give the directory that it lies in"):
+    with pytest.raises(
+        CheckpointError,
+        match="generation_config.json' is a file; give the directory that it lies in",
+    ):
         Tokenizer.from_directory(directory / "generation_config.json")
 
 

@@ -1,9 +1,9 @@
-"""Executes a notebook with this Python as its kernel and writes it with its outputs; a failing cell ends with its traceback.
+"""Executes a notebook with this Python as its kernel and writes it with its outputs; a failing cell
+ends with its traceback.
 
     python -m tests.notebooks.execute notebooks/first_steps.ipynb [DESTINATION]
 
-Without a destination the notebook is written in place: so its committed outputs are refreshed.
-"""
+Without a destination the notebook is written in place: so its committed outputs are refreshed."""
 
 import os
 import sys
@@ -12,7 +12,9 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
-CELL_SECONDS = 600
+from tests import time_scale
+
+CELL_SECONDS = time_scale.seconds(600)
 
 
 def execute(source: Path, destination: Path) -> None:
@@ -21,7 +23,9 @@ def execute(source: Path, destination: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment["JAX_PLATFORMS"] = "cpu"
     resources = {"metadata": {"path": str(source.parent)}}
-    NotebookClient(notebook, timeout=CELL_SECONDS, kernel_name="python3", resources=resources).execute(env=environment)
+    NotebookClient(
+        notebook, timeout=CELL_SECONDS, kernel_name="python3", resources=resources
+    ).execute(env=environment)
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times of day
     nbformat.write(notebook, destination)

@@ -1,4 +1,5 @@
-"""The study: the committed page and notebook are what the committed results say, and the notebook runs."""
+"""The study: the committed page and notebook are what the committed results say, and the notebook
+runs."""
 
 import json
 from pathlib import Path
@@ -24,7 +25,9 @@ def a_case(rates: dict[str, list[tuple[float, float]]]) -> dict[str, object]:
             f"{mode}: {mode}-{index}": {
                 "mode": mode,
                 "name": f"{mode}-{index}",
-                "runs": [{"per_accelerator": rate, "attainment": {"usual": met}} for rate, met in points],
+                "runs": [
+                    {"per_accelerator": rate, "attainment": {"usual": met}} for rate, met in points
+                ],
             }
             for index, (mode, points) in enumerate(rates.items())
         },
@@ -32,7 +35,13 @@ def a_case(rates: dict[str, list[tuple[float, float]]]) -> dict[str, object]:
 
 
 def test_goodput_lies_where_the_curve_crosses_ninety_percent_and_says_when_it_never_does() -> None:
-    case = a_case({"unified": [(1, 1.0), (2, 0.8)], "chunked": [(1, 0.5), (2, 0.1)], "disaggregated": [(1, 1.0), (2, 0.95)]})
+    case = a_case(
+        {
+            "unified": [(1, 1.0), (2, 0.8)],
+            "chunked": [(1, 0.5), (2, 0.1)],
+            "disaggregated": [(1, 1.0), (2, 0.95)],
+        }
+    )
     found = {mode: study_report.best_of(case, mode, "usual") for mode in study_report.MODES}
     assert [best.shown for best in found.values() if best] == ["1.5", "0", "> 2"]
     assert study_report.table(case)[2].endswith("| +33 % or so |")

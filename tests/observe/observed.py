@@ -1,9 +1,7 @@
 """A cluster on fake meshes with everything observed that can be."""
 
-from jdisagg.observe.mesh import ObservedExecutor
+from jdisagg.observe import wrap
 from jdisagg.observe.observer import Observer
-from jdisagg.observe.path import ObservedPath
-from jdisagg.observe.ports import ObservedDecodePort, ObservedPeerPort, ObservedPrefillPort
 from jdisagg.request import Request
 from tests.fakes.cluster import Cluster, Collected
 from tests.fakes.virtual_time import VirtualClock
@@ -13,15 +11,17 @@ class ObservedCluster(Cluster):
     """Build inside `run_virtually`. `observed` stands where `path` stands."""
 
     def __init__(self, observer: Observer | None = None, **options: object) -> None:
-        self.observer = observer or Observer("test", trace=True, now=VirtualClock().now, wall=lambda: VirtualClock().now() + 1e9)
+        self.observer = observer or Observer(
+            "test", timelines=True, now=VirtualClock().now, wall=lambda: VirtualClock().now() + 1e9
+        )
         super().__init__(
-            wrap_prefill=lambda port: ObservedPrefillPort("prefill0", port, self.observer),
-            wrap_decode=lambda port: ObservedDecodePort("decode0", port, self.observer),
-            wrap_peer=lambda port: ObservedPeerPort("decode0", port, self.observer),
-            wrap_mesh=lambda name, mesh: ObservedExecutor(name, mesh, self.observer),
+            wrap_prefill=lambda port: wrap.prefill("prefill0", port, self.observer),
+            wrap_decode=lambda port: wrap.decode("decode0", port, self.observer),
+            wrap_peer=lambda port: wrap.peer("decode0", port, self.observer),
+            wrap_mesh=lambda name, mesh: wrap.mesh(name, mesh, self.observer),
             **options,  # type: ignore[arg-type]
         )
-        self.observed = ObservedPath(self.path, self.observer)
+        self.observed = wrap.path(self.path, self.observer)
         metrics = self.observer.metrics
         metrics.watch_counters("path", self.path.counters)
         metrics.watch_worker("prefill0", self.prefill.status, self.prefill.counters)

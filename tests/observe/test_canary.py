@@ -1,8 +1,10 @@
-"""Ready means that KV makes the trip: pure rules first, then canaries through a fake cluster in virtual time."""
+"""Ready means that KV makes the trip: pure rules first, then canaries through a fake cluster in
+virtual time."""
 
 import asyncio
 
 from jdisagg.config import Mode
+from jdisagg.dispatch.router_events import NoRouterEvents
 from jdisagg.observe.canary import Canary, CanaryRunner, Pair, Readiness
 from jdisagg.observe.canary_probe import PortProbe, pairs_of
 from tests.fakes.cluster import Cluster, toy_request
@@ -60,7 +62,15 @@ def runner(cluster: Cluster, canary: Canary, said: list[Readiness]) -> CanaryRun
     async def pairs() -> tuple[Pair, ...]:
         return pairs_of(await cluster.path.status())
 
-    return CanaryRunner(probe, pairs, VirtualClock(), canary, every_seconds=2.0, timeout_seconds=3.0, changed=said.append)
+    return CanaryRunner(
+        probe,
+        pairs,
+        VirtualClock(),
+        canary,
+        every_seconds=2.0,
+        timeout_seconds=3.0,
+        changed=said.append,
+    )
 
 
 def test_a_canary_makes_an_idle_cluster_ready_and_leaves_nothing_behind() -> None:
@@ -93,7 +103,9 @@ def test_readiness_ends_when_kv_stops_moving_though_every_process_is_fine_and_co
             await asyncio.sleep(30.0)
             assert cluster.decode.counters["pulls_failed"] > 0, "the fault took effect"
             statuses = await cluster.path.status()
-            assert len(statuses) == 2 and not any(status.draining for status in statuses), "both processes answer"
+            assert len(statuses) == 2 and not any(status.draining for status in statuses), (
+                "both processes answer"
+            )
             assert not said[-1].ready and "the network is down" in running.readiness().reason
             broken = False
             await asyncio.sleep(10.0)
@@ -113,7 +125,10 @@ def test_a_pull_that_hangs_costs_its_own_canary_alone() -> None:
             running = runner(cluster, canary, said)
             running.start()
             await asyncio.sleep(30.0)
-            assert not running.readiness().ready and "did not arrive within 3 s" in running.readiness().reason
+            assert (
+                not running.readiness().ready
+                and "did not arrive within 3 s" in running.readiness().reason
+            )
             hanging = False
             await asyncio.sleep(10.0)
             assert running.readiness().ready
@@ -125,10 +140,13 @@ def test_a_pull_that_hangs_costs_its_own_canary_alone() -> None:
 
 def test_a_busy_pair_needs_no_canary() -> None:
     async def main() -> None:
-        async with Cluster() as cluster:
-            canary, said = Canary(10.0), list[Readiness]()
-            now = VirtualClock().now
-            cluster.path.placing.on_handed_over = lambda prefill, decode: canary.succeeded(Pair(prefill or "", decode), now())
+        canary, said, now = Canary(10.0), list[Readiness](), VirtualClock().now
+
+        class Seen(NoRouterEvents):
+            def handed_over(self, prefill: str | None, decode: str) -> None:
+                canary.succeeded(Pair(prefill or "", decode), now())
+
+        async with Cluster(events=Seen()) as cluster:
             running = runner(cluster, canary, said)
             running.start()
             for number in range(40):

@@ -1,40 +1,60 @@
-"""The real meshes, observed: one engine serves a few requests, and its metrics and timeline say so."""
+"""The real meshes, observed: one engine serves a few requests, and its metrics and timeline say
+so."""
 
 import asyncio
 from pathlib import Path
 
 import jax
+import pytest
 
 from jdisagg.config import EngineConfig, InstanceConfig, LimitsConfig, ModelConfig
 from jdisagg.engine.embedded import EmbeddedCluster
 from jdisagg.layout.axes import Layout
 from jdisagg.observe.observer import Observer
-from jdisagg.observe.trace_events import merge, read_timelines
 from jdisagg.request import Request, SamplingParams, StreamEvent
 from launch.shipped import SHIPPED_MODEL
 from models.checkpoint import LoadedModel, load_model
 from models.tokenizer import Tokenizer
 from tests.observe.test_metrics import at, parse
-from tests.observe.test_timeline import ends, starts
-from tests.observe.trace_format import check
+from tests.observe.test_timeline import ends, starts, trace_of
+
+pytestmark = pytest.mark.ci
 
 
 async def test_an_embedded_cluster_is_seen_from_the_first_token_to_the_last(tmp_path: Path) -> None:
     small = InstanceConfig(
-        layout=Layout(dp=1, tp=1), page_size=16, pages_per_rank=64, slots_per_rank=4, chunk_tokens=32, min_chunk_tokens=32
+        layout=Layout(dp=1, tp=1),
+        page_size=16,
+        pages_per_rank=64,
+        slots_per_rank=4,
+        chunk_tokens=32,
+        min_chunk_tokens=32,
     )
     # Programs are compiled on the way: a pull that waits for one is not given up.
     patient = LimitsConfig(pull_seconds=120.0, handoff_lease_seconds=120.0)
-    config = EngineConfig(ModelConfig(SHIPPED_MODEL, context_tokens=256), limits=patient, prefill=small, decode=small, warm_up=False)
+    config = EngineConfig(
+        ModelConfig(SHIPPED_MODEL, context_tokens=256),
+        limits=patient,
+        prefill=small,
+        decode=small,
+        warm_up=False,
+    )
 
     def load(layout: Layout, devices: list[jax.Device]) -> LoadedModel:
         return load_model(SHIPPED_MODEL, layout, devices, dtype="float32")
 
-    observer = Observer("embedded", trace=True)
-    cluster = EmbeddedCluster(config, load, Tokenizer.from_directory(SHIPPED_MODEL), jax.devices(), observer)  # type: ignore[arg-type]
+    observer = Observer("embedded", timelines=True)
+    cluster = EmbeddedCluster(
+        config, load, Tokenizer.from_directory(SHIPPED_MODEL), jax.devices(), observer
+    )  # type: ignore[arg-type]
 
     async def ask(name: str) -> list[StreamEvent]:
-        request = Request(name, tuple(range(5, 75)), SamplingParams(max_tokens=6, temperature=0.0), deadline_seconds=120.0)
+        request = Request(
+            name,
+            tuple(range(5, 75)),
+            SamplingParams(max_tokens=6, temperature=0.0),
+            deadline_seconds=120.0,
+        )
         return [event async for event in cluster.stream(request)]
 
     await cluster.start()
@@ -47,12 +67,26 @@ async def test_an_embedded_cluster_is_seen_from_the_first_token_to_the_last(tmp_
     moved = sum(answer[-1].timings.kv_bytes_moved for answer in answers if answer[-1].timings)
     assert at(samples, "jdisagg_generated_tokens_total") == tokens == 12
     links = [
-        value for (name, labels), value in samples.items() if name == "jdisagg_kv_bytes_total" and ("destination", "decode-0") in labels
+        value
+        for (name, labels), value in samples.items()
+        if name == "jdisagg_kv_bytes_total" and ("destination", "decode-0") in labels
     ]
     assert sum(links) == moved > 0
-    assert at(samples, "jdisagg_compilations_total", worker="decode-0") == cluster.decode.executor.programs.compilations > 0
-    observer.write_timeline(tmp_path)
-    events = check(merge(read_timelines(tmp_path), "a"))
+    assert (
+        at(samples, "jdisagg_compilations_total", worker="decode-0")
+        == cluster.decode.executor.programs.compilations
+        > 0
+    )
+    events = trace_of(observer, tmp_path, "a")
     assert len(starts(events, "prefill chunk")) == 3, "70 tokens in chunks of 32"
-    assert len(starts(events, "pull")) == len(starts(events, "insert")) == len(starts(events, "verified"))
-    assert ends(events, "reserve")[0] <= starts(events, "prefill chunk")[0] <= starts(events, "admit")[0] <= ends(events, "decode")[0]
+    assert (
+        len(starts(events, "pull"))
+        == len(starts(events, "insert"))
+        == len(starts(events, "verified"))
+    )
+    assert (
+        ends(events, "reserve")[0]
+        <= starts(events, "prefill chunk")[0]
+        <= starts(events, "admit")[0]
+        <= ends(events, "decode")[0]
+    )

@@ -3,6 +3,9 @@
 import io
 import json
 import logging
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -27,7 +30,12 @@ class Unspeakable:
         raise RuntimeError("no")
 
 
-def logged(log_format: str, *args: object, extra: dict[str, object] | None = None, error: Exception | None = None) -> str:
+def logged(
+    log_format: str,
+    *args: object,
+    extra: dict[str, object] | None = None,
+    error: Exception | None = None,
+) -> str:
     stream = io.StringIO()
     configure_logging(log_format, "decode-0", "decode", stream=stream)
     logging.getLogger("jdisagg.test").warning(*args, extra=extra, exc_info=error)  # type: ignore[arg-type]
@@ -44,18 +52,23 @@ def test_a_json_record_has_its_fields(root: logging.Logger) -> None:
         "request_id": "r1",
         "logger": "jdisagg.test",
         "message": "pull 3 failed",
-        "fields": {"offer": 7},
+        "offer": 7,
     }
 
 
 def test_every_record_is_one_line_of_valid_json(root: logging.Logger) -> None:
-    fields: dict[str, object] = {"a": "x\n\ud800y", "b": float("nan"), "c": Unspeakable(), "d": {1: (2, b"\xff")}}
+    fields: dict[str, object] = {
+        "a": "x\n\ud800y",
+        "b": float("nan"),
+        "c": Unspeakable(),
+        "d": {1: (2, b"\xff")},
+    }
     text = logged("json", "two\nlines\x00", extra=fields, error=ValueError("why\nnot"))
     assert text.count("\n") == 1 and text.endswith("\n") and text.isascii()
     line = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert line["message"] == "two\nlines\x00"
     assert line["error"].endswith("ValueError: why\nnot")
-    assert line["fields"]["a"] == "x\n\ud800y" and line["fields"]["b"] == "nan"
+    assert line["a"] == "x\n\ud800y" and line["b"] == "nan"
 
 
 def test_a_message_whose_arguments_do_not_fit_is_not_lost(root: logging.Logger) -> None:
@@ -79,9 +92,40 @@ def test_only_our_own_loggers_talk_of_what_is_normal(root: logging.Logger) -> No
     logging.getLogger("jdisagg.x").info("ours")
     logging.getLogger("other").info("theirs")
     logging.getLogger("other").warning("their trouble")
-    assert [line.split(" p ")[1] for line in stream.getvalue().splitlines()] == ["ours", "their trouble"]
+    assert [line.split(" p ")[1] for line in stream.getvalue().splitlines()] == [
+        "ours",
+        "their trouble",
+    ]
 
 
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(ConfigError, match="xml"):
         configure_logging("xml", "p")
+
+
+DYING = """
+import os, sys, logging
+from jdisagg.observe.logs import start_logging
+start_logging("json", "decode-0")
+logging.getLogger("jdisagg.x").info("ours", extra={"request_id": "r1"})
+os.write(2, b"I1122 19:18:35.123456   77 ssl_transport_security.cc:2563] Handshake failed\\n")
+print("printed", file=sys.stderr, flush=True)
+os.write(2, b"compiling:   3%|\\rcompiling:  90%|\\n")
+os.write(2, b"last words")
+os.abort()
+"""
+
+
+def test_whatever_a_process_writes_to_stderr_is_json_its_last_words_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DYING], stderr=subprocess.PIPE, text=True, timeout=120
+    )
+    assert done.returncode == -signal.SIGABRT
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert all({"time", "level", "process", "message"} <= set(line) for line in lines)
+    assert {line["process"] for line in lines} == {"decode-0"}
+    messages = {line["message"]: line for line in lines}
+    assert messages["ours"]["request_id"] == "r1" and messages["ours"]["logger"] == "jdisagg.x"
+    (native,) = [line for message, line in messages.items() if "Handshake failed" in message]
+    assert native["level"] == "INFO" and native["logger"] == "stderr"
+    assert {"printed", "compiling:   3%|", "compiling:  90%|", "last words"} <= set(messages)

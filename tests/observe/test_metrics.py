@@ -1,4 +1,5 @@
-"""Metrics say what the cluster did: read back as Prometheus reads them, against the workers' own counters and the oracle's tokens."""
+"""Metrics say what the cluster did: read back as Prometheus reads them, against the workers' own
+counters and the oracle's tokens."""
 
 import asyncio
 from dataclasses import replace
@@ -6,8 +7,8 @@ from dataclasses import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from jdisagg.config import Mode
-from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
 from jdisagg.errors import UnavailableError
+from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.observe.metrics import Metrics
 from jdisagg.observe.sources import pages_by_state
 from jdisagg.request import AcceptedChild, Resumption
@@ -18,6 +19,24 @@ from tests.fakes.virtual_time import run_virtually
 from tests.observe.observed import ObservedCluster
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+PAGES = {"worker": "decode-0", "role": "decode", "rank": "0", "state": "free"}
+
+
+async def _status() -> WorkerStatus:
+    return WorkerStatus(
+        name="decode-0",
+        role=WorkerRole.DECODE,
+        layout="dp=1",
+        free_pages=(3,),
+        total_pages=(8,),
+        running=0,
+        waiting=0,
+        slots=4,
+        page_size=4,
+        context_tokens=64,
+    )
 
 
 def parse(text: bytes) -> Samples:
@@ -37,20 +56,31 @@ def test_what_is_scraped_equals_what_was_counted_and_delivered() -> None:
     async def main() -> None:
         async with ObservedCluster() as cluster:
             before = parse(await cluster.observer.metrics.scrape())
-            assert at(before, "jdisagg_generated_tokens_total") == 0
-            answers = await asyncio.gather(*(cluster.collect(toy_request(number, prompt_tokens=20)) for number in range(6)))
+            assert not any(name.startswith("jdisagg_generated") for name, _ in before)
+            answers = await asyncio.gather(
+                *(cluster.collect(toy_request(number, prompt_tokens=20)) for number in range(6))
+            )
             samples = parse(await cluster.observer.metrics.scrape())
             tokens = sum(len(answer.tokens[0]) for answer in answers)
             assert at(samples, "jdisagg_generated_tokens_total") == tokens
             assert at(samples, "jdisagg_prompt_tokens_total") == 6 * 20
+            assert at(samples, "jdisagg_request_prompt_tokens_sum") == 6 * 20
+            assert at(samples, "jdisagg_request_generation_tokens_sum") == tokens
+            assert at(samples, "jdisagg_request_generation_tokens_count") == 6
             assert at(samples, "jdisagg_requests_finished_total", result="length") == 6
-            assert at(samples, "jdisagg_requests_started_total", owner="path") == cluster.path.counters["requests_started"] == 6
             completed = cluster.decode.counters["handoffs_completed"]
-            assert at(samples, "jdisagg_handoffs_total", owner="decode0", result="completed") == completed == 6
+            assert (
+                at(samples, "jdisagg_handoffs_total", owner="decode0", result="completed")
+                == completed
+                == 6
+            )
             moved = cluster.decode.counters["kv_bytes_received"]
-            assert at(samples, "jdisagg_kv_bytes_received_total", owner="decode0") == moved > 0
-            by_link = [value for (name, labels), value in samples.items() if name == "jdisagg_kv_bytes_total"]
-            assert sum(by_link) == moved
+            by_link = [
+                value
+                for (name, labels), value in samples.items()
+                if name == "jdisagg_kv_bytes_total"
+            ]
+            assert sum(by_link) == moved > 0
             assert at(samples, "jdisagg_compilations_total", worker="decode0") == 7
 
     run_virtually(main)
@@ -65,32 +95,61 @@ def test_histograms_hold_the_instants_of_the_virtual_clock() -> None:
             assert timings is not None
             close = 1e-9
             assert at(samples, "jdisagg_time_to_first_token_seconds_count") == 1
-            assert abs(at(samples, "jdisagg_time_to_first_token_seconds_sum") - timings.ttft_seconds) < close
-            assert abs(at(samples, "jdisagg_time_per_output_token_seconds_sum") - timings.tpot_seconds) < close
-            assert abs(at(samples, "jdisagg_handoff_gap_seconds_sum") - timings.handoff_gap_seconds) < close
+            assert (
+                abs(at(samples, "jdisagg_time_to_first_token_seconds_sum") - timings.ttft_seconds)
+                < close
+            )
+            assert (
+                abs(at(samples, "jdisagg_time_per_output_token_seconds_sum") - timings.tpot_seconds)
+                < close
+            )
+            assert (
+                abs(at(samples, "jdisagg_handoff_gap_seconds_sum") - timings.handoff_gap_seconds)
+                < close
+            )
             gaps = timings.total_seconds - timings.ttft_seconds
             assert abs(at(samples, "jdisagg_time_between_tokens_seconds_sum") - gaps) < close
             assert at(samples, "jdisagg_exposed_transfer_seconds_count", destination="decode0") == 1
-            assert 0 < at(samples, "jdisagg_exposed_transfer_seconds_sum", destination="decode0") <= timings.handoff_gap_seconds
-            assert at(samples, "jdisagg_step_seconds_count", worker="prefill0", command="prefill_chunk") >= 2
+            assert (
+                0
+                < at(samples, "jdisagg_exposed_transfer_seconds_sum", destination="decode0")
+                <= timings.handoff_gap_seconds
+            )
+            assert (
+                at(
+                    samples,
+                    "jdisagg_step_seconds_count",
+                    worker="prefill0",
+                    command="prefill_chunk",
+                )
+                >= 2
+            )
 
     run_virtually(main)
 
 
 def test_what_was_not_seen_of_a_request_is_not_measured() -> None:
-    """The first token of a stream that is resumed came to another door, or to an earlier call; some answers have no second one."""
+    """The first token of a stream that is resumed came to another door, or to an earlier call; some
+    answers have no second one."""
 
     async def main() -> None:
         async with ObservedCluster() as cluster:
             request = toy_request(1)
             had = cluster.collect(replace(request, request_id="whole"))
             resumption = Resumption(1, (AcceptedChild(tuple((await had).tokens[0][:-1])),))
-            assert [len(event.token_ids) async for event in cluster.observed.stream(replace(request, resumption=resumption))] == [1]
+            assert [
+                len(event.token_ids)
+                async for event in cluster.observed.stream(replace(request, resumption=resumption))
+            ] == [1]
             await cluster.collect(toy_request(2, n=3, max_tokens=1))
             samples = parse(await cluster.observer.metrics.scrape())
             assert at(samples, "jdisagg_requests_finished_total", result="length") == 3
             assert at(samples, "jdisagg_time_to_first_token_seconds_count") == 2
-            assert at(samples, "jdisagg_time_per_output_token_seconds_count") == at(samples, "jdisagg_handoff_gap_seconds_count") == 1
+            assert (
+                at(samples, "jdisagg_time_per_output_token_seconds_count")
+                == at(samples, "jdisagg_handoff_gap_seconds_count")
+                == 1
+            )
 
     run_virtually(main)
 
@@ -98,18 +157,25 @@ def test_what_was_not_seen_of_a_request_is_not_measured() -> None:
 def test_pages_of_every_rank_add_up_to_all_pages_while_requests_run() -> None:
     async def main() -> None:
         async with ObservedCluster(decode=toy_limits(ranks=2)) as cluster:
-            running = [asyncio.create_task(cluster.collect(toy_request(number))) for number in range(4)]
+            running = [
+                asyncio.create_task(cluster.collect(toy_request(number))) for number in range(4)
+            ]
             used, reserved = 0.0, 0.0
             for _ in range(20):
                 await asyncio.sleep(0.005)
                 samples = parse(await cluster.observer.metrics.scrape())
                 for rank in "01":
                     labels = {"worker": "decode0", "role": "decode", "rank": rank}
-                    states = [at(samples, "jdisagg_pages", state=state, **labels) for state in ("free", "reserved", "used")]
+                    states = [
+                        at(samples, "jdisagg_pages", state=state, **labels)
+                        for state in ("free", "reserved", "used")
+                    ]
                     assert sum(states) == 64 and min(states) >= 0
                     reserved += states[1]
                     used += states[2]
-            assert used > 0 and reserved > 0, "the requests held pages while we looked, before and after their KV came"
+            assert used > 0 and reserved > 0, (
+                "the requests held pages while we looked, before and after their KV came"
+            )
             await asyncio.gather(*running)
 
     run_virtually(main)
@@ -124,9 +190,18 @@ def test_retries_are_counted_by_what_ended_the_attempt_before() -> None:
             samples = parse(await cluster.observer.metrics.scrape())
             failed = cluster.decode.counters["pulls_failed"]
             assert failed > 0, "the fault took effect"
-            assert at(samples, "jdisagg_pull_failures_total", owner="decode0", cause="failed") == failed
-            legs = cluster.path.counters["legs_failed"] + cluster.decode.counters["sources_replaced"]
-            retries = {dict(labels)["cause"]: value for (name, labels), value in samples.items() if name == "jdisagg_retries_total"}
+            assert (
+                at(samples, "jdisagg_pull_failures_total", owner="decode0", cause="failed")
+                == failed
+            )
+            legs = (
+                cluster.path.counters["legs_failed"] + cluster.decode.counters["sources_replaced"]
+            )
+            retries = {
+                dict(labels)["cause"]: value
+                for (name, labels), value in samples.items()
+                if name == "jdisagg_retries_total"
+            }
             assert sum(retries.values()) == legs
             assert legs > 0 and set(retries) <= {"HandoffError", "source_lost"}
 
@@ -135,7 +210,9 @@ def test_retries_are_counted_by_what_ended_the_attempt_before() -> None:
 
 def test_preemptions_are_a_cause_of_their_own() -> None:
     async def main() -> None:
-        async with ObservedCluster(decode=toy_limits(pages_per_rank=10), growth_tokens=1) as cluster:
+        async with ObservedCluster(
+            decode=toy_limits(pages_per_rank=10), growth_tokens=1
+        ) as cluster:
             requests = [toy_request(number, prompt_tokens=8, max_tokens=24) for number in range(3)]
             await asyncio.gather(*(cluster.collect(request) for request in requests))
             samples = parse(await cluster.observer.metrics.scrape())
@@ -170,13 +247,74 @@ async def test_a_worker_that_does_not_answer_is_down_and_hides_nothing_else() ->
     assert at(samples, "jdisagg_worker_up", worker="decode0") == 0
     assert at(samples, "jdisagg_leases_expired_total", owner="decode0") == 3
     metrics.unwatch("decode0")
-    assert not [name for name, _ in parse(await metrics.scrape()) if name in ("jdisagg_worker_up", "jdisagg_leases_expired_total")]
+    assert not [
+        name
+        for name, _ in parse(await metrics.scrape())
+        if name in ("jdisagg_worker_up", "jdisagg_leases_expired_total")
+    ]
+
+
+async def test_a_worker_exports_nothing_of_requests_and_nobody_exports_when_a_series_began() -> (
+    None
+):
+    metrics = Metrics("decode-0")
+    metrics.watch_worker("decode-0", _status)
+    metrics.meshes.step_seconds.labels("decode-0", "decode_steps").observe(0.01)
+    names = {name for name, _ in parse(await metrics.scrape())}
+    assert "jdisagg_worker_running" in names and "jdisagg_step_seconds_bucket" in names
+    assert not [name for name in names if "_request" in name or "time_to_first" in name]
+    assert not [name for name in names if name.endswith("_created")]
+
+
+async def test_a_cluster_that_is_scraped_as_a_whole_counts_no_worker_twice() -> None:
+    router, worker = Metrics("router"), Metrics("decode-0")
+
+    async def statuses() -> list[WorkerStatus]:
+        return [await _status()]
+
+    router.watch_cluster(statuses)
+    worker.watch_worker("decode-0", _status)
+    exported: list[set] = []
+    for metrics in (router, worker):
+        samples = parse(await metrics.scrape())
+        exported.append({sample for sample in samples if ("worker", "decode-0") in sample[1]})
+    assert at(parse(await router.scrape()), "jdisagg_router_pages", **PAGES) == 3
+    assert at(parse(await worker.scrape()), "jdisagg_pages", **PAGES) == 3
+    assert all(exported) and not exported[0] & exported[1]
+
+
+async def test_every_series_of_ours_bears_the_models_name_and_the_build_is_told() -> None:
+    metrics = Metrics("router", model="llama")
+    metrics.requests.ttft.observe(1.0)
+    metrics.watch_waiting(lambda: 7)
+    samples = parse(await metrics.scrape())
+    assert at(samples, "jdisagg_router_waiting", model_name="llama") == 7
+    assert at(samples, "jdisagg_time_to_first_token_seconds_count", model_name="llama") == 1
+    (build,) = [dict(labels) for name, labels in samples if name == "jdisagg_build_info"]
+    assert build["model_name"] == "llama" and build["version"] and build["python"]
+    assert at(samples, "process_resident_memory_bytes") > 1 << 20
+    assert at(samples, "process_cpu_seconds_total") > 0
+
+
+def test_a_resumption_is_no_retry() -> None:
+    async def main() -> None:
+        async with ObservedCluster() as cluster:
+            whole = await cluster.collect(replace(toy_request(1), request_id="whole"))
+            resumption = Resumption(1 << 20, (AcceptedChild(tuple(whole.tokens[0][:2])),))
+            resumed = replace(toy_request(1), resumption=resumption)
+            assert [event async for event in cluster.observed.stream(resumed)]
+            samples = parse(await cluster.observer.metrics.scrape())
+            assert at(samples, "jdisagg_resumptions_total") == 1
+            assert not [labels for name, labels in samples if name == "jdisagg_retries_total"]
+
+    run_virtually(main)
 
 
 async def test_two_processes_metrics_do_not_mix() -> None:
     one, other = Metrics("one"), Metrics("other")
-    one.ttft.observe(1.0)
-    assert at(parse(await other.scrape()), "jdisagg_time_to_first_token_seconds_count") == 0
+    one.requests.ttft.observe(1.0)
+    other.requests.ttft.observe(2.0)
+    assert at(parse(await other.scrape()), "jdisagg_time_to_first_token_seconds_sum") == 2.0
 
 
 async def test_a_counter_split_by_labels_keeps_its_sum() -> None:
@@ -184,7 +322,12 @@ async def test_a_counter_split_by_labels_keeps_its_sum() -> None:
     counters.add("retries_done", 2, cause="checksum")
     counters.add("retries_done", 1, cause="timeout")
     counters.add("retries_done")
-    assert counters["retries_done"] == counters.snapshot()["retries_done"] == sum(counters.labelled().values()) == 4
+    assert (
+        counters["retries_done"]
+        == counters.snapshot()["retries_done"]
+        == sum(counters.labelled().values())
+        == 4
+    )
     metrics.watch_counters("path", counters)
     samples = parse(await metrics.scrape())
     assert at(samples, "jdisagg_retries_done_total", owner="path", cause="checksum") == 2
@@ -197,13 +340,17 @@ async def test_predictions_are_held_against_what_came() -> None:
         metrics.measured("ttft", predicted, actual)
     samples = parse(await metrics.scrape())
     assert at(samples, "jdisagg_actual_over_predicted_ratio_sum", what="ttft") == 1.0 + 1.5 + 4.0
-    assert at(samples, "jdisagg_actual_over_predicted_ratio_count", what="ttft") == 3, "what took no time has no ratio"
+    assert at(samples, "jdisagg_actual_over_predicted_ratio_count", what="ttft") == 3, (
+        "what took no time has no ratio"
+    )
     assert at(samples, "jdisagg_prediction_error_seconds_count", what="ttft") == 4
     assert abs(at(samples, "jdisagg_prediction_error_seconds_sum", what="ttft") - 2.1) < 1e-9
 
 
 def test_reserved_pages_are_told_apart_where_the_worker_says_so() -> None:
-    status = WorkerStatus("d", WorkerRole.DECODE, "dp=2", (3, 8), (8, 8), 0, 0, 4, 4, 64, reserved_pages=(4, 0))
+    status = WorkerStatus(
+        "d", WorkerRole.DECODE, "dp=2", (3, 8), (8, 8), 0, 0, 4, 4, 64, reserved_pages=(4, 0)
+    )
     assert list(pages_by_state(status)) == [
         (0, "free", 3),
         (0, "reserved", 4),

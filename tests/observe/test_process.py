@@ -11,39 +11,60 @@ from pathlib import Path
 
 import pytest
 
-from jdisagg.dispatch.ports import HandoffSource, PeerPort, WorkerRole
-from jdisagg.dispatch.roster import ModelCard, WorkerCard, WorkerPorts
+from jdisagg.dispatch.roster import WorkerPorts
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.ports import HandoffSource, PeerPort
+from jdisagg.messages.registry import ModelCard, WorkerCard
+from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.node.cluster_plan import free_ports
 from jdisagg.observe import wrap
 from jdisagg.observe.canary import Canary, Pair
 from jdisagg.observe.observer import Observer
 from jdisagg.observe.process import ObserveConfig, observing
-from jdisagg.observe.roster import observe_peers, observe_ports
-from launch.cluster_plan import free_ports
+from tests import time_scale
 from tests.fakes.cluster import Cluster, toy_request
 from tests.fakes.virtual_time import VirtualClock, run_virtually
 from tests.observe.test_metrics import at, parse
-from tests.observe.test_metrics_server import get
+from tests.observe.test_metrics_port import get
 from tests.observe.test_timeline import trace_of
 from tests.observe.trace_format import check
 
 
-async def test_metrics_are_there_from_start_to_end_and_the_timeline_is_written(tmp_path: Path) -> None:
+async def test_metrics_are_there_from_start_to_end_and_the_timeline_is_written(
+    tmp_path: Path,
+) -> None:
     (port,) = free_ports("127.0.0.1", 1)
-    async with observing("decode-0", ObserveConfig(metrics_port=port, timelines=str(tmp_path / "t"))) as observer:
+    async with observing(
+        "decode-0", ObserveConfig(metrics_port=port, timelines=str(tmp_path / "t"))
+    ) as observer:
         assert observer is not None
         samples = parse(await asyncio.to_thread(get, port))
         assert at(samples, "jdisagg_process_info", process="decode-0") == 1
-        observer.timeline.instant("one", 1.0)
+        observer.tracing.instant("one", 1.0)
         os.kill(os.getpid(), signal.SIGUSR1)
         await asyncio.sleep(0.05)
         (written,) = (tmp_path / "t").iterdir()
-        assert len(json.loads(written.read_text())["events"]) == 1, "on demand"
-        observer.timeline.instant("two", 2.0)
-    assert len(json.loads(written.read_text())["events"]) == 2, "at the end"
+        assert shown(written) == ["one"], "on demand"
+        observer.tracing.instant("two", 2.0)
+    assert shown(written) == ["one", "two"], "at the end"
     with pytest.raises(OSError):
         await asyncio.to_thread(get, port)
+
+
+def shown(timeline: Path) -> list[str]:
+    return [event["name"] for event in check(json.loads(timeline.read_text()))]
+
+
+async def test_sigusr1_without_timelines_is_a_line_in_the_log_and_ends_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        for config in (ObserveConfig(), ObserveConfig(log_requests=True)):
+            async with observing("p", config):
+                os.kill(os.getpid(), signal.SIGUSR1)
+                await asyncio.sleep(0.05)
+    assert caplog.text.count("start with --timelines=DIR") == 2
 
 
 async def test_a_process_that_is_asked_for_nothing_is_not_observed() -> None:
@@ -53,7 +74,9 @@ async def test_a_process_that_is_asked_for_nothing_is_not_observed() -> None:
         assert wrap.prefill("p", port, observer) is port  # type: ignore[arg-type]
 
 
-async def test_a_timeline_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_timeline_that_cannot_be_written_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         async with observing("p", ObserveConfig(timelines=str(tmp_path / "t"))):
             (tmp_path / "t").rmdir()
@@ -61,14 +84,21 @@ async def test_a_timeline_that_cannot_be_written_stops_nothing(tmp_path: Path, c
     assert "could not be written" in caplog.text
 
 
-async def test_a_folder_for_timelines_that_cannot_be_made_is_refused_before_the_work(tmp_path: Path) -> None:
+async def test_a_folder_for_timelines_that_cannot_be_made_is_refused_before_the_work(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="timelines: folder '.*file/t' cannot be used: Not a directory; name a folder"):
+    with pytest.raises(
+        ConfigError,
+        match="timelines: folder '.*file/t' cannot be used: Not a directory; name a folder",
+    ):
         async with observing("p", ObserveConfig(timelines=str(tmp_path / "file" / "t"))):
             raise AssertionError("the work began")
 
 
-@pytest.mark.parametrize("field", [{"metrics_port": -1}, {"metrics_host": "0.0.0.0"}, {"log_format": "xml"}])
+@pytest.mark.parametrize(
+    "field", [{"metrics_port": -1}, {"metrics_host": ""}, {"log_format": "xml"}]
+)
 def test_what_cannot_be_is_refused_at_once(field: dict) -> None:
     with pytest.raises(ConfigError):
         ObserveConfig(**field)
@@ -83,26 +113,55 @@ async def test_readiness_and_the_age_of_canaries_are_exported() -> None:
     samples = parse(await observer.metrics.scrape())
     assert at(samples, "jdisagg_ready") == 1
     assert at(samples, "jdisagg_canary_age_seconds", prefill="p0", decode="d0") == 5
-    assert ("jdisagg_canary_age_seconds", frozenset({("prefill", "p1"), ("decode", "d0")})) not in samples
+    assert (
+        "jdisagg_canary_age_seconds",
+        frozenset({("prefill", "p1"), ("decode", "d0")}),
+    ) not in samples
 
 
-def test_a_router_exports_the_workers_that_are_there_and_observes_their_ports_as_they_open(tmp_path: Path) -> None:
+def test_a_router_exports_the_workers_that_are_there_and_observes_their_ports_as_they_open(
+    tmp_path: Path,
+) -> None:
     async def main() -> None:
-        observer = Observer("router", trace=True, now=VirtualClock().now)
+        observer = Observer("router", timelines=True, now=VirtualClock().now)
         async with Cluster() as cluster:
             card = ModelCard("m", "toy", 97, 128, "float32", 1)
             workers = {"prefill0": WorkerRole.PREFILL, "decode0": WorkerRole.DECODE}
-            ports = {"prefill0": WorkerPorts(prefill=cluster.prefill), "decode0": WorkerPorts(decode=cluster.decode)}
-            opened = observe_ports(lambda card: ports[card.name], observer)
-            cards = {name: WorkerCard(name, 1, role, "host:1", Layout(), card) for name, role in workers.items()}
+            ports = {
+                "prefill0": WorkerPorts(prefill=cluster.prefill),
+                "decode0": WorkerPorts(decode=cluster.decode),
+            }
+            opened = wrap.ports(lambda card: ports[card.name], observer)
+            cards = {
+                name: WorkerCard(name, 1, role, "host:1", Layout(), card)
+                for name, role in workers.items()
+            }
             prefill, decode = opened(cards["prefill0"]).prefill, opened(cards["decode0"]).decode
-            assert prefill is not None and decode is not None and opened(cards["decode0"]).prefill is None
-            assert (await prefill.status()).name == "prefill0" and (await decode.status()).name == "decode0"
+            assert (
+                prefill is not None
+                and decode is not None
+                and opened(cards["decode0"]).prefill is None
+            )
+            assert (await prefill.status()).name == "prefill0" and (
+                await decode.status()
+            ).name == "decode0"
             observer.metrics.watch_cluster(cluster.path.status)
             samples = parse(await observer.metrics.scrape())
             for name, role in workers.items():
-                assert at(samples, "jdisagg_pages", worker=name, role=role.value, rank="0", state="free") == 64
-                assert at(samples, "jdisagg_worker_waiting", worker=name, role=role.value) == 0
+                assert (
+                    at(
+                        samples,
+                        "jdisagg_router_pages",
+                        worker=name,
+                        role=role.value,
+                        rank="0",
+                        state="free",
+                    )
+                    == 64
+                )
+                assert (
+                    at(samples, "jdisagg_router_worker_waiting", worker=name, role=role.value) == 0
+                )
 
     run_virtually(main)
 
@@ -117,8 +176,9 @@ def test_peers_are_observed_as_they_are_resolved() -> None:
                 assert source.address == "host:1"
                 return cluster.prefill
 
-            peer = observe_peers("decode0", resolve, observer)(HandoffSource("prefill0", 1, "host:1"))
-            await peer.abort(1, "nothing there")  # goes through to the worker, which knows no such hand-off
+            peer = wrap.peers("decode0", resolve, observer)(HandoffSource("prefill0", 1, "host:1"))
+            # goes through to the worker, which knows no such hand-off
+            await peer.abort(1, "nothing there")
 
     run_virtually(main)
 
@@ -130,12 +190,22 @@ def test_the_script_merges_a_folder_into_one_trace(tmp_path: Path) -> None:
         async with ObservedCluster() as cluster:
             await cluster.collect(toy_request(1))
             await cluster.collect(toy_request(2))
-            return len(trace_of(cluster, tmp_path, "r2"))
+            return len(trace_of(cluster.observer, tmp_path, "r2"))
 
     events = run_virtually(main)
-    command = [sys.executable, "-m", "launch.trace", f"--inputs={tmp_path}", f"--output={tmp_path / 'trace.json'}"]
-    done = subprocess.run([*command, "--request=r2"], capture_output=True, text=True, timeout=60)
+    command = [
+        sys.executable,
+        "-m",
+        "launch.trace",
+        f"--inputs={tmp_path}",
+        f"--output={tmp_path / 'trace.json'}",
+    ]
+    done = subprocess.run(
+        [*command, "--request=r2"], capture_output=True, text=True, timeout=time_scale.seconds(60)
+    )
     assert done.returncode == 0, done.stderr
     assert len(check(json.loads((tmp_path / "trace.json").read_text()))) == events
-    absent = subprocess.run([*command, "--request=r9"], capture_output=True, text=True, timeout=60)
+    absent = subprocess.run(
+        [*command, "--request=r9"], capture_output=True, text=True, timeout=time_scale.seconds(60)
+    )
     assert absent.returncode != 0 and "r9" in absent.stderr

@@ -14,8 +14,11 @@ def dense(q_NH: np.ndarray, k_LKH: np.ndarray, v_LKH: np.ndarray, scale: float) 
     return out
 
 
-def case(batch: int, heads: int, groups: int, slots: int, columns: int, width: int, seed: int = 0) -> tuple[np.ndarray, ...]:
-    """q, k pages, v pages and a random table; the entries it does not use are out of range or foreign pages."""
+def case(
+    batch: int, heads: int, groups: int, slots: int, columns: int, width: int, seed: int = 0
+) -> tuple[np.ndarray, ...]:
+    """q, k pages, v pages and a random table; the entries it does not use are out of range or
+    foreign pages."""
     rng = np.random.default_rng(seed)
     pages = batch * columns + 3
     q = rng.standard_normal((batch, heads * groups, width)).astype(np.float32)
@@ -24,7 +27,14 @@ def case(batch: int, heads: int, groups: int, slots: int, columns: int, width: i
     return q, k, v, table
 
 
-def expected(q: np.ndarray, k: np.ndarray, v: np.ndarray, table: np.ndarray, positions: np.ndarray, window: int | None) -> np.ndarray:
+def expected(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    table: np.ndarray,
+    positions: np.ndarray,
+    window: int | None,
+) -> np.ndarray:
     slots, scale, rows = k.shape[2], q.shape[-1] ** -0.5, []
     for b, position in enumerate(positions):
         seen = np.arange(0 if window is None else max(0, position - window + 1), position + 1)

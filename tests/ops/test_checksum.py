@@ -18,30 +18,57 @@ def mix(x: int) -> int:
     return x ^ x >> 16
 
 
-def twin(block: np.ndarray, key: int, component: int = 0, head: int = 0, start: int = 0, valid: int | None = None) -> int:
+def twin(
+    block: np.ndarray,
+    key: int,
+    component: int = 0,
+    head: int = 0,
+    start: int = 0,
+    valid: int | None = None,
+) -> int:
     """The sum of a block [C, K, T, H], one row after the other, in Python's integers."""
     bits = block.view(np.dtype(f"uint{8 * block.itemsize}")).astype(object)
     words = (key & MASK, key >> 32)
     total = 0
     for lane, salt in enumerate((0x27D4EB2F, 0x165667B1)):
         seed = mix((words[lane] + mix(words[1 - lane] ^ salt)) & MASK)
-        weights = np.array([mix((seed + (h + 1) * 0x9E3779B1) & MASK) | 1 for h in range(block.shape[-1])], object)
+        weights = np.array(
+            [mix((seed + (h + 1) * 0x9E3779B1) & MASK) | 1 for h in range(block.shape[-1])], object
+        )
         rows = (bits * weights).sum(axis=-1)
         part = 0
         for (c, k, t), row in np.ndenumerate(rows[:, :, :valid]):
-            place = mix(((seed ^ MASK) + (component + c) * 0x9E3779B1 + (head + k) * 0x85EBCA77) & MASK)
+            place = mix(
+                ((seed ^ MASK) + (component + c) * 0x9E3779B1 + (head + k) * 0x85EBCA77) & MASK
+            )
             part += mix((row + mix((place + (start + t) * 0xC2B2AE3D) & MASK)) & MASK)
         total |= (part & MASK) << 32 * lane
     return total
 
 
 @jax.jit
-def _granules(block: jax.Array, key: jax.Array, component: jax.Array, head: jax.Array, start: jax.Array, valid: jax.Array) -> jax.Array:
+def _granules(
+    block: jax.Array,
+    key: jax.Array,
+    component: jax.Array,
+    head: jax.Array,
+    start: jax.Array,
+    valid: jax.Array,
+) -> jax.Array:
     token_T = jnp.arange(block.shape[2])
-    return granule_sums(row_sums((block,), key, component, head, start + token_T, token_T < valid), 16)
+    return granule_sums(
+        row_sums((block,), key, component, head, start + token_T, token_T < valid), 16
+    )
 
 
-def checksum(block: np.ndarray, key: int = KEY, component: int = 0, head: int = 0, start: int = 0, valid: int | None = None) -> int:
+def checksum(
+    block: np.ndarray,
+    key: int = KEY,
+    component: int = 0,
+    head: int = 0,
+    start: int = 0,
+    valid: int | None = None,
+) -> int:
     counted = block.shape[2] if valid is None else valid
     arguments = (np.int32(component), np.int32(head), np.int32(start), np.int32(counted))
     return fold(np.asarray(_granules(jnp.asarray(block), key_words(key), *arguments)))
@@ -52,10 +79,14 @@ def random_block(dtype: str, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize(("component", "head", "start", "valid"), [(0, 0, 0, T), (6, 2, 48, 37), (1, 0, 100_000, 0)])
+@pytest.mark.parametrize(
+    ("component", "head", "start", "valid"), [(0, 0, 0, T), (6, 2, 48, 37), (1, 0, 100_000, 0)]
+)
 def test_it_equals_its_twin_in_plain_integers(dtype, component, head, start, valid):
     block = (20 * random_block("float32")).astype(jnp.dtype(dtype))
-    assert checksum(block, KEY, component, head, start, valid) == twin(block, KEY, component, head, start, valid)
+    assert checksum(block, KEY, component, head, start, valid) == twin(
+        block, KEY, component, head, start, valid
+    )
 
 
 def added(*sums: int) -> int:
@@ -68,7 +99,9 @@ def test_any_cut_into_components_heads_and_tokens_adds_up(dtype):
     block, rng = random_block(dtype), np.random.default_rng(1)
     whole = checksum(block, component=3, head=5, start=160)
     for _ in range(10):
-        c, k, t = (int(rng.integers(1, size)) * unit for size, unit in ((C, 1), (K, 1), (T // 16, 16)))
+        c, k, t = (
+            int(rng.integers(1, size)) * unit for size, unit in ((C, 1), (K, 1), (T // 16, 16))
+        )
         parts = [
             checksum(block[cs, ks, ts], KEY, 3 + cs.start, 5 + ks.start, 160 + ts.start)
             for cs in (slice(0, c), slice(c, C))
@@ -80,9 +113,12 @@ def test_any_cut_into_components_heads_and_tokens_adds_up(dtype):
 
 def test_granules_are_sums_of_their_own_tokens():
     block = random_block("float32")
-    sums = _granules(jnp.asarray(block), key_words(KEY), np.int32(0), np.int32(0), np.int32(32), np.int32(50))
+    sums = _granules(
+        jnp.asarray(block), key_words(KEY), np.int32(0), np.int32(0), np.int32(32), np.int32(50)
+    )
     assert [fold(np.asarray(sums[i])) for i in range(4)] == [
-        checksum(block[:, :, 16 * i : 16 * i + 16], start=32 + 16 * i, valid=min(16, 50 - 16 * i)) for i in range(4)
+        checksum(block[:, :, 16 * i : 16 * i + 16], start=32 + 16 * i, valid=min(16, 50 - 16 * i))
+        for i in range(4)
     ]
 
 
@@ -115,8 +151,24 @@ def _swap(axis: int, first: int, second: int):
 
 @pytest.mark.parametrize(
     "damage",
-    [_swap(1, 0, 1), _swap(1, 0, 3), _swap(2, 3, 4), _swap(2, 0, 63), _swap(0, 0, 2), _swap(0, 0, 1), _swap(3, 1, 2)],
-    ids=["heads", "far heads", "positions", "far positions", "layers", "keys for values", "values within a row"],
+    [
+        _swap(1, 0, 1),
+        _swap(1, 0, 3),
+        _swap(2, 3, 4),
+        _swap(2, 0, 63),
+        _swap(0, 0, 2),
+        _swap(0, 0, 1),
+        _swap(3, 1, 2),
+    ],
+    ids=[
+        "heads",
+        "far heads",
+        "positions",
+        "far positions",
+        "layers",
+        "keys for values",
+        "values within a row",
+    ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_changed_places_is_noticed(dtype, damage):
@@ -128,7 +180,16 @@ def test_other_coordinates_and_other_keys_give_other_sums():
     block = random_block("bfloat16")
     sums = [checksum(block, KEY)]
     sums += [checksum(block, KEY ^ 1 << bit) for bit in range(64)]
-    sums += [checksum(block, start=1), checksum(block, start=16), checksum(block, head=1), checksum(block, component=1)]
-    sums += [checksum(block, valid=63), checksum(np.zeros_like(block)), checksum(np.zeros_like(block), start=1)]
+    sums += [
+        checksum(block, start=1),
+        checksum(block, start=16),
+        checksum(block, head=1),
+        checksum(block, component=1),
+    ]
+    sums += [
+        checksum(block, valid=63),
+        checksum(np.zeros_like(block)),
+        checksum(np.zeros_like(block), start=1),
+    ]
     assert len(set(sums)) == len(sums)
     assert len({one & MASK for one in sums}) == len({one >> 32 for one in sums}) == len(sums)

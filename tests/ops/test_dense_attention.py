@@ -11,10 +11,17 @@ from jdisagg.ops.dense_attention import dense_causal_attend
 def test_each_token_sees_itself_and_its_window_of_the_past(window: int | None) -> None:
     tokens, heads, kv_heads, head = 7, 4, 2, 8
     random = np.random.default_rng(0)
-    q, k, v = (random.normal(size=(tokens, count, head)).astype(np.float32) for count in (heads, kv_heads, kv_heads))
-    got = dense_causal_attend(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), scale=0.3, window=window)
+    q, k, v = (
+        random.normal(size=(tokens, count, head)).astype(np.float32)
+        for count in (heads, kv_heads, kv_heads)
+    )
+    got = dense_causal_attend(
+        jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), scale=0.3, window=window
+    )
     for token in range(tokens):
         seen = slice(max(0, token - (window or tokens) + 1), token + 1)
         for n in range(heads):
             weights = np.exp(0.3 * k[seen, n // 2] @ q[token, n])
-            np.testing.assert_allclose(got[token, n], weights @ v[seen, n // 2] / weights.sum(), atol=1e-5)
+            np.testing.assert_allclose(
+                got[token, n], weights @ v[seen, n // 2] / weights.sum(), atol=1e-5
+            )

@@ -13,10 +13,14 @@ PAGES, HEADS, SLOTS, WIDTH = 7, 2, 8, 4
 
 
 def _pool(seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal((PAGES, HEADS, SLOTS, WIDTH)).astype(np.float32)
+    return (
+        np.random.default_rng(seed).standard_normal((PAGES, HEADS, SLOTS, WIDTH)).astype(np.float32)
+    )
 
 
-def _written(pool: np.ndarray, rows_TKH: np.ndarray, page_T: np.ndarray, slot_T: np.ndarray) -> np.ndarray:
+def _written(
+    pool: np.ndarray, rows_TKH: np.ndarray, page_T: np.ndarray, slot_T: np.ndarray
+) -> np.ndarray:
     expected = pool.copy()
     for row, page, slot in zip(rows_TKH, page_T, slot_T, strict=True):
         if page < PAGES:
@@ -30,15 +34,20 @@ def _rows(tokens: int) -> np.ndarray:
 
 @pytest.mark.parametrize("start", [0, 3, 8, 15])
 @pytest.mark.parametrize("tokens", [1, 5, 8, 24])
-def test_a_block_lands_at_its_coordinates_from_any_start_and_touches_nothing_else(start: int, tokens: int) -> None:
+def test_a_block_lands_at_its_coordinates_from_any_start_and_touches_nothing_else(
+    start: int, tokens: int
+) -> None:
     table = np.array([5, 1, 6, 0, 3], np.int32)
     positions = np.arange(start, start + tokens)
     page_T, slot_T = table[positions // SLOTS], (positions % SLOTS).astype(np.int32)
-    page_T = np.where(np.arange(tokens) % 5 == 4, PAGES, page_T).astype(np.int32)  # some rows belong nowhere
+    # some rows belong nowhere
+    page_T = np.where(np.arange(tokens) % 5 == 4, PAGES, page_T).astype(np.int32)
     pool, rows = _pool(), _rows(tokens)
     expected = _written(pool, rows, page_T, slot_T)
     block = jax.jit(kv_pages.insert_block)(pool, rows.swapaxes(0, 1), page_T, slot_T)
-    tokenwise = jax.jit(kv_pages.write_tokens, static_argnames="unique")(pool, rows, page_T, slot_T, unique=False)
+    tokenwise = jax.jit(kv_pages.write_tokens, static_argnames="unique")(
+        pool, rows, page_T, slot_T, unique=False
+    )
     np.testing.assert_array_equal(block, expected)
     np.testing.assert_array_equal(tokenwise, expected)
 
@@ -46,7 +55,9 @@ def test_a_block_lands_at_its_coordinates_from_any_start_and_touches_nothing_els
 def test_decode_rows_are_written_each_to_its_own_slot() -> None:
     table = np.array([[2, 4], [0, 6], [3, 3]], np.int32)
     positions = np.array([9, 0, 7], np.int32)
-    page_B, slot_B = kv_pages.decode_coordinates(jnp.asarray(table), jnp.asarray(positions), slots=SLOTS)
+    page_B, slot_B = kv_pages.decode_coordinates(
+        jnp.asarray(table), jnp.asarray(positions), slots=SLOTS
+    )
     np.testing.assert_array_equal(page_B, [4, 0, 3])
     np.testing.assert_array_equal(slot_B, [1, 0, 7])
     pool, rows = _pool(), _rows(3)
@@ -56,7 +67,10 @@ def test_decode_rows_are_written_each_to_its_own_slot() -> None:
 
 def test_token_coordinates_send_padding_and_positions_beyond_the_table_nowhere() -> None:
     table = jnp.array([[2, 4], [0, 6]], jnp.int32)
-    row_T, positions_T = jnp.array([0, 0, 1, -1, 1], jnp.int32), jnp.array([7, 8, 15, 0, 16], jnp.int32)
+    row_T, positions_T = (
+        jnp.array([0, 0, 1, -1, 1], jnp.int32),
+        jnp.array([7, 8, 15, 0, 16], jnp.int32),
+    )
     page_T, slot_T = kv_pages.token_coordinates(table, row_T, positions_T, pages=PAGES, slots=SLOTS)
     np.testing.assert_array_equal(page_T, [2, 4, 6, PAGES, PAGES])
     np.testing.assert_array_equal(slot_T, [7, 0, 7, 0, 0])
@@ -64,7 +78,9 @@ def test_token_coordinates_send_padding_and_positions_beyond_the_table_nowhere()
 
 def test_copies_read_all_sources_before_they_write_and_drop_destinations_out_of_range() -> None:
     pool = _pool()
-    got = jax.jit(kv_pages.copy_pages)(pool, np.array([0, 1, 2], np.int32), np.array([1, 3, PAGES], np.int32))
+    got = jax.jit(kv_pages.copy_pages)(
+        pool, np.array([0, 1, 2], np.int32), np.array([1, 3, PAGES], np.int32)
+    )
     expected = pool.copy()
     expected[1], expected[3] = pool[0], pool[1]
     np.testing.assert_array_equal(got, expected)
@@ -74,31 +90,45 @@ def test_gathered_tokens_come_heads_first() -> None:
     pool = _pool()
     page_T, slot_T = np.array([3, 0, 6], np.int32), np.array([1, 7, 0], np.int32)
     got = kv_pages.gather_tokens(jnp.asarray(pool), jnp.asarray(page_T), jnp.asarray(slot_T))
-    np.testing.assert_array_equal(got, np.stack([pool[p, :, s] for p, s in zip(page_T, slot_T, strict=True)], axis=1))
+    np.testing.assert_array_equal(
+        got, np.stack([pool[p, :, s] for p, s in zip(page_T, slot_T, strict=True)], axis=1)
+    )
 
 
 def test_gathered_columns_are_contiguous_positions() -> None:
     pool, table = _pool(), np.array([[5, 1, 2], [0, 3, 4]], np.int32)
     got = kv_pages.gather_columns(jnp.asarray(pool), jnp.asarray(table), 1, 2)
     for row in range(2):
-        np.testing.assert_array_equal(got[row], np.concatenate([pool[table[row, 1]], pool[table[row, 2]]], axis=1))
+        np.testing.assert_array_equal(
+            got[row], np.concatenate([pool[table[row, 1]], pool[table[row, 2]]], axis=1)
+        )
 
 
 @pytest.mark.parametrize("length", [2, 4, 8, 16, 24])
 def test_a_gathered_span_is_these_positions_of_every_sequence(length: int) -> None:
     pool, table = _pool(), np.array([[5, 1, 2, 6, 0, 3], [0, 3, 4, 1, 1, 5]], np.int32)
-    gather = jax.jit(lambda index: kv_pages.gather_span(kv_pages.span_rows(jnp.asarray(pool), length), jnp.asarray(table), index))
+    gather = jax.jit(
+        lambda index: kv_pages.gather_span(
+            kv_pages.span_rows(jnp.asarray(pool), length), jnp.asarray(table), index
+        )
+    )
     whole = np.stack([np.concatenate(pool[row], axis=1) for row in table])
     for index in range(6 * SLOTS // length):
-        np.testing.assert_array_equal(gather(jnp.int32(index)), whole[:, :, index * length : (index + 1) * length])
+        np.testing.assert_array_equal(
+            gather(jnp.int32(index)), whole[:, :, index * length : (index + 1) * length]
+        )
 
 
 def _token_write(pool: jax.Array) -> jax.Array:
-    return kv_pages.write_tokens(pool, jnp.ones((4, HEADS, WIDTH)), jnp.arange(4), jnp.arange(4), unique=False)
+    return kv_pages.write_tokens(
+        pool, jnp.ones((4, HEADS, WIDTH)), jnp.arange(4), jnp.arange(4), unique=False
+    )
 
 
 def _decode_write(pool: jax.Array) -> jax.Array:
-    return kv_pages.write_tokens(pool, jnp.ones((4, HEADS, WIDTH)), jnp.arange(4), jnp.arange(4), unique=True)
+    return kv_pages.write_tokens(
+        pool, jnp.ones((4, HEADS, WIDTH)), jnp.arange(4), jnp.arange(4), unique=True
+    )
 
 
 def _block_write(pool: jax.Array) -> jax.Array:

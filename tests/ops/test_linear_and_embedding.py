@@ -1,4 +1,5 @@
-"""Products in both orientations and row counts; embedding and logits over a sharded, padded vocabulary."""
+"""Products in both orientations and row counts; embedding and logits over a sharded, padded
+vocabulary."""
 
 from functools import partial
 
@@ -16,21 +17,36 @@ from jdisagg.ops.norm import rms_norm
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_a_product_is_the_same_in_either_orientation_and_for_any_number_of_rows(dtype: str, rows: int, platform: str) -> None:
+def test_a_product_is_the_same_in_either_orientation_and_for_any_number_of_rows(
+    dtype: str, rows: int, platform: str
+) -> None:
     random = np.random.default_rng(0)
-    x, kernel, bias = (jnp.asarray(random.normal(size=shape), dtype) for shape in ((5, 48), (48, 20), (20,)))
-    exact = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64) + np.asarray(bias, np.float64)
+    x, kernel, bias = (
+        jnp.asarray(random.normal(size=shape), dtype) for shape in ((5, 48), (48, 20), (20,))
+    )
+    exact = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64) + np.asarray(
+        bias, np.float64
+    )
     for transposed in (False, True):
         stored = kernel.T if transposed else kernel
-        rounded = dtype == "bfloat16" and platform == "cpu"  # there logits, too, are rounded to bfloat16: see `_bfloat16_on_cpu`
-        for out_dtype, tolerance in ((None, 1e-5 if dtype == "float32" else 0.2), (jnp.dtype("float32"), 0.2 if rounded else 1e-4)):
-            got = jax.jit(partial(project, transposed=transposed, platform=platform, out_dtype=out_dtype))(x[:rows], stored, bias)
+        # there logits, too, are rounded to bfloat16: see `_bfloat16_on_cpu`
+        rounded = dtype == "bfloat16" and platform == "cpu"
+        for out_dtype, tolerance in (
+            (None, 1e-5 if dtype == "float32" else 0.2),
+            (jnp.dtype("float32"), 0.2 if rounded else 1e-4),
+        ):
+            got = jax.jit(
+                partial(project, transposed=transposed, platform=platform, out_dtype=out_dtype)
+            )(x[:rows], stored, bias)
             assert got.dtype == (out_dtype or dtype)
             np.testing.assert_allclose(np.asarray(got, np.float64), exact[:rows], atol=tolerance)
 
 
 def test_only_bfloat16_on_cpu_keeps_its_kernels_transposed() -> None:
-    assert [kernel_is_transposed(*case) for case in (("cpu", "bfloat16"), ("cpu", "float32"), ("gpu", "bfloat16"))] == [True, False, False]
+    assert [
+        kernel_is_transposed(*case)
+        for case in (("cpu", "bfloat16"), ("cpu", "float32"), ("gpu", "bfloat16"))
+    ] == [True, False, False]
 
 
 def test_a_vocabulary_over_several_devices_gives_the_rows_and_logits_of_one() -> None:
@@ -40,7 +56,13 @@ def test_a_vocabulary_over_several_devices_gives_the_rows_and_logits_of_one() ->
     tokens_T = jnp.asarray([0, 9, 3, 3, 7])
 
     @jax.jit
-    @partial(jax.shard_map, mesh=mesh, in_specs=(PartitionSpec(("kv", "rep")), PartitionSpec()), out_specs=PartitionSpec(), check_vma=False)
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(PartitionSpec(("kv", "rep")), PartitionSpec()),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
     def both(table_VD: jax.Array, tokens_T: jax.Array) -> tuple[jax.Array, jax.Array]:
         x_TD = embed_tokens(table_VD, tokens_T, ("kv", "rep"))
         return x_TD, gather_logits(x_TD @ table_VD.T, vocabulary, ("kv", "rep"))
@@ -48,7 +70,9 @@ def test_a_vocabulary_over_several_devices_gives_the_rows_and_logits_of_one() ->
     x_TD, logits_TV = both(table_VD, tokens_T)
     np.testing.assert_array_equal(x_TD, table_VD[tokens_T])
     np.testing.assert_array_equal(x_TD, embed_tokens(table_VD, tokens_T, ()))
-    np.testing.assert_allclose(logits_TV[:, :vocabulary], (table_VD[tokens_T] @ table_VD.T)[:, :vocabulary], atol=1e-5)
+    np.testing.assert_allclose(
+        logits_TV[:, :vocabulary], (table_VD[tokens_T] @ table_VD.T)[:, :vocabulary], atol=1e-5
+    )
     assert logits_TV.dtype == jnp.float32 and np.isneginf(logits_TV[:, vocabulary:]).all()
 
 

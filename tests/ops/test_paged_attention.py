@@ -16,34 +16,55 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = ("loop", "gather")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("window", [None, 1, 37, 1000])
 @pytest.mark.parametrize(("slots", "columns"), [(8, 33), (16, 9), (128, 3)])
-def test_every_token_sees_exactly_its_own_past(implementation: Implementation, window: int | None, slots: int, columns: int) -> None:
+def test_every_token_sees_exactly_its_own_past(
+    implementation: Implementation, window: int | None, slots: int, columns: int
+) -> None:
     q, k, v, table = case(batch=5, heads=2, groups=3, slots=slots, columns=columns, width=16)
-    positions = np.array([0, 7, slots * columns - 1, slots * columns // 2, 130], np.int32) % (slots * columns)
+    positions = np.array([0, 7, slots * columns - 1, slots * columns // 2, 130], np.int32) % (
+        slots * columns
+    )
     for b, position in enumerate(positions):
         table[b, position // slots + 1 :] = 10**6  # beyond the length: anything
-    got = jax.jit(partial(paged_attention, scale=16**-0.5, window=window, implementation=implementation))(q, k, v, table, positions)
+    got = jax.jit(
+        partial(paged_attention, scale=16**-0.5, window=window, implementation=implementation)
+    )(q, k, v, table, positions)
     np.testing.assert_allclose(got, expected(q, k, v, table, positions, window), atol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 1), (1, 7)])
-def test_bfloat16_stays_within_its_rounding(implementation: Implementation, heads: int, groups: int) -> None:
-    q, k, v, table = (jnp.asarray(x) for x in case(batch=3, heads=heads, groups=groups, slots=16, columns=20, width=64))
+def test_bfloat16_stays_within_its_rounding(
+    implementation: Implementation, heads: int, groups: int
+) -> None:
+    q, k, v, table = (
+        jnp.asarray(x)
+        for x in case(batch=3, heads=heads, groups=groups, slots=16, columns=20, width=64)
+    )
     q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
     positions = np.array([319, 3, 200], np.int32)
-    got = jax.jit(partial(paged_attention, scale=0.125, implementation=implementation))(q, k, v, table, positions)
+    got = jax.jit(partial(paged_attention, scale=0.125, implementation=implementation))(
+        q, k, v, table, positions
+    )
     assert got.dtype == jnp.bfloat16
-    want = expected(*(np.asarray(x.astype(jnp.float32)) for x in (q, k, v)), np.asarray(table), positions, None)
+    want = expected(
+        *(np.asarray(x.astype(jnp.float32)) for x in (q, k, v)), np.asarray(table), positions, None
+    )
     np.testing.assert_allclose(got.astype(jnp.float32), want, atol=3e-2)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_rows_without_a_sequence_are_finite_and_disturb_no_other(implementation: Implementation) -> None:
+def test_rows_without_a_sequence_are_finite_and_disturb_no_other(
+    implementation: Implementation,
+) -> None:
     q, k, v, table = case(batch=3, heads=2, groups=2, slots=8, columns=4, width=8)
     positions = np.array([20, -1, 5], np.int32)
-    got = jax.jit(partial(paged_attention, scale=1.0, implementation=implementation))(q, k, v, table, positions)
+    got = jax.jit(partial(paged_attention, scale=1.0, implementation=implementation))(
+        q, k, v, table, positions
+    )
     assert np.isfinite(np.asarray(got)).all()
-    np.testing.assert_allclose(got[::2], expected(q * 8**0.5, k, v, table, np.array([20, 0, 5]), None)[::2], atol=1e-5)
+    np.testing.assert_allclose(
+        got[::2], expected(q * 8**0.5, k, v, table, np.array([20, 0, 5]), None)[::2], atol=1e-5
+    )
 
 
 def test_scores_of_any_size_do_not_overflow() -> None:

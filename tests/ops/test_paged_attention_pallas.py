@@ -12,28 +12,50 @@ from tests.ops.attention_oracle import case, expected
 
 
 def run(
-    arrays: tuple[np.ndarray, ...], positions: np.ndarray, dtype: str, window: int | None = None, splits: int | None = None
+    arrays: tuple[np.ndarray, ...],
+    positions: np.ndarray,
+    dtype: str,
+    window: int | None = None,
+    splits: int | None = None,
 ) -> jax.Array:
     q, k, v, table = arrays
     attend = functools.partial(
-        paged_attention_pallas.paged_attention, scale=q.shape[-1] ** -0.5, window=window, splits=splits, interpret=True
+        paged_attention_pallas.paged_attention,
+        scale=q.shape[-1] ** -0.5,
+        window=window,
+        splits=splits,
+        interpret=True,
     )
-    return jax.jit(attend)(*(jnp.asarray(x).astype(dtype) for x in (q, k, v)), jnp.asarray(table), jnp.asarray(positions))
+    return jax.jit(attend)(
+        *(jnp.asarray(x).astype(dtype) for x in (q, k, v)),
+        jnp.asarray(table),
+        jnp.asarray(positions),
+    )
 
 
 @pytest.mark.parametrize(
     ("heads", "groups", "slots", "columns", "window", "splits"),
     [
-        (2, 4, 16, 20, None, None),  # as many splits as steps: some get nothing from short sequences
-        (2, 1, 8, 33, 100, 3),  # no sharing of heads; a table that no block divides; a window inside a page
+        # as many splits as steps: some get nothing from short sequences
+        (2, 4, 16, 20, None, None),
+        # no sharing of heads; a table that no block divides; a window inside a page
+        (2, 1, 8, 33, 100, 3),
         (1, 20, 128, 3, None, 1),  # more query heads than one tensor-core block has rows
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_kernel_agrees_with_dense_attention(
-    heads: int, groups: int, slots: int, columns: int, window: int | None, splits: int | None, dtype: str
+    heads: int,
+    groups: int,
+    slots: int,
+    columns: int,
+    window: int | None,
+    splits: int | None,
+    dtype: str,
 ) -> None:
-    q, k, v, table = case(batch=4, heads=heads, groups=groups, slots=slots, columns=columns, width=32)
+    q, k, v, table = case(
+        batch=4, heads=heads, groups=groups, slots=slots, columns=columns, width=32
+    )
     positions = np.array([0, slots * columns - 1, 100, 64], np.int32)
     for b, position in enumerate(positions):
         table[b, position // slots + 1 :] = 10**6  # beyond the length: anything
@@ -41,21 +63,28 @@ def test_the_kernel_agrees_with_dense_attention(
     assert got.dtype == dtype
     rounded = [np.asarray(jnp.asarray(x).astype(dtype).astype(jnp.float32)) for x in (q, k, v)]
     tolerance = 1e-5 if dtype == "float32" else 2e-2
-    np.testing.assert_allclose(got.astype(jnp.float32), expected(*rounded, table, positions, window), atol=tolerance)
+    np.testing.assert_allclose(
+        got.astype(jnp.float32), expected(*rounded, table, positions, window), atol=tolerance
+    )
 
 
 def test_a_row_without_a_sequence_gives_zeros_and_stale_pages_are_not_read() -> None:
     q, k, v, table = case(batch=2, heads=1, groups=2, slots=16, columns=8, width=16)
     positions = np.array([20, -1], np.int32)
-    k[table[0, 1], :, 5:] = v[table[0, 1], :, 5:] = np.nan  # behind the last token, which is slot 4 of that page
+    # behind the last token, which is slot 4 of that page
+    k[table[0, 1], :, 5:] = v[table[0, 1], :, 5:] = np.nan
     got = run((q, k, v, table), positions, "float32")
-    np.testing.assert_allclose(got[:1], expected(q[:1], k, v, table, positions[:1], None), atol=1e-5)
+    np.testing.assert_allclose(
+        got[:1], expected(q[:1], k, v, table, positions[:1], None), atol=1e-5
+    )
     np.testing.assert_array_equal(got[1], 0)
 
 
 def test_the_kernel_applies_to_power_of_two_heads_of_the_pages_dtype() -> None:
     def applies(width: int, q_dtype: str, kv_dtype: str) -> bool:
-        return paged_attention_pallas.applies(jnp.zeros((1, 2, width), q_dtype), jnp.zeros((1, 1, 8, width), kv_dtype))
+        return paged_attention_pallas.applies(
+            jnp.zeros((1, 2, width), q_dtype), jnp.zeros((1, 1, 8, width), kv_dtype)
+        )
 
     assert applies(64, "bfloat16", "bfloat16") and applies(128, "float32", "float32")
     assert not applies(80, "bfloat16", "bfloat16")

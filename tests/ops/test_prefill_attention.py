@@ -13,14 +13,25 @@ from tests.ops.attention_oracle import dense
 
 
 class Chunk:
-    """A random packed chunk: rows of (past tokens, new tokens), those with a past first; padding between and behind."""
+    """A random packed chunk: rows of (past tokens, new tokens), those with a past first; padding
+    between and behind."""
 
     def __init__(
-        self, rows: list[tuple[int, int]], *, heads: int = 2, groups: int = 3, width: int = 16, slots: int = 8, padding: int = 5
+        self,
+        rows: list[tuple[int, int]],
+        *,
+        heads: int = 2,
+        groups: int = 3,
+        width: int = 16,
+        slots: int = 8,
+        padding: int = 5,
     ) -> None:
         rng = np.random.default_rng(len(rows))
         self.scale, self.groups = width**-0.5, groups
-        full = [rng.standard_normal((2, old + new, heads, width)).astype(np.float32) for old, new in rows]
+        full = [
+            rng.standard_normal((2, old + new, heads, width)).astype(np.float32)
+            for old, new in rows
+        ]
         tokens = sum(new for _, new in rows) + padding
         self.q = rng.standard_normal((tokens, heads * groups, width)).astype(np.float32)
         self.k, self.v = rng.standard_normal((2, tokens, heads, width)).astype(np.float32)
@@ -29,7 +40,11 @@ class Chunk:
         columns = max(1, max((old + slots - 1) // slots for old, _ in rows)) + 1
         pages = len(rows) * columns + 2
         k_pages, v_pages = rng.standard_normal((2, pages, heads, slots, width)).astype(np.float32)
-        table = rng.permutation(pages)[: len(rows) * columns].reshape(len(rows), columns).astype(np.int32)
+        table = (
+            rng.permutation(pages)[: len(rows) * columns]
+            .reshape(len(rows), columns)
+            .astype(np.int32)
+        )
         self.full, self.rows, at = full, rows, 0
         for row, (old, new) in enumerate(rows):
             self.k[at : at + new], self.v[at : at + new] = full[row][:, old:]
@@ -40,7 +55,10 @@ class Chunk:
                 k_pages[page, :, slot], v_pages[page, :, slot] = full[row][:, position]
             table[row, (old + slots - 1) // slots :] = 10**6
             at += new
-        lengths, count = np.array([old for old, _ in rows], np.int32), np.int32(sum(old > 0 for old, _ in rows))
+        lengths, count = (
+            np.array([old for old, _ in rows], np.int32),
+            np.int32(sum(old > 0 for old, _ in rows)),
+        )
         self.past = PastPages(*map(jnp.asarray, (k_pages, v_pages, table, lengths, count)))
 
     def expected(self, window: int | None = None) -> np.ndarray:
@@ -48,17 +66,29 @@ class Chunk:
         for t, (row, position) in enumerate(zip(self.segment, self.positions, strict=True)):
             if row >= 0:
                 seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
-                out[t] = dense(self.q[t], self.full[row][0, seen], self.full[row][1, seen], self.scale)
+                out[t] = dense(
+                    self.q[t], self.full[row][0, seen], self.full[row][1, seen], self.scale
+                )
         return out
 
-    def run(self, *, past: bool, window: int | None = None, query_block: int = 128, packed: bool = True) -> np.ndarray:
+    def run(
+        self, *, past: bool, window: int | None = None, query_block: int = 128, packed: bool = True
+    ) -> np.ndarray:
         arrays = map(jnp.asarray, (self.q, self.k, self.v, self.segment, self.positions))
-        attend = functools.partial(prefill_attention, scale=self.scale, window=window, query_block=query_block, packed=packed)
+        attend = functools.partial(
+            prefill_attention,
+            scale=self.scale,
+            window=window,
+            query_block=query_block,
+            packed=packed,
+        )
         return np.asarray(jax.jit(attend)(*arrays, self.past if past else None))
 
 
 @pytest.mark.parametrize(("window", "query_block"), [(None, 48), (1, 48), (7, 128), (100, 48)])
-def test_packed_segments_see_only_their_own_earlier_tokens(window: int | None, query_block: int) -> None:
+def test_packed_segments_see_only_their_own_earlier_tokens(
+    window: int | None, query_block: int
+) -> None:
     chunk = Chunk([(0, 1), (0, 40), (0, 3), (0, 90), (0, 17)])
     got = chunk.run(past=False, window=window, query_block=query_block)
     np.testing.assert_allclose(got, chunk.expected(window), atol=1e-5)
@@ -68,7 +98,9 @@ def test_packed_segments_see_only_their_own_earlier_tokens(window: int | None, q
 @pytest.mark.parametrize(("window", "slots"), [(None, 8), (None, 128), (5, 16), (150, 8)])
 def test_a_chunk_continues_sequences_that_lie_in_pages(window: int | None, slots: int) -> None:
     chunk = Chunk([(200, 30), (9, 50), (1, 1), (0, 25)], slots=slots)
-    np.testing.assert_allclose(chunk.run(past=True, window=window, query_block=64), chunk.expected(window), atol=1e-5)
+    np.testing.assert_allclose(
+        chunk.run(past=True, window=window, query_block=64), chunk.expected(window), atol=1e-5
+    )
 
 
 def test_an_unused_past_changes_nothing() -> None:
@@ -76,25 +108,42 @@ def test_an_unused_past_changes_nothing() -> None:
     np.testing.assert_allclose(chunk.run(past=True), chunk.run(past=False), atol=1e-6)
 
 
-@pytest.mark.parametrize(("packed", "window"), [(True, None), (False, None), (True, 600), (False, 300)])
+@pytest.mark.parametrize(
+    ("packed", "window"), [(True, None), (False, None), (True, 600), (False, 300)]
+)
 def test_long_chunks_take_the_key_block_loop(packed: bool, window: int | None) -> None:
     rows = [(0, 700), (0, 450)] if packed else [(0, 1100)]
     chunk = Chunk(rows, heads=1, groups=2, width=8)
-    np.testing.assert_allclose(chunk.run(past=False, packed=packed, window=window, query_block=256), chunk.expected(window), atol=1e-5)
+    np.testing.assert_allclose(
+        chunk.run(past=False, packed=packed, window=window, query_block=256),
+        chunk.expected(window),
+        atol=1e-5,
+    )
 
 
 def test_one_sequence_over_several_groups_of_queries_reads_its_past_each_time() -> None:
     chunk = Chunk([(50, 600)], heads=1, groups=2, width=8)
-    np.testing.assert_allclose(chunk.run(past=True, packed=False, query_block=256), chunk.expected(), atol=1e-5)
+    np.testing.assert_allclose(
+        chunk.run(past=True, packed=False, query_block=256), chunk.expected(), atol=1e-5
+    )
 
 
 def test_bfloat16_stays_within_its_rounding() -> None:
     chunk = Chunk([(40, 60), (0, 30)], width=64)
     want = chunk.expected()
     low = functools.partial(jnp.asarray, dtype=jnp.bfloat16)
-    past = chunk.past._replace(k_pages_PKSH=low(chunk.past.k_pages_PKSH), v_pages_PKSH=low(chunk.past.v_pages_PKSH))
+    past = chunk.past._replace(
+        k_pages_PKSH=low(chunk.past.k_pages_PKSH), v_pages_PKSH=low(chunk.past.v_pages_PKSH)
+    )
     attend = jax.jit(functools.partial(prefill_attention, scale=chunk.scale))
-    got = attend(low(chunk.q), low(chunk.k), low(chunk.v), jnp.asarray(chunk.segment), jnp.asarray(chunk.positions), past)
+    got = attend(
+        low(chunk.q),
+        low(chunk.k),
+        low(chunk.v),
+        jnp.asarray(chunk.segment),
+        jnp.asarray(chunk.positions),
+        past,
+    )
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(got.astype(jnp.float32), want, atol=4e-2)
 
@@ -103,7 +152,9 @@ def test_bfloat16_stays_within_its_rounding() -> None:
 def test_the_cudnn_recipe_merges_past_and_self(old: int, new: int) -> None:
     chunk = Chunk([(old, new)])
     arrays = map(jnp.asarray, (chunk.q, chunk.k, chunk.v))
-    attend = functools.partial(prefill_attention_cudnn.one_sequence, scale=chunk.scale, window=None, implementation="xla")
+    attend = functools.partial(
+        prefill_attention_cudnn.one_sequence, scale=chunk.scale, window=None, implementation="xla"
+    )
     got = np.asarray(jax.jit(attend)(*arrays, np.int32(new), chunk.past))
     np.testing.assert_allclose(got[:new], chunk.expected()[:new], atol=1e-5)
 
@@ -112,13 +163,19 @@ def test_the_cudnn_recipe_merges_past_and_self(old: int, new: int) -> None:
 def test_the_cudnn_recipe_without_a_past_keeps_the_window(window: int | None) -> None:
     chunk = Chunk([(0, 20)])
     arrays = map(jnp.asarray, (chunk.q, chunk.k, chunk.v))
-    attend = functools.partial(prefill_attention_cudnn.one_sequence, scale=chunk.scale, window=window, implementation="xla")
+    attend = functools.partial(
+        prefill_attention_cudnn.one_sequence, scale=chunk.scale, window=window, implementation="xla"
+    )
     got = np.asarray(jax.jit(attend)(*arrays, np.int32(20), None))
     np.testing.assert_allclose(got[:20], chunk.expected(window)[:20], atol=1e-5)
 
 
 def test_cudnn_is_chosen_only_where_its_masks_are_right() -> None:
-    half, single, wide = jnp.zeros((1, 2, 64), jnp.bfloat16), jnp.zeros((1, 2, 64)), jnp.zeros((1, 2, 160), jnp.bfloat16)
+    half, single, wide = (
+        jnp.zeros((1, 2, 64), jnp.bfloat16),
+        jnp.zeros((1, 2, 64)),
+        jnp.zeros((1, 2, 160), jnp.bfloat16),
+    )
     applies = prefill_attention_cudnn.applies
     assert applies(half, platform="gpu", window=None, has_past=True)
     assert applies(half, platform="gpu", window=9, has_past=False)

@@ -37,15 +37,26 @@ def test_whole_numbers_err_by_half_a_scale_at_most(largest, form):
 def test_fp8_errs_by_a_sixteenth_of_the_value_at_most():
     values = rows()
     scale = q.row_scale(jnp.asarray(values), q.FP8_LARGEST)
-    error = np.abs(np.asarray(q.rescaled(q.from_fp8(q.to_fp8(jnp.asarray(values), scale)), scale, jnp.dtype(jnp.float32))) - values)
-    assert np.all(error <= np.maximum(np.abs(values) / 16, np.asarray(scale) / 1024) + slack(values))
+    error = np.abs(
+        np.asarray(
+            q.rescaled(
+                q.from_fp8(q.to_fp8(jnp.asarray(values), scale)), scale, jnp.dtype(jnp.float32)
+            )
+        )
+        - values
+    )
+    assert np.all(
+        error <= np.maximum(np.abs(values) / 16, np.asarray(scale) / 1024) + slack(values)
+    )
     assert np.all(error[0] == 0)
 
 
 def test_fp8_bytes_are_those_of_the_type_itself():
     values = np.random.default_rng(1).normal(size=(8, 16)).astype(np.float32)
     packed = q.to_fp8(jnp.asarray(values), jnp.ones((8, 1), jnp.float32))
-    np.testing.assert_array_equal(np.asarray(packed), values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
+    np.testing.assert_array_equal(
+        np.asarray(packed), values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    )
 
 
 def test_every_pair_of_nibbles_survives():
@@ -65,5 +76,7 @@ def test_narrow_values_come_back_in_their_own_type(dtype):
     back = q.rescaled(q.to_int8(values, scale), scale, values.dtype)
     assert back.dtype == values.dtype
     wide = np.asarray(values, np.float32)
-    rounding = np.abs(wide).max(axis=-1, keepdims=True) * 2.0 ** (-8 if dtype == "bfloat16" else -11)
+    rounding = np.abs(wide).max(axis=-1, keepdims=True) * 2.0 ** (
+        -8 if dtype == "bfloat16" else -11
+    )
     assert np.all(np.abs(np.asarray(back, np.float32) - wide) <= np.asarray(scale) / 2 + rounding)

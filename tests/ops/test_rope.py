@@ -1,17 +1,21 @@
-"""Rotation as multiplication of complex numbers; context extensions by their defining properties."""
+"""Rotation as multiplication of complex numbers; context extensions by their defining
+properties."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdisagg.ops.rope import Rope, RopeType, rope_angles, rotate
+from jdisagg.ops.rope import rope_angles, rotate
+from jdisagg.ops.rope_frequencies import Rope, RopeType
 
 HEAD, ORIGINAL = 16, 64
 TYPES: list[RopeType] = ["default", "linear", "dynamic", "llama3", "yarn"]
 
 
 def _rope(kind: RopeType, attention_factor: float = 1.0) -> Rope:
-    return Rope(HEAD, 10000.0, kind, factor=4.0, original_tokens=ORIGINAL, attention_factor=attention_factor)
+    return Rope(
+        HEAD, 10000.0, kind, factor=4.0, original_tokens=ORIGINAL, attention_factor=attention_factor
+    )
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -19,12 +23,20 @@ def test_pairs_are_turned_as_complex_numbers(kind: RopeType) -> None:
     rope, positions = _rope(kind, attention_factor=1.25), np.array([0, 1, 7, 40])
     x_TNH = np.random.default_rng(0).normal(size=(4, 3, HEAD)).astype(np.float32)
     got = np.asarray(rotate(jnp.asarray(x_TNH), rope_angles(jnp.asarray(positions), rope)))
-    turned = (x_TNH[..., : HEAD // 2] + 1j * x_TNH[..., HEAD // 2 :]) * np.exp(1j * positions[:, None, None] * rope.frequencies()) * 1.25
+    turned = (
+        (x_TNH[..., : HEAD // 2] + 1j * x_TNH[..., HEAD // 2 :])
+        * np.exp(1j * positions[:, None, None] * rope.frequencies())
+        * 1.25
+    )
     np.testing.assert_allclose(got, np.concatenate((turned.real, turned.imag), axis=-1), atol=1e-5)
 
 
 def test_plain_frequencies_are_a_geometric_series_from_one() -> None:
-    np.testing.assert_allclose(_rope("default").frequencies(), [10000.0 ** (-2 * pair / HEAD) for pair in range(HEAD // 2)], rtol=1e-6)
+    np.testing.assert_allclose(
+        _rope("default").frequencies(),
+        [10000.0 ** (-2 * pair / HEAD) for pair in range(HEAD // 2)],
+        rtol=1e-6,
+    )
 
 
 def test_linear_divides_all_and_llama3_only_long_wavelengths() -> None:
@@ -40,16 +52,25 @@ def test_linear_divides_all_and_llama3_only_long_wavelengths() -> None:
 
 def test_yarn_goes_from_plain_to_divided() -> None:
     ratio = _rope("default").frequencies() / _rope("yarn").frequencies()
-    assert ratio[0] == pytest.approx(1) and ratio[-1] == pytest.approx(4) and (np.diff(ratio) >= -1e-6).all()
+    assert (
+        ratio[0] == pytest.approx(1)
+        and ratio[-1] == pytest.approx(4)
+        and (np.diff(ratio) >= -1e-6).all()
+    )
 
 
 def test_dynamic_is_plain_within_the_original_context_and_slower_beyond() -> None:
     positions = jnp.arange(2 * ORIGINAL)
-    (cos, _), (plain, _) = rope_angles(positions, _rope("dynamic")), rope_angles(positions, _rope("default"))
+    (cos, _), (plain, _) = (
+        rope_angles(positions, _rope("dynamic")),
+        rope_angles(positions, _rope("default")),
+    )
     np.testing.assert_allclose(cos[:ORIGINAL], plain[:ORIGINAL], atol=1e-5)
     assert np.abs(cos[ORIGINAL + 8] - plain[ORIGINAL + 8]).max() > 0.01
     base = 10000.0 * (4.0 * 2 - 3) ** (HEAD / (HEAD - 2))  # at twice the original context
-    np.testing.assert_allclose(cos[-1], np.cos((2 * ORIGINAL - 1) * base ** (-np.arange(0, HEAD, 2) / HEAD)), atol=1e-4)
+    np.testing.assert_allclose(
+        cos[-1], np.cos((2 * ORIGINAL - 1) * base ** (-np.arange(0, HEAD, 2) / HEAD)), atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -1,4 +1,5 @@
-"""Sampling against a plain reference: numpy, float64, sorting, and a hash of its own in Python integers."""
+"""Sampling against a plain reference: numpy, float64, sorting, and a hash of its own in Python
+integers."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -35,7 +36,13 @@ def pack(rows: list[Row]) -> SamplingRows:
     floats = (column(name, np.float32) for name in ("temperature", "top_p", "min_p"))
     temperature, top_p, min_p = floats
     return SamplingRows(
-        temperature, column("top_k", np.int32), top_p, min_p, jnp.asarray(seeds), column("child", np.int32), column("position", np.int32)
+        temperature,
+        column("top_k", np.int32),
+        top_p,
+        min_p,
+        jnp.asarray(seeds),
+        column("child", np.int32),
+        column("position", np.int32),
     )
 
 
@@ -69,7 +76,8 @@ def reference_set(logits: np.ndarray, row: Row) -> np.ndarray:
     order = np.argsort(-logits, kind="stable")
     mass = np.where(keep, weight, 0)[order]
     before = (np.cumsum(mass) - mass) / mass.sum()
-    _, first = np.unique(-logits[order], return_index=True)  # the first of each group of equal logits
+    # the first of each group of equal logits
+    _, first = np.unique(-logits[order], return_index=True)
     group = np.searchsorted(first, np.arange(len(logits)), side="right") - 1
     inside = np.empty(len(logits), bool)
     inside[order] = (before[first][group] < row.top_p) if row.top_p < 1 else True
@@ -77,16 +85,25 @@ def reference_set(logits: np.ndarray, row: Row) -> np.ndarray:
 
 
 def acceptable(logits: np.ndarray, row: Row) -> set[int]:
-    """The reference's choice, and any that float32 rounding could make instead: usually one token."""
+    """The reference's choice, and any that float32 rounding could make instead: usually one
+    token."""
     logits = logits.astype(np.float64)
     if row.temperature == 0:
         return {int(np.argmax(logits))}
     score = (logits - logits.max()) / row.temperature - np.log(
         reference_exponential(replace(row, top_k=0, top_p=1, min_p=0, temperature=1), len(logits))
     )
-    strict = reference_set(logits, replace(row, top_p=row.top_p * (1 - 1e-5), min_p=min(1, row.min_p * (1 + 1e-5))))
-    loose = reference_set(logits, replace(row, top_p=min(1, row.top_p * (1 + 1e-5)), min_p=row.min_p * (1 - 1e-5)))
-    return set(np.flatnonzero(loose & (score > score[strict].max() - 2e-4 / min(1, row.temperature))).tolist())
+    strict = reference_set(
+        logits, replace(row, top_p=row.top_p * (1 - 1e-5), min_p=min(1, row.min_p * (1 + 1e-5)))
+    )
+    loose = reference_set(
+        logits, replace(row, top_p=min(1, row.top_p * (1 + 1e-5)), min_p=row.min_p * (1 - 1e-5))
+    )
+    return set(
+        np.flatnonzero(
+            loose & (score > score[strict].max() - 2e-4 / min(1, row.temperature))
+        ).tolist()
+    )
 
 
 def check(logits_BV: np.ndarray, rows: list[Row]) -> None:
@@ -128,7 +145,11 @@ FILTERS = [
 @pytest.mark.parametrize("spread", [0.02, 1.0, 8.0], ids=["flat", "middling", "peaky"])
 def test_every_filter_agrees_with_the_sorting_reference(spread: float) -> None:
     random = np.random.default_rng(int(spread * 100))
-    rows = [replace(row, seed=int(random.integers(2**63)), position=int(random.integers(5000))) for row in FILTERS for _ in range(6)]
+    rows = [
+        replace(row, seed=int(random.integers(2**63)), position=int(random.integers(5000)))
+        for row in FILTERS
+        for _ in range(6)
+    ]
     check((random.standard_normal((len(rows), 2048)) * spread).astype(np.float32), rows)
 
 
@@ -143,7 +164,9 @@ def test_equal_logits_stand_or_fall_together() -> None:
     rows = [replace(row, seed=5, position=p) for row in FILTERS for p in range(8)]
     check(random.integers(-3, 4, (len(rows), 512)).astype(np.float32), rows)
     tied = np.array([[2, 1, 1, 1, 0, 0, 0, 0]] * 400, np.float32)
-    tokens = np.asarray(sample(jnp.asarray(tied), pack([Row(top_k=2, position=p) for p in range(400)])))
+    tokens = np.asarray(
+        sample(jnp.asarray(tied), pack([Row(top_k=2, position=p) for p in range(400)]))
+    )
     assert set(tokens.tolist()) == {0, 1, 2, 3}
 
 
@@ -176,13 +199,21 @@ def test_a_token_does_not_depend_on_batch_slot_or_padding() -> None:
     together = np.asarray(sample(jnp.asarray(logits), pack(rows)))
     backwards = np.asarray(sample(jnp.asarray(logits[::-1].copy()), pack(rows[::-1])))[::-1]
     padded = np.pad(logits, ((0, 0), (0, 48)), constant_values=-np.inf)
-    assert together.tolist() == backwards.tolist() == np.asarray(sample(jnp.asarray(padded), pack(rows))).tolist()
-    alone = [int(sample(jnp.asarray(logits[i : i + 1]), pack([row]))[0]) for i, row in enumerate(rows)]
+    assert (
+        together.tolist()
+        == backwards.tolist()
+        == np.asarray(sample(jnp.asarray(padded), pack(rows))).tolist()
+    )
+    alone = [
+        int(sample(jnp.asarray(logits[i : i + 1]), pack([row]))[0]) for i, row in enumerate(rows)
+    ]
     assert together.tolist() == alone
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_a_row_without_a_finite_largest_logit_gives_the_invalid_token_and_spares_the_others(poison: float) -> None:
+def test_a_row_without_a_finite_largest_logit_gives_the_invalid_token_and_spares_the_others(
+    poison: float,
+) -> None:
     random = np.random.default_rng(5)
     rows = [replace(row, seed=1, position=p) for p, row in enumerate(FILTERS)]
     logits = random.standard_normal((len(rows), 300)).astype(np.float32)
@@ -191,7 +222,10 @@ def test_a_row_without_a_finite_largest_logit_gives_the_invalid_token_and_spares
     bad = np.arange(0, len(rows), 2)
     logits[bad, random.integers(300, size=len(bad))] = poison
     logits[0] = -np.inf
-    for tokens, before in ((sample(jnp.asarray(logits), pack(rows)), clean), (greedy(jnp.asarray(logits)), clean_greedy)):
+    for tokens, before in (
+        (sample(jnp.asarray(logits), pack(rows)), clean),
+        (greedy(jnp.asarray(logits)), clean_greedy),
+    ):
         assert (np.asarray(tokens)[bad] == INVALID_TOKEN).all()
         assert (np.delete(np.asarray(tokens), bad) == np.delete(before, bad)).all()
 
@@ -213,12 +247,16 @@ def test_tokens_come_with_the_frequencies_of_the_softmax() -> None:
     seen = np.bincount(tokens, minlength=8)
     possible = expected > 0
     assert (seen[~possible] == 0).all()
-    assert ((seen - expected)[possible] ** 2 / expected[possible]).sum() < 30  # 6 degrees of freedom: p = 4e-5
+    # 6 degrees of freedom: p = 4e-5
+    assert ((seen - expected)[possible] ** 2 / expected[possible]).sum() < 30
 
 
 def test_children_of_one_request_draw_independently() -> None:
     logits = jnp.zeros((400, 4), jnp.float32)
-    draws = [np.asarray(sample(logits, pack([Row(seed=8, child=child, position=p) for p in range(400)]))) for child in range(3)]
+    draws = [
+        np.asarray(sample(logits, pack([Row(seed=8, child=child, position=p) for p in range(400)])))
+        for child in range(3)
+    ]
     for other in draws[1:]:
         assert abs((draws[0] == other).mean() - 0.25) < 0.1
 
@@ -230,6 +268,13 @@ def test_sampling_works_on_the_shards_of_a_mesh() -> None:
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "tp"))
     for check_vma in (False, True):
         sharded = jax.shard_map(
-            sampling.sample, mesh=mesh, in_specs=PartitionSpec("dp"), out_specs=PartitionSpec("dp"), check_vma=check_vma
+            sampling.sample,
+            mesh=mesh,
+            in_specs=PartitionSpec("dp"),
+            out_specs=PartitionSpec("dp"),
+            check_vma=check_vma,
         )
-        assert np.asarray(jax.jit(sharded)(logits, pack(rows))).tolist() == np.asarray(sample(logits, pack(rows))).tolist()
+        assert (
+            np.asarray(jax.jit(sharded)(logits, pack(rows))).tolist()
+            == np.asarray(sample(logits, pack(rows))).tolist()
+        )

@@ -1,4 +1,5 @@
-"""The hash behind sampling: uniform, without correlation along any coordinate, and never a number that breaks the race."""
+"""The hash behind sampling: uniform, without correlation along any coordinate, and never a number
+that breaks the race."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,9 @@ COORDINATES = ["seed low", "seed high", "child", "position"]
 def bits_of(words_B4: np.ndarray, vocabulary: int) -> np.ndarray:
     """uint32 [B, V] for rows of (seed low, seed high, child, position)."""
     words = jnp.asarray(words_B4.astype(np.uint32))
-    keys = randomness.row_keys(words[:, :2], words[:, 2].astype(jnp.int32), words[:, 3].astype(jnp.int32))
+    keys = randomness.row_keys(
+        words[:, :2], words[:, 2].astype(jnp.int32), words[:, 3].astype(jnp.int32)
+    )
     return np.asarray(randomness.random_bits(keys, vocabulary))
 
 
@@ -82,7 +85,9 @@ def test_columns_do_not_depend_on_the_padded_size_of_the_vocabulary() -> None:
 
 
 def test_a_uniform_number_is_never_zero_or_one_and_its_exponential_is_positive_and_finite() -> None:
-    bits = jnp.asarray(np.array([0, 1, 2, 255, 2**16, 2**31, 2**32 - 2**9, 2**32 - 2, 2**32 - 1], np.uint32))
+    bits = jnp.asarray(
+        np.array([0, 1, 2, 255, 2**16, 2**31, 2**32 - 2**9, 2**32 - 2, 2**32 - 1], np.uint32)
+    )
     uniform = np.asarray(randomness.uniform(bits))
     assert uniform.dtype == np.float32
     assert (uniform > 0).all() and (uniform < 1).all()
@@ -91,7 +96,12 @@ def test_a_uniform_number_is_never_zero_or_one_and_its_exponential_is_positive_a
 
 
 def test_an_exponential_is_accurate_where_it_is_small() -> None:
-    bits = np.concatenate([2 ** np.arange(32, dtype=np.uint64), np.random.default_rng(1).integers(2**32, size=20_000, dtype=np.uint64)])
+    bits = np.concatenate(
+        [
+            2 ** np.arange(32, dtype=np.uint64),
+            np.random.default_rng(1).integers(2**32, size=20_000, dtype=np.uint64),
+        ]
+    )
     computed = np.asarray(jax.jit(randomness.exponential)(jnp.asarray(bits.astype(np.uint32))))
     exact = -np.log1p(-np.minimum(((bits >> np.uint64(1)) + 0.5) / 2.0**31, 1 - 2.0**-24))
     settled = exact < 8  # beyond, one step of the uniform number is worth more than the tolerance

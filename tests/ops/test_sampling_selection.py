@@ -12,9 +12,12 @@ ROWS = {
     "normal": RANDOM.standard_normal((4, 1000)),
     "many ties": RANDOM.integers(-2, 3, (4, 5000)),
     "all equal": np.zeros((4, 700)),
-    "mostly minus infinity": np.where(RANDOM.random((4, 4096)) < 0.995, -np.inf, RANDOM.standard_normal((4, 4096))),
+    "mostly minus infinity": np.where(
+        RANDOM.random((4, 4096)) < 0.995, -np.inf, RANDOM.standard_normal((4, 4096))
+    ),
     "both zeros": np.where(RANDOM.random((4, 300)) < 0.5, 0.0, -0.0),
-    "every magnitude": RANDOM.standard_normal((4, 2048)) * 10.0 ** RANDOM.integers(-30, 30, (4, 2048)),
+    "every magnitude": RANDOM.standard_normal((4, 2048))
+    * 10.0 ** RANDOM.integers(-30, 30, (4, 2048)),
     "one column": RANDOM.standard_normal((4, 1)),
 }
 
@@ -25,7 +28,10 @@ def rows(request: pytest.FixtureRequest) -> np.ndarray:
 
 
 def test_the_argmax_is_the_smallest_index_of_the_largest(rows: np.ndarray) -> None:
-    assert np.asarray(jax.jit(selection.argmax)(jnp.asarray(rows))).tolist() == np.argmax(rows, axis=1).tolist()
+    assert (
+        np.asarray(jax.jit(selection.argmax)(jnp.asarray(rows))).tolist()
+        == np.argmax(rows, axis=1).tolist()
+    )
 
 
 @pytest.mark.parametrize("count", [1, 2, 20])
@@ -38,7 +44,9 @@ def test_the_largest_are_those_of_a_stable_sort(rows: np.ndarray, count: int) ->
 
 
 @pytest.mark.parametrize("count", [1, 3, 150])
-def test_the_separating_value_keeps_the_largest_and_what_ties_with_the_last(rows: np.ndarray, count: int) -> None:
+def test_the_separating_value_keeps_the_largest_and_what_ties_with_the_last(
+    rows: np.ndarray, count: int
+) -> None:
     count = min(count, rows.shape[1])
     counts, wanted = jnp.full(4, count, jnp.int32), jnp.asarray([True, True, False, True])
     values = np.asarray(jax.jit(selection.separating_value)(jnp.asarray(rows), counts, wanted))

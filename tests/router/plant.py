@@ -1,9 +1,10 @@
-"""A cluster for the controller's tests, a fluid model in steps of a second: prompts bring work to a queue in front of the prefill pool,
-sequences hold slots of the decode pool. Written from the definitions alone; it shares nothing with the controller but its data."""
+"""A cluster for the controller's tests, a fluid model in steps of a second: prompts bring work to a
+queue in front of the prefill pool, sequences hold slots of the decode pool. Written from the
+definitions alone; it shares nothing with the controller but its data."""
 
 from dataclasses import dataclass, field
 
-from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
+from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.elastic import Controller, Switch
 from jdisagg.router.elastic_signals import Outcome
 
@@ -26,7 +27,8 @@ def status(name: str, role: WorkerRole, **fields: object) -> WorkerStatus:
 
 @dataclass
 class Load:
-    """Requests a second, seconds of a prefill worker for each, seconds that each holds a decode slot."""
+    """Requests a second, seconds of a prefill worker for each, seconds that each holds a decode
+    slot."""
 
     rate: float
     prefill_seconds: float
@@ -50,11 +52,17 @@ class Plant:
 
     @classmethod
     def of(cls, prefill: int, decode: int, controller: Controller, **fields: float) -> "Plant":
-        roles = {f"p{index}": WorkerRole.PREFILL for index in range(prefill)} | {f"d{index}": WorkerRole.DECODE for index in range(decode)}
+        roles = {f"p{index}": WorkerRole.PREFILL for index in range(prefill)} | {
+            f"d{index}": WorkerRole.DECODE for index in range(decode)
+        }
         return cls(roles, controller, **fields)  # type: ignore[arg-type]
 
     def count(self, role: WorkerRole) -> int:
-        return sum(1 for name, one in self.roles.items() if one is role and not (self.away and self.away[1].name == name))
+        return sum(
+            1
+            for name, one in self.roles.items()
+            if one is role and not (self.away and self.away[1].name == name)
+        )
 
     def run(self, seconds: int, load: Load) -> None:
         for _ in range(seconds):
@@ -71,7 +79,9 @@ class Plant:
         self.pending -= admitted
         wait = self.backlog / prefill
         self.backlog = max(0.0, self.backlog + admitted * load.prefill_seconds - prefill)
-        self.decoding = max(0.0, self.decoding + admitted - self.decoding / max(load.decode_seconds, 1.0))
+        self.decoding = max(
+            0.0, self.decoding + admitted - self.decoding / max(load.decode_seconds, 1.0)
+        )
         self._credit += load.rate
         queue = min(wait + page_wait, 1e6)
         while self._credit >= 1:
@@ -79,7 +89,9 @@ class Plant:
             self.controller.outcome(Outcome(self.now, load.prefill_seconds + queue, 0.02, queue))
         busy_share = 1.0 if self.backlog else min(1.0, admitted * load.prefill_seconds / prefill)
         looks = self.now % self.controller.config.interval_seconds == 0
-        verdict = self.controller.look(self.now, self._statuses(busy_share, load)) if looks else None
+        verdict = (
+            self.controller.look(self.now, self._statuses(busy_share, load)) if looks else None
+        )
         if self.away and self.now >= self.away[0]:
             self.roles[self.away[1].name] = self.away[1].role
             self.controller.switched(self.now, self.switch_seconds)
@@ -90,7 +102,11 @@ class Plant:
             self.away = (self.now + self.switch_seconds, verdict.switch)
 
     def _statuses(self, busy_share: float, load: Load) -> tuple[WorkerStatus, ...]:
-        here = {name: role for name, role in self.roles.items() if not (self.away and self.away[1].name == name)}
+        here = {
+            name: role
+            for name, role in self.roles.items()
+            if not (self.away and self.away[1].name == name)
+        }
         prefill = [name for name, role in here.items() if role is WorkerRole.PREFILL]
         decode = [name for name, role in here.items() if role is WorkerRole.DECODE]
         queued = int(self.backlog / load.prefill_seconds) if load.prefill_seconds else 0
@@ -99,6 +115,20 @@ class Plant:
         waiting = int(self.pending)
         free = max(0, 100 - 100 * each // SLOTS)
         return (
-            *(status(name, WorkerRole.PREFILL, running=int(at < busy), waiting=queued // len(prefill)) for at, name in enumerate(prefill)),
-            *(status(name, WorkerRole.DECODE, running=each, free_pages=(free,), waiting=waiting // len(decode)) for name in decode),
+            *(
+                status(
+                    name, WorkerRole.PREFILL, running=int(at < busy), waiting=queued // len(prefill)
+                )
+                for at, name in enumerate(prefill)
+            ),
+            *(
+                status(
+                    name,
+                    WorkerRole.DECODE,
+                    running=each,
+                    free_pages=(free,),
+                    waiting=waiting // len(decode),
+                )
+                for name in decode
+            ),
         )

@@ -1,4 +1,5 @@
-"""The router's own account of what it sent: bursts spread, statuses take over, and nothing is left at the end."""
+"""The router's own account of what it sent: bursts spread, statuses take over, and nothing is left
+at the end."""
 
 import random
 
@@ -9,19 +10,30 @@ from jdisagg.router.placement import decide
 from tests.router.fleets import H100, accounts_of, decode_status, prefill_status
 
 WORKERS = {
-    status: Description("r", H100) for status in (prefill_status("p0"), prefill_status("p1"), decode_status("d0"), decode_status("d1"))
+    status: Description("r", H100)
+    for status in (
+        prefill_status("p0"),
+        prefill_status("p1"),
+        decode_status("d0"),
+        decode_status("d1"),
+    )
 }
 
 
 def own(state: ClusterState) -> dict[str, list[float]]:
-    return {column: [float(state.table[column][state.row(name) or 0]) for name in state] for column in OWN}
+    return {
+        column: [float(state.table[column][state.row(name) or 0]) for name in state]
+        for column in OWN
+    }
 
 
 def test_a_burst_between_two_heartbeats_spreads() -> None:
     accounts = accounts_of(WORKERS)
     chosen = []
     for _ in range(20):
-        answer = decide(accounts.state, Ask(Work(1000, expected_tokens=100)), 0.0, Rules(hold_seconds=1e9))
+        answer = decide(
+            accounts.state, Ask(Work(1000, expected_tokens=100)), 0.0, Rules(hold_seconds=1e9)
+        )
         assert isinstance(answer, Decision)
         accounts.place(answer.prefill, answer.decode, Work(1000, expected_tokens=100), 0.0)
         chosen.append((answer.prefill, answer.decode))
@@ -36,14 +48,20 @@ def test_what_a_worker_was_told_before_it_spoke_is_in_its_own_words_then() -> No
     second = accounts.place("p0", "d0", Work(500, expected_tokens=100), 1.0)
     row = accounts.state.row("p0")
     accounts.heard(prefill_status("p0", queued_tokens=1000), 1.1)
-    assert accounts.state.table["own_tokens"][row] == 500, "the second waits for its reservation still"
+    assert accounts.state.table["own_tokens"][row] == 500, (
+        "the second waits for its reservation still"
+    )
     second.prefill_sent(1.2)
     accounts.heard(prefill_status("p0", queued_tokens=1000), 1.201)
-    assert accounts.state.table["own_tokens"][row] == 500, "the status may have been taken before the call came"
+    assert accounts.state.table["own_tokens"][row] == 500, (
+        "the status may have been taken before the call came"
+    )
     accounts.heard(prefill_status("p0", queued_tokens=1500), 1.3)
     assert accounts.state.table["own_tokens"][row] == 0
     first.prefilled()
-    assert accounts.state.table["queued_tokens"][row] == 500, "what is computed is taken off at once"
+    assert accounts.state.table["queued_tokens"][row] == 500, (
+        "what is computed is taken off at once"
+    )
     second.prefilled()
     second.prefilled()
     assert accounts.state.table["queued_tokens"][row] == 0
@@ -74,7 +92,9 @@ def test_when_all_has_ended_nothing_is_left_whatever_came_between() -> None:
             step = draw.randrange(6)
             if step == 0:
                 prefill = draw.choice(["p0", "p1", None])
-                work = Work(draw.randrange(1, 3000), 0, draw.randrange(1, 4), draw.randrange(1, 500))
+                work = Work(
+                    draw.randrange(1, 3000), 0, draw.randrange(1, 4), draw.randrange(1, 500)
+                )
                 open_legs.append(accounts.place(prefill, draw.choice(["d0", "d1"]), work, now))
             elif step == 1 and open_legs:
                 draw.choice(open_legs).prefill_sent(now)
@@ -92,7 +112,9 @@ def test_when_all_has_ended_nothing_is_left_whatever_came_between() -> None:
         for placed in open_legs:
             placed.end()
             placed.end()
-        assert all(value == 0 for values in own(accounts.state).values() for value in values), own(accounts.state)
+        assert all(value == 0 for values in own(accounts.state).values() for value in values), own(
+            accounts.state
+        )
 
 
 def test_rows_move_up_when_a_worker_goes_and_names_last() -> None:

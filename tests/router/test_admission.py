@@ -1,4 +1,5 @@
-"""Quotas, the speed of the queue, breakers, and learned lengths: small pure parts of admission and placement."""
+"""Quotas, the speed of the queue, breakers, and learned lengths: small pure parts of admission and
+placement."""
 
 import random
 from collections import Counter
@@ -8,8 +9,11 @@ import pytest
 from jdisagg.config import RoutingConfig
 from jdisagg.errors import ConfigError, OverloadedError
 from jdisagg.router.admission import Drain, Lateness, Quotas, admit, limit_seconds
-from jdisagg.router.breaker import FAILURES, FIRST_SECONDS, MOST_SECONDS, Breaker, BreakerState
+from jdisagg.router.breaker import FAILURES, Breaker, BreakerState
 from jdisagg.router.predictor import COLD_TOKENS, FEWEST, LearnedLengths, MaxTokens
+from jdisagg.timeouts import DEFAULT_TIMEOUTS
+
+BACKOFF = DEFAULT_TIMEOUTS.request.breaker
 
 
 def test_a_quota_lets_its_rate_through_and_says_when_there_is_more() -> None:
@@ -53,7 +57,11 @@ def test_a_request_larger_than_a_whole_burst_waits_for_a_full_bucket() -> None:
 
 
 def test_the_limit_of_a_first_token_is_the_objective_or_the_deadline() -> None:
-    assert (limit_seconds(None, 7.0), limit_seconds(2.0, 7.0), limit_seconds(9.0, 7.0)) == (7.0, 2.0, 7.0)
+    assert (limit_seconds(None, 7.0), limit_seconds(2.0, 7.0), limit_seconds(9.0, 7.0)) == (
+        7.0,
+        2.0,
+        7.0,
+    )
 
 
 def test_the_queue_is_as_fast_as_it_was_lately_while_somebody_waited() -> None:
@@ -77,14 +85,14 @@ def test_a_breaker_opens_after_failures_in_a_row_and_a_probe_heals_it() -> None:
         breaker.failed(0.0)
     assert breaker.state(0.0) is BreakerState.CLOSED and breaker.barred_until == 0.0
     breaker.failed(0.0)
-    assert breaker.state(0.5) is BreakerState.OPEN and breaker.barred_until == FIRST_SECONDS
+    assert breaker.state(0.5) is BreakerState.OPEN and breaker.barred_until == BACKOFF.first_seconds
     breaker.failed(0.5)
-    assert breaker.barred_until == FIRST_SECONDS, "what was under way says nothing new"
+    assert breaker.barred_until == BACKOFF.first_seconds, "what was under way says nothing new"
     assert breaker.state(1.0) is BreakerState.HALF_OPEN
     breaker.placed(1.0)
     assert breaker.barred_until == 2.0, "one probe at a time"
     breaker.failed(1.2)
-    assert breaker.barred_until == pytest.approx(1.2 + 2 * FIRST_SECONDS), "twice as long"
+    assert breaker.barred_until == pytest.approx(1.2 + 2 * BACKOFF.first_seconds), "twice as long"
 
 
 def test_a_breaker_tries_again_for_ever_and_not_too_seldom() -> None:
@@ -95,29 +103,37 @@ def test_a_breaker_tries_again_for_ever_and_not_too_seldom() -> None:
         waits.append(breaker.barred_until - now)
         now = breaker.barred_until
         breaker.placed(now)
-    assert waits == sorted(waits) and waits[-1] == MOST_SECONDS
+    assert waits == sorted(waits) and waits[-1] == BACKOFF.most_seconds
     for _ in range(2000):  # a day of probes that fail
         now = breaker.barred_until
         breaker.placed(now)
         breaker.failed(now)
-    assert breaker.barred_until == now + MOST_SECONDS
+    assert breaker.barred_until == now + BACKOFF.most_seconds
 
 
 def test_lengths_are_learned_by_tenant_and_class_of_prompt() -> None:
     predictor, draw = LearnedLengths(0.75), random.Random(0)
-    assert (predictor.predict("a", 100, 500), predictor.predict("a", 100, 10**6)) == (500, COLD_TOKENS), "nothing was seen"
+    assert (predictor.predict("a", 100, 500), predictor.predict("a", 100, 10**6)) == (
+        500,
+        COLD_TOKENS,
+    ), "nothing was seen"
     seen = [draw.randrange(1, 400) for _ in range(200)]
     for length in seen:
         predictor.observe("a", 100, length)
         predictor.observe("a", 5000, 20)
-    enough = min(length for length in seen if sum(other <= length for other in seen) >= 0.75 * len(seen))
+    enough = min(
+        length for length in seen if sum(other <= length for other in seen) >= 0.75 * len(seen)
+    )
     assert predictor.predict("a", 100, 10**6) == enough
     assert predictor.predict("a", 120, 10**6) == enough, "the same power of two"
     assert predictor.predict("a", 5000, 10**6) == 20
     assert predictor.predict("a", 100, 30) == 30, "never more than was asked for"
     both = predictor.predict("a", 700, 10**6)
     assert 20 <= both <= 400, "the tenant's, where the class is new"
-    assert predictor.predict("b", 100, 10**6) == both == predictor.predict("c", 1, 10**6) or predictor.predict("b", 100, 10**6) >= 1
+    assert (
+        predictor.predict("b", 100, 10**6) == both == predictor.predict("c", 1, 10**6)
+        or predictor.predict("b", 100, 10**6) >= 1
+    )
 
 
 def test_of_lengths_whose_quantile_falls_on_one_of_them_it_is_that_one() -> None:
@@ -167,7 +183,9 @@ def test_wrong_routing_settings_are_refused_by_name(wrong: dict[str, object], sa
 
 
 @pytest.mark.parametrize("limit", [1, 8, 100])
-def test_at_most_twice_the_limit_wait_however_many_tenants_come_one_after_another(limit: int) -> None:
+def test_at_most_twice_the_limit_wait_however_many_tenants_come_one_after_another(
+    limit: int,
+) -> None:
     waiting: Counter[str] = Counter()
     for number in range(5 * limit):
         tenant = f"t{number}"
@@ -186,7 +204,9 @@ def test_what_came_late_lately_is_counted_on_and_never_bars_the_way_for_good() -
     for number in range(20):
         lateness.observe(-0.1 if number % 2 else 0.3, 2.0)
     assert lateness.seconds(3.0, 1.0) == pytest.approx(0.3), "nine of ten come no later"
-    assert lateness.seconds(3.0, 0.4) == pytest.approx(0.2), "half the limit: some get in and show whether it is over"
+    assert lateness.seconds(3.0, 0.4) == pytest.approx(0.2), (
+        "half the limit: some get in and show whether it is over"
+    )
     assert lateness.seconds(40.0, 1.0) == 0.0, "long ago"
     early = Lateness()
     for _ in range(20):

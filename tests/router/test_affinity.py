@@ -22,7 +22,11 @@ def test_workers_are_matched_by_the_positions_that_they_know_and_tenants_share_n
     trees["b"].touch(hashes(request(40)))
     assert all(affinity.heard(name, tree.take_events()) for name, tree in trees.items())
     assert affinity.matches(hashes(request(100))) == {"a": 96, "b": 32}
-    assert affinity.matches(hashes(request(100, tenant="other"))) == affinity.matches(hashes(request(100, first=1))) == {}
+    assert (
+        affinity.matches(hashes(request(100, tenant="other")))
+        == affinity.matches(hashes(request(100, first=1)))
+        == {}
+    )
     affinity.forget("a")
     assert affinity.matches(hashes(request(100))) == {"b": 32}
 
@@ -34,4 +38,8 @@ def test_a_gap_in_the_events_is_told_and_healed_by_a_snapshot() -> None:
     tree.touch(hashes(request(64, first=1000)))
     assert len(missed) == 4 and not affinity.heard("a", tree.take_events())
     affinity.replace("a", tree.snapshot())
-    assert affinity.matches(hashes(request(64))) == affinity.matches(hashes(request(64, first=1000))) == {"a": 64}
+    assert (
+        affinity.matches(hashes(request(64)))
+        == affinity.matches(hashes(request(64, first=1000)))
+        == {"a": 64}
+    )

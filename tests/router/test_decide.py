@@ -5,21 +5,31 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jdisagg.dispatch.ports import WorkerStatus
+from jdisagg.costs.speeds import speed_of
+from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.router.accounts import Work
 from jdisagg.router.cluster_state import ClusterState, Description
 from jdisagg.router.decision import Ask, Decision, Hold, Refusal, Rules
 from jdisagg.router.placement import decide
-from jdisagg.router.speeds import speed_of
 from jdisagg.router.terms import STEPS_ALONE, STEPS_TO_JOIN
 from jdisagg.scheduler.backlog import causal_pairs
-from tests.router.fleets import A100, H100, accounts_of, decode_status, prefill_status, random_fleet, state_of
+from tests.router.fleets import (
+    A100,
+    H100,
+    accounts_of,
+    decode_status,
+    prefill_status,
+    random_fleet,
+    state_of,
+)
 
 ASK = Ask(Work(1000, expected_tokens=100))
 EASY = Rules(hold_seconds=1e9)
 
 
-def decision(state: ClusterState, ask: Ask = ASK, rules: Rules = EASY, now: float = 0.0) -> Decision:
+def decision(
+    state: ClusterState, ask: Ask = ASK, rules: Rules = EASY, now: float = 0.0
+) -> Decision:
     answer = decide(state, ask, now, rules)
     assert isinstance(answer, Decision), answer
     return answer
@@ -30,7 +40,9 @@ def closeness(one: str, other: str) -> int:
     return shared.index(False) if False in shared else len(shared)
 
 
-def cheapest_pair(state: ClusterState, statuses: dict[str, WorkerStatus], ask: Ask, rules: Rules) -> tuple[float, str, str]:
+def cheapest_pair(
+    state: ClusterState, statuses: dict[str, WorkerStatus], ask: Ask, rules: Rules
+) -> tuple[float, str, str]:
     """By the definition, worker by worker: least predicted seconds to the end over all pairs."""
     work, found = ask.work, []
     for p in (name for name in statuses if name.startswith("p")):
@@ -58,7 +70,9 @@ def cheapest_pair(state: ClusterState, statuses: dict[str, WorkerStatus], ask: A
             moved = work.tokens - min(ask.cached.get(d, 0), work.tokens - 1)
             transfer = link.seconds(moved * speed.wire_bytes_per_token / lanes)
             joins = (STEPS_TO_JOIN if there.running else STEPS_ALONE) * step
-            found.append((queue + prefill + transfer + joins + (work.expected_tokens - 1) * step, p, d))
+            found.append(
+                (queue + prefill + transfer + joins + (work.expected_tokens - 1) * step, p, d)
+            )
     return min(found)
 
 
@@ -66,16 +80,27 @@ def cheapest_pair(state: ClusterState, statuses: dict[str, WorkerStatus], ask: A
 def test_the_pair_of_least_seconds_is_chosen(seed: int) -> None:
     accounts = random_fleet(seed, prefills=7, decodes=9)
     state = accounts.state
-    statuses = {status.name: replace(status, can_prefill=status.name[0] == "p") for status in state.statuses()}
+    statuses = {
+        status.name: replace(status, can_prefill=status.name[0] == "p")
+        for status in state.statuses()
+    }
     for status in statuses.values():
         accounts.heard(status, 0.0)
-    known = {name: 16 * ((seed * 7 + at) % 60) for at, name in enumerate(statuses)} if seed % 2 else {}
+    known = (
+        {name: 16 * ((seed * 7 + at) % 60) for at, name in enumerate(statuses)} if seed % 2 else {}
+    )
     ask = Ask(Work(700 + 100 * seed, expected_tokens=20 + 30 * seed), known)
     seconds, prefill, decode = cheapest_pair(state, statuses, ask, EASY)
     chosen = decision(state, ask)
-    assert chosen.prefill is not None and chosen.terms is not None and chosen.tpot_seconds is not None
+    assert (
+        chosen.prefill is not None and chosen.terms is not None and chosen.tpot_seconds is not None
+    )
     assert chosen.ttft_seconds is not None and chosen.handoff_gap_seconds is not None
-    total = chosen.ttft_seconds + chosen.handoff_gap_seconds + (ask.work.expected_tokens - 1) * chosen.tpot_seconds
+    total = (
+        chosen.ttft_seconds
+        + chosen.handoff_gap_seconds
+        + (ask.work.expected_tokens - 1) * chosen.tpot_seconds
+    )
     assert total == pytest.approx(seconds, rel=0.01)
     if (chosen.prefill, chosen.decode) != (prefill, decode):
         assert total <= seconds * 1.002, "another pair only where the grid cannot tell them apart"
@@ -86,7 +111,11 @@ def test_prefill_goes_by_seconds_of_work_not_by_requests() -> None:
     slow, fast = prefill_status("p0", queued_tokens=6000), prefill_status("p1", queued_tokens=8000)
     place = "r/h/d/p"
     state = accounts_of(
-        {slow: Description(place, A100), fast: Description(place, H100), decode_status("d0"): Description(place, H100)}
+        {
+            slow: Description(place, A100),
+            fast: Description(place, H100),
+            decode_status("d0"): Description(place, H100),
+        }
     ).state
     assert decision(state).prefill == "p1"
     assert "first token in" in decision(state).reason
@@ -105,7 +134,12 @@ def test_long_waiting_prompts_count_by_their_attention_too() -> None:
 def test_a_closer_decode_worker_wins_where_the_link_tells() -> None:
     ask, place = Ask(Work(8000, expected_tokens=2)), "rack/host/domain/process"
     workers = {prefill_status("p0"): Description(place, H100)}
-    for name, where in (("far", "other"), ("rack", "rack/x"), ("host", "rack/host/y"), ("near", "rack/host/domain/z")):
+    for name, where in (
+        ("far", "other"),
+        ("rack", "rack/x"),
+        ("host", "rack/host/y"),
+        ("near", "rack/host/domain/z"),
+    ):
         workers[decode_status(name)] = Description(where, H100)
     state = accounts_of(workers).state
     order = []
@@ -118,19 +152,38 @@ def test_a_closer_decode_worker_wins_where_the_link_tells() -> None:
 
 
 def test_known_beginnings_draw_the_request_on_both_sides() -> None:
-    state = state_of(prefill_status("p0"), prefill_status("p1"), decode_status("d0"), decode_status("d1"), place="far")
+    state = state_of(
+        prefill_status("p0"),
+        prefill_status("p1"),
+        decode_status("d0"),
+        decode_status("d1"),
+        place="far",
+    )
     chosen = decision(state, replace(ASK, cached={"p1": 800, "d1": 800}))
-    assert (chosen.prefill, chosen.decode, chosen.kind, chosen.cached_tokens) == ("p1", "d1", "prefix", 800)
+    assert (chosen.prefill, chosen.decode, chosen.kind, chosen.cached_tokens) == (
+        "p1",
+        "d1",
+        "prefix",
+        800,
+    )
     assert decision(state).cached_tokens == 0
     whole = decision(state, replace(ASK, cached={"p1": 10**6}))
-    assert whole.cached_tokens == ASK.work.tokens - 1, "one position at least is computed, for its logits"
+    assert whole.cached_tokens == ASK.work.tokens - 1, (
+        "one position at least is computed, for its logits"
+    )
 
 
-def test_a_known_beginning_does_not_pin_to_a_worker_that_drains_or_is_silent_or_far_behind() -> None:
+def test_a_known_beginning_does_not_pin_to_a_worker_that_drains_or_is_silent_or_far_behind() -> (
+    None
+):
     cached = replace(ASK, cached={"p1": 900})
-    drains = state_of(prefill_status("p0"), prefill_status("p1", draining=True), decode_status("d0"))
+    drains = state_of(
+        prefill_status("p0"), prefill_status("p1", draining=True), decode_status("d0")
+    )
     assert decision(drains, cached).prefill == "p0"
-    behind = state_of(prefill_status("p0"), prefill_status("p1", queued_tokens=20000), decode_status("d0"))
+    behind = state_of(
+        prefill_status("p0"), prefill_status("p1", queued_tokens=20000), decode_status("d0")
+    )
     assert decision(behind, cached).prefill == "p0"
     silent = accounts_of({prefill_status("p1"): Description("r", H100)}, now=-2.0)
     for status in (prefill_status("p0"), decode_status("d0")):
@@ -141,31 +194,51 @@ def test_a_known_beginning_does_not_pin_to_a_worker_that_drains_or_is_silent_or_
 
 def test_the_steps_of_the_fullest_rank_count_and_the_emptiest_rank_takes_the_sequence() -> None:
     """The same number of sequences, on even and on uneven ranks."""
-    even, uneven = decode_status("even", (50, 50), (20000, 20000)), decode_status("uneven", (95, 5), (38000, 2000))
+    even, uneven = (
+        decode_status("even", (50, 50), (20000, 20000)),
+        decode_status("uneven", (95, 5), (38000, 2000)),
+    )
     chosen = decision(state_of(prefill_status("p0"), uneven, even))
     assert chosen.decode == "even"
 
 
 def test_a_step_beyond_the_bound_is_avoided_and_when_none_is_left_the_request_waits() -> None:
     busy, idle = decode_status("busy", (200,), (30000,)), decode_status("idle", (100,), (60000,))
-    steps = {name: decision(state_of(prefill_status("p0"), status)).tpot_seconds for name, status in (("busy", busy), ("idle", idle))}
+    steps = {
+        name: decision(state_of(prefill_status("p0"), status)).tpot_seconds
+        for name, status in (("busy", busy), ("idle", idle))
+    }
     bound = np.mean([step for step in steps.values() if step is not None])
     rules = Rules(tpot_slo_seconds=float(bound))
     within = min(steps, key=lambda name: steps[name] or 0.0)
     assert decision(state_of(prefill_status("p0"), busy, idle), rules=rules).decode == within
-    answer = decide(state_of(prefill_status("p0"), busy, idle), ASK, 0.0, Rules(tpot_slo_seconds=0.001))
+    answer = decide(
+        state_of(prefill_status("p0"), busy, idle), ASK, 0.0, Rules(tpot_slo_seconds=0.001)
+    )
     assert isinstance(answer, Hold) and "room" in answer.reason
-    empty = decide(state_of(prefill_status("p0"), decode_status("d0")), ASK, 0.0, Rules(tpot_slo_seconds=0.0001))
+    empty = decide(
+        state_of(prefill_status("p0"), decode_status("d0")),
+        ASK,
+        0.0,
+        Rules(tpot_slo_seconds=0.0001),
+    )
     assert isinstance(empty, Decision), "an empty worker is as good as it gets"
 
 
 def test_pages_for_the_expected_growth_of_all_that_is_there_are_kept() -> None:
-    accounts = accounts_of({status: Description("r", H100) for status in (prefill_status("p0"), decode_status("d0"), decode_status("d1"))})
+    accounts = accounts_of(
+        {
+            status: Description("r", H100)
+            for status in (prefill_status("p0"), decode_status("d0"), decode_status("d1"))
+        }
+    )
     long = Work(16, expected_tokens=8000)
     for _ in range(8):
         accounts.place("p0", "d0", long, 0.0)
     accounts.heard(decode_status("d0", (8,), (8 * 16,)), 1.0)
-    assert accounts.state.table["free_pages"][accounts.state.row("d0")] > 4000, "hardly anything is used yet"
+    assert accounts.state.table["free_pages"][accounts.state.row("d0")] > 4000, (
+        "hardly anything is used yet"
+    )
     assert decision(accounts.state, Ask(long)).decode == "d1", "501 pages each are spoken for"
 
 
@@ -178,7 +251,9 @@ def test_a_full_decode_side_holds_and_the_wait_is_littles_law() -> None:
     assert chosen.terms is not None
     each = 4096 / 100  # pages a sequence
     needed = np.ceil(-(-1100 // 16) / each)
-    assert chosen.terms.decode_queue == pytest.approx(needed * 200 * chosen.terms.step / 100, rel=1e-6)
+    assert chosen.terms.decode_queue == pytest.approx(
+        needed * 200 * chosen.terms.step / 100, rel=1e-6
+    )
 
 
 def test_what_would_come_too_late_is_refused_with_the_time_that_it_is_late() -> None:
@@ -187,10 +262,14 @@ def test_what_would_come_too_late_is_refused_with_the_time_that_it_is_late() -> 
     assert predicted is not None
     answer = decide(state, replace(ASK, limit_seconds=predicted - 0.5), 0.0, EASY)
     assert isinstance(answer, Refusal) and answer.retry_after_seconds == pytest.approx(0.5)
-    assert isinstance(decide(state, replace(ASK, limit_seconds=predicted + 0.001), 0.0, EASY), Decision)
+    assert isinstance(
+        decide(state, replace(ASK, limit_seconds=predicted + 0.001), 0.0, EASY), Decision
+    )
     late = replace(ASK, limit_seconds=predicted + 0.001, age_seconds=0.1)
     assert isinstance(decide(state, late, 0.0, EASY), Refusal), "it has waited already"
-    assert isinstance(decide(state, replace(late, under_way=True), 0.0, EASY), Decision), "what was let in goes on"
+    assert isinstance(decide(state, replace(late, under_way=True), 0.0, EASY), Decision), (
+        "what was let in goes on"
+    )
     queued = replace(ASK, limit_seconds=predicted + 0.001, ahead_seconds=0.1)
     assert isinstance(decide(state, queued, 0.0, EASY), Refusal), "others are in front of it"
 
@@ -199,7 +278,9 @@ def test_more_work_than_the_bound_at_every_prefill_worker_holds_new_requests_her
     state = state_of(prefill_status("p0", queued_tokens=20000), decode_status("d0"))
     answer = decide(state, ASK, 0.0, Rules(hold_seconds=0.1))
     assert isinstance(answer, Hold) and "prefill" in answer.reason
-    assert isinstance(decide(state, replace(ASK, under_way=True), 0.0, Rules(hold_seconds=0.1)), Decision)
+    assert isinstance(
+        decide(state, replace(ASK, under_way=True), 0.0, Rules(hold_seconds=0.1)), Decision
+    )
 
 
 def test_a_short_prompt_is_prefilled_where_it_is_decoded_when_that_is_cheaper_by_enough() -> None:
@@ -208,7 +289,11 @@ def test_a_short_prompt_is_prefilled_where_it_is_decoded_when_that_is_cheaper_by
     busy = prefill_status("p0", queued_tokens=20000)
     short = Ask(Work(100, expected_tokens=50))
     local = decision(state_of(busy, able), short)
-    assert (local.prefill, local.decode, local.kind) == (None, "d0", "local") and "less than p0" in local.reason
+    assert (local.prefill, local.decode, local.kind) == (
+        None,
+        "d0",
+        "local",
+    ) and "less than p0" in local.reason
     apart = decision(state_of(busy, unable), short)
     assert apart.prefill == "p0" and "cheaper on d0 alone, which cannot prefill" in apart.reason
     assert "cannot" not in decision(state_of(prefill_status("p0"), unable), ASK).reason
@@ -223,11 +308,19 @@ def test_never_where_a_running_stream_would_wait_for_a_token_beyond_the_bound() 
     assert decision(state_of(busy, running), ask).prefill is None
     step = decision(state_of(busy, running), ask).tpot_seconds
     assert step is not None
-    assert decision(state_of(busy, running), ask, Rules(tpot_slo_seconds=1.5 * step, hold_seconds=1e9)).prefill == "p0"
+    assert (
+        decision(
+            state_of(busy, running), ask, Rules(tpot_slo_seconds=1.5 * step, hold_seconds=1e9)
+        ).prefill
+        == "p0"
+    )
 
 
 def test_one_worker_of_unknown_speed_makes_all_go_by_load() -> None:
-    known = {prefill_status("p0"): Description("r", H100), decode_status("d0"): Description("r", H100)}
+    known = {
+        prefill_status("p0"): Description("r", H100),
+        decode_status("d0"): Description("r", H100),
+    }
     state = accounts_of({**known, decode_status("d1"): Description("r")}).state
     chosen = decision(state)
     assert chosen.kind == "load" and chosen.terms is None and "not known" in chosen.reason
@@ -235,7 +328,10 @@ def test_one_worker_of_unknown_speed_makes_all_go_by_load() -> None:
 
 def test_the_seconds_that_a_worker_will_still_load_programs_are_weighed_like_any_others() -> None:
     idle, busy = prefill_status("p-loads"), prefill_status("p-busy", queued_tokens=8000)
-    free, full = decode_status("d-loads"), decode_status("d-busy", sequences=(100,), contexts=(50_000,))
+    free, full = (
+        decode_status("d-loads"),
+        decode_status("d-busy", sequences=(100,), contexts=(50_000,)),
+    )
     first = decision(state_of(idle, busy, free, full))
     assert (first.prefill, first.decode) == ("p-loads", "d-loads")
 

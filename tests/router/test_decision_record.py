@@ -13,17 +13,39 @@ from jdisagg.router.placement import decide
 from tests.router.fleets import accounts_of, decode_status, prefill_status, random_fleet, state_of
 
 
-@pytest.mark.parametrize(("seed", "prefills", "decodes"), [(0, 1, 1), (1, 5, 4), (2, 40, 60), (3, 200, 100)])
-def test_a_recorded_decision_replays_to_the_same_from_its_json(seed: int, prefills: int, decodes: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "prefills", "decodes"), [(0, 1, 1), (1, 5, 4), (2, 40, 60), (3, 200, 100)]
+)
+def test_a_recorded_decision_replays_to_the_same_from_its_json(
+    seed: int, prefills: int, decodes: int
+) -> None:
     accounts, draw = random_fleet(seed, prefills, decodes), random.Random(seed)
     kinds = set()
     for number in range(60):
-        work = Work(draw.randrange(1, 8000), expected_tokens=draw.randrange(1, 600), children=draw.choice([1, 1, 1, 3]))
+        work = Work(
+            draw.randrange(1, 8000),
+            expected_tokens=draw.randrange(1, 600),
+            children=draw.choice([1, 1, 1, 3]),
+        )
         names = draw.sample(list(accounts.state), min(4, len(accounts.state)))
-        cached = {name: draw.randrange(0, 4000) for name in names[:3]} if draw.random() < 0.4 else {}
+        cached = (
+            {name: draw.randrange(0, 4000) for name in names[:3]} if draw.random() < 0.4 else {}
+        )
         limit = draw.choice([float("inf"), 0.05, 0.3, 2.0])
-        ask = Ask(work, cached, frozenset(names[3:]), draw.random() < 0.2, False, draw.random() * 0.1, 0.0, limit, draw.random() * 300)
-        rules = Rules(tpot_slo_seconds=draw.choice([float("inf"), 0.02]), hold_seconds=draw.choice([0.2, 2.0]))
+        ask = Ask(
+            work,
+            cached,
+            frozenset(names[3:]),
+            draw.random() < 0.2,
+            False,
+            draw.random() * 0.1,
+            0.0,
+            limit,
+            draw.random() * 300,
+        )
+        rules = Rules(
+            tpot_slo_seconds=draw.choice([float("inf"), 0.02]), hold_seconds=draw.choice([0.2, 2.0])
+        )
         answer = decide(accounts.state, ask, 0.0, rules)
         line = json.dumps(record_of(accounts.state, ask, 0.0, rules, answer), allow_nan=False)
         assert answer_of(json.loads(line)) == answer
@@ -35,7 +57,9 @@ def test_a_recorded_decision_replays_to_the_same_from_its_json(seed: int, prefil
 
 
 def test_a_decision_by_load_replays_too() -> None:
-    workers = [prefill_status(f"p{number}") for number in range(50)] + [decode_status(f"d{number}") for number in range(50)]
+    workers = [prefill_status(f"p{number}") for number in range(50)] + [
+        decode_status(f"d{number}") for number in range(50)
+    ]
     state = state_of(*workers, kind=None)
     ask = Ask(Work(100, expected_tokens=10), avoid=frozenset({"p0", "d0"}))
     answer = decide(state, ask, 0.0, Rules())
@@ -46,6 +70,10 @@ def test_a_decision_by_load_replays_too() -> None:
 def test_what_is_no_record_is_refused() -> None:
     accounts = accounts_of({})
     assert len(accounts.state) == 0
-    for broken in ({}, {"version": 99}, {"version": 1, "now": 0, "ask": {}, "rules": {}, "kinds": [], "workers": []}):
+    for broken in (
+        {},
+        {"version": 99},
+        {"version": 1, "now": 0, "ask": {}, "rules": {}, "kinds": [], "workers": []},
+    ):
         with pytest.raises(ConfigError, match="record"):
             replay(broken)

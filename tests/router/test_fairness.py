@@ -1,4 +1,5 @@
-"""Weighted fair queueing: shares, no starvation, urgency within a tenant, and the prediction of what is ahead."""
+"""Weighted fair queueing: shares, no starvation, urgency within a tenant, and the prediction of
+what is ahead."""
 
 import random
 from collections import Counter
@@ -109,7 +110,12 @@ def test_what_is_removed_is_not_served_nor_charged() -> None:
         queue.remove(key)
     assert len(queue) == 15
     assert Counter(ticket.tenant for ticket in served(queue, 10)) == {"a": 5, "b": 5}
-    assert queue.head() is not None and len(served(queue, 5)) == 5 and queue.head() is None and not len(queue)
+    assert (
+        queue.head() is not None
+        and len(served(queue, 5)) == 5
+        and queue.head() is None
+        and not len(queue)
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -117,12 +123,25 @@ def test_what_is_ahead_is_what_is_then_served_before(seed: int) -> None:
     draw = random.Random(seed)
     queue = FairQueue({"a": 2.0, "b": 0.5})
     for key in range(60):
-        queue.add(Ticket(key, draw.choice("abcd"), draw.random() * 20, float(draw.randrange(1, 9)), draw.randrange(-2, 3)))
+        queue.add(
+            Ticket(
+                key,
+                draw.choice("abcd"),
+                draw.random() * 20,
+                float(draw.randrange(1, 9)),
+                draw.randrange(-2, 3),
+            )
+        )
         if draw.random() < 0.3:
             queue.serve()
         if draw.random() < 0.1:
             queue.remove(draw.randrange(key + 1))
-    tenant, cost, due, priority = draw.choice("abcde"), 5.0, draw.random() * 20, draw.randrange(-2, 3)
+    tenant, cost, due, priority = (
+        draw.choice("abcde"),
+        5.0,
+        draw.random() * 20,
+        draw.randrange(-2, 3),
+    )
     predicted = queue.ahead(tenant, cost, due, priority)
     queue.add(Ticket(1000, tenant, due, cost, priority))
     before = 0.0
@@ -132,7 +151,8 @@ def test_what_is_ahead_is_what_is_then_served_before(seed: int) -> None:
 
 
 def test_of_many_tenants_whole_requests_are_ahead() -> None:
-    """Forty that begin at one instant, each with more than a newcomer asks for; who came first goes first, by whatever name."""
+    """Forty that begin at one instant, each with more than a newcomer asks for; who came first goes
+    first, by whatever name."""
     queue = FairQueue()
     for number in range(40):
         queue.add(Ticket(number, f"{number}", 0.0, 10.0 * number + 1))

@@ -4,12 +4,12 @@ import math
 
 import pytest
 
+from jdisagg.costs.speeds import Speed
 from jdisagg.router.accounts import Work
 from jdisagg.router.cluster_state import Description
 from jdisagg.router.decision import Ask, Decision, Hold, Rules
 from jdisagg.router.pacing import paced_until
 from jdisagg.router.placement import decide
-from jdisagg.router.speeds import Speed
 from tests.router.fleets import H100, M, accounts_of, decode_status, prefill_status
 
 ASK = Ask(Work(2000, expected_tokens=200))
@@ -35,11 +35,23 @@ def test_prompts_come_to_one_pool_as_far_apart_as_steps_leave_time_for_them() ->
 def test_there_is_no_pace_to_keep_without_a_bound_or_beside_nobody() -> None:
     accounts = accounts_of({RUNNING: Description("", H100)})
     answer = decide(accounts.state, ASK, 0.0, Rules())
-    assert isinstance(answer, Decision) and paced_until(accounts.state, ASK, answer, Rules(tpot_slo_seconds=math.inf), 0.0) is None
+    assert (
+        isinstance(answer, Decision)
+        and paced_until(accounts.state, ASK, answer, Rules(tpot_slo_seconds=math.inf), 0.0) is None
+    )
     idle = accounts_of({decode_status("m0", role=M): Description("", H100)})
     idle.pace("m0", 5.0)
     answer = decide(idle.state, ASK, 0.0, Rules(tpot_slo_seconds=0.02))
-    assert isinstance(answer, Decision) and answer.terms is not None and answer.terms.prefill_queue == 0.0
-    apart = accounts_of({prefill_status("p0"): Description("", H100), decode_status("d0"): Description("", H100)})
+    assert (
+        isinstance(answer, Decision)
+        and answer.terms is not None
+        and answer.terms.prefill_queue == 0.0
+    )
+    apart = accounts_of(
+        {prefill_status("p0"): Description("", H100), decode_status("d0"): Description("", H100)}
+    )
     answer = decide(apart.state, ASK, 0.0, Rules(tpot_slo_seconds=0.02))
-    assert isinstance(answer, Decision) and paced_until(apart.state, ASK, answer, Rules(tpot_slo_seconds=0.02), 0.0) is None
+    assert (
+        isinstance(answer, Decision)
+        and paced_until(apart.state, ASK, answer, Rules(tpot_slo_seconds=0.02), 0.0) is None
+    )

@@ -1,12 +1,13 @@
-"""Placement by load, where nobody knows how fast the workers are: avoidance, draining, silence, breakers."""
+"""Placement by load, where nobody knows how fast the workers are: avoidance, draining, silence,
+breakers."""
 
 from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
-from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
 from jdisagg.errors import OverloadedError, UnavailableError
+from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.accounts import Accounts, Work
 from jdisagg.router.admission import admit
 from jdisagg.router.cluster_state import ClusterState
@@ -14,9 +15,18 @@ from jdisagg.router.decision import Ask, Decision, Rules
 from jdisagg.router.placement import another_decode, another_prefill, decide
 
 
-def status(name: str, role: WorkerRole, free: int = 10, running: int = 0, waiting: int = 0, draining: bool = False) -> WorkerStatus:
+def status(
+    name: str,
+    role: WorkerRole,
+    free: int = 10,
+    running: int = 0,
+    waiting: int = 0,
+    draining: bool = False,
+) -> WorkerStatus:
     can_prefill = role is not WorkerRole.DECODE
-    worker = WorkerStatus(name, role, "dp=1,tp=1,ep=1", (free,), (10,), running, waiting, 4, 16, 128, draining)
+    worker = WorkerStatus(
+        name, role, "dp=1,tp=1,ep=1", (free,), (10,), running, waiting, 4, 16, 128, draining
+    )
     return replace(worker, can_prefill=can_prefill)
 
 
@@ -40,9 +50,23 @@ def place(*workers: WorkerStatus, ask: Ask = ASK, now: float = 0.0) -> Decision:
 
 
 def test_the_least_loaded_pair_is_chosen_and_said_why() -> None:
-    decision = place(status("p0", P, running=3), status("p1", P, running=1), status("d0", D, free=2), status("d1", D, free=9))
-    assert (decision.prefill, decision.decode, decision.context_tokens, decision.kind) == ("p1", "d1", 128, "load")
-    assert "p1" in decision.reason and "d1" in decision.reason and "speed is not known" in decision.reason
+    decision = place(
+        status("p0", P, running=3),
+        status("p1", P, running=1),
+        status("d0", D, free=2),
+        status("d1", D, free=9),
+    )
+    assert (decision.prefill, decision.decode, decision.context_tokens, decision.kind) == (
+        "p1",
+        "d1",
+        128,
+        "load",
+    )
+    assert (
+        "p1" in decision.reason
+        and "d1" in decision.reason
+        and "speed is not known" in decision.reason
+    )
 
 
 def test_a_mixed_worker_prefills_for_itself() -> None:
@@ -84,14 +108,23 @@ def test_a_worker_whose_breaker_is_open_is_passed_over_while_there_is_another() 
         accounts.heard(worker, 0.0)
     accounts.bar("d0", 5.0)
     assert decide(accounts.state, ASK, 1.0, RULES).decode == "d1"  # type: ignore[union-attr]
-    assert decide(accounts.state, ASK, 0.0, replace(RULES, suspect_seconds=9, gone_seconds=9)).decode == "d1"  # type: ignore[union-attr]
+    assert (
+        decide(accounts.state, ASK, 0.0, replace(RULES, suspect_seconds=9, gone_seconds=9)).decode
+        == "d1"
+    )  # type: ignore[union-attr]
     accounts.forget("d1")
     assert decide(accounts.state, ASK, 1.0, RULES).decode == "d0"  # type: ignore[union-attr]
 
 
 def test_a_worker_that_loads_programs_gets_what_the_others_have_no_slots_for() -> None:
-    loading = replace(status("p1", P), loading_seconds=30.0), replace(status("d1", D), loading_seconds=30.0)
-    some, full = (status("p0", P, running=3), status("d0", D, running=3)), (status("p0", P, running=5), status("d0", D, running=5))
+    loading = (
+        replace(status("p1", P), loading_seconds=30.0),
+        replace(status("d1", D), loading_seconds=30.0),
+    )
+    some, full = (
+        (status("p0", P, running=3), status("d0", D, running=3)),
+        (status("p0", P, running=5), status("d0", D, running=5)),
+    )
     assert (place(*some, *loading).prefill, place(*some, *loading).decode) == ("p0", "d0")
     assert (place(*full, *loading).prefill, place(*full, *loading).decode) == ("p1", "d1")
     assert another_prefill(state_of((*some, *loading)), frozenset(), 0.0, RULES) == "p0"

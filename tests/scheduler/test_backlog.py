@@ -11,7 +11,16 @@ def pairs(start: int, end: int) -> int:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["add", "computed", "forget"]), st.integers(1, 40), st.integers(0, 39))))
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 3),
+            st.sampled_from(["add", "computed", "forget"]),
+            st.integers(1, 40),
+            st.integers(0, 39),
+        )
+    )
+)
 def test_the_sums_are_those_of_what_is_left_whatever_happened(steps) -> None:
     backlog, left = Backlog(), {}
     for key, step, tokens, cached in steps:

@@ -16,11 +16,17 @@ def test_even_runs_cover_everything_once_and_differ_by_one_at_most(count: int, r
     found = even_runs(count, runs)
     assert [item for run in found for item in run] == list(range(count))
     sizes = [len(run) for run in found]
-    assert len(found) == min(runs, count) and sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
+    assert (
+        len(found) == min(runs, count)
+        and sizes == sorted(sizes, reverse=True)
+        and sizes[0] - sizes[-1] <= 1
+    )
 
 
 @given(st.integers(1, 100), st.integers(1, 1 << 32), st.integers(0, 1 << 26))
-def test_bands_cover_every_layer_group_once_and_none_is_much_smaller_than_asked(groups: int, nbytes: int, least: int) -> None:
+def test_bands_cover_every_layer_group_once_and_none_is_much_smaller_than_asked(
+    groups: int, nbytes: int, least: int
+) -> None:
     found = bands(groups, nbytes, least)
     assert [group for band in found for group in band] == list(range(groups))
     count = len(found)
@@ -29,15 +35,24 @@ def test_bands_cover_every_layer_group_once_and_none_is_much_smaller_than_asked(
         assert count == groups
     else:
         assert count == 1 or nbytes / count >= least
-        assert count == groups or nbytes / (2 * count) < least, "twice as many would not have been too small"
+        assert count == groups or nbytes / (2 * count) < least, (
+            "twice as many would not have been too small"
+        )
 
 
 def test_more_tokens_are_never_cut_into_fewer_blocks() -> None:
     for groups, least in itertools.product((1, 5, 16, 23), (1, MIB, 4 * MIB)):
-        counts = [len(bands(groups, tokens * 128 << 10, least)) for tokens in (16 << power for power in range(10))]
+        counts = [
+            len(bands(groups, tokens * 128 << 10, least))
+            for tokens in (16 << power for power in range(10))
+        ]
         assert counts == sorted(counts) and counts[-1] == groups
 
 
-@pytest.mark.parametrize(("tokens", "blocks"), [(16, 1), (32, 1), (64, 2), (128, 4), (256, 8), (512, 16), (4096, 16)])
-def test_an_8b_models_prompts_leave_in_blocks_of_four_mebibytes_until_there_is_one_for_each_group(tokens: int, blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "blocks"), [(16, 1), (32, 1), (64, 2), (128, 4), (256, 8), (512, 16), (4096, 16)]
+)
+def test_an_8b_models_prompts_leave_in_blocks_of_four_mebibytes_until_there_is_one_for_each_group(
+    tokens: int, blocks: int
+) -> None:
     assert len(bands(16, tokens * 128 << 10, 4 * MIB)) == blocks

@@ -1,11 +1,13 @@
-"""The decode scheduler by hand: plans, results that come one step late, overrun, growth, preemption."""
+"""The decode scheduler by hand: plans, results that come one step late, overrun, growth,
+preemption."""
 
 from dataclasses import replace
 
+from jdisagg.messages.step_commands import DecodeResult, DecodeSteps, SampledToken
 from jdisagg.request import FinishReason
-from jdisagg.scheduler.commands import DecodeResult, DecodeSteps, MeshLimits, SampledToken
 from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.decode_state import DecodeState
+from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent
 from jdisagg.scheduler.reservations import Reservations
 from jdisagg.scheduler.sequences import Group, Stage
@@ -24,11 +26,15 @@ class Bench:
         self.batches = DecodeBatches(self.state, growth_tokens, steps)
         self.step = 0
 
-    def ready(self, number: int, prompt_tokens: int = 4, max_tokens: int = 20, first: int = 1) -> Group:
-        request = replace(toy_request(number, prompt_tokens, max_tokens=max_tokens), stop_ids=(STOP,))
+    def ready(
+        self, number: int, prompt_tokens: int = 4, max_tokens: int = 20, first: int = 1
+    ) -> Group:
+        request = replace(
+            toy_request(number, prompt_tokens, max_tokens=max_tokens), stop_ids=(STOP,)
+        )
         self.reservations.enqueue(request, 1, ((0, ()),), arrival=float(number))
         (group,) = self.reservations.grant(lease_until=9.0)
-        group.handoff = group.handoff.move(HandoffEvent.GENERATE, 9.0)
+        self.state.advance(group, HandoffEvent.GENERATE, 9.0)
         self.batches.ready(group, (SampledToken(group.key, 0, first),), 0, 9.0)
         return group
 
@@ -63,7 +69,9 @@ def test_tokens_behind_a_stop_are_overrun_and_dropped() -> None:
     bench.result(late, (8, 9, 10))
     assert child.generated == [1, 5, 6, STOP]
     news = bench.state.take_news()
-    assert [(progress.token_ids, progress.finish) for progress in news] == [((6, STOP), FinishReason.STOP)]
+    assert [(progress.token_ids, progress.finish) for progress in news] == [
+        ((6, STOP), FinishReason.STOP)
+    ]
     assert bench.state.ledgers[0].free_pages == 64
 
 
@@ -73,7 +81,9 @@ def test_a_sequence_is_stepped_to_its_limit_and_no_further() -> None:
     admit = bench.plan()
     assert admit.admits[0].limit == 4 + 4 - 1
     last = bench.plan()
-    assert bench.batches.next_step(9, True) is None, "nothing is left to issue, though nothing is read"
+    assert bench.batches.next_step(9, True) is None, (
+        "nothing is left to issue, though nothing is read"
+    )
     bench.result(admit, (2,))
     bench.result(last, (3, 4, -1, -1))
     assert bench.state.take_news()[-1].finish is FinishReason.LENGTH
@@ -84,7 +94,9 @@ def test_a_dispatch_of_several_steps_ends_with_the_longest_sequence() -> None:
     bench.ready(1, max_tokens=4)
     bench.ready(2, max_tokens=8)
     plans = [bench.plan() for _ in range(3)]
-    assert [plan.steps for plan in plans] == [1, 4, 2], "seven steps are left for the longer one after its first token"
+    assert [plan.steps for plan in plans] == [1, 4, 2], (
+        "seven steps are left for the longer one after its first token"
+    )
 
 
 def test_growth_comes_before_the_limit_is_reached() -> None:
@@ -92,7 +104,14 @@ def test_growth_comes_before_the_limit_is_reached() -> None:
     bench.ready(1, max_tokens=20)
     plans = [bench.plan() for _ in range(6)]
     assert plans[0].admits[0].limit == 8
-    assert [[(grow.limit, len(grow.pages)) for grow in plan.grows] for plan in plans] == [[], [], [], [], [(12, 3)], []]
+    assert [[(grow.limit, len(grow.pages)) for grow in plan.grows] for plan in plans] == [
+        [],
+        [],
+        [],
+        [],
+        [(12, 3)],
+        [],
+    ]
 
 
 def test_the_youngest_is_preempted_and_its_tokens_in_flight_are_dropped() -> None:
@@ -124,7 +143,9 @@ def test_a_lone_sequence_that_fits_the_rank_is_never_preempted() -> None:
     (child,) = bench.ready(1, max_tokens=20).children
     for token in range(19):
         bench.result(bench.plan(), (token,))
-    assert bench.state.take_news()[-1].finish is FinishReason.LENGTH and bench.state.preemptions == 0
+    assert (
+        bench.state.take_news()[-1].finish is FinishReason.LENGTH and bench.state.preemptions == 0
+    )
     assert len(child.generated) == 20
 
 
@@ -136,7 +157,9 @@ def test_ready_sequences_wait_for_a_slot_oldest_first() -> None:
     assert not bench.plan().admits
     bench.state.end_group(running)
     plan = bench.plan()
-    assert [admit.sequence for admit in plan.admits] == [waiting.children[0].key] and plan.slots == ((0,),)
+    assert [admit.sequence for admit in plan.admits] == [
+        waiting.children[0].key
+    ] and plan.slots == ((0,),)
 
 
 def test_shaped_and_sampled_say_what_the_active_slots_need() -> None:
@@ -147,9 +170,11 @@ def test_shaped_and_sampled_say_what_the_active_slots_need() -> None:
     request = toy_request(2, temperature=0.7, presence_penalty=1.0)
     bench.reservations.enqueue(request, 1, ((0, ()),), arrival=2.0)
     (group,) = bench.reservations.grant(9.0)
-    group.handoff = group.handoff.move(HandoffEvent.GENERATE, 9.0)
+    bench.state.advance(group, HandoffEvent.GENERATE, 9.0)
     bench.batches.ready(group, (SampledToken(group.key, 0, 42),), 0, 9.0)
     plan = bench.plan()
     assert plan.shaped and plan.sampled
     assert plan.admits[0].sample.prompt_history == request.prompt_token_ids
-    assert plan.admits[0].sample.output_history == (42,), "the slot's own token is part of the history"
+    assert plan.admits[0].sample.output_history == (42,), (
+        "the slot's own token is part of the history"
+    )

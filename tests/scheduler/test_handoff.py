@@ -4,7 +4,14 @@ import itertools
 
 import pytest
 
-from jdisagg.scheduler.handoff import TRANSITIONS, Handoff, HandoffEvent, HandoffState, HandoffStateError, sweep
+from jdisagg.scheduler.handoff import (
+    TRANSITIONS,
+    Handoff,
+    HandoffEvent,
+    HandoffState,
+    HandoffStateError,
+    sweep,
+)
 
 S, E = HandoffState, HandoffEvent
 
@@ -13,13 +20,19 @@ S, E = HandoffState, HandoffEvent
     ("start", "events", "states"),
     [
         (S.COMPUTING, [E.ALL_OFFERED, E.ALL_ACKED, E.FREE], [S.OFFERED, S.ACKED, S.FREED]),
-        (S.RESERVED, [E.GENERATE, E.ALL_INSERTED, E.ADMIT, E.FREE], [S.RECEIVING, S.COMPLETE, S.DECODING, S.FREED]),
+        (
+            S.RESERVED,
+            [E.GENERATE, E.ALL_INSERTED, E.ADMIT, E.FREE],
+            [S.RECEIVING, S.COMPLETE, S.DECODING, S.FREED],
+        ),
     ],
 )
-def test_each_side_goes_its_way(start: HandoffState, events: list[HandoffEvent], states: list[HandoffState]) -> None:
+def test_each_side_goes_its_way(
+    start: HandoffState, events: list[HandoffEvent], states: list[HandoffState]
+) -> None:
     handoff = Handoff(1, start, 1.0)
     for at, (event, state) in enumerate(zip(events, states, strict=True)):
-        handoff = handoff.move(event, 2.0 + at)
+        handoff = handoff.advance(event, 2.0 + at)
         assert (handoff.state, handoff.deadline) == (state, 2.0 + at)
     assert handoff.state.final
 
@@ -34,7 +47,7 @@ def test_every_state_that_is_not_final_can_be_aborted_and_no_final_one_can_be_le
 
 def test_a_move_that_does_not_exist_is_our_own_bug() -> None:
     with pytest.raises(HandoffStateError, match="ALL_ACKED.*COMPUTING"):
-        Handoff(1, S.COMPUTING, 1.0).move(E.ALL_ACKED, 2.0)
+        Handoff(1, S.COMPUTING, 1.0).advance(E.ALL_ACKED, 2.0)
 
 
 def test_the_sweep_names_those_beyond_their_deadline_only() -> None:

@@ -1,4 +1,5 @@
-"""The page ledger against a plain model: sets of pages per owner. One test per invariant of its header, one machine for all."""
+"""The page ledger against a plain model: sets of pages per owner. One test per invariant of its
+header, one machine for all."""
 
 import pytest
 from hypothesis import settings
@@ -59,7 +60,9 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(self.held.values()) and self.ledger.free_pages)
     @rule(data=st.data())
     def own(self, data: st.DataObject) -> None:
-        owner = data.draw(st.sampled_from([owner for owner, pages in sorted(self.held.items()) if pages]))
+        owner = data.draw(
+            st.sampled_from([owner for owner, pages in sorted(self.held.items()) if pages])
+        )
         index = data.draw(st.integers(0, len(self.held[owner]) - 1))
         page = self.held[owner][index]
         shared = sum(page in pages for pages in self.held.values()) > 1
@@ -81,9 +84,13 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def model_and_ledger_agree(self) -> None:
         assert self.ledger.free_pages == self.free_in_model()
-        assert {owner: list(self.ledger.pages(owner)) for owner in self.ledger.owners()} == self.held
+        assert {
+            owner: list(self.ledger.pages(owner)) for owner in self.ledger.owners()
+        } == self.held
         for page in range(PAGES):
-            assert self.ledger.references(page) == sum(page in pages for pages in self.held.values())
+            assert self.ledger.references(page) == sum(
+                page in pages for pages in self.held.values()
+            )
         assert all(len(set(pages)) == len(pages) for pages in self.held.values())
 
 

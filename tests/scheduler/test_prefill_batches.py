@@ -6,18 +6,30 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jdisagg.messages.step_commands import PrefillChunk, SampleSpec
 from jdisagg.request import SamplingParams
 from jdisagg.scheduler.blocks import merged_block, padded, split_blocks
-from jdisagg.scheduler.commands import MeshLimits, PrefillChunk, SampleSpec
+from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.prefill_batches import PrefillBatches, PrefillJob
 from tests.fakes.fake_executor import toy_limits
 
-LIMITS = toy_limits(chunk_buckets=(16, 32, 64), granule_tokens=8, rows_per_chunk=3, page_size=8, context_tokens=512)
+LIMITS = toy_limits(
+    chunk_buckets=(16, 32, 64), granule_tokens=8, rows_per_chunk=3, page_size=8, context_tokens=512
+)
 
 
-def job(sequence: int, tokens: int, rank: int = 0, arrival: float = 0.0, samples: int = 1, offers_from: int | None = 0) -> PrefillJob:
+def job(
+    sequence: int,
+    tokens: int,
+    rank: int = 0,
+    arrival: float = 0.0,
+    samples: int = 1,
+    offers_from: int | None = 0,
+) -> PrefillJob:
     specs = tuple(SampleSpec(child, SamplingParams()) for child in range(samples))
-    return PrefillJob(sequence, rank, tuple(range(tokens)), tuple(range(100)), specs, arrival, offers_from)
+    return PrefillJob(
+        sequence, rank, tuple(range(tokens)), tuple(range(100)), specs, arrival, offers_from
+    )
 
 
 def batches(limits: MeshLimits = LIMITS) -> PrefillBatches:
@@ -31,17 +43,31 @@ def all_chunks(packer: PrefillBatches) -> list[PrefillChunk]:
 @given(st.integers(1, 3000), st.sampled_from([1, 4, 8, 64]))
 def test_blocks_are_few_powers_of_two_that_tile_the_row(tokens: int, granule: int) -> None:
     blocks = list(split_blocks(tokens, granule))
-    assert [offset for offset, _, _ in blocks] == list(itertools.accumulate((size for _, size, _ in blocks[:-1]), initial=0))
+    assert [offset for offset, _, _ in blocks] == list(
+        itertools.accumulate((size for _, size, _ in blocks[:-1]), initial=0)
+    )
     assert sum(size for _, size, _ in blocks) == padded(tokens, granule)
     assert sum(valid for _, _, valid in blocks) == tokens
     assert all(valid == size for _, size, valid in blocks[:-1]), "only the last block is padded"
     sizes = [size // granule for _, size, _ in blocks]
-    assert all(size & (size - 1) == 0 for size in sizes) and sizes == sorted(set(sizes), reverse=True)
+    assert all(size & (size - 1) == 0 for size in sizes) and sizes == sorted(
+        set(sizes), reverse=True
+    )
 
 
-@given(st.lists(st.tuples(st.integers(1, 200), st.integers(0, 1), st.integers(0, 5), st.integers(1, 4)), min_size=1, max_size=12))
-def test_every_prompt_is_prefilled_whole_in_order_within_the_limits(shapes: list[tuple[int, int, int, int]]) -> None:
-    limits = toy_limits(ranks=2, chunk_buckets=(16, 64), granule_tokens=8, rows_per_chunk=3, samples_per_chunk=4)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 200), st.integers(0, 1), st.integers(0, 5), st.integers(1, 4)),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_every_prompt_is_prefilled_whole_in_order_within_the_limits(
+    shapes: list[tuple[int, int, int, int]],
+) -> None:
+    limits = toy_limits(
+        ranks=2, chunk_buckets=(16, 64), granule_tokens=8, rows_per_chunk=3, samples_per_chunk=4
+    )
     packer = batches(limits)
     for sequence, (tokens, rank, arrival, samples) in enumerate(shapes):
         packer.add(job(sequence, tokens, rank, float(arrival), samples))
@@ -65,7 +91,9 @@ def test_every_prompt_is_prefilled_whole_in_order_within_the_limits(shapes: list
     assert sorted(finished) == list(range(len(shapes)))
     for rank in range(2):
         order = [sequence for sequence in finished if shapes[sequence][1] == rank]
-        assert order == sorted(order, key=lambda sequence: (shapes[sequence][2], sequence)), "first come, first served"
+        assert order == sorted(order, key=lambda sequence: (shapes[sequence][2], sequence)), (
+            "first come, first served"
+        )
 
 
 def test_small_prompts_share_a_chunk_of_the_smallest_bucket_that_holds_them() -> None:
@@ -83,12 +111,12 @@ def test_a_long_prompt_goes_in_chunks_of_the_largest_bucket_and_fills_up_with_th
     packer.add(job(1, 10))
     chunks = all_chunks(packer)
     assert [chunk.chunk_tokens for chunk in chunks] == [64, 64, 64]
-    assert [[(row.sequence, row.start, len(row.tokens)) for row in chunk.rows] for chunk in chunks] == [
-        [(0, 0, 64)],
-        [(0, 64, 64)],
-        [(0, 128, 22), (1, 0, 10)],
-    ]
-    assert [row.pages for row in chunks[1].rows] == [tuple(range(16))], "the pages of all positions so far"
+    assert [
+        [(row.sequence, row.start, len(row.tokens)) for row in chunk.rows] for chunk in chunks
+    ] == [[(0, 0, 64)], [(0, 64, 64)], [(0, 128, 22), (1, 0, 10)]]
+    assert [row.pages for row in chunks[1].rows] == [tuple(range(16))], (
+        "the pages of all positions so far"
+    )
 
 
 def test_an_older_prompt_goes_before_a_younger_one_but_not_before_a_begun_one() -> None:
@@ -107,7 +135,12 @@ def test_each_layer_group_offers_each_row_under_ids_of_its_own() -> None:
     chunk = packer.next_chunk(0)
     assert chunk is not None
     offers = chunk.rows[0].offers
-    assert [(offer.group, offer.offset, offer.block_tokens) for offer in offers] == [(0, 0, 16), (0, 16, 8), (1, 0, 16), (1, 16, 8)]
+    assert [(offer.group, offer.offset, offer.block_tokens) for offer in offers] == [
+        (0, 0, 16),
+        (0, 16, 8),
+        (1, 0, 16),
+        (1, 16, 8),
+    ]
     assert len({offer.offer_id for offer in offers}) == 4
 
 
@@ -121,7 +154,8 @@ def test_a_removed_prompt_leaves_the_queue() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 200), st.integers(0, 5)), min_size=1, max_size=8), st.lists(st.sets(st.integers(0, 7)), max_size=12)
+    st.lists(st.tuples(st.integers(1, 200), st.integers(0, 5)), min_size=1, max_size=8),
+    st.lists(st.sets(st.integers(0, 7)), max_size=12),
 )
 def test_prompts_that_are_held_back_go_on_later_and_a_chunk_goes_on_with_one_prompt_at_most(
     shapes: list[tuple[int, int]], holds: list[set[int]]
@@ -132,14 +166,19 @@ def test_prompts_that_are_held_back_go_on_later_and_a_chunk_goes_on_with_one_pro
     done = dict.fromkeys(range(len(shapes)), 0)
     for held in [*holds, *[set[int]()] * sum(tokens for tokens, _ in shapes)]:
         chunk = packer.next_chunk(0, held)
-        assert chunk is not None or all(done[sequence] == shapes[sequence][0] for sequence in done if sequence not in held)
+        assert chunk is not None or all(
+            done[sequence] == shapes[sequence][0] for sequence in done if sequence not in held
+        )
         rows = chunk.rows if chunk else ()
         assert all(row.start == 0 for row in rows[1:])
         for row in rows:
             assert row.sequence not in held and row.start == done[row.sequence]
             done[row.sequence] += len(row.tokens)
             assert bool(row.samples) == (done[row.sequence] == shapes[row.sequence][0])
-    assert done == {sequence: tokens for sequence, (tokens, _) in enumerate(shapes)} and len(packer) == 0
+    assert (
+        done == {sequence: tokens for sequence, (tokens, _) in enumerate(shapes)}
+        and len(packer) == 0
+    )
 
 
 @given(
@@ -147,11 +186,13 @@ def test_prompts_that_are_held_back_go_on_later_and_a_chunk_goes_on_with_one_pro
     st.sampled_from([0.0, 2.0, 8.0, 64.0]),
     st.sampled_from([0, 8, 16]),
 )
-def test_a_rows_blocks_cover_it_once_in_every_layer_group_and_padding_is_taken_where_it_costs_less_than_blocks(
+def test_a_rows_blocks_cover_it_once_in_every_layer_group_and_padding_is_taken_where_it_costs_less_than_blocks(  # noqa: E501
     shapes: list[tuple[int, int]], cost: float, few_tokens: int
 ) -> None:
     toy = toy_limits(chunk_buckets=(16, 32, 64), granule_tokens=8, rows_per_chunk=3, layer_groups=2)
-    limits = replace(toy, block_cost_tokens=cost, block_bytes=few_tokens * toy.kv_spec.bytes_per_token)
+    limits = replace(
+        toy, block_cost_tokens=cost, block_bytes=few_tokens * toy.kv_spec.bytes_per_token
+    )
     packer = batches(limits)
     for sequence, (tokens, skipped) in enumerate(shapes):
         packer.add(job(sequence, tokens, offers_from=min(8 * skipped, (tokens - 1) // 8 * 8)))
@@ -159,20 +200,36 @@ def test_a_rows_blocks_cover_it_once_in_every_layer_group_and_padding_is_taken_w
         for row, later in itertools.zip_longest(chunk.rows, chunk.rows[1:]):
             room = chunk.chunk_tokens if later is None else later.offset
             skipped = min(8 * shapes[row.sequence][1], (shapes[row.sequence][0] - 1) // 8 * 8)
-            start, end = max(row.offset, row.offset + skipped - row.start), row.offset + len(row.tokens)
+            start, end = (
+                max(row.offset, row.offset + skipped - row.start),
+                row.offset + len(row.tokens),
+            )
             assert bool(row.offers) == (start < end)
             for group in range(2 if row.offers else 0):
-                offers = [offer for offer in row.offers if offer.group <= group < offer.group + offer.groups]
+                offers = [
+                    offer
+                    for offer in row.offers
+                    if offer.group <= group < offer.group + offer.groups
+                ]
                 sizes = [offer.block_tokens for offer in offers]
                 assert all(size & (size - 1) == 0 and size >= 8 for size in sizes)
-                assert all(offer.groups == (2 if offer.block_tokens < 2 * few_tokens else 1) for offer in offers)
-                assert [offer.offset for offer in offers] == list(itertools.accumulate(sizes[:-1], initial=start))
+                assert all(
+                    offer.groups == (2 if offer.block_tokens < 2 * few_tokens else 1)
+                    for offer in offers
+                )
+                assert [offer.offset for offer in offers] == list(
+                    itertools.accumulate(sizes[:-1], initial=start)
+                )
                 assert end <= offers[-1].offset + sizes[-1] <= room
             if later is None and row.offers:
                 whole = merged_block(end - start, 8)
                 apart = sum(len(limits.bands(size)) for _, size, _ in split_blocks(end - start, 8))
                 saved = cost * (apart - len(limits.bands(whole)))
-                merged = start + whole <= room and whole - padded(end - start, 8) <= saved and apart > len(limits.bands(whole))
+                merged = (
+                    start + whole <= room
+                    and whole - padded(end - start, 8) <= saved
+                    and apart > len(limits.bands(whole))
+                )
                 assert len(row.offers) == (len(limits.bands(whole)) if merged else apart)
 
 
@@ -184,4 +241,8 @@ def test_blocks_are_offered_in_the_order_in_which_they_are_computed() -> None:
     assert chunk is not None
     # Both groups of the last few tokens leave when the second group has been computed.
     found = [(offer.group, offer.groups, offer.block_tokens) for offer in chunk.rows[0].offers]
-    assert found == [(0, 1, 32), (1, 1, 32), (0, 2, 8), (0, 2, 8)] or found == [(0, 1, 32), (1, 1, 32), (0, 2, 16)]
+    assert found == [(0, 1, 32), (1, 1, 32), (0, 2, 8), (0, 2, 8)] or found == [
+        (0, 1, 32),
+        (1, 1, 32),
+        (0, 2, 16),
+    ]

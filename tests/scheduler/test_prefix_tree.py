@@ -8,9 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from jdisagg.scheduler.prefix_tree import EVENT_LIMIT, PrefixError, PrefixIndex, PrefixTree, page_hashes
+from jdisagg.scheduler.prefix_tree import (
+    EVENT_LIMIT,
+    PrefixError,
+    PrefixIndex,
+    PrefixTree,
+    page_hashes,
+)
 
-BLOCKS = Path(__file__).resolve().parents[2] / "benchmarks" / "data" / "mooncake_synthetic_blocks.csv.gz"
+BLOCKS = (
+    Path(__file__).resolve().parents[2] / "benchmarks" / "data" / "mooncake_synthetic_blocks.csv.gz"
+)
 
 
 def chain(path: str) -> list[int]:
@@ -22,7 +30,8 @@ PATHS = st.text("ab", min_size=1, max_size=5)
 
 
 class TreeAgainstNaiveModel(RuleBasedStateMachine):
-    """The naive model: for each page its holders' count and when it was used last; eviction searches for the least."""
+    """The naive model: for each page its holders' count and when it was used last; eviction
+    searches for the least."""
 
     held = Bundle("held")
 
@@ -37,7 +46,11 @@ class TreeAgainstNaiveModel(RuleBasedStateMachine):
         self.fresh = 0
 
     def known(self, path: str) -> str:
-        return next(path[:end] for end in range(len(path), -1, -1) if all(path[:part] in self.references for part in range(1, end + 1)))
+        return next(
+            path[:end]
+            for end in range(len(path), -1, -1)
+            if all(path[:part] in self.references for part in range(1, end + 1))
+        )
 
     @rule(target=held, path=PATHS)
     def insert(self, path: str) -> str:
@@ -54,7 +67,9 @@ class TreeAgainstNaiveModel(RuleBasedStateMachine):
     def hold(self, path: str) -> str:
         known = self.known(path)
         assert self.tree.match(chain(path)) == len(known)
-        assert self.tree.hold(chain(path)) == tuple(self.numbers[known[:end]] for end in range(1, len(known) + 1))
+        assert self.tree.hold(chain(path)) == tuple(
+            self.numbers[known[:end]] for end in range(1, len(known) + 1)
+        )
         for end in range(1, len(known) + 1):
             self.references[known[:end]] += 1
         return known
@@ -75,7 +90,11 @@ class TreeAgainstNaiveModel(RuleBasedStateMachine):
         expected = []
         for _ in range(count):
             free = [path for path, references in self.references.items() if not references]
-            leaves = [path for path in free if not any(other != path and other.startswith(path) for other in self.references)]
+            leaves = [
+                path
+                for path in free
+                if not any(other != path and other.startswith(path) for other in self.references)
+            ]
             assert bool(free) == bool(leaves)
             if leaves:
                 oldest = min(leaves, key=self.used.__getitem__)
@@ -102,7 +121,9 @@ class TreeAgainstNaiveModel(RuleBasedStateMachine):
 
 
 TestTreeAgainstNaiveModel = TreeAgainstNaiveModel.TestCase
-TestTreeAgainstNaiveModel.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestTreeAgainstNaiveModel.settings = settings(
+    max_examples=80, stateful_step_count=30, deadline=None
+)
 
 
 def test_references_are_never_negative() -> None:
@@ -176,7 +197,9 @@ def test_events_replayed_give_the_same_pages(uses: list[tuple[str, str]], asked:
         trees[name].touch(chain(path))
         assert index.apply(name, trees[name].take_events())
     expected = {name: tree.match(chain(asked)) for name, tree in trees.items()}
-    assert dict(index.matches(chain(asked))) == {name: count for name, count in expected.items() if count}
+    assert dict(index.matches(chain(asked))) == {
+        name: count for name, count in expected.items() if count
+    }
     assert len(index) == len({page_hash for tree in trees.values() for page_hash in tree})
 
 
@@ -241,7 +264,9 @@ def naive_hits(requests: list[list[int]], capacity: int, children_first: bool) -
 
 @pytest.mark.parametrize("children_first", [True, False])
 @pytest.mark.parametrize("capacity", [100, 1000])
-def test_hits_on_a_real_trace_are_those_of_a_naive_cache(capacity: int, children_first: bool) -> None:
+def test_hits_on_a_real_trace_are_those_of_a_naive_cache(
+    capacity: int, children_first: bool
+) -> None:
     with gzip.open(BLOCKS, "rt") as lines:
         requests = [[int(block) for block in line.split(",")] for line in lines][:300]
     tree, index = PrefixTree(capacity, children_first=children_first), PrefixIndex()

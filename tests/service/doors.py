@@ -1,4 +1,5 @@
-"""What the door's tests stand on: a real tokenizer made here, a path whose tokens are known, a server on a free port."""
+"""What the door's tests stand on: a real tokenizer made here, a path whose tokens are known, a
+server on a free port."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,15 +10,18 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jdisagg.config import LimitsConfig, Mode
 from jdisagg.dispatch.frontend import Frontend, ModelInfo
-from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
 from jdisagg.errors import JdisaggError, OverloadedError
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.request import FinishReason, Request, StreamEvent, Timings, TokenLogprobs, Usage
 from jdisagg.service.server import GenerationServer
 from models.tokenizer import Tokenizer
 
 EOS = 256
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt"
+    " %}<assistant>{% endif %}"
+)
 MODEL = ModelInfo(
     name="tiny",
     family="llama",
@@ -44,10 +48,13 @@ STATUS = WorkerStatus(
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token per byte, ids 0 to 255 in order of the byte, and an end token: what a text becomes is known without it."""
+    """One token per byte, ids 0 to 255 in order of the byte, and an end token: what a text becomes
+    is known without it."""
     order = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     assert len(order) == 256
-    backend = tokenizers.Tokenizer(models.BPE(vocab={letter: _byte_of(letter) for letter in order} | {"<end>": EOS}, merges=[]))
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab={letter: _byte_of(letter) for letter in order} | {"<end>": EOS}, merges=[])
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<end>"])
@@ -55,7 +62,8 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def _byte_of(letter: str) -> int:
-    """GPT-2's byte alphabet: printable bytes stand for themselves, the others follow from 256 on."""
+    """GPT-2's byte alphabet: printable bytes stand for themselves, the others follow from 256
+    on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return ord(letter) if ord(letter) in printable else others[ord(letter) - 256]
@@ -93,7 +101,9 @@ class FakePath:
             for index in range(sampling.max_tokens):
                 await asyncio.sleep(self.pause_seconds)
                 for child in range(sampling.n):
-                    if had and (index < len(had[child].token_ids) or had[child].finish_reason is not None):
+                    if had and (
+                        index < len(had[child].token_ids) or had[child].finish_reason is not None
+                    ):
                         continue
                     token = expected_tokens(request, child)[index]
                     last = index + 1 == sampling.max_tokens
@@ -104,9 +114,17 @@ class FakePath:
                         first_index=index,
                         token_ids=(token,),
                         text=chr(token) + self.filler,
-                        logprobs=(TokenLogprobs(-0.5, ((token, -0.5),)),) if sampling.logprobs is not None else (),
+                        logprobs=(
+                            (TokenLogprobs(-0.5, ((token, -0.5),)),)
+                            if sampling.logprobs is not None
+                            else ()
+                        ),
                         finish_reason=FinishReason.LENGTH if last else None,
-                        usage=Usage(len(request.prompt_token_ids), sampling.max_tokens * sampling.n) if end else None,
+                        usage=(
+                            Usage(len(request.prompt_token_ids), sampling.max_tokens * sampling.n)
+                            if end
+                            else None
+                        ),
                         timings=Timings(ttft_seconds=0.25, kv_bytes_moved=640) if end else None,
                     )
                 await self.gate.wait()
@@ -125,7 +143,9 @@ def text_of(tokens: tuple[int, ...]) -> str:
     return "".join(map(chr, tokens))
 
 
-def make_frontend(path: FakePath, model: ModelInfo = MODEL, limits: LimitsConfig | None = None) -> Frontend:
+def make_frontend(
+    path: FakePath, model: ModelInfo = MODEL, limits: LimitsConfig | None = None
+) -> Frontend:
     return Frontend(path, byte_tokenizer(), model, limits or LimitsConfig())
 
 

@@ -1,4 +1,5 @@
-"""A server process for the drain test: prints its port; a line on stdin lets the held streams go on; ends on SIGTERM."""
+"""A server process for the drain test: prints its port; a line on stdin lets the held streams go
+on; ends on SIGTERM."""
 
 import asyncio
 import sys
@@ -13,7 +14,9 @@ async def main() -> None:
     path.gate.clear()
     loop = asyncio.get_running_loop()
     loop.add_reader(sys.stdin, path.gate.set)
-    await serve_until_signalled(make_frontend(path), ServiceConfig(port=0), lambda port: print(port, flush=True))
+    await serve_until_signalled(
+        make_frontend(path), ServiceConfig(port=0), lambda port: print(port, flush=True)
+    )
     print("drained", path.closed, flush=True)
 
 

@@ -2,26 +2,22 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from jdisagg.config import ServiceConfig
-from jdisagg.dispatch.ports import (
-    GenerateCall,
-    HandoffSource,
-    Span,
-)
-from jdisagg.errors import (
-    JdisaggError,
-    UnavailableError,
-)
+from jdisagg.errors import JdisaggError, UnavailableError
+from jdisagg.messages.ports import GenerateCall, HandoffSource, Span
+from jdisagg.messages.spans import SpanBatch
 from jdisagg.service.remote_ports import RemoteWorker
 from jdisagg.service.server import GrpcServer
+from jdisagg.service.span_sessions import SpanSessions
 from jdisagg.service.worker_service import decode_service, peer_service, prefill_service
-from tests.service.test_wire_ports import Worker
+from tests.service.port_worker import Worker
 
 
 class Spanner(Worker):
-    """A decode port under the test's hand: `says[reservation]` is what comes of it, an error ends it, None too."""
+    """A decode port under the test's hand: `says[reservation]` is what comes of it, an error ends
+    it, None too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +41,11 @@ class Spanner(Worker):
 async def serving(
     worker: Worker, boot_id: int | None = None, port: int = 0, vocabulary: int = 1000
 ) -> AsyncIterator[tuple[str, GrpcServer]]:
-    services = (prefill_service(worker, (), vocabulary), decode_service(worker, (), vocabulary), peer_service(worker))
+    services = (
+        prefill_service(worker, (), vocabulary),
+        decode_service(worker, (), vocabulary),
+        peer_service(worker),
+    )
     server = GrpcServer(services, ServiceConfig(port=port, drain_seconds=0.0), boot_id)
     address = f"127.0.0.1:{await server.start()}"
     try:
@@ -55,7 +55,9 @@ async def serving(
 
 
 @contextlib.asynccontextmanager
-async def connected(address: str, count: int = 1, boot_id: int | None = None) -> AsyncIterator[Sequence[RemoteWorker]]:
+async def connected(
+    address: str, count: int = 1, boot_id: int | None = None
+) -> AsyncIterator[Sequence[RemoteWorker]]:
     remotes = [RemoteWorker(address, boot_id=boot_id) for _ in range(count)]
     try:
         yield remotes
@@ -65,7 +67,9 @@ async def connected(address: str, count: int = 1, boot_id: int | None = None) ->
 
 
 def call_of(reservation_id: int, deadline_seconds: float = 30.0) -> GenerateCall:
-    return GenerateCall(reservation_id, 1, deadline_seconds, HandoffSource("prefill-0", 2**64 - 1, "127.0.0.1:1"))
+    return GenerateCall(
+        reservation_id, 1, deadline_seconds, HandoffSource("prefill-0", 2**64 - 1, "127.0.0.1:1")
+    )
 
 
 async def collect(remote: RemoteWorker, reservation_id: int) -> list[Span]:
@@ -80,3 +84,12 @@ async def until_usable(remote: RemoteWorker, seconds: float) -> None:
                 await remote.decode.status()
                 return
             await asyncio.sleep(0.05)
+
+
+async def read(
+    sessions: SpanSessions, session_id: int, write: Callable[[SpanBatch], Awaitable[None]]
+) -> None:
+    """Opens a session and hands on its batches, as a stream's handler does."""
+    async with contextlib.aclosing(sessions.spans(session_id)) as batches:
+        async for batch in batches:
+            await write(batch)

@@ -1,4 +1,5 @@
-"""A door in a process of its own, to be killed: `python -m tests.service.resume_server PORT`; says a token every 10 ms; prints its port."""
+"""A door in a process of its own, to be killed: `python -m tests.service.resume_server PORT`; says
+a token every 10 ms; prints its port."""
 
 import asyncio
 import sys
@@ -8,4 +9,10 @@ from jdisagg.service.server import serve_until_signalled
 from tests.service.doors import FakePath, make_frontend
 
 path = FakePath(pause_seconds=0.01)
-asyncio.run(serve_until_signalled(make_frontend(path), ServiceConfig(port=int(sys.argv[1])), lambda port: print(port, flush=True)))
+asyncio.run(
+    serve_until_signalled(
+        make_frontend(path),
+        ServiceConfig(port=int(sys.argv[1])),
+        lambda port: print(port, flush=True),
+    )
+)

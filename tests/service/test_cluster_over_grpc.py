@@ -1,4 +1,5 @@
-"""The toy cluster in real time with gRPC between path and workers and between the workers: the oracle's tokens, and nothing left over."""
+"""The toy cluster in real time with gRPC between path and workers and between the workers: the
+oracle's tokens, and nothing left over."""
 
 import asyncio
 import contextlib
@@ -8,9 +9,10 @@ from dataclasses import dataclass
 import pytest
 
 from jdisagg.config import ServiceConfig
-from jdisagg.dispatch.ports import PeerPort
+from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.errors import JdisaggError
+from jdisagg.messages.ports import PeerPort
 from jdisagg.request import Request
 from jdisagg.service.remote_ports import RemoteWorker
 from jdisagg.service.server import GrpcServer
@@ -58,12 +60,21 @@ class Served:
         prefill, decode = map(RemoteWorker, self.addresses)
         cluster = self.cluster
         text = lambda request: ToyText(request.sampling.stop)  # noqa: E731
-        path = RequestPath({"prefill0": prefill.prefill}, {"decode0": decode.decode}, text, cluster.limits, cluster.clock, cluster.new_id)
+        path = RequestPath(
+            ClusterPorts({"prefill0": prefill.prefill}, {"decode0": decode.decode}),
+            text,
+            cluster.limits,
+            cluster.clock,
+            new_id=cluster.new_id,
+        )
         return Router(path, prefill, decode)
 
     async def is_quiet(self) -> bool:
         statuses = [await worker.status() for worker in (self.cluster.decode, self.cluster.prefill)]
-        return all(s.free_pages == s.total_pages and not (s.running or s.waiting or s.handoffs) for s in statuses)
+        return all(
+            s.free_pages == s.total_pages and not (s.running or s.waiting or s.handoffs)
+            for s in statuses
+        )
 
 
 @contextlib.asynccontextmanager
@@ -72,7 +83,11 @@ async def served() -> AsyncIterator[Served]:
     cluster = Cluster(costs=COSTS, wrap_peer=lambda _: late)  # type: ignore[arg-type, return-value]
     async with cluster:
         config = ServiceConfig(port=0, drain_seconds=0.0)
-        prefill = GrpcServer((prefill_service(cluster.prefill), peer_service(cluster.prefill)), config, cluster.prefill.boot_id)
+        prefill = GrpcServer(
+            (prefill_service(cluster.prefill), peer_service(cluster.prefill)),
+            config,
+            cluster.prefill.boot_id,
+        )
         decode = GrpcServer((decode_service(cluster.decode),), config, cluster.decode.boot_id)
         addresses = f"127.0.0.1:{await prefill.start()}", f"127.0.0.1:{await decode.start()}"
         peer = RemoteWorker(addresses[0])
@@ -95,9 +110,19 @@ async def quiet(served: Served) -> None:
 async def test_every_request_gets_the_oracles_tokens_and_nothing_is_left() -> None:
     async with served() as cluster:
         router = cluster.router()
-        requests = [toy_request(number, prompt_tokens=3 + number, n=1 + number % 3, max_tokens=4 + number % 9) for number in range(16)]
-        requests += [toy_request(50 + number, temperature=1.0, seed=number, logprobs=2) for number in range(4)]
-        for request, collected in zip(requests, await asyncio.gather(*map(router.collect, requests)), strict=True):
+        requests = [
+            toy_request(
+                number, prompt_tokens=3 + number, n=1 + number % 3, max_tokens=4 + number % 9
+            )
+            for number in range(16)
+        ]
+        requests += [
+            toy_request(50 + number, temperature=1.0, seed=number, logprobs=2)
+            for number in range(4)
+        ]
+        for request, collected in zip(
+            requests, await asyncio.gather(*map(router.collect, requests)), strict=True
+        ):
             cluster.cluster.check_against_oracle(request, collected)
             assert collected.timings is not None and collected.timings.kv_bytes_moved > 0
         await quiet(cluster)
@@ -121,7 +146,10 @@ async def test_one_router_dies_and_the_others_streams_go_on() -> None:
         dying, living = cluster.router(), cluster.router()
         request = toy_request(1, max_tokens=60)
         answer = asyncio.ensure_future(living.collect(request))
-        lost = [asyncio.ensure_future(dying.collect(toy_request(10 + number, max_tokens=110))) for number in range(2)]
+        lost = [
+            asyncio.ensure_future(dying.collect(toy_request(10 + number, max_tokens=110)))
+            for number in range(2)
+        ]
         await eventually(lambda: len(cluster.cluster.decode._state.groups) == 3)
         await dying.close()
         for task in lost:

@@ -1,7 +1,9 @@
-"""Who is let in: TLS, mutual TLS and bearer tokens, on every service of ours, for clients and between processes."""
+"""Who is let in: TLS, mutual TLS and bearer tokens, on every service of ours, for clients and
+between processes."""
 
 import asyncio
 import contextlib
+import os
 import pathlib
 import shutil
 import subprocess
@@ -18,24 +20,35 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from jdisagg.client import AsyncClient, Client, Credentials
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import ServiceConfig
-from jdisagg.dispatch.ports import GenerateCall
 from jdisagg.dispatch.roster import Roster, WorkerPorts
 from jdisagg.errors import ConfigError, UnauthenticatedError, UnavailableError
 from jdisagg.layout.mesh_card import KvEnd
+from jdisagg.messages.kv_plane import KvPlanePort
+from jdisagg.messages.ports import DecodePort, GenerateCall, PeerPort, PrefillPort
+from jdisagg.messages.registry import RegistryPort
+from jdisagg.messages.spans import SpanSessionPort
+from jdisagg.service import reread, rpc
 from jdisagg.service.kv_link import GrpcKvLink
 from jdisagg.service.registry import registry_service
 from jdisagg.service.remote_ports import RemoteWorker
-from jdisagg.service.server import GenerationServer, GrpcServer, check_address, cluster_credentials, read_tokens
+from jdisagg.service.server import (
+    GenerationServer,
+    GrpcServer,
+    check_address,
+    cluster_credentials,
+    read_tokens,
+)
 from jdisagg.service.worker_service import decode_service, peer_service, prefill_service
 from tests.service.doors import STATUS, FakePath, make_frontend
-from tests.service.test_wire_ports import HELLO, PREFILL, Worker
+from tests.service.port_worker import HELLO, PREFILL, Worker
 
 OPENSSL = shutil.which("openssl")
 
 
 @dataclass(frozen=True)
-class Papers:
-    """Files of one authority: its own certificate, and a key and certificate that it signed for this machine."""
+class CertificateFiles:
+    """Files of one authority: its own certificate, and a key and certificate that it signed for
+    this machine."""
 
     authority: str
     key: str
@@ -46,29 +59,65 @@ class Papers:
         return Credentials.load(authority=self.authority, **pair, **fields)
 
 
-def papers_in(folder: pathlib.Path) -> Papers:
+def certificates_in(folder: pathlib.Path) -> CertificateFiles:
     assert OPENSSL is not None
-    new = [OPENSSL, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
-    root = ["-keyout", f"{folder}/ca.key", "-out", f"{folder}/ca.pem", "-subj", "/CN=test authority"]
-    leaf = ["-keyout", f"{folder}/own.key", "-out", f"{folder}/own.pem", "-subj", "/CN=test process"]
-    signed = ["-CA", f"{folder}/ca.pem", "-CAkey", f"{folder}/ca.key", "-addext", "subjectAltName=IP:127.0.0.1"]
+    new = [
+        OPENSSL,
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+    ]
+    root = [
+        "-keyout",
+        f"{folder}/ca.key",
+        "-out",
+        f"{folder}/ca.pem",
+        "-subj",
+        "/CN=test authority",
+    ]
+    leaf = [
+        "-keyout",
+        f"{folder}/own.key",
+        "-out",
+        f"{folder}/own.pem",
+        "-subj",
+        "/CN=test process",
+    ]
+    signed = [
+        "-CA",
+        f"{folder}/ca.pem",
+        "-CAkey",
+        f"{folder}/ca.key",
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+    ]
     subprocess.run([*new, *root], check=True, capture_output=True)
-    subprocess.run([*new, *leaf, *signed, "-addext", "basicConstraints=critical,CA:FALSE"], check=True, capture_output=True)
-    return Papers(f"{folder}/ca.pem", f"{folder}/own.key", f"{folder}/own.pem")
+    subprocess.run(
+        [*new, *leaf, *signed, "-addext", "basicConstraints=critical,CA:FALSE"],
+        check=True,
+        capture_output=True,
+    )
+    return CertificateFiles(f"{folder}/ca.pem", f"{folder}/own.key", f"{folder}/own.pem")
 
 
 @pytest.fixture(scope="module")
-def papers(tmp_path_factory) -> Papers:
+def ours(tmp_path_factory) -> CertificateFiles:
     if OPENSSL is None:
         pytest.skip("openssl makes the certificates, and is not installed")
-    return papers_in(tmp_path_factory.mktemp("ours"))
+    return certificates_in(tmp_path_factory.mktemp("ours"))
 
 
 @pytest.fixture(scope="module")
-def strangers(tmp_path_factory) -> Papers:
+def theirs(tmp_path_factory) -> CertificateFiles:
     if OPENSSL is None:
         pytest.skip("openssl makes the certificates, and is not installed")
-    return papers_in(tmp_path_factory.mktemp("theirs"))
+    return certificates_in(tmp_path_factory.mktemp("theirs"))
 
 
 @contextlib.asynccontextmanager
@@ -83,7 +132,9 @@ async def door(config: ServiceConfig) -> AsyncIterator[str]:
 @contextlib.asynccontextmanager
 async def workers(config: ServiceConfig, tokens: tuple[str, ...] = ()) -> AsyncIterator[str]:
     worker = Worker()
-    services = [service(worker, tokens) for service in (prefill_service, decode_service, peer_service)]
+    services = [
+        service(worker, tokens) for service in (prefill_service, decode_service, peer_service)
+    ]
     services.append(registry_service(Roster(MonotonicClock(), lambda card: WorkerPorts()), tokens))
     services.append(GrpcKvLink(KvEnd("127.0.0.1:1", 1)).service(tokens))
     server = GrpcServer(services, replace(config, port=0, drain_seconds=0.0))
@@ -94,50 +145,76 @@ async def workers(config: ServiceConfig, tokens: tuple[str, ...] = ()) -> AsyncI
 
 
 async def ask(target: str, credentials: Credentials = Credentials(), token: str = "") -> str:  # noqa: B008
-    async with AsyncClient(target, connect_seconds=1.5, credentials=credentials, token=token) as client:
+    async with AsyncClient(
+        target, connect_seconds=1.5, credentials=credentials, token=token
+    ) as client:
         return (await client.complete("x", max_tokens=3)).text
 
 
-async def test_a_port_with_tls_serves_those_who_trust_its_authority_and_no_others(papers: Papers, strangers: Papers) -> None:
-    async with door(ServiceConfig(tls_certificate=papers.certificate, tls_key=papers.key)) as target:
-        assert len(await ask(target, papers.credentials())) == 3
+async def test_a_port_with_tls_serves_those_who_trust_its_authority_and_no_others(
+    ours: CertificateFiles, theirs: CertificateFiles
+) -> None:
+    async with door(ServiceConfig(tls_certificate=ours.certificate, tls_key=ours.key)) as target:
+        assert len(await ask(target, ours.credentials())) == 3
         for credentials, hint in (
-            (Credentials(), "if it speaks TLS, say whom"),
-            (strangers.credentials(), "that the given authority signed"),
+            (Credentials(), "if it speaks TLS, say which authority"),
+            (theirs.credentials(), "that the given authority signed"),
         ):
-            with pytest.raises(UnavailableError, match=rf"within 1.5 s; is it running \(python -m launch.serve\)\? .*{hint}"):
+            with pytest.raises(
+                UnavailableError,
+                match=rf"within 1.5 s; is it running \(python -m launch.serve\)\? .*{hint}",
+            ):
                 await ask(target, credentials)
 
         def ask_blocking() -> str:
-            with Client(target, credentials=papers.credentials()) as client:
+            with Client(target, credentials=ours.credentials()) as client:
                 return client.complete("x", max_tokens=3).text
 
         assert len(await asyncio.to_thread(ask_blocking)) == 3
 
 
-async def test_several_servers_over_tls_are_believed_by_the_name_that_they_share(papers: Papers) -> None:
-    config = ServiceConfig(tls_certificate=papers.certificate, tls_key=papers.key)
+async def test_several_servers_over_tls_are_believed_by_the_name_that_they_share(
+    ours: CertificateFiles,
+) -> None:
+    config = ServiceConfig(tls_certificate=ours.certificate, tls_key=ours.key)
     async with door(config) as one, door(config) as other:
-        assert len(await ask(f"ipv4:{one},{other}", papers.credentials(server_name="127.0.0.1"))) == 3
+        assert len(await ask(f"ipv4:{one},{other}", ours.credentials(server_name="127.0.0.1"))) == 3
 
 
-async def test_launch_ask_believes_a_server_by_the_name_it_is_told(papers: Papers) -> None:
-    async with door(ServiceConfig(tls_certificate=papers.certificate, tls_key=papers.key)) as target:
+async def test_launch_ask_believes_a_server_by_the_name_it_is_told(ours: CertificateFiles) -> None:
+    async with door(ServiceConfig(tls_certificate=ours.certificate, tls_key=ours.key)) as target:
         by_name = target.replace("127.0.0.1", "localhost")  # which the certificate does not bear
-        asked = ("-m", "launch.ask", f"--target={by_name}", f"--authority={papers.authority}", "--prompt=x", "--max_tokens=3")
+        asked = (
+            "-m",
+            "launch.ask",
+            f"--target={by_name}",
+            f"--authority={ours.authority}",
+            "--prompt=x",
+            "--max_tokens=3",
+        )
         for flags, welcome in (((), False), (("--server_name=127.0.0.1",), True)):
-            child = await asyncio.create_subprocess_exec(sys.executable, *asked, *flags, stdout=PIPE, stderr=PIPE)
+            child = await asyncio.create_subprocess_exec(
+                sys.executable, *asked, *flags, stdout=PIPE, stderr=PIPE
+            )
             out, err = await child.communicate()
             assert (child.returncode == 0, len(out) > 1) == (welcome, welcome), err.decode()
     with pytest.raises(ConfigError, match="a server's name, without tls"):
         Credentials.load(server_name="127.0.0.1")
 
 
-async def test_a_port_with_mutual_tls_serves_those_its_authority_signed_for(papers: Papers, strangers: Papers) -> None:
-    config = ServiceConfig(tls_certificate=papers.certificate, tls_key=papers.key, tls_client_ca=papers.authority)
-    both = Credentials(True, papers.credentials().authority, *_pair(strangers))
+async def test_a_port_with_mutual_tls_serves_those_its_authority_signed_for(
+    ours: CertificateFiles, theirs: CertificateFiles
+) -> None:
+    config = ServiceConfig(
+        tls_certificate=ours.certificate, tls_key=ours.key, tls_client_ca=ours.authority
+    )
+    both = Credentials(True, ours.credentials().authority, *_pair(theirs))
     async with workers(config) as address:
-        for credentials, welcome in ((papers.credentials(own=True), True), (papers.credentials(), False), (both, False)):
+        for credentials, welcome in (
+            (ours.credentials(own=True), True),
+            (ours.credentials(), False),
+            (both, False),
+        ):
             remote = RemoteWorker(address, credentials)
             if welcome:
                 assert await remote.decode.status() == STATUS
@@ -148,7 +225,9 @@ async def test_a_port_with_mutual_tls_serves_those_its_authority_signed_for(pape
             await remote.aclose()
 
 
-async def test_a_client_without_a_known_token_is_refused_at_every_method_but_health(tmp_path) -> None:
+async def test_a_client_without_a_known_token_is_refused_at_every_method_but_health(
+    tmp_path,
+) -> None:
     file = tmp_path / "tokens"
     file.write_text("first\n\nsecond\n")
     async with door(ServiceConfig(token_file=str(file))) as target:
@@ -158,7 +237,12 @@ async def test_a_client_without_a_known_token_is_refused_at_every_method_but_hea
             with pytest.raises(UnauthenticatedError, match="bearer token"):
                 await ask(target, token=token)
         async with AsyncClient(target) as client:
-            for call in (client.status, client.model, lambda: client.tokenize("x"), lambda: client.detokenize((1,))):
+            for call in (
+                client.status,
+                client.model,
+                lambda: client.tokenize("x"),
+                lambda: client.detokenize((1,)),
+            ):
                 with pytest.raises(UnauthenticatedError):
                     await call()
         async with grpc.aio.insecure_channel(target) as channel:
@@ -168,7 +252,10 @@ async def test_a_client_without_a_known_token_is_refused_at_every_method_but_hea
 
 async def test_processes_show_each_other_the_clusters_token() -> None:
     async with workers(ServiceConfig(), ("between us",)) as address:
-        ours, stranger = RemoteWorker(address, Credentials(token="between us")), RemoteWorker(address)
+        ours, stranger = (
+            RemoteWorker(address, Credentials(token="between us")),
+            RemoteWorker(address),
+        )
         assert await ours.decode.status() == STATUS
         calls = (
             lambda: stranger.prefill.prefill(PREFILL),
@@ -184,15 +271,21 @@ async def test_processes_show_each_other_the_clusters_token() -> None:
         await stranger.aclose()
 
 
-async def test_processes_of_one_configuration_reach_each_other(papers: Papers, tmp_path) -> None:
+async def test_processes_of_one_configuration_reach_each_other(
+    ours: CertificateFiles, tmp_path
+) -> None:
     (tmp_path / "token").write_text("between us\n")
     config = ServiceConfig(
-        tls_certificate=papers.certificate,
-        tls_key=papers.key,
-        tls_client_ca=papers.authority,
+        tls_certificate=ours.certificate,
+        tls_key=ours.key,
+        tls_client_ca=ours.authority,
         cluster_token_file=str(tmp_path / "token"),
     )
-    for change in ({}, {"tls_client_ca": ""}, {"tls_certificate": "", "tls_key": "", "tls_client_ca": ""}):
+    for change in (
+        {},
+        {"tls_client_ca": ""},
+        {"tls_certificate": "", "tls_key": "", "tls_client_ca": ""},
+    ):
         one = replace(config, **change)
         async with workers(one, read_tokens(one.cluster_token_file)) as address:
             remote = RemoteWorker(address, cluster_credentials(one))
@@ -202,21 +295,22 @@ async def test_processes_of_one_configuration_reach_each_other(papers: Papers, t
 
 async def test_every_method_of_our_services_is_guarded() -> None:
     """Bytes that are no message, without a token: refused for the token, whatever the method."""
-    from jdisagg.service import generation_pb2, kv_plane_pb2, registry_pb2, workers_pb2
-
-    files = (generation_pb2, kv_plane_pb2, registry_pb2, workers_pb2)
-    services = [service for file in files for service in file.DESCRIPTOR.services_by_name.values() if service.name != "GenerationService"]
-    async with workers(ServiceConfig(), ("between us",)) as address, grpc.aio.insecure_channel(address) as channel:
-        for service in services:
-            for method in service.methods:
-                path = f"/{service.full_name}/{method.name}"
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    if method.server_streaming:
-                        async for _ in channel.unary_stream(path)(b"\xff\xff"):
-                            pass
-                    else:
-                        await channel.unary_unary(path)(b"\xff\xff")
-                assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, path
+    ports = (PrefillPort, DecodePort, PeerPort, RegistryPort, KvPlanePort)
+    sessions = [(DecodePort, method) for method in rpc.methods(SpanSessionPort)]
+    methods = [(port, method) for port in ports for method in rpc.methods(port)] + sessions
+    async with (
+        workers(ServiceConfig(), ("between us",)) as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        for port, method in methods:
+            path = f"/{rpc.service_name(port)}/{method.name}"
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                if method.streams:
+                    async for _ in channel.unary_stream(path)(b"\xff\xff"):
+                        pass
+                else:
+                    await channel.unary_unary(path)(b"\xff\xff")
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, path
 
 
 def test_credentials_that_make_no_sense_are_refused_by_name(tmp_path) -> None:
@@ -227,20 +321,36 @@ def test_credentials_that_make_no_sense_are_refused_by_name(tmp_path) -> None:
     with pytest.raises(ConfigError, match="set tls"):
         Credentials(authority=b"x")
     for name in ("certificate", "key"):
-        (tmp_path / name).write_text(f"-----BEGIN {'EC PRIVATE KEY' if name == 'key' else 'CERTIFICATE'}-----\n")
+        (tmp_path / name).write_text(
+            f"-----BEGIN {'EC PRIVATE KEY' if name == 'key' else 'CERTIFICATE'}-----\n"
+        )
     files = {name: str(tmp_path / name) for name in ("certificate", "key")}
     Credentials.load(authority=files["certificate"], **files)
     for swapped, message in (
-        ({"authority": files["key"]}, "credentials: authority '.*/key' has no CERTIFICATE block in PEM form, but EC PRIVATE KEY; give one"),
-        ({"certificate": files["key"], "key": files["certificate"]}, "credentials: certificate '.*/key' has no CERTIFICATE"),
-        ({"certificate": files["certificate"], "key": "/dev/null"}, "key '/dev/null' has no PRIVATE KEY block in PEM form, but no block"),
+        (
+            {"authority": files["key"]},
+            (
+                "credentials: authority '.*/key' has no CERTIFICATE block in PEM form, but EC"
+                " PRIVATE KEY; give one"
+            ),
+        ),
+        (
+            {"certificate": files["key"], "key": files["certificate"]},
+            "credentials: certificate '.*/key' has no CERTIFICATE",
+        ),
+        (
+            {"certificate": files["certificate"], "key": "/dev/null"},
+            "key '/dev/null' has no PRIVATE KEY block in PEM form, but no block",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             Credentials.load(**swapped)
     with pytest.raises(ConfigError, match="credentials: authority has no CERTIFICATE block"):
         Credentials(tls=True, authority=b"x")
     for judge in (cluster_credentials, check_address):
-        with pytest.raises(ConfigError, match="service.tls_certificate '.*/key' has no CERTIFICATE block"):
+        with pytest.raises(
+            ConfigError, match="service.tls_certificate '.*/key' has no CERTIFICATE block"
+        ):
             judge(ServiceConfig(tls_certificate=files["key"], tls_key=files["key"]))
     with pytest.raises(ConfigError, match="printable"):
         Credentials(token="a\nb")
@@ -254,5 +364,49 @@ def test_credentials_that_make_no_sense_are_refused_by_name(tmp_path) -> None:
     assert "secret" not in repr(Credentials(token="secret"))
 
 
-def _pair(papers: Papers) -> tuple[bytes, bytes]:
-    return pathlib.Path(papers.certificate).read_bytes(), pathlib.Path(papers.key).read_bytes()
+def _pair(ours: CertificateFiles) -> tuple[bytes, bytes]:
+    return pathlib.Path(ours.certificate).read_bytes(), pathlib.Path(ours.key).read_bytes()
+
+
+async def test_renewed_certificates_and_tokens_are_taken_up_without_a_restart(
+    ours: CertificateFiles, theirs: CertificateFiles, tmp_path: pathlib.Path
+) -> None:
+    files = CertificateFiles("", f"{tmp_path}/key.pem", f"{tmp_path}/certificate.pem")
+    tokens = tmp_path / "tokens"
+
+    def install(source: CertificateFiles, token: str) -> None:
+        shutil.copy(source.certificate, files.certificate)
+        shutil.copy(source.key, files.key)
+        tokens.write_text(token)
+
+    install(ours, "first")
+    config = ServiceConfig(
+        tls_certificate=files.certificate, tls_key=files.key, token_file=str(tokens)
+    )
+    async with door(config) as target:
+        assert len(await ask(target, ours.credentials(), "first")) == 3
+        install(theirs, "second")
+        renewed = ""
+        async with asyncio.timeout(30):
+            while not renewed:
+                with contextlib.suppress(UnavailableError, UnauthenticatedError):
+                    renewed = await ask(target, theirs.credentials(), "second")
+        with pytest.raises(UnavailableError):
+            await ask(target, ours.credentials(), "second")
+        with pytest.raises(UnauthenticatedError):
+            await ask(target, theirs.credentials(), "first")
+
+
+def test_a_file_that_becomes_unreadable_leaves_what_was_read(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reread, "LOOK_SECONDS", 0.0)
+    file = tmp_path / "tokens"
+    file.write_text("first")
+    latest = reread.Reread((str(file),), lambda: read_tokens(str(file)))
+    file.write_text("  ")
+    os.utime(file, ns=(1, 1))
+    assert latest() == ("first",)
+    assert "holds no token" in caplog.text
+    file.write_text("second")
+    assert latest() == ("second",)

@@ -14,7 +14,10 @@ FOLDER = pathlib.Path(generate_stubs.__file__).parent
 def test_the_committed_stubs_are_fresh(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("grpc_tools", reason="grpcio-tools is in the dev extra")
     # In a process of its own: protoc's Python module registers every .proto a second time.
-    command = f"import pathlib; from jdisagg.service import generate_stubs as g; g.generate(pathlib.Path({str(tmp_path)!r}))"
+    command = (
+        "import pathlib; from jdisagg.service import generate_stubs as g;"
+        f" g.generate(pathlib.Path({str(tmp_path)!r}))"
+    )
     subprocess.run([sys.executable, "-c", command], cwd=FOLDER.parents[1], check=True)
     made = {path.name: path.read_text() for path in (tmp_path / "jdisagg" / "service").iterdir()}
     committed = {path.name: path.read_text() for path in FOLDER.iterdir() if "_pb2" in path.name}

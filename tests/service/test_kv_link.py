@@ -1,4 +1,5 @@
-"""The KV plane's messages between processes: in order, to the right boot, never blocking, lost only where nobody answers."""
+"""The KV plane's messages between processes: in order, to the right boot, never blocking, lost only
+where nobody answers."""
 
 import asyncio
 import contextlib
@@ -7,13 +8,38 @@ from collections.abc import AsyncIterator
 
 from jdisagg.config import ServiceConfig
 from jdisagg.layout.mesh_card import KvEnd
-from jdisagg.service import kv_link
+from jdisagg.messages.kv_plane import (
+    KvMessage,
+    Posted,
+    PostedPiece,
+    Pulled,
+    PullRequest,
+    Refused,
+    Wanted,
+)
 from jdisagg.service.kv_link import GrpcKvLink
 from jdisagg.service.server import GrpcServer
-from jdisagg.transfer.kv_messages import KvMessage, Posted, PostedPiece, Pulled, PullRequest, Refused, Wanted
+from jdisagg.timeouts import DEFAULT_TIMEOUTS, TransferTimeouts
 from tests.service.doors import eventually
 
-REQUEST = PullRequest(2**64 - 1, 5, 7, 1, 2, 3.5, "int8", "bfloat16", 2, 4, 16, 64, 2, (Wanted(3, 0, 0), Wanted(4, 1, 1)), 0, 6)
+REQUEST = PullRequest(
+    2**64 - 1,
+    5,
+    7,
+    1,
+    2,
+    3.5,
+    "int8",
+    "bfloat16",
+    2,
+    4,
+    16,
+    64,
+    2,
+    (Wanted(3, 0, 0), Wanted(4, 1, 1)),
+    0,
+    6,
+)
 POSTED = Posted(2**64 - 1, 1, "127.0.0.1:9", 8, (PostedPiece(0, 3, 0), PostedPiece(1, 4, 1)))
 
 
@@ -31,9 +57,14 @@ class Channel:
 
 
 @contextlib.asynccontextmanager
-async def process(boot_id: int, port: int = 0, queue_messages: int = 8192) -> AsyncIterator[tuple[GrpcKvLink, Channel]]:
+async def process(
+    boot_id: int,
+    port: int = 0,
+    queue_messages: int = 8192,
+    timeouts: TransferTimeouts = DEFAULT_TIMEOUTS.transfer,
+) -> AsyncIterator[tuple[GrpcKvLink, Channel]]:
     """What a worker process has: a link, its channel, its server."""
-    link = GrpcKvLink(KvEnd("", boot_id), queue_messages=queue_messages)
+    link = GrpcKvLink(KvEnd("", boot_id), queue_messages=queue_messages, timeouts=timeouts)
     channel = Channel(link)
     link.deliver_to(channel)
     server = GrpcServer((link.service(),), ServiceConfig(port=port, drain_seconds=0.0), boot_id)
@@ -68,7 +99,9 @@ async def test_messages_of_many_threads_arrive_each_threads_in_order() -> None:
             thread.join()
         pulls = [message.pull_id for _, message in channel.got if isinstance(message, Pulled)]
         for thread in range(4):
-            assert [pull for pull in pulls if pull // 1000 == thread] == [1000 * thread + index for index in range(500)]
+            assert [pull for pull in pulls if pull // 1000 == thread] == [
+                1000 * thread + index for index in range(500)
+            ]
         await eventually(lambda: other.counters["kv_messages_sent"] == 2000)
 
 
@@ -92,9 +125,12 @@ async def test_a_process_that_comes_up_a_moment_later_gets_what_was_said() -> No
             assert channel.got == [(other.end, Refused(1, "HandoffError", "x"))]
 
 
-async def test_what_nobody_takes_is_lost_within_bounds_and_holds_up_no_other(monkeypatch) -> None:
-    monkeypatch.setattr(kv_link, "TRY_SECONDS", 0.2)
-    async with process(7) as (one, channel), process(8, queue_messages=100) as (other, _):
+async def test_what_nobody_takes_is_lost_within_bounds_and_holds_up_no_other() -> None:
+    soon = TransferTimeouts(link_send_seconds=0.2, link_try_seconds=0.2)
+    async with (
+        process(7) as (one, channel),
+        process(8, queue_messages=100, timeouts=soon) as (other, _),
+    ):
         nobody = KvEnd("127.0.0.1:1", 1)
         for index in range(300):
             other.send(nobody, Pulled(index))

@@ -9,17 +9,22 @@ import pytest
 
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import ServiceConfig
-from jdisagg.dispatch.ports import WorkerRole, WorkerStatus
-from jdisagg.dispatch.roster import ModelCard, Roster, WorkerCard, WorkerPorts
+from jdisagg.dispatch.roster import Roster, WorkerPorts
 from jdisagg.errors import IncompatiblePeerError, NameTakenError, UnavailableError
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.registry import ModelCard, WorkerCard
+from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.service import registry
 from jdisagg.service.registry import RegistryClient, registry_service
 from jdisagg.service.server import GrpcServer
+from jdisagg.timeouts import MembershipTimeouts
 from tests.service.doors import STATUS, eventually
 
+QUICK = MembershipTimeouts(heartbeat_seconds=0.02)
 MODEL = ModelCard("tiny", "llama", 257, 512, "float32", 64, "f00")
-CARD = WorkerCard("decode-0", 2**64 - 1, WorkerRole.DECODE, "127.0.0.1:1", Layout(dp=2, tp=2), MODEL)
+CARD = WorkerCard(
+    "decode-0", 2**64 - 1, WorkerRole.DECODE, "127.0.0.1:1", Layout(dp=2, tp=2), MODEL
+)
 
 
 async def status() -> WorkerStatus:
@@ -38,8 +43,10 @@ async def router(port: int = 0) -> AsyncIterator[tuple[str, Roster]]:
 
 
 @contextlib.asynccontextmanager
-async def worker(*routers: str, card: WorkerCard = CARD, says=status) -> AsyncIterator[RegistryClient]:
-    client = RegistryClient(routers, card, says, heartbeat_seconds=0.02)
+async def worker(
+    *routers: str, card: WorkerCard = CARD, says=status, timeouts: MembershipTimeouts = QUICK
+) -> AsyncIterator[RegistryClient]:
+    client = RegistryClient(routers, card, says, timeouts=timeouts)
     client.start()
     try:
         yield client
@@ -56,7 +63,9 @@ async def test_a_worker_is_known_to_all_routers_until_it_leaves() -> None:
         assert first.cards() == second.cards() == ()
 
 
-async def test_a_router_that_is_away_holds_up_no_other_and_knows_the_worker_when_it_is_back() -> None:
+async def test_a_router_that_is_away_holds_up_no_other_and_knows_the_worker_when_it_is_back() -> (
+    None
+):
     async with router() as (one, roster), contextlib.AsyncExitStack() as stack:
         async with router() as (away, _):
             pass
@@ -66,14 +75,18 @@ async def test_a_router_that_is_away_holds_up_no_other_and_knows_the_worker_when
             await eventually(lambda: later.statuses() == (STATUS,))
 
 
-async def test_a_router_that_is_away_is_told_of_once_and_not_at_all_by_a_worker_that_drains(caplog, monkeypatch) -> None:
+async def test_a_router_that_is_away_is_told_of_once_and_not_at_all_by_a_worker_that_drains(
+    caplog, monkeypatch
+) -> None:
     """gRPC's words for it are another from try to try."""
     tries = 0
 
     async def away(self, *_: object) -> None:
         nonlocal tries
         tries += 1
-        raise UnavailableError(f"{self.address}: {'failed to connect' if tries % 2 else 'did not answer within 2 s'}")
+        raise UnavailableError(
+            f"{self.address}: {'failed to connect' if tries % 2 else 'did not answer within 2 s'}"
+        )
 
     monkeypatch.setattr(registry.Connection, "call", away)
     async with worker("127.0.0.1:1"):
@@ -109,15 +122,22 @@ async def test_a_refused_worker_asks_on_and_others_are_not_disturbed(caplog) -> 
         assert roster.cards() == (CARD,)
 
 
-async def test_the_second_of_a_name_is_refused_while_the_first_is_heard_and_takes_its_place_after_it(caplog, monkeypatch) -> None:
+async def test_the_second_of_a_name_is_refused_while_the_first_is_heard_and_takes_its_place_after_it(  # noqa: E501
+    caplog,
+) -> None:
     async with router() as (one, roster), contextlib.AsyncExitStack() as stack:
         async with worker(one):
             await eventually(lambda: roster.statuses() == (STATUS,))
             elsewhere = replace(CARD, boot_id=7, address="127.0.0.1:2")
-            second = await stack.enter_async_context(worker(one, card=elsewhere))
+            second = await stack.enter_async_context(
+                worker(
+                    one,
+                    card=elsewhere,
+                    timeouts=replace(QUICK, suspect_seconds=0.5, gone_seconds=1.0),
+                )
+            )
             await eventually(lambda: "a worker of that name lives at 127.0.0.1:1" in caplog.text)
             assert not second.failed.done(), "the first may be on its way out"
-            monkeypatch.setattr(registry, "NAME_TAKEN_SECONDS", 0.0)
             with pytest.raises(NameTakenError):
                 await asyncio.wait_for(asyncio.shield(second.failed), 5)
             assert roster.cards() == (CARD,)
@@ -128,7 +148,9 @@ async def test_a_worker_that_one_of_its_routers_refuses_has_not_failed(caplog) -
     async with router() as (one, first), router() as (two, second):
         first.register(replace(CARD, name="other", model=replace(MODEL, dtype="bfloat16")))
         async with worker(one, two) as client:
-            await eventually(lambda: second.statuses() == (STATUS,) and "dtype is 'float32'" in caplog.text)
+            await eventually(
+                lambda: second.statuses() == (STATUS,) and "dtype is 'float32'" in caplog.text
+            )
             assert not client.failed.done() and client.registered == {two}
 
 

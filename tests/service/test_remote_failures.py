@@ -1,4 +1,5 @@
-"""Remote ports when a worker goes away, stops in its tracks, is another than before, or is never asked again."""
+"""Remote ports when a worker goes away, stops in its tracks, is another than before, or is never
+asked again."""
 
 import asyncio
 import contextlib
@@ -10,7 +11,13 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.dispatch.ports import (
+from jdisagg.errors import (
+    DeadlineExceededError,
+    HandoffError,
+    InvalidRequestError,
+    UnavailableError,
+)
+from jdisagg.messages.ports import (
     Child,
     HandoffSource,
     PeerHello,
@@ -19,22 +26,27 @@ from jdisagg.dispatch.ports import (
     ResumeCall,
     Span,
 )
-from jdisagg.errors import (
-    DeadlineExceededError,
-    HandoffError,
-    InvalidRequestError,
-    UnavailableError,
-)
-from jdisagg.service import remote_ports, workers_pb2
+from jdisagg.messages.spans import SpanBatch
+from jdisagg.service import rpc
 from jdisagg.service.span_sessions import SpanSessions
 from tests.service.doors import STATUS, eventually
-from tests.service.remote_workers import Spanner, call_of, collect, connected, serving, until_usable
-from tests.service.test_wire_ports import HELLO, PREFILL, REPLY, REQUEST, Worker
+from tests.service.port_worker import HELLO, PREFILL, REPLY, REQUEST, Worker
+from tests.service.remote_workers import (
+    Spanner,
+    call_of,
+    collect,
+    connected,
+    read,
+    serving,
+    until_usable,
+)
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-async def test_a_worker_that_goes_away_is_unavailable_at_once_and_usable_again_when_it_is_back() -> None:
+async def test_a_worker_that_goes_away_is_unavailable_at_once_and_usable_again_when_it_is_back() -> (  # noqa: E501
+    None
+):
     worker = Spanner()
     async with contextlib.AsyncExitStack() as stack:
         first = contextlib.AsyncExitStack()
@@ -78,7 +90,9 @@ async def test_a_peer_port_is_bound_to_the_boot_that_said_hello() -> None:
         await remote.peer.hello(replace(HELLO, boot_id=7))
         await remote.peer.abort(1, "x")
         await first.aclose()
-        await stack.enter_async_context(serving(worker, boot_id=8, port=int(address.rpartition(":")[2])))
+        await stack.enter_async_context(
+            serving(worker, boot_id=8, port=int(address.rpartition(":")[2]))
+        )
         for _ in range(100):
             with pytest.raises(UnavailableError) as caught:
                 await remote.peer.abort(2, "x")
@@ -100,7 +114,9 @@ async def test_a_reservation_that_says_nothing_ends_at_its_deadline() -> None:
         await eventually(lambda: worker.dropped == [1])
 
 
-async def test_a_worker_that_does_not_answer_a_short_call_is_unavailable_and_the_requests_deadline_has_not_passed(monkeypatch) -> None:
+async def test_a_worker_that_does_not_answer_a_short_call_is_unavailable_and_the_requests_deadline_has_not_passed(  # noqa: E501
+    monkeypatch,
+) -> None:
     class Absent(Worker):
         async def resume_source(self, call: ResumeCall) -> int | None:
             await asyncio.Event().wait()
@@ -110,37 +126,45 @@ async def test_a_worker_that_does_not_answer_a_short_call_is_unavailable_and_the
             await asyncio.Event().wait()
             return hello
 
-    monkeypatch.setattr(remote_ports, "CALL_SECONDS", 0.1)
+    monkeypatch.setattr(rpc, "CALL_SECONDS", 0.1)
     async with serving(Absent()) as (address, _), connected(address) as (remote,):
         with pytest.raises(UnavailableError, match="did not answer within 0.2 s"):
-            await remote.decode.resume_source(ResumeCall(5, 1, HandoffSource("prefill-1", 8, "127.0.0.1:1")))
+            await remote.decode.resume_source(
+                ResumeCall(5, 1, HandoffSource("prefill-1", 8, "127.0.0.1:1"))
+            )
         with pytest.raises(UnavailableError, match="did not answer within 0.1 s"):
             await remote.peer.hello(HELLO)
 
 
-async def test_a_session_that_ends_before_its_stream_was_followed_still_frees_the_reservation() -> None:
+async def test_a_session_that_ends_before_its_stream_was_followed_still_frees_the_reservation() -> (
+    None
+):
     worker = Worker()
     sessions = SpanSessions(worker)
 
-    async def write(batch: workers_pb2.SpanBatch) -> None: ...
+    async def write(batch: SpanBatch) -> None: ...
 
-    serving_it = asyncio.create_task(sessions.serve(9, write))
+    serving_it = asyncio.create_task(read(sessions, 9, write))
     await asyncio.sleep(0)
     serving_it.cancel()
-    sessions.start(9, call_of(5))  # in the same turn of the loop: the task that follows the reservation is cancelled before it begins
+    # in the same turn of the loop: the task that follows the reservation is cancelled before it
+    # begins
+    await sessions.start(9, call_of(5))
     await eventually(lambda: worker.told == [(5, None)], seconds=1.0)
 
 
-async def test_a_reservation_that_is_cancelled_before_its_stream_was_followed_ends_and_may_be_forgotten() -> None:
+async def test_a_reservation_that_is_cancelled_before_its_stream_was_followed_ends_and_may_be_forgotten() -> (  # noqa: E501
+    None
+):
     sessions = SpanSessions(Worker())
     ended: list[int] = []
 
-    async def write(batch: workers_pb2.SpanBatch) -> None:
+    async def write(batch: SpanBatch) -> None:
         ended.extend(news.reservation_id for news in batch.reservations if news.ended)
 
-    serving_it = asyncio.create_task(sessions.serve(9, write))
+    serving_it = asyncio.create_task(read(sessions, 9, write))
     await asyncio.sleep(0)
-    sessions.start(9, call_of(5))
+    await sessions.start(9, call_of(5))
     await sessions.cancel(5, None)  # in the same turn of the loop
     await eventually(lambda: ended == [5], seconds=1.0)
     assert not sessions._sessions[9].running
@@ -157,14 +181,14 @@ async def test_reservations_that_nobody_started_are_forgotten_after_their_lease(
     worker = Brief()
     sessions = SpanSessions(worker)
 
-    async def write(batch: workers_pb2.SpanBatch) -> None: ...
+    async def write(batch: SpanBatch) -> None: ...
 
-    serving_it = asyncio.create_task(sessions.serve(9, write))
+    serving_it = asyncio.create_task(read(sessions, 9, write))
     await asyncio.sleep(0)
     for _ in range(3):
-        await sessions.reserve(9, ReserveCall(REQUEST, 1, (Child(0),), 2.0))
+        await sessions.reserve_in(9, ReserveCall(REQUEST, 1, (Child(0),), 2.0))
     await asyncio.sleep(0.02)
-    await sessions.reserve(9, ReserveCall(REQUEST, 1, (Child(0),), 2.0))
+    await sessions.reserve_in(9, ReserveCall(REQUEST, 1, (Child(0),), 2.0))
     serving_it.cancel()
     await eventually(lambda: worker.told == [(3, None)])
 
@@ -185,7 +209,11 @@ async def test_one_reservation_is_generated_once() -> None:
 async def test_a_worker_that_stopped_in_its_tracks_is_noticed() -> None:
     """Its kernel still accepts connections and acknowledges bytes: only unanswered pings tell."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.service.worker_process", cwd=ROOT, stdout=asyncio.subprocess.PIPE
+        sys.executable,
+        "-m",
+        "tests.service.worker_process",
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
     )
     try:
         assert process.stdout is not None
@@ -210,7 +238,13 @@ async def test_garbage_on_the_port_disturbs_no_one() -> None:
     async with serving(worker) as (address, _), connected(address) as (remote,):
         host, _, port = address.rpartition(":")
         open_ones = []
-        for garbage in (b"", b"\x00" * 64, b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc", os.urandom(4096)):
+        for garbage in (
+            b"",
+            b"\x00" * 64,
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc",
+            os.urandom(4096),
+        ):
             reader, writer = await asyncio.open_connection(host, int(port))
             with contextlib.suppress(ConnectionError):
                 writer.write(garbage)

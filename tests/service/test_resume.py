@@ -1,4 +1,5 @@
-"""A client whose stream breaks asks again and goes on at the next token: its caller sees one stream, each token once, or a typed error."""
+"""A client whose stream breaks asks again and goes on at the next token: its caller sees one
+stream, each token once, or a typed error."""
 
 import asyncio
 import contextlib
@@ -11,7 +12,13 @@ import pytest
 
 from jdisagg.client import AsyncClient, Client
 from jdisagg.config import ServiceConfig
-from jdisagg.errors import CancelledError, DeadlineExceededError, InvalidRequestError, JdisaggError, UnavailableError
+from jdisagg.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    JdisaggError,
+    UnavailableError,
+)
 from jdisagg.request import FinishReason, Request, SamplingParams, StreamEvent
 from jdisagg.service import generation_pb2 as pb
 from jdisagg.service import wire_generation
@@ -60,9 +67,16 @@ async def test_a_stream_goes_on_with_the_server_that_comes_after() -> None:
     assert "".join(event.text for event in received) == text_of(expected(0, 20))
     assert received[-1].finish_reason is FinishReason.LENGTH and received[-1].usage is not None
     (asked,), (again,) = first.requests, second.requests
-    assert (again.request_id, again.sampling, again.prompt_token_ids) == (asked.request_id, asked.sampling, asked.prompt_token_ids)
+    assert (again.request_id, again.sampling, again.prompt_token_ids) == (
+        asked.request_id,
+        asked.sampling,
+        asked.prompt_token_ids,
+    )
     assert asked.resumption is None and again.resumption is not None
-    assert again.resumption.number >= 1 and again.resumption.children[0].token_ids == expected(0, 20)[:1]
+    assert (
+        again.resumption.number >= 1
+        and again.resumption.children[0].token_ids == expected(0, 20)[:1]
+    )
 
 
 async def test_a_request_cut_short_before_its_first_token_is_asked_again() -> None:
@@ -82,7 +96,9 @@ async def test_a_client_that_knows_two_servers_goes_on_with_the_other() -> None:
     async with contextlib.AsyncExitStack() as stack:
         other = await stack.enter_async_context(door(second))
         async with door(first) as port:
-            client = await stack.enter_async_context(AsyncClient(f"ipv4:127.0.0.1:{port},127.0.0.1:{other}"))
+            client = await stack.enter_async_context(
+                AsyncClient(f"ipv4:127.0.0.1:{port},127.0.0.1:{other}")
+            )
             answer = asyncio.ensure_future(client.complete("once", max_tokens=9))
             await eventually(lambda: first.made_events == 1)
         completion = await asyncio.wait_for(answer, 20)
@@ -99,14 +115,25 @@ async def test_each_child_goes_on_where_it_was() -> None:
             await eventually(lambda: first.made_events == 3)
         await stack.enter_async_context(door(second, port))
         completion = await asyncio.wait_for(answer, 20)
-    assert [tuple(choice.token_ids) for choice in completion.choices] == [expected(child, 6) for child in range(3)]
-    assert [choice.text for choice in completion.choices] == [text_of(expected(child, 6)) for child in range(3)]
+    assert [tuple(choice.token_ids) for choice in completion.choices] == [
+        expected(child, 6) for child in range(3)
+    ]
+    assert [choice.text for choice in completion.choices] == [
+        text_of(expected(child, 6)) for child in range(3)
+    ]
 
 
-async def test_the_blocking_client_goes_on_when_the_servers_process_is_killed_and_started_again() -> None:
+async def test_the_blocking_client_goes_on_when_the_servers_process_is_killed_and_started_again() -> (  # noqa: E501
+    None
+):
     async def start(port: int) -> tuple[asyncio.subprocess.Process, int]:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.service.resume_server", str(port), cwd=ROOT, stdout=asyncio.subprocess.PIPE
+            sys.executable,
+            "-m",
+            "tests.service.resume_server",
+            str(port),
+            cwd=ROOT,
+            stdout=asyncio.subprocess.PIPE,
         )
         assert process.stdout is not None
         return process, int(await asyncio.wait_for(process.stdout.readline(), 60))
@@ -150,8 +177,11 @@ class Cancelled(grpc.RpcError):
         return ()
 
 
-def test_a_call_that_an_ending_server_dropped_is_asked_again_and_one_that_was_given_up_here_is_not() -> None:
-    """gRPC cancels the calls that have come to a server and that nobody has taken in when it stops."""
+def test_a_call_that_an_ending_server_dropped_is_asked_again_and_one_that_was_given_up_here_is_not() -> (  # noqa: E501
+    None
+):
+    """gRPC cancels the calls that have come to a server and that nobody has taken in when it
+    stops."""
     stream = ResumableStream(ClientRequest("once", {"max_tokens": 9}), 20.0)
     assert stream.request().resumption == 0
     stream.pause_after(Cancelled("CANCELLED"))
@@ -177,7 +207,9 @@ async def test_a_deadline_counts_from_the_first_time_it_was_asked() -> None:
         client = AsyncClient(f"127.0.0.1:{port}")
         events = client.generate("once", max_tokens=20, deadline_seconds=1.0)
         await anext(events)
-    with pytest.raises(DeadlineExceededError, match="deadline passed while the connection was broken"):
+    with pytest.raises(
+        DeadlineExceededError, match="deadline passed while the connection was broken"
+    ):
         await asyncio.wait_for(anext(events), 20)
     await client.close()
 
@@ -190,15 +222,21 @@ async def test_a_refusal_is_not_asked_again() -> None:
         assert len(path.requests) == 1
 
 
-async def test_a_request_that_still_runs_here_is_resumed_once_its_broken_stream_was_noticed() -> None:
+async def test_a_request_that_still_runs_here_is_resumed_once_its_broken_stream_was_noticed() -> (
+    None
+):
     path = held()
     frontend = make_frontend(path)
     old = await frontend.build_request("once", request_id="r", max_tokens=5, seed=1)
     stream = frontend.stream(old)
     await anext(stream)
     asked = ClientRequest("once", {"max_tokens": 5, "seed": 1}, request_id="r")
-    resumption = wire_generation.client_request_from_proto(_again(asked, [expected(0, 5)[0]])).resumption
-    new = await frontend.build_request("once", request_id="r", max_tokens=5, seed=1, resumption=resumption)
+    resumption = wire_generation.client_request_from_proto(
+        _again(asked, [expected(0, 5)[0]])
+    ).resumption
+    new = await frontend.build_request(
+        "once", request_id="r", max_tokens=5, seed=1, resumption=resumption
+    )
     path.gate.set()
     resumed = asyncio.ensure_future(_all(frontend.stream(new)))
     await asyncio.sleep(0.05)
@@ -224,7 +262,10 @@ def test_a_stream_that_goes_on_at_the_wrong_token_is_an_error() -> None:
         ({"request_id": ""}, "must name its request_id"),
         ({"accepted": [pb.AcceptedTokens(child=1)]}, "each child once"),
         ({"accepted": [pb.AcceptedTokens(child=0)] * 2}, "each child once"),
-        ({"accepted": [pb.AcceptedTokens(child=0, finish_reason=pb.FINISH_REASON_STOP)]}, "nothing to resume"),
+        (
+            {"accepted": [pb.AcceptedTokens(child=0, finish_reason=pb.FINISH_REASON_STOP)]},
+            "nothing to resume",
+        ),
     ],
 )
 def test_a_resumption_that_makes_no_sense_is_refused_by_name(change, words) -> None:
@@ -239,11 +280,17 @@ def test_a_resumption_that_makes_no_sense_is_refused_by_name(change, words) -> N
         wire_generation.client_request_from_proto(message)
 
 
-@pytest.mark.parametrize(("tokens", "words"), [([999], "is not a token id"), ([1] * 5, "leave none of its 5")])
+@pytest.mark.parametrize(
+    ("tokens", "words"), [([999], "is not a token id"), ([1] * 5, "leave none of its 5")]
+)
 async def test_accepted_tokens_are_checked_against_the_model_and_the_request(tokens, words) -> None:
-    asked = wire_generation.client_request_from_proto(_again(ClientRequest("once", {"seed": 1}, request_id="r"), tokens))
+    asked = wire_generation.client_request_from_proto(
+        _again(ClientRequest("once", {"seed": 1}, request_id="r"), tokens)
+    )
     with pytest.raises(InvalidRequestError, match=words):
-        await make_frontend(FakePath()).build_request("once", request_id="r", max_tokens=5, seed=1, resumption=asked.resumption)
+        await make_frontend(FakePath()).build_request(
+            "once", request_id="r", max_tokens=5, seed=1, resumption=asked.resumption
+        )
 
 
 def _again(asked: ClientRequest, tokens: list[int]) -> pb.GenerateRequest:

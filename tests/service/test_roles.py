@@ -1,56 +1,57 @@
-"""Changing roles over real gRPC: what arrives equals what was sent, errors keep their type, and the cluster's token is asked for."""
+"""Changing roles over real gRPC: what arrives equals what was sent, errors keep their type, and the
+cluster's token is asked for."""
 
 import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
-from hypothesis import given, settings
 
 from jdisagg.config import ServiceConfig
-from jdisagg.dispatch.ports import WorkerRole
-from jdisagg.dispatch.roles import AdviceReport, SwitchCall, SwitchReport, SwitchState
 from jdisagg.errors import InvalidRequestError, UnauthenticatedError, UnavailableError
 from jdisagg.layout.axes import Layout
-from jdisagg.service import roles_pb2 as pb
-from jdisagg.service import wire_roles
+from jdisagg.messages.roles import AdviceReport, SwitchCall, SwitchReport, SwitchState
+from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.service.connection import Credentials
-from jdisagg.service.role_services import ClusterRoles, RemoteRolePort, cluster_roles_service, worker_roles_service
-from jdisagg.service.server import GrpcServer
-from tests.service.test_wire import of_dataclass
-
-REPORT = SwitchReport("p1", 2**64 - 1, WorkerRole.DECODE, Layout(dp=2), SwitchState.DONE, 2**64 - 2, "", 0.5, 0.25, 1.5, 2.25)
-ADVICE = AdviceReport(3, 2, 2, 2, 2.5, 1.25, "prefill is short", True, "p1 is changing its role", 0.5, 1.0, 4.0, 0.1, 7.5, 2.0, 0.2, 0.9)
-
-
-@settings(max_examples=30)
-@given(call=of_dataclass(SwitchCall), report=of_dataclass(SwitchReport), advice=of_dataclass(AdviceReport))
-def test_whatever_is_said_of_roles_arrives_equal(call: SwitchCall, report: SwitchReport, advice: AdviceReport) -> None:
-    assert (
-        wire_roles.switch_call_from_proto(pb.SwitchRoleCall.FromString(wire_roles.switch_call_to_proto(call).SerializeToString())) == call
-    )
-    sent = wire_roles.switch_report_to_proto(report).SerializeToString()
-    assert wire_roles.switch_report_from_proto(pb.SwitchReport.FromString(sent)) == report
-    assert wire_roles.advice_from_proto(pb.Advice.FromString(wire_roles.advice_to_proto(advice).SerializeToString())) == advice
-
-
-@pytest.mark.parametrize("layout", [None, Layout(dp=2, tp=2)])
-def test_a_layout_may_be_left_to_the_router(layout: Layout | None) -> None:
-    sent = wire_roles.switch_worker_to_proto("p1", WorkerRole.DECODE, layout, 5.0)
-    assert wire_roles.switch_worker_from_proto(sent) == ("p1", WorkerRole.DECODE, layout, 5.0)
-
-
-@pytest.mark.parametrize(
-    ("message", "said"),
-    [
-        (pb.SwitchWorkerCall(worker="p", deadline_seconds=1.0), "SwitchWorkerCall.role must be a known role"),
-        (pb.SwitchWorkerCall(worker="p", role=1, deadline_seconds=0.0), "deadline_seconds must be positive"),
-        (pb.SwitchWorkerCall(worker="p", role=1, deadline_seconds=float("nan")), "deadline_seconds must be positive"),
-        (pb.SwitchWorkerCall(worker="p", role=1, layout={"dp": 0}, deadline_seconds=1.0), "layout makes no sense"),
-    ],
+from jdisagg.service.role_services import (
+    ClusterRoles,
+    RemoteRolePort,
+    cluster_roles_service,
+    worker_roles_service,
 )
-def test_what_makes_no_sense_is_refused_by_field(message: pb.SwitchWorkerCall, said: str) -> None:
-    with pytest.raises(InvalidRequestError, match=said):
-        wire_roles.switch_worker_from_proto(message)
+from jdisagg.service.server import GrpcServer
+
+REPORT = SwitchReport(
+    "p1",
+    2**64 - 1,
+    WorkerRole.DECODE,
+    Layout(dp=2),
+    SwitchState.DONE,
+    2**64 - 2,
+    "",
+    0.5,
+    0.25,
+    1.5,
+    2.25,
+)
+ADVICE = AdviceReport(
+    3,
+    2,
+    2,
+    2,
+    2.5,
+    1.25,
+    "prefill is short",
+    True,
+    "p1 is changing its role",
+    0.5,
+    1.0,
+    4.0,
+    0.1,
+    7.5,
+    2.0,
+    0.2,
+    0.9,
+)
 
 
 class Desk:
@@ -68,7 +69,9 @@ class Desk:
     async def switch_report(self) -> SwitchReport:
         return REPORT
 
-    async def switch(self, name: str, role: WorkerRole, layout: Layout | None, seconds: float) -> SwitchReport:
+    async def switch(
+        self, name: str, role: WorkerRole, layout: Layout | None, seconds: float
+    ) -> SwitchReport:
         self.asked.append((name, role, layout, seconds))
         if self.error is not None:
             raise self.error
@@ -98,7 +101,9 @@ async def test_a_worker_and_a_router_are_asked_over_their_connections() -> None:
         async with ClusterRoles(address) as roles:
             assert await roles.switch("p1", WorkerRole.DECODE, seconds=9.0) == REPORT
             assert await roles.advice() == ADVICE
-            desk.error = UnavailableError("worker 'p1' is the last prefill worker", retry_after_seconds=2.0)
+            desk.error = UnavailableError(
+                "worker 'p1' is the last prefill worker", retry_after_seconds=2.0
+            )
             with pytest.raises(UnavailableError, match="last prefill worker") as caught:
                 await roles.switch("p1", WorkerRole.DECODE)
             assert caught.value.retry_after_seconds == 2.0
@@ -119,3 +124,12 @@ async def test_nobody_changes_roles_without_the_clusters_token() -> None:
         assert not desk.asked
         async with ClusterRoles(address, Credentials(token="secret")) as roles:
             assert await roles.switch("p1", WorkerRole.DECODE) == REPORT
+
+
+@pytest.mark.parametrize("seconds", [0.0, float("nan")])
+async def test_a_change_must_have_time(seconds: float) -> None:
+    desk = Desk()
+    async with served(desk) as address, ClusterRoles(address) as roles:
+        with pytest.raises((InvalidRequestError, UnavailableError)):
+            await roles.switch("p1", WorkerRole.DECODE, seconds=seconds)
+    assert not desk.asked

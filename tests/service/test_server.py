@@ -9,7 +9,9 @@ import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
 
 from jdisagg.client import AsyncClient
 from jdisagg.config import ServiceConfig
@@ -24,7 +26,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 async def health(target: str, service: str = "jdisagg.v1.GenerationService") -> int:
     async with grpc.aio.insecure_channel(target) as channel:
-        reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
+        reply = await health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(service=service)
+        )
     return reply.status
 
 
@@ -67,7 +71,12 @@ async def test_what_outlasts_the_drain_is_cut_with_a_typed_error() -> None:
 
 async def test_sigterm_lets_running_streams_end_and_refuses_new_ones() -> None:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.service.drain_server", cwd=ROOT, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        sys.executable,
+        "-m",
+        "tests.service.drain_server",
+        cwd=ROOT,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
     )
     try:
         assert process.stdin is not None and process.stdout is not None

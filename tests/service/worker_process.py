@@ -1,13 +1,14 @@
-"""A decode worker of its own process, for the tests that stop it: prints its port, says a token every few milliseconds for ever."""
+"""A decode worker of its own process, for the tests that stop it: prints its port, says a token
+every few milliseconds for ever."""
 
 import asyncio
 from collections.abc import AsyncIterator
 
 from jdisagg.config import ServiceConfig
-from jdisagg.dispatch.ports import GenerateCall, Span
+from jdisagg.messages.ports import GenerateCall, Span
 from jdisagg.service.server import GrpcServer
 from jdisagg.service.worker_service import decode_service
-from tests.service.test_wire_ports import Worker
+from tests.service.port_worker import Worker
 
 
 class Talker(Worker):

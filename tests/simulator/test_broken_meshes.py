@@ -1,14 +1,13 @@
-"""What ends on a simulated mesh that broke or hangs, and what becomes of a worker that a fault and a change of role meet at."""
+"""What ends on a simulated mesh that broke or hangs, and what becomes of a worker that a fault and
+a change of role meet at."""
 
 import asyncio
 from collections.abc import Callable, Sequence
 
 import pytest
 
-from jdisagg.dispatch.ports import WorkerRole
 from jdisagg.errors import UnavailableError
-from jdisagg.request import SamplingParams
-from jdisagg.scheduler.commands import (
+from jdisagg.messages.step_commands import (
     DecodeSteps,
     ExtractBlock,
     InsertBlock,
@@ -19,9 +18,11 @@ from jdisagg.scheduler.commands import (
     SlotAdmit,
     StepCommand,
 )
+from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.request import SamplingParams
 from jdisagg.simulator.channel import Ends, Offered, SimulatedChannel
 from jdisagg.simulator.cluster import SimulatedCluster
-from jdisagg.simulator.executor import SimulatedExecutor
+from jdisagg.simulator.executor import EngineTraits, SimulatedExecutor
 from jdisagg.simulator.faults import Broken, Death, Fault, Stall, schedule
 from jdisagg.simulator.run import Hook, Result, simulate
 from jdisagg.simulator.timeline import Timeline
@@ -40,23 +41,33 @@ UNDER_WAY: list[tuple[StepCommand, ...]] = [
 ]
 
 
-def struck(commands: Sequence[StepCommand], fault: Callable[[SimulatedExecutor], None], fused: bool = False) -> list[str]:
+def struck(
+    commands: Sequence[StepCommand], fault: Callable[[SimulatedExecutor], None], fused: bool = False
+) -> list[str]:
     """What became of commands that were under way when the fault struck, a long time afterwards."""
 
     async def main() -> list[str]:
         fleet = small_fleet()
         channel = SimulatedChannel(fleet.link_between(), fleet.overlap)
-        channel.ends = {"mesh": Ends("rack0/host0/domain0/0", 1), "other": Ends("rack0/host1/domain1/0", 1)}
+        channel.ends = {
+            "mesh": Ends("rack0/host0/domain0/0", 1),
+            "other": Ends("rack0/host1/domain1/0", 1),
+        }
         channel.offered[7] = Offered("other", 1024, 0.0, 0.0)
         limits, costs = fleet.limits_of(fleet.decode), fleet.costs_of(fleet.decode)
-        mesh = SimulatedExecutor("mesh", limits, costs, channel, Timeline(0, "mesh"), fused=fused)
+        mesh = SimulatedExecutor(
+            "mesh", limits, costs, channel, Timeline(0, "mesh"), EngineTraits(fused=fused)
+        )
         results = [mesh.run(command) for command in commands]
         await asyncio.sleep(1e-6)
         assert not any(result.done() for result in results), "it is under way"
         fault(mesh)
         mesh.interrupt()
         await asyncio.sleep(1000.0)
-        return ["waits" if not result.done() else "failed" if result.exception() else "ended" for result in results]
+        return [
+            "waits" if not result.done() else "failed" if result.exception() else "ended"
+            for result in results
+        ]
 
     return run_virtually(main)
 
@@ -73,11 +84,19 @@ def test_what_is_under_way_on_a_mesh_fails_when_it_breaks_and_never_ends_when_it
 
 def simulated(hooks: list[Hook], faults: list[Fault]) -> Result:
     arrivals = [Arrival(0.2 * number, 500, 40) for number in range(60)]
-    return simulate(small_fleet(pages=512), arrivals, hooks=[*hooks, schedule(faults)], mortal=True, settle_seconds=40.0)
+    return simulate(
+        small_fleet(pages=512),
+        arrivals,
+        hooks=[*hooks, schedule(faults)],
+        mortal=True,
+        settle_seconds=40.0,
+    )
 
 
 @pytest.mark.parametrize(("back_after", "left"), [(None, {"prefill-1"}), (2.0, set())])
-def test_a_stalled_workers_pulls_stay_unfinished_until_another_process_sits_there(back_after: float | None, left: set[str]) -> None:
+def test_a_stalled_workers_pulls_stay_unfinished_until_another_process_sits_there(
+    back_after: float | None, left: set[str]
+) -> None:
     found: list[set[str]] = []
 
     async def look(cluster: SimulatedCluster) -> None:
@@ -86,11 +105,15 @@ def test_a_stalled_workers_pulls_stay_unfinished_until_another_process_sits_ther
 
     result = simulated([look], [Stall("prefill-1", 1.0, back_after)])
     assert found == [left]
-    assert {outcome.end for outcome in result.outcomes} == {"finished"}, "the other worker of its role serves"
+    assert {outcome.end for outcome in result.outcomes} == {"finished"}, (
+        "the other worker of its role serves"
+    )
 
 
 @pytest.mark.parametrize("at", [1.01, 3.0], ids=["while it drains", "while it is away"])
-def test_a_worker_that_dies_while_it_changes_its_role_is_started_once_and_as_what_it_was(at: float) -> None:
+def test_a_worker_that_dies_while_it_changes_its_role_is_started_once_and_as_what_it_was(
+    at: float,
+) -> None:
     ends: list[str] = []
 
     async def switch(cluster: SimulatedCluster) -> None:
@@ -110,12 +133,27 @@ def test_a_worker_that_dies_while_it_changes_its_role_is_started_once_and_as_wha
 
 def test_what_a_worker_did_before_it_died_is_counted() -> None:
     result = simulated([], [Death("decode-0", 11.0, 1.0)])
-    assert result.counters["faults"] == 1 and {outcome.end for outcome in result.outcomes} == {"finished"}
+    assert result.counters["faults"] == 1 and {outcome.end for outcome in result.outcomes} == {
+        "finished"
+    }
     assert result.counters["handoffs_completed"] >= 60, "each prompt was handed over once at least"
 
 
-@pytest.mark.parametrize("fault", [Broken("prefill-0", 1.0), Broken("decode-1", 1.0), Stall("decode-0", 1.0), Stall("prefill-1", 1.0)])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Broken("prefill-0", 1.0),
+        Broken("decode-1", 1.0),
+        Stall("decode-0", 1.0),
+        Stall("prefill-1", 1.0),
+    ],
+)
 def test_a_run_ends_with_what_others_served_where_a_broken_worker_never_comes_back(fault: Fault):
-    result = simulate(small_fleet(pages=512), poisson(4.0, 30, Fixed(400, 40)), hooks=[schedule([fault])], mortal=True)
+    result = simulate(
+        small_fleet(pages=512),
+        poisson(4.0, 30, Fixed(400, 40)),
+        hooks=[schedule([fault])],
+        mortal=True,
+    )
     assert result.counters["faults"] == 1
     assert [outcome.end for outcome in result.outcomes] == ["finished"] * 30

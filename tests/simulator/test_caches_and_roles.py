@@ -1,17 +1,18 @@
-"""Prefix caches of simulated workers, which the router hears of; and workers that change their role in the midst of a run."""
+"""Prefix caches of simulated workers, which the router hears of; and workers that change their role
+in the midst of a run."""
 
 from dataclasses import replace
 
 import pytest
 
 from jdisagg.config import Mode
-from jdisagg.dispatch.ports import WorkerRole
+from jdisagg.costs.hardware import accelerator
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.step_commands import PrefillRow, SampleSpec
+from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.request import SamplingParams
 from jdisagg.router.elastic import ElasticConfig
-from jdisagg.router.hardware import accelerator
-from jdisagg.scheduler.commands import PrefillRow, SampleSpec
 from jdisagg.simulator.cluster import SimulatedCluster
 from jdisagg.simulator.elastic import elastic
 from jdisagg.simulator.prefix_cache import MOST_BEGUN, PrefixCache, blocks_of, prompt_of
@@ -63,7 +64,10 @@ def test_equal_beginnings_cost_nothing_the_second_time_and_go_where_they_are_kno
     first, *others = [outcome.ttft or 0.0 for outcome in cached.outcomes]
     assert max(others) < 0.3 * first
     assert min(outcome.ttft or 0.0 for outcome in plain.outcomes) > 0.9 * first
-    assert cached.counters["prefix_asked_tokens"] == 6 * 2048 and cached.counters["prefix_hit_tokens"] == 5 * 2048
+    assert (
+        cached.counters["prefix_asked_tokens"] == 6 * 2048
+        and cached.counters["prefix_hit_tokens"] == 5 * 2048
+    )
     assert "prefix_asked_tokens" not in plain.counters
     busy = {usage.worker: usage.busy_seconds for usage in cached.usage if usage.role == "prefill"}
     assert min(busy.values()) == 0.0, "all went to the worker that knew their beginning"
@@ -74,7 +78,10 @@ def test_a_worker_changes_sides_under_load_and_no_stream_breaks() -> None:
         await cluster.clock.sleep(3.0)
         await cluster.switch_role("prefill-1", WorkerRole.DECODE, seconds=2.0)
         await cluster.clock.sleep(4.0)
-        assert cluster.seats["prefill-1"].role is WorkerRole.DECODE and "prefill-1" in cluster.roster.decode
+        assert (
+            cluster.seats["prefill-1"].role is WorkerRole.DECODE
+            and "prefill-1" in cluster.roster.decode
+        )
         await cluster.switch_role("prefill-1", WorkerRole.PREFILL, seconds=2.0, drain_seconds=5.0)
 
     arrivals = [Arrival(0.2 * number, 500, 40) for number in range(100)]
@@ -89,7 +96,9 @@ def test_there_is_no_other_side_in_one_pool() -> None:
         await cluster.switch_role("mixed-0", WorkerRole.PREFILL, seconds=1.0)
 
     with pytest.raises(ConfigError, match="no such pool"):
-        simulate(small_fleet(Mode.CHUNKED), [Arrival(0.0, 100, 4), Arrival(5.0, 100, 4)], hooks=[switch])
+        simulate(
+            small_fleet(Mode.CHUNKED), [Arrival(0.0, 100, 4), Arrival(5.0, 100, 4)], hooks=[switch]
+        )
 
 
 def test_roles_that_cannot_change_are_refused_before_anything_is_served() -> None:

@@ -1,8 +1,9 @@
-"""The simulated cluster against queueing theory: one server of constant time, and whoever waits before it.
+"""The simulated cluster against queueing theory: one server of constant time, and whoever waits
+before it.
 
-Prompts fill a chunk each, so that the mesh is a single server; answers are one token, so that nothing but the prefill takes time. Waiting
-is TTFT less the service. Lindley's recursion over the same arrivals is the exact answer for any of them; D/D/1 and M/D/1 are its means.
-"""
+Prompts fill a chunk each, so that the mesh is a single server; answers are one token, so that
+nothing but the prefill takes time. Waiting is TTFT less the service. Lindley's recursion over the
+same arrivals is the exact answer for any of them; D/D/1 and M/D/1 are its means."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,8 +12,8 @@ import numpy as np
 import pytest
 
 from jdisagg.config import Mode, RoutingConfig
-from jdisagg.router.hardware import accelerator
-from jdisagg.router.model_geometry import geometry
+from jdisagg.costs.hardware import accelerator
+from jdisagg.costs.model_geometry import geometry
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.run import Result, simulate
 from jdisagg.simulator.step_costs import ConstantCosts
@@ -46,7 +47,9 @@ def lindley(arrivals: Sequence[float], service: float = SERVICE) -> np.ndarray:
 @pytest.mark.parametrize("variation", [0.0, 1.0, 3.0])
 def test_every_single_wait_is_lindleys(mode: Mode, variation: float) -> None:
     arrivals = gamma(6.0, 300, Fixed(CHUNK, 1), variation, seed=3)
-    assert waits(simulate(one_server(mode), arrivals)) == pytest.approx(lindley([item.at_seconds for item in arrivals]), abs=1e-6)
+    assert waits(simulate(one_server(mode), arrivals)) == pytest.approx(
+        lindley([item.at_seconds for item in arrivals]), abs=1e-6
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +65,27 @@ def test_prompts_follow_each_other_through_a_pipeline_a_stage_apart(stages: int)
     """A single server again: the first stage."""
     fleet = one_server(Mode.DISAGGREGATED)
     assert fleet.prefill is not None
-    fleet = replace(fleet, prefill=replace(fleet.prefill, stages=stages, costs=Pipelined(SERVICE, 0.02, stages=stages)))
+    fleet = replace(
+        fleet,
+        prefill=replace(
+            fleet.prefill, stages=stages, costs=Pipelined(SERVICE, 0.02, stages=stages)
+        ),
+    )
     arrivals = gamma(0.9 * stages / SERVICE, 300, Fixed(CHUNK, 1), 1.0, seed=3)
     wanted = lindley([item.at_seconds for item in arrivals], SERVICE / stages)
     assert waits(simulate(fleet, arrivals)) == pytest.approx(wanted, abs=1e-6)
 
 
 def test_a_router_that_knows_of_the_pipeline_keeps_it_full() -> None:
-    """It holds back what a prefill worker cannot begin with soon; four stages begin with four times as much."""
+    """It holds back what a prefill worker cannot begin with soon; four stages begin with four times
+    as much."""
     stages, pool = 4, Pool(1, accelerator("h100"), replace(INSTANCE, chunk_tokens=2048))
-    fleet = Fleet(geometry("llama-3.1-8b"), pool, replace(pool, stages=stages), routing=RoutingConfig(ttft_slo_seconds=0.5))
+    fleet = Fleet(
+        geometry("llama-3.1-8b"),
+        pool,
+        replace(pool, stages=stages),
+        routing=RoutingConfig(ttft_slo_seconds=0.5),
+    )
     seconds = fleet.cost_model(replace(pool, stages=stages)).prefill([(2048, 0)]).seconds
     result = simulate(fleet, gamma(0.9 * stages / seconds, 300, Fixed(2048, 1), 1.0, seed=3))
     assert {outcome.end for outcome in result.outcomes} == {"finished"}
@@ -88,7 +102,8 @@ def test_d_d_1_waits_for_nothing_below_capacity_and_ever_longer_above() -> None:
 
 @pytest.mark.parametrize("load", [0.3, 0.5, 0.8])
 def test_lindleys_mean_is_pollaczek_and_khinchines(load: float) -> None:
-    """So that the waits above, which are Lindley's one by one, mean what theory says: within 1 % over ten million requests."""
+    """So that the waits above, which are Lindley's one by one, mean what theory says: within 1 %
+    over ten million requests."""
     random = np.random.default_rng(0)
     gaps = random.exponential(SERVICE / load, 10_000_000)
     # Lindley in closed form: the walk of service - gap above its least value so far.
@@ -100,7 +115,9 @@ def test_lindleys_mean_is_pollaczek_and_khinchines(load: float) -> None:
 @pytest.mark.slow
 def test_m_d_1_waits_as_long_as_theory_says() -> None:
     load = 0.3
-    result = simulate(one_server(Mode.DISAGGREGATED), poisson(load / SERVICE, 200_000, Fixed(CHUNK, 1), seed=1))
+    result = simulate(
+        one_server(Mode.DISAGGREGATED), poisson(load / SERVICE, 200_000, Fixed(CHUNK, 1), seed=1)
+    )
     assert waits(result).mean() == pytest.approx(load * SERVICE / (2 * (1 - load)), rel=0.01)
 
 
@@ -112,13 +129,18 @@ def test_alone_a_request_takes_its_prefill_and_a_step_for_each_token_more(mode: 
     assert outcome.ttft == pytest.approx(SERVICE)
     assert outcome.gaps is not None and outcome.gaps.count == outputs - 1
     handoff = outcome.gaps.first - step
-    assert 0 <= handoff < 1e-3, "an empty link and an idle mesh: what a hand-off takes is its messages"
+    assert 0 <= handoff < 1e-3, (
+        "an empty link and an idle mesh: what a hand-off takes is its messages"
+    )
     assert outcome.latency == pytest.approx(SERVICE + handoff + (outputs - 1) * step, rel=1e-6)
     assert outcome.tpot == pytest.approx(step, rel=1e-3)
 
 
-def test_a_batch_steps_together_and_a_joiner_waits_for_the_boundary_and_the_step_behind_it() -> None:
-    """The live loop has issued one step more when a sequence is ready (run_ahead=1); without that it joins at the next boundary."""
+def test_a_batch_steps_together_and_a_joiner_waits_for_the_boundary_and_the_step_behind_it() -> (
+    None
+):
+    """The live loop has issued one step more when a sequence is ready (run_ahead=1); without that
+    it joins at the next boundary."""
     step = 1.0
     arrivals = [Arrival(0.0, CHUNK, 40), Arrival(10.35, CHUNK, 5)]
     for run_ahead in (0, 1):
@@ -126,6 +148,7 @@ def test_a_batch_steps_together_and_a_joiner_waits_for_the_boundary_and_the_step
         first, second = simulate(fleet, arrivals).outcomes
         assert first.latency == pytest.approx(SERVICE + 39 * step, abs=0.01)
         assert second.gaps is not None and second.first_token is not None
-        # Its KV is inserted `run_ahead` steps after the boundary at 11.1, and it joins as many steps after the next.
+        # Its KV is inserted `run_ahead` steps after the boundary at 11.1, and it joins as many
+        # steps after the next.
         joined = 11.1 + run_ahead * 2 * step
         assert second.first_token + second.gaps.first == pytest.approx(joined + step, abs=0.01)

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jdisagg.config import Mode
-from jdisagg.dispatch.ports import WorkerRole
+from jdisagg.costs.hardware import accelerator
+from jdisagg.costs.model_geometry import geometry
 from jdisagg.errors import ConfigError
-from jdisagg.router.hardware import accelerator
-from jdisagg.router.model_geometry import geometry
+from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.simulator.cluster import SimulatedCluster
 from jdisagg.simulator.fault_words import parse_fault
 from jdisagg.simulator.faults import Broken, Cancels, Death, Fault, SlowLink, Stall, schedule
@@ -25,14 +25,36 @@ LENGTHS = LogNormal(400, 1.0, 60, 1.0, longest=2000)
 
 
 def small_fleet(mode: Mode = Mode.DISAGGREGATED, pages: int = 64) -> Fleet:
-    """Two instances of each role, short of pages, whose mesh is found to hang within two seconds."""
-    instance = replace(INSTANCE, chunk_tokens=2048, slots_per_rank=16, pages_per_rank=pages, growth_tokens=64, stream_tokens=16)
+    """Two instances of each role, short of pages, whose mesh is found to hang within two
+    seconds."""
+    instance = replace(
+        INSTANCE,
+        chunk_tokens=2048,
+        slots_per_rank=16,
+        pages_per_rank=pages,
+        growth_tokens=64,
+        stream_tokens=16,
+    )
     pool = Pool(2, accelerator("l40s"), instance)
-    limits = replace(LIMITS, step_seconds=2.0, handoff_lease_seconds=5.0, pull_seconds=2.0, default_deadline_seconds=120.0)
-    return Fleet(geometry("llama-3-8b"), pool, pool if mode is Mode.DISAGGREGATED else None, mode, limits=limits)
+    limits = replace(
+        LIMITS,
+        step_seconds=2.0,
+        handoff_lease_seconds=5.0,
+        pull_seconds=2.0,
+        default_deadline_seconds=120.0,
+    )
+    return Fleet(
+        geometry("llama-3-8b"),
+        pool,
+        pool if mode is Mode.DISAGGREGATED else None,
+        mode,
+        limits=limits,
+    )
 
 
-def random_faults(seed: int, workers: Sequence[str], until_seconds: float, count: int, back_after: float = 5.0) -> list[Fault]:
+def random_faults(
+    seed: int, workers: Sequence[str], until_seconds: float, count: int, back_after: float = 5.0
+) -> list[Fault]:
     """`count` faults of all kinds at random moments; whoever dies comes back."""
     chance = random.Random(seed)
     found: list[Fault] = []
@@ -46,19 +68,32 @@ def random_faults(seed: int, workers: Sequence[str], until_seconds: float, count
             case 2:
                 found.append(Broken(worker, at, back_after))
             case 3:
-                found.append(SlowLink(worker, at, chance.choice([0.5, 0.1, 0.01]), chance.uniform(0, until_seconds)))
+                found.append(
+                    SlowLink(
+                        worker,
+                        at,
+                        chance.choice([0.5, 0.1, 0.01]),
+                        chance.uniform(0, until_seconds),
+                    )
+                )
             case _:
                 found.append(Cancels(at, chance.uniform(0.05, 0.5), chance.getrandbits(32)))
     return found
 
 
-def run(fleet: Fleet, faults: list[Fault], count: int = 40, rate: float = 4.0, seed: int = 0) -> Result:
+def run(
+    fleet: Fleet, faults: list[Fault], count: int = 40, rate: float = 4.0, seed: int = 0
+) -> Result:
     arrivals = poisson(rate, count, LENGTHS, seed)
-    return simulate(fleet, arrivals, seed, hooks=[schedule(faults)], mortal=True, settle_seconds=60.0)
+    return simulate(
+        fleet, arrivals, seed, hooks=[schedule(faults)], mortal=True, settle_seconds=60.0
+    )
 
 
 def check(result: Result, count: int = 40) -> Counter[str]:
-    assert [outcome.request_id for outcome in result.outcomes] == [str(number) for number in range(count)]
+    assert [outcome.request_id for outcome in result.outcomes] == [
+        str(number) for number in range(count)
+    ]
     assert result.pages_lost == 0
     arrivals = poisson(4.0, count, LENGTHS, 0)
     for outcome in result.outcomes:
@@ -75,11 +110,19 @@ def check(result: Result, count: int = 40) -> Counter[str]:
     pages=st.sampled_from([24, 64, 512]),
     late=st.booleans(),
 )
-def test_every_request_ends_once_and_pages_return_under_random_faults(seed: int, count: int, mode: Mode, pages: int, late: bool) -> None:
-    workers = ("prefill-0", "prefill-1", "decode-0", "decode-1") if mode is Mode.DISAGGREGATED else ("mixed-0", "mixed-1")
+def test_every_request_ends_once_and_pages_return_under_random_faults(
+    seed: int, count: int, mode: Mode, pages: int, late: bool
+) -> None:
+    workers = (
+        ("prefill-0", "prefill-1", "decode-0", "decode-1")
+        if mode is Mode.DISAGGREGATED
+        else ("mixed-0", "mixed-1")
+    )
     faults = random_faults(seed, workers, 8.0, count, back_after=3.0)
     fleet = small_fleet(mode, pages)
-    result = run(replace(fleet, late_reservation=late and mode is Mode.DISAGGREGATED), faults, seed=seed)
+    result = run(
+        replace(fleet, late_reservation=late and mode is Mode.DISAGGREGATED), faults, seed=seed
+    )
     check(result)
     # With all workers of a role gone at once a request fails after its attempts, and says so.
     assert all(outcome.reason for outcome in result.outcomes if outcome.end != "finished")
@@ -87,23 +130,35 @@ def test_every_request_ends_once_and_pages_return_under_random_faults(seed: int,
 
 @pytest.mark.parametrize(
     "fault",
-    [Death("decode-0", 3.0, 3.0), Death("prefill-0", 3.0, 3.0), Stall("decode-1", 3.0, 6.0), Broken("prefill-1", 3.0, 2.0)],
+    [
+        Death("decode-0", 3.0, 3.0),
+        Death("prefill-0", 3.0, 3.0),
+        Stall("decode-1", 3.0, 6.0),
+        Broken("prefill-1", 3.0, 2.0),
+    ],
     ids=lambda fault: f"{type(fault).__name__}-{fault.worker}",
 )
 @pytest.mark.parametrize("late", [False, True], ids=["reserved-first", "reserved-late"])
-def test_a_worker_that_is_lost_costs_its_requests_time_and_nothing_else(fault: Fault, late: bool) -> None:
+def test_a_worker_that_is_lost_costs_its_requests_time_and_nothing_else(
+    fault: Fault, late: bool
+) -> None:
     fleet = replace(small_fleet(), late_reservation=late)
     calm, struck = run(fleet, []), run(fleet, [fault])
     assert check(calm) == check(struck) == {"finished": 40}
     assert struck.counters["faults"] == 1
-    assert struck.counters.get("legs_failed", 0) + struck.counters.get("sources_replaced", 0) > 0, "it struck when something ran there"
+    assert struck.counters.get("legs_failed", 0) + struck.counters.get("sources_replaced", 0) > 0, (
+        "it struck when something ran there"
+    )
     wanted = [outcome.output_tokens for outcome in calm.outcomes]
-    assert [outcome.output_tokens for outcome in struck.outcomes] == wanted, "no token is lost or doubled"
+    assert [outcome.output_tokens for outcome in struck.outcomes] == wanted, (
+        "no token is lost or doubled"
+    )
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["reserved-first", "reserved-late"])
 def test_running_sequences_move_off_a_worker_that_drains(late: bool) -> None:
-    """To the other decode worker: nobody needs to compute a prompt for that, whenever pages are reserved."""
+    """To the other decode worker: nobody needs to compute a prompt for that, whenever pages are
+    reserved."""
     taken: list[float] = []
 
     async def switch(cluster: SimulatedCluster) -> None:
@@ -112,8 +167,15 @@ def test_running_sequences_move_off_a_worker_that_drains(late: bool) -> None:
         taken.append(cluster.clock.now() - 3.0)
 
     arrivals = poisson(4.0, 12, Fixed(400, 600), 0)
-    result = simulate(replace(small_fleet(pages=512), late_reservation=late), arrivals, hooks=[switch], settle_seconds=60.0)
-    assert [outcome.end for outcome in result.outcomes] == ["finished"] * 12 and result.pages_lost == 0
+    result = simulate(
+        replace(small_fleet(pages=512), late_reservation=late),
+        arrivals,
+        hooks=[switch],
+        settle_seconds=60.0,
+    )
+    assert [outcome.end for outcome in result.outcomes] == [
+        "finished"
+    ] * 12 and result.pages_lost == 0
     assert result.counters["sequences_moved"] > 0
     assert taken[0] < 2.0, "those that would run for many seconds more were not waited for"
 
@@ -123,7 +185,9 @@ def test_a_slow_link_lengthens_the_hand_off_and_no_more() -> None:
         return sum(outcome.gaps.first for outcome in result.outcomes if outcome.gaps)
 
     calm = run(small_fleet(), [])
-    slow = run(small_fleet(), [SlowLink(worker, 0.0, 0.05, 100.0) for worker in ("prefill-0", "prefill-1")])
+    slow = run(
+        small_fleet(), [SlowLink(worker, 0.0, 0.05, 100.0) for worker in ("prefill-0", "prefill-1")]
+    )
     assert check(slow) == {"finished": 40}
     assert gaps(slow) > 1.5 * gaps(calm)
 
@@ -136,14 +200,22 @@ def test_who_goes_away_is_counted_and_holds_nothing() -> None:
 @pytest.mark.parametrize("mode", list(Mode))
 def test_the_same_call_gives_the_same_result(mode: Mode) -> None:
     workers = ("decode-0",) if mode is Mode.DISAGGREGATED else ("mixed-0",)
-    results = [run(small_fleet(mode), random_faults(5, workers, 6.0, 3, 2.0), seed=5) for _ in range(2)]
+    results = [
+        run(small_fleet(mode), random_faults(5, workers, 6.0, 3, 2.0), seed=5) for _ in range(2)
+    ]
     assert results[0] == results[1]
 
 
 def test_faults_of_nobody_and_words_of_no_meaning_are_refused() -> None:
     with pytest.raises(ConfigError, match="decode-7"):
         run(small_fleet(), [Death("decode-7", 1.0)])
-    for text in ("death:decode-0", "flood:decode-0:1", "slow:decode-0:1:2:3", "death:decode-0:soon", "cancels:-1:0.5"):
+    for text in (
+        "death:decode-0",
+        "flood:decode-0:1",
+        "slow:decode-0:1:2:3",
+        "death:decode-0:soon",
+        "cancels:-1:0.5",
+    ):
         with pytest.raises(ConfigError):
             parse_fault(text)
     assert parse_fault("death:decode-0:10:5") == Death("decode-0", 10.0, 5.0)
@@ -152,7 +224,9 @@ def test_faults_of_nobody_and_words_of_no_meaning_are_refused() -> None:
 
 def test_one_token_answers_and_prompts_that_never_fit_end_too() -> None:
     fleet = small_fleet()
-    outcomes = simulate(fleet, [Arrival(0.0, 100, 1), Arrival(0.0, 9000, 4), Arrival(0.1, 100, 4)]).outcomes
+    outcomes = simulate(
+        fleet, [Arrival(0.0, 100, 1), Arrival(0.0, 9000, 4), Arrival(0.1, 100, 4)]
+    ).outcomes
     assert [outcome.end for outcome in outcomes] == ["finished", "failed", "finished"]
     assert "shorten" in outcomes[1].reason or "pages" in outcomes[1].reason
 

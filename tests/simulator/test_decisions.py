@@ -1,15 +1,17 @@
-"""A decision that was written down in a simulated cluster is made again from its record, as a live router's is: it is the same code."""
+"""A decision that was written down in a simulated cluster is made again from its record, as a live
+router's is: it is the same code."""
 
 from dataclasses import replace
 
 import pytest
 
+from jdisagg.costs.hardware import LINKS, Link, accelerator
+from jdisagg.costs.model_geometry import geometry
+from jdisagg.dispatch.router_events import NoRouterEvents
 from jdisagg.layout.axes import Layout
 from jdisagg.router.cluster_state import ClusterState
 from jdisagg.router.decision import Answer, Ask, Decision, Rules
 from jdisagg.router.decision_record import Record, answer_of, record_of, replay
-from jdisagg.router.hardware import LINKS, Link, accelerator
-from jdisagg.router.model_geometry import geometry
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival, poisson
@@ -19,26 +21,41 @@ from tests.simulator.test_conservation import LENGTHS, small_fleet
 def test_a_simulated_routers_decisions_replay_to_themselves() -> None:
     records: list[Record] = []
 
-    def write(state: ClusterState, ask: Ask, now: float, rules: Rules, answer: Answer) -> None:
-        records.append(record_of(state, ask, now, rules, answer))
+    class Recorded(NoRouterEvents):
+        def answered(
+            self, state: ClusterState, ask: Ask, now: float, rules: Rules, answer: Answer
+        ) -> None:
+            records.append(record_of(state, ask, now, rules, answer))
 
-    result = simulate(small_fleet(pages=512), poisson(4.0, 40, LENGTHS, 1), on_answer=write)
+    result = simulate(small_fleet(pages=512), poisson(4.0, 40, LENGTHS, 1), events=Recorded())
     assert len(records) == 40
     for record, outcome in zip(records, result.outcomes, strict=True):
         answer = replay(record)
         assert answer == answer_of(record) and isinstance(answer, Decision)
-        assert outcome.prefill == answer.prefill and outcome.decode in (answer.decode, answer.prefill)
+        assert outcome.prefill == answer.prefill and outcome.decode in (
+            answer.decode,
+            answer.prefill,
+        )
     assert {outcome.prefill for outcome in result.outcomes} == {"prefill-0", "prefill-1"}
 
 
 @pytest.mark.parametrize("link", [None, LINKS["ethernet-25g"]], ids=["scale-out", "ethernet"])
 def test_the_router_expects_the_network_that_joins_the_simulated_racks(link: Link | None) -> None:
     answers: list[Answer] = []
+
+    class Listed(NoRouterEvents):
+        def answered(
+            self, state: ClusterState, ask: Ask, now: float, rules: Rules, answer: Answer
+        ) -> None:
+            answers.append(answer)
+
     pool = Pool(1, accelerator("h100"), replace(INSTANCE, layout=Layout(tp=8)))
     fleet = Fleet(geometry("llama-3.1-8b"), decode=pool, prefill=pool, hosts_per_rack=1, link=link)
-    simulate(fleet, [Arrival(0.0, 2000, 4)], on_answer=lambda state, ask, now, rules, answer: answers.append(answer))
+    simulate(fleet, [Arrival(0.0, 2000, 4)], events=Listed())
     (decision,) = answers
     assert isinstance(decision, Decision) and decision.terms is not None
     far = link or accelerator("h100").scale_out
-    moving = far.latency_seconds + 2000 * fleet.geometry.kv_bytes_per_token("bfloat16") / 8 / (far.bytes_per_second * far.efficiency)
+    moving = far.latency_seconds + 2000 * fleet.geometry.kv_bytes_per_token("bfloat16") / 8 / (
+        far.bytes_per_second * far.efficiency
+    )
     assert decision.terms.transfer == pytest.approx(moving, rel=0.01)

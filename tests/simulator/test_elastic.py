@@ -1,4 +1,5 @@
-"""The live controller on a simulated fleet: it follows the load there and back, and serves more of it than a fixed ratio does."""
+"""The live controller on a simulated fleet: it follows the load there and back, and serves more of
+it than a fixed ratio does."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +18,9 @@ from jdisagg.simulator.workloads import Arrival, Fixed, merge, poisson
 from tests.simulator.test_conservation import small_fleet
 
 SLO = Slo(ttft_seconds=2.0, tpot_seconds=0.2)
-CONFIG = ElasticConfig(slo=SLO, window_seconds=30, patience_seconds=5, cooldown_seconds=20, horizon_seconds=120)
+CONFIG = ElasticConfig(
+    slo=SLO, window_seconds=30, patience_seconds=5, cooldown_seconds=20, horizon_seconds=120
+)
 
 
 def fleet() -> Fleet:
@@ -40,14 +43,24 @@ def run(
             roles.update({name: seat.role.value for name, seat in cluster.seats.items()})
             await cluster.clock.sleep(1.0)
 
-    hooks = [seats] if config is None else [seats, elastic(config, 5.0, lambda now, text: said.append(f"{now:.0f} {text}"))]
+    hooks = (
+        [seats]
+        if config is None
+        else [seats, elastic(config, 5.0, lambda now, text: said.append(f"{now:.0f} {text}"))]
+    )
     if dead:
         hooks.append(schedule([Death(worker, 10.0) for worker in dead]))
-    return simulate(fleet(), arrivals, hooks=hooks, mortal=bool(dead), settle_seconds=40.0), said, roles
+    return (
+        simulate(fleet(), arrivals, hooks=hooks, mortal=bool(dead), settle_seconds=40.0),
+        said,
+        roles,
+    )
 
 
 def attainment(result: Result) -> float:
-    return report.attainment(result.outcomes, report.Slo(ttft_seconds=SLO.ttft_seconds, tpot_seconds=SLO.tpot_seconds))
+    return report.attainment(
+        result.outcomes, report.Slo(ttft_seconds=SLO.ttft_seconds, tpot_seconds=SLO.tpot_seconds)
+    )
 
 
 PROMPTS = poisson(20.0, 1200, Fixed(2000, 4))
@@ -68,10 +81,13 @@ def test_long_prompts_get_a_decode_worker_to_prefill_for_them() -> None:
 
 
 def test_prompts_so_long_that_the_router_holds_them_get_one_too() -> None:
-    """Each takes a prefill worker longer than `hold_seconds`: none ever waits at the worker itself."""
+    """Each takes a prefill worker longer than `hold_seconds`: none ever waits at the worker
+    itself."""
     result, said, roles = run(poisson(3.6, 150, Fixed(8000, 4)))
     check(result, 1)
-    assert result.counters["requests_held"] > 50 and sorted(roles.values()).count("prefill") == 3, said
+    assert result.counters["requests_held"] > 50 and sorted(roles.values()).count("prefill") == 3, (
+        said
+    )
 
 
 def test_long_answers_get_a_prefill_worker_to_decode_for_them() -> None:
@@ -86,7 +102,11 @@ def test_the_ratio_follows_the_load_and_the_same_run_gives_the_same_changes() ->
     arrivals = merge(PROMPTS, later(ANSWERS, 90.0))
     result, said, roles = run(arrivals)
     made = [" ".join(text.split()[1:7]) for text in said if "is to become" in text]
-    assert "prefill" in made[0] and "decode" in made[-1] and sorted(roles.values()).count("decode") == 3, said
+    assert (
+        "prefill" in made[0]
+        and "decode" in made[-1]
+        and sorted(roles.values()).count("decode") == 3
+    ), said
     check(result, len(made))
     assert run(arrivals)[1] == said
 

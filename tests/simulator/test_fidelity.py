@@ -1,4 +1,5 @@
-"""The simulator against measured runs of other engines that its constants were not fitted to (benchmarks/fidelity.py)."""
+"""The simulator against measured runs of other engines that its constants were not fitted to
+(benchmarks/fidelity.py)."""
 
 import json
 from dataclasses import replace
@@ -23,12 +24,20 @@ def errors(run: Run, ours: tuple[np.ndarray, np.ndarray]) -> dict[str, float]:
     found = {"attainment": attainment(*ours) - attainment(run.ttft, run.tpot)}
     for name, predicted, measured in (("ttft", ours[0], run.ttft), ("tpot", ours[1], run.tpot)):
         for percent in (50, 90):
-            found[f"{name}_p{percent}"] = float(np.nanpercentile(predicted, percent) / np.nanpercentile(measured, percent) - 1)
+            found[f"{name}_p{percent}"] = float(
+                np.nanpercentile(predicted, percent) / np.nanpercentile(measured, percent) - 1
+            )
     return found
 
 
-@pytest.mark.parametrize("name", ["distserve-c21d11-300-4.5", pytest.param("distserve-c21d11-300-6", marks=pytest.mark.slow),
-                                  pytest.param("distserve-c21d11-450-4.5", marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "distserve-c21d11-300-4.5",
+        pytest.param("distserve-c21d11-300-6", marks=pytest.mark.slow),
+        pytest.param("distserve-c21d11-450-4.5", marks=pytest.mark.slow),
+    ],
+)
 def test_a_held_out_run_of_two_pools_is_predicted(name: str) -> None:
     run = distserve_runs()[name]
     found = errors(run, engine("distserve").run(run.arrivals))
@@ -37,7 +46,9 @@ def test_a_held_out_run_of_two_pools_is_predicted(name: str) -> None:
     assert abs(found["tpot_p90"]) < 0.4
 
 
-@pytest.mark.parametrize("name", ["vllm-150-1.5", pytest.param("vllm-250-2.5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["vllm-150-1.5", pytest.param("vllm-250-2.5", marks=pytest.mark.slow)]
+)
 def test_a_held_out_run_of_one_pool_that_prefills_first_is_predicted(name: str) -> None:
     run = distserve_runs()[name]
     found = errors(run, engine("vllm").run(run.arrivals))
@@ -47,14 +58,21 @@ def test_a_held_out_run_of_one_pool_that_prefills_first_is_predicted(name: str) 
 
 def test_the_committed_constants_are_those_that_the_fitted_run_gives() -> None:
     run = distserve_runs()[FITTED_RUNS["vllm"]]
-    found, committed = report_constants(from_lone_steps(starts()["vllm"], run)), report_constants(engine("vllm"))
+    found, committed = (
+        report_constants(from_lone_steps(starts()["vllm"], run)),
+        report_constants(engine("vllm")),
+    )
     assert found == pytest.approx(committed, rel=0.02)
 
 
 def test_memory_is_read_off_before_anybody_waited() -> None:
     run = vllm_runs()["RTX4090/Llama-3.1-8B"]
     early = run.queued[:100] < 1.0
-    assert run.prompts[:100][early].sum() <= kv_tokens_seen(run, 100) <= run.prompts[:100][early].sum() + 41 * 120
+    assert (
+        run.prompts[:100][early].sum()
+        <= kv_tokens_seen(run, 100)
+        <= run.prompts[:100][early].sum() + 41 * 120
+    )
 
 
 @pytest.mark.slow

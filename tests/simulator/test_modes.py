@@ -1,14 +1,15 @@
-"""What sets the modes apart: chunks that alternate with steps or share them, whole prefills, and the stalls that each leaves to others."""
+"""What sets the modes apart: chunks that alternate with steps or share them, whole prefills, and
+the stalls that each leaves to others."""
 
 from dataclasses import replace
 
 import pytest
 
 from jdisagg.config import Mode
+from jdisagg.costs.hardware import accelerator
+from jdisagg.costs.model_geometry import geometry
 from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.layout.axes import Layout
-from jdisagg.router.hardware import accelerator
-from jdisagg.router.model_geometry import geometry
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.run import Result, simulate
 from jdisagg.simulator.workloads import Arrival
@@ -20,9 +21,17 @@ ARRIVALS = [*(Arrival(0.1 * number, 200, 300) for number in range(4)), Arrival(0
 def run(mode: Mode, fused: bool = False, chunk_tokens: int = 1024) -> Result:
     instance = replace(INSTANCE, chunk_tokens=chunk_tokens, layout=Layout(tp=2))
     pool = Pool(1, accelerator("h100"), instance)
-    fleet = Fleet(geometry("llama-3.1-8b"), pool, pool if mode is Mode.DISAGGREGATED else None, mode, fused=fused)
+    fleet = Fleet(
+        geometry("llama-3.1-8b"),
+        pool,
+        pool if mode is Mode.DISAGGREGATED else None,
+        mode,
+        fused=fused,
+    )
     result = simulate(fleet, ARRIVALS)
-    assert [(outcome.end, outcome.output_tokens) for outcome in result.outcomes] == [("finished", 300)] * 4 + [("finished", 10)]
+    assert [(outcome.end, outcome.output_tokens) for outcome in result.outcomes] == [
+        ("finished", 300)
+    ] * 4 + [("finished", 10)]
     assert result.pages_lost == 0
     return result
 
@@ -44,7 +53,9 @@ def test_a_long_prompt_stalls_streams_least_where_it_has_a_mesh_of_its_own() -> 
 def test_fused_chunks_cost_less_than_chunks_and_steps_in_turn() -> None:
     turns, fused = run(Mode.CHUNKED), run(Mode.CHUNKED, fused=True)
     assert (fused.outcomes[4].ttft or 0.0) < (turns.outcomes[4].ttft or 0.0)
-    assert sum(usage.busy_seconds for usage in fused.usage) < sum(usage.busy_seconds for usage in turns.usage)
+    assert sum(usage.busy_seconds for usage in fused.usage) < sum(
+        usage.busy_seconds for usage in turns.usage
+    )
 
 
 def test_smaller_chunks_stall_less_and_take_longer() -> None:
@@ -60,16 +71,26 @@ def test_fleets_that_cannot_be_are_refused_with_what_does_not_fit() -> None:
     with pytest.raises(ConfigError, match="no room for KV"):
         Fleet(geometry("llama-3.1-70b"), pool, mode=Mode.CHUNKED)
     with pytest.raises(LayoutError):
-        Fleet(geometry("llama-3.1-8b"), replace(pool, instance=replace(INSTANCE, layout=Layout(tp=3))), mode=Mode.CHUNKED)
+        Fleet(
+            geometry("llama-3.1-8b"),
+            replace(pool, instance=replace(INSTANCE, layout=Layout(tp=3))),
+            mode=Mode.CHUNKED,
+        )
     with pytest.raises(ConfigError, match="at least 1"):
         Pool(0, accelerator("h100"))
 
 
 def test_an_instance_wider_than_the_fast_link_pays_for_the_slower_one() -> None:
-    """Whoever says how many devices share it says so of tensor parallelism, too, and not only of hand-offs."""
+    """Whoever says how many devices share it says so of tensor parallelism, too, and not only of
+    hand-offs."""
     pool = Pool(1, accelerator("h100"), replace(INSTANCE, layout=Layout(tp=8)))
     within, beyond = (
-        simulate(Fleet(geometry("llama-3.1-8b"), pool, pool, host_devices=devices), [Arrival(0.0, 4000, 2)]).outcomes[0].ttft
+        simulate(
+            Fleet(geometry("llama-3.1-8b"), pool, pool, host_devices=devices),
+            [Arrival(0.0, 4000, 2)],
+        )
+        .outcomes[0]
+        .ttft
         for devices in (8, 4)
     )
     assert within and beyond and beyond > 2 * within
@@ -77,11 +98,24 @@ def test_an_instance_wider_than_the_fast_link_pays_for_the_slower_one() -> None:
 
 def test_pools_stand_side_by_side_on_hosts_and_large_instances_take_whole_ones() -> None:
     half = replace(INSTANCE, layout=Layout(tp=4))
-    fleet = Fleet(geometry("llama-3.1-8b"), Pool(2, accelerator("h100"), half), Pool(2, accelerator("h100"), half))
+    fleet = Fleet(
+        geometry("llama-3.1-8b"),
+        Pool(2, accelerator("h100"), half),
+        Pool(2, accelerator("h100"), half),
+    )
     prefill, decode = fleet.places()
-    assert [place.split("/")[1] for place in prefill] == [place.split("/")[1] for place in decode] == ["host0", "host1"]
+    assert (
+        [place.split("/")[1] for place in prefill]
+        == [place.split("/")[1] for place in decode]
+        == ["host0", "host1"]
+    )
     between = fleet.link_between()
-    assert between(prefill[0], decode[0]).name == "nvlink4" and between(prefill[0], decode[1]).name == "infiniband-ndr"
+    assert (
+        between(prefill[0], decode[0]).name == "nvlink4"
+        and between(prefill[0], decode[1]).name == "infiniband-ndr"
+    )
     whole = replace(INSTANCE, layout=Layout(dp=2, tp=8))
-    places = Fleet(geometry("llama-3.1-8b"), Pool(2, accelerator("h100"), whole), mode=Mode.CHUNKED).places()[0]
+    places = Fleet(
+        geometry("llama-3.1-8b"), Pool(2, accelerator("h100"), whole), mode=Mode.CHUNKED
+    ).places()[0]
     assert [place.split("/")[1] for place in places] == ["host0", "host2"]

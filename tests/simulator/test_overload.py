@@ -1,4 +1,5 @@
-"""Admission, fairness and breakers in a whole simulated cluster: overload, floods of one tenant, workers that fail and heal."""
+"""Admission, fairness and breakers in a whole simulated cluster: overload, floods of one tenant,
+workers that fail and heal."""
 
 import json
 from collections import Counter
@@ -7,13 +8,12 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.config import Mode, RoutingConfig
+from jdisagg.costs.hardware import accelerator
+from jdisagg.costs.model_geometry import geometry
 from jdisagg.layout.axes import Layout
 from jdisagg.observe.decision_log import DecisionLog, read_records
 from jdisagg.router.decision_record import answer_of, replay
-from jdisagg.router.hardware import accelerator
-from jdisagg.router.model_geometry import geometry
 from jdisagg.simulator import workloads
-from jdisagg.simulator.cluster import SimulatedCluster
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.report import Outcome, Slo
 from jdisagg.simulator.run import Result, simulate
@@ -27,7 +27,11 @@ SECONDS = 8.0
 
 def fleet(routing: RoutingConfig = ROUTING) -> Fleet:
     return Fleet(
-        geometry("llama-3.1-8b"), Pool(2, accelerator("h100")), Pool(1, accelerator("h100"), INSTANCE), routing=routing, context_tokens=8192
+        geometry("llama-3.1-8b"),
+        Pool(2, accelerator("h100")),
+        Pool(1, accelerator("h100"), INSTANCE),
+        routing=routing,
+        context_tokens=8192,
     )
 
 
@@ -48,34 +52,54 @@ def test_beyond_its_capacity_goodput_stays_and_who_is_admitted_is_served_in_time
     over = results[3.0]
     admitted = [outcome for outcome in over.outcomes if outcome.end != "refused"]
     assert sum(SLO.attained(outcome) for outcome in admitted) >= 0.99 * len(admitted)
-    assert over.counters["rejections"] == sum(outcome.end == "refused" for outcome in over.outcomes) > len(over.outcomes) / 2
+    assert (
+        over.counters["rejections"]
+        == sum(outcome.end == "refused" for outcome in over.outcomes)
+        > len(over.outcomes) / 2
+    )
     assert over.pages_lost == 0
     unguarded = run(3.0, RoutingConfig())
     assert goodput(unguarded.outcomes) < good[3.0] / 2, "without admission nearly all come too late"
 
 
 @pytest.mark.parametrize("mode", [Mode.CHUNKED, Mode.UNIFIED])
-def test_one_pool_beyond_its_capacity_takes_no_more_prompts_than_its_streams_can_bear(mode: Mode) -> None:
-    """Each prompt delays all that decode there: what may come in time for its first token would still be too much. What it is allowed to
-    hold ahead when it was idle (routing.hold_seconds) comes at once."""
+def test_one_pool_beyond_its_capacity_takes_no_more_prompts_than_its_streams_can_bear(
+    mode: Mode,
+) -> None:
+    """Each prompt delays all that decode there: what may come in time for its first token would
+    still be too much. What it is allowed to hold ahead when it was idle (routing.hold_seconds)
+    comes at once."""
     good = {}
     for rate in (20.0, 80.0):
         pool = Pool(2, accelerator("h100"), replace(INSTANCE, chunk_tokens=2048))
-        one_pool = Fleet(geometry("llama-3.1-8b"), pool, mode=mode, routing=ROUTING, context_tokens=8192)
+        one_pool = Fleet(
+            geometry("llama-3.1-8b"), pool, mode=mode, routing=ROUTING, context_tokens=8192
+        )
         result = simulate(one_pool, workloads.poisson(rate, int(rate * SECONDS), LENGTHS), seed=0)
-        admitted = [outcome for outcome in result.outcomes if outcome.end != "refused" and outcome.arrival > 1.0]
+        admitted = [
+            outcome
+            for outcome in result.outcomes
+            if outcome.end != "refused" and outcome.arrival > 1.0
+        ]
         assert sum(SLO.attained(outcome) for outcome in admitted) >= 0.95 * len(admitted), rate
         good[rate] = goodput(result.outcomes)
     assert good[80.0] > good[20.0] > 18.0, good
 
 
 def test_who_is_admitted_is_served_in_time_where_dp_ranks_wait_for_each_other() -> None:
-    """Long prompts among short ones: all ranks of a mesh wait for the longest, which no prediction from sums knows."""
+    """Long prompts among short ones: all ranks of a mesh wait for the longest, which no prediction
+    from sums knows."""
     wide = Pool(1, accelerator("gb200-nvl72"), replace(INSTANCE, layout=Layout(dp=8, ep=8)))
     lengths = workloads.Mixture(((0.8, workloads.Fixed(500, 8)), (0.2, workloads.Fixed(6000, 8))))
     routing = RoutingConfig(ttft_slo_seconds=1.5)
-    result = simulate(Fleet(geometry("qwen3-235b-a22b"), wide, wide, routing=routing), workloads.poisson(90.0, 900, lengths), seed=0)
-    admitted = [outcome for outcome in result.outcomes if outcome.end != "refused" and outcome.arrival > 2.0]
+    result = simulate(
+        Fleet(geometry("qwen3-235b-a22b"), wide, wide, routing=routing),
+        workloads.poisson(90.0, 900, lengths),
+        seed=0,
+    )
+    admitted = [
+        outcome for outcome in result.outcomes if outcome.end != "refused" and outcome.arrival > 2.0
+    ]
     late = sum((outcome.ttft or 0.0) > 1.5 for outcome in admitted)
     assert late <= 0.05 * len(admitted), (late, len(admitted))
     assert 200 < len(admitted) < len(result.outcomes) - 100
@@ -83,7 +107,9 @@ def test_who_is_admitted_is_served_in_time_where_dp_ranks_wait_for_each_other() 
 
 def test_a_flood_of_one_tenant_takes_nothing_from_the_others() -> None:
     """Two that ask for little, one that asks for several times the capacity."""
-    small = [workloads.poisson(4.0, 16, LENGTHS, seed=seed, tenant=f"small{seed}") for seed in (1, 2)]
+    small = [
+        workloads.poisson(4.0, 16, LENGTHS, seed=seed, tenant=f"small{seed}") for seed in (1, 2)
+    ]
     flood = workloads.poisson(3 * 36.0, int(3 * 36 * 4), LENGTHS, seed=3, tenant="flood")
     result = simulate(fleet(), workloads.merge(*small, flood), seed=0)
     kept = Counter(outcome.tenant for outcome in result.outcomes if SLO.attained(outcome))
@@ -95,15 +121,24 @@ def test_a_flood_of_one_tenant_takes_nothing_from_the_others() -> None:
 
 
 def test_weights_share_an_overloaded_cluster() -> None:
-    tenants = [workloads.poisson(150.0, 900, LENGTHS, seed=seed, tenant=name) for seed, name in ((1, "gold"), (2, "free"))]
-    result = simulate(fleet(replace(ROUTING, tenant_weights="gold=3")), workloads.merge(*tenants), seed=0)
+    tenants = [
+        workloads.poisson(150.0, 900, LENGTHS, seed=seed, tenant=name)
+        for seed, name in ((1, "gold"), (2, "free"))
+    ]
+    result = simulate(
+        fleet(replace(ROUTING, tenant_weights="gold=3")), workloads.merge(*tenants), seed=0
+    )
     kept = Counter(outcome.tenant for outcome in result.outcomes if SLO.attained(outcome))
     assert 2.0 < kept["gold"] / kept["free"] < 4.0, kept
 
 
 def test_a_quota_bounds_a_tenant_in_an_idle_cluster() -> None:
     arrivals = workloads.poisson(20.0, 200, LENGTHS, tenant="metered")
-    result = simulate(fleet(replace(ROUTING, tenant_quotas="metered=3240", quota_burst_seconds=1.0)), arrivals, seed=0)
+    result = simulate(
+        fleet(replace(ROUTING, tenant_quotas="metered=3240", quota_burst_seconds=1.0)),
+        arrivals,
+        seed=0,
+    )
     served = sum(outcome.end == "finished" for outcome in result.outcomes)
     assert served == pytest.approx(10 * 3240 / (1500 + 2 * 60), rel=0.25)
     assert {outcome.end for outcome in result.outcomes} == {"finished", "refused"}
@@ -113,15 +148,18 @@ def test_recorded_decisions_of_a_run_replay_to_the_same(tmp_path) -> None:
     path = tmp_path / "decisions.jsonl"
 
     with DecisionLog(str(path)) as log:
-
-        async def record(cluster: SimulatedCluster) -> None:
-            cluster.path.placing.on_answer = log.write
-
-        result = simulate(fleet(), workloads.poisson(100.0, 150, workloads.LogNormal(800, 0.8, 60, 0.6)), seed=0, hooks=[record])
+        result = simulate(
+            fleet(),
+            workloads.poisson(100.0, 150, workloads.LogNormal(800, 0.8, 60, 0.6)),
+            seed=0,
+            events=log,
+        )
     records = list(read_records(str(path)))
     assert len(records) >= result.counters["placements"] > 50
     for written in records:
         assert replay(written) == answer_of(written)
     with path.open("a") as file:
         file.write(json.dumps(records[0])[:40])
-    assert len(list(read_records(str(path)))) == len(records), "a last line that was being written is passed over"
+    assert len(list(read_records(str(path)))) == len(records), (
+        "a last line that was being written is passed over"
+    )

@@ -5,12 +5,20 @@ import math
 import pytest
 
 from jdisagg.config import Mode
+from jdisagg.costs.hardware import Accelerator, Efficiency, Link, accelerator, link
+from jdisagg.costs.model_geometry import Attention, CostGeometry, geometry
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
-from jdisagg.router.hardware import Accelerator, Efficiency, Link, accelerator, link
-from jdisagg.router.model_geometry import Attention, CostGeometry, geometry
 from jdisagg.simulator.plan_bounds import FULL, Bounds, Demand, Estimator, Goal
-from jdisagg.simulator.plan_candidates import Candidate, NothingFits, Site, fitting_layouts, handoff_path, one_pool, two_pools
+from jdisagg.simulator.plan_candidates import (
+    Candidate,
+    NothingFits,
+    Site,
+    fitting_layouts,
+    handoff_path,
+    one_pool,
+    two_pools,
+)
 from jdisagg.simulator.workloads import Arrival, Fixed, poisson
 
 PERFECT = Efficiency(
@@ -32,11 +40,25 @@ PERFECT = Efficiency(
 def machine(**changed: object) -> Accelerator:
     """No overheads: an operation takes its FLOP or its bytes, whichever is longer."""
     fast = Link("fast", 1e12, 0.0, 1.0)
-    described = {"peak_flops": 1e14, "memory_bytes_per_second": 1e12, "memory_bytes": 80e9, "domain_devices": 8}
-    return Accelerator("perfect", **{**described, **changed}, scale_up=fast, host=fast, scale_out=fast, efficiency=PERFECT)  # type: ignore[arg-type]
+    described = {
+        "peak_flops": 1e14,
+        "memory_bytes_per_second": 1e12,
+        "memory_bytes": 80e9,
+        "domain_devices": 8,
+    }
+    return Accelerator(
+        "perfect",
+        **{**described, **changed},
+        scale_up=fast,
+        host=fast,
+        scale_out=fast,
+        efficiency=PERFECT,
+    )  # type: ignore[arg-type]
 
 
-MODEL = CostGeometry("square", 4096, 32, 32000, Attention(32, 32, 128), 16384, context_tokens=1 << 20)
+MODEL = CostGeometry(
+    "square", 4096, 32, 32000, Attention(32, 32, 128), 16384, context_tokens=1 << 20
+)
 
 
 def estimator(site: Site, demand: Demand, goal: Goal, model: CostGeometry = MODEL) -> Estimator:
@@ -60,27 +82,48 @@ def test_a_demand_is_its_means():
 
 def test_a_model_that_does_not_fit_is_told_with_what_is_missing():
     with pytest.raises(
-        NothingFits, match=r"nothing fits, because the weights of llama-3-70b \(141 GB in bfloat16\).* up to 1 h100 of 80 GB"
+        NothingFits,
+        match=(
+            r"nothing fits, because the weights of llama-3-70b \(141 GB in bfloat16\).* up to 1"
+            r" h100 of 80 GB"
+        ),
     ):
         fitting_layouts(geometry("llama-3-70b"), Site(accelerator("h100"), 1), 1000)
-    assert [item.layout.tp for item in fitting_layouts(geometry("llama-3-70b"), Site(accelerator("h100"), 8), 1000)] == [2, 4, 8]
+    assert [
+        item.layout.tp
+        for item in fitting_layouts(geometry("llama-3-70b"), Site(accelerator("h100"), 8), 1000)
+    ] == [2, 4, 8]
 
 
 def test_a_request_that_no_rank_holds_is_told_with_the_room_there_is():
-    with pytest.raises(NothingFits, match=r"longest request has 900,000 tokens .* room for [\d,]+ at most"):
+    with pytest.raises(
+        NothingFits, match=r"longest request has 900,000 tokens .* room for [\d,]+ at most"
+    ):
         fitting_layouts(geometry("llama-3.1-70b"), Site(accelerator("h100"), 4), 900_000)
 
 
 def test_a_model_whose_heads_no_layout_divides_is_told():
     odd = CostGeometry("odd", 4099, 32, 32000, Attention(7, 7, 128), 16385 * 64)
-    assert [item.layout for item in fitting_layouts(odd, Site(machine(memory_bytes=4e12), 4), 10)] == [Layout()]
+    assert [
+        item.layout for item in fitting_layouts(odd, Site(machine(memory_bytes=4e12), 4), 10)
+    ] == [Layout()]
     with pytest.raises(NothingFits, match="odd"):
         fitting_layouts(odd, Site(machine(memory_bytes=10e9), 4), 10)
 
 
 def test_experts_lie_over_all_devices_or_are_cut():
-    layouts = {item.layout for item in fitting_layouts(geometry("qwen3-235b-a22b"), Site(accelerator("gb200-nvl72"), 16), 20_000)}
-    assert {Layout(dp=16, tp=1, ep=16), Layout(dp=4, tp=4, ep=16), Layout(tp=8, ep=8), Layout(tp=8)} <= layouts
+    layouts = {
+        item.layout
+        for item in fitting_layouts(
+            geometry("qwen3-235b-a22b"), Site(accelerator("gb200-nvl72"), 16), 20_000
+        )
+    }
+    assert {
+        Layout(dp=16, tp=1, ep=16),
+        Layout(dp=4, tp=4, ep=16),
+        Layout(tp=8, ep=8),
+        Layout(tp=8),
+    } <= layouts
     assert all(layout.ep in (1, layout.devices) for layout in layouts)
 
 
@@ -89,11 +132,16 @@ def test_two_pools_use_what_is_left_and_one_pool_all_of_it():
     fitting = fitting_layouts(geometry("llama-3-70b"), site, 1000)
     pools = list(two_pools(fitting, site))
     assert all(item.devices <= 10 and item.prefill for item in pools)
-    assert {(item.prefill_instances, item.decode_instances) for item in pools if item.prefill == item.decode == Layout(tp=2)} == {
+    assert {(item.prefill_instances, item.decode_instances) for item in pools if item.prefill == item.decode == Layout(tp=2)} == {  # noqa: E501
         (1, 4), (2, 3), (3, 2), (4, 1)
     }  # fmt: skip
     assert {item.decode_instances for item in one_pool(fitting, site, (Mode.UNIFIED,))} == {5, 2, 1}
-    assert not list(two_pools(fitting_layouts(geometry("llama-3-8b"), Site(accelerator("h100"), 1), 1000), Site(accelerator("h100"), 1)))
+    assert not list(
+        two_pools(
+            fitting_layouts(geometry("llama-3-8b"), Site(accelerator("h100"), 1), 1000),
+            Site(accelerator("h100"), 1),
+        )
+    )
 
 
 def test_a_hand_off_stays_in_a_domain_where_a_whole_unit_fits_into_one():
@@ -120,17 +168,25 @@ def test_prefill_compute_is_peak_over_the_flop_of_a_prompt():
 def test_a_short_ttft_limit_allows_less_than_a_long_one_and_none_below_the_prefill_itself():
     site, asked = Site(machine(), 2), demand(2048, 50)
     candidate = Candidate(Mode.DISAGGREGATED, Layout(), 1, prefill=Layout(), prefill_instances=1)
-    seconds = float(estimator(site, asked, Goal(1, 1)).prefill_seconds(Layout(), candidate.chunk_tokens)[0])
-    rates = [dict(estimator(site, asked, Goal(seconds * times, 1)).bounds(candidate).limits)["TTFT"] for times in (0.9, 1.5, 3, 30)]
+    seconds = float(
+        estimator(site, asked, Goal(1, 1)).prefill_seconds(Layout(), candidate.chunk_tokens)[0]
+    )
+    rates = [
+        dict(estimator(site, asked, Goal(seconds * times, 1)).bounds(candidate).limits)["TTFT"]
+        for times in (0.9, 1.5, 3, 30)
+    ]
     assert rates[0] == 0 and rates == sorted(rates) and rates[1] > 0
     assert rates[3] == pytest.approx(0.98 / seconds, rel=0.1)
 
 
 def test_the_ttft_limit_of_equal_prompts_is_that_of_the_waiting_time_in_mean():
-    """M/D/1: at the rate found, busy * exp(-left * busy / mean wait) = 1 - attainment, the mean wait by Pollaczek and Khinchine."""
+    """M/D/1: at the rate found, busy * exp(-left * busy / mean wait) = 1 - attainment, the mean
+    wait by Pollaczek and Khinchine."""
     site, asked = Site(machine(), 2), demand(2048, 50)
     candidate = Candidate(Mode.DISAGGREGATED, Layout(), 1, prefill=Layout(), prefill_instances=1)
-    seconds = float(estimator(site, asked, Goal(1, 1)).prefill_seconds(Layout(), candidate.chunk_tokens)[0])
+    seconds = float(
+        estimator(site, asked, Goal(1, 1)).prefill_seconds(Layout(), candidate.chunk_tokens)[0]
+    )
     rate = dict(estimator(site, asked, Goal(4 * seconds, 1)).bounds(candidate).limits)["TTFT"]
     busy = rate * seconds
     wait = seconds * busy / (2 * (1 - busy))
@@ -138,10 +194,14 @@ def test_the_ttft_limit_of_equal_prompts_is_that_of_the_waiting_time_in_mean():
 
 
 def test_answers_of_one_token_have_no_tpot_that_could_bind():
-    """What binds is the prefill; a limit on what comes after the first token, however strict, changes nothing."""
+    """What binds is the prefill; a limit on what comes after the first token, however strict,
+    changes nothing."""
     asked, candidate = demand(800, 1), Candidate(Mode.UNIFIED, Layout(), 1)
     site = Site(machine(), 1)
-    strict, loose = (dict(estimator(site, asked, Goal(10, tpot)).bounds(candidate).limits) for tpot in (1e-6, 100))
+    strict, loose = (
+        dict(estimator(site, asked, Goal(10, tpot)).bounds(candidate).limits)
+        for tpot in (1e-6, 100)
+    )
     assert strict == loose and strict["TPOT"] >= strict["compute"]
 
 
@@ -149,7 +209,10 @@ def test_kv_memory_bounds_the_batch_and_the_batch_the_rate():
     asked = demand(4000, 401)
     small, large = (Site(machine(memory_bytes=size), 2) for size in (40e9, 80e9))
     candidate = Candidate(Mode.DISAGGREGATED, Layout(), 1, prefill=Layout(), prefill_instances=1)
-    first, second = (dict(estimator(site, asked, Goal(100, 100)).bounds(candidate).limits)["KV memory"] for site in (small, large))
+    first, second = (
+        dict(estimator(site, asked, Goal(100, 100)).bounds(candidate).limits)["KV memory"]
+        for site in (small, large)
+    )
     model = estimator(small, asked, Goal(100, 100)).models[Layout()]
     rooms = model.kv_tokens_per_rank() / (asked.context_mean * 1.1)
     step = model.decode_of(math.ceil(rooms), rooms * asked.context_mean).seconds
@@ -157,7 +220,8 @@ def test_kv_memory_bounds_the_batch_and_the_batch_the_rate():
 
 
 def test_one_pool_slows_its_steps_by_the_share_of_prefill():
-    """At the TPOT limit, step / (1 - rate x prefill) = limit with rate x steps x TPOT sequences under way (Little)."""
+    """At the TPOT limit, step / (1 - rate x prefill) = limit with rate x steps x TPOT sequences
+    under way (Little)."""
     site, asked = Site(machine(), 1), demand(1000, 201)
     goal = Goal(100.0, 0.03)
     made = estimator(site, asked, goal)
@@ -170,7 +234,9 @@ def test_one_pool_slows_its_steps_by_the_share_of_prefill():
 
 def test_a_slow_link_binds_two_pools_and_its_bound_is_its_speed_over_the_bytes_of_a_prompt():
     asked = demand(4000, 100)
-    candidate = Candidate(Mode.DISAGGREGATED, Layout(tp=4), 1, prefill=Layout(tp=4), prefill_instances=1)
+    candidate = Candidate(
+        Mode.DISAGGREGATED, Layout(tp=4), 1, prefill=Layout(tp=4), prefill_instances=1
+    )
     rates = []
     for name in ("infiniband-ndr", "ethernet-100g", "ethernet-10g"):
         site = Site(accelerator("h100"), 8, domain_devices=4, scale_out=link(name))
@@ -185,7 +251,9 @@ def test_a_slow_link_binds_two_pools_and_its_bound_is_its_speed_over_the_bytes_o
 def test_short_answers_over_a_slow_link_are_bound_by_the_hand_off():
     asked = demand(4000, 3)
     site = Site(accelerator("h100"), 8, domain_devices=4, scale_out=link("ethernet-10g"))
-    candidate = Candidate(Mode.DISAGGREGATED, Layout(tp=4), 1, prefill=Layout(tp=4), prefill_instances=1)
+    candidate = Candidate(
+        Mode.DISAGGREGATED, Layout(tp=4), 1, prefill=Layout(tp=4), prefill_instances=1
+    )
     found = estimator(site, asked, Goal(5.0, 0.05), geometry("llama-3.1-70b")).bounds(candidate)
     assert found.binding == ("hand-off over ethernet-10g", 0.0)
 
@@ -196,7 +264,15 @@ def test_twice_the_instances_carry_twice_as_much():
     made = estimator(site, asked, Goal(1.0, 0.05), geometry("llama-3-70b"))
 
     def found(prefill: int, decode: int) -> Bounds:
-        return made.bounds(Candidate(Mode.DISAGGREGATED, Layout(tp=4), decode, prefill=Layout(tp=4), prefill_instances=prefill))
+        return made.bounds(
+            Candidate(
+                Mode.DISAGGREGATED,
+                Layout(tp=4),
+                decode,
+                prefill=Layout(tp=4),
+                prefill_instances=prefill,
+            )
+        )
 
     for name in ("prefill compute", "TPOT", "KV memory"):
         assert dict(found(2, 2).limits)[name] == pytest.approx(2 * dict(found(1, 1).limits)[name])
@@ -204,13 +280,23 @@ def test_twice_the_instances_carry_twice_as_much():
     assert dict(found(2, 1).limits)["TTFT"] > 2.05 * dict(found(1, 1).limits)["TTFT"]
 
 
-@pytest.mark.parametrize("bad", [{"ttft_seconds": 0.0}, {"tpot_seconds": -1.0}, {"attainment": 1.0}, {"ttft_seconds": math.nan}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"ttft_seconds": 0.0},
+        {"tpot_seconds": -1.0},
+        {"attainment": 1.0},
+        {"ttft_seconds": math.nan},
+    ],
+)
 def test_a_goal_that_means_nothing_is_refused(bad: dict[str, float]):
     with pytest.raises(ConfigError, match=next(iter(bad))):
         Goal(**{"ttft_seconds": 1.0, "tpot_seconds": 0.1, **bad})
 
 
-@pytest.mark.parametrize(("lengths", "longest_of_four"), [((4096, 16384), (1 / 16, 15 / 16)), ((4096, 4096), (0.5, 0.5))])
+@pytest.mark.parametrize(
+    ("lengths", "longest_of_four"), [((4096, 16384), (1 / 16, 15 / 16)), ((4096, 4096), (0.5, 0.5))]
+)
 def test_all_dp_ranks_of_a_prefill_instance_wait_for_the_longest_prompt_on_any(
     lengths: tuple[int, int], longest_of_four: tuple[float, float]
 ):
@@ -219,6 +305,8 @@ def test_all_dp_ranks_of_a_prefill_instance_wait_for_the_longest_prompt_on_any(
     estimate = estimator(site, mixed, Goal(1e6, 1e6), geometry("qwen3-235b-a22b"))
     spread, together = Layout(dp=4, ep=4), Layout(tp=4)
     short, long = (estimate.prefill_seconds(spread, 2048)[at] for at in (0, -1))
-    limits = dict(estimate.bounds(Candidate(Mode.DISAGGREGATED, together, 1, 2048, spread, 1)).limits)
+    limits = dict(
+        estimate.bounds(Candidate(Mode.DISAGGREGATED, together, 1, 2048, spread, 1)).limits
+    )
     batch = longest_of_four[0] * short + longest_of_four[1] * long
     assert limits["prefill compute"] == pytest.approx(FULL * 4 / batch, rel=0.01)

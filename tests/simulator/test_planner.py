@@ -1,4 +1,5 @@
-"""The planner's search over runs whose answer is known: a fake runner with a capacity of its own, no simulator."""
+"""The planner's search over runs whose answer is known: a fake runner with a capacity of its own,
+no simulator."""
 
 import bisect
 from collections.abc import Callable, Sequence
@@ -6,15 +7,15 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from jdisagg.config import Mode
+from jdisagg.costs.hardware import accelerator, link
+from jdisagg.costs.model_geometry import geometry
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
-from jdisagg.router.hardware import accelerator, link
-from jdisagg.router.model_geometry import geometry
 from jdisagg.simulator.plan_bounds import Demand, Goal
 from jdisagg.simulator.plan_candidates import Candidate, NothingFits, Site
 from jdisagg.simulator.plan_trials import Run, Runner, Trier, requests_at, settled
 from jdisagg.simulator.plan_verdict import Finding, Trial
-from jdisagg.simulator.planner import MOST_RUNS, Plan, Planner, highest_rate
+from jdisagg.simulator.planner import MOST_RUNS, Plan, Planner, Search, highest_rate
 from jdisagg.simulator.report import Outcome, Usage
 from jdisagg.simulator.workloads import Arrival, Fixed, mean_rate, poisson
 
@@ -26,7 +27,8 @@ Capacity = Callable[[Candidate], float]
 
 
 class Servers:
-    """Serves up to `capacity(candidate)` requests a second in time and all above that late; notes who was asked."""
+    """Serves up to `capacity(candidate)` requests a second in time and all above that late; notes
+    who was asked."""
 
     def __init__(self, capacity: Capacity, late: str = "ttft") -> None:
         self._capacity, self._late = capacity, late
@@ -39,17 +41,29 @@ class Servers:
         for index, item in enumerate(arrivals):
             good = (index * 0.618034) % 1 < in_time
             first = item.at_seconds + (0.1 if good or self._late != "ttft" else 9.0)
-            finish = first + (item.output_tokens - 1) * (0.01 if good or self._late != "tpot" else 0.9)
+            finish = first + (item.output_tokens - 1) * (
+                0.01 if good or self._late != "tpot" else 0.9
+            )
             end = "finished" if good or self._late != "refused" else "refused"
             reason = "" if end == "finished" else "no pages"
             outcomes.append(
-                Outcome(str(index), item.at_seconds, finish, item.prompt_tokens, item.output_tokens, first, end=end, reason=reason)  # type: ignore[arg-type]
+                Outcome(
+                    str(index),
+                    item.at_seconds,
+                    finish,
+                    item.prompt_tokens,
+                    item.output_tokens,
+                    first,
+                    end=end,
+                    reason=reason,
+                )  # type: ignore[arg-type]
             )
         return Run(tuple(outcomes), (Usage("a", "prefill", 4, 1.0), Usage("b", "decode", 4, 9.0)))
 
 
 def one_server(seconds_each: float) -> Runner:
-    """Answers of one token, one after the other: carries 1 / seconds_each a second and no more (Lindley's recursion)."""
+    """Answers of one token, one after the other: carries 1 / seconds_each a second and no more
+    (Lindley's recursion)."""
 
     def run(candidate: Candidate, arrivals: Sequence[Arrival]) -> Run:
         free, outcomes = 0.0, []
@@ -62,24 +76,36 @@ def one_server(seconds_each: float) -> Runner:
 
 
 def batch(most: int, seconds: float) -> Runner:
-    """Each request stays `seconds`; its tokens are late where `most` came before it within that time: carries most / seconds a second."""
+    """Each request stays `seconds`; its tokens are late where `most` came before it within that
+    time: carries most / seconds a second."""
 
     def run(candidate: Candidate, arrivals: Sequence[Arrival]) -> Run:
         times = [item.at_seconds for item in arrivals]
-        late = [index - bisect.bisect_left(times, at - seconds) >= most for index, at in enumerate(times)]
+        late = [
+            index - bisect.bisect_left(times, at - seconds) >= most
+            for index, at in enumerate(times)
+        ]
         return Run(
-            tuple(Outcome("", at, at + seconds * (10 if slow else 1), 900, 100, at + 0.1) for at, slow in zip(times, late, strict=True))
+            tuple(
+                Outcome("", at, at + seconds * (10 if slow else 1), 900, 100, at + 0.1)
+                for at, slow in zip(times, late, strict=True)
+            )
         )
 
     return run
 
 
-def tried(runner: Runner, rate: float, goal: Goal, workload: Sequence[Arrival], most_requests: int = 4000) -> Trial:
-    return Trier(goal, workload, Demand.of(workload), most_requests).trial(runner, Candidate(Mode.UNIFIED, Layout(), 1), rate)
+def tried(
+    runner: Runner, rate: float, goal: Goal, workload: Sequence[Arrival], most_requests: int = 4000
+) -> Trial:
+    return Trier(goal, workload, Demand.of(workload), most_requests).trial(
+        runner, Candidate(Mode.UNIFIED, Layout(), 1), rate
+    )
 
 
 def plan(capacity: Capacity, late: str = "ttft", site: Site = SITE, **options: object) -> Plan:
-    return Planner(geometry("llama-3-70b"), site, GOAL, Servers(capacity, late), **options).plan(WORKLOAD)  # type: ignore[arg-type]
+    servers, search = Servers(capacity, late), Search(**options)  # type: ignore[arg-type]
+    return Planner(geometry("llama-3-70b"), site, GOAL, servers, search).plan(WORKLOAD)
 
 
 def best_of(found: Plan, mode: Mode) -> Finding | None:
@@ -110,7 +136,11 @@ def test_the_better_mode_wins_by_what_it_carries_more():
     assert found.findings[0].rate == pytest.approx(10 / 0.9, rel=0.04)
     assert found.findings[0].per_accelerator == found.findings[0].rate / 8
     assert found.verdict.startswith("Two pools win by 2") and "carries" in found.verdict
-    assert {item.candidate.mode for item in found.findings} == {Mode.DISAGGREGATED, Mode.CHUNKED, Mode.UNIFIED}
+    assert {item.candidate.mode for item in found.findings} == {
+        Mode.DISAGGREGATED,
+        Mode.CHUNKED,
+        Mode.UNIFIED,
+    }
     rates = [item.per_accelerator for item in found.findings]
     assert rates == sorted(rates, reverse=True)
 
@@ -118,7 +148,9 @@ def test_the_better_mode_wins_by_what_it_carries_more():
 def test_one_pool_wins_plainly_and_the_figures_say_why():
     found = plan(lambda item: 4.0 if item.mode is Mode.DISAGGREGATED else 8.0)
     assert found.findings[0].candidate.prefill is None
-    assert found.verdict.startswith("One pool wins by 1") or found.verdict.startswith("One pool wins by 9")
+    assert found.verdict.startswith("One pool wins by 1") or found.verdict.startswith(
+        "One pool wins by 9"
+    )
     assert "few instances allow no better ratio (busy: decode" in found.verdict
 
 
@@ -126,7 +158,9 @@ def test_equals_are_called_equal():
     assert plan(lambda item: 8.0).verdict.startswith("No clear winner")
 
 
-@pytest.mark.parametrize(("late", "binding"), [("ttft", "TTFT"), ("tpot", "TPOT"), ("refused", "refused")])
+@pytest.mark.parametrize(
+    ("late", "binding"), [("ttft", "TTFT"), ("tpot", "TPOT"), ("refused", "refused")]
+)
 def test_what_binds_is_what_the_runs_beyond_the_rate_missed(late: str, binding: str):
     found = plan(lambda item: 5.0, late)
     assert all(binding in item.binding for item in found.findings)
@@ -136,11 +170,20 @@ def test_what_binds_is_what_the_runs_beyond_the_rate_missed(late: str, binding: 
 def test_too_few_accelerators_for_two_pools_are_said():
     found = plan(lambda item: 5.0, site=Site(accelerator("h100"), 2))
     assert found.left_out == ("disaggregated: two pools need 4 accelerators at least, there are 2",)
-    assert "Nothing to compare with (disaggregated" in found.verdict and best_of(found, Mode.DISAGGREGATED) is None
+    assert (
+        "Nothing to compare with (disaggregated" in found.verdict
+        and best_of(found, Mode.DISAGGREGATED) is None
+    )
 
 
 def test_a_goal_that_nothing_attains_is_told_with_the_nearest():
-    with pytest.raises(NothingFits, match=r"nothing fits, because no candidate keeps 90% of requests within TTFT 0.5 s .* miss TTFT"):
+    with pytest.raises(
+        NothingFits,
+        match=(
+            r"nothing fits, because no candidate keeps 90% of requests within TTFT 0.5 s .* miss"
+            r" TTFT"
+        ),
+    ):
         plan(lambda item: 0.0)
     with pytest.raises(NothingFits, match=r"100% do not finish\); most of these because: no pages"):
         plan(lambda item: 0.0, "refused")
@@ -150,18 +193,35 @@ def test_a_goal_that_nothing_attains_is_told_with_the_nearest():
 
 def test_only_the_best_of_each_mode_by_arithmetic_are_simulated():
     servers = Servers(lambda item: 6.0)
-    found = Planner(geometry("llama-3-70b"), SITE, GOAL, servers, finalists=2).plan(WORKLOAD)
+    found = Planner(geometry("llama-3-70b"), SITE, GOAL, servers, Search(finalists=2)).plan(
+        WORKLOAD
+    )
     assert len(found.findings) == 6 and found.considered > 20
     assert len(set(servers.asked)) == 6
     said: list[tuple[str, int, int]] = []
-    Planner(geometry("llama-3-70b"), SITE, GOAL, servers, modes=[Mode.UNIFIED], finalists=1, progress=lambda *now: said.append(now)).plan(
-        WORKLOAD
+    Planner(
+        geometry("llama-3-70b"),
+        SITE,
+        GOAL,
+        servers,
+        Search(modes=(Mode.UNIFIED,), finalists=1),
+        progress=lambda *now: said.append(now),
+    ).plan(WORKLOAD)
+    assert (
+        said[-1][0] == "done"
+        and said[-1][1] == said[-1][2]
+        and any(text.startswith("unified") for text, _, _ in said)
     )
-    assert said[-1][0] == "done" and said[-1][1] == said[-1][2] and any(text.startswith("unified") for text, _, _ in said)
 
 
 def test_of_chunked_each_layout_is_simulated_with_its_best_chunk_size_alone():
-    found = Planner(geometry("llama-3-70b"), SITE, GOAL, Servers(lambda item: 6.0), modes=[Mode.CHUNKED], finalists=3).plan(WORKLOAD)
+    found = Planner(
+        geometry("llama-3-70b"),
+        SITE,
+        GOAL,
+        Servers(lambda item: 6.0),
+        Search(modes=(Mode.CHUNKED,), finalists=3),
+    ).plan(WORKLOAD)
     layouts = [item.candidate.decode for item in found.findings]
     assert len(layouts) > 1 and len(layouts) == len(set(layouts))
 
@@ -170,19 +230,28 @@ def test_a_slow_link_is_named_where_it_binds():
     site = Site(accelerator("h100"), 8, domain_devices=4, scale_out=link("ethernet-10g"))
     found = plan(lambda item: 1.0 if item.mode is Mode.DISAGGREGATED else 8.0, "tpot", site)
     two = best_of(found, Mode.DISAGGREGATED)
-    assert two is not None and two.link_share == pytest.approx(1.0 / 0.9 * 900 * 327_680 / (4 * 1e9), rel=0.1)
-    assert "ethernet-10g" in two.binding and "the link is slow for what is handed off" in found.verdict
+    assert two is not None and two.link_share == pytest.approx(
+        1.0 / 0.9 * 900 * 327_680 / (4 * 1e9), rel=0.1
+    )
+    assert (
+        "ethernet-10g" in two.binding and "the link is slow for what is handed off" in found.verdict
+    )
 
 
 def test_requests_at_a_rate_are_the_workloads_own_in_order_with_the_same_gaps_at_every_rate():
-    one, two = requests_at(WORKLOAD, 10.0, 500, "poisson", 3), requests_at(WORKLOAD, 20.0, 500, "poisson", 3)
+    one, two = (
+        requests_at(WORKLOAD, 10.0, 500, "poisson", 3),
+        requests_at(WORKLOAD, 20.0, 500, "poisson", 3),
+    )
     assert len(one) == 500 and mean_rate(one) == pytest.approx(10, rel=0.1)
     assert [item.at_seconds for item in two] == pytest.approx([item.at_seconds / 2 for item in one])
     own = requests_at(WORKLOAD, 10.0, 100, "trace", 3)
     assert mean_rate(own) == pytest.approx(10) and len(own) == 100
     named = [Arrival(index, 600, 5, (index, index + 1)) for index in range(20)]
     assert len(requests_at(named, 10.0, 500, "poisson", 3)) == 20, "named blocks are not sent twice"
-    assert len(requests_at([Arrival(0.0, 10, 5), *named], 10.0, 500, "poisson", 3)) == 21, "whichever request names them"
+    assert len(requests_at([Arrival(0.0, 10, 5), *named], 10.0, 500, "poisson", 3)) == 21, (
+        "whichever request names them"
+    )
 
 
 def test_requests_that_arrive_while_the_cluster_fills_are_not_judged():
@@ -194,9 +263,12 @@ def test_requests_that_arrive_while_the_cluster_fills_are_not_judged():
 
 
 def test_a_queue_that_grows_too_slowly_to_miss_the_limit_within_a_run_is_an_overload():
-    """At 1000 a second 4000 requests last 4 seconds: half of them wait for the other half, and none for more than the limit of 10."""
+    """At 1000 a second 4000 requests last 4 seconds: half of them wait for the other half, and none
+    for more than the limit of 10."""
     goal, workload = Goal(10.0, 0.05), poisson(1.0, 100, Fixed(800, 1))
-    found = highest_rate(lambda rate: tried(one_server(1 / 500), rate, goal, workload).lasting_attainment, 800.0, 0.9)
+    found = highest_rate(
+        lambda rate: tried(one_server(1 / 500), rate, goal, workload).lasting_attainment, 800.0, 0.9
+    )
     assert found == pytest.approx(500, rel=0.04)
     over = tried(one_server(1 / 500), 1000.0, goal, workload)
     assert over.attainment == 1 and over.overload and not over.lasting_attainment
@@ -216,18 +288,48 @@ def test_a_run_that_is_long_enough_is_not_made_twice():
 
 
 def test_a_trace_that_ends_too_soon_to_tell_is_told_and_what_it_shows_is_the_least():
-    """Named blocks are not sent twice: 200 requests that stay 1.1 seconds show 60 a second for three such stays, and no more."""
-    named = [Arrival(item.at_seconds, item.prompt_tokens, item.output_tokens, (index,)) for index, item in enumerate(WORKLOAD)]
-    asked = Planner(geometry("llama-3-70b"), SITE, GOAL, Servers(lambda item: 1e9), modes=[Mode.UNIFIED], finalists=1)
+    """Named blocks are not sent twice: 200 requests that stay 1.1 seconds show 60 a second for
+    three such stays, and no more."""
+    named = [
+        Arrival(item.at_seconds, item.prompt_tokens, item.output_tokens, (index,))
+        for index, item in enumerate(WORKLOAD)
+    ]
+    asked = Planner(
+        geometry("llama-3-70b"),
+        SITE,
+        GOAL,
+        Servers(lambda item: 1e9),
+        Search(modes=(Mode.UNIFIED,), finalists=1),
+    )
     found = asked.plan(named)
-    assert found.findings[0].rate == pytest.approx(200 / (3 * 1.09), rel=0.05) and found.findings[0].short
+    assert (
+        found.findings[0].rate == pytest.approx(200 / (3 * 1.09), rel=0.05)
+        and found.findings[0].short
+    )
     assert "At least that: of more, the requests end too soon to tell (unified" in found.verdict
-    with pytest.raises(NothingFits, match="no rate is known to be carried: .* end too soon to tell for how long; give a longer workload"):
-        Planner(geometry("llama-3-70b"), SITE, GOAL, one_server(0.1), modes=[Mode.UNIFIED], finalists=1).plan(named[:1])
+    with pytest.raises(
+        NothingFits,
+        match=(
+            "no rate is known to be carried: .* end too soon to tell for how long; give a longer"
+            " workload"
+        ),
+    ):
+        Planner(
+            geometry("llama-3-70b"),
+            SITE,
+            GOAL,
+            one_server(0.1),
+            Search(modes=(Mode.UNIFIED,), finalists=1),
+        ).plan(named[:1])
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"), [({"finalists": 0}, "finalists=0"), ({"modes": []}, "no mode"), ({"most_requests": 1}, "most_requests")]
+    ("bad", "said"),
+    [
+        ({"finalists": 0}, "finalists=0"),
+        ({"modes": ()}, "no mode"),
+        ({"most_requests": 1}, "most_requests"),
+    ],
 )
 def test_a_search_that_could_find_nothing_is_refused(bad: dict[str, object], said: str):
     with pytest.raises(ConfigError, match=said):

@@ -1,4 +1,5 @@
-"""Every picture is drawn from real outcomes, refused ones and single tokens included, and shows the numbers it was given."""
+"""Every picture is drawn from real outcomes, refused ones and single tokens included, and shows the
+numbers it was given."""
 
 import sys
 from pathlib import Path
@@ -37,7 +38,11 @@ def test_the_curve_shows_its_points_and_the_load_its_counts() -> None:
     (line, _) = plots.goodput_curves({"one": [(2.0, 0.5), (1.0, 1.0)]}).axes[0].get_lines()
     assert list(line.get_xdata()) == [1.0, 2.0] and list(line.get_ydata()) == [100.0, 50.0]
     waiting, decoding = plots.load(OUTCOMES).axes[0].get_lines()
-    assert max(waiting.get_ydata()) == 1 and max(decoding.get_ydata()) == 1 and waiting.get_ydata()[-1] == 0
+    assert (
+        max(waiting.get_ydata()) == 1
+        and max(decoding.get_ydata()) == 1
+        and waiting.get_ydata()[-1] == 0
+    )
 
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

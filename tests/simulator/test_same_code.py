@@ -1,4 +1,5 @@
-"""The simulator runs the files that serve: what router and workers of a live cluster are made of, it reaches too, and has no copy."""
+"""The simulator runs the files that serve: what router and workers of a live cluster are made of,
+it reaches too, and has no copy."""
 
 import ast
 
@@ -7,15 +8,21 @@ import pytest
 from tests.test_import_rules import GRAPH, ROOT, reached
 
 # The parts that decide and act on a request, in both worlds.
-SHARED_ROOMS = ("jdisagg.router.", "jdisagg.scheduler.", "jdisagg.worker.", "jdisagg.dispatch.")
-# Of a live process alone: the door's text, streams and RPCs, what an operator asks for. No decision on a request among them.
+SHARED_ROOMS = (
+    "jdisagg.costs.",
+    "jdisagg.router.",
+    "jdisagg.scheduler.",
+    "jdisagg.worker.",
+    "jdisagg.dispatch.",
+)
+# Of a live process alone: the door's text, streams and RPCs, what an operator asks for. No decision
+# on a request among them.
 LIVE_ALONE = {
     "jdisagg.dispatch.frontend",
     "jdisagg.dispatch.long_texts",
     "jdisagg.dispatch.token_stream",
     "jdisagg.dispatch.elastic_pools",
     "jdisagg.dispatch.role_desk",
-    "jdisagg.dispatch.roles",
     "jdisagg.dispatch.routing_status",
     "jdisagg.dispatch.outcomes",
     "jdisagg.router.decision_record",
@@ -24,22 +31,28 @@ LIVE_ALONE = {
 }
 MUST = (
     "jdisagg.dispatch.request_path",
-    "jdisagg.dispatch.journey",
-    "jdisagg.dispatch.leg",
-    "jdisagg.dispatch.placing",
+    "jdisagg.dispatch.request_run",
+    "jdisagg.dispatch.attempt",
+    "jdisagg.dispatch.migration",
+    "jdisagg.dispatch.placer",
+    "jdisagg.dispatch.admission_queue",
     "jdisagg.dispatch.roster",
     "jdisagg.router.placement",
     "jdisagg.router.admission",
-    "jdisagg.router.cost_model",
+    "jdisagg.costs.cost_model",
     "jdisagg.scheduler.decode_batches",
     "jdisagg.scheduler.prefill_batches",
     "jdisagg.scheduler.reservations",
     "jdisagg.scheduler.handoff",
+    "jdisagg.scheduler.prefill_admission",
+    "jdisagg.scheduler.step_policy",
     "jdisagg.worker.decode_worker",
     "jdisagg.worker.prefill_worker",
-    "jdisagg.worker.receiver",
-    "jdisagg.worker.outbox",
-    "jdisagg.worker.sweeper",
+    "jdisagg.worker.mesh_worker",
+    "jdisagg.worker.incoming_kv",
+    "jdisagg.worker.incoming_handoff",
+    "jdisagg.worker.outgoing_kv",
+    "jdisagg.worker.migration",
     "jdisagg.worker.step_loop",
 )
 
@@ -57,14 +70,34 @@ def test_what_serves_a_request_live_serves_it_in_the_simulator() -> None:
     simulated = rooms_of("jdisagg.simulator.run")
     assert set(MUST) <= simulated and set(MUST) <= live
     assert live - simulated <= LIVE_ALONE
-    # What only the simulator reaches of these rooms is not a second path: it is what reads decisions and plans.
-    assert {module for module in simulated - live if not module.startswith("jdisagg.router.")} <= {"jdisagg.scheduler.prefix_tree"}
+    # What only the simulator reaches of these rooms is not a second path: it is what reads
+    # decisions and plans.
+    assert {
+        module
+        for module in simulated - live
+        if not module.startswith(("jdisagg.costs.", "jdisagg.router."))
+    } <= {"jdisagg.scheduler.prefix_tree"}
 
 
 @pytest.mark.parametrize(
-    "name", ["RequestPath", "Journey", "Leg", "Sources", "Roster", "PrefillWorker", "DecodeWorker", "DecodeBatches", "decide"]
+    "name",
+    [
+        "RequestPath",
+        "RequestRun",
+        "Attempt",
+        "Placer",
+        "Roster",
+        "PrefillWorker",
+        "DecodeWorker",
+        "DecodeBatches",
+        "decide",
+    ],
 )
 def test_the_simulator_defines_none_of_them_again(name: str) -> None:
     for path in (ROOT / "jdisagg" / "simulator").glob("*.py"):
-        defined = {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        defined = {
+            node.name
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ClassDef | ast.FunctionDef)
+        }
         assert name not in defined, path

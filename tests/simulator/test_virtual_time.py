@@ -6,7 +6,13 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from jdisagg.simulator.virtual_time import MOST_CANCELLED, Stuck, VirtualClock, VirtualLoop, run_virtually
+from jdisagg.simulator.virtual_time import (
+    MOST_CANCELLED,
+    Stuck,
+    VirtualClock,
+    VirtualLoop,
+    run_virtually,
+)
 
 
 def test_timers_run_by_time_and_those_of_one_instant_as_they_were_set() -> None:
@@ -18,7 +24,12 @@ def test_timers_run_by_time_and_those_of_one_instant_as_they_were_set() -> None:
         await VirtualClock().sleep(1e6)
         return seen
 
-    assert run_virtually(main, limit_seconds=2e6) == [(1.0, "a"), (1.0, "b"), (2.0, "c"), (2.0, "d")]
+    assert run_virtually(main, limit_seconds=2e6) == [
+        (1.0, "a"),
+        (1.0, "b"),
+        (2.0, "c"),
+        (2.0, "d"),
+    ]
 
 
 async def test_it_runs_where_a_loop_runs_already() -> None:
@@ -47,7 +58,9 @@ def test_nothing_to_come_and_too_long_are_stuck() -> None:
 
 
 @pytest.mark.parametrize("within", ["a callback", "a task", "a task that another awaits"])
-def test_an_interrupt_ends_all_that_runs_and_says_nothing_of_it(within: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_interrupt_ends_all_that_runs_and_says_nothing_of_it(
+    within: str, caplog: pytest.LogCaptureFixture
+) -> None:
     ended: list[int] = []
 
     async def sleeper(number: int) -> None:
@@ -106,7 +119,11 @@ def test_groups_timeouts_and_generators_work_as_on_any_loop() -> None:
         async with asyncio.TaskGroup() as tasks:
             one = tasks.create_task(asyncio.sleep(3.0, "one"))
             two = tasks.create_task(asyncio.sleep(1.0, "two"))
-        assert (one.result(), two.result(), asyncio.get_running_loop().time()) == ("one", "two", 3.0)
+        assert (one.result(), two.result(), asyncio.get_running_loop().time()) == (
+            "one",
+            "two",
+            3.0,
+        )
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(2.0):
                 await asyncio.sleep(5.0)

@@ -1,4 +1,5 @@
-"""Groups of real child processes: restarted when they die, one fate for all members, stopped within bounds, never orphans."""
+"""Groups of real child processes: restarted when they die, one fate for all members, stopped within
+bounds, never orphans."""
 
 import asyncio
 import errno
@@ -19,8 +20,14 @@ from jdisagg.supervisor.supervisor import EXIT_CONFIG, Group, GroupSpec, GroupSt
 
 ROOT = Path(__file__).resolve().parents[2]
 LIVES = "import time; print('up', flush=True); time.sleep(600)"
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
-POLITE = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print('up', flush=True); time.sleep(600)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True);"
+    " time.sleep(600)"
+)
+POLITE = (
+    "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print('up',"
+    " flush=True); time.sleep(600)"
+)
 
 
 class Watched:
@@ -33,7 +40,8 @@ class Watched:
 
         def commands() -> list[Command]:
             return [
-                Command(f"member-{index}", (sys.executable, "-S", "-c", program, *arguments())) for index, program in enumerate(programs)
+                Command(f"member-{index}", (sys.executable, "-S", "-c", program, *arguments()))
+                for index, program in enumerate(programs)
             ]
 
         self.group = Group(
@@ -61,9 +69,14 @@ def alive(pid: int) -> bool:
 
 
 async def test_output_comes_line_by_line_with_the_name_also_without_a_last_newline():
-    watched = Watched("import sys; print('a'); print('b', file=sys.stderr, flush=True); sys.stdout.write('end'); sys.stdout.flush(); 1/0")
+    watched = Watched(
+        "import sys; print('a'); print('b', file=sys.stderr, flush=True); sys.stdout.write('end');"
+        " sys.stdout.flush(); 1/0"
+    )
     watched.group.start()
-    await watched.until(lambda: ("member-0", "end") in [(name, line[:3]) for name, line in watched.lines])
+    await watched.until(
+        lambda: ("member-0", "end") in [(name, line[:3]) for name, line in watched.lines]
+    )
     await watched.group.stop(5)
     assert {("member-0", "a"), ("member-0", "b")} <= set(watched.lines)
 
@@ -84,7 +97,9 @@ async def test_a_member_that_is_killed_is_started_again_and_all_others_with_it()
 
 async def test_each_start_asks_for_its_commands_anew():
     starts = iter("abc")
-    watched = Watched("import sys; print('got', sys.argv[1], flush=True)", arguments=lambda: (next(starts),))
+    watched = Watched(
+        "import sys; print('got', sys.argv[1], flush=True)", arguments=lambda: (next(starts),)
+    )
     watched.group.start()
     await watched.until(lambda: ("member-0", "got b") in watched.lines)
     await watched.group.stop(5)
@@ -100,7 +115,10 @@ async def test_a_polite_member_is_not_killed_and_a_stubborn_one_is_after_its_tim
     await polite.group.stop(20)
     assert polite.said == []
     await stubborn.group.stop(0.2)
-    assert stubborn.said == [("group", "did not end within 0.2 s of SIGTERM: killed"), ("member-0", f"process {pids[1]} ended: SIGKILL")]
+    assert stubborn.said == [
+        ("group", "did not end within 0.2 s of SIGTERM: killed"),
+        ("member-0", f"process {pids[1]} ended: SIGKILL"),
+    ]
     assert not any(map(alive, pids))
     await stubborn.group.stop(1)
 
@@ -113,7 +131,9 @@ async def test_a_second_stop_with_less_patience_hurries_the_first():
     await asyncio.sleep(0)
     await watched.group.stop(0)
     await asyncio.wait_for(patient, 10)
-    assert [name for name, _ in watched.said] == ["member-0"], "who was given no time did not fail to use it"
+    assert [name for name, _ in watched.said] == ["member-0"], (
+        "who was given no time did not fail to use it"
+    )
 
 
 @pytest.mark.parametrize("program", [f"raise SystemExit({EXIT_CONFIG})", None])
@@ -179,7 +199,9 @@ async def test_nothing_is_started_after_a_stop_has_begun(monkeypatch):
 
 
 async def test_a_grandchild_does_not_outlive_its_parent():
-    watched = Watched("import subprocess, sys, time; p = subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL); print(p.pid, flush=True); time.sleep(600)")  # fmt: skip  # noqa: E501
+    watched = Watched(
+        "import subprocess, sys, time; p = subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL); print(p.pid, flush=True); time.sleep(600)"  # noqa: E501
+    )
     watched.group.start()
     await watched.until(lambda: bool(watched.lines))
     grandchild = int(watched.lines[0][1])
@@ -197,8 +219,10 @@ async def main():
     child = await Child.start(Command("c", (sys.executable, "-S", "-c", {STUBBORN!r})), lambda name, line: print(child.pid, flush=True))
     await child.ended()
 asyncio.run(main())
-"""
-    parent = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+"""  # noqa: E501
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     assert alive(pid)

@@ -1,8 +1,9 @@
-"""What every `Channel` must do, as a suite: subclass `ChannelConformance` and give it an `ends` fixture.
+"""What every `Channel` must do, as a suite: subclass `ChannelConformance` and give it an `ends`
+fixture.
 
-The two ends may be one object (in process) or a sender and a receiver in one process that talk over a wire. The sender's meshes
-use devices 0-3, the receiver's 4-7. The oracle is numpy: what each device must hold is cut out of the whole block.
-"""
+The two ends may be one object (in process) or a sender and a receiver in one process that talk over
+a wire. The sender's meshes use devices 0-3, the receiver's 4-7. The oracle is numpy: what each
+device must hold is cut out of the whole block."""
 
 import math
 import time
@@ -17,7 +18,15 @@ import pytest
 from jdisagg.errors import HandoffError, IncompatiblePeerError
 from jdisagg.layout.axes import Layout
 from jdisagg.transfer.boxes import head_granule
-from jdisagg.transfer.channel import BlockStamp, Channel, Offered, Pull, PullTarget, block_sharding, resident_zeros
+from jdisagg.transfer.channel import (
+    BlockStamp,
+    Channel,
+    Offered,
+    Pull,
+    PullTarget,
+    block_sharding,
+    resident_zeros,
+)
 from jdisagg.transfer.codec import codec, stamp_array
 from jdisagg.transfer.pieces import leaf_zeros
 
@@ -56,7 +65,8 @@ class Ends:
 
 @dataclass(frozen=True)
 class Case:
-    """A block on the sender's mesh with its values, and zeros on the receiver's mesh, whose devices are given too."""
+    """A block on the sender's mesh with its values, and zeros on the receiver's mesh, whose devices
+    are given too."""
 
     block: jax.Array
     values: np.ndarray
@@ -71,14 +81,23 @@ class Case:
 
 def mesh(layout: Layout, kv_heads: int, first_device: int) -> jax.sharding.Mesh:
     devices = jax.devices()[first_device : first_device + layout.devices]
-    return jax.sharding.Mesh(np.array(devices).reshape(layout.mesh_shape(kv_heads)), ("dp", "kv", "rep"))
+    return jax.sharding.Mesh(
+        np.array(devices).reshape(layout.mesh_shape(kv_heads)), ("dp", "kv", "rep")
+    )
 
 
-def case(source: str, destination: str, kv_heads: int = 4, dtype: str = "float32", components: int = COMPONENTS) -> Case:
+def case(
+    source: str,
+    destination: str,
+    kv_heads: int = 4,
+    dtype: str = "float32",
+    components: int = COMPONENTS,
+) -> Case:
     prefill, decode = Layout.parse(source), Layout.parse(destination)
     prefill_mesh, decode_mesh = mesh(prefill, kv_heads, 0), mesh(decode, kv_heads, 4)
     shape = (prefill.dp, components, kv_heads, TOKENS, HEAD_SIZE)
-    values = (np.arange(math.prod(shape)) % 251).reshape(shape).astype(jnp.dtype(dtype))  # exact in bfloat16 too
+    # exact in bfloat16 too
+    values = (np.arange(math.prod(shape)) % 251).reshape(shape).astype(jnp.dtype(dtype))
     granule = head_granule(kv_heads, prefill_mesh.shape["kv"], decode_mesh.shape["kv"])
     zeros = resident_zeros(decode_mesh, components, granule, TOKENS, HEAD_SIZE, jnp.dtype(dtype))
     return Case(
@@ -92,7 +111,8 @@ def case(source: str, destination: str, kv_heads: int = 4, dtype: str = "float32
 
 
 def finished(pull: Pull) -> Pull:
-    """Polls until the pull is over; the generous bound is a safety net, not an assertion about speed."""
+    """Polls until the pull is over; the generous bound is a safety net, not an assertion about
+    speed."""
     end = time.monotonic() + 60
     while not pull.is_ready():
         assert time.monotonic() < end, "the pull hangs"
@@ -113,12 +133,18 @@ def received_shards(pull: Pull, case: Case, rank: int) -> dict[int, np.ndarray]:
     arrays = pull.arrays()
     shards: dict[int, list[np.ndarray]] = {}
     for array in arrays:
-        assert (array.shape, array.dtype, array.sharding) == (case.zeros.shape, case.zeros.dtype, case.zeros.sharding)
+        assert (array.shape, array.dtype, array.sharding) == (
+            case.zeros.shape,
+            case.zeros.dtype,
+            case.zeros.sharding,
+        )
         for shard in array.addressable_shards:
             if shard.index[0] == slice(rank, rank + 1) or case.destination.dp == 1:
                 shards.setdefault(shard.device.id, []).append(np.asarray(shard.data))
             else:
-                assert not np.asarray(shard.data).astype(np.float32).any(), "a rank that receives nothing must keep its zeros"
+                assert not np.asarray(shard.data).astype(np.float32).any(), (
+                    "a rank that receives nothing must keep its zeros"
+                )
     return {device: np.concatenate(parts, axis=2) for device, parts in shards.items()}
 
 
@@ -128,14 +154,17 @@ def expected_shards(case: Case, source_rank: int, rank: int) -> dict[int, np.nda
     _, kv, replicas = case.destination.mesh_shape(kv_heads)
     first, size = rank * kv * replicas, kv_heads // kv
     return {
-        case.destination_devices[first + shard * replicas + replica]: part[:, :, shard * size : (shard + 1) * size]
+        case.destination_devices[first + shard * replicas + replica]: part[
+            :, :, shard * size : (shard + 1) * size
+        ]
         for shard in range(kv)
         for replica in range(replicas)
     }
 
 
 def behind_work(block: jax.Array) -> jax.Array:
-    """`block` as the output of a program that still runs for some tenths of a second when this returns."""
+    """`block` as the output of a program that still runs for some tenths of a second when this
+    returns."""
 
     def work(local: jax.Array, rounds: jax.Array) -> jax.Array:
         weight = jnp.ones((400, 400))
@@ -145,7 +174,11 @@ def behind_work(block: jax.Array) -> jax.Array:
     sharding = block.sharding
     assert isinstance(sharding, jax.sharding.NamedSharding)
     spec = sharding.spec
-    program = jax.jit(jax.shard_map(work, mesh=sharding.mesh, in_specs=(spec, jax.P()), out_specs=spec, check_vma=False))
+    program = jax.jit(
+        jax.shard_map(
+            work, mesh=sharding.mesh, in_specs=(spec, jax.P()), out_specs=spec, check_vma=False
+        )
+    )
     jax.block_until_ready(program(block, jnp.int32(1)))
     return program(block, jnp.int32(300))
 
@@ -155,15 +188,22 @@ def packed_bytes(array: jax.Array) -> int:
     return sum(shard.data.nbytes for shard in array.addressable_shards)
 
 
-def unpacked_shards(pull: Pull, target: PullTarget, stamp: BlockStamp) -> dict[int, tuple[np.ndarray, bool]]:
-    """Device id -> its heads, of the receiving rank, and whether all of its pieces are what was packed under this stamp."""
+def unpacked_shards(
+    pull: Pull, target: PullTarget, stamp: BlockStamp
+) -> dict[int, tuple[np.ndarray, bool]]:
+    """Device id -> its heads, of the receiving rank, and whether all of its pieces are what was
+    packed under this stamp."""
     how, arrays, count = codec(target.codec), pull.arrays(), len(target.leaves)
     parts = [arrays[at : at + count] for at in range(0, len(arrays), count)]
     found: dict[int, tuple[list[np.ndarray], bool]] = {}
     for number, leaves in enumerate(parts):
-        by_device = [{shard.device.id: shard for shard in leaf.addressable_shards} for leaf in leaves]
+        by_device = [
+            {shard.device.id: shard for shard in leaf.addressable_shards} for leaf in leaves
+        ]
         for device, shard in by_device[0].items():
-            (rank, _, _), (start, _, _) = (shard.index[axis].indices(leaves[0].shape[axis]) for axis in (0, 2))
+            (rank, _, _), (start, _, _) = (
+                shard.index[axis].indices(leaves[0].shape[axis]) for axis in (0, 2)
+            )
             if rank == target.rank:
                 local = [jnp.asarray(np.asarray(leaf[device].data)) for leaf in by_device]
                 head = start * len(parts) + number * target.granule
@@ -171,7 +211,10 @@ def unpacked_shards(pull: Pull, target: PullTarget, stamp: BlockStamp) -> dict[i
                 intact = bool(how.verify(local, jnp.asarray(stamp_array(stamp)), jnp.int32(head)))
                 so_far, all_intact = found.get(device, ([], True))
                 found[device] = ([*so_far, values], all_intact and intact)
-    return {device: (np.concatenate(values, axis=2), intact) for device, (values, intact) in found.items()}
+    return {
+        device: (np.concatenate(values, axis=2), intact)
+        for device, (values, intact) in found.items()
+    }
 
 
 class ChannelConformance:
@@ -182,7 +225,9 @@ class ChannelConformance:
         self, ends: Ends, source: str, destination: str, kv_heads: int, dtype: str
     ) -> None:
         block = case(source, destination, kv_heads, dtype)
-        for number, (source_rank, rank) in enumerate({(0, block.destination.dp - 1), (block.source.dp - 1, 0)}):
+        for number, (source_rank, rank) in enumerate(
+            {(0, block.destination.dp - 1), (block.source.dp - 1, 0)}
+        ):
             before = ends.receiver.bytes_per_pair()
             ends.sender.offer(number, block.block, source_rank)
             pull = finished(ends.receiver.pull(number, block.target(rank), LONG_SECONDS))
@@ -193,10 +238,21 @@ class ChannelConformance:
                 np.testing.assert_array_equal(received[device], shard)
 
             after = ends.receiver.bytes_per_pair()
-            moved = {pair: count - before.get(pair, 0) for pair, count in after.items() if count != before.get(pair, 0)}
-            arrived = {device: sum(count for (_, to), count in moved.items() if to == device) for _, device in moved}
+            moved = {
+                pair: count - before.get(pair, 0)
+                for pair, count in after.items()
+                if count != before.get(pair, 0)
+            }
+            arrived = {
+                device: sum(count for (_, to), count in moved.items() if to == device)
+                for _, device in moved
+            }
             assert arrived == {device: shard.nbytes for device, shard in expected.items()}
-            senders = {shard.device.id for shard in block.block.addressable_shards if shard.index[0].indices(99)[0] == source_rank}
+            senders = {
+                shard.device.id
+                for shard in block.block.addressable_shards
+                if shard.index[0].indices(99)[0] == source_rank
+            }
             assert {device for device, _ in moved} <= senders
             assert pull.bytes_moved == sum(arrived.values())
             ends.sender.release(number)
@@ -224,7 +280,9 @@ class ChannelConformance:
         assert not pull.is_ready()
         assert pull.failed() is None
         ends.sender.offer(7, block.block, 0)
-        assert received_shards(finished(pull), block, 0).keys() == expected_shards(block, 0, 0).keys()
+        assert (
+            received_shards(finished(pull), block, 0).keys() == expected_shards(block, 0, 0).keys()
+        )
 
     def test_a_pull_whose_offer_never_comes_fails_at_its_deadline(self, ends: Ends) -> None:
         pull = ends.receiver.pull(0xABC, case("tp=1", "tp=1").target(0), 5.0)
@@ -285,7 +343,9 @@ class ChannelConformance:
 
     def test_an_arrived_pull_survives_release_and_revocation(self, ends: Ends) -> None:
         block = case("tp=2", "tp=2")
-        for number, end in enumerate((ends.sender.release, lambda offer_id: ends.sender.revoke(offer_id, "late"))):
+        for number, end in enumerate(
+            (ends.sender.release, lambda offer_id: ends.sender.revoke(offer_id, "late"))
+        ):
             ends.sender.offer(number, block.block, 0)
             pull = finished(ends.receiver.pull(number, block.target(0), LONG_SECONDS))
             end(number)
@@ -295,7 +355,10 @@ class ChannelConformance:
     def test_a_cancelled_pull_gives_nothing(self, ends: Ends) -> None:
         block = case("tp=2", "tp=2")
         ends.sender.offer(7, block.block, 0)
-        for pull in (ends.receiver.pull(7, block.target(0), LONG_SECONDS), ends.receiver.pull(8, block.target(0), LONG_SECONDS)):
+        for pull in (
+            ends.receiver.pull(7, block.target(0), LONG_SECONDS),
+            ends.receiver.pull(8, block.target(0), LONG_SECONDS),
+        ):
             pull.cancel()
             pull.cancel()
             assert pull.is_ready()
@@ -315,20 +378,27 @@ class ChannelConformance:
             ("pieces of 3 heads", lambda: case("tp=2", "tp=2", kv_heads=6)),
         ],
     )
-    def test_a_receiver_of_another_geometry_is_refused_by_field(self, ends: Ends, field: str, receiver: Callable[[], Case]) -> None:
+    def test_a_receiver_of_another_geometry_is_refused_by_field(
+        self, ends: Ends, field: str, receiver: Callable[[], Case]
+    ) -> None:
         ends.sender.offer(7, case("tp=2", "tp=2").block, 0)
         with pytest.raises(IncompatiblePeerError, match=field):
             finished(ends.receiver.pull(7, receiver().target(0), LONG_SECONDS)).arrays()
 
     @pytest.mark.parametrize("name", ["int8", "int4"])
-    @pytest.mark.parametrize(("source", "destination"), [("tp=1", "tp=4"), ("tp=4", "dp=2,tp=2"), ("dp=2,tp=2", "tp=1"), ("tp=4", "dp=4")])
+    @pytest.mark.parametrize(
+        ("source", "destination"),
+        [("tp=1", "tp=4"), ("tp=4", "dp=2,tp=2"), ("dp=2,tp=2", "tp=1"), ("tp=4", "dp=4")],
+    )
     def test_a_lossy_codec_brings_each_shard_within_its_bound_and_intact(
         self, ends: Ends, source: str, destination: str, name: str
     ) -> None:
         block, stamp = case(source, destination), BlockStamp(0x1234_5678_9ABC, 3, 32, TOKENS)
         before = ends.receiver.bytes_per_pair()
         ends.sender.offer(7, block.block, 0, stamp)
-        target = PullTarget(block.zeros, block.destination.dp - 1, codec=name, leaves=leaf_zeros(block.zeros, name))
+        target = PullTarget(
+            block.zeros, block.destination.dp - 1, codec=name, leaves=leaf_zeros(block.zeros, name)
+        )
         pull = finished(ends.receiver.pull(7, target, LONG_SECONDS))
         unpacked = unpacked_shards(pull, target, stamp)
         expected = expected_shards(block, 0, target.rank)
@@ -340,7 +410,10 @@ class ChannelConformance:
             assert intact
         moved = sum(ends.receiver.bytes_per_pair().values()) - sum(before.values())
         assert (
-            moved == pull.bytes_moved == sum(map(packed_bytes, pull.arrays())) // (1 if block.destination.dp == 1 else block.destination.dp)
+            moved
+            == pull.bytes_moved
+            == sum(map(packed_bytes, pull.arrays()))
+            // (1 if block.destination.dp == 1 else block.destination.dp)
         )
 
     def test_a_codec_notices_leaves_that_were_packed_under_another_stamp(self, ends: Ends) -> None:
@@ -348,12 +421,21 @@ class ChannelConformance:
         target = PullTarget(block.zeros, 0, codec="int8", leaves=leaf_zeros(block.zeros, "int8"))
         ends.sender.offer(7, block.block, 0, BlockStamp(5, 0, 16, TOKENS))
         pull = finished(ends.receiver.pull(7, target, LONG_SECONDS))
-        for wrong in (BlockStamp(6, 0, 16, TOKENS), BlockStamp(5, 1, 16, TOKENS), BlockStamp(5, 0, 32, TOKENS)):
+        for wrong in (
+            BlockStamp(6, 0, 16, TOKENS),
+            BlockStamp(5, 1, 16, TOKENS),
+            BlockStamp(5, 0, 32, TOKENS),
+        ):
             assert not any(intact for _, intact in unpacked_shards(pull, target, wrong).values())
-        assert all(intact for _, intact in unpacked_shards(pull, target, BlockStamp(5, 0, 16, TOKENS)).values())
+        assert all(
+            intact
+            for _, intact in unpacked_shards(pull, target, BlockStamp(5, 0, 16, TOKENS)).values()
+        )
 
     def test_a_target_without_the_leaves_of_its_codec_is_refused(self, ends: Ends) -> None:
         block = case("tp=2", "tp=2")
         ends.sender.offer(7, block.block, 0)
         with pytest.raises(IncompatiblePeerError, match="codec 'int8' has leaves"):
-            finished(ends.receiver.pull(7, PullTarget(block.zeros, 0, codec="int8"), LONG_SECONDS)).arrays()
+            finished(
+                ends.receiver.pull(7, PullTarget(block.zeros, 0, codec="int8"), LONG_SECONDS)
+            ).arrays()

@@ -1,4 +1,5 @@
-"""Both ends of the channel between processes, in one process. (Other suites of this folder have `ends` of their own.)"""
+"""Both ends of the channel between processes, in one process. (Other suites of this folder have
+`ends` of their own.)"""
 
 from collections.abc import Iterator
 

@@ -1,8 +1,9 @@
-"""What the bare transfer engine does when it is called in ways that jdisagg avoids: one function a danger, run in a process of its own.
+"""What the bare transfer engine does when it is called in ways that jdisagg avoids: one function a
+danger, run in a process of its own.
 
-Each prints nothing and returns what was seen as plain data, or ends the process. `python -m tests.transfer.engine_dangers NAME...`
-runs some and prints their findings as one line of JSON. They need two devices.
-"""
+Each prints nothing and returns what was seen as plain data, or ends the process. `python -m
+tests.transfer.engine_dangers NAME...` runs some and prints their findings as one line of JSON. They
+need two devices."""
 
 import datetime
 import gc
@@ -12,6 +13,8 @@ import socket
 import sys
 import threading
 import time
+
+from tests import time_scale
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
@@ -26,11 +29,15 @@ SHORT_SECONDS = 0.4  # long enough to call something pending that takes a millis
 
 
 def server(transports: int = 2, address: str = "127.0.0.1:0") -> transfer.TransferServer:
-    return transfer.start_transfer_server(jax.local_devices()[0].client, address, ["127.0.0.1:0"] * transports, transfer_size=1 << 20)
+    return transfer.start_transfer_server(
+        jax.local_devices()[0].client, address, ["127.0.0.1:0"] * transports, transfer_size=1 << 20
+    )
 
 
 def aval(size: int = 8, dtype: type = np.float32, device: int = 1) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((size,), dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[device]))
+    return jax.ShapeDtypeStruct(
+        (size,), dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[device])
+    )
 
 
 def values(size: int = 8, number: float = 5.0) -> jax.Array:
@@ -81,9 +88,13 @@ def another_dtype() -> object:
 def another_sharding() -> object:
     sender, receiver = server(), server()
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
-    rows, columns = (jax.sharding.NamedSharding(mesh, spec) for spec in (jax.P("x"), jax.P(None, "x")))
+    rows, columns = (
+        jax.sharding.NamedSharding(mesh, spec) for spec in (jax.P("x"), jax.P(None, "x"))
+    )
     sender.await_pull(1, [jax.device_put(np.arange(4, dtype=np.float32).reshape(2, 2), rows)])
-    pulled = receiver.connect(sender.address()).pull(1, [jax.ShapeDtypeStruct((2, 2), np.float32, sharding=columns)])[0]
+    pulled = receiver.connect(sender.address()).pull(
+        1, [jax.ShapeDtypeStruct((2, 2), np.float32, sharding=columns)]
+    )[0]
     jax.block_until_ready(pulled)
     return np.asarray(pulled).tolist()
 
@@ -92,7 +103,10 @@ def a_second_pull() -> object:
     sender, receiver = server(), server()
     connection = receiver.connect(sender.address())
     sender.await_pull(1, [values()])
-    return [seen(connection.pull(1, [aval()])[0]), seen(connection.pull(1, [aval()])[0], SHORT_SECONDS)]
+    return [
+        seen(connection.pull(1, [aval()])[0]),
+        seen(connection.pull(1, [aval()])[0], SHORT_SECONDS),
+    ]
 
 
 def an_empty_leaf() -> object:
@@ -123,7 +137,11 @@ def a_dropped_server() -> object:
     waiting = connection.pull(2, [aval()])[0]
     del sender
     gc.collect()
-    return [first, seen(waiting, SHORT_SECONDS), seen(connection.pull(3, [aval()])[0], SHORT_SECONDS)]
+    return [
+        first,
+        seen(waiting, SHORT_SECONDS),
+        seen(connection.pull(3, [aval()])[0], SHORT_SECONDS),
+    ]
 
 
 def an_id_used_again() -> object:
@@ -141,7 +159,14 @@ def an_id_used_again() -> object:
 def an_error_array() -> object:
     sender, receiver = server(), server()
     array = values()
-    sender.await_pull(1, [transfer.make_error_array(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), "given up")])
+    sender.await_pull(
+        1,
+        [
+            transfer.make_error_array(
+                jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), "given up"
+            )
+        ],
+    )
     return seen(receiver.connect(sender.address()).pull(1, [aval()])[0])
 
 
@@ -150,7 +175,14 @@ def an_error_array_for_a_waiting_pull() -> object:
     array = values()
     waiting = receiver.connect(sender.address()).pull(1, [aval()])[0]
     time.sleep(0.05)
-    sender.await_pull(1, [transfer.make_error_array(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), "given up")])
+    sender.await_pull(
+        1,
+        [
+            transfer.make_error_array(
+                jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), "given up"
+            )
+        ],
+    )
     return seen(waiting)
 
 
@@ -163,7 +195,8 @@ def an_array_deleted_after_posting() -> object:
 
 
 def an_unpulled_posting() -> object:
-    """Megabytes resident: before, with the posting (its Python reference is gone), after another was posted under its id."""
+    """Megabytes resident: before, with the posting (its Python reference is gone), after another
+    was posted under its id."""
     sender = server()
     found = [resident_megabytes()]
     sender.await_pull(1, [jax.block_until_ready(values(32 << 20, 1.0))])
@@ -175,7 +208,12 @@ def an_unpulled_posting() -> object:
 
 
 def no_transports_at_the_receiver() -> object:
-    sender, receiver = server(), transfer.start_transfer_server(jax.local_devices()[0].client, "127.0.0.1:0", transfer_size=1 << 20)
+    sender, receiver = (
+        server(),
+        transfer.start_transfer_server(
+            jax.local_devices()[0].client, "127.0.0.1:0", transfer_size=1 << 20
+        ),
+    )
     sender.await_pull(1, [values()])
     return seen(receiver.connect(sender.address()).pull(1, [aval()])[0], SHORT_SECONDS)
 
@@ -189,8 +227,12 @@ def two_servers_at_one_address() -> object:
 def garbage_that_is_survived() -> object:
     sender, receiver = server(), server()
     host, port = sender.address().rsplit(":", 1)
-    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"x" * 64, b"\xff" * 64):
-        with socket.create_connection((host, int(port)), timeout=5) as plug:
+    for garbage in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"x" * 64,
+        b"\xff" * 64,
+    ):
+        with socket.create_connection((host, int(port)), timeout=time_scale.seconds(5)) as plug:
             plug.sendall(garbage)
     time.sleep(0.2)
     sender.await_pull(1, [values()])
@@ -223,7 +265,7 @@ def a_program_fed_before_arrival() -> object:
 def four_zero_bytes() -> object:
     sender = server()
     host, port = sender.address().rsplit(":", 1)
-    with socket.create_connection((host, int(port)), timeout=5) as plug:
+    with socket.create_connection((host, int(port)), timeout=time_scale.seconds(5)) as plug:
         plug.sendall(bytes(4))
         time.sleep(20.0)  # a busy machine may take seconds to get there
     return "survived"

@@ -1,8 +1,9 @@
-"""Real processes for tests of the transfer channel: each has a `JaxTransferChannel`, and obeys its parent over a local socket.
+"""Real processes for tests of the transfer channel: each has a `JaxTransferChannel`, and obeys its
+parent over a local socket.
 
-The parent is the post office: it carries the messages of all processes' links, its own included, and gives commands, one at a time and
-process (`child` is its whole life). Blocks hold the same values in every process, so that nothing but KV must move.
-"""
+The parent is the post office: it carries the messages of all processes' links, its own included,
+and gives commands, one at a time and process (`child` is its whole life). Blocks hold the same
+values in every process, so that nothing but KV must move."""
 
 import dataclasses
 import os
@@ -20,10 +21,11 @@ from pathlib import Path
 import numpy as np
 
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
-from jdisagg.transfer.kv_messages import KvMessage
+from jdisagg.messages.kv_plane import KvMessage
+from tests import time_scale
 
 TRANSPORTS = 2
-WAIT_SECONDS = 40.0
+WAIT_SECONDS = time_scale.seconds(40.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +108,13 @@ class Post:
         port = self._listener.address[1]  # type: ignore[misc]
         children = []
         for number in range(count):
-            program = f"from tests.transfer.kv_processes import child; child({port}, {devices}, {number}, {count}, {coordinator!r})"
-            children.append(subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[2]))
+            program = (
+                f"from tests.transfer.kv_processes import child; child({port}, {devices}, {number},"
+                f" {count}, {coordinator!r})"
+            )
+            children.append(
+                subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[2])
+            )
         started: dict[int, Process] = {}
         for _ in children:
             connection = self._listener.accept()
@@ -135,7 +142,9 @@ class PostEnd:
 class Process:
     """One child. `do` gives a command, `answer` waits for what became of it."""
 
-    def __init__(self, post: Post, child: subprocess.Popen[bytes], connection: Connection, end: KvEnd) -> None:
+    def __init__(
+        self, post: Post, child: subprocess.Popen[bytes], connection: Connection, end: KvEnd
+    ) -> None:
         self.end = end
         self._post, self._child, self._connection = post, child, connection
         self._answers: queue.Queue[Arrived | None] = queue.Queue()
@@ -254,14 +263,21 @@ def _obey(channel: "JaxTransferChannel", command: Command) -> Arrived:  # type: 
         return Arrived("", {}, {})
     block = command.block
     layout = Layout.parse(block.layout)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[: layout.devices]).reshape(layout.mesh_shape(block.kv_heads)), ("dp", "kv", "rep"))
+    mesh = jax.sharding.Mesh(
+        np.array(jax.devices()[: layout.devices]).reshape(layout.mesh_shape(block.kv_heads)),
+        ("dp", "kv", "rep"),
+    )
     if isinstance(command, MakeOffer):
         values = block.values(layout.dp).astype(jnp.dtype(block.dtype))
-        array = jax.make_array_from_callback(values.shape, block_sharding(mesh), lambda index: values[index])
+        array = jax.make_array_from_callback(
+            values.shape, block_sharding(mesh), lambda index: values[index]
+        )
         channel.offer(command.offer_id, array, command.rank)
         return Arrived("", {}, {})
     zeros = resident_zeros(mesh, 2, command.granule, block.tokens, 2, jnp.dtype(block.dtype))
-    pull = channel.pull(command.offer_id, PullTarget(zeros, command.rank, command.peer), command.deadline_seconds)
+    pull = channel.pull(
+        command.offer_id, PullTarget(zeros, command.rank, command.peer), command.deadline_seconds
+    )
     while not pull.is_ready():
         time.sleep(0.002)
     if error := pull.failed():
@@ -270,6 +286,8 @@ def _obey(channel: "JaxTransferChannel", command: Command) -> Arrived:  # type: 
     for array in pull.arrays():
         for shard in array.addressable_shards:
             if shard.index[0].indices(array.shape[0])[0] == command.rank:
-                shards.setdefault(shard.device.id, []).append(np.asarray(shard.data).astype(np.float32))
+                shards.setdefault(shard.device.id, []).append(
+                    np.asarray(shard.data).astype(np.float32)
+                )
     joined = {device: np.concatenate(parts, axis=2) for device, parts in shards.items()}
     return Arrived("", joined, channel.bytes_per_pair())

@@ -1,16 +1,18 @@
-"""Two channels over the real transfer engine in one process, and the link between them, which may be tampered with."""
+"""Two channels over the real transfer engine in one process, and the link between them, which may
+be tampered with."""
 
 from collections.abc import Callable
 
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
+from jdisagg.messages.kv_plane import KvMessage
 from jdisagg.transfer.jax_transfer import JaxTransferChannel
-from jdisagg.transfer.kv_messages import KvMessage
 
 SENDER, RECEIVER = KvEnd("127.0.0.1:1", 0xA), KvEnd("127.0.0.1:2", 0xB)
 
 
 class Loopback:
-    """A link between channels of this process. `tamper` sees each message and gives those that are delivered."""
+    """A link between channels of this process. `tamper` sees each message and gives those that are
+    delivered."""
 
     def __init__(self) -> None:
         self.channels: dict[KvEnd, JaxTransferChannel] = {}

@@ -1,4 +1,5 @@
-"""Codecs: what a leaf looks like, that pieces may be packed apart and put together, and what their sums notice."""
+"""Codecs: what a leaf looks like, that pieces may be packed apart and put together, and what their
+sums notice."""
 
 from functools import partial
 
@@ -21,11 +22,15 @@ def block(dtype: str = "float32", seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=(1, C, K, T, H)), jnp.dtype(dtype))
 
 
-def encode(how: Codec, piece: jax.Array, first_head: int = 0, stamp: BlockStamp = STAMP) -> tuple[jax.Array, ...]:
+def encode(
+    how: Codec, piece: jax.Array, first_head: int = 0, stamp: BlockStamp = STAMP
+) -> tuple[jax.Array, ...]:
     return jax.jit(how.encode)(piece, stamp_array(stamp), np.int32(first_head))
 
 
-def intact(how: Codec, leaves: tuple[jax.Array, ...], first_head: int = 0, stamp: BlockStamp = STAMP) -> bool:
+def intact(
+    how: Codec, leaves: tuple[jax.Array, ...], first_head: int = 0, stamp: BlockStamp = STAMP
+) -> bool:
     return bool(jax.jit(how.verify)(leaves, stamp_array(stamp), np.int32(first_head)))
 
 
@@ -35,7 +40,9 @@ def test_leaves_are_as_announced_and_of_rank_five(name, dtype):
     how, piece = codec(name), block(dtype)
     leaves = encode(how, piece)
     announced = how.leaves(jax.ShapeDtypeStruct(piece.shape, piece.dtype))
-    assert [(leaf.shape, leaf.dtype) for leaf in leaves] == [(leaf.shape, leaf.dtype) for leaf in announced]
+    assert [(leaf.shape, leaf.dtype) for leaf in leaves] == [
+        (leaf.shape, leaf.dtype) for leaf in announced
+    ]
     assert all(leaf.ndim == 5 and leaf.shape[2] == K for leaf in leaves)
 
 
@@ -47,7 +54,10 @@ def test_a_piece_comes_back_within_the_bound(name, dtype):
     assert intact(how, leaves)
     back = jax.jit(partial(how.decode, dtype=piece.dtype))(leaves)
     assert (back.shape, back.dtype) == (piece.shape, piece.dtype)
-    wide, error = np.asarray(piece, np.float32), np.abs(np.asarray(back, np.float32) - np.asarray(piece, np.float32))
+    wide, error = (
+        np.asarray(piece, np.float32),
+        np.abs(np.asarray(back, np.float32) - np.asarray(piece, np.float32)),
+    )
     largest = np.abs(wide).max(axis=-1, keepdims=True)
     rounding = largest * (2.0**-8 if dtype == "bfloat16" else 2.0**-21)
     assert np.all(error <= largest * BOUNDS.get(name, 0) + (rounding if how.lossy else 0))
@@ -68,7 +78,9 @@ def test_heads_packed_apart_are_the_heads_of_the_whole(name):
     whole = encode(how, piece, first_head=8)
     parts = [encode(how, piece[:, :, k : k + 2], first_head=8 + k) for k in (0, 2)]
     for leaf, *apart in zip(whole, *parts, strict=True):
-        np.testing.assert_array_equal(np.asarray(leaf), np.concatenate([np.asarray(part) for part in apart], axis=2))
+        np.testing.assert_array_equal(
+            np.asarray(leaf), np.concatenate([np.asarray(part) for part in apart], axis=2)
+        )
 
 
 @pytest.mark.parametrize("name", LOSSY)
@@ -80,11 +92,15 @@ def test_every_kind_of_damage_is_noticed(name):
         for _ in range(10):
             broken = array.copy()
             flat = (
-                broken.reshape(-1, broken.shape[-1]).view(np.uint8) if index == 2 else broken[:, :, :, : STAMP.valid_tokens].view(np.uint8)
+                broken.reshape(-1, broken.shape[-1]).view(np.uint8)
+                if index == 2
+                else broken[:, :, :, : STAMP.valid_tokens].view(np.uint8)
             )
             at = tuple(rng.integers(0, size) for size in flat.shape)
             flat[at] ^= np.uint8(1 << rng.integers(0, 8))
-            assert not np.array_equal(broken.view(np.uint8), array.view(np.uint8)), "the fault took no effect"
+            assert not np.array_equal(broken.view(np.uint8), array.view(np.uint8)), (
+                "the fault took no effect"
+            )
             assert not intact(how, (*leaves[:index], jnp.asarray(broken), *leaves[index + 1 :]))
     swapped = tuple(leaf[:, :, ::-1] for leaf in leaves)
     assert not intact(how, swapped)
@@ -102,7 +118,10 @@ def test_every_kind_of_damage_is_noticed(name):
 @pytest.mark.parametrize("name", CODECS)
 def test_zeros_that_nobody_sent_are_intact_where_no_token_counts(name):
     how = codec(name)
-    zeros = tuple(jnp.zeros(leaf.shape, leaf.dtype) for leaf in how.leaves(jax.ShapeDtypeStruct((1, C, K, T, H), jnp.dtype("float32"))))
+    zeros = tuple(
+        jnp.zeros(leaf.shape, leaf.dtype)
+        for leaf in how.leaves(jax.ShapeDtypeStruct((1, C, K, T, H), jnp.dtype("float32")))
+    )
     assert intact(how, zeros, stamp=BlockStamp())
     assert not np.any(np.asarray(how.decode(zeros, jnp.dtype("float32"))))
 

@@ -1,4 +1,5 @@
-"""The in-process channel: the shared suite, and what it promises beyond it: nothing through the host, nothing waits."""
+"""The in-process channel: the shared suite, and what it promises beyond it: nothing through the
+host, nothing waits."""
 
 import gc
 import queue
@@ -17,6 +18,7 @@ from jdisagg.layout.axes import Layout
 from jdisagg.transfer.boxes import head_granule, plan_handoff, rank_placement
 from jdisagg.transfer.channel import Offered, Pull, PullTarget, block_sharding
 from jdisagg.transfer.in_process import InProcessChannel
+from tests import time_scale
 from tests.transfer.conformance import (
     LONG_SECONDS,
     PAIRS,
@@ -44,7 +46,9 @@ class TestInProcessChannel(ChannelConformance):
 
 
 @pytest.mark.parametrize(("source", "destination", "kv_heads", "dtype"), PAIRS[::4])
-def test_the_counted_bytes_are_the_plans(ends: Ends, source: str, destination: str, kv_heads: int, dtype: str) -> None:
+def test_the_counted_bytes_are_the_plans(
+    ends: Ends, source: str, destination: str, kv_heads: int, dtype: str
+) -> None:
     block = case(source, destination, kv_heads, dtype)
     channel = InProcessChannel(ends.clock)
     channel.offer(1, block.block, 0)
@@ -55,12 +59,17 @@ def test_the_counted_bytes_are_the_plans(ends: Ends, source: str, destination: s
         rank_placement(block.zeros.sharding, whole, 0),
         block.target(0).granule,
     )
-    assert channel.bytes_per_pair() == plan.bytes_per_pair(jnp.dtype(dtype).itemsize) == channel.planned_bytes_per_pair()
+    assert (
+        channel.bytes_per_pair()
+        == plan.bytes_per_pair(jnp.dtype(dtype).itemsize)
+        == channel.planned_bytes_per_pair()
+    )
 
 
 def test_nothing_passes_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The transfer guard sees host reads on a GPU only; on CPU the array's own host view is made to fail (a global resharding
-    `device_put` trips over it), and what is put must be a single-device array."""
+    """The transfer guard sees host reads on a GPU only; on CPU the array's own host view is made to
+    fail (a global resharding `device_put` trips over it), and what is put must be a single-device
+    array."""
     channel = InProcessChannel(ManualClock())
     blocks = [case("tp=2", "dp=2,tp=2"), case("tp=4", "tp=1"), case("tp=3", "tp=2", kv_heads=6)]
     puts: list[tuple[jax.Array, object]] = []
@@ -85,10 +94,17 @@ def test_nothing_passes_through_the_host(monkeypatch: pytest.MonkeyPatch) -> Non
         for device, shard in expected_shards(block, 0, 0).items():
             np.testing.assert_array_equal(received_shards(pull, block, 0)[device], shard)
     assert puts
-    assert all(isinstance(array, jax.Array) and len(array.devices()) == 1 and isinstance(device, jax.Device) for array, device in puts)
+    assert all(
+        isinstance(array, jax.Array)
+        and len(array.devices()) == 1
+        and isinstance(device, jax.Device)
+        for array, device in puts
+    )
 
 
-def test_a_whole_shard_for_its_own_device_is_shared_and_a_rank_that_receives_nothing_shares_the_zeros() -> None:
+def test_a_whole_shard_for_its_own_device_is_shared_and_a_rank_that_receives_nothing_shares_the_zeros() -> (  # noqa: E501
+    None
+):
     channel = InProcessChannel(ManualClock())
     layout = Layout.parse("dp=2,tp=2")
     sharding = block_sharding(mesh(layout, 4, 0))
@@ -96,13 +112,17 @@ def test_a_whole_shard_for_its_own_device_is_shared_and_a_rank_that_receives_not
     zeros = jax.device_put(np.zeros((2, 2, 4, 4, 2), np.float32), sharding)
     channel.offer(1, block, 1)
     (array,) = finished(channel.pull(1, PullTarget(zeros, 1), LONG_SECONDS)).arrays()
-    for shard, mine, zero in zip(array.addressable_shards, block.addressable_shards, zeros.addressable_shards, strict=True):
+    for shard, mine, zero in zip(
+        array.addressable_shards, block.addressable_shards, zeros.addressable_shards, strict=True
+    ):
         origin = mine if shard.index[0].start else zero
         assert shard.data.unsafe_buffer_pointer() == origin.data.unsafe_buffer_pointer()
     assert channel.bytes_per_pair() == {}
 
 
-@pytest.mark.parametrize(("source", "destination"), [("tp=1", "tp=2"), ("dp=2,tp=2", "tp=4"), ("tp=4", "tp=1")])
+@pytest.mark.parametrize(
+    ("source", "destination"), [("tp=1", "tp=2"), ("dp=2,tp=2", "tp=4"), ("tp=4", "tp=1")]
+)
 def test_after_the_warm_up_no_pull_compiles_anything(source: str, destination: str) -> None:
     channel, block = InProcessChannel(ManualClock()), case(source, destination, components=5)
     channel.warm_up(mesh(block.source, 4, 0), block.target(0), kv_heads=4)
@@ -123,8 +143,11 @@ def test_after_the_warm_up_no_pull_compiles_anything(source: str, destination: s
         assert compiled, "the trap must see a compilation"
 
 
-def test_offering_and_pulling_do_not_wait_for_the_block_and_work_on_the_destination_goes_on(ends: Ends) -> None:
-    """The work is a single-device program: XLA:CPU runs the multi-device programs of a process one after another, pull or no pull."""
+def test_offering_and_pulling_do_not_wait_for_the_block_and_work_on_the_destination_goes_on(
+    ends: Ends,
+) -> None:
+    """The work is a single-device program: XLA:CPU runs the multi-device programs of a process one
+    after another, pull or no pull."""
     block = case("tp=2", "tp=4")
     ends.sender.offer(0, block.block, 0)
     finished(ends.receiver.pull(0, block.target(0), LONG_SECONDS))  # the cuts are compiled
@@ -140,24 +163,36 @@ def test_offering_and_pulling_do_not_wait_for_the_block_and_work_on_the_destinat
         np.testing.assert_array_equal(received_shards(finished(pull), block, 0)[device], shard)
 
 
-def test_a_pull_under_way_ends_by_deadline_by_revocation_and_by_cancellation_but_not_by_release(ends: Ends) -> None:
+def test_a_pull_under_way_ends_by_deadline_by_revocation_and_by_cancellation_but_not_by_release(
+    ends: Ends,
+) -> None:
     block = case("tp=2", "tp=2")
     computing = behind_work(block.block)
     for number in range(4):
         ends.sender.offer(number, computing, 0)
-    late, revoked, cancelled, released = (ends.receiver.pull(number, block.target(0), 5.0 + 90 * (number > 0)) for number in range(4))
+    late, revoked, cancelled, released = (
+        ends.receiver.pull(number, block.target(0), 5.0 + 90 * (number > 0)) for number in range(4)
+    )
     assert not any(pull.is_ready() for pull in (late, revoked, cancelled, released))
     ends.sender.revoke(1, "prefill was aborted")
     cancelled.cancel()
     ends.sender.release(3)
     ends.clock.seconds = 5.0
-    for pull, why in ((late, r"has not arrived within the deadline of 5\.0 s"), (revoked, "prefill was aborted"), (cancelled, "cancelled")):
+    for pull, why in (
+        (late, r"has not arrived within the deadline of 5\.0 s"),
+        (revoked, "prefill was aborted"),
+        (cancelled, "cancelled"),
+    ):
         assert pull.is_ready()
         with pytest.raises(HandoffError, match=why):
             pull.arrays()
-    assert received_shards(finished(released), block, 0).keys() == expected_shards(block, 0, 0).keys()
+    assert (
+        received_shards(finished(released), block, 0).keys() == expected_shards(block, 0, 0).keys()
+    )
     jax.block_until_ready(computing)
-    assert late.failed() is not None, "a pull that ended stays ended, also when its bytes arrive later"
+    assert late.failed() is not None, (
+        "a pull that ended stays ended, also when its bytes arrive later"
+    )
 
 
 def test_a_block_whose_computation_failed_fails_its_pull(ends: Ends) -> None:
@@ -185,16 +220,20 @@ def test_three_threads_may_offer_pull_and_poll_at_once(ends: Ends) -> None:
     for thread in threads:
         thread.start()
     for _ in range(count):
-        number, arrived = pulls.get(timeout=60)
+        number, arrived = pulls.get(timeout=time_scale.seconds(60))
         rank = number % 2
         for device, shard in expected_shards(block, 0, rank).items():
-            np.testing.assert_array_equal(received_shards(finished(arrived), block, rank)[device], shard)
+            np.testing.assert_array_equal(
+                received_shards(finished(arrived), block, rank)[device], shard
+            )
         ends.sender.release(number)
     for thread in threads:
         thread.join()
     assert ends.sender.offered() == Offered(0, 0)
     assert sum(ends.receiver.bytes_per_pair().values()) == count * block.block.nbytes
-    assert max(ends.receiver.bytes_per_pair().values()) == min(ends.receiver.bytes_per_pair().values())
+    assert max(ends.receiver.bytes_per_pair().values()) == min(
+        ends.receiver.bytes_per_pair().values()
+    )
 
 
 def test_released_blocks_and_dropped_pulls_leave_no_array_alive(ends: Ends) -> None:
@@ -226,5 +265,7 @@ def test_what_does_not_fit_is_refused_with_its_numbers() -> None:
     replicated = jax.sharding.NamedSharding(mesh(Layout.parse("dp=2"), 4, 0), jax.P())
     with pytest.raises(LayoutError, match=r"holds dp ranks \[0, 2\)"):
         rank_placement(replicated, block.block.shape, 0)
-    with pytest.raises(LayoutError, match="6 kv heads cannot be sharded over 4 devices on the destination side"):
+    with pytest.raises(
+        LayoutError, match="6 kv heads cannot be sharded over 4 devices on the destination side"
+    ):
         head_granule(6, 2, 4)

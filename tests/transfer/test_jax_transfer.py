@@ -6,13 +6,22 @@ import os
 import threading
 
 import jax
+import msgspec
 import numpy as np
 import pytest
 from jax.experimental import transfer
 
 from jdisagg.errors import ConfigError, HandoffError, IncompatiblePeerError
 from jdisagg.layout.mesh_card import KvEnd
-from jdisagg.transfer.kv_messages import KvMessage, Open, Posted, Pulled, PullRequest, Refused, Withdraw
+from jdisagg.messages.kv_plane import (
+    KvMessage,
+    Open,
+    Posted,
+    Pulled,
+    PullRequest,
+    Refused,
+    Withdraw,
+)
 from jdisagg.transfer.transfer_engine import EngineOptions, Inlet, Outlet
 from tests.transfer.conformance import (
     LONG_SECONDS,
@@ -33,8 +42,12 @@ class TestJaxTransferChannel(ChannelConformance):
     pass
 
 
-def pulled(ends: Ends, offer_id: int, block: Case, deadline_seconds: float = LONG_SECONDS) -> dict[int, np.ndarray]:
-    return received_shards(finished(ends.receiver.pull(offer_id, block.target(0), deadline_seconds)), block, 0)
+def pulled(
+    ends: Ends, offer_id: int, block: Case, deadline_seconds: float = LONG_SECONDS
+) -> dict[int, np.ndarray]:
+    return received_shards(
+        finished(ends.receiver.pull(offer_id, block.target(0), deadline_seconds)), block, 0
+    )
 
 
 def test_nothing_is_kept_of_pulls_that_are_over(ends: Ends, loopback: Loopback) -> None:
@@ -70,7 +83,9 @@ def test_nothing_is_kept_of_pulls_that_are_over(ends: Ends, loopback: Loopback) 
     settled(lambda: gc.collect() >= 0 and len(jax.live_arrays()) <= before)
 
 
-def test_a_doubled_request_is_posted_once_and_a_doubled_answer_pulled_once(ends: Ends, loopback: Loopback) -> None:
+def test_a_doubled_request_is_posted_once_and_a_doubled_answer_pulled_once(
+    ends: Ends, loopback: Loopback
+) -> None:
     doubled: list[KvMessage] = []
 
     def twice(message: KvMessage) -> list[KvMessage]:
@@ -88,7 +103,9 @@ def test_a_doubled_request_is_posted_once_and_a_doubled_answer_pulled_once(ends:
 
 
 @pytest.mark.parametrize("lost", [PullRequest, Posted, Refused])
-def test_what_is_lost_is_asked_for_again(ends: Ends, loopback: Loopback, lost: type[KvMessage]) -> None:
+def test_what_is_lost_is_asked_for_again(
+    ends: Ends, loopback: Loopback, lost: type[KvMessage]
+) -> None:
     block, dropped = case("tp=2", "tp=2"), []
 
     def lose_first(message: KvMessage) -> list[KvMessage]:
@@ -166,7 +183,11 @@ def test_a_sender_that_never_hears_how_a_pull_ended_frees_the_posting_at_its_dea
 def test_an_outlet_that_fails_is_closed_and_the_other_receivers_are_looked_after(
     ends: Ends, loopback: Loopback, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    block, broken, sender = case("tp=2", "tp=2"), KvEnd("127.0.0.1:3", 0xC), loopback.channels[SENDER]
+    block, broken, sender = (
+        case("tp=2", "tp=2"),
+        KvEnd("127.0.0.1:3", 0xC),
+        loopback.channels[SENDER],
+    )
     sender.handle(broken, Open(SENDER.boot_id, 1, 2))
     doors = sender._sender._doors
     settled(lambda: broken in doors)
@@ -188,7 +209,9 @@ def test_an_outlet_that_fails_is_closed_and_the_other_receivers_are_looked_after
     pulled(ends, 7, block)
 
 
-def test_pieces_under_an_id_that_was_not_posted_end_at_the_deadline_and_the_connection_is_made_anew(ends: Ends, loopback: Loopback) -> None:
+def test_pieces_under_an_id_that_was_not_posted_end_at_the_deadline_and_the_connection_is_made_anew(
+    ends: Ends, loopback: Loopback
+) -> None:
     """A wrong id is what a lost posting looks like: the engine never answers it."""
     block, numbers = case("tp=2", "tp=2"), []
 
@@ -197,7 +220,7 @@ def test_pieces_under_an_id_that_was_not_posted_end_at_the_deadline_and_the_conn
             numbers.append(message.link)
         if isinstance(message, Posted) and len(numbers) == 2:
             loopback.channels[SENDER].handle(RECEIVER, Pulled(message.pull_id))
-            return [dataclasses.replace(message, address=other.address)]
+            return [msgspec.structs.replace(message, address=other.address)]
         return [message]
 
     other = Outlet(EngineOptions(transports=2))  # where nothing is posted
@@ -217,7 +240,9 @@ def test_pieces_under_an_id_that_was_not_posted_end_at_the_deadline_and_the_conn
     other.close(in_flight=False)
 
 
-def test_connections_that_are_made_anew_leave_no_threads_behind(ends: Ends, loopback: Loopback) -> None:
+def test_connections_that_are_made_anew_leave_no_threads_behind(
+    ends: Ends, loopback: Loopback
+) -> None:
     block, numbers = case("tp=2", "tp=2"), set[int]()
 
     def note(message: KvMessage) -> list[KvMessage]:
@@ -249,7 +274,12 @@ def test_a_revocation_ends_pulls_that_wait_in_the_engine(ends: Ends, loopback: L
     with pytest.raises(HandoffError, match="prefill was aborted"):
         finished(pull).arrays()
     jax.block_until_ready(computing)
-    settled(lambda: loopback.channels[SENDER].postings() == 0 and loopback.channels[RECEIVER].under_way() == 0)
+    settled(
+        lambda: (
+            loopback.channels[SENDER].postings() == 0
+            and loopback.channels[RECEIVER].under_way() == 0
+        )
+    )
 
 
 def test_a_block_whose_computation_failed_fails_its_pull_and_no_other(ends: Ends) -> None:
@@ -272,22 +302,36 @@ def test_a_deleted_block_fails_its_pull_and_the_process_lives(ends: Ends) -> Non
         finished(ends.receiver.pull(7, block.target(0), LONG_SECONDS)).arrays()
 
 
-def test_another_number_of_transports_is_refused_on_both_sides_before_anything_connects(ends: Ends, loopback: Loopback) -> None:
+def test_another_number_of_transports_is_refused_on_both_sides_before_anything_connects(
+    ends: Ends, loopback: Loopback
+) -> None:
     block = case("tp=1", "tp=1")
     ends.sender.offer(7, block.block, 0)
     ends.receiver.connect("other", card(SENDER, transports=4))
     target = dataclasses.replace(block.target(0), peer="other")
     with pytest.raises(IncompatiblePeerError, match="transports is 2 here and 4 on peer 'other'"):
         finished(ends.receiver.pull(7, target, LONG_SECONDS)).arrays()
-    loopback.tamper = lambda message: [dataclasses.replace(message, transports=4) if isinstance(message, PullRequest) else message]
-    with pytest.raises(IncompatiblePeerError, match="transports is 2 at the sender and 4 at the receiver"):
+    loopback.tamper = lambda message: [
+        msgspec.structs.replace(message, transports=4)
+        if isinstance(message, PullRequest)
+        else message
+    ]
+    with pytest.raises(
+        IncompatiblePeerError, match="transports is 2 at the sender and 4 at the receiver"
+    ):
         finished(ends.receiver.pull(7, block.target(0), LONG_SECONDS)).arrays()
 
 
-def test_a_request_for_another_boot_of_the_process_is_refused(ends: Ends, loopback: Loopback) -> None:
+def test_a_request_for_another_boot_of_the_process_is_refused(
+    ends: Ends, loopback: Loopback
+) -> None:
     block = case("tp=1", "tp=1")
     ends.sender.offer(7, block.block, 0)
-    loopback.tamper = lambda message: [dataclasses.replace(message, sender_boot_id=0xDEAD) if isinstance(message, PullRequest) else message]
+    loopback.tamper = lambda message: [
+        msgspec.structs.replace(message, sender_boot_id=0xDEAD)
+        if isinstance(message, PullRequest)
+        else message
+    ]
     with pytest.raises(HandoffError, match="has restarted"):
         finished(ends.receiver.pull(7, block.target(0), LONG_SECONDS)).arrays()
 
@@ -302,7 +346,9 @@ def test_an_answer_from_somebody_else_is_ignored(ends: Ends, loopback: Loopback)
     loopback.tamper = note
     block = case("tp=1", "tp=1")
     pull = ends.receiver.pull(7, block.target(0), LONG_SECONDS)
-    loopback.channels[RECEIVER].handle(KvEnd(SENDER.control, 0xDEAD), Refused(requests[0].pull_id, "HandoffError", "a lie"))
+    loopback.channels[RECEIVER].handle(
+        KvEnd(SENDER.control, 0xDEAD), Refused(requests[0].pull_id, "HandoffError", "a lie")
+    )
     ends.sender.offer(7, block.block, 0)
     finished(pull).arrays()
 
@@ -317,7 +363,9 @@ def test_pulls_of_a_peer_that_is_disconnected_fail_and_the_other_peers_go_on(end
     with pytest.raises(HandoffError, match="'gone' was disconnected"):
         finished(lost).arrays()
     with pytest.raises(HandoffError, match="'gone' is not connected"):
-        ends.receiver.pull(7, dataclasses.replace(block.target(0), peer="gone"), LONG_SECONDS).arrays()
+        ends.receiver.pull(
+            7, dataclasses.replace(block.target(0), peer="gone"), LONG_SECONDS
+        ).arrays()
     ends.sender.offer(7, block.block, 0)
     finished(waiting).arrays()
 
@@ -340,7 +388,9 @@ def test_the_kv_plane_never_listens_on_every_interface() -> None:
             EngineOptions(host)
 
 
-def test_pieces_that_cannot_be_received_are_given_back_at_once(ends: Ends, loopback: Loopback, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_that_cannot_be_received_are_given_back_at_once(
+    ends: Ends, loopback: Loopback, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A device without room for what comes: the sender must not hold it until the deadline."""
     block, refused = case("tp=2", "tp=2"), []
 

@@ -1,4 +1,5 @@
-"""The transfer channel between real processes: jobs of several processes, deaths, stops, restarts, and a receiver that stalls."""
+"""The transfer channel between real processes: jobs of several processes, deaths, stops, restarts,
+and a receiver that stalls."""
 
 import math
 import signal
@@ -14,11 +15,21 @@ from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.transfer.channel import PullTarget, resident_zeros
 from jdisagg.transfer.jax_transfer import JaxTransferChannel
+from tests import time_scale
 from tests.transfer.conformance import case, expected_shards, finished, received_shards, settled
-from tests.transfer.kv_processes import TRANSPORTS, Arrived, Block, Introduce, MakeOffer, MakePull, Post, Process
+from tests.transfer.kv_processes import (
+    TRANSPORTS,
+    Arrived,
+    Block,
+    Introduce,
+    MakeOffer,
+    MakePull,
+    Post,
+    Process,
+)
 
 HERE = KvEnd("the test", 0x7E57)
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = time_scale.seconds(60.0)
 BIG_TOKENS = 1 << 21  # 128 MB
 
 
@@ -27,7 +38,9 @@ class World:
 
     def __init__(self) -> None:
         self.post = Post()
-        self.channel = JaxTransferChannel(MonotonicClock(), HERE, self.post.of(HERE), transports=TRANSPORTS)
+        self.channel = JaxTransferChannel(
+            MonotonicClock(), HERE, self.post.of(HERE), transports=TRANSPORTS
+        )
         self.post.join(HERE, self.channel.handle)
 
     def close(self) -> None:
@@ -53,9 +66,17 @@ def offer_everywhere(processes: list[Process], offer: MakeOffer) -> None:
         assert process.answer().error == ""
 
 
-def pull_here(world: World, offer_id: int, peer: str, destination: str, source: str = "tp=4", rank: int = 0) -> dict[int, np.ndarray]:
+def pull_here(
+    world: World, offer_id: int, peer: str, destination: str, source: str = "tp=4", rank: int = 0
+) -> dict[int, np.ndarray]:
     here = case(source, destination)
-    return received_shards(finished(world.channel.pull(offer_id, PullTarget(here.zeros, rank, peer), PATIENCE_SECONDS)), here, rank)
+    return received_shards(
+        finished(
+            world.channel.pull(offer_id, PullTarget(here.zeros, rank, peer), PATIENCE_SECONDS)
+        ),
+        here,
+        rank,
+    )
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -85,13 +106,21 @@ def test_each_process_sends_and_receives_its_own_shards(world: World, processes:
             granule = math.gcd(4 // Layout.parse(source).tp, 4 // layout.tp)
             for rank in range(layout.dp):
                 for process in job:
-                    process.do(MakePull(number, "here", Block(destination), rank, granule, PATIENCE_SECONDS))
+                    process.do(
+                        MakePull(
+                            number, "here", Block(destination), rank, granule, PATIENCE_SECONDS
+                        )
+                    )
                 shards = merged([process.answer() for process in job])
                 expected = here.values[:1]
                 assert len(shards) == layout.tp
-                for place, device in enumerate(sorted(shards, key=lambda device: (device // 2048, device))):
+                for place, device in enumerate(
+                    sorted(shards, key=lambda device: (device // 2048, device))
+                ):
                     heads = 4 // layout.tp
-                    np.testing.assert_array_equal(shards[device], expected[:, :, place * heads : place * heads + heads])
+                    np.testing.assert_array_equal(
+                        shards[device], expected[:, :, place * heads : place * heads + heads]
+                    )
         number += 1
 
 
@@ -104,7 +133,9 @@ def merged(answers: list[Arrived]) -> dict[int, np.ndarray]:
     return shards
 
 
-def test_a_killed_sender_fails_its_pulls_and_its_successor_serves_under_a_new_name(world: World) -> None:
+def test_a_killed_sender_fails_its_pulls_and_its_successor_serves_under_a_new_name(
+    world: World,
+) -> None:
     (first,) = world.post.start(devices=4)
     world.channel.connect("first", card(first.end))
     offer_everywhere([first], MakeOffer(1, Block("tp=4"), 0))
@@ -122,7 +153,9 @@ def test_a_killed_sender_fails_its_pulls_and_its_successor_serves_under_a_new_na
     pull_here(world, 1, "second", "tp=2")
 
 
-def test_pulls_from_a_stopped_sender_end_at_their_deadline_and_it_serves_again_when_it_goes_on(world: World) -> None:
+def test_pulls_from_a_stopped_sender_end_at_their_deadline_and_it_serves_again_when_it_goes_on(
+    world: World,
+) -> None:
     (sender,) = world.post.start(devices=4)
     world.channel.connect("peer", card(sender.end))
     here = case("tp=4", "tp=2")
@@ -144,7 +177,9 @@ def test_pulls_from_a_stopped_sender_end_at_their_deadline_and_it_serves_again_w
     pull_here(world, 1, "peer", "tp=2")
 
 
-def test_a_receiver_that_stalls_in_the_middle_of_its_bytes_does_not_slow_another(world: World) -> None:
+def test_a_receiver_that_stalls_in_the_middle_of_its_bytes_does_not_slow_another(
+    world: World,
+) -> None:
     (stalled,) = world.post.start(devices=1)
     stalled.do(Introduce("here", card(HERE)))
     stalled.answer()

@@ -10,7 +10,8 @@ from tests.transfer.conformance import ManualClock
 
 
 def test_what_arrived_is_not_replaced_by_a_later_delivery() -> None:
-    """A second sender process may say that it has nothing to add just when another thread finds that all is there."""
+    """A second sender process may say that it has nothing to add just when another thread finds
+    that all is there."""
     pull = PolledPull(7, ManualClock(), 1.0)
     pieces = (jnp.ones(4), jnp.zeros(4))
     jax.block_until_ready(pieces)

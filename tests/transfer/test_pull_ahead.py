@@ -1,4 +1,5 @@
-"""Pulls that begin before the sender has said a word: no answer is waited for, and whatever happens, nothing stays in the engine."""
+"""Pulls that begin before the sender has said a word: no answer is waited for, and whatever
+happens, nothing stays in the engine."""
 
 import dataclasses
 import itertools
@@ -10,11 +11,19 @@ import pytest
 
 from jdisagg.errors import HandoffError, IncompatiblePeerError
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
+from jdisagg.messages.kv_plane import (
+    KvMessage,
+    Leave,
+    Opened,
+    Posted,
+    PullRequest,
+    Refused,
+    Withdraw,
+)
 from jdisagg.transfer import transfer_engine
 from jdisagg.transfer.boxes import mesh_card
 from jdisagg.transfer.channel import BlockStamp, Pull, PullTarget
 from jdisagg.transfer.jax_transfer import JaxTransferChannel
-from jdisagg.transfer.kv_messages import KvMessage, Leave, Opened, Posted, PullRequest, Refused, Withdraw
 from jdisagg.transfer.transfer_engine import EngineOptions, Inlet
 from tests.transfer.conformance import (
     LONG_SECONDS,
@@ -31,9 +40,12 @@ from tests.transfer.loopback import RECEIVER, SENDER, Loopback
 
 
 class Ahead:
-    """Both channels as one who knows each block's mesh and rank sees them: every pull that can be is pulled ahead."""
+    """Both channels as one who knows each block's mesh and rank sees them: every pull that can be
+    is pulled ahead."""
 
-    def __init__(self, sender: JaxTransferChannel, receiver: JaxTransferChannel, loopback: Loopback) -> None:
+    def __init__(
+        self, sender: JaxTransferChannel, receiver: JaxTransferChannel, loopback: Loopback
+    ) -> None:
         self.inner, self._sender = receiver, sender
         self.posted: list[Posted] = []
         self.requests: list[PullRequest] = []
@@ -48,7 +60,13 @@ class Ahead:
         self.requests += [message] if isinstance(message, PullRequest) else []
         return [message]
 
-    def offer(self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = BlockStamp()) -> None:  # noqa: B008
+    def offer(
+        self,
+        offer_id: int,
+        block: jax.Array,
+        rank: int,
+        stamp: BlockStamp = BlockStamp(),  # noqa: B008
+    ) -> None:
         self._sender.offer(offer_id, block, rank, stamp)
         self._blocks[offer_id] = (card_of(block), block.shape[2], rank)
 
@@ -72,12 +90,18 @@ def card_of(block: jax.Array) -> MeshCard:
 
 class TestPullsAhead(ChannelConformance):
     @pytest.fixture
-    def ends(self, ends: Ends, loopback: Loopback, request: pytest.FixtureRequest) -> Iterator[Ends]:
+    def ends(
+        self, ends: Ends, loopback: Loopback, request: pytest.FixtureRequest
+    ) -> Iterator[Ends]:
         both = Ahead(loopback.channels[SENDER], loopback.channels[RECEIVER], loopback)
         yield Ends(both, both, ends.clock)  # type: ignore[arg-type]
         ahead = {request.pull_id for request in both.requests if request.address}
-        assert not ahead & {message.pull_id for message in both.posted}, "a pull ahead waits for no answer"
-        if request.node.name.startswith(("test_each_destination", "test_a_lossy_codec", "test_an_offer_can_be_pulled_again")):
+        assert not ahead & {message.pull_id for message in both.posted}, (
+            "a pull ahead waits for no answer"
+        )
+        if request.node.name.startswith(
+            ("test_each_destination", "test_a_lossy_codec", "test_an_offer_can_be_pulled_again")
+        ):
             assert both.requests and all(request.address for request in both.requests)
 
     def test_replicas_of_the_source_take_turns(self, ends: Ends) -> None:
@@ -93,7 +117,8 @@ class TestPullsAhead(ChannelConformance):
 
 @dataclasses.dataclass
 class Bench:
-    """One block, a receiver that is connected to its mesh, and every message that was sent. `lose` names those that get lost."""
+    """One block, a receiver that is connected to its mesh, and every message that was sent. `lose`
+    names those that get lost."""
 
     ends: Ends
     block: Case
@@ -131,7 +156,8 @@ class Bench:
 @pytest.fixture
 def bench(ends: Ends, loopback: Loopback) -> Iterator[Bench]:
     bench = Bench(ends, case("tp=2", "tp=4"))
-    settled(lambda: loopback.channels[RECEIVER]._puller._connections[SENDER].address != "")  # the answer to `ends` is not counted
+    # the answer to `ends` is not counted
+    settled(lambda: loopback.channels[RECEIVER]._puller._connections[SENDER].address != "")
     loopback.tamper = bench.tamper
     ends.receiver.connect("known", card_of(bench.block.block))
     settled(lambda: bench.count(Opened) == 1)
@@ -139,10 +165,17 @@ def bench(ends: Ends, loopback: Loopback) -> Iterator[Bench]:
 
 
 def at_rest(loopback: Loopback) -> None:
-    settled(lambda: loopback.channels[SENDER].postings() == 0 and loopback.channels[RECEIVER].under_way() == 0)
+    settled(
+        lambda: (
+            loopback.channels[SENDER].postings() == 0
+            and loopback.channels[RECEIVER].under_way() == 0
+        )
+    )
 
 
-def test_what_is_pulled_before_it_is_offered_comes_without_an_answer(bench: Bench, loopback: Loopback) -> None:
+def test_what_is_pulled_before_it_is_offered_comes_without_an_answer(
+    bench: Bench, loopback: Loopback
+) -> None:
     pulls = [bench.pull(number) for number in range(4)]
     assert not any(pull.is_ready() for pull in pulls)
     for number in range(4):
@@ -155,7 +188,9 @@ def test_what_is_pulled_before_it_is_offered_comes_without_an_answer(bench: Benc
 
 
 @pytest.mark.parametrize("offered", [True, False])
-def test_a_refusal_reaches_a_pull_ahead_with_its_reason(bench: Bench, loopback: Loopback, offered: bool) -> None:
+def test_a_refusal_reaches_a_pull_ahead_with_its_reason(
+    bench: Bench, loopback: Loopback, offered: bool
+) -> None:
     """Also when the message that says so is lost: the reason waits in the engine."""
     bench.lose = lambda message: isinstance(message, Refused)
     if offered:
@@ -164,13 +199,20 @@ def test_a_refusal_reaches_a_pull_ahead_with_its_reason(bench: Bench, loopback: 
     pull = bench.pull(7)
     if not offered:
         bench.ends.sender.revoke(7, "prefill failed")
-    with pytest.raises(HandoffError, match=r"^offer 0x7 was released$" if offered else r"^offer 0x7 was revoked: prefill failed$"):
+    with pytest.raises(
+        HandoffError,
+        match=(
+            r"^offer 0x7 was released$" if offered else r"^offer 0x7 was revoked: prefill failed$"
+        ),
+    ):
         finished(pull).arrays()
     assert bench.count(Refused) == 1
     at_rest(loopback)
 
 
-def test_another_geometry_is_refused_by_type_also_in_the_engine(bench: Bench, loopback: Loopback) -> None:
+def test_another_geometry_is_refused_by_type_also_in_the_engine(
+    bench: Bench, loopback: Loopback
+) -> None:
     bench.lose = lambda message: isinstance(message, Refused)
     bench.ends.sender.offer(7, case("tp=2", "tp=4", dtype="bfloat16").block, 0)
     with pytest.raises(IncompatiblePeerError, match="dtype is 'bfloat16'.*'float32'"):
@@ -178,7 +220,9 @@ def test_another_geometry_is_refused_by_type_also_in_the_engine(bench: Bench, lo
     at_rest(loopback)
 
 
-def test_a_sender_that_lies_otherwise_than_its_card_says_refuses(bench: Bench, loopback: Loopback) -> None:
+def test_a_sender_that_lies_otherwise_than_its_card_says_refuses(
+    bench: Bench, loopback: Loopback
+) -> None:
     bench.ends.sender.offer(7, case("tp=4", "tp=4").block, 0)
     with pytest.raises(IncompatiblePeerError, match="pulls .* ahead"):
         finished(bench.pull(7)).arrays()
@@ -187,7 +231,9 @@ def test_a_sender_that_lies_otherwise_than_its_card_says_refuses(bench: Bench, l
     at_rest(loopback)
 
 
-def test_cancelled_pulls_of_offers_never_made_leave_nothing_in_the_engine(bench: Bench, loopback: Loopback) -> None:
+def test_cancelled_pulls_of_offers_never_made_leave_nothing_in_the_engine(
+    bench: Bench, loopback: Loopback
+) -> None:
     for number in range(3):
         pull = bench.pull(number)
         settled(lambda number=number: bench.count(PullRequest) == number + 1)
@@ -200,7 +246,9 @@ def test_cancelled_pulls_of_offers_never_made_leave_nothing_in_the_engine(bench:
     assert bench.count(Leave) == 0, "the connection lives"
 
 
-def test_a_cancelled_pull_whose_request_was_lost_is_flushed_all_the_same(bench: Bench, loopback: Loopback) -> None:
+def test_a_cancelled_pull_whose_request_was_lost_is_flushed_all_the_same(
+    bench: Bench, loopback: Loopback
+) -> None:
     bench.lose = lambda message: isinstance(message, PullRequest)
     pull = bench.pull(7)
     pull.cancel()
@@ -213,7 +261,9 @@ def test_a_cancelled_pull_whose_request_was_lost_is_flushed_all_the_same(bench: 
     assert bench.count(Leave) == 0
 
 
-def test_a_lost_request_is_asked_again_and_a_doubled_one_posted_once(bench: Bench, loopback: Loopback) -> None:
+def test_a_lost_request_is_asked_again_and_a_doubled_one_posted_once(
+    bench: Bench, loopback: Loopback
+) -> None:
     bench.lose = lambda message: isinstance(message, PullRequest) and bench.count(PullRequest) == 1
     pull = bench.pull(7)
     bench.ends.sender.offer(7, bench.block.block, 0)
@@ -224,7 +274,9 @@ def test_a_lost_request_is_asked_again_and_a_doubled_one_posted_once(bench: Benc
     at_rest(loopback)
 
 
-def test_a_pull_ahead_ends_at_its_deadline_and_so_does_what_waits_for_it(bench: Bench, loopback: Loopback) -> None:
+def test_a_pull_ahead_ends_at_its_deadline_and_so_does_what_waits_for_it(
+    bench: Bench, loopback: Loopback
+) -> None:
     bench.lose = lambda message: isinstance(message, Withdraw)
     pull = bench.pull(7, 5.0)
     settled(lambda: bool(loopback.channels[SENDER]._sender._waiting))
@@ -235,7 +287,9 @@ def test_a_pull_ahead_ends_at_its_deadline_and_so_does_what_waits_for_it(bench: 
     settled(lambda: not loopback.channels[SENDER]._sender._waiting)
 
 
-def test_a_receiver_that_is_gone_leaves_nothing_at_the_sender(bench: Bench, loopback: Loopback) -> None:
+def test_a_receiver_that_is_gone_leaves_nothing_at_the_sender(
+    bench: Bench, loopback: Loopback
+) -> None:
     for number in range(3):
         bench.pull(number, 5.0)
     settled(lambda: len(loopback.channels[SENDER]._sender._waiting) == 3)
@@ -244,7 +298,12 @@ def test_a_receiver_that_is_gone_leaves_nothing_at_the_sender(bench: Bench, loop
     for number in range(2):
         bench.ends.sender.offer(number, bench.block.block, 0)
     bench.ends.clock.seconds = 7.0
-    settled(lambda: loopback.channels[SENDER].postings() == 0 and not loopback.channels[SENDER]._sender._waiting)
+    settled(
+        lambda: (
+            loopback.channels[SENDER].postings() == 0
+            and not loopback.channels[SENDER]._sender._waiting
+        )
+    )
 
 
 def test_an_outlet_that_was_closed_meanwhile_is_replaced(bench: Bench, loopback: Loopback) -> None:
@@ -254,28 +313,40 @@ def test_an_outlet_that_was_closed_meanwhile_is_replaced(bench: Bench, loopback:
     at_rest(loopback)
     sender = loopback.channels[SENDER]
     sender.handle(RECEIVER, Leave(bench.requests[0].link))
-    with pytest.raises(HandoffError, match="closed meanwhile; pull again|could not be computed or moved"):
+    with pytest.raises(
+        HandoffError, match="closed meanwhile; pull again|could not be computed or moved"
+    ):
         finished(bench.pull(7)).arrays()
     at_rest(loopback)
-    bench.check(bench.ends.receiver.pull(7, bench.target, LONG_SECONDS))  # where the sender posts now, only it can say
+    # where the sender posts now, only it can say
+    bench.check(bench.ends.receiver.pull(7, bench.target, LONG_SECONDS))
     bench.check(bench.pull(7))
     assert bench.requests[-1].address != bench.requests[0].address
 
 
-def test_a_pull_that_the_old_outlet_took_with_it_leaves_the_new_connection_alone(bench: Bench, loopback: Loopback) -> None:
+def test_a_pull_that_the_old_outlet_took_with_it_leaves_the_new_connection_alone(
+    bench: Bench, loopback: Loopback
+) -> None:
     bench.ends.sender.offer(7, bench.block.block, 0)
     puller, sender = loopback.channels[RECEIVER]._puller, loopback.channels[SENDER]
     connection = puller._connections[SENDER]
-    before, bench.lose = connection.address, lambda message: isinstance(message, Refused)  # what the engine says is heard alone
+    # what the engine says is heard alone
+    before, bench.lose = connection.address, lambda message: isinstance(message, Refused)
     sender.handle(RECEIVER, Leave(connection.number))
     with pytest.raises(HandoffError, match="could not be computed or moved"):
         finished(bench.pull(7)).arrays()
     at_rest(loopback)
-    assert bench.count(Leave) == 0 and puller._connections[SENDER] is connection and connection.address != before
+    assert (
+        bench.count(Leave) == 0
+        and puller._connections[SENDER] is connection
+        and connection.address != before
+    )
     bench.check(bench.pull(7))
 
 
-def test_an_outlet_that_cannot_be_made_is_said_at_once(bench: Bench, loopback: Loopback, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outlet_that_cannot_be_made_is_said_at_once(
+    bench: Bench, loopback: Loopback, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_port(self: EngineOptions) -> None:
         raise RuntimeError("Address already in use")
 
@@ -283,7 +354,12 @@ def test_an_outlet_that_cannot_be_made_is_said_at_once(bench: Bench, loopback: L
     loopback.channels[SENDER].handle(RECEIVER, Leave(1))
     settled(lambda: not loopback.channels[SENDER]._sender._doors)
     monkeypatch.setattr(EngineOptions, "start_server", no_port)
-    with pytest.raises(HandoffError, match="no connection could be opened: Address already in use|could not be computed or moved"):
+    with pytest.raises(
+        HandoffError,
+        match=(
+            "no connection could be opened: Address already in use|could not be computed or moved"
+        ),
+    ):
         finished(bench.pull(7)).arrays()
     assert bench.count(Refused) == 1
 
@@ -297,7 +373,9 @@ def test_what_was_refused_is_not_withdrawn_too(bench: Bench, loopback: Loopback)
     assert (bench.count(Refused), bench.count(Withdraw)) == (1, 0)
 
 
-def test_a_forged_opening_or_one_of_an_older_connection_changes_nothing(bench: Bench, loopback: Loopback) -> None:
+def test_a_forged_opening_or_one_of_an_older_connection_changes_nothing(
+    bench: Bench, loopback: Loopback
+) -> None:
     receiver, link = loopback.channels[RECEIVER], 1
     receiver.handle(KvEnd(SENDER.control, 0xDEAD), Opened(link, "127.0.0.1:9"))
     receiver.handle(SENDER, Opened(link - 1, "127.0.0.1:9"))
@@ -306,9 +384,7 @@ def test_a_forged_opening_or_one_of_an_older_connection_changes_nothing(bench: B
 
 
 def test_pieces_for_which_there_is_no_room_are_not_asked_for_in_vain(
-    bench: Bench,
-    loopback: Loopback,
-    monkeypatch: pytest.MonkeyPatch,
+    bench: Bench, loopback: Loopback, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_room(inlet: Inlet, address: str, pull_id: int, avals: object) -> list[jax.Array]:
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
@@ -326,11 +402,16 @@ def test_a_pull_that_comes_too_late_costs_no_other_its_connection(
     kept: list[object] = []
     monkeypatch.setattr(transfer_engine, "_keep_for_ever", kept.append)
     late, other = bench.pull(7, 5.0), bench.pull(8)
-    settled(lambda: len(loopback.channels[SENDER]._sender._waiting) == 2)  # both wait for their offers
+    # both wait for their offers
+    settled(lambda: len(loopback.channels[SENDER]._sender._waiting) == 2)
     bench.ends.clock.seconds = 5.0
-    with pytest.raises(HandoffError, match="was not made .* within the deadline|has not arrived within the deadline"):
+    with pytest.raises(
+        HandoffError,
+        match="was not made .* within the deadline|has not arrived within the deadline",
+    ):
         finished(late).arrays()
-    settled(lambda: loopback.channels[RECEIVER].under_way() <= 1)  # the sender has ended it, or the connection was dropped
+    # the sender has ended it, or the connection was dropped
+    settled(lambda: loopback.channels[RECEIVER].under_way() <= 1)
     assert other.failed() is None
     bench.ends.sender.offer(8, bench.block.block, 0)
     bench.check(other)

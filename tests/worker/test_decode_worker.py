@@ -1,4 +1,5 @@
-"""The decode worker by its port: leases, zombies, cancels, n > 1 on shared pages, and the loop's commands."""
+"""The decode worker by its port: leases, zombies, cancels, n > 1 on shared pages, and the loop's
+commands."""
 
 import asyncio
 from dataclasses import replace
@@ -6,23 +7,30 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.config import InstanceConfig, LimitsConfig, Mode
-from jdisagg.dispatch.ports import Child, GenerateCall, HandoffSource, ReserveCall, Span, SpanEnd
 from jdisagg.errors import DeadlineExceededError, HandoffError, UnavailableError
+from jdisagg.messages.ports import Child, GenerateCall, HandoffSource, ReserveCall, Span, SpanEnd
+from jdisagg.messages.step_commands import CopyPages, DecodeSteps, PrefillChunk
 from jdisagg.router.terms import STEPS_ALONE, STEPS_TO_JOIN
-from jdisagg.scheduler.commands import CopyPages, DecodeSteps, PrefillChunk
 from jdisagg.worker.decode_worker import DecodeWorker
+from jdisagg.worker.mesh_worker import WorkerContext
 from tests.fakes.cluster import Cluster, toy_request
 from tests.fakes.fake_executor import Costs, Faults, toy_limits
 from tests.fakes.toy_model import expected_tokens
 from tests.fakes.virtual_time import run_virtually
 
 
-def reserve_call(number: int = 1, attempt: int = 1, children: tuple[Child, ...] = (Child(0),), **sampling: object) -> ReserveCall:
+def reserve_call(
+    number: int = 1, attempt: int = 1, children: tuple[Child, ...] = (Child(0),), **sampling: object
+) -> ReserveCall:
     return ReserveCall(toy_request(number, **sampling), attempt, children, deadline_seconds=100.0)  # type: ignore[arg-type]
 
 
-async def spans_of(worker: DecodeWorker, reservation_id: int, attempt: int = 1, source: HandoffSource | None = None) -> list[Span]:
-    return [span async for span in worker.generate(GenerateCall(reservation_id, attempt, 100.0, source))]
+async def spans_of(
+    worker: DecodeWorker, reservation_id: int, attempt: int = 1, source: HandoffSource | None = None
+) -> list[Span]:
+    return [
+        span async for span in worker.generate(GenerateCall(reservation_id, attempt, 100.0, source))
+    ]
 
 
 def test_a_reservation_that_nobody_takes_over_is_freed_by_its_lease_without_new_work() -> None:
@@ -45,10 +53,18 @@ def test_a_reservation_covers_prompt_and_growth_and_full_prompt_pages_once() -> 
     async def main() -> None:
         async with Cluster(growth_tokens=8) as cluster:
             await cluster.decode.reserve(reserve_call(prompt_tokens=10, max_tokens=50))
-            assert (await cluster.decode.status()).free_pages == (64 - 5,), "10 + 8 positions in pages of 4"
-            await cluster.decode.reserve(reserve_call(2, children=(Child(0), Child(1), Child(2)), prompt_tokens=10, max_tokens=50, n=3))
+            assert (await cluster.decode.status()).free_pages == (64 - 5,), (
+                "10 + 8 positions in pages of 4"
+            )
+            await cluster.decode.reserve(
+                reserve_call(
+                    2, children=(Child(0), Child(1), Child(2)), prompt_tokens=10, max_tokens=50, n=3
+                )
+            )
             shared, last_pages, growth = 2, 3, 3 * 2
-            assert (await cluster.decode.status()).free_pages == (59 - shared - last_pages - growth,)
+            assert (await cluster.decode.status()).free_pages == (
+                59 - shared - last_pages - growth,
+            )
 
     run_virtually(main)
 
@@ -58,12 +74,18 @@ def test_children_share_the_prompt_and_copy_its_last_page_once_each() -> None:
         async with Cluster(Mode.CHUNKED) as cluster:
             request = toy_request(1, prompt_tokens=10, n=4, temperature=1.0, max_tokens=9)
             cluster.check_against_oracle(request, await cluster.collect(request))
-            copies = [command for command in cluster.decode_mesh.log if isinstance(command, CopyPages)]
+            copies = [
+                command for command in cluster.decode_mesh.log if isinstance(command, CopyPages)
+            ]
             assert [len(command.copies) for command in copies] == [3]
-            assert sum(isinstance(command, PrefillChunk) for command in cluster.decode_mesh.log) == 1, "prefilled once"
+            assert (
+                sum(isinstance(command, PrefillChunk) for command in cluster.decode_mesh.log) == 1
+            ), "prefilled once"
             whole_pages = toy_request(2, prompt_tokens=12, n=4, temperature=1.0, max_tokens=9)
             cluster.check_against_oracle(whole_pages, await cluster.collect(whole_pages))
-            assert sum(isinstance(command, CopyPages) for command in cluster.decode_mesh.log) == 1, "nothing to copy"
+            assert (
+                sum(isinstance(command, CopyPages) for command in cluster.decode_mesh.log) == 1
+            ), "nothing to copy"
 
     run_virtually(main)
 
@@ -96,7 +118,10 @@ def test_generating_twice_from_one_reservation_is_refused() -> None:
             with pytest.raises(HandoffError):
                 await spans_of(cluster.decode, reservation.reservation_id)
             spans = await first
-            assert sum((span.token_ids for span in spans), ()) == expected_tokens(toy_request(1), 0, 128)[0]
+            assert (
+                sum((span.token_ids for span in spans), ())
+                == expected_tokens(toy_request(1), 0, 128)[0]
+            )
             assert spans[-1].end is SpanEnd.LENGTH
             await cluster.check_quiet()
 
@@ -127,7 +152,9 @@ def test_waiting_for_pages_ends_with_the_calls_deadline() -> None:
         async with Cluster(decode=toy_limits(pages_per_rank=8), growth_tokens=64) as cluster:
             await cluster.decode.reserve(reserve_call(1, max_tokens=27))
             with pytest.raises(DeadlineExceededError, match="no free pages"):
-                await cluster.decode.reserve(replace(reserve_call(2, max_tokens=20), deadline_seconds=3.0))
+                await cluster.decode.reserve(
+                    replace(reserve_call(2, max_tokens=20), deadline_seconds=3.0)
+                )
             assert (await cluster.decode.status()).waiting == 0
 
     run_virtually(main)
@@ -140,7 +167,9 @@ def test_the_older_request_is_served_first_however_late_it_calls() -> None:
             order: list[int] = []
 
             async def wait(number: int, age_seconds: float) -> None:
-                await cluster.decode.reserve(replace(reserve_call(number, max_tokens=20), age_seconds=age_seconds))
+                await cluster.decode.reserve(
+                    replace(reserve_call(number, max_tokens=20), age_seconds=age_seconds)
+                )
                 order.append(number)
 
             waiting = [asyncio.create_task(wait(2, 0.0)), asyncio.create_task(wait(3, 50.0))]
@@ -160,11 +189,17 @@ def test_several_steps_go_into_one_dispatch_only_when_nothing_waits() -> None:
         async with Cluster(Mode.CHUNKED, steps_per_dispatch=4) as cluster:
             long = asyncio.create_task(cluster.collect(toy_request(1, max_tokens=60)))
             await asyncio.sleep(0.3)
-            other = asyncio.create_task(cluster.collect(toy_request(2, prompt_tokens=100, max_tokens=3)))
+            other = asyncio.create_task(
+                cluster.collect(toy_request(2, prompt_tokens=100, max_tokens=3))
+            )
             await asyncio.gather(long, other)
             log = cluster.decode_mesh.log
             chunks = [at for at, command in enumerate(log) if isinstance(command, PrefillChunk)][1:]
-            during = [command.steps for command in log[chunks[0] : chunks[-1]] if isinstance(command, DecodeSteps)]
+            during = [
+                command.steps
+                for command in log[chunks[0] : chunks[-1]]
+                if isinstance(command, DecodeSteps)
+            ]
             assert during and set(during) == {1}
             assert 4 in {command.steps for command in log if isinstance(command, DecodeSteps)}
 
@@ -185,7 +220,9 @@ def test_chunked_mode_alternates_and_unified_mode_prefills_first() -> None:
             await long
             return between(cluster)
 
-    assert run_virtually(lambda: main(Mode.CHUNKED)) == 6, "one step after each of the seven chunks but the last"
+    assert run_virtually(lambda: main(Mode.CHUNKED)) == 6, (
+        "one step after each of the seven chunks but the last"
+    )
     assert run_virtually(lambda: main(Mode.UNIFIED)) == 0
 
 
@@ -193,33 +230,43 @@ def test_a_source_that_does_not_match_is_lost_by_the_field_that_differs() -> Non
     async def main() -> None:
         async with Cluster() as cluster:
             other = DecodeWorker(
-                "decode1",
+                WorkerContext("decode1", cluster.clock, cluster.new_id, "another model"),
                 cluster.decode_mesh,
                 InstanceConfig(),
-                Mode.DISAGGREGATED,
                 cluster.limits,
                 {"prefill0": cluster.prefill},
-                cluster.clock,
-                cluster.new_id,
-                model_fingerprint="another model",
             )
             reservation = await other.reserve(reserve_call())
-            spans = other.generate(GenerateCall(reservation.reservation_id, 1, 100.0, HandoffSource("prefill0", 1)))
+            spans = other.generate(
+                GenerateCall(reservation.reservation_id, 1, 100.0, HandoffSource("prefill0", 1))
+            )
             lost = (await anext(spans)).lost
-            assert lost is not None and "model_fingerprint is '' on 'prefill0' and 'another model' on 'decode1'" in lost.reason
+            assert (
+                lost is not None
+                and "model_fingerprint is '' on 'prefill0' and 'another model' on 'decode1'"
+                in lost.reason
+            )
             await other.cancel(reservation.reservation_id)
             assert (await other.status()).free_pages == (64,)
 
     run_virtually(main)
 
 
-def test_a_source_that_is_not_known_is_lost_and_the_reservation_waits_for_another_within_its_lease() -> None:
+def test_a_source_that_is_not_known_is_lost_and_the_reservation_waits_for_another_within_its_lease() -> (  # noqa: E501
+    None
+):
     async def main() -> None:
         async with Cluster() as cluster:
             reservation = await cluster.decode.reserve(reserve_call())
-            spans = cluster.decode.generate(GenerateCall(reservation.reservation_id, 1, 100.0, HandoffSource("nobody", 1)))
+            spans = cluster.decode.generate(
+                GenerateCall(reservation.reservation_id, 1, 100.0, HandoffSource("nobody", 1))
+            )
             lost = (await anext(spans)).lost
-            assert lost is not None and lost.kept_tokens == 0 and "'nobody' is not known" in lost.reason
+            assert (
+                lost is not None
+                and lost.kept_tokens == 0
+                and "'nobody' is not known" in lost.reason
+            )
             with pytest.raises(HandoffError, match="its lease passed before another came"):
                 await anext(spans)
             await cluster.check_quiet()
@@ -258,17 +305,25 @@ def test_closing_the_spans_cancels(spans_read: int) -> None:
 
 @pytest.mark.parametrize("mode", [Mode.CHUNKED, Mode.UNIFIED])
 @pytest.mark.parametrize("after_seconds", [0.0005, 0.002, 0.004])
-def test_a_prompt_cancelled_between_its_chunks_writes_no_more(mode: Mode, after_seconds: float) -> None:
+def test_a_prompt_cancelled_between_its_chunks_writes_no_more(
+    mode: Mode, after_seconds: float
+) -> None:
     async def main() -> None:
         async with Cluster(mode) as cluster:
-            reservation = await cluster.decode.reserve(reserve_call(prompt_tokens=100, max_tokens=20))
+            reservation = await cluster.decode.reserve(
+                reserve_call(prompt_tokens=100, max_tokens=20)
+            )
             generating = asyncio.create_task(spans_of(cluster.decode, reservation.reservation_id))
             await asyncio.sleep(after_seconds)
             await cluster.decode.cancel(reservation.reservation_id)
             assert await generating == []
             issued = sum(isinstance(command, PrefillChunk) for command in cluster.decode_mesh.log)
             await asyncio.sleep(1.0)
-            assert sum(isinstance(command, PrefillChunk) for command in cluster.decode_mesh.log) == issued < 7
+            assert (
+                sum(isinstance(command, PrefillChunk) for command in cluster.decode_mesh.log)
+                == issued
+                < 7
+            )
             await cluster.check_quiet()
 
     run_virtually(main)
@@ -277,11 +332,19 @@ def test_a_prompt_cancelled_between_its_chunks_writes_no_more(mode: Mode, after_
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_mesh_that_hangs_is_broken_after_its_time_and_every_stream_ends(side: str) -> None:
     async def main() -> None:
-        hangs = Faults(hangs_at=lambda command: isinstance(command, PrefillChunk | DecodeSteps) and command.step > 9)
+        hangs = Faults(
+            hangs_at=lambda command: (
+                isinstance(command, PrefillChunk | DecodeSteps) and command.step > 9
+            )
+        )
         faults = {f"{side}_faults": hangs}
-        async with Cluster(limits=LimitsConfig(max_attempts=2, step_seconds=20), **faults) as cluster:  # type: ignore[arg-type]
+        async with Cluster(
+            limits=LimitsConfig(max_attempts=2, step_seconds=20), **faults
+        ) as cluster:  # type: ignore[arg-type]
             requests = [toy_request(number, prompt_tokens=20, max_tokens=60) for number in range(4)]
-            answers = await asyncio.gather(*(cluster.collect(request) for request in requests), return_exceptions=True)
+            answers = await asyncio.gather(
+                *(cluster.collect(request) for request in requests), return_exceptions=True
+            )
             errors = [answer for answer in answers if isinstance(answer, BaseException)]
             assert errors and all(isinstance(error, UnavailableError) for error in errors)
             assert asyncio.get_running_loop().time() < 20 + 2 * 30 / 4 + 5
@@ -298,7 +361,11 @@ def test_a_mesh_that_works_off_a_long_queue_of_commands_is_not_taken_for_one_tha
         async with Cluster(limits=limits, costs=Costs(other=1.0)) as cluster:
             requests = [toy_request(number, prompt_tokens=32, max_tokens=2) for number in range(3)]
             await asyncio.gather(*(cluster.collect(request) for request in requests))
-            assert cluster.decode.counters["mesh_failures"] == cluster.prefill.counters["mesh_failures"] == 0
+            assert (
+                cluster.decode.counters["mesh_failures"]
+                == cluster.prefill.counters["mesh_failures"]
+                == 0
+            )
             await cluster.check_quiet(settle_seconds=40)
 
     run_virtually(main)
@@ -308,23 +375,36 @@ def test_its_status_says_sequences_and_contexts_of_each_rank() -> None:
     async def main() -> None:
         async with Cluster(decode=replace(toy_limits(), ranks=2)) as cluster:
             await cluster.decode.reserve(reserve_call(1, prompt_tokens=10))
-            await cluster.decode.reserve(reserve_call(2, children=(Child(0), Child(1)), prompt_tokens=20, n=2))
+            await cluster.decode.reserve(
+                reserve_call(2, children=(Child(0), Child(1)), prompt_tokens=20, n=2)
+            )
             status = await cluster.decode.status()
-            assert sorted(zip(status.rank_sequences, status.rank_contexts, strict=True)) == [(1, 10), (2, 40)]
+            assert sorted(zip(status.rank_sequences, status.rank_contexts, strict=True)) == [
+                (1, 10),
+                (2, 40),
+            ]
             assert status.running == 3 and not status.can_prefill and status.chunk_tokens == 0
 
     run_virtually(main)
 
 
 @pytest.mark.parametrize(("at_work", "steps"), [(False, STEPS_ALONE), (True, STEPS_TO_JOIN)])
-def test_a_newcomer_has_its_second_token_after_as_many_steps_as_the_router_expects(at_work: bool, steps: float) -> None:
+def test_a_newcomer_has_its_second_token_after_as_many_steps_as_the_router_expects(
+    at_work: bool, steps: float
+) -> None:
     async def main() -> float:
         limits = toy_limits(pages_per_rank=256, context_tokens=512)
-        async with Cluster(decode=limits, prefill=limits, costs=Costs(1e-5, 1.0, 1e-4, 1e-4)) as cluster:
+        async with Cluster(
+            decode=limits, prefill=limits, costs=Costs(1e-5, 1.0, 1e-4, 1e-4)
+        ) as cluster:
             loop = asyncio.get_running_loop()
 
             async def times(number: int, tokens: int) -> list[float]:
-                return [loop.time() async for event in cluster.path.stream(toy_request(number, max_tokens=tokens)) for _ in event.token_ids]
+                return [
+                    loop.time()
+                    async for event in cluster.path.stream(toy_request(number, max_tokens=tokens))
+                    for _ in event.token_ids
+                ]
 
             running = [asyncio.create_task(times(99, 400))] if at_work else []
             gaps = []

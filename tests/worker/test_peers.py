@@ -1,11 +1,12 @@
-"""Whom a worker receives from: greeted once for each start of a peer, never taken for the one that was there before."""
+"""Whom a worker receives from: greeted once for each start of a peer, never taken for the one that
+was there before."""
 
 from dataclasses import replace
 
-from jdisagg.dispatch.ports import HandoffSource, PeerHello
-from jdisagg.scheduler.commands import ConnectPeer, DisconnectPeer, StepCommand
-from jdisagg.worker.peer_hello import hello_of
-from jdisagg.worker.peers import Peers
+from jdisagg.messages.ports import HandoffSource, PeerHello
+from jdisagg.messages.step_commands import ConnectPeer, DisconnectPeer, StepCommand
+from jdisagg.timeouts import HandoffTimeouts
+from jdisagg.worker.peers import Peers, hello_of
 from jdisagg.worker.step_loop import StepLoop
 from tests.fakes.fake_executor import FakeChannel, FakeExecutor, toy_limits
 from tests.fakes.virtual_time import run_virtually
@@ -27,15 +28,26 @@ class Sender:
 
 
 def connections(log: list[StepCommand]) -> list[str]:
-    return [f"{type(command).__name__} {command.peer}" for command in log if isinstance(command, ConnectPeer | DisconnectPeer)]
+    return [
+        f"{type(command).__name__} {command.peer}"
+        for command in log
+        if isinstance(command, ConnectPeer | DisconnectPeer)
+    ]
 
 
 def test_a_peer_is_greeted_again_only_where_a_hand_off_names_another_start_of_it_or_none() -> None:
     async def main() -> None:
         mesh = FakeExecutor(toy_limits(), FakeChannel())
         sender = Sender(hello_of("p", "model", mesh.limits, mesh.card, 10, 77))
-        loop = StepLoop(mesh, lambda _: None, lambda *_: None, lambda _: None)
-        peers = Peers(lambda _: sender, hello_of("d", "model", mesh.limits, mesh.card, 1, 5), loop, "none", True, lambda: 0.0)  # type: ignore[arg-type, return-value]
+        loop = StepLoop(mesh, lambda: None, lambda _: None)
+        peers = Peers(
+            lambda _: sender,
+            hello_of("d", "model", mesh.limits, mesh.card, 1, 5),
+            loop,
+            "none",
+            lambda: 0.0,
+            HandoffTimeouts(),
+        )  # type: ignore[arg-type, return-value]
 
         async def greeted(boot_id: int) -> tuple[str, int]:
             link = await peers.greet(HandoffSource("p", 1, "host:1", boot_id), sender)  # type: ignore[arg-type]
@@ -47,7 +59,9 @@ def test_a_peer_is_greeted_again_only_where_a_hand_off_names_another_start_of_it
         sender.restart()
         assert await greeted(11) == ("p#b", 3)
         assert await greeted(11) == ("p#b", 3)
-        assert await greeted(10) == ("p#b", 4), "the router was late: what answers there is another start"
+        assert await greeted(10) == ("p#b", 4), (
+            "the router was late: what answers there is another start"
+        )
         assert connections(mesh.log) == ["ConnectPeer p#a", "DisconnectPeer p#a", "ConnectPeer p#b"]
 
     run_virtually(main)

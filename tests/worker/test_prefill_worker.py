@@ -6,17 +6,31 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.config import LimitsConfig
-from jdisagg.dispatch.ports import Child, HandoffEnd, Offer, PeerMessage, PrefillCall, PrefillReply
 from jdisagg.errors import DeadlineExceededError, HandoffError, InvalidRequestError, OverloadedError
-from jdisagg.scheduler.commands import PrefillChunk, ReleaseOffers
+from jdisagg.messages.ports import Child, HandoffEnd, Offer, PeerMessage, PrefillCall, PrefillReply
+from jdisagg.messages.step_commands import PrefillChunk, ReleaseOffers
 from tests.fakes.cluster import Cluster, toy_request
 from tests.fakes.fake_executor import Costs, toy_limits
 from tests.fakes.toy_model import expected_tokens
 from tests.fakes.virtual_time import run_virtually
 
 
-def prefill_call(number: int = 1, handoff_id: int = 7, attempt: int = 1, accepted: tuple[int, ...] = (), **request: object) -> PrefillCall:
-    return PrefillCall(toy_request(number, **request), attempt, (Child(0, accepted),), handoff_id, "decode0", 0, 100.0)  # type: ignore[arg-type]
+def prefill_call(
+    number: int = 1,
+    handoff_id: int = 7,
+    attempt: int = 1,
+    accepted: tuple[int, ...] = (),
+    **request: object,
+) -> PrefillCall:
+    return PrefillCall(
+        toy_request(number, **request),
+        attempt,
+        (Child(0, accepted),),
+        handoff_id,
+        "decode0",
+        0,
+        100.0,
+    )  # type: ignore[arg-type]
 
 
 async def messages(cluster: Cluster, handoff_id: int = 7, attempt: int = 1) -> list[PeerMessage]:
@@ -32,14 +46,22 @@ def test_a_prompt_is_offered_whole_in_every_layer_group_and_freed_when_acknowled
             *offers, end = await listening
             request = toy_request(1, prompt_tokens=37)
             assert reply.tokens[0].token_id == expected_tokens(request, 0, 128)[0][0]
-            assert isinstance(end, HandoffEnd) and (end.offers, end.tokens, end.firsts) == (len(offers) // 2, 37, reply.tokens), (
-                "and a checksum for each"
-            )
+            assert isinstance(end, HandoffEnd) and (end.offers, end.tokens, end.firsts) == (
+                len(offers) // 2,
+                37,
+                reply.tokens,
+            ), "and a checksum for each"
             for group in range(2):
-                covered = [(offer.start, offer.valid_tokens) for offer in offers if isinstance(offer, Offer) and offer.group == group]
+                covered = [
+                    (offer.start, offer.valid_tokens)
+                    for offer in offers
+                    if isinstance(offer, Offer) and offer.group == group
+                ]
                 assert sum(tokens for _, tokens in covered) == 37
                 assert all(a + n == b for (a, n), (b, _) in zip(covered, covered[1:], strict=False))
-            assert (await cluster.prefill.status()).free_pages == (64,), "its pages are free as soon as its tokens are sampled"
+            assert (await cluster.prefill.status()).free_pages == (64,), (
+                "its pages are free as soon as its tokens are sampled"
+            )
             ids = tuple(offer.offer_id for offer in offers if isinstance(offer, Offer))
             await cluster.prefill.acknowledge(7, ids[:3])
             await cluster.prefill.acknowledge(7, ids)
@@ -71,7 +93,9 @@ def test_an_abort_at_any_moment_frees_pages_and_offers(after_seconds: float) -> 
             await cluster.prefill.abort(7, "the receiver preempted it")
             await cluster.prefill.abort(7, "again")
             answers = await asyncio.gather(computing, listening, return_exceptions=True)
-            assert after_seconds == 1.0 or all(isinstance(answer, HandoffError) for answer in answers)
+            assert after_seconds == 1.0 or all(
+                isinstance(answer, HandoffError) for answer in answers
+            )
             await cluster.check_quiet()
 
     run_virtually(main)
@@ -122,8 +146,12 @@ def test_accepted_tokens_are_forced_not_resampled() -> None:
             accepted = (3, 1, 4, 1, 5)
             call = prefill_call(accepted=accepted, prompt_tokens=9, repetition_penalty=1.2)
             reply = await cluster.prefill.prefill(call)
-            chunk = next(command for command in cluster.prefill_mesh.log if isinstance(command, PrefillChunk))
-            assert chunk.rows[0].tokens == toy_request(1, prompt_tokens=9).prompt_token_ids + accepted
+            chunk = next(
+                command for command in cluster.prefill_mesh.log if isinstance(command, PrefillChunk)
+            )
+            assert (
+                chunk.rows[0].tokens == toy_request(1, prompt_tokens=9).prompt_token_ids + accepted
+            )
             assert chunk.rows[0].samples[0].output_history == accepted
             assert len(reply.tokens) == 1
             await cluster.prefill.abort(7, "done")
@@ -136,7 +164,10 @@ def test_a_full_queue_refuses_and_a_prompt_that_never_fits_is_invalid() -> None:
         async with Cluster(prefill=toy_limits(pages_per_rank=8), queue_limit=2) as cluster:
             with pytest.raises(InvalidRequestError, match="33 tokens"):
                 await cluster.prefill.prefill(prefill_call(prompt_tokens=33))
-            calls = [cluster.prefill.prefill(prefill_call(number, handoff_id=number, prompt_tokens=30)) for number in range(6)]
+            calls = [
+                cluster.prefill.prefill(prefill_call(number, handoff_id=number, prompt_tokens=30))
+                for number in range(6)
+            ]
             answers = await asyncio.gather(*calls, return_exceptions=True)
             assert sum(isinstance(answer, OverloadedError) for answer in answers) == 4
             for number in range(6):
@@ -150,7 +181,10 @@ def test_the_older_prompt_goes_first_however_late_it_calls() -> None:
     async def main() -> None:
         async with Cluster(prefill=toy_limits(pages_per_rank=8)) as cluster:
             ages = {1: 0.0, 2: 0.0, 3: 50.0}
-            calls = [replace(prefill_call(number, handoff_id=number, prompt_tokens=30), age_seconds=age) for number, age in ages.items()]
+            calls = [
+                replace(prefill_call(number, handoff_id=number, prompt_tokens=30), age_seconds=age)
+                for number, age in ages.items()
+            ]
             order: list[int] = []
 
             async def run(call: PrefillCall) -> None:
@@ -173,7 +207,9 @@ def test_a_deadline_in_the_queue_is_a_typed_error_and_frees() -> None:
     async def main() -> None:
         async with Cluster() as cluster:
             with pytest.raises(DeadlineExceededError):
-                await cluster.prefill.prefill(replace(prefill_call(prompt_tokens=100), deadline_seconds=0.001))
+                await cluster.prefill.prefill(
+                    replace(prefill_call(prompt_tokens=100), deadline_seconds=0.001)
+                )
             await cluster.check_quiet()
 
     run_virtually(main)
@@ -182,9 +218,17 @@ def test_a_deadline_in_the_queue_is_a_typed_error_and_frees() -> None:
 def test_prompts_are_spread_over_the_ranks() -> None:
     async def main() -> None:
         async with Cluster(prefill=toy_limits(ranks=2)) as cluster:
-            calls = [cluster.prefill.prefill(prefill_call(number, handoff_id=number, prompt_tokens=16)) for number in range(4)]
+            calls = [
+                cluster.prefill.prefill(prefill_call(number, handoff_id=number, prompt_tokens=16))
+                for number in range(4)
+            ]
             await asyncio.gather(*calls)
-            rows = [row.rank for command in cluster.prefill_mesh.log if isinstance(command, PrefillChunk) for row in command.rows]
+            rows = [
+                row.rank
+                for command in cluster.prefill_mesh.log
+                if isinstance(command, PrefillChunk)
+                for row in command.rows
+            ]
             assert sorted(rows) == [0, 0, 1, 1]
             for number in range(4):
                 await cluster.prefill.abort(number, "done")
@@ -194,19 +238,32 @@ def test_prompts_are_spread_over_the_ranks() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "together"), [(2, [1, 2]), (1, [1, 1, 1])])
-def test_a_chunk_that_would_leave_ranks_idle_waits_for_the_one_before_it_and_goes_with_who_comes_meanwhile(
+def test_a_chunk_that_would_leave_ranks_idle_waits_for_the_one_before_it_and_goes_with_who_comes_meanwhile(  # noqa: E501
     ranks: int, together: list[int]
 ) -> None:
-    """All ranks wait for the fullest: one prompt of two ranks' chunk costs both of them its time. A lone rank runs ahead."""
+    """All ranks wait for the fullest: one prompt of two ranks' chunk costs both of them its time. A
+    lone rank runs ahead."""
 
     async def main() -> None:
-        async with Cluster(prefill=toy_limits(ranks=ranks), costs=Costs(prefill_token=1e-2)) as cluster:
+        async with Cluster(
+            prefill=toy_limits(ranks=ranks), costs=Costs(prefill_token=1e-2)
+        ) as cluster:
             calls: list[asyncio.Task[object]] = []
             for number in range(1, 4):  # the first computes while the others come
-                calls.append(asyncio.create_task(cluster.prefill.prefill(prefill_call(number, handoff_id=number, prompt_tokens=8))))
+                calls.append(
+                    asyncio.create_task(
+                        cluster.prefill.prefill(
+                            prefill_call(number, handoff_id=number, prompt_tokens=8)
+                        )
+                    )
+                )
                 await asyncio.sleep(0.02)
             await asyncio.gather(*calls)
-            assert [len(command.rows) for command in cluster.prefill_mesh.log if isinstance(command, PrefillChunk)] == together
+            assert [
+                len(command.rows)
+                for command in cluster.prefill_mesh.log
+                if isinstance(command, PrefillChunk)
+            ] == together
             for number in range(1, 4):
                 await cluster.prefill.abort(number, "enough")
 
@@ -217,7 +274,11 @@ def test_a_caller_that_goes_away_frees_its_prompt() -> None:
     async def main() -> None:
         async with Cluster() as cluster:
             for number, after_seconds in enumerate([0.0, 0.0005, 0.003]):
-                calling = asyncio.create_task(cluster.prefill.prefill(prefill_call(number, handoff_id=number, prompt_tokens=60)))
+                calling = asyncio.create_task(
+                    cluster.prefill.prefill(
+                        prefill_call(number, handoff_id=number, prompt_tokens=60)
+                    )
+                )
                 await asyncio.sleep(after_seconds)
                 calling.cancel()
                 await asyncio.gather(calling, return_exceptions=True)
@@ -229,7 +290,12 @@ def test_a_caller_that_goes_away_frees_its_prompt() -> None:
 def test_its_status_says_what_is_left_to_compute_until_it_is_computed() -> None:
     async def main() -> None:
         async with Cluster() as cluster:
-            calls = [asyncio.create_task(cluster.prefill.prefill(prefill_call(number, number, prompt_tokens=60))) for number in (1, 2)]
+            calls = [
+                asyncio.create_task(
+                    cluster.prefill.prefill(prefill_call(number, number, prompt_tokens=60))
+                )
+                for number in (1, 2)
+            ]
             await asyncio.sleep(0)
             status = await cluster.prefill.status()
             assert (status.queued_tokens, status.queued_pairs) == (120, 2 * 60 * 61 / 2)
@@ -248,11 +314,22 @@ def test_who_waits_behind_a_prompt_that_is_given_up_goes_at_once() -> None:
     async def main() -> None:
         async with Cluster(prefill=toy_limits(pages_per_rank=40)) as cluster:
 
-            def prefilling(number: int, tokens: int, destination: str) -> "asyncio.Task[PrefillReply]":
-                call = PrefillCall(toy_request(number, prompt_tokens=tokens), 1, (Child(0),), number, destination, 0, 300.0)
+            def prefilling(
+                number: int, tokens: int, destination: str
+            ) -> "asyncio.Task[PrefillReply]":
+                call = PrefillCall(
+                    toy_request(number, prompt_tokens=tokens),
+                    1,
+                    (Child(0),),
+                    number,
+                    destination,
+                    0,
+                    300.0,
+                )
                 return asyncio.create_task(cluster.prefill.prefill(call))
 
-            held = prefilling(1, 128, "silent")  # nobody fetches it: it is held back in its midst, with most pages
+            # nobody fetches it: it is held back in its midst, with most pages
+            held = prefilling(1, 128, "silent")
             await asyncio.sleep(0.1)
             large, small = prefilling(2, 60, "other"), prefilling(3, 8, "other")
             await asyncio.sleep(0.1)

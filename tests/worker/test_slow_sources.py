@@ -1,21 +1,26 @@
-"""A source that computes for long is waited for: it is neither given up as lost nor disconnected."""
+"""A source that computes for long is waited for: it is neither given up as lost nor
+disconnected."""
 
 import asyncio
 
 import pytest
 
-from jdisagg.dispatch.ports import Child, PrefillCall
-from jdisagg.scheduler.commands import DisconnectPeer
+from jdisagg.messages.ports import Child, PrefillCall
+from jdisagg.messages.step_commands import DisconnectPeer
 from tests.fakes.cluster import Cluster, toy_request
 from tests.fakes.fake_executor import Costs, toy_limits
 from tests.fakes.virtual_time import run_virtually
 
 
 @pytest.mark.parametrize("prompt_tokens", [14, 60])
-def test_chunks_that_take_longer_than_all_tries_of_a_pull_are_waited_for(prompt_tokens: int) -> None:
+def test_chunks_that_take_longer_than_all_tries_of_a_pull_are_waited_for(
+    prompt_tokens: int,
+) -> None:
     async def main() -> None:
         async with Cluster(costs=Costs(prefill_token=1.1)) as cluster:
-            request = toy_request(1, prompt_tokens=prompt_tokens, max_tokens=3, deadline_seconds=2000.0)
+            request = toy_request(
+                1, prompt_tokens=prompt_tokens, max_tokens=3, deadline_seconds=2000.0
+            )
             cluster.check_against_oracle(request, await cluster.collect(request))
             counters = cluster.decode.counters
             assert counters["pulls_timed_out"] > 0, "chunks of 17.6 s, and tries of 5"
@@ -28,7 +33,9 @@ def test_chunks_that_take_longer_than_all_tries_of_a_pull_are_waited_for(prompt_
 def test_a_peer_is_not_idle_while_a_prompt_of_it_waits_for_pages() -> None:
     async def main() -> None:
         async with Cluster(prefill=toy_limits(pages_per_rank=40)) as cluster:
-            first = PrefillCall(toy_request(1, prompt_tokens=128), 1, (Child(0),), 1, "silent", 0, 5000.0)
+            first = PrefillCall(
+                toy_request(1, prompt_tokens=128), 1, (Child(0),), 1, "silent", 0, 5000.0
+            )
             holding = asyncio.create_task(cluster.prefill.prefill(first))
             await asyncio.sleep(0.1)
             request = toy_request(2, prompt_tokens=60, max_tokens=5, deadline_seconds=4000.0)
@@ -36,7 +43,9 @@ def test_a_peer_is_not_idle_while_a_prompt_of_it_waits_for_pages() -> None:
             await asyncio.sleep(650)
             await cluster.prefill.cancel_prefill(1)
             cluster.check_against_oracle(request, await stream)
-            assert not any(isinstance(command, DisconnectPeer) for command in cluster.decode_mesh.log)
+            assert not any(
+                isinstance(command, DisconnectPeer) for command in cluster.decode_mesh.log
+            )
             assert cluster.decode.counters["handoffs_failed"] == 0
             await asyncio.gather(holding, return_exceptions=True)
 

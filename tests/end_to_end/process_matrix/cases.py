@@ -1,4 +1,5 @@
-"""The cases of the matrix and what one run of a case says. Knows no process and no JAX; both sides and the reference read it alike."""
+"""The cases of the matrix and what one run of a case says. Knows no process and no JAX; both sides
+and the reference read it alike."""
 
 import itertools
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ import numpy as np
 
 from jdisagg.config import EngineConfig, InstanceConfig, LimitsConfig, Mode, ModelConfig
 from jdisagg.layout.axes import Layout
+from tests import time_scale
 from tests.end_to_end.clusters import LLAMA
 
 PREFILLS = ("tp=1", "tp=2", "tp=4")
@@ -17,15 +19,20 @@ DTYPES = ("float32", "bfloat16")
 CODECS = ("none", "int8")
 
 CONTEXT_TOKENS, CHUNK_TOKENS, NEW_TOKENS = 128, 32, 14
-# Both halves have devices of their own, also in the one process of the reference, and always the same: programs are compiled for devices.
+# Both halves have devices of their own, also in the one process of the reference, and always the
+# same: programs are compiled for devices.
 PREFILL_DEVICES, DECODE_DEVICES = slice(0, 4), slice(4, 8)
-ANSWER_SECONDS = 120.0
-BLOCK_BYTES = 32 << 10  # of a whole chunk of float32 each layer group leaves by itself, of all else both together
+ANSWER_SECONDS = time_scale.seconds(120.0)
+# of a whole chunk of float32 each layer group leaves by itself, of all else both together
+BLOCK_BYTES = 32 << 10
 # Several chunks, of which the last is neither full nor a multiple of a page; and part of one.
 PROMPTS = (
-    "Once upon a time there was a little girl named Lily who lived in a small house near the forest. One day she went to the park with her "
-    "mother and saw a big red ball under the tree. She was very happy and wanted to play with it. Her mother said that they could take the "
-    "ball home. Lily",
+    (
+        "Once upon a time there was a little girl named Lily who lived in a small house near the"
+        " forest. One day she went to the park with her mother and saw a big red ball under the"
+        " tree. She was very happy and wanted to play with it. Her mother said that they could take"
+        " the ball home. Lily"
+    ),
     "There was a dog named",
 )
 
@@ -74,8 +81,8 @@ def _instance(layout: str, page: int, codec: str) -> InstanceConfig:
 
 @dataclass
 class Seen:
-    """KV as it lay in one mesh's pages, by the length of its prompt: [components of all layers, heads, positions, head size]; and how
-    many chunks were prefilled, or blocks inserted."""
+    """KV as it lay in one mesh's pages, by the length of its prompt: [components of all layers,
+    heads, positions, head size]; and how many chunks were prefilled, or blocks inserted."""
 
     kv: dict[int, np.ndarray] = field(default_factory=dict)
     chunks: int = 0
@@ -91,8 +98,12 @@ class Streams:
 
 
 def pairwise(cases: Sequence[Case]) -> list[Case]:
-    """Cases in which every two values of different fields meet that meet in `cases`, chosen greedily, always the same."""
-    pairs = {case: {pair for pair in itertools.combinations(sorted(vars(case).items()), 2)} for case in cases}
+    """Cases in which every two values of different fields meet that meet in `cases`, chosen
+    greedily, always the same."""
+    pairs = {
+        case: {pair for pair in itertools.combinations(sorted(vars(case).items()), 2)}
+        for case in cases
+    }
     wanted = set().union(*pairs.values())
     chosen: list[Case] = []
     while wanted:
@@ -102,5 +113,7 @@ def pairwise(cases: Sequence[Case]) -> list[Case]:
     return chosen
 
 
-ALL = tuple(itertools.starmap(Case, itertools.product(PREFILLS, DECODES, PAGES, PAGES, DTYPES, CODECS)))
+ALL = tuple(
+    itertools.starmap(Case, itertools.product(PREFILLS, DECODES, PAGES, PAGES, DTYPES, CODECS))
+)
 PAIRWISE = tuple(pairwise(ALL))

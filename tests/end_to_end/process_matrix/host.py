@@ -1,10 +1,12 @@
-"""A process of the matrix: builds one worker after another on command, and serves it until the next.
+"""A process of the matrix: builds one worker after another on command, and serves it until the
+next.
 
-`main` is the whole life of a process: it obeys its parent, one command at a time, and ends with the connection.
-What carries KV (link, transfer channel and its servers) lives as long as the process; executor, worker and its gRPC port as long as a case.
+`main` is the whole life of a process: it obeys its parent, one command at a time, and ends with the
+connection. What carries KV (link, transfer channel and its servers) lives as long as the process;
+executor, worker and its gRPC port as long as a case.
 
-A half lies on the devices on which it lies in the reference, whose programs are then the same, and are compiled once for both.
-"""
+A half lies on the devices on which it lies in the reference, whose programs are then the same, and
+are compiled once for both."""
 
 import asyncio
 import os
@@ -16,19 +18,22 @@ from multiprocessing.connection import Connection
 import jax
 
 from jdisagg.clock import MonotonicClock
-from jdisagg.config import Mode, ServiceConfig
-from jdisagg.dispatch.ports import HandoffSource, PeerPort, WorkerRole
+from jdisagg.config import ServiceConfig, WorkerConfig
 from jdisagg.engine.compilation import use_compilation_cache
-from jdisagg.engine.instance import KvPlane, WorkerConfig, build_worker_instance, random_id
+from jdisagg.engine.instance import KvPlane, build_worker_instance
+from jdisagg.ids import random_id
 from jdisagg.layout.mesh_card import KvEnd
+from jdisagg.messages.ports import HandoffSource, PeerPort
+from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.node.cluster_plan import free_ports
 from jdisagg.service.kv_link import GrpcKvLink
 from jdisagg.service.remote_ports import RemoteWorker
 from jdisagg.service.server import GrpcServer
 from jdisagg.service.worker_service import decode_service, peer_service, prefill_service
 from jdisagg.transfer.jax_transfer import JaxTransferChannel
 from jdisagg.worker.decode_worker import DecodeWorker
+from jdisagg.worker.mesh_worker import WorkerContext
 from jdisagg.worker.prefill_worker import PrefillWorker
-from launch.cluster_plan import free_ports
 from models.checkpoint import load_model
 from tests.end_to_end.process_matrix.cases import DECODE_DEVICES, PREFILL_DEVICES, Case, Seen
 from tests.end_to_end.process_matrix.kv_watch import KvWatch
@@ -85,9 +90,13 @@ class Host:
         end = KvEnd(f"{HOST}:{free_ports(HOST, 1)[0]}", random_id())
         self._plane = KvPlane((end,), TRANSPORTS)
         self._link = GrpcKvLink(end)
-        self._channel = JaxTransferChannel(self._clock, end, self._link, host=HOST, transports=TRANSPORTS)
+        self._channel = JaxTransferChannel(
+            self._clock, end, self._link, host=HOST, transports=TRANSPORTS
+        )
         self._link.deliver_to(self._channel)
-        self._door = GrpcServer((self._link.service(),), ServiceConfig(HOST, int(end.control.rpartition(":")[2])))
+        self._door = GrpcServer(
+            (self._link.service(),), ServiceConfig(HOST, int(end.control.rpartition(":")[2]))
+        )
         self._served: _Served | None = None
 
     async def start(self) -> None:
@@ -120,21 +129,28 @@ class _Served:
     address: str
 
     @classmethod
-    async def build(cls, command: Build, channel: JaxTransferChannel, plane: KvPlane, clock: MonotonicClock) -> "_Served":
+    async def build(
+        cls, command: Build, channel: JaxTransferChannel, plane: KvPlane, clock: MonotonicClock
+    ) -> "_Served":
         engine, role = command.case.engine(), command.role
         half = engine.prefill if role is WorkerRole.PREFILL else engine.decode
         config = WorkerConfig(model=engine.model, instance=half, warm_up=False)
-        load = lambda layout, devices: load_model(engine.model.directory, layout, devices, dtype=engine.model.dtype)  # noqa: E731
+        load = lambda layout, devices: load_model(  # noqa: E731
+            engine.model.directory, layout, devices, dtype=engine.model.dtype
+        )
         devices = jax.devices()[PREFILL_DEVICES if role is WorkerRole.PREFILL else DECODE_DEVICES]
-        instance = await asyncio.to_thread(build_worker_instance, role.value, role, config, load, devices, channel, plane)
+        instance = await asyncio.to_thread(
+            build_worker_instance, role.value, role, config, load, devices, channel, plane
+        )
         watch, limits, peers = KvWatch(instance.executor), engine.limits, _Peers()
         service = ServiceConfig(HOST, free_ports(HOST, 1)[0], drain_seconds=0.0)
         address = f"{HOST}:{service.port}"
+        context = WorkerContext(role.value, clock, random_id, address=address)
         if role is WorkerRole.PREFILL:
-            worker = PrefillWorker(role.value, watch, half, limits, clock, random_id)
+            worker = PrefillWorker(context, watch, half, limits)
             services = prefill_service(worker), peer_service(worker)
         else:
-            worker = DecodeWorker(role.value, watch, half, Mode.DISAGGREGATED, limits, peers.find, clock, random_id, address=address)
+            worker = DecodeWorker(context, watch, half, limits, peers.find)
             services = decode_service(worker), peer_service(worker)
         server = GrpcServer(services, service, worker.boot_id)
         await worker.start()
@@ -170,7 +186,8 @@ async def _live(connection: Connection) -> None:
     loop = asyncio.get_running_loop()
 
     def listen() -> None:
-        """On a thread of its own: the parent's death must end this process whatever the loop is at."""
+        """On a thread of its own: the parent's death must end this process whatever the loop is
+        at."""
         try:
             while True:
                 loop.call_soon_threadsafe(commands.put_nowait, connection.recv())

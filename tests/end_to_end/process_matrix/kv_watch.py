@@ -1,8 +1,9 @@
-"""Who looks at KV in a mesh's pages: an executor's decorator, which copies out what a sequence holds at the moment that matters.
+"""Who looks at KV in a mesh's pages: an executor's decorator, which copies out what a sequence
+holds at the moment that matters.
 
-On a prefill mesh that is right after a prompt's last chunk; on a decode mesh right before the step that admits the sequence. What is
-read are the page arrays themselves, by NumPy and the pages that the command names, not what was offered, nor any program under test.
-"""
+On a prefill mesh that is right after a prompt's last chunk; on a decode mesh right before the step
+that admits the sequence. What is read are the page arrays themselves, by NumPy and the pages that
+the command names, not what was offered, nor any program under test."""
 
 import asyncio
 
@@ -11,12 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdisagg.executor.mesh_executor import MeshExecutor
-from jdisagg.scheduler.commands import DecodeSteps, InsertBlock, PrefillChunk, StepCommand, StepResult
+from jdisagg.messages.step_commands import (
+    DecodeSteps,
+    InsertBlock,
+    PrefillChunk,
+    StepCommand,
+    StepResult,
+)
 from tests.end_to_end.process_matrix.cases import Seen
 
 
 class KvWatch:
-    """Implements `scheduler.commands.Executor`. Prompts of one case differ in length, by which their KV is known."""
+    """Implements `scheduler.executor.Executor`. Prompts of one case differ in length, by which
+    their KV is known."""
 
     def __init__(self, inner: MeshExecutor) -> None:
         self.limits, self.card = inner.limits, inner.card
@@ -50,10 +58,15 @@ class KvWatch:
 
     def _look(self, rank: int, pages: tuple[int, ...], tokens: int) -> None:
         seen = self._seen
-        self._looks.append(self._inner.on_dispatch_thread(lambda: seen.kv.__setitem__(tokens, self._read(rank, pages, tokens))))
+        self._looks.append(
+            self._inner.on_dispatch_thread(
+                lambda: seen.kv.__setitem__(tokens, self._read(rank, pages, tokens))
+            )
+        )
 
     def _read(self, rank: int, pages: tuple[int, ...], tokens: int) -> np.ndarray:
-        """Off a copy made on the device: a view of an array that is donated later may not be kept."""
+        """Off a copy made on the device: a view of an array that is donated later may not be
+        kept."""
         pool = self._inner._pool
         position = np.arange(tokens)
         page = rank * pool.rank_rows + np.asarray(pages)[position // pool.page_size]

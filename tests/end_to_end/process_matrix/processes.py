@@ -1,4 +1,5 @@
-"""The parent's side of the matrix: two processes for all cases, the request path over their workers, and the same case in one process."""
+"""The parent's side of the matrix: two processes for all cases, the request path over their
+workers, and the same case in one process."""
 
 import asyncio
 import subprocess
@@ -14,17 +15,26 @@ import jax
 import numpy as np
 
 from jdisagg.clock import MonotonicClock
-from jdisagg.dispatch.ports import WorkerRole
+from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.dispatch.token_stream import TokenStream
 from jdisagg.engine.embedded import EmbeddedCluster
 from jdisagg.engine.instance import Instance
+from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.request import Request, SamplingParams
 from jdisagg.service.remote_ports import RemoteWorker
 from models.checkpoint import load_model
 from models.tokenizer import Tokenizer
 from tests.end_to_end.clusters import LLAMA, assert_all_free, collect
-from tests.end_to_end.process_matrix.cases import ANSWER_SECONDS, DECODE_DEVICES, NEW_TOKENS, PREFILL_DEVICES, PROMPTS, Case, Streams
+from tests.end_to_end.process_matrix.cases import (
+    ANSWER_SECONDS,
+    DECODE_DEVICES,
+    NEW_TOKENS,
+    PREFILL_DEVICES,
+    PROMPTS,
+    Case,
+    Streams,
+)
 from tests.end_to_end.process_matrix.host import Build, Built, Failed, Gone, Look, Looked, TearDown
 from tests.end_to_end.process_matrix.kv_watch import KvWatch
 
@@ -59,7 +69,8 @@ class HostProcess:
 
 @dataclass
 class Run:
-    """What a case gave: its streams, and what sender and receiver saw of each prompt run by itself."""
+    """What a case gave: its streams, and what sender and receiver saw of each prompt run by
+    itself."""
 
     streams: Streams
     sent: Looked
@@ -73,12 +84,16 @@ class Matrix:
         self._sender, self._receiver = sender, receiver
 
     async def run(self, case: Case) -> Run:
-        """The case with its halves in two processes; every page must be free again afterwards, and nothing on offer."""
+        """The case with its halves in two processes; every page must be free again afterwards, and
+        nothing on offer."""
         try:
             built = await asyncio.gather(
-                self._sender.ask(Build(WorkerRole.PREFILL, case)), self._receiver.ask(Build(WorkerRole.DECODE, case))
+                self._sender.ask(Build(WorkerRole.PREFILL, case)),
+                self._receiver.ask(Build(WorkerRole.DECODE, case)),
             )
-            return await self._drive(case, *(one.address for one in built if isinstance(one, Built)))
+            return await self._drive(
+                case, *(one.address for one in built if isinstance(one, Built))
+            )
         finally:
             await self._receiver.ask(TearDown())
             await self._sender.ask(TearDown())
@@ -87,18 +102,27 @@ class Matrix:
         prefill, decode = RemoteWorker(sender), RemoteWorker(receiver)
         addresses = {WorkerRole.PREFILL.value: sender, WorkerRole.DECODE.value: receiver}
         path = RequestPath(
-            {WorkerRole.PREFILL.value: prefill.prefill},
-            {WorkerRole.DECODE.value: decode.decode},
-            lambda request: TokenStream(TOKENIZER, request.prompt_token_ids, request.sampling.stop, request.sampling.min_tokens),
+            ClusterPorts(
+                {WorkerRole.PREFILL.value: prefill.prefill},
+                {WorkerRole.DECODE.value: decode.decode},
+                addresses.__getitem__,
+            ),
+            lambda request: TokenStream(
+                TOKENIZER,
+                request.prompt_token_ids,
+                request.sampling.stop,
+                request.sampling.min_tokens,
+            ),
             case.engine().limits,
             MonotonicClock(),
-            address=addresses.__getitem__,
         )
         try:
             alone = [await complete(path, request) for request in requests()]
             sent, received = await self._sender.ask(Look()), await self._receiver.ask(Look())
             assert isinstance(sent, Looked) and isinstance(received, Looked)
-            together = list(await asyncio.gather(*(complete(path, request) for request in requests())))
+            together = list(
+                await asyncio.gather(*(complete(path, request) for request in requests()))
+            )
             await self._quiet(path)
             return Run(Streams(alone, together), sent, received)
         finally:
@@ -111,14 +135,17 @@ class Matrix:
                 looked = await self._sender.ask(Look())
                 assert isinstance(looked, Looked)
                 statuses = await path.status()
-                if looked.offers == 0 and all(one.free_pages == one.total_pages and not one.handoffs for one in statuses):
+                if looked.offers == 0 and all(
+                    one.free_pages == one.total_pages and not one.handoffs for one in statuses
+                ):
                     return
                 await asyncio.sleep(0.02)
 
 
 @contextmanager
 def two_processes() -> Iterator[Matrix]:
-    """They have this process's XLA flags and folder of compiled programs, end with it, and are gone when this is left."""
+    """They have this process's XLA flags and folder of compiled programs, end with it, and are gone
+    when this is left."""
     hosts = []
     try:
         hosts += [_start(), _start()]  # which is which does not matter yet
@@ -132,13 +159,19 @@ def _start() -> HostProcess:
     """The pipe between them closes when either is gone, which the other notices."""
     ours, its = Pipe()
     cache: str = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    program = f"from tests.end_to_end.process_matrix.host import main; main({its.fileno()}, {cache!r})"
+    program = (
+        f"from tests.end_to_end.process_matrix.host import main; main({its.fileno()}, {cache!r})"
+    )
     with its:
-        return HostProcess(subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, pass_fds=(its.fileno(),)), ours)
+        return HostProcess(
+            subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, pass_fds=(its.fileno(),)),
+            ours,
+        )
 
 
 async def in_process(case: Case) -> tuple[Streams, dict[int, np.ndarray]]:
-    """The reference: the same layouts, page sizes, type and codec in this process; and the KV that its receiver saw."""
+    """The reference: the same layouts, page sizes, type and codec in this process; and the KV that
+    its receiver saw."""
     watches: list[KvWatch] = []
 
     def watch(name: str, instance: Instance) -> KvWatch:
@@ -148,12 +181,16 @@ async def in_process(case: Case) -> tuple[Streams, dict[int, np.ndarray]]:
     engine = case.engine()
     load = lambda layout, devices: load_model(LLAMA, layout, devices, dtype=case.dtype)  # noqa: E731
     prefill, decode = jax.devices()[PREFILL_DEVICES], jax.devices()[DECODE_DEVICES]
-    cluster = EmbeddedCluster(engine, load, TOKENIZER, [*prefill[: engine.prefill.layout.devices], *decode], record=watch)
+    cluster = EmbeddedCluster(
+        engine, load, TOKENIZER, [*prefill[: engine.prefill.layout.devices], *decode], record=watch
+    )
     await cluster.start()
     try:
         alone = [await complete(cluster, request) for request in requests()]
         seen = await watches[-1].seen()
-        together = list(await asyncio.gather(*(complete(cluster, request) for request in requests())))
+        together = list(
+            await asyncio.gather(*(complete(cluster, request) for request in requests()))
+        )
         await assert_all_free(cluster)
         return Streams(alone, together), seen.kv
     finally:

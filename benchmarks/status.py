@@ -1,0 +1,251 @@
+"""Writes `benchmarks/STATUS.md`: the latest figure of each metric beside its goal, from `results/`.
+
+    python -m benchmarks.status
+
+One row of `METRICS` is one row of the page. When a benchmark has been run again, run this, too:
+`tests/docs/test_status.py` compares the committed page with what it would write.
+"""
+
+import json
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NamedTuple
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PAGE = Path(__file__).resolve().parent / "STATUS.md"
+
+
+class Metric(NamedTuple):
+    """Where a figure is: `path` leads through the keys of `results/<results>.json`, by patterns.
+
+    A `goal` bounds every value that the path leads to. With `minus`, a second path, the values are
+    differences. The steps of a path are separated by "|"; -1 is the last of a list.
+    """
+
+    name: str
+    goal: str
+    unit: str
+    results: str
+    path: str
+    minus: str = ""
+
+
+def page(results: Path = RESULTS) -> str:
+    """The text of STATUS.md for the files of `results`."""
+    lines = [_HEAD]
+    for subject, metrics in METRICS.items():
+        lines += [f"\n## {subject}\n", "| metric | goal | latest | met | from |"]
+        lines += ["|---|---|---|---|---|", *(_row(metric, results) for metric in metrics)]
+    lines += [
+        "\n## Where the figures come from\n",
+        "| results | script | date | commit | machine |",
+    ]
+    lines += ["|---|---|---|---|---|"]
+    lines += [_source(name, script, results) for name, script in SCRIPTS.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _row(metric: Metric, results: Path) -> str:
+    figures = _read(results, metric.results)
+    values = [*_values(figures, metric.path.split("|"))]
+    if metric.minus:
+        limits = _values(figures, metric.minus.split("|"))
+        values = [value - limit for value, limit in zip(values, limits, strict=True)]
+    least, most = _digits(min(values)), _digits(max(values))
+    latest = least if least == most else f"{least} to {most}"
+    met = "-"
+    if metric.goal:
+        kind, bound = metric.goal.rsplit(" ", 1)
+        # Compared as printed: the page must not call 0.9 missed that is 0.8996.
+        shown = [float(_digits(value)) for value in values]
+        count = sum(v >= float(bound) if kind == "at least" else v <= float(bound) for v in shown)
+        met = "yes" if count == len(values) else "no" if not count else f"{count} of {len(values)}"
+    unit = f" {metric.unit}" if metric.unit else ""
+    goal = f"{metric.goal}{unit}" if metric.goal else "-"
+    return f"| {metric.name} | {goal} | {latest}{unit} | {met} | {metric.results} |"
+
+
+def _values(node: object, steps: list[str]) -> Iterator[float]:
+    if not steps:
+        assert isinstance(node, int | float), node
+        yield float(node)
+    elif isinstance(node, list):
+        for child in [node[-1]] if steps[0] == "-1" else node:
+            yield from _values(child, steps[1:])
+    elif isinstance(node, dict):
+        for key, child in node.items():
+            if fnmatchcase(key, steps[0]):
+                yield from _values(child, steps[1:])
+
+
+def _source(name: str, script: str, results: Path) -> str:
+    figures = _read(results, name)
+    made = {**figures.get("machine", {}), **figures.get("made", {})}
+    if name == "chaos":  # its runs are of several commits; the page shows the last one
+        last = figures["random, ten minutes, seed 1"][-1]
+        made = {**made, "commit": last["commit"], "load_average": last["load_average"], "date": ""}
+    words = [made.get("processor", "").replace("(R)", "").replace(" Processor", "")]
+    words += [f"{made[key]} {word}" for key, word in [("cores", "cores")] if key in made]
+    words += [f"load {made['load_average']}"] if "load_average" in made else []
+    words += [f"JAX {made['jax']}"] if "jax" in made else []
+    date, commit = made.get("date") or "not recorded", made.get("commit", "not recorded")
+    machine = ", ".join(word for word in words if word) or "not recorded"
+    return f"| [{name}](results/{name}.json) | `{script}` | {date} | {commit} | {machine} |"
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}".replace(",", "") if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _read(results: Path, name: str) -> dict:
+    return json.loads((results / f"{name}.json").read_text())
+
+
+def _throughput(dtype: str, batch_32: float) -> list[Metric]:
+    results = f"throughput_{dtype}"
+    return [
+        Metric(f"prefill 512 and 2048, {dtype}", "at least 0.95", "", results, "prefill*|speed"),
+        Metric(f"decode B=1, {dtype}", "at least 0.95", "", results, "decode B=1|speed"),
+        Metric(f"decode B=8, {dtype}", "at least 0.85", "", results, "decode B=8|speed"),
+        Metric(f"decode B=32, {dtype}", f"at least {batch_32}", "", results, "decode B=32|speed"),
+        Metric(f"32 x (512 in, 64 out), {dtype}", "at least 0.952", "", results, "offline*|speed"),
+    ]
+
+
+def _handoff(size: str) -> list[Metric]:
+    pulled, inserted = f"*{size}|pulled ahead|of bare", f"*{size}|inserted ahead|of bare"
+    hidden = f"*{size}|exposed|16 groups|hidden"
+    return [
+        Metric(f"{size}: pulled", "at least 0.9", "", "handoff", pulled),
+        Metric(f"{size}: inserted, verified", "at least 0.6", "", "handoff", inserted),
+        Metric(f"{size}: hidden by prefill, 16 groups", "at least 0.85", "", "handoff", hidden),
+    ]
+
+
+_CHAOS = "random, ten minutes, seed 1|-1|total|"
+_HELD_OUT = "*fitted to llama-2-70b|held_out|"
+_RMSE = "attainment_rmse_points|"
+_LARGE = "1,000 instances, 100,000 requests|"
+
+METRICS = {
+    "The engine against a plain loop (its seconds / ours)": [
+        *_throughput("float32", 0.82),
+        *_throughput("bfloat16", 0.78),
+    ],
+    "Sampling and the service": [
+        Metric(
+            "sampled / greedy decode", "at least 0.9", "", "sampled_grpc_float32", "sampled*|speed"
+        ),
+        Metric("over gRPC / direct", "at least 0.95", "", "sampled_grpc_float32", "gRPC|speed"),
+    ],
+    "The hand-off between two processes, six layout pairs (of the bare engine's rate)": [
+        *_handoff("16 MB"),
+        *_handoff("64 MB"),
+    ],
+    "Low load: two processes against one; 32, 200, 400 tokens": [
+        Metric(
+            "TTFT beyond its limit",
+            "at most 0",
+            "ms",
+            "low_load",
+            "* tokens|disaggregated ttft|median_ms",
+            "* tokens|ttft limit ms",
+        ),
+        Metric(
+            "gap to the second token beyond its limit",
+            "at most 0",
+            "ms",
+            "low_load",
+            "* tokens|disaggregated gap|median_ms",
+            "* tokens|gap limit ms",
+        ),
+    ],
+    "Codecs (bytes on the wire, of bfloat16)": [
+        Metric(codec, "", "", "codecs", f"*bfloat16|{codec}|of_none")
+        for codec in ("int8", "int4", "fp8")
+    ],
+    "Faults: `tests.chaos`, ten minutes at random": [
+        Metric("streams interrupted", "", "", "chaos", _CHAOS + "streams_interrupted"),
+        Metric("scenarios that went wrong", "at most 0", "", "chaos", _CHAOS + "wrong"),
+        Metric(
+            "until all pages are free, longest", "at most 10", "s", "chaos", _CHAOS + "quiet_m*"
+        ),
+        Metric("pause of a stream, median", "", "s", "chaos", _CHAOS + "pause_median_s"),
+    ],
+    "Router": [
+        Metric(
+            "a decision among 1,000 instances, p99",
+            "at most 0.001",
+            "s",
+            "placement",
+            "instances|1000|decision_p99_seconds",
+        ),
+        Metric(
+            "hit rates of blocks, beyond those published",
+            "at most 0.1",
+            "points",
+            "prefix_hits",
+            "[cs]*|*|plain_lru",
+            "[cs]*|*|published",
+        ),
+    ],
+    "Roles that change": [
+        Metric("first time in a role", "", "s", "role_switch", "median_seconds_to_become|first|*"),
+        Metric("a role held before", "", "s", "role_switch", "median_seconds_to_become|later|*"),
+        Metric("the controller decides after", "", "s", "elastic_live", "long_*|decided_after*"),
+        Metric("longest pause meanwhile", "", "s", "elastic_live", "long_*|longest_pause_seconds"),
+    ],
+    "Cost model, BLOOM-176B held out (median error)": [
+        Metric(phase, goal, "%", "cost_model", f"{_HELD_OUT}{phase}|rows|median_percent")
+        for phase, goal in (("prefill", "at most 8"), ("decode", "at most 12"))
+    ],
+    "Simulator against measured runs, held out (attainment, RMSE)": [
+        Metric("DistServe c21d11", "at most 4", "points", "fidelity", f"{_RMSE}*c21d11|ours"),
+        Metric("DistServe c21d12", "", "points", "fidelity", f"{_RMSE}*c21d12|ours"),
+        Metric("vLLM", "at most 6.3", "points", "fidelity", f"{_RMSE}vllm-|ours"),
+    ],
+    "Speed of the simulator, one core": [
+        Metric(
+            "8,502 requests on 40 instances, requests a second",
+            "at least 2000",
+            "",
+            "simulator_speed",
+            "trace, 40 instances|requests_per_second",
+        ),
+        Metric(
+            "100,000 requests on 1,000", "at most 300", "s", "simulator_speed", _LARGE + "wall*"
+        ),
+        Metric("peak memory of that", "at most 4000", "MB", "simulator_speed", _LARGE + "peak*"),
+    ],
+}
+
+SCRIPTS = {
+    "throughput_float32": "benchmarks.throughput",
+    "throughput_bfloat16": "benchmarks.throughput",
+    "sampled_grpc_float32": "benchmarks.throughput",
+    "handoff": "benchmarks.handoff",
+    "low_load": "benchmarks.low_load",
+    "codecs": "benchmarks.codecs",
+    "chaos": "tests.chaos",
+    "placement": "benchmarks.placement",
+    "prefix_hits": "benchmarks.prefix_hits",
+    "role_switch": "benchmarks.role_switch",
+    "elastic_live": "benchmarks.elastic_live",
+    "cost_model": "benchmarks.cost_model",
+    "fidelity": "benchmarks.fidelity",
+    "simulator_speed": "benchmarks.simulator_speed",
+}
+
+_HEAD = """\
+# Where the figures stand
+
+The latest figure of each metric, generated from `results/*.json` by `python -m benchmarks.status`.
+What explains them, and what was tried without gain, is in [LOG.md](LOG.md); goodput of
+disaggregated, chunked and unified serving is in [results/study.md](results/study.md). A range spans
+the cases of a metric, "met" counts them. All on CPUs of two cores, processes over loopback: nothing
+was measured on a GPU or between hosts."""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,1 @@
+"""What a step, a transfer and a model cost on given hardware, as numbers. Pure."""

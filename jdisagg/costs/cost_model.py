@@ -1,0 +1,535 @@
+"""Seconds of what an instance does: a prefill, a decode step, a move of bytes; in terms that a
+decision can state as its reason.
+
+Every class of operation is a roofline of its own: max(FLOP / reached peak, bytes / reached
+bandwidth) plus its start, for the share of one device (the fullest rank). What tensor parallelism
+adds is a term of its own: two all-reduces a layer, each latency + bytes / bandwidth; so is the
+exchange of tokens among experts, and the hand-on between pipeline stages. Layers are alike, so one
+of a kind is priced and multiplied. A mixture of experts reads only the experts that its batch
+touches: E (1 - (1 - active / E)^tokens).
+
+Knows a model's sizes (`model_geometry`), a layout and an accelerator (`hardware`); must not know
+requests, queues or time. Pure; a decode step is priced from two sums (sequences and their contexts)
+in a few microseconds, so that simulators can ask at every event."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from jdisagg.costs.hardware import Accelerator, Link
+from jdisagg.costs.model_geometry import CostGeometry, LatentAttention, dtype_bytes
+from jdisagg.errors import ConfigError
+from jdisagg.layout.axes import Layout, ModelGeometry
+
+# bits of a value; transfer/codec.py
+CODEC_BITS: dict[str, int | None] = {"none": None, "int8": 8, "fp8": 8, "int4": 4}
+SCALE_BYTES = 4  # a float32 for each head and token of a component
+# What one multiprocessor makes of a product's result at a time, and what of its best speed it
+# reaches: libraries choose among such tiles.
+# (tokens, columns, speed)
+TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.75), (64, 64, 0.6))
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds by cause. `compute`, `memory`: operations bound by either. `communication`:
+    all-reduces of tensor parallelism and hand-ons between stages, or the link of a move;
+    `exchange`: of tokens among experts. `overhead`: starts of operations and the host's part."""
+
+    compute: float = 0.0
+    memory: float = 0.0
+    communication: float = 0.0
+    exchange: float = 0.0
+    overhead: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.memory + self.communication + self.exchange + self.overhead
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            self.compute + other.compute,
+            self.memory + other.memory,
+            self.communication + other.communication,
+            self.exchange + other.exchange,
+            self.overhead + other.overhead,
+        )
+
+    def __mul__(self, factor: float) -> "Cost":
+        return Cost(*(getattr(self, spec.name) * factor for spec in fields(Cost)))
+
+    def explain(self) -> str:
+        """Its terms in words, largest first, nothing that is zero."""
+        terms = sorted(
+            ((getattr(self, spec.name), spec.name) for spec in fields(Cost)), reverse=True
+        )
+        return f"{_milliseconds(self.seconds)}: " + ", ".join(
+            f"{name} {_milliseconds(value)}" for value, name in terms if value
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A weight matrix (or several that run as one) of one layer: per token FLOP and bytes of
+    activations, bytes of weights, and how many columns its result has on one device."""
+
+    flops: float
+    weight_bytes: float
+    activation_bytes: float
+    layers: int
+    columns: float
+
+
+class CostModel:
+    """One instance: `geometry` laid out by `layout` (and `stages` pipeline stages of layout.devices
+    each) on `accelerator`s.
+
+    A batch is that of the fullest dp rank; the other ranks are taken to be as full where experts
+    lie over all of them. `exchange`: how tokens reach experts of other ranks: "gather" as our
+    programs do, "all_to_all" as specialised kernels do. `multiprocessors` of a device, where the
+    staircase of its dense products matters: they make tiles in waves, and a last wave takes as long
+    as a full one. 0: time grows evenly."""
+
+    def __init__(
+        self,
+        geometry: CostGeometry,
+        accelerator: Accelerator,
+        layout: Layout | None = None,
+        stages: int = 1,
+        *,
+        dtype: str = "bfloat16",
+        kv_dtype: str = "",
+        exchange: Literal["gather", "all_to_all"] = "gather",
+        multiprocessors: int = 0,
+    ) -> None:
+        self.geometry, self.accelerator, self.stages = geometry, accelerator, stages
+        self._multiprocessors = multiprocessors
+        self.layout = layout or Layout()
+        self.value_bytes, self.kv_value_bytes = dtype_bytes(dtype), dtype_bytes(kv_dtype or dtype)
+        self._exchange = exchange
+        _check(geometry, self.layout, stages)
+        self._products = self._dense_products()
+        self._decode_layers: dict[int, Cost] = {}  # of a step of so many sequences, attention aside
+        reached = accelerator.efficiency
+        # bfloat16 is what peaks are stated for; float32 runs on the same units at half the rate at
+        # best.
+        peak = accelerator.peak_flops * (2 / max(2, self.value_bytes))
+        self._seconds_per_flop = 1 / (peak * reached.gemm_compute)
+        self._seconds_per_byte = 1 / (accelerator.memory_bytes_per_second * reached.gemm_memory)
+        self._attention_per_flop = 1 / (peak * reached.attention_compute)
+        self._attention_per_byte = 1 / (
+            accelerator.memory_bytes_per_second * reached.attention_memory
+        )
+
+    # ---- the three questions
+
+    def prefill(self, rows: Iterable[tuple[int, int]]) -> Cost:
+        """One packed prefill of rows (uncached tokens, cached tokens before them), from its start
+        to its tokens."""
+        tokens = count = 0
+        pairs = context = 0.0
+        for new, cached in rows:
+            tokens, count = tokens + new, count + 1
+            pairs += self.pairs(new, cached)
+            context += cached + new
+        return self.prefill_of(tokens, pairs, context, count)
+
+    def prefill_of(self, tokens: int, pairs: float, context_tokens: float, rows: int) -> Cost:
+        """The same from sums: `pairs` of positions that attend to each other, `context_tokens`
+        read, `rows` tokens sampled."""
+        reached = self.accelerator.efficiency
+        cost = self._layers(tokens, rows) + self._prefill_attention(tokens, pairs, context_tokens)
+        return self._issued(
+            cost,
+            reached.prefill_launch_seconds,
+            reached.prefill_seconds + reached.sequence_seconds * rows,
+        )
+
+    def decode(self, contexts: Iterable[int]) -> Cost:
+        """One step of sequences that have so many tokens each (the fullest rank's)."""
+        counted = list(contexts)
+        return self.decode_of(len(counted), float(sum(counted)))
+
+    def decode_of(self, sequences: int, context_tokens: float) -> Cost:
+        """The same from sums. With a sliding window the mean context stands for all."""
+        if not sequences:
+            return Cost()
+        reached = self.accelerator.efficiency
+        layers = self._decode_layers.get(sequences)
+        if layers is None:
+            layers = self._decode_layers[sequences] = self._layers(sequences, sequences)
+        cost = layers + self._decode_attention(sequences, context_tokens)
+        return self._issued(cost, reached.launch_seconds, self.host_seconds(sequences))
+
+    def host_seconds(self, sequences: int) -> float:
+        """The part of a decode step that no device works in."""
+        reached = self.accelerator.efficiency
+        return reached.step_seconds + reached.sequence_seconds * sequences
+
+    def mixed_of(
+        self,
+        tokens: int,
+        pairs: float,
+        context_tokens: float,
+        rows: int,
+        sequences: int,
+        decode_context_tokens: float,
+        elsewhere: int | None = None,
+    ) -> Cost:
+        """One step that carries a prefill chunk (as `prefill_of`) and decoding sequences (as
+        `decode_of`) through the layers at once. `elsewhere`: tokens of all other dp ranks (None:
+        each is as full)."""
+        if not rows:
+            return self.decode_of(sequences, decode_context_tokens)
+        reached = self.accelerator.efficiency
+        cost = self._layers(
+            tokens + sequences, rows + sequences, elsewhere
+        ) + self._prefill_attention(tokens, pairs, context_tokens)
+        if sequences:
+            cost += self._decode_attention(sequences, decode_context_tokens)
+        host = reached.prefill_seconds + reached.sequence_seconds * (rows + sequences)
+        return self._issued(cost, max(reached.prefill_launch_seconds, reached.launch_seconds), host)
+
+    def transfer(self, tokens: int, link: Link, codec: str = "none", links: int = 1) -> Cost:
+        """The KV of `tokens` tokens over `links` parallel links: packing, the wire, unpacking."""
+        values = self.geometry.layers * self.geometry.attention.kv_values * tokens
+        wire = tokens * wire_bytes_per_token(self.geometry, self.kv_value_bytes, codec)
+        memory = 0.0
+        if codec != "none":
+            # Each side reads one form and writes the other; every device of the instance does its
+            # share.
+            memory = (
+                2
+                * (values * self.kv_value_bytes + wire)
+                * self._seconds_per_byte
+                / (self.layout.tp * self.stages)
+            )
+        return Cost(
+            memory=memory,
+            communication=link.latency_seconds
+            + (link.seconds(wire) - link.latency_seconds) / links,
+        )
+
+    def interval_seconds(self, cost: Cost) -> float:
+        """When the next batch may enter: with pipeline stages a batch leaves the first stage after
+        its share of the time."""
+        return cost.seconds / self.stages
+
+    # ---- memory
+
+    @property
+    def weight_bytes_per_device(self) -> float:
+        """Experts lie over ep (or are cut by tp), the embedding and what else tp divides over tp,
+        all over the stages. Every device has a latent's own projections, the router and at least
+        one kv head whole; every dp rank has its own copy of all but the experts."""
+        shape, layout = self.geometry, self.layout
+        spread = layout.ep if layout.ep > 1 else layout.tp
+        embedded = shape.embedding_parameters / layout.tp + self._expert_parameters() / spread
+        return (
+            sum(product.weight_bytes * product.layers for product in self._products)
+            + self.value_bytes * embedded
+        ) / self.stages
+
+    def kv_tokens_per_rank(self, reserve: float = 0.1) -> int:
+        """Tokens of KV that one dp rank holds beside the weights, `reserve` of memory left to
+        activations; 0: weights do not fit."""
+        free = self.accelerator.memory_bytes * (1 - reserve) - self.weight_bytes_per_device
+        attention = self.geometry.attention
+        shards = (
+            1 if isinstance(attention, LatentAttention) else min(self.layout.tp, attention.kv_heads)
+        )
+        per_token = (
+            self.geometry.layers * attention.kv_values * self.kv_value_bytes / shards / self.stages
+        )
+        return max(0, int(free / per_token))
+
+    # ---- parts
+
+    def _dense_products(self) -> tuple[_Product, ...]:
+        """The matrices that every token meets, as one device sees them: attention's, the dense
+        ffn's, the shared expert's, the router."""
+        shape, tp = self.geometry, self.layout.tp
+        attention = shape.attention
+        dense = shape.layers - shape.expert_layers
+        # (parameters, layers, over how many devices, columns of the result on one of them)
+        if isinstance(attention, LatentAttention):
+            down = shape.width * (attention.query_rank + attention.kv_values)
+            up = attention.parameters(shape.width) - down
+            parts = [
+                (down, shape.layers, 1, down / shape.width),
+                (up, shape.layers, tp, shape.width),
+            ]
+        else:
+            wide = attention.head_dim * (
+                attention.query_heads / tp + 2 * max(1.0, attention.kv_heads / tp)
+            )
+            out = shape.width * attention.head_dim * attention.query_heads
+            parts = [
+                (shape.width * wide, shape.layers, 1, wide),
+                (out, shape.layers, tp, shape.width),
+            ]
+        if dense:
+            wide = shape.ffn * (shape.matrices - 1)
+            parts += [
+                (shape.width * wide, dense, tp, wide / tp),
+                (shape.width * shape.ffn, dense, tp, shape.width),
+            ]
+        if shape.experts:
+            parts.append(
+                (shape.width * shape.experts.count, shape.expert_layers, 1, shape.experts.count)
+            )
+            if shape.experts.shared_ffn:
+                wide = shape.experts.shared_ffn * shape.matrices
+                parts.append((shape.width * wide, shape.expert_layers, tp, wide / tp))
+        products = []
+        for parameters, layers, over, columns in parts:
+            own = parameters / over
+            moved = (shape.width + own / shape.width) * self.value_bytes
+            products.append(_Product(2 * own, own * self.value_bytes, moved, layers, columns))
+        return tuple(products)
+
+    def _layers(self, tokens: float, sampled: float, elsewhere: float | None = None) -> Cost:
+        """All but attention itself: products, what moves between them, experts, all-reduces, the
+        head, stages."""
+        shape, reached = self.geometry, self.accelerator.efficiency
+        compute = memory = 0.0
+        operations = 0
+        per_flop, per_byte = self._seconds_per_flop, self._seconds_per_byte
+        for product in self._products:
+            arithmetic = product.flops * self._tiled(tokens, product.columns) * per_flop
+            traffic = (product.weight_bytes + product.activation_bytes * tokens) * per_byte
+            operations += product.layers
+            if arithmetic > traffic:
+                compute += arithmetic * product.layers
+            else:
+                memory += traffic * product.layers
+        head = self.geometry.vocabulary * shape.width / self.layout.tp
+        arithmetic, traffic = 2 * head * sampled * per_flop, head * self.value_bytes * per_byte
+        compute, memory = (
+            (compute + arithmetic, memory) if arithmetic > traffic else (compute, memory + traffic)
+        )
+        # Norms, residuals, rope and the gate read and write activations: about eight passes over
+        # the width, three over the ffn.
+        memory += (
+            shape.layers
+            * tokens
+            * self.value_bytes
+            * (8 * shape.width + 3 * self._ffn_of_token() / self.layout.tp)
+            * per_byte
+        )
+        # Two norms, two residuals, the activation, and where the ffn is gated (so are the families
+        # with rope) rope with the gate.
+        operations += (6 if shape.gated else 5) * shape.layers + 2
+        communication = (
+            2
+            * shape.layers
+            * self._all_reduce(tokens * shape.width * self.value_bytes, self.layout.tp)
+        )
+        communication += self._hand_ons(tokens * shape.width * self.value_bytes)
+        base = Cost(compute, memory, communication, 0.0, operations * reached.op_seconds)
+        return base + self._experts(tokens, elsewhere) if shape.experts else base
+
+    def _tiled(self, tokens: float, columns: float) -> float:
+        """As many tokens as would take as long if every multiprocessor had work all the time, with
+        the best of the tiles."""
+        if not self._multiprocessors:
+            return tokens
+        at_once, best = self._multiprocessors, math.inf
+        for rows, wide, speed in TILES:
+            waves = math.ceil(math.ceil(tokens / rows) * math.ceil(columns / wide) / at_once)
+            best = min(best, waves * at_once * rows * wide / columns / speed)
+        return best
+
+    def _issued(self, device: Cost, launch_seconds: float, host_seconds: float) -> Cost:
+        """With the host's part: it issues layers ahead of the device, so only what exceeds the
+        device's time is seen."""
+        waited = max(0.0, launch_seconds * self.geometry.layers - device.seconds)
+        return device + Cost(overhead=waited + host_seconds)
+
+    def _ffn_of_token(self) -> float:
+        shape = self.geometry
+        routed = (
+            shape.experts.active * shape.experts.ffn + shape.experts.shared_ffn
+            if shape.experts
+            else 0
+        )
+        return (
+            (shape.layers - shape.expert_layers) * shape.ffn + shape.expert_layers * routed
+        ) / shape.layers
+
+    def _experts(self, tokens: float, elsewhere: float | None = None) -> Cost:
+        """Routed products of one device, and the exchange where experts lie beyond the
+        tensor-parallel group."""
+        shape, layout, experts = self.geometry, self.layout, self.geometry.experts
+        assert experts is not None
+        across = layout.ep > layout.tp
+        others = tokens * (layout.dp - 1) if elsewhere is None else elsewhere
+        everyone = tokens + (others if across else 0)
+        # experts whole over ep, or each cut by tp
+        spread = layout.ep if layout.ep > 1 else layout.tp
+        each = shape.matrices * shape.width * experts.ffn
+        arithmetic = 2 * each * everyone * experts.active / spread * self._seconds_per_flop
+        traffic = (
+            experts.touched(everyone) * each * self.value_bytes / spread * self._seconds_per_byte
+        )
+        layers = shape.expert_layers
+        cost = Cost(overhead=3 * layers * self.accelerator.efficiency.op_seconds)
+        cost += (
+            Cost(compute=arithmetic * layers)
+            if arithmetic > traffic
+            else Cost(memory=traffic * layers)
+        )
+        if across:
+            row = shape.width * self.value_bytes
+            if self._exchange == "gather":
+                # in a ring, each device's way out
+                sent = (layout.dp - 1) / layout.dp * everyone * row
+            else:
+                sent = tokens / layout.tp * min(experts.active, layout.ep - 1) * row
+            ways = layout.ep if self._exchange == "all_to_all" else layout.dp
+            cost += Cost(exchange=2 * layers * self._collective(sent, ways, layout.devices))
+        return cost
+
+    def _prefill_attention(self, tokens: float, pairs: float, context_tokens: float) -> Cost:
+        shape, attention = self.geometry, self.geometry.attention
+        if isinstance(attention, LatentAttention):
+            width = attention.nope_dim + attention.rope_dim + attention.value_dim
+        else:
+            width = 2 * attention.head_dim
+        heads = attention.query_heads / self.layout.tp
+        return self._attention(
+            2 * pairs * heads * width, (context_tokens + tokens) * self._kv_bytes(), shape.layers
+        )
+
+    def _decode_attention(self, sequences: float, context_tokens: float) -> Cost:
+        shape, attention = self.geometry, self.geometry.attention
+        heads = attention.query_heads / self.layout.tp
+        if isinstance(attention, LatentAttention):
+            flops = 2 * heads * (2 * attention.kv_rank + attention.rope_dim) * context_tokens
+            return self._attention(flops, context_tokens * self._kv_bytes(), shape.layers)
+        flops = 4 * heads * attention.head_dim
+        if not attention.windowed_layers or attention.window is None:
+            return self._attention(
+                flops * context_tokens, context_tokens * self._kv_bytes(), shape.layers
+            )
+        seen = min(context_tokens, attention.window * sequences)
+        whole = shape.layers - attention.windowed_layers
+        full = self._attention(flops * context_tokens, context_tokens * self._kv_bytes(), whole)
+        return full + self._attention(
+            flops * seen, seen * self._kv_bytes(), attention.windowed_layers
+        )
+
+    def _attention(self, flops: float, size_bytes: float, layers: int) -> Cost:
+        arithmetic, traffic = (
+            flops * self._attention_per_flop,
+            size_bytes * self._attention_per_byte,
+        )
+        overhead = layers * self.accelerator.efficiency.attention_seconds
+        if arithmetic > traffic:
+            return Cost(compute=arithmetic * layers, overhead=overhead)
+        return Cost(memory=traffic * layers, overhead=overhead)
+
+    def _kv_bytes(self) -> float:
+        """Of one token and layer, as one device reads them: kv heads are cut by tp as far as they
+        go, a latent is not."""
+        attention = self.geometry.attention
+        shards = (
+            1 if isinstance(attention, LatentAttention) else min(self.layout.tp, attention.kv_heads)
+        )
+        return attention.kv_values * self.kv_value_bytes / shards
+
+    def pairs(self, new: int, cached: int = 0) -> float:
+        """Pairs of positions that attend to each other when `new` tokens follow `cached` ones
+        (averaged over layers where some have a window): what `prefill_of` wants, summed over its
+        rows."""
+        whole = new * cached + new * (new + 1) / 2
+        attention = self.geometry.attention
+        if isinstance(attention, LatentAttention) or attention.window is None:
+            return whole
+        window = attention.window
+        growing = max(0, min(new, window - cached))  # tokens that still see all before them
+        seen = growing * cached + growing * (growing + 1) / 2 + (new - growing) * window
+        part = attention.windowed_layers / self.geometry.layers
+        return whole * (1 - part) + seen * part
+
+    def _all_reduce(self, size_bytes: float, devices: int) -> float:
+        return self._collective(
+            2 * (devices - 1) / devices * size_bytes, devices, devices, size_bytes
+        )
+
+    def _collective(
+        self, sent_bytes: float, devices: int, among: int, message_bytes: float = 0.0
+    ) -> float:
+        """Of `devices` that are spread `among` so many: all go at the pace of those whose way
+        leaves the domain."""
+        if devices <= 1:
+            return 0.0
+        accelerator, reached = self.accelerator, self.accelerator.efficiency
+        path = (
+            accelerator.scale_up if among <= accelerator.domain_devices else accelerator.scale_out
+        )
+        part = (
+            reached.large_bandwidth
+            if message_bytes >= reached.large_bytes
+            else reached.collective_bandwidth
+        )
+        return reached.collective_seconds * math.log2(devices) + sent_bytes / (
+            path.bytes_per_second * part
+        )
+
+    def _hand_ons(self, size_bytes: float) -> float:
+        """From each stage to the next: within a domain as far as it holds whole stages, then to
+        another."""
+        accelerator = self.accelerator
+        out = math.ceil(self.stages / max(1, accelerator.domain_devices // self.layout.devices)) - 1
+        return (self.stages - 1 - out) * accelerator.scale_up.seconds(
+            size_bytes
+        ) + out * accelerator.scale_out.seconds(size_bytes)
+
+    def _expert_parameters(self) -> int:
+        shape = self.geometry
+        return (
+            shape.expert_layers
+            * shape.matrices
+            * shape.width
+            * shape.experts.count
+            * shape.experts.ffn
+            if shape.experts
+            else 0
+        )
+
+
+def wire_bytes_per_token(geometry: CostGeometry, value_bytes: int, codec: str = "none") -> float:
+    """Bytes that the KV of one token takes on a link: packed values and a scale for each head of
+    each component."""
+    if codec not in CODEC_BITS:
+        raise ConfigError(f"no codec named {codec!r}; there are {', '.join(CODEC_BITS)}")
+    bits = CODEC_BITS[codec]
+    rows, width = geometry.kv_row()
+    packed = width * value_bytes if bits is None else -(-width * bits // 8) + SCALE_BYTES
+    return geometry.layers * rows * packed
+
+
+def _check(geometry: CostGeometry, layout: Layout, stages: int) -> None:
+    """Raises LayoutError or ConfigError for a layout that does not divide the model."""
+    attention, experts = geometry.attention, geometry.experts
+    # A latent is kept whole on every device: any tp that divides the query heads will do.
+    kv_heads = layout.tp if isinstance(attention, LatentAttention) else attention.kv_heads
+    sizes = ModelGeometry(
+        attention.query_heads,
+        kv_heads,
+        geometry.ffn,
+        experts.count if experts else 0,
+        experts.ffn if experts else 0,
+    )
+    layout.check(sizes)
+    if not 1 <= stages <= geometry.layers:
+        raise ConfigError(
+            f"{stages} pipeline stages do not fit a model of {geometry.layers} layers; choose 1 to"
+            f" {geometry.layers}"
+        )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,306 @@
+"""Accelerators and links as numbers a cost model needs, each with its source; and the fractions of
+them that programs reach.
+
+Peaks are dense (no sparsity) bfloat16, one direction of a link, decimal units. An `Efficiency` is
+what was measured of programs on that accelerator, or taken from a relative where nobody measured
+(said where). `launch.measure_costs` writes one for the machine it runs on;
+`accelerator_from_fields` reads such a file. Pure data."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from jdisagg.errors import ConfigError
+
+TERA, GIGA = 1e12, 1e9
+
+Built = TypeVar("Built")
+
+
+def _check_positive(said: str, value: float, name: str) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(
+            f"{said}: {name} must be a positive number, got {value!r}; measure it again or correct"
+            " the description"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction of a path between two devices. `efficiency`: the part of the speed that large
+    messages reach."""
+
+    name: str
+    bytes_per_second: float
+    latency_seconds: float
+    efficiency: float = 0.8
+
+    def __post_init__(self) -> None:
+        said = f"link {self.name}"
+        _check_positive(said, self.bytes_per_second, "bytes_per_second")
+        _check_positive(said, self.efficiency, "efficiency")
+        if not (math.isfinite(self.latency_seconds) and self.latency_seconds >= 0):
+            raise ConfigError(
+                f"{said}: latency_seconds must be zero or more, got {self.latency_seconds!r};"
+                " correct the description"
+            )
+
+    def seconds(self, size_bytes: float) -> float:
+        return self.latency_seconds + size_bytes / (self.bytes_per_second * self.efficiency)
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """What programs reach of an accelerator: time of one op = max(FLOP / (peak x compute), bytes /
+    (bandwidth x memory)) + op_seconds.
+
+    op_seconds: start of one operation on the device (a layer has about a dozen); attention_seconds:
+    of one attention kernel. launch_seconds, prefill_launch_seconds: what the host needs to issue
+    one layer, hidden behind a device that is slower (nearly nothing for compiled programs; the
+    floor of eager ones). step_seconds, prefill_seconds: the host's part of a decode step and of a
+    prefill that is never hidden; sequence_seconds: for each sequence of either. collective_seconds:
+    latency of a collective over two devices, grown with the logarithm of their number;
+    collective_bandwidth: the part of the scale-up link that a collective reaches, large_bandwidth
+    from messages of large_bytes on (libraries change their way by size)."""
+
+    gemm_compute: float
+    gemm_memory: float
+    attention_compute: float
+    attention_memory: float
+    op_seconds: float
+    attention_seconds: float
+    launch_seconds: float = 10e-6
+    prefill_launch_seconds: float = 10e-6
+    step_seconds: float = 500e-6
+    prefill_seconds: float = 1e-3
+    sequence_seconds: float = 5e-6
+    collective_seconds: float = 8e-6
+    collective_bandwidth: float = 0.7
+    large_bytes: float = 1e15
+    large_bandwidth: float = 0.7
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            value = getattr(self, spec.name)
+            if not spec.name.endswith("_seconds"):
+                _check_positive("efficiency", value, spec.name)
+            elif not (math.isfinite(value) and value >= 0):
+                raise ConfigError(
+                    f"efficiency: {spec.name} must be zero or more seconds, got {value!r}; measure"
+                    " it again"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """`scale_up`: the link within a domain of `domain_devices` devices (NVLink, ICI); `host`: to
+    its memory; `scale_out`: off the host."""
+
+    name: str
+    peak_flops: float
+    memory_bytes_per_second: float
+    memory_bytes: float
+    domain_devices: int
+    scale_up: Link
+    host: Link
+    scale_out: Link
+    efficiency: Efficiency
+    dollars_per_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        said = f"accelerator {self.name}"
+        for name in ("peak_flops", "memory_bytes_per_second", "memory_bytes", "domain_devices"):
+            _check_positive(said, getattr(self, name), name)
+        if not isinstance(self.domain_devices, int):
+            raise ConfigError(
+                f"{said}: domain_devices must be a whole number, got {self.domain_devices!r};"
+                " correct the description"
+            )
+        price = self.dollars_per_hour
+        if price is not None and not (math.isfinite(price) and price >= 0):
+            raise ConfigError(
+                f"{said}: dollars_per_hour must be zero or more, got {price!r}; leave it out where"
+                " no price is settled"
+            )
+
+
+# One direction; speeds from the table of measured and published links in the standards' names:
+# NVLink 3, 4, 5 are half of 600, 900 and 1800 GB/s (NVIDIA A100, H100, Blackwell architecture
+# papers); PCIe 4 and 5 x16 as measured (25 and 50 of 32 and 64); InfiniBand HDR 200 Gb/s, NDR 400
+# Gb/s; ICI: half of the bidirectional bandwidth a chip of cloud.google.com/tpu/docs (v5e 400, v5p
+# 1200, v6e 800 GB/s). Latencies: usual orders of magnitude of one message (NVLink and ICI a few us,
+# verbs 5, TCP 30 to 50), not measured here.
+LINKS: dict[str, Link] = {
+    link.name: link
+    for link in (
+        Link("nvlink3", 300 * GIGA, 3e-6),
+        Link("nvlink4", 450 * GIGA, 3e-6),
+        Link("nvlink5", 900 * GIGA, 3e-6),
+        Link("ici-v5e", 200 * GIGA, 2e-6),
+        Link("ici-v5p", 600 * GIGA, 2e-6),
+        Link("ici-v6e", 400 * GIGA, 2e-6),
+        Link("pcie4", 32 * GIGA, 5e-6),
+        Link("pcie5", 64 * GIGA, 5e-6),
+        Link("pcie6", 128 * GIGA, 5e-6),
+        Link("nvlink-c2c", 450 * GIGA, 3e-6),
+        Link("infiniband-hdr", 25 * GIGA, 5e-6, 0.9),
+        Link("infiniband-ndr", 50 * GIGA, 5e-6, 0.9),
+        Link("infiniband-xdr", 100 * GIGA, 5e-6, 0.9),
+        Link("ethernet-400g", 50 * GIGA, 10e-6),
+        Link("ethernet-200g", 25 * GIGA, 15e-6),
+        Link("ethernet-100g", 12.5 * GIGA, 30e-6),
+        Link("ethernet-25g", 3.125 * GIGA, 40e-6),
+        Link("ethernet-10g", 1.25 * GIGA, 50e-6),
+    )
+}
+
+# GEMM and prefill attention: fits to the published op tables of aiconfigurator (GEMM with n, k >=
+# 1024; median error 5 to 9 %; attention 11 to 15 %, p90 62 to 65 %); TPU v6e: the op profile of
+# LLMServingSim. Decode attention likewise.
+_A100 = Efficiency(0.778, 0.729, 0.494, 0.654, 6.5e-6, 18.5e-6)
+_H100 = Efficiency(0.809, 0.873, 0.484, 0.827, 3.8e-6, 12.3e-6)
+_H200 = Efficiency(0.804, 0.830, 0.469, 0.769, 4.2e-6, 12.4e-6)
+# attention not measured: as on H100 and H200
+_V6E = Efficiency(0.786, 0.949, 0.484, 0.769, 4.5e-6, 12.4e-6)
+
+# Peak, bandwidth, memory: NVIDIA data sheets (A100 80GB SXM 312 TFLOP/s, 2.039 TB/s; H100 SXM 989,
+# 3.35; H200 SXM 989, 4.8, 141 GB; HGX B200 4.5 PFLOP/s sparse = 2250 dense, 8 TB/s, 180 GB usable;
+# GB200 NVL72 360 PFLOP/s sparse, 576 TB/s, 13.4 TB over 72; L40S 362, 864 GB/s, 48 GB, no NVLink;
+# GeForce RTX 4090 165.2 with float32 accumulation, 1008 GB/s, 24 GB; RTX PRO 6000 Blackwell 503.8,
+# 1792 GB/s, 96 GB: its peak stands in one source only) and cloud.google.com/tpu/docs (v5e 197
+# TFLOP/s, 819 GB/s, 16 GB; v5p 459, 2765, 95 GB; v6e 918, 1638, 32 GB). Dollars an
+# accelerator-hour: A100 17.6 / 8 and H100 38 / 8 as the Splitwise paper (ISCA'24) charges an 8-GPU
+# machine; TPU list prices on demand in us-east / us-central (1.20, 4.20, 2.70). None where no
+# public list price is settled: state one's own.
+HARDWARE: dict[str, Accelerator] = {
+    item.name: item
+    for item in (
+        Accelerator(
+            "a100", 312 * TERA, 2.039 * TERA, 80 * GIGA, 8,
+            LINKS["nvlink3"], LINKS["pcie4"], LINKS["infiniband-hdr"], _A100, 2.2,
+        ),
+        Accelerator(
+            "h100", 989 * TERA, 3.35 * TERA, 80 * GIGA, 8,
+            LINKS["nvlink4"], LINKS["pcie5"], LINKS["infiniband-ndr"], _H100, 4.75,
+        ),
+        Accelerator(
+            "h200", 989 * TERA, 4.8 * TERA, 141 * GIGA, 8,
+            LINKS["nvlink4"], LINKS["pcie5"], LINKS["infiniband-ndr"], _H200,
+        ),
+        # Nobody's measurements: the fractions of the H200.
+        Accelerator(
+            "b200", 2250 * TERA, 8 * TERA, 180 * GIGA, 8,
+            LINKS["nvlink5"], LINKS["pcie5"], LINKS["infiniband-ndr"], _H200,
+        ),
+        Accelerator(
+            "gb200-nvl72", 2500 * TERA, 8 * TERA, 186 * GIGA, 72,
+            LINKS["nvlink5"], LINKS["nvlink-c2c"], LINKS["infiniband-ndr"], _H200,
+        ),
+        # Nobody's measurements: the fractions of the A100, whose generation of kernels it runs.
+        Accelerator(
+            "l40s", 362 * TERA, 0.864 * TERA, 48 * GIGA, 8,
+            LINKS["pcie4"], LINKS["pcie4"], LINKS["ethernet-100g"], _A100,
+        ),
+        # Fractions of the nearest relative; `benchmarks/fidelity.py` fits them to runs of both.
+        Accelerator(
+            "rtx-4090", 165.2 * TERA, 1.008 * TERA, 24 * GIGA, 1,
+            LINKS["pcie4"], LINKS["pcie4"], LINKS["ethernet-100g"], _A100,
+        ),
+        Accelerator(
+            "rtx-pro-6000", 503.8 * TERA, 1.792 * TERA, 96 * GIGA, 1,
+            LINKS["pcie5"], LINKS["pcie5"], LINKS["ethernet-100g"], _H200,
+        ),
+        # v5e and v5p: nobody's measurements: the fractions of the v6e. A slice of one host is taken
+        # as the domain of v5e and v6e.
+        Accelerator(
+            "tpu-v5e", 197 * TERA, 0.819 * TERA, 16 * GIGA, 256,
+            LINKS["ici-v5e"], LINKS["pcie4"], LINKS["ethernet-100g"], _V6E, 1.20,
+        ),
+        Accelerator(
+            "tpu-v5p", 459 * TERA, 2.765 * TERA, 95 * GIGA, 8960,
+            LINKS["ici-v5p"], LINKS["pcie5"], LINKS["ethernet-200g"], _V6E, 4.20,
+        ),
+        Accelerator(
+            "tpu-v6e", 918 * TERA, 1.638 * TERA, 32 * GIGA, 256,
+            LINKS["ici-v6e"], LINKS["pcie5"], LINKS["ethernet-200g"], _V6E, 2.70,
+        ),
+    )
+}  # fmt: skip
+
+
+def accelerator(name: str) -> Accelerator:
+    if name not in HARDWARE:
+        raise ConfigError(
+            f"no hardware named {name!r}; the table has {', '.join(sorted(HARDWARE))}, or measure"
+            " this machine's"
+        )
+    return HARDWARE[name]
+
+
+def link(name: str) -> Link:
+    if name not in LINKS:
+        raise ConfigError(f"no link named {name!r}; the table has {', '.join(sorted(LINKS))}")
+    return LINKS[name]
+
+
+def accelerator_from_fields(
+    fields: Mapping[str, object], where: str = "hardware file"
+) -> Accelerator:
+    """Reads what `dataclasses.asdict` of an Accelerator wrote; names what is missing, unknown or
+    impossible. "measured" is passed over."""
+    values = {name: value for name, value in fields.items() if name != "measured"}
+    parts: dict[str, object] = {}
+    for name, kind in (
+        ("scale_up", Link),
+        ("host", Link),
+        ("scale_out", Link),
+        ("efficiency", Efficiency),
+    ):
+        if name in values:
+            parts[name] = _built(kind, values.pop(name), f"{where}: {name}", {})
+    return _built(Accelerator, values, where, parts)
+
+
+def _built(
+    kind: Callable[..., Built], value: object, where: str, parts: Mapping[str, object]
+) -> Built:
+    """A `kind` of these fields, which are numbers but for the name, and of `parts` that are built
+    already."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where} must be an object, got {value!r}; measure the machine again")
+    specs = {spec.name: spec for spec in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if unknown := sorted(map(str, set(value) - set(specs))):
+        raise ConfigError(
+            f"{where}: unknown fields {', '.join(unknown)}; it has {', '.join(sorted(specs))}"
+        )
+    for name, spec in specs.items():
+        if name in parts:
+            continue
+        if name not in value:
+            if spec.default is dataclasses.MISSING:
+                raise ConfigError(
+                    f"{where}: needed field {name!r} is missing; measure the machine again"
+                )
+            continue
+        item = value[name]
+        if name == "name":
+            if not isinstance(item, str):
+                raise ConfigError(f"{where}: name must be a text, got {item!r}; correct it")
+        elif not (item is None and spec.default is None) and not _is_number(item):
+            raise ConfigError(
+                f"{where}: {name} must be a number, got {str(item)[:40]}; measure the machine again"
+            )
+    try:
+        return kind(**value, **parts)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error.message}") from error
+
+
+def _is_number(item: object) -> bool:
+    """One that a float can hold: JSON's integers may be longer. Whether it may be NaN is for who
+    uses it."""
+    if not isinstance(item, int | float) or isinstance(item, bool):
+        return False
+    return isinstance(item, float) or abs(item) < 1e300

@@ -1,0 +1,335 @@
+"""The sizes of a model that its cost depends on: attention, feed-forward, experts, vocabulary.
+Plain numbers; reads no weights.
+
+A geometry comes from a catalogue of published models, from the configuration of a model that
+`models/` serves, or, for families beyond those, from the fields of a config.json: planning and
+simulation need no weights. What is derived here (parameters, KV bytes) is exact arithmetic on those
+sizes, small tensors (norms, biases, the positions of OPT) left out. Knows no hardware and no
+layout."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from jdisagg.errors import ConfigError
+from jdisagg.layout.kv_spec import DTYPE_BYTES
+from jdisagg.plain import Message
+
+
+class Attention(Message, frozen=True):
+    """MHA, GQA and MQA by `kv_heads`. `window`: positions seen, the token's own included, in
+    `windowed_layers` of the layers."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+    windowed_layers: int = 0
+
+    def parameters(self, width: int) -> int:
+        return width * self.head_dim * 2 * (self.query_heads + self.kv_heads)
+
+    @property
+    def kv_values(self) -> int:
+        """Values that one layer keeps of one token."""
+        return 2 * self.kv_heads * self.head_dim
+
+
+class LatentAttention(Message, frozen=True):
+    """MLA (DeepSeek-V2, arXiv 2405.04434): a latent of `kv_rank` and a rope part are kept, shared
+    by all heads."""
+
+    query_heads: int
+    query_rank: int
+    kv_rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+
+    def parameters(self, width: int) -> int:
+        query = width * self.query_rank + self.query_rank * self.query_heads * (
+            self.nope_dim + self.rope_dim
+        )
+        if not self.query_rank:
+            query = width * self.query_heads * (self.nope_dim + self.rope_dim)
+        keys = width * self.kv_values + self.kv_rank * self.query_heads * (
+            self.nope_dim + self.value_dim
+        )
+        return query + keys + self.query_heads * self.value_dim * width
+
+    @property
+    def kv_values(self) -> int:
+        return self.kv_rank + self.rope_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A routed feed-forward: `active` of `count` experts of `ffn` for each token, and one of
+    `shared_ffn` for all (0: none)."""
+
+    count: int
+    active: int
+    ffn: int
+    shared_ffn: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.active <= self.count:
+            raise ConfigError(
+                f"model geometry: {self.active} active experts of {self.count}; active must be"
+                " between 1 and all"
+            )
+
+    def touched(self, tokens: float) -> float:
+        """How many experts `tokens` tokens need, if each chooses evenly and independently."""
+        return self.count * (1.0 - (1.0 - self.active / self.count) ** tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class CostGeometry:
+    """`layers` in all, of which `expert_layers` route their tokens and the others have a dense ffn.
+    `gated`: three matrices, else two."""
+
+    name: str
+    width: int
+    layers: int
+    vocabulary: int
+    attention: Attention | LatentAttention
+    ffn: int
+    gated: bool = True
+    tied: bool = False
+    experts: Experts | None = None
+    expert_layers: int = 0
+    context_tokens: int = 4096
+
+    def __post_init__(self) -> None:
+        for name in ("width", "layers", "vocabulary", "context_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"model geometry {self.name}: {name} must be at least 1, got"
+                    f" {getattr(self, name)}"
+                )
+        if self.expert_layers and self.experts is None:
+            raise ConfigError(
+                f"model geometry {self.name}: {self.expert_layers} expert layers and no experts;"
+                " describe the experts"
+            )
+        if not 0 <= self.expert_layers <= self.layers:
+            raise ConfigError(
+                f"model geometry {self.name}: expert_layers={self.expert_layers} is not within"
+                f" 0..{self.layers}"
+            )
+        if (
+            isinstance(self.attention, Attention)
+            and not 0 <= self.attention.windowed_layers <= self.layers
+        ):
+            raise ConfigError(
+                f"model geometry {self.name}: windowed_layers={self.attention.windowed_layers} is"
+                f" not within 0..{self.layers}"
+            )
+
+    @property
+    def matrices(self) -> int:
+        return 3 if self.gated else 2
+
+    @property
+    def parameters(self) -> int:
+        """All weights, as stored."""
+        return self._always_read + self._of_experts(self.experts.count if self.experts else 0)
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that one token is multiplied with."""
+        return self._always_read + self._of_experts(self.experts.active if self.experts else 0)
+
+    def _of_experts(self, count: int) -> int:
+        """The weights of so many routed experts a layer, with the shared ones and the router."""
+        if not self.experts:
+            return 0
+        ffn = count * self.experts.ffn + self.experts.shared_ffn
+        each = self.matrices * self.width * ffn
+        return self.expert_layers * (each + self.width * self.experts.count)
+
+    @property
+    def embedding_parameters(self) -> int:
+        """With the output projection, where that is another matrix."""
+        return self.vocabulary * self.width * (1 if self.tied else 2)
+
+    @property
+    def _always_read(self) -> int:
+        dense = (self.layers - self.expert_layers) * self.matrices * self.width * self.ffn
+        return (
+            self.layers * self.attention.parameters(self.width) + dense + self.embedding_parameters
+        )
+
+    def kv_bytes_per_token(self, dtype: str = "bfloat16") -> int:
+        return self.layers * self.attention.kv_values * dtype_bytes(dtype)
+
+    def kv_row(self) -> tuple[int, int]:
+        """(rows, values in a row) that one layer keeps of a token: what a codec's scale is shared
+        by. MLA: latent and rope together."""
+        if isinstance(self.attention, LatentAttention):
+            return 1, self.attention.kv_values
+        return 2 * self.attention.kv_heads, self.attention.head_dim
+
+
+def dtype_bytes(dtype: str) -> int:
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
+    return DTYPE_BYTES[dtype]
+
+
+# Families whose config.json leaves out that the output projection is the embedding, and those that
+# give every second, sixth, fourth layer the whole context and leave that out.
+TIED = ("opt", "bloom", "gemma", "gemma2", "gemma3_text", "cohere", "cohere2")
+WINDOW_PATTERN = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "cohere2": 4}
+
+
+def from_hf_fields(fields: Mapping[str, object], name: str = "config.json") -> CostGeometry:
+    """From the fields of a Hugging Face config.json of a family that `models/` does not serve (for
+    those that it does, `DecoderConfig.cost_geometry` says it); raises ConfigError naming a field
+    that is missing or no count."""
+
+    def count(*names: str, default: int | None = None, least: int = 1) -> int:
+        for field in names:
+            value = fields.get(field)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(
+                    f"{name}: {field} must be an integer of at least {least}, got {value!r};"
+                    " correct it"
+                )
+            return value
+        if default is None:
+            raise ConfigError(
+                f"{name}: needed field {names[0]!r} is missing; take it from the model's published"
+                " config.json"
+            )
+        return default
+
+    family = fields.get("model_type")
+    width, layers = count("hidden_size", "n_embed"), count("num_hidden_layers", "n_layer")
+    heads = count("num_attention_heads", "n_head")
+    attention: Attention | LatentAttention
+    if fields.get("kv_lora_rank") is not None:
+        attention = LatentAttention(
+            heads,
+            count("q_lora_rank", default=0, least=0),
+            count("kv_lora_rank"),
+            count("qk_rope_head_dim"),
+            count("qk_nope_head_dim"),
+            count("v_head_dim"),
+        )
+    else:
+        head_dim = count("head_dim", default=max(1, width // heads))
+        # Qwen's families have windows only where they are switched on; others wherever one is
+        # given.
+        on = fields.get("use_sliding_window", not str(family).startswith("qwen"))
+        window = count("sliding_window", default=0, least=0) if on else 0
+        windowed = _windowed_layers(fields, layers, count) if window else 0
+        attention = Attention(
+            heads, count("num_key_value_heads", default=heads), head_dim, window or None, windowed
+        )
+    experts_count = count(
+        "num_experts", "num_local_experts", "n_routed_experts", default=0, least=0
+    )
+    experts, expert_layers = None, 0
+    if experts_count:
+        expert_ffn = count("moe_intermediate_size", default=count("intermediate_size"))
+        shared = count(
+            "shared_expert_intermediate_size",
+            default=count("n_shared_experts", default=0, least=0) * expert_ffn,
+            least=0,
+        )
+        experts = Experts(experts_count, count("num_experts_per_tok"), expert_ffn, shared)
+        dense_first = count("first_k_dense_replace", default=0, least=0)
+        dense_only = fields.get("mlp_only_layers")
+        dense_only = dense_only if isinstance(dense_only, list) else []
+        step, frequency = (
+            count("decoder_sparse_step", default=1),
+            count("moe_layer_freq", default=1),
+        )
+        expert_layers = sum(
+            (layer + 1) % step == 0 and layer % frequency == 0 and layer not in dense_only
+            for layer in range(dense_first, layers)
+        )
+    return CostGeometry(
+        name=name,
+        width=width,
+        layers=layers,
+        vocabulary=count("vocab_size"),
+        attention=attention,
+        ffn=count("intermediate_size", "ffn_dim", default=4 * width),
+        gated=family not in ("opt", "bloom", "gpt2", "gpt_neox", "falcon"),
+        tied=fields.get("tie_word_embeddings", family in TIED) is True,
+        experts=experts,
+        expert_layers=expert_layers,
+        context_tokens=count("max_position_embeddings", "seq_length", default=2048),
+    )
+
+
+def _windowed_layers(fields: Mapping[str, object], layers: int, count: Callable[..., int]) -> int:
+    """Of a model that has a window: by `layer_types` where given, else by the family's rule."""
+    types, family = fields.get("layer_types"), fields.get("model_type")
+    if isinstance(types, list):
+        return types[:layers].count("sliding_attention")
+    if pattern := count("sliding_window_pattern", default=WINDOW_PATTERN.get(str(family), 0)):
+        return layers - layers // pattern
+    first = count("max_window_layers", default=28 if str(family).startswith("qwen") else 0, least=0)
+    return max(0, layers - first)
+
+
+# Sizes as in each model's published config.json (named Hugging Face repository); Llama-2 and BLOOM
+# also in arXiv 2307.09288, 2211.05100.
+CATALOG: dict[str, CostGeometry] = {
+    geometry.name: geometry
+    for geometry in (
+        # meta-llama/Llama-2-70b-hf
+        CostGeometry("llama-2-70b", 8192, 80, 32000, Attention(64, 8, 128), 28672, context_tokens=4096),  # noqa: E501
+        # meta-llama/Meta-Llama-3-8B and -70B
+        CostGeometry("llama-3-8b", 4096, 32, 128256, Attention(32, 8, 128), 14336, context_tokens=8192),  # noqa: E501
+        CostGeometry("llama-3-70b", 8192, 80, 128256, Attention(64, 8, 128), 28672, context_tokens=8192),  # noqa: E501
+        # meta-llama/Llama-3.1-8B and -70B
+        CostGeometry("llama-3.1-8b", 4096, 32, 128256, Attention(32, 8, 128), 14336, context_tokens=131072),  # noqa: E501
+        CostGeometry("llama-3.1-70b", 8192, 80, 128256, Attention(64, 8, 128), 28672, context_tokens=131072),  # noqa: E501
+        # bigscience/bloom
+        CostGeometry("bloom-176b", 14336, 70, 250880, Attention(112, 112, 128), 57344, gated=False, tied=True, context_tokens=2048),  # noqa: E501
+        # facebook/opt-13b
+        CostGeometry("opt-13b", 5120, 40, 50272, Attention(40, 40, 128), 20480, gated=False, tied=True, context_tokens=2048),  # noqa: E501
+        # mistralai/Mixtral-8x7B-v0.1
+        CostGeometry(
+            "mixtral-8x7b", 4096, 32, 32000, Attention(32, 8, 128), 14336,
+            experts=Experts(8, 2, 14336), expert_layers=32, context_tokens=32768,
+        ),
+        # Qwen/Qwen3-30B-A3B-Instruct-2507
+        CostGeometry(
+            "qwen3-30b-a3b", 2048, 48, 151936, Attention(32, 4, 128), 6144,
+            experts=Experts(128, 8, 768), expert_layers=48, context_tokens=262144,
+        ),
+        # Qwen/Qwen3-235B-A22B
+        CostGeometry(
+            "qwen3-235b-a22b", 4096, 94, 151936, Attention(64, 4, 128), 12288,
+            experts=Experts(128, 8, 1536), expert_layers=94, context_tokens=40960,
+        ),
+        # deepseek-ai/DeepSeek-V3: MLA, the first three layers dense, one shared expert
+        CostGeometry(
+            "deepseek-v3", 7168, 61, 129280, LatentAttention(128, 1536, 512, 64, 128, 128), 18432,
+            experts=Experts(256, 8, 2048, 2048), expert_layers=58, context_tokens=163840,
+        ),
+        # models/tiny/llama and models/tiny/qwen3_moe of this repository
+        CostGeometry("tiny-llama", 128, 4, 1280, Attention(8, 4, 16), 320, tied=True, context_tokens=1024),  # noqa: E501
+        CostGeometry(
+            "tiny-qwen3-moe", 128, 4, 1280, Attention(8, 4, 16), 320, tied=True,
+            experts=Experts(8, 2, 64), expert_layers=4, context_tokens=1024,
+        ),
+    )
+}  # fmt: skip
+
+
+def geometry(name: str) -> CostGeometry:
+    """From the catalogue; an unknown name is refused with those that are known."""
+    if name not in CATALOG:
+        raise ConfigError(
+            f"no model named {name!r} in the catalogue; it has {', '.join(sorted(CATALOG))}, or"
+            " give a model directory"
+        )
+    return CATALOG[name]

@@ -1,0 +1,178 @@
+"""How fast one kind of instance is, in forms that a decision can ask for a thousand workers at
+once.
+
+A `Speed` wraps the cost model of one (geometry, layout, hardware, stages): a decode step from a
+grid over sequences and their mean context, interpolated for whole columns (between kinks a step is
+bilinear in the two; where they are, the grid is within 3 %); a backlog of prompts from two sums;
+one prompt exactly. `speed_of` shares them: a cluster has few kinds. Pure, but for remembering what
+it computed.
+
+With pipeline stages chunks follow each other a stage apart, so that a backlog takes its share of
+their seconds, and sequences that decode are spread over as many batches as there are stages."""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from jdisagg.costs.cost_model import CostModel, wire_bytes_per_token
+from jdisagg.costs.hardware import Accelerator
+from jdisagg.costs.model_geometry import CostGeometry
+from jdisagg.errors import ConfigError, LayoutError
+from jdisagg.layout.axes import Layout
+
+Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+Seconds = TypeVar("Seconds", float, Array)
+
+WHOLE_PROMPT_TOKENS = 2048  # a chunk, where a worker states none
+GRANULE_TOKENS = 16  # lengths of prompts are rounded up to these
+SEQUENCES = np.unique(np.round(np.geomspace(1, 4096, 49))).astype(float)
+CONTEXTS = np.concatenate([[0.0], np.geomspace(64, 1 << 20, 29)])
+CHUNKS = np.unique(np.round(np.geomspace(1, 16384, 49))).astype(float)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What makes two instances equally fast. `dtype` of weights and KV."""
+
+    geometry: CostGeometry
+    layout: Layout
+    hardware: Accelerator
+    stages: int = 1
+    dtype: str = "bfloat16"
+
+
+class Speed:
+    """Raises ConfigError or LayoutError where the layout does not divide the model."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.model = CostModel(
+            kind.geometry, kind.hardware, kind.layout, kind.stages, dtype=kind.dtype
+        )
+        self.wire_bytes_per_token = wire_bytes_per_token(kind.geometry, self.model.value_bytes)
+        steps = np.array(
+            [[self._step(sequences, context) for context in CONTEXTS] for sequences in SEQUENCES]
+        )
+        self._steps = _Grid(steps, SEQUENCES, CONTEXTS)
+        self._chunks: _Grid | None = None
+        self._prefills: dict[tuple[int, int, int], float] = {}
+        self._rates: dict[int, tuple[float, float]] = {}
+
+    def prefill_seconds(
+        self, new_tokens: int, cached_tokens: int = 0, chunk_tokens: int = 0
+    ) -> float:
+        """One prompt alone, in chunks; attention grows linearly over them, so the first and the
+        last stand for all."""
+        key = (-(-new_tokens // GRANULE_TOKENS) * GRANULE_TOKENS, cached_tokens, chunk_tokens)
+        known = self._prefills.get(key)
+        if known is None:
+            if len(self._prefills) >= 1 << 16:
+                self._prefills.clear()
+            known = self._prefills[key] = self._prefill(*key)
+        return known
+
+    def backlog_rates(self, chunk_tokens: int = 0) -> tuple[float, float]:
+        """(seconds a token, seconds a pair of positions) of prompts packed into full chunks, of one
+        dp rank."""
+        chunk = chunk_tokens or WHOLE_PROMPT_TOKENS
+        if chunk not in self._rates:
+            few = self.model.prefill_of(chunk, 0.0, chunk, 1).seconds
+            pairs = 64.0 * chunk * chunk
+            pair = (self.model.prefill_of(chunk, pairs, chunk, 1).seconds - few) / pairs
+            self._rates[chunk] = (few / chunk / self.kind.stages, pair / self.kind.stages)
+        return self._rates[chunk]
+
+    def step_seconds(self, sequences: Array, contexts: Array) -> Array:
+        """A decode step of the fullest rank's `sequences` whose tokens add up to `contexts`, for
+        each worker."""
+        sequences = np.minimum(np.maximum(sequences, SEQUENCES[0]), SEQUENCES[-1])
+        return self._steps.between(sequences, contexts / sequences)
+
+    def prefills_seconds(
+        self, new_tokens: Array, cached_tokens: Array, chunk_tokens: int = 0
+    ) -> Array:
+        """As `prefill_seconds`, of many: chunks of no more than `CHUNKS` from a grid, within 5
+        %."""
+        if not 0 < chunk_tokens <= CHUNKS[-1]:
+            pairs = zip(new_tokens, cached_tokens, strict=True)
+            return np.array(
+                [self.prefill_seconds(int(new), int(cached), chunk_tokens) for new, cached in pairs]
+            )
+        whole = new_tokens // chunk_tokens
+        rest = new_tokens - whole * chunk_tokens
+        full, last = (
+            np.full(len(whole), float(chunk_tokens)),
+            cached_tokens + np.maximum(0.0, whole - 1) * chunk_tokens,
+        )
+        ends, following = self._chunk(full, last), cached_tokens + whole * chunk_tokens
+        seconds = whole * (self._chunk(full, cached_tokens) + ends) / 2
+        left = np.where(rest > 0, self._chunk(np.maximum(1.0, rest), following), 0.0)
+        return self._behind_each_other(seconds + left, np.where(rest > 0, left, ends))
+
+    def _chunk(self, tokens: Array, cached: Array) -> Array:
+        if self._chunks is None:
+            chunks = np.array(
+                [
+                    [self.model.prefill([(int(new), int(known))]).seconds for known in CONTEXTS]
+                    for new in CHUNKS
+                ]
+            )
+            self._chunks = _Grid(chunks, CHUNKS, CONTEXTS)
+        return self._chunks.between(np.minimum(np.maximum(tokens, CHUNKS[0]), CHUNKS[-1]), cached)
+
+    def _step(self, sequences: float, context: float) -> float:
+        fullest = math.ceil(sequences / self.kind.stages)
+        return self.model.decode_of(fullest, fullest * context).seconds
+
+    def _prefill(self, new: int, cached: int, chunk_tokens: int) -> float:
+        chunk = chunk_tokens or new
+        if new <= chunk:
+            return self.model.prefill([(new, cached)]).seconds
+        whole, rest = divmod(new, chunk)
+        last = self.model.prefill([(chunk, cached + (whole - 1) * chunk)]).seconds
+        seconds = whole * (self.model.prefill([(chunk, cached)]).seconds + last) / 2
+        left = self.model.prefill([(rest, cached + whole * chunk)]).seconds if rest else 0.0
+        return self._behind_each_other(seconds + left, left or last)
+
+    def _behind_each_other(self, every: Seconds, last: Seconds) -> Seconds:
+        """Of chunks that take so long in all: the last one goes through all stages, those before it
+        are one stage ahead each."""
+        return (every - last) / self.kind.stages + last
+
+
+class _Grid:
+    """Values over rows and columns, and bilinear interpolation between them. Decisions ask for it
+    each time, so what does not depend on the question is worked out once."""
+
+    def __init__(self, values: Array, rows: Array, columns: Array) -> None:
+        self._rows, self._columns = rows, columns
+        self._row_gaps, self._column_gaps = rows[1:] - rows[:-1], columns[1:] - columns[:-1]
+        self._values = values.ravel()
+        self._rises = self._values[1:] - self._values[:-1]
+
+    def between(self, at_row: Array, at_column: Array) -> Array:
+        """At places within the rows, and columns beyond whose ends the end counts."""
+        rows, columns = self._rows, self._columns
+        at_column = np.minimum(np.maximum(at_column, columns[0]), columns[-1])
+        row = np.minimum(rows.searchsorted(at_row, "right") - 1, len(rows) - 2)
+        column = np.minimum(columns.searchsorted(at_column, "right") - 1, len(columns) - 2)
+        down = (at_row - rows.take(row)) / self._row_gaps.take(row)
+        right = (at_column - columns.take(column)) / self._column_gaps.take(column)
+        place = row * len(columns) + column
+        above = self._values.take(place) + self._rises.take(place) * right
+        place += len(columns)
+        below = self._values.take(place) + self._rises.take(place) * right
+        return above + (below - above) * down
+
+
+@functools.lru_cache(maxsize=256)
+def speed_of(kind: Kind) -> Speed | None:
+    """The one `Speed` of a kind; None where its layout cannot hold the model, for whoever serves it
+    must have meant something else."""
+    try:
+        return Speed(kind)
+    except (ConfigError, LayoutError):
+        return None

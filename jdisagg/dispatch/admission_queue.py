@@ -1,0 +1,132 @@
+"""Requests that wait at the router for workers, in fair order (router/fairness.py).
+
+The head of the order is placed again whenever something has changed: a worker reported, a prompt
+was prefilled, an attempt ended. No request overtakes the head, so that a large one is not starved
+by small ones. Knows no workers: `place` decides."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from jdisagg.clock import Clock
+from jdisagg.router.admission import Drain
+from jdisagg.router.fairness import FairQueue, Ticket
+from jdisagg.timeouts import RequestTimeouts
+
+
+class Placed(Protocol):
+    """What was placed, until its `end`."""
+
+    def end(self) -> None: ...
+
+
+Item = TypeVar("Item")
+PlacedT = TypeVar("PlacedT", bound=Placed)
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting(Generic[Item, PlacedT]):
+    item: Item
+    answer: "asyncio.Future[PlacedT]" = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+    def fail(self, error: Exception) -> None:
+        self.answer.set_exception(error)
+        self.answer.exception()  # a request given up meanwhile does not ask for it
+
+
+class AdmissionQueue(Generic[Item, PlacedT]):
+    """`place` returns None where the item must go on waiting, and raises where it is refused;
+    `refresh` brings the snapshot that it decides on up to date."""
+
+    def __init__(
+        self,
+        weights: dict[str, float],
+        clock: Clock,
+        timeouts: RequestTimeouts,
+        place: Callable[[Item], PlacedT | None],
+        refresh: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._queue = FairQueue(weights)
+        self._clock = clock
+        self._timeouts = timeouts
+        self._place = place
+        self._refresh = refresh
+        self._waiting: dict[int, _Waiting[Item, PlacedT]] = {}
+        self._drain = Drain()
+        self._last_key = 0
+        self._news = asyncio.Event()
+        self._serving: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def seconds_ahead(self, tenant: str, cost: float, due: float, priority: int) -> float:
+        """How long such a request would wait here, at the speed at which the queue moves."""
+        if not self._queue:
+            return 0.0
+        return self._drain.seconds(self._queue.ahead(tenant, cost, due, priority))
+
+    def changed(self) -> None:
+        """There may be room."""
+        if self._waiting:
+            self._news.set()
+
+    async def wait(
+        self, item: Item, tenant: str, cost: float, due: float, priority: int
+    ) -> PlacedT:
+        """Returns what `place` returns when the item's turn has come."""
+        self._last_key += 1
+        key = self._last_key
+        waiting = self._waiting[key] = _Waiting[Item, PlacedT](item)
+        self._queue.add(Ticket(key, tenant, due, cost, priority))
+        if self._serving is None:
+            self._drain.busy(self._clock.now())
+            self._serving = asyncio.create_task(self._serve())
+        try:
+            return await asyncio.shield(waiting.answer)
+        except asyncio.CancelledError:
+            if waiting.answer.done() and waiting.answer.exception() is None:
+                waiting.answer.result().end()  # placed at the very moment at which it was given up
+            raise
+        finally:
+            self._queue.remove(key)
+            del self._waiting[key]
+            self._news.set()
+
+    async def _serve(self) -> None:
+        """Runs while any request waits."""
+        try:
+            while self._waiting:
+                await self._refresh()
+                self._news.clear()  # what the refresh itself changed is no news
+                self._serve_heads()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._timeouts.queue_look_seconds):
+                        await self._news.wait()
+                        await asyncio.sleep(self._timeouts.queue_pause_seconds)
+        except Exception as error:
+            for waiting in self._waiting.values():
+                if not waiting.answer.done():
+                    waiting.fail(error)
+        finally:
+            self._serving = None
+            self._drain.idle(self._clock.now())
+
+    def _serve_heads(self) -> None:
+        while (ticket := self._queue.head()) is not None:
+            waiting = self._waiting[ticket.key]
+            try:
+                placed = self._place(waiting.item)
+            except Exception as error:  # refused, or a bug: its caller must get it
+                self._queue.remove(ticket.key)
+                waiting.fail(error)
+                continue
+            if placed is None:
+                return
+            self._queue.serve()
+            self._drain.served(ticket.cost, self._clock.now())
+            waiting.answer.set_result(placed)

@@ -1,0 +1,379 @@
+"""One attempt at some children of a request: reserve, prefill and receive at the same time, decode.
+
+    reserve     the decode worker sets pages aside for prompt and growth, before any prefill
+    prefill     the prefill worker computes and offers its KV; first tokens go out straight from its
+                reply, while the KV is still moving
+    receive     the decode worker pulls the KV, and repeats the first tokens
+    decode      spans of tokens, until each child has ended
+    failover    a prefill worker that fails is replaced; the reservation and the KV that has come
+                are kept, and first tokens that went out hold
+    migrate     a running sequence goes on at another decode worker when its own asks for that
+
+An attempt decides nothing about what follows it (dispatch/request_path.py does). Cancelling its
+task frees everything that it holds on both sides."""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import replace
+
+from jdisagg.clock import to_the_end
+from jdisagg.dispatch.migration import Migration, reserve
+from jdisagg.dispatch.placer import PlacementHandle
+from jdisagg.dispatch.request_context import RequestContext, ReservationHandle, quietly
+from jdisagg.dispatch.request_run import RequestRun
+from jdisagg.errors import HandoffError, InvalidRequestError, OverloadedError, UnavailableError
+from jdisagg.messages.ports import (
+    FirstToken,
+    GenerateCall,
+    HandoffSource,
+    PrefillCall,
+    ResumeCall,
+    SourceLost,
+    Span,
+    SpanEnd,
+    close_stream,
+)
+from jdisagg.request import TokenLogprobs
+
+Part = asyncio.Task[None]  # prefilling or decoding, at the same time
+
+
+class Attempt:
+    """`preempted` is called with each child whose pages were taken: another attempt follows.
+
+    `open`: children that have not ended. `failed`: workers that failed it, which what follows
+    avoids; `refused`: those whose limits the request exceeds."""
+
+    def __init__(
+        self,
+        context: RequestContext,
+        run: RequestRun,
+        children: tuple[int, ...],
+        preempted: Callable[[int], None],
+    ) -> None:
+        self.number = run.next_attempt()
+        self.open = set(children)
+        self.failed: set[str] = set()
+        self.refused: set[str] = set()
+        self.children = tuple(run.as_child(index) for index in children)
+        self._context = context
+        self._times = context.limits.timeouts.request
+        self._run = run
+        self._preempted = preempted
+        self._had = {child.index: len(child.accepted) for child in self.children}
+        self._ended: set[int] = set()  # at their worker
+        self._firsts: dict[int, FirstToken] = {}
+        self._joined = False
+        self._migration: Migration | None = None
+        # the source of the KV
+        self._source: HandoffSource | None = None
+        self._prefilling: Part | None = None
+        self._sources = 1
+        self._lost: deque[SourceLost] = deque()
+        self._news = asyncio.Event()
+
+    @property
+    def over(self) -> bool:
+        """Every child has ended at its worker; only the end of the stream is left to come."""
+        return not self.open and len(self._ended) == len(self.children)
+
+    async def run(self, placement: PlacementHandle) -> None:
+        """Returns when every child has come to an end here. Raises what the workers raise."""
+        self._placement = placement
+        decision = placement.decision
+        began = self._context.clock.now()
+        with self._blaming(decision.decode):
+            held = self._held = await reserve(
+                self._context, self._run, decision.decode, self.children, self.number
+            )
+        self._run.queue_seconds += self._context.clock.now() - began
+        try:
+            if decision.prefill is None:
+                placement.prefill_sent()
+                await self._decode(held, None)
+            else:
+                await self._hand_off(held, decision.prefill)
+        finally:
+            if len(self._ended) < len(self.children):
+                await to_the_end(self._free(held))
+
+    async def _hand_off(self, held: ReservationHandle, prefill: str) -> None:
+        """Prefills at one worker; receives and decodes at the other at the same time."""
+        source = self._name_source(prefill)
+        decoding = self._begin(self._decode(held, source))
+        self._prefilling = self._begin(self._prefill(held, source, 0))
+        try:
+            while (failure := await self._failure(decoding)) is not None:
+                await self._failover(held, decoding, failure)
+            if decoding.done():
+                decoding.result()
+        except BaseException:
+            await to_the_end(self._end_hand_off(decoding))
+            raise
+        if not decoding.done() or not _succeeded(self._prefilling):
+            await to_the_end(self._end_hand_off(decoding))
+
+    async def _failure(self, decoding: Part) -> UnavailableError | OverloadedError | None:
+        """Waits until the decoding ended (None) or the source failed (why). Raises what another
+        source would not mend."""
+        while True:
+            self._news.clear()
+            if decoding.done() or not (self.open or self.over):
+                return None
+            while self._lost:
+                lost = self._lost.popleft()
+                if self._source and lost.handoff_id == self._source.handoff_id:
+                    return HandoffError(
+                        f"the KV from {self._source.worker!r} does not come: {lost.reason}"
+                    )
+            if self._prefilling is not None and self._prefilling.done():
+                error = self._prefilling.exception()
+                if isinstance(error, HandoffError):
+                    # The receiver gave up: because it preempted us, or because the source failed
+                    # it; its own report follows.
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(self._times.close_seconds):
+                            await self._news.wait()
+                    if decoding.done():
+                        return None
+                if isinstance(error, UnavailableError) or (
+                    isinstance(error, OverloadedError) and self._sources > 1
+                ):
+                    return error
+                if isinstance(error, InvalidRequestError) and self._source:
+                    self.refused.add(self._source.worker)
+                if error is not None:
+                    raise error
+            await self._news.wait()
+
+    async def _failover(
+        self, held: ReservationHandle, decoding: Part, failure: UnavailableError | OverloadedError
+    ) -> None:
+        """Another prefill worker computes, and sends what the decode worker has not got yet.
+
+        Raises HandoffError after so many sources that they cannot all be at fault."""
+        assert self._source is not None
+        if self._sources == self._times.sources:
+            self.failed.add(held.worker)
+            raise HandoffError(
+                f"{self._sources} sources failed, the last one so: {failure.message}"
+            ) from failure
+        await self._release(self._times.failed_close_seconds)
+        self.failed.add(self._source.worker)
+        self._sources += 1
+        worker = await self._context.placer.another_prefill(
+            frozenset(self.failed) | self._run.avoid
+        )
+        source = self._name_source(worker)
+        if worker in self.failed:
+            await asyncio.sleep(self._times.source_retry.seconds(self._sources - 1))
+        call = ResumeCall(held.key, held.attempt, source, tuple(self._firsts.values()))
+        try:
+            with self._blaming(held.worker):
+                kept = await held.port.resume_source(call)
+        except HandoffError:
+            # The reservation has ended, and its stream says why.
+            await asyncio.wait({decoding}, timeout=self._times.close_seconds)
+            if not decoding.done():
+                raise
+            return
+        self._deviated("sources_replaced")
+        if kept is not None:
+            self._prefilling = self._begin(self._prefill(held, source, kept))
+
+    async def _prefill(
+        self, held: ReservationHandle, source: HandoffSource, from_token: int
+    ) -> None:
+        """Computes the prompt; its reply brings each child's first token."""
+        call = PrefillCall(
+            request=self._run.request,
+            attempt=self.number,
+            children=self.children,
+            handoff_id=source.handoff_id,
+            destination=held.worker,
+            from_token=from_token,
+            deadline_seconds=self._run.remaining_seconds(),
+            age_seconds=self._run.age_seconds(),
+        )
+        self._placement.prefill_sent()
+        reply = await self._context.cluster.prefill_port(source.worker).prefill(call)
+        self._run.queue_seconds += reply.queue_seconds
+        for first in reply.tokens:
+            # A child that was preempted meanwhile gets its first token elsewhere.
+            if first.child in self.open:
+                self._accept(
+                    first.child,
+                    self._had[first.child],
+                    (first.token_id,),
+                    (first.logprobs,) if first.logprobs else (),
+                )
+
+    async def _decode(self, held: ReservationHandle, source: HandoffSource | None) -> None:
+        """Takes all spans of a reservation, and of those that its sequence moves to."""
+        spans = held.port.generate(
+            GenerateCall(held.key, held.attempt, self._run.remaining_seconds(), source)
+        )
+        try:
+            while True:
+                with self._blaming(held.worker):
+                    moved = await self._follow(held, spans)
+                if not moved:
+                    break
+                await close_stream(spans)
+                if self._migration is None:
+                    raise HandoffError(
+                        f"worker {held.worker!r} reports that a sequence moved, and no other has it"
+                    )
+                held, spans = self._migration.arrived()
+                self._deviated("sequences_moved")
+                self._held, self._migration = held, None
+        except BaseException:
+            await to_the_end(self._end_decode(spans))
+            raise
+        await self._end_decode(spans)
+        missing = self.open - self._ended
+        if missing:
+            raise UnavailableError(
+                f"the stream of children {sorted(missing)} stopped before its end"
+            )
+
+    async def _follow(self, held: ReservationHandle, spans: AsyncIterator[Span]) -> bool:
+        """Takes the spans of one reservation. True: its sequence moved."""
+        async for span in spans:
+            if span.lost is not None:
+                self._lost.append(span.lost)
+                self._news.set()
+            elif span.moving is not None:
+                await self._migrate(held, span.moving)
+            else:
+                self._take(held, span)
+                if span.end is SpanEnd.MOVED:
+                    return True
+                if not (self.open or self.over):
+                    return False  # the client has all, and the worker does not know it
+        return False
+
+    async def _migrate(self, held: ReservationHandle, source: HandoffSource) -> None:
+        """Lets another decode worker take the sequence over; its own goes on meanwhile."""
+        if self._migration is not None:
+            await self._migration.close()
+        if not source.address:
+            source = replace(source, address=self._context.cluster.address(source.worker))
+        children = tuple(self._run.as_child(index) for index in sorted(self.open))
+        self._migration = Migration(self._context, self._run, children, held.worker, source)
+
+    # ---- tokens
+
+    def _take(self, held: ReservationHandle, span: Span) -> None:
+        if span.end is not None and span.end is not SpanEnd.MOVED:
+            self._ended.add(span.child)
+        self._run.kv_bytes_moved += span.kv_bytes_moved
+        self._run.exposed_transfer_seconds += span.exposed_transfer_seconds
+        if span.token_ids:
+            own = span.first_index + len(span.token_ids) > self._had[span.child] + 1
+            if own and not self._joined:
+                # A token of the decode worker's own: the prompt's KV is there.
+                self._joined = True
+                self._placement.handed_over(
+                    self._source.worker if self._source else None, held.worker
+                )
+            self._accept(span.child, span.first_index, span.token_ids, span.logprobs)
+        if span.end is SpanEnd.PREEMPTED and span.child in self.open:
+            self.open.discard(span.child)
+            self._preempted(span.child)
+
+    def _accept(
+        self,
+        index: int,
+        first_index: int,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+    ) -> None:
+        at = self._had[index] - first_index
+        if index not in self._firsts and 0 <= at < len(token_ids):
+            self._firsts[index] = FirstToken(
+                index, token_ids[at], logprobs[at] if logprobs else None
+            )
+            self._placement.prefilled()
+        self._run.accept(index, first_index, token_ids, logprobs)
+        if index in self.open and self._run.children[index].finish is not None:
+            self.open.discard(index)
+            if not self.open:
+                self._news.set()
+            elif index not in self._ended:
+                self._run.clean_up(asyncio.create_task(self._end_child(index)))
+
+    def _deviated(self, cause: str) -> None:
+        """A failure inside the attempt was made up for: predictions do not hold."""
+        self._run.as_planned = False
+        self._context.counters.add(cause)
+
+    # ---- workers
+
+    def _name_source(self, worker: str) -> HandoffSource:
+        cluster = self._context.cluster
+        self._source = HandoffSource(
+            worker, self._context.new_id(), cluster.address(worker), cluster.boot_id(worker)
+        )
+        return self._source
+
+    def _begin(self, part: Coroutine[object, object, None]) -> Part:
+        """A task whose end is news."""
+        task = asyncio.create_task(part)
+        task.add_done_callback(lambda _: self._news.set())
+        return task
+
+    @contextlib.contextmanager
+    def _blaming(self, worker: str) -> Iterator[None]:
+        """A worker that is gone is avoided from now on; a hand-off that failed says nothing about
+        the worker that reports it."""
+        try:
+            yield
+        except HandoffError:
+            raise
+        except UnavailableError:
+            self.failed.add(worker)
+            raise
+        except InvalidRequestError:
+            self.refused.add(worker)
+            raise
+
+    # ---- the end
+
+    async def _end_child(self, child: int) -> None:
+        """The worker goes on for others, and need not for this one."""
+        await quietly(self._held.port.cancel(self._held.key, child), self._times.close_seconds)
+
+    async def _end_decode(self, spans: AsyncIterator[Span]) -> None:
+        await close_stream(spans)
+        if self._migration is not None:
+            await self._migration.close()
+
+    async def _end_hand_off(self, decoding: Part) -> None:
+        decoding.cancel()
+        await asyncio.gather(decoding, return_exceptions=True)
+        await self._release(self._times.close_seconds)
+
+    async def _release(self, seconds: float) -> None:
+        """Frees what the source holds for us, if it can still be reached."""
+        if self._prefilling is not None:
+            self._prefilling.cancel()
+            await asyncio.gather(self._prefilling, return_exceptions=True)
+            self._prefilling = None
+        port = self._context.cluster.prefill.get(self._source.worker) if self._source else None
+        if port is not None and self._source is not None:
+            await quietly(port.cancel_prefill(self._source.handoff_id), seconds)
+
+    async def _free(self, first: ReservationHandle) -> None:
+        for held in (first, *([] if self._held is first else [self._held])):
+            failed = held.worker in self.failed
+            await quietly(
+                held.port.cancel(held.key),
+                self._times.failed_close_seconds if failed else self._times.close_seconds,
+            )
+
+
+def _succeeded(task: Part | None) -> bool:
+    return task is None or (task.done() and not task.cancelled() and task.exception() is None)

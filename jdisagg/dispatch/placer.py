@@ -1,0 +1,356 @@
+"""The placer: the effects around the router's pure decisions. One for each router.
+
+A new request is refused, placed or deferred by `router/placement.decide`, on the snapshot that
+`Accounts` keeps. What is deferred waits in the admission queue. A request that can no longer come
+in time is refused when its turn comes. Requests under way (retried, preempted, resumed) pass by
+the queue.
+
+What the workers of an attempt did comes back through its `PlacementHandle`: it ends the charges of
+the attempt and informs the breakers. Statuses are either handed to the accounts as they come (a
+membership), or asked for before each decision (`refresh`)."""
+
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from jdisagg.clock import Clock
+from jdisagg.config import RoutingConfig
+from jdisagg.costs.hardware import link
+from jdisagg.dispatch.admission_queue import AdmissionQueue
+from jdisagg.dispatch.recent_decisions import KEPT, Entry, status_of
+from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
+from jdisagg.dispatch.routing_status import RoutingStatus
+from jdisagg.errors import OverloadedError
+from jdisagg.messages.ports import Child
+from jdisagg.plain import plain
+from jdisagg.request import Request
+from jdisagg.router.accounts import Accounts, Placed, Work
+from jdisagg.router.admission import Lateness, Quotas, limit_seconds
+from jdisagg.router.affinity import PrefixAffinity
+from jdisagg.router.breaker import Breaker
+from jdisagg.router.decision import Answer, Ask, Decision, Hold, Refusal, Rules
+from jdisagg.router.pacing import paced_until
+from jdisagg.router.placement import another_decode, another_prefill, decide
+from jdisagg.router.predictor import LearnedLengths, LengthPredictor, MaxTokens
+from jdisagg.telemetry import Counters
+from jdisagg.timeouts import DEFAULT_TIMEOUTS, Timeouts
+
+OUTPUT_COST = 2.0  # of a token of the answer, in tokens of a prompt (VTC)
+
+
+def rules_of(config: RoutingConfig, timeouts: Timeouts = DEFAULT_TIMEOUTS) -> Rules:
+    slo = config.tpot_slo_seconds
+    return Rules(
+        tpot_slo_seconds=math.inf if slo is None else slo,
+        hold_seconds=config.hold_seconds,
+        local_gain=config.local_gain,
+        far=link(config.far_link),
+        suspect_seconds=timeouts.membership.suspect_seconds,
+        gone_seconds=timeouts.membership.gone_seconds,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PlacerSettings:
+    """How a router places.
+
+    Args:
+        routing: what the operator decides.
+        rules: the policy of placement (None: as `routing` has it).
+        affinity: how many positions of a request each worker knows already.
+        events: gets each decision and what became of it.
+    """
+
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    rules: Rules | None = None
+    affinity: PrefixAffinity | None = None
+    events: RouterEvents = NO_ROUTER_EVENTS
+
+
+@plain
+class PlacementRequest:
+    """An attempt needs workers. `arrived_at`, `deadline`: of its request. `under_way`: its request
+    was let in before."""
+
+    request: Request
+    children: tuple[Child, ...]
+    arrived_at: float
+    deadline: float
+    avoid: frozenset[str] = frozenset()
+    under_way: bool = False
+
+
+@plain
+class _Sized:
+    """A placement request with what is worked out of it once."""
+
+    asked: PlacementRequest
+    work: Work
+    hashes: Sequence[int]
+
+
+class PlacementHandle:
+    """A decision, and how it fares: the attempt reports what happened. Each method may be called
+    twice."""
+
+    def __init__(self, decision: Decision, placed: Placed, placer: "Placer", entry: Entry) -> None:
+        self.decision = decision
+        self._prefilled = self._credited = False
+        self._placed = placed
+        self._placer = placer
+        self._entry = entry
+
+    def prefill_sent(self) -> None:
+        """The prompt is at the worker that computes it."""
+        self._placed.prefill_sent(self._placer.now())
+
+    def prefilled(self) -> None:
+        """Its first token is known. Which worker computed it, and whether the KV arrives, is not:
+        no worker is credited yet."""
+        self._prefilled = True
+        self._placed.prefilled()
+        self._placer.changed()
+
+    def handed_over(self, prefill: str | None, decode: str) -> None:
+        """A token was decoded from the KV that `prefill` computed (None: the decode worker
+        itself)."""
+        self._placer.events.handed_over(prefill, decode)
+        self.worked({prefill or decode, decode})
+
+    def worked(self, workers: Iterable[str]) -> None:
+        """These have done for the attempt all that it asks of them."""
+        self._credited = True
+        for worker in workers:
+            self._placer.succeeded(worker)
+
+    def measured_ttft(self, seconds: float) -> None:
+        """The request's first token came so long after it arrived."""
+        self._entry.ttft_seconds = seconds
+        if self._entry.predicted_ttft_seconds is not None:
+            self._placer.measured_ttft(self._entry.predicted_ttft_seconds, seconds)
+
+    def measured_tpot(self, seconds: float) -> None:
+        """The request ended; so long a token after the first."""
+        self._entry.tpot_seconds = seconds
+        if self.decision.tpot_seconds is not None:
+            self._placer.events.measured("tpot", self.decision.tpot_seconds, seconds)
+
+    def end(self, failed: Iterable[str] = ()) -> None:
+        """Nothing of it is at its workers any more; these failed it. Where a prompt was prefilled
+        the others did what they should, and are credited with it unless they were at the time: the
+        end of a long answer says nothing of a worker now."""
+        self._placed.end()
+        failed = frozenset(failed)
+        decision = self.decision
+        if self._prefilled and not self._credited:
+            self.worked({decision.prefill or decision.decode, decision.decode} - failed)
+        for worker in failed:
+            self._placer.failed(worker)
+        self._placer.changed()
+
+
+class Placer:
+    """`accounts` hold the snapshot. `refresh` brings it up to date before each decision, where
+    nothing else does."""
+
+    def __init__(
+        self,
+        accounts: Accounts,
+        settings: PlacerSettings,
+        clock: Clock,
+        counters: Counters,
+        timeouts: Timeouts = DEFAULT_TIMEOUTS,
+        refresh: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        config = settings.routing
+        self.accounts = accounts
+        self.events = settings.events
+        self._rules = settings.rules or rules_of(config, timeouts)
+        self._affinity = settings.affinity
+        self._predictor: LengthPredictor = (
+            MaxTokens()
+            if config.output_quantile is None
+            else LearnedLengths(config.output_quantile)
+        )
+        self._config = config
+        self._clock = clock
+        self._counters = counters
+        self._refresh = refresh
+        self._backoff = timeouts.request.breaker
+        self._quotas = Quotas(config.quotas(), config.quota_burst_seconds)
+        self._breakers: dict[str, tuple[int, Breaker]] = {}
+        self._queue: AdmissionQueue[_Sized, PlacementHandle] = AdmissionQueue(
+            config.weights(), clock, timeouts.request, self._place_head, self._renew
+        )
+        self._lateness = Lateness()
+        self._entries: deque[Entry] = deque(maxlen=KEPT)
+        accounts.subscribe(self.changed)
+
+    def now(self) -> float:
+        return self._clock.now()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait here for workers."""
+        return len(self._queue)
+
+    def status(self) -> RoutingStatus:
+        """The last decisions, and what was sent to each worker."""
+        return status_of(self._entries, self.accounts, self.waiting, self.now())
+
+    async def place(self, asked: PlacementRequest) -> PlacementHandle:
+        """Waits until there are workers for it. Raises OverloadedError where it is refused,
+        UnavailableError where there are none."""
+        await self._renew()
+        request, now = asked.request, self.now()
+        sized = _Sized(
+            asked, self._work(asked), self._affinity.hashes(request) if self._affinity else ()
+        )
+        if asked.under_way:
+            handle = self._try(sized, now)
+            assert handle is not None, "what is under way is not deferred"
+            return handle
+        work = sized.work
+        cost = work.tokens + OUTPUT_COST * work.children * work.expected_tokens
+        self._take_quota(request.tenant, cost, now)
+        try:
+            due = asked.arrived_at + self._limit(asked)
+            ahead = self._queue.seconds_ahead(request.tenant, cost, due, request.priority)
+            handle = self._try(sized, now, ahead, beside_queue=bool(self._queue))
+            if handle is not None:
+                return handle
+            self._counters.add("requests_held")
+            return await self._queue.wait(sized, request.tenant, cost, due, request.priority)
+        except BaseException:  # refused, given up or failed: it used nothing
+            self._quotas.give_back(request.tenant, cost)
+            raise
+
+    async def another_prefill(self, avoid: frozenset[str]) -> str:
+        await self._renew()
+        return another_prefill(self.accounts.state, avoid, self.now(), self._rules)
+
+    async def another_decode(self, avoid: frozenset[str]) -> str:
+        await self._renew()
+        return another_decode(self.accounts.state, avoid, self.now(), self._rules)
+
+    def ended(self, request: Request, output_tokens: int) -> None:
+        """A child came to its own end after so many tokens."""
+        self._predictor.observe(request.tenant, len(request.prompt_token_ids), output_tokens)
+
+    def measured_ttft(self, predicted_seconds: float, seconds: float) -> None:
+        self._lateness.observe(seconds - predicted_seconds, self.now())
+        self.events.measured("ttft", predicted_seconds, seconds)
+
+    def changed(self) -> None:
+        """There may be room."""
+        self._queue.changed()
+
+    # ---- breakers
+
+    def failed(self, worker: str) -> None:
+        state = self.accounts.state
+        breaker = self._breaker(worker)
+        if breaker is None:
+            self._breakers = {
+                name: kept for name, kept in self._breakers.items() if kept[0] == state.life(name)
+            }
+            if worker not in state:
+                return
+            breaker = Breaker(self._backoff)
+            self._breakers[worker] = state.life(worker), breaker
+        breaker.failed(self.now())
+        self.accounts.bar(worker, breaker.barred_until)
+
+    def succeeded(self, worker: str) -> None:
+        if self._breakers.pop(worker, None) is not None:
+            self.accounts.bar(worker, 0.0)
+
+    def _breaker(self, worker: str) -> Breaker | None:
+        """Of the process that bears the name now; none while nothing has failed."""
+        life, breaker = self._breakers.get(worker, (-1, None))
+        return breaker if life == self.accounts.state.life(worker) else None
+
+    # ---- one decision
+
+    def _place_head(self, sized: _Sized) -> PlacementHandle | None:
+        return self._try(sized, self.now())
+
+    def _try(
+        self, sized: _Sized, now: float, ahead_seconds: float = 0.0, beside_queue: bool = False
+    ) -> PlacementHandle | None:
+        """One decision; None: deferred. `beside_queue`: others wait, and none passes them."""
+        ask = self._ask(sized, now, ahead_seconds)
+        answer = self._decide(ask, now)
+        if isinstance(answer, Refusal):
+            self._counters.add("rejections", cause=answer.kind)
+            self._remember(ask, answer, now)
+            raise OverloadedError(answer.reason, retry_after_seconds=answer.retry_after_seconds)
+        if isinstance(answer, Hold):
+            return None
+        if beside_queue:
+            self.changed()  # there may be room for those in front, too
+            return None
+        return self._charge(ask, answer, now)
+
+    def _decide(self, ask: Ask, now: float) -> Answer:
+        answer = decide(self.accounts.state, ask, now, self._rules)
+        if not isinstance(answer, Hold):
+            self.events.answered(self.accounts.state, ask, now, self._rules, answer)
+        return answer
+
+    def _work(self, asked: PlacementRequest) -> Work:
+        request, accepted = asked.request, len(asked.children[0].accepted)
+        prompt = len(request.prompt_token_ids)
+        expected = self._predictor.predict(request.tenant, prompt, request.sampling.max_tokens)
+        return Work(prompt + accepted, 0, len(asked.children), max(1, expected - accepted))
+
+    def _limit(self, asked: PlacementRequest) -> float:
+        return limit_seconds(self._config.ttft_slo_seconds, asked.deadline - asked.arrived_at)
+
+    def _ask(self, sized: _Sized, now: float, ahead_seconds: float) -> Ask:
+        asked = sized.asked
+        limit = self._limit(asked)
+        return Ask(
+            sized.work,
+            self._affinity.matches(sized.hashes) if self._affinity else {},
+            asked.avoid,
+            asked.under_way,
+            any(child.accepted for child in asked.children),
+            now - asked.arrived_at,
+            ahead_seconds + self._lateness.seconds(now, limit),
+            limit,
+            self._predictor.typical_tokens,
+        )
+
+    def _charge(self, ask: Ask, decision: Decision, now: float) -> PlacementHandle:
+        self._counters.add("placements", reason=decision.kind)
+        for worker in (decision.prefill, decision.decode) if self._breakers else ():
+            breaker = self._breaker(worker) if worker is not None else None
+            if breaker is not None and worker is not None:
+                breaker.placed(now)
+                self.accounts.bar(worker, breaker.barred_until)
+        until = paced_until(self.accounts.state, ask, decision, self._rules, now)
+        if until is not None:
+            self.accounts.pace(decision.decode, until)
+        work = Work(
+            ask.work.tokens, decision.cached_tokens, ask.work.children, ask.work.expected_tokens
+        )
+        placed = self.accounts.place(decision.prefill, decision.decode, work, now)
+        return PlacementHandle(decision, placed, self, self._remember(ask, decision, now))
+
+    def _remember(self, ask: Ask, answer: Decision | Refusal, now: float) -> Entry:
+        entry = Entry(now, ask.age_seconds, ask.work.tokens, answer)
+        self._entries.append(entry)
+        return entry
+
+    def _take_quota(self, tenant: str, cost: float, now: float) -> None:
+        try:
+            self._quotas.take(tenant, cost, now)
+        except OverloadedError:
+            self._counters.add("rejections", cause="quota")
+            raise
+
+    async def _renew(self) -> None:
+        if self._refresh is not None:
+            await self._refresh()

@@ -1,0 +1,91 @@
+"""What all requests of a router share: the workers' ports, the placer, the clock and the limits.
+
+Plain data and small helpers; decides nothing and holds nothing of any one request."""
+
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from jdisagg.clock import Clock, limit
+from jdisagg.config import LimitsConfig
+from jdisagg.dispatch.placer import Placer
+from jdisagg.errors import JdisaggError, UnavailableError
+from jdisagg.messages.ports import DecodePort, PrefillPort, Reservation
+from jdisagg.messages.worker_status import WorkerStatus
+from jdisagg.plain import plain
+from jdisagg.router.accounts import Accounts
+from jdisagg.telemetry import Counters
+
+Port = TypeVar("Port")
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPorts:
+    """The workers as a router reaches them; the mappings may be live, as workers come and go.
+
+    Args:
+        prefill: ports of the workers that prefill, by name.
+        decode: ports of the workers that decode, by name.
+        address: where a worker listens, for its peers; empty where they know it by name.
+        boot_id: of a worker's process; 0 where that is not known.
+        statuses: what the workers last reported (None: they are asked).
+        accounts: the snapshot that a membership keeps up to date (None: statuses are asked for
+            before each placement).
+    """
+
+    prefill: Mapping[str, PrefillPort]
+    decode: Mapping[str, DecodePort]
+    address: Callable[[str], str] = lambda name: ""
+    boot_id: Callable[[str], int] = lambda name: 0
+    statuses: Callable[[], tuple[WorkerStatus, ...]] | None = None
+    accounts: Accounts | None = None
+
+    def prefill_port(self, name: str) -> PrefillPort:
+        """Raises UnavailableError when the worker has gone since it was chosen."""
+        return _port(self.prefill, name)
+
+    def decode_port(self, name: str) -> DecodePort:
+        """Raises UnavailableError when the worker has gone since it was chosen."""
+        return _port(self.decode, name)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """What an attempt needs beside its request. `new_id` names hand-offs."""
+
+    cluster: ClusterPorts
+    placer: Placer
+    limits: LimitsConfig
+    clock: Clock
+    new_id: Callable[[], int]
+    counters: Counters
+
+
+@plain
+class ReservationHandle:
+    """A reservation at a decode worker, made under `attempt`."""
+
+    worker: str
+    port: DecodePort
+    reservation: Reservation
+    attempt: int
+
+    @property
+    def key(self) -> int:
+        return self.reservation.reservation_id
+
+
+async def quietly(call: Awaitable[None], seconds: float) -> None:
+    """A clean-up call whose failure changes nothing: the worker's lease frees what it missed."""
+    with contextlib.suppress(JdisaggError, TimeoutError), limit(seconds):
+        await call
+
+
+def _port(ports: Mapping[str, Port], name: str) -> Port:
+    port = ports.get(name)
+    if port is None:
+        raise UnavailableError(
+            f"worker {name!r} has left since it was chosen; another attempt goes elsewhere"
+        )
+    return port

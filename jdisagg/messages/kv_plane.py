@@ -1,0 +1,151 @@
+"""What the two ends of a transfer channel say to each other about bytes: plain data, JAX-free,
+carried by a `KvLink`.
+
+When R is introduced to S:
+    R -> S  Open          R will pull
+    S -> R  Opened        where from
+One pull, receiver process R and each sender process S of the peer's instance:
+    R -> S  PullRequest   what R wants for its own devices, under a fresh random id that also names it on the data plane
+    S -> R  Posted        where the bytes wait (perhaps none: S holds nothing for R), or
+    S -> R  Refused       why not; also later, when the offer is revoked
+    R -> S  Pulled        all has arrived; S forgets the posting, or
+    R -> S  Withdraw      R gave up; S takes back what it posted under the id
+    R -> S  Leave         R will pull nothing more; S closes what it kept for R
+A pull ahead: R, who knows where from and which pieces, pulls on the data plane as it asks, before
+anything is posted, perhaps before the offer is made. S then posts without a word; where it refuses,
+or is told to withdraw, it posts an error under the id, so that nothing stays parked in the engine.
+Any message may be lost, late or doubled: ids are used once and deadlines decide. Devices are
+numbers of the side that names them."""  # noqa: E501
+
+from typing import Protocol
+
+from jdisagg.layout.mesh_card import KvEnd
+from jdisagg.plain import Message
+
+
+class Wanted(Message, frozen=True):
+    """One device of the receiving dp rank: the process it belongs to and its head shard (0 ..
+    PullRequest.head_shards - 1)."""
+
+    device: int
+    process: int
+    head_shard: int
+
+
+class PostedPiece(Message, frozen=True):
+    """One piece: from `source` (a device of the sender) to `destination` (a device of the
+    receiver), its `part`-th granule."""
+
+    source: int
+    destination: int
+    part: int
+
+
+class Open(Message, frozen=True):
+    """The receiver's connection number `link` to the sender of this boot is about to be used, with
+    so many transports."""
+
+    sender_boot_id: int
+    link: int
+    transports: int
+
+
+class Opened(Message, frozen=True):
+    """What is posted for connection number `link` is posted on the transfer server at `address`."""
+
+    link: int
+    address: str
+
+
+class PullRequest(Message, frozen=True):
+    """What one receiver process asks of one sender process.
+
+    pull_id: random 64 bits, used once. sender_boot_id: whom it is meant for; another boot refuses.
+    link: counts the connections that
+        the receiver has made to this sender process; a higher number replaces the lower one.
+    transports: connections of the data plane, which must be equal on both sides. deadline_seconds:
+    what remains of the pull's. codec: how it travels. dtype, components, granule, tokens,
+    head_size: of a piece [1, C, G, T, H] before the codec. head_shards: over how many shards the
+    receiver splits its heads. wanted: all devices of the receiving rank, in all processes, from
+        which every sender process makes the same plan. process: the receiver's own among them; only
+        its devices are served.
+    turn: which replica of the sender begins. address: of a pull ahead, the transfer server from
+    which `pieces`, in this order, are being pulled already; "" and () otherwise."""
+
+    pull_id: int
+    offer_id: int
+    sender_boot_id: int
+    link: int
+    transports: int
+    deadline_seconds: float
+    codec: str
+    dtype: str
+    components: int
+    granule: int
+    tokens: int
+    head_size: int
+    head_shards: int
+    wanted: tuple[Wanted, ...]
+    process: int
+    turn: int
+    address: str = ""
+    pieces: tuple[PostedPiece, ...] = ()
+
+
+class Posted(Message, frozen=True):
+    """The pieces wait under uuid `pull_id` on the transfer server at `address` (host:port), in this
+    order, each as its codec's leaves.
+
+    heads: kv heads of the whole block. pieces: may be empty, then nothing waits and `address` says
+    nothing."""
+
+    pull_id: int
+    link: int
+    address: str
+    heads: int
+    pieces: tuple[PostedPiece, ...]
+
+
+class Refused(Message, frozen=True):
+    """The pull has failed. `error`: name of a type in jdisagg/errors.py."""
+
+    pull_id: int
+    error: str
+    message: str
+
+
+class Pulled(Message, frozen=True):
+    """All that this sender process posted under the id has arrived."""
+
+    pull_id: int
+
+
+class Withdraw(Message, frozen=True):
+    """The receiver gave the pull up. `ahead`: it was pulled ahead, and its request waits in the
+    engine."""
+
+    pull_id: int
+    ahead: bool = False
+
+
+class Leave(Message, frozen=True):
+    """The receiver closes its connection number `link` and all before."""
+
+    link: int
+
+
+KvMessage = Open | Opened | PullRequest | Posted | Refused | Pulled | Withdraw | Leave
+
+
+class KvEnvelope(Message, frozen=True):
+    """Messages from one process of an instance to one boot of another, in order."""
+
+    sender: KvEnd
+    receiver_boot_id: int
+    messages: tuple[KvMessage, ...]
+
+
+class KvPlanePort(Protocol):
+    async def send(self, envelope: KvEnvelope) -> None:
+        """Raises InvalidRequestError where the envelope is for another boot of this process."""
+        ...

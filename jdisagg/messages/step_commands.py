@@ -1,0 +1,280 @@
+"""`StepCommand -> Executor.run -> StepResult`: what a scheduler asks of a mesh, as plain
+serialisable data.
+
+A command names sequences, dp ranks, pages and slots by number and carries every token id the mesh
+does not hold. It holds no arrays, no clock and no randomness, so that a command stream can be
+broadcast to the processes of an instance, recorded, replayed, and run by a cost model. Positions
+are absolute in the sequence. Page ids are local to a dp rank.
+
+Sequence state on the mesh: tokens t_0..t_(n-1) are known, KV is in pages for positions 0..n-2, the
+slot holds `token` = t_(n-1) and `position` = n-1. A decode step writes that token's KV, samples t_n
+and moves on, while position < limit."""
+
+from jdisagg.layout.mesh_card import MeshCard
+from jdisagg.plain import Message
+from jdisagg.request import SamplingParams, TokenLogprobs
+
+
+class SampleSpec(Message, frozen=True):
+    """How the next tokens of one child are chosen. `history` (prompt, generated ids) is filled only
+    when the choice depends on it; generated ids are all of them so far, the slot's own `token`
+    included. `min_position` is the first position at which a stop id may be sampled."""
+
+    child: int
+    sampling: SamplingParams
+    stop_ids: tuple[int, ...] = ()
+    min_position: int = 0
+    prompt_history: tuple[int, ...] = ()
+    output_history: tuple[int, ...] = ()
+
+
+class OfferSpec(Message, frozen=True):
+    """A piece of a row's KV to offer: `groups` layer groups from `group` on, tokens [offset, offset
+    + block_tokens) of the rank's chunk."""
+
+    offer_id: int
+    group: int
+    offset: int
+    block_tokens: int
+    groups: int = 1
+
+
+class PrefillRow(Message, frozen=True):
+    """One sequence's part of a packed chunk: `tokens` at `offset` of dp rank `rank`'s chunk, from
+    position `start` on.
+
+    `pages` covers positions [0, start + len(tokens)). `samples` is non-empty on the sequence's last
+    part: one per child."""
+
+    sequence: int
+    rank: int
+    offset: int
+    tokens: tuple[int, ...]
+    start: int
+    pages: tuple[int, ...]
+    samples: tuple[SampleSpec, ...] = ()
+    offers: tuple[OfferSpec, ...] = ()
+
+
+class PrefillChunk(Message, frozen=True):
+    """Run one packed chunk of `chunk_tokens` tokens (a bucket) per dp rank. Rows that continue
+    (start > 0) come first on their rank.
+
+    `checksum_key` keys the checksums of what is offered (ops/checksum.py)."""
+
+    step: int
+    chunk_tokens: int
+    rows: tuple[PrefillRow, ...]
+    checksum_key: int = 0
+
+
+class ReleaseOffers(Message, frozen=True):
+    """Forget offered blocks: pulled and acknowledged, or given up."""
+
+    step: int
+    offer_ids: tuple[int, ...]
+
+
+class ExtractBlock(Message, frozen=True):
+    """Offer KV that lies in this mesh's pages (a running sequence moves to another worker): tokens
+    [start, start + valid_tokens) of `groups` layer groups from `group` on, on dp rank `rank`, as a
+    block of `block_tokens`. `pages` as in `InsertBlock`. Gives an `ExtractResult`."""
+
+    step: int
+    offer_id: int
+    rank: int
+    group: int
+    start: int
+    valid_tokens: int
+    block_tokens: int
+    pages: tuple[int, ...]
+    checksum_key: int = 0
+    groups: int = 1
+
+
+class ConnectPeer(Message, frozen=True):
+    """From now on blocks may be pulled from `peer` (a name that is never used for another mesh: it
+    holds the boot id)."""
+
+    step: int
+    peer: str
+    card: MeshCard
+
+
+class DisconnectPeer(Message, frozen=True):
+    """Nothing will be pulled from `peer` any more; pulls under way fail."""
+
+    step: int
+    peer: str
+
+
+class PullBlock(Message, frozen=True):
+    """Begin pulling one offered block from `peer` to dp rank `rank`; the result comes when it has
+    arrived or failed.
+
+    Never blocks the mesh. `codec` names how the block travels (transfer/codec.py); `source_rank` is
+    the peer's dp rank that offers it."""
+
+    step: int
+    offer_id: int
+    rank: int
+    group: int
+    block_tokens: int
+    deadline_seconds: float
+    peer: str = ""
+    codec: str = "none"
+    source_rank: int = 0
+    groups: int = 1
+
+
+class InsertBlock(Message, frozen=True):
+    """Write a pulled block's first `valid_tokens` tokens into its rank's pages, from position
+    `start` on.
+
+    `pages` covers positions [0, start + valid_tokens), as in `PrefillRow`: position p lies in
+    pages[p // page_size]. Gives an `InsertResult`: what was written is read back and summed under
+    `checksum_key`."""
+
+    step: int
+    offer_id: int
+    rank: int
+    group: int
+    block_tokens: int
+    valid_tokens: int
+    start: int
+    pages: tuple[int, ...]
+    checksum_key: int = 0
+    peer: str = ""
+    codec: str = "none"
+    groups: int = 1
+
+
+class DropBlocks(Message, frozen=True):
+    """Forget pulled blocks that will not be inserted."""
+
+    step: int
+    offer_ids: tuple[int, ...]
+
+
+class CopyPages(Message, frozen=True):
+    """Copy-on-write: (rank, source page, destination page) triples."""
+
+    step: int
+    copies: tuple[tuple[int, int, int], ...]
+
+
+class SlotAdmit(Message, frozen=True):
+    """Put a sequence into a slot. `limit`: first position that may not be written (pages or length
+    end there)."""
+
+    sequence: int
+    rank: int
+    slot: int
+    token: int
+    position: int
+    limit: int
+    pages: tuple[int, ...]
+    sample: SampleSpec
+
+
+class SlotGrow(Message, frozen=True):
+    """A running slot got more pages: its whole page row again, and the new limit."""
+
+    rank: int
+    slot: int
+    limit: int
+    pages: tuple[int, ...]
+
+
+class DecodeSteps(Message, frozen=True):
+    """Admit and grow, then run `steps` decode steps over `slots[rank]`. A slot at its limit yields
+    no token (-1)."""
+
+    step: int
+    steps: int
+    slots: tuple[tuple[int, ...], ...]
+    shaped: bool
+    sampled: bool
+    admits: tuple[SlotAdmit, ...] = ()
+    grows: tuple[SlotGrow, ...] = ()
+
+
+StepCommand = (
+    PrefillChunk
+    | ReleaseOffers
+    | ExtractBlock
+    | ConnectPeer
+    | DisconnectPeer
+    | PullBlock
+    | InsertBlock
+    | DropBlocks
+    | CopyPages
+    | DecodeSteps
+)
+
+
+class SampledToken(Message, frozen=True):
+    sequence: int
+    child: int
+    token: int
+    logprobs: TokenLogprobs | None = None
+
+
+class BlockChecksum(Message, frozen=True):
+    """The keyed sum of an offered block's valid tokens, taken where they were computed."""
+
+    offer_id: int
+    checksum: int
+
+
+class PrefillResult(Message, frozen=True):
+    step: int
+    samples: tuple[SampledToken, ...]
+    checksums: tuple[BlockChecksum, ...] = ()
+
+
+class DecodeResult(Message, frozen=True):
+    """`tokens[rank][row][k]` for row i of `slots[rank]`, NO_TOKEN and BROKEN_TOKEN included.
+
+    `logprobs` alike where asked for, else empty.
+    """
+
+    step: int
+    tokens: tuple[tuple[tuple[int, ...], ...], ...]
+    logprobs: tuple[tuple[tuple[TokenLogprobs | None, ...], ...], ...] = ()
+
+
+class PullResult(Message, frozen=True):
+    """`error` is empty on success; `bytes_moved` counts what crossed between devices."""
+
+    step: int
+    offer_id: int
+    bytes_moved: int = 0
+    error: str = ""
+
+
+class InsertResult(Message, frozen=True):
+    """`checksum`: the keyed sum of the inserted tokens, read back from the pages. `intact`: what
+    came was what its (lossy) codec had packed, and the pages hold what was unpacked; always true
+    without a lossy codec, where `checksum` says it all."""
+
+    step: int
+    offer_id: int
+    checksum: int
+    intact: bool = True
+
+
+class ExtractResult(Message, frozen=True):
+    step: int
+    checksum: BlockChecksum
+
+
+class Done(Message, frozen=True):
+    step: int
+
+
+StepResult = PrefillResult | DecodeResult | PullResult | InsertResult | ExtractResult | Done
+
+
+NO_TOKEN = -1  # a slot that stood at its limit
+BROKEN_TOKEN = -2  # a sequence whose logits are not finite

@@ -1,0 +1,45 @@
+"""What a worker reports of itself: its role, its load and its room."""
+
+import enum
+
+from jdisagg.plain import plain
+
+
+class WorkerRole(enum.Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+@plain
+class WorkerStatus:
+    """A snapshot, per worker; lists are per dp rank. `reserved_pages` are held for KV that has not
+    all come; empty where none ever are.
+
+    queued_tokens: of prompts, not computed yet, whether they wait or are computing; queued_pairs:
+    pairs of positions that these will attend to. rank_sequences, rank_contexts: sequences that hold
+    pages and the sum of their known tokens. can_prefill: it has a prefill program, in chunks of
+    chunk_tokens at most (0: whole prompts). loading_seconds: it serves, but loads programs beside,
+    for about so long still; until then whoever comes may wait for one."""
+
+    name: str
+    role: WorkerRole
+    layout: str
+    free_pages: tuple[int, ...]
+    total_pages: tuple[int, ...]
+    running: int
+    waiting: int
+    slots: int
+    page_size: int
+    context_tokens: int
+    draining: bool = False
+    handoffs: int = 0
+    preemptions: int = 0
+    reserved_pages: tuple[int, ...] = ()
+    queued_tokens: int = 0
+    queued_pairs: float = 0.0
+    rank_sequences: tuple[int, ...] = ()
+    rank_contexts: tuple[int, ...] = ()
+    can_prefill: bool = False
+    chunk_tokens: int = 0
+    loading_seconds: float = 0.0

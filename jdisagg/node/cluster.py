@@ -1,0 +1,142 @@
+"""A whole cluster on one host: router and workers as child processes, one log, a live table, a
+clean end.
+
+A worker that dies is started again under its name and address; one that cannot work as it is
+configured ends the cluster. The first signal ends it in order (the routers take no new requests and
+running ones end, then the workers stop), a second one now. Children die with this process, whatever
+kills it."""
+
+import asyncio
+import contextlib
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jdisagg.client import AsyncClient
+from jdisagg.clock import MonotonicClock
+from jdisagg.errors import JdisaggError
+from jdisagg.messages.worker_status import WorkerStatus
+from jdisagg.node.cluster_log import ClusterLog, Shown
+from jdisagg.node.cluster_plan import ClusterPlan
+from jdisagg.node.signals import Signals
+from jdisagg.service.server import cluster_credentials, read_tokens
+from jdisagg.supervisor.supervisor import Group, GroupSpec, GroupState
+
+_POLL_SECONDS = 0.5
+_STATUS_SECONDS = 2.0
+_LAST_SECONDS = 10.0  # beyond the drain, until a process is killed
+_TRIES = 4  # of a process, before the cluster has ever served
+_COMPILED = re.compile(r"compiled (\d+) of (\d+) programs")
+
+
+class Cluster:
+    """Starts the plan's groups, watches them through the router's own status, and stops them in
+    order. Build it where the loop runs. Raises ConfigError for files of secrets that do not
+    serve."""
+
+    def __init__(self, plan: ClusterPlan, log: ClusterLog) -> None:
+        service = plan.config.engine.service
+        tokens = read_tokens(service.token_file)
+        self._plan = plan
+        self._drain_seconds = service.drain_seconds
+        # Ours, for we ask as a client.
+        self._credentials = replace(cluster_credentials(service), token=tokens[0] if tokens else "")
+        self._log = log
+        self._failed: str | None = None
+        self._force = asyncio.Event()
+        self._signals = Signals(self._force.set)
+        # What each process does until it serves, by what it says; "" once it serves.
+        self._phases: dict[str, str] = {}
+        self._routers = [self._group(spec) for spec in plan.routers()]
+        self._workers = [self._group(spec) for spec in plan.workers()]
+
+    async def run(self) -> int:
+        """The exit status: 0 after a stop that was asked for, 1 when a process cannot work."""
+        watching = asyncio.create_task(self._watch())
+        try:
+            for group in (*self._routers, *self._workers):
+                group.start()
+            await self._signals.first()
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            await self._stop_all()
+            self._log.close()
+        if self._failed is not None:
+            print(
+                f"error: {self._failed} cannot work as it is configured; its own words are above",
+                file=sys.stderr,
+            )
+        return 0 if self._failed is None else 1
+
+    def _group(self, spec: GroupSpec) -> Group:
+        return Group(spec, MonotonicClock(), self._take_line, self._log.write, self._cannot_work)
+
+    def _take_line(self, name: str, line: str) -> None:
+        """A line of a process: into the log, and what it says of the process's start is kept."""
+        owner = name if name in self._phases else name.rpartition(".")[0]
+        if found := _COMPILED.search(line):
+            self._phases[owner or name] = f"compiling {found[1]}/{found[2]}"
+        elif " serves on " in line or " listens on " in line:
+            self._phases[owner or name] = ""
+        self._log.write(name, line)
+
+    def _cannot_work(self, name: str) -> None:
+        self._failed = self._failed or name
+        self._force.set()
+        self._signals.raise_first()
+
+    async def _watch(self) -> None:
+        """Says once when all serve; keeps the table."""
+        served = False
+        client = AsyncClient(
+            self._plan.address,
+            connect_seconds=_STATUS_SECONDS,
+            timeout_seconds=_STATUS_SECONDS,
+            credentials=self._credentials,
+        )
+        groups = (*self._routers, *self._workers)
+        async with client:
+            while True:
+                statuses: dict[str, WorkerStatus] = {}
+                with contextlib.suppress(JdisaggError):
+                    statuses = {status.name: status for status in await client.status()}
+                if not served and statuses.keys() >= {group.name for group in self._workers}:
+                    served = True
+                    print(
+                        f"jdisagg cluster serves on {','.join(self._plan.addresses)}:"
+                        f" {', '.join(sorted(statuses))}",
+                        flush=True,
+                    )
+                if not served:
+                    for group in groups:
+                        if group.restarts >= _TRIES:
+                            self._cannot_work(group.name)
+                self._log.show([self._shown(group, statuses) for group in groups])
+                await asyncio.sleep(_POLL_SECONDS)
+
+    def _shown(self, group: Group, statuses: dict[str, WorkerStatus]) -> Shown:
+        """A process that does not run, or does not serve yet, has no figures: those that the router
+        still has are of its last life."""
+        if group.state is not GroupState.RUNNING:
+            self._phases.pop(group.name, None)
+            return Shown(group.name, group.state.value, group.restarts, None)
+        phase = self._phases.setdefault(group.name, "starting")
+        status = statuses.get(group.name) if not phase else None
+        return Shown(group.name, phase or "running", group.restarts, status)
+
+    async def _stop_all(self) -> None:
+        """The routers first: their running requests need the workers."""
+        seconds = self._drain_seconds + _LAST_SECONDS
+        await self._stop_groups(self._routers, seconds)
+        await self._stop_groups(self._workers, seconds)
+
+    async def _stop_groups(self, groups: Sequence[Group], seconds: float) -> None:
+        stopping = asyncio.gather(*(group.stop(seconds) for group in groups))
+        forced = asyncio.create_task(self._force.wait())
+        await asyncio.wait({stopping, forced}, return_when=asyncio.FIRST_COMPLETED)
+        forced.cancel()
+        if not stopping.done():
+            await asyncio.gather(*(group.stop(0) for group in groups))
+        await stopping

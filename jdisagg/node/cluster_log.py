@@ -1,0 +1,152 @@
+"""One log of all processes on stderr, and in a file of its own for each where asked.
+
+As text each line stands behind its process's name; as JSON each is an object with a `process`, also
+what a process wrote that is no JSON (a library's own line, say). On a terminal the text log scrolls
+above a live table of the processes; else a line of figures comes now and then."""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+from rich import box
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from jdisagg.folders import made_folder
+from jdisagg.messages.worker_status import WorkerStatus
+
+_PLAIN_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One process as the table shows it; `status` is what the router knows of it."""
+
+    name: str
+    state: str
+    restarts: int
+    status: WorkerStatus | None
+
+
+class ClusterLog:
+    """`write` lines, `show` instances; `close` when all has ended. Raises ConfigError for a
+    `directory` that cannot be made."""
+
+    def __init__(
+        self, live: bool, directory: str | None, title: str, log_format: str = "text"
+    ) -> None:
+        self._title = title
+        self._json = log_format == "json"
+        self._directory = made_folder("--cluster_log_dir", directory) if directory else None
+        self._files: dict[str, TextIO] = {}
+        self._width = 11  # of prefill-0.1
+        self._console = Console(stderr=True)
+        self._live = (
+            Live(console=self._console, auto_refresh=False) if live and not self._json else None
+        )
+        if self._live:
+            self._live.start()
+        self._shown_at = time.monotonic()
+        self._last_figures = ""
+
+    def write(self, name: str, line: str) -> None:
+        self._width = max(self._width, len(name))
+        text = json_line(name, line) if self._json else f"{name:<{self._width}} | {line}"
+        if self._live:
+            self._console.print(Text(text), soft_wrap=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
+        if self._directory:
+            if name not in self._files:
+                self._files[name] = (self._directory / f"{name}.log").open("a", encoding="utf-8")
+            file = self._files[name]
+            at = "" if self._json else f"{time.strftime('%Y-%m-%d %H:%M:%S')} "
+            file.write(f"{at}{text if self._json else line}\n")
+            file.flush()
+
+    def show(self, instances: Sequence[Shown]) -> None:
+        if self._live:
+            self._live.update(process_table(self._title, instances), refresh=True)
+        elif time.monotonic() - self._shown_at >= _PLAIN_SECONDS:
+            figures = "; ".join(_figures(shown) for shown in instances)
+            if figures != self._last_figures:
+                self.write("cluster", figures)
+            self._shown_at, self._last_figures = time.monotonic(), figures
+
+    def close(self) -> None:
+        if self._live:
+            self._live.stop()
+        for file in self._files.values():
+            file.close()
+
+
+def json_line(process: str, line: str) -> str:
+    """The line as it is where it is a JSON object, with its process; else one around it."""
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        now = time.time()
+        utc = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
+        fields = {
+            "time": f"{utc}.{int(now % 1 * 1000):03d}Z",
+            "level": "INFO",
+            "logger": "output",
+            "message": line,
+        }
+    return json.dumps({**fields, "process": process}, ensure_ascii=True)
+
+
+def process_table(title: str, instances: Sequence[Shown]) -> Table:
+    """Within 80 columns; figures are never cut."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("process", "role", "state"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("layout", overflow="fold")
+    for column in ("run", "wait", "moves", "pages", "preempt", "starts"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for shown in instances:
+        status = shown.status
+        if status is None:
+            role = "router" if shown.name.startswith("router") else ""
+            table.add_row(shown.name, role, shown.state, *[""] * 6, str(shown.restarts))
+            continue
+        figures = (
+            f"{status.running}/{status.slots}",
+            status.waiting,
+            status.handoffs,
+            _pages(status),
+            status.preemptions,
+            shown.restarts,
+        )
+        layout = status.layout.replace(",ep=1", "")
+        table.add_row(
+            shown.name, status.role.value, _state(shown, status), layout, *map(str, figures)
+        )
+    return table
+
+
+def _state(shown: Shown, status: WorkerStatus) -> str:
+    if status.draining:
+        return "draining"
+    return "loading" if status.loading_seconds else shown.state
+
+
+def _figures(shown: Shown) -> str:
+    status = shown.status
+    if status is None:
+        return f"{shown.name} {shown.state}"
+    return (
+        f"{shown.name} {status.running} running, {status.waiting} waiting, {_pages(status)} pages"
+    )
+
+
+def _pages(status: WorkerStatus) -> str:
+    total = sum(status.total_pages)
+    return f"{total - sum(status.free_pages)}/{total}"

@@ -1,0 +1,267 @@
+"""Which processes make a cluster on one host, and what each of them is: data, no process is started
+here.
+
+Every process keeps its port for life, so that one that is restarted is found where it was; only an
+instance's coordinator listens elsewhere at each start, for its old port may still be settling."""
+
+import errno
+import random
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from jdisagg.address import host_port
+from jdisagg.config import EngineConfig
+from jdisagg.errors import ConfigError
+from jdisagg.layout.axes import Layout
+from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.node.recipes import ClusterShape, worker_config
+from jdisagg.node.router import RouterConfig
+from jdisagg.node.run_files import (
+    ProcessPlace,
+    RouterProcessConfig,
+    WorkerProcessConfig,
+    write_config,
+)
+from jdisagg.observe.process import ObserveConfig
+from jdisagg.router.elastic import ElasticConfig
+from jdisagg.supervisor.child import Command
+from jdisagg.supervisor.supervisor import GroupSpec
+
+_DRAWN = range(20000, 32768)
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """A whole cluster. `model`: the directory that all processes serve. `observe.metrics_port`: the
+    first router's; the workers' follow it; 0: none. `changes_roles`: the first router lets workers
+    change their roles. `processes`: of each worker."""
+
+    engine: EngineConfig
+    shape: ClusterShape
+    model: str
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    changes_roles: bool = False
+    canary_seconds: float = 5.0
+    routers: int = 1
+    processes: int = 1
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+    record_to: str = ""
+    decision_log: str = ""
+
+    def __post_init__(self) -> None:
+        if self.changes_roles and self.processes > 1:
+            raise ConfigError(
+                f"--elastic: workers of --processes_per_instance={self.processes} processes cannot"
+                " change their roles; give each instance one process, or leave --elastic away: the"
+                " router's advice stays"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class InstancePlan:
+    """One instance: `layout` over `processes` processes, each with its port."""
+
+    name: str
+    role: WorkerRole
+    layout: Layout
+    ports: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """`ports`: the routers'. `folder`: where the processes' files go at each start."""
+
+    config: ClusterConfig
+    ports: tuple[int, ...]
+    instances: tuple[InstancePlan, ...]
+    folder: Path
+
+    @property
+    def host(self) -> str:
+        return self.config.engine.service.host
+
+    @property
+    def address(self) -> str:
+        """The first router's."""
+        return self.addresses[0]
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(host_port(self.host, port) for port in self.ports)
+
+    def router(self) -> GroupSpec:
+        return self.routers()[0]
+
+    def routers(self) -> tuple[GroupSpec, ...]:
+        """The first is `router`, alone with a metrics port and the say in roles; the others are
+        router-1 and on."""
+        names = ["router", *(f"router-{index}" for index in range(1, len(self.ports)))]
+        return tuple(
+            GroupSpec(name, lambda index=index, name=name: (self._router(name, index),))
+            for index, name in enumerate(names)
+        )
+
+    def workers(self) -> tuple[GroupSpec, ...]:
+        return tuple(
+            GroupSpec(instance.name, lambda instance=instance: self._commands(instance))
+            for instance in self.instances
+        )
+
+    def router_config(self, index: int) -> RouterProcessConfig:
+        engine, config = self.config.engine, self.config
+        observe = config.observe if index == 0 else replace(config.observe, metrics_port=0)
+        return RouterProcessConfig(
+            RouterConfig(
+                engine.limits,
+                engine.routing,
+                replace(engine.service, port=self.ports[index]),
+                config.elastic,
+                config.changes_roles and index == 0,
+                config.canary_seconds,
+            ),
+            config.model,
+            observe,
+            config.decision_log if index == 0 else "",
+        )
+
+    def worker_configs(self, instance: InstancePlan) -> tuple[WorkerProcessConfig, ...]:
+        """One for each process of the instance."""
+        config, count = self.config, len(instance.ports)
+        made = worker_config(config.engine, instance.role)
+        metrics_port = config.observe.metrics_port
+        if metrics_port:
+            metrics_port += 1 + self.instances.index(instance)
+        coordinator = host_port(self.host, free_ports(self.host, 1)[0]) if count > 1 else None
+        return tuple(
+            WorkerProcessConfig(
+                instance.name,
+                instance.role,
+                self.addresses,
+                replace(
+                    made,
+                    model=replace(made.model, directory=config.model),
+                    instance=replace(made.instance, layout=instance.layout),
+                    service=replace(made.service, port=port),
+                ),
+                self._devices(instance),
+                f"/{socket.gethostname()}",
+                ProcessPlace(index, count, coordinator),
+                replace(config.observe, metrics_port=metrics_port),
+                config.record_to,
+            )
+            for index, port in enumerate(instance.ports)
+        )
+
+    def _devices(self, instance: InstancePlan) -> int:
+        """Of each of its processes. One that is alone may change its role: it has as many as the
+        other role's layout wants."""
+        alone = len(instance.ports) == 1 and instance.role is not WorkerRole.MIXED
+        layouts = [
+            other.layout for other in self.instances if alone and other.role is not WorkerRole.MIXED
+        ]
+        return max(
+            instance.layout.devices // len(instance.ports),
+            *(layout.devices for layout in layouts),
+            1,
+        )
+
+    def _router(self, name: str, index: int) -> Command:
+        return self._command(name, "router", self.router_config(index))
+
+    def _commands(self, instance: InstancePlan) -> Sequence[Command]:
+        configs = self.worker_configs(instance)
+        names = [f"{instance.name}.{index}" for index in range(len(configs))]
+        return tuple(
+            self._command(name, "worker", config)
+            for name, config in zip(
+                names if len(configs) > 1 else [instance.name], configs, strict=True
+            )
+        )
+
+    def _command(
+        self, name: str, command: str, config: RouterProcessConfig | WorkerProcessConfig
+    ) -> Command:
+        path = self.folder / f"{name}.json"
+        write_config(path, config)
+        return Command(
+            name, (sys.executable, "-u", "-m", "jdisagg", command, f"--config_file={path}")
+        )
+
+
+def plan_cluster(config: ClusterConfig, folder: Path) -> ClusterPlan:
+    """Ports and instances. Raises ConfigError, LayoutError."""
+    engine, shape, service = config.engine, config.shape, config.engine.service
+    layouts = {
+        WorkerRole.PREFILL: (shape.prefill, engine.prefill.layout),
+        WorkerRole.DECODE: (shape.decode, engine.decode.layout),
+        WorkerRole.MIXED: (shape.mixed, engine.decode.layout),
+    }
+    ports = (
+        [service.port + index for index in range(config.routers)]
+        if service.port
+        else free_ports(service.host, config.routers)
+    )
+    instances = [
+        instance
+        for role, (count, layout) in layouts.items()
+        for instance in plan_instances(role, count, layout, config.processes, service.host)
+    ]
+    return ClusterPlan(config, tuple(ports), tuple(instances), folder)
+
+
+def plan_instances(
+    role: WorkerRole, count: int, layout: Layout, processes: int, host: str
+) -> tuple[InstancePlan, ...]:
+    """`count` instances of a role, named role-0 and on, each port free at this moment. Raises
+    ConfigError."""
+    if count < 0 or processes < 1:
+        raise ConfigError(
+            f"--{role.value}_workers={count} must not be negative and"
+            f" --processes_per_instance={processes} must be at least 1"
+        )
+    if count and layout.devices % processes:
+        flag = "prefill" if role is WorkerRole.PREFILL else "decode"
+        raise ConfigError(
+            f"--{flag}={layout} has {layout.devices} devices, which"
+            f" --processes_per_instance={processes} does not divide: each process needs as many;"
+            " change one of the two"
+        )
+    ports = free_ports(host, count * processes)
+    return tuple(
+        InstancePlan(
+            f"{role.value}-{index}",
+            role,
+            layout,
+            tuple(ports[index * processes : (index + 1) * processes]),
+        )
+        for index in range(count)
+    )
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """Ports that nobody listens on now, all different. Between this and their use somebody might
+    take one: its process then says so.
+
+    They lie below those that systems lend to connections and to listeners on port 0 (Linux: from
+    32768 on), and are drawn, so that neither a connection nor a second caller is likely to take one
+    before its use. Raises ConfigError where none is free."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    free: list[int] = []
+    for port in random.SystemRandom().sample(_DRAWN, len(_DRAWN)):
+        if len(free) == count:
+            return free
+        try:
+            with socket.create_server((host, port), family=family):
+                free.append(port)
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise ConfigError(
+                    f"--host={host} is nowhere to listen: {error}; give an address of this machine"
+                ) from error
+    raise ConfigError(
+        f"--host={host} has no {count} free ports from {_DRAWN.start} to {_DRAWN.stop - 1}; give"
+        " --port, or another host"
+    )

@@ -1,0 +1,41 @@
+"""A model directory's fingerprint: equal where the same files are served in the same type, without
+reading terabytes.
+
+Of each file under the directory: its path, its size, and all of it up to 64 MiB; of a larger one
+its first bytes (the header of a safetensors file) and samples from all over. Copies on two hosts
+agree; another fine-tune of the same shapes differs. The Hugging Face and the Orbax form of one
+model differ too: serve one form in a cluster."""
+
+import hashlib
+from pathlib import Path
+
+_WHOLE_BYTES = 64 << 20
+_FIRST_BYTES = 1 << 20
+_SAMPLES = 64
+_SAMPLE_BYTES = 4096
+_IGNORED = {".md", ".txt", ".gitattributes", ".py", ".png"}
+
+
+def model_fingerprint(directory: str | Path, dtype: str) -> str:
+    """32 hexadecimal digits."""
+    root = Path(directory)
+    digest = hashlib.sha256(dtype.encode())
+    for path in sorted(
+        path for path in root.rglob("*") if path.is_file() and not _ignored(path.relative_to(root))
+    ):
+        size = path.stat().st_size
+        digest.update(f"\n{path.relative_to(root).as_posix()} {size}\n".encode())
+        with path.open("rb") as file:
+            if size <= _WHOLE_BYTES:
+                digest.update(file.read())
+                continue
+            digest.update(file.read(_FIRST_BYTES))
+            for sample in range(_SAMPLES):
+                file.seek(_FIRST_BYTES + (size - _FIRST_BYTES) * sample // _SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:32]
+
+
+def _ignored(path: Path) -> bool:
+    """What is no part of the model: notes, hidden files and folders, caches of Python."""
+    return path.suffix in _IGNORED or any(part.startswith((".", "__")) for part in path.parts)

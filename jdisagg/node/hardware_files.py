@@ -1,0 +1,34 @@
+"""What `hardware` names: an accelerator of the table (costs/hardware.py), or a JSON file that
+`launch.measure_costs` wrote."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+from jdisagg.costs.hardware import HARDWARE, Accelerator, accelerator, accelerator_from_fields
+from jdisagg.errors import ConfigError
+
+
+def find_accelerator(name: str) -> Accelerator:
+    """Of the table by its name, or of a file where `name` ends in .json."""
+    if name in HARDWARE or not name.endswith(".json"):
+        return accelerator(name)
+    try:
+        fields = json.loads(Path(name).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"hardware file {name} cannot be read ({error}); write one with launch.measure_costs"
+        ) from error
+    if not isinstance(fields, dict):
+        raise ConfigError(
+            f"hardware file {name} must hold a JSON object, got {type(fields).__name__}; write one"
+            " with launch.measure_costs"
+        )
+    return accelerator_from_fields(fields, f"hardware file {name}")
+
+
+def write_accelerator(path: Path, measured: Accelerator, notes: dict[str, object]) -> None:
+    """`notes`: how it was measured; kept under "measured", which readers pass over."""
+    path.write_text(
+        json.dumps({**dataclasses.asdict(measured), "measured": notes}, indent=1) + "\n"
+    )

@@ -1,0 +1,91 @@
+"""An instance of several processes, from the command line's three flags to a leader with followers:
+what workers share.
+
+Every process: `join_instance` (before the first use of a device). The leader: `lead`, build the
+mesh's executor, warm up, `Leading.over`. The others: build, then `follow`. All warm up alike, since
+their programs meet in collectives."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from jdisagg.clock import Clock
+from jdisagg.config import ServiceConfig
+from jdisagg.errors import UnavailableError
+from jdisagg.instance.broadcast import BroadcastExecutor
+from jdisagg.instance.follower import run_follower
+from jdisagg.instance.followers import Followers
+from jdisagg.instance.liveness import InstanceTiming
+from jdisagg.instance.processes import ProcessGroup, exit_soon
+from jdisagg.layout.mesh_card import KvEnd
+from jdisagg.messages.instance import Join, LeaderPlace
+from jdisagg.scheduler.executor import Executor
+from jdisagg.service.instance_client import LeaderConnection
+from jdisagg.service.instance_server import InstanceServer
+from jdisagg.service.server import cluster_credentials, server_credentials
+
+READY_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Leading:
+    """The leader's hold on its followers."""
+
+    followers: Followers
+    server: InstanceServer
+
+    async def over(
+        self, local: Executor, end: KvEnd | None = None, ready_seconds: float = READY_SECONDS
+    ) -> BroadcastExecutor:
+        """Once this process is warm: waits for the others, and gives the executor of the whole
+        instance."""
+        await self.followers.all_ready(ready_seconds)
+        return BroadcastExecutor(local, self.followers, end)
+
+    async def stop(self) -> None:
+        """Lets the followers finish and go."""
+        self.followers.stop()
+        await self.server.stop()
+
+
+async def lead(
+    group: ProcessGroup,
+    clock: Clock,
+    service: ServiceConfig | None = None,
+    timing: InstanceTiming | None = None,
+    exit_status: int = 1,
+) -> Leading:
+    """Listens for the followers on the service's host, with its TLS, and tells them where. Returns
+    before they join. When the instance fails, this process ends with `exit_status` soon, whatever
+    it hangs in."""
+    followers = Followers(group.processes, clock, timing)
+    followers.when_failed(lambda error: exit_soon(exit_status))
+    service = service or ServiceConfig()
+    server = InstanceServer(followers, server_credentials(service))
+    address = await server.start(service.host)
+    await asyncio.to_thread(group.share, LeaderPlace(address, followers.secret).text())
+    return Leading(followers, server)
+
+
+async def follow(
+    group: ProcessGroup,
+    executor: Executor,
+    prepare: Callable[[], Awaitable[None]],
+    clock: Clock,
+    end: KvEnd | None = None,
+    service: ServiceConfig | None = None,
+    timing: InstanceTiming | None = None,
+    exit_status: int = 1,
+) -> None:
+    """A follower's whole life once its executor is built. Returns when told to stop; raises
+    `UnavailableError` when the instance failed, and then this process ends with `exit_status` soon,
+    whatever it hangs in."""
+    place = LeaderPlace.parse(await asyncio.to_thread(group.share, ""))
+    connection = LeaderConnection(place.address, cluster_credentials(service or ServiceConfig()))
+    try:
+        await run_follower(
+            connection, Join(group.process, place.secret, end), executor, prepare, clock, timing
+        )
+    except UnavailableError:
+        exit_soon(exit_status)
+        raise

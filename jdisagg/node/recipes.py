@@ -1,0 +1,178 @@
+"""Recipes: Python files whose `get_config()` returns an `EngineConfig`, and perhaps `get_cluster()`
+a `ClusterShape`; and writing them.
+
+One process serves one instance of each role of a recipe; a cluster as many as its shape says, in
+processes of their own; a router takes of it what is the router's. Knows configuration alone; starts
+nothing."""
+
+import dataclasses
+import importlib.util
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig, WorkerConfig
+from jdisagg.errors import ConfigError, JdisaggError
+from jdisagg.layout.axes import Layout
+from jdisagg.messages.worker_status import WorkerRole
+
+Returned = TypeVar("Returned")
+
+
+@dataclass(frozen=True)
+class ClusterShape:
+    """How many instances of each role."""
+
+    prefill: int = 0
+    decode: int = 0
+    mixed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.prefill, self.decode, self.mixed) < 0 or not (
+            self.mixed or (self.prefill and self.decode)
+        ):
+            raise ConfigError(
+                f"cluster shape: {self}: give one prefill and one decode instance at least, or some"
+                " mixed ones"
+            )
+
+
+def load_recipe(path: str) -> EngineConfig:
+    """Runs a recipe file and returns its configuration. Raises ConfigError for one that is none, or
+    fails, naming the line."""
+    config = _told(path, getattr(_run(path), "get_config", lambda: None))
+    if not isinstance(config, EngineConfig):
+        raise ConfigError(
+            f"config {path!r} has no get_config() that returns an EngineConfig; see"
+            " configs/tiny_cpu.py"
+        )
+    return config
+
+
+def load_shape(path: str, mode: Mode | None = None) -> ClusterShape:
+    """What the recipe's get_cluster() says; without one, one instance of each role that `mode` (the
+    recipe's where None) has."""
+    module = _run(path)
+    if not hasattr(module, "get_cluster"):
+        return (
+            ClusterShape(prefill=1, decode=1)
+            if (mode or load_recipe(path).mode) is Mode.DISAGGREGATED
+            else ClusterShape(mixed=1)
+        )
+    shape = _told(path, module.get_cluster)
+    if not isinstance(shape, ClusterShape):
+        raise ConfigError(
+            f"config {path!r}: get_cluster() must return a ClusterShape, got {type(shape).__name__}"
+        )
+    return shape
+
+
+def _run(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("recipe", path)
+    if spec is None or spec.loader is None or not Path(path).is_file():
+        raise ConfigError(
+            f"config {path!r} is not a Python file; give a recipe such as configs/tiny_cpu.py"
+        )
+    module = importlib.util.module_from_spec(spec)
+    loader = spec.loader
+    _told(path, lambda: loader.exec_module(module))
+    return module
+
+
+def _told(path: str, call: Callable[[], Returned]) -> Returned:
+    """What the recipe's code returns. What it raises is told with its line, in place of a traceback
+    that is mostly ours."""
+    try:
+        return call()
+    except JdisaggError as error:
+        raise type(error)(f"config {path!r}{_line(path, error)}: {error.message}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"config {path!r}{_line(path, error)}: {type(error).__name__}: {error}; correct the"
+            " recipe"
+        ) from error
+
+
+def _line(path: str, error: Exception) -> str:
+    """Where in the recipe it happened, as far as is known."""
+    if (
+        isinstance(error, SyntaxError)
+        and error.lineno
+        and error.filename
+        and Path(error.filename).name == Path(path).name
+    ):
+        return f", line {error.lineno}"
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename) == Path(path).absolute()
+    ]
+    return f", line {lines[-1]}" if lines else ""
+
+
+def worker_config(config: EngineConfig, role: WorkerRole) -> WorkerConfig:
+    """What a worker of `role` is in this configuration."""
+    instance = config.prefill if role is WorkerRole.PREFILL else config.decode
+    cut = config.prefill  # both sides of a hand-off cut alike
+    two_meshes = config.mode is Mode.DISAGGREGATED
+    return WorkerConfig(
+        model=config.model,
+        mode=Mode.CHUNKED if two_meshes else config.mode,
+        instance=dataclasses.replace(
+            instance, layer_groups=cut.layer_groups, block_bytes=cut.block_bytes
+        ),
+        limits=config.limits,
+        service=config.service,
+        warm_up=config.warm_up,
+        compilation_cache=config.compilation_cache,
+    )
+
+
+def recipe_text(config: EngineConfig, shape: ClusterShape, docstring: str) -> str:
+    """A recipe file of one's own: model, mode, both instances as far as they are used, and the
+    shape."""
+    two = config.mode is Mode.DISAGGREGATED
+    parts = [f"model={_call(config.model, ModelConfig())},", f"mode=Mode.{config.mode.name},"]
+    parts += [f"prefill={_call(config.prefill, InstanceConfig())},"] if two else []
+    parts += [f"decode={_call(config.decode, InstanceConfig())},"]
+    body = "\n".join(f"        {part}" for part in parts)
+    counts = ", ".join(
+        f"{name}={count}" for name, count in dataclasses.asdict(shape).items() if count
+    )
+    return f'''"""{docstring}"""
+
+from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig
+from jdisagg.layout.axes import Layout
+from jdisagg.node.recipes import ClusterShape
+
+
+def get_config() -> EngineConfig:
+    return EngineConfig(
+{body}
+    )
+
+
+def get_cluster() -> ClusterShape:
+    return ClusterShape({counts})
+'''
+
+
+def _call(value: ModelConfig | InstanceConfig, defaults: ModelConfig | InstanceConfig) -> str:
+    """The expression that makes it, its defaults left out."""
+    fields = [
+        (spec.name, getattr(value, spec.name))
+        for spec in dataclasses.fields(value)
+        if getattr(value, spec.name) != getattr(defaults, spec.name)
+    ]
+    written = ", ".join(
+        f"{name}={_layout(item) if isinstance(item, Layout) else repr(item)}"
+        for name, item in fields
+    )
+    return f"{type(value).__name__}({written})"
+
+
+def _layout(layout: Layout) -> str:
+    return f"Layout(dp={layout.dp}, tp={layout.tp}, ep={layout.ep})"

@@ -1,0 +1,270 @@
+"""A router from its first worker to its last stream: the service, the registry, readiness, the
+elastic controller.
+
+`launch.router` reads the flags and runs it; here nothing knows them."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from jdisagg.address import host_port
+from jdisagg.clock import Clock, MonotonicClock
+from jdisagg.config import LimitsConfig, Mode, RoutingConfig, ServiceConfig
+from jdisagg.dispatch.elastic_pools import ElasticPools
+from jdisagg.dispatch.frontend import Frontend, ModelInfo, TextCodec
+from jdisagg.dispatch.outcomes import OutcomeTap
+from jdisagg.dispatch.placer import PlacerSettings
+from jdisagg.dispatch.request_path import RequestPath
+from jdisagg.dispatch.role_desk import RoleDesk
+from jdisagg.dispatch.roster import Roster, WorkerPorts, cluster_ports
+from jdisagg.dispatch.router_events import NoRouterEvents, RouterEvents, RouterEventsList
+from jdisagg.dispatch.token_stream import TokenStream
+from jdisagg.ids import random_id
+from jdisagg.layout.axes import Layout
+from jdisagg.messages.registry import WorkerCard
+from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.node.signals import Signals
+from jdisagg.observe import wrap
+from jdisagg.observe.canary import Canary, CanaryRunner, Pair, Readiness
+from jdisagg.observe.canary_probe import PortProbe, pairs_of
+from jdisagg.observe.decision_log import DecisionLog
+from jdisagg.observe.observer import Observer
+from jdisagg.router.elastic import Controller, ElasticConfig
+from jdisagg.service.registry import registry_service
+from jdisagg.service.remote_ports import RemoteWorker
+from jdisagg.service.role_services import RemoteRolePort, cluster_roles_service
+from jdisagg.service.server import GenerationServer, cluster_credentials, read_tokens
+
+# What is said of the model before the first worker has registered; requests are refused until then.
+_UNKNOWN_CONTEXT = 1 << 24
+# Readiness ends after so many canaries that did not arrive; the first ones may wait for programs to
+# be compiled.
+CANARY_PATIENCE = 4.0
+CANARY_DEADLINE_SECONDS = 10.0
+
+
+class RouterTokenizer(TextCodec, Protocol):
+    @property
+    def vocabulary(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """`elastic`: what the advice follows from; `changes_roles`: the router acts on it.
+    `canary_seconds`: how often a small request of the router's own proves that KV moves; 0: never,
+    and readiness asks for none. `log_requests`: a line in the log for each."""
+
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    service: ServiceConfig = field(default_factory=ServiceConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    changes_roles: bool = False
+    canary_seconds: float = 5.0
+    log_requests: bool = False
+
+
+class Router:
+    """Build it where the loop runs."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        tokenizer: RouterTokenizer,
+        name: str,
+        observer: Observer | None = None,
+        decisions: DecisionLog | None = None,
+    ) -> None:
+        self._config = config
+        self._decisions = decisions
+        self._clock = MonotonicClock()
+        self._name = name
+        self._tokenizer = tokenizer
+        self._observer = observer
+        self._credentials = cluster_credentials(config.service)
+        self._changed = asyncio.Event()
+        self._canary: CanaryRunner | None = None
+
+    async def run(self) -> None:
+        """Serves until it is signalled, then drains."""
+        observer, limits, service = self._observer, self._config.limits, self._config.service
+        roster = Roster(
+            self._clock,
+            wrap.ports(self._open_ports, observer),
+            limits.timeouts.membership,
+            on_change=self._changed.set,
+        )
+        seconds = self._config.canary_seconds
+        canary = Canary(CANARY_PATIENCE * seconds) if seconds else None
+        path = RequestPath(
+            cluster_ports(roster),
+            lambda request: TokenStream.of(self._tokenizer, request),
+            limits,
+            self._clock,
+            PlacerSettings(self._config.routing, events=RouterEventsList(*self._listeners(canary))),
+        )
+        if canary:
+            self._start_canary(roster, canary)
+        controller, elastic = self._elastic(roster, path)
+        if observer:
+            observer.metrics.watch_counters("path", path.counters)
+            observer.metrics.watch_cluster(path.status)
+            observer.metrics.model = self._name
+        info = _model_info(roster, self._name, self._tokenizer.vocabulary)
+        frontend = Frontend(
+            OutcomeTap(wrap.path(path, observer), self._clock, controller.outcome),
+            self._tokenizer,
+            info,
+            limits,
+            path.routing,
+        )
+        tokens = read_tokens(service.cluster_token_file)
+        server = GenerationServer(
+            frontend,
+            service,
+            [registry_service(roster, tokens), cluster_roles_service(elastic, tokens)],
+            wrap.request_log(self._config.log_requests, observer, lambda: path.placer.waiting),
+        )
+        signals = Signals(server.hurry)
+        port = await server.start()
+        await server.set_ready(False)
+        watching = asyncio.create_task(self._watch(roster, server, frontend))
+        elastic.start()
+        print(f"jdisagg router listens on {host_port(service.host, port)}", flush=True)
+        try:
+            await signals.first()
+            await server.drain()
+        finally:
+            await elastic.stop()
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            if self._canary:
+                await self._canary.stop()
+            roster.close()
+
+    def _elastic(self, roster: Roster, path: RequestPath) -> tuple[Controller, ElasticPools]:
+        """The controller, and who acts on what it says."""
+        controller = Controller(self._config.elastic)
+        desk = RoleDesk(
+            roster,
+            lambda address: RemoteRolePort(address, self._credentials),
+            self._clock,
+            random_id,
+            self._config.limits.timeouts.membership,
+        )
+        say, held = (lambda text: print(text, flush=True)), (lambda: path.placer.waiting)
+        pools = ElasticPools(
+            controller, desk, roster.statuses, self._clock, self._config.changes_roles, say, held
+        )
+        if self._observer:
+            self._observer.metrics.watch_counters("roles", desk.counters)
+            self._observer.metrics.watch_advice(pools.advice)
+        return controller, pools
+
+    def _listeners(self, canary: Canary | None) -> list[RouterEvents]:
+        observed = [self._observer.metrics] if self._observer else []
+        logged = [self._decisions] if self._decisions else []
+        # What clients ask for proves as much as a canary, and more: where all workers are busy a
+        # canary waits behind them, and may not arrive in time.
+        proved = [_HandoversSeen(canary, self._clock)] if canary else []
+        return [*observed, *logged, *proved]
+
+    def _start_canary(self, roster: Roster, canary: Canary) -> None:
+        seconds = self._config.canary_seconds
+
+        async def pairs() -> tuple[Pair, ...]:
+            return pairs_of(roster.statuses())
+
+        def changed(readiness: Readiness) -> None:
+            self._changed.set()
+            print(f"canary: {readiness.reason}", flush=True)
+
+        probe = PortProbe(
+            roster.prefill, roster.decode, random_id, CANARY_DEADLINE_SECONDS, roster.address
+        )
+        self._canary = CanaryRunner(
+            probe, pairs, self._clock, canary, seconds, CANARY_DEADLINE_SECONDS, changed
+        )
+        self._canary.start()
+        if self._observer:
+            self._observer.metrics.watch_canary(canary, self._clock.now)
+
+    async def _watch(self, roster: Roster, server: GenerationServer, frontend: Frontend) -> None:
+        """Forgets silent workers; keeps what the door says of model and health up to date."""
+        ready, said, times = False, "", self._config.limits.timeouts.membership
+        due = self._clock.now()
+        while True:
+            absent_seconds = self._clock.now() - due
+            if absent_seconds > times.absent_seconds:
+                roster.excuse(absent_seconds)
+            for card in roster.sweep():
+                print(
+                    f"worker {card.name} at {card.address} is silent: given up until it registers"
+                    " again",
+                    flush=True,
+                )
+            if self._changed.is_set():
+                self._changed.clear()
+                frontend.model = _model_info(roster, self._name, self._tokenizer.vocabulary)
+                known = (
+                    ", ".join(
+                        sorted(
+                            f"{card.name} ({card.role.value} {card.layout})"
+                            for card in roster.cards()
+                        )
+                    )
+                    or "none"
+                )
+                if known != said:
+                    print(f"workers: {known}", flush=True)
+                    said = known
+            if self._is_ready(roster) is not ready:
+                ready = not ready
+                await server.set_ready(ready)
+                print("ready" if ready else "not ready", flush=True)
+            due = self._clock.now() + times.sweep_seconds
+            try:
+                await asyncio.wait_for(self._changed.wait(), times.sweep_seconds)
+            except TimeoutError:
+                continue
+
+    def _is_ready(self, roster: Roster) -> bool:
+        """A worker for each half of a request is there, and KV made the trip lately."""
+        return roster.ready and (self._canary is None or self._canary.readiness().ready)
+
+    def _open_ports(self, card: WorkerCard) -> WorkerPorts:
+        worker = RemoteWorker(card.address, self._credentials, card.boot_id)
+        if card.role is WorkerRole.PREFILL:
+            return WorkerPorts(prefill=worker.prefill, close=worker.close)
+        return WorkerPorts(decode=worker.decode, close=worker.close)
+
+
+def _model_info(roster: Roster, name: str, vocabulary: int) -> ModelInfo:
+    """The workers' model; until there is one, what the tokenizer knows."""
+    model = roster.model
+    cards = sorted(roster.cards(), key=lambda card: card.name)
+    prefill = [card.layout for card in cards if card.role is WorkerRole.PREFILL]
+    decode = [card.layout for card in cards if card.role is not WorkerRole.PREFILL]
+    mixed = any(card.role is WorkerRole.MIXED for card in cards)
+    return ModelInfo(
+        name=model.name if model else name,
+        family=model.family if model else "",
+        vocabulary=model.vocabulary if model else vocabulary,
+        context_tokens=model.context_tokens if model else _UNKNOWN_CONTEXT,
+        dtype=model.dtype if model else "float32",
+        mode=Mode.CHUNKED if mixed and not prefill else Mode.DISAGGREGATED,
+        prefill_layout=prefill[0] if prefill else None,
+        decode_layout=decode[0] if decode else Layout(),
+        kv_bytes_per_token=model.kv_bytes_per_token if model else 0,
+        version=model.fingerprint if model else "",
+    )
+
+
+class _HandoversSeen(NoRouterEvents):
+    """Hand-offs of clients' requests, for the canary."""
+
+    def __init__(self, canary: Canary, clock: Clock) -> None:
+        self._canary = canary
+        self._clock = clock
+
+    def handed_over(self, prefill: str | None, decode: str) -> None:
+        self._canary.succeeded(Pair(prefill or "", decode), self._clock.now())

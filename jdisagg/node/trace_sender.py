@@ -1,0 +1,226 @@
+"""Sends the requests of a trace to a running server at the trace's times, and notes when each token
+came.
+
+A trace has lengths and, perhaps, hashes of prompt blocks, but no text: `PromptMaker` makes token
+ids of those lengths, equal ids for equal hashes, so that a server with prefix reuse meets the reuse
+that the trace had. `TraceSender` is an open loop: a request is sent at its time whatever became of
+those before it, and its time to the first token counts from when it was due, so that a sender that
+lags, or a connection that does not take it, hides nothing. Knows the async client; must not know
+flags, files or how results are shown."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import numpy as np
+
+from jdisagg.client import AsyncClient
+from jdisagg.errors import ConfigError, JdisaggError, WorkloadError
+from jdisagg.simulator.gaps import Gaps
+from jdisagg.simulator.report import End, Outcome
+from jdisagg.simulator.workloads import Arrival, faster
+
+# Ids below it are where tokenizers keep their special tokens; a vocabulary too small for that keeps
+# all its ids.
+FIRST_TOKEN = 256
+LONG_TOKENS = 4096
+ENDS_BY_STATUS: dict[str, End] = {
+    "RESOURCE_EXHAUSTED": "refused",
+    "DEADLINE_EXCEEDED": "deadline",
+    "CANCELLED": "cancelled",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is sent for one arrival; `cut` where the server's context, or the caller, does not allow
+    what the trace asks for."""
+
+    token_ids: tuple[int, ...]
+    output_tokens: int
+    cut: bool
+
+
+class PromptMaker:
+    """Token ids that stand for an arrival's prompt: those of a block follow from its hash, all
+    others from the arrival's number."""
+
+    def __init__(
+        self,
+        vocabulary: int,
+        context_tokens: int,
+        *,
+        block_tokens: int,
+        max_prompt_tokens: int | None = None,
+        max_output_tokens: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Raises ConfigError where no prompt fits. `context_tokens` bounds prompt and answer
+        together; an answer takes its part first, but leaves at least one token, and half of the
+        context where it is longer than that."""
+        if context_tokens < 2:
+            raise ConfigError(
+                f"a context of {context_tokens} tokens holds no prompt and answer; serve the model"
+                " with more"
+            )
+        for name, value in (
+            ("max_prompt_tokens", max_prompt_tokens),
+            ("max_output_tokens", max_output_tokens),
+            ("block_tokens", block_tokens),
+        ):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        self._first = FIRST_TOKEN if vocabulary > 2 * FIRST_TOKEN else 0
+        self._vocabulary, self._context, self._block_tokens = (
+            vocabulary,
+            context_tokens,
+            block_tokens,
+        )
+        self._max_prompt, self._max_output, self._seed = max_prompt_tokens, max_output_tokens, seed
+
+    def prompt(self, number: int, arrival: Arrival) -> Prompt:
+        wanted_prompt, wanted_output = max(1, arrival.prompt_tokens), max(1, arrival.output_tokens)
+        output = min(
+            wanted_output,
+            self._max_output or wanted_output,
+            max(self._context // 2, self._context - wanted_prompt),
+        )
+        length = min(wanted_prompt, self._max_prompt or wanted_prompt, self._context - output)
+        return Prompt(
+            self._token_ids(number, arrival.block_hashes, length),
+            output,
+            (length, output) != (wanted_prompt, wanted_output),
+        )
+
+    def _token_ids(self, number: int, hashes: Sequence[int], length: int) -> tuple[int, ...]:
+        parts: list[np.ndarray] = []
+        have = 0
+        for name in hashes:
+            if have >= length:
+                break
+            parts.append(self._drawn(1, name, self._block_tokens))
+            have += self._block_tokens
+        if have < length:
+            parts.append(self._drawn(0, number, length - have))
+        return tuple(np.concatenate(parts)[:length].tolist())
+
+    def _drawn(self, kind: int, name: int, count: int) -> np.ndarray:
+        return np.random.default_rng((self._seed, kind, name & (2**64 - 1))).integers(
+            self._first, self._vocabulary, count
+        )
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a replay is; given to its watcher at every change."""
+
+    total: int
+    sent: int = 0
+    ended: int = 0
+    failed: int = 0
+    tokens: int = 0
+    cut: int = 0
+    lag_seconds: float = 0.0  # the most that a request was sent late
+
+
+class TraceSender:
+    """One replay against one server. `speed` 2 sends twice as fast as the trace. `name` begins the
+    ids of its requests."""
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        maker: PromptMaker,
+        *,
+        speed: float = 1.0,
+        deadline_seconds: float | None = None,
+        name: str = "trace",
+    ) -> None:
+        self._client, self._maker, self._speed, self._deadline, self._name = (
+            client,
+            maker,
+            speed,
+            deadline_seconds,
+            name,
+        )
+        self._watch: Callable[[Progress], None] = lambda _: None
+        self._progress = Progress(0)
+        self._started = 0.0
+
+    async def run(
+        self, arrivals: Sequence[Arrival], watch: Callable[[Progress], None] | None = None
+    ) -> list[Outcome]:
+        """Sends all and waits for every end; one outcome an arrival, in their order, times since
+        the first was due. Cancelling it cancels what is under way. A request that was refused or
+        broke is an outcome that says so; anything but our own errors is raised."""
+        if not arrivals:
+            raise WorkloadError(
+                "the trace has no requests to send; give another, or a larger limit"
+            )
+        moved = faster(arrivals, self._speed)
+        due = [item.at_seconds - moved[0].at_seconds for item in moved]
+        self._progress = Progress(len(arrivals))
+        self._watch = watch or self._watch
+        self._started = time.perf_counter()
+        tasks: list[asyncio.Task[Outcome]] = []
+        async with asyncio.TaskGroup() as group:
+            for number, arrival in enumerate(arrivals):
+                prompt = await self._made(number, arrival)
+                await asyncio.sleep(max(0.0, due[number] - self._now()))
+                tasks.append(group.create_task(self._send(number, arrival, due[number], prompt)))
+        return [task.result() for task in tasks]
+
+    async def _made(self, number: int, arrival: Arrival) -> Prompt:
+        """Long prompts take milliseconds to make: in a thread, so that no stream's time is noted
+        late."""
+        if arrival.prompt_tokens < LONG_TOKENS:
+            return self._maker.prompt(number, arrival)
+        return await asyncio.to_thread(self._maker.prompt, number, arrival)
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._started
+
+    async def _send(self, number: int, arrival: Arrival, due: float, prompt: Prompt) -> Outcome:
+        progress, request_id = self._progress, f"{self._name}-{number}"
+        progress.sent += 1
+        progress.cut += prompt.cut
+        progress.lag_seconds = max(progress.lag_seconds, self._now() - due)
+        times: list[float] = []
+        end: End = "finished"
+        reason = ""
+        try:
+            events = self._client.generate(
+                token_ids=prompt.token_ids,
+                max_tokens=prompt.output_tokens,
+                ignore_eos=True,
+                temperature=0.0,
+                seed=number,
+                request_id=request_id,
+                deadline_seconds=self._deadline if arrival.deadline is None else arrival.deadline,
+                tenant=arrival.tenant or None,
+                priority=arrival.priority or None,
+            )
+            async with aclosing(events):
+                async for event in events:
+                    times.extend([self._now()] * len(event.token_ids))
+                    progress.tokens += len(event.token_ids)
+                    self._watch(progress)
+        except JdisaggError as error:
+            end, reason = ENDS_BY_STATUS.get(error.status, "failed"), error.message
+            progress.failed += 1
+        progress.ended += 1
+        self._watch(progress)
+        return Outcome(
+            request_id=request_id,
+            arrival=due,
+            finish=times[-1] if end == "finished" and times else self._now(),
+            prompt_tokens=len(prompt.token_ids),
+            output_tokens=len(times),
+            first_token=times[0] if times else None,
+            gaps=Gaps.of_times(times),
+            end=end,
+            tenant=arrival.tenant,
+            reason=reason,
+        )

@@ -1,0 +1,98 @@
+"""Compiling all programs before serving: its progress bar, whether a worker like this one was warm
+on this machine before (then its programs lie in the compilation cache), and how long loading them
+will take.
+
+A mark beside the cache, named by all that decides which programs there are: configuration, role,
+model and versions. It promises nothing: where the cache was cleared, programs are compiled while
+requests wait, as they would be without a warm-up."""
+
+import contextlib
+import hashlib
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+from tqdm import tqdm
+
+from jdisagg import __version__
+from jdisagg.config import EngineConfig, LimitsConfig, ServiceConfig, WorkerConfig
+from jdisagg.messages.worker_status import WorkerRole
+
+FIRST_GUESS_SECONDS = 5.0  # before the first program says how long one takes
+
+
+@contextlib.contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """On stderr, where that is a terminal and it takes long. Gives what is to be called with
+    (done, total)."""
+    with tqdm(
+        desc=what, unit="program", delay=2, file=sys.stderr, leave=False, disable=None
+    ) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield progress
+
+
+class WarmedBefore:
+    """A worker's configuration and role, or those of all meshes of one process."""
+
+    def __init__(
+        self, config: WorkerConfig | EngineConfig, role: WorkerRole | None, fingerprint: str
+    ) -> None:
+        self._mark: Path | None = None
+        if config.compilation_cache:
+            programs = replace(
+                config, service=ServiceConfig(), limits=LimitsConfig(), compilation_cache=""
+            )
+            devices = [(device.platform, device.device_kind) for device in jax.local_devices()]
+            words = repr(
+                (
+                    programs,
+                    role,
+                    fingerprint,
+                    devices,
+                    jax.__version__,
+                    __version__,
+                    platform.python_version(),
+                )
+            )
+            name = hashlib.sha256(words.encode()).hexdigest()[:32]
+            self._mark = Path(config.compilation_cache).expanduser() / f"warmed-{name}"
+
+    def found(self) -> bool:
+        return self._mark is not None and self._mark.exists()
+
+    def note(self) -> None:
+        """All programs have been compiled."""
+        if self._mark is not None and self._mark.parent.is_dir():
+            self._mark.touch()
+
+
+class Loading:
+    """Seconds until all programs are loaded, as the pace so far foretells it."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._began = now()
+        self._done = self._left = 0
+        self._over = False
+
+    def progress(self, done: int, total: int) -> None:
+        self._done, self._left = done, total - done
+
+    def end(self) -> None:
+        """No more are loaded, for whatever reason."""
+        self._over = True
+
+    def seconds(self) -> float:
+        if self._over:
+            return 0.0
+        if not self._done:
+            return FIRST_GUESS_SECONDS
+        return (self._now() - self._began) / self._done * self._left

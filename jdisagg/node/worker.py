@@ -1,0 +1,481 @@
+"""One life of a worker in one role: build, warm up, serve, register, drain, leave. What outlives it
+is its `WorkerProcessState`.
+
+Order matters: nobody learns of the worker before its programs are compiled and its port answers,
+and it leaves the rosters before its port closes. A life that fails gives back all that it has:
+another may begin in the same process, on the same devices."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jdisagg.address import host_port
+from jdisagg.clock import Clock
+from jdisagg.config import WorkerConfig
+from jdisagg.costs.hardware import Accelerator
+from jdisagg.costs.model_geometry import CostGeometry
+from jdisagg.engine.instance import (
+    Instance,
+    KvPlane,
+    Loaded,
+    LoadModel,
+    build_worker_instance,
+    warm_up,
+    worker_mode,
+)
+from jdisagg.errors import HandoffError, JdisaggError, UnavailableError
+from jdisagg.executor.programs import Programs
+from jdisagg.ids import random_id
+from jdisagg.instance.followers import Followers
+from jdisagg.instance.processes import ProcessGroup
+from jdisagg.layout.mesh_card import KvEnd
+from jdisagg.messages.ports import DecodePort, HandoffSource, PeerPort, PrefillPort
+from jdisagg.messages.registry import ModelCard, WorkerCard
+from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.model_api import Device
+from jdisagg.node.deployment import ModelSource
+from jdisagg.node.fingerprint import model_fingerprint
+from jdisagg.node.hardware_files import find_accelerator
+from jdisagg.node.instance_group import follow, lead
+from jdisagg.node.recording import record
+from jdisagg.node.role_state import Role, RoleState
+from jdisagg.node.run_files import WorkerProcessConfig
+from jdisagg.node.signals import Signals
+from jdisagg.node.warm_up import Loading, WarmedBefore, progress_bar
+from jdisagg.observe import wrap
+from jdisagg.observe.observer import Observer
+from jdisagg.scheduler.executor import Executor
+from jdisagg.service.connection import Credentials
+from jdisagg.service.guard import Service
+from jdisagg.service.kv_link import GrpcKvLink
+from jdisagg.service.registry import RegistryClient
+from jdisagg.service.remote_ports import RemoteWorker
+from jdisagg.service.role_services import worker_roles_service
+from jdisagg.service.server import GrpcServer, cluster_credentials, read_tokens
+from jdisagg.service.worker_service import decode_service, peer_service, prefill_service
+from jdisagg.supervisor.supervisor import EXIT_BROKEN, EXIT_CONFIG
+from jdisagg.transfer.jax_transfer import JaxTransferChannel
+from jdisagg.worker.decode_worker import DecodeWorker
+from jdisagg.worker.mesh_worker import WorkerContext
+from jdisagg.worker.peers import PeerResolver
+from jdisagg.worker.prefill_worker import PrefillWorker
+
+TRANSPORTS = 4
+LOOK_SECONDS = 0.25
+# The last words of the streams that a drain waited for are on their way when it ends; routers close
+# their ports when the worker leaves.
+LAST_WORDS_SECONDS = 0.25
+PORT_IDLE_SECONDS = 3600.0  # longer than any hand-off
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """Who the worker is; what it is made of is its `WorkerConfig`'s affair. `record_to`: a folder
+    for its commands; empty: none. `place`, `geometry`, `hardware`: as in its card."""
+
+    name: str
+    role: WorkerRole
+    routers: tuple[str, ...]
+    family: str
+    model_name: str
+    fingerprint: str
+    record_to: str = ""
+    place: str = ""
+    geometry: CostGeometry | None = None
+    hardware: Accelerator | None = None
+
+
+def worker_spec(config: WorkerProcessConfig, source: ModelSource) -> WorkerSpec:
+    """Raises ConfigError for hardware that nobody knows."""
+    model, hardware = config.worker.model, config.worker.instance.hardware
+    return WorkerSpec(
+        name=config.name,
+        role=config.role,
+        routers=config.routers,
+        family=source.family,
+        model_name=source.name,
+        fingerprint=model_fingerprint(model.directory, model.dtype),
+        record_to=config.record_to,
+        place=config.place,
+        geometry=source.geometry,
+        hardware=find_accelerator(hardware) if hardware else None,
+    )
+
+
+@dataclass(slots=True)
+class WorkerProcessState:
+    """What outlives the lives of a worker in its process. `spec` and `config`, whose service has a
+    port, say what it is now; `hurry`: at the second signal. `loaded`: its weights as they lie;
+    `programs`: those of roles that it has had."""
+
+    spec: WorkerSpec
+    config: WorkerConfig
+    observer: Observer | None
+    clock: Clock
+    signals: Signals
+    hurry: asyncio.Event
+    group: ProcessGroup
+    devices: Sequence[Device]
+    roles: RoleState
+    loaded: Loaded | None = None
+    programs: dict[Role, Programs] = field(default_factory=dict)
+
+
+class WorkerRuntime:
+    """Build it on the loop; `live` once."""
+
+    def __init__(self, state: WorkerProcessState) -> None:
+        self._state = state
+        self._service = state.config.service
+        self._address = host_port(self._service.host, self._service.port)
+        credentials = cluster_credentials(self._service)
+        self._link = GrpcKvLink(KvEnd(self._address, random_id()), credentials)
+        self._peers = PeerPorts(credentials, state.clock)
+        self._followers: Followers | None = None
+
+    async def live(self, load: LoadModel) -> int:
+        """From its programs to its farewell. 0: it ended as it was asked to. Raises when it could
+        not begin."""
+        state, end = self._state, self._link.end
+        channel = JaxTransferChannel(
+            state.clock, end, self._link, host=self._service.host, transports=TRANSPORTS
+        )
+        self._link.deliver_to(channel)
+        try:
+            return (
+                await self._led(load, channel, end)
+                if state.group.leads
+                else await self._following(self._build(load, channel, end), end)
+            )
+        finally:
+            channel.close()
+            await self._link.close()
+            await self._peers.close()
+
+    def _build(self, load: LoadModel, channel: JaxTransferChannel, end: KvEnd) -> Instance:
+        state, plane = self._state, KvPlane((end,), TRANSPORTS)
+        instance = build_worker_instance(
+            state.spec.name, state.spec.role, state.config, load, state.devices, channel, plane
+        )
+        state.loaded = instance.loaded
+        if state.roles.now in state.programs:
+            instance.executor.programs.adopt(state.programs[state.roles.now])
+        state.roles.built()
+        return instance
+
+    async def _following(self, instance: Instance, end: KvEnd) -> int:
+        group, service = self._state.group, self._service
+        server = GrpcServer((self._link.service(read_tokens(service.cluster_token_file)),), service)
+        await server.start()
+        following = follow(
+            group,
+            instance.executor,
+            lambda: self._warm_up(instance),
+            self._state.clock,
+            end,
+            service,
+            exit_status=EXIT_BROKEN,
+        )
+        # the first signal is the leader's affair, who lets us go
+        await self._unless(self._state.hurry.wait(), following)
+        return 0
+
+    async def _led(self, load: LoadModel, channel: JaxTransferChannel, end: KvEnd) -> int:
+        state, alone = self._state, self._state.group.processes == 1
+        leading = (
+            None
+            if alone
+            else await lead(state.group, state.clock, self._service, exit_status=EXIT_BROKEN)
+        )
+        self._followers = leading.followers if leading else None
+        instance = self._build(load, channel, end)
+        try:
+            warmed = WarmedBefore(state.config, state.spec.role, state.spec.fingerprint)
+            # Who changes its role leaves the load to others meanwhile, and holds up no stream when
+            # it is back.
+            later = alone and state.config.warm_up and not state.roles.changing and warmed.found()
+            if not later:
+                if not await self._unless(state.signals.first(), self._warm_up(instance)):
+                    return 0
+                warmed.note()
+            state.roles.warm()
+            executor = self._watched(
+                instance,
+                await leading.over(instance.executor, end) if leading else instance.executor,
+            )
+            status = await self._serve_with(instance, executor, later)
+        except Exception:
+            # several processes end, and one that hangs with the others must not wait for its
+            # threads
+            if alone:
+                await asyncio.to_thread(instance.executor.close)
+            raise
+        # that is how the supervisor is to know all of the instance
+        if leading and status != EXIT_CONFIG:
+            await leading.stop()
+        if status == 0:
+            await asyncio.to_thread(executor.close)
+            state.programs[state.roles.now] = instance.executor.programs
+        return status
+
+    async def _serve_with(self, instance: Instance, executor: Executor, warm_up_later: bool) -> int:
+        """`warm_up_later`: serve at once; programs are loaded between the commands of whoever comes
+        first."""
+        state, spec = self._state, self._state.spec
+        loading = Loading(state.clock.now)
+        context = WorkerContext(
+            spec.name,
+            state.clock,
+            random_id,
+            spec.fingerprint,
+            self._address,
+            loading.seconds if warm_up_later else float,
+        )
+        peers = wrap.peers(spec.name, self._peers.find, state.observer)
+        worker = self._worker(context, executor, peers)
+        tokens = read_tokens(self._service.cluster_token_file)
+        services = (
+            *_services(worker, tokens, instance.loaded.model.vocabulary, state.observer),
+            self._link.service(tokens),
+            worker_roles_service(state.roles, tokens),
+        )
+        server = GrpcServer(services, self._service, worker.boot_id)
+        credentials = cluster_credentials(self._service)
+        registration = RegistryClient(
+            spec.routers, self._card(instance, worker), worker.status, credentials
+        )
+        # in this order backwards, also when something does not begin
+        async with contextlib.AsyncExitStack() as farewell:
+            self._observe(worker, instance, farewell)
+            await worker.start()
+            farewell.push_async_callback(worker.stop)
+            await server.start()
+            farewell.push_async_callback(server.drain)
+            farewell.callback(server.hurry)
+            registration.start()
+            farewell.push_async_callback(registration.leave)
+            state.roles.serves(worker.boot_id, instance.loaded.model.geometry)
+            layout = state.config.instance.layout
+            print(
+                f"jdisagg {spec.role.value} worker {spec.name} ({layout}) serves on"
+                f" {self._address}",
+                flush=True,
+            )
+            if warm_up_later:
+                farewell.push_async_callback(
+                    _ended, asyncio.create_task(self._warm_up_beside(instance, loading))
+                )
+            status = await self._serve(worker, registration.failed)
+            if status == 0:
+                await state.clock.sleep(LAST_WORDS_SECONDS)
+        state.roles.drained()
+        return status
+
+    def _observe(
+        self,
+        worker: PrefillWorker | DecodeWorker,
+        instance: Instance,
+        farewell: contextlib.AsyncExitStack,
+    ) -> None:
+        if self._state.observer:
+            metrics, programs = self._state.observer.metrics, instance.executor.programs
+            metrics.model = self._state.spec.model_name
+            metrics.watch_worker(
+                worker.name, worker.status, worker.counters, lambda: programs.compilations
+            )
+            farewell.callback(metrics.unwatch, worker.name)
+            metrics.watch_counters("kv_link", self._link.counters)
+            farewell.callback(metrics.unwatch, "kv_link")
+
+    async def _warm_up(self, instance: Instance, loading: Loading | None = None) -> None:
+        if not self._state.config.warm_up:
+            return
+        began = self._state.clock.now()
+        print(f"worker {self._state.spec.name} compiles its programs", flush=True)
+        with progress_bar("compiling") as bar:
+
+            def progress(done: int, total: int) -> None:
+                bar(done, total)
+                if loading:
+                    loading.progress(done, total)
+
+            await warm_up(instance, progress)
+        print(
+            f"worker {self._state.spec.name} is warm after {self._state.clock.now() - began:.1f} s",
+            flush=True,
+        )
+
+    async def _warm_up_beside(self, instance: Instance, loading: Loading) -> None:
+        """While it serves. What fails here fails for a request too, and is told there; here it is
+        only said."""
+        try:
+            await self._warm_up(instance, loading)
+        except Exception as error:
+            print(
+                f"worker {self._state.spec.name} could not load its programs beforehand: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
+        finally:
+            loading.end()
+
+    async def _unless(
+        self, end: Coroutine[None, None, object], work: Coroutine[None, None, None]
+    ) -> bool:
+        """Whether the work was done; False when the end came before, which is at once: nobody knows
+        this worker yet."""
+        working, ending = asyncio.create_task(work), asyncio.create_task(end)
+        await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
+        done = working.done()
+        for task in (working, ending):
+            task.cancel()
+        if done:
+            working.result()
+        return done
+
+    def _watched(self, instance: Instance, executor: Executor) -> Executor:
+        """Recorded and observed, where that is asked for."""
+        spec, config = self._state.spec, self._state.config
+        if spec.record_to:
+            layout, model = config.instance.layout, config.model
+            executor = record(
+                Path(spec.record_to),
+                spec.name,
+                executor,
+                instance.executor,
+                layout,
+                model.directory,
+                model.dtype,
+            )
+        return wrap.mesh(spec.name, executor, self._state.observer)
+
+    def _worker(
+        self, context: WorkerContext, executor: Executor, find_peer: PeerResolver
+    ) -> PrefillWorker | DecodeWorker:
+        spec, config = self._state.spec, self._state.config
+        if spec.role is WorkerRole.PREFILL:
+            return PrefillWorker(context, executor, config.instance, config.limits)
+        mode = worker_mode(spec.role, config.mode)
+        return DecodeWorker(context, executor, config.instance, config.limits, find_peer, mode)
+
+    def _card(self, instance: Instance, worker: PrefillWorker | DecodeWorker) -> WorkerCard:
+        limits, model, spec = instance.executor.limits, instance.loaded.model, self._state.spec
+        card = ModelCard(
+            name=spec.model_name,
+            family=spec.family,
+            vocabulary=model.vocabulary,
+            context_tokens=limits.context_tokens,
+            dtype=self._state.config.model.dtype,
+            kv_bytes_per_token=model.kv_spec.bytes_per_token,
+            fingerprint=spec.fingerprint,
+            geometry=spec.geometry,
+        )
+        layout = self._state.config.instance.layout
+        return WorkerCard(
+            spec.name,
+            worker.boot_id,
+            spec.role,
+            self._address,
+            layout,
+            card,
+            spec.place,
+            spec.hardware,
+        )
+
+    async def _serve(
+        self, worker: PrefillWorker | DecodeWorker, unwanted: "asyncio.Future[None]"
+    ) -> int:
+        """Until it is asked to end or to change its role, and drained then, or its mesh broke, or
+        no router will have it."""
+        breaking = asyncio.create_task(self._broken(worker, unwanted))
+        ending, changing = (
+            asyncio.create_task(self._state.signals.first()),
+            asyncio.create_task(self._state.roles.asked.wait()),
+        )
+        await asyncio.wait({ending, changing, breaking}, return_when=asyncio.FIRST_COMPLETED)
+        tasks = [ending, changing, breaking]
+        if ending.done() or changing.done():
+            seconds = self._state.config.service.drain_seconds
+            print(f"draining, for at most {seconds:g} s", flush=True)
+            tasks += [
+                asyncio.create_task(worker.drain(seconds)),
+                asyncio.create_task(self._state.hurry.wait()),
+            ]
+            await asyncio.wait(tasks[2:], return_when=asyncio.FIRST_COMPLETED)
+        status = 0
+        if breaking.done():
+            print(f"error: {breaking.result().message}", file=sys.stderr, flush=True)
+            status = EXIT_BROKEN if isinstance(breaking.result(), UnavailableError) else EXIT_CONFIG
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return status
+
+    async def _broken(
+        self, worker: PrefillWorker | DecodeWorker, unwanted: "asyncio.Future[None]"
+    ) -> JdisaggError:
+        """Returns when the worker's mesh is broken, or another process of its instance is gone, or
+        all routers refused it."""
+        while True:
+            if unwanted.done() and isinstance(refusal := unwanted.exception(), JdisaggError):
+                return refusal
+            if self._followers and self._followers.failure:
+                return self._followers.failure
+            try:
+                await worker.status()
+            except UnavailableError as error:
+                return error
+            await self._state.clock.sleep(LOOK_SECONDS)
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _services(
+    worker: PrefillWorker | DecodeWorker,
+    tokens: tuple[str, ...],
+    vocabulary: int,
+    observer: Observer | None,
+) -> tuple[Service, ...]:
+    peer = peer_service(wrap.served(PeerPort, worker.name, worker, observer), tokens)
+    if isinstance(worker, PrefillWorker):
+        prefill = wrap.served(PrefillPort, worker.name, worker, observer)
+        return prefill_service(prefill, tokens, vocabulary), peer
+    decode = wrap.served(DecodePort, worker.name, worker, observer)
+    return decode_service(decode, tokens, vocabulary), peer
+
+
+class PeerPorts:
+    """A restarted worker is greeted through the same port. Those that nothing came from for long
+    are closed, for their workers may be gone for good."""
+
+    def __init__(self, credentials: Credentials, clock: Clock) -> None:
+        self._credentials = credentials
+        self._clock = clock
+        self._workers: dict[str, RemoteWorker] = {}
+        self._used: dict[str, float] = {}
+
+    def find(self, source: HandoffSource) -> PeerPort:
+        if not source.address:
+            raise HandoffError(
+                f"worker {source.worker!r}: its address is not known; is the router of this"
+                " version?"
+            )
+        now = self._clock.now()
+        self._used[source.address] = now
+        for address in [
+            address for address, used in self._used.items() if now - used > PORT_IDLE_SECONDS
+        ]:
+            del self._used[address]
+            self._workers.pop(address).close()
+        if source.address not in self._workers:
+            self._workers[source.address] = RemoteWorker(source.address, self._credentials)
+        return self._workers[source.address].peer
+
+    async def close(self) -> None:
+        await asyncio.gather(*(worker.aclose() for worker in self._workers.values()))

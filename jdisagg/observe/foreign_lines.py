@@ -1,0 +1,48 @@
+"""Reads lines from stdin and writes each as one JSON object a line to stdout.
+
+A program of its own, of the standard library alone, that `logs.start_logging` starts: it has
+to outlive the process whose last lines it reads. Signals meant for that process's group do not
+reach it; it ends with its input."""
+
+import json
+import re
+import signal
+import sys
+import time
+
+# glog's and absl's own beginning of a line: severity, month and day, time, thread, file:line.
+_NATIVE = re.compile(r"^([IWEF])\d{4} [\d:.]+ +\d+ ")
+_LEVELS = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
+
+
+def wrapped(line: str, process: str, now: float) -> str:
+    """`line` as a JSON object; one that is an object already stays as it is."""
+    try:
+        if isinstance(json.loads(line), dict):
+            return line
+    except ValueError:
+        pass
+    severity = _NATIVE.match(line)
+    at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
+    return json.dumps(
+        {
+            "time": f"{at}.{int(now % 1 * 1000):03d}Z",
+            "level": _LEVELS[severity[1]] if severity else "WARNING",
+            "logger": "stderr",
+            "message": line,
+            "process": process,
+        }
+    )
+
+
+def main(process: str) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    for data in sys.stdin.buffer:
+        for line in data.decode("utf-8", "replace").replace("\r", "\n").splitlines():
+            if line.strip():
+                print(wrapped(line, process, time.time()), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,244 @@
+"""Spans of what a process does for requests, by OpenTelemetry.
+
+A request is a trace: its root span is the router's, or hangs under the client's own span where the
+client sends W3C trace context (`jdisagg/trace_context.py`); calls carry the context to workers.
+Inside a process most of the work knows no request but a number: a hand-off, an offer, a
+reservation. Whoever learns what a number belongs to says so by `own`; a span of a number that
+nobody has owned yet is parked until somebody does. So nobody passes contexts around for the
+traces' sake, and a sender's chunk finds its request by the offer it made.
+
+Spans are made when what they show is over, with instants of the observer's clock; `now` and `wall`
+align that clock with the epoch once. An instant is a span without duration, marked `instant`. What
+a mesh does for all of its requests together has a `track` in place of an owner; it goes to
+timelines alone, since a trace of its own for every step would say nothing.
+
+Without a tracer nothing is made, kept or sent. Nothing is read from the environment."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+
+from opentelemetry import context as otel
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
+
+from jdisagg import __version__
+from jdisagg.errors import ConfigError
+
+Key = tuple[Hashable, ...]
+Value = str | int | float | bool
+
+OWNERS_KEPT = 1 << 16
+PARKED_KEPT = 1 << 12
+OTLP_QUEUE_SPANS = 1 << 14
+OTLP_BATCH_SPANS = 512
+OTLP_SECONDS = 5.0
+
+_REQUEST = otel.create_key("jdisagg.request")
+
+
+def request_key(tenant: str, request_id: str) -> Key:
+    return ("request", tenant, request_id)
+
+
+def handoff_key(handoff_id: int) -> Key:
+    return ("handoff", handoff_id)
+
+
+def offer_key(offer_id: int) -> Key:
+    return ("offer", offer_id)
+
+
+def reservation_key(worker: str, reservation_id: int) -> Key:
+    """Reservations are numbered by each worker for itself."""
+    return ("reservation", worker, reservation_id)
+
+
+def of_request(context: Context, request_id: str) -> Context:
+    """`context` as that of a request; its spans bear the id."""
+    return otel.set_value(_REQUEST, request_id, context)
+
+
+class Tracing:
+    """What a process's wrappers make spans with. `provider` None: off, and every call returns at
+    once; callers ask `on` before they compute what only a span needs."""
+
+    def __init__(
+        self,
+        provider: TracerProvider | None = None,
+        now: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.on = provider is not None
+        self._provider = provider
+        self._tracer = (
+            provider.get_tracer("jdisagg", __version__) if provider else trace.NoOpTracer()
+        )
+        self._epoch = wall() - now()
+        self._owners: OrderedDict[Key, Context] = OrderedDict()
+        self._parked: OrderedDict[Key, list[tuple[str, float, float, dict[str, Value]]]] = (
+            OrderedDict()
+        )
+
+    def start(
+        self,
+        name: str,
+        started: float,
+        owner: Key | Context | None,
+        request_id: str = "",
+        kind: trace.SpanKind = trace.SpanKind.INTERNAL,
+        **attributes: Value,
+    ) -> tuple[trace.Span, Context]:
+        """Opens a span; its context is what its parts belong to. End it by `end`."""
+        parent = self.owner(owner) if isinstance(owner, tuple) else owner
+        parent = otel.get_current() if parent is None else parent
+        if request_id:
+            parent = of_request(parent, request_id)
+        if (request := parent.get(_REQUEST)) is not None:
+            attributes["request"] = str(request)
+        span = self._tracer.start_span(name, parent, kind, attributes, None, self._ns(started))
+        return span, trace.set_span_in_context(span, parent)
+
+    def end(self, span: trace.Span, ended: float, **attributes: Value) -> None:
+        if span.is_recording():
+            span.set_attributes(attributes)
+            span.end(self._ns(ended))
+
+    def span(
+        self,
+        name: str,
+        started: float,
+        ended: float,
+        owner: Key | Context | None = None,
+        **attributes: Value,
+    ) -> None:
+        """Something that took from `started` to `ended`, for `owner`; or, with an attribute
+        `track`, for nobody in particular."""
+        if not self.on:
+            return
+        if isinstance(owner, tuple):
+            known = self._owners.get(owner)
+            if known is None:
+                self._park(owner, (name, started, ended, attributes))
+                return
+            owner = known
+        self._emit(name, started, ended, owner or otel.Context(), attributes)
+
+    def instant(
+        self, name: str, at: float, owner: Key | Context | None = None, **attributes: Value
+    ) -> None:
+        if self.on:
+            self.span(name, at, at, owner, instant=True, **attributes)
+
+    def own(self, key: Key, owner: Key | Context | None) -> None:
+        """`key` is part of `owner`, as far as that is known. The oldest are forgotten."""
+        context = self.owner(owner) if isinstance(owner, tuple) else owner
+        if not self.on or context is None:
+            return
+        self._owners[key] = context
+        if len(self._owners) > OWNERS_KEPT:
+            self._owners.popitem(last=False)
+        for name, started, ended, attributes in self._parked.pop(key, ()):
+            self._emit(name, started, ended, context, attributes)
+
+    def owner(self, key: Key) -> Context | None:
+        return self._owners.get(key)
+
+    def flush(self) -> None:
+        """Gives exporters what is parked, unowned, and what they have queued. Not for the event
+        loop: an exporter may wait for the network."""
+        while self._parked:
+            for name, started, ended, attributes in self._parked.popitem(last=False)[1]:
+                self._emit(name, started, ended, otel.Context(), attributes)
+        if self._provider:
+            self._provider.force_flush()
+
+    def close(self) -> None:
+        """Flushes, and ends the exporters."""
+        self.flush()
+        if self._provider:
+            self._provider.shutdown()
+
+    def _park(self, key: Key, span: tuple[str, float, float, dict[str, Value]]) -> None:
+        self._parked.setdefault(key, []).append(span)
+        if len(self._parked) > PARKED_KEPT:
+            for name, started, ended, attributes in self._parked.popitem(last=False)[1]:
+                self._emit(name, started, ended, otel.Context(), attributes)
+
+    def _emit(
+        self, name: str, started: float, ended: float, parent: Context, attributes: dict[str, Value]
+    ) -> None:
+        if (request := parent.get(_REQUEST)) is not None:
+            attributes["request"] = str(request)
+        span = self._tracer.start_span(
+            name, parent, attributes=attributes, start_time=self._ns(started)
+        )
+        span.end(self._ns(max(started, ended)))
+
+    def _ns(self, instant: float) -> int:
+        return round((instant + self._epoch) * 1e9)
+
+
+class _RequestsAlone(BatchSpanProcessor):
+    """Leaves out what belongs to no request."""
+
+    def on_end(self, span: ReadableSpan) -> None:
+        if not span.attributes or "track" not in span.attributes:
+            super().on_end(span)
+
+
+def tracer_provider(process: str, processors: Sequence[SpanProcessor]) -> TracerProvider:
+    """Follows the caller's decision whether a trace is recorded; without one, all are."""
+    provider = TracerProvider(
+        sampler=ParentBased(ALWAYS_ON),
+        resource=Resource(
+            {
+                "service.name": "jdisagg",
+                "service.instance.id": process,
+                "service.version": __version__,
+            }
+        ),
+        span_limits=SpanLimits(max_attributes=64, max_attribute_length=4096),
+        shutdown_on_exit=False,
+    )
+    for processor in processors:
+        provider.add_span_processor(processor)
+    return provider
+
+
+def otlp_processor(endpoint: str) -> SpanProcessor:
+    """Sends spans to an OTLP collector over gRPC, from a thread of its own; what does not fit into
+    its queue is lost.
+
+    Args:
+      endpoint: `http://host:port`, or `https://` for TLS.
+
+    Raises:
+      ConfigError: when the exporter is not installed or the endpoint is no such address.
+    """
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"otlp_endpoint must begin with http:// or https://, got {endpoint!r}; the usual port"
+            " is 4317"
+        )
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    except ImportError as error:
+        raise ConfigError(
+            f"otlp_endpoint needs an exporter that is not installed ({error}); install"
+            " jdisagg[otel], or leave the flag out"
+        ) from error
+    exporter = OTLPSpanExporter(
+        endpoint, insecure=endpoint.startswith("http://"), timeout=int(OTLP_SECONDS)
+    )
+    return _RequestsAlone(
+        exporter,
+        max_queue_size=OTLP_QUEUE_SPANS,
+        schedule_delay_millis=1000.0 * OTLP_SECONDS,
+        max_export_batch_size=OTLP_BATCH_SPANS,
+        export_timeout_millis=1000.0 * OTLP_SECONDS,
+    )

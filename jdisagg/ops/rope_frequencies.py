@@ -1,0 +1,70 @@
+"""What determines a rotation of queries and keys: the parameters of rotary positions and their
+frequencies. NumPy alone: a model's configuration is read where there is no JAX."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """What determines the rotation: hashable, so that it is part of a layer's structure. Fields
+    beyond `theta` count only for the types that use them. `original_tokens` is the context before
+    extension."""
+
+    head_dim: int
+    theta: float
+    type: RopeType = "default"
+    factor: float = 1.0
+    original_tokens: int = 0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+    def frequencies(self) -> np.ndarray:
+        """Radians per position of each pair of dimensions: float32 [H / 2]. (Of `dynamic`: within
+        the original context.)"""
+        exponents = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
+        plain = (1.0 / np.float32(self.theta) ** exponents).astype(np.float32)
+        match self.type:
+            case "default" | "dynamic":
+                return plain
+            case "linear":
+                return plain / np.float32(self.factor)
+            case "llama3":
+                return self._llama3(plain)
+            case "yarn":
+                return self._yarn(plain)
+
+    def _llama3(self, plain: np.ndarray) -> np.ndarray:
+        # rotations within the original context
+        turns = self.original_tokens * plain.astype(np.float64) / (2 * math.pi)
+        smooth = (turns - self.low_frequency_factor) / (
+            self.high_frequency_factor - self.low_frequency_factor
+        )
+        smooth = np.clip(smooth, 0.0, 1.0)
+        return ((1 - smooth) * plain / self.factor + smooth * plain).astype(np.float32)
+
+    def _yarn(self, plain: np.ndarray) -> np.ndarray:
+        low, high = (self._dimension_of_turns(turns) for turns in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.head_dim - 1)
+        width = high - low if high != low else 0.001
+        divided = np.clip((np.arange(self.head_dim // 2) - low) / width, 0.0, 1.0)
+        return (plain * (1 - divided) + plain / self.factor * divided).astype(np.float32)
+
+    def _dimension_of_turns(self, turns: float) -> float:
+        """The pair of dimensions that makes so many rotations within the original context."""
+        return (
+            self.head_dim
+            * math.log(self.original_tokens / (turns * 2 * math.pi))
+            / (2 * math.log(self.theta))
+        )

@@ -1,0 +1,87 @@
+"""The executor as a scheduler sees it: what runs step commands on a mesh, and the limits of that
+mesh."""
+
+from collections.abc import Awaitable
+from typing import Protocol, runtime_checkable
+
+from jdisagg.layout.kv_spec import KVSpec
+from jdisagg.layout.mesh_card import MeshCard
+from jdisagg.messages.step_commands import StepCommand, StepResult
+from jdisagg.plain import plain
+from jdisagg.scheduler.blocks import bands
+
+
+@plain
+class MeshLimits:
+    """What a scheduler may count on from its mesh. `pages_per_rank` are usable pages (ids
+    0..pages_per_rank-1).
+
+    `chunk_buckets` and `batch_buckets` ascend. Prompts are packed into one chunk up to
+    `pack_tokens` together; one prompt alone may fill the largest bucket. Where the two differ, only
+    whole prompts are packed. A sequence may hold at most `context_tokens` positions. Offered blocks
+    have power-of-two lengths of at least `granule_tokens`; rows of a packed chunk start at
+    multiples of it."""
+
+    ranks: int
+    page_size: int
+    pages_per_rank: int
+    slots_per_rank: int
+    context_tokens: int
+    chunk_buckets: tuple[int, ...]
+    batch_buckets: tuple[int, ...]
+    layer_groups: int
+    granule_tokens: int
+    rows_per_chunk: int
+    samples_per_chunk: int
+    kv_spec: KVSpec
+    pack_tokens: int | None = None  # None: the largest bucket
+    whole_blocks: bool = False  # blocks may have any length: nothing is compiled for it
+    block_bytes: int = 0  # blocks of fewer bytes carry several layer groups; 0: each carries one
+    # what a block costs beside its bytes, in tokens of KV of all layers; above it, padding is
+    # cheaper
+    block_cost_tokens: float = 0.0
+    stages: int = 1  # of a pipeline: so many chunks are computed at once
+
+    def bands(self, block_tokens: int) -> tuple[range, ...]:
+        """The layer groups of each block of so many tokens."""
+        return bands(
+            self.layer_groups, block_tokens * self.kv_spec.bytes_per_token, self.block_bytes
+        )
+
+    def block_shapes(self) -> list[tuple[range, int]]:
+        """The layer groups and the length of every block that can be offered: powers of two from
+        the granule to the largest chunk."""
+        lengths = [self.granule_tokens]
+        while lengths[-1] * 2 <= self.chunk_buckets[-1]:
+            lengths.append(lengths[-1] * 2)
+        return [(band, tokens) for tokens in lengths for band in self.bands(tokens)]
+
+
+class Executor(Protocol):
+    """The hands of one instance: runs commands on its mesh in the order in which `run` was
+    called."""
+
+    limits: MeshLimits
+    card: MeshCard  # what peers are told of this mesh
+
+    def run(self, command: StepCommand) -> Awaitable[StepResult]:
+        """Enqueues at once and returns; awaiting gives the result. Raises `UnavailableError` when
+        the mesh failed.
+
+        Must be called on the event loop; JAX runs on the executor's own threads."""
+        ...
+
+    def close(self) -> None:
+        """Stops the threads and frees the mesh's memory. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class InterruptibleExecutor(Executor, Protocol):
+    """One that can end a `DecodeSteps` early, so that the scheduler may ask for many steps at once:
+    its result then holds fewer tokens."""
+
+    def interrupt(self) -> None:
+        """Ends the `DecodeSteps` under way, if there is one, after the step where what is issued
+        now would have its turn."""
+        ...

@@ -1,0 +1,116 @@
+"""Which waiting prompts get pages on a prefill mesh, on which rank, and whose are held back. Pure.
+
+Prompts are served by arrival: the oldest gets pages on the rank with the least queued work that has
+room for all of it, and none overtakes it. A destination that does not fetch what was offered to it
+is stalled: its prompts are held back, begun or not, and those that have not begun give their pages
+back; others pass them. When the tokens offered to all destinations reach `STALLED_TOTAL` times what
+one may have, the whole mesh is held back.
+
+`admit` is a function of its snapshot alone, so that a recorded one replays."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+STALLED_TOTAL = 4
+
+
+class Prompt(msgspec.Struct, frozen=True, gc=False):
+    """A prompt as admission sees it. `pages`: what it needs, all at once."""
+
+    key: int
+    arrival: float
+    destination: str
+    tokens: int
+    pages: int
+
+    @property
+    def order(self) -> tuple[float, int]:
+        return (self.arrival, self.key)
+
+
+class RankLoad(msgspec.Struct, frozen=True, gc=False):
+    """One dp rank: its free pages, and the tokens placed there that are in no chunk yet."""
+
+    free_pages: int
+    queued_tokens: int
+
+
+class AdmissionSnapshot(msgspec.Struct, frozen=True):
+    """`waiting`: prompts without pages, oldest first. `unbegun`: those with pages on a rank of
+    which no chunk was issued. `offered_tokens`: by destination, offered and not fetched;
+    `most_offered_tokens`: what one destination may have of them."""
+
+    waiting: tuple[Prompt, ...]
+    unbegun: tuple[tuple[Prompt, int], ...]
+    ranks: tuple[RankLoad, ...]
+    offered_tokens: Mapping[str, int]
+    most_offered_tokens: int
+
+
+class Admission(msgspec.Struct, frozen=True):
+    """What to do, in this order: take the pages of `withdrawn` back (they wait again), give pages
+    to `placed` (key, rank), hold back what goes to `stalled`; `full`: issue nothing at all.
+    `blocked`: the oldest prompt that no rank has room for."""
+
+    placed: tuple[tuple[int, int], ...] = ()
+    withdrawn: tuple[int, ...] = ()
+    stalled: frozenset[str] = frozenset()
+    full: bool = False
+    blocked: int | None = None
+
+    @property
+    def reason(self) -> str:
+        """Why not everything goes on; empty where it does."""
+        reasons = []
+        if self.stalled:
+            reasons.append(f"too much is offered to {', '.join(sorted(self.stalled))}")
+        if self.full:
+            reasons.append("too much is offered to all destinations together")
+        if self.blocked is not None:
+            reasons.append(f"no rank has room for prompt {self.blocked}")
+        return "; ".join(reasons)
+
+
+def admit(now: AdmissionSnapshot) -> Admission:
+    """Decides which prompts get pages, and which are held back."""
+    stalled, full = _stalled(now.offered_tokens, now.most_offered_tokens)
+    if not now.waiting and not stalled:
+        return Admission(full=full) if full else _NOTHING
+    free = [rank.free_pages for rank in now.ranks]
+    queued = [rank.queued_tokens for rank in now.ranks]
+    withdrawn = []
+    for prompt, rank in now.unbegun if stalled else ():
+        if prompt.destination in stalled:
+            withdrawn.append(prompt.key)
+            free[rank] += prompt.pages
+            queued[rank] -= prompt.tokens
+    placed, blocked = [], None
+    for prompt in now.waiting:
+        if prompt.destination in stalled:
+            continue
+        rank = _rank_with_room(prompt.pages, free, queued)
+        if rank is None:
+            blocked = prompt.key
+            break
+        placed.append((prompt.key, rank))
+        free[rank] -= prompt.pages
+        queued[rank] += prompt.tokens
+    return Admission(tuple(placed), tuple(withdrawn), stalled, full, blocked)
+
+
+def _stalled(offered_tokens: Mapping[str, int], most: int) -> tuple[frozenset[str], bool]:
+    total = sum(offered_tokens.values())
+    if total < most:
+        return frozenset(), False
+    stalled = frozenset([name for name, tokens in offered_tokens.items() if tokens >= most])
+    return stalled, total >= STALLED_TOTAL * most
+
+
+def _rank_with_room(pages: int, free: list[int], queued: list[int]) -> int | None:
+    """The least loaded one; of those alike, the one with the most free pages."""
+    ranks = [rank for rank, free_pages in enumerate(free) if free_pages >= pages]
+    return min(ranks, key=lambda rank: (queued[rank], -free[rank]), default=None)
+
+
+_NOTHING = Admission()

@@ -1,0 +1,82 @@
+"""What a decode mesh does next: prefill, decode, wait, or end the span of steps under way. Pure.
+
+CHUNKED mode alternates prefill chunks with decode steps; UNIFIED mode runs whole prefills first.
+Steps are held back where they would delay sequences that are about to join: those of a chunk in
+flight in UNIFIED mode, and those whose KV is complete but for insertions that precede a step in
+flight. That step keeps the mesh busy; the new sequences join the next one.
+
+`next_step` is a function of its snapshot alone, so that a recorded one replays."""
+
+import enum
+
+import msgspec
+
+from jdisagg.config import Mode
+
+
+class Action(enum.Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    WAIT = "wait"
+    INTERRUPT = "interrupt"
+
+
+class StepSnapshot(msgspec.Struct, frozen=True, gc=False):
+    """What waits for the mesh and what it is doing.
+
+    `prompts_queued`: prompts not wholly issued. `prefilled_last`: the newest command was a prefill
+    chunk. `decode_runnable`: a decode step would hold a sequence; read only where a chunk competes.
+    `interruptible`: the mesh runs spans of steps and can end them early. `span_in_flight`: it runs
+    one. `span_blocks`: a sequence waits for that span's end. `chunk_in_flight`: a prefill chunk is
+    issued and not applied. `kv_arriving`: blocks are pulled or inserted. `kv_completing`: a
+    hand-off ends with insertions issued before the newest decode step in flight."""
+
+    mode: Mode
+    interruptible: bool = False
+    prompts_queued: bool = False
+    prefilled_last: bool = False
+    decode_runnable: bool = True
+    span_in_flight: bool = False
+    span_blocks: bool = False
+    chunk_in_flight: bool = False
+    kv_arriving: bool = False
+    kv_completing: bool = False
+
+
+class StepDecision(msgspec.Struct, frozen=True, gc=False):
+    """`quiet`: nothing waits beside the decode step, so that several steps may go together. A
+    DECODE that finds no sequence to step leaves the mesh to a queued prompt."""
+
+    action: Action
+    reason: str
+    quiet: bool = False
+
+
+_INTERRUPT = StepDecision(Action.INTERRUPT, "something waits for the end of the span")
+_ONE_SPAN = StepDecision(Action.WAIT, "a span is under way; what follows is decided at its end")
+_WHOLE_PROMPTS = StepDecision(Action.PREFILL, "whole prompts go before decode steps")
+_CHUNKS_TURN = StepDecision(Action.PREFILL, "a prompt waits, and decode steps went last")
+_NO_STEPS = StepDecision(Action.PREFILL, "a prompt waits, and no sequence can be stepped")
+_CHUNK_JOINS = StepDecision(Action.WAIT, "the chunk's sequences join the next step")
+_KV_JOINS = StepDecision(Action.WAIT, "sequences whose KV is nearly whole join the next step")
+_ALONE = StepDecision(Action.DECODE, "nothing else waits", quiet=True)
+_BESIDE = StepDecision(Action.DECODE, "prompts or KV wait beside the sequences")
+
+
+def next_step(now: StepSnapshot) -> StepDecision:
+    """Decides what the mesh is asked for next."""
+    if now.span_in_flight:
+        return _INTERRUPT if now.prompts_queued or now.span_blocks else _ONE_SPAN
+    if now.prompts_queued:
+        if now.mode is Mode.UNIFIED:
+            return _WHOLE_PROMPTS
+        if not now.prefilled_last:
+            return _CHUNKS_TURN
+        if not now.decode_runnable:
+            return _NO_STEPS
+    if now.mode is Mode.UNIFIED and now.chunk_in_flight:
+        return _CHUNK_JOINS
+    if now.kv_completing:
+        return _KV_JOINS
+    quiet = not now.prompts_queued and (now.interruptible or not now.kv_arriving)
+    return _ALONE if quiet else _BESIDE

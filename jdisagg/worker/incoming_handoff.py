@@ -1,0 +1,360 @@
+"""The receiving side of one hand-off: reads the sender's offers, pulls each block, inserts it,
+verifies it, acknowledges it.
+
+Works on one reservation's pages; knows no batches and no slots. A bounded number of blocks is in
+flight. A pull that failed or came late, and a block whose pages do not sum to what the sender
+computed, is pulled again, a few times, because the sender keeps a block until it is acknowledged. A
+block that was pulled but will not be inserted is dropped, also when this task is cancelled midway.
+Heartbeats keep the sender's lease, and find out a sender that does not answer.
+
+Nothing counts as received before it is verified, and the hand-off is whole only when every layer
+group got every position exactly once."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from jdisagg.clock import within
+from jdisagg.config import LimitsConfig
+from jdisagg.errors import HandoffError, JdisaggError, UnavailableError, first_error
+from jdisagg.messages.ports import FirstToken, HandoffEnd, Offer, OfferChecksum, close_stream
+from jdisagg.messages.step_commands import (
+    DropBlocks,
+    InsertBlock,
+    InsertResult,
+    PullBlock,
+    PullResult,
+    StepResult,
+)
+from jdisagg.telemetry import Counters
+from jdisagg.worker.sender_line import SenderLine
+from jdisagg.worker.step_loop import StepLoop
+
+PULLS_IN_FLIGHT = 12
+BLOCKS_IN_FLIGHT = 16
+
+
+@dataclass(slots=True)
+class Received:
+    """What came: the tokens sampled by the sender (or, of a moved sequence, all generated so far),
+    bytes, and the time from the sender's last message to the last verified block."""
+
+    firsts: tuple[FirstToken, ...] = ()
+    moved: tuple[int, ...] = ()
+    bytes_moved: int = 0
+    exposed_seconds: float = 0.0
+    blocks: list[Offer] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where the blocks go: dp rank `rank`, positions from `cached_tokens` on (those below are here
+    already). `pages(n)` are those of positions [0, n), or raises HandoffError."""
+
+    rank: int
+    pages: Callable[[int], tuple[int, ...]]
+    layer_groups: int
+    cached_tokens: int = 0
+
+
+class IncomingHandoff:
+    """One hand-off, run by `receive`."""
+
+    def __init__(
+        self,
+        loop: StepLoop,
+        line: SenderLine,
+        to: Destination,
+        limits: LimitsConfig,
+        counters: Counters,
+        now: Callable[[], float],
+    ) -> None:
+        self.line = line
+        self.pulling = 0
+        self.inserting = 0
+        self.last_insertion = 0
+        self.closed = False
+        self._loop = loop
+        self._to = to
+        self._pull_seconds = limits.pull_seconds
+        self._timeouts = limits.timeouts.handoff
+        self._counters = counters
+        self._now = now
+        self._received = Received()
+        self._sums: dict[int, asyncio.Future[int]] = {}
+        self._all_offered = False
+        self._fetching = 0
+        # blocks that may be pulled at once, and those that may be on their way into the pages: an
+        # insertion waits for the mesh's steps
+        self._pulls = asyncio.Semaphore(PULLS_IN_FLIGHT)
+        self._blocks = asyncio.Semaphore(BLOCKS_IN_FLIGHT)
+
+    def close(self) -> None:
+        """The pages are no longer ours: from this moment nothing is inserted, even before the task
+        that receives has ended."""
+        self.closed = True
+
+    @property
+    def completing(self) -> bool:
+        """Whether nothing is missing but the results of insertions, the newest of which is command
+        `last_insertion`."""
+        return self._all_offered and self._fetching == self.inserting and not self.closed
+
+    def kept_tokens(self) -> int:
+        """Positions [0, n) that are here in every layer group."""
+        return min(self._contiguous(group) for group in range(self._to.layer_groups))
+
+    async def receive(self) -> Received:
+        """Returns when all KV is in its pages. Raises HandoffError, or UnavailableError when a mesh
+        failed."""
+        beats: list[asyncio.Task[None]] = []
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                # Most hand-offs are over before the first beat is due. A group that is ending takes
+                # no more tasks.
+                us = asyncio.current_task()
+                assert us is not None
+
+                def begin() -> None:
+                    if not us.cancelling():
+                        beats.append(tasks.create_task(self._keep_alive()))
+
+                timer = asyncio.get_running_loop().call_later(
+                    self._timeouts.heartbeat_seconds, begin
+                )
+                try:
+                    end, ended_at = await self._read_offers(tasks)
+                finally:
+                    timer.cancel()
+                    for beat in beats:
+                        beat.cancel()
+        except BaseExceptionGroup as group:
+            raise _typed(group) from group
+        received = self._received
+        self._check_coverage(end)
+        received.firsts, received.moved = end.firsts, end.moved
+        received.exposed_seconds = self._now() - ended_at
+        if end.moved:
+            self.line.acknowledge_all(tuple(block.offer_id for block in received.blocks))
+        return received
+
+    async def _read_offers(self, tasks: asyncio.TaskGroup) -> tuple[HandoffEnd, float]:
+        """Begins to fetch each offered block; returns the sender's last message and when it came,
+        once all blocks are fetched."""
+        offers = self.line.offers()
+        end, ended_at = None, 0.0
+        fetches: list[asyncio.Task[None]] = []
+        try:
+            async for message in offers:
+                if isinstance(message, HandoffEnd):
+                    end, ended_at = message, self._now()
+                    break
+                if isinstance(message, OfferChecksum):
+                    expected = self._sum(message.offer_id)
+                    if not expected.done():
+                        expected.set_result(message.checksum)
+                else:
+                    self._fetching += 1
+                    fetches.append(tasks.create_task(self._fetch(message)))
+            self._no_more_sums()
+            for fetch in fetches:
+                await fetch
+        finally:
+            await close_stream(offers)
+        if end is None:
+            raise HandoffError(
+                f"{self.line.name}: {self.line.source.worker!r} stopped offering before the end"
+            )
+        return end, ended_at
+
+    async def _keep_alive(self) -> None:
+        """The sender's lease goes on; a sender that does not answer is given up."""
+        missed, seconds = 0, self._timeouts.heartbeat_seconds
+        while True:
+            try:
+                async with asyncio.timeout(seconds):
+                    await self.line.heartbeat()
+                missed = 0
+            except (JdisaggError, TimeoutError) as error:
+                missed += 1
+                if missed == self._timeouts.heartbeats_missed:
+                    raise HandoffError(
+                        f"{self.line.name}: {self.line.source.worker!r} does not answer"
+                    ) from error
+            await asyncio.sleep(seconds)
+
+    async def _fetch(self, offer: Offer) -> None:
+        problem, tries, again = "", 0, False
+        while tries < self._timeouts.pull_tries:
+            if again:
+                self._counters.add("blocks_pulled_again")
+            again = True
+            async with self._blocks:
+                async with self._pulls:
+                    began = self._now()
+                    problem = await self._pull(offer)
+                # What is not computed yet, or what our own mesh has not got to, cannot come in
+                # time: that is no failure of its sender.
+                late = problem and self._now() - began >= self._pull_seconds
+                tries += not (late and (self._computing(offer) or self._loop.behind(began)))
+                if problem:
+                    continue
+                if self.closed:
+                    self._drop(offer)
+                    return
+                try:
+                    command = self._insert_command(offer)
+                except HandoffError:
+                    self._drop(offer)
+                    raise
+                inserted = await self._insert(command)
+            problem = await self._compare(offer, inserted)
+            if not problem:
+                self._fetching -= 1
+                self._received.blocks.append(offer)
+                self.line.acknowledge(offer.offer_id)
+                return
+        raise HandoffError(
+            f"{self.line.name}: a block could not be had in {tries} tries: {problem}"
+        )
+
+    def _insert_command(self, offer: Offer) -> InsertBlock:
+        return InsertBlock(
+            step=self._loop.next_number(),
+            offer_id=offer.offer_id,
+            rank=self._to.rank,
+            group=offer.group,
+            groups=offer.groups,
+            block_tokens=offer.block_tokens,
+            valid_tokens=offer.valid_tokens,
+            start=offer.start,
+            pages=self._to.pages(offer.start + offer.valid_tokens),
+            checksum_key=self.line.link.checksum_key,
+            peer=self.line.link.peer,
+            codec=self.line.link.codec,
+        )
+
+    async def _insert(self, command: InsertBlock) -> StepResult:
+        self.inserting += 1
+        self.last_insertion = command.step
+        try:
+            return await self._loop.submit(command)
+        finally:
+            self.inserting -= 1
+
+    async def _pull(self, offer: Offer) -> str:
+        """Pulls once; returns what went wrong, if anything."""
+        seconds, link = self._pull_seconds, self.line.link
+        command = PullBlock(
+            step=self._loop.next_number(),
+            offer_id=offer.offer_id,
+            rank=self._to.rank,
+            group=offer.group,
+            groups=offer.groups,
+            block_tokens=offer.block_tokens,
+            deadline_seconds=seconds,
+            peer=link.peer,
+            codec=link.codec,
+            source_rank=offer.rank,
+        )
+        future = self._loop.submit(command)
+        self.pulling += 1
+        try:
+            result = await within(future, 1.25 * seconds)
+        except TimeoutError:
+            self._drop(offer, future)
+            self._counters.add("pulls_timed_out")
+            return f"it did not arrive within {seconds:g} s"
+        except asyncio.CancelledError:
+            self._drop(offer, future)
+            raise
+        finally:
+            self.pulling -= 1
+        assert isinstance(result, PullResult)
+        if result.error:
+            self._drop(offer)
+            self._counters.add("pulls_failed")
+        else:
+            self._received.bytes_moved += result.bytes_moved
+        return result.error
+
+    async def _compare(self, offer: Offer, inserted: StepResult) -> str:
+        """Whether the pages hold what the sender computed; returns what is wrong with them, if
+        anything."""
+        if not self.line.link.verify:
+            return ""
+        assert isinstance(inserted, InsertResult), (
+            "a mesh that is asked to verify sums what it inserts"
+        )
+        if not inserted.intact:
+            self._counters.add("checksums_mismatched")
+            return "it is not what its codec had packed"
+        if self.line.link.codec != "none":
+            return ""
+        expected = await self._sum(offer.offer_id)
+        if expected == inserted.checksum:
+            return ""
+        self._counters.add("checksums_mismatched")
+        return (
+            f"its checksum is {inserted.checksum:#x} after insertion, and was {expected:#x} where"
+            " it was computed"
+        )
+
+    def _sum(self, offer_id: int) -> "asyncio.Future[int]":
+        if offer_id not in self._sums:
+            self._sums[offer_id] = asyncio.get_running_loop().create_future()
+            if self._all_offered:
+                self._no_more_sums()
+        return self._sums[offer_id]
+
+    def _computing(self, offer: Offer) -> bool:
+        """Whether the sender has not reported yet that the block is computed."""
+        if not self.line.link.verify or self._all_offered:
+            return False
+        known = self._sums.get(offer.offer_id)
+        return known is None or not known.done()
+
+    def _no_more_sums(self) -> None:
+        """The sender's last message has come: a checksum that is missing never will."""
+        self._all_offered = True
+        for expected in self._sums.values():
+            if not expected.done():
+                expected.set_exception(
+                    HandoffError(f"{self.line.name}: no checksum came for a block")
+                )
+                expected.exception()
+
+    def _drop(self, offer: Offer, pull: "asyncio.Future[StepResult] | None" = None) -> None:
+        """Forgets a block, also one that is still on its way; how its pull ends is not read."""
+        if pull is not None:
+            pull.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._loop.fire(DropBlocks(self._loop.next_number(), (offer.offer_id,)))
+
+    def _contiguous(self, group: int) -> int:
+        at = self._to.cached_tokens
+        blocks = [
+            block
+            for block in self._received.blocks
+            if block.group <= group < block.group + block.groups
+        ]
+        for block in sorted(blocks, key=lambda block: block.start):
+            if block.start != at:
+                break
+            at += block.valid_tokens
+        return at
+
+    def _check_coverage(self, end: HandoffEnd) -> None:
+        blocks, groups = self._received.blocks, self._to.layer_groups
+        due = groups * (end.tokens - self._to.cached_tokens)
+        each = sum(block.groups * block.valid_tokens for block in blocks) == due
+        whole = all(self._contiguous(group) == end.tokens for group in range(groups))
+        if not (each and whole and len(blocks) == end.offers):
+            raise HandoffError(
+                f"{self.line.name}: {len(blocks)} blocks came, which do not cover {end.tokens}"
+                f" positions of {groups} layer groups once each"
+            )
+
+
+def _typed(group: BaseExceptionGroup[BaseException]) -> JdisaggError:
+    error = first_error(group)
+    return error if isinstance(error, JdisaggError) else UnavailableError(str(error))

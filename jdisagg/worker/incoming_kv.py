@@ -1,0 +1,226 @@
+"""The KV that comes to a decode worker's reservations: from a source, from another where that
+fails, until the sequence may join.
+
+A source that fails does not end a reservation: what has come and was verified is kept, and within a
+lease another source may take over from there (`HandoffState.ORPHANED`). A running sequence that
+moved here brings its tokens along, and goes on where it was. Touched on the event loop only; knows
+no steps and no batches: what becomes of a reservation's KV is reported to `KvEvents`."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from jdisagg.config import LimitsConfig
+from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError, UnavailableError
+from jdisagg.messages.ports import FirstToken, HandoffSource, SourceLost
+from jdisagg.scheduler.decode_state import DecodeState
+from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
+from jdisagg.scheduler.sequences import Group
+from jdisagg.telemetry import Counters
+from jdisagg.worker.incoming_handoff import Destination, IncomingHandoff, Received
+from jdisagg.worker.peers import Peers
+from jdisagg.worker.sender_line import SenderLine, SideCalls
+from jdisagg.worker.step_loop import StepLoop
+
+
+class KvEvents(Protocol):
+    """What becomes of the KV of a group that is still held."""
+
+    def kv_complete(self, group: Group, received: Received) -> None: ...
+
+    def kv_lost(self, group: Group, lost: SourceLost) -> None:
+        """This source failed; another may take over."""
+        ...
+
+    def fail(self, group: Group, error: JdisaggError) -> None:
+        """No source can help: the group ends."""
+        ...
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """The KV of one group, whatever source it has; `handoff` and its task are of the present one.
+    `kept_tokens`: positions that earlier sources brought. `firsts`: first tokens that the client
+    has already; they hold, whatever a new source samples."""
+
+    kept_tokens: int = 0
+    firsts: dict[int, FirstToken] = field(default_factory=dict)
+    handoff: IncomingHandoff | None = None
+    task: "asyncio.Task[None] | None" = None
+
+
+class IncomingKv:
+    """Receives for one mesh."""
+
+    def __init__(
+        self,
+        state: DecodeState,
+        loop: StepLoop,
+        peers: Peers,
+        limits: LimitsConfig,
+        now: Callable[[], float],
+        counters: Counters,
+        events: KvEvents,
+    ) -> None:
+        self._state = state
+        self._loop = loop
+        self._peers = peers
+        self._limits = limits
+        self._now = now
+        self._counters = counters
+        self._events = events
+        self._calls = SideCalls(counters, limits.timeouts.handoff)
+        self._incoming: dict[int, _Incoming] = {}
+
+    def __len__(self) -> int:
+        """Hand-offs under way."""
+        return len(self._handoffs())
+
+    @property
+    def arriving(self) -> bool:
+        """Whether blocks are being pulled, or on their way into the pages."""
+        return any([handoff.pulling or handoff.inserting for handoff in self._handoffs()])
+
+    def completing_before(self, step: int) -> bool:
+        """Whether a hand-off will be complete as soon as insertions have ended that were issued
+        before command `step`."""
+        return any([one.completing and one.last_insertion < step for one in self._handoffs()])
+
+    def senders(self) -> set[str]:
+        """Peers that blocks are being received from, by their names in commands."""
+        return {handoff.line.link.peer for handoff in self._handoffs()}
+
+    def begin(self, group: Group, source: HandoffSource) -> None:
+        """Lets a group's KV come from `source`."""
+        self._incoming[group.key] = _Incoming()
+        self._receive_from(source, group, 0)
+
+    def replace_source(
+        self, group: Group, source: HandoffSource, firsts: tuple[FirstToken, ...]
+    ) -> int | None:
+        """Gives the old source up and lets the rest come from another. Returns from which position
+        on it is wanted; None when all of it is here already."""
+        if group.handoff.state not in (HandoffState.RECEIVING, HandoffState.ORPHANED):
+            return None
+        incoming = self._incoming.setdefault(group.key, _Incoming())
+        if incoming.handoff is not None:
+            incoming.kept_tokens = self._close(incoming, "another source takes over")
+        granule, wanted = self._state.limits.granule_tokens, len(group.known_tokens)
+        kept = min(incoming.kept_tokens, wanted - 1) // granule * granule
+        self._state.advance(group, HandoffEvent.NEW_SOURCE, group.until)
+        incoming.firsts.update((first.child, first) for first in firsts)
+        self._counters.add("sources_replaced")
+        self._counters.add("kv_tokens_kept", kept)
+        self._receive_from(source, group, kept)
+        return kept
+
+    def forget(self, key: int, reason: str) -> None:
+        """The group is gone: nothing is inserted any more, and its sender is told. Idempotent."""
+        incoming = self._incoming.pop(key, None)
+        if incoming is not None and incoming.handoff is not None:
+            self._close(incoming, reason)
+
+    async def stop(self) -> None:
+        for key in list(self._incoming):
+            self.forget(key, "the receiver stops")
+        await self._calls.stop()
+
+    def _handoffs(self) -> list[IncomingHandoff]:
+        return [one.handoff for one in self._incoming.values() if one.handoff is not None]
+
+    def _close(self, incoming: _Incoming, reason: str) -> int:
+        """Ends the hand-off under way; returns how many positions are here."""
+        handoff, task = incoming.handoff, incoming.task
+        assert handoff is not None and task is not None
+        incoming.handoff = incoming.task = None
+        handoff.close()
+        task.cancel()
+        handoff.line.give_up(reason)
+        return handoff.kept_tokens()
+
+    def _receive_from(self, source: HandoffSource, group: Group, cached_tokens: int) -> None:
+        """Receives from position `cached_tokens` on; ends in one call of `KvEvents`, unless it is
+        closed."""
+        incoming = self._incoming[group.key]
+        try:
+            peer = self._peers.find(source)
+        except JdisaggError as error:
+            self._lost(group, incoming, source, error, cached_tokens)
+            return
+        incoming.handoff = IncomingHandoff(
+            self._loop,
+            SenderLine(peer, source, group.attempt, self._calls),
+            Destination(
+                group.rank,
+                lambda tokens: self._pages(group, tokens),
+                self._state.limits.layer_groups,
+                cached_tokens,
+            ),
+            self._limits,
+            self._counters,
+            self._now,
+        )
+        incoming.task = asyncio.get_running_loop().create_task(
+            self._receive(group, incoming, incoming.handoff)
+        )
+
+    async def _receive(self, group: Group, incoming: _Incoming, handoff: IncomingHandoff) -> None:
+        line = handoff.line
+        try:
+            line.link = await self._peers.greet(line.source, line.peer)
+            received = await handoff.receive()
+            if not handoff.closed:
+                self._complete(group, incoming, received)
+        except Exception as error:
+            if handoff.closed:
+                return  # another may be receiving into this reservation by now
+            self._counters.add("handoffs_failed")
+            handoff.close()
+            line.give_up(str(error))
+            known = (
+                error
+                if isinstance(error, JdisaggError)
+                else UnavailableError(f"hand-off failed: {type(error).__name__}: {error}")
+            )
+            self._lost(group, incoming, line.source, known, handoff.kept_tokens())
+
+    def _complete(self, group: Group, incoming: _Incoming, received: Received) -> None:
+        del self._incoming[group.key]
+        if group.key in self._state.groups:
+            self._counters.add("handoffs_completed")
+            self._counters.add("kv_bytes_received", received.bytes_moved)
+            firsts = incoming.firsts
+            received.firsts = tuple([firsts.get(first.child, first) for first in received.firsts])
+            self._events.kv_complete(group, received)
+
+    def _lost(
+        self,
+        group: Group,
+        incoming: _Incoming,
+        source: HandoffSource,
+        error: JdisaggError,
+        kept_tokens: int,
+    ) -> None:
+        """What is missing will not come from this source. The reservation waits for another, with
+        what it has."""
+        incoming.handoff = incoming.task = None
+        incoming.kept_tokens = kept_tokens
+        if group.key not in self._state.groups:
+            return
+        recoverable = isinstance(error, UnavailableError | IncompatiblePeerError)
+        if not recoverable or self._loop.failure is not None:
+            return self._events.fail(group, error)
+        until = min(group.until, self._now() + self._limits.handoff_lease_seconds)
+        self._state.advance(group, HandoffEvent.SOURCE_LOST, until)
+        self._counters.add("sources_lost")
+        self._events.kv_lost(group, SourceLost(source.handoff_id, kept_tokens, error.message))
+
+    def _pages(self, group: Group, tokens: int) -> tuple[int, ...]:
+        pages = self._state.cover(group, tokens)
+        if pages is None:
+            raise HandoffError(
+                f"this worker has no pages for the {tokens} positions to which the moving sequence"
+                " has grown"
+            )
+        return pages

@@ -1,0 +1,208 @@
+"""What prefill and decode workers share: a mesh's step loop, the KV that leaves it, leases, drain.
+
+A worker asks its scheduler, runs commands and reports; it decides nothing about pages or batches.
+All its state is touched on the event loop only, between awaits, so that every method sees it whole.
+Each kind of worker writes its own turn of the loop (`_turn`); a task beside it sweeps on the clock,
+whether or not there is work: leases end there, and a mesh that hangs is found out."""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+
+from jdisagg.clock import Clock
+from jdisagg.config import InstanceConfig, LimitsConfig
+from jdisagg.errors import HandoffError, JdisaggError, UnavailableError
+from jdisagg.messages.ports import Child, PeerHello, PeerMessage
+from jdisagg.messages.worker_status import WorkerStatus
+from jdisagg.request import Identity, Request
+from jdisagg.scheduler.executor import Executor
+from jdisagg.telemetry import Counters
+from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv
+from jdisagg.worker.peers import hello_of
+from jdisagg.worker.step_loop import DEPTH, StepLoop
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """One start of a worker, beside its mesh and its configuration. `ids` gives fresh random 64-bit
+    numbers. `address`: where its `PeerPort` listens; empty where peers know it by name.
+    `loading_seconds`: for how long it will still load programs while it serves."""
+
+    name: str
+    clock: Clock
+    ids: Callable[[], int]
+    model_fingerprint: str = ""
+    address: str = ""
+    loading_seconds: Callable[[], float] = float
+
+
+class MeshWorker(ABC):
+    """Implements `PeerPort`. `shortest_lease_seconds`: it sweeps four times in that, or more often.
+    `depth`: planned commands in flight, at most."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        executor: Executor,
+        config: InstanceConfig,
+        limits: LimitsConfig,
+        shortest_lease_seconds: float,
+        depth: int = DEPTH,
+    ) -> None:
+        self.name = context.name
+        self.address = context.address
+        self.boot_id = context.ids()
+        self.counters = Counters()
+        self._context = context
+        self._config = config
+        self._limits = limits
+        self._clock = context.clock
+        self._mesh = executor.limits
+        self._loop = StepLoop(executor, self._turn, self._break_down, context.clock.now, depth)
+        self._hello = hello_of(
+            context.name,
+            context.model_fingerprint,
+            executor.limits,
+            executor.card,
+            self.boot_id,
+            checksum_key=context.ids() if limits.verify else 0,
+        )
+        self._outgoing = OutgoingKv(
+            self._hello, self._loop, context.clock, limits, self.counters, ended=self._sent
+        )
+        self._attempts = Attempts()
+        self._sweep_seconds = min(shortest_lease_seconds / 4, limits.timeouts.handoff.sweep_seconds)
+        self._sweeping: asyncio.Task[None] | None = None
+        self._draining = False
+        self._quiet = asyncio.Event()
+
+    async def start(self) -> None:
+        self._loop.start()
+        self._sweeping = asyncio.get_running_loop().create_task(self._keep_sweeping())
+
+    async def stop(self) -> None:
+        """Ends what still runs with UnavailableError and stops the tasks. The executor stays
+        open."""
+        self._end_everything(UnavailableError(f"worker {self.name!r} was stopped"))
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            await asyncio.gather(self._sweeping, return_exceptions=True)
+        await self._loop.stop()
+
+    async def drain(self, deadline_seconds: float | None = None) -> None:
+        """Refuses new requests and returns when all work has ended or gone elsewhere. What is left
+        when the deadline passes is ended with UnavailableError, for the router to begin it on
+        another worker."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                while self._busy():
+                    if deadline_seconds is not None:
+                        self._hand_on()
+                    self._quiet.clear()
+                    await self._quiet.wait()
+        except TimeoutError:
+            self.counters.add("drains_cut_short")
+            self._end_everything(
+                UnavailableError(f"worker {self.name!r} shuts down; its time to drain is over")
+            )
+
+    async def status(self) -> WorkerStatus:
+        return self.status_now()
+
+    def status_now(self) -> WorkerStatus:
+        """Raises UnavailableError when the mesh failed."""
+        self._loop.check()
+        return self._status()
+
+    async def hello(self, hello: PeerHello) -> PeerHello:
+        return await self._outgoing.hello(hello)
+
+    def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:
+        return self._outgoing.offers(handoff_id, attempt)
+
+    async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
+        await self._outgoing.acknowledge(handoff_id, offer_ids)
+
+    async def abort(self, handoff_id: int, reason: str) -> None:
+        await self._outgoing.abort(handoff_id, reason)
+
+    @abstractmethod
+    def _turn(self) -> None:
+        """One turn of the loop."""
+
+    @abstractmethod
+    def _status(self) -> WorkerStatus: ...
+
+    @abstractmethod
+    def _busy(self) -> bool:
+        """Whether a drain has something to wait for."""
+
+    @abstractmethod
+    def _end_everything(self, error: UnavailableError) -> None:
+        """All that runs and waits ends with this error."""
+
+    @abstractmethod
+    def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
+        """A hand-off from here is over: all of it was fetched, or `error` ended it."""
+
+    @abstractmethod
+    def _hand_on(self) -> None:
+        """Gives running work to other workers, where that is possible."""
+
+    def _check_serving(self, children: tuple[Child, ...]) -> None:
+        self._loop.check()
+        if self._draining and not any(child.accepted for child in children):
+            raise UnavailableError(
+                f"worker {self.name!r} is draining and takes no new requests; try another",
+                retry_after_seconds=1.0,
+            )
+
+    def _sweep(self, now: float) -> None:
+        """Frees what outstayed its lease, and finds out a mesh that hangs."""
+        self._outgoing.sweep(now)
+        self._loop.break_if_stalled(self._limits.step_seconds)
+        self._attempts.forget_before(now - 2 * self._limits.handoff_lease_seconds)
+
+    async def _keep_sweeping(self) -> None:
+        while True:
+            await self._clock.sleep(self._sweep_seconds)
+            try:
+                self._sweep(self._clock.now())
+            except Exception as error:
+                self._loop.break_down(error)  # no lease would end any more
+                return
+
+    def _break_down(self, error: UnavailableError) -> None:
+        self.counters.add("mesh_failures")
+        self._end_everything(error)
+
+
+class Attempts:
+    """The highest attempt seen per (request, child), so that a late zombie is ignored (rule 7 of
+    the design). Entries are forgotten some time after they were last seen: an older zombie has no
+    lease left."""
+
+    def __init__(self) -> None:
+        # seen longest ago first
+        self._seen: OrderedDict[tuple[Identity, int], tuple[int, float]] = OrderedDict()
+
+    def take(self, request: Request, children: Iterable[Child], attempt: int, now: float) -> None:
+        """Notes an attempt; raises HandoffError when a later one was seen."""
+        keys = [(request.identity, child.index) for child in children]
+        for key in keys:
+            latest, _ = self._seen.get(key, (attempt, now))
+            if attempt < latest:
+                raise HandoffError(
+                    f"request {request.request_id!r}, child {key[1]}: attempt {attempt} comes after"
+                    f" attempt {latest}; it is ignored"
+                )
+        for key in keys:
+            self._seen[key] = (attempt, now)
+            self._seen.move_to_end(key)
+
+    def forget_before(self, instant: float) -> None:
+        while self._seen and next(iter(self._seen.values()))[1] < instant:
+            self._seen.popitem(last=False)

@@ -1,0 +1,198 @@
+"""Running sequences that move to another decode worker: offered from the pages while they go on,
+then frozen for the tail.
+
+A migration begins with its hand-off id, which the router passes on; when another worker reads under
+it, whole granules of what is written are extracted and offered while decoding goes on. When little
+is left the sequence is frozen; what its steps in flight still yield is waited for, the tail is
+offered, and the last message carries all generated tokens (rule 9). When all is acknowledged the
+sequence ends here as moved. A migration that fails at any moment changes nothing: the sequence
+thaws and goes on here, soon where the receiver's heartbeats stop.
+
+Invariant: only what was read back is offered, so an extraction comes after the steps that wrote its
+positions."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+
+from jdisagg.errors import HandoffError, JdisaggError
+from jdisagg.messages.ports import HandoffEnd, Offer
+from jdisagg.messages.step_commands import ExtractBlock, ExtractResult, StepResult
+from jdisagg.scheduler.blocks import split_blocks
+from jdisagg.scheduler.decode_state import DecodeState
+from jdisagg.scheduler.page_ledger import pages_for
+from jdisagg.scheduler.sequences import Group, Sequence, Stage
+from jdisagg.telemetry import Counters
+from jdisagg.timeouts import HandoffTimeouts
+from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv
+from jdisagg.worker.step_loop import StepLoop
+
+MOST_ROUNDS = 4
+
+
+@dataclass(slots=True)
+class _Migration:
+    child: Sequence
+    handoff: OutgoingHandoff
+    task: "asyncio.Task[None]"
+
+
+class MigrationSender:
+    """The migrations from one mesh. `ids`: fresh random numbers."""
+
+    def __init__(
+        self,
+        state: DecodeState,
+        outgoing: OutgoingKv,
+        loop: StepLoop,
+        ids: Callable[[], int],
+        checksum_key: int,
+        timeouts: HandoffTimeouts,
+        counters: Counters,
+    ) -> None:
+        self._state = state
+        self._outgoing = outgoing
+        self._loop = loop
+        self._ids = ids
+        self._checksum_key = checksum_key
+        self._timeouts = timeouts
+        self._counters = counters
+        self._migrations: dict[int, _Migration] = {}
+        self._changed = asyncio.Event()
+
+    def movable(self, group: Group) -> bool:
+        """Sequences that share pages are not moved; nor is one whose KV is still to come."""
+        return (
+            group.key not in self._migrations
+            and len(group.children) == 1
+            and group.children[0].stage in (Stage.READY, Stage.RUNNING)
+            and group.children[0].position < group.children[0].limit
+        )
+
+    def begin(self, group: Group) -> int:
+        """Makes a movable group ready to be fetched, under the hand-off id that is returned."""
+        child = group.children[0]
+        handoff = OutgoingHandoff(self._ids(), group.attempt, group.key, group.until)
+        self._outgoing.open(handoff)
+        task = asyncio.get_running_loop().create_task(self._run(child, handoff))
+        self._migrations[group.key] = _Migration(child, handoff, task)
+        self._counters.add("moves_begun")
+        return handoff.handoff_id
+
+    def poke(self) -> None:
+        """Something changed that a migration may wait for."""
+        self._changed.set()
+
+    def abort(self, key: int, reason: str) -> None:
+        """Idempotent."""
+        migration = self._migrations.get(key)
+        if migration is not None:
+            self._outgoing.end(migration.handoff, HandoffError(reason))
+
+    def ended(self, key: int, error: JdisaggError | None) -> bool:
+        """The hand-off of group `key` is over. Returns whether that changed what may run."""
+        migration = self._migrations.pop(key)
+        if migration.task is not asyncio.current_task():
+            migration.task.cancel()
+        migration.child.frozen = False
+        if migration.child.stage is Stage.ENDED:
+            return False
+        if error is None:
+            self._counters.add("sequences_moved")
+            self._state.end_child(migration.child, moved=True)
+        else:
+            self._counters.add("moves_failed")
+        return True
+
+    async def _run(self, child: Sequence, handoff: OutgoingHandoff) -> None:
+        try:
+            async with asyncio.timeout(self._timeouts.migration_seconds):
+                await handoff.has_receiver.wait()
+            sent = await self._offer_while_it_runs(child, handoff)
+            child.frozen = True
+            self._loop.wake()  # a span of its steps ends early
+            await self._wait(
+                lambda: child.stage is not Stage.RUNNING or child.issued_position == child.position
+            )
+            if child.stage is not Stage.ENDED:
+                await self._offer(child, handoff, sent, child.position)
+                tokens, generated = child.position, tuple(child.generated)
+                self._outgoing.finish(
+                    handoff, lambda offers: HandoffEnd(offers, tokens, (), generated)
+                )
+                while not handoff.over:
+                    await self._heartbeat(handoff, handoff.acknowledgements)
+        except Exception as error:  # whatever it was, the sequence must not stay frozen
+            text = f"hand-off {handoff.handoff_id}: the sequence could not be moved: {error!r}"
+            self._outgoing.end(handoff, HandoffError(text))
+
+    async def _offer_while_it_runs(self, child: Sequence, handoff: OutgoingHandoff) -> int:
+        """Offers whole granules in a few rounds; returns how many positions that were."""
+        sent = 0
+        for _ in range(MOST_ROUNDS):
+            whole = child.position - child.position % self._state.limits.granule_tokens
+            if whole == sent:
+                break
+            await self._offer(child, handoff, sent, whole)
+            sent = whole
+            await self._wait(lambda: not handoff.has_outstanding)
+        return sent
+
+    async def _heartbeat(self, handoff: OutgoingHandoff, known: int) -> None:
+        await self._wait(
+            lambda: handoff.over or handoff.acknowledgements > known, self._timeouts.frozen_seconds
+        )
+
+    async def _wait(self, met: Callable[[], bool], seconds: float | None = None) -> None:
+        async with asyncio.timeout(seconds or self._timeouts.migration_seconds):
+            while not met():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def _offer(self, child: Sequence, handoff: OutgoingHandoff, start: int, end: int) -> None:
+        """Extracts positions [start, end) in all layer groups; returns when all are computed."""
+        limits = self._state.limits
+        waiting: list[Coroutine[None, None, None]] = []
+        largest = limits.chunk_buckets[-1]
+        for first in range(start, end, largest):
+            for at, block_tokens, valid_tokens in split_blocks(
+                min(largest, end - first), limits.granule_tokens, limits.whole_blocks
+            ):
+                for band in limits.bands(block_tokens):
+                    offer = Offer(
+                        offer_id=self._ids(),
+                        group=band.start,
+                        groups=len(band),
+                        start=first + at,
+                        valid_tokens=valid_tokens,
+                        block_tokens=block_tokens,
+                        rank=child.rank,
+                    )
+                    command = self._extract_command(child, offer)
+                    handoff.announce((offer,))
+                    # submitted here, so that pages are still ours
+                    waiting.append(self._announce_sum(self._loop.submit(command), handoff))
+        await asyncio.gather(*waiting)
+
+    def _extract_command(self, child: Sequence, offer: Offer) -> ExtractBlock:
+        covered = pages_for(offer.start + offer.valid_tokens, self._state.limits.page_size)
+        return ExtractBlock(
+            step=self._loop.next_number(),
+            offer_id=offer.offer_id,
+            rank=offer.rank,
+            group=offer.group,
+            groups=offer.groups,
+            start=offer.start,
+            valid_tokens=offer.valid_tokens,
+            block_tokens=offer.block_tokens,
+            pages=self._state.ledgers[child.rank].pages(child.key)[:covered],
+            checksum_key=self._checksum_key,
+        )
+
+    async def _announce_sum(
+        self, extracting: "asyncio.Future[StepResult]", handoff: OutgoingHandoff
+    ) -> None:
+        result = await asyncio.shield(extracting)
+        assert isinstance(result, ExtractResult)
+        if handoff.error is None and self._checksum_key:
+            handoff.announce_checksums((result.checksum,))

@@ -1,0 +1,279 @@
+"""The KV that leaves a worker: what was offered under which hand-off id, and what is outstanding.
+
+`OutgoingHandoff` is one hand-off; a receiver gets every message from the first on, however late it
+comes. `OutgoingKv` is all of a worker's and the body of its `PeerPort`: prefill workers offer
+prompts through it, decode workers running sequences.
+
+Once all is offered a hand-off has a lease, which acknowledgements renew, never beyond the request's
+deadline. Once a receiver has come it has one from then on, and a short one, however long the
+configured: receivers send heartbeats, so one that falls silent has given up. `sweep` ends the late
+ones. Knows no scheduler; of the mesh only that offers are released there."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+
+from jdisagg.clock import Clock
+from jdisagg.config import LimitsConfig
+from jdisagg.errors import HandoffError, JdisaggError, UnavailableError
+from jdisagg.messages.ports import HandoffEnd, Offer, OfferChecksum, PeerHello, PeerMessage
+from jdisagg.messages.step_commands import BlockChecksum, ReleaseOffers
+from jdisagg.scheduler.handoff import Handoff, HandoffEvent, HandoffState, sweep
+from jdisagg.telemetry import Counters
+from jdisagg.worker.peers import check_hello
+from jdisagg.worker.step_loop import StepLoop
+
+# So many hand-offs that are over are remembered: a receiver that comes later is refused at once.
+ENDED_KEPT = 1024
+
+
+class OutgoingHandoff:
+    """One hand-off's sending side, of sequence `sequence`, to worker `destination` where that is
+    known. `until`: the request's deadline."""
+
+    def __init__(
+        self, handoff_id: int, attempt: int, sequence: int, until: float, destination: str = ""
+    ) -> None:
+        self.attempt = attempt
+        self.sequence = sequence
+        self.destination = destination
+        self.until = until
+        self.outstanding_tokens = 0  # offered and not yet fetched
+        self.acknowledgements = 0
+        self.has_receiver = asyncio.Event()
+        self.error: JdisaggError | None = None
+        self._handoff = Handoff(handoff_id, HandoffState.COMPUTING, until)
+        self._outstanding: dict[int, int] = {}
+        self._offers = 0
+        self._messages: list[PeerMessage] = []
+        self._changed = asyncio.Event()
+
+    @property
+    def handoff_id(self) -> int:
+        return self._handoff.handoff_id
+
+    @property
+    def handoff(self) -> Handoff:
+        return self._handoff
+
+    @property
+    def has_outstanding(self) -> bool:
+        return bool(self._outstanding)
+
+    @property
+    def over(self) -> bool:
+        return self._handoff.state.final
+
+    def advance(self, event: HandoffEvent, deadline: float | None = None) -> None:
+        """Moves on, to a state that it leaves by `deadline` (None: as before)."""
+        until = self._handoff.deadline if deadline is None else min(deadline, self.until)
+        self._handoff = self._handoff.advance(event, until)
+
+    def announce(self, offers: Iterable[Offer]) -> None:
+        for offer in offers:
+            tokens = offer.groups * offer.block_tokens
+            self._outstanding[offer.offer_id] = tokens
+            self.outstanding_tokens += tokens
+            self._messages.append(offer)
+            self._offers += 1
+        self._changed.set()
+
+    def announce_checksums(self, checksums: Iterable[BlockChecksum]) -> None:
+        self._messages += [OfferChecksum(sum_.offer_id, sum_.checksum) for sum_ in checksums]
+        self._changed.set()
+
+    def finish(self, end: Callable[[int], HandoffEnd], deadline: float) -> None:
+        """All is offered; `end` makes the last message, given how many offers there were."""
+        self._messages.append(end(self._offers))
+        self._changed.set()
+        self.advance(HandoffEvent.ALL_OFFERED, deadline)
+        self._advance_if_fetched()
+
+    def acknowledge(self, offer_ids: tuple[int, ...], deadline: float) -> tuple[int, ...]:
+        """Takes blocks off the outstanding ones; returns those that were."""
+        self.acknowledgements += 1
+        fetched = tuple([offer_id for offer_id in offer_ids if self._take(offer_id)])
+        if fetched or not offer_ids:
+            self._handoff = self._handoff.renew(min(deadline, self.until))
+        self._advance_if_fetched()
+        return fetched
+
+    def abort(self, error: JdisaggError) -> tuple[int, ...]:
+        """Ends it for the receiver; returns the offers to release."""
+        self.advance(HandoffEvent.ABORT)
+        self.error = error
+        self._changed.set()
+        released = tuple(self._outstanding)
+        self._outstanding.clear()
+        self.outstanding_tokens = 0
+        return released
+
+    def expect_receiver(self, deadline: float) -> None:
+        """A receiver has come; it must send more by `deadline`."""
+        self._handoff = self._handoff.expect(min(deadline, self.until))
+
+    async def message(self, number: int) -> PeerMessage:
+        """The message of that number, counted from 0: all offers, their checksums and the end.
+        Raises what aborted the hand-off; the sweep bounds the wait. One reader at a time."""
+        while True:
+            if self.error is not None:
+                raise self.error
+            if number < len(self._messages):
+                return self._messages[number]
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _advance_if_fetched(self) -> None:
+        if not self._outstanding and self._handoff.state is HandoffState.OFFERED:
+            self.advance(HandoffEvent.ALL_ACKED)
+
+    def _take(self, offer_id: int) -> bool:
+        tokens = self._outstanding.pop(offer_id, None)
+        self.outstanding_tokens -= tokens or 0
+        return tokens is not None
+
+
+class OutgoingKv:
+    """All hand-offs that one worker sends, by id. `ended` is called once for each that was opened,
+    with what aborted it or None."""
+
+    def __init__(
+        self,
+        hello: PeerHello,
+        loop: StepLoop,
+        clock: Clock,
+        limits: LimitsConfig,
+        counters: Counters,
+        ended: Callable[[OutgoingHandoff, JdisaggError | None], None],
+    ) -> None:
+        self._hello = hello
+        self._loop = loop
+        self._clock = clock
+        self._lease_seconds = limits.handoff_lease_seconds
+        self._silence_seconds = limits.timeouts.handoff.receiver_silence_seconds
+        self._counters = counters
+        self._ended = ended
+        self._handoffs: dict[int, OutgoingHandoff] = {}
+        self._awaited: dict[int, list[asyncio.Event]] = {}  # one for each reader that came early
+        self._greeted: dict[str, PeerHello] = {}
+        self._over: deque[int] = deque(maxlen=ENDED_KEPT)
+
+    def __len__(self) -> int:
+        return len(self._handoffs)
+
+    def __contains__(self, handoff_id: int) -> bool:
+        return handoff_id in self._handoffs
+
+    def offered_tokens(self) -> dict[str, int]:
+        """By destination, what is offered and not fetched."""
+        offered: dict[str, int] = {}
+        for handoff in self._handoffs.values():
+            name = handoff.destination
+            offered[name] = offered.get(name, 0) + handoff.outstanding_tokens
+        return offered
+
+    def open(self, handoff: OutgoingHandoff) -> None:
+        assert handoff.handoff_id not in self._handoffs, "ids are used once"
+        self._handoffs[handoff.handoff_id] = handoff
+        for came in self._awaited.pop(handoff.handoff_id, ()):
+            came.set()
+
+    def finish(self, handoff: OutgoingHandoff, end: Callable[[int], HandoffEnd]) -> None:
+        """All of it is offered."""
+        handoff.finish(end, self._lease(handoff))
+        self._forget_if_fetched(handoff)
+
+    def end(self, handoff: OutgoingHandoff, error: JdisaggError) -> None:
+        """Releases its offers and fails its reader. Idempotent."""
+        if not handoff.over:
+            self._release(handoff.abort(error))
+            self._forget(handoff, error)
+
+    def end_all(self, error: UnavailableError) -> None:
+        for handoff in list(self._handoffs.values()):
+            self.end(handoff, UnavailableError(error.message))
+
+    def sweep(self, now: float) -> None:
+        for late in sweep([one.handoff for one in self._handoffs.values()], now):
+            self._counters.add("leases_expired")
+            error = HandoffError(
+                f"hand-off {late.handoff_id}: its blocks were not fetched within their lease"
+            )
+            self.end(self._handoffs[late.handoff_id], error)
+
+    async def hello(self, hello: PeerHello) -> PeerHello:
+        # within one process the very same object comes each time
+        if self._greeted.get(hello.worker) is not hello:
+            check_hello(self._hello, hello)
+            self._greeted[hello.worker] = hello
+        return self._hello
+
+    async def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:
+        handoff = self._handoffs.get(handoff_id) or await self._await_opening(handoff_id)
+        if attempt < handoff.attempt:
+            raise HandoffError(
+                f"hand-off {handoff_id} belongs to attempt {handoff.attempt}, not {attempt}"
+            )
+        handoff.has_receiver.set()
+        handoff.expect_receiver(self._lease(handoff))
+        message, sent = None, 0
+        while not isinstance(message, HandoffEnd):
+            message = await handoff.message(sent)
+            sent += 1
+            yield message
+
+    async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
+        handoff = self._handoffs.get(handoff_id)
+        if handoff is not None:
+            self._release(handoff.acknowledge(offer_ids, self._lease(handoff)))
+            self._forget_if_fetched(handoff)
+
+    async def abort(self, handoff_id: int, reason: str) -> None:
+        handoff = self._handoffs.get(handoff_id)
+        if handoff is not None:
+            self._counters.add("handoffs_aborted")
+            self.end(handoff, HandoffError(f"hand-off {handoff_id} was given up: {reason}"))
+
+    async def _await_opening(self, handoff_id: int) -> OutgoingHandoff:
+        """The receiver may come before the call that makes the KV."""
+        name = self._hello.worker
+        if handoff_id in self._over:
+            raise HandoffError(f"worker {name!r}: hand-off {handoff_id} is over")
+        came = asyncio.Event()
+        self._awaited.setdefault(handoff_id, []).append(came)
+        try:
+            async with asyncio.timeout(self._lease_seconds):
+                await came.wait()
+        except TimeoutError:
+            raise HandoffError(
+                f"worker {name!r}: hand-off {handoff_id} did not begin within its lease"
+            ) from None
+        finally:
+            others = [other for other in self._awaited.pop(handoff_id, ()) if other is not came]
+            if others:
+                self._awaited[handoff_id] = others
+        handoff = self._handoffs.get(handoff_id)
+        if handoff is None:
+            raise HandoffError(f"worker {name!r}: hand-off {handoff_id} was given up")
+        return handoff
+
+    def _lease(self, handoff: OutgoingHandoff) -> float:
+        seconds = self._lease_seconds
+        if handoff.has_receiver.is_set():
+            seconds = min(seconds, self._silence_seconds)
+        return self._clock.now() + seconds
+
+    def _release(self, offer_ids: tuple[int, ...]) -> None:
+        if offer_ids:
+            self._loop.fire(ReleaseOffers(self._loop.next_number(), offer_ids))
+            self._loop.wake()
+
+    def _forget_if_fetched(self, handoff: OutgoingHandoff) -> None:
+        if handoff.handoff.state is HandoffState.ACKED:
+            handoff.advance(HandoffEvent.FREE)
+            self._forget(handoff, None)
+
+    def _forget(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
+        self._handoffs.pop(handoff.handoff_id, None)
+        self._over.append(handoff.handoff_id)
+        self._ended(handoff, error)

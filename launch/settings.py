@@ -1,0 +1,92 @@
+"""From flags to configuration: a recipe, and the flags that win over it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jdisagg.config import EngineConfig, override
+from jdisagg.errors import ConfigError
+from jdisagg.node.recipes import load_recipe
+from jdisagg.observe.process import ObserveConfig
+from jdisagg.router.elastic import ElasticConfig
+from jdisagg.service.connection import Credentials
+from launch.flags import SERVICE, Given
+
+_BOTH = ("slots_per_rank", "chunk_tokens", "page_size", "codec", "hardware")
+_FIELDS = {
+    "model": "model.directory",
+    "dtype": "model.dtype",
+    "mode": "mode",
+    "prefill": "prefill.layout",
+    "decode": "decode.layout",
+    "compilation_cache": "compilation_cache",
+    **{name: f"service.{name}" for name in SERVICE},
+}
+_FILES = ("tls_certificate", "tls_key", "tls_client_ca", "token_file", "cluster_token_file")
+
+
+def engine_config(given: Given) -> EngineConfig:
+    """The recipe of --config with the flags that were given and --set. `elastic.` of --set is left
+    to `elastic_config`. Raises ConfigError, LayoutError."""
+    recipe = load_recipe(given.config)
+    changes: list[str] = []
+    for name, value in given.given().items():
+        text = str(Path(str(value)).expanduser()) if value and name in _FILES else value
+        if name in _FIELDS:
+            changes.append(f"{_FIELDS[name]}={text}")
+        elif name in _BOTH:
+            changes += [f"{side}.{name}={value}" for side in ("prefill", "decode")]
+    if given.present("chunk_tokens") if "chunk_tokens" in given.names else False:
+        least = min(given.chunk_tokens, recipe.prefill.min_chunk_tokens)
+        changes += [f"{side}.min_chunk_tokens={least}" for side in ("prefill", "decode")]
+    return override(recipe, [*changes, *_of_both(given.set)])
+
+
+def elastic_config(given: Given) -> ElasticConfig:
+    """What `elastic.` of --set says."""
+    texts = [text for text in given.set if text.startswith("elastic.")]
+    return override(ElasticConfig(), [text.removeprefix("elastic.") for text in texts])
+
+
+def observe_config(given: Given) -> ObserveConfig:
+    """Raises ConfigError for what cannot be."""
+    return ObserveConfig(
+        metrics_port=given.metrics_port,
+        metrics_host=given.metrics_host,
+        timelines=given.timelines,
+        log_format=given.log_format,
+        log_requests=given.log_requests,
+        otlp_endpoint=given.otlp_endpoint,
+    )
+
+
+def credentials(given: Given, token_file: str) -> Credentials:
+    """By which a page that asks a server shows who it is, and whom it believes. Raises ConfigError
+    naming a file that is no such, or a --target that is no address."""
+    check_target(given.target)
+    return Credentials.load(
+        authority=given.authority,
+        certificate=given.certificate,
+        key=given.key,
+        token=token_file,
+        server_name=given.server_name,
+    )
+
+
+def check_target(target: str) -> None:
+    """Raises ConfigError for what can be no server's address, before anybody waits for one."""
+    host, colon, port = target.rpartition(":")
+    if "//" in target or not colon or not host or not port.isdigit():
+        raise ConfigError(
+            f"--target={target} must be host:port, such as localhost:8700, without http://"
+        )
+
+
+def _of_both(texts: Sequence[str]) -> list[str]:
+    """--set without `elastic.`, and `instance.` as what both sides have."""
+    found: list[str] = []
+    for text in texts:
+        if text.startswith("instance."):
+            found += [f"{side}.{text.removeprefix('instance.')}" for side in ("prefill", "decode")]
+        elif not text.startswith("elastic."):
+            found.append(text)
+    return found

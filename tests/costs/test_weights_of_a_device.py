@@ -1,0 +1,32 @@
+"""What the weights take on one device of a layout, by hand from the sizes of the models."""
+
+import pytest
+
+from jdisagg.costs.cost_model import CostModel
+from jdisagg.costs.hardware import accelerator
+from jdisagg.costs.model_geometry import CATALOG, geometry
+from jdisagg.layout.axes import Layout
+
+
+def test_a_device_holds_whole_what_tensor_parallelism_does_not_cut() -> None:
+    """By hand from the sizes: a latent's projections and routers, and one kv head where there are
+    fewer than devices."""
+    latent, cut = (
+        7168 * (1536 + 512 + 64),
+        128 * (1536 * (128 + 64) + 512 * (128 + 128) + 128 * 7168),
+    )
+    ffn = 3 * 3 * 7168 * 18432 + 58 * 3 * 7168 * 2048  # of the dense layers, and the shared experts
+    routers, experts, embeddings = 58 * 7168 * 256, 58 * 3 * 7168 * 2048 * 256, 2 * 129280 * 7168
+    for layout in (Layout(tp=8, ep=8), Layout(dp=4, tp=4, ep=16)):
+        whole, shared = 61 * latent + routers, 61 * cut + ffn + embeddings
+        held = 2 * (whole + shared / layout.tp + experts / layout.ep)
+        model = CostModel(geometry("deepseek-v3"), accelerator("h200"), layout)
+        assert model.weight_bytes_per_device == pytest.approx(held, rel=1e-12)
+    whole = 80 * 8192 * 128 * 2
+    shared = 80 * (2 * 8192 * 64 * 128 + 3 * 8192 * 28672) + 2 * 128256 * 8192
+    model = CostModel(geometry("llama-3.1-70b"), accelerator("h100"), Layout(tp=16))
+    assert model.weight_bytes_per_device == pytest.approx(2 * (whole + shared / 16), rel=1e-12)
+    for shape in CATALOG.values():
+        assert CostModel(shape, accelerator("h100")).weight_bytes_per_device == pytest.approx(
+            2 * shape.parameters
+        )

@@ -1,0 +1,50 @@
+"""A server that was warm on this machine before serves at once when it is started again."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jdisagg.config import EngineConfig, Mode
+from jdisagg.request import Request, SamplingParams
+from launch.model import deployment
+from tests.end_to_end.clusters import LLAMA, collect, config, dense_greedy
+
+pytestmark = pytest.mark.ci
+
+
+async def first_tokens(served: object) -> list[int]:
+    prompt = (5, 6, 7, 8)
+    request = Request(
+        "r", prompt, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True), ()
+    )
+    stream = served.cluster.stream(request)  # type: ignore[attr-defined]
+    return collect([event async for event in stream]).tokens[0]
+
+
+async def test_programs_are_loaded_while_it_serves_and_every_one_is(tmp_path: Path) -> None:
+    sizes = config(
+        Mode.UNIFIED, decode="tp=1", chunk=64, slots=1, pages=16, context=128, warm_up=True
+    )
+    engine: EngineConfig = replace(sizes, compilation_cache=str(tmp_path))
+    expected = dense_greedy(LLAMA, (5, 6, 7, 8), 8)
+    first = deployment(engine)
+    await first.start(at_once=True)
+    everything = first.cluster.compilations
+    assert everything > 4
+    await first.stop()
+    again = deployment(engine)
+    await again.start(at_once=True)
+    assert again.cluster.compilations < everything, "it serves before all are loaded"
+    assert await first_tokens(again) == expected
+    while again.cluster.compilations < everything:
+        await asyncio.sleep(0.05)
+    await again.stop()
+    stopped = deployment(engine)
+    await stopped.start(at_once=True)
+    await stopped.stop()  # in the middle of it
+    another = deployment(replace(engine, decode=replace(engine.decode, slots_per_rank=2)))
+    await another.start(at_once=True)
+    assert another.cluster.compilations >= everything, "one of other sizes was never warm"
+    await another.stop()

@@ -1,0 +1,95 @@
+"""The wheel serves: it holds the pages, the models and the recipes under a name of ours, and the
+command `jdisagg` starts them from anywhere."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = {
+    "jdisagg": "jdisagg",
+    **{f: f"jdisagg/_app/{f}" for f in ("models", "launch", "configs")},
+}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("setuptools", minversion="77")
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    ignored = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    for name in ignored:
+        wanted = name.split("/")[0] in (*FOLDERS, "pyproject.toml", "README.md", "LICENSE")
+        if wanted and (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    options = ["--no-deps", "--no-build-isolation", "--quiet", f"--wheel-dir={folder}"]
+    built = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", *options, str(source)],
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 0, built.stderr
+    return next(folder.glob("*.whl"))
+
+
+def test_the_wheel_holds_all_modules_weights_and_recipes_and_no_generic_name(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        held = set(archive.namelist())
+        points = next(name for name in held if name.endswith("entry_points.txt"))
+        assert "jdisagg = jdisagg.__main__:main" in archive.read(points).decode()
+    assert {name.split("/")[0].partition("-")[0] for name in held} == {"jdisagg"}
+    wanted = {
+        f"{inside}/{path.relative_to(ROOT / folder).as_posix()}"
+        for folder, inside in FOLDERS.items()
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    for model in ("llama", "qwen3_moe"):
+        files = (ROOT / "models" / "tiny" / model).iterdir()
+        wanted |= {f"jdisagg/_app/models/tiny/{model}/{path.name}" for path in files}
+    assert wanted | {"jdisagg/py.typed"} <= held, sorted(wanted - held)
+
+
+def test_the_command_of_the_wheel_finds_its_pages_from_an_empty_folder(
+    wheel: Path, tmp_path: Path
+) -> None:
+    """Unpacked where nothing else of ours is: pip would lay it out so."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "empty").mkdir()
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    ran = subprocess.run(
+        [sys.executable, "-m", "jdisagg", "kv_calculator", "--model=llama-3-70b"],
+        cwd=tmp_path / "empty",
+        env={"PYTHONPATH": str(tmp_path / "site"), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0 and "KV a token" in ran.stdout, ran.stderr
+
+
+@pytest.mark.slow
+def test_the_wheel_generates_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    flags = ("--prompt=Once upon a time", "--max_tokens=8", f"--compilation_cache={tmp_path}")
+    ran = subprocess.run(
+        [sys.executable, "-m", "jdisagg", "generate", *flags],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path / "site"), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ran.returncode == 0 and ran.stdout.strip(), ran.stderr

@@ -1,0 +1,94 @@
+"""Middleware of ports: what it takes part in passes it, the rest goes straight through."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Protocol, TypeVar
+
+import pytest
+
+from jdisagg.messages.ports import DecodePort, PeerPort, PrefillPort
+from jdisagg.messages.ports_middleware import port_methods, through
+
+T = TypeVar("T")
+
+
+class Port(Protocol):
+    async def add(self, left: int, right: int = 1) -> int: ...
+
+    async def double(self, number: int) -> int: ...
+
+    def count(self, most: int) -> AsyncIterator[int]: ...
+
+
+class Adder:
+    async def add(self, left: int, right: int = 1) -> int:
+        return left + right
+
+    async def double(self, number: int) -> int:
+        return 2 * number
+
+    async def count(self, most: int) -> AsyncIterator[int]:
+        for number in range(most):
+            yield number
+
+
+class Everything:
+    """Notes every call, and adds one to what it gives."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[object, ...]] = []
+
+    async def unary(self, proceed: Callable[..., Awaitable[int]], *args: int, **named: int) -> int:
+        self.seen.append((*args, *named.items()))
+        return 1 + await proceed(*args, **named)
+
+    async def stream(
+        self, proceed: Callable[..., AsyncIterator[int]], *args: int
+    ) -> AsyncIterator[int]:
+        self.seen.append(args)
+        async for item in proceed(*args):
+            yield 1 + item
+
+
+class DoubleAlone:
+    async def double(self, proceed: Callable[[int], Awaitable[int]], number: int) -> int:
+        return -await proceed(number)
+
+
+def test_every_unary_and_stream_call_passes_with_its_arguments() -> None:
+    async def main() -> None:
+        everything = Everything()
+        port = through(Port, Adder(), everything)
+        assert await port.add(2) == 4 and await port.add(2, right=5) == 8
+        assert [item async for item in port.count(3)] == [1, 2, 3]
+        assert everything.seen == [(2,), (2, ("right", 5)), (3,)]
+
+    asyncio.run(main())
+
+
+def test_a_named_method_stands_before_its_own_call_alone_and_the_rest_costs_nothing() -> None:
+    async def main() -> None:
+        inner = Adder()
+        port = through(Port, inner, DoubleAlone())
+        assert await port.double(4) == -8 and await port.add(1, 1) == 2
+        assert port.add == inner.add, "the port's own method, with nothing between"
+
+    asyncio.run(main())
+
+
+def test_middleware_stacks() -> None:
+    async def main() -> None:
+        port = through(Port, through(Port, Adder(), DoubleAlone()), Everything())
+        assert await port.double(4) == -7
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("protocol", "streams"),
+    [(PrefillPort, set()), (DecodePort, {"generate"}), (PeerPort, {"offers"})],
+)
+def test_a_ports_streams_are_known_by_its_protocol(protocol: type, streams: set[str]) -> None:
+    methods = dict(port_methods(protocol))
+    assert {name for name, streaming in methods.items() if streaming} == streams
+    assert len(methods) >= 3

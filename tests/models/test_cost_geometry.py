@@ -1,0 +1,120 @@
+"""What a model costs is computed from the sizes that it is served with."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from jdisagg.costs.model_geometry import CATALOG, Attention, CostGeometry, from_hf_fields
+from launch.cost_inputs import find_geometry
+from models.catalog import FAMILIES, read_config
+from models.hf_config import HfConfig
+
+ROOT = Path(__file__).parents[2]
+FIXTURES = [path.parent for path in sorted(ROOT.glob("tests/golden/*/config.json"))]
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 32,
+    "intermediate_size": 96,
+    "vocab_size": 100,
+}
+
+
+def geometry_of(**fields: object) -> CostGeometry:
+    return read_config(HfConfig({**SIZES, **fields})).cost_geometry("m")
+
+
+@pytest.mark.parametrize("directory", FIXTURES, ids=lambda path: path.name)
+def test_the_parameters_of_a_served_model_are_those_of_its_weights(directory: Path) -> None:
+    matrices = 0
+    for file in directory.glob("*.safetensors"):
+        with safe_open(str(file), "numpy") as tensors:
+            shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118
+        matrices += sum(math.prod(shape) for shape in shapes if len(shape) > 1)
+    assert find_geometry(str(directory)).parameters == matrices
+
+
+@pytest.mark.parametrize("directory", FIXTURES, ids=lambda path: path.name)
+def test_both_parsers_agree_where_a_config_states_its_sizes(directory: Path) -> None:
+    served = find_geometry(str(directory))
+    fields = json.loads((directory / "config.json").read_text())
+    if (
+        fields["model_type"] == "qwen3_moe"
+    ):  # it has no such field: all of its layers see the window
+        fields["max_window_layers"] = 0
+    planned = from_hf_fields(fields, served.name)
+    # A model that stretches its positions is served up to the stretched context.
+    assert dataclasses.replace(planned, context_tokens=served.context_tokens) == served
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_the_shipped_models_are_in_the_catalogue_as_they_are(name: str) -> None:
+    known = CATALOG[f"tiny-{name.replace('_', '-')}"]
+    found = find_geometry(str(ROOT / "models/tiny" / name))
+    assert dataclasses.replace(found, name=known.name) == known
+
+
+def test_sparse_steps_and_dense_layers_leave_the_expert_layers_that_are_served() -> None:
+    found = geometry_of(model_type="qwen3_moe", decoder_sparse_step=2, mlp_only_layers=[0])
+    assert found.expert_layers == 4
+
+
+@pytest.mark.parametrize("family", ["mistral", "mixtral"])
+def test_kv_heads_that_a_config_leaves_out_are_the_familys(family: str) -> None:
+    assert geometry_of(model_type=family).kv_row()[0] == 2 * 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "window", "layers"),
+    [
+        ({"model_type": "mistral"}, 4096, 8),
+        ({"model_type": "mistral", "sliding_window": None}, None, 0),
+        ({"model_type": "mixtral"}, None, 0),
+        ({"model_type": "qwen2", "sliding_window": 512}, None, 0),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 6}, 4096, 2),
+        ({"model_type": "qwen3_moe", "use_sliding_window": True, "sliding_window": 9}, 9, 8),
+    ],
+)
+def test_windows_that_a_config_leaves_out_are_the_familys(
+    fields: dict[str, object], window: int | None, layers: int
+) -> None:
+    attention = geometry_of(**fields).attention
+    assert isinstance(attention, Attention)
+    assert (attention.window, attention.windowed_layers) == (window, layers)
+
+
+def test_a_model_that_could_not_be_served_as_it_is_can_be_planned_for(tmp_path: Path) -> None:
+    fields = {**SIZES, "model_type": "mistral", "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert find_geometry(str(tmp_path)).kv_row()[0] == 2 * 8
+
+
+def test_a_family_that_is_not_served_can_be_planned_for(tmp_path: Path) -> None:
+    assert "gemma2" not in FAMILIES
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, "model_type": "gemma2"}))
+    assert find_geometry(str(tmp_path)).tied
+
+
+def test_a_catalogue_model_equals_its_published_config() -> None:
+    found = geometry_of(
+        model_type="qwen3_moe",
+        hidden_size=4096,
+        num_hidden_layers=94,
+        num_attention_heads=64,
+        num_key_value_heads=4,
+        head_dim=128,
+        intermediate_size=12288,
+        vocab_size=151936,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=1536,
+        max_position_embeddings=40960,
+        tie_word_embeddings=False,
+        mlp_only_layers=[],
+        decoder_sparse_step=1,
+    )
+    assert dataclasses.replace(found, name="qwen3-235b-a22b") == CATALOG["qwen3-235b-a22b"]

@@ -1,0 +1,36 @@
+"""The folder of compiled programs that all processes of a test run share, and keep for the next
+run: `JDISAGG_TEST_PROGRAMS`, or ~/.cache/jdisagg/tests. JAX finds a program by its content, its
+flags and its version, so that nothing that a test sees depends on what lies there."""
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from jdisagg.errors import ConfigError
+from jdisagg.folders import made_folder
+
+VARIABLE = "JDISAGG_TEST_PROGRAMS"
+KEPT_DAYS = 14
+
+
+def _folder() -> Path:
+    try:
+        return made_folder(VARIABLE, os.environ.get(VARIABLE, "~/.cache/jdisagg/tests"))
+    except ConfigError:
+        if VARIABLE in os.environ:
+            raise
+        return Path(tempfile.mkdtemp(prefix="jdisagg-programs-"))  # no home to write to
+
+
+PROGRAMS = _folder()
+os.environ[VARIABLE] = str(PROGRAMS)  # for the workers of pytest-xdist
+CACHE_FLAG = f"--compilation_cache={PROGRAMS}"
+
+
+def forget_unused() -> None:
+    """Removes what no run has read for two weeks."""
+    oldest = time.time() - KEPT_DAYS * 86400
+    for path in PROGRAMS.iterdir():
+        if max(path.stat().st_atime, path.stat().st_mtime) < oldest:
+            path.unlink(missing_ok=True)

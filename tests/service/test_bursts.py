@@ -1,0 +1,109 @@
+"""Thousands of calls at once: our own admission answers each of them, never gRPC's queue."""
+
+import asyncio
+import collections
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import grpc.aio
+import pytest
+
+from jdisagg.client import AsyncClient
+from jdisagg.config import LimitsConfig, Mode, ServiceConfig
+from jdisagg.dispatch.frontend import Frontend
+from jdisagg.errors import OverloadedError
+from jdisagg.router.admission import UNKNOWN_WAIT_SECONDS
+from jdisagg.service import common_pb2, generation_pb2_grpc
+from jdisagg.service import generation_pb2 as pb
+from jdisagg.service.server import GenerationServer
+from tests import time_scale
+from tests.fakes.cluster import Cluster, toy_request
+from tests.fakes.fake_executor import Costs
+from tests.fakes.virtual_time import run_virtually
+from tests.observe.observed import ObservedCluster
+from tests.service.doors import MODEL, byte_tokenizer
+
+CALLS = 3_000
+
+
+@asynccontextmanager
+async def busy_server() -> AsyncIterator[tuple[str, ObservedCluster]]:
+    """A server over a fake mesh that is too small for the burst."""
+    limits = LimitsConfig(max_waiting_requests=64, default_deadline_seconds=300.0)
+    async with ObservedCluster(mode=Mode.UNIFIED, limits=limits) as cluster:
+        frontend = Frontend(cluster.observed, byte_tokenizer(), MODEL, limits)
+        server = GenerationServer(frontend, ServiceConfig(port=0))
+        try:
+            yield f"127.0.0.1:{await server.start()}", cluster
+        finally:
+            server.hurry()
+            await server.drain()
+
+
+async def counted(cluster: ObservedCluster) -> collections.Counter[str]:
+    text = await cluster.observer.metrics.scrape()
+    rows = [row for row in text.decode().splitlines() if "requests_finished_total{" in row]
+    return collections.Counter(
+        {row.split('result="')[1].split('"')[0]: int(float(row.split()[-1])) for row in rows}
+    )
+
+
+def check(outcomes: collections.Counter[str], cluster_counts: collections.Counter[str]) -> None:
+    assert set(outcomes) == {"length", "OverloadedError"}, outcomes
+    assert outcomes.total() == CALLS
+    assert outcomes == cluster_counts
+
+
+async def test_a_foreign_client_gets_an_answer_or_a_typed_refusal_to_each_call_of_a_burst() -> None:
+    async with busy_server() as (target, cluster), grpc.aio.insecure_channel(target) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+
+        async def outcome() -> str:
+            request = pb.GenerateRequest(
+                token_ids=pb.TokenIds(ids=[3, 4]),
+                sampling=common_pb2.SamplingParams(max_tokens=2, temperature=0),
+            )
+            call = stub.Generate(request, timeout=time_scale.seconds(300))
+            try:
+                async for _ in call:
+                    pass
+                return "length"
+            except grpc.aio.AioRpcError as error:
+                trailing = dict(error.trailing_metadata() or ())
+                assert float(trailing["retry-after"]) > 0, error
+                return str(trailing["jdisagg-error"])
+
+        outcomes = collections.Counter(await asyncio.gather(*(outcome() for _ in range(CALLS))))
+        check(outcomes, await counted(cluster))
+
+
+async def test_our_client_gets_an_answer_or_a_typed_refusal_to_each_call_of_a_burst() -> None:
+    async with busy_server() as (target, cluster), AsyncClient(target) as client:
+
+        async def outcome() -> str:
+            try:
+                completion = await client.complete(token_ids=[3, 4], max_tokens=2, temperature=0)
+                assert len(completion.choices[0].token_ids) == 2
+                return "length"
+            except OverloadedError as error:
+                assert error.retry_after_seconds
+                return "OverloadedError"
+
+        outcomes = collections.Counter(await asyncio.gather(*(outcome() for _ in range(CALLS))))
+        check(outcomes, await counted(cluster))
+
+
+def test_a_full_queue_that_has_served_nothing_yet_does_not_invite_clients_back_at_once() -> None:
+    async def main() -> None:
+        slow = Costs(prefill_token=2.0)
+        limits = LimitsConfig(max_waiting_requests=4, default_deadline_seconds=900.0)
+        async with Cluster(Mode.UNIFIED, limits=limits, costs=slow) as cluster:
+            held = [asyncio.ensure_future(cluster.collect(toy_request(at))) for at in range(4)]
+            await asyncio.sleep(0.5)
+            with pytest.raises(OverloadedError) as fresh:
+                await cluster.collect(toy_request(5))
+            assert fresh.value.retry_after_seconds == UNKNOWN_WAIT_SECONDS
+            await asyncio.gather(*held)
+
+    run_virtually(main)

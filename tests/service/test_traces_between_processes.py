@@ -1,0 +1,135 @@
+"""W3C trace context over gRPC: what router and workers do for a request is its client's trace."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc.aio
+
+from jdisagg.client import AsyncClient
+from jdisagg.config import ServiceConfig
+from jdisagg.dispatch.request_context import ClusterPorts
+from jdisagg.dispatch.request_path import RequestPath
+from jdisagg.errors import JdisaggError
+from jdisagg.messages.ports import DecodePort, PeerPort, PrefillPort
+from jdisagg.observe import wrap
+from jdisagg.observe.observer import Observer
+from jdisagg.observe.trace_events import merge, read_timelines
+from jdisagg.service.guard import Service
+from jdisagg.service.remote_ports import RemoteWorker
+from jdisagg.service.server import GrpcServer
+from jdisagg.service.worker_service import decode_service, peer_service, prefill_service
+from jdisagg.trace_context import incoming, outgoing, within
+from tests.fakes.cluster import Cluster, ToyText, toy_request
+from tests.service.test_cluster_over_grpc import COSTS, LatePeer
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+CLIENT = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
+
+
+async def test_router_and_workers_add_to_the_trace_that_their_client_began(tmp_path: Path) -> None:
+    observers = {name: Observer(name, timelines=True) for name in ("router", "prefill0", "decode0")}
+    late = LatePeer()
+    cluster = Cluster(
+        costs=COSTS,
+        wrap_peer=lambda _: late,  # type: ignore[arg-type, return-value]
+        wrap_mesh=lambda name, mesh: wrap.mesh(name, mesh, observers[name]),
+    )
+    router, prefill, decode = observers.values()
+
+    async def serve(ends: contextlib.AsyncExitStack, *services: Service) -> RemoteWorker:
+        server = GrpcServer(services, ServiceConfig(port=0, drain_seconds=0.0))
+        worker = RemoteWorker(f"127.0.0.1:{await server.start()}")
+        ends.push_async_callback(server.drain)
+        ends.push_async_callback(worker.aclose)
+        return worker
+
+    async with cluster, contextlib.AsyncExitStack() as ends:
+        to_prefill = await serve(
+            ends,
+            prefill_service(wrap.served(PrefillPort, "prefill0", cluster.prefill, prefill)),
+            peer_service(wrap.served(PeerPort, "prefill0", cluster.prefill, prefill)),
+        )
+        to_decode = await serve(
+            ends, decode_service(wrap.served(DecodePort, "decode0", cluster.decode, decode))
+        )
+        late.target = wrap.peer("decode0", to_prefill.peer, decode)
+        path = RequestPath(
+            ClusterPorts(
+                {"prefill0": wrap.prefill("prefill0", to_prefill.prefill, router)},
+                {"decode0": wrap.decode("decode0", to_decode.decode, router)},
+            ),
+            lambda request: ToyText(request.sampling.stop),
+            cluster.limits,
+            cluster.clock,
+            new_id=cluster.new_id,
+        )
+        whole = wrap.path(path, router)
+        request = toy_request(1, prompt_tokens=20)
+        with within(incoming(CLIENT)):
+            assert [event async for event in whole.stream(request)]
+        await asyncio.sleep(0.1)
+    for observer in observers.values():
+        observer.tracing.flush()
+        assert observer.timeline is not None
+        observer.timeline.process = observer.process
+        observer.timeline.write(tmp_path / observer.process)
+    shown = {
+        name: {event.name for event in merge(read_timelines(tmp_path / name), {"r1"}).traceEvents}
+        for name in observers
+    }
+    assert {"request", "reserve", "prefill", "hand-off to first span"} <= shown["router"]
+    assert "prefill chunk" in shown["prefill0"]
+    assert {"offer", "pull", "insert", "verified", "admit"} <= shown["decode0"]
+
+
+class Ear(grpc.aio.ServerInterceptor):
+    """Notes the metadata of every call, by the last part of its method."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, dict[str, str]]] = []
+
+    async def intercept_service(self, continuation, details):  # type: ignore[no-untyped-def]
+        method = details.method.rpartition("/")[2]
+        self.heard.append((method, dict(details.invocation_metadata)))
+        return await continuation(details)
+
+    def of(self, method: str) -> list[dict[str, str]]:
+        return [metadata for name, metadata in self.heard if name == method]
+
+
+@contextlib.asynccontextmanager
+async def listening() -> AsyncIterator[tuple[Ear, str]]:
+    ear = Ear()
+    server = grpc.aio.server(interceptors=(ear,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield ear, f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+async def test_a_call_carries_the_context_that_it_was_made_in() -> None:
+    async with listening() as (ear, address):
+        worker = RemoteWorker(address)
+        with within(incoming(CLIENT)):
+            assert dict(outgoing())["traceparent"] == CLIENT["traceparent"]
+            with contextlib.suppress(Exception):
+                await worker.prefill.status()
+        with contextlib.suppress(Exception):
+            await worker.prefill.status()
+        await worker.aclose()
+    inside, outside = ear.of("status")
+    assert inside["traceparent"] == CLIENT["traceparent"] and "traceparent" not in outside
+
+
+async def test_a_client_sends_the_trace_that_its_caller_is_in() -> None:
+    async with listening() as (ear, address), AsyncClient(address) as client:
+        with within(incoming(CLIENT)), contextlib.suppress(JdisaggError):
+            await client.model()
+        with contextlib.suppress(JdisaggError):
+            await client.model()
+    inside, outside = ear.of("GetModel")
+    assert inside["traceparent"] == CLIENT["traceparent"] and "traceparent" not in outside

@@ -1,0 +1,329 @@
+"""The shipped tiny models: what is in their folders, what they write, and the script that made
+them."""
+
+import hashlib
+import json
+import math
+import re
+from dataclasses import replace
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from flax import nnx
+from safetensors.numpy import load_file
+
+from jdisagg.errors import ConfigError
+from jdisagg.layout.axes import Layout
+from jdisagg.model_api import Shards
+from jdisagg.ops.dense_attention import dense_causal_attend
+from models.checkpoint import load_model
+from models.decoder import Decoder
+from models.tokenizer import Tokenizer
+from tools.tiny_models.corpus import TURN, document, documents, vocabulary_of
+from tools.tiny_models.export import write_checkpoint
+from tools.tiny_models.network import PackedRows, TinyNetwork, TinyShape
+from tools.tiny_models.training import Progress, Schedule, encoded, packed_rows, train
+
+TINY = Path(__file__).parents[2] / "models" / "tiny"
+FAMILIES = ("llama", "qwen3_moe")
+SMALL = {
+    "llama": TinyShape("llama", layers=1, width=32, ffn=32, head_dim=8, context_tokens=256),
+    "qwen3_moe": TinyShape(
+        "qwen3_moe", layers=2, width=32, head_dim=8, experts=8, expert_ffn=8, context_tokens=256
+    ),
+}
+QUICK = Schedule(steps=12, seed=5, tokens_per_step=512, row_tokens=256, warmup_steps=2)
+
+
+@cache
+def shipped(family: str) -> tuple[Decoder, Tokenizer]:
+    return load(TINY / family), Tokenizer.from_directory(TINY / family)
+
+
+def load(folder: Path) -> Decoder:
+    return load_model(folder, Layout(), jax.devices()[:1]).model
+
+
+@cache
+def forward(family: str):
+    graph, weights = nnx.split(shipped(family)[0])
+    run = jax.jit(
+        lambda weights, tokens_T: nnx.merge(graph, weights)(
+            tokens_T, jnp.arange(tokens_T.shape[0]), dense_causal_attend
+        )
+    )
+    return lambda tokens_T: run(weights, tokens_T)
+
+
+def continue_greedily(family: str, ids: list[int], most: int = 320) -> list[int]:
+    """The whole sequence again for each token, no cache: up to the first end token, which is left
+    out of the ids given back."""
+    ends = shipped(family)[1].eos_ids
+    buffer = np.zeros(most, np.int32)
+    buffer[: len(ids)] = ids
+    for place in range(len(ids), most):
+        token = int(np.argmax(forward(family)(jnp.asarray(buffer))[place - 1]))
+        if token in ends:
+            return buffer[len(ids) : place].tolist()
+        buffer[place] = token
+    raise AssertionError(
+        f"no end within {most} tokens: {shipped(family)[1].decode(buffer.tolist())}"
+    )
+
+
+def train_quickly(
+    family: str, keep: Path | None = None, schedule: Schedule = QUICK
+) -> tuple[TinyNetwork, list[float]]:
+    tokenizer = tokenizers.Tokenizer.from_file(str(TINY / "llama" / "tokenizer.json"))
+    losses: list[float] = []
+
+    def record(progress: Progress, network: TinyNetwork) -> None:
+        losses.append(progress.loss)
+
+    return train(SMALL[family], tokenizer, schedule, record, every=3, keep=keep), losses
+
+
+trained = cache(train_quickly)
+
+
+def assert_same_weights(left: TinyNetwork, right: TinyNetwork) -> None:
+    for mine, yours in zip(
+        jax.tree.leaves(nnx.state(left)), jax.tree.leaves(nnx.state(right)), strict=True
+    ):
+        np.testing.assert_array_equal(mine, yours)
+
+
+def test_both_folders_together_are_under_ten_megabytes() -> None:
+    assert (
+        sum(path.stat().st_size for family in FAMILIES for path in (TINY / family).iterdir())
+        < 10_000_000
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_shipped_folder_is_complete_and_any_small_layout_divides_it(family: str) -> None:
+    model, tokenizer = shipped(family)
+    assert tokenizer.vocabulary == model.vocabulary
+    for layout in (
+        Layout(1, 4, 1),
+        Layout(2, 2, 4 if family == "qwen3_moe" else 1),
+        Layout(8, 1, 8 if family == "qwen3_moe" else 1),
+    ):
+        layout.check(model.geometry)
+    names = {path.name for path in (TINY / family).iterdir()}
+    assert names == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_shipped_model_loads_split_over_devices(family: str) -> None:
+    layout = Layout(dp=1, tp=4, ep=4 if family == "qwen3_moe" else 1)
+    assert (
+        load_model(TINY / family, layout, jax.devices()[:4]).model.vocabulary
+        == shipped(family)[0].vocabulary
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Once upon a time",
+        "Où est l'été ? Ça va.",
+        "これは犬です。",
+        "Привет, мир!",
+        "مرحبا بالعالم",
+        "हिन्दी",
+        "👩‍👩‍👧 🙂\n\n  \t x",
+        "a\u0000b",
+    ],
+)
+def test_the_tokenizer_gives_back_any_text(text: str) -> None:
+    tokenizer = shipped("llama")[1]
+    ids = tokenizer.encode(text)
+    assert ids[0] == tokenizer.bos_id
+    assert tokenizer.decode(ids) == text
+
+
+def test_both_models_have_the_same_tokenizer() -> None:
+    llama, qwen3_moe = ((TINY / family / "tokenizer.json").read_bytes() for family in FAMILIES)
+    assert llama == qwen3_moe
+
+
+def test_the_chat_template_writes_what_the_model_was_trained_on() -> None:
+    tokenizer = shipped("llama")[1]
+    talk = next(
+        text for text in documents(0) if text.startswith(TURN["user"]) and text.endswith("<|end|>")
+    )
+    turns = re.findall(r"<\|(user|assistant)\|>(.*?)<\|end\|>", talk, flags=re.DOTALL)
+    messages = [{"role": role, "content": content} for role, content in turns]
+    assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == "<s>" + talk
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("family", "prompt"),
+    [("llama", "Once upon a time"), ("llama", "Lily had a"), ("qwen3_moe", "Once upon a time")],
+)
+def test_a_greedy_continuation_is_a_story_in_the_corpus_s_words(family: str, prompt: str) -> None:
+    tokenizer = shipped(family)[1]
+    text = tokenizer.decode(continue_greedily(family, tokenizer.encode(prompt)))
+    assert len(text.split()) > 60
+    assert text.endswith((".", "!", '"'))
+    assert vocabulary_of([prompt + text]) <= vocabulary_of(list(islice(documents(0), 3000)))
+    sentences = re.split(r"(?<=[.!?]) ", text)
+    assert len(set(sentences)) > 0.8 * len(sentences)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_chat_request_gets_a_story_that_ends(family: str) -> None:
+    tokenizer = shipped(family)[1]
+    text = tokenizer.decode(
+        continue_greedily(
+            family,
+            tokenizer.encode_chat([{"role": "user", "content": "Tell me a story about a dog."}]),
+        )
+    )
+    assert len(text.split()) > 60 and text.endswith((".", "!", '"'))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_shipped_model_predicts_unseen_stories_well(family: str) -> None:
+    """Bigram counts need 2.4 nats a token."""
+    losses = []
+    for index in range(6):
+        ids = shipped(family)[1].encode(document(0, index, held_out=True))[:384]
+        buffer = np.zeros(384, np.int32)
+        buffer[: len(ids)] = ids
+        scores = jax.nn.log_softmax(forward(family)(jnp.asarray(buffer))[: len(ids) - 1])
+        losses += [-float(scores[place, token]) for place, token in enumerate(ids[1:])]
+    assert np.mean(losses) < 0.5
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_few_training_steps_reduce_the_loss(family: str) -> None:
+    _, losses = trained(family)
+    assert losses[0] > 0.8 * math.log(1280)
+    assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.ci
+def test_training_again_stopped_midway_and_taken_up_gives_the_same_weights(tmp_path: Path) -> None:
+    """The kept state is of a run of fewer steps, stopped within the part that does not depend on
+    their number."""
+    keep = tmp_path / "state.npz"
+    keep.write_text("no state")
+    with pytest.raises(ConfigError, match="state.npz holds no state of this training"):
+        train_quickly("qwen3_moe", keep)
+    keep.unlink()
+    train_quickly("qwen3_moe", keep, replace(QUICK, steps=8, seconds_at_most=0.0))
+    assert_same_weights(train_quickly("qwen3_moe", keep)[0], trained("qwen3_moe")[0])
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_written_checkpoint_gives_the_serving_model_the_trained_logits(
+    family: str, tmp_path: Path
+) -> None:
+    network, _ = trained(family)
+    tokenizer = tokenizers.Tokenizer.from_file(str(TINY / "llama" / "tokenizer.json"))
+    write_checkpoint(network, tokenizer, tmp_path)
+    rows = jax.tree.map(
+        lambda leaf: jnp.asarray(leaf)[None],
+        next(packed_rows(encoded(tokenizer, documents(9)), 256)),
+    )
+    first = np.flatnonzero(np.asarray(rows.documents[0]) == 1)
+    expected_TV = nnx.jit(lambda network, rows: network(rows)[0][0])(network, rows)[first]
+    run = nnx.jit(
+        lambda model, tokens_T: model(tokens_T, jnp.arange(tokens_T.shape[0]), dense_causal_attend)
+    )
+    np.testing.assert_allclose(run(load(tmp_path), rows.tokens[0, first]), expected_TV, atol=1e-4)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == family
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shipped_weights_are_finite_and_float32(family: str) -> None:
+    for name, tensor in load_file(TINY / family / "model.safetensors").items():
+        assert tensor.dtype == np.float32 and np.isfinite(tensor).all(), name
+
+
+@pytest.mark.ci
+def test_the_experts_of_the_shipped_model_are_all_used() -> None:
+    """An expert that no token of 6 stories chooses would have been collapsed away by training."""
+    tensors = load_file(TINY / "qwen3_moe" / "model.safetensors")
+    model, tokenizer = shipped("qwen3_moe")
+    ids = jnp.asarray(
+        [
+            token
+            for index in range(6)
+            for token in tokenizer.encode(document(0, index, held_out=True))
+        ][:384]
+    )
+    x_TD, positions_T = model.stem.embed(ids, Shards()), jnp.arange(len(ids))
+    for number, layer in enumerate(model.layers):
+        middle_TD = x_TD + layer.attention(
+            layer.attention_norm(x_TD), positions_T, dense_causal_attend, Shards()
+        )
+        scores_TE = (
+            np.asarray(layer.mlp_norm(middle_TD))
+            @ tensors[f"model.layers.{number}.mlp.gate.weight"].T
+        )
+        top_TC = np.argsort(-scores_TE, axis=-1)[:, :2]
+        assert set(top_TC.ravel().tolist()) == set(range(8))
+        x_TD = layer(x_TD, positions_T, dense_causal_attend, Shards())
+
+
+def test_the_corpus_is_a_function_of_seed_and_index() -> None:
+    assert [document(3, index) for index in range(50)] == list(islice(documents(3), 50))
+    assert not {document(3, index) for index in range(50)} & {
+        document(3, index, held_out=True) for index in range(50)
+    }
+    assert document(3, 7) != document(4, 7)
+
+
+def test_the_corpus_is_the_one_that_the_shipped_weights_learned() -> None:
+    digest = hashlib.sha256()
+    for seed in (0, 5):
+        for held_out, documents_read in ((False, 400), (True, 50)):
+            for index in range(documents_read):
+                digest.update(document(seed, index, held_out=held_out).encode())
+    assert digest.hexdigest() == "9c3ac9206d307777ad2b2fb27d2fe0b181fb6368d2d07a4674ee428c5ae2bf57"
+
+
+def test_no_document_shows_its_template() -> None:
+    for text in islice(documents(1), 1500):
+        assert text.endswith(("</s>", "<|end|>"))
+        for part in re.split(r"<[^>]*>", text.replace("bigger and bigger", "bigger")):
+            assert not re.search(r"[\[\]{}<>]|  | [.,!?]|^\s|\ba [aeiou]|\b(\w+) \1\b", part), part
+
+
+def test_rows_hold_whole_documents_and_predict_within_them() -> None:
+    tokenizer = tokenizers.Tokenizer.from_file(str(TINY / "llama" / "tokenizer.json"))
+    for row in islice(packed_rows(encoded(tokenizer, documents(2)), 512), 20):
+        _check_row(row)
+
+
+def _check_row(row: PackedRows) -> None:
+    tokens, targets, numbers, positions = (
+        np.asarray(leaf) for leaf in (row.tokens, row.targets, row.documents, row.positions)
+    )
+    assert numbers[0] == 1
+    for number in range(1, numbers.max() + 1):
+        own = np.flatnonzero(numbers == number)
+        assert (np.diff(own) == 1).all() and tokens[own[0]] == 0
+        np.testing.assert_array_equal(positions[own], np.arange(len(own)))
+        np.testing.assert_array_equal(targets[own[:-1]], tokens[own[1:]])
+        assert targets[own[-1]] == -1
+    assert (targets[numbers == 0] == -1).all()

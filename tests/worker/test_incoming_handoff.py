@@ -1,0 +1,350 @@
+"""The receiver alone: what it does with blocks when it was closed, and what it refuses to call
+complete."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from jdisagg.config import LimitsConfig
+from jdisagg.errors import HandoffError, UnavailableError
+from jdisagg.messages.ports import (
+    FirstToken,
+    HandoffEnd,
+    HandoffSource,
+    Offer,
+    OfferChecksum,
+    PeerHello,
+    PeerMessage,
+)
+from jdisagg.messages.step_commands import CopyPages, DropBlocks, InsertBlock
+from jdisagg.telemetry import Counters
+from jdisagg.worker.incoming_handoff import Destination, IncomingHandoff, Received
+from jdisagg.worker.peers import Link
+from jdisagg.worker.sender_line import SenderLine, SideCalls
+from jdisagg.worker.step_loop import StepLoop
+from tests.fakes.fake_executor import Costs, FakeChannel, FakeExecutor, Faults, checksum, toy_limits
+from tests.fakes.toy_model import extend
+from tests.fakes.virtual_time import run_virtually
+
+
+class ScriptedPeer:
+    """Offers what it was given."""
+
+    def __init__(self, messages: list[PeerMessage]) -> None:
+        self.messages = messages
+        self.acknowledged: list[int] = []
+        self.heartbeats = 0
+        self.silent = False
+
+    async def hello(self, hello: PeerHello) -> PeerHello:
+        return hello
+
+    async def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:
+        for message in self.messages:
+            yield message
+
+    async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
+        if self.silent:
+            await asyncio.sleep(1000)
+        self.acknowledged += offer_ids
+        self.heartbeats += not offer_ids
+
+    async def abort(self, handoff_id: int, reason: str) -> None: ...
+
+
+def blocks(tokens: int) -> tuple[FakeChannel, list[Offer]]:
+    """Offers of four tokens each, in two layer groups."""
+    channel, offers, chain = FakeChannel(), [], 1
+    entries = [(position, 7, chain := extend(chain, 7)) for position in range(tokens)]
+    for group in range(2):
+        for start in range(0, tokens, 4):
+            offer_id = 1000 * (group + 1) + start
+            piece = entries[start : start + 4]
+            channel.offered[offer_id] = (range(group, group + 1), list(piece), 0.0)
+            offers.append(Offer(offer_id, group, start, len(piece), 4, 0))
+    return channel, offers
+
+
+class Receiving:
+    """A hand-off to rank 0 of `mesh` whose sender is `peer`."""
+
+    def __init__(self, mesh: FakeExecutor, peer: ScriptedPeer, verify: bool = False) -> None:
+        now, limits = asyncio.get_running_loop().time, LimitsConfig(pull_seconds=10.0)
+        mesh.peers.add("p#1")
+        self.counters = Counters()
+        self.loop = StepLoop(mesh, lambda: None, lambda _: None, now)
+        line = SenderLine(
+            peer, HandoffSource("p", 1), 1, SideCalls(self.counters, limits.timeouts.handoff)
+        )
+        line.link = Link("p#1", KEY, verify=verify)
+        pages = Destination(0, lambda tokens: (5, 6, 7)[: -(-tokens // 4)], layer_groups=2)
+        self.handoff = IncomingHandoff(self.loop, line, pages, limits, self.counters, now)
+
+    async def receive(self) -> Received:
+        return await self.handoff.receive()
+
+
+KEY = 77
+
+
+def sums(channel: FakeChannel, offers: list[Offer]) -> list[OfferChecksum]:
+    return [
+        OfferChecksum(offer.offer_id, checksum(KEY, *channel.offered[offer.offer_id][:2]))
+        for offer in offers
+    ]
+
+
+def test_a_block_of_several_layer_groups_counts_for_each_and_must_not_overlap_another() -> None:
+    async def main() -> None:
+        channel, offers = blocks(10)
+        entries = channel.offered[1000][1]
+        channel.offered[7] = (range(2), list(entries), 0.0)
+        both = Offer(7, 0, 0, 4, 4, 0, 2)
+        rest = [offer for offer in offers if offer.start]
+        mesh = FakeExecutor(toy_limits(), channel)
+        received = await Receiving(
+            mesh, ScriptedPeer([both, *rest, HandoffEnd(5, 10, ())])
+        ).receive()
+        assert len(received.blocks) == 5
+        for wrong, count in (
+            ([both, *offers], 7),
+            ([msgspec.structs.replace(both, groups=1), *rest], 5),
+            (rest, 4),
+        ):
+            channel, _ = blocks(10)
+            channel.offered[7] = (
+                range(wrong[0].group, wrong[0].group + wrong[0].groups),
+                list(entries),
+                0.0,
+            )
+            with pytest.raises(
+                HandoffError, match="do not cover 10 positions of 2 layer groups once each"
+            ):
+                await Receiving(
+                    FakeExecutor(toy_limits(), channel),
+                    ScriptedPeer([*wrong, HandoffEnd(count, 10, ())]),
+                ).receive()
+
+    run_virtually(main)
+
+
+def test_blocks_are_inserted_then_acknowledged_and_counted() -> None:
+    async def main() -> None:
+        channel, offers = blocks(10)
+        mesh, peer = (
+            FakeExecutor(toy_limits(), channel),
+            ScriptedPeer([*offers, HandoffEnd(6, 10, (FirstToken(0, 3),))]),
+        )
+        received = await Receiving(mesh, peer).receive()
+        await asyncio.sleep(0.001)
+        assert received.firsts == (FirstToken(0, 3),) and received.bytes_moved == 2 * 10 * 8
+        assert sorted(peer.acknowledged) == sorted(offer.offer_id for offer in offers)
+
+    run_virtually(main)
+
+
+class DeafPeer(ScriptedPeer):
+    """Loses the first words about blocks, and ends when it has heard of every block, as one who
+    moves a sequence does."""
+
+    lost = 0
+
+    async def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:
+        for message in self.messages[:-1]:
+            yield message
+        while len(set(self.acknowledged)) < len(self.messages) - 1:
+            await asyncio.sleep(0.1)
+        yield self.messages[-1]
+
+    async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
+        if offer_ids and self.lost < 2:
+            self.lost += 1
+            raise UnavailableError("the call was lost")
+        await super().acknowledge(handoff_id, offer_ids)
+
+
+def test_acknowledgements_that_were_lost_are_said_again_while_the_sender_waits_for_them() -> None:
+    async def main() -> None:
+        channel, offers = blocks(10)
+        peer = DeafPeer([*offers, HandoffEnd(6, 10, (FirstToken(0, 3),))])
+        async with asyncio.timeout(30):
+            received = await Receiving(FakeExecutor(toy_limits(), channel), peer).receive()
+        assert peer.lost == 2 and received.firsts == (FirstToken(0, 3),)
+
+    run_virtually(main)
+
+
+def test_a_closed_receiver_inserts_nothing_and_drops_what_arrives() -> None:
+    async def main() -> None:
+        channel, offers = blocks(10)
+        mesh = FakeExecutor(toy_limits(), channel)
+        closing = Receiving(mesh, ScriptedPeer([*offers, HandoffEnd(6, 10, ())]))
+        task = asyncio.create_task(closing.receive())
+        await asyncio.sleep(0.001)
+        closing.handoff.close()
+        with pytest.raises(HandoffError):
+            await task
+        await asyncio.sleep(1.0)
+        assert not any(isinstance(command, InsertBlock) for command in mesh.log)
+        assert any(isinstance(command, DropBlocks) for command in mesh.log) and not mesh.pulled
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize("missing", ["a block", "a position", "the end", "a layer group"])
+def test_an_incomplete_hand_off_is_refused(missing: str) -> None:
+    async def main() -> None:
+        channel, offers = blocks(10)
+        messages: list[PeerMessage] = {
+            "a block": [*offers[:-1], HandoffEnd(6, 10, ())],
+            "a position": [*offers, HandoffEnd(6, 11, ())],
+            "the end": [*offers],
+            "a layer group": [*offers[:3], HandoffEnd(3, 10, ())],
+        }[missing]
+        with pytest.raises(HandoffError):
+            await Receiving(FakeExecutor(toy_limits(), channel), ScriptedPeer(messages)).receive()
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize("order", ["with its block", "before any block", "after all blocks"])
+def test_a_hand_off_is_whole_only_when_every_block_sums_to_what_the_sender_computed(
+    order: str,
+) -> None:
+    async def main() -> None:
+        channel, offers = blocks(10)
+        mesh, checksums = FakeExecutor(toy_limits(), channel), sums(channel, offers)
+        paired: list[PeerMessage] = [
+            message for pair in zip(offers, checksums, strict=True) for message in pair
+        ]
+        messages = {
+            "with its block": paired,
+            "before any block": [*checksums, *offers],
+            "after all blocks": [*offers, *checksums],
+        }[order]
+        receiving = Receiving(mesh, ScriptedPeer([*messages, HandoffEnd(6, 10, ())]), verify=True)
+        assert len((await receiving.receive()).blocks) == 6
+        assert receiving.counters["checksums_mismatched"] == 0
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize("garbled", [{1}, {1, 2, 3}, {2, 5}])
+def test_a_block_that_came_out_wrong_is_pulled_again(garbled: set[int]) -> None:
+    async def main() -> None:
+        channel, offers = blocks(10)
+        mesh = FakeExecutor(
+            toy_limits(), channel, Faults(pull_error=lambda nth: "garble" if nth in garbled else "")
+        )
+        receiving = Receiving(
+            mesh,
+            ScriptedPeer([*offers, *sums(channel, offers), HandoffEnd(6, 10, ())]),
+            verify=True,
+        )
+        assert len((await receiving.receive()).blocks) == 6
+        assert (
+            receiving.counters["checksums_mismatched"]
+            == receiving.counters["blocks_pulled_again"]
+            == len(garbled)
+        )
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize(
+    ("fault", "counter"),
+    [("garble", "checksums_mismatched"), ("lost", "pulls_failed"), ("stall", "pulls_timed_out")],
+)
+def test_a_block_that_never_comes_out_right_fails_after_three_tries(
+    fault: str, counter: str
+) -> None:
+    async def main() -> None:
+        channel, offers = blocks(4)
+        mesh = FakeExecutor(
+            toy_limits(), channel, Faults(pull_error=lambda nth: "" if nth == 2 else fault)
+        )
+        receiving = Receiving(
+            mesh, ScriptedPeer([*offers, *sums(channel, offers), HandoffEnd(2, 4, ())]), verify=True
+        )
+        with pytest.raises(HandoffError, match="in 3 tries"):
+            await receiving.receive()
+        assert receiving.counters[counter] == 3
+        await asyncio.sleep(1)
+        assert not mesh.pulled
+
+    run_virtually(main)
+
+
+def test_a_checksum_that_never_comes_fails_the_hand_off() -> None:
+    async def main() -> None:
+        channel, offers = blocks(4)
+        messages: list[PeerMessage] = [*offers, *sums(channel, offers)[:1], HandoffEnd(2, 4, ())]
+        receiving = Receiving(
+            FakeExecutor(toy_limits(), channel), ScriptedPeer(messages), verify=True
+        )
+        with pytest.raises(HandoffError, match="no checksum"):
+            await receiving.receive()
+        assert receiving.handoff.kept_tokens() == 0, (
+            "a block counts as come only once it is verified, in every layer group"
+        )
+
+    run_virtually(main)
+
+
+def test_a_long_pull_keeps_the_senders_lease_alive_and_a_silent_sender_is_given_up() -> None:
+    async def main() -> None:
+        channel, offers = blocks(4)
+        peer = ScriptedPeer([*offers, HandoffEnd(2, 4, ())])
+        slow = Receiving(FakeExecutor(toy_limits(), channel, costs=Costs(pull=9.0)), peer)
+        received = await slow.receive()
+        assert peer.heartbeats == 4 and received.exposed_seconds == pytest.approx(9.0, abs=0.01)
+        silent = ScriptedPeer([*offers, HandoffEnd(2, 4, ())])
+        silent.silent = True
+        with pytest.raises(HandoffError, match="does not answer"):
+            await Receiving(
+                FakeExecutor(toy_limits(), channel, costs=Costs(pull=9.5)), silent
+            ).receive()
+        assert asyncio.get_running_loop().time() < 9.1 + 9.0
+
+    run_virtually(main)
+
+
+def test_a_pull_that_a_busy_mesh_does_not_get_to_is_no_failure_of_its_sender() -> None:
+    async def main() -> None:
+        channel, offers = blocks(4)
+        now = asyncio.get_running_loop().time
+        busy_until = now() + 100.0
+        faults = Faults(pull_error=lambda _: "stall" if now() < busy_until else "")
+        mesh = FakeExecutor(toy_limits(), channel, faults, Costs(other=100.0))
+        receiving = Receiving(mesh, ScriptedPeer([*offers, HandoffEnd(2, 4, ())]))
+        receiving.loop.fire(CopyPages(1, ()))
+        received = await receiving.receive()
+        assert len(received.blocks) == 2 and receiving.counters["pulls_timed_out"] > 2 * 3
+
+    run_virtually(main)
+
+
+def test_a_heartbeat_that_is_due_while_a_hand_off_fails_troubles_nobody() -> None:
+    class SlowToClose(ScriptedPeer):
+        async def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:
+            try:
+                for message in self.messages:
+                    yield message
+                await asyncio.sleep(1000)
+            finally:
+                await asyncio.sleep(5)
+
+    async def main() -> None:
+        troubles: list[dict[str, object]] = []
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: troubles.append(context)
+        )
+        channel, offers = blocks(4)
+        mesh = FakeExecutor(toy_limits(), channel, Faults(pull_error=lambda nth: "lost"))
+        with pytest.raises(HandoffError, match="in 3 tries"):
+            await Receiving(mesh, SlowToClose([*offers])).receive()
+        assert asyncio.get_running_loop().time() > 2 and not troubles
+
+    run_virtually(main)

@@ -1,0 +1,278 @@
+"""The training loop of the tiny models: packs the endless corpus into rows and learns from them.
+
+Deterministic: the same seed, steps and versions give the same weights on the same machine. The last
+part of the run has rows of the whole context, so that all positions are trained. Flax NNX and
+Optax; one device; parameters and state are donated."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from zipfile import BadZipFile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+from flax import nnx
+from tokenizers import Tokenizer
+
+from jdisagg.errors import ConfigError
+from tools.tiny_models.corpus import documents
+from tools.tiny_models.network import PackedRows, TinyNetwork, TinyShape
+from tools.tiny_models.stories import STORIES
+
+_POOL_DOCUMENTS = 256
+_IMBALANCE_WEIGHT = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Warm-up, a constant rate, and a linear end over the last `end_share` of the steps.
+
+    The text comes in rows of `row_tokens`, as many as `tokens_per_step` holds, and at the end of
+    the whole context. The first part does not depend on `steps`, so that a kept state can be taken
+    to another number of steps with the same result."""
+
+    steps: int
+    seed: int = 0
+    tokens_per_step: int = 1056
+    row_tokens: int = 352
+    matrix_rate: float = 0.02
+    other_rate: float = 2e-3
+    warmup_steps: int = 60
+    end_share: float = 0.25
+    seconds_at_most: float = 3600.0
+
+    @property
+    def end_begins(self) -> int:
+        return self.steps - int(self.steps * self.end_share)
+
+    def rate(self, peak: float) -> optax.Schedule:
+        start = optax.linear_schedule(0.0, peak, self.warmup_steps)
+        end = optax.linear_schedule(
+            peak, 0.0, max(1, self.steps - self.end_begins), self.end_begins
+        )
+        return lambda count: jnp.minimum(start(count), end(count))
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    step: int
+    loss: float
+    imbalance: float
+    seconds: float
+
+
+def train(
+    shape: TinyShape,
+    tokenizer: Tokenizer,
+    schedule: Schedule,
+    on_progress: Callable[[Progress, TinyNetwork], None],
+    every: int = 100,
+    keep: Path | None = None,
+) -> TinyNetwork:
+    """Trains from random weights; calls `on_progress` every so many steps and after the last. Stops
+    early when time is over.
+
+    `keep`: a file that holds the state each time that progress is told, and from which training
+    goes on if it is there."""
+    graph, parameters = nnx.split(TinyNetwork(shape, schedule.seed))
+    weights_V = jnp.asarray(token_weights(tokenizer))
+    optimizer = _optimizer(schedule)
+
+    def objective(
+        parameters: nnx.State, rows: PackedRows
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        logits_RTV, imbalance = nnx.merge(graph, parameters)(rows)
+        weighted = mean_loss(logits_RTV, rows.targets, weights_V)
+        return weighted + _IMBALANCE_WEIGHT * imbalance, (
+            mean_loss(logits_RTV, rows.targets),
+            imbalance,
+        )
+
+    def step(parameters: nnx.State, state: optax.OptState, rows: PackedRows):
+        gradients, (loss, imbalance) = jax.grad(objective, has_aux=True)(parameters, rows)
+        with jax.numpy_dtype_promotion("standard"):  # Optax counts on it
+            updates, state = optimizer.update(gradients, state, parameters)
+        return optax.apply_updates(parameters, updates), state, loss, imbalance
+
+    run_step = jax.jit(step, donate_argnums=(0, 1))
+    state = jax.jit(optimizer.init)(parameters)
+    done = 0
+    if keep is not None and keep.exists():
+        done, (parameters, state) = _read_state(keep, (parameters, state))
+    began = time.monotonic()
+    recent: list[tuple[jax.Array, jax.Array]] = []
+    for number, rows in enumerate(
+        islice(_batches(shape, tokenizer, schedule), done, None), start=done + 1
+    ):
+        parameters, state, loss, imbalance = run_step(parameters, state, rows)
+        recent.append((loss, imbalance))
+        last = number == schedule.steps or time.monotonic() - began > schedule.seconds_at_most
+        if number % every == 0 or last:
+            means = np.mean(np.asarray(jax.device_get(recent)), axis=0)
+            if keep is not None:
+                _write_state(keep, number, (parameters, state))
+            on_progress(
+                Progress(number, float(means[0]), float(means[1]), time.monotonic() - began),
+                nnx.merge(graph, parameters),
+            )
+            recent.clear()
+        if last:
+            break
+    return nnx.merge(graph, parameters)
+
+
+def mean_loss(
+    logits_RTV: jax.Array, targets_RT: jax.Array, weights_V: jax.Array | None = None
+) -> jax.Array:
+    """Mean cross-entropy in nats over the tokens that are to be predicted, each with its weight."""
+    known_RT = jnp.maximum(targets_RT, 0)
+    losses_RT = optax.softmax_cross_entropy_with_integer_labels(logits_RTV, known_RT)
+    weights_RT = (targets_RT >= 0).astype(jnp.float32) * (
+        1.0 if weights_V is None else weights_V[known_RT]
+    )
+    return jnp.sum(losses_RT * weights_RT) / jnp.sum(weights_RT)
+
+
+def token_weights(tokenizer: Tokenizer) -> np.ndarray:
+    """Names count four times, other words that a story must remember twice: the phrases around them
+    are learned soon enough, while who did what to whom is learned late, and is what makes a story
+    one."""
+    weights_V = np.ones(tokenizer.get_vocab_size(), np.float32)
+    known = STORIES.words
+    for words, weight in ((known.remembered, 2.0), (known.girls + known.boys, 4.0)):
+        for word in words:
+            for written in (word, " " + word):
+                ids = tokenizer.encode(written, add_special_tokens=False).ids
+                weights_V[ids[:1]] = weight
+    return weights_V
+
+
+def held_out_losses(
+    network: TinyNetwork, tokenizer: Tokenizer, seed: int, row_count: int = 64
+) -> dict[str, float]:
+    """Nats a token on text that was not trained on: of the network, and of unigram and bigram
+    counts as baselines."""
+    graph, parameters = nnx.split(network)
+    evaluate = jax.jit(
+        lambda parameters, rows: mean_loss(nnx.merge(graph, parameters)(rows)[0], rows.targets)
+    )
+    context = network.shape.context_tokens
+    rows_of = packed_rows(encoded(tokenizer, documents(seed, held_out=True)), context)
+    held_out = [_stack([next(rows_of) for _ in range(4)]) for _ in range(row_count // 4)]
+    loss = float(np.mean([float(evaluate(parameters, rows)) for rows in held_out]))
+    rows_of = packed_rows(encoded(tokenizer, documents(seed)), context)
+    counts = np.zeros((network.shape.vocabulary,) * 2)
+    for _ in range(1000):
+        row = next(rows_of)
+        known = row.targets >= 0
+        np.add.at(counts, (np.asarray(row.tokens)[known], np.asarray(row.targets)[known]), 1)
+    once = (counts.sum(0) + 0.1) / (counts.sum() + 0.1 * len(counts))
+    twice = (counts + 5 * once[None, :]) / (counts.sum(1, keepdims=True) + 5)
+    pairs = [
+        (np.asarray(rows.tokens)[rows.targets >= 0], np.asarray(rows.targets)[rows.targets >= 0])
+        for rows in held_out
+    ]
+    before, after = (np.concatenate(side) for side in zip(*pairs, strict=True))
+    return {
+        "model": loss,
+        "bigram": float(-np.log(twice[before, after]).mean()),
+        "unigram": float(-np.log(once[after]).mean()),
+    }
+
+
+def encoded(tokenizer: Tokenizer, texts: Iterator[str]) -> Iterator[list[int]]:
+    """Token ids of each document, `<s>` first."""
+    for text in texts:
+        yield tokenizer.encode(text).ids
+
+
+def packed_rows(sequences: Iterator[list[int]], row_tokens: int) -> Iterator[PackedRows]:
+    """Rows of whole documents, as NumPy arrays [T]: the longest waiting one that still fits comes
+    next. Longer ones are dropped."""
+    pool: list[list[int]] = []
+    while True:
+        while len(pool) < _POOL_DOCUMENTS:
+            ids = next(sequences)
+            if len(ids) <= row_tokens:
+                pool.append(ids)
+        tokens, documents, positions = (np.zeros(row_tokens, np.int32) for _ in range(3))
+        targets = np.full(row_tokens, -1, np.int32)
+        start, count = 0, 0
+        # The oldest comes first, so that none waits for ever.
+        chosen: int | None = 0
+        while chosen is not None:
+            ids = pool.pop(chosen)
+            stop, count = start + len(ids), count + 1
+            tokens[start:stop], targets[start : stop - 1] = ids, ids[1:]
+            documents[start:stop], positions[start:stop] = count, np.arange(len(ids))
+            start, room = stop, row_tokens - stop
+            chosen = max(
+                (i for i, ids in enumerate(pool) if len(ids) <= room),
+                key=lambda i: len(pool[i]),
+                default=None,
+            )
+        yield PackedRows(tokens, targets, documents, positions)  # type: ignore[arg-type]
+
+
+def _batches(shape: TinyShape, tokenizer: Tokenizer, schedule: Schedule) -> Iterator[PackedRows]:
+    sequences = encoded(tokenizer, documents(schedule.seed))
+    parts = (
+        (schedule.row_tokens, schedule.end_begins),
+        (shape.context_tokens, schedule.steps - schedule.end_begins),
+    )
+    for row_tokens, steps in parts:
+        rows_of = packed_rows(sequences, row_tokens)
+        for _ in range(steps):
+            yield _stack(
+                [next(rows_of) for _ in range(max(1, schedule.tokens_per_step // row_tokens))]
+            )
+
+
+def _stack(rows: list[PackedRows]) -> PackedRows:
+    return jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *rows)
+
+
+def _optimizer(schedule: Schedule) -> optax.GradientTransformation:
+    """Muon (Jordan et al., 2024) for the matrices between, which learns from half the text; AdamW
+    for embedding, router and norms."""
+    return optax.partition(
+        {
+            "matrix": optax.contrib.muon(schedule.rate(schedule.matrix_rate), weight_decay=0.02),
+            "other": optax.adamw(schedule.rate(schedule.other_rate), b2=0.98, weight_decay=0.0),
+        },
+        lambda parameters: jax.tree_util.tree_map_with_path(_kind, parameters),
+    )
+
+
+def _kind(path: tuple[object, ...], leaf: jax.Array) -> str:
+    name = jax.tree_util.keystr(path)
+    return (
+        "matrix" if leaf.ndim == 2 and "embedding" not in name and "router" not in name else "other"
+    )
+
+
+def _write_state(file: Path, step: int, state: tuple[nnx.State, optax.OptState]) -> None:
+    partial = file.with_suffix(".partial.npz")
+    np.savez(partial, np.asarray(step), *(np.asarray(leaf) for leaf in jax.tree.leaves(state)))
+    partial.replace(file)
+
+
+def _read_state(
+    file: Path, like: tuple[nnx.State, optax.OptState]
+) -> tuple[int, tuple[nnx.State, optax.OptState]]:
+    try:
+        with np.load(file) as kept:
+            step, *leaves = (kept[f"arr_{number}"] for number in range(len(kept.files)))
+        return int(step), jax.tree.unflatten(
+            jax.tree.structure(like), [jnp.asarray(leaf) for leaf in leaves]
+        )
+    except (OSError, ValueError, KeyError, AttributeError, EOFError, BadZipFile) as error:
+        raise ConfigError(
+            f"{file} holds no state of this training ({error}); give the file that it was kept in,"
+            " or a new one"
+        ) from error
