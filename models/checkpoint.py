@@ -3,12 +3,15 @@ nothing gathered.
 
 A directory holds config.json and either safetensors files in Hugging Face form or the Orbax form
 that `launch.convert` writes. Every tensor must be accounted for: missing, extra and wrongly shaped
-ones are listed. Each process reads only its own slices."""
+ones are listed. Each process reads only its own slices. A head that the files hold beside
+`tie_word_embeddings` is compared with the embedding, and kept where the two differ, as after
+training one of them: transformers does so, too."""
 
+import logging
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -26,13 +29,16 @@ from models.catalog import read_config
 from models.decoder import Decoder, abstract_model
 from models.decoder_config import DecoderConfig
 from models.hf_config import HfConfig
-from models.hf_weights import Source, find_source
+from models.hf_weights import STEM, Source, find_source
 from models.parameter_tree import parameter_shapes, with_arrays
 from models.safetensors_files import SafetensorsFiles
 
 # Buffers that some checkpoints store and no forward pass of ours reads.
 _HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|attn\.bias)$")
 _LISTED = 8
+_EMBEDDING, _HEAD = STEM["embedding"], STEM["head.kernel"]
+_COMPARED_ROWS = 4096
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +72,36 @@ def load_model(
         raise ConfigError(f"dtype must be 'float32' or 'bfloat16', got {dtype!r}")
     directory = Path(directory)
     config = load_config(directory)
+    in_orbax = orbax_checkpoint.is_orbax(directory)
+    files = None if in_orbax else SafetensorsFiles.from_directory(directory)
+    if files is not None and config.tied and _has_own_head(files):
+        _log.warning(
+            "%s: tie_word_embeddings is set, but lm_head.weight is not the embedding; it is used",
+            directory,
+        )
+        config = replace(config, tied=False)
     layout.check(config.geometry)
     mesh = layout_mesh(layout, config.attention.kv_heads, devices)
     model = abstract_model(
         config, dtype=dtype, platform=platform or devices[0].platform, tp=layout.tp
     )
-    if orbax_checkpoint.is_orbax(directory):
+    if files is None:
         return LoadedModel(orbax_checkpoint.restore(directory, model, mesh, layout), mesh, layout)
-    return LoadedModel(
-        _fill(model, SafetensorsFiles.from_directory(directory), directory, mesh, layout),
-        mesh,
-        layout,
-    )
+    return LoadedModel(_fill(model, files, directory, mesh, layout), mesh, layout)
+
+
+def _has_own_head(files: SafetensorsFiles) -> bool:
+    """Whether there is a head that is not the embedding once more."""
+    shapes = files.shapes()
+    if _HEAD not in shapes or _EMBEDDING not in shapes:
+        return False
+    if shapes[_HEAD] != shapes[_EMBEDDING]:
+        return True  # `_check` says what is wrong with it
+    for first in range(0, shapes[_HEAD][0], _COMPARED_ROWS):
+        rows = (slice(first, first + _COMPARED_ROWS), slice(None))
+        if not np.array_equal(files.read(_HEAD, rows), files.read(_EMBEDDING, rows)):
+            return True
+    return False
 
 
 def _fill(
@@ -140,7 +164,7 @@ def _check(
         for name, shape in needed.items()
         if name in found and found[name] != shape
     ]
-    ignored = {"lm_head.weight"} if config.tied else set()
+    ignored = {_HEAD} if config.tied else set()  # equal to the embedding
     extra = [
         f"{name} {shape}"
         for name, shape in found.items()

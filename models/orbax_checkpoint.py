@@ -6,6 +6,7 @@ tokenizer's files. Arrays are kept as [in, out] and with the plain vocabulary, s
 depends on neither platform nor layout; Orbax pads the vocabulary on the way in, and kernels that a
 platform wants as [out, in] are flipped on their own devices afterwards."""
 
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,10 +63,19 @@ def save(model: Decoder, mesh: Mesh, layout: Layout, source: Path, destination: 
         for name in _COMPANIONS:
             if (source / name).is_file() and source.resolve() != destination.resolve():
                 shutil.copyfile(source / name, destination / name)
+        if not model.config.tied:
+            _say_untied(destination / "config.json")
     except OSError as error:
         raise CheckpointError(
             f"{destination} cannot be written: {error}; remove what is there and convert again"
         ) from error
+
+
+def _say_untied(path: Path) -> None:
+    """The source's config.json may say otherwise: its head was not the embedding after all."""
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    if fields.get("tie_word_embeddings"):
+        path.write_text(json.dumps(fields | {"tie_word_embeddings": False}, indent=2) + "\n")
 
 
 def check_destination(destination: Path) -> None:

@@ -164,30 +164,40 @@ def _special_tokens(fields: Mapping[str, object]) -> dict[str, str]:
 def _eos_ids(
     directory: Path, backend: tokenizers.Tokenizer, special: Mapping[str, str]
 ) -> tuple[int, ...]:
-    """From generation_config.json, else config.json (each an id or a list), else the tokenizer's
-    EOS token; perhaps none."""
+    """All that generation_config.json, config.json (each an id or a list) and the tokenizer's EOS
+    token name, in this order; perhaps none. One of them alone is often behind: a chat's end is told
+    to the tokenizer, and generation_config.json is the base model's."""
+    found: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        value = _read_object(directory / name).get("eos_token_id")
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        found = tuple(
-            item
-            for item in ids
-            if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**31
+        found += _stated_eos_ids(directory / name)
+    if "eos_token" in special and (eos := backend.token_to_id(special["eos_token"])) is not None:
+        found.append(eos)
+    ids = tuple(dict.fromkeys(found))
+    if len(ids) > MAX_EOS_IDS:
+        raise CheckpointError(
+            f"{directory}: eos_token_id may name {MAX_EOS_IDS} tokens, got {len(ids)} of"
+            " generation_config.json, config.json and the tokenizer together; leave some out"
         )
-        if len(found) < len(ids):
-            raise CheckpointError(
-                f"{directory / name}: eos_token_id must be a token id or a list of them, got"
-                f" {value!r}; correct it"
-            )
-        if len(set(found)) > MAX_EOS_IDS:
-            raise CheckpointError(
-                f"{directory / name}: eos_token_id may name {MAX_EOS_IDS} tokens, got"
-                f" {len(set(found))}; leave some out"
-            )
-        if found:
-            return found
-    eos = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
-    return () if eos is None else (eos,)
+    return ids
+
+
+def _stated_eos_ids(path: Path) -> list[int]:
+    fields = _read_object(path)
+    value = fields.get("eos_token_id")
+    if value is None and isinstance(inner := fields.get("text_config"), dict):
+        value = inner.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    found = [
+        item
+        for item in ids
+        if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**31
+    ]
+    if len(found) < len(ids):
+        raise CheckpointError(
+            f"{path}: eos_token_id must be a token id or a list of them, got {value!r:.80};"
+            " correct it"
+        )
+    return found
 
 
 def _find_template(directory: Path, settings: Mapping[str, object]) -> str | None:

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 from jdisagg.errors import CheckpointError, ConfigError, LayoutError
 from jdisagg.layout.axes import Layout
 from launch.convert import convert
+from models.blocks import SparseMLP
 from models.checkpoint import load_model
 from models.safetensors_files import SafetensorsFiles
 from tests import time_scale
@@ -102,7 +103,9 @@ def test_a_process_reads_each_slice_once(monkeypatch: pytest.MonkeyPatch) -> Non
     files = SafetensorsFiles.from_directory(GOLDEN / MOE)
     whole_bytes = {name: 2 * int(np.prod(shape)) for name, shape in files.shapes().items()}
     assert read_bytes == whole_bytes  # all four devices together: replicas share a read
-    experts = loaded.model.layers[1].mlp.up[...]
+    mlp = loaded.model.layers[1].mlp
+    assert isinstance(mlp, SparseMLP)
+    experts = mlp.up[...]
     assert [shard.data.nbytes for shard in experts.addressable_shards] == [experts.nbytes // 4] * 4
 
 
@@ -157,6 +160,7 @@ LOAD_ALL = """
 import sys, jax
 from jdisagg.errors import CheckpointError
 from jdisagg.layout.axes import Layout
+from models.blocks import SparseMLP
 from models.checkpoint import load_model
 for directory in sys.argv[1:]:
     try:
@@ -248,6 +252,20 @@ def test_a_stored_head_is_passed_over_where_it_is_tied(checkpoint: Path) -> None
         checkpoint / "model.safetensors",
     )
     assert _load(checkpoint).model.stem.head is None
+
+
+def test_a_head_of_its_own_is_used_although_the_config_says_tied(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    tied_BTV = sharded_logits(_load(checkpoint), tokens_BT := np.arange(3, 15)[None])
+    head_VD = np.roll(tensors["model.embed_tokens.weight"], 1, axis=0)
+    save_file(tensors | {"lm_head.weight": head_VD}, checkpoint / "model.safetensors")
+    convert(checkpoint, tmp_path / "orbax", "auto", 1)
+    for directory in (checkpoint, tmp_path / "orbax"):
+        own_BTV = sharded_logits(_load(directory, "tp=2"), tokens_BT)
+        np.testing.assert_allclose(own_BTV, np.roll(tied_BTV, 1, axis=-1), rtol=1e-4, atol=1e-4)
+    assert "lm_head.weight is not the embedding" in caplog.text
 
 
 @pytest.mark.parametrize(

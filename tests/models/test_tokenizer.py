@@ -66,15 +66,20 @@ def test_text_makes_the_round_trip_untruncated(directory: Path) -> None:
 
 @pytest.mark.parametrize(
     ("generation", "config", "ends"),
-    [([3, 1], 2, (3, 1)), (3, 2, (3,)), (None, [2, 3], (2, 3)), (None, None, (1,))],
+    [([3, 1], 2, (3, 1, 2)), (3, 2, (3, 2, 1)), (None, [2, 3], (2, 3, 1)), (None, None, (1,))],
 )
-def test_ends_come_from_generation_config_then_config_then_the_tokenizer(
+def test_ends_are_all_that_generation_config_config_and_the_tokenizer_name(
     directory: Path, generation: object, config: object, ends: tuple[int, ...]
 ) -> None:
     if generation is not None:
         _write(directory / "generation_config.json", eos_token_id=generation)
     _write(directory / "config.json", eos_token_id=config)
     assert Tokenizer.from_directory(directory).eos_ids == ends
+
+
+def test_the_ends_of_a_model_with_a_text_part_are_its_text_parts(directory: Path) -> None:
+    _write(directory / "config.json", text_config={"eos_token_id": [2]})
+    assert Tokenizer.from_directory(directory).eos_ids == (2, 1)
 
 
 def test_a_conversation_is_rendered_and_encoded_without_a_second_bos(directory: Path) -> None:
@@ -154,10 +159,9 @@ def test_broken_files_are_named(directory: Path, tmp_path: Path) -> None:
         CheckpointError, match="generation_config.json: eos_token_id must be a token id"
     ):
         Tokenizer.from_directory(directory)
-    _write(directory / "generation_config.json", eos_token_id=list(range(17)))
-    with pytest.raises(
-        CheckpointError, match="generation_config.json: eos_token_id may name 16 tokens, got 17"
-    ):
+    _write(directory / "generation_config.json", eos_token_id=list(range(16)))
+    _write(directory / "config.json", eos_token_id=16)
+    with pytest.raises(CheckpointError, match="eos_token_id may name 16 tokens, got 17"):
         Tokenizer.from_directory(directory)
     (directory / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match="tokenizer.json is not a readable tokenizer"):
