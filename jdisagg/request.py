@@ -9,6 +9,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jdisagg.errors import InvalidRequestError
 from jdisagg.plain import Message, plain
@@ -146,6 +147,24 @@ class SamplingParams:
             or self.min_tokens > 0
             or self.logprobs is not None
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What a checkpoint wants of the fields of `SamplingParams` that a request leaves unset; None
+    where it says nothing. Checked by whoever reads it."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    def given(self) -> dict[str, Any]:
+        """The fields that it says something of."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

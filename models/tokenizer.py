@@ -1,23 +1,24 @@
-"""Text to token ids and back, as a checkpoint's tokenizer.json says, with its special tokens, ends
-and chat template.
+"""Text to token ids and back, as a checkpoint's tokenizer.json says, with its special tokens, ends,
+chat template and wishes for sampling.
 
 The work is done by the `tokenizers` package. Truncation and padding that a tokenizer.json may carry
 are switched off: length is the server's affair. Safe to share between threads, and those that do
 not wait for it run on meanwhile: of the package's calls only the ones for batches let go of the
 interpreter's lock, and a text of megabytes takes seconds."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import tokenizers
 
 from jdisagg.errors import CheckpointError, InvalidRequestError
-from jdisagg.request import MAX_EOS_IDS
+from jdisagg.request import MAX_EOS_IDS, SamplingDefaults
 from models.chat_template import ChatTemplate
+from models.generation_config import read_object, read_sampling_defaults, stated_eos_ids
 from models.model_folder import check_model_folder
 
 _FEW_TOKENS = 1024
+NO_WISHES = SamplingDefaults()
 _SPECIAL_NAMES = (
     "bos_token",
     "eos_token",
@@ -31,15 +32,24 @@ _SPECIAL_NAMES = (
 
 class Tokenizer:
     """`eos_ids`: all ids that end a text, the first one the main. `special_ids`: ids that are no
-    part of the text."""
+    part of the text. `sampling_defaults`: what generation_config.json wants of a request that says
+    nothing."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, eos_ids: Sequence[int], special_tokens: Mapping[str, str],  # noqa: E501
-                 chat_template: str | None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        eos_ids: Sequence[int],
+        special_tokens: Mapping[str, str],
+        chat_template: str | None,
+        sampling_defaults: SamplingDefaults = NO_WISHES,
+    ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._chat = None if chat_template is None else ChatTemplate(chat_template, special_tokens)
         self.eos_ids = tuple(eos_ids)
+        self.sampling_defaults = sampling_defaults
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.bos_id = (
@@ -67,13 +77,14 @@ class Tokenizer:
             raise CheckpointError(
                 f"{path} is not a readable tokenizer ({error}); fetch it again"
             ) from error
-        settings = _read_object(directory / "tokenizer_config.json")
-        special = _special_tokens(_read_object(directory / "special_tokens_map.json") | settings)
+        settings = read_object(directory / "tokenizer_config.json")
+        special = _special_tokens(read_object(directory / "special_tokens_map.json") | settings)
         return cls(
             backend,
             eos_ids=_eos_ids(directory, backend, special),
             special_tokens=special,
             chat_template=_find_template(directory, settings),
+            sampling_defaults=read_sampling_defaults(directory),
         )
 
     @property
@@ -136,20 +147,6 @@ class Tokenizer:
         )
 
 
-def _read_object(path: Path) -> dict[str, object]:
-    if not path.is_file():
-        return {}
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); fetch it again") from error
-    if not isinstance(fields, dict):
-        raise CheckpointError(
-            f"{path} must hold a JSON object, got {type(fields).__name__}; fetch it again"
-        )
-    return fields
-
-
 def _special_tokens(fields: Mapping[str, object]) -> dict[str, str]:
     """Special tokens are given as strings, or as objects with their `content`."""
     found = {}
@@ -169,7 +166,7 @@ def _eos_ids(
     to the tokenizer, and generation_config.json is the base model's."""
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        found += _stated_eos_ids(directory / name)
+        found += stated_eos_ids(directory / name)
     if "eos_token" in special and (eos := backend.token_to_id(special["eos_token"])) is not None:
         found.append(eos)
     ids = tuple(dict.fromkeys(found))
@@ -179,25 +176,6 @@ def _eos_ids(
             " generation_config.json, config.json and the tokenizer together; leave some out"
         )
     return ids
-
-
-def _stated_eos_ids(path: Path) -> list[int]:
-    fields = _read_object(path)
-    value = fields.get("eos_token_id")
-    if value is None and isinstance(inner := fields.get("text_config"), dict):
-        value = inner.get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    found = [
-        item
-        for item in ids
-        if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**31
-    ]
-    if len(found) < len(ids):
-        raise CheckpointError(
-            f"{path}: eos_token_id must be a token id or a list of them, got {value!r:.80};"
-            " correct it"
-        )
-    return found
 
 
 def _find_template(directory: Path, settings: Mapping[str, object]) -> str | None:

@@ -32,6 +32,7 @@ from jdisagg.request import (
     MAX_STOP_TOKEN_IDS,
     Request,
     Resumption,
+    SamplingDefaults,
     SamplingParams,
     StreamEvent,
     foreign_token,
@@ -54,6 +55,8 @@ class TextCodec(Protocol):
 
     @property
     def eos_ids(self) -> tuple[int, ...]: ...
+    @property
+    def sampling_defaults(self) -> SamplingDefaults: ...
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
     def apply_chat_template(
@@ -73,7 +76,8 @@ class Path(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is served, and how. `prefill_layout` is None where one mesh does both."""
+    """What is served, and how. `prefill_layout` is None where one mesh does both. `sampling`: what
+    stands in for options that a request leaves unset."""
 
     name: str
     family: str
@@ -85,6 +89,7 @@ class ModelInfo:
     decode_layout: Layout
     kv_bytes_per_token: int
     version: str = ""
+    sampling: SamplingDefaults = SamplingDefaults()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +114,8 @@ Biases = Mapping[int, float] | Sequence[tuple[int, float]]
 
 class SamplingOptions(TypedDict, total=False):
     """Keyword arguments of a generation: the fields of `SamplingParams`. Absent or None is the
-    default: for `max_tokens` 256 or what room is left, whichever is less; for `seed` a fresh one.
-    """
+    default, the model's own (`ModelInfo.sampling`) where it has one: for `max_tokens` 256 or what
+    room is left, whichever is less; for `seed` a fresh one."""
 
     max_tokens: int | None
     temperature: float | None
@@ -192,10 +197,10 @@ class Frontend:
         )
         # The options are judged before the work of tokenizing; the default of max_tokens is known
         # only after it.
-        _sampling(options, room_tokens=self.model.context_tokens)
+        _sampling(options, self.model.sampling, self.model.context_tokens)
         token_ids = await self._tokens(prompt, within_context=True)
         room_tokens = self._room(len(token_ids), options.get("max_tokens"))
-        sampling = _sampling(options, room_tokens)
+        sampling = _sampling(options, self.model.sampling, room_tokens)
         if resumption is not None:
             self._check_resumption(resumption, len(token_ids), sampling)
         stop_ids = (
@@ -424,7 +429,9 @@ def bias_pairs(biases: Biases) -> Sequence[tuple[int, float]]:
     return tuple(biases.items()) if isinstance(biases, Mapping) else biases
 
 
-def _sampling(options: SamplingOptions, room_tokens: int) -> SamplingParams:
+def _sampling(
+    options: SamplingOptions, defaults: SamplingDefaults, room_tokens: int
+) -> SamplingParams:
     """The concrete parameters; `room_tokens` bounds the default of max_tokens only."""
     given = {name: value for name, value in options.items() if value is not None}
     if (biases := options.get("logit_bias")) is not None:
@@ -438,10 +445,9 @@ def _sampling(options: SamplingOptions, room_tokens: int) -> SamplingParams:
             f"min_tokens={min_tokens} exceeds the {room_tokens} tokens of context left after the"
             " prompt; ask for fewer"
         )
-    default_tokens = min(max(DEFAULT_MAX_TOKENS, min_tokens), room_tokens)
-    return dataclasses.replace(
-        SamplingParams(max_tokens=default_tokens, seed=secrets.randbelow(MAX_SEED)), **given
-    )
+    most_tokens = defaults.max_tokens or DEFAULT_MAX_TOKENS
+    known = defaults.given() | {"max_tokens": min(max(most_tokens, min_tokens), room_tokens)}
+    return dataclasses.replace(SamplingParams(seed=secrets.randbelow(MAX_SEED)), **(known | given))
 
 
 def _tuple(name: str, value: object) -> tuple[object, ...]:

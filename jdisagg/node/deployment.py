@@ -118,6 +118,7 @@ class Deployment:
             decode_layout=config.decode.layout,
             kv_bytes_per_token=self.cluster.kv_spec.bytes_per_token,
             version=model_fingerprint(model.directory, config.model.dtype),
+            sampling=tokenizer.sampling_defaults,
         )
         self.frontend = Frontend(
             self.cluster.observed_path,

@@ -109,7 +109,7 @@ class Router:
             observer.metrics.watch_counters("path", path.counters)
             observer.metrics.watch_cluster(path.status)
             observer.metrics.model = self._name
-        info = _model_info(roster, self._name, self._tokenizer.vocabulary)
+        info = _model_info(roster, self._name, self._tokenizer)
         frontend = Frontend(
             OutcomeTap(wrap.path(path, observer), self._clock, controller.outcome),
             self._tokenizer,
@@ -204,7 +204,7 @@ class Router:
                 )
             if self._changed.is_set():
                 self._changed.clear()
-                frontend.model = _model_info(roster, self._name, self._tokenizer.vocabulary)
+                frontend.model = _model_info(roster, self._name, self._tokenizer)
                 known = (
                     ", ".join(
                         sorted(
@@ -238,7 +238,7 @@ class Router:
         return WorkerPorts(decode=worker.decode, close=worker.close)
 
 
-def _model_info(roster: Roster, name: str, vocabulary: int) -> ModelInfo:
+def _model_info(roster: Roster, name: str, tokenizer: RouterTokenizer) -> ModelInfo:
     """The workers' model; until there is one, what the tokenizer knows."""
     model = roster.model
     cards = sorted(roster.cards(), key=lambda card: card.name)
@@ -248,7 +248,7 @@ def _model_info(roster: Roster, name: str, vocabulary: int) -> ModelInfo:
     return ModelInfo(
         name=model.name if model else name,
         family=model.family if model else "",
-        vocabulary=model.vocabulary if model else vocabulary,
+        vocabulary=model.vocabulary if model else tokenizer.vocabulary,
         context_tokens=model.context_tokens if model else _UNKNOWN_CONTEXT,
         dtype=model.dtype if model else "float32",
         mode=Mode.CHUNKED if mixed and not prefill else Mode.DISAGGREGATED,
@@ -256,6 +256,7 @@ def _model_info(roster: Roster, name: str, vocabulary: int) -> ModelInfo:
         decode_layout=decode[0] if decode else Layout(),
         kv_bytes_per_token=model.kv_bytes_per_token if model else 0,
         version=model.fingerprint if model else "",
+        sampling=tokenizer.sampling_defaults,
     )
 
 

@@ -169,7 +169,7 @@ class GetModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("name", "family", "vocabulary", "context_tokens", "dtype", "mode", "prefill_layout", "decode_layout", "kv_bytes_per_token", "version")
+    __slots__ = ("name", "family", "vocabulary", "context_tokens", "dtype", "mode", "prefill_layout", "decode_layout", "kv_bytes_per_token", "version", "sampling_defaults")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FAMILY_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FIELD_NUMBER: _ClassVar[int]
@@ -180,6 +180,7 @@ class GetModelResponse(_message.Message):
     DECODE_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     family: str
     vocabulary: int
@@ -190,7 +191,8 @@ class GetModelResponse(_message.Message):
     decode_layout: _common_pb2.Layout
     kv_bytes_per_token: int
     version: str
-    def __init__(self, name: _Optional[str] = ..., family: _Optional[str] = ..., vocabulary: _Optional[int] = ..., context_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., mode: _Optional[_Union[ServingMode, str]] = ..., prefill_layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., decode_layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., kv_bytes_per_token: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
+    sampling_defaults: _common_pb2.SamplingParams
+    def __init__(self, name: _Optional[str] = ..., family: _Optional[str] = ..., vocabulary: _Optional[int] = ..., context_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., mode: _Optional[_Union[ServingMode, str]] = ..., prefill_layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., decode_layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., kv_bytes_per_token: _Optional[int] = ..., version: _Optional[str] = ..., sampling_defaults: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

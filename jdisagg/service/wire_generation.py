@@ -29,6 +29,7 @@ from jdisagg.request import (
     AcceptedChild,
     FinishReason,
     Resumption,
+    SamplingDefaults,
     StreamEvent,
     Timings,
     Usage,
@@ -259,6 +260,7 @@ def model_to_proto(model: ModelInfo) -> pb.GetModelResponse:
         decode_layout=layout_to_proto(model.decode_layout),
         kv_bytes_per_token=model.kv_bytes_per_token,
         version=model.version,
+        sampling_defaults=common_pb2.SamplingParams(**model.sampling.given()),
     )
 
 
@@ -283,6 +285,14 @@ def model_from_proto(message: pb.GetModelResponse) -> ModelInfo:
         decode_layout=layout_from_proto(message.decode_layout),
         kv_bytes_per_token=message.kv_bytes_per_token,
         version=message.version,
+        sampling=_defaults_from_proto(message.sampling_defaults),
+    )
+
+
+def _defaults_from_proto(message: common_pb2.SamplingParams) -> SamplingDefaults:
+    names = [field.name for field in dataclasses.fields(SamplingDefaults)]
+    return SamplingDefaults(
+        **{name: getattr(message, name) for name in names if message.HasField(name)}
     )
 
 

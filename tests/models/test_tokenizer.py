@@ -10,6 +10,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from jdisagg.errors import CheckpointError, InvalidRequestError
+from jdisagg.request import SamplingDefaults
 from models.tokenizer import Tokenizer
 
 CHATML = (
@@ -80,6 +81,21 @@ def test_ends_are_all_that_generation_config_config_and_the_tokenizer_name(
 def test_the_ends_of_a_model_with_a_text_part_are_its_text_parts(directory: Path) -> None:
     _write(directory / "config.json", text_config={"eos_token_id": [2]})
     assert Tokenizer.from_directory(directory).eos_ids == (2, 1)
+
+
+def test_what_a_model_wants_of_sampling_is_read_and_checked(directory: Path) -> None:
+    assert Tokenizer.from_directory(directory).sampling_defaults == SamplingDefaults()
+    path = directory / "generation_config.json"
+    _write(
+        path, do_sample=True, temperature=0.6, top_k=20, top_p=0.95, max_new_tokens=9, min_p=None
+    )
+    assert Tokenizer.from_directory(directory).sampling_defaults == SamplingDefaults(
+        max_tokens=9, temperature=0.6, top_k=20, top_p=0.95
+    )
+    for name, value in (("top_p", 2), ("temperature", "hot"), ("top_k", 1.5)):
+        _write(path, **{name: value})
+        with pytest.raises(CheckpointError, match=rf"generation_config.json: {name} must be"):
+            Tokenizer.from_directory(directory)
 
 
 def test_a_conversation_is_rendered_and_encoded_without_a_second_bos(directory: Path) -> None:

@@ -1,0 +1,75 @@
+"""What generation_config.json says: tokens that end a text, and how the model wants to be sampled
+where a request says nothing, as vLLM and SGLang take it.
+
+`do_sample` is not read (as there): a request for greedy decoding sets temperature 0. Needs no JAX:
+routers read it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jdisagg.errors import CheckpointError, InvalidRequestError
+from jdisagg.request import SamplingDefaults, SamplingParams
+
+# Their name -> ours.
+_FIELDS = {
+    "max_new_tokens": "max_tokens",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+}
+
+
+def read_sampling_defaults(directory: Path) -> SamplingDefaults:
+    """Raises CheckpointError naming a field out of its range."""
+    path = directory / "generation_config.json"
+    fields = read_object(path)
+    given: dict[str, Any] = {
+        ours: fields[name] for name, ours in _FIELDS.items() if fields.get(name) is not None
+    }
+    try:
+        SamplingParams(**given)
+        for name in ("max_tokens", "top_k"):
+            if not isinstance(given.get(name, 0), int):
+                raise InvalidRequestError(f"{name} must be an integer, got {given[name]!r}")
+    except InvalidRequestError as error:
+        raise CheckpointError(f"{path}: {error.message}; correct it or remove it") from error
+    return SamplingDefaults(**given)
+
+
+def stated_eos_ids(path: Path) -> list[int]:
+    """The `eos_token_id` of a generation_config.json or config.json, an id or a list; empty where
+    it states none."""
+    fields = read_object(path)
+    value = fields.get("eos_token_id")
+    if value is None and isinstance(inner := fields.get("text_config"), dict):
+        value = inner.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    found = [
+        item
+        for item in ids
+        if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**31
+    ]
+    if len(found) < len(ids):
+        raise CheckpointError(
+            f"{path}: eos_token_id must be a token id or a list of them, got {value!r:.80};"
+            " correct it"
+        )
+    return found
+
+
+def read_object(path: Path) -> dict[str, object]:
+    """A JSON object; empty where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}); fetch it again") from error
+    if not isinstance(fields, dict):
+        raise CheckpointError(
+            f"{path} must hold a JSON object, got {type(fields).__name__}; fetch it again"
+        )
+    return fields
