@@ -21,4 +21,5 @@ def plain(cls: type[T]) -> type[T]:
 
 class Message(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False, tag=True):
     """Plain data that also crosses process boundaries: frozen, cheap to make, and its own wire
-    format (`messages/packed.py`). Fields go by position: a new one comes last and has a default."""
+    format (`messages/packed.py`). Fields go by position: a new one comes last and has a default. It
+    is no dataclass: `msgspec.structs.replace`, `asdict` and `fields` are for it."""

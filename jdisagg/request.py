@@ -3,7 +3,11 @@
 Rule 9 of the design: a sequence is (Request, accepted token ids, KV). Everything else (penalty
 counts, stop matching, detokenizer state, randomness) is derived from these, so that a sequence can
 be rebuilt anywhere. Validation that needs no model happens here, once; limits that depend on the
-model (vocabulary, context length) are checked by `dispatch/frontend.py`."""
+model (vocabulary, context length) are checked by `dispatch/frontend.py`.
+
+These are dataclasses, for they are what users make and get (`dataclasses.replace` and `asdict` work
+on them); what only processes send each other is a `Message` (`messages/`). `TokenLogprobs`, which
+workers send by the thousand, is one too."""
 
 import enum
 import math

@@ -16,7 +16,8 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from dataclasses import replace
+
+import msgspec
 
 from jdisagg.clock import to_the_end
 from jdisagg.dispatch.migration import Migration, reserve
@@ -260,7 +261,9 @@ class Attempt:
         if self._migration is not None:
             await self._migration.close()
         if not source.address:
-            source = replace(source, address=self._context.cluster.address(source.worker))
+            source = msgspec.structs.replace(
+                source, address=self._context.cluster.address(source.worker)
+            )
         children = tuple(self._run.as_child(index) for index in sorted(self.open))
         self._migration = Migration(self._context, self._run, children, held.worker, source)
 

@@ -10,8 +10,9 @@ Asyncio only. `open_port` gives the role port of the worker at an address."""
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol
+
+import msgspec
 
 from jdisagg.clock import Clock
 from jdisagg.errors import DeadlineExceededError, JdisaggError, UnavailableError
@@ -125,7 +126,7 @@ class RoleDesk:
             ):
                 return report
             if report.switch_id != call.switch_id and report.boot_id != before.boot_id:
-                return replace(
+                return msgspec.structs.replace(
                     report,
                     state=SwitchState.FAILED,
                     reason="the process ended meanwhile, and was started again",

@@ -16,8 +16,10 @@ one goes over a copy, so that workers may come and go meanwhile."""
 
 import enum
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+import msgspec
 
 from jdisagg.clock import Clock
 from jdisagg.costs.speeds import Kind
@@ -178,7 +180,7 @@ class Roster:
             if entry.status is not None and self._age(entry) <= self._timeouts.gone_seconds
         ]
         return tuple(
-            replace(status, draining=True)
+            msgspec.structs.replace(status, draining=True)
             if self._age(entry) > self._timeouts.suspect_seconds
             else status
             for entry, status in said
@@ -205,7 +207,7 @@ class Roster:
         if self._model is None:
             self._model = card.model
             return
-        for field in fields(ModelCard):
+        for field in msgspec.structs.fields(ModelCard):
             ours, theirs = getattr(self._model, field.name), getattr(card.model, field.name)
             if field.name not in ("name", "geometry") and ours != theirs:
                 raise IncompatiblePeerError(

@@ -1,2 +1,2 @@
-"""What processes say to each other: typed structs that are their own wire form. Reaches neither JAX
-nor gRPC."""
+"""What processes send each other: frozen structs (`Message`) that are their own wire form, and no
+dataclasses. Reaches neither JAX nor gRPC."""

@@ -5,15 +5,12 @@ A follower joins, says when it is ready (loaded and warm), then obeys: it runs e
 command, in order, and reports what the leader cannot know: how its part of a pull ended, and what
 failed. Both sides beat, so that silence means death."""
 
-from dataclasses import dataclass
-
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.step_commands import StepCommand, StepResult
 from jdisagg.plain import Message
 
 
-@dataclass(frozen=True, slots=True)
-class LeaderPlace:
+class LeaderPlace(Message, frozen=True):
     """Where followers find their leader; told to them through the job that they have in common, as
     text."""
 

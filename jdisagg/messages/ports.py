@@ -11,7 +11,7 @@ from typing import Protocol
 
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.messages.worker_status import WorkerStatus
-from jdisagg.plain import Message, plain
+from jdisagg.plain import Message
 from jdisagg.request import Request, TokenLogprobs
 
 
@@ -23,8 +23,7 @@ class Child(Message, frozen=True):
     accepted: tuple[int, ...] = ()
 
 
-@plain
-class ReserveCall:
+class ReserveCall(Message, frozen=True):
     """Asks a decode worker for pages for the prompt, the accepted tokens and expected growth of all
     `children`.
 
@@ -56,8 +55,7 @@ class FirstToken(Message, frozen=True):
     logprobs: TokenLogprobs | None = None
 
 
-@plain
-class HandoffSource:
+class HandoffSource(Message, frozen=True):
     """Where the KV will come from: the sender's name, the hand-off's id there, and where its
     `PeerPort` listens (host:port; empty where it is known by name, as in the embedded cluster).
     `boot_id`: of the sender's process; 0 where nobody knows it: then a hello finds out."""
@@ -68,8 +66,7 @@ class HandoffSource:
     boot_id: int = 0
 
 
-@plain
-class GenerateCall:
+class GenerateCall(Message, frozen=True):
     """Starts a reserved sequence. `source` None: the worker prefills it itself."""
 
     reservation_id: int
@@ -128,8 +125,7 @@ class ResumeCall(Message, frozen=True):
     firsts: tuple[FirstToken, ...] = ()
 
 
-@plain
-class PrefillCall:
+class PrefillCall(Message, frozen=True):
     """Computes prompt + accepted tokens, samples one token per child, and offers the KV from
     `from_token` on under `handoff_id`."""
 
@@ -186,8 +182,7 @@ class HandoffEnd(Message, frozen=True):
 PeerMessage = Offer | OfferChecksum | HandoffEnd
 
 
-@plain
-class PeerHello:
+class PeerHello(Message, frozen=True):
     """What must match before two workers hand over KV. `kv_layers` is the KV spec in words;
     differing fields are refused by name.
 

@@ -7,11 +7,10 @@ from jdisagg.costs.hardware import Accelerator
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
-from jdisagg.plain import plain
+from jdisagg.plain import Message
 
 
-@plain
-class ModelCard:
+class ModelCard(Message, frozen=True):
     """The model that a worker serves. `fingerprint` is equal where the weights, their dtype and the
     KV's geometry are. `geometry`: what a cost model needs of it; None: seconds are not predicted.
     """
@@ -26,8 +25,7 @@ class ModelCard:
     geometry: CostGeometry | None = None
 
 
-@plain
-class WorkerCard:
+class WorkerCard(Message, frozen=True):
     """What a worker says when it registers. `boot_id` is random at each start; `address`: host:port
     of its gRPC services.
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
-from jdisagg.plain import plain
+from jdisagg.plain import Message
 
 
 class SwitchState(enum.Enum):
@@ -23,8 +23,7 @@ class SwitchState(enum.Enum):
     FAILED = "failed"
 
 
-@plain
-class SwitchCall:
+class SwitchCall(Message, frozen=True):
     """`switch_id`: drawn by the caller, so that the report of this change is told from those of
     others."""
 
@@ -33,8 +32,7 @@ class SwitchCall:
     layout: Layout
 
 
-@plain
-class SwitchReport:
+class SwitchReport(Message, frozen=True):
     """What a worker says of its latest change, and what it is now. Seconds are spent draining,
     laying weights out and building, and compiling or loading programs; `total_seconds` goes from
     the call to the new registration."""
@@ -63,8 +61,7 @@ class RolePort(Protocol):
         ...
 
 
-@plain
-class AdviceReport:
+class AdviceReport(Message, frozen=True):
     """How many workers of each role there should be, how many there are, and what that follows
     from. `elastic`: the router changes roles itself; `decision` is its latest word on that. Of
     requests in the window: shares that met the objective, seconds at its quantile."""

@@ -2,7 +2,7 @@
 
 import enum
 
-from jdisagg.plain import plain
+from jdisagg.plain import Message
 
 
 class WorkerRole(enum.Enum):
@@ -11,8 +11,7 @@ class WorkerRole(enum.Enum):
     MIXED = "mixed"
 
 
-@plain
-class WorkerStatus:
+class WorkerStatus(Message, frozen=True):
     """A snapshot, per worker; lists are per dp rank. `reserved_pages` are held for KV that has not
     all come; empty where none ever are.
 

@@ -6,7 +6,9 @@ for, and keeps the report. Whoever runs the lives (worker_process.py) says when 
 change is behind it."""
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import msgspec
 
 from jdisagg.clock import Clock
 from jdisagg.errors import ConfigError, InvalidRequestError, LayoutError, UnavailableError
@@ -82,33 +84,33 @@ class RoleState:
 
     def drained(self) -> None:
         if self._wanted is not None:
-            self._report = replace(self._report, drain_seconds=self._lap())
+            self._report = msgspec.structs.replace(self._report, drain_seconds=self._lap())
 
     def built(self) -> None:
         if self.changing:
-            self._report = replace(
+            self._report = msgspec.structs.replace(
                 self._report, build_seconds=self._report.build_seconds + self._lap()
             )
 
     def warm(self) -> None:
         if self.changing:
-            self._report = replace(
+            self._report = msgspec.structs.replace(
                 self._report, warm_up_seconds=self._report.warm_up_seconds + self._lap()
             )
 
     def failed(self, reason: str) -> None:
         """It goes back to what it was."""
-        self._report = replace(self._report, reason=reason)
+        self._report = msgspec.structs.replace(self._report, reason=reason)
 
     def serves(self, boot_id: int, geometry: ModelGeometry) -> None:
         """A life has begun, as `now`."""
         self._geometry = geometry
-        self._report = replace(
+        self._report = msgspec.structs.replace(
             self._report, boot_id=boot_id, role=self.now.role, layout=self.now.layout
         )
         if self.changing:
             state = SwitchState.FAILED if self._report.reason else SwitchState.DONE
-            self._report = replace(
+            self._report = msgspec.structs.replace(
                 self._report, state=state, total_seconds=self._clock.now() - self._began
             )
 

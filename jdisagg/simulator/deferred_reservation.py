@@ -11,7 +11,6 @@ Knows calls, not pages. Invariant: of what a promise became, a cancel finds all.
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
 
 import msgspec
 
@@ -98,7 +97,9 @@ class DeferredReservation:
         finally:
             source = self._sources.pop(key)
         self._reserved[key] = reservation.reservation_id
-        spans = proceed(replace(call, reservation_id=reservation.reservation_id, source=source))
+        spans = proceed(
+            msgspec.structs.replace(call, reservation_id=reservation.reservation_id, source=source)
+        )
         try:
             async for span in spans:
                 yield span

@@ -1,8 +1,9 @@
 """The roster of workers: registration, liveness by heartbeats, restarts under the same name, live
 views."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
 from jdisagg.dispatch.roster import Liveness, Roster, WorkerPorts
@@ -169,7 +170,9 @@ def test_another_model_is_refused_naming_the_field_and_both_values(
     roster: Roster, field_name: str, value: object
 ):
     roster.register(card("d", 1))
-    other = replace(card("e", 2), model=replace(MODEL, **{field_name: value}))
+    other = msgspec.structs.replace(
+        card("e", 2), model=msgspec.structs.replace(MODEL, **{field_name: value})
+    )
     with pytest.raises(
         IncompatiblePeerError,
         match=f"worker 'e'.*{field_name} is {value!r}.*{getattr(MODEL, field_name)!r}",
@@ -180,7 +183,7 @@ def test_another_model_is_refused_naming_the_field_and_both_values(
 
 def test_a_worker_needs_a_name_and_an_address(roster: Roster):
     with pytest.raises(InvalidRequestError, match="must not be empty"):
-        roster.register(replace(card("d", 1), address=""))
+        roster.register(msgspec.structs.replace(card("d", 1), address=""))
 
 
 def test_workers_may_come_and_go_while_the_views_are_iterated(roster: Roster):

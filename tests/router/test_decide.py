@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -81,7 +82,7 @@ def test_the_pair_of_least_seconds_is_chosen(seed: int) -> None:
     accounts = random_fleet(seed, prefills=7, decodes=9)
     state = accounts.state
     statuses = {
-        status.name: replace(status, can_prefill=status.name[0] == "p")
+        status.name: msgspec.structs.replace(status, can_prefill=status.name[0] == "p")
         for status in state.statuses()
     }
     for status in statuses.values():
@@ -125,7 +126,9 @@ def test_long_waiting_prompts_count_by_their_attention_too() -> None:
     """As many tokens, in one prompt and in many: the one has more pairs of positions."""
     one, many = (
         prefill_status("p0", queued_tokens=8000),
-        replace(prefill_status("p1", queued_tokens=8000), queued_pairs=80 * causal_pairs(0, 100)),
+        msgspec.structs.replace(
+            prefill_status("p1", queued_tokens=8000), queued_pairs=80 * causal_pairs(0, 100)
+        ),
     )
     chosen = decision(state_of(one, many, decode_status("d0")))
     assert chosen.prefill == "p1"
@@ -336,7 +339,9 @@ def test_the_seconds_that_a_worker_will_still_load_programs_are_weighed_like_any
     assert (first.prefill, first.decode) == ("p-loads", "d-loads")
 
     def chosen(seconds: float) -> tuple[str | None, str]:
-        loading = (replace(status, loading_seconds=seconds) for status in (idle, free))
+        loading = (
+            msgspec.structs.replace(status, loading_seconds=seconds) for status in (idle, free)
+        )
         found = decision(state_of(*loading, busy, full))
         return found.prefill, found.decode
 

@@ -3,8 +3,8 @@ no input may break."""
 
 import itertools
 import math
-from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
@@ -88,7 +88,7 @@ def test_a_short_pool_whose_neighbour_has_none_to_give_asks_for_more():
 def test_without_one_of_each_nothing_is_served_so_the_role_that_is_left_gives_one_though_it_is_short():  # noqa: E501
     controller = Controller(CONFIG)
     decodes = tuple(status(f"d{number}", DECODE) for number in range(2))
-    full = tuple(replace(one, free_pages=(0,)) for one in decodes)
+    full = tuple(msgspec.structs.replace(one, free_pages=(0,)) for one in decodes)
     switches = []
     for second in range(20):
         controller.outcome(Outcome(float(second), math.inf))

@@ -4,6 +4,7 @@ breakers."""
 from collections.abc import Iterable
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from jdisagg.errors import OverloadedError, UnavailableError
@@ -27,7 +28,7 @@ def status(
     worker = WorkerStatus(
         name, role, "dp=1,tp=1,ep=1", (free,), (10,), running, waiting, 4, 16, 128, draining
     )
-    return replace(worker, can_prefill=can_prefill)
+    return msgspec.structs.replace(worker, can_prefill=can_prefill)
 
 
 P, D, M = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.MIXED
@@ -118,8 +119,8 @@ def test_a_worker_whose_breaker_is_open_is_passed_over_while_there_is_another() 
 
 def test_a_worker_that_loads_programs_gets_what_the_others_have_no_slots_for() -> None:
     loading = (
-        replace(status("p1", P), loading_seconds=30.0),
-        replace(status("d1", D), loading_seconds=30.0),
+        msgspec.structs.replace(status("p1", P), loading_seconds=30.0),
+        msgspec.structs.replace(status("d1", D), loading_seconds=30.0),
     )
     some, full = (
         (status("p0", P, running=3), status("d0", D, running=3)),

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from jdisagg.clock import MonotonicClock
@@ -95,7 +96,7 @@ async def test_a_router_that_is_away_is_told_of_once_and_not_at_all_by_a_worker_
     caplog.clear()
 
     async def drains() -> WorkerStatus:
-        return replace(STATUS, draining=True)
+        return msgspec.structs.replace(STATUS, draining=True)
 
     async with worker("127.0.0.1:1", says=drains):
         await eventually(lambda: tries > 9)
@@ -113,7 +114,9 @@ async def test_a_router_that_forgot_a_worker_hears_of_it_again() -> None:
 async def test_a_refused_worker_asks_on_and_others_are_not_disturbed(caplog) -> None:
     async with router() as (one, roster), worker(one):
         await eventually(lambda: roster.statuses() == (STATUS,))
-        other = replace(CARD, name="decode-1", model=replace(MODEL, dtype="bfloat16"))
+        other = msgspec.structs.replace(
+            CARD, name="decode-1", model=msgspec.structs.replace(MODEL, dtype="bfloat16")
+        )
         async with worker(one, card=other) as refused:
             await eventually(lambda: "dtype is 'bfloat16'" in caplog.text)
             assert refused.registered == frozenset()
@@ -128,7 +131,7 @@ async def test_the_second_of_a_name_is_refused_while_the_first_is_heard_and_take
     async with router() as (one, roster), contextlib.AsyncExitStack() as stack:
         async with worker(one):
             await eventually(lambda: roster.statuses() == (STATUS,))
-            elsewhere = replace(CARD, boot_id=7, address="127.0.0.1:2")
+            elsewhere = msgspec.structs.replace(CARD, boot_id=7, address="127.0.0.1:2")
             second = await stack.enter_async_context(
                 worker(
                     one,
@@ -146,7 +149,11 @@ async def test_the_second_of_a_name_is_refused_while_the_first_is_heard_and_take
 
 async def test_a_worker_that_one_of_its_routers_refuses_has_not_failed(caplog) -> None:
     async with router() as (one, first), router() as (two, second):
-        first.register(replace(CARD, name="other", model=replace(MODEL, dtype="bfloat16")))
+        first.register(
+            msgspec.structs.replace(
+                CARD, name="other", model=msgspec.structs.replace(MODEL, dtype="bfloat16")
+            )
+        )
         async with worker(one, two) as client:
             await eventually(
                 lambda: second.statuses() == (STATUS,) and "dtype is 'float32'" in caplog.text

@@ -7,8 +7,8 @@ import os
 import pathlib
 import signal
 import sys
-from dataclasses import replace
 
+import msgspec
 import pytest
 
 from jdisagg.errors import (
@@ -87,7 +87,7 @@ async def test_a_peer_port_is_bound_to_the_boot_that_said_hello() -> None:
         first = contextlib.AsyncExitStack()
         address, _ = await first.enter_async_context(serving(worker, boot_id=7))
         (remote,) = await stack.enter_async_context(connected(address))
-        await remote.peer.hello(replace(HELLO, boot_id=7))
+        await remote.peer.hello(msgspec.structs.replace(HELLO, boot_id=7))
         await remote.peer.abort(1, "x")
         await first.aclose()
         await stack.enter_async_context(
@@ -100,7 +100,7 @@ async def test_a_peer_port_is_bound_to_the_boot_that_said_hello() -> None:
                 break
             await asyncio.sleep(0.05)
         assert worker.told == [(1, "x")]
-        await remote.peer.hello(replace(HELLO, boot_id=8))
+        await remote.peer.hello(msgspec.structs.replace(HELLO, boot_id=8))
         await remote.peer.abort(3, "x")
         assert worker.told == [(1, "x"), (3, "x")]
 

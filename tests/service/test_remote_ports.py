@@ -4,6 +4,7 @@ and what breaks is typed, and soon."""
 import asyncio
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from jdisagg.errors import (
@@ -73,7 +74,9 @@ async def test_token_ids_that_the_model_does_not_have_never_reach_the_worker(
     worker = Worker()
     async with serving(worker, vocabulary=512) as (address, _), connected(address) as (remote,):
         with pytest.raises(InvalidRequestError, match=f"{wrong}, .*0 to 511"):
-            await remote.prefill.prefill(replace(PREFILL, request=request_, children=children))
+            await remote.prefill.prefill(
+                msgspec.structs.replace(PREFILL, request=request_, children=children)
+            )
         with pytest.raises(InvalidRequestError, match=f"{wrong}, .*0 to 511"):
             await remote.decode.reserve(ReserveCall(request_, 1, children, 2.0))
         assert worker.told == []
@@ -83,7 +86,10 @@ async def test_token_ids_that_the_model_does_not_have_never_reach_the_worker(
 async def test_a_request_with_all_the_time_in_the_world_reaches_the_workers(seconds: float) -> None:
     worker = Spanner()
     async with serving(worker) as (address, _), connected(address) as (remote,):
-        assert await remote.prefill.prefill(replace(PREFILL, deadline_seconds=seconds)) == REPLY
+        assert (
+            await remote.prefill.prefill(msgspec.structs.replace(PREFILL, deadline_seconds=seconds))
+            == REPLY
+        )
         assert (
             await remote.decode.reserve(ReserveCall(REQUEST, 1, (Child(0),), seconds))
         ).reservation_id == 5
@@ -96,7 +102,7 @@ async def test_the_peer_port_says_what_the_worker_says_errors_too() -> None:
     async with serving(worker) as (address, _), connected(address) as (remote,):
         assert await remote.peer.hello(HELLO) == HELLO
         with pytest.raises(IncompatiblePeerError, match="bfloat16"):
-            await remote.peer.hello(replace(HELLO, kv_dtype="bfloat16"))
+            await remote.peer.hello(msgspec.structs.replace(HELLO, kv_dtype="bfloat16"))
         assert [offer async for offer in remote.peer.offers(77, 2)] == list(OFFERS)
         await remote.peer.acknowledge(77, (0, 2**64 - 1))
         await remote.peer.abort(77, "deadline")

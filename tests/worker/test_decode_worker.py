@@ -4,6 +4,7 @@ commands."""
 import asyncio
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from jdisagg.config import InstanceConfig, LimitsConfig, Mode
@@ -153,7 +154,7 @@ def test_waiting_for_pages_ends_with_the_calls_deadline() -> None:
             await cluster.decode.reserve(reserve_call(1, max_tokens=27))
             with pytest.raises(DeadlineExceededError, match="no free pages"):
                 await cluster.decode.reserve(
-                    replace(reserve_call(2, max_tokens=20), deadline_seconds=3.0)
+                    msgspec.structs.replace(reserve_call(2, max_tokens=20), deadline_seconds=3.0)
                 )
             assert (await cluster.decode.status()).waiting == 0
 
@@ -168,7 +169,9 @@ def test_the_older_request_is_served_first_however_late_it_calls() -> None:
 
             async def wait(number: int, age_seconds: float) -> None:
                 await cluster.decode.reserve(
-                    replace(reserve_call(number, max_tokens=20), age_seconds=age_seconds)
+                    msgspec.structs.replace(
+                        reserve_call(number, max_tokens=20), age_seconds=age_seconds
+                    )
                 )
                 order.append(number)
 

@@ -1,7 +1,7 @@
 """Whom a worker receives from: greeted once for each start of a peer, never taken for the one that
 was there before."""
 
-from dataclasses import replace
+import msgspec
 
 from jdisagg.messages.ports import HandoffSource, PeerHello
 from jdisagg.messages.step_commands import ConnectPeer, DisconnectPeer, StepCommand
@@ -21,10 +21,10 @@ class Sender:
 
     async def hello(self, hello: PeerHello) -> PeerHello:
         self.hellos += 1
-        return replace(self.says)
+        return msgspec.structs.replace(self.says)
 
     def restart(self) -> None:
-        self.says = replace(self.says, boot_id=self.says.boot_id + 1)
+        self.says = msgspec.structs.replace(self.says, boot_id=self.says.boot_id + 1)
 
 
 def connections(log: list[StepCommand]) -> list[str]:

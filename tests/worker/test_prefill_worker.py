@@ -1,8 +1,8 @@
 """The prefill worker by its two ports: offers, acknowledgements, aborts, leases, order."""
 
 import asyncio
-from dataclasses import replace
 
+import msgspec
 import pytest
 
 from jdisagg.config import LimitsConfig
@@ -182,7 +182,9 @@ def test_the_older_prompt_goes_first_however_late_it_calls() -> None:
         async with Cluster(prefill=toy_limits(pages_per_rank=8)) as cluster:
             ages = {1: 0.0, 2: 0.0, 3: 50.0}
             calls = [
-                replace(prefill_call(number, handoff_id=number, prompt_tokens=30), age_seconds=age)
+                msgspec.structs.replace(
+                    prefill_call(number, handoff_id=number, prompt_tokens=30), age_seconds=age
+                )
                 for number, age in ages.items()
             ]
             order: list[int] = []
@@ -208,7 +210,7 @@ def test_a_deadline_in_the_queue_is_a_typed_error_and_frees() -> None:
         async with Cluster() as cluster:
             with pytest.raises(DeadlineExceededError):
                 await cluster.prefill.prefill(
-                    replace(prefill_call(prompt_tokens=100), deadline_seconds=0.001)
+                    msgspec.structs.replace(prefill_call(prompt_tokens=100), deadline_seconds=0.001)
                 )
             await cluster.check_quiet()
 

@@ -1,0 +1,90 @@
+"""Messages are structs and nothing else is: the two kinds of plain data are not mixed up.
+
+`dataclasses.replace` of a struct, and the other way round, raises TypeError only when it runs, and
+no type checker sees it: msgspec's structs look like dataclasses to it. So the source is read."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import jdisagg.messages
+from jdisagg.plain import Message
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("jdisagg", "models", "launch", "configs", "benchmarks", "tools", "tests")
+MODULES = [
+    importlib.import_module(f"jdisagg.messages.{module.name}")
+    for module in pkgutil.iter_modules(jdisagg.messages.__path__)
+]
+MADE = [
+    kind
+    for module in MODULES
+    for kind in vars(module).values()
+    if inspect.isclass(kind) and kind.__module__ == module.__name__
+]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MADE if getattr(kind, "__annotations__", None)])
+def test_whatever_holds_fields_here_is_a_frozen_message(kind: type) -> None:
+    assert issubclass(kind, Message), "dataclasses and messages need other functions to change them"
+    assert kind.__struct_config__.frozen and kind.__struct_config__.gc is False
+
+
+def _fields(node: ast.ClassDef) -> set[str]:
+    return {
+        line.target.id
+        for line in node.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    }
+
+
+def _changes(tree: ast.Module) -> Iterator[tuple[ast.Call, bool]]:
+    """The calls that change fields of plain data, each with whether it takes a struct."""
+    names = {"msgspec.structs.replace": True, "dataclasses.replace": False}
+    if any(
+        isinstance(line, ast.ImportFrom)
+        and line.module == "dataclasses"
+        and any(alias.name == "replace" for alias in line.names)
+        for line in tree.body
+    ):
+        names["replace"] = False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and node.keywords:
+            name = ast.unparse(node.func)
+            if name in names:
+                yield node, names[name]
+
+
+def test_fields_are_changed_by_the_function_for_their_kind() -> None:
+    """What a call names must be fields of one class, at least, of the kind that it is for."""
+    texts = {
+        path: path.read_text(encoding="utf-8")
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    trees = {
+        path: ast.parse(text)
+        for path, text in texts.items()
+        if any(word in text for word in ("replace(", "dataclass", "@plain", "Struct", "Message"))
+    }
+    structs, others = [], []
+    for tree in trees.values():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                bases = {ast.unparse(base) for base in node.bases}
+                struct = bases & {"Message", "msgspec.Struct", "Struct"}
+                (structs if struct else others).append(_fields(node))
+    seen, wrong = {True: 0, False: 0}, []
+    for path, tree in trees.items():
+        for call, struct in _changes(tree) if "replace(" in texts[path] else ():
+            named = {keyword.arg for keyword in call.keywords if keyword.arg}
+            seen[struct] += 1
+            if not any(named <= fields for fields in (structs if struct else others)):
+                wrong.append(f"{path.relative_to(ROOT)}:{call.lineno} changes {sorted(named)}")
+    assert not wrong
+    assert seen[True] > 20 and seen[False] > 20, "both kinds are changed in many places"
