@@ -24,7 +24,7 @@ from absl import app, flags
 
 from benchmarks.clusters import cluster, ready
 from benchmarks.measure import save
-from jdisagg.service.role_services import ClusterRoles
+from jdisagg.service.role_services import cluster_roles
 from tests.chaos.load import Kind, known_kinds
 from tests.end_to_end.role_switch import Shift, shifted
 
@@ -67,7 +67,7 @@ async def measure(target: str, prompts: list[Kind], answers: list[Kind]) -> dict
         "settings": {**SETTINGS, "slo.ttft_seconds": _TTFT.value},
         "concurrent": _CONCURRENT.value,
     }
-    async with ready(target), ClusterRoles(target) as roles:
+    async with ready(target), cluster_roles(target) as roles:
         for name, kinds, prefill in (("long_prompts", prompts, 3), ("long_answers", answers, 2)):
             shift = await shifted(
                 target,

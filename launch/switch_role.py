@@ -16,7 +16,7 @@ from jdisagg.layout.axes import Layout
 from jdisagg.messages.roles import SwitchReport, SwitchState
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.service.connection import Credentials
-from jdisagg.service.role_services import ClusterRoles
+from jdisagg.service.role_services import cluster_roles
 from launch.console import run
 from launch.flags import CLIENT, define
 from launch.settings import credentials
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 async def _switch(role: WorkerRole, layout: Layout | None, papers: Credentials) -> SwitchReport:
-    async with ClusterRoles(flags.target, papers) as roles:
+    async with cluster_roles(flags.target, papers) as roles:
         return await roles.switch(flags.worker, role, layout, flags.deadline_seconds)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from jdisagg.clock import Clock
-from jdisagg.errors import DeadlineExceededError, JdisaggError
+from jdisagg.errors import DeadlineExceededError, InvalidRequestError, JdisaggError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.roles import AdviceReport, SwitchReport, SwitchState
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
@@ -32,8 +32,8 @@ class Desk(Protocol):
 
 
 class ElasticPools:
-    """`statuses`: what the workers last said. `say` hears of each change, in words. `held`: how
-    many requests the router keeps back."""
+    """Implements `ClusterRolesPort`. `statuses`: what the workers last reported. `say` hears of
+    each change, in words; `held`: how many requests the router keeps back."""
 
     def __init__(
         self,
@@ -64,13 +64,21 @@ class ElasticPools:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def switch(
-        self, name: str, role: WorkerRole, layout: Layout | None, seconds: float
+        self,
+        name: str,
+        role: WorkerRole,
+        layout: Layout | None = None,
+        deadline_seconds: float = 120.0,
     ) -> SwitchReport:
-        """As `RoleDesk.switch`."""
+        if not 0 < deadline_seconds < float("inf"):
+            raise InvalidRequestError(
+                f"switch: deadline_seconds must be positive and finite, got {deadline_seconds};"
+                " leave it out for 120"
+            )
         report: SwitchReport | None = None
         refused = False
         try:
-            report = await self._desk.switch(name, role, layout, seconds)
+            report = await self._desk.switch(name, role, layout, deadline_seconds)
             return report
         except JdisaggError as error:
             # then nothing has changed, and what was seen holds
@@ -80,7 +88,10 @@ class ElasticPools:
             if not refused:
                 self._changed(report)
 
-    def advice(self) -> AdviceReport:
+    async def advice(self) -> AdviceReport:
+        return self.latest_advice()
+
+    def latest_advice(self) -> AdviceReport:
         """As of the last look."""
         controller = self._controller
         verdict = controller.latest or self._look()

@@ -10,6 +10,7 @@ Asyncio only. `open_port` gives the role port of the worker at an address."""
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 import msgspec
@@ -33,17 +34,13 @@ class Workers(Protocol):
     def address(self, name: str) -> str: ...
 
 
-class ClosablePort(RolePort, Protocol):
-    async def aclose(self) -> None: ...
-
-
 class RoleDesk:
     """`counters`: roles_switched, role_switches_failed."""
 
     def __init__(
         self,
         workers: Workers,
-        open_port: Callable[[str], ClosablePort],
+        open_port: Callable[[str], AbstractAsyncContextManager[RolePort]],
         clock: Clock,
         new_id: Callable[[], int],
         timeouts: MembershipTimeouts = DEFAULT_TIMEOUTS.membership,
@@ -76,10 +73,12 @@ class RoleDesk:
         statuses = self._workers.statuses()
         worker = check_switch(statuses, name, role)
         call = SwitchCall(self._new_id(), role, layout or usual_layout(statuses, worker, role))
-        port = self._open_port(self._workers.address(name))
         self._changing = name
         try:
-            async with asyncio.timeout(seconds):
+            async with (
+                self._open_port(self._workers.address(name)) as port,
+                asyncio.timeout(seconds),
+            ):
                 before = await port.switch_report()
                 await self._ask(port, call)
                 report = await self._outcome(port, call, before)
@@ -91,10 +90,7 @@ class RoleDesk:
                 " still be draining or warming up"
             ) from None
         finally:
-            try:
-                await port.aclose()
-            finally:
-                self._changing = None
+            self._changing = None
         self.counters.add(
             "roles_switched" if report.state is SwitchState.DONE else "role_switches_failed"
         )

@@ -89,10 +89,15 @@ class ClusterRolesPort(Protocol):
     """What a router offers to scripts and autoscalers."""
 
     async def switch(
-        self, name: str, role: WorkerRole, layout: Layout | None, deadline_seconds: float
+        self,
+        name: str,
+        role: WorkerRole,
+        layout: Layout | None = None,
+        deadline_seconds: float = 120.0,
     ) -> SwitchReport:
         """Returns when the worker serves in `role`, or is back in its old one (the report says
-        FAILED). `layout` None: the usual one."""
+        FAILED). `layout` None: the usual one. Raises InvalidRequestError and UnavailableError where
+        the change may not be, DeadlineExceededError when its outcome is not known in time."""
         ...
 
     async def advice(self) -> AdviceReport: ...

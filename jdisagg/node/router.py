@@ -32,7 +32,7 @@ from jdisagg.observe.observer import Observer
 from jdisagg.router.elastic import Controller, ElasticConfig
 from jdisagg.service.registry import registry_service
 from jdisagg.service.remote_ports import RemoteWorker
-from jdisagg.service.role_services import RemoteRolePort, cluster_roles_service
+from jdisagg.service.role_services import cluster_roles_service, worker_roles
 from jdisagg.service.server import GenerationServer, cluster_credentials, read_tokens
 
 # What is said of the model before the first worker has registered; requests are refused until then.
@@ -146,7 +146,7 @@ class Router:
         controller = Controller(self._config.elastic)
         desk = RoleDesk(
             roster,
-            lambda address: RemoteRolePort(address, self._credentials),
+            lambda address: worker_roles(address, self._credentials),
             self._clock,
             random_id,
             self._config.limits.timeouts.membership,
@@ -157,7 +157,7 @@ class Router:
         )
         if self._observer:
             self._observer.metrics.watch_counters("roles", desk.counters)
-            self._observer.metrics.watch_advice(pools.advice)
+            self._observer.metrics.watch_advice(pools.latest_advice)
         return controller, pools
 
     def _listeners(self, canary: Canary | None) -> list[RouterEvents]:

@@ -11,6 +11,7 @@ sender alone.
 import inspect
 import typing
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar, cast
@@ -22,7 +23,7 @@ from jdisagg.errors import InvalidRequestError, UnavailableError
 from jdisagg.messages.packed import Unpacker, pack
 from jdisagg.messages.ports import close_stream
 from jdisagg.messages.ports_middleware import port_methods
-from jdisagg.service.connection import SLACK_SECONDS, Connection
+from jdisagg.service.connection import NO_CREDENTIALS, SLACK_SECONDS, Connection, Credentials
 from jdisagg.service.guard import Service
 
 P = TypeVar("P")
@@ -137,6 +138,22 @@ def client(
             remote, method.name, make(method, connection, path, limit, method.name in set(any_boot))
         )
     return cast(P, remote)
+
+
+@asynccontextmanager
+async def connected(
+    protocol: type[P],
+    address: str,
+    credentials: Credentials = NO_CREDENTIALS,
+    seconds: Mapping[str, float | None] | None = None,
+) -> AsyncIterator[P]:
+    """A port in the process at `address`, whichever boot answers there, over a connection of its
+    own that ends with the context. The rest is as in `client`."""
+    connection = Connection(address, credentials)
+    try:
+        yield client(protocol, connection, seconds=seconds)
+    finally:
+        await connection.aclose()
 
 
 class _Remote:

@@ -3,6 +3,7 @@ becomes of it, what is never done."""
 
 import asyncio
 from dataclasses import dataclass
+from typing import Self
 
 import pytest
 
@@ -87,8 +88,10 @@ class ToyWorker:
             raise UnavailableError("connection refused")
         return self.report or SwitchReport(self.name, self.boot_id, self.role, Layout(tp=2))
 
-    async def aclose(self) -> None:
-        return None
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
 
     async def _change(self, call: SwitchCall) -> None:
         self.draining = True
@@ -277,7 +280,7 @@ def test_a_desk_whose_way_to_a_worker_cannot_be_opened_or_closed_is_free_again()
         assert not desk.changing
 
         class Sticky(ToyWorker):
-            async def aclose(self) -> None:
+            async def __aexit__(self, *_: object) -> None:
                 assert town.desk.changing, "until it is closed"
                 raise OSError("stuck")
 
@@ -339,7 +342,7 @@ def test_pools_that_only_advise_change_nothing_and_ask_for_more() -> None:
         controller, elastic, said = pools(town, acts=False)
         elastic.start()
         await overload(town, controller, 60)
-        advice = elastic.advice()
+        advice = await elastic.advice()
         assert not said and sorted(town.roles().values()).count("prefill") == 2
         assert (advice.prefill_now, advice.decode_now, advice.elastic) == (2, 3, False)
         assert advice.prefill > 2 and advice.decode == 3 and advice.ttft_attainment == 0.0
@@ -374,7 +377,7 @@ def test_advice_can_be_had_before_the_first_look() -> None:
     async def main() -> None:
         town = Town(1, 1)
         _, elastic, _ = pools(town)
-        advice = elastic.advice()
+        advice = await elastic.advice()
         assert (advice.prefill, advice.decode, advice.decision) == (1, 1, "no traffic")
 
     run_virtually(main)
@@ -392,6 +395,18 @@ def test_a_change_that_somebody_asked_for_makes_the_controller_look_afresh() -> 
         assert controller.view is not None and controller.view.requests == 0
         assert not said, "nobody but the operator changed anything"
         await elastic.stop()
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_change_must_have_time_and_an_end(seconds: float) -> None:
+    async def main() -> None:
+        town = Town(3, 1)
+        _, elastic, _ = pools(town)
+        with pytest.raises(InvalidRequestError, match="positive and finite"):
+            await elastic.switch("p2", DECODE, deadline_seconds=seconds)
+        assert not town.desk.changing and not town.workers["p2"].draining
 
     run_virtually(main)
 

@@ -15,7 +15,7 @@ from jdisagg.client import AsyncClient
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.roles import SwitchReport
 from jdisagg.messages.worker_status import WorkerRole
-from jdisagg.service.role_services import ClusterRoles
+from jdisagg.service.role_services import cluster_roles
 from tests.chaos.load import Kind, Stream
 
 
@@ -98,7 +98,7 @@ async def change(
     await running.until_under_way(max(1, running.concurrent // 2))
     before = running.under_way()
     asked_at = time.monotonic()
-    async with ClusterRoles(address) as roles:
+    async with cluster_roles(address) as roles:
         report = await roles.switch(worker, role, layout)
     done = Change(report, asked_at, time.monotonic(), before)
     await asyncio.sleep(0.5)

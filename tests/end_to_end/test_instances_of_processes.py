@@ -16,7 +16,7 @@ from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.roles import SwitchCall
 from jdisagg.messages.worker_status import WorkerRole
-from jdisagg.service.role_services import RemoteRolePort
+from jdisagg.service.role_services import worker_roles
 from tests import time_scale
 from tests.end_to_end.clusters import LLAMA, MOE
 from tests.end_to_end.test_cluster import PROMPT, ROOT, RunningCluster, ask, cluster
@@ -69,12 +69,11 @@ async def check_role_stays(running: RunningCluster) -> None:
         for flag in leader.cmdline()
         if flag.startswith("--port=")
     )
-    port = RemoteRolePort(address)
-    with pytest.raises(
-        ConfigError, match="its instance has 2 processes.*start it as what it is to be"
-    ):
-        await port.switch_role(SwitchCall(1, WorkerRole.DECODE, Layout(tp=4)))
-    await port.aclose()
+    async with worker_roles(address) as port:
+        with pytest.raises(
+            ConfigError, match="its instance has 2 processes.*start it as what it is to be"
+        ):
+            await port.switch_role(SwitchCall(1, WorkerRole.DECODE, Layout(tp=4)))
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from jdisagg.errors import UnavailableError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.roles import SwitchState
 from jdisagg.messages.worker_status import WorkerRole
-from jdisagg.service.role_services import ClusterRoles
+from jdisagg.service.role_services import cluster_roles
 from tests import time_scale
 from tests.chaos.load import Kind, known_kinds
 from tests.end_to_end.role_switch import Change, change, load, shifted
@@ -113,7 +113,7 @@ def test_a_decode_worker_becomes_a_prefill_worker_and_back_and_the_last_of_a_rol
         )
 
         async def refused() -> None:
-            async with ClusterRoles(running.address) as roles:
+            async with cluster_roles(running.address) as roles:
                 await roles.switch("prefill-1", DECODE)
                 with pytest.raises(UnavailableError, match="last prefill worker"):
                     await roles.switch("prefill-0", DECODE)
@@ -210,8 +210,10 @@ def test_a_worker_that_is_killed_while_it_changes_comes_back_and_no_stream_break
         async def main() -> None:
             async with load(running.address, kinds, CONCURRENT) as streams:
                 await streams.until_under_way(3)
-                async with ClusterRoles(running.address) as roles:
-                    changing = asyncio.create_task(roles.switch("decode-1", PREFILL, seconds=90.0))
+                async with cluster_roles(running.address) as roles:
+                    changing = asyncio.create_task(
+                        roles.switch("decode-1", PREFILL, deadline_seconds=90.0)
+                    )
                     await asyncio.sleep(0.15)
                     victim = running.worker("decode-1")
                     assert victim is not None and not changing.done()

@@ -21,13 +21,13 @@ from jdisagg.errors import UnavailableError
 from jdisagg.executor.programs import Programs
 from jdisagg.instance.processes import ProcessGroup
 from jdisagg.layout.axes import Layout
-from jdisagg.messages.roles import SwitchCall, SwitchReport, SwitchState
+from jdisagg.messages.roles import RolePort, SwitchCall, SwitchReport, SwitchState
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device
 from jdisagg.node.cluster_plan import free_ports
 from jdisagg.node.worker import WorkerSpec
 from jdisagg.node.worker_process import Relayout, WorkerProcess
-from jdisagg.service.role_services import RemoteRolePort
+from jdisagg.service.role_services import worker_roles
 from models.checkpoint import LoadedModel, load_model
 from models.relayout import relayout
 from tests import time_scale
@@ -46,8 +46,8 @@ def failing(loaded: Loaded, layout: Layout, devices: Sequence[Device]) -> Loaded
 
 
 class Running:
-    def __init__(self, address: str, task: "asyncio.Task[int]") -> None:
-        self.port = RemoteRolePort(address)
+    def __init__(self, address: str, port: RolePort, task: "asyncio.Task[int]") -> None:
+        self.port = port
         self.address = address
         self.task = task
 
@@ -97,16 +97,17 @@ async def worker(
 
     process = WorkerProcess(WorkerSpec("w", role, (), "llama", "tiny", "f00"), config)
     task = asyncio.create_task(process.run(ProcessGroup(0, 1), load, jax.devices()[:2], relay))
-    running = Running(f"127.0.0.1:{port}", task)
-    running.loads = loads  # type: ignore[attr-defined]
-    try:
-        await running.report()
-        yield running
-    finally:
-        if not task.done():
-            signal.raise_signal(signal.SIGTERM)
-        await asyncio.wait({task}, timeout=time_scale.seconds(30))
-        await running.port.aclose()
+    address = f"127.0.0.1:{port}"
+    async with worker_roles(address) as role_port:
+        running = Running(address, role_port, task)
+        running.loads = loads  # type: ignore[attr-defined]
+        try:
+            await running.report()
+            yield running
+        finally:
+            if not task.done():
+                signal.raise_signal(signal.SIGTERM)
+            await asyncio.wait({task}, timeout=time_scale.seconds(30))
 
 
 async def least_bytes_on_devices() -> int:
