@@ -15,7 +15,7 @@ from jdisagg.errors import (
     UnavailableError,
 )
 from jdisagg.messages.packed import pack
-from jdisagg.messages.ports import Child, Reservation, ReserveCall, Span, SpanEnd
+from jdisagg.messages.ports import Child, Reservation, ReserveCall, Span, SpanEnd, close_stream
 from jdisagg.messages.spans import SpanBatch
 from jdisagg.request import MAX_TOP_LOGPROBS, Request, TokenLogprobs
 from jdisagg.service.connection import MAX_MESSAGE_BYTES
@@ -109,7 +109,7 @@ async def test_the_peer_port_says_what_the_worker_says_errors_too() -> None:
         assert worker.told == [(77, 2), (77, (0, 2**64 - 1)), (77, "deadline")]
         offers = remote.peer.offers(78, 1)
         await anext(offers)
-        await offers.aclose()
+        await close_stream(offers)
         await eventually(lambda: worker.closed == 2)
 
 
@@ -139,7 +139,7 @@ async def test_closing_an_iterator_cancels_that_sequence_alone() -> None:
         closing = remote.decode.generate(call_of(1))
         other = asyncio.ensure_future(collect(remote, 2))
         assert (await anext(closing)).token_ids == (7,)
-        await closing.aclose()
+        await close_stream(closing)
         await eventually(lambda: worker.dropped == [1])
         assert (1, None) in worker.told
         worker.of(2).put_nowait(Span(0, 0, (8,), end=SpanEnd.LENGTH))

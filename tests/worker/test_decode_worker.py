@@ -341,9 +341,8 @@ def test_a_mesh_that_hangs_is_broken_after_its_time_and_every_stream_ends(side: 
             )
         )
         faults = {f"{side}_faults": hangs}
-        async with Cluster(
-            limits=LimitsConfig(max_attempts=2, step_seconds=20), **faults
-        ) as cluster:  # type: ignore[arg-type]
+        limits = LimitsConfig(max_attempts=2, step_seconds=20)
+        async with Cluster(limits=limits, **faults) as cluster:  # type: ignore[arg-type]
             requests = [toy_request(number, prompt_tokens=20, max_tokens=60) for number in range(4)]
             answers = await asyncio.gather(
                 *(cluster.collect(request) for request in requests), return_exceptions=True

@@ -41,7 +41,7 @@ def test_a_peer_is_greeted_again_only_where_a_hand_off_names_another_start_of_it
         sender = Sender(hello_of("p", "model", mesh.limits, mesh.card, 10, 77))
         loop = StepLoop(mesh, lambda: None, lambda _: None)
         peers = Peers(
-            lambda _: sender,
+            lambda _: sender,  # type: ignore[arg-type, return-value]
             hello_of("d", "model", mesh.limits, mesh.card, 1, 5),
             loop,
             "none",

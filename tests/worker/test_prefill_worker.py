@@ -23,7 +23,7 @@ def prefill_call(
     **request: object,
 ) -> PrefillCall:
     return PrefillCall(
-        toy_request(number, **request),
+        toy_request(number, **request),  # type: ignore[arg-type]
         attempt,
         (Child(0, accepted),),
         handoff_id,
