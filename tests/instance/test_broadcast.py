@@ -165,6 +165,19 @@ async def test_one_process_that_cannot_pull_fails_the_pull_and_not_the_instance(
         assert await it.executor.run(DropBlocks(3, (7,))) == Done(3)
 
 
+async def test_a_pull_whose_parts_do_not_fit_together_fails_the_instance_and_does_not_hang() -> (
+    None
+):
+    async with instance() as it:
+        it.others[0].answers = it.others[1].answers = lambda command: PullResult(command.step, 7, 1)
+        it.leader.answers = lambda command: PullResult(command.step, 7, None)  # type: ignore[arg-type]
+        with pytest.raises(UnavailableError, match="its parts do not fit"):
+            async with asyncio.timeout(10):
+                await it.executor.run(pull(1))
+        async with asyncio.timeout(5):
+            assert "command 1: its parts do not fit" in (await it.followers.failed()).message
+
+
 async def test_what_all_processes_refuse_alike_is_refused_and_breaks_nothing() -> None:
     async with instance() as it:
         it.leader.answers = it.others[0].answers = it.others[1].answers = lambda command: (
