@@ -124,7 +124,7 @@ def _plan() -> None:
         )
         plan = planner.plan(workload)
     table = plan_table(plan, geometry, site, goal, flags.dtype)
-    Console(width=None if sys.stdout.isatty() else 170).print(table)
+    Console(width=None if sys.stdout.isatty() else 80).print(table)
     if left_out:
         print(
             f"{left_out} requests beyond the model's context of {geometry.context_tokens:,} tokens"

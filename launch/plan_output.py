@@ -17,7 +17,7 @@ from jdisagg.simulator.report import Percentiles
 
 
 def plan_table(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal, dtype: str) -> Table:
-    """Best first; times in milliseconds."""
+    """Best first; times in milliseconds. Fits 80 columns; figures are never cut."""
     kept = geometry.kv_bytes_per_token(dtype)
     limits = (
         f"{goal.attainment:.0%} within TTFT {1e3 * goal.ttft_seconds:g} ms and TPOT"
@@ -25,39 +25,47 @@ def plan_table(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal, dtype
     )
     found = f"{plan.considered} candidates, {len(plan.findings)} simulated"
     title = f"{geometry.name} on {site.accelerators} {site.accelerator.name}: {limits}; {found}"
-    table = Table(box=box.SIMPLE_HEAD, title_justify="left", title=title)
-    for name, justify in (
-        ("", "right"),
-        ("mode", "left"),
-        ("instances", "left"),
-        ("used", "right"),
-        ("req/s an\naccelerator", "right"),
-    ):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table = Table(
+        box=box.SIMPLE_HEAD, title_justify="left", title=title, padding=(0, 1, 0, 0), leading=1
+    )
+    table.add_column("", justify="right", no_wrap=True)
+    table.add_column("mode,\ninstances", overflow="fold", min_width=len("disaggregated"))
     for name in (
-        "TTFT ms\np50 / p90 / p99",
-        "TPOT ms\np50 / p90 / p99",
+        "used",
+        "req/s a\ndevice",
+        "TTFT ms\np50\np90\np99",
+        "TPOT ms\np50\np90\np99",
         "link\nload",
-        "KV room a rank,\nused",
+        "KV room\na rank,\nused",
     ):
-        table.add_column(name, justify="right")
-    table.add_column("binds first")
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("binds first", overflow="fold")
     for index, item in enumerate(plan.findings, 1):
         candidate = item.candidate
-        share = f"{100 * item.link_share:.1f} %" if candidate.prefill else "-"
-        room = f"{item.kv_tokens * kept / 1e9:.0f} GB, {100 * item.kv_share:.0f} %"
         table.add_row(
-            str(index), candidate.mode.value, candidate.name, str(candidate.devices), f"{item.per_accelerator:.3g}",  # noqa: E501
-            _three(item.report.ttft), _three(item.report.tpot), share, room, item.binding,
-        )  # fmt: skip
+            str(index),
+            f"{candidate.mode.value}\n" + candidate.name.replace(" -> ", " ->\n"),
+            str(candidate.devices),
+            f"{item.per_accelerator:.3g}",
+            _three(item.report.ttft),
+            _three(item.report.tpot),
+            f"{100 * item.link_share:.1f} %" if candidate.prefill else "-",
+            f"{item.kv_tokens * kept / 1e9:.0f} GB\n{100 * item.kv_share:.0f} %",
+            item.binding,
+        )
     return table
 
 
 def _three(values: Percentiles) -> str:
-    return " / ".join(
-        "-" if value is None else f"{1e3 * value:.3g}"
+    return "\n".join(
+        "-" if value is None else _milliseconds(value)
         for value in (values.p50, values.p90, values.p99)
     )
+
+
+def _milliseconds(seconds: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{1e3 * seconds:.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
 
 
 def plan_fields(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal) -> dict[str, object]:

@@ -46,7 +46,7 @@ from jdisagg.simulator.faults import schedule
 from jdisagg.simulator.fleet import INSTANCE, LIMITS, Fleet, Pool
 from jdisagg.simulator.report import Report, Slo, summarise
 from jdisagg.simulator.run import Hook, Result, simulate
-from jdisagg.simulator.tables import check_table, text_of, write_outcomes
+from jdisagg.simulator.tables import check_table, fleet_text, text_of, write_outcomes
 from jdisagg.simulator.trace_files import read_trace
 from jdisagg.simulator.workloads import Arrival, Fixed, at_rate, faster, gamma, spread_ticks
 from launch.console import run
@@ -148,6 +148,7 @@ def _run() -> None:
             )
     seconds = time.monotonic() - began
     report = summarise(result.outcomes, slo, result.usage)
+    print(fleet_text(fleet))
     print(text_of(report))
     per_second = len(arrivals) / seconds if seconds else 0.0
     print(

@@ -8,8 +8,10 @@ requests wait, as they would be without a warm-up."""
 
 import contextlib
 import hashlib
+import logging
 import platform
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,20 +23,29 @@ from jdisagg import __version__
 from jdisagg.config import EngineConfig, LimitsConfig, ServiceConfig, WorkerConfig
 from jdisagg.messages.worker_status import WorkerRole
 
+_logger = logging.getLogger(__name__)
+
+LOG_SECONDS = 2.0
 FIRST_GUESS_SECONDS = 5.0  # before the first program says how long one takes
 
 
 @contextlib.contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """On stderr, where that is a terminal and it takes long. Gives what is to be called with
-    (done, total)."""
+    """A bar on stderr where that is a terminal and it takes long; elsewhere a line in the log every
+    `LOG_SECONDS`. Gives what is to be called with (done, total)."""
+    logged_at = time.monotonic()
     with tqdm(
         desc=what, unit="program", delay=2, file=sys.stderr, leave=False, disable=None
     ) as bar:
 
         def progress(done: int, total: int) -> None:
+            nonlocal logged_at
             bar.total = total
             bar.update(done - bar.n)
+            if bar.disable and time.monotonic() - logged_at >= LOG_SECONDS:
+                logged_at = time.monotonic()
+                # The table of `launch.cluster` shows it (cluster.py reads this line).
+                _logger.info("compiled %d of %d programs", done, total)
 
         yield progress
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jdisagg.errors import ConfigError
+from jdisagg.simulator.fleet import Fleet
 from jdisagg.simulator.report import Outcome, Percentiles, Report, Slo
 
 COLUMNS = (
@@ -61,6 +62,21 @@ def check_table(path: Path) -> None:
             f"{path}: parquet needs pyarrow, which is not installed; pip install 'jdisagg[parquet]'"
             " or write .csv"
         )
+
+
+def fleet_text(fleet: Fleet) -> str:
+    """What is simulated, on one line: model, mode, and each pool's instances."""
+    pools = {
+        "prefill": fleet.prefill,
+        "decode" if fleet.prefill else "prefill and decode": fleet.decode,
+    }
+    told = [
+        f"{role} {pool.count} x {pool.hardware.name} ({pool.instance.layout}"
+        + (f", {pool.stages} stages)" if pool.stages > 1 else ")")
+        for role, pool in pools.items()
+        if pool is not None
+    ]
+    return f"{fleet.geometry.name} {fleet.dtype}, {fleet.mode.value}: {'; '.join(told)}"
 
 
 def text_of(report: Report) -> str:

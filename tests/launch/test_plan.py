@@ -49,6 +49,12 @@ def test_a_plan_ranks_says_who_wins_and_writes_a_recipe_that_is_read(tmp_path: P
     assert (status, err) == (0, "")
     found = json.loads(figures.read_text())
     assert {item["mode"] for item in found["findings"]} == {"disaggregated", "chunked", "unified"}
+    table = out[: out.index(found["verdict"])].splitlines()
+    assert max(map(len, table)) <= 80 and "…" not in out and "e+" not in "".join(table)
+    for item in found["findings"]:  # no figure and no mode is cut
+        p99 = 1e3 * item["report"]["ttft"]["p99"]
+        assert (f"{p99:.0f}" if p99 >= 100 else f"{p99:.3g}") in out.split()
+        assert item["mode"] in out.split()
     carried = [item["per_accelerator"] for item in found["findings"]]
     assert carried == sorted(carried, reverse=True) and carried[-1] > 0
     assert found["verdict"] in out and (

@@ -36,6 +36,7 @@ def test_defaults_work_and_everything_lands_in_the_folder(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     assert (
         "goodput" in done.stdout
+        and "disaggregated: prefill " in done.stdout.splitlines()[0]
         and "utilisation" in done.stdout
         and "dollars a million" in done.stdout
     )

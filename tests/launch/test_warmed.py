@@ -1,12 +1,20 @@
 """Whether a worker like this one was warm before is known by all that decides which programs there
 are."""
 
+import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
 
 from jdisagg.config import InstanceConfig, LimitsConfig, ServiceConfig, WorkerConfig
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.node import warm_up
+from jdisagg.node.cluster import Cluster
+from jdisagg.node.cluster_log import ClusterLog
 from jdisagg.node.warm_up import FIRST_GUESS_SECONDS, Loading, WarmedBefore
 
 
@@ -57,3 +65,20 @@ def test_loading_that_breaks_off_is_waited_for_no_longer() -> None:
     loading.progress(1, 20)
     loading.end()
     assert loading.seconds() == 0.0
+
+
+def test_compiling_is_logged_where_there_is_no_terminal_and_the_clusters_table_reads_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(warm_up, "LOG_SECONDS", 0.0)
+    with caplog.at_level(logging.INFO), warm_up.progress_bar("compiling") as progress:
+        progress(3, 29)
+    (line,) = (record.getMessage() for record in caplog.records)
+    written: list[str] = []
+    cluster = Cluster.__new__(Cluster)
+    cluster._phases = {"decode-0": "compiling"}  # pyright: ignore[reportPrivateUsage]
+    log = SimpleNamespace(write=lambda name, text: written.append(text))
+    cluster._log = cast(ClusterLog, log)  # pyright: ignore[reportPrivateUsage]
+    cluster._take_line("decode-0", f"INFO {line}")  # pyright: ignore[reportPrivateUsage]
+    assert cluster._phases == {"decode-0": "compiling 3/29"}  # pyright: ignore[reportPrivateUsage]
+    assert written == [f"INFO {line}"]

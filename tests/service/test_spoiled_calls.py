@@ -48,7 +48,7 @@ async def refused(address: str, protocol: type) -> dict[str, set[grpc.StatusCode
             if not method.parameters:
                 continue
             path = f"/{rpc.service_name(protocol)}/{method.name}"
-            open_call = channel.unary_stream if method.streams else channel.unary_unary
+            open_call: Any = channel.unary_stream if method.streams else channel.unary_unary
             for spoiled in SPOILED.values():
                 call = open_call(path)(spoiled, timeout=20, metadata=(protocol_metadata(),))
                 with contextlib.suppress(grpc.aio.AioRpcError):
@@ -120,7 +120,9 @@ async def test_a_change_of_role_that_makes_no_sense_is_refused_before_anybody_is
     what: str,
 ) -> None:
     name, role, layout, seconds = ROLE_CALLS[what]
-    asked = [(ClusterRolesPort, "switch", (name, role, layout, seconds))]
+    asked: list[tuple[Any, str, tuple[object, ...]]] = [
+        (ClusterRolesPort, "switch", (name, role, layout, seconds))
+    ]
     if layout is not None or role == "boss":
         asked.append((RolePort, "switch_role", ((1, role, layout or (1, 1, 1)),)))
     desk = Desk()
