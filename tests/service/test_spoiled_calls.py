@@ -18,7 +18,7 @@ from jdisagg.messages.roles import ClusterRolesPort, RolePort, SwitchCall, Switc
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.service import rpc
 from jdisagg.service.connection import protocol_metadata
-from jdisagg.service.role_services import RemoteRolePort
+from jdisagg.service.role_services import worker_roles
 from tests.service.doors import eventually
 from tests.service.port_worker import PREFILL
 from tests.service.remote_workers import Spanner, collect, connected, serving
@@ -99,12 +99,10 @@ class Confused(Desk):
 
 
 async def test_a_reply_that_is_no_message_costs_that_call_alone() -> None:
-    async with served(Confused()) as address:
-        port = RemoteRolePort(address)
+    async with served(Confused()) as address, worker_roles(address) as port:
         with pytest.raises(UnavailableError, match="both ends must run the same version"):
             await port.switch_report()
         assert await port.switch_report() == REPORT
-        await port.aclose()
 
 
 ROLE_CALLS = {
