@@ -42,4 +42,6 @@ def read_config(hf: HfConfig) -> DecoderConfig:
             f"must hold {family.architecture!r} for model_type {kind!r}",
             "only causal language models are served",
         )
-    return family.read_config(hf)
+    config = family.read_config(hf)
+    hf.refuse_unread()
+    return config

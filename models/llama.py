@@ -4,14 +4,14 @@ one head size, no window."""
 from dataclasses import replace
 
 from models.decoder_config import DecoderConfig
-from models.hf_config import FamilyDefaults, HfConfig, read_decoder
+from models.hf_config import FamilyDefaults, HfConfig
+from models.hf_decoder import read_decoder, refuse_windows
 
 DEFAULTS = FamilyDefaults(kv_heads=None, context_tokens=2048)
 
 
 def read_config(hf: HfConfig) -> DecoderConfig:
-    for field in ("sliding_window", "layer_types", "use_sliding_window"):
-        hf.refuse(field, "the Llama family attends to everything")
+    refuse_windows(hf, "the Llama family attends to everything")
     bias = hf.flag("attention_bias", False)
     config = read_decoder(hf, DEFAULTS, qkv_bias=bias, output_bias=bias)
     return replace(config, mlp_bias=hf.flag("mlp_bias", False))

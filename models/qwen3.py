@@ -2,7 +2,8 @@
 windows as Qwen2's."""
 
 from models.decoder_config import DecoderConfig
-from models.hf_config import FamilyDefaults, HfConfig, read_decoder, with_windows
+from models.hf_config import FamilyDefaults, HfConfig
+from models.hf_decoder import read_decoder, with_windows
 from models.qwen2 import read_windows
 
 DEFAULTS = FamilyDefaults(kv_heads=32, context_tokens=32768)

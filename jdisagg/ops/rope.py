@@ -1,17 +1,13 @@
 """Rotary position embedding (Su et al., 2021) and its context extensions, as a function of a
-token's own position alone.
+token's own position alone: a token's key never depends on how its prompt was cut into chunks, or on
+what came after it.
 
 Types: default; linear (positions divided); llama3 (long wavelengths divided, with a smooth
 passage); yarn (Peng et al., 2023: the same by rotations, and a factor on the attention
-temperature); dynamic (the base grows beyond the original context). `dynamic` takes the base from
-each token's own position, max(position + 1, original context): a token's key never depends on how
-its prompt was cut into chunks, or on what came after it. It equals generation token by token with a
-cache elsewhere; it differs there only where a prompt longer than the original context is rotated at
-once with the base of its full length."""
+temperature)."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jdisagg.ops.rope_frequencies import Rope
 
@@ -19,10 +15,7 @@ from jdisagg.ops.rope_frequencies import Rope
 def rope_angles(positions_T: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines, float32 [T, H / 2], times the attention factor."""
     position_T1 = positions_T.astype(jnp.float32)[:, None]
-    if rope.type == "dynamic":
-        angles_TF = position_T1 * _dynamic_frequencies(position_T1, rope)
-    else:
-        angles_TF = position_T1 * jnp.asarray(rope.frequencies())[None, :]
+    angles_TF = position_T1 * jnp.asarray(rope.frequencies())[None, :]
     return jnp.cos(angles_TF) * rope.attention_factor, jnp.sin(angles_TF) * rope.attention_factor
 
 
@@ -33,12 +26,3 @@ def rotate(x_TNH: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate(
         (first * cos_T1F - second * sin_T1F, second * cos_T1F + first * sin_T1F), axis=-1
     )
-
-
-def _dynamic_frequencies(position_T1: jax.Array, rope: Rope) -> jax.Array:
-    stretch_T1 = jnp.maximum(position_T1 + 1, rope.original_tokens) / rope.original_tokens
-    growth_T1 = (rope.factor * stretch_T1 - (rope.factor - 1)) ** (
-        rope.head_dim / (rope.head_dim - 2)
-    )
-    exponents_F = np.arange(0, rope.head_dim, 2, dtype=np.float32) / np.float32(rope.head_dim)
-    return 1.0 / (rope.theta * growth_T1) ** jnp.asarray(exponents_F)[None, :]

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+RopeType = Literal["default", "linear", "llama3", "yarn"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,11 @@ class Rope:
     attention_factor: float = 1.0
 
     def frequencies(self) -> np.ndarray:
-        """Radians per position of each pair of dimensions: float32 [H / 2]. (Of `dynamic`: within
-        the original context.)"""
+        """Radians per position of each pair of dimensions: float32 [H / 2]."""
         exponents = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
         plain = (1.0 / np.float32(self.theta) ** exponents).astype(np.float32)
         match self.type:
-            case "default" | "dynamic":
+            case "default":
                 return plain
             case "linear":
                 return plain / np.float32(self.factor)

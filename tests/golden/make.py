@@ -11,12 +11,13 @@ repeats itself, is passed over. Names given as arguments make those fixtures alo
 import json
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+import torch  # pyright: ignore[reportMissingImports]
+from transformers import AutoConfig, AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
 
 HERE = Path(__file__).parent
 PROMPT_TOKENS, GREEDY_TOKENS, LEAST_MARGIN, LEAST_DIFFERENT = 24, 64, 0.01, 20
@@ -40,7 +41,7 @@ class Variant:
     (rope_theta, rope_scaling)."""
 
     family: str
-    fields: dict[str, object] = field(default_factory=dict)
+    fields: Mapping[str, object] = field(default_factory=dict)
     dtype: torch.dtype = torch.bfloat16
     legacy: bool = False
     shard_size: str = "5GB"
@@ -64,7 +65,7 @@ VARIANTS: dict[str, Variant] = {
     "llama_llama3": Variant("llama", {"rope_parameters": LLAMA3}),
     "llama_linear": Variant("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}}, legacy=True),  # noqa: E501
     "llama_dynamic": Variant("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},  # noqa: E501
-                                       "max_position_embeddings": 40}),
+                                       "max_position_embeddings": 96}),
     "llama_yarn": Variant("llama", {"rope_parameters": YARN}, legacy=True),
     "qwen2_yarn": Variant("qwen2", {"rope_parameters": YARN | DEEPSEEK}),
     "qwen2_windows": Variant("qwen2", WINDOWS | {"tie_word_embeddings": True}),
@@ -107,7 +108,7 @@ def random_model(variant: Variant, seed: int) -> torch.nn.Module:
     """Weights drawn anew, rounded to the stored dtype, computed with in float32."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(variant.family, **COMMON | variant.fields)
+        AutoConfig.for_model(variant.family, **(COMMON | dict(variant.fields)))
     ).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -60,6 +60,62 @@ def test_an_option_we_do_not_have_is_refused_by_name(
         _read(family, **{field: value})
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("is_causal", False),
+        ("use_bidirectional_attention", True),
+        ("dual_chunk_attention_config", {"chunk_size": 262144}),
+        ("nobody_knows_this", 3),
+        ("rope_scaling", {"rope_type": "default", "twist": 2}),
+    ],
+)
+def test_nothing_that_is_not_known_to_be_harmless_passes_in_silence(
+    family: str, field: str, value: object
+) -> None:
+    with pytest.raises(CheckpointError, match=field):
+        _read(family, **{field: value})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fields_that_change_nothing_pass(family: str) -> None:
+    plain = _read(family)
+    written = _read(
+        family,
+        transformers_version="4.46.0",
+        torch_dtype="bfloat16",
+        use_cache=True,
+        pretraining_tp=1,
+        attention_dropout=0.1,
+        eos_token_id=[1, 2],
+        unsloth_fixed=True,
+        is_causal=True,
+        attention_chunk_size=None,
+        nobody_knows_this=0,
+    )
+    assert written == plain
+
+
+def test_options_that_the_config_itself_switches_off_are_harmless() -> None:
+    full = ["full_attention"] * 4
+    assert _read("llama", layer_types=full) == _read("llama")
+    assert _read("llama", sliding_window=4096, use_sliding_window=False) == _read("llama")
+    assert _read("qwen3_moe", layer_types=full, max_window_layers=3) == _read("qwen3_moe")
+    assert _read("qwen2", sliding_window=131072, max_window_layers=70) == _read("qwen2")
+    assert _read("mistral", layer_types=full, sliding_window=None) == _read(
+        "mistral", sliding_window=None
+    )
+
+
+def test_all_that_is_not_supported_is_named_at_once_and_briefly() -> None:
+    with pytest.raises(CheckpointError) as raised:
+        _read("llama", surprise={"long": list(range(1000))}, attn_logit_softcapping=50.0)
+    message = raised.value.message
+    assert "surprise" in message and "attn_logit_softcapping=50.0 (capped" in message
+    assert len(message) < 400
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama4", None, 7])
 def test_an_unknown_family_is_refused_with_the_known_ones(family: object) -> None:
     with pytest.raises(CheckpointError, match=r"model_type must be one of llama, mistral, .*got"):
@@ -114,10 +170,14 @@ def test_the_context_is_what_the_rope_type_stretches_it_to() -> None:
     assert _read("llama", max_position_embeddings=100).context_tokens == 100
     assert (
         _read(
-            "llama", max_position_embeddings=100, rope_scaling={"type": "dynamic", "factor": 4.0}
+            "llama", max_position_embeddings=100, rope_scaling={"type": "linear", "factor": 4.0}
         ).context_tokens
         == 400
     )
+    dynamic = _read(
+        "llama", max_position_embeddings=100, rope_scaling={"type": "dynamic", "factor": 4.0}
+    )
+    assert (dynamic.context_tokens, dynamic.attention.rope.type) == (100, "default")
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
     assert _read("qwen2", max_position_embeddings=100, rope_scaling=yarn).context_tokens == 400
     assert _read("qwen2", max_position_embeddings=400, rope_scaling=yarn).context_tokens == 400

@@ -9,7 +9,7 @@ from jdisagg.ops.rope import rope_angles, rotate
 from jdisagg.ops.rope_frequencies import Rope, RopeType
 
 HEAD, ORIGINAL = 16, 64
-TYPES: list[RopeType] = ["default", "linear", "dynamic", "llama3", "yarn"]
+TYPES: list[RopeType] = ["default", "linear", "llama3", "yarn"]
 
 
 def _rope(kind: RopeType, attention_factor: float = 1.0) -> Rope:
@@ -56,20 +56,6 @@ def test_yarn_goes_from_plain_to_divided() -> None:
         ratio[0] == pytest.approx(1)
         and ratio[-1] == pytest.approx(4)
         and (np.diff(ratio) >= -1e-6).all()
-    )
-
-
-def test_dynamic_is_plain_within_the_original_context_and_slower_beyond() -> None:
-    positions = jnp.arange(2 * ORIGINAL)
-    (cos, _), (plain, _) = (
-        rope_angles(positions, _rope("dynamic")),
-        rope_angles(positions, _rope("default")),
-    )
-    np.testing.assert_allclose(cos[:ORIGINAL], plain[:ORIGINAL], atol=1e-5)
-    assert np.abs(cos[ORIGINAL + 8] - plain[ORIGINAL + 8]).max() > 0.01
-    base = 10000.0 * (4.0 * 2 - 3) ** (HEAD / (HEAD - 2))  # at twice the original context
-    np.testing.assert_allclose(
-        cos[-1], np.cos((2 * ORIGINAL - 1) * base ** (-np.arange(0, HEAD, 2) / HEAD)), atol=1e-4
     )
 
 

@@ -1,0 +1,110 @@
+"""What the families share of their config.json: sizes, biases, rotary positions, windows.
+
+A family's own file reads its own options and `replace`s what it has otherwise."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jdisagg.errors import CheckpointError
+from jdisagg.ops.rope_frequencies import Rope
+from models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig
+from models.hf_config import FamilyDefaults, HfConfig
+from models.hf_rope import extended_context, read_rope
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def read_decoder(
+    hf: HfConfig,
+    defaults: FamilyDefaults,
+    *,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    qk_norm: bool = False,
+    head_dim_default: int | None = None,
+) -> DecoderConfig:
+    """The fields that all families share; all layers dense and without a window, for the family's
+    file to `replace`."""
+    activation = hf.raw("hidden_act") or "silu"
+    if activation not in ("silu", "swish") and not hf.sizes_only:
+        raise hf.error("hidden_act", "must be 'silu'", "other activations are not supported")
+    width, heads = hf.count("hidden_size"), hf.count("num_attention_heads")
+    kv_heads = hf.count("num_key_value_heads", _kv_heads_default(hf, heads, defaults))
+    if heads % kv_heads:
+        raise hf.error(
+            "num_key_value_heads", f"must divide num_attention_heads={heads}", "correct it"
+        )
+    head_dim = hf.count("head_dim", head_dim_default or max(1, width // heads))
+    if head_dim % 2:
+        raise CheckpointError(
+            f"{hf.where}: head_dim must be even for rotary positions, got {head_dim}; correct it"
+        )
+    context = hf.count("max_position_embeddings", defaults.context_tokens)
+    try:
+        rope = read_rope(hf, head_dim, context, defaults)
+    except CheckpointError:
+        if not hf.sizes_only:
+            raise
+        rope = Rope(head_dim, defaults.rope_theta)
+    return DecoderConfig(
+        family=str(hf.raw("model_type")),
+        vocabulary=hf.count("vocab_size"),
+        width=width,
+        ffn=hf.count("intermediate_size"),
+        attention=AttentionConfig(heads, kv_heads, head_dim, rope, qkv_bias, output_bias, qk_norm),
+        layers=(LayerConfig(),) * hf.count("num_hidden_layers"),
+        norm_epsilon=hf.number("rms_norm_eps", defaults.norm_epsilon),
+        tied=hf.flag("tie_word_embeddings", False),
+        context_tokens=extended_context(context, rope),
+    )
+
+
+def with_windows(config: DecoderConfig, windows: Sequence[int | None]) -> DecoderConfig:
+    return replace(
+        config,
+        layers=tuple(
+            replace(layer, window=window)
+            for layer, window in zip(config.layers, windows, strict=True)
+        ),
+    )
+
+
+def read_layer_types(
+    hf: HfConfig, layers: int, window: int | None, default: Sequence[bool]
+) -> tuple[int | None, ...]:
+    """The window of each layer, by `layer_types` where given, else where `default` says so."""
+    types = hf.names("layer_types")
+    if types is None:
+        return tuple(window if windowed else None for windowed in default)
+    if len(types) != layers or any(kind not in LAYER_TYPES for kind in types):
+        raise hf.error(
+            "layer_types",
+            f"must name {layers} layers, each one of {', '.join(LAYER_TYPES)}",
+            "correct it",
+        )
+    if window is None and "sliding_attention" in types:
+        raise hf.error(
+            "layer_types",
+            "names sliding_attention, but use_sliding_window and sliding_window give no window",
+            "set both",
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def refuse_windows(hf: HfConfig, reason: str) -> None:
+    """For a family whose layers are alike: a window, or layers of another kind, that the config
+    does not itself switch off."""
+    types = hf.names("layer_types") or ()
+    if any(kind != "full_attention" for kind in types) and not hf.sizes_only:
+        raise hf.error("layer_types", f"is not supported ({reason})", "use a checkpoint without it")
+    hf.pass_over("max_window_layers")
+    if hf.raw("sliding_window") and hf.flag("use_sliding_window", True) and not hf.sizes_only:
+        raise hf.error(
+            "sliding_window", f"is not supported ({reason})", "use a checkpoint without it"
+        )
+
+
+def _kv_heads_default(hf: HfConfig, heads: int, defaults: FamilyDefaults) -> int:
+    """A null means one kv head per query head; an absent field means the family's default."""
+    explicit_null = "num_key_value_heads" in hf.fields
+    return heads if explicit_null or defaults.kv_heads is None else defaults.kv_heads

@@ -1,0 +1,120 @@
+"""Which fields of a config.json are known to leave the output as it is, and which are known to
+change it.
+
+Readers take the fields that they understand (`HfConfig` notes which). Every other one must be
+here: a field that is in neither list and says anything is refused by name, so that no option is
+passed over in silence."""
+
+
+def names(text: str) -> frozenset[str]:
+    """Names in a text, by spaces."""
+    return frozenset(text.split())
+
+
+# Of training, of generation by somebody else's loop, of bookkeeping.
+HARMLESS = names("""
+    architectures model_type transformers_version torch_dtype dtype auto_map name_or_path
+    _name_or_path _attn_implementation attn_implementation _attn_implementation_autoset
+    attention_dropout attn_pdrop resid_pdrop embd_pdrop hidden_dropout hidden_dropout_prob
+    residual_dropout dropout classifier_dropout initializer_range initializer_factor
+    initializer_cutoff_factor init_std init_method use_cache pretraining_tp
+    gradient_checkpointing use_flash_attn use_flash_attention flash_attn use_kernel
+    output_attentions output_hidden_states output_router_logits return_dict torchscript
+    router_aux_loss_coef router_z_loss_coef aux_loss_alpha seq_aux router_jitter_noise
+    input_jitter_noise moe_router_dtype scale_for_loss
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id unk_token_id
+    forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens
+    id2label label2id num_labels problem_type finetuning_task task_specific_params
+    prefix bad_words_ids max_length min_length max_new_tokens do_sample temperature top_k top_p
+    typical_p repetition_penalty length_penalty no_repeat_ngram_size num_beams
+    num_beam_groups diversity_penalty encoder_no_repeat_ngram_size early_stopping
+    num_return_sequences output_scores return_dict_in_generate remove_invalid_values
+    exponential_decay_length_penalty tokenizer_class chunk_size_feed_forward pruned_heads
+    tf_legacy_loss use_bfloat16 cross_attention_hidden_size ep_size trust_remote_code
+    model_max_length tokenizer_model_max_length original_architectures
+    mtp_transformer_layers num_mtp_modules use_mtp num_nextn_predict_layers num_mtp_layers
+""")
+
+# Of a model that sees, beside its text part (`text_config`), which alone is served.
+VISION = names("""
+    text_config vision_config image_token_id image_token_index video_token_id
+    vision_start_token_id vision_end_token_id vision_feature_layer vision_feature_select_strategy
+    spatial_merge_size multimodal_projector_bias projector_hidden_act image_seq_length
+    architectures
+""")
+
+# Options of some family that change the output, and what each means. A reader that has one takes
+# it; for the others it is refused.
+CHANGING: dict[str, str] = {
+    "quantization_config": "quantized weights",
+    "quantization": "quantized weights",
+    "compression_config": "quantized weights",
+    "attn_logit_softcapping": "capped attention scores",
+    "final_logit_softcapping": "capped logits",
+    "query_pre_attn_scalar": "another attention scale",
+    "logit_scale": "scaled logits",
+    "logits_scaling": "scaled logits",
+    "embedding_multiplier": "scaled embeddings",
+    "scale_embedding": "scaled embeddings",
+    "residual_multiplier": "scaled residuals",
+    "scale_depth": "scaled residuals",
+    "attention_multiplier": "another attention scale",
+    "clip_qkv": "clipped queries, keys and values",
+    "use_parallel_residual": "attention and feed-forward side by side",
+    "parallel_attn": "attention and feed-forward side by side",
+    "alibi": "positions by ALiBi",
+    "cross_attention_layers": "cross-attention",
+    "add_cross_attention": "cross-attention",
+    "is_encoder_decoder": "an encoder",
+    "tie_encoder_decoder": "an encoder",
+    "audio_config": "audio",
+    "no_rope_layers": "layers without rotary positions",
+    "attention_chunk_size": "attention in chunks",
+    "dual_chunk_attention_config": "dual chunk attention",
+    "num_shared_experts": "shared experts",
+    "n_shared_experts": "shared experts",
+    "shared_expert_intermediate_size": "a shared expert",
+    "attention_sinks": "attention sinks",
+    "use_mrope": "positions in three dimensions",
+    "llama_4_scaling": "queries scaled by position",
+    "use_bidirectional_attention": "attention to later tokens",
+    "is_causal": "attention to later tokens",
+    "lm_head_bias": "a bias on the logits",
+    "layer_types": "layers of several kinds",
+    "sliding_window": "attention to a window",
+    "use_sliding_window": "attention to a window",
+    "partial_rotary_factor": "partly rotated heads",
+    "rotary_dim": "partly rotated heads",
+    "kv_lora_rank": "latent attention",
+}
+
+# What says the same as an absent field, beside null, false, 0 and empty.
+NEUTRAL: dict[str, object] = {
+    "is_causal": True,
+    "is_decoder": True,
+    "logits_scaling": 1,
+    "logit_scale": 1,
+    "embedding_multiplier": 1,
+    "residual_multiplier": 1,
+    "partial_rotary_factor": 1,
+    "moe_layer_freq": 1,
+}
+# False is what an absent one is not.
+_TRUE_WHERE_ABSENT = frozenset({"is_causal"})
+
+
+def says_nothing(name: str, value: object) -> bool:
+    """Whether a field says what an absent one would."""
+    if name in _TRUE_WHERE_ABSENT:
+        return value is None or value is True
+    return not value or (name in NEUTRAL and value == NEUTRAL[name])
+
+
+def harmless(name: str) -> bool:
+    return name in HARMLESS or name.startswith(("_", "unsloth_"))
+
+
+def short(value: object) -> str:
+    """A value in a message: what one needs to find it again."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,146 @@
+"""Rotary positions as a config.json states them, in the forms of transformers 5 (`rope_parameters`)
+and 4 (`rope_scaling`, `rope_theta`).
+
+`dynamic` and `longrope` change how all positions are rotated once a sequence is longer than the
+original context, those already cached included: transformers and vLLM each draw their own
+conclusion, and no two agree. Such a model is served within its original context, where both say the
+same, and longer sequences are refused."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from jdisagg.errors import CheckpointError
+from jdisagg.ops.rope_frequencies import Rope
+from models.hf_config import FamilyDefaults, HfConfig, checked_number
+from models.hf_fields import names, short
+
+_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+# What a set of parameters may hold; what a type does not use changes nothing in transformers.
+_KNOWN = names("""
+    rope_type type rope_theta factor original_max_position_embeddings max_position_embeddings
+    attention_factor beta_fast beta_slow short_factor long_factor low_freq_factor high_freq_factor
+    mscale mscale_all_dim truncate partial_rotary_factor mrope_section mrope_interleaved
+    finetuned
+""")
+
+
+def read_rope(hf: HfConfig, head_dim: int, context: int, defaults: FamilyDefaults) -> Rope:
+    """From `rope_scaling` (which wins where both are set, as in transformers) or `rope_parameters`,
+    and the top-level `rope_theta`."""
+    field = "rope_scaling" if hf.raw("rope_scaling") else "rope_parameters"
+    hf.raw("rope_parameters")
+    given = hf.raw(field) or {}
+    if not isinstance(given, dict):
+        raise hf.error(field, "must be an object", "correct it")
+    return rope_of(hf, field, given, head_dim, context, defaults)
+
+
+def rope_of(
+    hf: HfConfig,
+    field: str,
+    given: Mapping[str, object],
+    head_dim: int,
+    context: int,
+    defaults: FamilyDefaults,
+) -> Rope:
+    """One set of parameters."""
+
+    def wrong(rule: str, remedy: str = "correct it") -> CheckpointError:
+        return CheckpointError(f"{hf.where}: {field} {rule}; {remedy}")
+
+    def number(key: str, default: float | None = None) -> float:
+        return checked_number(given.get(key), default, f"{field}.{key}", hf.where)
+
+    for key, value in given.items():
+        if isinstance(value, dict):
+            raise wrong(
+                f"must be one set of parameters, but {key!r} holds another",
+                "per-layer rope is not supported in this family",
+            )
+        if key not in _KNOWN:
+            raise wrong(f"holds {key}={short(value)}, which is not known")
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in _TYPES:
+        raise wrong(
+            f"has rope_type {kind!r}, which is not one of {', '.join(_TYPES)}",
+            "use a checkpoint without it",
+        )
+    if number("partial_rotary_factor", hf.number("partial_rotary_factor", 1.0)) != 1.0:
+        raise CheckpointError(
+            f"{hf.where}: partial_rotary_factor is not supported (whole heads are rotated); remove"
+            " it or set it to 1"
+        )
+    original = (
+        hf.raw("original_max_position_embeddings")
+        or given.get("original_max_position_embeddings")
+        or context
+    )
+    original = int(checked_number(original, None, "original_max_position_embeddings", hf.where))
+    rope = Rope(head_dim, number("rope_theta", hf.number("rope_theta", defaults.rope_theta)))
+    match kind:
+        case "linear":
+            rope = replace(rope, type="linear", factor=number("factor"))
+        case "dynamic":
+            number("factor")  # beyond the original context alone
+        case "llama3":
+            low, high = number("low_freq_factor"), number("high_freq_factor")
+            if not high > low:
+                raise wrong("must have high_freq_factor above low_freq_factor")
+            rope = replace(
+                rope,
+                type="llama3",
+                factor=number("factor"),
+                original_tokens=original,
+                low_frequency_factor=low,
+                high_frequency_factor=high,
+            )
+        case "yarn":
+            factor = number("factor", context / original)
+            rope = replace(
+                rope,
+                type="yarn",
+                factor=factor,
+                original_tokens=original,
+                beta_fast=number("beta_fast", 32.0) or 32.0,
+                beta_slow=number("beta_slow", 1.0) or 1.0,
+                truncate=bool(given.get("truncate", True)),
+                attention_factor=_yarn_attention_factor(
+                    factor,
+                    number("attention_factor", math.nan),
+                    number("mscale", 0.0),
+                    number("mscale_all_dim", 0.0),
+                ),
+            )
+    if rope.factor <= 0 or rope.theta <= 0 or rope.original_tokens < 0:
+        raise wrong("must have a positive factor, rope_theta and original_max_position_embeddings")
+    return rope
+
+
+def extended_context(context: int, rope: Rope) -> int:
+    """The longest sequence: linear stretches max_position_embeddings, yarn its original context;
+    llama3 states the result; dynamic and longrope are served without their extension."""
+    match rope.type:
+        case "linear":
+            return max(context, int(context * rope.factor))
+        case "yarn":
+            return max(context, int(rope.original_tokens * rope.factor))
+        case _:
+            return context
+
+
+def _yarn_attention_factor(
+    factor: float, given: float, mscale: float, mscale_all_dim: float
+) -> float:
+    """Equation 22 of the YaRN paper, with DeepSeek's pair of scales."""
+    if not math.isnan(given):
+        return given
+
+    def temperature(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    return (
+        temperature(mscale) / temperature(mscale_all_dim)
+        if mscale and mscale_all_dim
+        else temperature(1.0)
+    )
