@@ -123,10 +123,9 @@ class Receiver:
             zeros, self.rank, peer=self.peer, heads=case.kv_heads, source_rank=0
         )
         pages = -(-case.tokens // PAGE)
-        pool = PagePool(self.mesh, SPEC, COPIES * pages, PAGE, 1)
-        self.insert = BlockPrograms(
-            Programs(self.mesh), pool, even_runs(len(SPEC.layers), self.blocks)
-        )
+        programs = Programs(self.mesh)
+        pool = PagePool(programs, SPEC, COPIES * pages, PAGE, 1)
+        self.insert = BlockPrograms(programs, pool, even_runs(len(SPEC.layers), self.blocks))
         self.pages = (
             np.random.default_rng(0).permutation(COPIES * pages).reshape(COPIES, pages).tolist()
         )

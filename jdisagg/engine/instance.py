@@ -15,6 +15,7 @@ from jdisagg.config import InstanceConfig, Mode, ModelConfig, WorkerConfig
 from jdisagg.engine.limits import mesh_limits
 from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
+from jdisagg.executor.programs import Programs
 from jdisagg.executor.warm_up import warm_up_steps
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import KvEnd
@@ -66,7 +67,9 @@ def build_instance(
 ) -> Instance:
     """`layer_groups` is the prefill side's: both sides of a hand-off cut layers alike."""
     limits = mesh_limits(config, mode, loaded.model.kv_spec, context_tokens, layer_groups)
-    executor = MeshExecutor(name, loaded.model, loaded.mesh, config.layout, limits, role, channel)
+    executor = MeshExecutor(
+        name, loaded.model, Programs(loaded.mesh), config.layout, limits, role, channel
+    )
     return Instance(config, executor, loaded)
 
 

@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 
 from jdisagg.executor.block_programs import BlockPrograms
@@ -76,7 +75,7 @@ class MeshExecutor:
         self,
         name: str,
         model: Model,
-        mesh: jax.sharding.Mesh,
+        programs: Programs,
         layout: Layout,
         limits: MeshLimits,
         role: MeshRole,
@@ -84,17 +83,21 @@ class MeshExecutor:
     ) -> None:
         self.limits = limits
         self.role = role
-        self.mesh = mesh
+        self.mesh = mesh = programs.mesh
         self.card = mesh_card(mesh)
         codec(role.codec)  # refuses an unknown one here, not at the first pull
         self.platform = platform = str(mesh.devices.flat[0].platform)
-        self.programs = Programs(mesh)
+        self.programs = programs
         self._channel = channel
         self._weights: Weights = split_model(model, layout)
         self._shards = mesh_shards(mesh, layout, platform)
         self._rows = RowFormat(-(-limits.context_tokens // limits.page_size), model.vocabulary)
         self._pool = PagePool(
-            mesh, limits.kv_spec, limits.pages_per_rank, limits.page_size, limits.batch_buckets[-1]
+            programs,
+            limits.kv_spec,
+            limits.pages_per_rank,
+            limits.page_size,
+            limits.batch_buckets[-1],
         )
         self._groups = even_runs(len(self._weights.layers), limits.layer_groups)
         self._sums = (
@@ -118,8 +121,13 @@ class MeshExecutor:
         )
         self._wanted_logprobs: dict[tuple[int, int], int | None] = {}
         self._pulls: dict[int, Pull] = {}
-        self._targets = PullTargets(mesh, limits.kv_spec)
+        self._targets = PullTargets(programs, limits.kv_spec)
         self._threads = WorkThreads(name)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Of the pages of all layers, on all devices together."""
+        return self._pool.bytes
 
     def run(self, command: StepCommand) -> asyncio.Future[StepResult]:
         return self._threads.submit(lambda: self._issue(command))

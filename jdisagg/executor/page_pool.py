@@ -7,9 +7,9 @@ replaced in the same statement, and nobody else may keep a reference: an old ref
 was donated aborts the process when used (facts measured on JAX 0.10 and 0.12)."""
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
+from jdisagg.executor.programs import Programs
 from jdisagg.layout.kv_spec import KVSpec
 
 PAGES_SPEC = PartitionSpec("dp", "kv", None, None)
@@ -20,19 +20,21 @@ class PagePool:
     """Owns the pages of all layers. Used by the dispatch thread alone."""
 
     def __init__(
-        self, mesh: Mesh, spec: KVSpec, pages_per_rank: int, page_size: int, dummy_rows: int
+        self, programs: Programs, spec: KVSpec, pages_per_rank: int, page_size: int, dummy_rows: int
     ) -> None:
         self.page_size = page_size
         self.pages_per_rank = pages_per_rank
         self.rank_rows = pages_per_rank + -(-dummy_rows // page_size)
-        sharding = NamedSharding(mesh, PAGES_SPEC)
         self.layers: list[LayerPages] = []
         for layer in spec.layers:
             shapes = [
-                (mesh.shape["dp"] * self.rank_rows, part.heads, page_size, part.width)
+                (programs.mesh.shape["dp"] * self.rank_rows, part.heads, page_size, part.width)
                 for part in layer.components
             ]
-            self.layers.append(tuple(_zeros(shape, spec.dtype, sharding) for shape in shapes))
+            # pages must always hold finite values: masked attention multiplies them by zero
+            self.layers.append(
+                tuple(programs.zeros(shape, spec.dtype, PAGES_SPEC) for shape in shapes)
+            )
 
     @property
     def bytes(self) -> int:
@@ -41,9 +43,3 @@ class PagePool:
     def put(self, first: int, layers: list[LayerPages]) -> None:
         """Replaces layers from `first` on by what a program returned for them."""
         self.layers[first : first + len(layers)] = layers
-
-
-def _zeros(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> jax.Array:
-    """Zeros made on each device (pages must always hold finite values: masked attention multiplies
-    them by zero)."""
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()

@@ -1,4 +1,5 @@
-"""Compiled programs by key: compiled ahead of time, counted, never recompiled.
+"""Compiled programs by key: compiled ahead of time, counted, never recompiled; and the arrays that
+go up to their mesh.
 
 A program is lowered from abstract arguments with explicit shardings and kept as a compiled
 executable: a call whose shapes differ raises instead of compiling (rule 12). `compilations` counts
@@ -13,8 +14,10 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 RANK = PartitionSpec("dp")
 BLOCK_SPEC = PartitionSpec("dp", None, "kv")  # as `transfer.channel.block_sharding`
@@ -30,6 +33,7 @@ class Programs:
             device.process_index != jax.process_index() for device in mesh.devices.flat
         )
         self.compilations = 0
+        self.compiler_options: dict[str, str | bool] = {}
         self._by_rank = NamedSharding(mesh, RANK)
         self._built: dict[Hashable, Callable[..., Any]] = {}
         self._lock = threading.Lock()
@@ -64,6 +68,11 @@ class Programs:
 
         return jax.tree.map(by_callback, host)
 
+    def zeros(self, shape: tuple[int, ...], dtype: DTypeLike, spec: PartitionSpec) -> Any:
+        """Zeros made on each device."""
+        sharding = NamedSharding(self.mesh, spec)
+        return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
+
     def get(self, key: Hashable, build: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
         """The executable of `key`, built on first use."""
         program = self._built.get(key)
@@ -95,8 +104,21 @@ class Programs:
         in_specs and out_specs are pytrees of PartitionSpec that match the arguments and results
         leaf by leaf; shardings of donated arguments and their results are equal and explicit, else
         XLA would not alias them."""
+        lowered = self._lower(self.mesh, body, arguments, in_specs, out_specs, donate)
+        return lowered.compile(compiler_options=self.compiler_options)
+
+    def _lower(
+        self,
+        mesh: Mesh | AbstractMesh,
+        body: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        in_specs: tuple[Any, ...],
+        out_specs: Any,
+        donate: tuple[int, ...],
+    ) -> jax.stages.Lowered:
+        """`mesh`: what `body` is traced for."""
         mapped = jax.shard_map(
-            body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+            body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
         in_shardings, out_shardings = self._shardings(in_specs), self._shardings(out_specs)
         abstract = jax.tree.map(
@@ -105,7 +127,7 @@ class Programs:
         jitted = jax.jit(
             mapped, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate
         )
-        return jitted.lower(*abstract).compile()
+        return jitted.lower(*abstract)
 
     def _shardings(self, specs: Any) -> Any:
         is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731

@@ -7,17 +7,18 @@ import jax
 import jax.numpy as jnp
 
 from jdisagg.errors import HandoffError
+from jdisagg.executor.programs import BLOCK_SPEC, Programs
 from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.messages.step_commands import PullBlock
 from jdisagg.transfer.boxes import head_granule
-from jdisagg.transfer.channel import PullTarget, resident_zeros
+from jdisagg.transfer.channel import PullTarget
 from jdisagg.transfer.codec import codec
 
 
 class PullTargets:
-    def __init__(self, mesh: jax.sharding.Mesh, spec: KVSpec) -> None:
-        self._mesh = mesh
+    def __init__(self, programs: Programs, spec: KVSpec) -> None:
+        self._programs, self._mesh = programs, programs.mesh
         self._spec = spec
         self._granules: dict[str, int] = {}
         self._zeros: dict[tuple[int, int, int], jax.Array] = {}
@@ -56,15 +57,15 @@ class PullTargets:
         key = (components, block.block_tokens, granule)
         spec, how = self._spec, codec(block.codec)
         if key not in self._zeros:
-            self._zeros[key] = resident_zeros(
-                self._mesh, components, granule, block.block_tokens, width, jnp.dtype(spec.dtype)
+            self._zeros[key] = self._resident(
+                components, granule, block.block_tokens, width, jnp.dtype(spec.dtype)
             )
         zeros, leaves = self._zeros[key], ()
         if how.lossy:
             if (*key, block.codec) not in self._leaves:
                 shape = (1, components, granule, block.block_tokens, width)
                 self._leaves[*key, block.codec] = tuple(
-                    resident_zeros(self._mesh, c, g, t, x, leaf.dtype)
+                    self._resident(c, g, t, x, leaf.dtype)
                     for leaf in how.leaves(jax.ShapeDtypeStruct(shape, zeros.dtype))
                     for _, c, g, t, x in [leaf.shape]
                 )
@@ -83,6 +84,14 @@ class PullTargets:
         """How many components these layers have, and the width of each."""
         described = self._spec.layers[layers.start : layers.stop]
         return sum(len(layer.components) for layer in described), described[0].components[0].width
+
+    def _resident(
+        self, components: int, granule: int, tokens: int, width: int, dtype: jnp.dtype
+    ) -> jax.Array:
+        """As `transfer.channel.resident_zeros`."""
+        ranks, shards = self._mesh.shape["dp"], self._mesh.shape["kv"]
+        shape = ranks, components, granule * shards, tokens, width
+        return self._programs.zeros(shape, dtype, BLOCK_SPEC)
 
     def _granule(self, peer: str) -> int:
         known = set(self._granules.values())

@@ -52,7 +52,9 @@ def split_model(model: Model, layout: Layout) -> Weights:
     """Splits a loaded model into parts that share its arrays."""
     stem, layers = _part(model.stem, layout), tuple(_part(layer, layout) for layer in model.layers)
     x = jax.eval_shape(
-        lambda tokens: model.stem.embed(tokens, Shards()), jax.ShapeDtypeStruct((1,), jnp.int32)
+        lambda leaves, tokens: stem.merge(leaves).embed(tokens, Shards()),  # type: ignore[attr-defined]
+        stem.leaves,
+        jax.ShapeDtypeStruct((1,), jnp.int32),
     )
     return Weights(stem, layers, x.shape[-1], x.dtype)
 

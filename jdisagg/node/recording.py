@@ -11,6 +11,7 @@ import jax
 from jdisagg.engine.embedded import Record
 from jdisagg.engine.instance import Instance, LoadModel
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
+from jdisagg.executor.programs import Programs
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Device
 from jdisagg.scheduler.executor import Executor, MeshLimits
@@ -88,4 +89,6 @@ def rebuild(
     }
     limits = MeshLimits(**fields, kv_spec=loaded.model.kv_spec)  # pyright: ignore[reportArgumentType]  # JSON's own types
     role = MeshRole(header.prefill, header.decode, header.emit, header.codec, header.extracts)
-    return MeshExecutor(header.name, loaded.model, loaded.mesh, layout, limits, role, channel)
+    return MeshExecutor(
+        header.name, loaded.model, Programs(loaded.mesh), layout, limits, role, channel
+    )

@@ -20,6 +20,7 @@ from jdisagg.engine.compilation import use_compilation_cache
 from jdisagg.engine.limits import mesh_limits
 from jdisagg.errors import UnavailableError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
+from jdisagg.executor.programs import Programs
 from jdisagg.instance.processes import ProcessGroup, join_instance
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.step_commands import (
@@ -67,7 +68,7 @@ def build(task: Task) -> MeshExecutor:
     return MeshExecutor(
         "member",
         loaded.model,
-        loaded.mesh,
+        Programs(loaded.mesh),
         layout,
         limits,
         role,

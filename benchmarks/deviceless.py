@@ -1,0 +1,204 @@
+"""Compiles the programs of an executor for GPUs that are not there, and counts what they would run.
+
+`DevicelessPrograms` stands in for `executor.programs.Programs`: what goes up to the mesh is a
+shape, what is compiled is counted, and a compiled program gives shapes. So a `MeshExecutor` can be
+built around it whole, and its own warm-up runs its own programs. It needs a CUDA plugin of JAX
+(`pip install jax[cuda13]`), and no GPU. XLA compiles without autotuning then: kernels may be
+others than on the GPU; graphs, loops, copies and memory are as they would be. Speed, numbers, and
+whether cuDNN has a plan, cannot be seen."""
+
+import enum
+import importlib.util
+import math
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, PartitionSpec, use_abstract_mesh
+from jax.typing import DTypeLike
+
+from benchmarks.gpu_devices import GpuDevice
+from jdisagg.executor.prefill_program import ChunkForm
+from jdisagg.executor.programs import Programs
+from jdisagg.layout.axes import MESH_AXES, Layout
+
+INSTALL = "pip install 'jax[cuda13]'"
+PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+
+
+def missing() -> str:
+    """What keeps this process from compiling for a GPU, and the remedy; "" where nothing does."""
+    if any(importlib.util.find_spec(name) for name in PLUGINS):
+        return ""
+    return f"compiling for a GPU needs a CUDA plugin of JAX: {INSTALL}"
+
+
+def without_a_gpu() -> None:
+    """Settings of this process, to be called before JAX is used: it runs on the CPU, and the
+    plugin need not find a driver."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a program gives, or takes, in place of an array."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def block_until_ready(self) -> "Shape":
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Counted:
+    """One compiled program. graphs: CUDA graphs that it is launched as (0 where it is fewer than
+    the five operations that XLA makes one of); whiles: loops that the host drives, outside of any
+    graph; kernels: launches, a graph's among them, library calls included; copies: of device
+    memory, and `copied_bytes`, what the largest of them moves. The bytes are one device's."""
+
+    program: str
+    graphs: int
+    whiles: int
+    kernels: int
+    copies: int
+    copied_bytes: int
+    temp_bytes: int
+    alias_bytes: int
+    argument_bytes: int
+    compile_seconds: float
+
+
+def topology_mesh(device: GpuDevice, layout: Layout, kv_heads: int) -> Mesh:
+    """The mesh of an instance on so many of these devices, all in one process."""
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=device.target_config(), topology=f"1x1x{layout.devices}"
+    )
+    devices = np.array(topology.devices, dtype=object)
+    return Mesh(devices.reshape(layout.mesh_shape(kv_heads)), MESH_AXES)
+
+
+class DevicelessPrograms(Programs):
+    """Compiles for a mesh that is described only; hands what it counted to `report`."""
+
+    def __init__(self, mesh: Mesh, device: GpuDevice, report: Callable[[Counted], None]) -> None:
+        super().__init__(mesh)
+        # private: kernels' lowering asks the abstract mesh which device it is for
+        from jax._src.mesh import AbstractDevice
+
+        self._report, self._key = report, ""
+        self._abstract = mesh.abstract_mesh.update(
+            abstract_device=AbstractDevice(
+                device_kind=device.kind, num_cores=device.cores, platform="cuda"
+            )
+        )
+
+    def put(self, host: Any) -> Any:
+        return jax.tree.map(lambda array: Shape(array.shape, array.dtype), host)
+
+    def zeros(self, shape: tuple[int, ...], dtype: DTypeLike, spec: PartitionSpec) -> Any:
+        return Shape(shape, jnp.dtype(dtype))
+
+    def get(self, key: Hashable, build: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+        self._key = _name(key)
+        return super().get(key, build)
+
+    def compile(
+        self,
+        body: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        in_specs: tuple[Any, ...],
+        out_specs: Any,
+        donate: tuple[int, ...] = (),
+    ) -> Callable[..., Any]:
+        name, began = self._key, time.monotonic()
+        with use_abstract_mesh(self._abstract):
+            lowered = self._lower(self._abstract, body, arguments, in_specs, out_specs, donate)
+            with tempfile.TemporaryDirectory() as dump:
+                options = {**self.compiler_options, "xla_dump_to": dump}
+                compiled = lowered.compile(compiler_options=options)
+                thunks = count_thunks(Path(dump))
+        memory = compiled.memory_analysis()
+        self._report(
+            Counted(
+                name,
+                **thunks,
+                copied_bytes=largest_copy(compiled.as_text()),
+                temp_bytes=memory.temp_size_in_bytes,
+                alias_bytes=memory.alias_size_in_bytes,
+                argument_bytes=memory.argument_size_in_bytes,
+                compile_seconds=round(time.monotonic() - began, 2),
+            )
+        )
+        results = jax.tree.map(lambda out: Shape(out.shape, out.dtype), lowered.out_info)
+        return lambda *_: results
+
+
+def count_thunks(dump: Path) -> dict[str, int]:
+    """The operations of the program whose dump this is, by XLA's final sequence of them."""
+    for stage in ("thunk_sequence_after_thunk_passes", "thunk_sequence"):
+        if found := sorted(dump.glob(f"*{stage}.txt")):
+            break
+    else:
+        return {"graphs": 0, "whiles": 0, "kernels": 0, "copies": 0}
+    graphs = whiles = kernels = copies = 0
+    inside: int | None = None  # the indentation of the graph whose operations these lines are
+    for line in found[-1].read_text().splitlines():
+        match = re.match(r"^(\s*)\d+: k(\w+)", line)
+        if not match:
+            continue
+        indent, kind = len(match[1]), match[2]
+        if inside is not None and indent <= inside:
+            inside = None
+        if kind == "CommandBuffer":
+            graphs, inside = graphs + 1, indent
+        elif kind in ("While", "Conditional"):
+            whiles += inside is None
+        elif "Copy" in kind:
+            copies += 1
+        elif kind not in ("Sequential", "Async"):
+            kernels += 1
+    return {"graphs": graphs, "whiles": whiles, "kernels": kernels, "copies": copies}
+
+
+def largest_copy(hlo: str) -> int:
+    """Bytes of the largest array that a copy or a transposition of the optimised program gives."""
+    found = re.findall(r"= (\w+)\[([\d,]*)\]\S* (?:copy|copy-start|transpose)\(", hlo)
+    return max((_bytes(kind, sizes) for kind, sizes in found), default=0)
+
+
+def _bytes(kind: str, sizes: str) -> int:
+    bits = re.search(r"\d+", kind)
+    count = math.prod(int(size) for size in sizes.split(",") if size)
+    return count * (int(bits[0]) if bits else 8) // 8
+
+
+def _name(key: Hashable) -> str:
+    """A program's key in words: what tells it from the others of its kind."""
+    kind, *rest = key if isinstance(key, tuple) else (key,)
+    words = [str(kind)]
+    for part in rest:
+        if isinstance(part, enum.Enum):
+            words.append(str(part.value))
+        elif isinstance(part, ChunkForm):
+            words.append("packed" if part.packed else "past" if part.past else "one")
+            words += [] if part.samples else ["unsampled"]
+        elif isinstance(part, int | str) and not isinstance(part, bool):
+            words.append(str(part))
+    return " ".join(words)

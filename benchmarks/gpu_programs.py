@@ -1,0 +1,173 @@
+"""What would an H200 or a GB200 run of each of our programs? Compiled for it, without one.
+
+    python -m benchmarks.gpu_programs --device=h200 --model=llama-3-8b --layout=dp=1,tp=1 --layers=2
+
+Prints a JSON line for each program that the executor's own warm-up builds (`deviceless.Counted`):
+CUDA graphs, loops that the host drives, kernels, copies, bytes. A program is right for a GPU when
+it is one graph (or too small to be one), drives no loop from the host, copies neither weights nor
+pages, and holds them in place (`alias_bytes` is at least the pool's). --what takes some of decode,
+updates, prefill, blocks; --window=N gives every layer a window. Needs
+`pip install jax[cuda13]`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+from benchmarks.deviceless import Counted, DevicelessPrograms, missing, topology_mesh, without_a_gpu
+from benchmarks.gpu_devices import GPU_DEVICES
+from jdisagg.clock import MonotonicClock
+from jdisagg.config import InstanceConfig, Mode
+from jdisagg.engine.limits import mesh_limits
+from jdisagg.executor.choose import Variant
+from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
+from jdisagg.executor.prefill_program import chunk_forms
+from jdisagg.layout.axes import Layout
+from jdisagg.transfer.in_process import InProcessChannel
+from models.catalog import read_config
+from models.decoder import abstract_model
+from models.decoder_config import DecoderConfig
+from models.hf_config import HfConfig
+
+_LLAMA = {
+    "model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "head_dim": 128,
+    "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "max_position_embeddings": 8192, "hidden_act": "silu",
+}  # fmt: skip
+_QWEN_MOE = {
+    "model_type": "qwen3_moe", "vocab_size": 151936, "num_key_value_heads": 4, "head_dim": 128,
+    "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_experts": 128,
+    "num_experts_per_tok": 8, "norm_topk_prob": True, "max_position_embeddings": 40960,
+    "hidden_act": "silu",
+}  # fmt: skip
+MODELS: dict[str, dict[str, object]] = {
+    "llama-3-8b": {
+        **_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32
+    },
+    "llama-3-70b": {
+        **_LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64
+    },
+    "qwen3-30b-a3b": {
+        **_QWEN_MOE, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32,
+        "moe_intermediate_size": 768,
+    },
+    "qwen3-235b-a22b": {
+        **_QWEN_MOE, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 64,
+        "moe_intermediate_size": 1536,
+    },
+}  # fmt: skip
+WHAT = ("decode", "updates", "prefill", "blocks")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is compiled. Sizes in tokens, rows of a batch, and pages of a rank."""
+
+    device: str = "h200"
+    model: str = "llama-3-8b"
+    layout: str = "dp=1,tp=1"
+    layers: int = 2
+    dtype: str = "bfloat16"
+    batch: int = 32
+    chunk: int = 2048
+    block: int = 512
+    context: int = 8192
+    page: int = 64
+    pages: int = 2048
+    slots: int = 128
+    window: int = 0
+    what: str = ",".join(WHAT)
+
+    def config(self) -> DecoderConfig:
+        fields = {**MODELS[self.model], "num_hidden_layers": self.layers}
+        config = read_config(HfConfig(fields))
+        if not self.window:
+            return config
+        layers = tuple(replace(layer, window=self.window) for layer in config.layers)
+        return replace(config, layers=layers)
+
+
+def build(case: Case, report: Callable[[Counted], None]) -> MeshExecutor:
+    """The executor of an instance that prefills, hands off and decodes, on a mesh of devices that
+    are only described. What it compiles goes to `report`."""
+    layout, config, device = Layout.parse(case.layout), case.config(), GPU_DEVICES[case.device]
+    layout.check(config.geometry)
+    mesh = topology_mesh(device, layout, config.attention.kv_heads)
+    model = abstract_model(config, dtype=case.dtype, platform="gpu", tp=layout.tp)
+    instance = InstanceConfig(
+        layout=layout,
+        page_size=case.page,
+        pages_per_rank=case.pages,
+        slots_per_rank=case.slots,
+        chunk_tokens=case.chunk,
+        min_chunk_tokens=min(case.chunk, 512),
+    )
+    limits = mesh_limits(instance, Mode.DISAGGREGATED, model.kv_spec, case.context, 1)
+    role = MeshRole(prefill=True, decode=True, emit=True, extracts=True)
+    programs = DevicelessPrograms(mesh, device, report)
+    channel = InProcessChannel(MonotonicClock())
+    return MeshExecutor("deviceless", model, programs, layout, limits, role, channel)
+
+
+def compile_all(case: Case, report: Callable[[Counted], None]) -> int:
+    """Compiles what the case names, by the executor's own warm-up. Returns the bytes of one
+    device's part of the pages."""
+    executor = build(case, report)
+    try:
+        executor.expect(executor.card)
+        for what in case.what.split(","):
+            _STEPS[what](executor, case)
+        ranks_and_shards = executor.mesh.shape["dp"] * executor.mesh.shape["kv"]
+        return executor.pool_bytes // ranks_and_shards
+    finally:
+        executor.close()
+
+
+def _decode(executor: MeshExecutor, case: Case) -> None:
+    for variant in Variant:
+        executor.warm_decode(case.batch, variant)
+
+
+def _updates(executor: MeshExecutor, case: Case) -> None:
+    executor.warm_updates()
+
+
+def _prefill(executor: MeshExecutor, case: Case) -> None:
+    for form in chunk_forms(executor.limits, case.chunk):
+        executor.warm_prefill(case.chunk, form)
+
+
+def _blocks(executor: MeshExecutor, case: Case) -> None:
+    bands = executor.limits.bands(case.block)
+    executor.warm_insert(bands[0], case.block)
+    executor.warm_extract(bands[0], case.block)
+
+
+_STEPS: dict[str, Callable[[MeshExecutor, Case], None]] = {
+    "decode": _decode,
+    "updates": _updates,
+    "prefill": _prefill,
+    "blocks": _blocks,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--device", choices=sorted(GPU_DEVICES), default="h200")
+    parser.add_argument("--model", choices=sorted(MODELS), default="llama-3-8b")
+    for field in Case.__dataclass_fields__.values():
+        if field.name not in ("device", "model"):
+            parser.add_argument(f"--{field.name}", default=field.default, type=type(field.default))
+    case = Case(**vars(parser.parse_args()))
+    if why := missing():
+        sys.exit(why)
+    without_a_gpu()
+    which = {key: getattr(case, key) for key in ("device", "model", "layout", "layers")}
+    if case.window:
+        which["window"] = case.window
+    compile_all(case, lambda counted: print(json.dumps({**asdict(counted), **which}), flush=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""What XLA makes of the executor's own programs for an H200 and a GB200, without one: graphs, loops
+that the host drives, copies, memory. Needs a CUDA plugin of JAX, else skipped; minutes a case.
+
+`benchmarks/gpu_programs.py` compiles them, in a process of its own: this one's JAX has eight CPU
+devices and is strict."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.deviceless import missing
+from benchmarks.gpu_programs import Case
+from jdisagg.layout.axes import Layout
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
+
+# a chunk's activations may be transposed (16.8 MB); a layer's pages have 268 MB, a feed-forward
+# matrix 117 MB; elsewhere nothing but ids and rows is copied
+CHUNK_BYTES, ROW_BYTES = 20_000_000, 1 << 20
+# XLA makes a graph of five operations or more
+SMALLEST_GRAPH = 5
+# driven by the host as yet: `benchmarks/LOG.md`, 2026-11-23
+HOST_LOOPS = ("sampled", "shaped", "packed", "insert")
+
+CASES = [Case("h200", "llama-3-8b", "dp=1,tp=1"), Case("gb200", "llama-3-8b", "dp=1,tp=1")]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case.device} {case.model}")
+def compiled(request: pytest.FixtureRequest) -> tuple[Case, list[dict]]:
+    """The case, and what was counted of each of its programs."""
+    case: Case = request.param
+    environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "benchmarks.gpu_programs"]
+    command += [f"--{name}={getattr(case, name)}" for name in Case.__dataclass_fields__]
+    root = pathlib.Path(__file__).parents[2]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=3000, cwd=root, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return case, [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_a_program_is_one_cuda_graph_and_the_host_drives_no_loop(compiled) -> None:
+    for program in _mended(compiled):
+        small = program["kernels"] + program["copies"] < SMALLEST_GRAPH
+        assert program["graphs"] == (0 if small else 1), program
+        assert program["whiles"] == 0, program
+
+
+def test_pages_are_written_in_place(compiled) -> None:
+    case, programs = compiled
+    layout, config = Layout.parse(case.layout), case.config()
+    spec = config.kv_spec(case.dtype)
+    shards = layout.mesh_shape(config.attention.kv_heads)[1]
+    pool_bytes = case.pages * case.page * spec.bytes_per_token // shards
+    writers = [
+        p for p in programs if p["program"].startswith(("decode", "group", "insert", "copy"))
+    ]
+    assert len(writers) > 6
+    for program in writers:
+        assert program["alias_bytes"] >= pool_bytes, program
+
+
+def test_no_program_copies_pages_or_weights(compiled) -> None:
+    for program in _mended(compiled):
+        chunk = program["program"].startswith("group")
+        assert program["copied_bytes"] < (CHUNK_BYTES if chunk else ROW_BYTES), program
+
+
+def test_what_a_step_needs_beside_its_arguments_is_small(compiled) -> None:
+    for program in _mended(compiled):
+        most = 400e6 if program["program"].startswith("group") else 100e6
+        assert program["temp_bytes"] < most, program
+
+
+def _mended(compiled: tuple[Case, list[dict]]) -> list[dict]:
+    found = [p for p in compiled[1] if not any(word in p["program"] for word in HOST_LOOPS)]
+    assert found
+    return found
