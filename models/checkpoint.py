@@ -104,14 +104,23 @@ def _has_own_head(files: SafetensorsFiles) -> bool:
     return False
 
 
+def find_sources(model: Decoder, files: SafetensorsFiles, directory: Path) -> list[Source]:
+    """Where each parameter, in leaf order, comes from. Raises CheckpointError that lists the
+    tensors that do not fit."""
+    found = files.shapes()
+    present = frozenset(found)
+    sources = [
+        find_source(parameter, model.vocabulary, present) for parameter in parameter_shapes(model)
+    ]
+    _check(sources, found, model.config, directory)
+    return sources
+
+
 def _fill(
     model: Decoder, files: SafetensorsFiles, directory: Path, mesh: Mesh, layout: Layout
 ) -> Decoder:
-    found = files.shapes()
     parameters = parameter_shapes(model)
-    present = frozenset(found)
-    sources = [find_source(parameter, model.vocabulary, present) for parameter in parameters]
-    _check(sources, found, model.config, directory)
+    sources = find_sources(model, files, directory)
     dtype = np.dtype(jnp.dtype(model.kv_spec.dtype))
     shardings = weight_shardings(model, mesh, layout)
     total = sum(dtype.itemsize * int(np.prod(parameter.shape)) for parameter in parameters)

@@ -40,13 +40,17 @@ class HfConfig:
 
     @classmethod
     def from_directory(cls, directory: Path, *, sizes_only: bool = False) -> "HfConfig":
-        path = directory / "config.json"
         check_model_folder(directory)
+        path = directory / "config.json"
         if not path.is_file():
             raise CheckpointError(
                 f"model directory {str(directory)!r} has no config.json; give a Hugging Face or"
                 " converted directory"
             )
+        return cls.from_file(path, sizes_only=sizes_only)
+
+    @classmethod
+    def from_file(cls, path: Path, *, sizes_only: bool = False) -> "HfConfig":
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
@@ -118,12 +122,14 @@ class HfConfig:
         """Notes fields that change nothing in this family, as transformers has it."""
         self._read.update(fields)
 
-    def unread(self) -> list[str]:
+    def unread(self, *, known_only: bool = False) -> list[str]:
         """What no reader asked for and is not known to be harmless: each field, its value, and what
         it means where that is known."""
         found = []
         for field, value in self.fields.items():
             if field in self._read or harmless(field) or says_nothing(field, value):
+                continue
+            if known_only and field not in CHANGING:
                 continue
             meaning = CHANGING.get(field, "not known")
             found.append(f"{field}={short(value)} ({meaning})")

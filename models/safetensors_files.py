@@ -64,6 +64,18 @@ class SafetensorsFiles:
         """The stored types, by their names in the format: F32, BF16, ..."""
         return {tensor.kind for tensor in self._tensors.values()}
 
+    def unreadable(self) -> list[str]:
+        """Tensors of a type that `read` does not know, with it."""
+        return [
+            f"{name} ({tensor.kind})"
+            for name, tensor in self._tensors.items()
+            if tensor.kind not in _DTYPES
+        ]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(tensor.end - tensor.start for tensor in self._tensors.values())
+
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """A view of the slice, in the stored dtype: valid while this object lives; copy what is
         kept."""

@@ -1,0 +1,76 @@
+"""Says what a checkpoint is and whether it can be served, without reading a weight.
+
+    python -m launch.inspect --model=DIR [--layout=dp=1,tp=2] [--dtype=bfloat16]
+
+DIR is a folder, or a bare config.json. The exit status is 0 where the model loads under the layout,
+and 1 where it does not: then each thing that is missing is named."""
+
+from pathlib import Path
+
+from jdisagg.errors import LayoutError
+from jdisagg.layout.axes import Layout
+from launch.console import run
+from launch.flags import define
+from models.inspection import Inspection, bytes_per_device, inspect, layers_by_kind
+
+flags = define(
+    "model",
+    "layout",
+    "dtype",
+    required=("model",),
+    model=(None, "Checkpoint directory, or a config.json alone."),
+    layout="dp=1,tp=1,ep=1",
+    dtype="bfloat16",
+)
+
+
+def main() -> int:
+    layout = Layout.parse(flags.layout)
+    found = inspect(Path(flags.model).expanduser())
+    lines = _lines(found)
+    if found.config is not None:
+        try:
+            lines += _under(found, layout)
+        except LayoutError as error:
+            found.missing.append(error.message)
+    lines.insert(0, ("loads", "no" if found.missing else "yes"))
+    lines[1:1] = [("missing", text) for text in found.missing]
+    for name, text in lines:
+        print(f"{name:<16}{text}")
+    return 1 if found.missing else 0
+
+
+def _lines(found: Inspection) -> list[tuple[str, str]]:
+    lines = [("family", found.family), ("quantization", found.quantization)]
+    if (config := found.config) is not None:
+        kinds = [f"{count} x {kind}" for kind, count in layers_by_kind(config)]
+        lines += [("layers", text) for text in kinds]
+    if (geometry := found.geometry) is not None:
+        a_token = geometry.kv_bytes_per_token(flags.dtype)
+        context = geometry.context_tokens
+        if config is None:
+            lines.append(("layers", str(geometry.layers)))
+        lines += [
+            ("parameters", f"{geometry.parameters:,}, {geometry.active_parameters:,} active"),
+            ("context", f"{context:,} tokens"),
+            ("KV a token", f"{a_token:,} bytes ({flags.dtype}); no state beside it"),
+            ("KV a sequence", f"{a_token * context:,} bytes of full context"),
+        ]
+    lines.append(("weights", found.stored))
+    if found.tokenizer:
+        lines.append(("tokenizer", found.tokenizer))
+    return lines
+
+
+def _under(found: Inspection, layout: Layout) -> list[tuple[str, str]]:
+    """What one device holds. Raises LayoutError."""
+    assert found.config is not None
+    weights, a_token = bytes_per_device(found.config, layout, flags.dtype)
+    return [
+        ("layout", f"{layout}, {layout.devices} devices"),
+        ("bytes a device", f"{weights:,} of weights, {a_token:,} of KV a token ({flags.dtype})"),
+    ]
+
+
+if __name__ == "__main__":
+    run(main, flags)

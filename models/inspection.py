@@ -1,0 +1,138 @@
+"""What a checkpoint folder, or a bare config.json, is and whether it can be served: found without
+reading a weight.
+
+The config is read strictly, as a worker reads it; where that fails, once more for its sizes alone,
+so that everything that is missing is named, and not the first thing only."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+from jdisagg.costs.model_geometry import CostGeometry, dtype_bytes, from_hf_fields
+from jdisagg.errors import CheckpointError, JdisaggError
+from jdisagg.layout.axes import MESH_AXES, Layout
+from jdisagg.ops.parameters import param_specs
+from models import orbax_checkpoint
+from models.catalog import FAMILIES, read_config
+from models.checkpoint import find_sources
+from models.decoder import Decoder, abstract_model
+from models.decoder_config import DecoderConfig, LayerConfig
+from models.hf_config import HfConfig
+from models.parameter_tree import parameter_shapes
+from models.safetensors_files import SafetensorsFiles
+from models.tokenizer import Tokenizer
+
+_LISTED = 5
+
+
+@dataclass
+class Inspection:
+    """`missing` is empty where it loads. `config` is None for a family that is not served, of which
+    `geometry` is all that is known; that is None where even the sizes cannot be read."""
+
+    where: str
+    family: str
+    quantization: str
+    missing: list[str] = field(default_factory=list)
+    config: DecoderConfig | None = None
+    geometry: CostGeometry | None = None
+    stored: str = "no weights were looked at"
+    tokenizer: str = ""
+
+
+def inspect(path: Path) -> Inspection:
+    """Of a folder or of a config.json. Raises CheckpointError where there is neither."""
+    bare = path.is_file()
+    hf = HfConfig.from_file(path) if bare else HfConfig.from_directory(path)
+    found = Inspection(
+        hf.where, str(hf.raw("model_type")), _quantization(hf.raw("quantization_config"))
+    )
+    if hf.raw("model_type") in FAMILIES:
+        _read_strictly(found, hf)
+    else:
+        found.missing = [f"the family {found.family!r}", *hf.unread(known_only=True)]
+        try:
+            found.geometry = from_hf_fields(hf.fields, hf.where)
+        except JdisaggError as error:
+            found.missing.append(error.message)
+    if not bare:
+        _look_at_files(found, path)
+    return found
+
+
+def layers_by_kind(config: DecoderConfig) -> list[tuple[str, int]]:
+    return list(Counter(_kind(layer) for layer in config.layers).items())
+
+
+def bytes_per_device(config: DecoderConfig, layout: Layout, dtype: str) -> tuple[int, int]:
+    """(weights, KV of one token of a sequence) on one device. Raises LayoutError."""
+    layout.check(config.geometry)
+    shape = layout.mesh_shape(config.attention.kv_heads)
+    sizes: dict[str, int] = dict(zip(MESH_AXES, shape, strict=True))
+    model = abstract_model(config, dtype=dtype, tp=layout.tp)
+    weights = sum(
+        prod(parameter.shape) // prod(sizes[axis] for axes in spec for axis in _tuple(axes))
+        for parameter, spec in zip(parameter_shapes(model), param_specs(model, layout), strict=True)
+    )
+    return weights * dtype_bytes(dtype), model.kv_spec.bytes_per_token // sizes["kv"]
+
+
+def _read_strictly(found: Inspection, hf: HfConfig) -> None:
+    try:
+        found.config = read_config(hf)
+    except CheckpointError as error:
+        found.missing.append(error.message)
+        loose = HfConfig(hf.fields, hf.where, sizes_only=True)
+        try:
+            found.config = read_config(loose)
+        except CheckpointError:
+            return
+        found.missing += [text for text in loose.unread() if text not in error.message]
+    found.geometry = found.config.cost_geometry(hf.where)
+
+
+def _look_at_files(found: Inspection, directory: Path) -> None:
+    if found.config is not None:
+        try:
+            found.stored = _stored(abstract_model(found.config), directory)
+        except CheckpointError as error:
+            found.missing.append(error.message)
+    try:
+        tokenizer = Tokenizer.from_directory(directory)
+        chat = "a chat template" if tokenizer.has_chat_template else "no chat template"
+        found.tokenizer = f"{tokenizer.vocabulary:,} tokens, ends {list(tokenizer.eos_ids)}, {chat}"
+    except CheckpointError as error:
+        found.tokenizer = f"none: {error.message}"
+
+
+def _stored(model: Decoder, directory: Path) -> str:
+    if orbax_checkpoint.is_orbax(directory):
+        return "Orbax form (judged when it is loaded)"
+    files = SafetensorsFiles.from_directory(directory)
+    if unreadable := files.unreadable():
+        raise CheckpointError(
+            f"{len(unreadable)} tensors of a type that is not read:"
+            f" {', '.join(unreadable[:_LISTED])}"
+        )
+    find_sources(model, files, directory)
+    return f"{files.total_bytes:,} bytes of {', '.join(sorted(files.kinds()))}"
+
+
+def _kind(layer: LayerConfig) -> str:
+    seen = f"window of {layer.window:,}" if layer.window else "full attention"
+    experts = layer.experts
+    return f"{seen}, " + (
+        f"{experts.experts_per_token} of {experts.experts} experts" if experts else "dense"
+    )
+
+
+def _quantization(stated: object) -> str:
+    if not isinstance(stated, dict):
+        return "none"
+    keys = ("quant_method", "format", "bits", "weight_block_size")
+    return " ".join(str(stated[key]) for key in keys if key in stated) or "of an unknown kind"
+
+
+def _tuple(axes: object) -> tuple[str, ...]:
+    return axes if isinstance(axes, tuple) else (axes,) if isinstance(axes, str) else ()

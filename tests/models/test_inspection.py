@@ -1,0 +1,106 @@
+"""What is said of a checkpoint is what happens when it is loaded."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from jdisagg.errors import CheckpointError
+from jdisagg.layout.axes import Layout
+from launch.shipped import SHIPPED_MODEL
+from models.checkpoint import load_model
+from models.inspection import bytes_per_device, inspect, layers_by_kind
+from tests.launch.script_ends import ends
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+def _changed(directory: Path, to: Path, **fields: object) -> Path:
+    shutil.copytree(directory, to)
+    config = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(config | fields))
+    return to
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("llama_tied", "tp=2"), ("qwen3_moe", "dp=2,tp=2,ep=4"), ("llama_tied", "tp=4")],
+)
+def test_bytes_of_a_device_are_those_that_it_holds(name: str, layout: str) -> None:
+    config = inspect(GOLDEN / name).config
+    assert config is not None
+    parsed = Layout.parse(layout)
+    model = load_model(GOLDEN / name, parsed, jax.devices()[: parsed.devices]).model
+    held = sum(
+        array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(nnx.state(model))
+    )
+    heads = max(1, config.attention.kv_heads // parsed.tp)
+    a_token = 2 * len(config.layers) * heads * config.attention.head_dim * 4
+    assert bytes_per_device(config, parsed, "float32") == (held, a_token)
+
+
+def test_layers_are_counted_by_kind() -> None:
+    config = inspect(GOLDEN / "qwen2_windows").config
+    assert config is not None
+    assert layers_by_kind(config) == [("full attention, dense", 1), ("window of 9, dense", 1)]
+
+
+def test_all_that_is_missing_is_named(tmp_path: Path) -> None:
+    directory = _changed(
+        GOLDEN / "llama_tied",
+        tmp_path / "model",
+        hidden_act="gelu",
+        quantization_config={"quant_method": "fp8"},
+        final_logit_softcapping=30.0,
+    )
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, directory / "model.safetensors")
+    found = inspect(directory)
+    said = "\n".join(found.missing)
+    assert found.quantization == "fp8"
+    for word in ("hidden_act", "quantization_config", "final_logit_softcapping", "model.norm"):
+        assert word in said
+
+
+def test_a_family_that_is_not_served_is_named_with_what_it_needs(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    fields = json.loads((GOLDEN / "llama_tied/config.json").read_text())
+    path.write_text(json.dumps(fields | {"model_type": "gemma2", "attn_logit_softcapping": 50.0}))
+    found = inspect(path)
+    assert found.missing[0] == "the family 'gemma2'" and "attn_logit_soft" in found.missing[1]
+    assert found.geometry is not None and found.geometry.layers == 2
+
+
+def test_tensors_of_a_type_that_is_not_read_are_named(tmp_path: Path) -> None:
+    directory = _changed(GOLDEN / "llama_tied", tmp_path / "model")
+    tensors = load_file(directory / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name].astype(np.int8)}, directory / "model.safetensors")
+    assert f"1 tensors of a type that is not read: {name} (I8)" in inspect(directory).missing[0]
+
+
+def test_no_folder_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        inspect(tmp_path / "nowhere")
+
+
+def test_the_page_ends_with_whether_it_loads(tmp_path: Path) -> None:
+    config = _changed(GOLDEN / "llama_tied", tmp_path / "model", clip_qkv=8.0) / "config.json"
+    good, layout, bad = ends(
+        "inspect",
+        (f"--model={SHIPPED_MODEL}", "--layout=tp=2"),
+        (f"--model={SHIPPED_MODEL}", "--layout=tp=3"),
+        (f"--model={config}",),
+    )
+    assert (good.status, good.err) == (0, "") and good.out.splitlines()[0].split() == [
+        "loads",
+        "yes",
+    ]
+    assert layout.status == 1 and "layout tp=3 does not divide" in layout.out
+    assert bad.status == 1 and "clip_qkv=8.0 (clipped" in bad.out
