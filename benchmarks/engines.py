@@ -23,7 +23,7 @@ from jdisagg.costs.hardware import Accelerator, Link, accelerator
 from jdisagg.costs.model_geometry import CostGeometry, geometry
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.fleet import INSTANCE, LIMITS, Fleet, Pool
-from jdisagg.simulator.report import Outcome
+from jdisagg.simulator.report import RequestOutcome
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.step_costs import ModelCosts
 from jdisagg.simulator.workloads import Arrival
@@ -49,7 +49,7 @@ class Constants:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class SimulatedEngine:
     """How a run is simulated: `stages`, of decode. `kv_tokens`: its KV memory where that was seen,
     else what the model leaves of the card; `step_seen`: the part of a decode step by which its TTFT
     starts later than the request came; `weights`: their dtype."""
@@ -208,7 +208,7 @@ def _own_blocks(number: int, arrival: Arrival) -> tuple[int, ...]:
     return tuple(range(1 + (number << 20), 1 + (number << 20) + count))
 
 
-def _ttft(outcome: Outcome) -> float:
+def _ttft(outcome: RequestOutcome) -> float:
     assert outcome.ttft is not None
     return outcome.ttft
 
@@ -227,7 +227,7 @@ def a100() -> Accelerator:
     return replace(card, memory_bytes=80 * GIBI, efficiency=replace(host, large_bandwidth=0.4))
 
 
-def starts() -> dict[str, Engine]:
+def starts() -> dict[str, SimulatedEngine]:
     """Each engine before it is fitted."""
     eager = {"step_seconds": 2e-3, "prefill_seconds": 2e-3, "sequence_seconds": 1e-5}
     # Cards without a link of their own; and steps that carry prompts are no captured graph: PyTorch
@@ -239,13 +239,13 @@ def starts() -> dict[str, Engine]:
     }
     ada, blackwell = accelerator("rtx-4090"), accelerator("rtx-pro-6000")
     return {
-        "distserve": Engine(
+        "distserve": SimulatedEngine(
             "distserve", Constants(a100(), 5e-3), slots=1024, multiprocessors=A100_MULTIPROCESSORS
         ),
-        "vllm": Engine(
+        "vllm": SimulatedEngine(
             "vllm", Constants(a100(), 5e-3), slots=1024, multiprocessors=A100_MULTIPROCESSORS
         ),
-        "RTX4090/Llama-3.1-8B": Engine(
+        "RTX4090/Llama-3.1-8B": SimulatedEngine(
             "chunked",
             Constants(
                 replace(ada, memory_bytes=24 * GIBI, efficiency=replace(ada.efficiency, **eager))
@@ -255,7 +255,7 @@ def starts() -> dict[str, Engine]:
         ),
         # As its source's description of the run has it: two cards, each with half of the experts
         # and with sequences of its own, all stepping together; between them PCIe.
-        "RTXPRO6000/Qwen3-30B-A3B-Instruct-2507": Engine(
+        "RTXPRO6000/Qwen3-30B-A3B-Instruct-2507": SimulatedEngine(
             "chunked",
             Constants(
                 replace(

@@ -20,9 +20,15 @@ from dataclasses import replace
 import numpy as np
 from absl import app, flags
 
-from benchmarks.engines import Engine, starts
+from benchmarks.engines import SimulatedEngine, starts
 from benchmarks.measure import RESULTS, save
-from benchmarks.measured_runs import FITTED_REQUESTS, FITTED_RUNS, Run, distserve_runs, vllm_runs
+from benchmarks.measured_runs import (
+    FITTED_REQUESTS,
+    FITTED_RUNS,
+    MeasuredRun,
+    distserve_runs,
+    vllm_runs,
+)
 from benchmarks.run_fitting import (
     from_lone_steps,
     from_replay,
@@ -85,7 +91,9 @@ def compared(
     }
 
 
-def run_lone(kind: str, engine: Engine, runs: Mapping[str, Run]) -> dict[str, Figures]:
+def run_lone(
+    kind: str, engine: SimulatedEngine, runs: Mapping[str, MeasuredRun]
+) -> dict[str, Figures]:
     """Every run of an engine of DistServe's paper."""
     fitted = runs[FITTED_RUNS[kind]]
     constant = summary(fitted.ttft, fitted.tpot)
@@ -102,7 +110,7 @@ def run_lone(kind: str, engine: Engine, runs: Mapping[str, Run]) -> dict[str, Fi
     return found
 
 
-def run_crowded(name: str, engine: Engine, run: Run) -> dict[str, Figures]:
+def run_crowded(name: str, engine: SimulatedEngine, run: MeasuredRun) -> dict[str, Figures]:
     """The two parts of a vLLM 0.19 run."""
     ttft, tpot = engine.run(run.arrivals)
     parts = {
@@ -159,8 +167,8 @@ def _tell(name: str, figures: Figures) -> None:
 
 
 def _prepared(
-    name: str, engine: Engine, run: Run, known: Mapping[str, Mapping[str, float]]
-) -> Engine:
+    name: str, engine: SimulatedEngine, run: MeasuredRun, known: Mapping[str, Mapping[str, float]]
+) -> SimulatedEngine:
     """With its constants: fitted, or as known."""
     if name == SHORT_OF_MEMORY:
         engine = replace(engine, kv_tokens=kv_tokens_seen(run, FITTED_REQUESTS))

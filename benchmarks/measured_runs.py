@@ -27,7 +27,7 @@ FITTED_REQUESTS = 100  # of each vLLM 0.19 run
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class MeasuredRun:
     """One run, in order of arrival. Arrays [requests] of seconds; TPOT is nan where there was one
     token."""
 
@@ -58,7 +58,7 @@ class Run:
         return self.first + np.nan_to_num(self.tpot) * (self.outputs - 1)
 
 
-def distserve_runs() -> dict[str, Run]:
+def distserve_runs() -> dict[str, MeasuredRun]:
     def row(fields: Mapping[str, str]) -> tuple[int, int, float, float, float]:
         output = int(fields["output_len"])
         tpot = float(fields["tpot_ms"]) / 1e3 if output > 1 else np.nan
@@ -67,7 +67,7 @@ def distserve_runs() -> dict[str, Run]:
     return _read("measured_distserve_opt13b.csv.gz", row)
 
 
-def vllm_runs() -> dict[str, Run]:
+def vllm_runs() -> dict[str, MeasuredRun]:
     def row(fields: Mapping[str, str]) -> tuple[int, int, float, float, float]:
         output = int(fields["output_toks"])
         first, last = (
@@ -88,7 +88,7 @@ def vllm_runs() -> dict[str, Run]:
 
 def _read(
     name: str, row: Callable[[Mapping[str, str]], tuple[int, int, float, float, float]]
-) -> dict[str, Run]:
+) -> dict[str, MeasuredRun]:
     rows: dict[str, list[tuple[Arrival, float, float, float]]] = {}
     with gzip.open(DATA / name, "rt", newline="") as lines:
         for fields in csv.DictReader(lines):
@@ -102,5 +102,5 @@ def _read(
         ttft, tpot, queued = (
             np.array([entry[index] for entry in found], float) for index in (1, 2, 3)
         )
-        runs[run] = Run(run, tuple(entry[0] for entry in found), ttft, tpot, queued)
+        runs[run] = MeasuredRun(run, tuple(entry[0] for entry in found), ttft, tpot, queued)
     return runs

@@ -24,7 +24,7 @@ from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.accounts import Accounts, Work
 from jdisagg.router.cluster_state import ClusterState, Description
-from jdisagg.router.decision import Ask, Decision, Rules
+from jdisagg.router.decision import Decision, PlacementPolicy, PlacementQuery
 from jdisagg.router.placement import decide
 
 _ROUNDS = flags.DEFINE_integer("rounds", 4000, "Decisions of each cluster.")
@@ -36,7 +36,7 @@ KINDS = {
     WorkerRole.PREFILL: Kind(MODEL, Layout(tp=8), HARDWARE),
     WorkerRole.DECODE: Kind(MODEL, Layout(dp=2, tp=4), HARDWARE),
 }
-RULES = Rules(tpot_slo_seconds=0.05, hold_seconds=1e9)
+RULES = PlacementPolicy(tpot_slo_seconds=0.05, hold_seconds=1e9)
 
 
 def status(name: str, role: WorkerRole, draw: random.Random) -> WorkerStatus:
@@ -86,7 +86,7 @@ def measure(instances: int, rounds: int) -> dict[str, float]:
     for number in range(rounds):
         work = Work(draw.randrange(50, 6000), expected_tokens=draw.randrange(10, 500))
         names = draw.sample(workers, min(40, instances)) if number % 10 == 0 else []
-        ask = Ask(
+        ask = PlacementQuery(
             work,
             {name: draw.randrange(16, 4000) for name, _ in names},
             limit_seconds=5.0,

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.engines import OPT, Engine
-from benchmarks.measured_runs import Run
+from benchmarks.engines import OPT, SimulatedEngine
+from benchmarks.measured_runs import MeasuredRun
 from jdisagg.costs.cost_model import CostModel, wire_bytes_per_token
 from jdisagg.costs.fitting import Observation, bounded, descend, fit, sigma
 from jdisagg.layout.axes import Layout
@@ -61,7 +61,7 @@ class Load:
     contexts: np.ndarray
 
     @classmethod
-    def of(cls, run: Run) -> "Load":
+    def of(cls, run: MeasuredRun) -> "Load":
         at = np.arange(0.0, run.finish.max() + TICK, TICK)
         sequences, contexts = np.zeros(len(at)), np.zeros(len(at))
         for first, finish, prompt, output in zip(
@@ -80,7 +80,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefills:
+class MeasuredPrefills:
     """(prompt tokens, seconds) of those that were prefilled alone, and of those that followed right
     behind another."""
 
@@ -88,7 +88,7 @@ class Prefills:
     behind: tuple[tuple[int, float], ...]
 
 
-def prefills_of(run: Run, one_pool: bool) -> Prefills:
+def prefills_of(run: MeasuredRun, one_pool: bool) -> MeasuredPrefills:
     alone, behind = [], []
     at, first = run.at, run.first
     for index in range(WARM_UP, len(at)):
@@ -112,11 +112,11 @@ def prefills_of(run: Run, one_pool: bool) -> Prefills:
             and first[index] > first[index - 1] + 0.004
         ):
             behind.append((int(run.prompts[index]), float(first[index] - first[index - 1])))
-    return Prefills(tuple(alone), tuple(behind))
+    return MeasuredPrefills(tuple(alone), tuple(behind))
 
 
 def steps_of(
-    run: Run, load: Load, stall: Callable[[int], float], one_pool: bool
+    run: MeasuredRun, load: Load, stall: Callable[[int], float], one_pool: bool
 ) -> list[tuple[float, float, float]]:
     """(sequences, their tokens, seconds) of mean steps. `stall`: how long nobody steps when a
     prompt of so many tokens joins them: while it is computed in one pool, while its KV is fetched
@@ -138,7 +138,7 @@ def steps_of(
     return found
 
 
-def from_lone_steps(engine: Engine, run: Run, rounds: int = 3) -> Engine:
+def from_lone_steps(engine: SimulatedEngine, run: MeasuredRun, rounds: int = 3) -> SimulatedEngine:
     """The engine with constants fitted to a run at a low rate."""
     one_pool = engine.kind == "vllm"
     layouts = Layout(tp=1 if one_pool else engine.prefill_tp), Layout(tp=engine.decode_tp)
@@ -193,7 +193,7 @@ def from_lone_steps(engine: Engine, run: Run, rounds: int = 3) -> Engine:
     )
 
 
-def _link_speed(run: Run, load: Load, decode: CostModel) -> float:
+def _link_speed(run: MeasuredRun, load: Load, decode: CostModel) -> float:
     """From requests of few tokens: what is left of their decode when the steps and half a step of
     waiting are taken off, over the bytes that were fetched meanwhile, theirs and others'. The line
     through both, by least squares through the origin."""
@@ -215,8 +215,12 @@ def _link_speed(run: Run, load: Load, decode: CostModel) -> float:
 
 
 def from_replay(
-    engine: Engine, run: Run, count: int, rounds: int = 5, start: Engine | None = None
-) -> Engine:
+    engine: SimulatedEngine,
+    run: MeasuredRun,
+    count: int,
+    rounds: int = 5,
+    start: SimulatedEngine | None = None,
+) -> SimulatedEngine:
     """The engine with constants whose simulated run is nearest to the first `count` requests of a
     measured one. Errors count in logarithms, TTFT by 10 %, TPOT by 5 %; constants are pulled to
     those of `engine`, as in costs/fitting.py. `start`: where the search begins, if not there."""
@@ -234,7 +238,7 @@ def from_replay(
     return with_constants(engine, names, point)
 
 
-def kv_tokens_seen(run: Run, count: int) -> int:
+def kv_tokens_seen(run: MeasuredRun, count: int) -> int:
     """The most KV that an engine held when it admitted one of the first `count` requests, before
     any of them had to wait: what its memory has room for. (Later some may hold none for a while,
     preempted.) Contexts grow evenly between first and last token."""
@@ -254,7 +258,9 @@ def kv_tokens_seen(run: Run, count: int) -> int:
 # ---- constants by name
 
 
-def with_constants(engine: Engine, names: Sequence[str], point: np.ndarray) -> Engine:
+def with_constants(
+    engine: SimulatedEngine, names: Sequence[str], point: np.ndarray
+) -> SimulatedEngine:
     values = {
         name: bounded(name, float(value)) for name, value in zip(names, np.exp(point), strict=True)
     }
@@ -264,11 +270,11 @@ def with_constants(engine: Engine, names: Sequence[str], point: np.ndarray) -> E
     return replace(engine, constants=replace(engine.constants, accelerator=card, **outside))
 
 
-def _free(engine: Engine) -> tuple[str, ...]:
+def _free(engine: SimulatedEngine) -> tuple[str, ...]:
     return FREE[engine.kind if engine.ranks == 1 else f"{engine.kind} ranks"]
 
 
-def report_constants(engine: Engine) -> dict[str, float]:
+def report_constants(engine: SimulatedEngine) -> dict[str, float]:
     names = _free(engine)
     return {
         name: float(f"{value:.4g}")
@@ -276,13 +282,13 @@ def report_constants(engine: Engine) -> dict[str, float]:
     }
 
 
-def from_report(engine: Engine, values: dict[str, float]) -> Engine:
+def from_report(engine: SimulatedEngine, values: dict[str, float]) -> SimulatedEngine:
     """The engine with constants as `report_constants` wrote them."""
     names = tuple(values)
     return with_constants(engine, names, np.log([values[name] for name in names]))
 
 
-def _logarithms(engine: Engine, names: Sequence[str]) -> np.ndarray:
+def _logarithms(engine: SimulatedEngine, names: Sequence[str]) -> np.ndarray:
     constants, card = engine.constants, engine.constants.accelerator
     return np.log(
         [

@@ -23,7 +23,7 @@ from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.model_geometry import geometry
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
-from jdisagg.simulator.report import Slo, summarise
+from jdisagg.simulator.report import SloLimits, summarise
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.trace_files import read_trace
 from jdisagg.simulator.workloads import Resampled, poisson
@@ -58,7 +58,7 @@ def main(_: list[str]) -> None:
     began, wall = time.process_time(), time.perf_counter()
     result = simulate(fleet, arrivals)
     seconds, wall = time.process_time() - began, time.perf_counter() - wall
-    report = summarise(result.outcomes, Slo(1.0, 0.1), result.usage)
+    report = summarise(result.outcomes, SloLimits(1.0, 0.1), result.usage)
     figures = {
         "requests": len(arrivals),
         "instances": _INSTANCES.value,

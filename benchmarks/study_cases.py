@@ -15,7 +15,7 @@ from jdisagg.costs.model_geometry import geometry
 from jdisagg.simulator.plan_bounds import Demand, Estimator, Goal
 from jdisagg.simulator.plan_candidates import Candidate, Site, fitting_layouts, one_pool, two_pools
 from jdisagg.simulator.plan_fleet import FleetMaker
-from jdisagg.simulator.report import Slo
+from jdisagg.simulator.report import SloLimits
 from jdisagg.simulator.trace_files import read_trace
 from jdisagg.simulator.workloads import Arrival, within_context
 
@@ -34,8 +34,8 @@ class Limits:
     longest_gap: float | None = None
 
     @property
-    def slo(self) -> Slo:
-        return Slo(self.ttft, self.tpot, self.longest_gap)
+    def slo(self) -> SloLimits:
+        return SloLimits(self.ttft, self.tpot, self.longest_gap)
 
     @property
     def goal(self) -> Goal:
@@ -97,7 +97,7 @@ SETTINGS = (
 
 
 @dataclass(frozen=True)
-class Case:
+class StudyCase:
     setting: Setting
     workload: Workload
 
@@ -142,6 +142,6 @@ class Case:
 
 
 CASES = (
-    *(Case(setting, workload) for setting in SETTINGS for workload in WORKLOADS),
-    Case(SETTINGS[1], ALIKE),
+    *(StudyCase(setting, workload) for setting in SETTINGS for workload in WORKLOADS),
+    StudyCase(SETTINGS[1], ALIKE),
 )

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from benchmarks.commits import commit
-from benchmarks.study_cases import Case, Limits
+from benchmarks.study_cases import Limits, StudyCase
 from jdisagg.config import Mode
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.plan_bounds import Demand
 from jdisagg.simulator.plan_candidates import Candidate
 from jdisagg.simulator.plan_trials import TOLERANCE, requests_at, settled
-from jdisagg.simulator.report import Outcome, Slo, attainment, summarise
+from jdisagg.simulator.report import RequestOutcome, SloLimits, attainment, summarise
 
 # Of the highest rate that arithmetic allows any candidate: up until nearly all fail, and down where
 # the lowest fails already.
@@ -24,7 +24,7 @@ OUTLASTS = round(1 / TOLERANCE)
 
 
 def measured(
-    case: Case, candidate: Candidate, rate: float, requests: int | None = None
+    case: StudyCase, candidate: Candidate, rate: float, requests: int | None = None
 ) -> dict[str, object]:
     """One run: the parts that keep each of the limits, and percentiles in seconds. `requests`: how
     many, in place of enough."""
@@ -63,12 +63,12 @@ def measured(
     }
 
 
-def _missed(judged: Sequence[Outcome], limits: Limits) -> dict[str, float]:
+def _missed(judged: Sequence[RequestOutcome], limits: Limits) -> dict[str, float]:
     """Parts of them that miss each of the limits."""
     alone = {
-        "ttft": Slo(limits.ttft),
-        "tpot": Slo(None, limits.tpot),
-        "gap": Slo(None, None, limits.longest_gap),
+        "ttft": SloLimits(limits.ttft),
+        "tpot": SloLimits(None, limits.tpot),
+        "gap": SloLimits(None, None, limits.longest_gap),
     }
     return {name: round(1 - attainment(judged, slo), 4) for name, slo in alone.items()}
 
@@ -104,7 +104,7 @@ def from_text(text: str) -> Candidate:
     )
 
 
-def steps_of(case: Case, known: dict[str, object]) -> Iterator[dict[str, object]]:
+def steps_of(case: StudyCase, known: dict[str, object]) -> Iterator[dict[str, object]]:
     """The runs of a case that `known` lacks; puts each into it."""
     curves: dict[str, dict[str, object]] = known.setdefault("curves", {})  # type: ignore[assignment]
     # Arithmetic over thousands of candidates takes a while: kept with the results.

@@ -55,7 +55,7 @@ class NoText:
         return ""
 
 
-class Engine:
+class MeasuredEngine:
     """The embedded cluster over the measured model."""
 
     def __init__(self, model: Decoder, dtype: str) -> None:
@@ -135,8 +135,8 @@ class Loop:
         return int(token[0])
 
     def batch(self, prompts: np.ndarray, count: int) -> tuple[float, float, list[list[int]]]:
-        """As `Engine.batch`: prompts one after the other, then all rows step together, tokens read
-        one step late."""
+        """As `MeasuredEngine.batch`: prompts one after the other, then all rows step together,
+        tokens read one step late."""
         batch = len(prompts)
         cache = plain_loop.new_cache(batch, SLOT, self.dtype)
         jax.block_until_ready(cache)
@@ -171,7 +171,7 @@ async def run() -> dict[str, object]:
         jax.random.key(0),
         dtype=dtype,
     )
-    engine, loop = Engine(model, dtype), Loop(model, dtype)
+    engine, loop = MeasuredEngine(model, dtype), Loop(model, dtype)
     await engine.cluster.start()
     rng = np.random.default_rng(0)
     prompts = rng.integers(3, plain_loop.VOCABULARY, (BATCH, PROMPT))
@@ -218,7 +218,7 @@ async def run() -> dict[str, object]:
     return figures
 
 
-async def grpc_cost(engine: Engine, prompts: np.ndarray) -> dict[str, object]:
+async def grpc_cost(engine: MeasuredEngine, prompts: np.ndarray) -> dict[str, object]:
     """The offline workload by a client process over gRPC, against the same called directly."""
     from jdisagg.config import LimitsConfig, ServiceConfig
     from jdisagg.service.server import GenerationServer
@@ -235,9 +235,8 @@ async def grpc_cost(engine: Engine, prompts: np.ndarray) -> dict[str, object]:
         0,
     )
     codec: object = type("Codec", (NoText,), {"eos_ids": ()})()
-    server = GenerationServer(
-        Frontend(engine.cluster.path, codec, info, LimitsConfig()), ServiceConfig(port=0)
-    )  # type: ignore[arg-type]
+    frontend = Frontend(engine.cluster.path, codec, info, LimitsConfig())  # type: ignore[arg-type]
+    server = GenerationServer(frontend, ServiceConfig(port=0))
     port = await server.start()
     command = (
         sys.executable,

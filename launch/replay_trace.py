@@ -26,8 +26,8 @@ from rich.progress import Progress as Bars
 
 from jdisagg.client import AsyncClient
 from jdisagg.errors import ConfigError
-from jdisagg.node.trace_sender import Progress, PromptMaker, TraceSender
-from jdisagg.simulator.report import Outcome, Slo, summarise
+from jdisagg.node.trace_sender import PromptMaker, ReplayProgress, TraceSender
+from jdisagg.simulator.report import RequestOutcome, SloLimits, summarise
 from jdisagg.simulator.tables import check_table, text_of, write_outcomes
 from jdisagg.simulator.trace_files import read_trace
 from jdisagg.simulator.workloads import Arrival, at_rate, spread_ticks
@@ -87,8 +87,12 @@ def _workload() -> list[Arrival]:
     return arrivals if flags.rate is None else at_rate(arrivals, flags.rate)
 
 
-async def _replay(arrivals: Sequence[Arrival]) -> list[Outcome]:
-    slo = Slo(flags.ttft, flags.tpot) if flags.ttft is not None or flags.tpot is not None else None
+async def _replay(arrivals: Sequence[Arrival]) -> list[RequestOutcome]:
+    slo = (
+        SloLimits(flags.ttft, flags.tpot)
+        if flags.ttft is not None or flags.tpot is not None
+        else None
+    )
     async with AsyncClient(
         flags.target, credentials=credentials(flags, flags.token_file)
     ) as client:
@@ -130,9 +134,9 @@ class _Watch:
             *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
         )
         self._task = self.bars.add_task("", total=total, said="")
-        self.last = Progress(total)
+        self.last = ReplayProgress(total)
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: ReplayProgress) -> None:
         self.last = progress
         said = (
             f"{progress.sent - progress.ended} under way, {progress.failed} refused or failed,"
@@ -141,7 +145,9 @@ class _Watch:
         self.bars.update(self._task, completed=progress.ended, said=said)
 
 
-def _tell(outcomes: Sequence[Outcome], slo: Slo | None, progress: Progress) -> None:
+def _tell(
+    outcomes: Sequence[RequestOutcome], slo: SloLimits | None, progress: ReplayProgress
+) -> None:
     report = summarise(outcomes, slo)
     print(text_of(report))
     if progress.cut:

@@ -44,7 +44,7 @@ from jdisagg.simulator.elastic import elastic
 from jdisagg.simulator.fault_words import parse_fault
 from jdisagg.simulator.faults import schedule
 from jdisagg.simulator.fleet import INSTANCE, LIMITS, Fleet, Pool
-from jdisagg.simulator.report import Report, Slo, summarise
+from jdisagg.simulator.report import Report, SloLimits, summarise
 from jdisagg.simulator.run import Hook, Result, simulate
 from jdisagg.simulator.tables import check_table, fleet_text, text_of, write_outcomes
 from jdisagg.simulator.trace_files import read_trace
@@ -122,7 +122,11 @@ def main() -> None:
 
 
 def _run() -> None:
-    slo = Slo(flags.ttft, flags.tpot) if flags.ttft is not None or flags.tpot is not None else None
+    slo = (
+        SloLimits(flags.ttft, flags.tpot)
+        if flags.ttft is not None or flags.tpot is not None
+        else None
+    )
     arrivals, fleet = _workload(), _fleet()
     faults = [parse_fault(text) for text in flags.fault]
     out = _folder()
@@ -160,7 +164,7 @@ def _run() -> None:
         _write(out, result, report, slo, pictures)
 
 
-def _controllers(slo: Slo | None) -> list[Hook]:
+def _controllers(slo: SloLimits | None) -> list[Hook]:
     if not (math.isfinite(flags.switch_seconds) and flags.switch_seconds >= 0):
         raise ConfigError(f"--switch_seconds must be 0 or more, got {flags.switch_seconds:g}")
     if not flags.elastic:
@@ -288,7 +292,9 @@ def _pictures() -> bool:
     return False
 
 
-def _write(out: Path, result: Result, report: Report, slo: Slo | None, pictures: bool) -> None:
+def _write(
+    out: Path, result: Result, report: Report, slo: SloLimits | None, pictures: bool
+) -> None:
     usage = [dataclasses.asdict(item) for item in result.usage]
     figures = {
         "report": report.as_fields(),

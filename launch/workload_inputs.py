@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from jdisagg.errors import ConfigError, WorkloadError
-from jdisagg.simulator.report import Outcome
+from jdisagg.simulator.report import RequestOutcome
 from jdisagg.simulator.workloads import Fixed, Mixture
 
 
@@ -63,7 +63,7 @@ def check_output(path: str | None, kind: str) -> None:
         )
 
 
-def reasons(outcomes: Iterable[Outcome], most: int = 3) -> list[str]:
+def reasons(outcomes: Iterable[RequestOutcome], most: int = 3) -> list[str]:
     """One line for each of the most frequent reasons why requests did not finish."""
     found = Counter(
         f"{item.end}: {item.reason}" for item in outcomes if item.end != "finished" and item.reason

@@ -6,7 +6,7 @@ all. Knows no JAX arrays."""
 
 from dataclasses import dataclass
 
-from jdisagg.costs.model_geometry import Attention, CostGeometry, Experts
+from jdisagg.costs.model_geometry import CostGeometry, Experts, GroupedAttention
 from jdisagg.layout.axes import ModelGeometry
 from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.ops.rope_frequencies import Rope
@@ -86,7 +86,7 @@ class DecoderConfig:
             width=self.width,
             layers=len(self.layers),
             vocabulary=self.vocabulary,
-            attention=Attention(
+            attention=GroupedAttention(
                 attention.query_heads,
                 attention.kv_heads,
                 attention.head_dim,

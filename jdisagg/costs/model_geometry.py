@@ -15,7 +15,7 @@ from jdisagg.layout.kv_spec import DTYPE_BYTES
 from jdisagg.plain import Message
 
 
-class Attention(Message, frozen=True):
+class GroupedAttention(Message, frozen=True):
     """MHA, GQA and MQA by `kv_heads`. `window`: positions seen, the token's own included, in
     `windowed_layers` of the layers."""
 
@@ -92,7 +92,7 @@ class CostGeometry:
     width: int
     layers: int
     vocabulary: int
-    attention: Attention | LatentAttention
+    attention: GroupedAttention | LatentAttention
     ffn: int
     gated: bool = True
     tied: bool = False
@@ -118,7 +118,7 @@ class CostGeometry:
                 f" 0..{self.layers}"
             )
         if (
-            isinstance(self.attention, Attention)
+            isinstance(self.attention, GroupedAttention)
             and not 0 <= self.attention.windowed_layers <= self.layers
         ):
             raise ConfigError(
@@ -209,7 +209,7 @@ def from_hf_fields(fields: Mapping[str, object], name: str = "config.json") -> C
     family = fields.get("model_type")
     width, layers = count("hidden_size", "n_embed"), count("num_hidden_layers", "n_layer")
     heads = count("num_attention_heads", "n_head")
-    attention: Attention | LatentAttention
+    attention: GroupedAttention | LatentAttention
     if fields.get("kv_lora_rank") is not None:
         attention = LatentAttention(
             heads,
@@ -226,7 +226,7 @@ def from_hf_fields(fields: Mapping[str, object], name: str = "config.json") -> C
         on = fields.get("use_sliding_window", not str(family).startswith("qwen"))
         window = count("sliding_window", default=0, least=0) if on else 0
         windowed = _windowed_layers(fields, layers, count) if window else 0
-        attention = Attention(
+        attention = GroupedAttention(
             heads, count("num_key_value_heads", default=heads), head_dim, window or None, windowed
         )
     experts_count = count(
@@ -284,30 +284,30 @@ CATALOG: dict[str, CostGeometry] = {
     geometry.name: geometry
     for geometry in (
         # meta-llama/Llama-2-70b-hf
-        CostGeometry("llama-2-70b", 8192, 80, 32000, Attention(64, 8, 128), 28672, context_tokens=4096),  # noqa: E501
+        CostGeometry("llama-2-70b", 8192, 80, 32000, GroupedAttention(64, 8, 128), 28672, context_tokens=4096),  # noqa: E501
         # meta-llama/Meta-Llama-3-8B and -70B
-        CostGeometry("llama-3-8b", 4096, 32, 128256, Attention(32, 8, 128), 14336, context_tokens=8192),  # noqa: E501
-        CostGeometry("llama-3-70b", 8192, 80, 128256, Attention(64, 8, 128), 28672, context_tokens=8192),  # noqa: E501
+        CostGeometry("llama-3-8b", 4096, 32, 128256, GroupedAttention(32, 8, 128), 14336, context_tokens=8192),  # noqa: E501
+        CostGeometry("llama-3-70b", 8192, 80, 128256, GroupedAttention(64, 8, 128), 28672, context_tokens=8192),  # noqa: E501
         # meta-llama/Llama-3.1-8B and -70B
-        CostGeometry("llama-3.1-8b", 4096, 32, 128256, Attention(32, 8, 128), 14336, context_tokens=131072),  # noqa: E501
-        CostGeometry("llama-3.1-70b", 8192, 80, 128256, Attention(64, 8, 128), 28672, context_tokens=131072),  # noqa: E501
+        CostGeometry("llama-3.1-8b", 4096, 32, 128256, GroupedAttention(32, 8, 128), 14336, context_tokens=131072),  # noqa: E501
+        CostGeometry("llama-3.1-70b", 8192, 80, 128256, GroupedAttention(64, 8, 128), 28672, context_tokens=131072),  # noqa: E501
         # bigscience/bloom
-        CostGeometry("bloom-176b", 14336, 70, 250880, Attention(112, 112, 128), 57344, gated=False, tied=True, context_tokens=2048),  # noqa: E501
+        CostGeometry("bloom-176b", 14336, 70, 250880, GroupedAttention(112, 112, 128), 57344, gated=False, tied=True, context_tokens=2048),  # noqa: E501
         # facebook/opt-13b
-        CostGeometry("opt-13b", 5120, 40, 50272, Attention(40, 40, 128), 20480, gated=False, tied=True, context_tokens=2048),  # noqa: E501
+        CostGeometry("opt-13b", 5120, 40, 50272, GroupedAttention(40, 40, 128), 20480, gated=False, tied=True, context_tokens=2048),  # noqa: E501
         # mistralai/Mixtral-8x7B-v0.1
         CostGeometry(
-            "mixtral-8x7b", 4096, 32, 32000, Attention(32, 8, 128), 14336,
+            "mixtral-8x7b", 4096, 32, 32000, GroupedAttention(32, 8, 128), 14336,
             experts=Experts(8, 2, 14336), expert_layers=32, context_tokens=32768,
         ),
         # Qwen/Qwen3-30B-A3B-Instruct-2507
         CostGeometry(
-            "qwen3-30b-a3b", 2048, 48, 151936, Attention(32, 4, 128), 6144,
+            "qwen3-30b-a3b", 2048, 48, 151936, GroupedAttention(32, 4, 128), 6144,
             experts=Experts(128, 8, 768), expert_layers=48, context_tokens=262144,
         ),
         # Qwen/Qwen3-235B-A22B
         CostGeometry(
-            "qwen3-235b-a22b", 4096, 94, 151936, Attention(64, 4, 128), 12288,
+            "qwen3-235b-a22b", 4096, 94, 151936, GroupedAttention(64, 4, 128), 12288,
             experts=Experts(128, 8, 1536), expert_layers=94, context_tokens=40960,
         ),
         # deepseek-ai/DeepSeek-V3: MLA, the first three layers dense, one shared expert
@@ -316,9 +316,9 @@ CATALOG: dict[str, CostGeometry] = {
             experts=Experts(256, 8, 2048, 2048), expert_layers=58, context_tokens=163840,
         ),
         # models/tiny/llama and models/tiny/qwen3_moe of this repository
-        CostGeometry("tiny-llama", 128, 4, 1280, Attention(8, 4, 16), 320, tied=True, context_tokens=1024),  # noqa: E501
+        CostGeometry("tiny-llama", 128, 4, 1280, GroupedAttention(8, 4, 16), 320, tied=True, context_tokens=1024),  # noqa: E501
         CostGeometry(
-            "tiny-qwen3-moe", 128, 4, 1280, Attention(8, 4, 16), 320, tied=True,
+            "tiny-qwen3-moe", 128, 4, 1280, GroupedAttention(8, 4, 16), 320, tied=True,
             experts=Experts(8, 2, 64), expert_layers=4, context_tokens=1024,
         ),
     )

@@ -16,14 +16,14 @@ from jdisagg.router.fairness import FairQueue, Ticket
 from jdisagg.timeouts import RequestTimeouts
 
 
-class Placed(Protocol):
+class Endable(Protocol):
     """What was placed, until its `end`."""
 
     def end(self) -> None: ...
 
 
 Item = TypeVar("Item")
-PlacedT = TypeVar("PlacedT", bound=Placed)
+PlacedT = TypeVar("PlacedT", bound=Endable)
 
 
 @dataclass(slots=True, eq=False)

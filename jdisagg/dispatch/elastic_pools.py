@@ -20,8 +20,8 @@ from jdisagg.router.elastic import Controller, Switch, Verdict
 _log = logging.getLogger(__name__)
 
 
-class Desk(Protocol):
-    """Who makes the changes: dispatch/role_desk.py's `RoleDesk`, or the simulator's."""
+class SwitchesRoles(Protocol):
+    """Who makes the changes: dispatch/role_switcher.py's `RoleSwitcher`, or the simulator's."""
 
     @property
     def changing(self) -> bool: ...
@@ -38,7 +38,7 @@ class ElasticPools:
     def __init__(
         self,
         controller: Controller,
-        desk: Desk,
+        desk: SwitchesRoles,
         statuses: Callable[[], tuple[WorkerStatus, ...]],
         clock: Clock,
         acts: bool,

@@ -15,12 +15,13 @@ import dataclasses
 import math
 import secrets
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypedDict, Unpack
 
 from jdisagg.config import LimitsConfig, Mode
 from jdisagg.dispatch.long_texts import LongTexts
+from jdisagg.dispatch.outcomes import ServingPath
 from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import InvalidRequestError, UnavailableError
 from jdisagg.layout.axes import Layout
@@ -49,7 +50,7 @@ PROBE_CHARACTERS_PER_TOKEN = 32
 MAX_PRIORITY = 2**31 - 1
 
 
-class TextCodec(Protocol):
+class ChatTokenizer(Protocol):
     """The tokenizer, as the door sees it. `encode` adds what the model wants before a text (BOS)
     unless told not to."""
 
@@ -65,13 +66,6 @@ class TextCodec(Protocol):
         """Raises InvalidRequestError when the model has no chat template or the template refuses
         the messages."""
         ...
-
-
-class Path(Protocol):
-    """The request path. Closing the iterator of `stream` cancels the request."""
-
-    def stream(self, request: Request) -> AsyncIterator[StreamEvent]: ...
-    async def status(self) -> tuple[WorkerStatus, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +135,8 @@ class Frontend:
 
     def __init__(
         self,
-        path: Path,
-        codec: TextCodec,
+        path: ServingPath,
+        codec: ChatTokenizer,
         model: ModelInfo,
         limits: LimitsConfig,
         routing: Callable[[], RoutingStatus] = RoutingStatus,

@@ -18,11 +18,12 @@ from jdisagg.errors import (
 )
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import Request, StreamEvent
-from jdisagg.router.elastic_signals import Outcome
+from jdisagg.router.elastic_signals import EndedRequest
 
 
-class Path(Protocol):
-    """The part of `RequestPath` that the front uses."""
+class ServingPath(Protocol):
+    """The part of `RequestPath` that clients' calls use. Closing the iterator of `stream` cancels
+    the request."""
 
     def stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]: ...
 
@@ -35,7 +36,9 @@ class OutcomeTap:
     """`tell` gets each outcome as it is known. Closing an iterator of `stream` closes the
     path's."""
 
-    def __init__(self, path: Path, clock: Clock, tell: Callable[[Outcome], None]) -> None:
+    def __init__(
+        self, path: ServingPath, clock: Clock, tell: Callable[[EndedRequest], None]
+    ) -> None:
         self._path = path
         self._clock = clock
         self._tell = tell
@@ -55,14 +58,14 @@ class OutcomeTap:
                         else None
                     )
                     self._tell(
-                        Outcome(
+                        EndedRequest(
                             self._clock.now(), timings.ttft_seconds, pace, timings.queue_seconds
                         )
                     )
                 yield event
         except (OverloadedError, DeadlineExceededError, UnavailableError) as error:
             if not request.resumption and not isinstance(error, QuotaExceededError):
-                self._tell(Outcome(self._clock.now(), first))
+                self._tell(EndedRequest(self._clock.now(), first))
             raise
         finally:
             await events.aclose()

@@ -18,18 +18,25 @@ from jdisagg.clock import Clock
 from jdisagg.config import RoutingConfig
 from jdisagg.costs.hardware import link
 from jdisagg.dispatch.admission_queue import AdmissionQueue
-from jdisagg.dispatch.recent_decisions import KEPT, Entry, status_of
+from jdisagg.dispatch.recent_decisions import KEPT, RecentDecision, status_of
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import OverloadedError
 from jdisagg.messages.ports import Child
 from jdisagg.plain import plain
 from jdisagg.request import Request
-from jdisagg.router.accounts import Accounts, Placed, Work
+from jdisagg.router.accounts import Accounts, Charges, Work
 from jdisagg.router.admission import Lateness, Quotas, limit_seconds
 from jdisagg.router.affinity import PrefixAffinity
 from jdisagg.router.breaker import Breaker
-from jdisagg.router.decision import Answer, Ask, Decision, Hold, Refusal, Rules
+from jdisagg.router.decision import (
+    Decision,
+    Deferred,
+    PlacementOutcome,
+    PlacementPolicy,
+    PlacementQuery,
+    Refusal,
+)
 from jdisagg.router.pacing import paced_until
 from jdisagg.router.placement import another_decode, another_prefill, decide
 from jdisagg.router.predictor import LearnedLengths, LengthPredictor, MaxTokens
@@ -39,9 +46,9 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS, Timeouts
 OUTPUT_COST = 2.0  # of a token of the answer, in tokens of a prompt (VTC)
 
 
-def rules_of(config: RoutingConfig, timeouts: Timeouts = DEFAULT_TIMEOUTS) -> Rules:
+def rules_of(config: RoutingConfig, timeouts: Timeouts = DEFAULT_TIMEOUTS) -> PlacementPolicy:
     slo = config.tpot_slo_seconds
-    return Rules(
+    return PlacementPolicy(
         tpot_slo_seconds=math.inf if slo is None else slo,
         hold_seconds=config.hold_seconds,
         local_gain=config.local_gain,
@@ -63,7 +70,7 @@ class PlacerSettings:
     """
 
     routing: RoutingConfig = field(default_factory=RoutingConfig)
-    rules: Rules | None = None
+    rules: PlacementPolicy | None = None
     affinity: PrefixAffinity | None = None
     events: RouterEvents = NO_ROUTER_EVENTS
 
@@ -94,7 +101,9 @@ class PlacementHandle:
     """A decision, and how it fares: the attempt reports what happened. Each method may be called
     twice."""
 
-    def __init__(self, decision: Decision, placed: Placed, placer: "Placer", entry: Entry) -> None:
+    def __init__(
+        self, decision: Decision, placed: Charges, placer: "Placer", entry: RecentDecision
+    ) -> None:
         self.decision = decision
         self._prefilled = self._credited = False
         self._placed = placed
@@ -184,7 +193,7 @@ class Placer:
             config.weights(), clock, timeouts.request, self._place_head, self._renew
         )
         self._lateness = Lateness()
-        self._entries: deque[Entry] = deque(maxlen=KEPT)
+        self._entries: deque[RecentDecision] = deque(maxlen=KEPT)
         accounts.subscribe(self.changed)
 
     def now(self) -> float:
@@ -286,16 +295,16 @@ class Placer:
             self._counters.add("rejections", cause=answer.kind)
             self._remember(ask, answer, now)
             raise OverloadedError(answer.reason, retry_after_seconds=answer.retry_after_seconds)
-        if isinstance(answer, Hold):
+        if isinstance(answer, Deferred):
             return None
         if beside_queue:
             self.changed()  # there may be room for those in front, too
             return None
         return self._charge(ask, answer, now)
 
-    def _decide(self, ask: Ask, now: float) -> Answer:
+    def _decide(self, ask: PlacementQuery, now: float) -> PlacementOutcome:
         answer = decide(self.accounts.state, ask, now, self._rules)
-        if not isinstance(answer, Hold):
+        if not isinstance(answer, Deferred):
             self.events.answered(self.accounts.state, ask, now, self._rules, answer)
         return answer
 
@@ -308,10 +317,10 @@ class Placer:
     def _limit(self, asked: PlacementRequest) -> float:
         return limit_seconds(self._config.ttft_slo_seconds, asked.deadline - asked.arrived_at)
 
-    def _ask(self, sized: _Sized, now: float, ahead_seconds: float) -> Ask:
+    def _ask(self, sized: _Sized, now: float, ahead_seconds: float) -> PlacementQuery:
         asked = sized.asked
         limit = self._limit(asked)
-        return Ask(
+        return PlacementQuery(
             sized.work,
             self._affinity.matches(sized.hashes) if self._affinity else {},
             asked.avoid,
@@ -323,7 +332,7 @@ class Placer:
             self._predictor.typical_tokens,
         )
 
-    def _charge(self, ask: Ask, decision: Decision, now: float) -> PlacementHandle:
+    def _charge(self, ask: PlacementQuery, decision: Decision, now: float) -> PlacementHandle:
         self._counters.add("placements", reason=decision.kind)
         for worker in (decision.prefill, decision.decode) if self._breakers else ():
             breaker = self._breaker(worker) if worker is not None else None
@@ -339,8 +348,10 @@ class Placer:
         placed = self.accounts.place(decision.prefill, decision.decode, work, now)
         return PlacementHandle(decision, placed, self, self._remember(ask, decision, now))
 
-    def _remember(self, ask: Ask, answer: Decision | Refusal, now: float) -> Entry:
-        entry = Entry(now, ask.age_seconds, ask.work.tokens, answer)
+    def _remember(
+        self, ask: PlacementQuery, answer: Decision | Refusal, now: float
+    ) -> RecentDecision:
+        entry = RecentDecision(now, ask.age_seconds, ask.work.tokens, answer)
         self._entries.append(entry)
         return entry
 

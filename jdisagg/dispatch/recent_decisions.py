@@ -13,7 +13,7 @@ KEPT = 256
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class RecentDecision:
     """One answer, to be completed by what comes of it."""
 
     at: float
@@ -49,7 +49,7 @@ class Entry:
 
 
 def status_of(
-    entries: "deque[Entry]", accounts: Accounts, waiting: int, now: float
+    entries: "deque[RecentDecision]", accounts: Accounts, waiting: int, now: float
 ) -> RoutingStatus:
     return RoutingStatus(
         waiting,

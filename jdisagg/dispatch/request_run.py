@@ -16,6 +16,7 @@ from typing import Protocol
 
 from jdisagg.clock import Clock, unended
 from jdisagg.dispatch.placer import PlacementHandle
+from jdisagg.dispatch.token_stream import TextDelta
 from jdisagg.errors import DeadlineExceededError, UnavailableError
 from jdisagg.mailbox import Mailbox
 from jdisagg.messages.ports import Child
@@ -27,18 +28,6 @@ RESUMPTION_BITS = 20  # attempts of a request between two resumptions of it by i
 
 class DeliveryError(AssertionError):
     """A worker left a token out."""
-
-
-class TextDelta(Protocol):
-    """New text; how many of the pushed tokens count (fewer when a stop string was hit); whether it
-    was."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def tokens_kept(self) -> int: ...
-    @property
-    def stopped(self) -> bool: ...
 
 
 class TextStream(Protocol):

@@ -7,12 +7,17 @@ some of them, `RouterEventsList` passes them on to several."""
 from typing import Protocol
 
 from jdisagg.router.cluster_state import ClusterState
-from jdisagg.router.decision import Answer, Ask, Rules
+from jdisagg.router.decision import PlacementOutcome, PlacementPolicy, PlacementQuery
 
 
 class RouterEvents(Protocol):
     def answered(
-        self, state: ClusterState, ask: Ask, now: float, rules: Rules, answer: Answer
+        self,
+        state: ClusterState,
+        ask: PlacementQuery,
+        now: float,
+        rules: PlacementPolicy,
+        answer: PlacementOutcome,
     ) -> None:
         """Placement decided or refused, on this snapshot. What is deferred is asked again."""
         ...
@@ -31,7 +36,12 @@ class NoRouterEvents:
     """Takes no note of any."""
 
     def answered(
-        self, state: ClusterState, ask: Ask, now: float, rules: Rules, answer: Answer
+        self,
+        state: ClusterState,
+        ask: PlacementQuery,
+        now: float,
+        rules: PlacementPolicy,
+        answer: PlacementOutcome,
     ) -> None: ...
 
     def measured(self, what: str, predicted: float, actual: float) -> None: ...
@@ -46,7 +56,12 @@ class RouterEventsList:
         self._listeners = listeners
 
     def answered(
-        self, state: ClusterState, ask: Ask, now: float, rules: Rules, answer: Answer
+        self,
+        state: ClusterState,
+        ask: PlacementQuery,
+        now: float,
+        rules: PlacementPolicy,
+        answer: PlacementOutcome,
     ) -> None:
         for listener in self._listeners:
             listener.answered(state, ask, now, rules, answer)

@@ -19,9 +19,9 @@ from jdisagg.errors import JdisaggError
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.node.cluster_log import ClusterLog, Shown
 from jdisagg.node.cluster_plan import ClusterPlan
-from jdisagg.node.signals import Signals
+from jdisagg.node.signals import StopSignals
 from jdisagg.service.server import cluster_credentials, read_tokens
-from jdisagg.supervisor.supervisor import Group, GroupSpec, GroupState
+from jdisagg.supervisor.supervisor import GroupSpec, GroupState, SupervisedGroup
 
 _POLL_SECONDS = 0.5
 _STATUS_SECONDS = 2.0
@@ -45,7 +45,7 @@ class Cluster:
         self._log = log
         self._failed: str | None = None
         self._force = asyncio.Event()
-        self._signals = Signals(self._force.set)
+        self._signals = StopSignals(self._force.set)
         # What each process does until it serves, by what it says; "" once it serves.
         self._phases: dict[str, str] = {}
         self._routers = [self._group(spec) for spec in plan.routers()]
@@ -70,8 +70,10 @@ class Cluster:
             )
         return 0 if self._failed is None else 1
 
-    def _group(self, spec: GroupSpec) -> Group:
-        return Group(spec, MonotonicClock(), self._take_line, self._log.write, self._cannot_work)
+    def _group(self, spec: GroupSpec) -> SupervisedGroup:
+        return SupervisedGroup(
+            spec, MonotonicClock(), self._take_line, self._log.write, self._cannot_work
+        )
 
     def _take_line(self, name: str, line: str) -> None:
         """A line of a process: into the log, and what it says of the process's start is kept."""
@@ -116,7 +118,7 @@ class Cluster:
                 self._log.show([self._shown(group, statuses) for group in groups])
                 await asyncio.sleep(_POLL_SECONDS)
 
-    def _shown(self, group: Group, statuses: dict[str, WorkerStatus]) -> Shown:
+    def _shown(self, group: SupervisedGroup, statuses: dict[str, WorkerStatus]) -> Shown:
         """A process that does not run, or does not serve yet, has no figures: those that the router
         still has are of its last life."""
         if group.state is not GroupState.RUNNING:
@@ -132,7 +134,7 @@ class Cluster:
         await self._stop_groups(self._routers, seconds)
         await self._stop_groups(self._workers, seconds)
 
-    async def _stop_groups(self, groups: Sequence[Group], seconds: float) -> None:
+    async def _stop_groups(self, groups: Sequence[SupervisedGroup], seconds: float) -> None:
         stopping = asyncio.gather(*(group.stop(seconds) for group in groups))
         forced = asyncio.create_task(self._force.wait())
         await asyncio.wait({stopping, forced}, return_when=asyncio.FIRST_COMPLETED)

@@ -27,7 +27,7 @@ from jdisagg.node.run_files import (
 )
 from jdisagg.observe.process import ObserveConfig
 from jdisagg.router.elastic import ElasticConfig
-from jdisagg.supervisor.child import Command
+from jdisagg.supervisor.child_process import Command
 from jdisagg.supervisor.supervisor import GroupSpec
 
 _DRAWN = range(20000, 32768)

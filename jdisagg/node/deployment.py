@@ -12,7 +12,7 @@ from absl import logging as absl_logging
 from jdisagg.config import EngineConfig, Mode
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.costs.speeds import Kind
-from jdisagg.dispatch.frontend import Frontend, ModelInfo, TextCodec
+from jdisagg.dispatch.frontend import ChatTokenizer, Frontend, ModelInfo
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.engine.compilation import use_compilation_cache
 from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster
@@ -95,7 +95,7 @@ class Deployment:
         self,
         config: EngineConfig,
         model: ModelSource,
-        tokenizer: TextCodec,
+        tokenizer: ChatTokenizer,
         observer: Observer | None = None,
         record_to: str = "",
         events: RouterEvents = NO_ROUTER_EVENTS,

@@ -31,7 +31,7 @@ from jdisagg.messages.step_commands import (
     StepResult,
 )
 from jdisagg.node.recording import rebuild
-from jdisagg.service.recording import Entry, Recording, RecordingHeader
+from jdisagg.service.recording import RecordedCommand, Recording, RecordingHeader
 from jdisagg.transfer.in_process import InProcessChannel
 
 UNDER_WAY = 8
@@ -121,7 +121,7 @@ def _offers(recordings: Sequence[Recording]) -> _Offers:
     return offers
 
 
-def _worked(entry: Entry) -> bool:
+def _worked(entry: RecordedCommand) -> bool:
     return entry.result is not None and not (
         isinstance(entry.result, PullResult) and entry.result.error
     )
@@ -136,7 +136,7 @@ class _Stream:
         self._replayed = Replayed()
 
     async def run(self) -> Replayed:
-        under_way: list[tuple[Entry, asyncio.Future[StepResult]]] = []
+        under_way: list[tuple[RecordedCommand, asyncio.Future[StepResult]]] = []
         for entry in self._recording.entries:
             if not _worked(entry):
                 self._replayed.left_out += 1
@@ -178,7 +178,7 @@ class _Stream:
         finally:
             await self._offers.pulled(offer_id)
 
-    async def _compare(self, entry: Entry, future: asyncio.Future[StepResult]) -> None:
+    async def _compare(self, entry: RecordedCommand, future: asyncio.Future[StepResult]) -> None:
         now, then = await future, entry.result
         if isinstance(now, PrefillResult) and isinstance(then, PrefillResult):
             tokens = [

@@ -11,19 +11,19 @@ from jdisagg.address import host_port
 from jdisagg.clock import Clock, MonotonicClock
 from jdisagg.config import LimitsConfig, Mode, RoutingConfig, ServiceConfig
 from jdisagg.dispatch.elastic_pools import ElasticPools
-from jdisagg.dispatch.frontend import Frontend, ModelInfo, TextCodec
+from jdisagg.dispatch.frontend import ChatTokenizer, Frontend, ModelInfo
+from jdisagg.dispatch.membership import Membership, WorkerPorts, cluster_ports
 from jdisagg.dispatch.outcomes import OutcomeTap
 from jdisagg.dispatch.placer import PlacerSettings
 from jdisagg.dispatch.request_path import RequestPath
-from jdisagg.dispatch.role_desk import RoleDesk
-from jdisagg.dispatch.roster import Roster, WorkerPorts, cluster_ports
+from jdisagg.dispatch.role_switcher import RoleSwitcher
 from jdisagg.dispatch.router_events import NoRouterEvents, RouterEvents, RouterEventsList
 from jdisagg.dispatch.token_stream import TokenStream
 from jdisagg.ids import random_id
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.registry import WorkerCard
 from jdisagg.messages.worker_status import WorkerRole
-from jdisagg.node.signals import Signals
+from jdisagg.node.signals import StopSignals
 from jdisagg.observe import wrap
 from jdisagg.observe.canary import Canary, CanaryRunner, Pair, Readiness
 from jdisagg.observe.canary_probe import PortProbe, pairs_of
@@ -43,7 +43,7 @@ CANARY_PATIENCE = 4.0
 CANARY_DEADLINE_SECONDS = 10.0
 
 
-class RouterTokenizer(TextCodec, Protocol):
+class RouterTokenizer(ChatTokenizer, Protocol):
     @property
     def vocabulary(self) -> int: ...
 
@@ -87,7 +87,7 @@ class Router:
     async def run(self) -> None:
         """Serves until it is signalled, then drains."""
         observer, limits, service = self._observer, self._config.limits, self._config.service
-        roster = Roster(
+        roster = Membership(
             self._clock,
             wrap.ports(self._open_ports, observer),
             limits.timeouts.membership,
@@ -124,7 +124,7 @@ class Router:
             [registry_service(roster, tokens), cluster_roles_service(elastic, tokens)],
             wrap.request_log(self._config.log_requests, observer, lambda: path.placer.waiting),
         )
-        signals = Signals(server.hurry)
+        signals = StopSignals(server.hurry)
         port = await server.start()
         await server.set_ready(False)
         watching = asyncio.create_task(self._watch(roster, server, frontend))
@@ -141,10 +141,10 @@ class Router:
                 await self._canary.stop()
             roster.close()
 
-    def _elastic(self, roster: Roster, path: RequestPath) -> tuple[Controller, ElasticPools]:
+    def _elastic(self, roster: Membership, path: RequestPath) -> tuple[Controller, ElasticPools]:
         """The controller, and who acts on what it says."""
         controller = Controller(self._config.elastic)
-        desk = RoleDesk(
+        desk = RoleSwitcher(
             roster,
             lambda address: worker_roles(address, self._credentials),
             self._clock,
@@ -168,7 +168,7 @@ class Router:
         proved = [_HandoversSeen(canary, self._clock)] if canary else []
         return [*observed, *logged, *proved]
 
-    def _start_canary(self, roster: Roster, canary: Canary) -> None:
+    def _start_canary(self, roster: Membership, canary: Canary) -> None:
         seconds = self._config.canary_seconds
 
         async def pairs() -> tuple[Pair, ...]:
@@ -188,7 +188,9 @@ class Router:
         if self._observer:
             self._observer.metrics.watch_canary(canary, self._clock.now)
 
-    async def _watch(self, roster: Roster, server: GenerationServer, frontend: Frontend) -> None:
+    async def _watch(
+        self, roster: Membership, server: GenerationServer, frontend: Frontend
+    ) -> None:
         """Forgets silent workers; keeps what the door says of model and health up to date."""
         ready, said, times = False, "", self._config.limits.timeouts.membership
         due = self._clock.now()
@@ -227,7 +229,7 @@ class Router:
             except TimeoutError:
                 continue
 
-    def _is_ready(self, roster: Roster) -> bool:
+    def _is_ready(self, roster: Membership) -> bool:
         """A worker for each half of a request is there, and KV made the trip lately."""
         return roster.ready and (self._canary is None or self._canary.readiness().ready)
 
@@ -238,7 +240,7 @@ class Router:
         return WorkerPorts(decode=worker.decode, close=worker.close)
 
 
-def _model_info(roster: Roster, name: str, tokenizer: RouterTokenizer) -> ModelInfo:
+def _model_info(roster: Membership, name: str, tokenizer: RouterTokenizer) -> ModelInfo:
     """The workers' model; until there is one, what the tokenizer knows."""
     model = roster.model
     cards = sorted(roster.cards(), key=lambda card: card.name)

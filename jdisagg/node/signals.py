@@ -23,7 +23,7 @@ def end_at_once() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
-class Signals:
+class StopSignals:
     """Catches both from now on. `force` is called at the second. Build it where the loop runs."""
 
     def __init__(self, force: Callable[[], None] = lambda: None) -> None:

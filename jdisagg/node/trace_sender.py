@@ -19,7 +19,7 @@ import numpy as np
 from jdisagg.client import AsyncClient
 from jdisagg.errors import ConfigError, JdisaggError, WorkloadError
 from jdisagg.simulator.gaps import Gaps
-from jdisagg.simulator.report import End, Outcome
+from jdisagg.simulator.report import End, RequestOutcome
 from jdisagg.simulator.workloads import Arrival, faster
 
 # Ids below it are where tokenizers keep their special tokens; a vocabulary too small for that keeps
@@ -34,7 +34,7 @@ ENDS_BY_STATUS: dict[str, End] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class ReplayPrompt:
     """What is sent for one arrival; `cut` where the server's context, or the caller, does not allow
     what the trace asks for."""
 
@@ -80,7 +80,7 @@ class PromptMaker:
         )
         self._max_prompt, self._max_output, self._seed = max_prompt_tokens, max_output_tokens, seed
 
-    def prompt(self, number: int, arrival: Arrival) -> Prompt:
+    def prompt(self, number: int, arrival: Arrival) -> ReplayPrompt:
         wanted_prompt, wanted_output = max(1, arrival.prompt_tokens), max(1, arrival.output_tokens)
         output = min(
             wanted_output,
@@ -88,7 +88,7 @@ class PromptMaker:
             max(self._context // 2, self._context - wanted_prompt),
         )
         length = min(wanted_prompt, self._max_prompt or wanted_prompt, self._context - output)
-        return Prompt(
+        return ReplayPrompt(
             self._token_ids(number, arrival.block_hashes, length),
             output,
             (length, output) != (wanted_prompt, wanted_output),
@@ -113,7 +113,7 @@ class PromptMaker:
 
 
 @dataclass(slots=True)
-class Progress:
+class ReplayProgress:
     """How far a replay is; given to its watcher at every change."""
 
     total: int
@@ -145,13 +145,13 @@ class TraceSender:
             deadline_seconds,
             name,
         )
-        self._watch: Callable[[Progress], None] = lambda _: None
-        self._progress = Progress(0)
+        self._watch: Callable[[ReplayProgress], None] = lambda _: None
+        self._progress = ReplayProgress(0)
         self._started = 0.0
 
     async def run(
-        self, arrivals: Sequence[Arrival], watch: Callable[[Progress], None] | None = None
-    ) -> list[Outcome]:
+        self, arrivals: Sequence[Arrival], watch: Callable[[ReplayProgress], None] | None = None
+    ) -> list[RequestOutcome]:
         """Sends all and waits for every end; one outcome an arrival, in their order, times since
         the first was due. Cancelling it cancels what is under way. A request that was refused or
         broke is an outcome that says so; anything but our own errors is raised."""
@@ -161,10 +161,10 @@ class TraceSender:
             )
         moved = faster(arrivals, self._speed)
         due = [item.at_seconds - moved[0].at_seconds for item in moved]
-        self._progress = Progress(len(arrivals))
+        self._progress = ReplayProgress(len(arrivals))
         self._watch = watch or self._watch
         self._started = time.perf_counter()
-        tasks: list[asyncio.Task[Outcome]] = []
+        tasks: list[asyncio.Task[RequestOutcome]] = []
         async with asyncio.TaskGroup() as group:
             for number, arrival in enumerate(arrivals):
                 prompt = await self._made(number, arrival)
@@ -172,7 +172,7 @@ class TraceSender:
                 tasks.append(group.create_task(self._send(number, arrival, due[number], prompt)))
         return [task.result() for task in tasks]
 
-    async def _made(self, number: int, arrival: Arrival) -> Prompt:
+    async def _made(self, number: int, arrival: Arrival) -> ReplayPrompt:
         """Long prompts take milliseconds to make: in a thread, so that no stream's time is noted
         late."""
         if arrival.prompt_tokens < LONG_TOKENS:
@@ -182,7 +182,9 @@ class TraceSender:
     def _now(self) -> float:
         return time.perf_counter() - self._started
 
-    async def _send(self, number: int, arrival: Arrival, due: float, prompt: Prompt) -> Outcome:
+    async def _send(
+        self, number: int, arrival: Arrival, due: float, prompt: ReplayPrompt
+    ) -> RequestOutcome:
         progress, request_id = self._progress, f"{self._name}-{number}"
         progress.sent += 1
         progress.cut += prompt.cut
@@ -212,7 +214,7 @@ class TraceSender:
             progress.failed += 1
         progress.ended += 1
         self._watch(progress)
-        return Outcome(
+        return RequestOutcome(
             request_id=request_id,
             arrival=due,
             finish=times[-1] if end == "finished" and times else self._now(),

@@ -43,7 +43,7 @@ from jdisagg.node.instance_group import follow, lead
 from jdisagg.node.recording import record
 from jdisagg.node.role_state import Role, RoleState
 from jdisagg.node.run_files import WorkerProcessConfig
-from jdisagg.node.signals import Signals
+from jdisagg.node.signals import StopSignals
 from jdisagg.node.warm_up import Loading, WarmedBefore, progress_bar
 from jdisagg.observe import wrap
 from jdisagg.observe.observer import Observer
@@ -115,7 +115,7 @@ class WorkerProcessState:
     config: WorkerConfig
     observer: Observer | None
     clock: Clock
-    signals: Signals
+    signals: StopSignals
     hurry: asyncio.Event
     group: ProcessGroup
     devices: Sequence[Device]

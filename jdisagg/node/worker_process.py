@@ -24,7 +24,7 @@ from jdisagg.model_api import Device
 from jdisagg.node.cluster_plan import free_ports
 from jdisagg.node.deployment import Relayout
 from jdisagg.node.role_state import Role, RoleState, fixed_because
-from jdisagg.node.signals import Signals
+from jdisagg.node.signals import StopSignals
 from jdisagg.node.worker import WorkerProcessState, WorkerRuntime, WorkerSpec
 from jdisagg.observe.observer import Observer
 from jdisagg.supervisor.supervisor import EXIT_BROKEN
@@ -64,7 +64,15 @@ class WorkerProcess:
             spec.name, Role(spec.role, config.instance.layout), len(devices), clock, fixed
         )
         state = WorkerProcessState(
-            spec, config, self._observer, clock, Signals(hurry.set), hurry, group, devices, roles
+            spec,
+            config,
+            self._observer,
+            clock,
+            StopSignals(hurry.set),
+            hurry,
+            group,
+            devices,
+            roles,
         )
         status = await WorkerRuntime(state).live(load)
         while (

@@ -17,7 +17,7 @@ from typing import Any, Self
 from jdisagg.dispatch.router_events import NoRouterEvents
 from jdisagg.errors import ConfigError
 from jdisagg.router.cluster_state import ClusterState
-from jdisagg.router.decision import Answer, Ask, Rules
+from jdisagg.router.decision import PlacementOutcome, PlacementPolicy, PlacementQuery
 from jdisagg.router.decision_record import record_of
 
 _log = logging.getLogger(__name__)
@@ -38,7 +38,12 @@ class DecisionLog(NoRouterEvents):
         self.failed = False
 
     def answered(
-        self, state: ClusterState, ask: Ask, now: float, rules: Rules, answer: Answer
+        self,
+        state: ClusterState,
+        ask: PlacementQuery,
+        now: float,
+        rules: PlacementPolicy,
+        answer: PlacementOutcome,
     ) -> None:
         if self.failed:
             return

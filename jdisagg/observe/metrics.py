@@ -58,7 +58,7 @@ RATIO_BUCKETS = (
 )
 
 
-class Group:
+class MetricGroup:
     """Metrics that come into being together."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -73,7 +73,7 @@ class Group:
         return Counter(f"jdisagg_{name}", text, labels, registry=self._registry)
 
 
-class RequestMetrics(Group):
+class RequestMetrics(MetricGroup):
     """As clients see them, and as the router places them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -132,7 +132,7 @@ class RequestMetrics(Group):
         )
 
 
-class TransferMetrics(Group):
+class TransferMetrics(MetricGroup):
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
         self.kv_bytes = self._counter(
@@ -151,7 +151,7 @@ class TransferMetrics(Group):
         )
 
 
-class MeshMetrics(Group):
+class MeshMetrics(MetricGroup):
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
         self.step_seconds = self._histogram(
@@ -162,7 +162,7 @@ class MeshMetrics(Group):
         )
 
 
-class PredictionMetrics(Group):
+class PredictionMetrics(MetricGroup):
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
         self.error = self._histogram(

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 
 from opentelemetry.trace import SpanKind
 
-from jdisagg.dispatch.outcomes import Path
+from jdisagg.dispatch.outcomes import ServingPath
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.observe.observer import RESUMED, Observer
 from jdisagg.observe.tracing import request_key
@@ -16,7 +16,7 @@ from jdisagg.request import Request, StreamEvent
 class ObservedPath:
     """Stands where a `RequestPath` stands. Closing an iterator of `stream` closes the path's."""
 
-    def __init__(self, path: Path, observer: Observer) -> None:
+    def __init__(self, path: ServingPath, observer: Observer) -> None:
         self._path = path
         self._observer = observer
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from jdisagg.dispatch.outcomes import Path
-from jdisagg.dispatch.roster import WorkerPorts
+from jdisagg.dispatch.membership import WorkerPorts
+from jdisagg.dispatch.outcomes import ServingPath
 from jdisagg.messages.ports import DecodePort, HandoffSource, PeerPort, PrefillPort
 from jdisagg.messages.ports_middleware import through
 from jdisagg.messages.registry import WorkerCard
@@ -24,7 +24,7 @@ def mesh(worker: str, executor: Executor, observer: Observer | None) -> Executor
     return ObservedExecutor(worker, executor, observer) if observer else executor
 
 
-def path(whole: Path, observer: Observer | None) -> Path:
+def path(whole: ServingPath, observer: Observer | None) -> ServingPath:
     return ObservedPath(whole, observer) if observer else whole
 
 

@@ -124,9 +124,9 @@ class Accounts:
         self._fresh.pop(name, None)
         self.state.forget(name)
 
-    def place(self, prefill: str | None, decode: str, work: Work, now: float) -> "Placed":
+    def place(self, prefill: str | None, decode: str, work: Work, now: float) -> "Charges":
         """Charges a leg to its workers. `prefill` None: the decode worker computes the prompt."""
-        return Placed(self, prefill, decode, work, now)
+        return Charges(self, prefill, decode, work, now)
 
     def charge(
         self, worker: str, amounts: tuple[tuple[str, float], ...], sent_at: float | None
@@ -164,7 +164,7 @@ class Accounts:
         self.add(charge.worker, charge.life, charge.amounts, sign)
 
 
-class Placed:
+class Charges:
     """One leg's charges, from its placement to its end. Every method may be called once too
     often."""
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from jdisagg.costs.hardware import Link
 from jdisagg.costs.speeds import Array, Kind, Speed, speed_of
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
-from jdisagg.router.ways import Ends, Indices, Ways
+from jdisagg.router.link_costs import Indices, LinkCosts, LinkSide
 
 PARTS = ("rack", "host", "domain", "process")
 UNKNOWN = -1  # no speed: the worker's hardware or model is not described
@@ -140,7 +140,7 @@ class ClusterState:
         self._last_life = 0
         # as long as nobody comes, goes or becomes another
         self._sides: tuple[Side, Side] | None = None
-        self._ways: dict[Link, Ways] = {}  # likewise
+        self._ways: dict[Link, LinkCosts] = {}  # likewise
 
     def __len__(self) -> int:
         return len(self._names)
@@ -172,12 +172,12 @@ class ClusterState:
         """The workers that decode, those that do both among them."""
         return self._both()[1]
 
-    def ways(self, far: Link) -> Ways:
+    def ways(self, far: Link) -> LinkCosts:
         """From the prefill workers to the decode workers, all of known speed."""
         ways = self._ways.get(far)
         if ways is None:
             prefill, decode = (self._ends(side) for side in self._both())
-            ways = self._ways[far] = Ways(prefill, decode, self.speeds, far)
+            ways = self._ways[far] = LinkCosts(prefill, decode, self.speeds, far)
         return ways
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
@@ -302,9 +302,9 @@ class ClusterState:
             )
         return self._sides
 
-    def _ends(self, side: Side) -> Ends:
+    def _ends(self, side: Side) -> LinkSide:
         table = self.table.take(side.span)
-        return Ends(np.array([table[part] for part in PARTS]), table.codes("speed"))
+        return LinkSide(np.array([table[part] for part in PARTS]), table.codes("speed"))
 
     def _side(self, rows: Indices) -> Side:
         together = len(rows) and rows[-1] - rows[0] == len(rows) - 1

@@ -12,7 +12,7 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
 
 @plain
-class Ask:
+class PlacementQuery:
     """A leg looks for its workers. `cached`: positions of it that workers know already. `avoid`:
     workers that failed it. `under_way`: it was let in before (retried, preempted, resumed): then it
     is neither refused nor held. `resuming`: it has tokens already, so draining workers will do.
@@ -33,7 +33,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class PlacementPolicy:
     """What an operator decides. tpot_slo_seconds: no sequence is placed where predicted steps would
     take longer (inf: no such bound). hold_seconds: a worker with more than this of queued work gets
     none on top, for what waits here can still be put in order. local_gain: by what part of first
@@ -53,7 +53,7 @@ class Rules:
 
 
 @plain
-class Terms:
+class CostTerms:
     """Predicted seconds: in the prefill queue, computing the prompt, moving its KV beyond that,
     waiting for room at the decode worker (before the prefill begins), and one decode step with the
     sequence in it."""
@@ -76,7 +76,7 @@ class Decision:
     context_tokens: int
     reason: str
     kind: str = "load"
-    terms: Terms | None = None
+    terms: CostTerms | None = None
     ttft_seconds: float | None = None
     handoff_gap_seconds: float | None = None
     tpot_seconds: float | None = None
@@ -84,7 +84,7 @@ class Decision:
 
 
 @plain
-class Hold:
+class Deferred:
     """Nobody can begin with it now; it waits at the router."""
 
     reason: str
@@ -99,4 +99,4 @@ class Refusal:
     kind: str = "ttft"
 
 
-Answer = Decision | Hold | Refusal
+PlacementOutcome = Decision | Deferred | Refusal

@@ -20,27 +20,41 @@ from typing import Any
 import msgspec
 
 from jdisagg.costs.hardware import Link, accelerator_from_fields
-from jdisagg.costs.model_geometry import Attention, CostGeometry, Experts, LatentAttention
+from jdisagg.costs.model_geometry import CostGeometry, Experts, GroupedAttention, LatentAttention
 from jdisagg.costs.speeds import Kind
 from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.layout.axes import Layout
 from jdisagg.router.accounts import Work
 from jdisagg.router.cluster_state import ClusterState, Description
-from jdisagg.router.decision import Answer, Ask, Decision, Hold, Refusal, Rules, Terms
+from jdisagg.router.decision import (
+    CostTerms,
+    Decision,
+    Deferred,
+    PlacementOutcome,
+    PlacementPolicy,
+    PlacementQuery,
+    Refusal,
+)
 from jdisagg.router.placement import decide, witnesses
 
 VERSION = 1
 Record = dict[str, Any]
 
-_ANSWERS: dict[str, type[Decision] | type[Hold] | type[Refusal]] = {
+_ANSWERS: dict[str, type[Decision] | type[Deferred] | type[Refusal]] = {
     "decision": Decision,
-    "hold": Hold,
+    "hold": Deferred,
     "refusal": Refusal,
 }
 _ENDLESS = ("tpot_slo_seconds", "limit_seconds")  # JSON knows no infinity: null
 
 
-def record_of(state: ClusterState, ask: Ask, now: float, rules: Rules, answer: Answer) -> Record:
+def record_of(
+    state: ClusterState,
+    ask: PlacementQuery,
+    now: float,
+    rules: PlacementPolicy,
+    answer: PlacementOutcome,
+) -> Record:
     """Must be made before the snapshot changes."""
     mattered = witnesses(state, ask, now, rules)
     names = [name for name in state if name in mattered]
@@ -70,17 +84,17 @@ def record_of(state: ClusterState, ask: Ask, now: float, rules: Rules, answer: A
     }
 
 
-def answer_of(record: Mapping[str, Any]) -> Answer:
+def answer_of(record: Mapping[str, Any]) -> PlacementOutcome:
     """What was answered when it was recorded."""
     with _Reading():
         fields = dict(record["answer"])
         kind = _ANSWERS[fields.pop("kind_of_answer")]
         if fields.get("terms") is not None:
-            fields["terms"] = Terms(**fields["terms"])
+            fields["terms"] = CostTerms(**fields["terms"])
         return kind(**fields)
 
 
-def replay(record: Mapping[str, Any]) -> Answer:
+def replay(record: Mapping[str, Any]) -> PlacementOutcome:
     """Decides again on what was recorded. Raises what `decide` raises, too."""
     with _Reading():
         if record["version"] != VERSION:
@@ -94,10 +108,12 @@ def replay(record: Mapping[str, Any]) -> Answer:
             kind = None if worker["kind"] is None else kinds[worker["kind"]]
             state.restore(worker["name"], Description(worker["place"], kind), worker["numbers"])
         asked = _with_infinities(record["ask"])
-        ask = Ask(**asked | {"work": Work(**asked["work"]), "avoid": frozenset(asked["avoid"])})
+        ask = PlacementQuery(
+            **asked | {"work": Work(**asked["work"]), "avoid": frozenset(asked["avoid"])}
+        )
         ruled = _with_infinities(record["rules"])
         far = Link(**ruled.pop("far"))
-        rules = Rules(far=far, **ruled)
+        rules = PlacementPolicy(far=far, **ruled)
         now = float(record["now"])
     return decide(state, ask, now, rules)
 
@@ -110,7 +126,7 @@ def _kind_as_fields(kind: Kind) -> Record:
 
 def _kind(fields: Mapping[str, Any]) -> Kind:
     shape = dict(fields["geometry"])
-    attention = LatentAttention if "kv_rank" in shape["attention"] else Attention
+    attention = LatentAttention if "kv_rank" in shape["attention"] else GroupedAttention
     shape["attention"] = attention(**shape["attention"])
     shape["experts"] = Experts(**shape["experts"]) if shape["experts"] else None
     hardware = accelerator_from_fields(fields["hardware"], "the record's hardware")

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from jdisagg.errors import ConfigError, InvalidRequestError, UnavailableError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
-from jdisagg.router.elastic_signals import Outcome, PoolView, Signals, Slo, View
+from jdisagg.router.elastic_signals import EndedRequest, PoolView, SloTarget, SloWindow, View
 
 ROLES = (WorkerRole.PREFILL, WorkerRole.DECODE)
 LIKE_LOAD = 0.75  # loads are compared across pool sizes, and use is not quite proportional to them
@@ -42,7 +42,7 @@ class ElasticConfig:
     running request's worth is lost when it has to move. `switch_seconds`: what is assumed of a
     switch until one was seen."""
 
-    slo: Slo = field(default_factory=Slo)
+    slo: SloTarget = field(default_factory=SloTarget)
     window_seconds: float = 60.0
     interval_seconds: float = 1.0
     patience_seconds: float = 10.0
@@ -236,12 +236,12 @@ class Controller:
 
     def __init__(self, config: ElasticConfig) -> None:
         self.config = config
-        self._signals = Signals(config.window_seconds)
+        self._signals = SloWindow(config.window_seconds)
         self._memory = Memory()
         self.latest: Verdict | None = None
         self.view: View | None = None
 
-    def outcome(self, outcome: Outcome) -> None:
+    def outcome(self, outcome: EndedRequest) -> None:
         self._signals.outcome(outcome)
 
     def look(

@@ -21,7 +21,7 @@ from jdisagg.router.quantiles import quantile
 
 
 @dataclass(frozen=True, slots=True)
-class Slo:
+class SloTarget:
     """A share of `quantile` of all requests is to have its first token within `ttft_seconds`, and
     at most `tpot_seconds` per further token."""
 
@@ -41,7 +41,7 @@ class Slo:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class EndedRequest:
     """One request that ended at `at`. `ttft_seconds` is infinite for one that was refused, or never
     had a token; `queue_seconds` of it were spent waiting at the router, for pages and for a place
     in a prefill batch. `tpot_seconds` None: there was no second token."""
@@ -91,12 +91,12 @@ class _Sample:
     batch: float
 
 
-class Signals:
+class SloWindow:
     """Keeps outcomes and samples of the last `window_seconds`."""
 
     def __init__(self, window_seconds: float) -> None:
         self._window_seconds = window_seconds
-        self._outcomes: deque[Outcome] = deque()
+        self._outcomes: deque[EndedRequest] = deque()
         self._samples: dict[WorkerRole, deque[_Sample]] = {
             WorkerRole.PREFILL: deque(),
             WorkerRole.DECODE: deque(),
@@ -104,7 +104,7 @@ class Signals:
         self._latest: tuple[WorkerStatus, ...] = ()
         self._since: float | None = None
 
-    def outcome(self, outcome: Outcome) -> None:
+    def outcome(self, outcome: EndedRequest) -> None:
         """In order of `at`."""
         self._outcomes.append(outcome)
 
@@ -134,7 +134,7 @@ class Signals:
             samples.clear()
         self._since = None
 
-    def view(self, now: float, slo: Slo) -> View:
+    def view(self, now: float, slo: SloTarget) -> View:
         self._forget(now - self._window_seconds)
         outcomes = self._outcomes
         waits = [outcome.ttft_seconds for outcome in outcomes]

@@ -11,7 +11,7 @@ refused in time. All dp ranks wait for the one that computes."""
 import math
 
 from jdisagg.router.cluster_state import ClusterState
-from jdisagg.router.decision import Ask, Decision, Rules
+from jdisagg.router.decision import Decision, PlacementPolicy, PlacementQuery
 
 # of the part of the time that may go to prefills: some streams meet more of them than others
 USED = 0.9
@@ -19,7 +19,7 @@ LEAST = 0.05  # of all time, where a step alone takes nearly all that the bound 
 
 
 def paced_until(
-    state: ClusterState, ask: Ask, decision: Decision, rules: Rules, now: float
+    state: ClusterState, ask: PlacementQuery, decision: Decision, rules: PlacementPolicy, now: float
 ) -> float | None:
     """The worker's new instant; None where there is no pace to keep: the prompt is computed
     elsewhere, or a token may take any time."""

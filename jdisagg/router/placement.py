@@ -21,10 +21,9 @@ from jdisagg.plain import plain
 from jdisagg.router.accounts import Work
 from jdisagg.router.admission import retry_after
 from jdisagg.router.cluster_state import UNKNOWN, ClusterState, Flags, Side, Table
-from jdisagg.router.decision import Answer, Ask, Decision, Hold, Refusal, Rules, Terms
-from jdisagg.router.terms import (
-    Decodes,
-    Prefills,
+from jdisagg.router.cost_terms import (
+    DecodeCosts,
+    PrefillCosts,
     decodes_of,
     exposed,
     known_to,
@@ -32,7 +31,16 @@ from jdisagg.router.terms import (
     prefills_of,
     transfers_of,
 )
-from jdisagg.router.ways import Indices
+from jdisagg.router.decision import (
+    CostTerms,
+    Decision,
+    Deferred,
+    PlacementOutcome,
+    PlacementPolicy,
+    PlacementQuery,
+    Refusal,
+)
+from jdisagg.router.link_costs import Indices
 
 MOST_PREFILLS = 6  # prefill workers that pairs are weighed for
 # seconds: more than any prediction, in this order
@@ -70,15 +78,17 @@ class Weighed:
     """Seconds to the end for pairs [prefill workers, decode workers] and for decode workers alone
     (inf: not possible)."""
 
-    prefills: Prefills
-    decodes: Decodes
+    prefills: PrefillCosts
+    decodes: DecodeCosts
     transfer: Array
     pairs: Array
-    local: Prefills | None
+    local: PrefillCosts | None
     alone: Array
 
 
-def decide(state: ClusterState, ask: Ask, now: float, rules: Rules) -> Answer:
+def decide(
+    state: ClusterState, ask: PlacementQuery, now: float, rules: PlacementPolicy
+) -> PlacementOutcome:
     """The workers of a leg, or that it must wait here, or that it would come too late."""
     prefills, decodes = _candidates(state, ask, now, rules)
     if prefills.unknown or decodes.unknown:
@@ -88,18 +98,24 @@ def decide(state: ClusterState, ask: Ask, now: float, rules: Rules) -> Answer:
     return decision if ask.under_way else _admitted(decision, ask, rules)
 
 
-def another_prefill(state: ClusterState, avoid: frozenset[str], now: float, rules: Rules) -> str:
+def another_prefill(
+    state: ClusterState, avoid: frozenset[str], now: float, rules: PlacementPolicy
+) -> str:
     """Who goes on with a prompt whose prefill worker failed: one of `avoid` only when there is no
     other."""
-    some = _usable(state, state.prefill, Ask(NO_WORK, avoid=avoid, resuming=True), now, rules)
+    some = _usable(
+        state, state.prefill, PlacementQuery(NO_WORK, avoid=avoid, resuming=True), now, rules
+    )
     if not len(some):
         raise _nobody(state, state.prefill, "prefill")
     return state.name(int(some.rows[np.argmin(some.against + _load(some.table))]))
 
 
-def another_decode(state: ClusterState, avoid: frozenset[str], now: float, rules: Rules) -> str:
+def another_decode(
+    state: ClusterState, avoid: frozenset[str], now: float, rules: PlacementPolicy
+) -> str:
     """Who takes a running sequence over: never one of `avoid`, nor one that is draining."""
-    some = _usable(state, state.decode, Ask(NO_WORK, avoid=avoid), now, rules)
+    some = _usable(state, state.decode, PlacementQuery(NO_WORK, avoid=avoid), now, rules)
     some = some.where(some.against < FAILED)
     if not len(some):
         raise _nobody(state, state.decode, "other decode")
@@ -107,7 +123,7 @@ def another_decode(state: ClusterState, avoid: frozenset[str], now: float, rules
 
 
 def witnesses(
-    state: ClusterState, ask: Ask, now: float, rules: Rules, most: int = 16
+    state: ClusterState, ask: PlacementQuery, now: float, rules: PlacementPolicy, most: int = 16
 ) -> frozenset[str]:
     """Workers that a decision among them alone falls as it does among all: the best `most` of each
     kind."""
@@ -136,16 +152,16 @@ def weigh(
     state: ClusterState,
     prefills: Candidates,
     decodes: Candidates,
-    ask: Ask,
+    ask: PlacementQuery,
     now: float,
-    rules: Rules,
+    rules: PlacementPolicy,
 ) -> Weighed:
     every = prefills_of(state, prefills.side, prefills.rows, prefills.table, ask)
     against = prefills.against + prefills.table["loading_seconds"]
     if len(prefills) > MOST_PREFILLS:
         few = (every.queue + every.prefill + against).argsort(kind="stable")[:MOST_PREFILLS]
         few.sort()
-        every = Prefills(
+        every = PrefillCosts(
             every.rows.take(few),
             every.queue.take(few),
             every.prefill.take(few),
@@ -178,13 +194,13 @@ def weigh(
 
 def _weigh_alone(
     state: ClusterState,
-    side: Decodes,
+    side: DecodeCosts,
     decodes: Candidates,
-    ask: Ask,
+    ask: PlacementQuery,
     now: float,
-    rules: Rules,
+    rules: PlacementPolicy,
     rest: Array,
-) -> tuple[Prefills, Array]:
+) -> tuple[PrefillCosts, Array]:
     """Of prefilling where it is decoded: running streams wait as long as the prompt computes, and
     what they lose is weighed as if this one lost it; beside prefill workers, never where one of
     them would wait for a token longer than the bound."""
@@ -198,7 +214,11 @@ def _weigh_alone(
 
 
 def _choose(
-    state: ClusterState, weighed: Weighed, decodes: Candidates, ask: Ask, rules: Rules
+    state: ClusterState,
+    weighed: Weighed,
+    decodes: Candidates,
+    ask: PlacementQuery,
+    rules: PlacementPolicy,
 ) -> Decision:
     paired, alone = _pair(state, weighed, decodes, ask, rules), _alone(state, weighed, decodes, ask)
     if alone is None:
@@ -222,7 +242,9 @@ def _choose(
     return pair
 
 
-def _said(state: ClusterState, pair: Decision, ask: Ask, rules: Rules) -> Decision:
+def _said(
+    state: ClusterState, pair: Decision, ask: PlacementQuery, rules: PlacementPolicy
+) -> Decision:
     """The pair, with a word about its decode worker where that would have been better off alone but
     has no prefill program."""
     row = state.row(pair.decode)
@@ -245,7 +267,11 @@ def _said(state: ClusterState, pair: Decision, ask: Ask, rules: Rules) -> Decisi
 
 
 def _pair(
-    state: ClusterState, weighed: Weighed, decodes: Candidates, ask: Ask, rules: Rules
+    state: ClusterState,
+    weighed: Weighed,
+    decodes: Candidates,
+    ask: PlacementQuery,
+    rules: PlacementPolicy,
 ) -> tuple[Decision, float] | None:
     if not weighed.pairs.size:
         return None
@@ -254,7 +280,7 @@ def _pair(
     if cost == np.inf:
         return None
     prefills, side = weighed.prefills, weighed.decodes
-    terms = Terms(
+    terms = CostTerms(
         float(prefills.queue[which]),
         float(prefills.prefill[which]),
         float(weighed.transfer[which, other]),
@@ -276,7 +302,7 @@ def _pair(
 
 
 def _alone(
-    state: ClusterState, weighed: Weighed, decodes: Candidates, ask: Ask
+    state: ClusterState, weighed: Weighed, decodes: Candidates, ask: PlacementQuery
 ) -> tuple[Decision, float] | None:
     if weighed.local is None:
         return None
@@ -285,7 +311,7 @@ def _alone(
     if cost == np.inf:
         return None
     local, side = weighed.local, weighed.decodes
-    terms = Terms(
+    terms = CostTerms(
         float(local.queue[other]),
         float(local.prefill[other]),
         0.0,
@@ -308,7 +334,7 @@ def _decision(
     decode: str,
     decodes: Candidates,
     at: int,
-    terms: Terms,
+    terms: CostTerms,
     ttft: float,
     gap: float,
     kind: str,
@@ -323,7 +349,7 @@ def _decision(
     return Decision(prefill, decode, context, reason, kind, terms, ttft, gap, terms.step, cached)
 
 
-def _admitted(decision: Decision, ask: Ask, rules: Rules) -> Answer:
+def _admitted(decision: Decision, ask: PlacementQuery, rules: PlacementPolicy) -> PlacementOutcome:
     """Whether it comes in time, and whether it can begin now."""
     assert decision.terms is not None and decision.ttft_seconds is not None
     ttft = ask.age_seconds + ask.ahead_seconds + decision.ttft_seconds
@@ -334,9 +360,11 @@ def _admitted(decision: Decision, ask: Ask, rules: Rules) -> Answer:
         )
         return Refusal(reason, retry_after(ttft - ask.limit_seconds))
     if decision.terms.decode_queue > 0 and (rules.decode_first or decision.prefill is None):
-        return Hold(f"no decode worker has room; the first in {_ms(decision.terms.decode_queue)}")
+        return Deferred(
+            f"no decode worker has room; the first in {_ms(decision.terms.decode_queue)}"
+        )
     if decision.terms.prefill_queue > rules.hold_seconds:
-        return Hold(
+        return Deferred(
             f"every prefill worker has work for {_ms(decision.terms.prefill_queue)} or more"
         )
     return decision
@@ -369,7 +397,7 @@ def _by_load(state: ClusterState, prefills: Candidates, decodes: Candidates) -> 
 
 
 def _candidates(
-    state: ClusterState, ask: Ask, now: float, rules: Rules
+    state: ClusterState, ask: PlacementQuery, now: float, rules: PlacementPolicy
 ) -> tuple[Candidates, Candidates]:
     prefills = _usable(state, state.prefill, ask, now, rules)
     decodes = _usable(state, state.decode, ask, now, rules)
@@ -380,7 +408,9 @@ def _candidates(
     return prefills, decodes
 
 
-def _usable(state: ClusterState, side: Side, ask: Ask, now: float, rules: Rules) -> Candidates:
+def _usable(
+    state: ClusterState, side: Side, ask: PlacementQuery, now: float, rules: PlacementPolicy
+) -> Candidates:
     """Those that are heard of, and what speaks against each."""
     rows, table = side.rows, state.table.take(side.span)
     silent = now - table["heard_at"]

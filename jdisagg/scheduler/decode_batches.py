@@ -27,7 +27,7 @@ from jdisagg.request import TokenLogprobs
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.handoff import HandoffEvent
 from jdisagg.scheduler.page_ledger import pages_for
-from jdisagg.scheduler.sequences import Group, Sequence, Stage
+from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage
 
 # what was planned for one row of a step: whose it is and how many tokens must come back
 _Issued = tuple[Sequence, int]
@@ -54,7 +54,7 @@ class DecodeBatches:
         self._issued: dict[int, list[list[_Issued]]] = {}
 
     def ready(
-        self, group: Group, firsts: tuple[SampledToken, ...], step: int, deadline: float
+        self, group: SequenceGroup, firsts: tuple[SampledToken, ...], step: int, deadline: float
     ) -> CopyPages | None:
         """All KV of the group is in its pages and its first tokens are known: its children may run,
         atomically.
@@ -75,7 +75,7 @@ class DecodeBatches:
         self._state.release_root(group)
         return CopyPages(step, copies) if copies else None
 
-    def take_over(self, group: Group, generated: tuple[int, ...], deadline: float) -> bool:
+    def take_over(self, group: SequenceGroup, generated: tuple[int, ...], deadline: float) -> bool:
         """The group's only child has come from another worker with all its KV and these tokens: it
         goes on from there. False when it is not the one that was expected, or there is no page for
         its next step."""
@@ -183,10 +183,10 @@ class DecodeBatches:
         )
         return max(1, min(self._steps, wanted))
 
-    def apply(self, result: DecodeResult) -> list[Group]:
+    def apply(self, result: DecodeResult) -> list[SequenceGroup]:
         """Accepts what was read back; news goes to the state. Returns the groups whose logits are
         not finite, for the caller to end."""
-        broken: list[Group] = []
+        broken: list[SequenceGroup] = []
         # rows may share their tokens: a span's are looked at once
         seen: tuple[int, ...] | None = None
         kept: tuple[int, ...] = ()

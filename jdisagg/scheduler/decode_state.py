@@ -15,7 +15,7 @@ from jdisagg.request import FinishReason, Identity
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState, sweep
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
-from jdisagg.scheduler.sequences import Group, Progress, Sequence, Stage
+from jdisagg.scheduler.sequences import ChildProgress, Sequence, SequenceGroup, Stage
 
 
 class DecodeState:
@@ -27,7 +27,7 @@ class DecodeState:
         self.slots: list[list[Sequence | None]] = [
             [None] * limits.slots_per_rank for _ in range(limits.ranks)
         ]
-        self.groups: dict[int, Group] = {}
+        self.groups: dict[int, SequenceGroup] = {}
         self.ready: list[Sequence] = []  # READY ones, oldest first
         # RUNNING ones, by slot
         self.running: list[list[Sequence]] = [[] for _ in range(limits.ranks)]
@@ -35,8 +35,8 @@ class DecodeState:
         self.living = [0] * limits.ranks  # children that have not ended
         # keys of those that will need more pages than they have
         self.growing: list[set[int]] = [set() for _ in range(limits.ranks)]
-        self._named: dict[Identity, list[Group]] = {}
-        self.news: list[Progress] = []
+        self._named: dict[Identity, list[SequenceGroup]] = {}
+        self.news: list[ChildProgress] = []
         self.preemptions = 0
         self._last_key = 0
 
@@ -44,22 +44,22 @@ class DecodeState:
         self._last_key += 1
         return self._last_key
 
-    def add_group(self, group: Group) -> None:
+    def add_group(self, group: SequenceGroup) -> None:
         self.groups[group.key] = group
         self.living[group.rank] += len(group.children)
         for child in group.children:
             self.note_pages(child)
         self._named.setdefault(group.request.identity, []).append(group)
 
-    def groups_of(self, identity: Identity) -> list[Group]:
+    def groups_of(self, identity: Identity) -> list[SequenceGroup]:
         """All reservations of one stream: attempts, and children that went apart."""
         return list(self._named.get(identity, ()))
 
-    def advance(self, group: Group, event: HandoffEvent, deadline: float) -> None:
+    def advance(self, group: SequenceGroup, event: HandoffEvent, deadline: float) -> None:
         """The receiving side's hand-off moves on, to a state that it leaves by `deadline`."""
         group.handoff = group.handoff.advance(event, deadline)
 
-    def overdue(self, now: float) -> list[Group]:
+    def overdue(self, now: float) -> list[SequenceGroup]:
         """Groups that stayed in a state of their hand-off beyond its deadline."""
         late = sweep([group.handoff for group in self.groups.values()], now)
         return [self.groups[handoff.handoff_id] for handoff in late]
@@ -109,11 +109,11 @@ class DecodeState:
                     pages[group.rank].update(self.ledgers[group.rank].pages(child.key))
         return tuple(map(len, pages))
 
-    def take_news(self) -> list[Progress]:
+    def take_news(self) -> list[ChildProgress]:
         news, self.news = self.news, []
         return news
 
-    def cover(self, group: Group, tokens: int) -> tuple[int, ...] | None:
+    def cover(self, group: SequenceGroup, tokens: int) -> tuple[int, ...] | None:
         """The pages that KV for positions [0, tokens) of the group is written to. One that moved
         here may have grown beyond what was reserved; None when there are no pages for that."""
         ledger, size = self.ledgers[group.rank], self.limits.page_size
@@ -152,7 +152,7 @@ class DecodeState:
         self.ledgers[child.rank].free(child.key)
         last = self.untold(child)
         self.news.append(
-            Progress(
+            ChildProgress(
                 last.group_key,
                 last.child,
                 last.first_index,
@@ -166,7 +166,7 @@ class DecodeState:
         if not child.group.alive:
             self._forget(child.group)
 
-    def untold(self, child: Sequence) -> Progress:
+    def untold(self, child: Sequence) -> ChildProgress:
         """What was generated and not told yet; it counts as told from now on."""
         first, tokens, logprobs = (
             child.told,
@@ -175,13 +175,13 @@ class DecodeState:
         )
         child.told = len(child.generated)
         child.held_logprobs.clear()
-        return Progress(child.group.key, child.child, first, tokens, logprobs)
+        return ChildProgress(child.group.key, child.child, first, tokens, logprobs)
 
-    def end_group(self, group: Group, preempted: bool = False) -> None:
+    def end_group(self, group: SequenceGroup, preempted: bool = False) -> None:
         for child in group.alive:
             self.end_child(child, None if preempted else FinishReason.CANCELLED, preempted)
 
-    def release_root(self, group: Group) -> None:
+    def release_root(self, group: SequenceGroup) -> None:
         """The children own all they need; the group itself lets go."""
         if group.root_held:
             group.root_held = False
@@ -212,7 +212,7 @@ class DecodeState:
                 return False
         return True
 
-    def _forget(self, group: Group) -> None:
+    def _forget(self, group: SequenceGroup) -> None:
         self.release_root(group)
         del self.groups[group.key]
         same = self._named[group.request.identity]

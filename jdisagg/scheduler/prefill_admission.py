@@ -15,7 +15,7 @@ import msgspec
 STALLED_TOTAL = 4
 
 
-class Prompt(msgspec.Struct, frozen=True, gc=False):
+class QueuedPrompt(msgspec.Struct, frozen=True, gc=False):
     """A prompt as admission sees it. `pages`: what it needs, all at once."""
 
     key: int
@@ -41,8 +41,8 @@ class AdmissionSnapshot(msgspec.Struct, frozen=True):
     which no chunk was issued. `offered_tokens`: by destination, offered and not fetched;
     `most_offered_tokens`: what one destination may have of them."""
 
-    waiting: tuple[Prompt, ...]
-    unbegun: tuple[tuple[Prompt, int], ...]
+    waiting: tuple[QueuedPrompt, ...]
+    unbegun: tuple[tuple[QueuedPrompt, int], ...]
     ranks: tuple[RankLoad, ...]
     offered_tokens: Mapping[str, int]
     most_offered_tokens: int

@@ -19,11 +19,11 @@ from jdisagg.request import Request
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.handoff import Handoff, HandoffState
 from jdisagg.scheduler.page_ledger import pages_for
-from jdisagg.scheduler.sequences import Group, Sequence
+from jdisagg.scheduler.sequences import Sequence, SequenceGroup
 
 
 @dataclass(slots=True)
-class Waiting:
+class WaitingReservation:
     """A reservation that waits for room. `children` are (index, accepted ids)."""
 
     ticket: int
@@ -53,7 +53,7 @@ class Reservations:
         self._ahead = (
             max(1, state.limits.slots_per_rank // 4) if ahead_sequences is None else ahead_sequences
         )
-        self._queue: list[Waiting] = []
+        self._queue: list[WaitingReservation] = []
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -80,7 +80,9 @@ class Reservations:
                 f" for {most} positions, a rank holds {capacity} ({limits.pages_per_rank} pages of"
                 f" {limits.page_size}); lower max_tokens or give the worker more pages"
             )
-        least = self._pages(Waiting(0, request, 0, tuple(children), 0.0), growth_tokens=1)
+        least = self._pages(
+            WaitingReservation(0, request, 0, tuple(children), 0.0), growth_tokens=1
+        )
         if least > limits.pages_per_rank:
             raise InvalidRequestError(
                 f"n={len(children)} streams of a prompt of {prompt} tokens need {least} pages to"
@@ -99,7 +101,7 @@ class Reservations:
         ticket = self._state.new_key()
         bisect.insort(
             self._queue,
-            Waiting(ticket, request, attempt, children, arrival),
+            WaitingReservation(ticket, request, attempt, children, arrival),
             key=lambda waiting: waiting.order,
         )
         return ticket
@@ -118,10 +120,10 @@ class Reservations:
             and indices & {index for index, _ in waiting.children}
         ]
 
-    def grant(self, lease_until: float) -> list[Group]:
+    def grant(self, lease_until: float) -> list[SequenceGroup]:
         """Reserves for the head of the queue, and the next, while there is room. A group's `key` is
         its ticket."""
-        granted: list[Group] = []
+        granted: list[SequenceGroup] = []
         while self._queue:
             waiting = self._queue[0]
             choice = self._rank_with_room(waiting)
@@ -131,7 +133,7 @@ class Reservations:
             granted.append(self._reserve(waiting, *choice, lease_until))
         return granted
 
-    def _rank_with_room(self, waiting: Waiting) -> tuple[int, int] | None:
+    def _rank_with_room(self, waiting: WaitingReservation) -> tuple[int, int] | None:
         """(rank, growth tokens): the rank with room that has the most free pages."""
         limits, best = self._state.limits, None
         for rank in range(limits.ranks):
@@ -148,7 +150,7 @@ class Reservations:
                 best = (rank, growth)
         return best
 
-    def _pages(self, waiting: Waiting, growth_tokens: int) -> int:
+    def _pages(self, waiting: WaitingReservation, growth_tokens: int) -> int:
         """Fresh pages of all children together, the shared ones once."""
         size = self._state.limits.page_size
         known = waiting.known_tokens
@@ -156,7 +158,7 @@ class Reservations:
         copies = (len(waiting.children) - 1) * (known % size != 0)
         return pages_for(known, size) + copies + len(waiting.children) * own
 
-    def _covered(self, waiting: Waiting, growth_tokens: int) -> int:
+    def _covered(self, waiting: WaitingReservation, growth_tokens: int) -> int:
         known = waiting.known_tokens
         limit = (
             len(waiting.request.prompt_token_ids)
@@ -166,12 +168,12 @@ class Reservations:
         return max(known, min(limit, known + growth_tokens))
 
     def _reserve(
-        self, waiting: Waiting, rank: int, growth_tokens: int, lease_until: float
-    ) -> Group:
+        self, waiting: WaitingReservation, rank: int, growth_tokens: int, lease_until: float
+    ) -> SequenceGroup:
         size, ledger = self._state.limits.page_size, self._state.ledgers[rank]
         context = self._state.limits.context_tokens
         handoff = Handoff(waiting.ticket, HandoffState.RESERVED, lease_until)
-        group = Group(
+        group = SequenceGroup(
             waiting.ticket,
             waiting.request,
             waiting.attempt,

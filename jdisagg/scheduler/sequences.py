@@ -48,7 +48,7 @@ class Sequence:
 
     key: int
     child: int
-    group: "Group"
+    group: "SequenceGroup"
     generated: list[int]
     accepted: int
     limit: int
@@ -82,7 +82,7 @@ class Sequence:
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class SequenceGroup:
     """One reservation: children that share the prompt's pages on one rank. `key` owns the pages
     that KV is written to until the group is ready; `copies` are the shared last pages to copy then
     (rank, source, destination). `until`: the deadline of the call that generates from it."""
@@ -117,7 +117,7 @@ class Group:
 
 
 @plain
-class Progress:
+class ChildProgress:
     """New tokens of one child, or why it ended, for whoever listens. `first_index` counts from the
     first generated token."""
 

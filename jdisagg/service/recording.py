@@ -52,7 +52,7 @@ class RecordingHeader:
 
 
 @dataclasses.dataclass(slots=True)
-class Entry:
+class RecordedCommand:
     """One command and what it gave: a result, an error, or neither where the recording ends
     before."""
 
@@ -66,7 +66,7 @@ class Entry:
 class Recording:
     path: Path
     header: RecordingHeader
-    entries: list[Entry]
+    entries: list[RecordedCommand]
 
 
 class RecordingExecutor:
@@ -139,13 +139,13 @@ def read_recording(path: Path) -> Recording:
             " --record wrote"
         )
     header: RecordingHeader | None = None
-    entries: dict[int, Entry] = {}
+    entries: dict[int, RecordedCommand] = {}
     try:
         for kind, number, body in _records(data[len(MAGIC) :]):
             if kind == _HEADER:
                 header = RecordingHeader(**json.loads(body))
             elif kind == _COMMAND:
-                entries[number] = Entry(number, unpack_command(body))
+                entries[number] = RecordedCommand(number, unpack_command(body))
             elif kind == _RESULT:
                 entries[number].result = unpack_result(body)
             else:

@@ -8,7 +8,7 @@ once, and not by a worker that drains: the whole cluster may be ending. A router
 worker (another model, its name is taken) is asked again now and then, and the refusal is logged
 once; when every router refuses it, it has `failed`.
 
-Knows what a `Registrar` is (dispatch/roster.py) and nothing of what a router makes of it."""
+Knows what a `Registrar` is (dispatch/membership.py) and nothing of what a router makes of it."""
 
 import asyncio
 import logging
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Registrar(Protocol):
-    """What a router does with workers that come and go; dispatch/roster.py's `Roster` is one."""
+    """What a router does with workers that come and go: dispatch/membership.py's `Membership`."""
 
     def register(self, card: WorkerCard) -> None: ...
     def heartbeat(self, boot_id: int, status: WorkerStatus) -> bool: ...

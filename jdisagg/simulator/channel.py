@@ -52,7 +52,7 @@ class _Flow:
 
 
 @dataclass(slots=True)
-class Offered:
+class SimulatedOffer:
     """A block of `tokens` that `owner` computes from `begins_at` to `ready_at`."""
 
     owner: str
@@ -62,7 +62,7 @@ class Offered:
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class ChannelEnd:
     """A worker on the channel: its place ("rack/host/domain/process"), how many devices' links it
     has, and how many of them a sequence lies on (0: on all)."""
 
@@ -76,8 +76,8 @@ class SimulatedChannel:
     never end (a fault)."""
 
     def __init__(self, link: Callable[[str, str], Link], overlap: int = 2) -> None:
-        self.offered: dict[int, Offered] = {}
-        self.ends: dict[str, Ends] = {}
+        self.offered: dict[int, SimulatedOffer] = {}
+        self.ends: dict[str, ChannelEnd] = {}
         self.gone: set[str] = set()
         self.stalled: set[str] = set()
         self._link = link
@@ -112,7 +112,7 @@ class SimulatedChannel:
         )
 
     def pull(
-        self, offered: Offered, receiver: str, size_bytes: float, done: Callable[[], None]
+        self, offered: SimulatedOffer, receiver: str, size_bytes: float, done: Callable[[], None]
     ) -> None:
         """Calls `done` when all of it has arrived."""
         loop = asyncio.get_running_loop()

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 
 from jdisagg.clock import Clock
 from jdisagg.config import InstanceConfig, Mode
-from jdisagg.dispatch.outcomes import Path as Front
+from jdisagg.dispatch.membership import Membership, WorkerPorts, cluster_ports
+from jdisagg.dispatch.outcomes import ServingPath
 from jdisagg.dispatch.placer import PlacerSettings, rules_of
 from jdisagg.dispatch.request_path import RequestPath
-from jdisagg.dispatch.roster import Roster, WorkerPorts, cluster_ports
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
+from jdisagg.dispatch.token_stream import TextDelta
 from jdisagg.errors import ConfigError, HandoffError, UnavailableError
 from jdisagg.messages.ports import DecodePort, HandoffSource, PeerPort, PrefillPort
 from jdisagg.messages.ports_middleware import through
@@ -22,13 +23,13 @@ from jdisagg.messages.registry import ModelCard, WorkerCard
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.request import Request
 from jdisagg.router.affinity import PrefixAffinity
-from jdisagg.simulator.channel import Ends, SimulatedChannel
+from jdisagg.simulator.channel import ChannelEnd, SimulatedChannel
 from jdisagg.simulator.crashable import Crash, Crashable
 from jdisagg.simulator.deferred_reservation import ComputedPrompts, DeferredReservation
 from jdisagg.simulator.executor import EngineTraits, SimulatedExecutor
 from jdisagg.simulator.fleet import Fleet, Pool
 from jdisagg.simulator.prefix_cache import PrefixCache, blocks_of
-from jdisagg.simulator.report import Usage
+from jdisagg.simulator.report import WorkerUsage
 from jdisagg.simulator.timeline import Timeline
 from jdisagg.telemetry import Counters
 from jdisagg.worker.decode_worker import DecodeWorker
@@ -42,18 +43,16 @@ SWEEP_SECONDS = 0.5
 class _NoText:
     """Simulated tokens have no text."""
 
-    text: str = ""
-    tokens_kept: int = 0
     stopped: bool = False
 
-    def push(self, token_ids: tuple[int, ...]) -> "_NoText":
-        return self
+    def push(self, token_ids: tuple[int, ...]) -> TextDelta:
+        return _NOTHING
 
     def finish(self) -> str:
         return ""
 
 
-_NO_TEXT = _NoText()
+_NOTHING, _NO_TEXT = TextDelta("", 0, False), _NoText()
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +113,7 @@ class SimulatedCluster:
             for role, pool, places in zip(roles, fleet.pools, fleet.places(), strict=True)
             for index, place in enumerate(places)
         }
-        self.roster = Roster(clock, self._open_ports)
+        self.roster = Membership(clock, self._open_ports)
         self.affinity = PrefixAffinity(
             lambda request: blocks_of(request.prompt_token_ids, fleet.block_tokens),
             fleet.block_tokens,
@@ -130,7 +129,9 @@ class SimulatedCluster:
         self.path = RequestPath(
             cluster_ports(self.roster), _no_text, fleet.limits, clock, settings, self.new_id
         )
-        self.front: Front = self.path  # whom clients ask; a hook may set something before the path
+        self.front: ServingPath = (
+            self.path
+        )  # whom clients ask; a hook may set something before the path
 
     def new_id(self) -> int:
         return self._random.getrandbits(63)
@@ -156,7 +157,7 @@ class SimulatedCluster:
         index = self.fleet.pools.index(seat.pool)
         timeline = Timeline(len(self.timelines), name)
         self.timelines.append(timeline)
-        self.channel.ends[name] = Ends(
+        self.channel.ends[name] = ChannelEnd(
             seat.place, seat.pool.devices, seat.pool.devices // seat.pool.instance.layout.dp
         )
         self.channel.gone.discard(name)
@@ -210,13 +211,13 @@ class SimulatedCluster:
         await asyncio.sleep(0)
         await process.worker.stop()
 
-    def usage(self) -> tuple[Usage, ...]:
+    def usage(self) -> tuple[WorkerUsage, ...]:
         """What each seat's devices did, those that died there included."""
         busy: dict[str, float] = {}
         for process in (*self.former, *self.processes.values()):
             busy[process.card.name] = busy.get(process.card.name, 0.0) + process.mesh.busy_seconds
         return tuple(
-            Usage(
+            WorkerUsage(
                 name,
                 seat.role.value,
                 seat.pool.devices,

@@ -20,9 +20,9 @@ from jdisagg.simulator.cluster import SimulatedCluster
 DRAIN_SECONDS = 30.0
 
 
-class SimulatedDesk:
-    """Stands where the live `RoleDesk` stands. A worker that changes takes its new pool's layout,
-    whatever it is told."""
+class SimulatedSwitcher:
+    """Stands where the live `RoleSwitcher` stands. A worker that changes takes its new pool's
+    layout, whatever it is told."""
 
     def __init__(self, cluster: SimulatedCluster, switch_seconds: float) -> None:
         self.changing = False
@@ -61,7 +61,7 @@ def elastic(
         cluster.fleet.check_roles_change()
         controller, clock = Controller(config), cluster.clock
         cluster.front = OutcomeTap(cluster.path, clock, controller.outcome)
-        desk = SimulatedDesk(cluster, switch_seconds)
+        desk = SimulatedSwitcher(cluster, switch_seconds)
         say_when, held = (
             (lambda text: say(clock.now(), text)),
             (lambda: cluster.path.placer.waiting),

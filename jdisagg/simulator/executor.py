@@ -45,7 +45,7 @@ from jdisagg.messages.step_commands import (
     StepResult,
 )
 from jdisagg.scheduler.executor import MeshLimits
-from jdisagg.simulator.channel import Offered, SimulatedChannel
+from jdisagg.simulator.channel import SimulatedChannel, SimulatedOffer
 from jdisagg.simulator.prefix_cache import PrefixCache
 from jdisagg.simulator.serial_loop import SerialLoop
 from jdisagg.simulator.step_costs import Pace, StepCosts
@@ -232,7 +232,7 @@ class SimulatedExecutor:
     def _offer(self, rows: Sequence[PrefillRow], begins_at: float, ready_at: float) -> None:
         for row in rows:
             for offer in row.offers:
-                self._channel.offered[offer.offer_id] = Offered(
+                self._channel.offered[offer.offer_id] = SimulatedOffer(
                     self.name, offer.block_tokens, begins_at, ready_at
                 )
 
@@ -435,7 +435,7 @@ class SimulatedExecutor:
     def _extract(self, command: ExtractBlock, future: Result) -> None:
         """A running sequence's pages are copied out between steps."""
         ready_at = self._loop.time() + self._costs.insert(command.valid_tokens)
-        self._channel.offered[command.offer_id] = Offered(
+        self._channel.offered[command.offer_id] = SimulatedOffer(
             self.name, command.block_tokens, self._loop.time(), ready_at
         )
         self._loop.call_at(

@@ -21,7 +21,7 @@ from jdisagg.costs.hardware import Link
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.plan_candidates import Candidate, Fitting, Site, handoff_path
-from jdisagg.simulator.report import Slo
+from jdisagg.simulator.report import SloLimits
 from jdisagg.simulator.workloads import Arrival
 
 SAMPLE = 128  # requests that stand for the workload where each is priced
@@ -49,8 +49,8 @@ class Goal:
             )
 
     @property
-    def slo(self) -> Slo:
-        return Slo(self.ttft_seconds, self.tpot_seconds)
+    def slo(self) -> SloLimits:
+        return SloLimits(self.ttft_seconds, self.tpot_seconds)
 
 
 @dataclass(frozen=True)

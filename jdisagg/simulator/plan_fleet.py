@@ -15,7 +15,7 @@ from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.plan_candidates import ACTIVATIONS, PAGE_TOKENS, Candidate, Site
-from jdisagg.simulator.plan_trials import Run, Runner
+from jdisagg.simulator.plan_trials import Runner, TrialRun
 from jdisagg.simulator.plan_verdict import Finding
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival
@@ -82,10 +82,10 @@ class FleetMaker:
             memory_reserve=ACTIVATIONS,
         )
 
-    def run(self, candidate: Candidate, arrivals: Sequence[Arrival]) -> Run:
+    def run(self, candidate: Candidate, arrivals: Sequence[Arrival]) -> TrialRun:
         """A planner's `Runner`."""
         result = simulate(self.fleet(candidate), arrivals, self.seed)
-        return Run(result.outcomes, result.usage)
+        return TrialRun(result.outcomes, result.usage)
 
     def _pool(self, candidate: Candidate, layout: Layout, count: int) -> Pool:
         instance = replace(

@@ -31,7 +31,7 @@ import numpy as np
 from jdisagg.simulator.plan_bounds import Demand, Goal
 from jdisagg.simulator.plan_candidates import Candidate
 from jdisagg.simulator.plan_verdict import Trial
-from jdisagg.simulator.report import Outcome, Usage, attainment, summarise
+from jdisagg.simulator.report import RequestOutcome, WorkerUsage, attainment, summarise
 from jdisagg.simulator.workloads import Arrival, at_rate
 
 TOLERANCE = 0.04  # of a rate, where bisection ends
@@ -43,14 +43,14 @@ LONGEST_SECONDS = 3600  # of virtual time
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TrialRun:
     """What the simulator gives back of one run."""
 
-    outcomes: tuple[Outcome, ...]
-    usage: tuple[Usage, ...] = ()
+    outcomes: tuple[RequestOutcome, ...]
+    usage: tuple[WorkerUsage, ...] = ()
 
 
-Runner = Callable[[Candidate, Sequence[Arrival]], Run]
+Runner = Callable[[Candidate, Sequence[Arrival]], TrialRun]
 Process = Literal["poisson", "trace"]
 
 
@@ -101,7 +101,7 @@ class Trier:
             count = min(most, max(2 * count, 0 if filled else int(1.1 * STAYS * stay * rate)))
 
 
-def _judged(rate: float, run: Run, judged: Sequence[Outcome], goal: Goal) -> Trial:
+def _judged(rate: float, run: TrialRun, judged: Sequence[RequestOutcome], goal: Goal) -> Trial:
     slo = goal.slo
     first, tokens = replace(slo, tpot_seconds=None), replace(slo, ttft_seconds=None)
     finished = [item for item in judged if item.end == "finished"]
@@ -139,7 +139,7 @@ def requests_at(
     ]
 
 
-def settled(outcomes: Sequence[Outcome], filling_seconds: float) -> list[Outcome]:
+def settled(outcomes: Sequence[RequestOutcome], filling_seconds: float) -> list[RequestOutcome]:
     """Those that arrived when the cluster had filled: after `filling_seconds`, or a third of the
     time of arrivals where that is less."""
     arrivals = [item.arrival for item in outcomes]
@@ -148,7 +148,7 @@ def settled(outcomes: Sequence[Outcome], filling_seconds: float) -> list[Outcome
     return [item for item in outcomes if item.arrival >= begin]
 
 
-def wait_growth(outcomes: Sequence[Outcome]) -> tuple[float, float]:
+def wait_growth(outcomes: Sequence[RequestOutcome]) -> tuple[float, float]:
     """(by how many seconds the wait for a first token grows in a second of arrivals, how far off
     chance may put that), by the mean waits of the earlier and the later half. Of a queue that never
     empties the waits are a random walk: its slope over n requests has a standard error of about
@@ -162,5 +162,5 @@ def wait_growth(outcomes: Sequence[Outcome]) -> tuple[float, float]:
     return (float(grown / seconds) if seconds > 0 else 0.0), 2 * (2 / len(waits)) ** 0.5
 
 
-def _mean_stay(outcomes: Sequence[Outcome]) -> float:
+def _mean_stay(outcomes: Sequence[RequestOutcome]) -> float:
     return sum(item.latency for item in outcomes) / len(outcomes)

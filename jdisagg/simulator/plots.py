@@ -14,7 +14,7 @@ import numpy as np
 
 from jdisagg.errors import ConfigError
 from jdisagg.simulator.gaps import bucket_seconds
-from jdisagg.simulator.report import Outcome, rate_at_attainment
+from jdisagg.simulator.report import RequestOutcome, rate_at_attainment
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +44,7 @@ def goodput_curves(
     return figure
 
 
-def ttft_distribution(runs: Mapping[str, Sequence[Outcome]]) -> "Figure":
+def ttft_distribution(runs: Mapping[str, Sequence[RequestOutcome]]) -> "Figure":
     """The share of requests whose first token came within so many seconds; what had none is missing
     from the top."""
     figure, axes = _figure()
@@ -60,7 +60,7 @@ def ttft_distribution(runs: Mapping[str, Sequence[Outcome]]) -> "Figure":
     return figure
 
 
-def tbt_distribution(runs: Mapping[str, Sequence[Outcome]]) -> "Figure":
+def tbt_distribution(runs: Mapping[str, Sequence[RequestOutcome]]) -> "Figure":
     """The share of gaps between tokens that are longer, on two logarithmic axes: stalls are in the
     tail."""
     figure, axes = _figure()
@@ -81,7 +81,7 @@ def tbt_distribution(runs: Mapping[str, Sequence[Outcome]]) -> "Figure":
     return figure
 
 
-def timelines(outcomes: Sequence[Outcome], limit: int = 200) -> "Figure":
+def timelines(outcomes: Sequence[RequestOutcome], limit: int = 200) -> "Figure":
     """A row for each of the first `limit` requests: waiting and prefill until the first token, then
     decode; refused ones are crosses."""
     figure, axes = _figure()
@@ -99,7 +99,7 @@ def timelines(outcomes: Sequence[Outcome], limit: int = 200) -> "Figure":
     return figure
 
 
-def load(outcomes: Sequence[Outcome]) -> "Figure":
+def load(outcomes: Sequence[RequestOutcome]) -> "Figure":
     """How many requests waited for their first token, and how many decoded, over time."""
     figure, axes = _figure()
     waiting = [

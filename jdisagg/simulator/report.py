@@ -29,7 +29,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 @plain
-class Outcome:
+class RequestOutcome:
     """One request that ended. Times in seconds on the run's clock; `first_token` None: none came.
     `output_tokens`: delivered. `reason`: why it did not finish, or why it was placed as it was;
     `prefill`, `decode`: names of workers, "" where unknown."""
@@ -63,7 +63,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Slo:
+class SloLimits:
     """Limits in seconds, None: no limit. A request of one token has no TPOT and no gaps: those
     limits hold for it."""
 
@@ -80,7 +80,7 @@ class Slo:
                     " limit"
                 )
 
-    def attained(self, outcome: Outcome) -> bool:
+    def attained(self, outcome: RequestOutcome) -> bool:
         if outcome.end != "finished" or outcome.ttft is None:
             return False
         longest = outcome.gaps.longest if outcome.gaps else None
@@ -93,7 +93,7 @@ class Slo:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class WorkerUsage:
     """One worker's use: `busy_seconds` of its devices' time; `dollars_per_hour` of one device, None
     where no price is settled."""
 
@@ -166,7 +166,9 @@ class Report:
 
 
 def summarise(
-    outcomes: Sequence[Outcome], slo: Slo | None = None, usage: Sequence[Usage] = ()
+    outcomes: Sequence[RequestOutcome],
+    slo: SloLimits | None = None,
+    usage: Sequence[WorkerUsage] = (),
 ) -> Report:
     """The figures of a run; raises WorkloadError where nothing arrived."""
     if not outcomes:
@@ -215,7 +217,7 @@ def summarise(
     )
 
 
-def attainment(outcomes: Sequence[Outcome], slo: Slo) -> float:
+def attainment(outcomes: Sequence[RequestOutcome], slo: SloLimits) -> float:
     """The fraction of all requests that attained their SLO."""
     return sum(map(slo.attained, outcomes)) / len(outcomes)
 
@@ -237,7 +239,7 @@ def rate_at_attainment(points: Sequence[tuple[float, float]], wanted: float = 0.
     return good
 
 
-def _tenants(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, float]:
+def _tenants(outcomes: Sequence[RequestOutcome], slo: SloLimits) -> dict[str, float]:
     """Attainment of each tenant."""
     mine: dict[str, list[bool]] = {}
     for item in outcomes:
@@ -245,7 +247,7 @@ def _tenants(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, float]:
     return {name: sum(met) / len(met) for name, met in sorted(mine.items())}
 
 
-def _utilisation(usage: Sequence[Usage], duration: float) -> dict[str, float]:
+def _utilisation(usage: Sequence[WorkerUsage], duration: float) -> dict[str, float]:
     """Of each role: busy device-seconds over device-seconds."""
     busy: dict[str, float] = {}
     there: dict[str, float] = {}
@@ -255,7 +257,7 @@ def _utilisation(usage: Sequence[Usage], duration: float) -> dict[str, float]:
     return {role: _per(busy[role], there[role]) for role in sorted(busy)}
 
 
-def _dollars(usage: Sequence[Usage], duration: float) -> float | None:
+def _dollars(usage: Sequence[WorkerUsage], duration: float) -> float | None:
     """Of all accelerators over the run; None where a price is missing."""
     prices = [item.dollars_per_hour for item in usage]
     if not usage or any(price is None for price in prices):

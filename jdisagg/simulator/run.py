@@ -4,13 +4,13 @@ the live request path.
     fleet = Fleet(geometry("llama-3.1-70b"), prefill=Pool(2, accelerator("h100"), replace(INSTANCE,
     layout=Layout(tp=4))), decode=Pool(...)) result = simulate(fleet, workloads.poisson(4.0, 1000,
     workloads.Fixed(1024, 128)), seed=0) report.summarise(result.outcomes,
-    report.Slo(ttft_seconds=1.0), result.usage)
+    report.SloLimits(ttft_seconds=1.0), result.usage)
 
 One client for each arrival asks for as many tokens as the workload says, at its time, and waits;
-`Outcome`s are in the order of arrival, and their gaps are those between the steps that made the
-tokens. All follows from the arguments: the same call gives the same result. `hooks` are coroutines
-that run beside the clients with the cluster in their hands: faults (`faults`), controllers,
-samplers of timelines."""
+`RequestOutcome`s are in the order of arrival, and their gaps are those between the steps that made
+the tokens. All follows from the arguments: the same call gives the same result. `hooks` are
+coroutines that run beside the clients with the cluster in their hands: faults (`faults`),
+controllers, samplers of timelines."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ from jdisagg.simulator.cluster import SimulatedCluster
 from jdisagg.simulator.fleet import Fleet
 from jdisagg.simulator.gaps import Gaps
 from jdisagg.simulator.prefix_cache import prompt_of
-from jdisagg.simulator.report import End, Outcome, Usage
+from jdisagg.simulator.report import End, RequestOutcome, WorkerUsage
 from jdisagg.simulator.timeline import NUMBER_BITS, gap_runs
 from jdisagg.simulator.virtual_time import VirtualClock, run_virtually
 from jdisagg.simulator.workloads import Arrival
@@ -55,8 +55,8 @@ class Result:
     asked for and knew. `pages_lost`: pages that were not free again after the run (0, or something
     leaks)."""
 
-    outcomes: tuple[Outcome, ...]
-    usage: tuple[Usage, ...]
+    outcomes: tuple[RequestOutcome, ...]
+    usage: tuple[WorkerUsage, ...]
     seconds: float
     steps: int
     counters: dict[str, int] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class _Run:
         self._progress = progress
         self._clock = VirtualClock()
         self.cluster = SimulatedCluster(fleet, self._clock, seed, mortal, events)
-        self._outcomes: list[Outcome | None] = [None] * len(arrivals)
+        self._outcomes: list[RequestOutcome | None] = [None] * len(arrivals)
         self._left = len(arrivals)
         self._over: asyncio.Future[None] | None = None
 
@@ -171,7 +171,7 @@ class _Run:
         """The last one ends the run; so does one that met what no client should."""
         if self._outcomes[number] is None and client.cancelled():  # given up before it began
             arrival, now = self._arrivals[number], asyncio.get_running_loop().time()
-            self._outcomes[number] = Outcome(
+            self._outcomes[number] = RequestOutcome(
                 str(number),
                 now,
                 now,
@@ -211,7 +211,7 @@ class _Run:
             end, reason = "failed", error.message
         except asyncio.CancelledError:
             end, reason = "cancelled", "the client went away"
-        self._outcomes[number] = Outcome(
+        self._outcomes[number] = RequestOutcome(
             str(number),
             started,
             loop.time(),

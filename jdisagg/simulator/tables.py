@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jdisagg.errors import ConfigError
 from jdisagg.simulator.fleet import Fleet
-from jdisagg.simulator.report import Outcome, Percentiles, Report, Slo
+from jdisagg.simulator.report import Percentiles, Report, RequestOutcome, SloLimits
 
 COLUMNS = (
     "request_id", "tenant", "arrival_seconds", "first_token_seconds", "finish_seconds",
@@ -23,7 +23,9 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def row_of(item: Outcome, slo: Slo | None = None) -> tuple[str | int | float | bool | None, ...]:
+def row_of(
+    item: RequestOutcome, slo: SloLimits | None = None
+) -> tuple[str | int | float | bool | None, ...]:
     """In the order of COLUMNS; None where a value is not defined."""
     gaps = item.gaps
     return (
@@ -35,7 +37,9 @@ def row_of(item: Outcome, slo: Slo | None = None) -> tuple[str | int | float | b
     )  # fmt: skip
 
 
-def write_outcomes(outcomes: Sequence[Outcome], path: str | Path, slo: Slo | None = None) -> None:
+def write_outcomes(
+    outcomes: Sequence[RequestOutcome], path: str | Path, slo: SloLimits | None = None
+) -> None:
     """One row a request, as the name says: .csv or .parquet. Raises as `check_table`."""
     path = Path(path)
     check_table(path)
@@ -131,7 +135,7 @@ def text_of(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _write_parquet(outcomes: Sequence[Outcome], path: Path, slo: Slo | None) -> None:
+def _write_parquet(outcomes: Sequence[RequestOutcome], path: Path, slo: SloLimits | None) -> None:
     arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     rows = [row_of(item, slo) for item in outcomes]
     parquet.write_table(

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jdisagg.clock import Clock
-from jdisagg.supervisor.child import Child, Command, TakeLine
+from jdisagg.supervisor.child_process import ChildProcess, Command, TakeLine
 
 EXIT_CONFIG = os.EX_CONFIG
 EXIT_BROKEN = 3  # of a process whose mesh broke: start it again
@@ -47,7 +47,7 @@ class GroupSpec:
     commands: Callable[[], Sequence[Command]]
 
 
-class Group:
+class SupervisedGroup:
     """One group, from `start` to `stop`. `say(name, text)` hears what happens to it."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Group:
         self.name = spec.name
         self.state = GroupState.STARTING
         self.restarts = 0
-        self.children: list[Child] = []
+        self.children: list[ChildProcess] = []
         self._spec = spec
         self._clock = clock
         self._take_line = take_line
@@ -123,7 +123,7 @@ class Group:
     async def _live(self) -> int | None:
         """From the start of all members to the end of all; the exit status of the first that
         ended."""
-        ends: dict[asyncio.Task[int], Child] = {}
+        ends: dict[asyncio.Task[int], ChildProcess] = {}
         first: int | None = None
         self.state = GroupState.STARTING
         self.children = []
@@ -131,7 +131,7 @@ class Group:
             for command in self._spec.commands():
                 if self._stopping.is_set():
                     break
-                child = await Child.start(command, self._take_line)
+                child = await ChildProcess.start(command, self._take_line)
                 self.children.append(child)
                 ends[asyncio.create_task(child.ended())] = child
             self.state = GroupState.RUNNING

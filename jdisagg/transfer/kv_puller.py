@@ -42,8 +42,14 @@ from jdisagg.messages.kv_plane import (
 from jdisagg.transfer.assembly import Assembly
 from jdisagg.transfer.channel import PullTarget
 from jdisagg.transfer.channel_thread import ChannelThread
-from jdisagg.transfer.kv_asks import Ask, Connection, Transfer, pieces_by_sender, request_of
 from jdisagg.transfer.kv_link import KvLink
+from jdisagg.transfer.kv_requests import (
+    SenderConnection,
+    SentRequest,
+    Transfer,
+    pieces_by_sender,
+    request_of,
+)
 from jdisagg.transfer.pieces import add_counts
 from jdisagg.transfer.polled_pull import PolledPull, is_ready
 from jdisagg.transfer.said_errors import heard, named_error
@@ -59,13 +65,13 @@ class KvPuller:
         self._timeouts = options.timeouts
         self._lock = threading.Lock()
         self._peers: dict[str, MeshCard] = {}
-        self._connections: dict[KvEnd, Connection] = {}
-        self._asks: dict[int, Ask] = {}
+        self._connections: dict[KvEnd, SenderConnection] = {}
+        self._asks: dict[int, SentRequest] = {}
         self._turns: dict[tuple[str, tuple[int, ...], int], int] = {}
         self._numbers = itertools.count(1)
         self._moved: dict[tuple[int, int], int] = {}
         self._watched: list[Transfer] = []
-        self._stuck: list[tuple[Ask, float]] = []
+        self._stuck: list[tuple[SentRequest, float]] = []
         self._untold: list[tuple[KvEnd, Pulled]] = []
         self._tell_at = self._watch_at = 0.0
         self._thread = ChannelThread("kv-pull", self._watch)
@@ -144,7 +150,7 @@ class KvPuller:
             for place, connection in enumerate(connections):
                 if ahead is None or place in ahead:
                     pieces = ahead[place] if ahead is not None else ()
-                    ask = Ask(
+                    ask = SentRequest(
                         secrets.randbits(ID_BITS),
                         connection,
                         transfer,
@@ -166,7 +172,7 @@ class KvPuller:
     def _plan_ahead(
         self,
         card: MeshCard,
-        connections: list[Connection],
+        connections: list[SenderConnection],
         target: PullTarget,
         assembly: Assembly,
         turn: int,
@@ -180,10 +186,12 @@ class KvPuller:
             return None
         return pieces_by_sender(card, target, assembly, turn)
 
-    def _connection(self, end: KvEnd) -> Connection:
+    def _connection(self, end: KvEnd) -> SenderConnection:
         """Under the lock."""
         if end not in self._connections:
-            self._connections[end] = Connection(end, next(self._numbers), moved=self._clock.now())
+            self._connections[end] = SenderConnection(
+                end, next(self._numbers), moved=self._clock.now()
+            )
         return self._connections[end]
 
     # From here on: on the thread.
@@ -211,7 +219,7 @@ class KvPuller:
             connection.used = self._clock.now()
             connection.address = message.address
 
-    def _inlet(self, connection: Connection) -> Inlet:
+    def _inlet(self, connection: SenderConnection) -> Inlet:
         if connection.inlet is None:
             connection.inlet = Inlet(self._options)
         return connection.inlet
@@ -242,7 +250,9 @@ class KvPuller:
                 HandoffError(f"the pieces could not be pulled from {sender.control}: {error}")
             )
 
-    def _receive(self, ask: Ask, address: str, heads: int, pieces: tuple[PostedPiece, ...]) -> None:
+    def _receive(
+        self, ask: SentRequest, address: str, heads: int, pieces: tuple[PostedPiece, ...]
+    ) -> None:
         """Lets the pieces come. Raises where the connection is not the one that was asked on, or
         has no room."""
         connection, assembly = ask.connection, ask.transfer.assembly
@@ -283,7 +293,7 @@ class KvPuller:
         self._watch_at = time.monotonic() + self._timeouts.watch_seconds
         self._settle_all()
         now = self._clock.now()
-        stuck: list[tuple[Ask, float]] = []
+        stuck: list[tuple[SentRequest, float]] = []
         for ask, deadline in self._stuck:
             assert ask.arrays is not None
             if all(map(is_ready, ask.arrays)):
@@ -373,7 +383,7 @@ class KvPuller:
                     self._stuck.append((ask, max(transfer.pull.deadline, flushed)))
         transfer.asks.clear()
 
-    def _drop(self, connection: Connection) -> None:
+    def _drop(self, connection: SenderConnection) -> None:
         """Poisons and forgets a connection; the next pull makes another. Pulls under way on it
         fail."""
         with self._lock:
@@ -427,7 +437,7 @@ def _error_of(arrays: list[jax.Array]) -> str | None:
     return None
 
 
-def _dropped(connection: Connection) -> HandoffError:
+def _dropped(connection: SenderConnection) -> HandoffError:
     return HandoffError(
         f"the connection to {connection.end.control} was dropped before the pieces came; pull again"
     )

@@ -52,7 +52,7 @@ from jdisagg.scheduler.executor import Executor, InterruptibleExecutor
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
 from jdisagg.scheduler.prefill_batches import PrefillBatches, PrefillJob
 from jdisagg.scheduler.reservations import Reservations
-from jdisagg.scheduler.sequences import Group
+from jdisagg.scheduler.sequences import SequenceGroup
 from jdisagg.scheduler.step_policy import Action, StepSnapshot, next_step
 from jdisagg.worker.incoming_handoff import Received
 from jdisagg.worker.incoming_kv import IncomingKv
@@ -98,7 +98,7 @@ class DecodeWorker(MeshWorker):
         self._prefills = PrefillBatches(executor.limits, context.ids)
         self._backlog = Backlog()
         self._prefilled_last = False
-        self._tickets: dict[int, asyncio.Future[Group]] = {}
+        self._tickets: dict[int, asyncio.Future[SequenceGroup]] = {}
         self._streams: dict[int, SpanStream] = {}
         now, timeouts = context.clock.now, limits.timeouts.handoff
         self._peers = Peers(peers, self._hello, self._loop, config.codec, now, timeouts)
@@ -227,8 +227,8 @@ class DecodeWorker(MeshWorker):
         return Reservation(group.key, self.name, group.rank, lease_seconds)
 
     async def _granted(
-        self, ticket: int, granted: "asyncio.Future[Group]", seconds: float
-    ) -> Group:
+        self, ticket: int, granted: "asyncio.Future[SequenceGroup]", seconds: float
+    ) -> SequenceGroup:
         try:
             return await within(granted, seconds)
         except TimeoutError:
@@ -321,7 +321,7 @@ class DecodeWorker(MeshWorker):
             " (any more): its lease passed"
         )
 
-    def _begin(self, group: Group, source: HandoffSource | None) -> None:
+    def _begin(self, group: SequenceGroup, source: HandoffSource | None) -> None:
         """Lets the KV come: from the peer, or by prefilling here."""
         if source is not None:
             self._incoming.begin(group, source)
@@ -334,7 +334,7 @@ class DecodeWorker(MeshWorker):
             self._backlog.add(group.key, len(group.known_tokens))
         self._settle()
 
-    def kv_complete(self, group: Group, received: Received) -> None:
+    def kv_complete(self, group: SequenceGroup, received: Received) -> None:
         """All KV of a group has come: its sequences join, or the one that moved goes on."""
         stream = self._streams[group.key]
         stream.kv_bytes_moved = received.bytes_moved
@@ -350,10 +350,10 @@ class DecodeWorker(MeshWorker):
             self.fail(group, HandoffError(text))
         self._settle()
 
-    def kv_lost(self, group: Group, lost: SourceLost) -> None:
+    def kv_lost(self, group: SequenceGroup, lost: SourceLost) -> None:
         self._streams[group.key].announce(lost=lost)
 
-    def _join(self, group: Group, firsts: tuple[SampledToken, ...]) -> None:
+    def _join(self, group: SequenceGroup, firsts: tuple[SampledToken, ...]) -> None:
         if any(first.token == BROKEN_TOKEN for first in firsts):
             return self.fail(group, BrokenModelError())
         copies = self._batches.ready(
@@ -371,7 +371,7 @@ class DecodeWorker(MeshWorker):
         self._streams.pop(reservation_id, None)
         self._quiet.set()
 
-    def fail(self, group: Group, error: JdisaggError) -> None:
+    def fail(self, group: SequenceGroup, error: JdisaggError) -> None:
         """Ends a group, and its stream with an error."""
         stream = self._streams.get(group.key)
         if stream is not None:
@@ -452,7 +452,7 @@ class DecodeWorker(MeshWorker):
         )
 
 
-def _overdue_error(group: Group) -> JdisaggError:
+def _overdue_error(group: SequenceGroup) -> JdisaggError:
     reason = _OVERDUE.get(group.handoff.state)
     if reason is not None:
         return HandoffError(f"reservation {group.key}: {reason}")

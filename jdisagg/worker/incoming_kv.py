@@ -16,7 +16,7 @@ from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError, Un
 from jdisagg.messages.ports import FirstToken, HandoffSource, SourceLost
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
-from jdisagg.scheduler.sequences import Group
+from jdisagg.scheduler.sequences import SequenceGroup
 from jdisagg.telemetry import Counters
 from jdisagg.worker.incoming_handoff import Destination, IncomingHandoff, Received
 from jdisagg.worker.peers import Peers
@@ -27,13 +27,13 @@ from jdisagg.worker.step_loop import StepLoop
 class KvEvents(Protocol):
     """What becomes of the KV of a group that is still held."""
 
-    def kv_complete(self, group: Group, received: Received) -> None: ...
+    def kv_complete(self, group: SequenceGroup, received: Received) -> None: ...
 
-    def kv_lost(self, group: Group, lost: SourceLost) -> None:
+    def kv_lost(self, group: SequenceGroup, lost: SourceLost) -> None:
         """This source failed; another may take over."""
         ...
 
-    def fail(self, group: Group, error: JdisaggError) -> None:
+    def fail(self, group: SequenceGroup, error: JdisaggError) -> None:
         """No source can help: the group ends."""
         ...
 
@@ -91,13 +91,13 @@ class IncomingKv:
         """Peers that blocks are being received from, by their names in commands."""
         return {handoff.line.link.peer for handoff in self._handoffs()}
 
-    def begin(self, group: Group, source: HandoffSource) -> None:
+    def begin(self, group: SequenceGroup, source: HandoffSource) -> None:
         """Lets a group's KV come from `source`."""
         self._incoming[group.key] = _Incoming()
         self._receive_from(source, group, 0)
 
     def replace_source(
-        self, group: Group, source: HandoffSource, firsts: tuple[FirstToken, ...]
+        self, group: SequenceGroup, source: HandoffSource, firsts: tuple[FirstToken, ...]
     ) -> int | None:
         """Gives the old source up and lets the rest come from another. Returns from which position
         on it is wanted; None when all of it is here already."""
@@ -139,7 +139,9 @@ class IncomingKv:
         handoff.line.give_up(reason)
         return handoff.kept_tokens()
 
-    def _receive_from(self, source: HandoffSource, group: Group, cached_tokens: int) -> None:
+    def _receive_from(
+        self, source: HandoffSource, group: SequenceGroup, cached_tokens: int
+    ) -> None:
         """Receives from position `cached_tokens` on; ends in one call of `KvEvents`, unless it is
         closed."""
         incoming = self._incoming[group.key]
@@ -165,7 +167,9 @@ class IncomingKv:
             self._receive(group, incoming, incoming.handoff)
         )
 
-    async def _receive(self, group: Group, incoming: _Incoming, handoff: IncomingHandoff) -> None:
+    async def _receive(
+        self, group: SequenceGroup, incoming: _Incoming, handoff: IncomingHandoff
+    ) -> None:
         line = handoff.line
         try:
             line.link = await self._peers.greet(line.source, line.peer)
@@ -185,7 +189,7 @@ class IncomingKv:
             )
             self._lost(group, incoming, line.source, known, handoff.kept_tokens())
 
-    def _complete(self, group: Group, incoming: _Incoming, received: Received) -> None:
+    def _complete(self, group: SequenceGroup, incoming: _Incoming, received: Received) -> None:
         del self._incoming[group.key]
         if group.key in self._state.groups:
             self._counters.add("handoffs_completed")
@@ -196,7 +200,7 @@ class IncomingKv:
 
     def _lost(
         self,
-        group: Group,
+        group: SequenceGroup,
         incoming: _Incoming,
         source: HandoffSource,
         error: JdisaggError,
@@ -216,7 +220,7 @@ class IncomingKv:
         self._counters.add("sources_lost")
         self._events.kv_lost(group, SourceLost(source.handoff_id, kept_tokens, error.message))
 
-    def _pages(self, group: Group, tokens: int) -> tuple[int, ...]:
+    def _pages(self, group: SequenceGroup, tokens: int) -> tuple[int, ...]:
         pages = self._state.cover(group, tokens)
         if pages is None:
             raise HandoffError(

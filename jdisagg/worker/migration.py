@@ -21,7 +21,7 @@ from jdisagg.messages.step_commands import ExtractBlock, ExtractResult, StepResu
 from jdisagg.scheduler.blocks import split_blocks
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.page_ledger import pages_for
-from jdisagg.scheduler.sequences import Group, Sequence, Stage
+from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage
 from jdisagg.telemetry import Counters
 from jdisagg.timeouts import HandoffTimeouts
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv
@@ -60,7 +60,7 @@ class MigrationSender:
         self._migrations: dict[int, _Migration] = {}
         self._changed = asyncio.Event()
 
-    def movable(self, group: Group) -> bool:
+    def movable(self, group: SequenceGroup) -> bool:
         """Sequences that share pages are not moved; nor is one whose KV is still to come."""
         return (
             group.key not in self._migrations
@@ -69,7 +69,7 @@ class MigrationSender:
             and group.children[0].position < group.children[0].limit
         )
 
-    def begin(self, group: Group) -> int:
+    def begin(self, group: SequenceGroup) -> int:
         """Makes a movable group ready to be fetched, under the hand-off id that is returned."""
         child = group.children[0]
         handoff = OutgoingHandoff(self._ids(), group.attempt, group.key, group.until)

@@ -39,7 +39,7 @@ must not wait."""
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class PeerLink:
     """How blocks come from one start of one peer: its name in commands, the key of its checksums,
     the codec."""
 
@@ -52,7 +52,7 @@ class Link:
 @dataclass(slots=True)
 class _Connected:
     hello: PeerHello
-    link: Link
+    link: PeerLink
     used_at: float
 
 
@@ -90,7 +90,7 @@ class Peers:
             )
         return peer
 
-    async def greet(self, source: HandoffSource, port: PeerPort) -> Link:
+    async def greet(self, source: HandoffSource, port: PeerPort) -> PeerLink:
         """Raises IncompatiblePeerError naming what differs, HandoffError when there is no
         answer."""
         known = self._connected.get((source.worker, source.address))
@@ -126,10 +126,10 @@ class Peers:
             elif now - connected.used_at > self._idle_seconds:
                 self._disconnect(key)
 
-    def _connect(self, source: HandoffSource, theirs: PeerHello) -> Link:
+    def _connect(self, source: HandoffSource, theirs: PeerHello) -> PeerLink:
         key, name = (source.worker, source.address), peer_name(theirs)
         known = self._connected.get(key)
-        link = Link(name if theirs.mesh else "", theirs.checksum_key, self._codec, self._verify)
+        link = PeerLink(name if theirs.mesh else "", theirs.checksum_key, self._codec, self._verify)
         if known is not None and known.link.peer == name:
             known.used_at, known.hello, known.link = self._now(), theirs, link
             return link

@@ -39,7 +39,7 @@ from jdisagg.scheduler.page_ledger import PageLedger, pages_for
 from jdisagg.scheduler.prefill_admission import (
     Admission,
     AdmissionSnapshot,
-    Prompt,
+    QueuedPrompt,
     RankLoad,
     admit,
 )
@@ -55,7 +55,7 @@ class PrefillTask:
     """One prompt, from the call until its KV is fetched. `rank`: where it has pages; -1: nowhere
     (yet, or any more)."""
 
-    def __init__(self, prompt: Prompt, call: PrefillCall, until: float, now: float) -> None:
+    def __init__(self, prompt: QueuedPrompt, call: PrefillCall, until: float, now: float) -> None:
         self.prompt = prompt
         self.call = call
         self.handoff = OutgoingHandoff(
@@ -114,7 +114,7 @@ class PrefillWorker(MeshWorker):
         self._batches = PrefillBatches(mesh, context.ids)
         self._backlog = Backlog()
         self._tasks: dict[int, PrefillTask] = {}
-        self._waiting: list[Prompt] = []  # by arrival
+        self._waiting: list[QueuedPrompt] = []  # by arrival
         self._computing: dict[int, PrefillTask] = {}  # those with pages
         self._last_key = 0
         # those that a pipeline computes are offered already
@@ -262,7 +262,7 @@ class PrefillWorker(MeshWorker):
     def _new_task(self, call: PrefillCall, now: float) -> PrefillTask:
         self._last_key += 1
         tokens = len(call.request.prompt_token_ids) + len(call.children[0].accepted)
-        prompt = Prompt(
+        prompt = QueuedPrompt(
             key=self._last_key,
             arrival=now - call.age_seconds,
             destination=call.destination,
@@ -271,7 +271,7 @@ class PrefillWorker(MeshWorker):
         )
         return PrefillTask(prompt, call, now + call.deadline_seconds, now)
 
-    def _queue(self, prompt: Prompt) -> None:
+    def _queue(self, prompt: QueuedPrompt) -> None:
         bisect.insort(self._waiting, prompt, key=_order)
 
     def _finish(self, task: PrefillTask, firsts: list[SampledToken]) -> None:
@@ -342,7 +342,7 @@ class PrefillWorker(MeshWorker):
         )
 
 
-def _order(prompt: Prompt) -> tuple[float, int]:
+def _order(prompt: QueuedPrompt) -> tuple[float, int]:
     return prompt.order
 
 

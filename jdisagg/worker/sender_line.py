@@ -14,7 +14,7 @@ from jdisagg.errors import JdisaggError
 from jdisagg.messages.ports import HandoffSource, PeerMessage, PeerPort
 from jdisagg.telemetry import Counters
 from jdisagg.timeouts import HandoffTimeouts
-from jdisagg.worker.peers import Link
+from jdisagg.worker.peers import PeerLink
 
 
 class SideCalls:
@@ -73,7 +73,7 @@ class SenderLine:
     ) -> None:
         self.peer = peer
         self.source = source
-        self.link = Link()
+        self.link = PeerLink()
         self._attempt = attempt
         self._calls = calls
         self._unsent: list[int] = []

@@ -12,7 +12,7 @@ from jdisagg.errors import JdisaggError
 from jdisagg.mailbox import Mailbox
 from jdisagg.messages.ports import HandoffSource, SourceLost, Span, SpanEnd
 from jdisagg.request import FinishReason
-from jdisagg.scheduler.sequences import Group, Progress
+from jdisagg.scheduler.sequences import ChildProgress, SequenceGroup
 
 _ENDS = {FinishReason.STOP: SpanEnd.STOP, FinishReason.LENGTH: SpanEnd.LENGTH}
 
@@ -21,7 +21,7 @@ class SpanStream:
     """`taken`: its caller has come; until `lease_until` it may. `kv_bytes_moved` and
     `exposed_seconds` go with the next span. `moves`: how often it was offered to other workers."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: SequenceGroup) -> None:
         self.attempt = group.attempt
         self.lease_until = group.handoff.deadline
         self.taken = False
@@ -32,7 +32,7 @@ class SpanStream:
         self._open = {child.child for child in group.children}
         self._spans: Mailbox[Span | JdisaggError | None] = Mailbox()
 
-    def put(self, progress: Progress) -> None:
+    def put(self, progress: ChildProgress) -> None:
         """Turns the scheduler's news into a span."""
         if progress.child not in self._open:
             return
@@ -70,7 +70,7 @@ class SpanStream:
         return item
 
 
-def _end_of(progress: Progress) -> SpanEnd | None:
+def _end_of(progress: ChildProgress) -> SpanEnd | None:
     if progress.preempted:
         return SpanEnd.PREEMPTED
     if progress.moved:

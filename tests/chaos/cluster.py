@@ -22,8 +22,8 @@ from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.node.cluster_plan import ClusterConfig, plan_cluster
 from jdisagg.node.recipes import ClusterShape
 from jdisagg.supervisor import supervisor
-from jdisagg.supervisor.child import Command
-from jdisagg.supervisor.supervisor import Group, GroupSpec
+from jdisagg.supervisor.child_process import Command
+from jdisagg.supervisor.supervisor import GroupSpec, SupervisedGroup
 from launch.shipped import SHIPPED_MODEL
 from tests import time_scale
 from tests.chaos.orders import OrderDesk
@@ -92,7 +92,7 @@ class ChaosCluster:
         supervisor.LONGEST_PAUSE_SECONDS = PAUSE_SECONDS
         specs = [self.plan.router(), *self.plan.workers()]
         self.groups = {
-            spec.name: Group(
+            spec.name: SupervisedGroup(
                 self._with_orders(spec), MonotonicClock(), self._write, self._write, self._failed
             )
             for spec in specs

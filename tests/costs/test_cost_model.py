@@ -22,9 +22,9 @@ from jdisagg.costs.hardware import (
 )
 from jdisagg.costs.model_geometry import (
     CATALOG,
-    Attention,
     CostGeometry,
     Experts,
+    GroupedAttention,
     from_hf_fields,
     geometry,
 )
@@ -36,7 +36,7 @@ IDEAL = Accelerator(
     "ideal", 100e12, 1e12, 80e9, 8, FREE, FREE, FREE,
     Efficiency(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0),
 )  # fmt: skip
-DENSE = CostGeometry("dense", 1024, 10, 32000, Attention(16, 4, 64), 4096)
+DENSE = CostGeometry("dense", 1024, 10, 32000, GroupedAttention(16, 4, 64), 4096)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_the_layers_that_see_a_window_are_those_of_the_familys_rule(
     fields: dict[str, object], windowed: int
 ) -> None:
     found = from_hf_fields({**MANY, **fields}).attention
-    assert isinstance(found, Attention) and found.windowed_layers == windowed
+    assert isinstance(found, GroupedAttention) and found.windowed_layers == windowed
 
 
 def test_windows_that_begin_beyond_the_last_layer_cost_what_no_windows_do() -> None:
@@ -149,7 +149,7 @@ def test_windows_that_begin_beyond_the_last_layer_cost_what_no_windows_do() -> N
     assert with_window.decode_of(8, 8e5).seconds == without.decode_of(8, 8e5).seconds
     assert with_window.prefill([(100_000, 0)]).seconds == without.prefill([(100_000, 0)]).seconds
     with pytest.raises(ConfigError, match="windowed_layers=-1 is not within 0..4"):
-        CostGeometry("m", 8, 4, 10, Attention(1, 1, 8, 16, -1), 8)
+        CostGeometry("m", 8, 4, 10, GroupedAttention(1, 1, 8, 16, -1), 8)
 
 
 def test_parameters_read_from_configs_are_those_that_are_published() -> None:
@@ -201,7 +201,7 @@ def test_cached_tokens_cost_their_attention_alone() -> None:
 
 def test_a_window_bounds_the_pairs_and_the_context_read() -> None:
     windowed = dataclasses.replace(
-        DENSE, attention=Attention(16, 4, 64, window=128, windowed_layers=10)
+        DENSE, attention=GroupedAttention(16, 4, 64, window=128, windowed_layers=10)
     )
     model, plain = CostModel(windowed, IDEAL), CostModel(DENSE, IDEAL)
     pairs = sum(min(position + 1, 128) for position in range(1000))
@@ -265,7 +265,7 @@ def test_what_leaves_a_domain_goes_over_the_slower_link() -> None:
         1024,
         10,
         32000,
-        Attention(16, 4, 64),
+        GroupedAttention(16, 4, 64),
         4096,
         experts=Experts(64, 2, 512),
         expert_layers=10,
@@ -281,7 +281,7 @@ def test_what_leaves_a_domain_goes_over_the_slower_link() -> None:
             0.0, abs=1e-9
         )
     for tp, stages, out in ((1, 8, 0), (4, 2, 0), (4, 3, 1), (4, 5, 2), (8, 2, 1), (2, 8, 1)):
-        dense = dataclasses.replace(DENSE, attention=Attention(16, 8, 64))
+        dense = dataclasses.replace(DENSE, attention=GroupedAttention(16, 8, 64))
         communication = (
             CostModel(dense, slow, Layout(tp=tp), stages).prefill([(512, 0)]).communication
         )
@@ -316,7 +316,11 @@ def test_products_of_whole_waves_take_their_arithmetic_and_one_tile_more_takes_a
     # 27 rows of tiles of 128 tokens by 4 of 256 columns are one wave of 108; every product of this
     # model is 1024 wide.
     shape = dataclasses.replace(
-        geometry("opt-13b"), width=1024, attention=Attention(8, 4, 64), ffn=1024, vocabulary=1024
+        geometry("opt-13b"),
+        width=1024,
+        attention=GroupedAttention(8, 4, 64),
+        ffn=1024,
+        vocabulary=1024,
     )
     card = dataclasses.replace(
         accelerator("a100"),

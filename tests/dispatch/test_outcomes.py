@@ -13,7 +13,7 @@ from jdisagg.errors import DeadlineExceededError, InvalidRequestError, JdisaggEr
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import FinishReason, Request, SamplingParams, StreamEvent, Timings, Usage
 from jdisagg.router.admission import Quotas
-from jdisagg.router.elastic_signals import Outcome
+from jdisagg.router.elastic_signals import EndedRequest
 from tests.fakes.virtual_time import VirtualClock, run_virtually
 
 REQUEST = Request("r", (1, 2, 3), SamplingParams())
@@ -55,9 +55,9 @@ LAST = StreamEvent(
 )
 
 
-def told_of(path: ToyPath, request: Request = REQUEST) -> list[Outcome]:
-    async def main() -> list[Outcome]:
-        told: list[Outcome] = []
+def told_of(path: ToyPath, request: Request = REQUEST) -> list[EndedRequest]:
+    async def main() -> list[EndedRequest]:
+        told: list[EndedRequest] = []
         tap = OutcomeTap(path, VirtualClock(), told.append)
         try:
             async for _ in tap.stream(request):
@@ -71,18 +71,18 @@ def told_of(path: ToyPath, request: Request = REQUEST) -> list[Outcome]:
 
 
 def test_a_request_that_ends_well_tells_what_it_met() -> None:
-    assert told_of(ToyPath([TOKEN, LAST])) == [Outcome(2.0, 1.5, 0.05, 0.5)]
+    assert told_of(ToyPath([TOKEN, LAST])) == [EndedRequest(2.0, 1.5, 0.05, 0.5)]
     alone = replace(LAST, usage=Usage(3, 1))
-    assert told_of(ToyPath([alone])) == [Outcome(1.0, 1.5, None, 0.5)]
+    assert told_of(ToyPath([alone])) == [EndedRequest(1.0, 1.5, None, 0.5)]
     one_each = replace(REQUEST, sampling=SamplingParams(n=2, max_tokens=1))
     assert told_of(ToyPath([TOKEN, replace(LAST, child=1)]), one_each) == [
-        Outcome(2.0, 1.5, None, 0.5)
+        EndedRequest(2.0, 1.5, None, 0.5)
     ]
 
 
 def test_a_refused_request_is_one_whose_first_token_never_came() -> None:
-    assert told_of(ToyPath([], OverloadedError("full"))) == [Outcome(0.0, math.inf)]
-    assert told_of(ToyPath([TOKEN], DeadlineExceededError("late"))) == [Outcome(1.0, 1.0)]
+    assert told_of(ToyPath([], OverloadedError("full"))) == [EndedRequest(0.0, math.inf)]
+    assert told_of(ToyPath([TOKEN], DeadlineExceededError("late"))) == [EndedRequest(1.0, 1.0)]
 
 
 def test_bad_and_resumed_requests_say_nothing_of_the_pools() -> None:

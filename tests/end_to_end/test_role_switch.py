@@ -3,8 +3,8 @@ worker a prefill worker and back: no stream breaks, every token is the one that 
 the end every page is free.
 
 Five processes and their compilations: all of it is slow. What runs by default is
-tests/launch/test_role_lives.py (a real worker's lives, over gRPC), tests/dispatch/test_role_desk.py
-and tests/simulator (changes under load, in virtual time)."""
+tests/launch/test_role_lives.py (a real worker's lives, over gRPC),
+tests/dispatch/test_role_switcher.py and tests/simulator (changes under load, in virtual time)."""
 
 import asyncio
 import subprocess

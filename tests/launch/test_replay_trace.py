@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from jdisagg.errors import ConfigError, WorkloadError
 from jdisagg.messages.step_commands import PrefillChunk
-from jdisagg.node.trace_sender import Progress, PromptMaker, TraceSender
+from jdisagg.node.trace_sender import PromptMaker, ReplayProgress, TraceSender
 from jdisagg.simulator.trace_files import write_trace
 from jdisagg.simulator.workloads import Arrival, Fixed, poisson
 from tests.end_to_end.clusters import config
@@ -94,7 +94,7 @@ async def test_every_arrival_is_served_with_its_lengths_and_its_times_are_in_ord
         Arrival(0.05 * index, 20 + index, 1 + index % 7, tenant="ab"[index % 2])
         for index in range(12)
     ]
-    seen: list[Progress] = []
+    seen: list[ReplayProgress] = []
     before = set(prefilled(door))
     outcomes = await TraceSender(door.client, maker(door), name="lengths").run(
         arrivals, seen.append

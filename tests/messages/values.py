@@ -11,7 +11,7 @@ import msgspec
 
 from jdisagg.costs import hardware, model_geometry
 from jdisagg.costs.hardware import Accelerator
-from jdisagg.costs.model_geometry import Attention, CostGeometry
+from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.request import Request, SamplingParams
@@ -101,7 +101,7 @@ MODELS = st.sampled_from(
     [
         *model_geometry.CATALOG.values(),
         dataclasses.replace(
-            model_geometry.CATALOG["tiny-llama"], attention=Attention(8, 4, 16, 64, 2)
+            model_geometry.CATALOG["tiny-llama"], attention=GroupedAttention(8, 4, 16, 64, 2)
         ),
     ]
 )

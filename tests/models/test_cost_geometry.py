@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from jdisagg.costs.model_geometry import CATALOG, Attention, CostGeometry, from_hf_fields
+from jdisagg.costs.model_geometry import CATALOG, CostGeometry, GroupedAttention, from_hf_fields
 from launch.cost_inputs import find_geometry
 from models.catalog import FAMILIES, read_config
 from models.hf_config import HfConfig
@@ -83,7 +83,7 @@ def test_windows_that_a_config_leaves_out_are_the_familys(
     fields: dict[str, object], window: int | None, layers: int
 ) -> None:
     attention = geometry_of(**fields).attention
-    assert isinstance(attention, Attention)
+    assert isinstance(attention, GroupedAttention)
     assert (attention.window, attention.windowed_layers) == (window, layers)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jdisagg.dispatch.roster import WorkerPorts
+from jdisagg.dispatch.membership import WorkerPorts
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.ports import HandoffSource, PeerPort

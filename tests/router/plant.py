@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.elastic import Controller, Switch
-from jdisagg.router.elastic_signals import Outcome
+from jdisagg.router.elastic_signals import EndedRequest
 
 SLOTS = 16
 
@@ -86,7 +86,9 @@ class Plant:
         queue = min(wait + page_wait, 1e6)
         while self._credit >= 1:
             self._credit -= 1
-            self.controller.outcome(Outcome(self.now, load.prefill_seconds + queue, 0.02, queue))
+            self.controller.outcome(
+                EndedRequest(self.now, load.prefill_seconds + queue, 0.02, queue)
+            )
         busy_share = 1.0 if self.backlog else min(1.0, admitted * load.prefill_seconds / prefill)
         looks = self.now % self.controller.config.interval_seconds == 0
         verdict = (

@@ -5,7 +5,7 @@ import random
 
 from jdisagg.router.accounts import Work
 from jdisagg.router.cluster_state import OWN, ClusterState, Description
-from jdisagg.router.decision import Ask, Decision, Rules
+from jdisagg.router.decision import Decision, PlacementPolicy, PlacementQuery
 from jdisagg.router.placement import decide
 from tests.router.fleets import H100, accounts_of, decode_status, prefill_status
 
@@ -32,7 +32,10 @@ def test_a_burst_between_two_heartbeats_spreads() -> None:
     chosen = []
     for _ in range(20):
         answer = decide(
-            accounts.state, Ask(Work(1000, expected_tokens=100)), 0.0, Rules(hold_seconds=1e9)
+            accounts.state,
+            PlacementQuery(Work(1000, expected_tokens=100)),
+            0.0,
+            PlacementPolicy(hold_seconds=1e9),
         )
         assert isinstance(answer, Decision)
         accounts.place(answer.prefill, answer.decode, Work(1000, expected_tokens=100), 0.0)

@@ -10,9 +10,9 @@ from jdisagg.costs.speeds import speed_of
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.router.accounts import Work
 from jdisagg.router.cluster_state import ClusterState, Description
-from jdisagg.router.decision import Ask, Decision, Hold, Refusal, Rules
+from jdisagg.router.cost_terms import STEPS_ALONE, STEPS_TO_JOIN
+from jdisagg.router.decision import Decision, Deferred, PlacementPolicy, PlacementQuery, Refusal
 from jdisagg.router.placement import decide
-from jdisagg.router.terms import STEPS_ALONE, STEPS_TO_JOIN
 from jdisagg.scheduler.backlog import causal_pairs
 from tests.router.fleets import (
     A100,
@@ -24,12 +24,12 @@ from tests.router.fleets import (
     state_of,
 )
 
-ASK = Ask(Work(1000, expected_tokens=100))
-EASY = Rules(hold_seconds=1e9)
+ASK = PlacementQuery(Work(1000, expected_tokens=100))
+EASY = PlacementPolicy(hold_seconds=1e9)
 
 
 def decision(
-    state: ClusterState, ask: Ask = ASK, rules: Rules = EASY, now: float = 0.0
+    state: ClusterState, ask: PlacementQuery = ASK, rules: PlacementPolicy = EASY, now: float = 0.0
 ) -> Decision:
     answer = decide(state, ask, now, rules)
     assert isinstance(answer, Decision), answer
@@ -42,7 +42,10 @@ def closeness(one: str, other: str) -> int:
 
 
 def cheapest_pair(
-    state: ClusterState, statuses: dict[str, WorkerStatus], ask: Ask, rules: Rules
+    state: ClusterState,
+    statuses: dict[str, WorkerStatus],
+    ask: PlacementQuery,
+    rules: PlacementPolicy,
 ) -> tuple[float, str, str]:
     """By the definition, worker by worker: least predicted seconds to the end over all pairs."""
     work, found = ask.work, []
@@ -90,7 +93,7 @@ def test_the_pair_of_least_seconds_is_chosen(seed: int) -> None:
     known = (
         {name: 16 * ((seed * 7 + at) % 60) for at, name in enumerate(statuses)} if seed % 2 else {}
     )
-    ask = Ask(Work(700 + 100 * seed, expected_tokens=20 + 30 * seed), known)
+    ask = PlacementQuery(Work(700 + 100 * seed, expected_tokens=20 + 30 * seed), known)
     seconds, prefill, decode = cheapest_pair(state, statuses, ask, EASY)
     chosen = decision(state, ask)
     assert (
@@ -135,7 +138,7 @@ def test_long_waiting_prompts_count_by_their_attention_too() -> None:
 
 
 def test_a_closer_decode_worker_wins_where_the_link_tells() -> None:
-    ask, place = Ask(Work(8000, expected_tokens=2)), "rack/host/domain/process"
+    ask, place = PlacementQuery(Work(8000, expected_tokens=2)), "rack/host/domain/process"
     workers = {prefill_status("p0"): Description(place, H100)}
     for name, where in (
         ("far", "other"),
@@ -212,18 +215,21 @@ def test_a_step_beyond_the_bound_is_avoided_and_when_none_is_left_the_request_wa
         for name, status in (("busy", busy), ("idle", idle))
     }
     bound = np.mean([step for step in steps.values() if step is not None])
-    rules = Rules(tpot_slo_seconds=float(bound))
+    rules = PlacementPolicy(tpot_slo_seconds=float(bound))
     within = min(steps, key=lambda name: steps[name] or 0.0)
     assert decision(state_of(prefill_status("p0"), busy, idle), rules=rules).decode == within
     answer = decide(
-        state_of(prefill_status("p0"), busy, idle), ASK, 0.0, Rules(tpot_slo_seconds=0.001)
+        state_of(prefill_status("p0"), busy, idle),
+        ASK,
+        0.0,
+        PlacementPolicy(tpot_slo_seconds=0.001),
     )
-    assert isinstance(answer, Hold) and "room" in answer.reason
+    assert isinstance(answer, Deferred) and "room" in answer.reason
     empty = decide(
         state_of(prefill_status("p0"), decode_status("d0")),
         ASK,
         0.0,
-        Rules(tpot_slo_seconds=0.0001),
+        PlacementPolicy(tpot_slo_seconds=0.0001),
     )
     assert isinstance(empty, Decision), "an empty worker is as good as it gets"
 
@@ -242,14 +248,16 @@ def test_pages_for_the_expected_growth_of_all_that_is_there_are_kept() -> None:
     assert accounts.state.table["free_pages"][accounts.state.row("d0")] > 4000, (
         "hardly anything is used yet"
     )
-    assert decision(accounts.state, Ask(long)).decode == "d1", "501 pages each are spoken for"
+    assert decision(accounts.state, PlacementQuery(long)).decode == "d1", (
+        "501 pages each are spoken for"
+    )
 
 
 def test_a_full_decode_side_holds_and_the_wait_is_littles_law() -> None:
     full = decode_status("d0", (100,), (100000,), free=(0,))
     ask = replace(ASK, typical_tokens=200.0)
-    answer = decide(state_of(prefill_status("p0"), full), ask, 0.0, Rules())
-    assert isinstance(answer, Hold)
+    answer = decide(state_of(prefill_status("p0"), full), ask, 0.0, PlacementPolicy())
+    assert isinstance(answer, Deferred)
     chosen = decision(state_of(prefill_status("p0"), full), replace(ask, under_way=True))
     assert chosen.terms is not None
     each = 4096 / 100  # pages a sequence
@@ -279,10 +287,11 @@ def test_what_would_come_too_late_is_refused_with_the_time_that_it_is_late() -> 
 
 def test_more_work_than_the_bound_at_every_prefill_worker_holds_new_requests_here() -> None:
     state = state_of(prefill_status("p0", queued_tokens=20000), decode_status("d0"))
-    answer = decide(state, ASK, 0.0, Rules(hold_seconds=0.1))
-    assert isinstance(answer, Hold) and "prefill" in answer.reason
+    answer = decide(state, ASK, 0.0, PlacementPolicy(hold_seconds=0.1))
+    assert isinstance(answer, Deferred) and "prefill" in answer.reason
     assert isinstance(
-        decide(state, replace(ASK, under_way=True), 0.0, Rules(hold_seconds=0.1)), Decision
+        decide(state, replace(ASK, under_way=True), 0.0, PlacementPolicy(hold_seconds=0.1)),
+        Decision,
     )
 
 
@@ -290,7 +299,7 @@ def test_a_short_prompt_is_prefilled_where_it_is_decoded_when_that_is_cheaper_by
     """The prefill workers have much to do, and the decode worker says that it can."""
     able, unable = decode_status("d0", can_prefill=True), decode_status("d0")
     busy = prefill_status("p0", queued_tokens=20000)
-    short = Ask(Work(100, expected_tokens=50))
+    short = PlacementQuery(Work(100, expected_tokens=50))
     local = decision(state_of(busy, able), short)
     assert (local.prefill, local.decode, local.kind) == (
         None,
@@ -301,19 +310,24 @@ def test_a_short_prompt_is_prefilled_where_it_is_decoded_when_that_is_cheaper_by
     assert apart.prefill == "p0" and "cheaper on d0 alone, which cannot prefill" in apart.reason
     assert "cannot" not in decision(state_of(prefill_status("p0"), unable), ASK).reason
     idle = state_of(prefill_status("p0"), able)
-    gain = [decision(idle, short, Rules(local_gain=part)).prefill for part in (0.0, 0.99)]
+    gain = [decision(idle, short, PlacementPolicy(local_gain=part)).prefill for part in (0.0, 0.99)]
     assert gain[1] == "p0", "nothing is gained by so much"
 
 
 def test_never_where_a_running_stream_would_wait_for_a_token_beyond_the_bound() -> None:
     running = decode_status("d0", (50,), (50000,), can_prefill=True)
-    busy, ask = prefill_status("p0", queued_tokens=20000), Ask(Work(1500, expected_tokens=50))
+    busy, ask = (
+        prefill_status("p0", queued_tokens=20000),
+        PlacementQuery(Work(1500, expected_tokens=50)),
+    )
     assert decision(state_of(busy, running), ask).prefill is None
     step = decision(state_of(busy, running), ask).tpot_seconds
     assert step is not None
     assert (
         decision(
-            state_of(busy, running), ask, Rules(tpot_slo_seconds=1.5 * step, hold_seconds=1e9)
+            state_of(busy, running),
+            ask,
+            PlacementPolicy(tpot_slo_seconds=1.5 * step, hold_seconds=1e9),
         ).prefill
         == "p0"
     )

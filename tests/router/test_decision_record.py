@@ -7,7 +7,7 @@ import pytest
 
 from jdisagg.errors import ConfigError
 from jdisagg.router.accounts import Work
-from jdisagg.router.decision import Ask, Decision, Rules
+from jdisagg.router.decision import Decision, PlacementPolicy, PlacementQuery
 from jdisagg.router.decision_record import answer_of, record_of, replay
 from jdisagg.router.placement import decide
 from tests.router.fleets import accounts_of, decode_status, prefill_status, random_fleet, state_of
@@ -32,7 +32,7 @@ def test_a_recorded_decision_replays_to_the_same_from_its_json(
             {name: draw.randrange(0, 4000) for name in names[:3]} if draw.random() < 0.4 else {}
         )
         limit = draw.choice([float("inf"), 0.05, 0.3, 2.0])
-        ask = Ask(
+        ask = PlacementQuery(
             work,
             cached,
             frozenset(names[3:]),
@@ -43,7 +43,7 @@ def test_a_recorded_decision_replays_to_the_same_from_its_json(
             limit,
             draw.random() * 300,
         )
-        rules = Rules(
+        rules = PlacementPolicy(
             tpot_slo_seconds=draw.choice([float("inf"), 0.02]), hold_seconds=draw.choice([0.2, 2.0])
         )
         answer = decide(accounts.state, ask, 0.0, rules)
@@ -61,9 +61,9 @@ def test_a_decision_by_load_replays_too() -> None:
         decode_status(f"d{number}") for number in range(50)
     ]
     state = state_of(*workers, kind=None)
-    ask = Ask(Work(100, expected_tokens=10), avoid=frozenset({"p0", "d0"}))
-    answer = decide(state, ask, 0.0, Rules())
-    record = record_of(state, ask, 0.0, Rules(), answer)
+    ask = PlacementQuery(Work(100, expected_tokens=10), avoid=frozenset({"p0", "d0"}))
+    answer = decide(state, ask, 0.0, PlacementPolicy())
+    record = record_of(state, ask, 0.0, PlacementPolicy(), answer)
     assert replay(record) == answer and len(record["workers"]) < 50
 
 

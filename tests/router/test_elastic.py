@@ -13,12 +13,12 @@ from jdisagg.errors import ConfigError, InvalidRequestError, UnavailableError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.elastic import Controller, ElasticConfig, check_switch, usual_layout
-from jdisagg.router.elastic_signals import Outcome, Signals, Slo
+from jdisagg.router.elastic_signals import EndedRequest, SloTarget, SloWindow
 from jdisagg.router.quantiles import quantile
 from tests.router.plant import SLOTS, Load, Plant, status
 
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
-SLO = Slo(ttft_seconds=2.0, tpot_seconds=0.1, quantile=0.9)
+SLO = SloTarget(ttft_seconds=2.0, tpot_seconds=0.1, quantile=0.9)
 CONFIG = ElasticConfig(slo=SLO)
 
 # What two workers of each role carry: 8 requests of 0.1 s of prefill, and of 2 s of decoding.
@@ -91,7 +91,7 @@ def test_without_one_of_each_nothing_is_served_so_the_role_that_is_left_gives_on
     full = tuple(msgspec.structs.replace(one, free_pages=(0,)) for one in decodes)
     switches = []
     for second in range(20):
-        controller.outcome(Outcome(float(second), math.inf))
+        controller.outcome(EndedRequest(float(second), math.inf))
         verdict = controller.look(float(second), full)
         switches += [verdict.switch] if verdict.switch else []
     assert [switch.role for switch in switches] == [PREFILL]
@@ -162,7 +162,7 @@ def test_prompts_whose_own_prefill_is_too_long_are_no_reason_to_add_workers():
         status("d1", DECODE),
     )
     for second in range(120):
-        controller.outcome(Outcome(second, 5.0, 0.02, queue_seconds=0.0))
+        controller.outcome(EndedRequest(second, 5.0, 0.02, queue_seconds=0.0))
         assert controller.look(second, workers).switch is None
     assert controller.latest is not None and controller.latest.reason == "both pools have room"
 
@@ -176,7 +176,7 @@ def test_a_tpot_that_a_single_sequence_misses_is_no_reason_to_add_workers():
         status("d1", DECODE, running=1),
     )
     for second in range(120):
-        controller.outcome(Outcome(second, 0.1, 0.5))
+        controller.outcome(EndedRequest(second, 0.1, 0.5))
         assert controller.look(second, workers).switch is None
     assert controller.latest is not None and controller.latest.reason == "both pools have room"
 
@@ -193,7 +193,7 @@ def test_a_mean_that_meets_the_objective_does_not_hide_a_tail_that_misses_it():
     assert sum(paces) / len(paces) < SLO.tpot_seconds
     switches = []
     for second in range(60):
-        controller.outcome(Outcome(second, 0.1, paces[second % 5]))
+        controller.outcome(EndedRequest(second, 0.1, paces[second % 5]))
         switches.append(controller.look(second, workers).switch)
     assert [switch.role for switch in switches if switch] == [DECODE]
 
@@ -224,7 +224,7 @@ def test_pages_and_slots_of_prompts_that_wait_for_prefill_do_not_make_decode_sho
     )
     seen = []
     for second in range(60):
-        controller.outcome(Outcome(second, 9.0, 0.02, queue_seconds=8.5))
+        controller.outcome(EndedRequest(second, 9.0, 0.02, queue_seconds=8.5))
         seen.append(controller.look(second, workers).switch)
     assert [switch.role for switch in seen if switch] == [PREFILL]
 
@@ -241,7 +241,7 @@ def test_requests_that_the_router_holds_count_where_they_would_wait(
     )
     seen = []
     for second in range(60):
-        controller.outcome(Outcome(second, 9.0, 0.02, queue_seconds=8.5))
+        controller.outcome(EndedRequest(second, 9.0, 0.02, queue_seconds=8.5))
         seen.append(controller.look(second, workers, held=7).switch)
     assert [switch.role for switch in seen if switch] == [short]
 
@@ -253,7 +253,7 @@ def test_no_second_change_while_one_is_under_way_and_none_until_its_effect_shows
     )
 
     def look(second: float) -> bool:
-        controller.outcome(Outcome(second, 9.0, 0.02, queue_seconds=8.5))
+        controller.outcome(EndedRequest(second, 9.0, 0.02, queue_seconds=8.5))
         return controller.look(second, workers).switch is not None
 
     assert sum(look(second) for second in range(500)) == 1
@@ -288,7 +288,7 @@ def worker_statuses(draw: st.DrawFn) -> tuple[WorkerStatus, ...]:
 
 
 outcomes = st.builds(
-    Outcome,
+    EndedRequest,
     at=st.just(0.0),
     ttft_seconds=st.one_of(st.just(math.inf), st.floats(0, 100)),
     tpot_seconds=st.one_of(st.none(), st.floats(0, 2)),
@@ -316,7 +316,7 @@ def test_no_history_breaks_the_rules(moments):
         for controller in controllers:
             for one in requests:
                 controller.outcome(
-                    Outcome(now, one.ttft_seconds, one.tpot_seconds, one.queue_seconds)
+                    EndedRequest(now, one.ttft_seconds, one.tpot_seconds, one.queue_seconds)
                 )
         verdict, again = (controller.look(now, workers) for controller in controllers)
         assert verdict == again
@@ -379,9 +379,9 @@ def test_a_quantile_is_the_smallest_value_that_enough_values_do_not_exceed(
 
 
 def test_what_left_the_window_counts_no_more():
-    signals = Signals(window_seconds=10.0)
+    signals = SloWindow(window_seconds=10.0)
     signals.sample(0.0, (status("p0", PREFILL, running=1),))
-    signals.outcome(Outcome(0.0, 9.0, 9.0))
+    signals.outcome(EndedRequest(0.0, 9.0, 9.0))
     assert signals.view(5.0, SLO).ttft_attainment == 0.0
     later = signals.view(10.5, SLO)
     assert (later.requests, later.ttft_attainment, later.prefill.use) == (0, 1.0, 0.0)
@@ -433,4 +433,4 @@ def test_settings_that_cannot_work_are_refused_by_name(field: str, value: float,
     with pytest.raises(ConfigError, match=message):
         ElasticConfig(**{field: value})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="slo.quantile"):
-        Slo(quantile=1.0)
+        SloTarget(quantile=1.0)

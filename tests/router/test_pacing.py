@@ -7,17 +7,20 @@ import pytest
 from jdisagg.costs.speeds import Speed
 from jdisagg.router.accounts import Work
 from jdisagg.router.cluster_state import Description
-from jdisagg.router.decision import Ask, Decision, Hold, Rules
+from jdisagg.router.decision import Decision, Deferred, PlacementPolicy, PlacementQuery
 from jdisagg.router.pacing import paced_until
 from jdisagg.router.placement import decide
 from tests.router.fleets import H100, M, accounts_of, decode_status, prefill_status
 
-ASK = Ask(Work(2000, expected_tokens=200))
+ASK = PlacementQuery(Work(2000, expected_tokens=200))
 RUNNING = decode_status("m0", (8,), (8000,), role=M)
 
 
 def test_prompts_come_to_one_pool_as_far_apart_as_steps_leave_time_for_them() -> None:
-    accounts, rules = accounts_of({RUNNING: Description("", H100)}), Rules(tpot_slo_seconds=0.02)
+    accounts, rules = (
+        accounts_of({RUNNING: Description("", H100)}),
+        PlacementPolicy(tpot_slo_seconds=0.02),
+    )
     prompt, now = Speed(H100).prefill_seconds(2000, 0, 2048), 1.0
     for placed in range(3):
         answer = decide(accounts.state, ASK, now, rules)
@@ -28,20 +31,23 @@ def test_prompts_come_to_one_pool_as_far_apart_as_steps_leave_time_for_them() ->
         assert until is not None
         accounts.pace("m0", until)
     accounts.pace("m0", now + 0.6)
-    assert isinstance(decide(accounts.state, ASK, now, rules), Hold)
+    assert isinstance(decide(accounts.state, ASK, now, rules), Deferred)
     assert isinstance(decide(accounts.state, ASK, now + 0.2, rules), Decision)
 
 
 def test_there_is_no_pace_to_keep_without_a_bound_or_beside_nobody() -> None:
     accounts = accounts_of({RUNNING: Description("", H100)})
-    answer = decide(accounts.state, ASK, 0.0, Rules())
+    answer = decide(accounts.state, ASK, 0.0, PlacementPolicy())
     assert (
         isinstance(answer, Decision)
-        and paced_until(accounts.state, ASK, answer, Rules(tpot_slo_seconds=math.inf), 0.0) is None
+        and paced_until(
+            accounts.state, ASK, answer, PlacementPolicy(tpot_slo_seconds=math.inf), 0.0
+        )
+        is None
     )
     idle = accounts_of({decode_status("m0", role=M): Description("", H100)})
     idle.pace("m0", 5.0)
-    answer = decide(idle.state, ASK, 0.0, Rules(tpot_slo_seconds=0.02))
+    answer = decide(idle.state, ASK, 0.0, PlacementPolicy(tpot_slo_seconds=0.02))
     assert (
         isinstance(answer, Decision)
         and answer.terms is not None
@@ -50,8 +56,9 @@ def test_there_is_no_pace_to_keep_without_a_bound_or_beside_nobody() -> None:
     apart = accounts_of(
         {prefill_status("p0"): Description("", H100), decode_status("d0"): Description("", H100)}
     )
-    answer = decide(apart.state, ASK, 0.0, Rules(tpot_slo_seconds=0.02))
+    answer = decide(apart.state, ASK, 0.0, PlacementPolicy(tpot_slo_seconds=0.02))
     assert (
         isinstance(answer, Decision)
-        and paced_until(apart.state, ASK, answer, Rules(tpot_slo_seconds=0.02), 0.0) is None
+        and paced_until(apart.state, ASK, answer, PlacementPolicy(tpot_slo_seconds=0.02), 0.0)
+        is None
     )

@@ -12,7 +12,7 @@ from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.accounts import Accounts, Work
 from jdisagg.router.admission import admit
 from jdisagg.router.cluster_state import ClusterState
-from jdisagg.router.decision import Ask, Decision, Rules
+from jdisagg.router.decision import Decision, PlacementPolicy, PlacementQuery
 from jdisagg.router.placement import another_decode, another_prefill, decide
 
 
@@ -32,8 +32,8 @@ def status(
 
 
 P, D, M = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.MIXED
-ASK = Ask(Work(20, expected_tokens=8))
-RULES = Rules()
+ASK = PlacementQuery(Work(20, expected_tokens=8))
+RULES = PlacementPolicy()
 PAIR = (status("p0", P), status("d0", D))
 
 
@@ -44,7 +44,7 @@ def state_of(workers: Iterable[WorkerStatus]) -> ClusterState:
     return state
 
 
-def place(*workers: WorkerStatus, ask: Ask = ASK, now: float = 0.0) -> Decision:
+def place(*workers: WorkerStatus, ask: PlacementQuery = ASK, now: float = 0.0) -> Decision:
     decision = decide(state_of(workers), ask, now, RULES)
     assert isinstance(decision, Decision)
     return decision

@@ -10,7 +10,7 @@ from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent
 from jdisagg.scheduler.reservations import Reservations
-from jdisagg.scheduler.sequences import Group, Stage
+from jdisagg.scheduler.sequences import SequenceGroup, Stage
 from tests.fakes.cluster import toy_request
 from tests.fakes.fake_executor import toy_limits
 
@@ -28,7 +28,7 @@ class Bench:
 
     def ready(
         self, number: int, prompt_tokens: int = 4, max_tokens: int = 20, first: int = 1
-    ) -> Group:
+    ) -> SequenceGroup:
         request = replace(
             toy_request(number, prompt_tokens, max_tokens=max_tokens), stop_ids=(STOP,)
         )

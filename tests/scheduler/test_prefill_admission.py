@@ -10,7 +10,7 @@ from jdisagg.scheduler.prefill_admission import (
     STALLED_TOTAL,
     Admission,
     AdmissionSnapshot,
-    Prompt,
+    QueuedPrompt,
     RankLoad,
     admit,
 )
@@ -18,14 +18,14 @@ from jdisagg.scheduler.prefill_admission import (
 MOST = 100
 
 
-def prompt(key: int, pages: int = 1, destination: str = "d0", tokens: int = 4) -> Prompt:
-    return Prompt(key, float(key), destination, tokens, pages)
+def prompt(key: int, pages: int = 1, destination: str = "d0", tokens: int = 4) -> QueuedPrompt:
+    return QueuedPrompt(key, float(key), destination, tokens, pages)
 
 
 def snapshot(
-    *waiting: Prompt,
+    *waiting: QueuedPrompt,
     ranks: tuple[RankLoad, ...] = (RankLoad(8, 0),),
-    unbegun: tuple[tuple[Prompt, int], ...] = (),
+    unbegun: tuple[tuple[QueuedPrompt, int], ...] = (),
     offered: Mapping[str, int] | None = None,
 ) -> AdmissionSnapshot:
     return AdmissionSnapshot(waiting, unbegun, ranks, offered or {}, MOST)
@@ -81,7 +81,7 @@ def test_nothing_that_waits_needs_no_reason() -> None:
 
 prompts = st.lists(
     st.builds(
-        Prompt,
+        QueuedPrompt,
         key=st.integers(0, 10**6),
         arrival=st.floats(0, 100),
         destination=st.sampled_from(["a", "b", "c"]),
@@ -99,7 +99,7 @@ prompts = st.lists(
     st.dictionaries(st.sampled_from(["a", "b", "c"]), st.integers(0, 3 * MOST)),
 )
 def test_a_decision_keeps_order_and_room_and_replays(
-    waiting: list[Prompt], ranks: list[RankLoad], offered: dict[str, int]
+    waiting: list[QueuedPrompt], ranks: list[RankLoad], offered: dict[str, int]
 ) -> None:
     waiting.sort(key=lambda one: one.order)
     now = snapshot(*waiting, ranks=tuple(ranks), offered=offered)

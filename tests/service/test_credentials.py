@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from jdisagg.client import AsyncClient, Client, Credentials
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import ServiceConfig
-from jdisagg.dispatch.roster import Roster, WorkerPorts
+from jdisagg.dispatch.membership import Membership, WorkerPorts
 from jdisagg.errors import ConfigError, UnauthenticatedError, UnavailableError
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.kv_plane import KvPlanePort
@@ -135,7 +135,9 @@ async def workers(config: ServiceConfig, tokens: tuple[str, ...] = ()) -> AsyncI
     services = [
         service(worker, tokens) for service in (prefill_service, decode_service, peer_service)
     ]
-    services.append(registry_service(Roster(MonotonicClock(), lambda card: WorkerPorts()), tokens))
+    services.append(
+        registry_service(Membership(MonotonicClock(), lambda card: WorkerPorts()), tokens)
+    )
     services.append(GrpcKvLink(KvEnd("127.0.0.1:1", 1)).service(tokens))
     server = GrpcServer(services, replace(config, port=0, drain_seconds=0.0))
     try:

@@ -10,7 +10,7 @@ import pytest
 
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import ServiceConfig
-from jdisagg.dispatch.roster import Roster, WorkerPorts
+from jdisagg.dispatch.membership import Membership, WorkerPorts
 from jdisagg.errors import IncompatiblePeerError, NameTakenError, UnavailableError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.registry import ModelCard, WorkerCard
@@ -33,8 +33,8 @@ async def status() -> WorkerStatus:
 
 
 @contextlib.asynccontextmanager
-async def router(port: int = 0) -> AsyncIterator[tuple[str, Roster]]:
-    roster = Roster(MonotonicClock(), lambda card: WorkerPorts())
+async def router(port: int = 0) -> AsyncIterator[tuple[str, Membership]]:
+    roster = Membership(MonotonicClock(), lambda card: WorkerPorts())
     server = GrpcServer((registry_service(roster),), ServiceConfig(port=port, drain_seconds=0.0))
     address = f"127.0.0.1:{await server.start()}"
     try:

@@ -20,7 +20,7 @@ from jdisagg.messages.step_commands import (
 )
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.request import SamplingParams
-from jdisagg.simulator.channel import Ends, Offered, SimulatedChannel
+from jdisagg.simulator.channel import ChannelEnd, SimulatedChannel, SimulatedOffer
 from jdisagg.simulator.cluster import SimulatedCluster
 from jdisagg.simulator.executor import EngineTraits, SimulatedExecutor
 from jdisagg.simulator.faults import Broken, Death, Fault, Stall, schedule
@@ -50,10 +50,10 @@ def struck(
         fleet = small_fleet()
         channel = SimulatedChannel(fleet.link_between(), fleet.overlap)
         channel.ends = {
-            "mesh": Ends("rack0/host0/domain0/0", 1),
-            "other": Ends("rack0/host1/domain1/0", 1),
+            "mesh": ChannelEnd("rack0/host0/domain0/0", 1),
+            "other": ChannelEnd("rack0/host1/domain1/0", 1),
         }
-        channel.offered[7] = Offered("other", 1024, 0.0, 0.0)
+        channel.offered[7] = SimulatedOffer("other", 1024, 0.0, 0.0)
         limits, costs = fleet.limits_of(fleet.decode), fleet.costs_of(fleet.decode)
         mesh = SimulatedExecutor(
             "mesh", limits, costs, channel, Timeline(0, "mesh"), EngineTraits(fused=fused)

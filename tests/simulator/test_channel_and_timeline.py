@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdisagg.costs.hardware import Link
-from jdisagg.simulator.channel import Ends, Offered, SimulatedChannel
+from jdisagg.simulator.channel import ChannelEnd, SimulatedChannel, SimulatedOffer
 from jdisagg.simulator.gaps import Gaps
 from jdisagg.simulator.step_costs import Pace
 from jdisagg.simulator.timeline import Timeline, gap_runs
@@ -31,12 +31,12 @@ def arrivals(
     async def main() -> None:
         loop = asyncio.get_running_loop()
         channel = SimulatedChannel(lambda one, other: LINK, overlap)
-        channel.ends = {name: Ends(name, links, lanes) for name in ("a", "b", "x", "y")}
+        channel.ends = {name: ChannelEnd(name, links, lanes) for name in ("a", "b", "x", "y")}
         channel.slow("a", slow)
 
         def begin(number: int, sender: str, receiver: str, size: float) -> None:
             channel.pull(
-                Offered(sender, 1, 0.0, ready_at),
+                SimulatedOffer(sender, 1, 0.0, ready_at),
                 receiver,
                 size,
                 lambda: found.__setitem__(number, loop.time()),

@@ -10,7 +10,7 @@ from jdisagg.costs.model_geometry import geometry
 from jdisagg.dispatch.router_events import NoRouterEvents
 from jdisagg.layout.axes import Layout
 from jdisagg.router.cluster_state import ClusterState
-from jdisagg.router.decision import Answer, Ask, Decision, Rules
+from jdisagg.router.decision import Decision, PlacementOutcome, PlacementPolicy, PlacementQuery
 from jdisagg.router.decision_record import Record, answer_of, record_of, replay
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.run import simulate
@@ -23,7 +23,12 @@ def test_a_simulated_routers_decisions_replay_to_themselves() -> None:
 
     class Recorded(NoRouterEvents):
         def answered(
-            self, state: ClusterState, ask: Ask, now: float, rules: Rules, answer: Answer
+            self,
+            state: ClusterState,
+            ask: PlacementQuery,
+            now: float,
+            rules: PlacementPolicy,
+            answer: PlacementOutcome,
         ) -> None:
             records.append(record_of(state, ask, now, rules, answer))
 
@@ -41,11 +46,16 @@ def test_a_simulated_routers_decisions_replay_to_themselves() -> None:
 
 @pytest.mark.parametrize("link", [None, LINKS["ethernet-25g"]], ids=["scale-out", "ethernet"])
 def test_the_router_expects_the_network_that_joins_the_simulated_racks(link: Link | None) -> None:
-    answers: list[Answer] = []
+    answers: list[PlacementOutcome] = []
 
     class Listed(NoRouterEvents):
         def answered(
-            self, state: ClusterState, ask: Ask, now: float, rules: Rules, answer: Answer
+            self,
+            state: ClusterState,
+            ask: PlacementQuery,
+            now: float,
+            rules: PlacementPolicy,
+            answer: PlacementOutcome,
         ) -> None:
             answers.append(answer)
 

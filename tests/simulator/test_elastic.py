@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.router.elastic import ElasticConfig
-from jdisagg.router.elastic_signals import Slo
+from jdisagg.router.elastic_signals import SloTarget
 from jdisagg.simulator import report
 from jdisagg.simulator.cluster import SimulatedCluster
 from jdisagg.simulator.elastic import elastic
@@ -17,7 +17,7 @@ from jdisagg.simulator.run import Result, simulate
 from jdisagg.simulator.workloads import Arrival, Fixed, merge, poisson
 from tests.simulator.test_conservation import small_fleet
 
-SLO = Slo(ttft_seconds=2.0, tpot_seconds=0.2)
+SLO = SloTarget(ttft_seconds=2.0, tpot_seconds=0.2)
 CONFIG = ElasticConfig(
     slo=SLO, window_seconds=30, patience_seconds=5, cooldown_seconds=20, horizon_seconds=120
 )
@@ -59,7 +59,8 @@ def run(
 
 def attainment(result: Result) -> float:
     return report.attainment(
-        result.outcomes, report.Slo(ttft_seconds=SLO.ttft_seconds, tpot_seconds=SLO.tpot_seconds)
+        result.outcomes,
+        report.SloLimits(ttft_seconds=SLO.ttft_seconds, tpot_seconds=SLO.tpot_seconds),
     )
 
 

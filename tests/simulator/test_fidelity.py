@@ -7,20 +7,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.engines import Engine, starts
+from benchmarks.engines import SimulatedEngine, starts
 from benchmarks.fidelity import attainment
 from benchmarks.measure import RESULTS
-from benchmarks.measured_runs import FITTED_RUNS, Run, distserve_runs, vllm_runs
+from benchmarks.measured_runs import FITTED_RUNS, MeasuredRun, distserve_runs, vllm_runs
 from benchmarks.run_fitting import from_lone_steps, from_report, kv_tokens_seen, report_constants
 
 
-def engine(name: str) -> Engine:
+def engine(name: str) -> SimulatedEngine:
     """With the constants of the committed results."""
     constants = json.loads((RESULTS / "fidelity.json").read_text())["constants"]
     return from_report(starts()[name], constants[name])
 
 
-def errors(run: Run, ours: tuple[np.ndarray, np.ndarray]) -> dict[str, float]:
+def errors(run: MeasuredRun, ours: tuple[np.ndarray, np.ndarray]) -> dict[str, float]:
     found = {"attainment": attainment(*ours) - attainment(run.ttft, run.tpot)}
     for name, predicted, measured in (("ttft", ours[0], run.ttft), ("tpot", ours[1], run.tpot)):
         for percent in (50, 90):

@@ -15,10 +15,10 @@ from jdisagg.observe.decision_log import DecisionLog, read_records
 from jdisagg.router.decision_record import answer_of, replay
 from jdisagg.simulator import workloads
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
-from jdisagg.simulator.report import Outcome, Slo
+from jdisagg.simulator.report import RequestOutcome, SloLimits
 from jdisagg.simulator.run import Result, simulate
 
-SLO = Slo(ttft_seconds=1.0, tpot_seconds=0.03)
+SLO = SloLimits(ttft_seconds=1.0, tpot_seconds=0.03)
 ROUTING = RoutingConfig(ttft_slo_seconds=SLO.ttft_seconds, tpot_slo_seconds=SLO.tpot_seconds)
 LENGTHS = workloads.Fixed(1500, 60)
 CAPACITY = 36.0  # requests a second: one H100 prefills 1,500 tokens of an 8B model in 27 ms
@@ -40,7 +40,7 @@ def run(load: float, routing: RoutingConfig = ROUTING) -> Result:
     return simulate(fleet(routing), workloads.poisson(rate, int(rate * SECONDS), LENGTHS), seed=0)
 
 
-def goodput(outcomes: tuple[Outcome, ...] | list[Outcome]) -> float:
+def goodput(outcomes: tuple[RequestOutcome, ...] | list[RequestOutcome]) -> float:
     return sum(SLO.attained(outcome) for outcome in outcomes) / SECONDS
 
 

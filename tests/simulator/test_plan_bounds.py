@@ -6,7 +6,7 @@ import pytest
 
 from jdisagg.config import Mode
 from jdisagg.costs.hardware import Accelerator, Efficiency, Link, accelerator, link
-from jdisagg.costs.model_geometry import Attention, CostGeometry, geometry
+from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention, geometry
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.plan_bounds import FULL, Bounds, Demand, Estimator, Goal
@@ -57,7 +57,7 @@ def machine(**changed: object) -> Accelerator:
 
 
 MODEL = CostGeometry(
-    "square", 4096, 32, 32000, Attention(32, 32, 128), 16384, context_tokens=1 << 20
+    "square", 4096, 32, 32000, GroupedAttention(32, 32, 128), 16384, context_tokens=1 << 20
 )
 
 
@@ -103,7 +103,7 @@ def test_a_request_that_no_rank_holds_is_told_with_the_room_there_is():
 
 
 def test_a_model_whose_heads_no_layout_divides_is_told():
-    odd = CostGeometry("odd", 4099, 32, 32000, Attention(7, 7, 128), 16385 * 64)
+    odd = CostGeometry("odd", 4099, 32, 32000, GroupedAttention(7, 7, 128), 16385 * 64)
     assert [
         item.layout for item in fitting_layouts(odd, Site(machine(memory_bytes=4e12), 4), 10)
     ] == [Layout()]

@@ -13,10 +13,10 @@ from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.plan_bounds import Demand, Goal
 from jdisagg.simulator.plan_candidates import Candidate, NothingFits, Site
-from jdisagg.simulator.plan_trials import Run, Runner, Trier, requests_at, settled
+from jdisagg.simulator.plan_trials import Runner, TrialRun, Trier, requests_at, settled
 from jdisagg.simulator.plan_verdict import Finding, Trial
 from jdisagg.simulator.planner import MOST_RUNS, Plan, Planner, Search, highest_rate
-from jdisagg.simulator.report import Outcome, Usage
+from jdisagg.simulator.report import RequestOutcome, WorkerUsage
 from jdisagg.simulator.workloads import Arrival, Fixed, mean_rate, poisson
 
 SITE = Site(accelerator("h100"), 8)
@@ -34,7 +34,7 @@ class Servers:
         self._capacity, self._late = capacity, late
         self.asked: list[Candidate] = []
 
-    def __call__(self, candidate: Candidate, arrivals: Sequence[Arrival]) -> Run:
+    def __call__(self, candidate: Candidate, arrivals: Sequence[Arrival]) -> TrialRun:
         self.asked.append(candidate)
         in_time = min(1.0, self._capacity(candidate) / mean_rate(arrivals))
         outcomes = []
@@ -47,7 +47,7 @@ class Servers:
             end = "finished" if good or self._late != "refused" else "refused"
             reason = "" if end == "finished" else "no pages"
             outcomes.append(
-                Outcome(
+                RequestOutcome(
                     str(index),
                     item.at_seconds,
                     finish,
@@ -58,19 +58,22 @@ class Servers:
                     reason=reason,
                 )  # type: ignore[arg-type]
             )
-        return Run(tuple(outcomes), (Usage("a", "prefill", 4, 1.0), Usage("b", "decode", 4, 9.0)))
+        return TrialRun(
+            tuple(outcomes),
+            (WorkerUsage("a", "prefill", 4, 1.0), WorkerUsage("b", "decode", 4, 9.0)),
+        )
 
 
 def one_server(seconds_each: float) -> Runner:
     """Answers of one token, one after the other: carries 1 / seconds_each a second and no more
     (Lindley's recursion)."""
 
-    def run(candidate: Candidate, arrivals: Sequence[Arrival]) -> Run:
+    def run(candidate: Candidate, arrivals: Sequence[Arrival]) -> TrialRun:
         free, outcomes = 0.0, []
         for item in arrivals:
             free = max(free, item.at_seconds) + seconds_each
-            outcomes.append(Outcome("", item.at_seconds, free, item.prompt_tokens, 1, free))
-        return Run(tuple(outcomes))
+            outcomes.append(RequestOutcome("", item.at_seconds, free, item.prompt_tokens, 1, free))
+        return TrialRun(tuple(outcomes))
 
     return run
 
@@ -79,15 +82,15 @@ def batch(most: int, seconds: float) -> Runner:
     """Each request stays `seconds`; its tokens are late where `most` came before it within that
     time: carries most / seconds a second."""
 
-    def run(candidate: Candidate, arrivals: Sequence[Arrival]) -> Run:
+    def run(candidate: Candidate, arrivals: Sequence[Arrival]) -> TrialRun:
         times = [item.at_seconds for item in arrivals]
         late = [
             index - bisect.bisect_left(times, at - seconds) >= most
             for index, at in enumerate(times)
         ]
-        return Run(
+        return TrialRun(
             tuple(
-                Outcome("", at, at + seconds * (10 if slow else 1), 900, 100, at + 0.1)
+                RequestOutcome("", at, at + seconds * (10 if slow else 1), 900, 100, at + 0.1)
                 for at, slow in zip(times, late, strict=True)
             )
         )
@@ -255,8 +258,8 @@ def test_requests_at_a_rate_are_the_workloads_own_in_order_with_the_same_gaps_at
 
 
 def test_requests_that_arrive_while_the_cluster_fills_are_not_judged():
-    def outcomes(times: Sequence[float]) -> list[Outcome]:
-        return [Outcome("", at, at + 1, 10, 10, at + 0.5) for at in times]
+    def outcomes(times: Sequence[float]) -> list[RequestOutcome]:
+        return [RequestOutcome("", at, at + 1, 10, 10, at + 0.5) for at in times]
 
     assert [item.arrival for item in settled(outcomes(range(10)), 2.0)] == list(range(2, 10))
     assert [item.arrival for item in settled(outcomes(range(10)), 50.0)] == list(range(3, 10))

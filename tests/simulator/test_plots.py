@@ -9,12 +9,12 @@ import pytest
 from jdisagg.errors import ConfigError
 from jdisagg.simulator import plots
 from jdisagg.simulator.gaps import Gaps
-from jdisagg.simulator.report import Outcome
+from jdisagg.simulator.report import RequestOutcome
 
 OUTCOMES = [
-    Outcome("a", 0.0, 3.0, 10, 5, 1.0, Gaps.of([(0.5, 4)])),
-    Outcome("b", 1.0, 2.0, 10, 1, 2.0),
-    Outcome("c", 1.5, 1.5, 10, 0, end="refused"),
+    RequestOutcome("a", 0.0, 3.0, 10, 5, 1.0, Gaps.of([(0.5, 4)])),
+    RequestOutcome("b", 1.0, 2.0, 10, 1, 2.0),
+    RequestOutcome("c", 1.5, 1.5, 10, 0, end="refused"),
 ]
 
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from jdisagg.errors import ConfigError, WorkloadError
 from jdisagg.simulator.gaps import Gaps, merged_percentile
 from jdisagg.simulator.report import (
-    Outcome,
     Percentiles,
-    Slo,
-    Usage,
+    RequestOutcome,
+    SloLimits,
+    WorkerUsage,
     attainment,
     rate_at_attainment,
     summarise,
@@ -27,12 +27,12 @@ from jdisagg.simulator.tables import COLUMNS, text_of, write_outcomes
 
 def outcome(
     number: int, ttft: float | None = 0.1, tpot: float = 0.02, tokens: int = 11, **more: object
-) -> Outcome:
+) -> RequestOutcome:
     """Arrives at `number` seconds; evenly spaced tokens."""
     first = None if ttft is None else number + ttft
     finish = number + (ttft or 0.0) + tpot * (tokens - 1)
     gaps = None if ttft is None else Gaps.of([(tpot, tokens - 1)])
-    return Outcome(
+    return RequestOutcome(
         f"r{number}",
         float(number),
         finish,
@@ -56,16 +56,16 @@ def test_times_of_a_request_are_those_of_the_definitions() -> None:
 
 
 def test_an_slo_is_met_only_by_what_finished_within_every_limit() -> None:
-    slo = Slo(0.2, 0.05)
+    slo = SloLimits(0.2, 0.05)
     assert slo.attained(outcome(0))
     assert slo.attained(outcome(0, tokens=1))
     assert not slo.attained(outcome(0, ttft=0.3))
     assert not slo.attained(outcome(0, tpot=0.06))
     assert not slo.attained(outcome(0, end="deadline"))
     assert not slo.attained(outcome(0, ttft=None, end="refused"))
-    assert not Slo(longest_gap_seconds=0.01).attained(outcome(0))
+    assert not SloLimits(longest_gap_seconds=0.01).attained(outcome(0))
     with pytest.raises(ConfigError, match="ttft_seconds"):
-        Slo(0.0)
+        SloLimits(0.0)
 
 
 def test_goodput_counts_refused_requests_as_arrivals() -> None:
@@ -75,8 +75,8 @@ def test_goodput_counts_refused_requests_as_arrivals() -> None:
     ]
     report = summarise(
         outcomes,
-        Slo(0.2, 0.05),
-        [Usage("p", "prefill", 2, 4.0, 3.0), Usage("d", "decode", 1, 9.0, 2.0)],
+        SloLimits(0.2, 0.05),
+        [WorkerUsage("p", "prefill", 2, 4.0, 3.0), WorkerUsage("d", "decode", 1, 9.0, 2.0)],
     )
     assert report.attainment == pytest.approx(0.8)
     # ten arrivals, nine seconds between first and last
@@ -102,12 +102,12 @@ def test_percentiles_are_numpys_and_none_where_nothing_is() -> None:
     found = Percentiles.of(values)
     assert (found.p50, found.p90, found.p99) == tuple(np.percentile(values, [50, 90, 99]))
     assert Percentiles.of([]).p50 is None
-    refused = summarise([outcome(0, ttft=None, end="refused")], Slo(1.0))
+    refused = summarise([outcome(0, ttft=None, end="refused")], SloLimits(1.0))
     assert refused.ttft.p50 is None and refused.attainment == 0.0 and "-" in text_of(refused)
 
 
 def test_without_price_slo_or_usage_those_figures_are_not_made_up() -> None:
-    report = summarise([outcome(0), outcome(1)], usage=[Usage("w", "mixed", 1, 1.0, None)])
+    report = summarise([outcome(0), outcome(1)], usage=[WorkerUsage("w", "mixed", 1, 1.0, None)])
     assert (
         report.attainment is None
         and report.goodput_per_second is None
@@ -117,7 +117,8 @@ def test_without_price_slo_or_usage_those_figures_are_not_made_up() -> None:
 
 def test_tenants_are_reported_apart() -> None:
     report = summarise(
-        [outcome(0, tenant="a"), outcome(1, tenant="a", ttft=5.0), outcome(2, tenant="b")], Slo(1.0)
+        [outcome(0, tenant="a"), outcome(1, tenant="a", ttft=5.0), outcome(2, tenant="b")],
+        SloLimits(1.0),
     )
     assert report.tenants == {"a": 0.5, "b": 1.0}
 
@@ -180,7 +181,7 @@ def test_a_table_holds_a_row_for_each_request(tmp_path: Path) -> None:
         outcome(1, ttft=None, end="refused", reason="no room"),
         outcome(2, tokens=1),
     ]
-    write_outcomes(outcomes, tmp_path / "out.csv", Slo(0.2, 0.05))
+    write_outcomes(outcomes, tmp_path / "out.csv", SloLimits(0.2, 0.05))
     with open(tmp_path / "out.csv", newline="") as lines:
         rows = list(csv.DictReader(lines))
     assert tuple(rows[0]) == COLUMNS and len(rows) == 3
@@ -190,7 +191,7 @@ def test_a_table_holds_a_row_for_each_request(tmp_path: Path) -> None:
         and rows[1]["reason"] == "no room"
         and rows[1]["attained"] == "0"
     )
-    assert attainment(outcomes, Slo(0.2, 0.05)) == pytest.approx(2 / 3)
+    assert attainment(outcomes, SloLimits(0.2, 0.05)) == pytest.approx(2 / 3)
 
 
 def test_parquet_holds_the_same_or_names_what_to_install(tmp_path: Path) -> None:

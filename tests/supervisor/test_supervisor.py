@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from jdisagg.clock import MonotonicClock
-from jdisagg.supervisor.child import Child, Command
-from jdisagg.supervisor.supervisor import EXIT_CONFIG, Group, GroupSpec, GroupState
+from jdisagg.supervisor.child_process import ChildProcess, Command
+from jdisagg.supervisor.supervisor import EXIT_CONFIG, GroupSpec, GroupState, SupervisedGroup
 
 ROOT = Path(__file__).resolve().parents[2]
 LIVES = "import time; print('up', flush=True); time.sleep(600)"
@@ -44,7 +44,7 @@ class Watched:
                 for index, program in enumerate(programs)
             ]
 
-        self.group = Group(
+        self.group = SupervisedGroup(
             GroupSpec("group", commands),
             MonotonicClock(),
             lambda name, line: self.lines.append((name, line)),
@@ -140,7 +140,7 @@ async def test_a_second_stop_with_less_patience_hurries_the_first():
 async def test_what_cannot_work_is_told_and_not_tried_again(program: str | None):
     watched = Watched(program or "")
     if program is None:
-        watched.group = Group(
+        watched.group = SupervisedGroup(
             GroupSpec("group", lambda: [Command("member-0", ("/nowhere/at/all",))]),
             MonotonicClock(),
             lambda name, line: watched.lines.append((name, line)),
@@ -183,13 +183,13 @@ async def test_a_start_that_fails_for_want_of_memory_or_processes_is_tried_again
 
 
 async def test_nothing_is_started_after_a_stop_has_begun(monkeypatch):
-    start, started = Child.start, []
+    start, started = ChildProcess.start, []
 
     async def noting(command, take):
         started.append(command.name)
         return await start(command, take)
 
-    monkeypatch.setattr(Child, "start", noting)
+    monkeypatch.setattr(ChildProcess, "start", noting)
     watched = Watched(POLITE, POLITE, POLITE)
     watched.group.start()
     while not started:
@@ -214,9 +214,9 @@ async def test_a_grandchild_does_not_outlive_its_parent():
 def test_children_die_with_a_parent_that_is_killed():
     program = f"""
 import asyncio, sys
-from jdisagg.supervisor.child import Child, Command
+from jdisagg.supervisor.child_process import Child, Command
 async def main():
-    child = await Child.start(Command("c", (sys.executable, "-S", "-c", {STUBBORN!r})), lambda name, line: print(child.pid, flush=True))
+    child = await ChildProcess.start(Command("c", (sys.executable, "-S", "-c", {STUBBORN!r})), lambda name, line: print(child.pid, flush=True))
     await child.ended()
 asyncio.run(main())
 """  # noqa: E501

@@ -28,7 +28,7 @@ from models.tokenizer import Tokenizer
 from tools.tiny_models.corpus import TURN, document, documents, vocabulary_of
 from tools.tiny_models.export import write_checkpoint
 from tools.tiny_models.network import PackedRows, TinyNetwork, TinyShape
-from tools.tiny_models.training import Progress, Schedule, encoded, packed_rows, train
+from tools.tiny_models.training import Schedule, TrainingProgress, encoded, packed_rows, train
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
 FAMILIES = ("llama", "qwen3_moe")
@@ -83,7 +83,7 @@ def train_quickly(
     tokenizer = tokenizers.Tokenizer.from_file(str(TINY / "llama" / "tokenizer.json"))
     losses: list[float] = []
 
-    def record(progress: Progress, network: TinyNetwork) -> None:
+    def record(progress: TrainingProgress, network: TinyNetwork) -> None:
         losses.append(progress.loss)
 
     return train(SMALL[family], tokenizer, schedule, record, every=3, keep=keep), losses

@@ -11,7 +11,7 @@ from jdisagg.config import InstanceConfig, LimitsConfig, Mode
 from jdisagg.errors import DeadlineExceededError, HandoffError, UnavailableError
 from jdisagg.messages.ports import Child, GenerateCall, HandoffSource, ReserveCall, Span, SpanEnd
 from jdisagg.messages.step_commands import CopyPages, DecodeSteps, PrefillChunk
-from jdisagg.router.terms import STEPS_ALONE, STEPS_TO_JOIN
+from jdisagg.router.cost_terms import STEPS_ALONE, STEPS_TO_JOIN
 from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.mesh_worker import WorkerContext
 from tests.fakes.cluster import Cluster, toy_request

@@ -21,7 +21,7 @@ from jdisagg.messages.ports import (
 from jdisagg.messages.step_commands import CopyPages, DropBlocks, InsertBlock
 from jdisagg.telemetry import Counters
 from jdisagg.worker.incoming_handoff import Destination, IncomingHandoff, Received
-from jdisagg.worker.peers import Link
+from jdisagg.worker.peers import PeerLink
 from jdisagg.worker.sender_line import SenderLine, SideCalls
 from jdisagg.worker.step_loop import StepLoop
 from tests.fakes.fake_executor import Costs, FakeChannel, FakeExecutor, Faults, checksum, toy_limits
@@ -78,7 +78,7 @@ class Receiving:
         line = SenderLine(
             peer, HandoffSource("p", 1), 1, SideCalls(self.counters, limits.timeouts.handoff)
         )
-        line.link = Link("p#1", KEY, verify=verify)
+        line.link = PeerLink("p#1", KEY, verify=verify)
         pages = Destination(0, lambda tokens: (5, 6, 7)[: -(-tokens // 4)], layer_groups=2)
         self.handoff = IncomingHandoff(self.loop, line, pages, limits, self.counters, now)
 

@@ -27,7 +27,7 @@ from tools.tiny_models.corpus import document
 from tools.tiny_models.export import write_checkpoint
 from tools.tiny_models.network import SHAPES, TinyNetwork
 from tools.tiny_models.tokenizer import train_tokenizer
-from tools.tiny_models.training import Progress, Schedule, held_out_losses, train
+from tools.tiny_models.training import Schedule, TrainingProgress, held_out_losses, train
 
 _TOKENIZER_DOCUMENTS = 6000
 _STEPS_OF_FAMILY = {"llama": 4000, "qwen3_moe": 3000}
@@ -66,7 +66,7 @@ def train_and_write(destination: Path, keep: Path | None) -> None:
     steps = flags.steps or _STEPS_OF_FAMILY[flags.family]
     schedule = Schedule(steps, flags.seed, seconds_at_most=60 * flags.minutes)
 
-    def report(progress: Progress, network: TinyNetwork) -> None:
+    def report(progress: TrainingProgress, network: TinyNetwork) -> None:
         told = (
             f"loss {progress.loss:.4f}  imbalance {progress.imbalance:.3f} "
             f" {progress.seconds:.0f} s"

@@ -59,7 +59,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class TrainingProgress:
     step: int
     loss: float
     imbalance: float
@@ -70,7 +70,7 @@ def train(
     shape: TinyShape,
     tokenizer: Tokenizer,
     schedule: Schedule,
-    on_progress: Callable[[Progress, TinyNetwork], None],
+    on_progress: Callable[[TrainingProgress, TinyNetwork], None],
     every: int = 100,
     keep: Path | None = None,
 ) -> TinyNetwork:
@@ -117,7 +117,9 @@ def train(
             if keep is not None:
                 _write_state(keep, number, (parameters, state))
             on_progress(
-                Progress(number, float(means[0]), float(means[1]), time.monotonic() - began),
+                TrainingProgress(
+                    number, float(means[0]), float(means[1]), time.monotonic() - began
+                ),
                 nnx.merge(graph, parameters),
             )
             recent.clear()

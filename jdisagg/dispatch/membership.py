@@ -58,7 +58,7 @@ class _Entry:
     status: WorkerStatus | None = None
 
 
-class Roster:
+class Membership:
     """`open_ports` makes the ports of a worker that registers. On one event loop; nothing here
     waits. `accounts`: the snapshot that placement decides on; kept up to date with every word that
     is heard. `on_change`: called
@@ -229,7 +229,7 @@ class Roster:
         return self._clock.now() - entry.heard_at
 
 
-def cluster_ports(roster: Roster) -> ClusterPorts:
+def cluster_ports(roster: Membership) -> ClusterPorts:
     """The members as a request path reaches them."""
     return ClusterPorts(
         roster.prefill,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from jdisagg.dispatch.roster import Liveness, Roster, WorkerPorts
+from jdisagg.dispatch.membership import Liveness, Membership, WorkerPorts
 from jdisagg.errors import IncompatiblePeerError, InvalidRequestError, NameTakenError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.registry import ModelCard, WorkerCard
@@ -63,12 +63,12 @@ def factory() -> Factory:
 
 
 @pytest.fixture
-def roster(clock: HandClock, factory: Factory) -> Roster:
-    return Roster(clock, factory)
+def roster(clock: HandClock, factory: Factory) -> Membership:
+    return Membership(clock, factory)
 
 
 def test_a_worker_is_known_with_its_ports_once_registered_and_counts_once_it_said_its_status(
-    roster: Roster,
+    roster: Membership,
 ):
     roster.register(card("d", 1))
     assert dict(roster.decode) == {"d": card("d", 1)} and not roster.prefill
@@ -77,7 +77,7 @@ def test_a_worker_is_known_with_its_ports_once_registered_and_counts_once_it_sai
     assert [said.free_pages for said in roster.statuses()] == [(5,)]
 
 
-def test_ready_needs_a_worker_of_each_kind_or_a_mixed_one(roster: Roster):
+def test_ready_needs_a_worker_of_each_kind_or_a_mixed_one(roster: Membership):
     for name, role in (("p", WorkerRole.PREFILL), ("d", WorkerRole.DECODE)):
         assert not roster.ready
         roster.register(card(name, len(name), role))
@@ -90,7 +90,7 @@ def test_ready_needs_a_worker_of_each_kind_or_a_mixed_one(roster: Roster):
 
 
 def test_silence_makes_a_worker_suspect_and_then_gone_and_its_ports_are_closed(
-    roster: Roster, clock: HandClock, factory: Factory
+    roster: Membership, clock: HandClock, factory: Factory
 ):
     roster.register(card("d", 1))
     roster.heartbeat(1, status("d"))
@@ -105,7 +105,7 @@ def test_silence_makes_a_worker_suspect_and_then_gone_and_its_ports_are_closed(
 
 
 def test_what_a_router_did_not_hear_because_it_was_stopped_is_no_silence(
-    roster: Roster, clock: HandClock, factory: Factory
+    roster: Membership, clock: HandClock, factory: Factory
 ):
     roster.register(card("d", 1))
     roster.heartbeat(1, status("d"))
@@ -116,7 +116,7 @@ def test_what_a_router_did_not_hear_because_it_was_stopped_is_no_silence(
     assert roster.sweep() == (card("d", 1),) and factory.closed == [1], "from now on it counts"
 
 
-def test_a_heartbeat_makes_a_suspect_live_again(roster: Roster, clock: HandClock):
+def test_a_heartbeat_makes_a_suspect_live_again(roster: Membership, clock: HandClock):
     roster.register(card("d", 1))
     clock.seconds += TIMEOUTS.suspect_seconds + 0.1
     assert roster.heartbeat(1, status("d"))
@@ -124,7 +124,7 @@ def test_a_heartbeat_makes_a_suspect_live_again(roster: Roster, clock: HandClock
 
 
 def test_two_processes_under_one_name_do_not_displace_each_other(
-    roster: Roster, clock: HandClock, factory: Factory
+    roster: Membership, clock: HandClock, factory: Factory
 ):
     first, second = card("d", 1, port=1), card("d", 2, port=2)
     roster.register(first)
@@ -143,7 +143,7 @@ def test_two_processes_under_one_name_do_not_displace_each_other(
 
 
 def test_a_new_boot_id_replaces_the_old_process_and_its_ports_at_once(
-    roster: Roster, factory: Factory
+    roster: Membership, factory: Factory
 ):
     roster.register(card("d", 1))
     roster.heartbeat(1, status("d"))
@@ -155,7 +155,7 @@ def test_a_new_boot_id_replaces_the_old_process_and_its_ports_at_once(
     assert "d" in roster.decode, "the old process's farewell does not concern the new one"
 
 
-def test_registering_again_is_no_restart(roster: Roster, factory: Factory):
+def test_registering_again_is_no_restart(roster: Membership, factory: Factory):
     roster.register(card("d", 1))
     roster.heartbeat(1, status("d"))
     roster.register(card("d", 1))
@@ -167,7 +167,7 @@ def test_registering_again_is_no_restart(roster: Roster, factory: Factory):
     [("fingerprint", "other"), ("dtype", "bfloat16"), ("context_tokens", 128)],
 )
 def test_another_model_is_refused_naming_the_field_and_both_values(
-    roster: Roster, field_name: str, value: object
+    roster: Membership, field_name: str, value: object
 ):
     roster.register(card("d", 1))
     other = msgspec.structs.replace(
@@ -181,12 +181,12 @@ def test_another_model_is_refused_naming_the_field_and_both_values(
     assert list(roster.decode) == ["d"]
 
 
-def test_a_worker_needs_a_name_and_an_address(roster: Roster):
+def test_a_worker_needs_a_name_and_an_address(roster: Membership):
     with pytest.raises(InvalidRequestError, match="must not be empty"):
         roster.register(msgspec.structs.replace(card("d", 1), address=""))
 
 
-def test_workers_may_come_and_go_while_the_views_are_iterated(roster: Roster):
+def test_workers_may_come_and_go_while_the_views_are_iterated(roster: Membership):
     for boot_id in range(1, 4):
         roster.register(card(f"d{boot_id}", boot_id))
     seen = []
@@ -201,7 +201,9 @@ def test_workers_may_come_and_go_while_the_views_are_iterated(roster: Roster):
 
 def test_every_change_is_reported(clock: HandClock):
     told: list[bool] = []
-    roster = Roster(clock, lambda card: WorkerPorts(), on_change=lambda: told.append(roster.ready))
+    roster = Membership(
+        clock, lambda card: WorkerPorts(), on_change=lambda: told.append(roster.ready)
+    )
     roster.register(card("m", 1, WorkerRole.MIXED))
     roster.heartbeat(1, status("m", WorkerRole.MIXED))
     roster.heartbeat(1, status("m", WorkerRole.MIXED))

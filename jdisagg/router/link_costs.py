@@ -19,7 +19,7 @@ Indices = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ends:
+class LinkSide:
     """One side of all ways: `places` [parts, workers] as codes (0: not said), `speeds`: of each
     worker, as a place in the list of them."""
 
@@ -27,11 +27,13 @@ class Ends:
     speeds: Indices
 
 
-class Ways:
+class LinkCosts:
     """From workers `prefill` to workers `decode`, `far` being the link between those that share not
     even a rack."""
 
-    def __init__(self, prefill: Ends, decode: Ends, speeds: Sequence[Speed], far: Link) -> None:
+    def __init__(
+        self, prefill: LinkSide, decode: LinkSide, speeds: Sequence[Speed], far: Link
+    ) -> None:
         self._prefill, self._decode = prefill, decode
         self._links = [_links(speed, far) for speed in speeds]
         # A sequence lies on the tensor-parallel devices of one rank; each moves its own part.

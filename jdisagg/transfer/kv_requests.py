@@ -19,7 +19,7 @@ from jdisagg.transfer.transfer_engine import Inlet
 
 
 @dataclass(slots=True)
-class Connection:
+class SenderConnection:
     """To one sender process. `number` grows with each new one. `address`: of the sender's outlet,
     once it has said so; `used`: when something was last asked there. `moved`: when something last
     arrived."""
@@ -33,12 +33,12 @@ class Connection:
 
 
 @dataclass(slots=True, eq=False)
-class Ask:
+class SentRequest:
     """What one sender process was asked for one pull, and when last. `arrays` once they are on
     their way from its outlet at `address`."""
 
     pull_id: int
-    connection: Connection
+    connection: SenderConnection
     transfer: "Transfer"
     asked: float
     request: PullRequest | None = None
@@ -53,7 +53,7 @@ class Transfer:
     pull: PolledPull
     peer: str
     assembly: Assembly
-    asks: list[Ask] = field(default_factory=list)
+    asks: list[SentRequest] = field(default_factory=list)
 
 
 def pieces_by_sender(
@@ -79,7 +79,12 @@ def pieces_by_sender(
 
 
 def request_of(
-    ask: Ask, offer_id: int, target: PullTarget, deadline_seconds: float, transports: int, turn: int
+    ask: SentRequest,
+    offer_id: int,
+    target: PullTarget,
+    deadline_seconds: float,
+    transports: int,
+    turn: int,
 ) -> PullRequest:
     """What the sender is told."""
     zeros = target.zeros

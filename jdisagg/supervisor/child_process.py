@@ -33,7 +33,7 @@ class Command:
     environment: Mapping[str, str] | None = field(default=None)
 
 
-class Child:
+class ChildProcess:
     """A process that runs, or ran. `status` is its exit status (negative: the signal that ended it)
     once it has ended."""
 
@@ -52,7 +52,7 @@ class Child:
         )
 
     @classmethod
-    async def start(cls, command: Command, take_line: TakeLine) -> "Child":
+    async def start(cls, command: Command, take_line: TakeLine) -> "ChildProcess":
         """`take_line(name, line)` gets each line of stdout and stderr, in order. Raises OSError
         when there is no such program.
 

@@ -1,5 +1,5 @@
-"""The role desk of a router: one worker at a time changes its role, and whoever asked hears what
-became of it.
+"""Changes of roles at a router: one worker at a time, and the caller gets a report of what became
+of it.
 
 It checks what a single worker cannot know (the last of a role stays), asks the worker, and watches
 until the worker serves in its new role and this router places requests there; or is back in its old
@@ -27,14 +27,14 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS, MembershipTimeouts
 
 
 class Workers(Protocol):
-    """The part of a `Roster` that the desk needs."""
+    """The part of a `Membership` that the switcher needs."""
 
     def statuses(self) -> tuple[WorkerStatus, ...]: ...
     def cards(self) -> tuple[WorkerCard, ...]: ...
     def address(self, name: str) -> str: ...
 
 
-class RoleDesk:
+class RoleSwitcher:
     """`counters`: roles_switched, role_switches_failed."""
 
     def __init__(

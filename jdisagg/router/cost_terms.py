@@ -16,8 +16,8 @@ from jdisagg.costs.speeds import Array, Speed
 from jdisagg.plain import plain
 from jdisagg.router.accounts import GROWTH_TOKENS, Work
 from jdisagg.router.cluster_state import ClusterState, Flags, Side, Table
-from jdisagg.router.decision import Ask, Rules
-from jdisagg.router.ways import Indices
+from jdisagg.router.decision import PlacementPolicy, PlacementQuery
+from jdisagg.router.link_costs import Indices
 
 # From the KV's arrival to the first token that is decoded from it, in steps. The loop of a mesh at
 # work has a step under way and one issued behind it (worker/step_loop.py): half of the one and the
@@ -28,7 +28,7 @@ STEPS_ALONE = 1.0
 
 
 @plain
-class Prefills:
+class PrefillCosts:
     """Of prefill workers `rows`: the backlog's seconds, the prompt's own, and what they know of
     it."""
 
@@ -39,7 +39,7 @@ class Prefills:
 
 
 @plain
-class Decodes:
+class DecodeCosts:
     """Of decode workers `rows`: seconds until there is room, and of a step then; whether anything
     runs there that would notice."""
 
@@ -54,7 +54,9 @@ class Decodes:
         return np.where(self.busy, STEPS_TO_JOIN, STEPS_ALONE) * self.step
 
 
-def prefills_of(state: ClusterState, side: Side, rows: Indices, table: Table, ask: Ask) -> Prefills:
+def prefills_of(
+    state: ClusterState, side: Side, rows: Indices, table: Table, ask: PlacementQuery
+) -> PrefillCosts:
     """Of workers `rows`, some or all of `side`."""
     tokens = table["queued_tokens"] + table["own_tokens"]
     pairs = table["queued_pairs"] + table["own_pairs"]
@@ -75,12 +77,17 @@ def prefills_of(state: ClusterState, side: Side, rows: Indices, table: Table, as
             prefill[at[which]] = speed.prefills_seconds(
                 ask.work.tokens - cached[which], cached[which], chunk
             )
-    return Prefills(rows, queue / table["ranks"], prefill, chunks)
+    return PrefillCosts(rows, queue / table["ranks"], prefill, chunks)
 
 
 def decodes_of(
-    state: ClusterState, side: Side, rows: Indices, table: Table, ask: Ask, rules: Rules
-) -> Decodes:
+    state: ClusterState,
+    side: Side,
+    rows: Indices,
+    table: Table,
+    ask: PlacementQuery,
+    rules: PlacementPolicy,
+) -> DecodeCosts:
     """Of workers `rows`, some or all of `side`."""
     work, ranks = ask.work, table["ranks"]
     ours, waiting = table["own_sequences"], table["waiting"]
@@ -124,11 +131,11 @@ def decodes_of(
     queue = np.zeros(len(rows))
     if np.count_nonzero(waits):
         queue = np.where(waits, np.ceil(leaving) * ask.typical_tokens * step / some, queue)
-    return Decodes(rows, queue, step, busy)
+    return DecodeCosts(rows, queue, step, busy)
 
 
 def transfers_of(
-    state: ClusterState, prefills: Indices, decodes: Indices, ask: Ask, far: Link
+    state: ClusterState, prefills: Indices, decodes: Indices, ask: PlacementQuery, far: Link
 ) -> Array:
     """Seconds of moving what the decode side lacks, [prefill workers, decode workers]: by the
     closest that they have in common."""
@@ -153,23 +160,28 @@ def exposed(transfer: Array, prefill: Array, chunks: Array) -> Array:
 
 
 def local_prefills(
-    state: ClusterState, side: Side, decodes: Decodes, table: Table, ask: Ask, now: float
-) -> tuple[Prefills, Array]:
+    state: ClusterState,
+    side: Side,
+    decodes: DecodeCosts,
+    table: Table,
+    ask: PlacementQuery,
+    now: float,
+) -> tuple[PrefillCosts, Array]:
     """Prefilling on the decode workers themselves: each chunk takes turns with a step. Also the
     longest that a running stream then waits for a token."""
     alone = prefills_of(state, side, decodes.rows, table, ask)
     turns = np.where(decodes.busy, alone.chunks * decodes.step, 0.0)
     longest = alone.prefill / alone.chunks + decodes.step
     queue = np.maximum(alone.queue, np.where(decodes.busy, table["paced_until"] - now, 0.0))
-    return Prefills(alone.rows, queue, alone.prefill + turns, alone.chunks), longest
+    return PrefillCosts(alone.rows, queue, alone.prefill + turns, alone.chunks), longest
 
 
-def known_to(worker: str, ask: Ask) -> int:
+def known_to(worker: str, ask: PlacementQuery) -> int:
     """Positions. One at least is left to compute."""
     return min(ask.cached.get(worker, 0), ask.work.tokens - 1)
 
 
-def known_at(state: ClusterState, rows: Indices, ask: Ask) -> list[tuple[int, int]]:
+def known_at(state: ClusterState, rows: Indices, ask: PlacementQuery) -> list[tuple[int, int]]:
     """(place among `rows`, which ascend; positions known there), for workers that know some. One
     position at least is left to compute."""
     if not ask.cached or not len(rows):

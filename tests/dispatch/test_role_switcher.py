@@ -8,15 +8,15 @@ from typing import Self
 import pytest
 
 from jdisagg.dispatch.elastic_pools import ElasticPools
-from jdisagg.dispatch.role_desk import RoleDesk
-from jdisagg.dispatch.roster import Roster, WorkerPorts
+from jdisagg.dispatch.membership import Membership, WorkerPorts
+from jdisagg.dispatch.role_switcher import RoleSwitcher
 from jdisagg.errors import DeadlineExceededError, InvalidRequestError, UnavailableError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.registry import ModelCard, WorkerCard
 from jdisagg.messages.roles import SwitchCall, SwitchReport, SwitchState
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.elastic import Controller, ElasticConfig
-from jdisagg.router.elastic_signals import Outcome
+from jdisagg.router.elastic_signals import EndedRequest
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
 from tests.fakes.virtual_time import VirtualClock, run_virtually
 from tests.router.plant import status
@@ -35,7 +35,7 @@ class ToyWorker:
 
     name: str
     role: WorkerRole
-    roster: Roster
+    roster: Membership
     boot_id: int
     fails: bool = False
     dies: bool = False
@@ -125,14 +125,16 @@ class Town:
 
     def __init__(self, prefill: int, decode: int) -> None:
         self.clock = VirtualClock()
-        self.roster = Roster(self.clock, lambda card: WorkerPorts())
+        self.roster = Membership(self.clock, lambda card: WorkerPorts())
         names = [f"p{index}" for index in range(prefill)] + [f"d{index}" for index in range(decode)]
         self.workers = {
             name: ToyWorker(name, PREFILL if name.startswith("p") else DECODE, self.roster, at + 1)
             for at, name in enumerate(names)
         }
         ids = iter(range(1, 1000))
-        self.desk = RoleDesk(self.roster, self.workers.__getitem__, self.clock, lambda: next(ids))
+        self.desk = RoleSwitcher(
+            self.roster, self.workers.__getitem__, self.clock, lambda: next(ids)
+        )
         for worker in self.workers.values():
             worker.serve()
         self.beating = asyncio.ensure_future(self._beat())
@@ -272,7 +274,7 @@ def test_a_desk_whose_way_to_a_worker_cannot_be_opened_or_closed_is_free_again()
     async def main() -> None:
         town = Town(2, 1)
         workers, ids = town.workers, iter(range(1, 1000))
-        desk = RoleDesk(
+        desk = RoleSwitcher(
             town.roster, {"p0": workers["p0"]}.__getitem__, town.clock, lambda: next(ids)
         )
         with pytest.raises(KeyError):
@@ -307,7 +309,7 @@ async def overload(town: Town, controller: Controller, seconds: int) -> None:
     for _ in range(seconds):
         for worker in town.workers.values():
             worker.load = 12 if worker.role is PREFILL else 0
-        controller.outcome(Outcome(town.clock.now(), 9.0, 0.01, queue_seconds=8.9))
+        controller.outcome(EndedRequest(town.clock.now(), 9.0, 0.01, queue_seconds=8.9))
         await asyncio.sleep(1.0)
 
 
