@@ -190,7 +190,7 @@ def test_the_script_merges_a_folder_into_one_trace(tmp_path: Path) -> None:
         async with ObservedCluster() as cluster:
             await cluster.collect(toy_request(1))
             await cluster.collect(toy_request(2))
-            return len(trace_of(cluster.observer, tmp_path, "r2"))
+            return len(trace_of(cluster.observer, tmp_path, "r2"))  # type: ignore[attr-defined]
 
     events = run_virtually(main)
     command = [

@@ -248,7 +248,8 @@ async def test_a_client_without_a_known_token_is_refused_at_every_method_but_hea
                 with pytest.raises(UnauthenticatedError):
                     await call()
         async with grpc.aio.insecure_channel(target) as channel:
-            reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            health = health_pb2_grpc.HealthStub(channel)
+            reply = await health.Check(health_pb2.HealthCheckRequest())  # type: ignore[attr-defined]
         assert reply.status == health_pb2.HealthCheckResponse.SERVING
 
 

@@ -13,7 +13,7 @@ from jdisagg.simulator.cluster import SimulatedCluster
 from jdisagg.simulator.elastic import elastic
 from jdisagg.simulator.faults import Death, schedule
 from jdisagg.simulator.fleet import Fleet
-from jdisagg.simulator.run import Result, simulate
+from jdisagg.simulator.run import Hook, Result, simulate
 from jdisagg.simulator.workloads import Arrival, Fixed, merge, poisson
 from tests.simulator.test_conservation import small_fleet
 
@@ -43,7 +43,7 @@ def run(
             roles.update({name: seat.role.value for name, seat in cluster.seats.items()})
             await cluster.clock.sleep(1.0)
 
-    hooks = (
+    hooks: list[Hook] = (
         [seats]
         if config is None
         else [seats, elastic(config, 5.0, lambda now, text: said.append(f"{now:.0f} {text}"))]

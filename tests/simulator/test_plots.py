@@ -4,6 +4,7 @@ numbers it was given."""
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jdisagg.errors import ConfigError
@@ -36,13 +37,12 @@ def test_every_picture_is_written(tmp_path: Path) -> None:
 def test_the_curve_shows_its_points_and_the_load_its_counts() -> None:
     pytest.importorskip("matplotlib")
     (line, _) = plots.goodput_curves({"one": [(2.0, 0.5), (1.0, 1.0)]}).axes[0].get_lines()
-    assert list(line.get_xdata()) == [1.0, 2.0] and list(line.get_ydata()) == [100.0, 50.0]
-    waiting, decoding = plots.load(OUTCOMES).axes[0].get_lines()
-    assert (
-        max(waiting.get_ydata()) == 1
-        and max(decoding.get_ydata()) == 1
-        and waiting.get_ydata()[-1] == 0
+    assert np.array_equal(line.get_xdata(), [1.0, 2.0])
+    assert np.array_equal(line.get_ydata(), [100.0, 50.0])
+    waiting, decoding = (
+        np.asarray(drawn.get_ydata()) for drawn in plots.load(OUTCOMES).axes[0].get_lines()
     )
+    assert waiting.max() == 1 and decoding.max() == 1 and waiting[-1] == 0
 
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

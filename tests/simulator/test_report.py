@@ -40,8 +40,8 @@ def outcome(
         tokens if ttft is not None else 0,
         first,
         gaps,
-        **more,
-    )  # type: ignore[arg-type]
+        **more,  # type: ignore[arg-type]
+    )
 
 
 def test_times_of_a_request_are_those_of_the_definitions() -> None:
