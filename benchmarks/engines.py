@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jdisagg.config import InstanceConfig, Mode
-from jdisagg.costs.cost_model import CostModel
+from jdisagg.costs.cost_model import CostModel, Kernels
 from jdisagg.costs.hardware import Accelerator, Link, accelerator
 from jdisagg.costs.model_geometry import CostGeometry, geometry
 from jdisagg.layout.axes import Layout
@@ -155,7 +155,7 @@ class SimulatedEngine:
             stages,
             dtype=self.weights,
             kv_dtype="bfloat16",
-            multiprocessors=self.multiprocessors,
+            kernels=Kernels(multiprocessors=self.multiprocessors),
         )
 
     def run(self, arrivals: Sequence[Arrival]) -> tuple[np.ndarray, np.ndarray]:

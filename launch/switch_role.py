@@ -60,8 +60,10 @@ def main() -> int:
     return 0
 
 
-async def _switch(role: WorkerRole, layout: Layout | None, papers: Credentials) -> SwitchReport:
-    async with cluster_roles(flags.target, papers) as roles:
+async def _switch(
+    role: WorkerRole, layout: Layout | None, credentials_given: Credentials
+) -> SwitchReport:
+    async with cluster_roles(flags.target, credentials_given) as roles:
         return await roles.switch(flags.worker, role, layout, flags.deadline_seconds)
 
 

@@ -81,15 +81,23 @@ class _Product:
     columns: float
 
 
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """How an instance's programs work. `exchange`: how tokens reach experts of other ranks:
+    "gather" as our programs do, "all_to_all" as specialised kernels do. `multiprocessors` of a
+    device, where the staircase of its dense products matters: they make tiles in waves, and a last
+    wave takes as long as a full one. 0: time grows evenly."""
+
+    exchange: Literal["gather", "all_to_all"] = "gather"
+    multiprocessors: int = 0
+
+
 class CostModel:
     """One instance: `geometry` laid out by `layout` (and `stages` pipeline stages of layout.devices
     each) on `accelerator`s.
 
     A batch is that of the fullest dp rank; the other ranks are taken to be as full where experts
-    lie over all of them. `exchange`: how tokens reach experts of other ranks: "gather" as our
-    programs do, "all_to_all" as specialised kernels do. `multiprocessors` of a device, where the
-    staircase of its dense products matters: they make tiles in waves, and a last wave takes as long
-    as a full one. 0: time grows evenly."""
+    lie over all of them."""
 
     def __init__(
         self,
@@ -100,14 +108,13 @@ class CostModel:
         *,
         dtype: str = "bfloat16",
         kv_dtype: str = "",
-        exchange: Literal["gather", "all_to_all"] = "gather",
-        multiprocessors: int = 0,
+        kernels: Kernels = Kernels(),
     ) -> None:
         self.geometry, self.accelerator, self.stages = geometry, accelerator, stages
-        self._multiprocessors = multiprocessors
+        self._multiprocessors = kernels.multiprocessors
         self.layout = layout or Layout()
         self.value_bytes, self.kv_value_bytes = dtype_bytes(dtype), dtype_bytes(kv_dtype or dtype)
-        self._exchange = exchange
+        self._exchange = kernels.exchange
         _check(geometry, self.layout, stages)
         self._products = self._dense_products()
         self._decode_layers: dict[int, Cost] = {}  # of a step of so many sequences, attention aside

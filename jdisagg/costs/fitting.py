@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from jdisagg.costs.cost_model import Cost, CostModel
+from jdisagg.costs.cost_model import Cost, CostModel, Kernels
 from jdisagg.costs.hardware import Accelerator
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.errors import ConfigError
@@ -86,7 +86,7 @@ def predict(accelerator: Accelerator, observations: Sequence[Observation]) -> li
                 seen.layout,
                 seen.stages,
                 dtype=seen.dtype,
-                multiprocessors=seen.multiprocessors,
+                kernels=Kernels(multiprocessors=seen.multiprocessors),
             )
         if seen.phase == "prefill":
             costs.append(models[key].prefill(seen.rows))

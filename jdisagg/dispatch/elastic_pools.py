@@ -38,7 +38,7 @@ class ElasticPools:
     def __init__(
         self,
         controller: Controller,
-        desk: SwitchesRoles,
+        switcher: SwitchesRoles,
         statuses: Callable[[], tuple[WorkerStatus, ...]],
         clock: Clock,
         acts: bool,
@@ -46,7 +46,7 @@ class ElasticPools:
         held: Callable[[], int] = lambda: 0,
     ) -> None:
         self._controller = controller
-        self._desk = desk
+        self._switcher = switcher
         self._statuses = statuses
         self._clock = clock
         self._acts = acts
@@ -78,7 +78,7 @@ class ElasticPools:
         report: SwitchReport | None = None
         refused = False
         try:
-            report = await self._desk.switch(name, role, layout, deadline_seconds)
+            report = await self._switcher.switch(name, role, layout, deadline_seconds)
             return report
         except JdisaggError as error:
             # then nothing has changed, and what was seen holds
@@ -128,7 +128,7 @@ class ElasticPools:
             await self._clock.sleep(self._controller.config.interval_seconds)
 
     async def _round(self) -> None:
-        if not self._desk.changing:
+        if not self._switcher.changing:
             verdict = self._look()
             if verdict.switch is not None:
                 await self._make(verdict.switch, verdict.reason)
@@ -142,7 +142,7 @@ class ElasticPools:
         )
         report: SwitchReport | None = None
         try:
-            report = await self._desk.switch(switch.name, switch.role, switch.layout)
+            report = await self._switcher.switch(switch.name, switch.role, switch.layout)
             became = f"is {report.role.value} after {report.total_seconds:.1f} s"
             self._say(
                 f"worker {switch.name}"

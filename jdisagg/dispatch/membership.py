@@ -229,15 +229,15 @@ class Membership:
         return self._clock.now() - entry.heard_at
 
 
-def cluster_ports(roster: Membership) -> ClusterPorts:
+def cluster_ports(membership: Membership) -> ClusterPorts:
     """The members as a request path reaches them."""
     return ClusterPorts(
-        roster.prefill,
-        roster.decode,
-        roster.address,
-        roster.boot_id,
-        roster.statuses,
-        roster.accounts,
+        membership.prefill,
+        membership.decode,
+        membership.address,
+        membership.boot_id,
+        membership.statuses,
+        membership.accounts,
     )
 
 

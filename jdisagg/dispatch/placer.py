@@ -64,13 +64,13 @@ class PlacerSettings:
 
     Args:
         routing: what the operator decides.
-        rules: the policy of placement (None: as `routing` has it).
+        policy: the policy of placement (None: as `routing` has it).
         affinity: how many positions of a request each worker knows already.
         events: gets each decision and what became of it.
     """
 
     routing: RoutingConfig = field(default_factory=RoutingConfig)
-    rules: PlacementPolicy | None = None
+    policy: PlacementPolicy | None = None
     affinity: PrefixAffinity | None = None
     events: RouterEvents = NO_ROUTER_EVENTS
 
@@ -175,7 +175,7 @@ class Placer:
         config = settings.routing
         self.accounts = accounts
         self.events = settings.events
-        self._rules = settings.rules or rules_of(config, timeouts)
+        self._rules = settings.policy or rules_of(config, timeouts)
         self._affinity = settings.affinity
         self._predictor: LengthPredictor = (
             MaxTokens()
@@ -289,23 +289,23 @@ class Placer:
         self, sized: _Sized, now: float, ahead_seconds: float = 0.0, beside_queue: bool = False
     ) -> PlacementHandle | None:
         """One decision; None: deferred. `beside_queue`: others wait, and none passes them."""
-        ask = self._ask(sized, now, ahead_seconds)
-        answer = self._decide(ask, now)
+        query = self._ask(sized, now, ahead_seconds)
+        answer = self._decide(query, now)
         if isinstance(answer, Refusal):
             self._counters.add("rejections", cause=answer.kind)
-            self._remember(ask, answer, now)
+            self._remember(query, answer, now)
             raise OverloadedError(answer.reason, retry_after_seconds=answer.retry_after_seconds)
         if isinstance(answer, Deferred):
             return None
         if beside_queue:
             self.changed()  # there may be room for those in front, too
             return None
-        return self._charge(ask, answer, now)
+        return self._charge(query, answer, now)
 
-    def _decide(self, ask: PlacementQuery, now: float) -> PlacementOutcome:
-        answer = decide(self.accounts.state, ask, now, self._rules)
+    def _decide(self, query: PlacementQuery, now: float) -> PlacementOutcome:
+        answer = decide(self.accounts.state, query, now, self._rules)
         if not isinstance(answer, Deferred):
-            self.events.answered(self.accounts.state, ask, now, self._rules, answer)
+            self.events.answered(self.accounts.state, query, now, self._rules, answer)
         return answer
 
     def _work(self, asked: PlacementRequest) -> Work:
@@ -332,26 +332,29 @@ class Placer:
             self._predictor.typical_tokens,
         )
 
-    def _charge(self, ask: PlacementQuery, decision: Decision, now: float) -> PlacementHandle:
+    def _charge(self, query: PlacementQuery, decision: Decision, now: float) -> PlacementHandle:
         self._counters.add("placements", reason=decision.kind)
         for worker in (decision.prefill, decision.decode) if self._breakers else ():
             breaker = self._breaker(worker) if worker is not None else None
             if breaker is not None and worker is not None:
                 breaker.placed(now)
                 self.accounts.bar(worker, breaker.barred_until)
-        until = paced_until(self.accounts.state, ask, decision, self._rules, now)
+        until = paced_until(self.accounts.state, query, decision, self._rules, now)
         if until is not None:
             self.accounts.pace(decision.decode, until)
         work = Work(
-            ask.work.tokens, decision.cached_tokens, ask.work.children, ask.work.expected_tokens
+            query.work.tokens,
+            decision.cached_tokens,
+            query.work.children,
+            query.work.expected_tokens,
         )
         placed = self.accounts.place(decision.prefill, decision.decode, work, now)
-        return PlacementHandle(decision, placed, self, self._remember(ask, decision, now))
+        return PlacementHandle(decision, placed, self, self._remember(query, decision, now))
 
     def _remember(
-        self, ask: PlacementQuery, answer: Decision | Refusal, now: float
+        self, query: PlacementQuery, answer: Decision | Refusal, now: float
     ) -> RecentDecision:
-        entry = RecentDecision(now, ask.age_seconds, ask.work.tokens, answer)
+        entry = RecentDecision(now, query.age_seconds, query.work.tokens, answer)
         self._entries.append(entry)
         return entry
 

@@ -62,8 +62,8 @@ def _accounts(accounts: Accounts, now: float) -> Iterable[WorkerAccount]:
     table = accounts.state.table
     for row, name in enumerate(accounts.state):
         barred = max(0.0, float(table["barred_until"][row]) - now)
-        legs, tokens, pages, committed = (
+        attempts, tokens, pages, committed = (
             int(table[column][row])
             for column in ("open", "own_tokens", "own_pages", "committed_pages")
         )
-        yield WorkerAccount(name, legs, tokens, pages, committed, barred)
+        yield WorkerAccount(name, attempts, tokens, pages, committed, barred)

@@ -184,7 +184,7 @@ class RequestPath:
         if not isinstance(error, UnavailableError) and not elsewhere:
             raise error
         run.failures.update(children)
-        self.counters.add("legs_failed")
+        self.counters.add("attempts_failed")
         failures = max(run.failures[child] for child in children)
         if failures >= limits.max_attempts:
             # a worker's own reason says more than that none is left

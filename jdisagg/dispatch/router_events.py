@@ -14,9 +14,9 @@ class RouterEvents(Protocol):
     def answered(
         self,
         state: ClusterState,
-        ask: PlacementQuery,
+        query: PlacementQuery,
         now: float,
-        rules: PlacementPolicy,
+        policy: PlacementPolicy,
         answer: PlacementOutcome,
     ) -> None:
         """Placement decided or refused, on this snapshot. What is deferred is asked again."""
@@ -38,9 +38,9 @@ class NoRouterEvents:
     def answered(
         self,
         state: ClusterState,
-        ask: PlacementQuery,
+        query: PlacementQuery,
         now: float,
-        rules: PlacementPolicy,
+        policy: PlacementPolicy,
         answer: PlacementOutcome,
     ) -> None: ...
 
@@ -58,13 +58,13 @@ class RouterEventsList:
     def answered(
         self,
         state: ClusterState,
-        ask: PlacementQuery,
+        query: PlacementQuery,
         now: float,
-        rules: PlacementPolicy,
+        policy: PlacementPolicy,
         answer: PlacementOutcome,
     ) -> None:
         for listener in self._listeners:
-            listener.answered(state, ask, now, rules, answer)
+            listener.answered(state, query, now, policy, answer)
 
     def measured(self, what: str, predicted: float, actual: float) -> None:
         for listener in self._listeners:

@@ -27,12 +27,12 @@ class PastDecision:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAccount:
-    """What this router has sent to a worker: legs there now; prompt tokens and pages of them that
-    its status cannot show yet; pages that all of them are expected to need; and for how long it
-    gets nothing because it failed."""
+    """What this router has sent to a worker: attempts there now; prompt tokens and pages of them
+    that its status cannot show yet; pages that all of them are expected to need; and for how long
+    it gets nothing because it failed."""
 
     worker: str
-    legs: int
+    attempts: int
     unseen_tokens: int
     unseen_pages: int
     committed_pages: int

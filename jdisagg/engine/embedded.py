@@ -73,8 +73,7 @@ class EmbeddedCluster:
     """Build, `start`, stream, `stop`. Building blocks while weights are loaded; `stream` is called
     on the event loop that started it. `observer`: who measures workers and meshes, if anybody does;
     `observed_path` is then measured too. `record` may put something between a worker and its mesh.
-    `descriptions`: what the router should know of the workers, by name. `events` gets the router's
-    decisions."""
+    `events` gets the router's decisions."""
 
     def __init__(
         self,
@@ -84,7 +83,6 @@ class EmbeddedCluster:
         devices: Sequence[Device],
         observer: Observer | None = None,
         record: Record | None = None,
-        descriptions: Mapping[str, Description] | None = None,
         events: RouterEvents = NO_ROUTER_EVENTS,
     ) -> None:
         self.config = config
@@ -151,8 +149,6 @@ class EmbeddedCluster:
                 events=RouterEventsList(events, observer.metrics) if observer else events,
             ),
         )
-        for name, description in (descriptions or {}).items():
-            self.path.placer.accounts.state.describe(name, description)
         self.observed_path = wrap.path(self.path, observer)
         if observer:
             observer.metrics.watch_counters("path", self.path.counters)
@@ -164,6 +160,12 @@ class EmbeddedCluster:
                     worker.counters,
                     lambda programs=programs: programs.compilations,
                 )
+
+    def describe(self, descriptions: Mapping[str, Description]) -> None:
+        """Says what the workers of these names are, before the start, so that the router can
+        predict seconds."""
+        for name, description in descriptions.items():
+            self.path.placer.accounts.state.describe(name, description)
 
     @property
     def kv_spec(self) -> KVSpec:

@@ -33,11 +33,11 @@ from jdisagg.messages.step_commands import StepCommand
 class FollowerSession:
     """One follower's stream, on the leader's side."""
 
-    def __init__(self, roster: "Followers", join: Join, now: float) -> None:
+    def __init__(self, membership: "Followers", join: Join, now: float) -> None:
         self.process, self.end = join.process, join.end
         self.ready = asyncio.Event()
         self.watch = SilenceWatch(now)
-        self._roster = roster
+        self._membership = membership
         self._outgoing: asyncio.Queue[LeaderMessage | None] = asyncio.Queue()
 
     def send(self, message: LeaderMessage) -> None:
@@ -58,7 +58,7 @@ class FollowerSession:
             case Ready():
                 self.ready.set()
             case Reported() | Failed():
-                self._roster.told(self.process, message)
+                self._membership.told(self.process, message)
             case Join():
                 raise InvalidRequestError(
                     f"instance: process {self.process} joined twice on one stream"
@@ -66,7 +66,7 @@ class FollowerSession:
 
     def ended(self, reason: str) -> None:
         """The stream is over, from the other side."""
-        self._roster.fail(f"process {self.process}: {reason}")
+        self._membership.fail(f"process {self.process}: {reason}")
 
 
 class Followers:

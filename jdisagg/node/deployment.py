@@ -103,10 +103,10 @@ class Deployment:
         self.config = config
         self.tokenizer = tokenizer
         record = embedded_recorder(record_to, model.directory, config.model.dtype)
-        known = _descriptions(config, model.geometry)
         self.cluster = EmbeddedCluster(
-            config, model.load, tokenizer, jax.devices(), observer, record, known, events
+            config, model.load, tokenizer, jax.devices(), observer, record, events
         )
+        self.cluster.describe(_descriptions(config, model.geometry))
         info = ModelInfo(
             name=model.name,
             family=model.family,

@@ -87,7 +87,7 @@ class Router:
     async def run(self) -> None:
         """Serves until it is signalled, then drains."""
         observer, limits, service = self._observer, self._config.limits, self._config.service
-        roster = Membership(
+        membership = Membership(
             self._clock,
             wrap.ports(self._open_ports, observer),
             limits.timeouts.membership,
@@ -96,20 +96,20 @@ class Router:
         seconds = self._config.canary_seconds
         canary = Canary(CANARY_PATIENCE * seconds) if seconds else None
         path = RequestPath(
-            cluster_ports(roster),
+            cluster_ports(membership),
             lambda request: TokenStream.of(self._tokenizer, request),
             limits,
             self._clock,
             PlacerSettings(self._config.routing, events=RouterEventsList(*self._listeners(canary))),
         )
         if canary:
-            self._start_canary(roster, canary)
-        controller, elastic = self._elastic(roster, path)
+            self._start_canary(membership, canary)
+        controller, elastic = self._elastic(membership, path)
         if observer:
             observer.metrics.watch_counters("path", path.counters)
             observer.metrics.watch_cluster(path.status)
             observer.metrics.model = self._name
-        info = _model_info(roster, self._name, self._tokenizer)
+        info = _model_info(membership, self._name, self._tokenizer)
         frontend = Frontend(
             OutcomeTap(wrap.path(path, observer), self._clock, controller.outcome),
             self._tokenizer,
@@ -121,13 +121,13 @@ class Router:
         server = GenerationServer(
             frontend,
             service,
-            [registry_service(roster, tokens), cluster_roles_service(elastic, tokens)],
+            [registry_service(membership, tokens), cluster_roles_service(elastic, tokens)],
             wrap.request_log(self._config.log_requests, observer, lambda: path.placer.waiting),
         )
-        signals = StopSignals(server.hurry)
+        signals = StopSignals(server.force)
         port = await server.start()
         await server.set_ready(False)
-        watching = asyncio.create_task(self._watch(roster, server, frontend))
+        watching = asyncio.create_task(self._watch(membership, server, frontend))
         elastic.start()
         print(f"jdisagg router listens on {host_port(service.host, port)}", flush=True)
         try:
@@ -139,13 +139,15 @@ class Router:
             await asyncio.gather(watching, return_exceptions=True)
             if self._canary:
                 await self._canary.stop()
-            roster.close()
+            membership.close()
 
-    def _elastic(self, roster: Membership, path: RequestPath) -> tuple[Controller, ElasticPools]:
+    def _elastic(
+        self, membership: Membership, path: RequestPath
+    ) -> tuple[Controller, ElasticPools]:
         """The controller, and who acts on what it says."""
         controller = Controller(self._config.elastic)
-        desk = RoleSwitcher(
-            roster,
+        switcher = RoleSwitcher(
+            membership,
             lambda address: worker_roles(address, self._credentials),
             self._clock,
             random_id,
@@ -153,10 +155,16 @@ class Router:
         )
         say, held = (lambda text: print(text, flush=True)), (lambda: path.placer.waiting)
         pools = ElasticPools(
-            controller, desk, roster.statuses, self._clock, self._config.changes_roles, say, held
+            controller,
+            switcher,
+            membership.statuses,
+            self._clock,
+            self._config.changes_roles,
+            say,
+            held,
         )
         if self._observer:
-            self._observer.metrics.watch_counters("roles", desk.counters)
+            self._observer.metrics.watch_counters("roles", switcher.counters)
             self._observer.metrics.watch_advice(pools.latest_advice)
         return controller, pools
 
@@ -168,18 +176,22 @@ class Router:
         proved = [_HandoversSeen(canary, self._clock)] if canary else []
         return [*observed, *logged, *proved]
 
-    def _start_canary(self, roster: Membership, canary: Canary) -> None:
+    def _start_canary(self, membership: Membership, canary: Canary) -> None:
         seconds = self._config.canary_seconds
 
         async def pairs() -> tuple[Pair, ...]:
-            return pairs_of(roster.statuses())
+            return pairs_of(membership.statuses())
 
         def changed(readiness: Readiness) -> None:
             self._changed.set()
             print(f"canary: {readiness.reason}", flush=True)
 
         probe = PortProbe(
-            roster.prefill, roster.decode, random_id, CANARY_DEADLINE_SECONDS, roster.address
+            membership.prefill,
+            membership.decode,
+            random_id,
+            CANARY_DEADLINE_SECONDS,
+            membership.address,
         )
         self._canary = CanaryRunner(
             probe, pairs, self._clock, canary, seconds, CANARY_DEADLINE_SECONDS, changed
@@ -189,7 +201,7 @@ class Router:
             self._observer.metrics.watch_canary(canary, self._clock.now)
 
     async def _watch(
-        self, roster: Membership, server: GenerationServer, frontend: Frontend
+        self, membership: Membership, server: GenerationServer, frontend: Frontend
     ) -> None:
         """Forgets silent workers; keeps what the door says of model and health up to date."""
         ready, said, times = False, "", self._config.limits.timeouts.membership
@@ -197,8 +209,8 @@ class Router:
         while True:
             absent_seconds = self._clock.now() - due
             if absent_seconds > times.absent_seconds:
-                roster.excuse(absent_seconds)
-            for card in roster.sweep():
+                membership.excuse(absent_seconds)
+            for card in membership.sweep():
                 print(
                     f"worker {card.name} at {card.address} is silent: given up until it registers"
                     " again",
@@ -206,12 +218,12 @@ class Router:
                 )
             if self._changed.is_set():
                 self._changed.clear()
-                frontend.model = _model_info(roster, self._name, self._tokenizer)
+                frontend.model = _model_info(membership, self._name, self._tokenizer)
                 known = (
                     ", ".join(
                         sorted(
                             f"{card.name} ({card.role.value} {card.layout})"
-                            for card in roster.cards()
+                            for card in membership.cards()
                         )
                     )
                     or "none"
@@ -219,7 +231,7 @@ class Router:
                 if known != said:
                     print(f"workers: {known}", flush=True)
                     said = known
-            if self._is_ready(roster) is not ready:
+            if self._is_ready(membership) is not ready:
                 ready = not ready
                 await server.set_ready(ready)
                 print("ready" if ready else "not ready", flush=True)
@@ -229,9 +241,9 @@ class Router:
             except TimeoutError:
                 continue
 
-    def _is_ready(self, roster: Membership) -> bool:
+    def _is_ready(self, membership: Membership) -> bool:
         """A worker for each half of a request is there, and KV made the trip lately."""
-        return roster.ready and (self._canary is None or self._canary.readiness().ready)
+        return membership.ready and (self._canary is None or self._canary.readiness().ready)
 
     def _open_ports(self, card: WorkerCard) -> WorkerPorts:
         worker = RemoteWorker(card.address, self._credentials, card.boot_id)
@@ -240,10 +252,10 @@ class Router:
         return WorkerPorts(decode=worker.decode, close=worker.close)
 
 
-def _model_info(roster: Membership, name: str, tokenizer: RouterTokenizer) -> ModelInfo:
+def _model_info(membership: Membership, name: str, tokenizer: RouterTokenizer) -> ModelInfo:
     """The workers' model; until there is one, what the tokenizer knows."""
-    model = roster.model
-    cards = sorted(roster.cards(), key=lambda card: card.name)
+    model = membership.model
+    cards = sorted(membership.cards(), key=lambda card: card.name)
     prefill = [card.layout for card in cards if card.role is WorkerRole.PREFILL]
     decode = [card.layout for card in cards if card.role is not WorkerRole.PREFILL]
     mixed = any(card.role is WorkerRole.MIXED for card in cards)

@@ -108,7 +108,7 @@ def worker_spec(config: WorkerProcessConfig, source: ModelSource) -> WorkerSpec:
 @dataclass(slots=True)
 class WorkerProcessState:
     """What outlives the lives of a worker in its process. `spec` and `config`, whose service has a
-    port, say what it is now; `hurry`: at the second signal. `loaded`: its weights as they lie;
+    port, say what it is now; `forced`: at the second signal. `loaded`: its weights as they lie;
     `programs`: those of roles that it has had."""
 
     spec: WorkerSpec
@@ -116,7 +116,7 @@ class WorkerProcessState:
     observer: Observer | None
     clock: Clock
     signals: StopSignals
-    hurry: asyncio.Event
+    forced: asyncio.Event
     group: ProcessGroup
     devices: Sequence[Device]
     roles: RoleState
@@ -180,7 +180,7 @@ class WorkerRuntime:
             exit_status=EXIT_BROKEN,
         )
         # the first signal is the leader's affair, who lets us go
-        await self._unless(self._state.hurry.wait(), following)
+        await self._unless(self._state.forced.wait(), following)
         return 0
 
     async def _led(self, load: LoadModel, channel: JaxTransferChannel, end: KvEnd) -> int:
@@ -248,15 +248,15 @@ class WorkerRuntime:
             spec.routers, self._card(instance, worker), worker.status, credentials
         )
         # in this order backwards, also when something does not begin
-        async with contextlib.AsyncExitStack() as farewell:
-            self._observe(worker, instance, farewell)
+        async with contextlib.AsyncExitStack() as cleanup:
+            self._observe(worker, instance, cleanup)
             await worker.start()
-            farewell.push_async_callback(worker.stop)
+            cleanup.push_async_callback(worker.stop)
             await server.start()
-            farewell.push_async_callback(server.drain)
-            farewell.callback(server.hurry)
+            cleanup.push_async_callback(server.drain)
+            cleanup.callback(server.force)
             registration.start()
-            farewell.push_async_callback(registration.leave)
+            cleanup.push_async_callback(registration.leave)
             state.roles.serves(worker.boot_id, instance.loaded.model.geometry)
             layout = state.config.instance.layout
             print(
@@ -265,7 +265,7 @@ class WorkerRuntime:
                 flush=True,
             )
             if warm_up_later:
-                farewell.push_async_callback(
+                cleanup.push_async_callback(
                     _ended, asyncio.create_task(self._warm_up_beside(instance, loading))
                 )
             status = await self._serve(worker, registration.failed)
@@ -278,7 +278,7 @@ class WorkerRuntime:
         self,
         worker: PrefillWorker | DecodeWorker,
         instance: Instance,
-        farewell: contextlib.AsyncExitStack,
+        cleanup: contextlib.AsyncExitStack,
     ) -> None:
         if self._state.observer:
             metrics, programs = self._state.observer.metrics, instance.executor.programs
@@ -286,9 +286,9 @@ class WorkerRuntime:
             metrics.watch_worker(
                 worker.name, worker.status, worker.counters, lambda: programs.compilations
             )
-            farewell.callback(metrics.unwatch, worker.name)
+            cleanup.callback(metrics.unwatch, worker.name)
             metrics.watch_counters("kv_link", self._link.counters)
-            farewell.callback(metrics.unwatch, "kv_link")
+            cleanup.callback(metrics.unwatch, "kv_link")
 
     async def _warm_up(self, instance: Instance, loading: Loading | None = None) -> None:
         if not self._state.config.warm_up:
@@ -402,7 +402,7 @@ class WorkerRuntime:
             print(f"draining, for at most {seconds:g} s", flush=True)
             tasks += [
                 asyncio.create_task(worker.drain(seconds)),
-                asyncio.create_task(self._state.hurry.wait()),
+                asyncio.create_task(self._state.forced.wait()),
             ]
             await asyncio.wait(tasks[2:], return_when=asyncio.FIRST_COMPLETED)
         status = 0

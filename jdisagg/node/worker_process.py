@@ -49,7 +49,7 @@ class WorkerProcess:
     ) -> int:
         """The exit status. Raises what makes the configuration unworkable. `devices` are the
         instance's, of all its processes. `relayout` None: the worker keeps its role for ever."""
-        spec, service, clock, hurry = (
+        spec, service, clock, forced = (
             self._spec,
             self._config.service,
             MonotonicClock(),
@@ -68,8 +68,8 @@ class WorkerProcess:
             config,
             self._observer,
             clock,
-            StopSignals(hurry.set),
-            hurry,
+            StopSignals(forced.set),
+            forced,
             group,
             devices,
             roles,

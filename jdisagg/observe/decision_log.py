@@ -40,9 +40,9 @@ class DecisionLog(NoRouterEvents):
     def answered(
         self,
         state: ClusterState,
-        ask: PlacementQuery,
+        query: PlacementQuery,
         now: float,
-        rules: PlacementPolicy,
+        policy: PlacementPolicy,
         answer: PlacementOutcome,
     ) -> None:
         if self.failed:
@@ -50,7 +50,7 @@ class DecisionLog(NoRouterEvents):
         try:
             self._file.write(
                 json.dumps(
-                    record_of(state, ask, now, rules, answer),
+                    record_of(state, query, now, policy, answer),
                     allow_nan=False,
                     separators=(",", ":"),
                 )

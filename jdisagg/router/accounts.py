@@ -1,12 +1,12 @@
 """What this router has sent to the workers, and what of it they cannot have said yet: the `own_`
 columns of the snapshot.
 
-A leg's work is charged to its workers the moment it is decided. What a worker has been sent it says
-itself from its next status on (one that was taken after the call arrived: `settle_seconds`), so the
-charge ends there; a prompt that still waits for its reservation is not sent yet and stays. What is
-over is taken off at once, also from what the worker said before. `committed_pages` is another
-matter: what all sequences that we have at a worker will hold at their expected ends, for as long as
-they run.
+An attempt's work is charged to its workers the moment it is decided. What a worker has been sent it
+says itself from its next status on (one that was taken after the call arrived: `settle_seconds`),
+so the charge ends there; a prompt that still waits for its reservation is not sent yet and stays.
+What is over is taken off at once, also from what the worker said before. `committed_pages` is
+another matter: what all sequences that we have at a worker will hold at their expected ends, for as
+long as they run.
 
 Each step costs O(1); instants are arguments. Invariant: when all that was placed has ended, every
 own column is zero."""
@@ -28,7 +28,7 @@ _OPEN = (("open", 1),)
 
 @plain
 class Work:
-    """A leg: `tokens` to have KV of, of which the prefill side knows `cached_tokens` already;
+    """An attempt: `tokens` to have KV of, of which the prefill side knows `cached_tokens` already;
     `children` that share them and are expected to generate `expected_tokens` each."""
 
     tokens: int
@@ -125,7 +125,8 @@ class Accounts:
         self.state.forget(name)
 
     def place(self, prefill: str | None, decode: str, work: Work, now: float) -> "Charges":
-        """Charges a leg to its workers. `prefill` None: the decode worker computes the prompt."""
+        """Charges an attempt to its workers. `prefill` None: the decode worker computes the
+        prompt."""
         return Charges(self, prefill, decode, work, now)
 
     def charge(
@@ -165,7 +166,7 @@ class Accounts:
 
 
 class Charges:
-    """One leg's charges, from its placement to its end. Every method may be called once too
+    """One attempt's charges, from its placement to its end. Every method may be called once too
     often."""
 
     def __init__(

@@ -36,8 +36,8 @@ class Breaker:
         return BreakerState.OPEN if now < self.barred_until else BreakerState.HALF_OPEN
 
     def failed(self, now: float) -> None:
-        """A leg failed by the worker's fault. One that was under way when it opened says nothing
-        new."""
+        """An attempt failed by the worker's fault. One that was under way when it opened says
+        nothing new."""
         if self.state(now) is BreakerState.OPEN and self.failures >= FAILURES:
             return
         self.failures += 1
@@ -45,7 +45,8 @@ class Breaker:
             self._open(now)
 
     def placed(self, now: float) -> None:
-        """A leg goes there. In the half-open state it is the probe: others wait for its news."""
+        """An attempt goes there. In the half-open state it is the probe: others wait for its
+        news."""
         if self.state(now) is BreakerState.HALF_OPEN:
             self.failures = FAILURES - 1
             self.barred_until = now + self.backoff.seconds(self.opened)

@@ -140,7 +140,7 @@ class ClusterState:
         self._last_life = 0
         # as long as nobody comes, goes or becomes another
         self._sides: tuple[Side, Side] | None = None
-        self._ways: dict[Link, LinkCosts] = {}  # likewise
+        self._link_costs: dict[Link, LinkCosts] = {}  # likewise
 
     def __len__(self) -> int:
         return len(self._names)
@@ -172,13 +172,13 @@ class ClusterState:
         """The workers that decode, those that do both among them."""
         return self._both()[1]
 
-    def ways(self, far: Link) -> LinkCosts:
+    def link_costs(self, far: Link) -> LinkCosts:
         """From the prefill workers to the decode workers, all of known speed."""
-        ways = self._ways.get(far)
-        if ways is None:
+        link_costs = self._link_costs.get(far)
+        if link_costs is None:
             prefill, decode = (self._ends(side) for side in self._both())
-            ways = self._ways[far] = LinkCosts(prefill, decode, self.speeds, far)
-        return ways
+            link_costs = self._link_costs[far] = LinkCosts(prefill, decode, self.speeds, far)
+        return link_costs
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
         """What the workers said last, in their own words."""
@@ -291,7 +291,7 @@ class ClusterState:
 
     def _change_form(self) -> None:
         self._sides = None
-        self._ways.clear()
+        self._link_costs.clear()
 
     def _both(self) -> tuple[Side, Side]:
         if self._sides is None:

@@ -1,4 +1,5 @@
-"""The predicted seconds of every candidate for one leg, as columns: what placement chooses from.
+"""The predicted seconds of every candidate for one attempt, as columns: what placement chooses
+from.
 
 For prefill workers: how long their backlog takes, and the prompt itself. For decode workers: how
 long until they have room, and a step with the sequence in it. For pairs: how long the KV takes
@@ -55,7 +56,7 @@ class DecodeCosts:
 
 
 def prefills_of(
-    state: ClusterState, side: Side, rows: Indices, table: Table, ask: PlacementQuery
+    state: ClusterState, side: Side, rows: Indices, table: Table, query: PlacementQuery
 ) -> PrefillCosts:
     """Of workers `rows`, some or all of `side`."""
     tokens = table["queued_tokens"] + table["own_tokens"]
@@ -64,9 +65,9 @@ def prefills_of(
     for speed, chunk, which in _alike(state, side, table):
         per_token, per_pair = speed.backlog_rates(chunk)
         queue[which] = tokens[which] * per_token + pairs[which] * per_pair
-        prefill[which] = speed.prefill_seconds(ask.work.tokens, 0, chunk)
-        chunks[which] = -(-ask.work.tokens // chunk) if chunk else 1
-    known = known_at(state, rows, ask)
+        prefill[which] = speed.prefill_seconds(query.work.tokens, 0, chunk)
+        chunks[which] = -(-query.work.tokens // chunk) if chunk else 1
+    known = known_at(state, rows, query)
     if known:
         at, cached = (
             np.array([place for place, _ in known]),
@@ -75,7 +76,7 @@ def prefills_of(
         some = table.take(at)
         for speed, chunk, which in _alike(state, side, some):
             prefill[at[which]] = speed.prefills_seconds(
-                ask.work.tokens - cached[which], cached[which], chunk
+                query.work.tokens - cached[which], cached[which], chunk
             )
     return PrefillCosts(rows, queue / table["ranks"], prefill, chunks)
 
@@ -85,11 +86,11 @@ def decodes_of(
     side: Side,
     rows: Indices,
     table: Table,
-    ask: PlacementQuery,
-    rules: PlacementPolicy,
+    query: PlacementQuery,
+    policy: PlacementPolicy,
 ) -> DecodeCosts:
     """Of workers `rows`, some or all of `side`."""
-    work, ranks = ask.work, table["ranks"]
+    work, ranks = query.work, table["ranks"]
     ours, waiting = table["own_sequences"], table["waiting"]
     here = table["running"] + ours
     busy = here > 0
@@ -123,31 +124,31 @@ def decodes_of(
     some = np.maximum(1.0, here)
     each = np.maximum(1.0, used / some)
     leaving = np.maximum(np.maximum(now_short, later_short / ranks) / each, slots_short) + waiting
-    slow = step > rules.tpot_slo_seconds
+    slow = step > policy.tpot_slo_seconds
     if np.count_nonzero(slow):
         leaving = np.where(slow & (leaving < 1.0), 1.0, leaving)
     # An empty worker has all the room that it will ever have: it says itself what it cannot do.
     waits = (leaving > 0) & (here + waiting > 0)
     queue = np.zeros(len(rows))
     if np.count_nonzero(waits):
-        queue = np.where(waits, np.ceil(leaving) * ask.typical_tokens * step / some, queue)
+        queue = np.where(waits, np.ceil(leaving) * query.typical_tokens * step / some, queue)
     return DecodeCosts(rows, queue, step, busy)
 
 
 def transfers_of(
-    state: ClusterState, prefills: Indices, decodes: Indices, ask: PlacementQuery, far: Link
+    state: ClusterState, prefills: Indices, decodes: Indices, query: PlacementQuery, far: Link
 ) -> Array:
     """Seconds of moving what the decode side lacks, [prefill workers, decode workers]: by the
     closest that they have in common."""
-    missing: Array | float = float(ask.work.tokens)
-    known = known_at(state, decodes, ask)
+    missing: Array | float = float(query.work.tokens)
+    known = known_at(state, decodes, query)
     if known:
         missing = np.full(len(decodes), missing)
         for at, cached in known:
             missing[at] -= cached
     every = state.decode.rows
     there = slice(None) if decodes is every else every.searchsorted(decodes)
-    return state.ways(far).seconds(state.prefill.rows.searchsorted(prefills), there, missing)
+    return state.link_costs(far).seconds(state.prefill.rows.searchsorted(prefills), there, missing)
 
 
 def exposed(transfer: Array, prefill: Array, chunks: Array) -> Array:
@@ -164,36 +165,36 @@ def local_prefills(
     side: Side,
     decodes: DecodeCosts,
     table: Table,
-    ask: PlacementQuery,
+    query: PlacementQuery,
     now: float,
 ) -> tuple[PrefillCosts, Array]:
     """Prefilling on the decode workers themselves: each chunk takes turns with a step. Also the
     longest that a running stream then waits for a token."""
-    alone = prefills_of(state, side, decodes.rows, table, ask)
+    alone = prefills_of(state, side, decodes.rows, table, query)
     turns = np.where(decodes.busy, alone.chunks * decodes.step, 0.0)
     longest = alone.prefill / alone.chunks + decodes.step
     queue = np.maximum(alone.queue, np.where(decodes.busy, table["paced_until"] - now, 0.0))
     return PrefillCosts(alone.rows, queue, alone.prefill + turns, alone.chunks), longest
 
 
-def known_to(worker: str, ask: PlacementQuery) -> int:
+def known_to(worker: str, query: PlacementQuery) -> int:
     """Positions. One at least is left to compute."""
-    return min(ask.cached.get(worker, 0), ask.work.tokens - 1)
+    return min(query.cached.get(worker, 0), query.work.tokens - 1)
 
 
-def known_at(state: ClusterState, rows: Indices, ask: PlacementQuery) -> list[tuple[int, int]]:
+def known_at(state: ClusterState, rows: Indices, query: PlacementQuery) -> list[tuple[int, int]]:
     """(place among `rows`, which ascend; positions known there), for workers that know some. One
     position at least is left to compute."""
-    if not ask.cached or not len(rows):
+    if not query.cached or not len(rows):
         return []
     known = [
         (row, tokens)
-        for name, tokens in ask.cached.items()
+        for name, tokens in query.cached.items()
         if tokens > 0 and (row := state.row(name)) is not None
     ]
     wanted = np.array([row for row, _ in known], np.intp)
     places = np.minimum(np.searchsorted(rows, wanted), len(rows) - 1)
-    most = ask.work.tokens - 1
+    most = query.work.tokens - 1
     return [
         (int(at), min(tokens, most))
         for at, there, (_, tokens) in zip(places, rows[places] == wanted, known, strict=True)

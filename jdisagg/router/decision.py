@@ -13,9 +13,10 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
 @plain
 class PlacementQuery:
-    """A leg looks for its workers. `cached`: positions of it that workers know already. `avoid`:
-    workers that failed it. `under_way`: it was let in before (retried, preempted, resumed): then it
-    is neither refused nor held. `resuming`: it has tokens already, so draining workers will do.
+    """What an attempt asks of placement. `cached`: positions of it that workers know already.
+    `avoid`: workers that failed it. `under_way`: it was let in before (retried, preempted,
+    resumed): then it is neither refused nor held. `resuming`: it has tokens already, so draining
+    workers will do.
 
     age_seconds: since the request arrived; ahead_seconds: what it would still wait in this router;
     limit_seconds: its first token must come within so long of its arrival. typical_tokens: what

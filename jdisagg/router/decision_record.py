@@ -1,7 +1,7 @@
 """A decision as JSON, and back: what was asked, what the snapshot said of the workers that
 mattered, what was answered.
 
-    record = record_of(state, ask, now, rules, answer)     # plain dicts, lists, numbers and texts
+    record = record_of(state, query, now, policy, answer)  # dicts, lists, numbers, texts
     assert replay(record) == answer_of(record)
 
 A record stands alone: `replay` builds the snapshot that it holds and decides again, with the same
@@ -50,13 +50,13 @@ _ENDLESS = ("tpot_slo_seconds", "limit_seconds")  # JSON knows no infinity: null
 
 def record_of(
     state: ClusterState,
-    ask: PlacementQuery,
+    query: PlacementQuery,
     now: float,
-    rules: PlacementPolicy,
+    policy: PlacementPolicy,
     answer: PlacementOutcome,
 ) -> Record:
     """Must be made before the snapshot changes."""
-    mattered = witnesses(state, ask, now, rules)
+    mattered = witnesses(state, query, now, policy)
     names = [name for name in state if name in mattered]
     kinds: list[Kind] = []
     workers = []
@@ -68,16 +68,16 @@ def record_of(
         workers.append(
             {"name": name, "place": description.place, "kind": kind, "numbers": state.numbers(name)}
         )
-    cached = {name: tokens for name, tokens in ask.cached.items() if name in mattered}
-    asked = dataclasses.asdict(dataclasses.replace(ask, cached=cached)) | {
-        "avoid": sorted(ask.avoid & mattered)
+    cached = {name: tokens for name, tokens in query.cached.items() if name in mattered}
+    asked = dataclasses.asdict(dataclasses.replace(query, cached=cached)) | {
+        "avoid": sorted(query.avoid & mattered)
     }
     told = next(kind for kind, known in _ANSWERS.items() if isinstance(answer, known))
     return {
         "version": VERSION,
         "now": now,
         "ask": _without_infinities(asked),
-        "rules": _without_infinities(dataclasses.asdict(rules)),
+        "rules": _without_infinities(dataclasses.asdict(policy)),
         "kinds": [_kind_as_fields(kind) for kind in kinds],
         "workers": workers,
         "answer": {"kind_of_answer": told} | dataclasses.asdict(answer),
@@ -108,14 +108,14 @@ def replay(record: Mapping[str, Any]) -> PlacementOutcome:
             kind = None if worker["kind"] is None else kinds[worker["kind"]]
             state.restore(worker["name"], Description(worker["place"], kind), worker["numbers"])
         asked = _with_infinities(record["ask"])
-        ask = PlacementQuery(
+        query = PlacementQuery(
             **asked | {"work": Work(**asked["work"]), "avoid": frozenset(asked["avoid"])}
         )
         ruled = _with_infinities(record["rules"])
         far = Link(**ruled.pop("far"))
-        rules = PlacementPolicy(far=far, **ruled)
+        policy = PlacementPolicy(far=far, **ruled)
         now = float(record["now"])
-    return decide(state, ask, now, rules)
+    return decide(state, query, now, policy)
 
 
 def _kind_as_fields(kind: Kind) -> Record:

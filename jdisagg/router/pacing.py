@@ -19,11 +19,15 @@ LEAST = 0.05  # of all time, where a step alone takes nearly all that the bound 
 
 
 def paced_until(
-    state: ClusterState, ask: PlacementQuery, decision: Decision, rules: PlacementPolicy, now: float
+    state: ClusterState,
+    query: PlacementQuery,
+    decision: Decision,
+    policy: PlacementPolicy,
+    now: float,
 ) -> float | None:
     """The worker's new instant; None where there is no pace to keep: the prompt is computed
     elsewhere, or a token may take any time."""
-    row, bound = state.row(decision.decode), rules.tpot_slo_seconds
+    row, bound = state.row(decision.decode), policy.tpot_slo_seconds
     if decision.prefill is not None or decision.terms is None or bound == math.inf or row is None:
         return None
     chunk_tokens, before = (
@@ -32,7 +36,7 @@ def paced_until(
     )
     speed = state.speeds[int(state.table["speed"][row])]
     seconds = speed.prefill_seconds(
-        ask.work.tokens - decision.cached_tokens, decision.cached_tokens, chunk_tokens
+        query.work.tokens - decision.cached_tokens, decision.cached_tokens, chunk_tokens
     )
     part = max(LEAST, USED * (1.0 - decision.terms.step / bound))
     return max(before, now) + seconds / part

@@ -1,13 +1,13 @@
-"""Which workers serve a leg: the pair with the least predicted seconds until its end, or the reason
-why none can begin now. Pure.
+"""Which workers serve an attempt: the pair with the least predicted seconds until its end, or the
+reason why none can begin now. Pure.
 
 `decide` looks at every worker once, as columns; pairs are weighed for the few prefill workers with
 the earliest first token against all decode workers. What is minimised is time to first token +
 hand-off gap + the remaining tokens at the predicted step; a first token beyond the limit and a step
-beyond the bound weigh more than any seconds. Workers that failed the leg, whose breaker is open,
-that drain or are silent come last or not at all; one that loads programs while it serves is charged
-the seconds that this will take. Where hardware or model of any candidate is unknown, the least
-loaded are chosen.
+beyond the bound weigh more than any seconds. Workers that failed the attempt, whose breaker is
+open, that drain or are silent come last or not at all; one that loads programs while it serves is
+charged the seconds that this will take. Where hardware or model of any candidate is unknown, the
+least loaded are chosen.
 
 Raises UnavailableError when no worker of a needed kind takes requests."""
 
@@ -87,24 +87,24 @@ class Weighed:
 
 
 def decide(
-    state: ClusterState, ask: PlacementQuery, now: float, rules: PlacementPolicy
+    state: ClusterState, query: PlacementQuery, now: float, policy: PlacementPolicy
 ) -> PlacementOutcome:
-    """The workers of a leg, or that it must wait here, or that it would come too late."""
-    prefills, decodes = _candidates(state, ask, now, rules)
+    """The workers of an attempt, or that it must wait here, or that it would come too late."""
+    prefills, decodes = _candidates(state, query, now, policy)
     if prefills.unknown or decodes.unknown:
         return _by_load(state, prefills, decodes)
-    weighed = weigh(state, prefills, decodes, ask, now, rules)
-    decision = _choose(state, weighed, decodes, ask, rules)
-    return decision if ask.under_way else _admitted(decision, ask, rules)
+    weighed = weigh(state, prefills, decodes, query, now, policy)
+    decision = _choose(state, weighed, decodes, query, policy)
+    return decision if query.under_way else _admitted(decision, query, policy)
 
 
 def another_prefill(
-    state: ClusterState, avoid: frozenset[str], now: float, rules: PlacementPolicy
+    state: ClusterState, avoid: frozenset[str], now: float, policy: PlacementPolicy
 ) -> str:
     """Who goes on with a prompt whose prefill worker failed: one of `avoid` only when there is no
     other."""
     some = _usable(
-        state, state.prefill, PlacementQuery(NO_WORK, avoid=avoid, resuming=True), now, rules
+        state, state.prefill, PlacementQuery(NO_WORK, avoid=avoid, resuming=True), now, policy
     )
     if not len(some):
         raise _nobody(state, state.prefill, "prefill")
@@ -112,10 +112,10 @@ def another_prefill(
 
 
 def another_decode(
-    state: ClusterState, avoid: frozenset[str], now: float, rules: PlacementPolicy
+    state: ClusterState, avoid: frozenset[str], now: float, policy: PlacementPolicy
 ) -> str:
     """Who takes a running sequence over: never one of `avoid`, nor one that is draining."""
-    some = _usable(state, state.decode, PlacementQuery(NO_WORK, avoid=avoid), now, rules)
+    some = _usable(state, state.decode, PlacementQuery(NO_WORK, avoid=avoid), now, policy)
     some = some.where(some.against < FAILED)
     if not len(some):
         raise _nobody(state, state.decode, "other decode")
@@ -123,11 +123,11 @@ def another_decode(
 
 
 def witnesses(
-    state: ClusterState, ask: PlacementQuery, now: float, rules: PlacementPolicy, most: int = 16
+    state: ClusterState, query: PlacementQuery, now: float, policy: PlacementPolicy, most: int = 16
 ) -> frozenset[str]:
     """Workers that a decision among them alone falls as it does among all: the best `most` of each
     kind."""
-    prefills, decodes = _candidates(state, ask, now, rules)
+    prefills, decodes = _candidates(state, query, now, policy)
     if len(prefills) + len(decodes) <= 2 * most:
         rows = [*prefills.rows, *decodes.rows]
     elif prefills.unknown or decodes.unknown:
@@ -141,7 +141,7 @@ def witnesses(
             some.rows[np.argmin(some.table["speed"])] for some in (prefills, decodes) if len(some)
         ]
     else:
-        weighed = weigh(state, prefills, decodes, ask, now, rules)
+        weighed = weigh(state, prefills, decodes, query, now, policy)
         best = np.minimum(weighed.pairs.min(axis=0, initial=np.inf), weighed.alone)
         rows = [*weighed.prefills.rows, *decodes.rows[np.argsort(best, kind="stable")[:most]]]
         rows += [*decodes.rows[np.argsort(weighed.alone, kind="stable")[:most]]]
@@ -152,11 +152,11 @@ def weigh(
     state: ClusterState,
     prefills: Candidates,
     decodes: Candidates,
-    ask: PlacementQuery,
+    query: PlacementQuery,
     now: float,
-    rules: PlacementPolicy,
+    policy: PlacementPolicy,
 ) -> Weighed:
-    every = prefills_of(state, prefills.side, prefills.rows, prefills.table, ask)
+    every = prefills_of(state, prefills.side, prefills.rows, prefills.table, query)
     against = prefills.against + prefills.table["loading_seconds"]
     if len(prefills) > MOST_PREFILLS:
         few = (every.queue + every.prefill + against).argsort(kind="stable")[:MOST_PREFILLS]
@@ -168,27 +168,27 @@ def weigh(
             every.chunks.take(few),
         )
         against = against.take(few)
-    side = decodes_of(state, decodes.side, decodes.rows, decodes.table, ask, rules)
-    transfer = transfers_of(state, every.rows, decodes.rows, ask, rules.far)
+    side = decodes_of(state, decodes.side, decodes.rows, decodes.table, query, policy)
+    transfer = transfers_of(state, every.rows, decodes.rows, query, policy.far)
     transfer = exposed(transfer, every.prefill[:, None], every.chunks[:, None])
     rest = (
-        max(0, ask.work.expected_tokens - 1) * side.step
+        max(0, query.work.expected_tokens - 1) * side.step
         + decodes.against
         + decodes.table["loading_seconds"]
     )
     before, after = (
-        (side.queue, 0.0) if rules.decode_first else (np.zeros(len(decodes)), side.queue)
+        (side.queue, 0.0) if policy.decode_first else (np.zeros(len(decodes)), side.queue)
     )
     ttft = np.maximum(every.queue[:, None], before[None, :]) + every.prefill[:, None]
     pairs = ttft + transfer + (side.join + rest + after)[None, :] + against[:, None]
-    late = ttft + ask.age_seconds > ask.limit_seconds
+    late = ttft + query.age_seconds > query.limit_seconds
     if np.count_nonzero(late):
         pairs += np.where(late, LATE, 0.0)
     if decodes.side.mixed:
         pairs[:, decodes.table.flag("mixed")] = np.inf
     local, alone = None, np.full(len(decodes), np.inf)
     if decodes.side.can_prefill and decodes.table.flag("can_prefill").any():
-        local, alone = _weigh_alone(state, side, decodes, ask, now, rules, rest)
+        local, alone = _weigh_alone(state, side, decodes, query, now, policy, rest)
     return Weighed(every, side, transfer, pairs, local, alone)
 
 
@@ -196,20 +196,20 @@ def _weigh_alone(
     state: ClusterState,
     side: DecodeCosts,
     decodes: Candidates,
-    ask: PlacementQuery,
+    query: PlacementQuery,
     now: float,
-    rules: PlacementPolicy,
+    policy: PlacementPolicy,
     rest: Array,
 ) -> tuple[PrefillCosts, Array]:
     """Of prefilling where it is decoded: running streams wait as long as the prompt computes, and
     what they lose is weighed as if this one lost it; beside prefill workers, never where one of
     them would wait for a token longer than the bound."""
-    local, longest = local_prefills(state, decodes.side, side, decodes.table, ask, now)
+    local, longest = local_prefills(state, decodes.side, side, decodes.table, query, now)
     ttft = np.maximum(local.queue, side.queue) + local.prefill
     alone = ttft + side.step + rest + np.where(side.busy, local.prefill, 0.0)
-    alone += np.where(ttft + ask.age_seconds > ask.limit_seconds, LATE, 0.0)
+    alone += np.where(ttft + query.age_seconds > query.limit_seconds, LATE, 0.0)
     mixed, able = decodes.table.flag("mixed"), decodes.table.flag("can_prefill")
-    may = mixed | (able & (~side.busy | (longest <= rules.tpot_slo_seconds)))
+    may = mixed | (able & (~side.busy | (longest <= policy.tpot_slo_seconds)))
     return local, np.where(may, alone, np.inf)
 
 
@@ -217,20 +217,23 @@ def _choose(
     state: ClusterState,
     weighed: Weighed,
     decodes: Candidates,
-    ask: PlacementQuery,
-    rules: PlacementPolicy,
+    query: PlacementQuery,
+    policy: PlacementPolicy,
 ) -> Decision:
-    paired, alone = _pair(state, weighed, decodes, ask, rules), _alone(state, weighed, decodes, ask)
+    paired, alone = (
+        _pair(state, weighed, decodes, query, policy),
+        _alone(state, weighed, decodes, query),
+    )
     if alone is None:
         if paired is None:
             raise _nobody(state, state.prefill, "prefill")
-        return _said(state, paired[0], ask, rules)
+        return _said(state, paired[0], query, policy)
     if paired is None:
         return alone[0]
     (pair, pair_cost), (local, local_cost) = paired, alone
     mixed = bool(state.table.flag("mixed")[state.row(local.decode)])
     assert pair.ttft_seconds is not None and pair.handoff_gap_seconds is not None
-    gain = 0.0 if mixed else rules.local_gain * (pair.ttft_seconds + pair.handoff_gap_seconds)
+    gain = 0.0 if mixed else policy.local_gain * (pair.ttft_seconds + pair.handoff_gap_seconds)
     if local_cost + gain < pair_cost:
         return replace(
             local,
@@ -243,7 +246,7 @@ def _choose(
 
 
 def _said(
-    state: ClusterState, pair: Decision, ask: PlacementQuery, rules: PlacementPolicy
+    state: ClusterState, pair: Decision, query: PlacementQuery, policy: PlacementPolicy
 ) -> Decision:
     """The pair, with a word about its decode worker where that would have been better off alone but
     has no prefill program."""
@@ -255,11 +258,11 @@ def _said(
     )
     speed = state.speeds[int(state.table["speed"][row])]
     busy = bool(state.table["running"][row] + state.table["own_sequences"][row] > 0)
-    prefill = speed.prefill_seconds(ask.work.tokens) * (2 if busy else 1) + (
+    prefill = speed.prefill_seconds(query.work.tokens) * (2 if busy else 1) + (
         pair.terms.step if busy else 0.0
     )
     apart = pair.ttft_seconds + pair.handoff_gap_seconds
-    if pair.terms.decode_queue + prefill + pair.terms.step > (1.0 - rules.local_gain) * apart:
+    if pair.terms.decode_queue + prefill + pair.terms.step > (1.0 - policy.local_gain) * apart:
         return pair
     return replace(
         pair, reason=f"{pair.reason}; cheaper on {pair.decode} alone, which cannot prefill"
@@ -270,8 +273,8 @@ def _pair(
     state: ClusterState,
     weighed: Weighed,
     decodes: Candidates,
-    ask: PlacementQuery,
-    rules: PlacementPolicy,
+    query: PlacementQuery,
+    policy: PlacementPolicy,
 ) -> tuple[Decision, float] | None:
     if not weighed.pairs.size:
         return None
@@ -288,10 +291,10 @@ def _pair(
         float(side.step[other]),
     )
     prefill, decode = state.name(int(prefills.rows[which])), state.name(int(decodes.rows[other]))
-    cached, held = known_to(prefill, ask), known_to(decode, ask)
+    cached, held = known_to(prefill, query), known_to(decode, query)
     kind = "prefix" if cached or held else "seconds"
     first, gap = terms.prefill_queue, terms.transfer + float(side.join[other])
-    if rules.decode_first:
+    if policy.decode_first:
         first = max(first, terms.decode_queue)
     else:
         gap += terms.decode_queue
@@ -302,7 +305,7 @@ def _pair(
 
 
 def _alone(
-    state: ClusterState, weighed: Weighed, decodes: Candidates, ask: PlacementQuery
+    state: ClusterState, weighed: Weighed, decodes: Candidates, query: PlacementQuery
 ) -> tuple[Decision, float] | None:
     if weighed.local is None:
         return None
@@ -323,7 +326,7 @@ def _alone(
     ttft = max(terms.prefill_queue, terms.decode_queue) + terms.prefill
     return (
         _decision(
-            None, decode, decodes, other, terms, ttft, terms.step, kind, known_to(decode, ask)
+            None, decode, decodes, other, terms, ttft, terms.step, kind, known_to(decode, query)
         ),
         cost,
     )
@@ -349,21 +352,23 @@ def _decision(
     return Decision(prefill, decode, context, reason, kind, terms, ttft, gap, terms.step, cached)
 
 
-def _admitted(decision: Decision, ask: PlacementQuery, rules: PlacementPolicy) -> PlacementOutcome:
+def _admitted(
+    decision: Decision, query: PlacementQuery, policy: PlacementPolicy
+) -> PlacementOutcome:
     """Whether it comes in time, and whether it can begin now."""
     assert decision.terms is not None and decision.ttft_seconds is not None
-    ttft = ask.age_seconds + ask.ahead_seconds + decision.ttft_seconds
-    if ttft > ask.limit_seconds:
+    ttft = query.age_seconds + query.ahead_seconds + decision.ttft_seconds
+    if ttft > query.limit_seconds:
         reason = (
-            f"its first token would come {ttft:.3g} s after it arrived, and {ask.limit_seconds:.3g}"
-            f" s is the limit; {decision.reason}"
+            f"its first token would come {ttft:.3g} s after it arrived, and"
+            f" {query.limit_seconds:.3g} s is the limit; {decision.reason}"
         )
-        return Refusal(reason, retry_after(ttft - ask.limit_seconds))
-    if decision.terms.decode_queue > 0 and (rules.decode_first or decision.prefill is None):
+        return Refusal(reason, retry_after(ttft - query.limit_seconds))
+    if decision.terms.decode_queue > 0 and (policy.decode_first or decision.prefill is None):
         return Deferred(
             f"no decode worker has room; the first in {_ms(decision.terms.decode_queue)}"
         )
-    if decision.terms.prefill_queue > rules.hold_seconds:
+    if decision.terms.prefill_queue > policy.hold_seconds:
         return Deferred(
             f"every prefill worker has work for {_ms(decision.terms.prefill_queue)} or more"
         )
@@ -397,10 +402,10 @@ def _by_load(state: ClusterState, prefills: Candidates, decodes: Candidates) -> 
 
 
 def _candidates(
-    state: ClusterState, ask: PlacementQuery, now: float, rules: PlacementPolicy
+    state: ClusterState, query: PlacementQuery, now: float, policy: PlacementPolicy
 ) -> tuple[Candidates, Candidates]:
-    prefills = _usable(state, state.prefill, ask, now, rules)
-    decodes = _usable(state, state.decode, ask, now, rules)
+    prefills = _usable(state, state.prefill, query, now, policy)
+    decodes = _usable(state, state.decode, query, now, policy)
     if not len(decodes):
         raise _nobody(state, state.decode, "decode")
     if not len(prefills) and not decodes.table.flag("can_prefill").any():
@@ -409,14 +414,14 @@ def _candidates(
 
 
 def _usable(
-    state: ClusterState, side: Side, ask: PlacementQuery, now: float, rules: PlacementPolicy
+    state: ClusterState, side: Side, query: PlacementQuery, now: float, policy: PlacementPolicy
 ) -> Candidates:
     """Those that are heard of, and what speaks against each."""
     rows, table = side.rows, state.table.take(side.span)
     silent = now - table["heard_at"]
-    leaving = table.flag("draining") | (silent > rules.suspect_seconds)
-    out = silent > rules.gone_seconds
-    if not ask.resuming:
+    leaving = table.flag("draining") | (silent > policy.suspect_seconds)
+    out = silent > policy.gone_seconds
+    if not query.resuming:
         out |= leaving
     if np.count_nonzero(out):
         left = np.flatnonzero(~out)
@@ -425,7 +430,7 @@ def _usable(
     for which, seconds in ((leaving, DRAINING), (table["barred_until"] > now, BARRED)):
         if np.count_nonzero(which):
             against += np.where(which, seconds, 0.0)
-    for name in ask.avoid:
+    for name in query.avoid:
         row = state.row(name)
         if row is not None:
             against[rows == row] += FAILED

@@ -77,7 +77,7 @@ class GrpcServer:
         self._health = _Health()
         self._credentials = server_credentials(config)
         self._drained = False
-        self._hurry = asyncio.Event()
+        self._forced = asyncio.Event()
         limits = (
             ("grpc.max_receive_message_length", config.max_message_bytes),
             ("grpc.max_send_message_length", config.max_message_bytes),
@@ -123,19 +123,19 @@ class GrpcServer:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._health.enter_graceful_shutdown(), CLEANUP_SECONDS)
         idle = asyncio.ensure_future(self._guard.idle(self._config.drain_seconds))
-        hurry = asyncio.ensure_future(self._hurry.wait())
-        await asyncio.wait((idle, hurry), return_when=asyncio.FIRST_COMPLETED)
+        forced = asyncio.ensure_future(self._forced.wait())
+        await asyncio.wait((idle, forced), return_when=asyncio.FIRST_COMPLETED)
         idle.cancel()
-        hurry.cancel()
+        forced.cancel()
         cut = self._guard.cut()
         if cut:
             log.warning("shutting down: %d running requests cut short", cut)
             await self._guard.idle(CLEANUP_SECONDS)
         await self._server.stop(grace=CLEANUP_SECONDS)
 
-    def hurry(self) -> None:
+    def force(self) -> None:
         """Ends the waiting of a drain, now or to come."""
-        self._hurry.set()
+        self._forced.set()
 
 
 class _Health(health_aio.HealthServicer):
@@ -266,7 +266,7 @@ async def serve_until_signalled(
 
     def signalled() -> None:
         if stop.is_set():
-            server.hurry()
+            server.force()
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -279,7 +279,7 @@ async def serve_until_signalled(
             [task for task in (stopping, breaking) if task], return_when=asyncio.FIRST_COMPLETED
         )
         if breaking and breaking.done():
-            server.hurry()
+            server.force()
         await server.drain()
         return breaking.result() if breaking and breaking.done() else None
     finally:

@@ -445,7 +445,7 @@ def _past_from_proto(message: pb.PastDecision) -> PastDecision:
 def _account_from_proto(message: pb.WorkerAccount) -> WorkerAccount:
     return WorkerAccount(
         worker=message.worker,
-        legs=message.legs,
+        attempts=message.attempts,
         unseen_tokens=message.unseen_tokens,
         unseen_pages=message.unseen_pages,
         committed_pages=message.committed_pages,

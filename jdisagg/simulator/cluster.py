@@ -113,21 +113,21 @@ class SimulatedCluster:
             for role, pool, places in zip(roles, fleet.pools, fleet.places(), strict=True)
             for index, place in enumerate(places)
         }
-        self.roster = Membership(clock, self._open_ports)
+        self.membership = Membership(clock, self._open_ports)
         self.affinity = PrefixAffinity(
             lambda request: blocks_of(request.prompt_token_ids, fleet.block_tokens),
             fleet.block_tokens,
         )
-        rules = rules_of(fleet.routing, fleet.limits.timeouts)
+        policy = rules_of(fleet.routing, fleet.limits.timeouts)
         settings = PlacerSettings(
             fleet.routing,
             # The router is to expect the network that there is.
-            replace(rules, decode_first=not fleet.late_reservation, far=fleet.far),
+            replace(policy, decode_first=not fleet.late_reservation, far=fleet.far),
             self.affinity if fleet.cache_blocks else None,
             events,
         )
         self.path = RequestPath(
-            cluster_ports(self.roster), _no_text, fleet.limits, clock, settings, self.new_id
+            cluster_ports(self.membership), _no_text, fleet.limits, clock, settings, self.new_id
         )
         self.front: ServingPath = (
             self.path
@@ -195,8 +195,8 @@ class SimulatedCluster:
         )
         process = self.processes[name] = Process(worker, mesh, card, crash)
         await worker.start()
-        self.roster.register(card)
-        self.roster.heartbeat(worker.boot_id, await worker.status())
+        self.membership.register(card)
+        self.membership.heartbeat(worker.boot_id, await worker.status())
         self._beat_later(process)
 
     async def kill(self, name: str) -> None:
@@ -296,7 +296,7 @@ class SimulatedCluster:
         self._check_still_there(name, process)
         if process.beating is not None:
             process.beating.cancel()
-        self.roster.deregister(name, process.worker.boot_id)
+        self.membership.deregister(name, process.worker.boot_id)
         self.affinity.forget(name)
         await process.worker.stop()
         await self.clock.sleep(seconds)
@@ -326,7 +326,7 @@ class SimulatedCluster:
             status = process.worker.status_now()
         except UnavailableError:
             return  # its mesh failed: it says nothing any more
-        self.roster.heartbeat(process.worker.boot_id, status)
+        self.membership.heartbeat(process.worker.boot_id, status)
         name, cache = process.worker.name, process.mesh.cache
         if cache is not None and not self.affinity.heard(name, cache.tree.take_events()):
             self.affinity.replace(name, cache.tree.snapshot())
@@ -335,7 +335,7 @@ class SimulatedCluster:
     async def _sweep(self) -> None:
         while True:
             await self.clock.sleep(SWEEP_SECONDS)
-            self.roster.sweep()
+            self.membership.sweep()
 
 
 def _no_text(request: Request) -> _NoText:

@@ -35,14 +35,14 @@ class SimulatedSwitcher:
         """Raises as the live desk does. `seconds` is not used: a simulated worker always comes
         back."""
         cluster = self._cluster
-        check_switch(cluster.roster.statuses(), name, role)
+        check_switch(cluster.membership.statuses(), name, role)
         began = cluster.clock.now()
         self.changing = True
         try:
             await cluster.switch_role(name, role, self._switch_seconds, DRAIN_SECONDS)
         finally:
             self.changing = False
-        card = next(card for card in cluster.roster.cards() if card.name == name)
+        card = next(card for card in cluster.membership.cards() if card.name == name)
         total_seconds = cluster.clock.now() - began
         return SwitchReport(
             name, card.boot_id, role, card.layout, SwitchState.DONE, total_seconds=total_seconds
@@ -61,12 +61,14 @@ def elastic(
         cluster.fleet.check_roles_change()
         controller, clock = Controller(config), cluster.clock
         cluster.front = OutcomeTap(cluster.path, clock, controller.outcome)
-        desk = SimulatedSwitcher(cluster, switch_seconds)
+        switcher = SimulatedSwitcher(cluster, switch_seconds)
         say_when, held = (
             (lambda text: say(clock.now(), text)),
             (lambda: cluster.path.placer.waiting),
         )
-        pools = ElasticPools(controller, desk, cluster.roster.statuses, clock, True, say_when, held)
+        pools = ElasticPools(
+            controller, switcher, cluster.membership.statuses, clock, True, say_when, held
+        )
         await pools.run()
 
     return hook

@@ -57,7 +57,7 @@ from jdisagg.transfer.transfer_engine import ID_BITS, EngineOptions, Inlet, is_d
 
 
 class KvPuller:
-    """See the module's docstring. `_peers`, `_connections` and `_asks` are under the lock;
+    """See the module's docstring. `_peers`, `_connections` and `_requests` are under the lock;
     `_watched` and `_stuck` belong to the thread."""
 
     def __init__(self, clock: Clock, link: KvLink, options: EngineOptions) -> None:
@@ -66,7 +66,7 @@ class KvPuller:
         self._lock = threading.Lock()
         self._peers: dict[str, MeshCard] = {}
         self._connections: dict[KvEnd, SenderConnection] = {}
-        self._asks: dict[int, SentRequest] = {}
+        self._requests: dict[int, SentRequest] = {}
         self._turns: dict[tuple[str, tuple[int, ...], int], int] = {}
         self._numbers = itertools.count(1)
         self._moved: dict[tuple[int, int], int] = {}
@@ -118,7 +118,7 @@ class KvPuller:
 
     def under_way(self) -> int:
         with self._lock:
-            return len(self._asks) + len(self._stuck)
+            return len(self._requests) + len(self._stuck)
 
     def bytes_per_pair(self) -> dict[tuple[int, int], int]:
         with self._lock:
@@ -150,21 +150,21 @@ class KvPuller:
             for place, connection in enumerate(connections):
                 if ahead is None or place in ahead:
                     pieces = ahead[place] if ahead is not None else ()
-                    ask = SentRequest(
+                    sent = SentRequest(
                         secrets.randbits(ID_BITS),
                         connection,
                         transfer,
                         self._clock.now(),
                         ahead=pieces,
                     )
-                    transfer.asks.append(ask)
-                    self._asks[ask.pull_id] = ask
-        for ask in transfer.asks:
-            ask.connection.used = self._clock.now()
-            ask.request = request_of(
-                ask, offer_id, target, deadline_seconds, self._options.transports, turn
+                    transfer.requests.append(sent)
+                    self._requests[sent.pull_id] = sent
+        for sent in transfer.requests:
+            sent.connection.used = self._clock.now()
+            sent.request = request_of(
+                sent, offer_id, target, deadline_seconds, self._options.transports, turn
             )
-            self._link.send(ask.connection.end, ask.request)
+            self._link.send(sent.connection.end, sent.request)
         self._thread.submit(
             lambda: self._watch_new(transfer, target.heads if ahead is not None else 0)
         )
@@ -202,9 +202,9 @@ class KvPuller:
         try:
             if heads and not transfer.pull.is_ready():
                 transfer.assembly.expect(heads, ())  # also where no device of this process gets any
-                for ask in transfer.asks:
-                    assert ask.request is not None
-                    self._receive(ask, ask.request.address, heads, ask.ahead)
+                for sent in transfer.requests:
+                    assert sent.request is not None
+                    self._receive(sent, sent.request.address, heads, sent.ahead)
                 self._deliver(transfer)
         except JdisaggError as error:
             transfer.pull.fail(error)
@@ -228,45 +228,45 @@ class KvPuller:
         if isinstance(message, Opened):
             return self._opened(sender, message)
         with self._lock:
-            ask = self._asks.get(message.pull_id)
-        if ask is None or ask.connection.end != sender:
+            sent = self._requests.get(message.pull_id)
+        if sent is None or sent.connection.end != sender:
             return  # over, or not meant for us
         if isinstance(message, Refused):
-            ask.refused = True
-            return ask.transfer.pull.fail(named_error(message.error, message.message))
-        if ask.arrays is not None or ask.transfer.pull.is_ready():
+            sent.refused = True
+            return sent.transfer.pull.fail(named_error(message.error, message.message))
+        if sent.arrays is not None or sent.transfer.pull.is_ready():
             return  # a double; or it ended meanwhile, and the watch withdraws it
         try:
-            if message.link != ask.connection.number:
-                raise _dropped(ask.connection)
-            self._receive(ask, message.address, message.heads, message.pieces)
+            if message.link != sent.connection.number:
+                raise _dropped(sent.connection)
+            self._receive(sent, message.address, message.heads, message.pieces)
             if message.address:
-                ask.connection.address = message.address
-            self._deliver(ask.transfer)
+                sent.connection.address = message.address
+            self._deliver(sent.transfer)
         except JdisaggError as error:
-            ask.transfer.pull.fail(error)
+            sent.transfer.pull.fail(error)
         except Exception as error:
-            ask.transfer.pull.fail(
+            sent.transfer.pull.fail(
                 HandoffError(f"the pieces could not be pulled from {sender.control}: {error}")
             )
 
     def _receive(
-        self, ask: SentRequest, address: str, heads: int, pieces: tuple[PostedPiece, ...]
+        self, sent: SentRequest, address: str, heads: int, pieces: tuple[PostedPiece, ...]
     ) -> None:
         """Lets the pieces come. Raises where the connection is not the one that was asked on, or
         has no room."""
-        connection, assembly = ask.connection, ask.transfer.assembly
+        connection, assembly = sent.connection, sent.transfer.assembly
         with self._lock:
             current = self._connections.get(connection.end) is connection
-        if not current or (ask.ahead and address != connection.address):
+        if not current or (sent.ahead and address != connection.address):
             raise _dropped(connection)
         avals = assembly.expect(heads, pieces)
         arrays: list[jax.Array] = []
         if avals:
             # where this raises, what was posted is withdrawn
-            arrays = self._inlet(connection).pull(address, ask.pull_id, avals)
+            arrays = self._inlet(connection).pull(address, sent.pull_id, avals)
             assembly.coming(pieces, arrays)
-        ask.arrays, ask.address = arrays, address
+        sent.arrays, sent.address = arrays, address
 
     def _deliver(self, transfer: Transfer) -> None:
         assembly = transfer.assembly
@@ -294,14 +294,14 @@ class KvPuller:
         self._settle_all()
         now = self._clock.now()
         stuck: list[tuple[SentRequest, float]] = []
-        for ask, deadline in self._stuck:
-            assert ask.arrays is not None
-            if all(map(is_ready, ask.arrays)):
+        for sent, deadline in self._stuck:
+            assert sent.arrays is not None
+            if all(map(is_ready, sent.arrays)):
                 continue
-            if now >= deadline and now - ask.connection.moved >= self._timeouts.quiet_seconds:
-                self._drop(ask.connection)
+            if now >= deadline and now - sent.connection.moved >= self._timeouts.quiet_seconds:
+                self._drop(sent.connection)
             else:
-                stuck.append((ask, deadline))
+                stuck.append((sent, deadline))
         self._stuck = stuck
         if time.monotonic() >= self._tell_at:
             self._tell()
@@ -328,10 +328,14 @@ class KvPuller:
 
     def _has_failed(self, transfer: Transfer) -> bool:
         """Whether one of several senders failed while others have not answered yet."""
-        for ask in transfer.asks:
-            if ask.arrays and all(map(is_ready, ask.arrays)) and (error := _error_of(ask.arrays)):
+        for sent in transfer.requests:
+            if (
+                sent.arrays
+                and all(map(is_ready, sent.arrays))
+                and (error := _error_of(sent.arrays))
+            ):
                 broken = HandoffError(
-                    f"the pieces from {ask.connection.end.control} could not be computed or moved:"
+                    f"the pieces from {sent.connection.end.control} could not be computed or moved:"
                     f" {error}"
                 )
                 transfer.pull.fail(heard(error) or broken)
@@ -342,46 +346,48 @@ class KvPuller:
         """A message may be lost: those who have not answered are asked again, under the same id.
         (Bytes answer a pull ahead.)"""
         now = self._clock.now()
-        for ask in transfer.asks:
+        for sent in transfer.requests:
             if (
-                (ask.arrays is None or ask.ahead)
-                and ask.request is not None
-                and now - ask.asked >= self._timeouts.ask_again_seconds
+                (sent.arrays is None or sent.ahead)
+                and sent.request is not None
+                and now - sent.sent_at >= self._timeouts.ask_again_seconds
             ):
-                ask.asked = now
+                sent.sent_at = now
                 self._link.send(
-                    ask.connection.end,
+                    sent.connection.end,
                     msgspec.structs.replace(
-                        ask.request, deadline_seconds=transfer.pull.deadline - now
+                        sent.request, deadline_seconds=transfer.pull.deadline - now
                     ),
                 )
 
     def _settle(self, transfer: Transfer) -> None:
         arrived = transfer.pull.failed() is None or transfer.assembly.assembled
-        for ask in transfer.asks:
+        for sent in transfer.requests:
             with self._lock:
-                self._asks.pop(ask.pull_id, None)
-            end = ask.connection.end
-            if ask.arrays is not None and all(map(is_ready, ask.arrays)):
-                error = _error_of(ask.arrays)
-                if error is None and ask.arrays:
-                    ask.connection.moved = self._clock.now()
+                self._requests.pop(sent.pull_id, None)
+            end = sent.connection.end
+            if sent.arrays is not None and all(map(is_ready, sent.arrays)):
+                error = _error_of(sent.arrays)
+                if error is None and sent.arrays:
+                    sent.connection.moved = self._clock.now()
                     if not self._untold:
                         self._tell_at = time.monotonic() + self._timeouts.pulled_seconds
-                    self._untold.append((end, Pulled(ask.pull_id)))
+                    self._untold.append((end, Pulled(sent.pull_id)))
                 elif (
                     error is not None
                     and is_dead_connection(error)
-                    and ask.address == ask.connection.address
+                    and sent.address == sent.connection.address
                 ):
-                    self._drop(ask.connection)
+                    self._drop(sent.connection)
             elif not arrived:
-                if not ask.refused:  # who refuses has withdrawn it, or never had it
-                    self._link.send(end, Withdraw(ask.pull_id, bool(ask.ahead)))
-                if ask.arrays is not None:
-                    flushed = self._clock.now() + self._timeouts.flush_seconds if ask.ahead else 0.0
-                    self._stuck.append((ask, max(transfer.pull.deadline, flushed)))
-        transfer.asks.clear()
+                if not sent.refused:  # who refuses has withdrawn it, or never had it
+                    self._link.send(end, Withdraw(sent.pull_id, bool(sent.ahead)))
+                if sent.arrays is not None:
+                    flushed = (
+                        self._clock.now() + self._timeouts.flush_seconds if sent.ahead else 0.0
+                    )
+                    self._stuck.append((sent, max(transfer.pull.deadline, flushed)))
+        transfer.requests.clear()
 
     def _drop(self, connection: SenderConnection) -> None:
         """Poisons and forgets a connection; the next pull makes another. Pulls under way on it
@@ -391,13 +397,13 @@ class KvPuller:
                 del self._connections[connection.end]
         if connection.inlet is not None:
             inlet, connection.inlet = connection.inlet, None
-            asks = [ask for transfer in self._watched for ask in transfer.asks] + [
-                ask for ask, _ in self._stuck
+            requests = [sent for transfer in self._watched for sent in transfer.requests] + [
+                sent for sent, _ in self._stuck
             ]
             inlet.close(
                 in_flight=any(
-                    ask.connection is connection and not all(map(is_ready, ask.arrays or ()))
-                    for ask in asks
+                    sent.connection is connection and not all(map(is_ready, sent.arrays or ()))
+                    for sent in requests
                 )
             )
         self._tell()  # else the sender would take what has arrived for being on its way still
@@ -424,7 +430,7 @@ class KvPuller:
         self._watched.clear()
         self._stuck.clear()
         with self._lock:
-            self._asks.clear()
+            self._requests.clear()
             self._peers.clear()
 
 

@@ -40,7 +40,7 @@ class SentRequest:
     pull_id: int
     connection: SenderConnection
     transfer: "Transfer"
-    asked: float
+    sent_at: float
     request: PullRequest | None = None
     arrays: list[jax.Array] | None = None
     address: str = ""
@@ -53,7 +53,7 @@ class Transfer:
     pull: PolledPull
     peer: str
     assembly: Assembly
-    asks: list[SentRequest] = field(default_factory=list)
+    requests: list[SentRequest] = field(default_factory=list)
 
 
 def pieces_by_sender(
@@ -79,7 +79,7 @@ def pieces_by_sender(
 
 
 def request_of(
-    ask: SentRequest,
+    sent: SentRequest,
     offer_id: int,
     target: PullTarget,
     deadline_seconds: float,
@@ -90,10 +90,10 @@ def request_of(
     zeros = target.zeros
     _, components, heads, tokens, head_size = zeros.shape
     return PullRequest(
-        pull_id=ask.pull_id,
+        pull_id=sent.pull_id,
         offer_id=offer_id,
-        sender_boot_id=ask.connection.end.boot_id,
-        link=ask.connection.number,
+        sender_boot_id=sent.connection.end.boot_id,
+        link=sent.connection.number,
         transports=transports,
         deadline_seconds=deadline_seconds,
         codec=target.codec,
@@ -103,9 +103,9 @@ def request_of(
         tokens=tokens,
         head_size=head_size,
         head_shards=heads // target.granule,
-        wanted=ask.transfer.assembly.wanted,
+        wanted=sent.transfer.assembly.wanted,
         process=jax.process_index(),
         turn=turn,
-        address=ask.connection.address if ask.ahead else "",
-        pieces=ask.ahead,
+        address=sent.connection.address if sent.ahead else "",
+        pieces=sent.ahead,
     )

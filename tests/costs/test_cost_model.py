@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.measured_steps import eager_accelerator, measured_steps
-from jdisagg.costs.cost_model import CODEC_BITS, Cost, CostModel, wire_bytes_per_token
+from jdisagg.costs.cost_model import CODEC_BITS, Cost, CostModel, Kernels, wire_bytes_per_token
 from jdisagg.costs.fitting import Errors, Observation, fit, predict, relative_errors
 from jdisagg.costs.hardware import (
     HARDWARE,
@@ -243,7 +243,7 @@ def test_experts_over_all_ranks_pay_an_exchange_of_their_own() -> None:
     assert CostModel(shape, hardware, Layout(dp=4, tp=4, ep=16)).decode([1000] * 8).exchange > 0
     assert CostModel(shape, hardware, Layout(dp=4, tp=4, ep=4)).decode([1000] * 8).exchange == 0
     gathered = CostModel(shape, hardware, Layout(dp=16, tp=1, ep=16))
-    sent = CostModel(shape, hardware, Layout(dp=16, tp=1, ep=16), exchange="all_to_all")
+    sent = CostModel(shape, hardware, Layout(dp=16, tp=1, ep=16), kernels=Kernels("all_to_all"))
     assert sent.prefill([(4096, 0)]).exchange < gathered.prefill([(4096, 0)]).exchange
 
 
@@ -338,7 +338,10 @@ def test_products_of_whole_waves_take_their_arithmetic_and_one_tile_more_takes_a
             sequence_seconds=0.0,
         ),
     )
-    smooth, waves = CostModel(shape, card), CostModel(shape, card, multiprocessors=108)
+    smooth, waves = (
+        CostModel(shape, card),
+        CostModel(shape, card, kernels=Kernels(multiprocessors=108)),
+    )
     whole, more = 27 * 128, 27 * 128 + 1
     assert smooth.prefill([(more, 0)]).compute < 1.001 * smooth.prefill([(whole, 0)]).compute
     assert waves.prefill([(more, 0)]).compute > 1.3 * waves.prefill([(whole, 0)]).compute

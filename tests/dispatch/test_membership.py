@@ -63,103 +63,107 @@ def factory() -> Factory:
 
 
 @pytest.fixture
-def roster(clock: HandClock, factory: Factory) -> Membership:
+def membership(clock: HandClock, factory: Factory) -> Membership:
     return Membership(clock, factory)
 
 
 def test_a_worker_is_known_with_its_ports_once_registered_and_counts_once_it_said_its_status(
-    roster: Membership,
+    membership: Membership,
 ):
-    roster.register(card("d", 1))
-    assert dict(roster.decode) == {"d": card("d", 1)} and not roster.prefill
-    assert roster.statuses() == ()
-    assert roster.heartbeat(1, status("d", free=5))
-    assert [said.free_pages for said in roster.statuses()] == [(5,)]
+    membership.register(card("d", 1))
+    assert dict(membership.decode) == {"d": card("d", 1)} and not membership.prefill
+    assert membership.statuses() == ()
+    assert membership.heartbeat(1, status("d", free=5))
+    assert [said.free_pages for said in membership.statuses()] == [(5,)]
 
 
-def test_ready_needs_a_worker_of_each_kind_or_a_mixed_one(roster: Membership):
+def test_ready_needs_a_worker_of_each_kind_or_a_mixed_one(membership: Membership):
     for name, role in (("p", WorkerRole.PREFILL), ("d", WorkerRole.DECODE)):
-        assert not roster.ready
-        roster.register(card(name, len(name), role))
-        roster.heartbeat(len(name), status(name, role))
-    assert roster.ready
-    roster.deregister("p", 1)
-    assert not roster.ready
-    roster.register(card("m", 7, WorkerRole.MIXED))
-    assert roster.heartbeat(7, status("m", WorkerRole.MIXED)) and roster.ready
+        assert not membership.ready
+        membership.register(card(name, len(name), role))
+        membership.heartbeat(len(name), status(name, role))
+    assert membership.ready
+    membership.deregister("p", 1)
+    assert not membership.ready
+    membership.register(card("m", 7, WorkerRole.MIXED))
+    assert membership.heartbeat(7, status("m", WorkerRole.MIXED)) and membership.ready
 
 
 def test_silence_makes_a_worker_suspect_and_then_gone_and_its_ports_are_closed(
-    roster: Membership, clock: HandClock, factory: Factory
+    membership: Membership, clock: HandClock, factory: Factory
 ):
-    roster.register(card("d", 1))
-    roster.heartbeat(1, status("d"))
+    membership.register(card("d", 1))
+    membership.heartbeat(1, status("d"))
     clock.seconds += TIMEOUTS.suspect_seconds + 0.1
-    assert roster.liveness("d") is Liveness.SUSPECT and roster.statuses()[0].draining
-    assert roster.sweep() == () and "d" in roster.decode
+    assert membership.liveness("d") is Liveness.SUSPECT and membership.statuses()[0].draining
+    assert membership.sweep() == () and "d" in membership.decode
     clock.seconds += TIMEOUTS.gone_seconds - TIMEOUTS.suspect_seconds
-    assert roster.liveness("d") is None and roster.statuses() == ()
-    assert roster.sweep() == (card("d", 1),)
-    assert factory.closed == [1] and "d" not in roster.decode
-    assert not roster.heartbeat(1, status("d")), "it must register again"
+    assert membership.liveness("d") is None and membership.statuses() == ()
+    assert membership.sweep() == (card("d", 1),)
+    assert factory.closed == [1] and "d" not in membership.decode
+    assert not membership.heartbeat(1, status("d")), "it must register again"
 
 
 def test_what_a_router_did_not_hear_because_it_was_stopped_is_no_silence(
-    roster: Membership, clock: HandClock, factory: Factory
+    membership: Membership, clock: HandClock, factory: Factory
 ):
-    roster.register(card("d", 1))
-    roster.heartbeat(1, status("d"))
+    membership.register(card("d", 1))
+    membership.heartbeat(1, status("d"))
     clock.seconds += 60.0
-    roster.excuse(59.5)
-    assert roster.sweep() == () and roster.liveness("d") is Liveness.LIVE and roster.statuses()
+    membership.excuse(59.5)
+    assert (
+        membership.sweep() == ()
+        and membership.liveness("d") is Liveness.LIVE
+        and membership.statuses()
+    )
     clock.seconds += TIMEOUTS.gone_seconds
-    assert roster.sweep() == (card("d", 1),) and factory.closed == [1], "from now on it counts"
+    assert membership.sweep() == (card("d", 1),) and factory.closed == [1], "from now on it counts"
 
 
-def test_a_heartbeat_makes_a_suspect_live_again(roster: Membership, clock: HandClock):
-    roster.register(card("d", 1))
+def test_a_heartbeat_makes_a_suspect_live_again(membership: Membership, clock: HandClock):
+    membership.register(card("d", 1))
     clock.seconds += TIMEOUTS.suspect_seconds + 0.1
-    assert roster.heartbeat(1, status("d"))
-    assert roster.liveness("d") is Liveness.LIVE and not roster.statuses()[0].draining
+    assert membership.heartbeat(1, status("d"))
+    assert membership.liveness("d") is Liveness.LIVE and not membership.statuses()[0].draining
 
 
 def test_two_processes_under_one_name_do_not_displace_each_other(
-    roster: Membership, clock: HandClock, factory: Factory
+    membership: Membership, clock: HandClock, factory: Factory
 ):
     first, second = card("d", 1, port=1), card("d", 2, port=2)
-    roster.register(first)
+    membership.register(first)
     clock.seconds += TIMEOUTS.suspect_seconds - 0.1
     with pytest.raises(
         NameTakenError,
         match=r"worker 'd' at 127.0.0.1:2: a worker of that name lives at 127.0.0.1:1",
     ):
-        roster.register(second)
-    assert roster.cards() == (first,) and not factory.closed
+        membership.register(second)
+    assert membership.cards() == (first,) and not factory.closed
     clock.seconds += 0.2
-    roster.register(second)
-    assert roster.cards() == (second,) and factory.closed == [1], (
+    membership.register(second)
+    assert membership.cards() == (second,) and factory.closed == [1], (
         "who is not heard of gives up its name"
     )
 
 
 def test_a_new_boot_id_replaces_the_old_process_and_its_ports_at_once(
-    roster: Membership, factory: Factory
+    membership: Membership, factory: Factory
 ):
-    roster.register(card("d", 1))
-    roster.heartbeat(1, status("d"))
-    roster.register(card("d", 2))
-    assert factory.closed == [1] and roster.decode["d"] == card("d", 2)
-    assert roster.statuses() == (), "what the old process said is nothing about the new one"
-    assert not roster.heartbeat(1, status("d")) and roster.heartbeat(2, status("d"))
-    roster.deregister("d", 1)
-    assert "d" in roster.decode, "the old process's farewell does not concern the new one"
+    membership.register(card("d", 1))
+    membership.heartbeat(1, status("d"))
+    membership.register(card("d", 2))
+    assert factory.closed == [1] and membership.decode["d"] == card("d", 2)
+    assert membership.statuses() == (), "what the old process said is nothing about the new one"
+    assert not membership.heartbeat(1, status("d")) and membership.heartbeat(2, status("d"))
+    membership.deregister("d", 1)
+    assert "d" in membership.decode, "the old process's farewell does not concern the new one"
 
 
-def test_registering_again_is_no_restart(roster: Membership, factory: Factory):
-    roster.register(card("d", 1))
-    roster.heartbeat(1, status("d"))
-    roster.register(card("d", 1))
-    assert not factory.closed and roster.statuses()
+def test_registering_again_is_no_restart(membership: Membership, factory: Factory):
+    membership.register(card("d", 1))
+    membership.heartbeat(1, status("d"))
+    membership.register(card("d", 1))
+    assert not factory.closed and membership.statuses()
 
 
 @pytest.mark.parametrize(
@@ -167,9 +171,9 @@ def test_registering_again_is_no_restart(roster: Membership, factory: Factory):
     [("fingerprint", "other"), ("dtype", "bfloat16"), ("context_tokens", 128)],
 )
 def test_another_model_is_refused_naming_the_field_and_both_values(
-    roster: Membership, field_name: str, value: object
+    membership: Membership, field_name: str, value: object
 ):
-    roster.register(card("d", 1))
+    membership.register(card("d", 1))
     other = msgspec.structs.replace(
         card("e", 2), model=msgspec.structs.replace(MODEL, **{field_name: value})
     )
@@ -177,36 +181,36 @@ def test_another_model_is_refused_naming_the_field_and_both_values(
         IncompatiblePeerError,
         match=f"worker 'e'.*{field_name} is {value!r}.*{getattr(MODEL, field_name)!r}",
     ):
-        roster.register(other)
-    assert list(roster.decode) == ["d"]
+        membership.register(other)
+    assert list(membership.decode) == ["d"]
 
 
-def test_a_worker_needs_a_name_and_an_address(roster: Membership):
+def test_a_worker_needs_a_name_and_an_address(membership: Membership):
     with pytest.raises(InvalidRequestError, match="must not be empty"):
-        roster.register(msgspec.structs.replace(card("d", 1), address=""))
+        membership.register(msgspec.structs.replace(card("d", 1), address=""))
 
 
-def test_workers_may_come_and_go_while_the_views_are_iterated(roster: Membership):
+def test_workers_may_come_and_go_while_the_views_are_iterated(membership: Membership):
     for boot_id in range(1, 4):
-        roster.register(card(f"d{boot_id}", boot_id))
+        membership.register(card(f"d{boot_id}", boot_id))
     seen = []
-    for name in roster.decode:
+    for name in membership.decode:
         seen.append(name)
-        roster.deregister("d3", 3)
-        roster.register(card("d9", 9))
-    assert seen == ["d1", "d2", "d3"] and len(roster.decode) == 3
+        membership.deregister("d3", 3)
+        membership.register(card("d9", 9))
+    assert seen == ["d1", "d2", "d3"] and len(membership.decode) == 3
     with pytest.raises(KeyError):
-        roster.prefill["d1"]
+        membership.prefill["d1"]
 
 
 def test_every_change_is_reported(clock: HandClock):
     told: list[bool] = []
-    roster = Membership(
-        clock, lambda card: WorkerPorts(), on_change=lambda: told.append(roster.ready)
+    membership = Membership(
+        clock, lambda card: WorkerPorts(), on_change=lambda: told.append(membership.ready)
     )
-    roster.register(card("m", 1, WorkerRole.MIXED))
-    roster.heartbeat(1, status("m", WorkerRole.MIXED))
-    roster.heartbeat(1, status("m", WorkerRole.MIXED))
+    membership.register(card("m", 1, WorkerRole.MIXED))
+    membership.heartbeat(1, status("m", WorkerRole.MIXED))
+    membership.heartbeat(1, status("m", WorkerRole.MIXED))
     clock.seconds += TIMEOUTS.gone_seconds + 1
-    roster.sweep()
+    membership.sweep()
     assert told == [False, True, False]

@@ -46,7 +46,9 @@ def test_a_draining_decode_worker_hands_its_sequences_on(seconds: float, wire: b
             assert (await fleet.decode_worker("decode0").status()).draining
             await streams
             moved = fleet.path.counters["sequences_moved"]
-            assert fleet.path.counters["legs_failed"] == 0 and fleet.counted("moves_failed") == 0
+            assert (
+                fleet.path.counters["attempts_failed"] == 0 and fleet.counted("moves_failed") == 0
+            )
             if seconds >= 0.05:
                 assert moved == fleet.counted("sequences_moved") == 2, "the half that decode0 ran"
                 assert asyncio.get_running_loop().time() - drained_at > 0.05, (
@@ -130,12 +132,14 @@ def test_a_draining_prefill_worker_waits_until_its_offers_are_fetched_within_its
             await worker.drain(30.0)
             assert (await worker.status()).handoffs == 0
             with pytest.raises(UnavailableError, match="draining"):
-                await worker.prefill(
+                await worker.prefill(  # type: ignore[union-attr]
                     PrefillCall(toy_request(9), 1, (Child(0),), 5, "decode0", 0, 10.0)
                 )  # type: ignore[union-attr]
             await streams
             assert (
-                fleet.path.counters["legs_failed"] == fleet.path.counters["sources_replaced"] == 0
+                fleet.path.counters["attempts_failed"]
+                == fleet.path.counters["sources_replaced"]
+                == 0
             )
             await fleet.check_quiet()
         async with Fleet(costs=Costs(pull=0.2, prefill_token=1e-3)) as fleet:
@@ -193,7 +197,9 @@ def test_a_sequence_that_is_frozen_for_a_worker_that_died_goes_on_soon() -> None
             await asyncio.sleep(0.02)
             await fleet.kill("decode1")
             fleet.check(request, await collecting)
-            assert worker.counters["moves_failed"] == 1 and fleet.path.counters["legs_failed"] == 0
+            assert (
+                worker.counters["moves_failed"] == 1 and fleet.path.counters["attempts_failed"] == 0
+            )
             assert max(after - before for before, after in pairwise(times)) < 10.0
             await fleet.check_quiet()
 
@@ -219,7 +225,7 @@ def test_a_move_that_cannot_transfer_leaves_the_sequence_where_it_is(kind: str) 
             assert fleet.counted("moves_begun") == 1 and fleet.counted("sequences_moved") == 0
             if kind != "stall":  # which lasts longer than the sequence
                 assert fleet.counted("moves_failed") == fleet.path.counters["moves_failed"] == 1
-            assert fleet.path.counters["legs_failed"] == 0
+            assert fleet.path.counters["attempts_failed"] == 0
             await fleet.check_quiet(settle_seconds=40)
 
     run_virtually(main)

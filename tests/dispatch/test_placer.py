@@ -139,7 +139,7 @@ def test_a_worker_that_fails_in_a_row_is_left_alone_for_a_while_and_heals() -> N
         desk = Desk(decodes=2)
         beating = asyncio.create_task(desk.keep_alive())
 
-        async def leg(fails: bool) -> str:
+        async def attempt(fails: bool) -> str:
             placement = await desk.place()
             decode = placement.decision.decode
             if not fails:
@@ -147,10 +147,10 @@ def test_a_worker_that_fails_in_a_row_is_left_alone_for_a_while_and_heals() -> N
             placement.end([decode] if fails else [])
             return decode
 
-        assert [await leg(True) for _ in range(FAILURES)] == ["d0"] * FAILURES, (
+        assert [await attempt(True) for _ in range(FAILURES)] == ["d0"] * FAILURES, (
             "the first of two alike"
         )
-        assert {await leg(False) for _ in range(5)} == {"d1"}
+        assert {await attempt(False) for _ in range(5)} == {"d1"}
         assert desk.placer.status().accounts[1].barred_seconds > 0
         await asyncio.sleep(FIRST_SECONDS)
         probe = await desk.place()
@@ -158,7 +158,7 @@ def test_a_worker_that_fails_in_a_row_is_left_alone_for_a_while_and_heals() -> N
         assert (await desk.place()).decision.decode == "d1", "one probe at a time"
         probe.prefilled()
         probe.end()
-        assert await leg(False) == "d0"
+        assert await attempt(False) == "d0"
         beating.cancel()
 
     run_virtually(main)

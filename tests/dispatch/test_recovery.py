@@ -48,7 +48,9 @@ def test_a_dead_worker_ends_no_stream_while_another_lives(
                 fleet.collect_all(mixed_requests(10)), kill_later(fleet, name, seconds)
             )
             counters = fleet.path.counters
-            assert counters["sources_replaced"] + counters["legs_failed"] > 0, "the death was felt"
+            assert counters["sources_replaced"] + counters["attempts_failed"] > 0, (
+                "the death was felt"
+            )
             await fleet.check_quiet(settle_seconds=10.0)
 
     run_virtually(main)
@@ -65,7 +67,7 @@ def test_what_has_come_of_a_dead_prefill_workers_kv_is_kept_and_its_first_token_
             fleet.check(request, await collecting)
             assert (
                 fleet.path.counters["sources_replaced"] == 1
-                and fleet.path.counters["legs_failed"] == 0
+                and fleet.path.counters["attempts_failed"] == 0
             )
             kept = fleet.counted("kv_tokens_kept")
             assert 0 < kept < 100 and kept % 4 == 0
@@ -90,7 +92,7 @@ def test_several_children_whose_first_tokens_were_delivered_keep_them_across_a_p
             fleet.check(request, await collecting)
             assert (
                 fleet.path.counters["sources_replaced"] == 1
-                and fleet.path.counters["legs_failed"] == 0
+                and fleet.path.counters["attempts_failed"] == 0
             )
             await fleet.check_quiet()
 
@@ -134,8 +136,8 @@ def test_a_worker_restarted_under_its_name_is_another_peer() -> None:
 
 
 def test_one_death_counts_once_for_each_child_however_many_there_are() -> None:
-    """Children that were resumed or preempted go each in a leg of its own: a death ends several
-    legs at once."""
+    """Children that were resumed or preempted go each in an attempt of its own: a death ends
+    several attempts at once."""
 
     async def main() -> None:
         async with Fleet(limits=LimitsConfig(max_attempts=3)) as fleet:
@@ -147,7 +149,7 @@ def test_one_death_counts_once_for_each_child_however_many_there_are() -> None:
             await asyncio.sleep(0.2)
             await fleet.kill("decode0")
             fleet.check(request, await collecting)
-            assert fleet.path.counters["legs_failed"] > 3, "several legs felt it"
+            assert fleet.path.counters["attempts_failed"] > 3, "several attempts felt it"
             await fleet.check_quiet(settle_seconds=10.0)
 
     run_virtually(main)
@@ -343,7 +345,7 @@ def test_an_id_may_be_used_again_right_after_a_request_that_was_resumed(wire: bo
             fleet.check(request, await fleet.collect(resumed))
             for life in (1, 2):
                 fleet.check(request, await fleet.collect(replace(request, life=life)))
-            assert fleet.path.counters["legs_failed"] == 0
+            assert fleet.path.counters["attempts_failed"] == 0
             with pytest.raises(HandoffError, match="comes after attempt"):
                 await fleet.collect(request)
             await fleet.check_quiet()
@@ -371,7 +373,7 @@ class Broken:
 
 
 @pytest.mark.parametrize("name", ["prefill0", "decode0"])
-def test_a_worker_that_always_fails_after_others_helped_its_legs_is_barred(name: str) -> None:
+def test_a_worker_that_always_fails_after_others_helped_its_attempts_is_barred(name: str) -> None:
     """A first token is a success of whoever computed it, and says nothing of who is to decode."""
 
     async def main() -> None:
@@ -383,7 +385,8 @@ def test_a_worker_that_always_fails_after_others_helped_its_legs_is_barred(name:
                 await fleet.collect_all([toy_request(number, prompt_tokens=20)])
             counters = fleet.path.counters
             assert (
-                counters["sources_replaced" if name == "prefill0" else "legs_failed"] == FAILURES
+                counters["sources_replaced" if name == "prefill0" else "attempts_failed"]
+                == FAILURES
             ), "the fault was felt"
             assert barred(fleet, name) and not any(
                 barred(fleet, other) for other in fleet.processes if other != name
@@ -413,7 +416,7 @@ def test_who_found_no_worker_at_first_is_no_less_new_than_others_when_there_is_o
             ]
             collecting = [asyncio.create_task(fleet.collect(request)) for request in requests]
             await asyncio.sleep(0.05)
-            assert fleet.path.counters["legs_failed"] >= 3, "they have all asked in vain"
+            assert fleet.path.counters["attempts_failed"] >= 3, "they have all asked in vain"
             await fleet.start("prefill0")
             answers = await asyncio.gather(*collecting, return_exceptions=True)
             assert [isinstance(answer, OverloadedError) for answer in answers] == [
@@ -445,7 +448,7 @@ def test_predictions_are_held_against_what_one_leg_did_undisturbed() -> None:
                     kill_later(fleet, name, seconds),
                 )
             counters = fleet.path.counters
-            assert counters["sources_replaced"] + counters["legs_failed"] == 2, (
+            assert counters["sources_replaced"] + counters["attempts_failed"] == 2, (
                 "both deaths were felt"
             )
             assert measured["tpot"] == 1

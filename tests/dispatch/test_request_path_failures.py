@@ -263,7 +263,7 @@ def test_failed_pulls_are_pulled_again(failing: set[int]) -> None:
             request = toy_request(1, prompt_tokens=40)
             cluster.check_against_oracle(request, await cluster.collect(request))
             assert cluster.decode.counters["pulls_failed"] == len(failing)
-            assert cluster.path.counters["legs_failed"] == 0
+            assert cluster.path.counters["attempts_failed"] == 0
             await cluster.check_quiet()
 
     run_virtually(main)
@@ -279,7 +279,7 @@ def test_a_hand_off_that_fails_is_done_again_and_the_stream_is_unbroken() -> Non
                 cluster.check_against_oracle(request, answer)
             assert (
                 cluster.path.counters["sources_replaced"] > 0
-                and cluster.path.counters["legs_failed"] == 0
+                and cluster.path.counters["attempts_failed"] == 0
             )
             await cluster.check_quiet()
 
@@ -293,7 +293,7 @@ def test_pulls_that_always_fail_end_in_a_typed_error_after_bounded_tries() -> No
         ) as cluster:
             with pytest.raises(HandoffError, match="lost"):
                 await cluster.collect(toy_request(1))
-            assert cluster.path.counters["legs_failed"] == 3
+            assert cluster.path.counters["attempts_failed"] == 3
             await cluster.check_quiet()
 
     run_virtually(main)

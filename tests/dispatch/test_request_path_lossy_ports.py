@@ -32,7 +32,7 @@ def test_late_replies_change_no_token_and_a_preemption_is_no_failure(
             wrap_decode=lambda port: lossy_decode(port, decode_late),
         ) as cluster:
             assert await stream_all(cluster, mixed_requests(10)) > 0
-            assert cluster.path.counters["legs_failed"] == 0
+            assert cluster.path.counters["attempts_failed"] == 0
 
     run_virtually(main)
 

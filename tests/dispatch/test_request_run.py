@@ -1,21 +1,15 @@
 """The state of one request: its tokens are accepted once, in order, and up to their end."""
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
 from jdisagg.dispatch.request_run import DeliveryError, RequestRun
+from jdisagg.dispatch.token_stream import TextDelta
 from jdisagg.request import AcceptedChild, Resumption
 from tests.fakes.cluster import toy_request
 from tests.fakes.virtual_time import VirtualClock
-
-
-@dataclass(frozen=True)
-class Delta:
-    text: str
-    tokens_kept: int
-    stopped: bool = False
 
 
 class Letters:
@@ -26,9 +20,9 @@ class Letters:
     def __init__(self) -> None:
         self.pushed: list[int] = []
 
-    def push(self, token_ids: tuple[int, ...]) -> Delta:
+    def push(self, token_ids: tuple[int, ...]) -> TextDelta:
         self.pushed += token_ids
-        return Delta("x" * len(token_ids), len(token_ids))
+        return TextDelta("x" * len(token_ids), len(token_ids), False)
 
     def finish(self) -> str:
         return ""

@@ -35,7 +35,7 @@ class ToyWorker:
 
     name: str
     role: WorkerRole
-    roster: Membership
+    membership: Membership
     boot_id: int
     fails: bool = False
     dies: bool = False
@@ -58,14 +58,14 @@ class ToyWorker:
 
     def serve(self) -> None:
         layout = Layout(tp=2) if self.role is PREFILL else Layout(dp=2)
-        self.roster.register(
+        self.membership.register(
             WorkerCard(self.name, self.boot_id, self.role, self.name, layout, MODEL)
         )
-        self.roster.heartbeat(self.boot_id, self.said())
+        self.membership.heartbeat(self.boot_id, self.said())
 
     def beat(self) -> None:
         if not self.away:
-            self.roster.heartbeat(self.boot_id, self.said())
+            self.membership.heartbeat(self.boot_id, self.said())
 
     async def switch_role(self, call: SwitchCall) -> None:
         if self.silent:
@@ -98,7 +98,7 @@ class ToyWorker:
         self.beat()
         await asyncio.sleep(1.0)
         self.away = True
-        self.roster.deregister(self.name, self.boot_id)
+        self.membership.deregister(self.name, self.boot_id)
         await asyncio.sleep(AWAY_SECONDS)
         self.away, self.draining, self.boot_id = False, False, self.boot_id + 1000
         if not self.fails and not self.dies:
@@ -125,15 +125,17 @@ class Town:
 
     def __init__(self, prefill: int, decode: int) -> None:
         self.clock = VirtualClock()
-        self.roster = Membership(self.clock, lambda card: WorkerPorts())
+        self.membership = Membership(self.clock, lambda card: WorkerPorts())
         names = [f"p{index}" for index in range(prefill)] + [f"d{index}" for index in range(decode)]
         self.workers = {
-            name: ToyWorker(name, PREFILL if name.startswith("p") else DECODE, self.roster, at + 1)
+            name: ToyWorker(
+                name, PREFILL if name.startswith("p") else DECODE, self.membership, at + 1
+            )
             for at, name in enumerate(names)
         }
         ids = iter(range(1, 1000))
-        self.desk = RoleSwitcher(
-            self.roster, self.workers.__getitem__, self.clock, lambda: next(ids)
+        self.switcher = RoleSwitcher(
+            self.membership, self.workers.__getitem__, self.clock, lambda: next(ids)
         )
         for worker in self.workers.values():
             worker.serve()
@@ -144,24 +146,24 @@ class Town:
             await asyncio.sleep(0.25)
             for worker in self.workers.values():
                 worker.beat()
-            self.roster.sweep()
+            self.membership.sweep()
 
     def roles(self) -> dict[str, str]:
-        return {one.name: one.role.value for one in self.roster.statuses()}
+        return {one.name: one.role.value for one in self.membership.statuses()}
 
 
 def test_a_worker_changes_its_role_and_is_placed_on_when_the_desk_says_so() -> None:
     async def main() -> None:
         town = Town(2, 1)
-        report = await town.desk.switch("p1", DECODE, None, 60.0)
+        report = await town.switcher.switch("p1", DECODE, None, 60.0)
         assert (report.state, report.role, report.layout) == (
             SwitchState.DONE,
             DECODE,
             Layout(dp=1, tp=2),
         ), "its own devices, d0's layout"
         assert town.roles() == {"p0": "prefill", "p1": "decode", "d0": "decode"}
-        assert town.desk.counters.snapshot() == {"roles_switched": 1}
-        assert not town.desk.changing
+        assert town.switcher.counters.snapshot() == {"roles_switched": 1}
+        assert not town.switcher.changing
 
     run_virtually(main)
 
@@ -170,7 +172,7 @@ def test_a_change_whose_answer_was_lost_is_followed_all_the_same() -> None:
     async def main() -> None:
         town = Town(2, 1)
         town.workers["p1"].unheard = True
-        report = await town.desk.switch("p1", DECODE, None, 60.0)
+        report = await town.switcher.switch("p1", DECODE, None, 60.0)
         assert report.state is SwitchState.DONE and town.roles()["p1"] == "decode"
 
     run_virtually(main)
@@ -182,7 +184,7 @@ def test_a_change_whose_answer_and_reports_were_lost_is_followed_once_the_worker
     async def main() -> None:
         town = Town(2, 1)
         town.workers["p1"].unheard = town.workers["p1"].mute = True
-        report = await town.desk.switch("p1", DECODE, None, 60.0)
+        report = await town.switcher.switch("p1", DECODE, None, 60.0)
         assert report.state is SwitchState.DONE and town.roles()["p1"] == "decode"
         assert town.clock.now() >= AWAY_SECONDS, "it was not heard before its next life"
 
@@ -200,10 +202,10 @@ def test_a_worker_that_nobody_can_ask_is_given_up_before_the_deadline() -> None:
 
         worker.switch_role = refused  # type: ignore[method-assign]
         with pytest.raises(UnavailableError, match="connection refused"):
-            await town.desk.switch("p1", DECODE, None, 300.0)
+            await town.switcher.switch("p1", DECODE, None, 300.0)
         assert (
             town.clock.now() <= DEFAULT_TIMEOUTS.membership.role_uncertain_seconds + 1.0
-            and not town.desk.changing
+            and not town.switcher.changing
         )
 
     run_virtually(main)
@@ -212,10 +214,10 @@ def test_a_worker_that_nobody_can_ask_is_given_up_before_the_deadline() -> None:
 def test_two_at_once_are_one_too_many() -> None:
     async def main() -> None:
         town = Town(3, 1)
-        first = asyncio.ensure_future(town.desk.switch("p1", DECODE, None, 60.0))
+        first = asyncio.ensure_future(town.switcher.switch("p1", DECODE, None, 60.0))
         await asyncio.sleep(0.5)
         with pytest.raises(UnavailableError, match="'p1' is changing its role"):
-            await town.desk.switch("p2", DECODE, None, 60.0)
+            await town.switcher.switch("p2", DECODE, None, 60.0)
         assert (await first).state is SwitchState.DONE
         assert town.roles()["p2"] == "prefill"
 
@@ -226,10 +228,10 @@ def test_the_last_of_a_role_stays_and_nobody_is_asked() -> None:
     async def main() -> None:
         town = Town(1, 2)
         with pytest.raises(UnavailableError, match="last prefill worker"):
-            await town.desk.switch("p0", DECODE, None, 60.0)
+            await town.switcher.switch("p0", DECODE, None, 60.0)
         with pytest.raises(InvalidRequestError, match="no worker 'x'"):
-            await town.desk.switch("x", DECODE, None, 60.0)
-        assert town.workers["p0"].report is None and not town.desk.changing
+            await town.switcher.switch("x", DECODE, None, 60.0)
+        assert town.workers["p0"].report is None and not town.switcher.changing
 
     run_virtually(main)
 
@@ -243,14 +245,14 @@ def test_a_change_that_did_not_work_is_told_as_such_once_the_worker_is_back(
     async def main() -> None:
         town = Town(2, 1)
         setattr(town.workers["p1"], how, True)
-        report = await town.desk.switch("p1", DECODE, None, 60.0)
+        report = await town.switcher.switch("p1", DECODE, None, 60.0)
         assert (
             report.state is SwitchState.FAILED
             and reason in report.reason
             and report.role is PREFILL
         )
         assert town.roles()["p1"] == "prefill"
-        assert town.desk.counters.snapshot() == {"role_switches_failed": 1}
+        assert town.switcher.counters.snapshot() == {"role_switches_failed": 1}
 
     run_virtually(main)
 
@@ -262,8 +264,8 @@ def test_a_worker_that_never_comes_back_ends_the_wait_at_its_deadline() -> None:
         with pytest.raises(
             DeadlineExceededError, match="'p1' was not heard of as decode within 20 s"
         ):
-            await town.desk.switch("p1", DECODE, None, 20.0)
-        assert not town.desk.changing and town.desk.counters.snapshot() == {
+            await town.switcher.switch("p1", DECODE, None, 20.0)
+        assert not town.switcher.changing and town.switcher.counters.snapshot() == {
             "role_switches_failed": 1
         }
 
@@ -274,22 +276,22 @@ def test_a_desk_whose_way_to_a_worker_cannot_be_opened_or_closed_is_free_again()
     async def main() -> None:
         town = Town(2, 1)
         workers, ids = town.workers, iter(range(1, 1000))
-        desk = RoleSwitcher(
-            town.roster, {"p0": workers["p0"]}.__getitem__, town.clock, lambda: next(ids)
+        switcher = RoleSwitcher(
+            town.membership, {"p0": workers["p0"]}.__getitem__, town.clock, lambda: next(ids)
         )
         with pytest.raises(KeyError):
-            await desk.switch("p1", DECODE, None, 60.0)
-        assert not desk.changing
+            await switcher.switch("p1", DECODE, None, 60.0)
+        assert not switcher.changing
 
         class Sticky(ToyWorker):
             async def __aexit__(self, *_: object) -> None:
-                assert town.desk.changing, "until it is closed"
+                assert town.switcher.changing, "until it is closed"
                 raise OSError("stuck")
 
         workers["p1"].__class__ = Sticky
         with pytest.raises(OSError, match="stuck"):
-            await town.desk.switch("p1", DECODE, None, 60.0)
-        assert not town.desk.changing and town.roles()["p1"] == "decode"
+            await town.switcher.switch("p1", DECODE, None, 60.0)
+        assert not town.switcher.changing and town.roles()["p1"] == "decode"
 
     run_virtually(main)
 
@@ -299,7 +301,9 @@ def pools(town: Town, acts: bool = True) -> tuple[Controller, ElasticPools, list
     controller, said = Controller(config), list[str]()
     return (
         controller,
-        ElasticPools(controller, town.desk, town.roster.statuses, town.clock, acts, said.append),
+        ElasticPools(
+            controller, town.switcher, town.membership.statuses, town.clock, acts, said.append
+        ),
         said,
     )
 
@@ -364,9 +368,9 @@ def test_a_look_that_fails_is_told_and_others_follow(caplog: pytest.LogCaptureFi
             looks += 1
             if looks == 2:
                 raise ValueError("a worker says nonsense")
-            return town.roster.statuses()
+            return town.membership.statuses()
 
-        elastic = ElasticPools(controller, town.desk, statuses, town.clock, True)
+        elastic = ElasticPools(controller, town.switcher, statuses, town.clock, True)
         elastic.start()
         await asyncio.sleep(4.5)
         await elastic.stop()
@@ -408,7 +412,7 @@ def test_a_change_must_have_time_and_an_end(seconds: float) -> None:
         _, elastic, _ = pools(town)
         with pytest.raises(InvalidRequestError, match="positive and finite"):
             await elastic.switch("p2", DECODE, deadline_seconds=seconds)
-        assert not town.desk.changing and not town.workers["p2"].draining
+        assert not town.switcher.changing and not town.workers["p2"].draining
 
     run_virtually(main)
 

@@ -8,12 +8,14 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 from jdisagg.config import InstanceConfig, LimitsConfig, Mode
 from jdisagg.dispatch.placer import PlacerSettings
 from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
+from jdisagg.dispatch.token_stream import TextDelta
 from jdisagg.messages.ports import DecodePort, PeerPort, PrefillPort
 from jdisagg.request import (
     FinishReason,
@@ -34,13 +36,6 @@ from tests.fakes.toy_model import expected_tokens
 from tests.fakes.virtual_time import VirtualClock
 
 
-@dataclass(frozen=True)
-class ToyDelta:
-    text: str
-    tokens_kept: int
-    stopped: bool
-
-
 class ToyText:
     """Each token is one word `<id>`; a stop string is looked for in the newest token's word
     only."""
@@ -49,15 +44,15 @@ class ToyText:
         self._stop = set(stop)
         self.stopped = False
 
-    def push(self, token_ids: tuple[int, ...]) -> ToyDelta:
+    def push(self, token_ids: tuple[int, ...]) -> TextDelta:
         words: list[str] = []
         for kept, token_id in enumerate(token_ids):
             word = f"<{token_id}>"
             if word in self._stop:
                 self.stopped = True
-                return ToyDelta("".join(words), kept + 1, True)
+                return TextDelta("".join(words), kept + 1, True)
             words.append(word)
-        return ToyDelta("".join(words), len(token_ids), False)
+        return TextDelta("".join(words), len(token_ids), False)
 
     def finish(self) -> str:
         return ""
@@ -158,7 +153,7 @@ class Cluster:
     def new_id(self) -> int:
         return self._random.getrandbits(63)
 
-    async def __aenter__(self) -> "Cluster":
+    async def __aenter__(self) -> Self:
         await self.prefill.start()
         await self.decode.start()
         return self

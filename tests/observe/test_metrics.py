@@ -194,16 +194,17 @@ def test_retries_are_counted_by_what_ended_the_attempt_before() -> None:
                 at(samples, "jdisagg_pull_failures_total", owner="decode0", cause="failed")
                 == failed
             )
-            legs = (
-                cluster.path.counters["legs_failed"] + cluster.decode.counters["sources_replaced"]
+            attempts = (
+                cluster.path.counters["attempts_failed"]
+                + cluster.decode.counters["sources_replaced"]
             )
             retries = {
                 dict(labels)["cause"]: value
                 for (name, labels), value in samples.items()
                 if name == "jdisagg_retries_total"
             }
-            assert sum(retries.values()) == legs
-            assert legs > 0 and set(retries) <= {"HandoffError", "source_lost"}
+            assert sum(retries.values()) == attempts
+            assert attempts > 0 and set(retries) <= {"HandoffError", "source_lost"}
 
     run_virtually(main)
 

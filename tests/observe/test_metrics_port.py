@@ -50,9 +50,9 @@ async def test_a_scrape_over_http_equals_the_counters_and_follows_them() -> None
     metrics.watch_counters("path", counters)
     async with serving(metrics) as port:
         for total in (3, 8):
-            counters.add("legs_failed", total - counters["legs_failed"])
+            counters.add("attempts_failed", total - counters["attempts_failed"])
             samples = parse(await asyncio.to_thread(get, port))
-            assert at(samples, "jdisagg_legs_failed_total", owner="path") == total
+            assert at(samples, "jdisagg_attempts_failed_total", owner="path") == total
 
 
 async def test_owners_are_read_on_the_event_loop_that_they_live_on() -> None:

@@ -173,7 +173,8 @@ def test_a_retry_shows_its_cause_and_its_attempt(tmp_path: Path) -> None:
         async with ObservedCluster(decode_faults=faults) as cluster:
             await cluster.collect(toy_request(1))
             again = (
-                cluster.path.counters["legs_failed"] + cluster.decode.counters["sources_replaced"]
+                cluster.path.counters["attempts_failed"]
+                + cluster.decode.counters["sources_replaced"]
             )
             assert again > 0, "the fault took effect"
             return trace_of(cluster.observer, tmp_path, request="r1")

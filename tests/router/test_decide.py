@@ -29,9 +29,12 @@ EASY = PlacementPolicy(hold_seconds=1e9)
 
 
 def decision(
-    state: ClusterState, ask: PlacementQuery = ASK, rules: PlacementPolicy = EASY, now: float = 0.0
+    state: ClusterState,
+    query: PlacementQuery = ASK,
+    policy: PlacementPolicy = EASY,
+    now: float = 0.0,
 ) -> Decision:
-    answer = decide(state, ask, now, rules)
+    answer = decide(state, query, now, policy)
     assert isinstance(answer, Decision), answer
     return answer
 
@@ -44,11 +47,11 @@ def closeness(one: str, other: str) -> int:
 def cheapest_pair(
     state: ClusterState,
     statuses: dict[str, WorkerStatus],
-    ask: PlacementQuery,
-    rules: PlacementPolicy,
+    query: PlacementQuery,
+    policy: PlacementPolicy,
 ) -> tuple[float, str, str]:
     """By the definition, worker by worker: least predicted seconds to the end over all pairs."""
-    work, found = ask.work, []
+    work, found = query.work, []
     for p in (name for name in statuses if name.startswith("p")):
         ours = state.description(p)
         assert ours.kind is not None
@@ -56,10 +59,16 @@ def cheapest_pair(
         assert speed is not None
         per_token, per_pair = speed.backlog_rates(said.chunk_tokens)
         queue = said.queued_tokens * per_token + said.queued_pairs * per_pair
-        cached = min(ask.cached.get(p, 0), work.tokens - 1)
+        cached = min(query.cached.get(p, 0), work.tokens - 1)
         prefill = speed.prefill_seconds(work.tokens - cached, cached, said.chunk_tokens)
         hardware = ours.kind.hardware
-        links = (rules.far, hardware.scale_out, hardware.host, hardware.scale_up, hardware.scale_up)
+        links = (
+            policy.far,
+            hardware.scale_out,
+            hardware.host,
+            hardware.scale_up,
+            hardware.scale_up,
+        )
         for d in (name for name in statuses if name.startswith("d")):
             theirs, there = state.description(d), statuses[d]
             assert theirs.kind is not None
@@ -71,7 +80,7 @@ def cheapest_pair(
             step = other.model.decode_of(sequences, contexts).seconds
             link = links[closeness(ours.place, theirs.place)]
             lanes = min(ours.kind.layout.tp, theirs.kind.layout.tp)
-            moved = work.tokens - min(ask.cached.get(d, 0), work.tokens - 1)
+            moved = work.tokens - min(query.cached.get(d, 0), work.tokens - 1)
             transfer = link.seconds(moved * speed.wire_bytes_per_token / lanes)
             joins = (STEPS_TO_JOIN if there.running else STEPS_ALONE) * step
             found.append(
@@ -93,9 +102,9 @@ def test_the_pair_of_least_seconds_is_chosen(seed: int) -> None:
     known = (
         {name: 16 * ((seed * 7 + at) % 60) for at, name in enumerate(statuses)} if seed % 2 else {}
     )
-    ask = PlacementQuery(Work(700 + 100 * seed, expected_tokens=20 + 30 * seed), known)
-    seconds, prefill, decode = cheapest_pair(state, statuses, ask, EASY)
-    chosen = decision(state, ask)
+    query = PlacementQuery(Work(700 + 100 * seed, expected_tokens=20 + 30 * seed), known)
+    seconds, prefill, decode = cheapest_pair(state, statuses, query, EASY)
+    chosen = decision(state, query)
     assert (
         chosen.prefill is not None and chosen.terms is not None and chosen.tpot_seconds is not None
     )
@@ -103,7 +112,7 @@ def test_the_pair_of_least_seconds_is_chosen(seed: int) -> None:
     total = (
         chosen.ttft_seconds
         + chosen.handoff_gap_seconds
-        + (ask.work.expected_tokens - 1) * chosen.tpot_seconds
+        + (query.work.expected_tokens - 1) * chosen.tpot_seconds
     )
     assert total == pytest.approx(seconds, rel=0.01)
     if (chosen.prefill, chosen.decode) != (prefill, decode):
@@ -138,7 +147,7 @@ def test_long_waiting_prompts_count_by_their_attention_too() -> None:
 
 
 def test_a_closer_decode_worker_wins_where_the_link_tells() -> None:
-    ask, place = PlacementQuery(Work(8000, expected_tokens=2)), "rack/host/domain/process"
+    query, place = PlacementQuery(Work(8000, expected_tokens=2)), "rack/host/domain/process"
     workers = {prefill_status("p0"): Description(place, H100)}
     for name, where in (
         ("far", "other"),
@@ -150,7 +159,7 @@ def test_a_closer_decode_worker_wins_where_the_link_tells() -> None:
     state = accounts_of(workers).state
     order = []
     while len(state) > 1:
-        chosen = decision(state, ask)
+        chosen = decision(state, query)
         order.append((chosen.decode, chosen.terms.transfer if chosen.terms else 0.0))
         state.forget(chosen.decode)
     assert [name for name, _ in order] == ["near", "host", "rack", "far"]
@@ -215,9 +224,9 @@ def test_a_step_beyond_the_bound_is_avoided_and_when_none_is_left_the_request_wa
         for name, status in (("busy", busy), ("idle", idle))
     }
     bound = np.mean([step for step in steps.values() if step is not None])
-    rules = PlacementPolicy(tpot_slo_seconds=float(bound))
+    policy = PlacementPolicy(tpot_slo_seconds=float(bound))
     within = min(steps, key=lambda name: steps[name] or 0.0)
-    assert decision(state_of(prefill_status("p0"), busy, idle), rules=rules).decode == within
+    assert decision(state_of(prefill_status("p0"), busy, idle), policy=policy).decode == within
     answer = decide(
         state_of(prefill_status("p0"), busy, idle),
         ASK,
@@ -255,10 +264,10 @@ def test_pages_for_the_expected_growth_of_all_that_is_there_are_kept() -> None:
 
 def test_a_full_decode_side_holds_and_the_wait_is_littles_law() -> None:
     full = decode_status("d0", (100,), (100000,), free=(0,))
-    ask = replace(ASK, typical_tokens=200.0)
-    answer = decide(state_of(prefill_status("p0"), full), ask, 0.0, PlacementPolicy())
+    query = replace(ASK, typical_tokens=200.0)
+    answer = decide(state_of(prefill_status("p0"), full), query, 0.0, PlacementPolicy())
     assert isinstance(answer, Deferred)
-    chosen = decision(state_of(prefill_status("p0"), full), replace(ask, under_way=True))
+    chosen = decision(state_of(prefill_status("p0"), full), replace(query, under_way=True))
     assert chosen.terms is not None
     each = 4096 / 100  # pages a sequence
     needed = np.ceil(-(-1100 // 16) / each)
@@ -316,17 +325,17 @@ def test_a_short_prompt_is_prefilled_where_it_is_decoded_when_that_is_cheaper_by
 
 def test_never_where_a_running_stream_would_wait_for_a_token_beyond_the_bound() -> None:
     running = decode_status("d0", (50,), (50000,), can_prefill=True)
-    busy, ask = (
+    busy, query = (
         prefill_status("p0", queued_tokens=20000),
         PlacementQuery(Work(1500, expected_tokens=50)),
     )
-    assert decision(state_of(busy, running), ask).prefill is None
-    step = decision(state_of(busy, running), ask).tpot_seconds
+    assert decision(state_of(busy, running), query).prefill is None
+    step = decision(state_of(busy, running), query).tpot_seconds
     assert step is not None
     assert (
         decision(
             state_of(busy, running),
-            ask,
+            query,
             PlacementPolicy(tpot_slo_seconds=1.5 * step, hold_seconds=1e9),
         ).prefill
         == "p0"

@@ -32,7 +32,7 @@ def test_a_recorded_decision_replays_to_the_same_from_its_json(
             {name: draw.randrange(0, 4000) for name in names[:3]} if draw.random() < 0.4 else {}
         )
         limit = draw.choice([float("inf"), 0.05, 0.3, 2.0])
-        ask = PlacementQuery(
+        query = PlacementQuery(
             work,
             cached,
             frozenset(names[3:]),
@@ -43,11 +43,11 @@ def test_a_recorded_decision_replays_to_the_same_from_its_json(
             limit,
             draw.random() * 300,
         )
-        rules = PlacementPolicy(
+        policy = PlacementPolicy(
             tpot_slo_seconds=draw.choice([float("inf"), 0.02]), hold_seconds=draw.choice([0.2, 2.0])
         )
-        answer = decide(accounts.state, ask, 0.0, rules)
-        line = json.dumps(record_of(accounts.state, ask, 0.0, rules, answer), allow_nan=False)
+        answer = decide(accounts.state, query, 0.0, policy)
+        line = json.dumps(record_of(accounts.state, query, 0.0, policy, answer), allow_nan=False)
         assert answer_of(json.loads(line)) == answer
         assert replay(json.loads(line)) == answer
         kinds.add(type(answer).__name__)
@@ -61,9 +61,9 @@ def test_a_decision_by_load_replays_too() -> None:
         decode_status(f"d{number}") for number in range(50)
     ]
     state = state_of(*workers, kind=None)
-    ask = PlacementQuery(Work(100, expected_tokens=10), avoid=frozenset({"p0", "d0"}))
-    answer = decide(state, ask, 0.0, PlacementPolicy())
-    record = record_of(state, ask, 0.0, PlacementPolicy(), answer)
+    query = PlacementQuery(Work(100, expected_tokens=10), avoid=frozenset({"p0", "d0"}))
+    answer = decide(state, query, 0.0, PlacementPolicy())
+    record = record_of(state, query, 0.0, PlacementPolicy(), answer)
     assert replay(record) == answer and len(record["workers"]) < 50
 
 

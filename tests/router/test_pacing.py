@@ -17,22 +17,22 @@ RUNNING = decode_status("m0", (8,), (8000,), role=M)
 
 
 def test_prompts_come_to_one_pool_as_far_apart_as_steps_leave_time_for_them() -> None:
-    accounts, rules = (
+    accounts, policy = (
         accounts_of({RUNNING: Description("", H100)}),
         PlacementPolicy(tpot_slo_seconds=0.02),
     )
     prompt, now = Speed(H100).prefill_seconds(2000, 0, 2048), 1.0
     for placed in range(3):
-        answer = decide(accounts.state, ASK, now, rules)
+        answer = decide(accounts.state, ASK, now, policy)
         assert isinstance(answer, Decision) and answer.terms is not None
         part = 1.0 - answer.terms.step / 0.02
         assert answer.terms.prefill_queue == pytest.approx(placed * prompt / (0.9 * part), rel=0.02)
-        until = paced_until(accounts.state, ASK, answer, rules, now)
+        until = paced_until(accounts.state, ASK, answer, policy, now)
         assert until is not None
         accounts.pace("m0", until)
     accounts.pace("m0", now + 0.6)
-    assert isinstance(decide(accounts.state, ASK, now, rules), Deferred)
-    assert isinstance(decide(accounts.state, ASK, now + 0.2, rules), Decision)
+    assert isinstance(decide(accounts.state, ASK, now, policy), Deferred)
+    assert isinstance(decide(accounts.state, ASK, now + 0.2, policy), Decision)
 
 
 def test_there_is_no_pace_to_keep_without_a_bound_or_beside_nobody() -> None:

@@ -44,8 +44,8 @@ def state_of(workers: Iterable[WorkerStatus]) -> ClusterState:
     return state
 
 
-def place(*workers: WorkerStatus, ask: PlacementQuery = ASK, now: float = 0.0) -> Decision:
-    decision = decide(state_of(workers), ask, now, RULES)
+def place(*workers: WorkerStatus, query: PlacementQuery = ASK, now: float = 0.0) -> Decision:
+    decision = decide(state_of(workers), query, now, RULES)
     assert isinstance(decision, Decision)
     return decision
 
@@ -76,16 +76,16 @@ def test_a_mixed_worker_prefills_for_itself() -> None:
 
 def test_a_worker_that_failed_the_request_is_avoided_only_while_there_is_another() -> None:
     avoiding = replace(ASK, avoid=frozenset({"d0", "p0"}))
-    assert place(*PAIR, status("d1", D, running=4, waiting=9), ask=avoiding).decode == "d1"
-    assert place(*PAIR, ask=avoiding).decode == "d0"
+    assert place(*PAIR, status("d1", D, running=4, waiting=9), query=avoiding).decode == "d1"
+    assert place(*PAIR, query=avoiding).decode == "d0"
 
 
 def test_a_draining_worker_gets_only_requests_that_have_tokens() -> None:
     workers = (status("p0", P, draining=True), status("d0", D))
-    for ask in (ASK, replace(ASK, under_way=True)):
+    for query in (ASK, replace(ASK, under_way=True)):
         with pytest.raises(UnavailableError, match=r"no prefill worker.*p0 \(draining\)"):
-            place(*workers, ask=ask)
-    assert place(*workers, ask=replace(ASK, under_way=True, resuming=True)).prefill == "p0"
+            place(*workers, query=query)
+    assert place(*workers, query=replace(ASK, under_way=True, resuming=True)).prefill == "p0"
 
 
 def test_a_silent_worker_gets_nothing_new_and_then_nothing_at_all() -> None:
@@ -93,9 +93,9 @@ def test_a_silent_worker_gets_nothing_new_and_then_nothing_at_all() -> None:
     assert place(*PAIR, now=RULES.suspect_seconds).prefill == "p0"
     with pytest.raises(UnavailableError, match="silent"):
         place(*PAIR, now=RULES.suspect_seconds + 0.01)
-    assert place(*PAIR, ask=resuming, now=RULES.gone_seconds).prefill == "p0"
+    assert place(*PAIR, query=resuming, now=RULES.gone_seconds).prefill == "p0"
     with pytest.raises(UnavailableError, match="no decode worker"):
-        place(*PAIR, ask=resuming, now=RULES.gone_seconds + 0.01)
+        place(*PAIR, query=resuming, now=RULES.gone_seconds + 0.01)
 
 
 def test_no_worker_at_all_is_unavailable() -> None:

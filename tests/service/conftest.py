@@ -12,5 +12,5 @@ async def door():
     frontend = make_frontend(path)
     server = GenerationServer(frontend, ServiceConfig(port=0))
     yield Door(path, frontend, server, await server.start())
-    server.hurry()
+    server.force()
     await server.drain()

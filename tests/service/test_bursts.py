@@ -37,7 +37,7 @@ async def busy_server() -> AsyncIterator[tuple[str, ObservedCluster]]:
         try:
             yield f"127.0.0.1:{await server.start()}", cluster
         finally:
-            server.hurry()
+            server.force()
             await server.drain()
 
 

@@ -34,11 +34,13 @@ async def status() -> WorkerStatus:
 
 @contextlib.asynccontextmanager
 async def router(port: int = 0) -> AsyncIterator[tuple[str, Membership]]:
-    roster = Membership(MonotonicClock(), lambda card: WorkerPorts())
-    server = GrpcServer((registry_service(roster),), ServiceConfig(port=port, drain_seconds=0.0))
+    membership = Membership(MonotonicClock(), lambda card: WorkerPorts())
+    server = GrpcServer(
+        (registry_service(membership),), ServiceConfig(port=port, drain_seconds=0.0)
+    )
     address = f"127.0.0.1:{await server.start()}"
     try:
-        yield address, roster
+        yield address, membership
     finally:
         await server.drain()
 
@@ -67,11 +69,11 @@ async def test_a_worker_is_known_to_all_routers_until_it_leaves() -> None:
 async def test_a_router_that_is_away_holds_up_no_other_and_knows_the_worker_when_it_is_back() -> (
     None
 ):
-    async with router() as (one, roster), contextlib.AsyncExitStack() as stack:
+    async with router() as (one, membership), contextlib.AsyncExitStack() as stack:
         async with router() as (away, _):
             pass
         async with worker(one, away):
-            await eventually(lambda: roster.statuses() == (STATUS,))
+            await eventually(lambda: membership.statuses() == (STATUS,))
             _, later = await stack.enter_async_context(router(port=int(away.rpartition(":")[2])))
             await eventually(lambda: later.statuses() == (STATUS,))
 
@@ -104,16 +106,16 @@ async def test_a_router_that_is_away_is_told_of_once_and_not_at_all_by_a_worker_
 
 
 async def test_a_router_that_forgot_a_worker_hears_of_it_again() -> None:
-    async with router() as (one, roster), worker(one):
-        await eventually(lambda: roster.statuses() == (STATUS,))
-        roster.deregister(CARD.name, CARD.boot_id)
-        assert roster.cards() == ()
-        await eventually(lambda: roster.statuses() == (STATUS,))
+    async with router() as (one, membership), worker(one):
+        await eventually(lambda: membership.statuses() == (STATUS,))
+        membership.deregister(CARD.name, CARD.boot_id)
+        assert membership.cards() == ()
+        await eventually(lambda: membership.statuses() == (STATUS,))
 
 
 async def test_a_refused_worker_asks_on_and_others_are_not_disturbed(caplog) -> None:
-    async with router() as (one, roster), worker(one):
-        await eventually(lambda: roster.statuses() == (STATUS,))
+    async with router() as (one, membership), worker(one):
+        await eventually(lambda: membership.statuses() == (STATUS,))
         other = msgspec.structs.replace(
             CARD, name="decode-1", model=msgspec.structs.replace(MODEL, dtype="bfloat16")
         )
@@ -122,15 +124,15 @@ async def test_a_refused_worker_asks_on_and_others_are_not_disturbed(caplog) -> 
             assert refused.registered == frozenset()
             with pytest.raises(IncompatiblePeerError, match="dtype"):
                 await asyncio.wait_for(refused.failed, 5)
-        assert roster.cards() == (CARD,)
+        assert membership.cards() == (CARD,)
 
 
 async def test_the_second_of_a_name_is_refused_while_the_first_is_heard_and_takes_its_place_after_it(  # noqa: E501
     caplog,
 ) -> None:
-    async with router() as (one, roster), contextlib.AsyncExitStack() as stack:
+    async with router() as (one, membership), contextlib.AsyncExitStack() as stack:
         async with worker(one):
-            await eventually(lambda: roster.statuses() == (STATUS,))
+            await eventually(lambda: membership.statuses() == (STATUS,))
             elsewhere = msgspec.structs.replace(CARD, boot_id=7, address="127.0.0.1:2")
             second = await stack.enter_async_context(
                 worker(
@@ -143,8 +145,8 @@ async def test_the_second_of_a_name_is_refused_while_the_first_is_heard_and_take
             assert not second.failed.done(), "the first may be on its way out"
             with pytest.raises(NameTakenError):
                 await asyncio.wait_for(asyncio.shield(second.failed), 5)
-            assert roster.cards() == (CARD,)
-        await eventually(lambda: roster.cards() == (elsewhere,))
+            assert membership.cards() == (CARD,)
+        await eventually(lambda: membership.cards() == (elsewhere,))
 
 
 async def test_a_worker_that_one_of_its_routers_refuses_has_not_failed(caplog) -> None:
@@ -171,12 +173,12 @@ async def test_a_broken_worker_is_not_heard_of() -> None:
             raise UnavailableError("the mesh failed")
         return STATUS
 
-    async with router() as (one, roster), worker(one, says=says) as client:
-        await eventually(lambda: roster.statuses() == (STATUS,))
+    async with router() as (one, membership), worker(one, says=says) as client:
+        await eventually(lambda: membership.statuses() == (STATUS,))
         broken.set()
         await eventually(lambda: heard.count(True) > 2)
-        heard_at = roster._entries[CARD.name].heard_at
+        heard_at = membership._entries[CARD.name].heard_at
         await eventually(lambda: heard.count(True) > 5)
-        assert roster._entries[CARD.name].heard_at == heard_at
+        assert membership._entries[CARD.name].heard_at == heard_at
         with pytest.raises(UnavailableError, match="the mesh failed"):
             await client.failed

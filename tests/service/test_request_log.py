@@ -38,7 +38,7 @@ async def logged(counted: Counted) -> AsyncIterator[Door]:
     frontend = make_frontend(path)
     server = GenerationServer(frontend, ServiceConfig(port=0), log=counted.log)
     yield Door(path, frontend, server, await server.start())
-    server.hurry()
+    server.force()
     await server.drain()
 
 
@@ -100,7 +100,7 @@ async def test_calls_that_never_become_requests_are_counted_too(
             metadata = (("authorization", "Bearer secret"),)
             async for _ in call(b"\xff\xff", metadata=metadata):
                 pass
-    server.hurry()
+    server.force()
     await server.drain()
     assert counted.errors == [
         ("UNAUTHENTICATED", "UnauthenticatedError"),
@@ -131,6 +131,7 @@ async def test_listing_health_is_refused_without_a_traceback(
 ) -> None:
     async with grpc.aio.insecure_channel(door.target) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest())
+            health = health_pb2_grpc.HealthStub(channel)
+            await health.List(health_pb2.HealthListRequest())  # type: ignore[attr-defined]
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert not [record for record in caplog.records if record.exc_info]

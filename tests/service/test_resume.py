@@ -42,7 +42,7 @@ async def door(path: FakePath, port: int = 0) -> AsyncIterator[int]:
     try:
         yield await server.start()
     finally:
-        server.hurry()
+        server.force()
         await server.drain()
 
 

@@ -80,7 +80,7 @@ def test_a_worker_changes_sides_under_load_and_no_stream_breaks() -> None:
         await cluster.clock.sleep(4.0)
         assert (
             cluster.seats["prefill-1"].role is WorkerRole.DECODE
-            and "prefill-1" in cluster.roster.decode
+            and "prefill-1" in cluster.membership.decode
         )
         await cluster.switch_role("prefill-1", WorkerRole.PREFILL, seconds=2.0, drain_seconds=5.0)
 

@@ -146,9 +146,9 @@ def test_a_worker_that_is_lost_costs_its_requests_time_and_nothing_else(
     calm, struck = run(fleet, []), run(fleet, [fault])
     assert check(calm) == check(struck) == {"finished": 40}
     assert struck.counters["faults"] == 1
-    assert struck.counters.get("legs_failed", 0) + struck.counters.get("sources_replaced", 0) > 0, (
-        "it struck when something ran there"
-    )
+    assert (
+        struck.counters.get("attempts_failed", 0) + struck.counters.get("sources_replaced", 0) > 0
+    ), "it struck when something ran there"
     wanted = [outcome.output_tokens for outcome in calm.outcomes]
     assert [outcome.output_tokens for outcome in struck.outcomes] == wanted, (
         "no token is lost or doubled"

@@ -25,12 +25,12 @@ def test_a_simulated_routers_decisions_replay_to_themselves() -> None:
         def answered(
             self,
             state: ClusterState,
-            ask: PlacementQuery,
+            query: PlacementQuery,
             now: float,
-            rules: PlacementPolicy,
+            policy: PlacementPolicy,
             answer: PlacementOutcome,
         ) -> None:
-            records.append(record_of(state, ask, now, rules, answer))
+            records.append(record_of(state, query, now, policy, answer))
 
     result = simulate(small_fleet(pages=512), poisson(4.0, 40, LENGTHS, 1), events=Recorded())
     assert len(records) == 40
@@ -52,9 +52,9 @@ def test_the_router_expects_the_network_that_joins_the_simulated_racks(link: Lin
         def answered(
             self,
             state: ClusterState,
-            ask: PlacementQuery,
+            query: PlacementQuery,
             now: float,
-            rules: PlacementPolicy,
+            policy: PlacementPolicy,
             answer: PlacementOutcome,
         ) -> None:
             answers.append(answer)

@@ -158,7 +158,7 @@ class _Served:
         return cls(worker, watch, server, peers, address)
 
     async def close(self) -> None:
-        self.server.hurry()
+        self.server.force()
         await self.server.drain()
         await self.worker.stop()
         await asyncio.to_thread(self.watch.close)
