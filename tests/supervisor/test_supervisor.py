@@ -214,7 +214,7 @@ async def test_a_grandchild_does_not_outlive_its_parent():
 def test_children_die_with_a_parent_that_is_killed():
     program = f"""
 import asyncio, sys
-from jdisagg.supervisor.child_process import Child, Command
+from jdisagg.supervisor.child_process import ChildProcess, Command
 async def main():
     child = await ChildProcess.start(Command("c", (sys.executable, "-S", "-c", {STUBBORN!r})), lambda name, line: print(child.pid, flush=True))
     await child.ended()

@@ -1,0 +1,280 @@
+"""Measures a machine for the cost model: its ceilings (a matrix product, a pass over memory, a copy
+between devices), then the real engine in one mesh (whole prompts and whole decode steps, through
+the request path); and fits what programs reach of the ceilings.
+
+Ceilings are those of the model's dtype: the accelerator states its peak as of bfloat16, which the
+cost model halves for float32. Half of the settings are fitted to and the others predicted, which
+says how far the fit can be trusted."""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig
+from jdisagg.costs.fitting import Errors, Observation, fit, relative_errors
+from jdisagg.costs.hardware import Accelerator, Efficiency, Link
+from jdisagg.costs.model_geometry import CostGeometry, dtype_bytes
+from jdisagg.engine.embedded import EmbeddedCluster
+from jdisagg.errors import ConfigError
+from jdisagg.layout.axes import Layout
+from jdisagg.node.deployment import Deployment
+from jdisagg.request import Request, SamplingParams
+
+Deploy = Callable[[EngineConfig], Deployment]
+
+START = Efficiency(0.7, 0.7, 0.4, 0.6, 5e-6, 0.0, 0.0, 0.0, 1e-3, 1e-3, 20e-6, 20e-6, 0.5)
+FREE = (
+    "gemm_compute", "gemm_memory", "attention_compute", "attention_memory", "op_seconds",
+    "step_seconds", "prefill_seconds", "sequence_seconds",
+)  # fmt: skip
+FREE_SHARDED = (*FREE, "collective_seconds", "collective_bandwidth")
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSettings:
+    """What is measured of `model` under `layout`: prompts of `lengths` tokens alone, and `batches`
+    sequences a rank that decode `steps` tokens together, each in `rounds` rounds."""
+
+    model: str
+    layout: Layout
+    dtype: str
+    lengths: list[int]
+    batches: list[int]
+    rounds: int
+    steps: int
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or self.steps < 4:
+            raise ConfigError(
+                f"--rounds must be at least 1 and --steps at least 4, got {self.rounds} and"
+                f" {self.steps}"
+            )
+
+    def context_tokens(self, shape: CostGeometry) -> int:
+        """How much context the measuring takes. Raises ConfigError where the model has less."""
+        longest = max(self.lengths)
+        context = longest + self.steps + 2
+        if context > shape.context_tokens:
+            raise ConfigError(
+                f"--prompts: {longest} tokens and {self.steps} steps exceed the model's context of"
+                f" {shape.context_tokens}; shorten"
+            )
+        return context
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Of one device: FLOP/s, bytes/s of its memory, bytes/s from device to device (or through
+    memory, where there is one)."""
+
+    flops: float
+    memory: float
+    link: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """The accelerator fitted to all settings, the relative error of each, and the errors of the
+    settings that a fit to the others predicted."""
+
+    accelerator: Accelerator
+    errors: list[float]
+    held_out: Errors
+
+
+def measure_ceilings(dtype: str) -> Ceilings:
+    """The best of a few runs each, at the size from which on a run takes 20 ms."""
+    # In place: fresh memory would be priced as the operating system's clearing of pages.
+    product, add = (
+        jax.jit(lambda a, b: a @ b),
+        jax.jit(lambda a: a + jnp.ones((), a.dtype), donate_argnums=0),
+    )
+
+    def flops(size: int) -> tuple[float, float]:
+        matrix = jnp.ones((size, size), dtype)
+        seconds = _fastest(lambda: product(matrix, matrix).block_until_ready())
+        return seconds, 2 * size**3 / seconds
+
+    def memory(size: int) -> tuple[float, float]:
+        values = jnp.ones((size * size,), dtype)
+        size_bytes = values.nbytes
+
+        def run() -> None:
+            nonlocal values
+            values = add(values).block_until_ready()
+
+        seconds = _fastest(run)
+        return seconds, 2 * size_bytes / seconds
+
+    reached = _grown(memory)
+    if len(jax.devices()) < 2:
+        return Ceilings(_grown(flops), reached, reached / 2)
+    values = jax.device_put(np.ones(1 << 23, np.float32), jax.devices()[0])
+    seconds = _fastest(lambda: jax.device_put(values, jax.devices()[1]).block_until_ready())
+    return Ceilings(_grown(flops), reached, values.nbytes / seconds)
+
+
+async def measure_steps(
+    wanted: MeasuredSettings, shape: CostGeometry, deploy: Deploy
+) -> list[Observation]:
+    """Whole prompts to their first token, and whole decode steps, as requests see them."""
+    lengths, batches, longest = wanted.lengths, wanted.batches, max(wanted.lengths)
+    chunk = 1 << (longest - 1).bit_length()
+    instance = InstanceConfig(
+        layout=wanted.layout,
+        slots_per_rank=max(batches),
+        chunk_tokens=chunk,
+        min_chunk_tokens=min(chunk, InstanceConfig.min_chunk_tokens),
+        growth_tokens=wanted.steps + 2,
+    )
+    config = EngineConfig(
+        model=ModelConfig(wanted.model, wanted.dtype, context_tokens=wanted.context_tokens(shape)),
+        mode=Mode.UNIFIED,
+        decode=instance,
+        warm_up=False,
+    )
+    deployment = deploy(config)
+    await deployment.start()
+    found: list[Observation] = []
+    rng = np.random.default_rng(0)
+    try:
+        settings = [(length, 0) for length in lengths] + [
+            (length, batch) for length in (min(lengths), longest) for batch in batches
+        ]
+        times: dict[tuple[int, int], list[float]] = {setting: [] for setting in settings}
+        # Rounds outermost: a machine's speed drifts. The first round compiles. The fastest counts:
+        # what disturbs a run only adds to it.
+        with tqdm(
+            total=len(settings) * (wanted.rounds + 1),
+            desc="measuring",
+            unit="run",
+            file=sys.stderr,
+            leave=False,
+        ) as bar:
+            for _ in range(wanted.rounds + 1):
+                for length, batch in settings:
+                    times[length, batch].append(
+                        await _measure(
+                            deployment.cluster, rng, length, batch * wanted.layout.dp, wanted.steps
+                        )
+                    )
+                    bar.update()
+        for (length, batch), seconds in times.items():
+            rows = ((batch, length + wanted.steps // 2),) if batch else ((length, 0),)
+            phase = "decode" if batch else "prefill"
+            found.append(
+                Observation(shape, wanted.layout, phase, rows, min(seconds[1:]), dtype=wanted.dtype)
+            )
+    finally:
+        await deployment.cluster.stop()
+    return found
+
+
+def fit_and_judge(start: Accelerator, steps: list[Observation], layout: Layout) -> Fitted:
+    """Fits to every other setting, judges by the others, and fits again to all."""
+    free = FREE_SHARDED if layout.devices > 1 else FREE
+    half = fit(start, steps[::2], free)
+    held_out = Errors.of(relative_errors(half, steps[1::2]))
+    fitted = fit(start, steps, free)
+    return Fitted(fitted, list(relative_errors(fitted, steps)), held_out)
+
+
+def notes_of(fitted: Fitted, steps: list[Observation], layout: Layout) -> dict[str, object]:
+    """How it came about, for the file beside the figures."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "dtype": steps[0].dtype,
+        "layout": str(layout),
+        "model": steps[0].geometry.name,
+        "jax": jax.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "median_error": round(Errors.of(fitted.errors).median, 4),
+        "median_error_held_out": round(fitted.held_out.median, 4),
+        "steps": [
+            {"phase": seen.phase, "rows": seen.rows, "seconds": seen.seconds} for seen in steps
+        ],
+    }
+
+
+def describe(
+    ceilings: Ceilings, name: str, dtype: str, memory_bytes: float | None = None
+) -> Accelerator:
+    """This machine's device before anything is fitted. `memory_bytes` None: what it reports."""
+    device = jax.devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(jax.devices())
+    if stats and "bytes_limit" in stats:
+        memory = float(stats["bytes_limit"])
+    link = Link("measured", ceilings.link, 20e-6, 1.0)
+    return Accelerator(
+        name=name,
+        peak_flops=ceilings.flops * dtype_bytes(dtype) / 2,
+        memory_bytes_per_second=ceilings.memory,
+        memory_bytes=memory_bytes or memory,
+        domain_devices=len(jax.devices()),
+        scale_up=link,
+        host=link,
+        scale_out=link,
+        efficiency=START,
+    )
+
+
+async def _measure(
+    cluster: EmbeddedCluster, rng: np.random.Generator, length: int, sequences: int, steps: int
+) -> float:
+    """Seconds of a prefill (0 sequences), or of one decode step while all sequences run."""
+    count = steps if sequences else 1
+
+    async def stream(prompt: tuple[int, ...]) -> list[float]:
+        times: list[float] = []
+        sampling = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+        async for event in cluster.stream(
+            Request(f"measured-{rng.integers(1 << 62)}", prompt, sampling)
+        ):
+            times.extend([time.perf_counter()] * len(event.token_ids))
+        return times
+
+    prompts = [
+        tuple(rng.integers(3, cluster.model.vocabulary, length).tolist())
+        for _ in range(max(1, sequences))
+    ]
+    started = time.perf_counter()
+    streams = await asyncio.gather(*(stream(prompt) for prompt in prompts))
+    if not sequences:
+        return streams[0][0] - started
+    low, high = max(times[1] for times in streams), min(times[-1] for times in streams)
+    inside = [when for when in streams[0] if low <= when <= high]
+    if len(inside) < 2 or inside[-1] <= inside[0]:
+        raise ConfigError(
+            f"--steps={steps} is too few for {sequences} sequences to decode together; give more"
+        )
+    return (inside[-1] - inside[0]) / sum(when > inside[0] for when in inside)
+
+
+def _fastest(call: Callable[[], object]) -> float:
+    call()
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def _grown(
+    measure: Callable[[int], tuple[float, float]], size: int = 512, largest: int = 16384
+) -> float:
+    """The rate at the first size whose run takes 20 ms, or the largest."""
+    while True:
+        seconds, rate = measure(size)
+        if seconds >= 0.02 or size >= largest:
+            return rate
+        size *= 2
