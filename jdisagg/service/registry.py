@@ -118,18 +118,24 @@ class RegistryClient:
 
     async def _keep_known(self, link: "_RouterLink") -> None:
         said: type[Exception] | None = None
+        misses = 0
         while True:
             pause = self._timeouts.heartbeat_seconds
             try:
                 await self._say(link)
-                said, link.refused, link.taken_since = None, None, None
+                said, link.refused, link.taken_since, misses = None, None, None, 0
             except (JdisaggError, TimeoutError) as error:
                 pause = max(pause, link.heard(error, asyncio.get_running_loop().time()))
                 if link.refused is not None and all(other.refused for other in self._links):
                     self._fail(link.refused)
-                away = isinstance(error, UnavailableError | TimeoutError)
+                misses += 1
+                # At a cluster's end the router goes first, and at its start it may come last: only
+                # one that stays away is worth a warning.
+                quiet = isinstance(error, UnavailableError | TimeoutError) and (
+                    self._draining or misses < 2
+                )
                 # By its kind: the words for a router that is away change from one try to the next.
-                if type(error) is not said and not (away and self._draining):
+                if type(error) is not said and not quiet:
                     said = type(error)
                     log.warning(
                         "worker %s, router %s: %s",
