@@ -59,6 +59,7 @@ class FaultPlan:
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self._lock = threading.Lock()
+        self._put_off: deque[tuple[str, Fault]] = deque()
 
     def draw(self, operation: str, possible: frozenset[Fault]) -> Fault | None:
         with self._lock:
@@ -66,11 +67,20 @@ class FaultPlan:
             at = self.random.random()
             if (operation, self.calls[operation]) in self.forced:
                 return self.forced[operation, self.calls[operation]]
+            if self._put_off and self._put_off[0][0] == operation:
+                return self._put_off.popleft()[1]
             for fault, rate in self.rates.items():
                 if fault in possible and at < rate:
                     return fault
                 at -= rate if fault in possible else 0.0
             return None
+
+    def put_off(self, operation: str, fault: Fault) -> None:
+        """A forced fault that could not take effect (its pull ended before, on a busy machine): the
+        next call gets it."""
+        with self._lock:
+            if self.forced:
+                self._put_off.append((operation, fault))
 
     def took(self, operation: str, fault: Fault) -> None:
         with self._lock:
@@ -170,11 +180,9 @@ class FaultyChannel:
             with self._lock:
                 self._duplicates.append(self._inner.pull(offer_id, target, deadline_seconds))
         if fault is Fault.DELAY:
-            return _LatePull(
-                pull, self._clock, self.plan.seconds(), lambda: self.plan.took("pull", Fault.DELAY)
-            )
+            return _LatePull(pull, self.plan, self._clock)
         if fault is Fault.CORRUPT:
-            return _GarbledPull(pull, target.rank, self.plan)
+            return _GarbledPull(pull, self.plan, target.rank)
         return pull
 
     def release(self, offer_id: int) -> None:
@@ -255,38 +263,62 @@ class AroundPull:
         self._inner.cancel()
 
 
-class _LatePull(AroundPull):
-    """Arrives `seconds` later than it could have."""
+class _FaultyPull(AroundPull):
+    """Its fault takes effect later, or is put off to another pull when this one ends before."""
 
-    def __init__(
-        self, inner: Pull, clock: Clock, seconds: float, withheld: Callable[[], None]
-    ) -> None:
+    def __init__(self, inner: Pull, plan: FaultPlan, fault: Fault) -> None:
         super().__init__(inner)
+        self._plan = plan
+        self._fault: Fault | None = fault
+
+    def _took(self) -> None:
+        if self._fault is not None:
+            self._plan.took("pull", self._fault)
+        self._fault = None
+
+    def _ended(self) -> None:
+        if self._fault is not None:
+            self._plan.put_off("pull", self._fault)
+        self._fault = None
+
+    def failed(self) -> JdisaggError | None:
+        if (error := super().failed()) is not None:
+            self._ended()
+        return error
+
+    def cancel(self) -> None:
+        self._ended()
+        super().cancel()
+
+
+class _LatePull(_FaultyPull):
+    """Arrives later than it could have."""
+
+    def __init__(self, inner: Pull, plan: FaultPlan, clock: Clock) -> None:
+        super().__init__(inner, plan, Fault.DELAY)
         self._clock = clock
-        self._seconds = seconds
+        self._seconds = plan.seconds()
         self._until: float | None = None
-        self._withheld = withheld
 
     def is_ready(self) -> bool:
         if not self._inner.is_ready():
             return False
         if self._until is None:
             self._until = self._clock.now() + self._seconds
-            self._withheld()
+            self._took()
         return self._clock.now() >= self._until
 
 
-class _GarbledPull(AroundPull):
+class _GarbledPull(_FaultyPull):
     """Hands out arrays of which one byte is another."""
 
-    def __init__(self, inner: Pull, rank: int, plan: FaultPlan) -> None:
-        super().__init__(inner)
+    def __init__(self, inner: Pull, plan: FaultPlan, rank: int) -> None:
+        super().__init__(inner, plan, Fault.CORRUPT)
         self._rank = rank
-        self._plan = plan
 
     def arrays(self) -> tuple[jax.Array, ...]:
         first, *rest = self._inner.arrays()
-        self._plan.took("pull", Fault.CORRUPT)
+        self._took()
         return (garbled(first, self._rank, self._plan.random), *rest)
 
 

@@ -15,10 +15,12 @@ from jdisagg.config import LimitsConfig, Mode
 from jdisagg.engine import embedded
 from jdisagg.transfer.channel import PullTarget, block_sharding
 from jdisagg.transfer.in_process import InProcessChannel
+from tests import time_scale
 from tests.chaos.faults import Fault, FaultPlan, FaultyChannel, everything, garbled
 from tests.end_to_end.clusters import Completed, Running, config, running
 
-PULL_SECONDS = 2.0  # a busy machine takes longer than one for a sound pull, again and again
+# A busy machine takes longer than one for a sound pull, again and again.
+PULL_SECONDS = time_scale.seconds(2.0)
 
 
 def requests(run: Running) -> list:
