@@ -15,7 +15,8 @@ from rich.table import Table
 
 from jdisagg.costs.cost_model import CostModel, wire_bytes_per_token
 from jdisagg.costs.hardware import LINKS, Link, link
-from jdisagg.costs.model_geometry import CATALOG, CostGeometry, dtype_bytes
+from jdisagg.costs.kv_facts import catalog_rows, instance_facts, kv_facts, link_rows
+from jdisagg.costs.model_geometry import CostGeometry, dtype_bytes
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.node.hardware_files import find_accelerator
@@ -43,66 +44,20 @@ flags = define(
 
 
 def main() -> None:
-    _print_tables()
-
-
-def _print_tables() -> None:
     if flags.model == "help":
-        known = [
-            (item.name, _count(item.parameters), f"{item.kv_bytes_per_token():,}")
-            for item in CATALOG.values()
-        ]
-        _show(("model", "parameters", "KV bytes a token"), known)
+        _show(("model", "parameters", "KV bytes a token"), catalog_rows())
         return
     shape = find_geometry(flags.model)
     prompt, rate, links = _checked(shape)
-    value_bytes = dtype_bytes(flags.dtype)
-    wire, kept = (
-        wire_bytes_per_token(shape, value_bytes, flags.codec),
-        shape.kv_bytes_per_token(flags.dtype),
-    )
-    facts = [
-        ("parameters", f"{_count(shape.parameters)}, {_count(shape.active_parameters)} active"),
-        (
-            "KV a token",
-            (
-                f"{kept:,} bytes ({shape.layers} layers x {shape.attention.kv_values} values x"
-                f" {value_bytes})"
-            ),
-        ),
-        (
-            "on the wire a token",
-            f"{wire:,.0f} bytes (codec {flags.codec}, {wire / kept:.2f} of it)",
-        ),
-        (f"KV of {prompt:,} tokens", _bytes(kept * prompt)),
-        (f"bandwidth for {rate:,.0f} tokens/s", f"{_bytes(wire * rate)}/s"),
-        *_instance_facts(shape, prompt),
-    ]
-    rows = []
-    for one in links:
-        reached = one.bytes_per_second * one.efficiency * flags.parallel_links
-        milliseconds = 1e3 * (one.latency_seconds + wire * prompt / reached)
-        needed = f"{100 * wire * rate / reached:.1f} %"
-        rows.append(
-            (
-                one.name,
-                f"{one.bytes_per_second / 1e9:g}",
-                f"{reached / 1e9:g}",
-                f"{milliseconds:,.2f}",
-                needed,
-            )
-        )
+    facts = kv_facts(shape, flags.dtype, flags.codec, prompt, rate)
+    if flags.hardware:
+        layout, hardware = Layout.parse(flags.layout), find_accelerator(flags.hardware)
+        facts += instance_facts(CostModel(shape, hardware, layout, kv_dtype=flags.dtype), prompt)
+    wire = wire_bytes_per_token(shape, dtype_bytes(flags.dtype), flags.codec)
+    head = ("link", "GB/s", f"reached by {flags.parallel_links}", "ms a prompt")
+    rows = link_rows(links, flags.parallel_links, wire, prompt, rate)
     _show((shape.name, ""), facts)
-    _show(
-        (
-            "link",
-            "GB/s",
-            f"reached by {flags.parallel_links}",
-            "ms a prompt",
-            "needed for the rate",
-        ),
-        rows,
-    )
+    _show((*head, "needed for the rate"), rows)
 
 
 def _checked(shape: CostGeometry) -> tuple[int, float, list[Link]]:
@@ -121,51 +76,11 @@ def _checked(shape: CostGeometry) -> tuple[int, float, list[Link]]:
     return prompt, rate, [link(name) for name in flags.links]
 
 
-def _instance_facts(shape: CostGeometry, prompt: int) -> list[tuple[str, str]]:
-    if not flags.hardware:
-        return []
-    layout, hardware = Layout.parse(flags.layout), find_accelerator(flags.hardware)
-    model = CostModel(shape, hardware, layout, kv_dtype=flags.dtype)
-    weights, tokens = model.weight_bytes_per_device, model.kv_tokens_per_rank()
-    name = f"on {layout.devices} {hardware.name}"
-    if not tokens:
-        return [
-            (
-                name,
-                (
-                    f"weights of {_bytes(weights)} a device do not fit"
-                    f" {_bytes(hardware.memory_bytes)}; use a larger tp or ep"
-                ),
-            )
-        ]
-    return [
-        (
-            name,
-            (
-                f"{_bytes(weights)} of weights a device, room for {tokens:,} tokens a dp rank"
-                f" ({tokens // prompt:,} prompts)"
-            ),
-        )
-    ]
-
-
 def _show(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     table = Table(*head, box=box.SIMPLE_HEAD)
     for row in rows:
         table.add_row(*row)
     Console(width=None if sys.stdout.isatty() else 120).print(table)
-
-
-def _bytes(size: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:,.3g} TB"
-
-
-def _count(number: float) -> str:
-    return f"{number / 1e9:.1f} billion" if number >= 1e9 else f"{number / 1e6:.2f} million"
 
 
 if __name__ == "__main__":

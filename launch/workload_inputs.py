@@ -8,8 +8,20 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from jdisagg.errors import ConfigError, WorkloadError
-from jdisagg.simulator.report import RequestOutcome
-from jdisagg.simulator.workloads import Fixed, Mixture
+from jdisagg.simulator.report import RequestOutcome, SloLimits
+from jdisagg.simulator.trace_files import read_trace
+from jdisagg.simulator.workloads import (
+    Arrival,
+    Fixed,
+    Mixture,
+    at_rate,
+    faster,
+    gamma,
+    spread_ticks,
+)
+from launch.flags import Given
+
+TWICE = "--speed={:g} and --rate={:g} say the same thing twice; give one of them"
 
 
 def mixture(parts: Sequence[str]) -> Mixture:
@@ -39,6 +51,42 @@ def check_positive(name: str, value: float | None) -> None:
     """Raises ConfigError that names the flag where it was given and is no positive number."""
     if value is not None and not (math.isfinite(value) and value > 0):
         raise ConfigError(f"--{name} must be a positive number, got {value:g}")
+
+
+def slo_limits(flags: Given) -> SloLimits | None:
+    """Of --ttft and --tpot; None where neither is given."""
+    given = flags.ttft is not None or flags.tpot is not None
+    return SloLimits(flags.ttft, flags.tpot) if given else None
+
+
+def arrivals_of(flags: Given) -> list[Arrival]:
+    """The arrivals of a simulation as its flags want them. Raises ConfigError, WorkloadError."""
+    if flags.rate is not None and flags.speed is not None:
+        raise ConfigError(TWICE.format(flags.speed, flags.rate))
+    if flags.requests is not None and flags.requests < 1:
+        raise ConfigError(f"--requests must be at least 1, got {flags.requests}")
+    for name in ("rate", "speed", "spread_tick_seconds"):
+        value = getattr(flags, name)
+        check_positive(name, value)
+        if name != "rate" and value is not None and flags.trace is None:
+            raise ConfigError(
+                f"--{name}={value:g} is of a trace's times, and there is no --trace; give"
+                " one, or leave it out"
+            )
+    if flags.trace is None:
+        lengths = Fixed(flags.prompt_tokens, flags.output_tokens)
+        rate = 1.0 if flags.rate is None else flags.rate
+        return gamma(rate, flags.requests or 1000, lengths, flags.variation, flags.seed)
+    arrivals = traced(flags, flags.requests)
+    return faster(arrivals, flags.speed) if flags.rate is None and flags.speed else arrivals
+
+
+def traced(flags: Given, limit: int | None) -> list[Arrival]:
+    """The first `limit` requests of --trace, spread and at the rate that the flags want."""
+    arrivals = read_trace(flags.trace, limit)
+    if flags.spread_tick_seconds is not None:
+        arrivals = spread_ticks(arrivals, flags.spread_tick_seconds, flags.seed)
+    return arrivals if flags.rate is None else at_rate(arrivals, flags.rate)
 
 
 def check_output(path: str | None, kind: str) -> None:

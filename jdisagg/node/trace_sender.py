@@ -124,6 +124,24 @@ class ReplayProgress:
     cut: int = 0
     lag_seconds: float = 0.0  # the most that a request was sent late
 
+    def text(self) -> str:
+        return (
+            f"{self.sent - self.ended} under way, {self.failed} refused or failed,"
+            f" {self.tokens} tokens"
+        )
+
+    def notes(self) -> list[str]:
+        """What one must know to read the figures, a line each."""
+        cut = (
+            f"{self.cut} of {self.total} requests were cut to what the server's context or the"
+            " flags allow"
+        )
+        late = (
+            f"the sender was late by up to {self.lag_seconds:.2f} s; TTFT counts from when requests"
+            " were due"
+        )
+        return [cut] * (self.cut > 0) + [late] * (self.lag_seconds > 0.05)
+
 
 class TraceSender:
     """One replay against one server. `speed` 2 sends twice as fast as the trace. `name` begins the

@@ -2,6 +2,7 @@
 row. Prints nothing itself."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from rich import box
 from rich.table import Table
@@ -9,11 +10,12 @@ from rich.table import Table
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.node.recipes import ClusterShape, recipe_text
 from jdisagg.simulator.plan_bounds import Goal
-from jdisagg.simulator.plan_candidates import Candidate, Site
+from jdisagg.simulator.plan_candidates import PAGE_TOKENS, Candidate, Site
 from jdisagg.simulator.plan_fleet import FleetMaker
 from jdisagg.simulator.plan_verdict import Finding
 from jdisagg.simulator.planner import Plan
 from jdisagg.simulator.report import Percentiles
+from jdisagg.simulator.workloads import Arrival
 
 
 def plan_table(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal, dtype: str) -> Table:
@@ -115,6 +117,12 @@ def _candidate_fields(candidate: Candidate) -> dict[str, object]:
         "chunk_tokens": candidate.chunk_tokens,
         "devices": candidate.devices,
     }
+
+
+def context_for(workload: Sequence[Arrival], geometry: CostGeometry) -> int:
+    """The context that a recipe for the workload sets aside: whole pages, as the model allows."""
+    longest = max(item.prompt_tokens + item.output_tokens for item in workload)
+    return min(geometry.context_tokens, -(-longest // PAGE_TOKENS) * PAGE_TOKENS)
 
 
 def plan_recipe(

@@ -1,0 +1,95 @@
+"""What a model's KV weighs, and what moving it asks of links, as rows of text: name and figure."""
+
+from collections.abc import Iterable
+
+from jdisagg.costs.cost_model import CostModel, wire_bytes_per_token
+from jdisagg.costs.hardware import Link
+from jdisagg.costs.model_geometry import CATALOG, CostGeometry, dtype_bytes
+
+Row = tuple[str, ...]
+
+
+def catalog_rows() -> list[Row]:
+    """The models that are known by name: name, parameters, KV bytes a token."""
+    return [
+        (item.name, count_text(item.parameters), f"{item.kv_bytes_per_token():,}")
+        for item in CATALOG.values()
+    ]
+
+
+def kv_facts(
+    shape: CostGeometry, dtype: str, codec: str, prompt_tokens: int, tokens_per_second: float
+) -> list[Row]:
+    """Of the model, a token, a prompt, and a rate of prompt tokens."""
+    value_bytes = dtype_bytes(dtype)
+    wire = wire_bytes_per_token(shape, value_bytes, codec)
+    kept = shape.kv_bytes_per_token(dtype)
+    active = count_text(shape.active_parameters)
+    sizes = f"{shape.layers} layers x {shape.attention.kv_values} values x {value_bytes}"
+    return [
+        ("parameters", f"{count_text(shape.parameters)}, {active} active"),
+        ("KV a token", f"{kept:,} bytes ({sizes})"),
+        ("on the wire a token", f"{wire:,.0f} bytes (codec {codec}, {wire / kept:.2f} of it)"),
+        (f"KV of {prompt_tokens:,} tokens", bytes_text(kept * prompt_tokens)),
+        (
+            f"bandwidth for {tokens_per_second:,.0f} tokens/s",
+            f"{bytes_text(wire * tokens_per_second)}/s",
+        ),
+    ]
+
+
+def link_rows(
+    links: Iterable[Link],
+    parallel: int,
+    wire_bytes: float,
+    prompt_tokens: int,
+    tokens_per_second: float,
+) -> list[Row]:
+    """Of each link, `parallel` of which are used at once: GB/s, GB/s reached, ms a prompt, and what
+    part of it the rate needs. `wire_bytes`: of a token."""
+    rows = []
+    for link in links:
+        reached = link.bytes_per_second * link.efficiency * parallel
+        milliseconds = 1e3 * (link.latency_seconds + wire_bytes * prompt_tokens / reached)
+        needed = f"{100 * wire_bytes * tokens_per_second / reached:.1f} %"
+        speeds = f"{link.bytes_per_second / 1e9:g}", f"{reached / 1e9:g}"
+        rows.append((link.name, *speeds, f"{milliseconds:,.2f}", needed))
+    return rows
+
+
+def instance_facts(model: CostModel, prompt_tokens: int) -> list[Row]:
+    """Of one instance: its weights, and how many tokens it has room for."""
+    layout, hardware = model.layout, model.accelerator
+    weights, tokens = model.weight_bytes_per_device, model.kv_tokens_per_rank()
+    name = f"on {layout.devices} {hardware.name}"
+    if not tokens:
+        return [
+            (
+                name,
+                (
+                    f"weights of {bytes_text(weights)} a device do not fit"
+                    f" {bytes_text(hardware.memory_bytes)}; use a larger tp or ep"
+                ),
+            )
+        ]
+    return [
+        (
+            name,
+            (
+                f"{bytes_text(weights)} of weights a device, room for {tokens:,} tokens a dp rank"
+                f" ({tokens // prompt_tokens:,} prompts)"
+            ),
+        )
+    ]
+
+
+def bytes_text(size: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.3g} TB"
+
+
+def count_text(number: float) -> str:
+    return f"{number / 1e9:.1f} billion" if number >= 1e9 else f"{number / 1e6:.2f} million"

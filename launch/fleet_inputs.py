@@ -1,0 +1,86 @@
+"""What the flags of a simulated fleet mean: its pools, and what --set reaches."""
+
+import math
+import sys
+from dataclasses import dataclass, replace
+
+from jdisagg.config import LimitsConfig, Mode, RoutingConfig, override
+from jdisagg.costs.hardware import link
+from jdisagg.errors import ConfigError
+from jdisagg.layout.axes import Layout
+from jdisagg.node.hardware_files import find_accelerator
+from jdisagg.router.elastic import ElasticConfig
+from jdisagg.simulator.elastic import elastic
+from jdisagg.simulator.fleet import INSTANCE, LIMITS, Fleet, Pool
+from jdisagg.simulator.report import SloLimits
+from jdisagg.simulator.run import Hook
+from launch.cost_inputs import find_geometry
+from launch.flags import Given
+
+
+@dataclass(frozen=True)
+class SimulationSettings:
+    """What --set reaches."""
+
+    limits: LimitsConfig = LIMITS
+    routing: RoutingConfig = RoutingConfig()
+    elastic: ElasticConfig = ElasticConfig()
+
+
+def simulated_fleet(flags: Given) -> Fleet:
+    mode = Mode(flags.mode)
+    for name in ("prefill_workers", "prefill_stages"):
+        if mode is not Mode.DISAGGREGATED and flags.present(name):
+            raise ConfigError(
+                f"--{name}={getattr(flags, name)} means nothing in mode {mode.value}: its one"
+                " pool is --decode_workers'; leave it out"
+            )
+    chunk = (
+        (2048 if mode is Mode.CHUNKED else INSTANCE.chunk_tokens)
+        if flags.chunk_tokens is None
+        else flags.chunk_tokens
+    )
+    instance = replace(
+        INSTANCE, slots_per_rank=flags.slots_per_rank, chunk_tokens=chunk, codec=flags.codec
+    )
+    first = find_accelerator(flags.prefill_hardware)
+    second = find_accelerator(flags.decode_hardware) if flags.decode_hardware else first
+    prefill = replace(instance, layout=Layout.parse(flags.prefill))
+    decode = replace(instance, layout=Layout.parse(flags.decode or flags.prefill))
+    settings = override(SimulationSettings(), flags.set)
+    return Fleet(
+        find_geometry(flags.model),
+        Pool(flags.decode_workers, second, decode, flags.decode_stages),
+        (
+            Pool(flags.prefill_workers, first, prefill, flags.prefill_stages)
+            if mode is Mode.DISAGGREGATED
+            else None
+        ),
+        mode,
+        limits=settings.limits,
+        routing=settings.routing,
+        dtype=flags.dtype,
+        host_devices=flags.host_devices,
+        link=link(flags.link) if flags.link else None,
+        fused=flags.fused,
+        cache_blocks=flags.cache_blocks,
+        block_tokens=flags.block_tokens,
+    )
+
+
+def controllers(flags: Given, slo: SloLimits | None) -> list[Hook]:
+    """The elastic controller, with --elastic; the objective of the run stands in for its own."""
+    if not (math.isfinite(flags.switch_seconds) and flags.switch_seconds >= 0):
+        raise ConfigError(f"--switch_seconds must be 0 or more, got {flags.switch_seconds:g}")
+    if not flags.elastic:
+        return []
+    config = override(SimulationSettings(), flags.set).elastic
+    if slo is not None:
+        wanted = {"ttft_seconds": slo.ttft_seconds, "tpot_seconds": slo.tpot_seconds}
+        given = {name: value for name, value in wanted.items() if value is not None}
+        config = replace(config, slo=replace(config.slo, **given))
+
+    def say(now: float, text: str) -> None:
+        print(f"{now:.0f} s: {text}", file=sys.stderr)
+
+    return [elastic(config, flags.switch_seconds, say)]

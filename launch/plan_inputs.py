@@ -1,0 +1,55 @@
+"""What the flags of a plan mean: its site, its modes, its workload."""
+
+from jdisagg.config import Mode
+from jdisagg.costs.hardware import link
+from jdisagg.errors import ConfigError
+from jdisagg.node.hardware_files import find_accelerator
+from jdisagg.simulator.plan_candidates import Site
+from jdisagg.simulator.trace_files import read_trace
+from jdisagg.simulator.workloads import Arrival, poisson, within_context
+from launch.flags import Given
+from launch.workload_inputs import mixture
+
+
+def site_of(flags: Given) -> Site:
+    return Site(
+        find_accelerator(flags.hardware),
+        flags.accelerators,
+        flags.devices_per_node,
+        flags.domain_devices,
+        link(flags.link) if flags.link else None,
+    )
+
+
+def check_choice(flags: Given, rows: int) -> None:
+    """Before the search against the most rows that the table may have, after it against those that
+    it has."""
+    if flags.output and rows > 0 and not 1 <= flags.choose <= rows:
+        raise ConfigError(f"--choose={flags.choose} must be a row of the table, 1 to {rows}")
+
+
+def modes_of(flags: Given) -> list[Mode]:
+    known = {mode.value: mode for mode in Mode}
+    if unknown := [name for name in flags.modes if name not in known]:
+        raise ConfigError(f"--modes: no mode named {unknown[0]!r}; there are {', '.join(known)}")
+    return [known[name] for name in dict.fromkeys(flags.modes)]
+
+
+def planned_workload(flags: Given, context_tokens: int) -> tuple[list[Arrival], int]:
+    """(requests, how many were beyond the context). Raises ConfigError, WorkloadError."""
+    if bool(flags.trace) == bool(flags.mixture):
+        raise ConfigError(
+            "the workload: give either --trace=FILE or --mixture=weight:prompt/output,..."
+        )
+    if flags.mixture and flags.present("limit"):
+        raise ConfigError(
+            "--limit counts the requests of a trace, and --mixture has none; leave it out, or see"
+            " --most_requests"
+        )
+    listed = (
+        read_trace(flags.trace, flags.limit)
+        if flags.trace
+        else poisson(1.0, 4000, mixture(flags.mixture or ()), flags.seed)
+    )
+    kept = within_context(listed, context_tokens)
+    return kept, len(listed) - len(kept)
