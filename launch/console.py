@@ -7,10 +7,8 @@ traceback when the user, or whoever reads its output, wants no more.
 
 import logging
 import os
-import shutil
 import signal
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
@@ -38,7 +36,7 @@ def run(
     page = program or f"python -m {_page_name(main)}"
     with quiet_end():
         if any(word in HELP for word in sys.argv[1:]):
-            print(help_text(page, doc, given))
+            print(given.help_text(page, doc))
             sys.exit(0)
         if "--version" in sys.argv[1:]:
             print(f"jdisagg {__version__}")
@@ -58,25 +56,6 @@ def run(
             print(f"error: {error.message}", file=sys.stderr, flush=True)
             sys.exit(refused)
         sys.exit(status or 0)
-
-
-def help_text(page: str, doc: str, given: Given) -> str:
-    """The page's docstring and its flags, within the terminal's width."""
-    width = min(100, shutil.get_terminal_size((80, 24)).columns)
-    if page.startswith("jdisagg "):
-        doc = doc.replace("python -m launch.", "jdisagg ")
-    lines = [f"usage: {page} [--flag=value ...]", "", doc.strip(), "", "flags:"]
-    for name in given.names:
-        flag = given.values[name]
-        default = "" if flag.default in (None, "", []) else f" ({_shown(flag.default)})"
-        head = f"  --[no]{name}" if flag.boolean else f"  --{name}=..."
-        text = f"{flag.help}{default}"
-        lines += [head] if len(head) > 25 else []
-        start = "" if len(head) > 25 else head
-        lines += textwrap.wrap(
-            text, width, initial_indent=f"{start:<26}", subsequent_indent=" " * 26
-        )
-    return "\n".join([*lines, "  --version"])
 
 
 def refuse_words(arguments: Sequence[str]) -> None:
@@ -120,7 +99,3 @@ def _mind_signals() -> None:
             "SIGUSR1 asks for a timeline, and none is kept; start with --timelines=DIR"
         ),
     )
-
-
-def _shown(default: object) -> str:
-    return ",".join(map(str, default)) if isinstance(default, list) else str(default)

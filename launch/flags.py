@@ -4,8 +4,12 @@
 
 A page names the flags that it takes, and may change a default. What it gets has each flag's value
 as an attribute, once `launch.console.run` has parsed the command line. A flag that changes a field
-of the configuration is named as the field is, and has no default of its own: the recipe's holds."""
+of the configuration is named as the field is, and has no default of its own: the recipe's holds.
 
+It is a table, one entry a flag, and longer than a page for that."""
+
+import shutil
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -285,6 +289,24 @@ class Given:
         """Whether it stands on the command line."""
         return bool(self.values[name].present)
 
+    def help_text(self, page: str, doc: str) -> str:
+        """The page's docstring and its flags, within the terminal's width."""
+        width = min(100, shutil.get_terminal_size((80, 24)).columns)
+        if page.startswith("jdisagg "):
+            doc = doc.replace("python -m launch.", "jdisagg ")
+        lines = [f"usage: {page} [--flag=value ...]", "", doc.strip(), "", "flags:"]
+        for name in self.names:
+            flag = self.values[name]
+            default = "" if flag.default in (None, "", []) else f" ({_shown(flag.default)})"
+            head = f"  --[no]{name}" if flag.boolean else f"  --{name}=..."
+            text = f"{flag.help}{default}"
+            lines += [head] if len(head) > 25 else []
+            start = "" if len(head) > 25 else head
+            lines += textwrap.wrap(
+                text, width, initial_indent=f"{start:<26}", subsequent_indent=" " * 26
+            )
+        return "\n".join([*lines, "  --version"])
+
     def given(self) -> dict[str, object]:
         """The flags that stand on the command line."""
         return {name: self.values[name].value for name in self.names if self.present(name)}
@@ -294,3 +316,7 @@ def define(*names: str, required: Sequence[str] = (), **changes: object) -> Give
     """`changes`: of a default, or as (default, help)."""
     assert set(changes) <= set(names), f"{set(changes) - set(names)} are not the page's flags"
     return Given(names, required, **changes)
+
+
+def _shown(default: object) -> str:
+    return ",".join(map(str, default)) if isinstance(default, list) else str(default)

@@ -13,11 +13,13 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from jdisagg.config import EngineConfig, Mode
-from jdisagg.dispatch.frontend import ChatMessage, ChatPrompt
-from jdisagg.errors import ConfigError, JdisaggError, first_error
-from jdisagg.node.deployment import Deployment, prepare_runtime
+from jdisagg.dispatch.frontend import SamplingOptions
+from jdisagg.errors import ConfigError
+from jdisagg.node.deployment import prepare_runtime
+from jdisagg.node.prompts import PromptRun
 from jdisagg.node.signals import end_at_once
 from jdisagg.request import StreamEvent
 from launch.console import run
@@ -42,8 +44,7 @@ flags = define(
 def main() -> None:
     end_at_once()  # also while it compiles
     prompts = _prompts()
-    # One prompt uses a few programs of the many: they are compiled as they are needed.
-    config = replace(engine_config(flags), warm_up=False)
+    config = replace(engine_config(flags), warm_up=False)  # a few programs of the many are needed
     prepare_runtime(flags.devices or devices_of(config), config.compilation_cache)
     asyncio.run(_generate(config, prompts))
 
@@ -51,82 +52,55 @@ def main() -> None:
 def _prompts() -> list[str]:
     if (flags.prompt is None) == (flags.prompts_file is None):
         raise ConfigError("give either --prompt or --prompts_file")
-    path = flags.prompts_file
-    if path is None:
+    if (path := flags.prompts_file) is None:
         return [flags.prompt or ""]
     try:
         prompts = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts_file={path} cannot be read: {error}") from error
-    if not all(prompts) or not prompts:
+    if "" in prompts or not prompts:
         where = f"line {prompts.index('') + 1} is empty" if prompts else "it is empty"
         raise ConfigError(f"--prompts_file={path}: {where}; give one prompt a line")
     return prompts
 
 
 async def _generate(config: EngineConfig, prompts: list[str]) -> None:
-    one_mesh = config.mode is not Mode.DISAGGREGATED
-    prefill = "" if one_mesh else f"prefill {config.prefill.layout} -> "
+    two = config.mode is Mode.DISAGGREGATED
+    prefill = f"prefill {config.prefill.layout} -> " if two else ""
     meshes = f"{prefill}decode {config.decode.layout}"
     began = time.monotonic()
     _say(f"loading {Path(config.model.directory).name} ({meshes})")
     deployment = deployment_of(config, record_to=flags.record)
+    names = ("temperature", "top_k", "top_p", "seed", "ignore_eos")
+    options = cast(SamplingOptions, {name: getattr(flags, name) for name in names})
+    several = PromptRun(deployment, flags.chat, **options)
+
+    async def show(index: int, events: AsyncIterator[StreamEvent]) -> None:
+        label = f"prompt {index + 1}: " if len(prompts) > 1 else ""
+        await _print(prompts[index], events, label, f"{config.mode.value} {meshes}")
+
     await deployment.start()
     try:
         if not flags.record:
             kept = config.compilation_cache
-            _say("compiling for this prompt" + (f" (or loading from {kept})" if kept else ""))
+            _say(f"compiling for this prompt{f' (or loading from {kept})' if kept else ''}")
             longest, rehearsal = max(prompts, key=len), time.monotonic()
-            async for _ in _stream(deployment, longest, REHEARSAL_TOKENS):
+            async for _ in several.stream(longest, REHEARSAL_TOKENS):
                 pass
             now = time.monotonic()
             _say(f"ready after {now - began:.1f} s, {now - rehearsal:.1f} s of them compiling")
         started = time.monotonic()
-        queues = [asyncio.Queue[StreamEvent | None]() for _ in prompts]
-        async with asyncio.TaskGroup() as tasks:
-            for prompt, queue in zip(prompts, queues, strict=True):
-                tasks.create_task(_fill(queue, _stream(deployment, prompt, flags.max_tokens)))
-            for number, (prompt, queue) in enumerate(zip(prompts, queues, strict=True), 1):
-                label = f"prompt {number}: " if len(prompts) > 1 else ""
-                await _print(prompt, queue, label, f"{config.mode.value} {meshes}")
+        await several.all_at_once(prompts, flags.max_tokens, show)
         if len(prompts) > 1:
             _say(f"{len(prompts)} prompts in {time.monotonic() - started:.3f} s")
-    except* (JdisaggError, BrokenPipeError) as group:
-        raise first_error(group) from None
     finally:
         await deployment.cluster.stop()
 
 
-async def _stream(
-    deployment: Deployment, prompt: str, max_tokens: int | None
-) -> AsyncIterator[StreamEvent]:
-    request = await deployment.frontend.build_request(
-        ChatPrompt((ChatMessage("user", prompt),)) if flags.chat else prompt,
-        max_tokens=max_tokens,
-        temperature=flags.temperature,
-        top_k=flags.top_k,
-        top_p=flags.top_p,
-        seed=flags.seed,
-        ignore_eos=flags.ignore_eos,
-    )
-    async for event in deployment.frontend.stream(request):
-        yield event
-
-
-async def _fill(
-    queue: asyncio.Queue[StreamEvent | None], events: AsyncIterator[StreamEvent]
-) -> None:
-    async for event in events:
-        queue.put_nowait(event)
-    queue.put_nowait(None)
-
-
-async def _print(
-    prompt: str, queue: asyncio.Queue[StreamEvent | None], label: str, meshes: str
-) -> None:
+async def _print(prompt: str, events: AsyncIterator[StreamEvent], label: str, meshes: str) -> None:
     if sys.stdout.isatty() and not flags.chat:
         print(prompt, end="", flush=True)
-    while (event := await queue.get()) is not None:
+    async for event in events:
         print(event.text, end="", flush=True)
         if (usage := event.usage) and (times := event.timings):
             print(flush=True)

@@ -25,7 +25,7 @@ import jax
 
 from jdisagg.engine.host_threads import hand_over_quickly
 from jdisagg.errors import ConfigError, JdisaggError, UnavailableError
-from jdisagg.instance.processes import ProcessGroup, join_instance
+from jdisagg.instance.processes import ProcessGroup
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node.deployment import prepare_runtime
@@ -33,7 +33,7 @@ from jdisagg.node.recipes import worker_config
 from jdisagg.node.run_files import ProcessPlace, WorkerProcessConfig, read_config
 from jdisagg.node.signals import end_at_once
 from jdisagg.node.worker import worker_spec
-from jdisagg.node.worker_process import WorkerProcess
+from jdisagg.node.worker_process import WorkerProcess, join
 from jdisagg.observe.logs import start_logging
 from jdisagg.observe.process import ObserveConfig, observing
 from jdisagg.service.server import check_address
@@ -58,22 +58,12 @@ flags = define(
 def main() -> None:
     end_at_once()
     try:
-        config = (
-            read_config(flags.config_file, WorkerProcessConfig)
-            if flags.config_file
-            else _of_flags()
-        )
+        file = flags.config_file
+        config = read_config(file, WorkerProcessConfig) if file else _of_flags()
         check_address(config.worker.service)
         prepare_runtime(config.devices, config.worker.compilation_cache)
         hand_over_quickly()
-        place = config.process
-        group = ProcessGroup(0, 1)
-        if place.count != 1:
-            group = (
-                join_instance(place.coordinator, place.count, place.index)
-                if place.count
-                else join_instance()
-            )
+        group = join(config.process)
         start_logging(config.observe.log_format, config.name)
         status = asyncio.run(_run(config, group))
         if status == 0:
@@ -88,8 +78,7 @@ def main() -> None:
 
 
 async def _run(config: WorkerProcessConfig, group: ProcessGroup) -> int:
-    model = config.worker.model
-    source = model_source(model.directory, model.dtype)
+    source = model_source(config.worker.model.directory, config.worker.model.dtype)
     observe = config.observe if group.leads else ObserveConfig()
     async with observing(config.name, observe) as observer:
         process = WorkerProcess(worker_spec(config, source), config.worker, observer)

@@ -18,16 +18,26 @@ from jdisagg.clock import MonotonicClock
 from jdisagg.config import WorkerConfig
 from jdisagg.engine.instance import Loaded, LoadModel
 from jdisagg.errors import JdisaggError
-from jdisagg.instance.processes import ProcessGroup
+from jdisagg.instance.processes import ProcessGroup, join_instance
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Device
 from jdisagg.node.cluster_plan import free_ports
 from jdisagg.node.deployment import Relayout
 from jdisagg.node.role_state import Role, RoleState, fixed_because
+from jdisagg.node.run_files import ProcessPlace
 from jdisagg.node.signals import StopSignals
 from jdisagg.node.worker import WorkerProcessState, WorkerRuntime, WorkerSpec
 from jdisagg.observe.observer import Observer
 from jdisagg.supervisor.supervisor import EXIT_BROKEN
+
+
+def join(place: ProcessPlace) -> ProcessGroup:
+    """Makes this process one of its instance's; before the first use of a device."""
+    if place.count == 1:
+        return ProcessGroup(0, 1)
+    if not place.count:
+        return join_instance()
+    return join_instance(place.coordinator, place.count, place.index)
 
 
 class WorkerProcess:
