@@ -14,10 +14,11 @@ from jax import lax
 from jdisagg.model_api import Attend, Shards
 from jdisagg.ops.linear import project
 from jdisagg.ops.mlp import gated_silu
-from jdisagg.ops.moe import ExpertWeights, route, routed_experts
+from jdisagg.ops.moe import ExpertWeights, Routing, route, routed_experts
 from jdisagg.ops.norm import rms_norm
 from jdisagg.ops.parameters import Axes, Make, parameter
-from jdisagg.ops.rope import rope_angles, rotate
+from jdisagg.ops.rope import query_growth, rope_angles, rotate
+from jdisagg.ops.routing import route_by_sigmoid
 from models.decoder_config import AttentionConfig, DecoderConfig, ExpertConfig, LayerConfig
 
 
@@ -60,15 +61,16 @@ class Norm(nnx.Module):
         self.weight = parameter(make((size,), "norm", size), axes)
         self.epsilon = epsilon
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, self.weight[...], self.epsilon)
+    def __call__(self, x: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:
+        """`over`: the mesh axes that the normalised dimension is sharded over."""
+        return rms_norm(x, self.weight[...], self.epsilon, over)
 
 
 class Attention(nnx.Module):
     """Grouped-query attention with rope; what is cached, and how, is `attend`'s affair."""
 
     def __init__(
-        self, make: Make, config: DecoderConfig, window: int | None, transposed: bool
+        self, make: Make, config: DecoderConfig, layer: LayerConfig, transposed: bool
     ) -> None:
         attention: AttentionConfig = config.attention
         width, head = config.width, attention.head_dim
@@ -90,15 +92,20 @@ class Attention(nnx.Module):
             bias=attention.output_bias,
             transposed=transposed,
         )
-        self.q_norm = (
-            Norm(make, head, ("head",), config.norm_epsilon) if attention.qk_norm else None
-        )
-        self.k_norm = (
-            Norm(make, head, ("head",), config.norm_epsilon) if attention.qk_norm else None
-        )
-        self.rope = attention.rope
+        self.norm_all = attention.qk_norm == "all"
+
+        def norm(size: int, axes: Axes) -> Norm | None:
+            if not attention.qk_norm:
+                return None
+            size, axes = (size, axes) if self.norm_all else (head, ("head",))
+            return Norm(make, size, axes, config.norm_epsilon)
+
+        self.q_norm = norm(q_size, ("q_heads",))
+        self.k_norm = norm(kv_size, ("kv_heads",))
+        self.rope = (layer.rope or attention.rope) if layer.rotated else None
         self.head_dim = head
-        self.window = window
+        self.scale = head**-0.5 if attention.scale is None else attention.scale
+        self.window = layer.window
 
     def __call__(
         self,
@@ -111,18 +118,13 @@ class Attention(nnx.Module):
         """[T, D], or [R, D] of these rows: the others' keys and values are cached, and that is
         all."""
         x_RD, positions_R = _rows(x_TD, rows_R), _rows(positions_T, rows_R)
-        q_RNH, k_TKH, v_TKH = (
-            self._heads(self.q(x_RD, shards)),
-            self._heads(self.k(x_TD, shards)),
-            self._heads(self.v(x_TD, shards)),
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            q_RNH, k_TKH = self.q_norm(q_RNH), self.k_norm(k_TKH)
-        q_RNH, k_TKH = (
-            rotate(q_RNH, rope_angles(positions_R, self.rope)),
-            rotate(k_TKH, rope_angles(positions_T, self.rope)),
-        )
-        o_RNH = attend(q_RNH, k_TKH, v_TKH, scale=self.head_dim**-0.5, window=self.window)
+        q_RNH = self._normal(self.q(x_RD, shards), self.q_norm, shards)
+        k_TKH = self._normal(self.k(x_TD, shards), self.k_norm, shards)
+        v_TKH = self._heads(self.v(x_TD, shards))
+        q_RNH, k_TKH = self._turned(q_RNH, positions_R), self._turned(k_TKH, positions_T)
+        if self.rope is not None and self.rope.query_beta:
+            q_RNH = q_RNH * query_growth(positions_R, self.rope).astype(q_RNH.dtype)
+        o_RNH = attend(q_RNH, k_TKH, v_TKH, scale=self.scale, window=self.window)
         if not o_RNH.shape[0]:
             return x_RD  # nothing to project, and no collective over nothing
         return self.o.summed(o_RNH.reshape(o_RNH.shape[0], -1), shards)
@@ -130,12 +132,28 @@ class Attention(nnx.Module):
     def _heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(x.shape[0], x.shape[1] // self.head_dim, self.head_dim)
 
+    def _normal(self, x: jax.Array, norm: Norm | None, shards: Shards) -> jax.Array:
+        """In heads, each normalised or all of them together."""
+        if norm is None:
+            return self._heads(x)
+        return self._heads(norm(x, shards.tp)) if self.norm_all else norm(self._heads(x))
+
+    def _turned(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        if self.rope is None:
+            return x
+        angles = rope_angles(positions, self.rope)
+        return rotate(x, angles, interleaved=self.rope.interleaved)
+
 
 class GatedMLP(nnx.Module):
     """down(silu(gate(x)) * up(x)), its width sharded over tp."""
 
-    def __init__(self, make: Make, config: DecoderConfig, transposed: bool) -> None:
-        into, out = (config.width, config.ffn), (config.ffn, config.width)
+    def __init__(
+        self, make: Make, config: DecoderConfig, transposed: bool, ffn: int | None = None
+    ) -> None:
+        """`ffn` is the model's where None."""
+        ffn = config.ffn if ffn is None else ffn
+        into, out = (config.width, ffn), (ffn, config.width)
         bias = config.mlp_bias
         self.gate = Linear(make, into, ("embed", "ffn"), bias=bias, transposed=transposed)
         self.up = Linear(make, into, ("embed", "ffn"), bias=bias, transposed=transposed)
@@ -147,11 +165,18 @@ class GatedMLP(nnx.Module):
 
 class SparseMLP(nnx.Module):
     """A router and experts, each a gated MLP without biases; experts whole on a device (ep > 1) or
-    split inside over tp."""
+    split inside over tp. Beside them perhaps an expert that every token takes."""
 
-    def __init__(self, make: Make, width: int, config: ExpertConfig) -> None:
-        experts, ffn = config.experts, config.ffn
+    def __init__(
+        self, make: Make, config: DecoderConfig, routed: ExpertConfig, transposed: bool
+    ) -> None:
+        width, experts, ffn = config.width, routed.experts, routed.ffn
         self.router = parameter(make((width, experts), "matrix", width), ("embed", "router"))
+        self.correction = (
+            parameter(make((experts,), "float32", width), ("router",))
+            if routed.correction
+            else None
+        )
         self.gate = parameter(
             make((experts, width, ffn), "matrix", width), ("expert", "embed", "expert_ffn")
         )
@@ -161,31 +186,74 @@ class SparseMLP(nnx.Module):
         self.down = parameter(
             make((experts, ffn, width), "matrix", ffn), ("expert", "expert_ffn", "embed")
         )
-        self.config = config
+        self.shared = (
+            GatedMLP(make, config, transposed, routed.shared_ffn) if routed.shared_ffn else None
+        )
+        self.shared_gate = (
+            parameter(make((width, 1), "matrix", width), ("embed", "router"))
+            if routed.shared_gate
+            else None
+        )
+        self.config = routed
 
     def __call__(self, x_TD: jax.Array, shards: Shards, valid_T: jax.Array | None) -> jax.Array:
-        logits_TE = project(x_TD, self.router[...], platform=shards.platform)
-        routing = route(logits_TE, self.config.experts_per_token, normalised=self.config.normalised)
         weights = ExpertWeights(self.gate[...], self.up[...], self.down[...])
-        return routed_experts(
-            x_TD, routing, weights, shards, experts=self.config.experts, valid_T=valid_T
+        y_TD = routed_experts(
+            x_TD,
+            self._route(x_TD, shards),
+            weights,
+            shards,
+            experts=self.config.experts,
+            valid_T=valid_T,
+        )
+        if self.shared is None:
+            return y_TD
+        shared_TD = self.shared(x_TD, shards, valid_T)
+        if self.shared_gate is not None:
+            gate_T1 = project(x_TD, self.shared_gate[...], platform=shards.platform)
+            shared_TD = jax.nn.sigmoid(gate_T1) * shared_TD
+        return y_TD + shared_TD
+
+    def _route(self, x_TD: jax.Array, shards: Shards) -> Routing:
+        config, router_DE = self.config, self.router[...]
+        if config.scores == "softmax":
+            logits_TE = project(x_TD, router_DE, platform=shards.platform)
+            return route(logits_TE, config.experts_per_token, normalised=config.normalised)
+        # In float32, as those models were trained: a choice hangs on small differences of scores.
+        wide_TD, wide_DE = x_TD.astype(jnp.float32), router_DE.astype(jnp.float32)
+        return route_by_sigmoid(
+            project(wide_TD, wide_DE, platform=shards.platform),
+            None if self.correction is None else self.correction[...],
+            config.experts_per_token,
+            groups=config.groups,
+            groups_per_token=config.groups_per_token,
+            normalised=config.normalised,
+            scaling=config.scaling,
         )
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm attention and feed-forward, each with its residual."""
+    """Attention and feed-forward, each with its residual, and norms before them, after them, or
+    both."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, layer: LayerConfig, transposed: bool
     ) -> None:
-        self.attention_norm = Norm(make, config.width, ("embed",), config.norm_epsilon)
-        self.attention = Attention(make, config, layer.window, transposed)
-        self.mlp_norm = Norm(make, config.width, ("embed",), config.norm_epsilon)
+        def norm(where: str) -> Norm | None:
+            wanted = config.norms in (where, "both")
+            return Norm(make, config.width, ("embed",), config.norm_epsilon) if wanted else None
+
+        self.attention_norm = norm("before")
+        self.attention = Attention(make, config, layer, transposed)
+        self.attention_post_norm = norm("after")
+        self.mlp_norm = norm("before")
         self.mlp = (
-            SparseMLP(make, config.width, layer.experts)
+            SparseMLP(make, config, layer.experts, transposed)
             if layer.experts
             else GatedMLP(make, config, transposed)
         )
+        self.mlp_post_norm = norm("after")
+        self.scale = config.residual_scale
 
     def __call__(
         self,
@@ -197,11 +265,23 @@ class DecoderLayer(nnx.Module):
         rows_R: jax.Array | None = None,
     ) -> jax.Array:
         """See `model_api.Layer`."""
-        y_RD = self.attention(self.attention_norm(x_TD), positions_T, attend, shards, rows_R)
+        into_TD = _normed(x_TD, self.attention_norm)
+        y_RD = self.attention(into_TD, positions_T, attend, shards, rows_R)
         if not y_RD.shape[0]:
             return y_RD
-        x_RD, valid_R = _rows(x_TD, rows_R) + y_RD, valid_T if rows_R is None else rows_R >= 0
-        return x_RD + self.mlp(self.mlp_norm(x_RD), shards, valid_R)
+        x_RD = _rows(x_TD, rows_R) + self._added(y_RD, self.attention_post_norm)
+        valid_R = valid_T if rows_R is None else rows_R >= 0
+        y_RD = self.mlp(_normed(x_RD, self.mlp_norm), shards, valid_R)
+        return x_RD + self._added(y_RD, self.mlp_post_norm)
+
+    def _added(self, y: jax.Array, norm: Norm | None) -> jax.Array:
+        """What a block's output adds to the residual stream."""
+        y = _normed(y, norm)
+        return y if self.scale == 1 else (y.astype(jnp.float32) * self.scale).astype(y.dtype)
+
+
+def _normed(x: jax.Array, norm: Norm | None) -> jax.Array:
+    return x if norm is None else norm(x)
 
 
 def _rows(of_T: jax.Array, rows_R: jax.Array | None) -> jax.Array:

@@ -4,7 +4,26 @@ are named."""
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from models import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from models import (
+    glm4,
+    glm4_moe,
+    granite,
+    llama,
+    minimax_m2,
+    ministral,
+    mistral,
+    mixtral,
+    olmo2,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    qwen3_vl,
+    seed_oss,
+    smollm3,
+)
 from models.decoder_config import DecoderConfig
 from models.hf_config import HfConfig
 
@@ -22,8 +41,23 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family("MistralForCausalLM", mistral.read_config),
     "mixtral": Family("MixtralForCausalLM", mixtral.read_config),
     "qwen2": Family("Qwen2ForCausalLM", qwen2.read_config),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", qwen2_moe.read_config),
     "qwen3": Family("Qwen3ForCausalLM", qwen3.read_config),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", qwen3_moe.read_config),
+    "qwen3_vl_text": Family("Qwen3VLForCausalLM", qwen3_vl.read_config),
+    "qwen3_vl_moe_text": Family("Qwen3VLMoeForCausalLM", qwen3_vl.read_moe_config),
+    "ministral": Family("MinistralForCausalLM", ministral.read_config),
+    "ministral3": Family("Ministral3ForCausalLM", ministral.read_3_config),
+    "smollm3": Family("SmolLM3ForCausalLM", smollm3.read_config),
+    "seed_oss": Family("SeedOssForCausalLM", seed_oss.read_config),
+    "olmo2": Family("Olmo2ForCausalLM", olmo2.read_config),
+    "olmo3": Family("Olmo3ForCausalLM", olmo3.read_config),
+    "granite": Family("GraniteForCausalLM", granite.read_config),
+    "phi3": Family("Phi3ForCausalLM", phi3.read_config),
+    "glm": Family("GlmForCausalLM", glm4.read_glm_config),
+    "glm4": Family("Glm4ForCausalLM", glm4.read_config),
+    "glm4_moe": Family("Glm4MoeForCausalLM", glm4_moe.read_config),
+    "minimax_m2": Family("MiniMaxM2ForCausalLM", minimax_m2.read_config),
 }
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from tqdm import tqdm
@@ -30,7 +29,7 @@ from models.decoder import Decoder, abstract_model
 from models.decoder_config import DecoderConfig
 from models.hf_config import HfConfig
 from models.hf_weights import STEM, Source, find_source
-from models.parameter_tree import parameter_shapes, with_arrays
+from models.parameter_tree import ParameterShape, parameter_shapes, with_arrays
 from models.safetensors_files import SafetensorsFiles
 
 # Buffers that some checkpoints store and no forward pass of ours reads.
@@ -71,9 +70,9 @@ def load_model(
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"dtype must be 'float32' or 'bfloat16', got {dtype!r}")
     directory = Path(directory)
-    config = load_config(directory)
-    in_orbax = orbax_checkpoint.is_orbax(directory)
-    files = None if in_orbax else SafetensorsFiles.from_directory(directory)
+    hf = HfConfig.from_directory(directory)
+    config = read_config(hf)
+    files = None if orbax_checkpoint.is_orbax(directory) else open_files(directory, hf)
     if files is not None and config.tied and _has_own_head(files):
         _log.warning(
             "%s: tie_word_embeddings is set, but lm_head.weight is not the embedding; it is used",
@@ -88,6 +87,12 @@ def load_model(
     if files is None:
         return LoadedModel(orbax_checkpoint.restore(directory, model, mesh, layout), mesh, layout)
     return LoadedModel(_fill(model, files, directory, mesh, layout), mesh, layout)
+
+
+def open_files(directory: Path, hf: HfConfig) -> SafetensorsFiles:
+    """The tensors of the model that `hf` describes, by the names of a text model."""
+    files = SafetensorsFiles.from_directory(directory)
+    return files.text_part() if hf.nested else files
 
 
 def _has_own_head(files: SafetensorsFiles) -> bool:
@@ -108,10 +113,7 @@ def find_sources(model: Decoder, files: SafetensorsFiles, directory: Path) -> li
     """Where each parameter, in leaf order, comes from. Raises CheckpointError that lists the
     tensors that do not fit."""
     found = files.shapes()
-    present = frozenset(found)
-    sources = [
-        find_source(parameter, model.vocabulary, present) for parameter in parameter_shapes(model)
-    ]
+    sources = [find_source(part, model.config, found) for part in parameter_shapes(model)]
     _check(sources, found, model.config, directory)
     return sources
 
@@ -121,9 +123,8 @@ def _fill(
 ) -> Decoder:
     parameters = parameter_shapes(model)
     sources = find_sources(model, files, directory)
-    dtype = np.dtype(jnp.dtype(model.kv_spec.dtype))
     shardings = weight_shardings(model, mesh, layout)
-    total = sum(dtype.itemsize * int(np.prod(parameter.shape)) for parameter in parameters)
+    total = sum(part.dtype.itemsize * int(np.prod(part.shape)) for part in parameters)
     arrays = []
     with tqdm(
         total=total,
@@ -134,18 +135,15 @@ def _fill(
         file=sys.stderr,
     ) as progress:
         for parameter, source, sharding in zip(parameters, sources, shardings, strict=True):
-            arrays.append(_read_array(source, files, parameter.shape, dtype, sharding))
+            arrays.append(_read_array(source, files, parameter, sharding))
             progress.update(arrays[-1].nbytes)
     return with_arrays(model, arrays)
 
 
 def _read_array(
-    source: Source,
-    files: SafetensorsFiles,
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    sharding: NamedSharding,
+    source: Source, files: SafetensorsFiles, parameter: ParameterShape, sharding: NamedSharding
 ) -> jax.Array:
+    shape = parameter.shape
     read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # replicas share what was read
 
     def one_shard(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -154,7 +152,7 @@ def _read_array(
         if bounds not in read:
             view = source.read(files.read, tuple(slice(*bound) for bound in bounds))
             # JAX may alias what it is given
-            read[bounds] = np.array(view, dtype=dtype, order="C", copy=True)
+            read[bounds] = np.array(view, dtype=parameter.dtype, order="C", copy=True)
         return read[bounds]
 
     return jax.make_array_from_callback(shape, sharding, one_shard)
@@ -177,7 +175,10 @@ def _check(
     extra = [
         f"{name} {shape}"
         for name, shape in found.items()
-        if name not in needed and name not in ignored and not _HARMLESS.search(name)
+        if name not in needed
+        and name not in ignored
+        and not _HARMLESS.search(name)
+        and not _behind_the_last(name, config)
     ]
     wrong = [
         _listed(*part)
@@ -189,6 +190,13 @@ def _check(
             f"{directory}: the tensors do not fit its config.json ({config.family}):"
             f" {'; '.join(wrong)}; use the config.json that the weights were saved with"
         )
+
+
+def _behind_the_last(name: str, config: DecoderConfig) -> bool:
+    """Of a layer that predicts further tokens: stored behind the model's own, and not read."""
+    number = re.match(r"model\.layers\.(\d+)\.", name)
+    last = len(config.layers)
+    return number is not None and last <= int(number[1]) < last + config.left_aside
 
 
 def _listed(what: str, names: list[str]) -> str:

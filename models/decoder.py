@@ -34,9 +34,13 @@ class DecoderStem(nnx.Module):
             else Linear(make, (config.width, padded), ("embed", "vocab"), transposed=transposed)
         )
         self.vocabulary = config.vocabulary
+        self.scale, self.divisor = config.embedding_scale, config.logits_divisor
 
     def embed(self, tokens_T: jax.Array, shards: Shards) -> jax.Array:
-        return embed_tokens(self.embedding[...], tokens_T, shards.tp)
+        x_TD = embed_tokens(self.embedding[...], tokens_T, shards.tp)
+        if self.scale == 1:
+            return x_TD
+        return (x_TD.astype(jnp.float32) * self.scale).astype(x_TD.dtype)
 
     def logits(self, x_RD: jax.Array, shards: Shards) -> jax.Array:
         kernel, transposed = (
@@ -51,6 +55,8 @@ class DecoderStem(nnx.Module):
             platform=shards.platform,
             out_dtype=jnp.dtype("float32"),
         )
+        if self.divisor != 1:
+            out = out / self.divisor
         return gather_logits(out, self.vocabulary, shards.tp)
 
 
@@ -94,7 +100,7 @@ def abstract_model(
     padded."""
 
     def make(shape: tuple[int, ...], role: Role, fan_in: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+        return jax.ShapeDtypeStruct(shape, jnp.dtype("float32" if role == "float32" else dtype))
 
     return Decoder(make, config, dtype=dtype, platform=platform, tp=tp)
 
@@ -114,6 +120,8 @@ def init_model(
     def make(shape: tuple[int, ...], role: Role, fan_in: int) -> jax.Array:
         nonlocal count
         count += 1
+        if role == "float32":
+            return jnp.zeros(shape, jnp.float32)
         if role in ("norm", "bias"):
             return jnp.full(shape, 1.0 if role == "norm" else 0.0, jnp.dtype(dtype))
         deviation = 0.02 if role == "embedding" else 1 / math.sqrt(fan_in)

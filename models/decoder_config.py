@@ -5,6 +5,7 @@ Layers whose `LayerConfig` is equal have equal structure, so that one compiled p
 all. Knows no JAX arrays."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from jdisagg.costs.model_geometry import CostGeometry, Experts, GroupedAttention
 from jdisagg.layout.axes import ModelGeometry
@@ -14,7 +15,8 @@ from jdisagg.ops.rope_frequencies import Rope
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """`qk_norm`: a norm over each head of q and k before rope (Qwen3)."""
+    """`qk_norm`: a norm over each head of q and k before rope (Qwen3), or over all heads together
+    (OLMo 2). `scale` of the scores: None is one over the root of the head size."""
 
     query_heads: int
     kv_heads: int
@@ -22,32 +24,50 @@ class AttentionConfig:
     rope: Rope
     qkv_bias: bool = False
     output_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["", "head", "all"] = ""
+    scale: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertConfig:
-    """`normalised`: the chosen experts' weights are scaled to sum to one."""
+    """Routing: scores by softmax over all experts, or by sigmoid of each; with `correction`, a bias
+    for the choice alone; of `groups` of experts only the best `groups_per_token` are looked at.
+    `normalised`: the chosen experts' weights are scaled to sum to one; then `scaling` holds.
+    `shared_ffn`: the width of an expert that every token takes (0: none), behind a gate of its own
+    where `shared_gate`."""
 
     experts: int
     experts_per_token: int
     ffn: int
     normalised: bool
+    shared_ffn: int = 0
+    shared_gate: bool = False
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    correction: bool = False
+    groups: int = 1
+    groups_per_token: int = 1
+    scaling: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
     """`experts` is None in a dense layer. `window`: positions seen, the token's own included; None
-    is all of them."""
+    is all of them. `rotated`: whether it has rotary positions; `rope` where they are not the
+    model's."""
 
     window: int | None = None
     experts: ExpertConfig | None = None
+    rotated: bool = True
+    rope: Rope | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """`ffn` is the width of dense layers; `context_tokens` the longest sequence that the positions
-    were built for."""
+    were built for. `norms`: before attention and feed-forward, after them (on what they add), or
+    both. Granite's scales: of embeddings, of what a block adds to the residual stream, and what
+    logits are divided by. `left_aside`: layers behind the last one, for predicting several tokens,
+    that a checkpoint may hold and that are not read."""
 
     family: str
     vocabulary: int
@@ -59,6 +79,11 @@ class DecoderConfig:
     tied: bool
     context_tokens: int
     mlp_bias: bool = False
+    norms: Literal["before", "after", "both"] = "before"
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_divisor: float = 1.0
+    left_aside: int = 0
 
     @property
     def experts(self) -> ExpertConfig | None:
@@ -75,6 +100,7 @@ class DecoderConfig:
             ffn=self.ffn if dense else 0,
             experts=experts.experts if experts else 0,
             expert_ffn=experts.ffn if experts else 0,
+            shared_ffn=experts.shared_ffn if experts else 0,
         )
 
     def cost_geometry(self, name: str) -> CostGeometry:
@@ -96,7 +122,13 @@ class DecoderConfig:
             ffn=self.ffn,
             tied=self.tied,
             experts=(
-                Experts(experts.experts, experts.experts_per_token, experts.ffn)
+                Experts(
+                    experts.experts,
+                    experts.experts_per_token,
+                    experts.ffn,
+                    experts.shared_ffn,
+                    experts.shared_gate,
+                )
                 if experts
                 else None
             ),

@@ -11,18 +11,38 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jdisagg.errors import CheckpointError
-from models.hf_fields import CHANGING, harmless, says_nothing, short
+from models.hf_fields import CHANGING, VISION, harmless, says_nothing, short
 from models.model_folder import check_model_folder
 
 
 @dataclass(frozen=True, slots=True)
 class FamilyDefaults:
-    """What transformers assumes where config.json is silent."""
+    """What transformers assumes where config.json is silent. `partial_rotary`: what part of a head
+    is rotated; None where all of it is, whatever the config says."""
 
     kv_heads: int | None
     context_tokens: int
     norm_epsilon: float = 1e-6
     rope_theta: float = 10000.0
+    tied: bool = False
+    partial_rotary: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outer:
+    """A model that sees, and whose text part is served: the kind of that where it does not say, and
+    whether its head is tied where nothing says so."""
+
+    architecture: str
+    text: str
+    tied: bool
+
+
+OUTER = {
+    "mistral3": Outer("Mistral3ForConditionalGeneration", "mistral", tied=True),
+    "qwen3_vl": Outer("Qwen3VLForConditionalGeneration", "qwen3_vl_text", tied=False),
+    "qwen3_vl_moe": Outer("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text", tied=False),
+}
 
 
 class HfConfig:
@@ -32,8 +52,14 @@ class HfConfig:
     def __init__(
         self, fields: Mapping[str, object], where: str = "config.json", *, sizes_only: bool = False
     ) -> None:
-        """`sizes_only`: what a model costs is asked, and options that we lack are passed over."""
-        self.fields: Mapping[str, object] = fields  # null ones included
+        """`sizes_only`: what a model costs is asked, and options that we lack are passed over.
+        `nested`: the fields are those of the text part of a model that sees."""
+        outer = OUTER.get(str(fields.get("model_type")))
+        inner = fields.get("text_config")
+        self.nested = outer is not None and isinstance(inner, dict)
+        if outer is not None and isinstance(inner, dict):
+            fields = _text_part(fields, inner, outer, where)
+        self.fields: dict[str, object] = dict(fields)  # null ones included
         self._read: set[str] = set()
         self.where = where
         self.sizes_only = sizes_only
@@ -118,6 +144,12 @@ class HfConfig:
             raise self.error(field, "must be a list of strings", "correct it")
         return tuple(value)
 
+    def changed(self, **fields: object) -> "HfConfig":
+        """The same config with other values; what is asked of either counts for both."""
+        other = HfConfig(self.fields | fields, self.where, sizes_only=self.sizes_only)
+        other._read, other.nested = self._read, self.nested
+        return other
+
     def pass_over(self, *fields: str) -> None:
         """Notes fields that change nothing in this family, as transformers has it."""
         self._read.update(fields)
@@ -143,6 +175,23 @@ class HfConfig:
                 f" {', '.join(found)}; use a checkpoint without it, or remove a field that does not"
                 " change the output"
             )
+
+
+def _text_part(
+    fields: Mapping[str, object], inner: Mapping[str, object], outer: Outer, where: str
+) -> dict[str, object]:
+    """What is said of the whole holds for the text part, unless it says otherwise itself."""
+    architectures = fields.get("architectures")
+    if isinstance(architectures, list) and outer.architecture not in architectures:
+        raise CheckpointError(
+            f"{where}: architectures must hold {outer.architecture!r}, got {short(architectures)};"
+            " only models that generate text are served"
+        )
+    of_whole = {name: value for name, value in fields.items() if name not in VISION}
+    tied = {"tie_word_embeddings": fields.get("tie_word_embeddings", outer.tied)}
+    kind = {"model_type": inner.get("model_type") or outer.text}
+    known = {name: value for name, value in inner.items() if name != "architectures"}
+    return of_whole | known | tied | kind
 
 
 def checked_number(value: object, default: float | None, name: str, where: str) -> float:

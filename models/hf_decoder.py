@@ -4,6 +4,7 @@ A family's own file reads its own options and `replace`s what it has otherwise."
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from jdisagg.errors import CheckpointError
 from jdisagg.ops.rope_frequencies import Rope
@@ -20,7 +21,7 @@ def read_decoder(
     *,
     qkv_bias: bool = False,
     output_bias: bool = False,
-    qk_norm: bool = False,
+    qk_norm: Literal["", "head", "all"] = "",
     head_dim_default: int | None = None,
 ) -> DecoderConfig:
     """The fields that all families share; all layers dense and without a window, for the family's
@@ -54,7 +55,7 @@ def read_decoder(
         attention=AttentionConfig(heads, kv_heads, head_dim, rope, qkv_bias, output_bias, qk_norm),
         layers=(LayerConfig(),) * hf.count("num_hidden_layers"),
         norm_epsilon=hf.number("rms_norm_eps", defaults.norm_epsilon),
-        tied=hf.flag("tie_word_embeddings", False),
+        tied=hf.flag("tie_word_embeddings", defaults.tied),
         context_tokens=extended_context(context, rope),
     )
 

@@ -7,7 +7,7 @@ conclusion, and no two agree. Such a model is served within its original context
 same, and longer sequences are refused."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from jdisagg.errors import CheckpointError
@@ -15,7 +15,7 @@ from jdisagg.ops.rope_frequencies import Rope
 from models.hf_config import FamilyDefaults, HfConfig, checked_number
 from models.hf_fields import names, short
 
-_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 # What a set of parameters may hold; what a type does not use changes nothing in transformers.
 _KNOWN = names("""
     rope_type type rope_theta factor original_max_position_embeddings max_position_embeddings
@@ -66,18 +66,14 @@ def rope_of(
             f"has rope_type {kind!r}, which is not one of {', '.join(_TYPES)}",
             "use a checkpoint without it",
         )
-    if number("partial_rotary_factor", hf.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise CheckpointError(
-            f"{hf.where}: partial_rotary_factor is not supported (whole heads are rotated); remove"
-            " it or set it to 1"
-        )
+    rotated = _rotated(number("partial_rotary_factor", 0.0), hf, head_dim, defaults)
     original = (
         hf.raw("original_max_position_embeddings")
         or given.get("original_max_position_embeddings")
         or context
     )
     original = int(checked_number(original, None, "original_max_position_embeddings", hf.where))
-    rope = Rope(head_dim, number("rope_theta", hf.number("rope_theta", defaults.rope_theta)))
+    rope = Rope(rotated, number("rope_theta", hf.number("rope_theta", defaults.rope_theta)))
     match kind:
         case "linear":
             rope = replace(rope, type="linear", factor=number("factor"))
@@ -94,6 +90,18 @@ def rope_of(
                 original_tokens=original,
                 low_frequency_factor=low,
                 high_frequency_factor=high,
+            )
+        case "longrope":
+            rope = replace(
+                rope,
+                type="longrope",
+                original_tokens=original,
+                divisors=_divisors(given.get("short_factor"), rotated // 2, wrong),
+                attention_factor=_longrope_attention_factor(
+                    number("factor", context / original),
+                    original,
+                    number("attention_factor", math.nan),
+                ),
             )
         case "yarn":
             factor = number("factor", context / original)
@@ -125,8 +133,44 @@ def extended_context(context: int, rope: Rope) -> int:
             return max(context, int(context * rope.factor))
         case "yarn":
             return max(context, int(rope.original_tokens * rope.factor))
+        case "longrope":
+            return rope.original_tokens
         case _:
             return context
+
+
+def _rotated(given: float, hf: HfConfig, head_dim: int, defaults: FamilyDefaults) -> int:
+    """How many dimensions of a head are rotated; `given` is 0 where the parameters do not say."""
+    part = given or hf.number("partial_rotary_factor", defaults.partial_rotary or 1.0)
+    if defaults.partial_rotary is None and part != 1.0:
+        raise CheckpointError(
+            f"{hf.where}: partial_rotary_factor is not supported in this family (whole heads are"
+            " rotated); remove it or set it to 1"
+        )
+    rotated = int(head_dim * part)
+    if not 0 < rotated <= head_dim or rotated % 2:
+        raise CheckpointError(
+            f"{hf.where}: partial_rotary_factor={part:g} leaves no even part of heads of"
+            f" {head_dim}; correct it"
+        )
+    return rotated
+
+
+def _divisors(
+    given: object, pairs: int, wrong: Callable[[str], CheckpointError]
+) -> tuple[float, ...]:
+    numbers = given if isinstance(given, list) else []
+    good = all(isinstance(x, int | float) and not isinstance(x, bool) and x > 0 for x in numbers)
+    if len(numbers) != pairs or not good:
+        raise wrong(f"must have {pairs} positive numbers as short_factor, got {short(given)}")
+    return tuple(map(float, numbers))
+
+
+def _longrope_attention_factor(factor: float, original: int, given: float) -> float:
+    """As in the code that the LongRoPE paper released; within the original context, too."""
+    if not math.isnan(given):
+        return given
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def _yarn_attention_factor(

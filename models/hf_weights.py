@@ -1,64 +1,91 @@
 """Which Hugging Face tensors make each of our parameters, and how to cut a slice of one out of
 theirs.
 
-Their matrices are [out, in], one tensor per expert, or (as transformers 5 keeps them in memory)
-experts fused in one tensor with gate and up side by side. Ours are [in, out] or [out, in] and [E,
-in, out]. A parameter may be padded beyond its tensor in the vocabulary: padding reads as zeros.
-Tables here are literal; a slice is read without touching the rest."""
+Their matrices are [out, in], one tensor per expert, or experts fused in one tensor with gate and up
+side by side; queries, keys and values may be one tensor, too, and so may a dense gate and up. Ours
+are [in, out] or [out, in] and [E, in, out]. A parameter may be padded beyond its tensor in the
+vocabulary: padding reads as zeros. Tables here are literal; a slice is read without touching the
+rest."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from models.decoder_config import DecoderConfig
 from models.parameter_tree import ParameterShape
 
 Index = tuple[slice, ...]
 ReadTensor = Callable[[str, Index], np.ndarray]
+Shapes = Mapping[str, tuple[int, ...]]
 
 STEM = {
     "embedding": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "head.kernel": "lm_head.weight",
 }
-LAYER = {
-    "attention_norm.weight": "input_layernorm.weight",
-    "mlp_norm.weight": "post_attention_layernorm.weight",
-    "attention.q.kernel": "self_attn.q_proj.weight",
-    "attention.q.bias": "self_attn.q_proj.bias",
-    "attention.k.kernel": "self_attn.k_proj.weight",
-    "attention.k.bias": "self_attn.k_proj.bias",
-    "attention.v.kernel": "self_attn.v_proj.weight",
-    "attention.v.bias": "self_attn.v_proj.bias",
-    "attention.o.kernel": "self_attn.o_proj.weight",
-    "attention.o.bias": "self_attn.o_proj.bias",
-    "attention.q_norm.weight": "self_attn.q_norm.weight",
-    "attention.k_norm.weight": "self_attn.k_norm.weight",
-    "mlp.gate.kernel": "mlp.gate_proj.weight",
-    "mlp.gate.bias": "mlp.gate_proj.bias",
-    "mlp.up.kernel": "mlp.up_proj.weight",
-    "mlp.up.bias": "mlp.up_proj.bias",
-    "mlp.down.kernel": "mlp.down_proj.weight",
-    "mlp.down.bias": "mlp.down_proj.bias",
+# The names that families give one parameter; a layer has one of them.
+LAYER: dict[str, tuple[str, ...]] = {
+    "attention_norm.weight": ("input_layernorm.weight",),
+    "attention_post_norm.weight": (
+        "post_self_attn_layernorm.weight",
+        "post_attention_layernorm.weight",
+    ),
+    "mlp_norm.weight": ("post_attention_layernorm.weight",),
+    "mlp_post_norm.weight": ("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight"),
+    "attention.q.kernel": ("self_attn.q_proj.weight",),
+    "attention.q.bias": ("self_attn.q_proj.bias",),
+    "attention.k.kernel": ("self_attn.k_proj.weight",),
+    "attention.k.bias": ("self_attn.k_proj.bias",),
+    "attention.v.kernel": ("self_attn.v_proj.weight",),
+    "attention.v.bias": ("self_attn.v_proj.bias",),
+    "attention.o.kernel": ("self_attn.o_proj.weight",),
+    "attention.o.bias": ("self_attn.o_proj.bias",),
+    "attention.q_norm.weight": ("self_attn.q_norm.weight",),
+    "attention.k_norm.weight": ("self_attn.k_norm.weight",),
+    "mlp.gate.kernel": ("mlp.gate_proj.weight",),
+    "mlp.gate.bias": ("mlp.gate_proj.bias",),
+    "mlp.up.kernel": ("mlp.up_proj.weight",),
+    "mlp.up.bias": ("mlp.up_proj.bias",),
+    "mlp.down.kernel": ("mlp.down_proj.weight",),
+    "mlp.down.bias": ("mlp.down_proj.bias",),
+    "mlp.router": ("mlp.gate.weight", "block_sparse_moe.gate.weight"),
+    "mlp.correction": (
+        "mlp.gate.e_score_correction_bias",
+        "block_sparse_moe.e_score_correction_bias",
+    ),
+    "mlp.shared.gate.kernel": (
+        "mlp.shared_expert.gate_proj.weight",
+        "mlp.shared_experts.gate_proj.weight",
+    ),
+    "mlp.shared.up.kernel": (
+        "mlp.shared_expert.up_proj.weight",
+        "mlp.shared_experts.up_proj.weight",
+    ),
+    "mlp.shared.down.kernel": (
+        "mlp.shared_expert.down_proj.weight",
+        "mlp.shared_experts.down_proj.weight",
+    ),
+    "mlp.shared_gate": ("mlp.shared_expert_gate.weight",),
 }
-QWEN_EXPERTS = {
-    "mlp.router": "mlp.gate.weight",
-    "mlp.gate": "mlp.experts.{expert}.gate_proj.weight",
-    "mlp.up": "mlp.experts.{expert}.up_proj.weight",
-    "mlp.down": "mlp.experts.{expert}.down_proj.weight",
+EXPERTS: dict[str, tuple[str, ...]] = {
+    "mlp.gate": (
+        "mlp.experts.{expert}.gate_proj.weight",
+        "block_sparse_moe.experts.{expert}.w1.weight",
+    ),
+    "mlp.up": (
+        "mlp.experts.{expert}.up_proj.weight",
+        "block_sparse_moe.experts.{expert}.w3.weight",
+    ),
+    "mlp.down": (
+        "mlp.experts.{expert}.down_proj.weight",
+        "block_sparse_moe.experts.{expert}.w2.weight",
+    ),
 }
-MIXTRAL_EXPERTS = {
-    "mlp.router": "block_sparse_moe.gate.weight",
-    "mlp.gate": "block_sparse_moe.experts.{expert}.w1.weight",
-    "mlp.up": "block_sparse_moe.experts.{expert}.w3.weight",
-    "mlp.down": "block_sparse_moe.experts.{expert}.w2.weight",
-}
-FUSED_GATE_UP, FUSED_DOWN, FUSED_ROUTER = (
-    "mlp.experts.gate_up_proj",
-    "mlp.experts.down_proj",
-    "mlp.gate.weight",
-)
+# Several parameters in one tensor: queries, keys and values; gate and up.
+FUSED_QKV, FUSED_GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
+FUSED_EXPERTS_GATE_UP, FUSED_EXPERTS_DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 
 class Source(Protocol):
@@ -116,13 +143,34 @@ class PerExpert:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """A matrix that is some rows of one tensor [rows, in], from `first_row` on; `flipped` where the
+    parameter is [in, out]."""
+
+    name: str
+    shape: tuple[int, ...]
+    first_row: int
+    flipped: bool
+
+    def needs(self) -> dict[str, tuple[int, ...]]:
+        return {self.name: self.shape}
+
+    def read(self, tensor: ReadTensor, index: Index) -> np.ndarray:
+        out, into = index[::-1] if self.flipped else index
+        rows = slice(out.start + self.first_row, out.stop + self.first_row)
+        found = tensor(self.name, (rows, into))
+        return found.T if self.flipped else found
+
+
+@dataclass(frozen=True, slots=True)
 class Fused:
     """A stack [E, in, out] inside one tensor [E, out's, in], whose rows from `first_row` on are
-    ours."""
+    ours; or, where `inward`, inside one [E, in, out's]."""
 
     name: str
     shape: tuple[int, ...]
     first_row: int = 0
+    inward: bool = False
 
     def needs(self) -> dict[str, tuple[int, ...]]:
         return {self.name: self.shape}
@@ -130,34 +178,60 @@ class Fused:
     def read(self, tensor: ReadTensor, index: Index) -> np.ndarray:
         experts, into, out = index
         rows = slice(out.start + self.first_row, out.stop + self.first_row)
+        if self.inward:
+            return tensor(self.name, (experts, into, rows))
         return np.swapaxes(tensor(self.name, (experts, rows, into)), 1, 2)
 
 
-def find_source(parameter: ParameterShape, vocabulary: int, present: frozenset[str]) -> Source:
-    """The tensors of one parameter; `present` are the checkpoint's names, which decide between the
-    forms of experts."""
+def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes) -> Source:
+    """The tensors of one parameter; `found` is what the checkpoint has, which decides between the
+    forms that a parameter may have."""
     path, shape = parameter.path, parameter.shape
     if path[0] == "stem":
-        return _stem_source(parameter, vocabulary)
+        return _stem_source(parameter, config.vocabulary)
     prefix, key = f"model.layers.{path[1]}.", ".".join(str(part) for part in path[2:])
     if key in LAYER:
-        return _matrix(prefix + LAYER[key], shape, parameter.transposed)
-    if key == "mlp.router":
-        names = [prefix + table[key] for table in (QWEN_EXPERTS, MIXTRAL_EXPERTS)]
-        return _matrix(next((name for name in names if name in present), names[0]), shape, False)
+        fused = _fused_matrix(prefix, key, config, found, parameter)
+        if fused is not None:
+            return fused
+        names = [prefix + name for name in LAYER[key]]
+        name = next((name for name in names if name in found), names[0])
+        return _matrix(name, shape, parameter.transposed)
     experts, into, out = shape
-    if key == "mlp.down" and prefix + FUSED_DOWN in present:
-        return Fused(prefix + FUSED_DOWN, (experts, out, into))
-    if key in ("mlp.gate", "mlp.up") and prefix + FUSED_GATE_UP in present:
-        return Fused(
-            prefix + FUSED_GATE_UP,
-            (experts, 2 * out, into),
-            first_row=out if key == "mlp.up" else 0,
+    if key == "mlp.down" and prefix + FUSED_EXPERTS_DOWN in found:
+        return _fused_experts(prefix + FUSED_EXPERTS_DOWN, (experts, out, into), 0, found)
+    if key in ("mlp.gate", "mlp.up") and prefix + FUSED_EXPERTS_GATE_UP in found:
+        first = out if key == "mlp.up" else 0
+        return _fused_experts(
+            prefix + FUSED_EXPERTS_GATE_UP, (experts, 2 * out, into), first, found
         )
-    mixtral = prefix + MIXTRAL_EXPERTS[key].format(expert=0) in present
-    return PerExpert(
-        prefix + (MIXTRAL_EXPERTS if mixtral else QWEN_EXPERTS)[key], experts, (out, into)
-    )
+    patterns = [prefix + pattern for pattern in EXPERTS[key]]
+    pattern = next((each for each in patterns if each.format(expert=0) in found), patterns[0])
+    return PerExpert(pattern, experts, (out, into))
+
+
+def _fused_matrix(
+    prefix: str, key: str, config: DecoderConfig, found: Shapes, parameter: ParameterShape
+) -> Rows | None:
+    attention, flipped = config.attention, not parameter.transposed
+    q = attention.query_heads * attention.head_dim
+    kv = attention.kv_heads * attention.head_dim
+    first = {"attention.q.kernel": 0, "attention.k.kernel": q, "attention.v.kernel": q + kv}
+    if key in first and prefix + FUSED_QKV in found:
+        shape = (q + 2 * kv, config.width)
+        return Rows(prefix + FUSED_QKV, shape, first[key], flipped)
+    if key in ("mlp.gate.kernel", "mlp.up.kernel") and prefix + FUSED_GATE_UP in found:
+        row = config.ffn if key == "mlp.up.kernel" else 0
+        return Rows(prefix + FUSED_GATE_UP, (2 * config.ffn, config.width), row, flipped)
+    return None
+
+
+def _fused_experts(name: str, shape: tuple[int, int, int], first: int, found: Shapes) -> Fused:
+    """As transformers 5 has them, [E, out, in], or as transformers 4 kept some, [E, in, out]."""
+    inward = (shape[0], shape[2], shape[1])
+    if found[name] == inward and inward != shape:
+        return Fused(name, inward, first, inward=True)
+    return Fused(name, shape, first)
 
 
 def _stem_source(parameter: ParameterShape, vocabulary: int) -> Source:

@@ -15,12 +15,11 @@ from jdisagg.layout.axes import MESH_AXES, Layout
 from jdisagg.ops.parameters import param_specs
 from models import orbax_checkpoint
 from models.catalog import FAMILIES, read_config
-from models.checkpoint import find_sources
+from models.checkpoint import find_sources, open_files
 from models.decoder import Decoder, abstract_model
 from models.decoder_config import DecoderConfig, LayerConfig
 from models.hf_config import HfConfig
 from models.parameter_tree import parameter_shapes
-from models.safetensors_files import SafetensorsFiles
 from models.tokenizer import Tokenizer
 
 _LISTED = 5
@@ -57,7 +56,7 @@ def inspect(path: Path) -> Inspection:
         except JdisaggError as error:
             found.missing.append(error.message)
     if not bare:
-        _look_at_files(found, path)
+        _look_at_files(found, path, hf)
     return found
 
 
@@ -92,10 +91,10 @@ def _read_strictly(found: Inspection, hf: HfConfig) -> None:
     found.geometry = found.config.cost_geometry(hf.where)
 
 
-def _look_at_files(found: Inspection, directory: Path) -> None:
+def _look_at_files(found: Inspection, directory: Path, hf: HfConfig) -> None:
     if found.config is not None:
         try:
-            found.stored = _stored(abstract_model(found.config), directory)
+            found.stored = _stored(abstract_model(found.config), directory, hf)
         except CheckpointError as error:
             found.missing.append(error.message)
     try:
@@ -106,10 +105,10 @@ def _look_at_files(found: Inspection, directory: Path) -> None:
         found.tokenizer = f"none: {error.message}"
 
 
-def _stored(model: Decoder, directory: Path) -> str:
+def _stored(model: Decoder, directory: Path, hf: HfConfig) -> str:
     if orbax_checkpoint.is_orbax(directory):
         return "Orbax form (judged when it is loaded)"
-    files = SafetensorsFiles.from_directory(directory)
+    files = open_files(directory, hf)
     if unreadable := files.unreadable():
         raise CheckpointError(
             f"{len(unreadable)} tensors of a type that is not read:"

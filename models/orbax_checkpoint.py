@@ -15,6 +15,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
 from jax.errors import JaxRuntimeError
@@ -34,14 +35,15 @@ _COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "token
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A parameter as it lies on disk: its name, shape (vocabulary unpadded), and the shape and
-    sharding it is restored to."""
+    """A parameter as it lies on disk: its name, shape (vocabulary unpadded), and the shape, type
+    and sharding it is restored to."""
 
     name: str
     shape: tuple[int, ...]
     padded: tuple[int, ...]
     sharding: NamedSharding
     flipped: bool
+    dtype: np.dtype
 
 
 def is_orbax(directory: Path) -> bool:
@@ -93,18 +95,17 @@ def restore(directory: Path, model: Decoder, mesh: Mesh, layout: Layout) -> Deco
     """Fills an abstract model; each process reads only what its devices hold."""
     path = (directory / _FOLDER).absolute()
     stored = _stored_form(model, mesh, layout)
-    dtype = jnp.dtype(model.kv_spec.dtype)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         try:
             _check(_shapes_on_disk(checkpointer, path), stored, directory)
             restore_args = {
                 part.name: ocp.ArrayRestoreArgs(
-                    sharding=part.sharding, global_shape=part.padded, dtype=dtype, strict=False
+                    sharding=part.sharding, global_shape=part.padded, dtype=part.dtype, strict=False
                 )
                 for part in stored
             }
             item = {
-                part.name: jax.ShapeDtypeStruct(part.padded, dtype, sharding=part.sharding)
+                part.name: jax.ShapeDtypeStruct(part.padded, part.dtype, sharding=part.sharding)
                 for part in stored
             }
             tree = checkpointer.restore(
@@ -151,7 +152,14 @@ def _stored(
     )
     spec = PartitionSpec(*tuple(sharding.spec)[order])
     name = ".".join(str(step) for step in parameter.path)
-    return _Stored(name, plain[order], parameter.shape[order], NamedSharding(mesh, spec), flipped)
+    return _Stored(
+        name,
+        plain[order],
+        parameter.shape[order],
+        NamedSharding(mesh, spec),
+        flipped,
+        parameter.dtype,
+    )
 
 
 def _to_disk_form(array: jax.Array, part: _Stored) -> jax.Array:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 from flax import nnx
 
 from models.decoder import Decoder
@@ -20,6 +21,7 @@ class ParameterShape:
     path: ParameterPath
     shape: tuple[int, ...]
     transposed: bool
+    dtype: np.dtype
 
 
 def parameter_shapes(model: nnx.Module) -> tuple[ParameterShape, ...]:
@@ -34,6 +36,7 @@ def parameter_shapes(model: nnx.Module) -> tuple[ParameterShape, ...]:
                 tuple(step if isinstance(step, int) else str(step) for step in path),
                 tuple(variable.get_value().shape),
                 bool(getattr(owner, "transposed", False)),
+                np.dtype(variable.get_value().dtype),
             )
         )
     return tuple(shapes)

@@ -9,9 +9,9 @@ from models.qwen2 import read_windows
 DEFAULTS = FamilyDefaults(kv_heads=32, context_tokens=32768)
 
 
-def read_config(hf: HfConfig) -> DecoderConfig:
+def read_config(hf: HfConfig, defaults: FamilyDefaults = DEFAULTS) -> DecoderConfig:
     bias = hf.flag("attention_bias", False)
     config = read_decoder(
-        hf, DEFAULTS, qkv_bias=bias, output_bias=bias, qk_norm=True, head_dim_default=128
+        hf, defaults, qkv_bias=bias, output_bias=bias, qk_norm="head", head_dim_default=128
     )
     return with_windows(config, read_windows(hf, len(config.layers)))

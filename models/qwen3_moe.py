@@ -1,6 +1,7 @@
 """Qwen3-MoE (30B-A3B, 235B-A22B): Qwen3's attention; experts in the layers that
 `decoder_sparse_step` and `mlp_only_layers` leave."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from models.decoder_config import DecoderConfig, ExpertConfig, LayerConfig
@@ -12,12 +13,10 @@ DEFAULTS = FamilyDefaults(kv_heads=4, context_tokens=32768)
 
 def read_config(hf: HfConfig) -> DecoderConfig:
     bias = hf.flag("attention_bias", False)
-    config = read_decoder(hf, DEFAULTS, qkv_bias=bias, output_bias=bias, qk_norm=True)
+    config = read_decoder(hf, DEFAULTS, qkv_bias=bias, output_bias=bias, qk_norm="head")
     window = _window(hf)
     total = hf.count("num_experts", hf.count("num_local_experts", 128), least=0)
     chosen = hf.count("num_experts_per_tok", 8)
-    if total and chosen > total:
-        raise hf.error("num_experts_per_tok", f"must be at most num_experts={total}", "correct it")
     experts = (
         ExpertConfig(
             total, chosen, hf.count("moe_intermediate_size", 768), hf.flag("norm_topk_prob", False)
@@ -28,11 +27,22 @@ def read_config(hf: HfConfig) -> DecoderConfig:
     layers = len(config.layers)
     if read_layer_types(hf, layers, window, [True] * layers) != (window,) * layers:
         raise hf.error("layer_types", "must agree with sliding_window", "one window serves all")
+    config = replace(config, layers=(LayerConfig(window),) * layers)
+    return replace(config, layers=sparse_layers(hf, config.layers, experts))
+
+
+def sparse_layers(
+    hf: HfConfig, layers: Sequence[LayerConfig], experts: ExpertConfig | None
+) -> tuple[LayerConfig, ...]:
+    """With experts in the layers that `decoder_sparse_step` and `mlp_only_layers` leave."""
+    if experts and experts.experts_per_token > experts.experts:
+        raise hf.error(
+            "num_experts_per_tok", f"must be at most num_experts={experts.experts}", "correct it"
+        )
     step, dense = hf.count("decoder_sparse_step", 1), frozenset(hf.counts("mlp_only_layers"))
-    sparse = (layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
-    return replace(
-        config,
-        layers=tuple(LayerConfig(window, experts if is_sparse else None) for is_sparse in sparse),
+    return tuple(
+        replace(layer, experts=experts if at not in dense and (at + 1) % step == 0 else None)
+        for at, layer in enumerate(layers)
     )
 
 

@@ -6,6 +6,7 @@ a truncated file before a tensor of it is read. Only the pages of a slice are re
 nothing of models."""
 
 import json
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ _DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+# As transformers 5 names them, and as it did before.
+_TEXT = (("model.language_model.", "model."), ("language_model.", ""))
+_EYES = re.compile(r"^(model\.)?(visual|vision_tower|multi_modal_projector)\.")
 _LARGEST_HEADER_BYTES = 100_000_000
 
 
@@ -57,6 +61,17 @@ class SafetensorsFiles:
                 tensors[name] = tensor
         return cls(tensors)
 
+    def text_part(self) -> "SafetensorsFiles":
+        """Of a model that sees: the tensors of its text part under the names of a text model; the
+        eyes and what joins them are left aside."""
+        return SafetensorsFiles(
+            {
+                _text_name(name): tensor
+                for name, tensor in self._tensors.items()
+                if not _EYES.match(name)
+            }
+        )
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
@@ -90,6 +105,13 @@ class SafetensorsFiles:
             self._maps[tensor.path] = np.memmap(tensor.path, dtype=np.uint8, mode="r")
         data = self._maps[tensor.path][tensor.start : tensor.end]
         return data.view(_DTYPES[tensor.kind]).reshape(tensor.shape)[index]
+
+
+def _text_name(name: str) -> str:
+    for theirs, ours in _TEXT:
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
 
 
 def _files(directory: Path) -> list[Path]:

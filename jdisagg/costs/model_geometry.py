@@ -64,12 +64,13 @@ class LatentAttention(Message, frozen=True):
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A routed feed-forward: `active` of `count` experts of `ffn` for each token, and one of
-    `shared_ffn` for all (0: none)."""
+    `shared_ffn` for all (0: none), perhaps behind a gate of its own."""
 
     count: int
     active: int
     ffn: int
     shared_ffn: int = 0
+    shared_gate: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.active <= self.count:
@@ -146,7 +147,8 @@ class CostGeometry:
             return 0
         ffn = count * self.experts.ffn + self.experts.shared_ffn
         each = self.matrices * self.width * ffn
-        return self.expert_layers * (each + self.width * self.experts.count)
+        gates = self.experts.count + self.experts.shared_gate
+        return self.expert_layers * (each + self.width * gates)
 
     @property
     def embedding_parameters(self) -> int:
@@ -240,7 +242,8 @@ def from_hf_fields(fields: Mapping[str, object], name: str = "config.json") -> C
             default=count("n_shared_experts", default=0, least=0) * expert_ffn,
             least=0,
         )
-        experts = Experts(experts_count, count("num_experts_per_tok"), expert_ffn, shared)
+        gated = fields.get("shared_expert_intermediate_size") is not None
+        experts = Experts(experts_count, count("num_experts_per_tok"), expert_ffn, shared, gated)
         dense_first = count("first_k_dense_replace", default=0, least=0)
         dense_only = fields.get("mlp_only_layers")
         dense_only = dense_only if isinstance(dense_only, list) else []

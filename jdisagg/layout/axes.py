@@ -25,13 +25,15 @@ LogicalAxis = Literal[
 
 @dataclass(frozen=True, slots=True)
 class ModelGeometry:
-    """The sizes a layout must divide. `experts` is 0 for a dense model."""
+    """The sizes a layout must divide. `experts` is 0 for a dense model; `shared_ffn` is the width
+    of experts that every token takes."""
 
     query_heads: int
     kv_heads: int
     ffn: int
     experts: int = 0
     expert_ffn: int = 0
+    shared_ffn: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class Layout:
         self.mesh_shape(geometry.kv_heads)
         _divides(self.tp, geometry.query_heads, "tp", "query heads")
         _divides(self.tp, geometry.ffn, "tp", "ffn width")
+        _divides(self.tp, geometry.shared_ffn, "tp", "shared expert ffn width")
         if not geometry.experts:
             if self.ep not in (1, self.tp):
                 raise LayoutError(f"layout ep={self.ep}: the model has no experts; use ep=1")

@@ -19,12 +19,13 @@ from jdisagg.layout.axes import MESH_AXES, Layout, LogicalAxis
 from jdisagg.model_api import Device
 
 Axes = tuple[LogicalAxis, ...]
-Role = Literal["matrix", "embedding", "norm", "bias"]
+Role = Literal["matrix", "embedding", "norm", "bias", "float32"]
 
 
 class Make(Protocol):
     """Makes the value of a parameter (an array, or only its shape), so that one description serves
-    abstract models, random ones and checkpoints. `fan_in` scales random matrices."""
+    abstract models, random ones and checkpoints. `fan_in` scales random matrices. The role
+    "float32" is a bias that is kept in float32 whatever the model's type."""
 
     def __call__(
         self, shape: tuple[int, ...], role: Role, fan_in: int

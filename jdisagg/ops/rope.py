@@ -4,7 +4,7 @@ what came after it.
 
 Types: default; linear (positions divided); llama3 (long wavelengths divided, with a smooth
 passage); yarn (Peng et al., 2023: the same by rotations, and a factor on the attention
-temperature)."""
+temperature); longrope (Ding et al., 2024: each wavelength divided by its own factor)."""
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +13,37 @@ from jdisagg.ops.rope_frequencies import Rope
 
 
 def rope_angles(positions_T: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines, float32 [T, H / 2], times the attention factor."""
+    """Cosines and sines, float32 [T, R / 2] of R rotated dimensions, times the attention factor."""
     position_T1 = positions_T.astype(jnp.float32)[:, None]
     angles_TF = position_T1 * jnp.asarray(rope.frequencies())[None, :]
     return jnp.cos(angles_TF) * rope.attention_factor, jnp.sin(angles_TF) * rope.attention_factor
 
 
-def rotate(x_TNH: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates dimension i with dimension i + H / 2 of each head; returns x's dtype."""
+def rotate(
+    x_TNH: jax.Array, angles: tuple[jax.Array, jax.Array], *, interleaved: bool = False
+) -> jax.Array:
+    """Rotates the first dimensions of each head, as many as there are angles for: i with i + half
+    of them, or 2i with 2i + 1 where `interleaved`. The others pass. Returns x's dtype."""
     cos_T1F, sin_T1F = (angle[:, None, :].astype(x_TNH.dtype) for angle in angles)
-    first, second = jnp.split(x_TNH, 2, axis=-1)
-    return jnp.concatenate(
-        (first * cos_T1F - second * sin_T1F, second * cos_T1F + first * sin_T1F), axis=-1
+    turned = 2 * cos_T1F.shape[-1]
+    part_TNR = x_TNH[..., :turned]
+    if interleaved:
+        first, second = part_TNR[..., 0::2], part_TNR[..., 1::2]
+    else:
+        first, second = jnp.split(part_TNR, 2, axis=-1)
+    pair = (first * cos_T1F - second * sin_T1F, second * cos_T1F + first * sin_T1F)
+    rotated_TNR = (
+        jnp.stack(pair, axis=-1).reshape(part_TNR.shape)
+        if interleaved
+        else jnp.concatenate(pair, axis=-1)
     )
+    if turned == x_TNH.shape[-1]:
+        return rotated_TNR
+    return jnp.concatenate((rotated_TNR, x_TNH[..., turned:]), axis=-1)
+
+
+def query_growth(positions_T: jax.Array, rope: Rope) -> jax.Array:
+    """What queries beyond the original context are scaled by, float32 [T, 1, 1]: 1 + beta log(1 +
+    floor(position / original)), the attention temperature of Llama 4 and Ministral 3."""
+    rounds_T = jnp.floor(positions_T.astype(jnp.float32) / rope.original_tokens)
+    return (1 + rope.query_beta * jnp.log1p(rounds_T))[:, None, None]

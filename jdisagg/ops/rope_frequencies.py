@@ -7,14 +7,18 @@ from typing import Literal
 
 import numpy as np
 
-RopeType = Literal["default", "linear", "llama3", "yarn"]
+RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
     """What determines the rotation: hashable, so that it is part of a layer's structure. Fields
     beyond `theta` count only for the types that use them. `original_tokens` is the context before
-    extension."""
+    extension.
+
+    `head_dim`: the dimensions of a head that are rotated, the first ones. `interleaved`: pairs are
+    neighbours, and not half of them apart. `query_beta`: queries grow with their position
+    (`rope.query_growth`). `divisors`: of longrope, one a pair."""
 
     head_dim: int
     theta: float
@@ -27,9 +31,12 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    interleaved: bool = False
+    query_beta: float = 0.0
+    divisors: tuple[float, ...] = ()
 
     def frequencies(self) -> np.ndarray:
-        """Radians per position of each pair of dimensions: float32 [H / 2]."""
+        """Radians per position of each pair of dimensions: float32 [R / 2]."""
         exponents = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
         plain = (1.0 / np.float32(self.theta) ** exponents).astype(np.float32)
         match self.type:
@@ -41,6 +48,8 @@ class Rope:
                 return self._llama3(plain)
             case "yarn":
                 return self._yarn(plain)
+            case "longrope":
+                return (plain / np.asarray(self.divisors, np.float32)).astype(np.float32)
 
     def _llama3(self, plain: np.ndarray) -> np.ndarray:
         # rotations within the original context

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
-from transformers import AutoConfig, AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText  # pyright: ignore[reportMissingImports]
 
 HERE = Path(__file__).parent
 PROMPT_TOKENS, GREEDY_TOKENS, LEAST_MARGIN, LEAST_DIFFERENT = 24, 64, 0.01, 20
@@ -58,6 +58,25 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 MOE = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 12}
+MROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "mrope_section": [2, 2, 2],
+    "mrope_interleaved": True,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.5, 2.0],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+}
+GLM_MOE = {
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "head_dim": 12,
+    "routed_scaling_factor": 1.5,
+}
 VARIANTS: dict[str, Variant] = {
     "llama_tied": Variant("llama", {"tie_word_embeddings": True}, torch.float32),
     "llama_biased": Variant("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}, torch.float16, legacy=True),  # noqa: E501
@@ -75,7 +94,34 @@ VARIANTS: dict[str, Variant] = {
     "qwen3_moe": Variant("qwen3_moe", MOE | {"norm_topk_prob": True, "mlp_only_layers": [0], "num_hidden_layers": 3}),  # noqa: E501
     "qwen3_moe_step": Variant("qwen3_moe", MOE | {"norm_topk_prob": False, "decoder_sparse_step": 2, "use_sliding_window": True,  # noqa: E501
                                                   "sliding_window": 11}),
+    "qwen2_moe": Variant("qwen2_moe", MOE | {"head_dim": 8, "shared_expert_intermediate_size": 20, "mlp_only_layers": [0], "num_hidden_layers": 3}),  # noqa: E501
+    "qwen3_vl": Variant("qwen3_vl", {"head_dim": 12, "rope_parameters": MROPE}),
+    "qwen3_vl_moe": Variant("qwen3_vl_moe", MOE | {"rope_parameters": MROPE}),
+    "mistral3": Variant("mistral3", {"model_type": "mistral", "head_dim": 12, "sliding_window": None}),  # noqa: E501
+    "ministral": Variant("ministral", {"head_dim": 12, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}),  # noqa: E501
+    "ministral3": Variant("ministral3", {"head_dim": 12, "rope_parameters": YARN | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1}}),  # noqa: E501
+    "smollm3": Variant("smollm3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 11}, legacy=True),  # noqa: E501
+    "seed_oss": Variant("seed_oss", {"head_dim": 12, "attention_out_bias": True}),
+    "olmo2": Variant("olmo2", {"attention_bias": True}),
+    "olmo3": Variant("olmo3", {"num_hidden_layers": 4, "sliding_window": 11, "rope_parameters": {
+        "full_attention": YARN | {"rope_theta": 500000.0}, "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0}}}),  # noqa: E501
+    "granite": Variant("granite", {"attention_multiplier": 0.3, "embedding_multiplier": 2.0, "residual_multiplier": 1.3, "logits_scaling": 0.5}),  # noqa: E501
+    "phi3": Variant("phi3", {"sliding_window": 13, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),  # noqa: E501
+    "phi3_longrope": Variant("phi3", {"original_max_position_embeddings": 128, "max_position_embeddings": 512,  # noqa: E501
+                                      "rope_parameters": LONGROPE}),
+    "glm": Variant("glm", {"head_dim": 12, "pad_token_id": None, "attention_bias": True}),
+    "glm4": Variant("glm4", {"head_dim": 12, "pad_token_id": None}),
+    "glm4_moe": Variant("glm4_moe", GLM_MOE | {"num_hidden_layers": 3, "use_qk_norm": True}),
+    "glm4_moe_groups": Variant("glm4_moe", GLM_MOE | {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "attention_bias": True}),  # noqa: E501
+    "minimax_m2": Variant("minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 12, "rotary_dim": 6, "intermediate_size": 24}),  # noqa: E501
 }  # fmt: skip
+EYES: dict[str, dict[str, object]] = {
+    "qwen3_vl": {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 32,  # noqa: E501
+                 "deepstack_visual_indexes": [0], "num_position_embeddings": 4, "patch_size": 2},
+    "mistral3": {"model_type": "pixtral", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,  # noqa: E501
+                 "num_attention_heads": 2, "image_size": 4, "patch_size": 2},
+}  # fmt: skip
+EYES["qwen3_vl_moe"] = EYES["qwen3_vl"]
 
 
 def make(name: str, variant: Variant) -> None:
@@ -107,11 +153,18 @@ def make(name: str, variant: Variant) -> None:
 def random_model(variant: Variant, seed: int) -> torch.nn.Module:
     """Weights drawn anew, rounded to the stored dtype, computed with in float32."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(variant.family, **(COMMON | dict(variant.fields)))
-    ).eval()
+    fields = COMMON | dict(variant.fields)
+    if (eyes := EYES.get(variant.family)) is None:
+        config = AutoConfig.for_model(variant.family, **fields)
+        model = AutoModelForCausalLM.from_config(config).eval()
+    else:
+        config = AutoConfig.for_model(
+            variant.family, text_config=fields, vision_config=eyes, tie_word_embeddings=False
+        )
+        model = AutoModelForImageTextToText.from_config(config).eval()
+    corrections = [each for each in model.named_buffers() if "correction_bias" in each[0]]
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for name, weight in [*model.named_parameters(), *corrections]:
             if "norm" in name:
                 weight.uniform_(0.5, 1.5)
             elif name.endswith("bias"):

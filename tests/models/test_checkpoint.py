@@ -35,6 +35,12 @@ LAYOUTS = {
     "qwen3": ["dp=2,tp=2"],
     MOE: ["dp=1,tp=4,ep=4", "dp=4,tp=1,ep=4", "dp=2,tp=4,ep=8", "dp=2,tp=2,ep=1", "dp=2,tp=2,ep=2"],
     "mixtral": ["dp=2,tp=2,ep=4"],
+    # norms over all heads, kv heads on fewer devices than there are; shared experts; fused tensors
+    "olmo2": ["tp=4"],
+    "minimax_m2": ["tp=4,ep=4"],
+    "glm4_moe_groups": ["dp=2,tp=2,ep=4", "tp=4"],
+    "qwen2_moe": ["dp=2,tp=2,ep=2"],
+    "phi3": ["tp=2"],
 }
 
 
@@ -243,6 +249,46 @@ def test_missing_extra_and_misshapen_tensors_are_listed_together(checkpoint: Pat
         "1 not known: surprise (3,)" in raised.value.message
         and "inv_freq" not in raised.value.message
     )
+
+
+def test_layers_behind_the_last_one_are_left_aside(tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(GOLDEN / "glm4_moe", tmp_path / "model"))
+    tensors = {f"model.layers.{layer}.eh_proj.weight": np.zeros((4, 4)) for layer in (3, 4)}
+    save_file(tensors, directory / "more.safetensors")
+    names = {
+        "weight_map": {name: "more.safetensors" for name in tensors} | {"": "model.safetensors"}
+    }
+    (directory / "model.safetensors.index.json").write_text(json.dumps(names))
+    with pytest.raises(CheckpointError, match=r"1 not known: model\.layers\.4\.eh_proj"):
+        _load(directory)
+
+
+def test_experts_fused_the_other_way_round_are_read_alike(tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(GOLDEN / "qwen3_vl_moe", tmp_path / "model"))
+    files = SafetensorsFiles.from_directory(directory)
+    tensors = {
+        name: np.array(files.read(name, (slice(None),) * len(shape)), np.float32)
+        for name, shape in files.shapes().items()
+    }
+    fused = [name for name in tensors if ".mlp.experts." in name]
+    assert len(fused) == 4
+    for name in fused:
+        tensors[name] = np.ascontiguousarray(np.swapaxes(tensors[name], 1, 2))
+    save_file(tensors, directory / "model.safetensors")
+    expected = np.load(directory / "expected.npz")
+    logits_BTV = sharded_logits(_load(directory), expected["prompt"][None])
+    assert np.abs(logits_BTV[0] - expected["logits"]).max() < 2e-4
+
+
+def test_what_corrects_a_choice_of_experts_stays_in_float32(tmp_path: Path) -> None:
+    model = _load(GOLDEN / "glm4_moe", dtype="bfloat16").model
+    mlp = model.layers[1].mlp
+    assert isinstance(mlp, SparseMLP) and mlp.correction is not None
+    assert mlp.correction[...].dtype == np.float32 and mlp.router[...].dtype == ml_dtypes.bfloat16
+    convert(GOLDEN / "glm4_moe", tmp_path / "orbax", "bfloat16", 1)
+    again = _load(tmp_path / "orbax", dtype="bfloat16").model.layers[1].mlp
+    assert isinstance(again, SparseMLP) and again.correction is not None
+    np.testing.assert_array_equal(again.correction[...], mlp.correction[...])
 
 
 def test_a_stored_head_is_passed_over_where_it_is_tied(checkpoint: Path) -> None:

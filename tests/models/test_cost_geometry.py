@@ -6,11 +6,11 @@ import math
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
 
 from jdisagg.costs.model_geometry import CATALOG, CostGeometry, GroupedAttention, from_hf_fields
 from launch.cost_inputs import find_geometry
 from models.catalog import FAMILIES, read_config
+from models.checkpoint import open_files
 from models.hf_config import HfConfig
 
 ROOT = Path(__file__).parents[2]
@@ -30,18 +30,15 @@ def geometry_of(**fields: object) -> CostGeometry:
 
 @pytest.mark.parametrize("directory", FIXTURES, ids=lambda path: path.name)
 def test_the_parameters_of_a_served_model_are_those_of_its_weights(directory: Path) -> None:
-    matrices = 0
-    for file in directory.glob("*.safetensors"):
-        with safe_open(str(file), "numpy") as tensors:
-            shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118
-        matrices += sum(math.prod(shape) for shape in shapes if len(shape) > 1)
+    shapes = open_files(directory, HfConfig.from_directory(directory)).shapes().values()
+    matrices = sum(math.prod(shape) for shape in shapes if len(shape) > 1)
     assert find_geometry(str(directory)).parameters == matrices
 
 
 @pytest.mark.parametrize("directory", FIXTURES, ids=lambda path: path.name)
 def test_both_parsers_agree_where_a_config_states_its_sizes(directory: Path) -> None:
     served = find_geometry(str(directory))
-    fields = json.loads((directory / "config.json").read_text())
+    fields = dict(HfConfig.from_directory(directory).fields)
     if (
         fields["model_type"] == "qwen3_moe"
     ):  # it has no such field: all of its layers see the window

@@ -10,6 +10,7 @@ from models.hf_config import HfConfig
 
 BASE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,  # noqa: E501
         "num_key_value_heads": 2, "rope_theta": 10000.0}  # fmt: skip
+PARTLY_ROTATED = {"phi3", "glm", "glm4", "glm4_moe", "minimax_m2"}
 
 
 def _read(family: str, **fields: object) -> DecoderConfig:
@@ -39,8 +40,6 @@ def test_a_needed_field_that_is_missing_is_named(family: str, field: str) -> Non
         ("hidden_act", "gelu"),
         ("rope_scaling", {"rope_type": "longrope", "factor": 2.0}),
         ("rope_scaling", {"type": "mrope", "mrope_section": [1]}),
-        ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
-        ("partial_rotary_factor", 0.5),
         ("attn_logit_softcapping", 50.0),
         ("num_key_value_heads", 3),
         ("num_hidden_layers", 0),
@@ -58,6 +57,18 @@ def test_an_option_we_do_not_have_is_refused_by_name(
 ) -> None:
     with pytest.raises(CheckpointError, match=field):
         _read(family, **{field: value})
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - PARTLY_ROTATED))
+def test_families_that_rotate_whole_heads_refuse_a_part(family: str) -> None:
+    with pytest.raises(CheckpointError, match="partial_rotary_factor"):
+        _read(family, partial_rotary_factor=0.5)
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"olmo3"}))
+def test_families_whose_layers_rotate_alike_refuse_rope_by_layer(family: str) -> None:
+    with pytest.raises(CheckpointError, match="rope_parameters"):
+        _read(family, rope_parameters={"full_attention": {"rope_type": "default"}})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -211,7 +222,12 @@ def test_silent_fields_take_the_familys_own_defaults() -> None:
 def test_biases_and_norms_follow_the_family() -> None:
     def marks(config: DecoderConfig) -> tuple[bool, ...]:
         attention = config.attention
-        return attention.qkv_bias, attention.output_bias, attention.qk_norm, config.mlp_bias
+        return (
+            attention.qkv_bias,
+            attention.output_bias,
+            attention.qk_norm == "head",
+            config.mlp_bias,
+        )
 
     assert marks(_read("llama", attention_bias=True)) == (True, True, False, False)
     assert marks(_read("llama", mlp_bias=True)) == (False, False, False, True)

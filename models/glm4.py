@@ -1,0 +1,27 @@
+"""GLM-4: biases on q, k and v, half of each head rotated in neighbouring pairs, gate and up in one
+tensor; the models of April 2025 (0414, Z1) have norms after attention and feed-forward, too."""
+
+from dataclasses import replace
+
+from models.decoder_config import DecoderConfig
+from models.hf_config import FamilyDefaults, HfConfig
+from models.hf_decoder import read_decoder, refuse_windows
+
+DEFAULTS = FamilyDefaults(
+    kv_heads=2, context_tokens=131072, norm_epsilon=1.5625e-7, partial_rotary=0.5
+)
+
+
+def read_glm_config(hf: HfConfig) -> DecoderConfig:
+    """glm-4-9b, in the form of transformers."""
+    refuse_windows(hf, "this family attends to everything")
+    bias = hf.flag("attention_bias", hf.raw("model_type") == "glm4")
+    config = read_decoder(hf, DEFAULTS, qkv_bias=bias, head_dim_default=128)
+    attention = config.attention
+    return replace(
+        config, attention=replace(attention, rope=replace(attention.rope, interleaved=True))
+    )
+
+
+def read_config(hf: HfConfig) -> DecoderConfig:
+    return replace(read_glm_config(hf), norms="both")

@@ -1,0 +1,62 @@
+"""GLM-4.5, 4.6 and 4.7: experts by corrected sigmoid scores, perhaps in groups, beside one that
+every token takes; the first layers dense; half of each head rotated."""
+
+from dataclasses import replace
+
+from models.decoder_config import DecoderConfig, ExpertConfig
+from models.hf_config import FamilyDefaults, HfConfig
+from models.hf_decoder import read_decoder, refuse_windows
+
+DEFAULTS = FamilyDefaults(kv_heads=8, context_tokens=131072, norm_epsilon=1e-5, partial_rotary=0.5)
+
+
+def read_config(hf: HfConfig) -> DecoderConfig:
+    refuse_windows(hf, "this family attends to everything")
+    config = read_decoder(
+        hf,
+        DEFAULTS,
+        qkv_bias=hf.flag("attention_bias", False),
+        qk_norm="head" if hf.flag("use_qk_norm", False) else "",
+    )
+    experts, dense = read_experts(hf), hf.count("first_k_dense_replace", 1, least=0)
+    return replace(
+        config,
+        layers=tuple(
+            replace(layer, experts=experts if at >= dense else None)
+            for at, layer in enumerate(config.layers)
+        ),
+        left_aside=hf.count("num_nextn_predict_layers", 1, least=0),
+    )
+
+
+def read_experts(hf: HfConfig) -> ExpertConfig:
+    """The routing of DeepSeek-V3, in its own words."""
+    for field, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if hf.raw(field) not in (None, only):
+            raise hf.error(field, f"must be {only!r}", "other routing is not supported here")
+    ffn = hf.count("moe_intermediate_size", 1408)
+    experts = ExpertConfig(
+        hf.count("n_routed_experts", 128),
+        hf.count("num_experts_per_tok", 8),
+        ffn,
+        hf.flag("norm_topk_prob", True),
+        shared_ffn=ffn * hf.count("n_shared_experts", 1, least=0),
+        scores="sigmoid",
+        correction=True,
+        groups=hf.count("n_group", 1),
+        groups_per_token=hf.count("topk_group", 1),
+        scaling=hf.number("routed_scaling_factor", 1.0),
+    )
+    if experts.experts % experts.groups or experts.groups_per_token > experts.groups:
+        raise hf.error(
+            "n_group",
+            f"must divide n_routed_experts={experts.experts} and be at least"
+            f" topk_group={experts.groups_per_token}",
+            "correct it",
+        )
+    within = experts.experts // experts.groups * experts.groups_per_token
+    if experts.experts_per_token > within:
+        raise hf.error(
+            "num_experts_per_tok", f"must be at most {within}, those looked at", "correct it"
+        )
+    return experts

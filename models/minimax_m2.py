@@ -1,0 +1,45 @@
+"""MiniMax M2: experts in every layer, by corrected sigmoid scores; a norm over all heads of q and
+of k; heads rotated in part."""
+
+from dataclasses import replace
+
+from models.decoder_config import DecoderConfig, ExpertConfig
+from models.hf_config import FamilyDefaults, HfConfig
+from models.hf_decoder import read_decoder, refuse_windows
+
+DEFAULTS = FamilyDefaults(kv_heads=8, context_tokens=196608, rope_theta=5e6, partial_rotary=1.0)
+# What released checkpoints say of themselves, and the one thing that it may be.
+_ONLY: dict[str, object] = {
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "shared_intermediate_size": 0,
+    "layernorm_full_attention_beta": 1.0,
+    "layernorm_linear_attention_beta": 1.0,
+    "layernorm_mlp_beta": 1.0,
+}
+
+
+def read_config(hf: HfConfig) -> DecoderConfig:
+    refuse_windows(hf, "this family attends to everything")
+    for field, only in _ONLY.items():
+        if hf.raw(field) not in (None, only) and not hf.sizes_only:
+            raise hf.error(field, f"must be {only!r}", "another form of it is not supported")
+    if any(kind != 1 for kind in hf.counts("attn_type_list")) and not hf.sizes_only:
+        raise hf.error(
+            "attn_type_list", "must be 1 throughout", "linear attention is not supported"
+        )
+    hf.pass_over("mlp_intermediate_size", "shared_moe_mode")
+    if hf.has("rotary_dim") and not hf.has("partial_rotary_factor"):
+        part = hf.count("rotary_dim") / hf.count("head_dim", 128)
+        hf = hf.changed(partial_rotary_factor=part)
+    config = read_decoder(hf, DEFAULTS, qk_norm="all", head_dim_default=128)
+    total = hf.count("num_local_experts", hf.count("num_experts", 256))
+    chosen = hf.count("num_experts_per_tok", 8)
+    if chosen > total:
+        raise hf.error("num_experts_per_tok", f"must be at most {total}", "correct it")
+    experts = ExpertConfig(
+        total, chosen, config.ffn, normalised=True, scores="sigmoid", correction=True
+    )
+    return replace(config, layers=tuple(replace(x, experts=experts) for x in config.layers))

@@ -1,0 +1,33 @@
+"""Qwen3-VL, its text part: Qwen3 and Qwen3-MoE. Rotary positions in three dimensions are plain ones
+as long as all is text."""
+
+from dataclasses import replace
+
+from models import qwen3
+from models.decoder_config import DecoderConfig, ExpertConfig
+from models.hf_config import FamilyDefaults, HfConfig
+from models.hf_decoder import read_decoder
+from models.qwen3_moe import sparse_layers
+
+DEFAULTS = FamilyDefaults(kv_heads=32, context_tokens=128000, rope_theta=500000.0)
+MOE_DEFAULTS = FamilyDefaults(kv_heads=16, context_tokens=128000, rope_theta=500000.0)
+
+
+def read_config(hf: HfConfig) -> DecoderConfig:
+    return qwen3.read_config(hf, DEFAULTS)
+
+
+def read_moe_config(hf: HfConfig) -> DecoderConfig:
+    """The weights of the chosen experts are normalised, whatever `norm_topk_prob` says."""
+    bias = hf.flag("attention_bias", False)
+    config = read_decoder(
+        hf, MOE_DEFAULTS, qkv_bias=bias, output_bias=bias, qk_norm="head", head_dim_default=128
+    )
+    hf.pass_over("norm_topk_prob")
+    experts = ExpertConfig(
+        hf.count("num_experts", hf.count("num_local_experts", 60)),
+        hf.count("num_experts_per_tok", 4),
+        hf.count("moe_intermediate_size", 1408),
+        normalised=True,
+    )
+    return replace(config, layers=sparse_layers(hf, config.layers, experts))
