@@ -100,9 +100,14 @@ class DevicelessPrograms(Programs):
     def __init__(self, mesh: Mesh, device: GpuDevice, report: Callable[[Counted], None]) -> None:
         super().__init__(mesh)
         # private: kernels' lowering asks the abstract mesh which device it is for
+        from jax._src.cudnn import fused_attention_stablehlo
         from jax._src.mesh import AbstractDevice
 
+        # it asks this process's own devices; all that we describe are Hopper or later
+        fused_attention_stablehlo.check_compute_capability = lambda capability: True
         self._report, self._key = report, ""
+        # the plugin knows how much room CUB's sort takes on Hopper, and asks a device elsewhere
+        self._options = {"xla_gpu_enable_cub_radix_sort": device.compute_major == 9}
         self._abstract = mesh.abstract_mesh.update(
             abstract_device=AbstractDevice(
                 device_kind=device.kind, num_cores=device.cores, platform="cuda"
@@ -131,15 +136,16 @@ class DevicelessPrograms(Programs):
         with use_abstract_mesh(self._abstract):
             lowered = self._lower(self._abstract, body, arguments, in_specs, out_specs, donate)
             with tempfile.TemporaryDirectory() as dump:
-                options = {**self.compiler_options, "xla_dump_to": dump}
+                options = {**self.compiler_options, **self._options, "xla_dump_to": dump}
                 compiled = lowered.compile(compiler_options=options)
                 thunks = count_thunks(Path(dump))
         memory = compiled.memory_analysis()
+        assert memory is not None
         self._report(
             Counted(
                 name,
                 **thunks,
-                copied_bytes=largest_copy(compiled.as_text()),
+                copied_bytes=largest_copy(compiled.as_text() or ""),
                 temp_bytes=memory.temp_size_in_bytes,
                 alias_bytes=memory.alias_size_in_bytes,
                 argument_bytes=memory.argument_size_in_bytes,
@@ -197,7 +203,8 @@ def _name(key: Hashable) -> str:
         if isinstance(part, enum.Enum):
             words.append(str(part.value))
         elif isinstance(part, ChunkForm):
-            words.append("packed" if part.packed else "past" if part.past else "one")
+            words += ["packed"] if part.packed else [] if part.past else ["one"]
+            words += [f"past {part.columns} pages"] if part.past else []
             words += [] if part.samples else ["unsampled"]
         elif isinstance(part, int | str) and not isinstance(part, bool):
             words.append(str(part))

@@ -134,7 +134,7 @@ def _updates(executor: MeshExecutor, case: Case) -> None:
 
 
 def _prefill(executor: MeshExecutor, case: Case) -> None:
-    for form in chunk_forms(executor.limits, case.chunk):
+    for form in chunk_forms(executor.limits, case.chunk, executor.platform):
         executor.warm_prefill(case.chunk, form)
 
 

@@ -34,12 +34,13 @@ class Shards:
 
     `tp`: axes that split heads, ffn and vocabulary. `dp`: axes that split the tokens of a step.
     `ep`: axes that spread whole experts (empty: experts are sharded inside, over tp). All empty:
-    one device, no collectives."""
+    one device, no collectives. `device_kind`: as JAX names the devices, where kernels differ."""
 
     tp: tuple[str, ...] = ()
     dp: tuple[str, ...] = ()
     ep: tuple[str, ...] = ()
     platform: str = "cpu"
+    device_kind: str = ""
 
 
 class Attend(Protocol):

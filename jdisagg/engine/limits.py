@@ -4,7 +4,7 @@ executor share. Pure."""
 from jdisagg.config import InstanceConfig, Mode
 from jdisagg.errors import ConfigError
 from jdisagg.layout.kv_spec import KVSpec
-from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.scheduler.executor import MeshLimits, buckets
 
 GRANULE_TOKENS = 16
 LARGEST_WHOLE_PREFILL = 8192
@@ -80,16 +80,6 @@ def groups_of_layers(spec: KVSpec, asked: int | None) -> int:
     agree."""
     by_bytes = max(1, spec.bytes_per_token * GROUP_TOKENS // GROUP_BYTES)
     return min(asked or by_bytes, len(spec.layers))
-
-
-def buckets(smallest: int, largest: int) -> tuple[int, ...]:
-    """Doubling sizes from `smallest`, and `largest` itself."""
-    sizes: list[int] = []
-    size = smallest
-    while size < largest:
-        sizes.append(size)
-        size *= 2
-    return (*sizes, largest)
 
 
 def _power_of_two(number: int) -> int:

@@ -22,7 +22,7 @@ from jdisagg.executor.block_sums import (
     local_sum,
     rank_stamps,
 )
-from jdisagg.executor.insert_program import Places, write_and_read
+from jdisagg.executor.insert_program import Places, write_and_read, write_whole
 from jdisagg.executor.page_pool import PAGES_SPEC, LayerPages, PagePool
 from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
 from jdisagg.messages.step_commands import ExtractBlock, InsertBlock
@@ -93,11 +93,12 @@ class BlockPrograms:
 
     def _build_insert(self, how: Codec, inputs: tuple[Any, ...]) -> Any:
         programs, held, arrays = self._programs, inputs[0], inputs[1]
+        write = write_whole if programs.platform == "gpu" else write_and_read
 
         def body(
             pages: list[LayerPages], arrays: tuple[jax.Array, ...], words: jax.Array
         ) -> tuple[list[LayerPages], jax.Array]:
-            pages, sum_2, intact = write_and_read(pages, arrays, self._places(words), how)
+            pages, sum_2, intact = write(pages, arrays, self._places(words), how)
             return pages, found_in(programs, sum_2, intact)
 
         page_specs = [tuple(PAGES_SPEC for _ in layer) for layer in held]

@@ -65,6 +65,7 @@ def choose(
     position_B: jax.Array,
     active_B: jax.Array,
     counts_BV: jax.Array | None,
+    platform: str,
 ) -> Chosen:
     """Chooses a token for each active row; `position_B` is the position the token will have."""
     logits_BV = logits_BV[:, : rows.vocabulary]
@@ -72,10 +73,10 @@ def choose(
         return Chosen(_mark(greedy(logits_BV), active_B))
     params = rows.sampling(ints_BI, floats_BF, position_B)
     if variant is Variant.SAMPLED:
-        return Chosen(_mark(sample(logits_BV, params), active_B))
+        return Chosen(_mark(sample(logits_BV, params, platform=platform), active_B))
     assert counts_BV is not None
     shaped_BV = shape_logits(logits_BV, rows.shaping(ints_BI, floats_BF), counts_BV, position_B)
-    token_B = sample(shaped_BV, params)
+    token_B = sample(shaped_BV, params, platform=platform)
     chosen_B, top_ids_BK, top_BK = logprobs(shaped_BV, token_B, MAX_TOP_LOGPROBS)
     return Chosen(
         _mark(token_B, active_B),

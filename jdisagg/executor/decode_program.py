@@ -223,7 +223,15 @@ class DecodePrograms:
                 else None
             )
             chosen = choose(
-                variant, rows, logits_BV, ints_BI, floats_BF, at_B + 1, active_B, counts_BV
+                variant,
+                rows,
+                logits_BV,
+                ints_BI,
+                floats_BF,
+                at_B + 1,
+                active_B,
+                counts_BV,
+                shards.platform,
             )
             next_B2 = jnp.stack(
                 (

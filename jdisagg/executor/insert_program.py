@@ -1,9 +1,10 @@
 """Inside the insert program, on one device: a block's tokens go into their pages, are read back,
 and are summed.
 
-All of it a run of tokens at a time, so that what is read lies in a core's cache still. A run is a
-piece of one page, which moves as one (by rows it took three times as long on a CPU); what is left
-at a block's two ends goes row by row. Ranks that take no part do nothing.
+On a CPU (`write_and_read`) all of it a run of tokens at a time, so that what is read lies in a
+core's cache still. A run is a piece of one page, which moves as one (by rows it took three times as
+long); what is left at a block's two ends goes row by row. Ranks that take no part do nothing. On a
+GPU (`write_whole`) the whole block at once.
 
 Invariants: a block's pages differ from each other, so that what was read back stays as it was read;
 nothing is written but valid tokens."""
@@ -128,6 +129,32 @@ def write_and_read(
 
     carry = lax.fori_loop(0, runs, put_run, (pages, jnp.zeros(2, jnp.uint32), intact))
     return lax.fori_loop(jnp.where(head > 0, 0, 1), jnp.where(tail < valid, 2, 1), put_end, carry)
+
+
+def write_whole(
+    pages: list[LayerPages], arrays: Sequence[jax.Array], places: Places, how: Codec
+) -> Inserted:
+    """As `write_and_read`, all tokens at once: scattered, gathered back, summed. It costs a copy of
+    the block, and no loop: on a GPU the host would drive one, and decode would wait for it."""
+    parts, intact = _unpack(how, arrays, places.stamp_5, pages[0][0].shape[1], pages[0][0].dtype)
+    tokens = parts[0].shape[2]
+    token_T = jnp.arange(tokens, dtype=jnp.int32)
+    counts_T = token_T < places.valid
+    page_T, slot_T = places.some(token_T, counts_T)
+    block_CKTH = _heads(parts, jnp.int32(0), tokens)
+    block = iter(block_CKTH)
+    pages = [
+        tuple(insert_block(part, next(block), page_T, slot_T) for part in layer) for layer in pages
+    ]
+    pages = lax.optimization_barrier(pages)  # what is summed has been in the pages
+    read_CKTH = jnp.stack(
+        [gather_tokens(part, page_T, slot_T) for layer in pages for part in layer]
+    )
+    if how.lossy:
+        intact &= jnp.all(
+            (bits_of(read_CKTH) == bits_of(block_CKTH)) | ~counts_T[None, None, :, None]
+        )
+    return pages, local_sum(read_CKTH, places.stamp_5, token_T, counts_T), intact
 
 
 def _run_tokens(pages: Sequence[LayerPages]) -> int:

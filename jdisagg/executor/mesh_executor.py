@@ -86,7 +86,7 @@ class MeshExecutor:
         self.mesh = mesh = programs.mesh
         self.card = mesh_card(mesh)
         codec(role.codec)  # refuses an unknown one here, not at the first pull
-        self.platform = platform = str(mesh.devices.flat[0].platform)
+        self.platform = platform = programs.platform
         self.programs = programs
         self._channel = channel
         self._weights: Weights = split_model(model, layout)
@@ -245,7 +245,9 @@ class MeshExecutor:
         return Finished(command.step)
 
     def _run_prefill(self, command: PrefillChunk) -> Waiting:
-        x, blocks, sums = self._prefill.run(ChunkArrays.build(command, self.limits))
+        x, blocks, sums = self._prefill.run(
+            ChunkArrays.build(command, self.limits, platform=self.platform)
+        )
         # before all that is offered: somebody waits for the first token
         chosen = self._sampler.run(command, x)
         start_reading((*(chosen or ()), *sums))

@@ -35,29 +35,43 @@ from jdisagg.ops.kv_pages import token_coordinates, write_tokens
 from jdisagg.ops.paged_attention import paged_attention
 from jdisagg.ops.prefill_attention import PastPages, prefill_attention
 from jdisagg.ops.quarantine import seal
-from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.scheduler.executor import MeshLimits, buckets
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkForm:
     """What is known of a chunk when its program is compiled. `packed`: some rank has several rows,
     or one that does not come first. `past`: rows may go on with earlier chunks (a packed chunk's
-    always may; a whole fresh prompt is 1 % faster without). `samples`: rows may sample (only chunks
-    of the largest bucket are compiled without: the earlier part of a prompt fills one)."""
+    always may on a CPU; a whole fresh prompt is 1 % faster without). `samples`: rows may sample
+    (only chunks of the largest bucket are compiled without: the earlier part of a prompt fills
+    one). `columns`: of the page table that the past may reach; 0: all of them."""
 
     packed: bool = False
     past: bool = False
     samples: bool = True
+    columns: int = 0
 
 
-def chunk_forms(limits: MeshLimits, width: int) -> tuple[ChunkForm, ...]:
+def past_columns(limits: MeshLimits, platform: str) -> tuple[int, ...]:
+    """The widths of the page table that chunks with a past are compiled for. A GPU gathers all of
+    it, so: those of one chunk, and four times as many, up to the context's. A CPU walks as far as
+    the past reaches."""
+    if platform != "gpu":
+        return (0,)
+    tokens = buckets(limits.chunk_buckets[-1], limits.context_tokens, factor=4)
+    return tuple(dict.fromkeys(-(-size // limits.page_size) for size in tokens))
+
+
+def chunk_forms(limits: MeshLimits, width: int, platform: str = "cpu") -> tuple[ChunkForm, ...]:
     """All forms that a chunk of this bucket may have."""
-    forms = (ChunkForm(False, False), ChunkForm(False, True), ChunkForm(True, True))
-    return (
-        (*forms, ChunkForm(False, False, False), ChunkForm(False, True, False))
-        if width == limits.chunk_buckets[-1]
-        else forms
-    )
+    columns = past_columns(limits, platform)
+    forms = [ChunkForm(), *(ChunkForm(past=True, columns=count) for count in columns)]
+    packed = [ChunkForm(True, True, columns=count) for count in columns]
+    if platform == "gpu":
+        packed.append(ChunkForm(packed=True))
+    unsampled = [dataclasses.replace(form, samples=False) for form in forms]
+    largest = width == limits.chunk_buckets[-1]
+    return (*forms, *packed, *(unsampled if largest else ()))
 
 
 @dataclass(frozen=True)
@@ -79,11 +93,16 @@ class ChunkArrays:
 
     @classmethod
     def build(
-        cls, command: PrefillChunk, limits: MeshLimits, form: ChunkForm | None = None
+        cls,
+        command: PrefillChunk,
+        limits: MeshLimits,
+        form: ChunkForm | None = None,
+        platform: str = "cpu",
     ) -> "ChunkArrays":
-        """Packs a command's rows. Rows that continue come first on their rank. `form`: what it is
-        compiled as, if not for these rows."""
-        form = form or _form_of(command, limits)
+        """Packs a command's rows. Rows that continue come first on their rank; on a GPU there is at
+        most one, at the chunk's beginning. `form`: what it is compiled as, if not for these rows.
+        """
+        form = form or _form_of(command, limits, platform)
         ranks, width, rows = limits.ranks, command.chunk_tokens, limits.rows_per_chunk
         columns = -(-limits.context_tokens // limits.page_size)
         chunk = cls(
@@ -103,6 +122,7 @@ class ChunkArrays:
             assert row.start == 0 or chunk.continuing[rank] == index, (
                 "rows that continue come first on their rank"
             )
+            assert platform != "gpu" or row.start == 0 or row.offset == index == 0
             span = slice(row.offset, row.offset + len(row.tokens))
             assert np.all(chunk.segment[rank, span] == -1), "rows of a chunk overlap"
             chunk.tokens[rank, span] = row.tokens
@@ -117,14 +137,18 @@ class ChunkArrays:
         return chunk
 
 
-def _form_of(command: PrefillChunk, limits: MeshLimits) -> ChunkForm:
+def _form_of(command: PrefillChunk, limits: MeshLimits, platform: str) -> ChunkForm:
     packed = any(row.offset > 0 for row in command.rows)
     may_sample = (
         packed
         or command.chunk_tokens < limits.chunk_buckets[-1]
         or any(row.samples for row in command.rows)
     )
-    return ChunkForm(packed, packed or any(row.start > 0 for row in command.rows), may_sample)
+    reach = max((row.start for row in command.rows), default=0)
+    past = reach > 0 or (packed and platform != "gpu")
+    columns = past_columns(limits, platform) if past else (0,)
+    enough = (count for count in columns if count * limits.page_size >= reach)
+    return ChunkForm(packed, past, may_sample, next(enough, columns[-1]))
 
 
 class PrefillPrograms:
@@ -273,7 +297,13 @@ class PrefillPrograms:
                             else q_TNH
                         )
                     cached = (
-                        PastPages(k_pages, v_pages, table_RN, past_R, continuing[0])
+                        PastPages(
+                            k_pages,
+                            v_pages,
+                            table_RN[:, : form.columns or None],
+                            past_R,
+                            continuing[0],
+                        )
                         if form.past
                         else None
                     )
@@ -285,6 +315,7 @@ class PrefillPrograms:
                         positions_T,
                         cached,
                         packed=form.packed,
+                        rows=table_RN.shape[0],
                         **how,
                     )
 

@@ -122,6 +122,7 @@ class PrefillSampler:
                 position_R,
                 active_R,
                 counts[0] if counts else None,
+                shards.platform,
             ).on_rank(programs)
 
         on_mesh = self._programs.put(rows)

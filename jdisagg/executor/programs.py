@@ -29,6 +29,7 @@ class Programs:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
+        self.platform = str(mesh.devices.flat[0].platform)
         self.spans_processes = any(
             device.process_index != jax.process_index() for device in mesh.devices.flat
         )

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 
 from jdisagg.executor.block_sums import ChunkSums, Found
 from jdisagg.executor.choose import Chosen
@@ -123,14 +124,16 @@ class DecodeReading:
         return is_ready(self.chosen[-1].token)
 
     def result(self) -> DecodeResult:
-        steps = [_Host(chosen) for chosen in self.chosen]
-        rows = [(rank, range(len(slots))) for rank, slots in enumerate(self.command.slots)]
+        # one conversion for all: token by token took 2 ms of a step of 8 ranks of 256 rows
+        by_rank = np.stack([jax.device_get(chosen.token) for chosen in self.chosen], -1).tolist()
         tokens = tuple(
-            tuple(tuple(step.token(rank, row) for step in steps) for row in indices)
-            for rank, indices in rows
+            tuple(map(tuple, by_rank[rank][: len(slots)]))
+            for rank, slots in enumerate(self.command.slots)
         )
         if not any(count is not None for row in self.wanted for count in row):
             return DecodeResult(self.command.step, tokens)
+        steps = [_Host(chosen) for chosen in self.chosen]
+        rows = [(rank, range(len(slots))) for rank, slots in enumerate(self.command.slots)]
         logprobs = tuple(
             tuple(
                 tuple(step.logprobs(rank, row, self.wanted[rank][row]) for step in steps)

@@ -21,7 +21,9 @@ def warm_up_steps(executor: MeshExecutor) -> list[Callable[[], None]]:
     steps: list[Callable[[], None]] = []
     if role.prefill:
         chunks = [
-            (width, form) for width in limits.chunk_buckets for form in chunk_forms(limits, width)
+            (width, form)
+            for width in limits.chunk_buckets
+            for form in chunk_forms(limits, width, executor.platform)
         ]
         steps += [
             lambda width=width, form=form: executor.warm_prefill(width, form)

@@ -75,5 +75,9 @@ def mesh_shards(mesh: Mesh, layout: Layout, platform: str) -> Shards:
 
     assert mesh.axis_names == MESH_AXES
     return Shards(
-        tp=real(TP_AXES), dp=real(("dp",)), ep=real(layout.expert_axes()), platform=platform
+        tp=real(TP_AXES),
+        dp=real(("dp",)),
+        ep=real(layout.expert_axes()),
+        platform=platform,
+        device_kind=str(mesh.devices.flat[0].device_kind),
     )

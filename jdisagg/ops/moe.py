@@ -2,9 +2,10 @@
 holds; nothing is dropped.
 
 Pairs (token, chosen expert) are sorted by local expert and cut into blocks of rows that belong to
-one expert; a loop runs over the blocks that exist, whose number is known only on the device.
-`lax.ragged_dot` would be simpler, but on CPU and GPU it multiplies every row by every expert (75 ms
-against 5 ms for 32 experts); on TPU it is a grouped product, and is used there. Kernels are [in,
+one expert, whose number is known only on the device. On CPU a loop runs over the blocks that exist;
+on GPU, where the host would drive it, kernels do (`grouped_products_gpu`). `lax.ragged_dot` would
+be simpler, but on CPU and GPU it multiplies every row by every expert (75 ms against 5 ms for 32
+experts); on TPU it is a grouped product, and is used there. Kernels are [in,
 out] for all types: neither [out, in] nor a barrier before the product gained anything here on CPU.
 
 Three placements (see `layout/axes.py`): experts whole and spread over dp and tp (tokens gathered
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdisagg.model_api import Shards
+from jdisagg.ops import grouped_products_gpu
 from jdisagg.ops.mlp import gated_silu
 
 # one bfloat16 row is slow on CPU (`ops/linear.py`); above 128 rows only padding grows
@@ -44,13 +46,14 @@ class BlockPlan(NamedTuple):
     """Pairs sorted by local expert (those of no local expert last), and the blocks of rows that
     cover the local ones.
 
-    Block b holds rows start_B[b] and on of expert expert_B[b]; only the first `blocks` entries
-    count. A block's surplus rows are computed too, and are overwritten by the next expert's block,
-    or belong to no local expert and are never read."""
+    Block b holds rows start_B[b] to end_B[b] of expert expert_B[b]; only the first `blocks` entries
+    count (behind them start and end are 0). The loop computes a block's surplus rows too: they are
+    overwritten by the next expert's block, or belong to no local expert and are never read."""
 
     order_P: jax.Array
     expert_B: jax.Array
     start_B: jax.Array
+    end_B: jax.Array
     blocks: jax.Array
 
 
@@ -78,20 +81,21 @@ def plan_blocks(local_P: jax.Array, experts: int, rows: int) -> BlockPlan:
     here or is padding."""
     pairs = local_P.shape[0]
     order_P = jnp.argsort(local_P, stable=True)
-    pairs_E = jnp.sum(
-        local_P[:, None] == jnp.arange(experts, dtype=local_P.dtype)[None, :],
-        axis=0,
-        dtype=jnp.int32,
-    )
+    pairs_E = _sizes(local_P, experts)
     first_pair_E = jnp.cumsum(pairs_E) - pairs_E
     blocks_E = -(-pairs_E // rows)
     end_block_E = jnp.cumsum(blocks_E)
     block_B = jnp.arange(-(-pairs // rows) + min(experts, pairs), dtype=jnp.int32)
     expert_B = jnp.minimum(
-        jnp.searchsorted(end_block_E, block_B, side="right"), experts - 1
+        # not its default, a loop of its own
+        jnp.searchsorted(end_block_E, block_B, side="right", method="compare_all"),
+        experts - 1,
     ).astype(jnp.int32)
     start_B = first_pair_E[expert_B] + (block_B - (end_block_E - blocks_E)[expert_B]) * rows
-    return BlockPlan(order_P, expert_B, start_B, end_block_E[-1])
+    end_B = jnp.minimum(start_B + rows, (first_pair_E + pairs_E)[expert_B])
+    exists_B = block_B < end_block_E[-1]
+    start_B, end_B = jnp.where(exists_B, start_B, 0), jnp.where(exists_B, end_B, 0)
+    return BlockPlan(order_P, expert_B, start_B, end_B, end_block_E[-1])
 
 
 def routed_experts(
@@ -119,13 +123,15 @@ def routed_experts(
     first = lax.axis_index(shards.ep) * held if shards.ep else 0
     local_TJ = experts_TJ - first
     local_TJ = jnp.where((local_TJ >= 0) & (local_TJ < held), local_TJ, held)
-    products = _ragged_products if shards.platform == "tpu" else block_products
-    y_TD = _combine(
-        products(x_TD, local_TJ, weights, block_rows(local_TJ.size, experts)),
-        local_TJ < held,
-        weights_TJ,
-        x_TD.dtype,
-    )
+    rows = block_rows(local_TJ.size, experts)
+    match shards.platform:
+        case "gpu":
+            y_TJD = _gpu_products(x_TD, local_TJ, weights, shards.device_kind)
+        case "tpu":
+            y_TJD = _ragged_products(x_TD, local_TJ, weights, rows)
+        case _:
+            y_TJD = block_products(x_TD, local_TJ, weights, rows)
+    y_TD = _combine(y_TJD, local_TJ < held, weights_TJ, x_TD.dtype)
     if gathered:
         y_TD = lax.psum_scatter(y_TD, gathered, scatter_dimension=0, tiled=True)
     return lax.psum(y_TD, shards.tp) if shards.tp else y_TD
@@ -185,6 +191,37 @@ def block_products(
     return out_PD[place_P].reshape(*local_TJ.shape, -1)
 
 
+def _gpu_products(
+    x_TD: jax.Array,
+    local_TJ: jax.Array,
+    weights: ExpertWeights,
+    device_kind: str,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """The same by kernels."""
+    held, choices = weights.gate_EDF.shape[0], local_TJ.shape[1]
+    rows = grouped_products_gpu.block_rows(local_TJ.size, held)
+    plan = plan_blocks(local_TJ.reshape(-1), held, rows)
+    token_P, place_P = _token_rows(x_TD, plan, choices, rows)
+    if grouped_products_gpu.wgmma_applies(x_TD, weights.gate_EDF.shape[2], device_kind):
+        sizes_E = _sizes(local_TJ, held)
+        pairs_PD = x_TD[token_P[: local_TJ.size]]
+        out_PD = grouped_products_gpu.by_wgmma(pairs_PD, sizes_E, *weights)
+    else:
+        where_B = (plan.expert_B, plan.start_B, plan.end_B)
+        out_PD = grouped_products_gpu.by_blocks(
+            x_TD, token_P, *where_B, weights, rows, interpret=interpret
+        )
+    return out_PD[place_P].reshape(*local_TJ.shape, -1)
+
+
+def _sizes(local_TJ: jax.Array, held: int) -> jax.Array:
+    """int32 [held]: how many pairs each local expert has."""
+    expert_E = jnp.arange(held, dtype=local_TJ.dtype)
+    return jnp.sum(local_TJ.reshape(-1)[:, None] == expert_E[None, :], axis=0, dtype=jnp.int32)
+
+
 def _ragged_products(
     x_TD: jax.Array, local_TJ: jax.Array, weights: ExpertWeights, rows: int
 ) -> jax.Array:
@@ -192,9 +229,7 @@ def _ragged_products(
     held, choices = weights.gate_EDF.shape[0], local_TJ.shape[1]
     plan = plan_blocks(local_TJ.reshape(-1), held, rows)
     token_P, place_P = _token_rows(x_TD, plan, choices, 0)
-    sizes_E = jnp.sum(
-        local_TJ.reshape(-1)[:, None] == jnp.arange(held)[None, :], axis=0, dtype=jnp.int32
-    )
+    sizes_E = _sizes(local_TJ, held)
     rows_PD = x_TD[token_P]
     hidden_PF = gated_silu(
         lax.ragged_dot(rows_PD, weights.gate_EDF, sizes_E),

@@ -9,8 +9,7 @@ meshes; K and V are never repeated for GQA.
 On CPU self is cut into query blocks, dense over their causal prefix while that fits the cache, and
 beyond it in a loop over key blocks whose traced first block skips other segments and what the
 window hides. Past loops over the rows that have one and over their page columns, both traced: no
-buckets, no work without a past. On GPU whole chunks of one sequence go to cuDNN
-(`prefill_attention_cudnn`)."""
+buckets, no work without a past. On GPU they go to cuDNN (`prefill_attention_cudnn`)."""
 
 from functools import partial
 
@@ -44,23 +43,25 @@ def prefill_attention(
     platform: str = "cpu",
     query_block: int = 128,
     packed: bool = True,
+    rows: int = 16,
 ) -> jax.Array:
     """Attention of a chunk. Returns o_TNH in q's dtype; 0 for padding.
 
     positions_T: absolute positions, only read where there is both a past and a window. `window`:
     positions seen, itself included. `packed=False` promises that all valid tokens are of one
-    segment, row 0, and come first. `past=None` compiles no past."""
-    if not packed and prefill_attention_cudnn.applies(
-        q_TNH, platform=platform, window=window, has_past=past is not None
-    ):
-        o_TNH = prefill_attention_cudnn.one_sequence(
+    segment, row 0, and come first. `past=None` compiles no past. `rows`: the most segments. On GPU
+    row 0 alone may have a past, and comes first."""
+    if prefill_attention_cudnn.applies(q_TNH, platform=platform):
+        o_TNH = prefill_attention_cudnn.attend(
             q_TNH,
             k_TKH,
             v_TKH,
-            jnp.sum(segment_T >= 0, dtype=jnp.int32),
+            segment_T,
             past,
             scale=scale,
             window=window,
+            packed=packed,
+            rows=rows,
         )
     else:
         o_TNH = _blocks(

@@ -1,30 +1,64 @@
-"""Prefill attention of a chunk of ONE sequence by cuDNN's flash attention, on GPU in bfloat16 or
-float16.
+"""Prefill attention by cuDNN's flash attention, on GPU in bfloat16 or float16: a chunk of one
+sequence, or a packed one, each with a past or without, with a window or without. No loop, so that a
+program of these is one CUDA graph.
 
 cuDNN's causal mask is top-left: query i sees keys up to i, which is wrong for a chunk that follows
 cached tokens. So a chunk with a past takes two calls, *past* (no causality, keys up to their
 length) and *self* (as many keys as queries, causal), merged by their log-sum-exp. The public
 function rounds that residual to the output's dtype, which at bfloat16 shifts the weights by some
-percent; so the function below it is called, which keeps float32.
+percent; so the function below it is called, which keeps float32. With a window only the last tokens
+of the past are seen: they are put before the chunk, queries that nobody reads with them, and one
+call does.
 
-Does not know packed chunks or a window together with a past: `applies` says no, and the caller
-takes the XLA form. The same recipe runs on any platform with `implementation="xla"`, which is how
-it is tested without a GPU."""
+Packed prompts are one call by segment offsets (Hopper and later). The first of them alone may have
+a past (`scheduler/prefill_batches.py`); then it is computed as one sequence is.
+
+Float32 and heads of more than 128 take the XLA form: `applies` says no. The same recipes run on any
+platform with `implementation="xla"`, which is how they are tested without a GPU."""
 
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jdisagg.ops.kv_pages import PastPages, gather_columns
 
 LARGEST_HEAD = 128
+Implementation = Literal["cudnn", "xla"]
 
 
-def applies(q_TNH: jax.Array, *, platform: str, window: int | None, has_past: bool) -> bool:
+def applies(q_TNH: jax.Array, *, platform: str) -> bool:
     width = q_TNH.shape[-1]
     fits = q_TNH.dtype in (jnp.bfloat16, jnp.float16) and width % 8 == 0 and width <= LARGEST_HEAD
-    return platform == "gpu" and fits and not (window is not None and has_past)
+    return platform == "gpu" and fits
+
+
+def attend(
+    q_TNH: jax.Array,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array,
+    segment_T: jax.Array,
+    past: PastPages | None,
+    *,
+    scale: float,
+    window: int | None,
+    packed: bool,
+    rows: int,
+    implementation: Implementation = "cudnn",
+) -> jax.Array:
+    """Attention of a chunk as `ops.prefill_attention.prefill_attention`, undefined for padding.
+    `rows`: the most segments. Segment 0, which alone may have a past, comes first."""
+    how = {"scale": scale, "window": window, "implementation": implementation}
+    first = jnp.sum(segment_T == 0, dtype=jnp.int32)
+    if not packed:
+        return one_sequence(q_TNH, k_TKH, v_TKH, first, past, **how)
+    o_TNH = _segments(q_TNH, k_TKH, v_TKH, segment_T, rows, **how)
+    if past is None:
+        return o_TNH
+    begun = past.count > 0
+    begun_TNH = one_sequence(q_TNH, k_TKH, v_TKH, jnp.where(begun, first, 0), past, **how)
+    return jnp.where(((segment_T == 0) & begun)[:, None, None], begun_TNH, o_TNH)
 
 
 def one_sequence(
@@ -36,10 +70,10 @@ def one_sequence(
     *,
     scale: float,
     window: int | None,
-    implementation: Literal["cudnn", "xla"] = "cudnn",
+    implementation: Implementation = "cudnn",
 ) -> jax.Array:
-    """Attention of the first `tokens` rows of the chunk; the other rows are undefined. The whole
-    page table of the past is gathered, so give it no wider than the context's bucket."""
+    """Attention of the first `tokens` rows of the chunk; the other rows are undefined. Without
+    a window the whole page table of the past is gathered: give it no wider than need be."""
     if past is None:
         return jax.nn.dot_product_attention(
             q_TNH[None],
@@ -53,6 +87,10 @@ def one_sequence(
             implementation=implementation,
         )[0]
     length = jnp.where(past.count > 0, past.lengths_R[0], 0)
+    if window is not None:
+        return _within_window(
+            q_TNH, k_TKH, v_TKH, tokens, past, length, scale, window, implementation
+        )
     k_LKH, v_LKH = (
         gather_columns(
             pages, jnp.clip(past.table_RN[:1], 0, pages.shape[0] - 1), 0, past.table_RN.shape[1]
@@ -70,6 +108,93 @@ def one_sequence(
     return ((old + new_weight * new_TNH.astype(jnp.float32)) / (old_weight + new_weight)).astype(
         q_TNH.dtype
     )
+
+
+def _within_window(
+    q_TNH: jax.Array,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array,
+    tokens: jax.Array,
+    past: PastPages,
+    length: jax.Array,
+    scale: float,
+    window: int,
+    implementation: Implementation,
+) -> jax.Array:
+    """A chunk behind the last tokens of its past that its window may reach."""
+    pages, _, slots, _ = past.k_pages_PKSH.shape
+    reach = min(-(-(window - 1) // slots), past.table_RN.shape[1]) * slots
+    if reach == 0:
+        return one_sequence(
+            q_TNH, k_TKH, v_TKH, tokens, None, scale=scale, window=window,
+            implementation=implementation,
+        )  # fmt: skip
+    kept = jnp.minimum(length, reach)
+    position_W = jnp.maximum(length - reach + jnp.arange(reach, dtype=jnp.int32), 0)
+    page_W = jnp.clip(jnp.take(past.table_RN[0], position_W // slots, mode="clip"), 0, pages - 1)
+
+    def behind(tail_WKH: jax.Array, chunk: jax.Array) -> jax.Array:
+        """The kept end of the tail, then the chunk, then what comes."""
+        room = jnp.zeros((reach, *chunk.shape[1:]), chunk.dtype)
+        whole = jnp.concatenate((tail_WKH, chunk, room))
+        return lax.dynamic_slice_in_dim(whole, reach - kept, reach + chunk.shape[0])
+
+    old_k, old_v = (
+        part.at[page_W, :, position_W % slots].get(mode="promise_in_bounds")
+        for part in (past.k_pages_PKSH, past.v_pages_PKSH)
+    )
+    q_UNH = behind(jnp.zeros((reach, *q_TNH.shape[1:]), q_TNH.dtype), q_TNH)
+    o_UNH = one_sequence(
+        q_UNH, behind(old_k, k_TKH), behind(old_v, v_TKH),
+        jnp.where(tokens > 0, kept + tokens, 0), None,
+        scale=scale, window=window, implementation=implementation,
+    )  # fmt: skip
+    return lax.dynamic_slice_in_dim(o_UNH, kept, q_TNH.shape[0])
+
+
+def _segments(
+    q_TNH: jax.Array,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array,
+    segment_T: jax.Array,
+    rows: int,
+    *,
+    scale: float,
+    window: int | None,
+    implementation: Implementation,
+) -> jax.Array:
+    """Packed sequences without a past."""
+    if implementation == "xla":
+        at_T = jnp.arange(segment_T.shape[0], dtype=jnp.int32)
+        seen_TS = (segment_T[:, None] == segment_T[None, :]) & (at_T[None, :] <= at_T[:, None])
+        if window is not None:
+            seen_TS &= at_T[None, :] > at_T[:, None] - window
+        return jax.nn.dot_product_attention(
+            q_TNH[None], k_TKH[None], v_TKH[None], scale=scale, mask=seen_TS[None, None],
+            implementation="xla",
+        )[0]  # fmt: skip
+    # private: the public one has no segments
+    from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
+
+    here_TR = segment_T[:, None] == jnp.arange(rows, dtype=segment_T.dtype)[None, :]
+    length_R = jnp.sum(here_TR, axis=0, dtype=jnp.int32)
+    none = jnp.full((1,), -1, jnp.int32)
+    offset_R = jnp.where(length_R > 0, jnp.argmax(here_TR, axis=0).astype(jnp.int32), -1)
+    lengths = jnp.where(length_R > 0, length_R, -1)[None]
+    offsets = jnp.concatenate((offset_R, none))[None]
+    outputs = dot_product_attention(
+        q_TNH[None],
+        k_TKH[None],
+        v_TKH[None],
+        q_seqlen=lengths,
+        kv_seqlen=lengths,
+        q_offsets=offsets,
+        kv_offsets=offsets,
+        scale=scale,
+        mask_type=MaskType.PADDING_CAUSAL,
+        sliding_window_length=window,
+    )
+    return outputs[0]  # pyright: ignore[reportIndexIssue]  # the private function is typed `object`
 
 
 def _cudnn(

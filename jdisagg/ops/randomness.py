@@ -48,10 +48,14 @@ def row_keys(
     return _absorb(_LANE_STARTS[0], words), _absorb(_LANE_STARTS[1], words)
 
 
-def random_bits(keys: tuple[jax.Array, jax.Array], vocabulary: int) -> jax.Array:
-    """uint32 [B, V]: bits for each vocabulary id of each row; column i does not depend on V."""
+def random_bits(
+    keys: tuple[jax.Array, jax.Array], vocabulary: int, first: jax.Array | int = 0
+) -> jax.Array:
+    """uint32 [B, V]: bits for each vocabulary id of each row, from id `first` on; an id's do not
+    depend on V."""
     key_B1, late_key_B1 = keys[0][:, None], keys[1][:, None]
     ids_BV = lax.broadcasted_iota(jnp.uint32, (key_B1.shape[0], vocabulary), 1)
+    ids_BV = ids_BV + jnp.asarray(first).astype(jnp.uint32)
     x_BV = ids_BV * _SPREAD + key_B1
     x_BV = (x_BV ^ (x_BV >> np.uint32(16))) * _MULTIPLY_1
     x_BV = (x_BV ^ (x_BV >> np.uint32(13)) ^ late_key_B1) * _MULTIPLY_2

@@ -26,6 +26,7 @@ close; nothing here adds to that.
 A row without a finite largest logit (a NaN or +inf anywhere, or -inf everywhere) gives
 INVALID_TOKEN and disturbs no other."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -58,27 +59,54 @@ class SamplingRows(NamedTuple):
     position: jax.Array  # int32 [B]
 
 
-def greedy(logits_BV: jax.Array) -> jax.Array:
+class VocabularyShard(NamedTuple):
+    """Which part of the vocabulary these logits are, inside `shard_map`: ids from `first` on, the
+    others on the other devices of `axes`. Without axes: all of it."""
+
+    axes: tuple[str, ...] = ()
+    first: jax.Array | int = 0
+
+
+WHOLE = VocabularyShard()
+
+
+def greedy(logits_BV: jax.Array, shard: VocabularyShard = WHOLE) -> jax.Array:
     """int32 [B]: the id of each row's largest logit, the smallest such id; INVALID_TOKEN where none
     is finite."""
-    token_B = selection.argmax(_nan_to_inf(logits_BV))
-    return jnp.where(jnp.isfinite(_at(logits_BV, token_B)), token_B, INVALID_TOKEN)
+    logits_BV = _nan_to_inf(logits_BV)
+    token_B = selection.argmax(logits_BV)
+    value_B, token_B = _best(_at(logits_BV, token_B), token_B, shard)
+    return jnp.where(jnp.isfinite(value_B), token_B, INVALID_TOKEN)
 
 
-def sample(logits_BV: jax.Array, rows: SamplingRows) -> jax.Array:
+def sample(
+    logits_BV: jax.Array,
+    rows: SamplingRows,
+    shard: VocabularyShard = WHOLE,
+    *,
+    platform: str = "cpu",
+) -> jax.Array:
     """int32 [B]: each row's token, by the rules above. Deterministic; works under jit and on local
-    shards in `shard_map`."""
-    largest_B = jnp.max(_nan_to_inf(logits_BV), axis=-1)
+    shards in `shard_map`.
+
+    On a GPU, and where the vocabulary is sharded, both filters find their bound by passes of a
+    known number (`selection.last_value`) instead of loops that end when they may."""
+    largest_B = _largest(jnp.max(_nan_to_inf(logits_BV), axis=-1), shard)
     valid_B = jnp.isfinite(largest_B)
     greedy_B = rows.temperature == 0
     drawn_B = valid_B & ~greedy_B
 
     scale_B = jnp.where(greedy_B, 1, 1 / jnp.maximum(rows.temperature, _LEAST_TEMPERATURE))
     weight_BV = jnp.exp((logits_BV - largest_B[:, None]) * scale_B[:, None])
-    bits_BV = randomness.random_bits(
-        randomness.row_keys(rows.seed, rows.child, rows.position), logits_BV.shape[1]
+    keys = randomness.row_keys(rows.seed, rows.child, rows.position)
+    bits_BV = randomness.random_bits(keys, logits_BV.shape[1], shard.first)
+    passes = platform == "gpu" or bool(shard.axes)
+    top_k_B = jnp.where(drawn_B, rows.top_k, 0)
+    threshold_B = (
+        _top_k_by_passes(logits_BV, top_k_B, shard)
+        if passes
+        else _top_k_threshold(logits_BV, top_k_B)
     )
-    threshold_B = _top_k_threshold(logits_BV, jnp.where(drawn_B, rows.top_k, 0))
     weight_BV = jnp.where(logits_BV >= threshold_B[:, None], weight_BV, 0)
     drawn_score_BV = jnp.where(
         weight_BV >= rows.min_p[:, None], weight_BV / randomness.exponential(bits_BV), -1
@@ -86,9 +114,76 @@ def sample(logits_BV: jax.Array, rows: SamplingRows) -> jax.Array:
     # A greedy row runs the same race with its logits alone as the score, so that one argmax serves
     # all rows.
     score_BV = jnp.where(greedy_B[:, None], logits_BV, drawn_score_BV)
-
-    token_B = _in_nucleus(score_BV, logits_BV, weight_BV, jnp.where(drawn_B, rows.top_p, 1))
+    top_p_B = jnp.where(drawn_B, rows.top_p, 1)
+    if passes:
+        bound_B = _nucleus_by_passes(logits_BV, weight_BV, top_p_B, shard)
+        inside_BV = (logits_BV > bound_B[:, None]) | (top_p_B == 1)[:, None]
+        score_BV = jnp.where(inside_BV, score_BV, -1)
+        local_B = selection.argmax(score_BV)
+        _, token_B = _best(_at(score_BV, local_B), local_B, shard)
+    else:
+        token_B = _in_nucleus(score_BV, logits_BV, weight_BV, top_p_B)
     return jnp.where(valid_B, token_B, INVALID_TOKEN)
+
+
+def _best(
+    value_B: jax.Array, local_B: jax.Array, shard: VocabularyShard
+) -> tuple[jax.Array, jax.Array]:
+    """Of the shards' candidates: the largest value, and its id, the smallest such id. A number and
+    an id a row are all that is exchanged."""
+    if not shard.axes:
+        return value_B, local_B
+    best_B = lax.pmax(value_B, shard.axes)
+    ours_B = jnp.where(value_B == best_B, local_B + shard.first, np.iinfo(np.int32).max)
+    return best_B, lax.pmin(ours_B, shard.axes)
+
+
+def _largest(value_B: jax.Array, shard: VocabularyShard) -> jax.Array:
+    return lax.pmax(value_B, shard.axes) if shard.axes else value_B
+
+
+def _sums(arrays: Sequence[jax.Array], shard: VocabularyShard) -> list[jax.Array]:
+    """Of each row of each array [B, V], over all shards."""
+    sums = selection.row_sums(arrays)
+    if not shard.axes:
+        return sums
+    return list(lax.psum(jnp.stack(sums), shard.axes))
+
+
+def _top_k_by_passes(logits_BV: jax.Array, top_k_B: jax.Array, shard: VocabularyShard) -> jax.Array:
+    """As `_top_k_threshold`."""
+
+    def kth() -> jax.Array:
+        def reached(values: Sequence[jax.Array]) -> list[jax.Array]:
+            at_least = [(logits_BV >= value_B[:, None]).astype(jnp.int32) for value_B in values]
+            return [count_B >= top_k_B for count_B in _sums(at_least, shard)]
+
+        return jnp.where(top_k_B > 0, selection.last_value(reached, len(top_k_B)), -jnp.inf)
+
+    off = lambda: jnp.full(top_k_B.shape, -jnp.inf, logits_BV.dtype)  # noqa: E731
+    return lax.cond(jnp.any(top_k_B > 0), kth, off)
+
+
+def _nucleus_by_passes(
+    logits_BV: jax.Array, weight_BV: jax.Array, top_p_B: jax.Array, shard: VocabularyShard
+) -> jax.Array:
+    """float32 [B]: logits above it are in the row's nucleus: the largest value above which top_p of
+    the weight lies (as `_outside`)."""
+
+    def bound() -> jax.Array:
+        p_B1 = jnp.maximum(top_p_B, _LEAST_TOP_P)[:, None]
+
+        def beyond(values: Sequence[jax.Array]) -> list[jax.Array]:
+            shares = [
+                jnp.where(logits_BV > value_B[:, None], 1 - p_B1, -p_B1) * weight_BV
+                for value_B in values
+            ]
+            return [share_B >= 0 for share_B in _sums(shares, shard)]
+
+        return selection.last_value(beyond, len(top_p_B))
+
+    off = lambda: jnp.full(top_p_B.shape, -jnp.inf, logits_BV.dtype)  # noqa: E731
+    return lax.cond(jnp.any(top_p_B < 1), bound, off)
 
 
 def _top_k_threshold(logits_BV: jax.Array, top_k_B: jax.Array) -> jax.Array:

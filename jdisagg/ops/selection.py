@@ -1,5 +1,5 @@
 """Finding the largest of each row of [B, V] without sorting: the argmax, the k largest, the k-th
-value.
+value, and the last value for which something holds.
 
 All three are exact; ties go to the smaller index. They exist because XLA's CPU forms are slow for a
 vocabulary: measured for [32, 32000] on two cores, `jnp.argmax` takes 4.7 ms (here 0.2) and
@@ -7,7 +7,7 @@ vocabulary: measured for [32, 32000] on two cores, `jnp.argmax` takes 4.7 ms (he
 maximum over blocks of 128, which vectorises, and then work on few blocks only. It knows nothing of
 what the values mean. A row with a NaN gives some index within range and disturbs no other row."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +91,34 @@ def separating_value(x_BV: jax.Array, count_B: jax.Array, wanted_B: jax.Array) -
 
     low_B, _ = lax.while_loop(lambda bounds: jnp.any(bounds[0] < bounds[1]), halve, (low_B, high_B))
     return jnp.where(wanted_B, _from_order_key(low_B), -jnp.inf)
+
+
+def last_value(holds: Callable[[Sequence[jax.Array]], Sequence[jax.Array]], rows: int) -> jax.Array:
+    """float32 [rows]: the largest number t for which a condition holds that is true of -inf and of
+    all numbers up to t. `holds`: float32 [rows] each -> bool [rows] each.
+
+    Exact, in 8 passes of 15 questions each, 4 bits of the number a pass: a loop of a known length,
+    unrolled. Where the host drives loops (a GPU) that is the price of none."""
+    key_B = jnp.zeros((rows,), jnp.uint32)
+    for shift in range(28, -1, -4):
+        asked = [_number(key_B + np.uint32(digit << shift)) for digit in range(1, 16)]
+        digit_B = sum(answer.astype(jnp.uint32) for answer in holds(asked))
+        key_B = key_B + digit_B * np.uint32(1 << shift)
+    return _number(key_B)
+
+
+def row_sums(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Sums of [B, V] each over V, in one pass over what they have in common: [B] each."""
+    zeros = [jnp.zeros((), x_BV.dtype) for x_BV in arrays]
+    add = lambda one, other: [a + b for a, b in zip(one, other, strict=True)]  # noqa: E731
+    return list(lax.reduce(list(arrays), zeros, add, (1,)))
+
+
+def _number(key_B: jax.Array) -> jax.Array:
+    """The float32 at this place of their order; below -inf, where the order has NaNs, -inf."""
+    x_B = _from_order_key(lax.bitcast_convert_type(key_B ^ np.uint32(1 << 31), jnp.int32))
+    low = lax.bitcast_convert_type(_order_key(np.float32(-np.inf)), jnp.uint32) ^ np.uint32(1 << 31)
+    return jnp.where(key_B < low, -jnp.inf, x_B)
 
 
 def _first_largest(x_BN: jax.Array) -> jax.Array:

@@ -57,6 +57,16 @@ class MeshLimits:
         return [(band, tokens) for tokens in lengths for band in self.bands(tokens)]
 
 
+def buckets(smallest: int, largest: int, factor: int = 2) -> tuple[int, ...]:
+    """Sizes from `smallest`, each `factor` times the one before, and `largest` itself."""
+    sizes: list[int] = []
+    size = smallest
+    while size < largest:
+        sizes.append(size)
+        size *= factor
+    return (*sizes, largest)
+
+
 class Executor(Protocol):
     """The hands of one instance: runs commands on its mesh in the order in which `run` was
     called."""

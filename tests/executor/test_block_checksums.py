@@ -83,6 +83,22 @@ async def test_pages_sum_to_what_was_computed(prefill, decode, dtype, pages):
             )
 
 
+@pytest.mark.parametrize("codec_name", ["none", pytest.param("int8", marks=pytest.mark.ci)])
+async def test_a_block_that_goes_in_whole_as_on_a_gpu_lies_as_one_that_goes_in_by_runs(codec_name):
+    found = []
+    for platform in ("cpu", "gpu"):
+        async with pair("tp=2", "dp=2,tp=2", codec=codec_name) as two:
+            two.decode.programs.platform = platform
+            await two.compute(ROWS, KEY)
+            moved = [await two.move(offer_id, 1, KEY) for offer_id in two.channel.offers]
+            assert all(one.intact for one in moved)
+            pages = [np.asarray(part) for layer in two.decode._pool.layers for part in layer]
+            found.append(([one.checksum for one in moved], pages))
+    assert found[0][0] == found[1][0]
+    for by_runs, whole in zip(found[0][1], found[1][1], strict=True):
+        np.testing.assert_array_equal(by_runs, whole)
+
+
 @pytest.mark.ci
 async def test_a_chunk_that_samples_nothing_and_goes_on_is_summed_at_its_own_positions():
     async with pair("tp=1", "tp=1") as two:

@@ -23,13 +23,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missi
 CHUNK_BYTES, ROW_BYTES = 20_000_000, 1 << 20
 # XLA makes a graph of five operations or more
 SMALLEST_GRAPH = 5
-# driven by the host as yet: `benchmarks/LOG.md`, 2026-11-23
-HOST_LOOPS = ("sampled", "shaped", "packed", "insert")
 
-CASES = [Case("h200", "llama-3-8b", "dp=1,tp=1"), Case("gb200", "llama-3-8b", "dp=1,tp=1")]
+CASES = [
+    Case("h200", "llama-3-8b"),
+    Case("gb200", "llama-3-8b", what="decode,blocks"),
+    Case("h200", "llama-3-8b", chunk=512, window=4096, what="decode,prefill"),
+    Case("h200", "qwen3-30b-a3b", chunk=512, what="decode,prefill"),
+    Case("gb200", "qwen3-30b-a3b", what="decode"),
+]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case.device} {case.model}")
+@pytest.fixture(scope="module", params=CASES, ids=str)
 def compiled(request: pytest.FixtureRequest) -> tuple[Case, list[dict]]:
     """The case, and what was counted of each of its programs."""
     case: Case = request.param
@@ -45,7 +49,7 @@ def compiled(request: pytest.FixtureRequest) -> tuple[Case, list[dict]]:
 
 
 def test_a_program_is_one_cuda_graph_and_the_host_drives_no_loop(compiled) -> None:
-    for program in _mended(compiled):
+    for program in compiled[1]:
         small = program["kernels"] + program["copies"] < SMALLEST_GRAPH
         assert program["graphs"] == (0 if small else 1), program
         assert program["whiles"] == 0, program
@@ -60,24 +64,18 @@ def test_pages_are_written_in_place(compiled) -> None:
     writers = [
         p for p in programs if p["program"].startswith(("decode", "group", "insert", "copy"))
     ]
-    assert len(writers) > 6
+    assert len(writers) >= 3
     for program in writers:
         assert program["alias_bytes"] >= pool_bytes, program
 
 
 def test_no_program_copies_pages_or_weights(compiled) -> None:
-    for program in _mended(compiled):
+    for program in compiled[1]:
         chunk = program["program"].startswith("group")
         assert program["copied_bytes"] < (CHUNK_BYTES if chunk else ROW_BYTES), program
 
 
 def test_what_a_step_needs_beside_its_arguments_is_small(compiled) -> None:
-    for program in _mended(compiled):
+    for program in compiled[1]:
         most = 400e6 if program["program"].startswith("group") else 100e6
         assert program["temp_bytes"] < most, program
-
-
-def _mended(compiled: tuple[Case, list[dict]]) -> list[dict]:
-    found = [p for p in compiled[1] if not any(word in p["program"] for word in HOST_LOOPS)]
-    assert found
-    return found

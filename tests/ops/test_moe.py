@@ -14,6 +14,7 @@ from jdisagg.model_api import Shards
 from jdisagg.ops.moe import (
     ExpertWeights,
     Routing,
+    _gpu_products,
     block_products,
     block_rows,
     plan_blocks,
@@ -61,11 +62,8 @@ def _sharded(layout: Layout, platform: str = "cpu"):
     shards = Shards(tp=TP_AXES, dp=("dp",), ep=layout.expert_axes(), platform=platform)
     table = layout.axis_table()
     whole, split = table["expert"] or None, table["expert_ffn"] or None
-    specs = ExpertWeights(
-        PartitionSpec(whole, None, split),
-        PartitionSpec(whole, None, split),
-        PartitionSpec(whole, split, None),
-    )
+    inward, outward = PartitionSpec(whole, None, split), PartitionSpec(whole, split, None)
+    specs = ExpertWeights(inward, inward, outward)  # pyright: ignore[reportArgumentType]
 
     @jax.jit
     @partial(
@@ -194,3 +192,22 @@ def test_routing_weights_sum_to_one_only_where_normalised() -> None:
     probabilities = np.exp(logits_TE) / np.exp(logits_TE).sum(axis=1, keepdims=True)
     plain = np.sort(np.asarray(route(logits_TE, CHOSEN, normalised=False).weights_TJ), axis=1)
     np.testing.assert_allclose(plain, np.sort(probabilities, axis=1)[:, -CHOSEN:], rtol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, TOKENS])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gpu_s_kernels_give_what_the_loop_over_blocks_gives(tokens: int, dtype: str) -> None:
+    """Pairs of no local expert included; an expert without any, too."""
+    x_TD, _, weights = _inputs(3, dtype)
+    choices = np.random.default_rng(tokens).integers(0, EXPERTS + 1, (tokens, CHOSEN))
+    choices[choices == 2] = 5
+    local_TJ = jnp.asarray(choices, jnp.int32)
+    rows = block_rows(local_TJ.size, EXPERTS)
+    expected = jax.jit(block_products, static_argnums=3)(x_TD[:tokens], local_TJ, weights, rows)
+    kernels = jax.jit(partial(_gpu_products, device_kind="a GPU", interpret=True))
+    got = kernels(x_TD[:tokens], local_TJ, weights)
+    here = choices < EXPERTS
+    difference = np.abs(np.asarray(got, np.float32) - np.asarray(expected, np.float32))[here]
+    scale = np.abs(np.asarray(expected, np.float32)).max()
+    assert got.dtype == expected.dtype
+    assert difference.max() < (1e-5 if dtype == "float32" else 2e-2) * scale

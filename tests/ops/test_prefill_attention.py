@@ -170,16 +170,36 @@ def test_the_cudnn_recipe_without_a_past_keeps_the_window(window: int | None) ->
     np.testing.assert_allclose(got[:20], chunk.expected(window)[:20], atol=1e-5)
 
 
-def test_cudnn_is_chosen_only_where_its_masks_are_right() -> None:
+@pytest.mark.parametrize("window", [None, 1, 6, 30, 400])
+@pytest.mark.parametrize(
+    "rows", [[(100, 33)], [(3, 20)], [(0, 17)], [(40, 9), (0, 1), (0, 30)], [(0, 12), (0, 25)]]
+)
+def test_the_cudnn_recipes_of_packed_chunks_and_of_windows_see_what_they_should(
+    rows: list[tuple[int, int]], window: int | None
+) -> None:
+    chunk = Chunk(rows)
+    arrays = map(jnp.asarray, (chunk.q, chunk.k, chunk.v, chunk.segment))
+    attend = functools.partial(
+        prefill_attention_cudnn.attend,
+        scale=chunk.scale,
+        window=window,
+        packed=len(rows) > 1,
+        rows=16,
+        implementation="xla",
+    )
+    got = np.asarray(jax.jit(attend)(*arrays, chunk.past))
+    real = chunk.segment >= 0
+    np.testing.assert_allclose(got[real], chunk.expected(window)[real], atol=1e-5)
+
+
+def test_cudnn_is_chosen_where_it_has_kernels() -> None:
     half, single, wide = (
         jnp.zeros((1, 2, 64), jnp.bfloat16),
         jnp.zeros((1, 2, 64)),
         jnp.zeros((1, 2, 160), jnp.bfloat16),
     )
     applies = prefill_attention_cudnn.applies
-    assert applies(half, platform="gpu", window=None, has_past=True)
-    assert applies(half, platform="gpu", window=9, has_past=False)
-    assert not applies(half, platform="gpu", window=9, has_past=True)
-    assert not applies(half, platform="cpu", window=None, has_past=False)
-    assert not applies(single, platform="gpu", window=None, has_past=False)
-    assert not applies(wide, platform="gpu", window=None, has_past=False)
+    assert applies(half, platform="gpu")
+    assert not applies(half, platform="cpu")
+    assert not applies(single, platform="gpu")
+    assert not applies(wide, platform="gpu")

@@ -2,6 +2,7 @@
 integers."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
@@ -11,9 +12,9 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from jdisagg.ops import sampling
-from jdisagg.ops.sampling import INVALID_TOKEN, SamplingRows
+from jdisagg.ops.sampling import INVALID_TOKEN, SamplingRows, VocabularyShard
 
-sample = jax.jit(sampling.sample)
+sample = jax.jit(sampling.sample, static_argnames="platform")
 greedy = jax.jit(sampling.greedy)
 
 
@@ -106,8 +107,39 @@ def acceptable(logits: np.ndarray, row: Row) -> set[int]:
     )
 
 
-def check(logits_BV: np.ndarray, rows: list[Row]) -> None:
-    tokens = np.asarray(sample(jnp.asarray(logits_BV), pack(rows)))
+Choose = Callable[[np.ndarray, list["Row"]], jax.Array]
+
+
+def by_shards(logits_BV: np.ndarray, rows: list[Row], devices: int = 4) -> jax.Array:
+    """The same over a vocabulary that lies on several devices, padded so that they divide it."""
+    width = -(-logits_BV.shape[1] // devices)
+    padding = ((0, 0), (0, width * devices - logits_BV.shape[1]))
+    padded_BV = np.pad(logits_BV, padding, constant_values=-np.inf)
+
+    def body(local_BV: jax.Array, packed: SamplingRows) -> jax.Array:
+        shard = VocabularyShard(("tp",), jax.lax.axis_index("tp") * width)
+        return sampling.sample(local_BV, packed, shard)
+
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("tp",))
+    specs = (PartitionSpec(None, "tp"), PartitionSpec())
+    sharded = jax.shard_map(
+        body, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False
+    )
+    return jax.jit(sharded)(padded_BV, pack(rows))
+
+
+@pytest.fixture(params=["loops", "passes", "shards"])
+def choose(request: pytest.FixtureRequest) -> Choose:
+    """The CPU's form, the GPU's, and that of a sharded vocabulary."""
+    return {
+        "loops": lambda logits, rows: sample(jnp.asarray(logits), pack(rows)),
+        "passes": lambda logits, rows: sample(jnp.asarray(logits), pack(rows), platform="gpu"),
+        "shards": by_shards,
+    }[request.param]
+
+
+def check(logits_BV: np.ndarray, rows: list[Row], choose: Choose) -> None:
+    tokens = np.asarray(choose(logits_BV, rows))
     sure = 0
     for token, logits, row in zip(tokens, logits_BV, rows, strict=True):
         allowed = acceptable(logits, row)
@@ -143,26 +175,26 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("spread", [0.02, 1.0, 8.0], ids=["flat", "middling", "peaky"])
-def test_every_filter_agrees_with_the_sorting_reference(spread: float) -> None:
+def test_every_filter_agrees_with_the_sorting_reference(spread: float, choose: Choose) -> None:
     random = np.random.default_rng(int(spread * 100))
     rows = [
         replace(row, seed=int(random.integers(2**63)), position=int(random.integers(5000)))
         for row in FILTERS
         for _ in range(6)
     ]
-    check((random.standard_normal((len(rows), 2048)) * spread).astype(np.float32), rows)
+    check((random.standard_normal((len(rows), 2048)) * spread).astype(np.float32), rows, choose)
 
 
-def test_a_nucleus_of_most_of_a_large_vocabulary_agrees_with_the_reference() -> None:
+def test_a_nucleus_of_most_of_a_large_vocabulary_agrees_with_the_reference(choose: Choose) -> None:
     random = np.random.default_rng(1)
     rows = [Row(temperature=0.8, top_p=0.95, seed=9, position=p) for p in range(24)]
-    check((random.standard_normal((24, 32000)) * 0.3).astype(np.float32), rows)
+    check((random.standard_normal((24, 32000)) * 0.3).astype(np.float32), rows, choose)
 
 
-def test_equal_logits_stand_or_fall_together() -> None:
+def test_equal_logits_stand_or_fall_together(choose: Choose) -> None:
     random = np.random.default_rng(2)
     rows = [replace(row, seed=5, position=p) for row in FILTERS for p in range(8)]
-    check(random.integers(-3, 4, (len(rows), 512)).astype(np.float32), rows)
+    check(random.integers(-3, 4, (len(rows), 512)).astype(np.float32), rows, choose)
     tied = np.array([[2, 1, 1, 1, 0, 0, 0, 0]] * 400, np.float32)
     tokens = np.asarray(
         sample(jnp.asarray(tied), pack([Row(top_k=2, position=p) for p in range(400)]))
@@ -170,13 +202,13 @@ def test_equal_logits_stand_or_fall_together() -> None:
     assert set(tokens.tolist()) == {0, 1, 2, 3}
 
 
-def test_logits_of_minus_infinity_are_never_chosen() -> None:
+def test_logits_of_minus_infinity_are_never_chosen(choose: Choose) -> None:
     random = np.random.default_rng(3)
     rows = [replace(row, seed=7, position=p) for row in FILTERS for p in range(4)]
     logits = random.standard_normal((len(rows), 640)).astype(np.float32)
     logits[random.random(logits.shape) < 0.9] = -np.inf
     logits[:, 3] = 0
-    check(logits, rows)
+    check(logits, rows, choose)
 
 
 def test_greedy_takes_the_smallest_of_the_largest() -> None:
@@ -212,18 +244,18 @@ def test_a_token_does_not_depend_on_batch_slot_or_padding() -> None:
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_a_row_without_a_finite_largest_logit_gives_the_invalid_token_and_spares_the_others(
-    poison: float,
+    poison: float, choose: Choose
 ) -> None:
     random = np.random.default_rng(5)
     rows = [replace(row, seed=1, position=p) for p, row in enumerate(FILTERS)]
     logits = random.standard_normal((len(rows), 300)).astype(np.float32)
-    clean = np.asarray(sample(jnp.asarray(logits), pack(rows)))
+    clean = np.asarray(choose(logits, rows))
     clean_greedy = np.asarray(greedy(jnp.asarray(logits)))
     bad = np.arange(0, len(rows), 2)
     logits[bad, random.integers(300, size=len(bad))] = poison
     logits[0] = -np.inf
     for tokens, before in (
-        (sample(jnp.asarray(logits), pack(rows)), clean),
+        (choose(logits, rows), clean),
         (greedy(jnp.asarray(logits)), clean_greedy),
     ):
         assert (np.asarray(tokens)[bad] == INVALID_TOKEN).all()
@@ -278,3 +310,20 @@ def test_sampling_works_on_the_shards_of_a_mesh() -> None:
             np.asarray(jax.jit(sharded)(logits, pack(rows))).tolist()
             == np.asarray(sample(logits, pack(rows))).tolist()
         )
+
+
+def test_the_largest_of_a_sharded_vocabulary_is_the_smallest_such_id_of_all_shards() -> None:
+    logits = np.zeros((3, 400), np.float32)
+    logits[0, [150, 320]] = 2.0
+    logits[2, 399] = np.nan
+
+    def body(local_BV: jax.Array) -> jax.Array:
+        shard = VocabularyShard(("tp",), jax.lax.axis_index("tp") * 100)
+        return sampling.greedy(local_BV, shard)
+
+    mesh = Mesh(np.array(jax.devices()[:4]), ("tp",))
+    specs = PartitionSpec(None, "tp")
+    sharded = jax.shard_map(
+        body, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False
+    )
+    assert jax.jit(sharded)(logits).tolist() == [150, 0, INVALID_TOKEN]

@@ -1,5 +1,7 @@
 """The largest of a row, found without sorting, against numpy's stable sort."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,3 +56,16 @@ def test_the_separating_value_keeps_the_largest_and_what_ties_with_the_last(
     for row in (0, 1, 3):
         assert ((rows[row] >= values[row]) == (rows[row] >= kth[row])).all()
     assert values[2] == -np.inf
+
+
+@pytest.mark.parametrize("count", [1, 3, 150])
+def test_the_last_value_that_so_many_reach_is_the_kth_largest(rows: np.ndarray, count: int) -> None:
+    count = min(count, rows.shape[1])
+    x_BV = jnp.asarray(rows)
+
+    def reached(values: Sequence[jax.Array]) -> list[jax.Array]:
+        at_least = [(x_BV >= value_B[:, None]).astype(jnp.int32) for value_B in values]
+        return [count_B >= count for count_B in selection.row_sums(at_least)]
+
+    values = np.asarray(jax.jit(lambda: selection.last_value(reached, 4))())
+    assert (values == np.sort(rows, axis=1)[:, ::-1][:, count - 1]).all()

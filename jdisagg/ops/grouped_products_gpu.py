@@ -1,0 +1,202 @@
+"""Experts on a GPU: grouped products, each expert's rows by its own matrix, in kernels that are
+told on the device which rows those are. No loop that the host would drive, and no expert's matrices
+are copied out.
+
+Two implementations, chosen by `products`:
+- Hopper, 16-bit: JAX's own `pallas.ops.gpu.ragged_dot_mgpu`, three calls (gate, up, down), by wgmma
+  and TMA.
+- elsewhere (Blackwell, float32): our own kernels (Pallas, Triton backend), two calls. Gate, up and
+  their activation are one; it reads a block's tokens by their numbers, so that they need not be
+  gathered first. A program is one block of rows and one tile of columns; blocks that do not exist
+  do nothing.
+
+Rows of no local expert are not computed; what stands in their places means nothing. Triton is
+imported as `paged_attention_pallas` imports it; `interpret=True` runs our kernels on CPU, for
+tests."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jdisagg.ops.mlp import gated_silu
+from jdisagg.ops.paged_attention_pallas import Ref, triton
+
+# rows that a tensor-core product needs, and more than which a block's registers would not hold
+MIN_ROWS, MAX_ROWS = 16, 128
+TILE = 64
+WARPS, STAGES = 4, 3
+# of ragged_dot_mgpu: the rows and columns of a tile, the depth of a step, steps in flight
+MGPU_ROWS, MGPU_COLUMNS, MGPU_DEPTH, MGPU_STEPS = 64, 128, 64, 4
+
+
+def block_rows(pairs: int, experts: int) -> int:
+    """Rows of a block: about an expert's mean share."""
+    rows = MIN_ROWS
+    while rows < min(MAX_ROWS, pairs / experts):
+        rows *= 2
+    return rows
+
+
+def wgmma_applies(x_TD: jax.Array, ffn: int, device_kind: str) -> bool:
+    """Whether `ragged_dot_mgpu` is for this device and these sizes."""
+    hopper = any(name in device_kind for name in ("H100", "H200", "H20", "H800", "GH200"))
+    whole = x_TD.shape[1] % MGPU_DEPTH == 0 and ffn % MGPU_DEPTH == 0
+    return hopper and whole and x_TD.dtype in (jnp.bfloat16, jnp.float16)
+
+
+def by_wgmma(
+    rows_PD: jax.Array,
+    sizes_E: jax.Array,
+    gate_EDF: jax.Array,
+    up_EDF: jax.Array,
+    down_EFD: jax.Array,
+) -> jax.Array:
+    """[P, D]: rows sorted by expert, `sizes_E` of each, and then those of none."""
+    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
+
+    product = partial(
+        ragged_dot,
+        group_sizes=sizes_E,
+        block_m=MGPU_ROWS,
+        block_n=MGPU_COLUMNS,
+        block_k=MGPU_DEPTH,
+        max_concurrent_steps=MGPU_STEPS,
+        grid_block_n=1,
+    )
+    return product(gated_silu(product(rows_PD, gate_EDF), product(rows_PD, up_EDF)), down_EFD)
+
+
+def by_blocks(
+    x_TD: jax.Array,
+    token_P: jax.Array,
+    expert_B: jax.Array,
+    start_B: jax.Array,
+    end_B: jax.Array,
+    weights: tuple[jax.Array, jax.Array, jax.Array],
+    rows: int,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """[P, D]: pair p's expert applied to token `token_P[p]`; P is padded by `rows`. Block b is
+    rows start_B[b] to end_B[b], at most `rows`, of expert expert_B[b]; nothing where they are
+    equal."""
+    gate_EDF, up_EDF, down_EFD = weights
+    pairs, (_, depth, ffn) = token_P.shape[0], gate_EDF.shape
+    blocks = expert_B.shape[0]
+    params = triton.CompilerParams(num_warps=WARPS, num_stages=STAGES)
+
+    def call(kernel: object, columns: int, arrays: tuple[jax.Array, ...], name: str) -> jax.Array:
+        whole = [pl.BlockSpec(array.shape, lambda b, n, d=array.ndim: (0,) * d) for array in arrays]
+        return pl.pallas_call(
+            partial(kernel, rows=rows),  # type: ignore[arg-type]
+            grid=(blocks, pl.cdiv(columns, TILE)),
+            in_specs=whole,
+            out_specs=pl.BlockSpec((pairs, columns), lambda b, n: (0, 0)),
+            out_shape=jax.ShapeDtypeStruct((pairs, columns), x_TD.dtype),
+            compiler_params=params,
+            interpret=interpret,
+            name=name,
+        )(*arrays)
+
+    plan = (expert_B, start_B, end_B)
+    hidden_PF = call(
+        _hidden, ffn, (*plan, token_P, x_TD, gate_EDF, up_EDF), "jdisagg_experts_hidden"
+    )
+    return call(_down, depth, (*plan, hidden_PF, down_EFD), "jdisagg_experts_down")
+
+
+def _hidden(
+    expert_ref: Ref,
+    start_ref: Ref,
+    end_ref: Ref,
+    token_ref: Ref,
+    x_ref: Ref,
+    gate_ref: Ref,
+    up_ref: Ref,
+    out_ref: Ref,
+    *,
+    rows: int,
+) -> None:
+    """silu(x gate) * (x up) of one block and one tile."""
+
+    @pl.when(end_ref[pl.program_id(0)] > 0)
+    def _() -> None:
+        place_R, own_R = _block(start_ref, end_ref, rows)
+        token_R = triton.load(token_ref.at[place_R], mask=own_R, other=0)
+        gate_RN, up_RN = _products(token_R, own_R, x_ref, (gate_ref, up_ref), expert_ref)
+        # in float32: Triton has no bfloat16 arithmetic
+        _store(out_ref, place_R, own_R, gated_silu(gate_RN, up_RN).astype(out_ref.dtype))
+
+
+def _down(
+    expert_ref: Ref,
+    start_ref: Ref,
+    end_ref: Ref,
+    hidden_ref: Ref,
+    down_ref: Ref,
+    out_ref: Ref,
+    *,
+    rows: int,
+) -> None:
+    """hidden down, of one block and one tile."""
+
+    @pl.when(end_ref[pl.program_id(0)] > 0)
+    def _() -> None:
+        place_R, own_R = _block(start_ref, end_ref, rows)
+        (out_RN,) = _products(place_R, own_R, hidden_ref, (down_ref,), expert_ref)
+        _store(out_ref, place_R, own_R, out_RN.astype(out_ref.dtype))
+
+
+def _block(start_ref: Ref, end_ref: Ref, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Places of this program's rows, and which of them are its own."""
+    block = pl.program_id(0)
+    start, end = start_ref[block], end_ref[block]
+    place_R = start + jnp.arange(rows, dtype=jnp.int32)
+    return place_R, place_R < end
+
+
+def _products(
+    row_R: jax.Array, own_R: jax.Array, x_ref: Ref, matrices: tuple[Ref, ...], expert_ref: Ref
+) -> tuple[jax.Array, ...]:
+    """Rows of x by this program's expert's tile of columns of each matrix, summed in float32."""
+    rows, (_, depth, columns) = row_R.shape[0], matrices[0].shape
+    expert = expert_ref[pl.program_id(0)]
+    column_N = pl.program_id(1) * TILE + jnp.arange(TILE, dtype=jnp.int32)
+    precision = lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
+
+    def body(step: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        depth_K = step * TILE + jnp.arange(TILE, dtype=jnp.int32)
+        x_shape, w_shape = (rows, TILE), (TILE, TILE)
+        x_RK = triton.load(
+            x_ref.at[_spread(row_R[:, None], x_shape), _spread(depth_K[None, :], x_shape)],
+            mask=_spread(own_R[:, None] & (depth_K < depth)[None, :], x_shape),
+            other=0.0,
+        )
+        at = (
+            jnp.full(w_shape, expert, jnp.int32),
+            _spread(depth_K[:, None], w_shape),
+            _spread(column_N[None, :], w_shape),
+        )
+        inside = _spread((depth_K < depth)[:, None] & (column_N < columns)[None, :], w_shape)
+        tiles = [triton.load(matrix.at[at], mask=inside, other=0.0) for matrix in matrices]
+        return tuple(
+            total + triton.dot(x_RK, tile, precision=precision)
+            for total, tile in zip(sums, tiles, strict=True)
+        )
+
+    zeros = tuple(jnp.zeros((rows, TILE), jnp.float32) for _ in matrices)
+    return lax.fori_loop(0, pl.cdiv(depth, TILE), body, zeros)
+
+
+def _store(out_ref: Ref, place_R: jax.Array, own_R: jax.Array, out_RN: jax.Array) -> None:
+    column_N = pl.program_id(1) * TILE + jnp.arange(TILE, dtype=jnp.int32)
+    inside = own_R[:, None] & (column_N < out_ref.shape[1])[None, :]
+    at = _spread(place_R[:, None], out_RN.shape), _spread(column_N[None, :], out_RN.shape)
+    triton.store(out_ref.at[at], out_RN, mask=_spread(inside, out_RN.shape))
+
+
+def _spread(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.broadcast_to(array, shape)
