@@ -31,7 +31,9 @@ HARMLESS = names("""
     num_return_sequences output_scores return_dict_in_generate remove_invalid_values
     exponential_decay_length_penalty tokenizer_class chunk_size_feed_forward pruned_heads
     tf_legacy_loss use_bfloat16 cross_attention_hidden_size ep_size trust_remote_code
-    model_max_length tokenizer_model_max_length original_architectures
+    model_max_length tokenizer_model_max_length max_sequence_length original_architectures
+    is_llama_config transformers.js_config full_attn_mod interpolate_factor
+    bos_token eos_token pad_token unk_token keys_to_ignore_at_inference
     mtp_transformer_layers num_mtp_modules use_mtp num_nextn_predict_layers num_mtp_layers
 """)
 

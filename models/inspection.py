@@ -45,7 +45,7 @@ def inspect(path: Path) -> Inspection:
     bare = path.is_file()
     hf = HfConfig.from_file(path) if bare else HfConfig.from_directory(path)
     found = Inspection(
-        hf.where, str(hf.raw("model_type")), _quantization(hf.raw("quantization_config"))
+        hf.where, str(hf.raw("model_type")), _quantization(hf.fields.get("quantization_config"))
     )
     if hf.raw("model_type") in FAMILIES:
         _read_strictly(found, hf)

@@ -68,6 +68,14 @@ def test_all_that_is_missing_is_named(tmp_path: Path) -> None:
         assert word in said
 
 
+def test_a_quantized_checkpoint_does_not_load(tmp_path: Path) -> None:
+    directory = _changed(
+        GOLDEN / "mistral3", tmp_path / "model", quantization_config={"quant_method": "fp8"}
+    )
+    found = inspect(directory)
+    assert found.quantization == "fp8" and "quantized weights" in "".join(found.missing)
+
+
 def test_a_family_that_is_not_served_is_named_with_what_it_needs(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     fields = json.loads((GOLDEN / "llama_tied/config.json").read_text())
