@@ -79,7 +79,9 @@ FLAGS: dict[str, Spec] = {
         None, "Checkpoint directory, Hugging Face or Orbax form; default: the recipe's."
     ),
     "mode": _one_of(MODES, None, "Two meshes, or one. Default: the recipe's."),
-    "dtype": _one_of(DTYPES, None, "Type of weights and KV."),
+    "dtype": _one_of(
+        DTYPES, None, "Type of weights and KV. Default: --model's own, or the recipe's."
+    ),
     "prefill": _text(None, "Layout of a prefill mesh, such as dp=1,tp=2."),
     "decode": _text(None, "Layout of a decode mesh, or of the one mesh."),
     "layout": _text(None, "Layout of the mesh, such as dp=1,tp=2."),

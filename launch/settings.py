@@ -10,6 +10,7 @@ from jdisagg.observe.process import ObserveConfig
 from jdisagg.router.elastic import ElasticConfig
 from jdisagg.service.connection import Credentials
 from launch.flags import SERVICE, Given
+from models.model_folder import stored_dtype
 
 _BOTH = ("slots_per_rank", "chunk_tokens", "page_size", "codec", "hardware")
 _FIELDS = {
@@ -26,11 +27,14 @@ _FILES = ("tls_certificate", "tls_key", "tls_client_ca", "token_file", "cluster_
 
 def engine_config(given: Given) -> EngineConfig:
     """The recipe of --config with the flags that were given and --set. `elastic.` of --set is left
-    to `elastic_config`. Raises ConfigError, LayoutError."""
+    to `elastic_config`. The type of a --model is the one of its config.json where neither --dtype
+    nor --set names another. Raises ConfigError, LayoutError, CheckpointError."""
     recipe = load_recipe(given.config)
     changes: list[str] = []
     for name, value in given.given().items():
         text = str(Path(str(value)).expanduser()) if value and name in _FILES else value
+        if name == "model" and not given.present("dtype"):
+            changes.append(f"model.dtype={stored_dtype(Path(str(value)).expanduser())}")
         if name in _FIELDS:
             changes.append(f"{_FIELDS[name]}={text}")
         elif name in _BOTH:

@@ -4,6 +4,7 @@ tokenizer alone."""
 from pathlib import Path
 
 from jdisagg.errors import CheckpointError
+from models.generation_config import read_object
 
 
 def check_model_folder(directory: Path) -> None:
@@ -17,3 +18,17 @@ def check_model_folder(directory: Path) -> None:
             f"model directory {str(directory)!r} does not exist; give one with config.json, weights"
             " and tokenizer.json"
         )
+
+
+def stored_dtype(directory: Path) -> str:
+    """The type that its weights were meant to be computed with, of those that we have: "bfloat16"
+    also of float16 ones, "float32" where config.json says nothing."""
+    fields = read_object(directory / "config.json")
+    inner = fields.get("text_config")
+    stated = [
+        each.get(name)
+        for each in (fields, inner if isinstance(inner, dict) else {})
+        for name in ("dtype", "torch_dtype")
+    ]
+    found = next((name for name in stated if isinstance(name, str)), "float32")
+    return "bfloat16" if found in ("bfloat16", "float16") else "float32"
