@@ -92,7 +92,8 @@ class BrokenModelError(JdisaggError):
 
     def __init__(
         self,
-        message: str = "the model's logits for this request are not finite (NaN or infinity); check the checkpoint and its dtype",  # noqa: E501
+        message: str = "the model's logits for this request are not finite (NaN or infinity);"
+        " check the checkpoint and its dtype",
         *,
         retry_after_seconds: float | None = None,
     ) -> None:

@@ -20,12 +20,13 @@ from jdisagg.config import EngineConfig, Mode
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS
 from jdisagg.errors import UnavailableError
 from jdisagg.node.deployment import prepare_runtime
+from jdisagg.node.serving import serve_until_signalled
 from jdisagg.node.signals import end_at_once
 from jdisagg.observe import wrap
 from jdisagg.observe.decision_log import DecisionLog
 from jdisagg.observe.logs import start_logging
 from jdisagg.observe.process import ObserveConfig, observing
-from jdisagg.service.server import check_address, serve_until_signalled
+from jdisagg.service.server import check_address
 from jdisagg.supervisor.supervisor import EXIT_BROKEN
 from launch.console import run
 from launch.flags import ENGINE, OBSERVE, SERVICE, define

@@ -287,17 +287,38 @@ CATALOG: dict[str, CostGeometry] = {
     geometry.name: geometry
     for geometry in (
         # meta-llama/Llama-2-70b-hf
-        CostGeometry("llama-2-70b", 8192, 80, 32000, GroupedAttention(64, 8, 128), 28672, context_tokens=4096),  # noqa: E501
+        CostGeometry(
+            "llama-2-70b", 8192, 80, 32000, GroupedAttention(64, 8, 128), 28672,
+            context_tokens=4096,
+        ),
         # meta-llama/Meta-Llama-3-8B and -70B
-        CostGeometry("llama-3-8b", 4096, 32, 128256, GroupedAttention(32, 8, 128), 14336, context_tokens=8192),  # noqa: E501
-        CostGeometry("llama-3-70b", 8192, 80, 128256, GroupedAttention(64, 8, 128), 28672, context_tokens=8192),  # noqa: E501
+        CostGeometry(
+            "llama-3-8b", 4096, 32, 128256, GroupedAttention(32, 8, 128), 14336,
+            context_tokens=8192,
+        ),
+        CostGeometry(
+            "llama-3-70b", 8192, 80, 128256, GroupedAttention(64, 8, 128), 28672,
+            context_tokens=8192,
+        ),
         # meta-llama/Llama-3.1-8B and -70B
-        CostGeometry("llama-3.1-8b", 4096, 32, 128256, GroupedAttention(32, 8, 128), 14336, context_tokens=131072),  # noqa: E501
-        CostGeometry("llama-3.1-70b", 8192, 80, 128256, GroupedAttention(64, 8, 128), 28672, context_tokens=131072),  # noqa: E501
+        CostGeometry(
+            "llama-3.1-8b", 4096, 32, 128256, GroupedAttention(32, 8, 128), 14336,
+            context_tokens=131072,
+        ),
+        CostGeometry(
+            "llama-3.1-70b", 8192, 80, 128256, GroupedAttention(64, 8, 128), 28672,
+            context_tokens=131072,
+        ),
         # bigscience/bloom
-        CostGeometry("bloom-176b", 14336, 70, 250880, GroupedAttention(112, 112, 128), 57344, gated=False, tied=True, context_tokens=2048),  # noqa: E501
+        CostGeometry(
+            "bloom-176b", 14336, 70, 250880, GroupedAttention(112, 112, 128), 57344,
+            gated=False, tied=True, context_tokens=2048,
+        ),
         # facebook/opt-13b
-        CostGeometry("opt-13b", 5120, 40, 50272, GroupedAttention(40, 40, 128), 20480, gated=False, tied=True, context_tokens=2048),  # noqa: E501
+        CostGeometry(
+            "opt-13b", 5120, 40, 50272, GroupedAttention(40, 40, 128), 20480,
+            gated=False, tied=True, context_tokens=2048,
+        ),
         # mistralai/Mixtral-8x7B-v0.1
         CostGeometry(
             "mixtral-8x7b", 4096, 32, 32000, GroupedAttention(32, 8, 128), 14336,
@@ -319,7 +340,10 @@ CATALOG: dict[str, CostGeometry] = {
             experts=Experts(256, 8, 2048, 2048), expert_layers=58, context_tokens=163840,
         ),
         # models/tiny/llama and models/tiny/qwen3_moe of this repository
-        CostGeometry("tiny-llama", 128, 4, 1280, GroupedAttention(8, 4, 16), 320, tied=True, context_tokens=1024),  # noqa: E501
+        CostGeometry(
+            "tiny-llama", 128, 4, 1280, GroupedAttention(8, 4, 16), 320,
+            tied=True, context_tokens=1024,
+        ),
         CostGeometry(
             "tiny-qwen3-moe", 128, 4, 1280, GroupedAttention(8, 4, 16), 320, tied=True,
             experts=Experts(8, 2, 64), expert_layers=4, context_tokens=1024,

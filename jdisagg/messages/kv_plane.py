@@ -5,7 +5,8 @@ When R is introduced to S:
     R -> S  Open          R will pull
     S -> R  Opened        where from
 One pull, receiver process R and each sender process S of the peer's instance:
-    R -> S  PullRequest   what R wants for its own devices, under a fresh random id that also names it on the data plane
+    R -> S  PullRequest   what R wants for its own devices, under a fresh random id, which names it
+                          on the data plane, too
     S -> R  Posted        where the bytes wait (perhaps none: S holds nothing for R), or
     S -> R  Refused       why not; also later, when the offer is revoked
     R -> S  Pulled        all has arrived; S forgets the posting, or
@@ -15,7 +16,7 @@ A pull ahead: R, who knows where from and which pieces, pulls on the data plane 
 anything is posted, perhaps before the offer is made. S then posts without a word; where it refuses,
 or is told to withdraw, it posts an error under the id, so that nothing stays parked in the engine.
 Any message may be lost, late or doubled: ids are used once and deadlines decide. Devices are
-numbers of the side that names them."""  # noqa: E501
+numbers of the side that names them."""
 
 from typing import Protocol
 

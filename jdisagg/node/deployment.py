@@ -58,7 +58,8 @@ def prepare_runtime(cpu_devices: int, compilation_cache: str) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", cpu_devices)
     except RuntimeError as error:
-        before = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]  # made when JAX is imported
+        # Made when JAX is imported, so that no stub has it.
+        before = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
         keep = (
             f", or keep devices={before}"
             if before > 0

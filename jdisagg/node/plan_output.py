@@ -151,12 +151,14 @@ def plan_recipe(
     )
     model = "" if model_directory else " --model=DIR"
     used = f"{candidate.devices} of {site.accelerators} {site.accelerator.name}"
+    rate, share = f"{item.per_accelerator:.3g}", f"{goal.attainment:.0%}"
+    limits = f"TTFT {1e3 * goal.ttft_seconds:g} ms and TPOT {1e3 * goal.tpot_seconds:g} ms"
     text = f"""{maker.geometry.name} on {used}: {candidate.mode.value}, {candidate.name}.
 
     python -m launch.cluster --config={path}{model}{hosts}
     python -m launch.serve --config={path}{model}        (one instance of each role, in one process)
 
-PREDICTED by launch.plan, not measured: {item.per_accelerator:.3g} requests/s an accelerator with {goal.attainment:.0%} of them within
-TTFT {1e3 * goal.ttft_seconds:g} ms and TPOT {1e3 * goal.tpot_seconds:g} ms; bound by {item.binding}.
-"""  # noqa: E501
+PREDICTED by launch.plan, not measured: {rate} requests/s an accelerator with {share} of them within
+{limits}; bound by {item.binding}.
+"""
     return recipe_text(engine, shape, text)

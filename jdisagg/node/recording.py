@@ -87,7 +87,8 @@ def rebuild(
         key: tuple(value) if isinstance(value, list) else value
         for key, value in header.limits.items()
     }
-    limits = MeshLimits(**fields, kv_spec=loaded.model.kv_spec)  # pyright: ignore[reportArgumentType]  # JSON's own types
+    spec = loaded.model.kv_spec
+    limits = MeshLimits(**fields, kv_spec=spec)  # pyright: ignore  # JSON's own types
     role = MeshRole(header.prefill, header.decode, header.emit, header.codec, header.extracts)
     return MeshExecutor(
         header.name, loaded.model, Programs(loaded.mesh), layout, limits, role, channel

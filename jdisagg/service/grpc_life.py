@@ -25,7 +25,8 @@ def keep_grpc_alive() -> None:
     global _held
     if not _held:
         _held = True
-        grpc.aio.init_grpc_aio()  # pyright: ignore[reportAttributeAccessIssue] (public, but missing in the stubs)
+        # It is public, but missing in the stubs.
+        grpc.aio.init_grpc_aio()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def new_server(

@@ -1,7 +1,7 @@
 """The `KvLink` between processes over gRPC: what a transfer channel says goes to the other
 process's control address.
 
-    link = GrpcKvLink(KvEnd("10.0.0.7:8811", boot_id), credentials)      # on the event loop that serves
+    link = GrpcKvLink(KvEnd("10.0.0.7:8811", boot_id), credentials)  # on the event loop that serves
     channel = JaxTransferChannel(clock, link.end, link, ...)
     link.deliver_to(channel)
     server = GrpcServer((..., link.service(tokens)), config, boot_id)
@@ -10,7 +10,7 @@ process's control address.
 destination, bounded, and go out in order, all that wait in one call. A destination that does not
 answer is tried again for a moment; then what waits for it is lost, and counted, which the channels'
 deadlines survive. What arrives is given to the receiver on the event loop; messages for another
-boot are dropped. Doubling is possible, where an answer got lost."""  # noqa: E501
+boot are dropped. Doubling is possible, where an answer got lost."""
 
 import asyncio
 import contextlib

@@ -8,9 +8,8 @@ behind the services is closed by what built it."""
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
 import grpc
@@ -245,46 +244,3 @@ def _cannot_listen(config: ServiceConfig, error: Exception) -> ConfigError:
         f"service cannot listen on {config.host}:{config.port}: {error}; is the port taken? choose"
         " another"
     )
-
-
-async def serve_until_signalled(
-    frontend: Frontend,
-    config: ServiceConfig,
-    ready: Callable[[int], None],
-    broken: Callable[[], Coroutine[None, None, Broken]] | None = None,
-    log: RequestLog | None = None,
-) -> Broken | None:
-    """Serves until SIGTERM or SIGINT, then drains; a second signal ends the waiting. `ready` is
-    called with the port.
-
-    `broken` returns when what is behind the server cannot serve any more: running requests are
-    then cut short at once, so that their clients go on with the next server, and its result is
-    returned."""
-    server = GenerationServer(frontend, config, log=log)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def signalled() -> None:
-        if stop.is_set():
-            server.force()
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signalled)
-    stopping = asyncio.ensure_future(stop.wait())
-    breaking = asyncio.ensure_future(broken()) if broken else None
-    try:
-        ready(await server.start())
-        await asyncio.wait(
-            [task for task in (stopping, breaking) if task], return_when=asyncio.FIRST_COMPLETED
-        )
-        if breaking and breaking.done():
-            server.force()
-        await server.drain()
-        return breaking.result() if breaking and breaking.done() else None
-    finally:
-        for task in (stopping, breaking):
-            if task:
-                task.cancel()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)

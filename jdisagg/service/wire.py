@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import ParamSpec, TypeVar
 
+import msgspec
 from google.protobuf.message import DecodeError, EncodeError, Message
 
 from jdisagg import errors
@@ -26,7 +27,7 @@ from jdisagg.errors import (
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.spans import WireStatus
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
-from jdisagg.request import SamplingParams, TokenLogprobs
+from jdisagg.request import TokenLogprobs
 from jdisagg.service import common_pb2 as pb
 
 ERROR_KEY = "jdisagg-error"
@@ -36,6 +37,7 @@ MAX_DETAILS_BYTES = 2000
 
 Arguments = ParamSpec("Arguments")
 AnyMessage = TypeVar("AnyMessage", bound=Message)
+Plain = TypeVar("Plain")
 
 _ERROR_TYPES = {
     name: kind
@@ -113,51 +115,6 @@ def build(
         ) from error
 
 
-def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
-    return pb.SamplingParams(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        logit_bias=[
-            pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in sampling.logit_bias
-        ],
-        min_tokens=sampling.min_tokens,
-        stop=sampling.stop,
-        stop_token_ids=sampling.stop_token_ids,
-        ignore_eos=sampling.ignore_eos,
-        logprobs=sampling.logprobs,
-        n=sampling.n,
-    )
-
-
-def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
-    """Concrete parameters, every scalar of which was set by another jdisagg process."""
-    return SamplingParams(
-        max_tokens=message.max_tokens,
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p,
-        min_p=message.min_p,
-        seed=message.seed,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        repetition_penalty=message.repetition_penalty,
-        logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
-        min_tokens=message.min_tokens,
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        n=message.n,
-    )
-
-
 def logprobs_to_proto(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
     return pb.TokenLogprobs(
         logprob=logprobs.logprob,
@@ -204,53 +161,27 @@ def role_from_proto(message: str, role: int) -> WorkerRole:
     return _ROLE_FROM_PROTO[role]
 
 
+def flat_from_proto(kind: type[Plain], message: Message, **known: object) -> Plain:
+    """A `kind` of the fields that stand under the same names in the message: numbers, texts, tuples
+    of them; what is optional and not set is None. `known`: fields that are read otherwise."""
+    values = dict(known)
+    for field in message.DESCRIPTOR.fields:
+        if field.name in known:
+            continue
+        value = getattr(message, field.name)
+        if field.containing_oneof is not None and not message.HasField(field.name):
+            values[field.name] = None
+        else:
+            values[field.name] = value if isinstance(value, int | float | str) else tuple(value)
+    return kind(**values)
+
+
 def worker_status_to_proto(status: WorkerStatus) -> pb.WorkerStatus:
-    return pb.WorkerStatus(
-        name=status.name,
-        role=role_to_proto(status.role),
-        layout=status.layout,
-        free_pages=status.free_pages,
-        total_pages=status.total_pages,
-        running=status.running,
-        waiting=status.waiting,
-        slots=status.slots,
-        page_size=status.page_size,
-        context_tokens=status.context_tokens,
-        draining=status.draining,
-        handoffs=status.handoffs,
-        preemptions=status.preemptions,
-        reserved_pages=status.reserved_pages,
-        queued_tokens=status.queued_tokens,
-        queued_pairs=status.queued_pairs,
-        rank_sequences=status.rank_sequences,
-        rank_contexts=status.rank_contexts,
-        can_prefill=status.can_prefill,
-        chunk_tokens=status.chunk_tokens,
-        loading_seconds=status.loading_seconds,
-    )
+    fields = msgspec.structs.asdict(status)
+    fields["role"] = role_to_proto(status.role)
+    return pb.WorkerStatus(**fields)
 
 
 def worker_status_from_proto(message: pb.WorkerStatus) -> WorkerStatus:
-    return WorkerStatus(
-        name=message.name,
-        role=role_from_proto("WorkerStatus", message.role),
-        layout=message.layout,
-        free_pages=tuple(message.free_pages),
-        total_pages=tuple(message.total_pages),
-        running=message.running,
-        waiting=message.waiting,
-        slots=message.slots,
-        page_size=message.page_size,
-        context_tokens=message.context_tokens,
-        draining=message.draining,
-        handoffs=message.handoffs,
-        preemptions=message.preemptions,
-        reserved_pages=tuple(message.reserved_pages),
-        queued_tokens=message.queued_tokens,
-        queued_pairs=message.queued_pairs,
-        rank_sequences=tuple(message.rank_sequences),
-        rank_contexts=tuple(message.rank_contexts),
-        can_prefill=message.can_prefill,
-        chunk_tokens=message.chunk_tokens,
-        loading_seconds=message.loading_seconds,
-    )
+    role = role_from_proto("WorkerStatus", message.role)
+    return flat_from_proto(WorkerStatus, message, role=role)

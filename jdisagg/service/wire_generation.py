@@ -40,6 +40,7 @@ from jdisagg.service import generation_pb2 as pb
 from jdisagg.service.wire import (
     all_logprobs_from_proto,
     build,
+    flat_from_proto,
     layout_from_proto,
     layout_to_proto,
     logprobs_to_proto,
@@ -219,12 +220,9 @@ def event_to_proto(event: StreamEvent) -> pb.GenerateResponse:
     if event.finish_reason is not None:
         message.finish_reason = _FINISH_TO_PROTO[event.finish_reason]
     if event.usage is not None:
-        usage = event.usage
-        message.usage.CopyFrom(
-            pb.Usage(prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)
-        )
+        message.usage.CopyFrom(pb.Usage(**dataclasses.asdict(event.usage)))
     if event.timings is not None:
-        message.timings.CopyFrom(_timings_to_proto(event.timings))
+        message.timings.CopyFrom(pb.Timings(**dataclasses.asdict(event.timings)))
     return message
 
 
@@ -236,12 +234,8 @@ def event_from_proto(message: pb.GenerateResponse) -> StreamEvent:
         text=message.text,
         logprobs=all_logprobs_from_proto(message.logprobs),
         finish_reason=_FINISH_FROM_PROTO.get(message.finish_reason),
-        usage=(
-            Usage(message.usage.prompt_tokens, message.usage.completion_tokens)
-            if message.HasField("usage")
-            else None
-        ),
-        timings=_timings_from_proto(message.timings) if message.HasField("timings") else None,
+        usage=flat_from_proto(Usage, message.usage) if message.HasField("usage") else None,
+        timings=flat_from_proto(Timings, message.timings) if message.HasField("timings") else None,
         request_id=message.request_id,
     )
 
@@ -310,8 +304,8 @@ def routing_to_proto(status: RoutingStatus) -> pb.GetStatusResponse:
 def routing_from_proto(message: pb.GetStatusResponse) -> RoutingStatus:
     return RoutingStatus(
         message.waiting,
-        tuple(map(_past_from_proto, message.decisions)),
-        tuple(map(_account_from_proto, message.accounts)),
+        tuple(flat_from_proto(PastDecision, item) for item in message.decisions),
+        tuple(flat_from_proto(WorkerAccount, item) for item in message.accounts),
     )
 
 
@@ -392,62 +386,6 @@ def _chat_from_proto(message: pb.ChatMessages) -> ChatPrompt:
     return ChatPrompt(tuple(ChatMessage(m.role, m.content) for m in message.messages))
 
 
-def _timings_to_proto(timings: Timings) -> pb.Timings:
-    return pb.Timings(
-        queue_seconds=timings.queue_seconds,
-        ttft_seconds=timings.ttft_seconds,
-        tpot_seconds=timings.tpot_seconds,
-        handoff_gap_seconds=timings.handoff_gap_seconds,
-        total_seconds=timings.total_seconds,
-        kv_bytes_moved=timings.kv_bytes_moved,
-        preemptions=timings.preemptions,
-        exposed_transfer_seconds=timings.exposed_transfer_seconds,
-    )
-
-
-def _timings_from_proto(message: pb.Timings) -> Timings:
-    return Timings(
-        queue_seconds=message.queue_seconds,
-        ttft_seconds=message.ttft_seconds,
-        tpot_seconds=message.tpot_seconds,
-        handoff_gap_seconds=message.handoff_gap_seconds,
-        total_seconds=message.total_seconds,
-        kv_bytes_moved=message.kv_bytes_moved,
-        preemptions=message.preemptions,
-        exposed_transfer_seconds=message.exposed_transfer_seconds,
-    )
-
-
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:80] + "..."
-
-
-def _past_from_proto(message: pb.PastDecision) -> PastDecision:
-    return PastDecision(
-        age_seconds=message.age_seconds,
-        kind=message.kind,
-        reason=message.reason,
-        prefill=message.prefill,
-        decode=message.decode,
-        prompt_tokens=message.prompt_tokens,
-        predicted_ttft_seconds=(
-            message.predicted_ttft_seconds if message.HasField("predicted_ttft_seconds") else None
-        ),
-        predicted_step_seconds=(
-            message.predicted_step_seconds if message.HasField("predicted_step_seconds") else None
-        ),
-        ttft_seconds=message.ttft_seconds if message.HasField("ttft_seconds") else None,
-        tpot_seconds=message.tpot_seconds if message.HasField("tpot_seconds") else None,
-    )
-
-
-def _account_from_proto(message: pb.WorkerAccount) -> WorkerAccount:
-    return WorkerAccount(
-        worker=message.worker,
-        attempts=message.attempts,
-        unseen_tokens=message.unseen_tokens,
-        unseen_pages=message.unseen_pages,
-        committed_pages=message.committed_pages,
-        barred_seconds=message.barred_seconds,
-    )

@@ -136,7 +136,8 @@ def _compared(findings: Sequence[Finding], estimator: Estimator, left_out: Seque
             f" by {one.binding}."
         )
     rival = f"best of two pools: {_said(two)}, bound by {two.binding}."
-    return f"One pool wins by {1 / gain - 1:.0%}: {_said(one)}; {rival} {_why(one, two, estimator)}".strip()  # noqa: E501
+    why = _why(one, two, estimator)
+    return f"One pool wins by {1 / gain - 1:.0%}: {_said(one)}; {rival} {why}".strip()
 
 
 def no_rate(findings: Sequence[Finding], goal: Goal) -> str:

@@ -93,7 +93,8 @@ def text_of(report: Report) -> str:
             f" {report.output_tokens_per_second:.4g} output and"
             f" {report.prompt_tokens_per_second:.4g} prompt tokens a second"
         ),
-        f"{'milliseconds':22}{'mean':>10}{'p50':>10}{'p90':>10}{'p95':>10}{'p99':>10}{'longest':>10}",
+        f"{'milliseconds':22}"
+        + "".join(f"{name:>10}" for name in ("mean", "p50", "p90", "p95", "p99", "longest")),
     ]
     for name, values in (
         ("TTFT", report.ttft),

@@ -132,7 +132,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         context: Context | None = None,
     ) -> "asyncio.Task[T]":
         # Without a name each would be given a number in letters.
-        return asyncio.Task(coro, loop=self, name=name or "virtual", context=context)  # type: ignore[arg-type]
+        name = name or "virtual"
+        return asyncio.Task(coro, loop=self, name=name, context=context)  # type: ignore[arg-type]
 
     def run_forever(self) -> None:
         assert not self._closed and not self._running, (

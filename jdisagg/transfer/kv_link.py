@@ -5,13 +5,13 @@ A `KvLink` carries what a channel says; what arrives for this process is given t
 which a channel is:
 
     channel = JaxTransferChannel(clock, end, link, ...)
-    link.send(KvEnd("10.0.0.7:8811", boot_id), message)      # the channel does this
-    channel.handle(sender, message)                          # the link's owner does this; `sender` is the KvEnd that sent it
+    link.send(KvEnd("10.0.0.7:8811", boot_id), message)  # the channel does this
+    channel.handle(sender, message)  # the link's owner does this; `sender` is the KvEnd it is from
 
 Replies go through `send` to the `KvEnd` given as `sender`: it must therefore be the other process's
 own `KvEnd`, control address and boot id, as its cards show it. A link delivers nothing to another
 boot than the one addressed. Loss, delay and doubling are survived; messages from one process to one
-process should keep their order."""  # noqa: E501
+process should keep their order."""
 
 from typing import Protocol
 

@@ -128,4 +128,5 @@ class PolledPull:
 
 def is_ready(array: jax.Array) -> bool:
     """Whether it has arrived or failed; never waits."""
-    return array.is_ready()  # pyright: ignore[reportAttributeAccessIssue] (public, but missing in the abstract class's stub)
+    # It is public, but missing in the abstract class's stub.
+    return array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]

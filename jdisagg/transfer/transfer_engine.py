@@ -117,7 +117,8 @@ class Outlet:
         """Frees what is posted; requests that wait fail. `in_flight`: whether bytes may be on their
         way. The object is of no use afterwards. (The engine's threads end when the receiver, too,
         has dropped its connection.)"""
-        self._server._reset_rendevous_table()  # pyright: ignore[reportAttributeAccessIssue] (private; an open connection holds the postings)
+        # It is private; an open connection holds the postings.
+        self._server._reset_rendevous_table()  # pyright: ignore[reportAttributeAccessIssue]
         if in_flight or self._withdrew:
             _keep_for_ever(self._server)
         del self._server
@@ -157,7 +158,8 @@ class Inlet:
     def _drop(self) -> None:
         if self._connection is not None:
             connection, self._connection, self.address = self._connection, None, ""
-            connection._poison_connection()  # pyright: ignore[reportAttributeAccessIssue] (private, and there is no other way)
+            # It is private, and there is no other way.
+            connection._poison_connection()  # pyright: ignore[reportAttributeAccessIssue]
             del connection  # only this un-wedges the sender's server
 
 

@@ -5,7 +5,7 @@ import asyncio
 import sys
 
 from jdisagg.config import ServiceConfig
-from jdisagg.service.server import serve_until_signalled
+from jdisagg.node.serving import serve_until_signalled
 from tests.service.doors import FakePath, make_frontend
 
 

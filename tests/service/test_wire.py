@@ -15,12 +15,11 @@ from jdisagg.errors import InvalidRequestError, JdisaggError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.spans import WireStatus
 from jdisagg.messages.worker_status import WorkerStatus
-from jdisagg.request import SamplingParams, StreamEvent, TokenLogprobs
+from jdisagg.request import StreamEvent, TokenLogprobs
 from jdisagg.service import common_pb2, generation_pb2, wire, wire_generation
 from tests.messages.values import FLOATS, INT64, TEXT, of_annotation
 
 ROUND_TRIPS = [
-    (SamplingParams, common_pb2.SamplingParams, wire.sampling_to_proto, wire.sampling_from_proto),
     (TokenLogprobs, common_pb2.TokenLogprobs, wire.logprobs_to_proto, wire.logprobs_from_proto),
     (Layout, common_pb2.Layout, wire.layout_to_proto, wire.layout_from_proto),
     (

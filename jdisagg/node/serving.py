@@ -1,0 +1,47 @@
+"""Serving from one process until a signal asks for the end. No JAX: what is served comes from the
+caller."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import TypeVar
+
+from jdisagg.config import ServiceConfig
+from jdisagg.dispatch.frontend import Frontend
+from jdisagg.node.signals import StopSignals
+from jdisagg.observe.request_log import RequestLog
+from jdisagg.service.server import GenerationServer
+
+Broken = TypeVar("Broken")
+
+
+async def serve_until_signalled(
+    frontend: Frontend,
+    config: ServiceConfig,
+    ready: Callable[[int], None],
+    broken: Callable[[], Coroutine[None, None, Broken]] | None = None,
+    log: RequestLog | None = None,
+) -> Broken | None:
+    """Serves until SIGTERM or SIGINT, then drains; a second signal ends the waiting. `ready` is
+    called with the port.
+
+    `broken` returns when what is behind the server cannot serve any more: running requests are
+    then cut short at once, so that their clients go on with the next server, and its result is
+    returned."""
+    server = GenerationServer(frontend, config, log=log)
+    signals = StopSignals(server.force)
+    stopping = asyncio.ensure_future(signals.first())
+    breaking = asyncio.ensure_future(broken()) if broken else None
+    try:
+        ready(await server.start())
+        await asyncio.wait(
+            [task for task in (stopping, breaking) if task], return_when=asyncio.FIRST_COMPLETED
+        )
+        if breaking and breaking.done():
+            server.force()
+        await server.drain()
+        return breaking.result() if breaking and breaking.done() else None
+    finally:
+        for task in (stopping, breaking):
+            if task:
+                task.cancel()
+        signals.release()
