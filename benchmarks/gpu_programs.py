@@ -103,7 +103,7 @@ def build(case: Case, report: Callable[[Counted], None]) -> MeshExecutor:
         chunk_tokens=case.chunk,
         min_chunk_tokens=min(case.chunk, 512),
     )
-    limits = mesh_limits(instance, Mode.DISAGGREGATED, model.kv_spec, case.context, 1)
+    limits = mesh_limits(instance, Mode.DISAGGREGATED, model.kv_spec, case.context, 1, "gpu")
     role = MeshRole(prefill=True, decode=True, emit=True, extracts=True)
     programs = DevicelessPrograms(mesh, device, report)
     channel = InProcessChannel(MonotonicClock())

@@ -66,7 +66,8 @@ def build_instance(
     layer_groups: int | None,
 ) -> Instance:
     """`layer_groups` is the prefill side's: both sides of a hand-off cut layers alike."""
-    limits = mesh_limits(config, mode, loaded.model.kv_spec, context_tokens, layer_groups)
+    platform = str(loaded.mesh.devices.flat[0].platform)
+    limits = mesh_limits(config, mode, loaded.model.kv_spec, context_tokens, layer_groups, platform)
     executor = MeshExecutor(
         name, loaded.model, Programs(loaded.mesh), config.layout, limits, role, channel
     )

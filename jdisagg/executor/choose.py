@@ -6,16 +6,19 @@ GREEDY (argmax), SAMPLED (temperature and filters), SHAPED (penalties, bias, min
 log-probabilities as well). A row's token does not depend on the variant it runs in."""
 
 import enum
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jdisagg.executor.programs import Programs
 from jdisagg.executor.slot_state import RowFormat
 from jdisagg.messages.step_commands import BROKEN_TOKEN, NO_TOKEN
+from jdisagg.model_api import Shards, Stem
 from jdisagg.ops.logit_shaping import logprobs, shape_logits, update_counts
-from jdisagg.ops.sampling import greedy, sample
+from jdisagg.ops.sampling import WHOLE, VocabularyShard, greedy, sample
 from jdisagg.request import MAX_TOP_LOGPROBS
 
 
@@ -56,6 +59,20 @@ class Chosen(NamedTuple):
         return Chosen(*(programs.readable_spec for _ in range(arrays)))  # type: ignore[arg-type]
 
 
+def logits(
+    variant: Variant, stem: Stem, x_BD: jax.Array, shards: Shards, vocabulary: int
+) -> tuple[jax.Array, VocabularyShard]:
+    """The logits that `choose` takes, and which part of the vocabulary they are. On a GPU each
+    device keeps its own part: to gather them would be the largest message of a step. What shapes
+    logits wants all of them."""
+    if shards.platform != "gpu" or not shards.tp or variant is Variant.SHAPED:
+        return stem.logits(x_BD, shards)[:, :vocabulary], WHOLE
+    local_BV = stem.logits(x_BD, replace(shards, tp=()))
+    first = lax.axis_index(shards.tp) * local_BV.shape[1]
+    real_V = first + jnp.arange(local_BV.shape[1], dtype=jnp.int32) < vocabulary
+    return jnp.where(real_V[None], local_BV, -jnp.inf), VocabularyShard(shards.tp, first)
+
+
 def choose(
     variant: Variant,
     rows: RowFormat,
@@ -65,15 +82,16 @@ def choose(
     position_B: jax.Array,
     active_B: jax.Array,
     counts_BV: jax.Array | None,
+    shard: VocabularyShard,
     platform: str,
 ) -> Chosen:
-    """Chooses a token for each active row; `position_B` is the position the token will have."""
-    logits_BV = logits_BV[:, : rows.vocabulary]
+    """Chooses a token for each active row; `position_B` is the position the token will have. The
+    logits are those of `logits`, `shard` with them."""
     if variant is Variant.GREEDY:
-        return Chosen(_mark(greedy(logits_BV), active_B))
+        return Chosen(_mark(greedy(logits_BV, shard), active_B))
     params = rows.sampling(ints_BI, floats_BF, position_B)
     if variant is Variant.SAMPLED:
-        return Chosen(_mark(sample(logits_BV, params, platform=platform), active_B))
+        return Chosen(_mark(sample(logits_BV, params, shard, platform=platform), active_B))
     assert counts_BV is not None
     shaped_BV = shape_logits(logits_BV, rows.shaping(ints_BI, floats_BF), counts_BV, position_B)
     token_B = sample(shaped_BV, params, platform=platform)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdisagg.executor.choose import Chosen, Variant, choose
+from jdisagg.executor.choose import Chosen, Variant, choose, logits
 from jdisagg.executor.page_pool import PAGES_SPEC, LayerPages, PagePool
 from jdisagg.executor.prefill_program import RANK
 from jdisagg.executor.programs import Programs
@@ -216,7 +216,7 @@ class DecodePrograms:
             for part, leaves, layer_pages in zip(weights.layers, layer_leaves, pages, strict=True):
                 layer: Any = part.merge(leaves)
                 x_BD = layer(x_BD, at_B, attend_with(layer_pages), shards, active_B)
-            logits_BV = stem.logits(reveal(x_BD), shards)
+            logits_BV, shard = logits(variant, stem, reveal(x_BD), shards, rows.vocabulary)
             counts_BV = (
                 jnp.take(counts[0], slot_B, axis=0, mode="clip")
                 if variant is Variant.SHAPED
@@ -231,6 +231,7 @@ class DecodePrograms:
                 at_B + 1,
                 active_B,
                 counts_BV,
+                shard,
                 shards.platform,
             )
             next_B2 = jnp.stack(

@@ -5,12 +5,13 @@ the same row. No program here depends on the chunk bucket."""
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdisagg.executor.choose import Chosen, Variant, choose
+from jdisagg.executor.choose import Chosen, Variant, choose, logits
 from jdisagg.executor.prefill_program import RANK
 from jdisagg.executor.programs import Programs
 from jdisagg.executor.slot_state import RowFormat
@@ -111,7 +112,8 @@ class PrefillSampler:
             leaves: tuple[jax.Array, ...], x: jax.Array, rows: tuple[jax.Array, ...]
         ) -> Chosen:
             ints, floats, position_R, *counts = (array[0] for array in rows)
-            logits_RV = stem.merge(leaves).logits(reveal(x[0]), shards)  # type: ignore[attr-defined]
+            head: Any = stem.merge(leaves)
+            logits_RV, shard = logits(variant, head, reveal(x[0]), shards, row_format.vocabulary)
             active_R = jnp.ones(position_R.shape, jnp.bool_)
             return choose(
                 variant,
@@ -122,6 +124,7 @@ class PrefillSampler:
                 position_R,
                 active_R,
                 counts[0] if counts else None,
+                shard,
                 shards.platform,
             ).on_rank(programs)
 

@@ -2,9 +2,11 @@
 S, H]`.
 
 Flash-decoding: a program for each (sequence, kv head, split) walks its share of the sequence's
-positions with a running softmax; XLA merges the splits. A sequence is split evenly over its *own*
-length, so that a short one among long ones wastes nothing and the page table may be as wide as the
-context. The query heads of one kv head fill the 16 rows that a tensor-core product needs. Positions
+positions with a running softmax; XLA merges the splits. A sequence is split by its *own* length:
+evenly over as many programs as fill the GPU, and over more where each still has SHARE positions, so
+that a long one among many short ones is not walked by one program alone. Programs that a sequence
+does not need end at once and write nothing, so that the page table may be as wide as the context.
+The query heads of one kv head fill the 16 rows that a tensor-core product needs. Positions
 hidden by length or window are not read; table entries beyond the length may be anything.
 
 Triton has been deprecated in Pallas since JAX 0.11 and works in 0.10.2 to 0.12: only this file
@@ -32,6 +34,8 @@ ROWS = 16  # the smallest row count of a tensor-core product
 Ref: TypeAlias = Any  # a Pallas reference; JAX has no public type for it
 STEP_BYTES = 32768  # of keys in one step, at most; four such buffers are in use
 PROGRAMS = 528  # four for each multiprocessor of an H100 or H200
+# of a sequence in a batch that fills the GPU: positions of a program, and its programs at most
+SHARE, LONG_SPLITS = 512, 8
 # Triton shares the stages with the load of page ids: 5 gives two buffers of keys and of values
 WARPS, STAGES = 4, 5
 
@@ -59,18 +63,20 @@ def paged_attention(
     splits: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `ops.paged_attention.paged_attention`. `splits`: programs a (sequence, kv head); by
-    default enough to fill the GPU."""
+    """See `ops.paged_attention.paged_attention`. `splits`: programs that every (sequence, kv head)
+    is spread over; by default enough to fill the GPU."""
     assert triton is not None, "ask `applies` first"
     batch, query_heads, width = q_BNH.shape
     pages, heads, slots, _ = k_pages_PKSH.shape
     groups = query_heads // heads
     step = min(64, STEP_BYTES // (width * q_BNH.dtype.itemsize))
     steps = -(-table_BN.shape[1] * slots // step)
-    splits = splits or max(1, min(steps, PROGRAMS // (batch * heads)))
+    even = splits or max(1, min(steps, PROGRAMS // (batch * heads)))
+    longest = -(-table_BN.shape[1] * slots // SHARE)
+    splits = min(steps, max(even, min(LONG_SPLITS, longest)))
     pool = pl.BlockSpec((pages, None, slots, width), lambda b, k, i: (0, k, 0, 0))
     mixed_BKIGH, top_BKIG, total_BKIG = pl.pallas_call(
-        partial(_kernel, scale=scale, window=window, splits=splits, size=step),
+        partial(_kernel, scale=scale, window=window, even=even, splits=splits, size=step),
         grid=(batch, heads, splits),
         in_specs=[
             pl.BlockSpec((None, None, groups, width), lambda b, k, i: (b, k, 0, 0)),
@@ -93,12 +99,30 @@ def paged_attention(
         interpret=interpret,
         name="jdisagg_paged_attention",
     )(q_BNH.reshape(batch, heads, groups, width), k_pages_PKSH, v_pages_PKSH, table_BN, positions_B)
-    weight_BKIG = jnp.exp(top_BKIG - top_BKIG.max(2, keepdims=True))
-    total_BKG = (total_BKIG * weight_BKIG).sum(2)
-    o_BKGH = (mixed_BKIGH * weight_BKIG[..., None]).sum(2) / jnp.where(
-        total_BKG > 0, total_BKG, 1.0
-    )[..., None]
+    low_B, high_B, share_B = _shares(positions_B, window, even, splits, step)
+    used_BI = (
+        jnp.arange(splits, dtype=jnp.int32)[None, :] * share_B[:, None] < (high_B - low_B)[:, None]
+    )
+    used_BKIG = used_BI[:, None, :, None]
+    top_BKIG = jnp.where(used_BKIG, top_BKIG, MASKED)
+    weight_BKIG = jnp.where(used_BKIG, jnp.exp(top_BKIG - top_BKIG.max(2, keepdims=True)), 0.0)
+    total_BKG = jnp.where(used_BKIG, total_BKIG * weight_BKIG, 0.0).sum(2)
+    mixed_BKIGH = jnp.where(used_BKIG[..., None], mixed_BKIGH * weight_BKIG[..., None], 0.0)
+    o_BKGH = mixed_BKIGH.sum(2) / jnp.where(total_BKG > 0, total_BKG, 1.0)[..., None]
     return o_BKGH.astype(q_BNH.dtype).reshape(q_BNH.shape)
+
+
+def _shares(
+    position: jax.Array, window: int | None, even: int, splits: int, size: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of a sequence, or of each of several: the first step of `size` positions, the step behind the
+    last, and how many a program walks: over `even` programs alike, or SHARE positions each while
+    there are programs."""
+    oldest = jnp.zeros_like(position) if window is None else jnp.maximum(position - (window - 1), 0)
+    low, high = oldest // size, position // size + 1
+    steps = high - low
+    share = jnp.minimum((steps + even - 1) // even, max(1, SHARE // size))
+    return low, high, jnp.maximum(share, (steps + splits - 1) // splits)
 
 
 def _kernel(
@@ -113,6 +137,7 @@ def _kernel(
     *,
     scale: float,
     window: int | None,
+    even: int,
     splits: int,
     size: int,
 ) -> None:
@@ -132,8 +157,7 @@ def _kernel(
     q_RH = triton.load(q_ref.at[at_RH], mask=own_RH, other=0.0)
     position = position_ref[...]
     oldest = 0 if window is None else jnp.maximum(position - (window - 1), 0)
-    low, high = oldest // size, position // size + 1
-    share = (high - low + splits - 1) // splits
+    low, high, share = _shares(position, window, even, splits, size)
     begin = low + pl.program_id(2) * share
     precision = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
 
@@ -165,12 +189,15 @@ def _kernel(
         o_RH = triton.dot(p_RS.astype(v_SH.dtype), v_SH, precision=precision)
         return new_top_R, total_R * fade_R + p_RS.sum(axis=-1), mixed_RH * fade_R[:, None] + o_RH
 
-    state = (
-        jnp.full((rows,), MASKED, jnp.float32),
-        jnp.zeros((rows,), jnp.float32),
-        jnp.zeros((rows, width), jnp.float32),
-    )
-    top_R, total_R, mixed_RH = lax.fori_loop(begin, jnp.minimum(begin + share, high), body, state)
-    triton.store(mixed_ref.at[at_RH], mixed_RH, mask=own_RH)
-    triton.store(top_ref.at[row_R], top_R, mask=own_R)
-    triton.store(total_ref.at[row_R], total_R, mask=own_R)
+    @pl.when(begin < high)
+    def _() -> None:
+        state = (
+            jnp.full((rows,), MASKED, jnp.float32),
+            jnp.zeros((rows,), jnp.float32),
+            jnp.zeros((rows, width), jnp.float32),
+        )
+        end = jnp.minimum(begin + share, high)
+        top_R, total_R, mixed_RH = lax.fori_loop(begin, end, body, state)
+        triton.store(mixed_ref.at[at_RH], mixed_RH, mask=own_RH)
+        triton.store(top_ref.at[row_R], top_R, mask=own_R)
+        triton.store(total_ref.at[row_R], total_R, mask=own_R)

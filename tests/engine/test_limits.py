@@ -88,3 +88,22 @@ def test_chunks_hold_whole_granules(smallest: int, largest: int) -> None:
     wrong = InstanceConfig(chunk_tokens=largest, min_chunk_tokens=smallest)
     with pytest.raises(ConfigError, match=r"chunk_tokens=\d+ must be a multiple of 16"):
         mesh_limits(wrong, Mode.DISAGGREGATED, TINY, 512, None)
+
+
+def test_a_gpu_s_buckets_waste_less_than_a_tenth_and_its_batches_begin_at_eight() -> None:
+    config = InstanceConfig(
+        Layout(), page_size=64, slots_per_rank=128, chunk_tokens=8192, min_chunk_tokens=256
+    )
+    how = Mode.DISAGGREGATED, LLAMA_8B, 8192, None
+    gpu, cpu = mesh_limits(config, *how, "gpu"), mesh_limits(config, *how)
+    assert gpu.batch_buckets == (8, 16, 32, 64, 128) and cpu.batch_buckets[0] == 1
+    assert set(cpu.chunk_buckets) < set(gpu.chunk_buckets)
+    assert all(size % gpu.granule_tokens == 0 for size in gpu.chunk_buckets)
+
+    def waste(buckets: tuple[int, ...]) -> float:
+        """Of lengths that are as likely at each scale."""
+        lengths = [round(256 * 2 ** (step / 200)) for step in range(1, 1000)]
+        sizes = [next(size for size in buckets if size >= length) for length in lengths]
+        return sum(1 - n / size for n, size in zip(lengths, sizes, strict=True)) / len(lengths)
+
+    assert waste(gpu.chunk_buckets) < 0.1 < 0.2 < waste(cpu.chunk_buckets)

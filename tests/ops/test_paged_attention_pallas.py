@@ -68,6 +68,19 @@ def test_the_kernel_agrees_with_dense_attention(
     )
 
 
+def test_a_long_sequence_in_a_batch_that_fills_the_gpu_is_walked_by_several_programs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(paged_attention_pallas, "PROGRAMS", 1)
+    monkeypatch.setattr(paged_attention_pallas, "SHARE", 128)
+    arrays = case(batch=3, heads=1, groups=2, slots=64, columns=12, width=16)
+    positions = np.array([767, 40, 130], np.int32)
+    got = run(arrays, positions, "float32")
+    np.testing.assert_allclose(got, expected(*arrays, positions, None), atol=1e-5)
+    shares = paged_attention_pallas._shares(jnp.asarray(positions), None, 1, 6, 64)[2]
+    assert shares.tolist() == [2, 1, 2]  # steps of 64 positions a program: 12, 1 and 3 of them
+
+
 def test_a_row_without_a_sequence_gives_zeros_and_stale_pages_are_not_read() -> None:
     q, k, v, table = case(batch=2, heads=1, groups=2, slots=16, columns=8, width=16)
     positions = np.array([20, -1], np.int32)
