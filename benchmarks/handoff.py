@@ -49,14 +49,14 @@ from benchmarks.handoff_sender import (
     Tcp,
 )
 from benchmarks.measure import save
-from jdisagg.engine.host_memory import keep_freed_memory
-from jdisagg.engine.host_threads import hand_over_quickly
+from jdisagg.engine.host_settings import hand_over_quickly, keep_freed_memory
 from jdisagg.engine.limits import GROUP_BYTES, groups_of_layers
 from jdisagg.executor.block_programs import BlockPrograms
 from jdisagg.executor.block_sums import Found
 from jdisagg.executor.page_pool import PagePool
 from jdisagg.executor.programs import Programs
 from jdisagg.layout.kv_spec import KVSpec
+from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.messages.step_commands import InsertBlock
 from jdisagg.scheduler.blocks import bands, even_runs
 from jdisagg.transfer.boxes import head_granule, plan_handoff, rank_placement
@@ -112,6 +112,7 @@ class Receiver:
         self.case, self.blocks = case, len(SPEC.layers) // case.layers
         self.mesh = case.mesh(case.destination)
         card = self.order(Prepare(case, self.blocks))
+        assert isinstance(card, MeshCard)
         self.peer = f"sender#{secrets.token_hex(4)}"
         self._link.channel.connect(self.peer, card)
         self.rank = self.mesh.shape["dp"] - 1
@@ -319,9 +320,10 @@ def main(_: list[str]) -> None:
                 for pair in _PAIRS.value:
                     name = f"{pair.replace(';', ',').replace('>', ' -> ')}, {megabytes:g} MB"
                     found = figures[name] = measure(receiver, pair, megabytes)
+                    ways: dict[str, dict[str, object]] = {way: found[way] for way in WAYS}  # type: ignore[misc]
                     rates = "  ".join(
-                        f"{way} {found[way]['GB/s']} ({found[way]['of bare']})" for way in WAYS
-                    )  # type: ignore[index]
+                        f"{way} {seen['GB/s']} ({seen['of bare']})" for way, seen in ways.items()
+                    )
                     hidden = [one["hidden"] for one in found["exposed"].values()]  # type: ignore[attr-defined]
                     print(f"{name:28s} GB/s (of bare): {rates}  hidden {hidden}", flush=True)  # type: ignore[index]
             sender.send(None)

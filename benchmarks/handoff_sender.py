@@ -21,8 +21,7 @@ import numpy as np
 
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import ServiceConfig
-from jdisagg.engine.host_memory import keep_freed_memory
-from jdisagg.engine.host_threads import hand_over_quickly
+from jdisagg.engine.host_settings import hand_over_quickly, keep_freed_memory
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.service.kv_link import GrpcKvLink
@@ -173,7 +172,7 @@ def main(port: int) -> None:
                     jax.block_until_ready(make(jax.random.key(number)))
                     for number in range(command.blocks)
                 ]
-                answer = card(sharding.mesh, link.end)
+                answer = card(sharding.mesh, link.end)  # type: ignore[arg-type]
             case OfferBlocks():
                 began = time.monotonic()
                 for number, offer_id in enumerate(command.offer_ids):

@@ -26,7 +26,7 @@ from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig
 from jdisagg.dispatch.frontend import Frontend, ModelInfo
 from jdisagg.engine.compilation import use_compilation_cache
 from jdisagg.engine.embedded import EmbeddedCluster
-from jdisagg.engine.host_memory import keep_freed_memory
+from jdisagg.engine.host_settings import keep_freed_memory
 from jdisagg.layout.axes import Layout
 from jdisagg.ops.parameters import layout_mesh
 from jdisagg.request import Request, SamplingParams

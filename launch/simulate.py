@@ -19,8 +19,7 @@ from rich.progress import TimeElapsedColumn, TimeRemainingColumn
 
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS
 from jdisagg.observe.decision_log import DecisionLog
-from jdisagg.simulator.fault_words import parse_fault
-from jdisagg.simulator.faults import schedule
+from jdisagg.simulator.faults import parse_fault, schedule
 from jdisagg.simulator.fleet import INSTANCE
 from jdisagg.simulator.report import summarise
 from jdisagg.simulator.result_files import ResultFolder, can_draw

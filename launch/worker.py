@@ -23,7 +23,7 @@ from dataclasses import replace
 
 import jax
 
-from jdisagg.engine.host_threads import hand_over_quickly
+from jdisagg.engine.host_settings import hand_over_quickly
 from jdisagg.errors import ConfigError, JdisaggError, UnavailableError
 from jdisagg.instance.processes import ProcessGroup
 from jdisagg.layout.axes import Layout

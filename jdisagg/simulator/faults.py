@@ -79,6 +79,30 @@ class Cancels:
 Fault = Death | Stall | Broken | SlowLink | Cancels
 
 
+FORMS = (
+    "death:WORKER:AT[:BACK_AFTER], stall:..., broken:..., slow:WORKER:AT:FACTOR:SECONDS,"
+    " cancels:AT:PART"
+)
+_ENDS = {"death": Death, "stall": Stall, "broken": Broken}
+
+
+def parse_fault(text: str) -> Fault:
+    """Of `kind:worker:at_seconds[:more]`. Raises ConfigError naming the text and the forms."""
+    kind, *parts = text.split(":")
+    try:
+        if kind in _ENDS and len(parts) in (2, 3):
+            return _ENDS[kind](
+                parts[0], _seconds(parts[1]), _seconds(parts[2]) if len(parts) == 3 else None
+            )
+        if kind == "slow" and len(parts) == 4:
+            return SlowLink(parts[0], _seconds(parts[1]), float(parts[2]), _seconds(parts[3]))
+        if kind == "cancels" and len(parts) == 2:
+            return Cancels(_seconds(parts[0]), float(parts[1]))
+    except ValueError as error:
+        raise ConfigError(f"fault {text!r}: {error}; the forms are {FORMS}") from error
+    raise ConfigError(f"fault {text!r} is not understood; the forms are {FORMS}")
+
+
 def schedule(faults: Sequence[Fault]) -> Hook:
     """The hook that lets them happen. Workers are named as in the cluster: "prefill-0", "decode-1",
     "mixed-2"; others are refused."""
@@ -137,3 +161,10 @@ async def _replace(
         await asyncio.sleep(back_after)
         if cluster.processes[worker] is process:
             await cluster.start_worker(worker)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(f"{text} is not 0 or more seconds")
+    return seconds

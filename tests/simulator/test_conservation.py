@@ -15,8 +15,16 @@ from jdisagg.costs.model_geometry import geometry
 from jdisagg.errors import ConfigError
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.simulator.cluster import SimulatedCluster
-from jdisagg.simulator.fault_words import parse_fault
-from jdisagg.simulator.faults import Broken, Cancels, Death, Fault, SlowLink, Stall, schedule
+from jdisagg.simulator.faults import (
+    Broken,
+    Cancels,
+    Death,
+    Fault,
+    SlowLink,
+    Stall,
+    parse_fault,
+    schedule,
+)
 from jdisagg.simulator.fleet import INSTANCE, LIMITS, Fleet, Pool
 from jdisagg.simulator.run import Result, simulate
 from jdisagg.simulator.workloads import Arrival, Fixed, LogNormal, poisson
