@@ -20,7 +20,7 @@ from jdisagg.engine.kv_cache import KVBlock, KVCache, NextToken
 from jdisagg.errors import BrokenModelError, HandoffError, OverloadedError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.page_pool import PAGES_SPEC
-from jdisagg.executor.programs import BLOCK_SPEC, RANK
+from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
 from jdisagg.executor.work_threads import POLL_SECONDS
 from jdisagg.ids import random_id
 from jdisagg.layout.axes import Layout
@@ -113,7 +113,8 @@ class ResearchInstance(MeshExecutor):
         self._wire = channel
         self._keeper = KeepingChannel(channel)
         role = MeshRole(prefill=True, decode=True, emit=True)
-        super().__init__(name, loaded.model, loaded.mesh, layout, limits, role, self._keeper)
+        programs = Programs(loaded.mesh)
+        super().__init__(name, loaded.model, programs, layout, limits, role, self._keeper)
 
     def pull_target(self, block: PullBlock) -> PullTarget:
         """In pieces of one head: they fit every sender's layout, so that one set of resident zeros
