@@ -8,6 +8,7 @@ from models import (
     glm4,
     glm4_moe,
     granite,
+    hy_v3,
     llama,
     minimax_m2,
     ministral,
@@ -53,10 +54,12 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family("Olmo2ForCausalLM", olmo2.read_config),
     "olmo3": Family("Olmo3ForCausalLM", olmo3.read_config),
     "granite": Family("GraniteForCausalLM", granite.read_config),
+    "granitemoehybrid": Family("GraniteMoeHybridForCausalLM", granite.read_dense_4_config),
     "phi3": Family("Phi3ForCausalLM", phi3.read_config),
     "glm": Family("GlmForCausalLM", glm4.read_glm_config),
     "glm4": Family("Glm4ForCausalLM", glm4.read_config),
     "glm4_moe": Family("Glm4MoeForCausalLM", glm4_moe.read_config),
+    "hy_v3": Family("HYV3ForCausalLM", hy_v3.read_config),
     "minimax_m2": Family("MiniMaxM2ForCausalLM", minimax_m2.read_config),
 }
 

@@ -48,24 +48,29 @@ LAYER: dict[str, tuple[str, ...]] = {
     "mlp.gate.bias": ("mlp.gate_proj.bias",),
     "mlp.up.kernel": ("mlp.up_proj.weight",),
     "mlp.up.bias": ("mlp.up_proj.bias",),
-    "mlp.down.kernel": ("mlp.down_proj.weight",),
+    "mlp.down.kernel": ("mlp.down_proj.weight", "shared_mlp.output_linear.weight"),
     "mlp.down.bias": ("mlp.down_proj.bias",),
-    "mlp.router": ("mlp.gate.weight", "block_sparse_moe.gate.weight"),
+    "mlp.router": ("mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.router.gate.weight"),
     "mlp.correction": (
         "mlp.gate.e_score_correction_bias",
         "block_sparse_moe.e_score_correction_bias",
+        "mlp.e_score_correction_bias",
+        "mlp.expert_bias",
     ),
     "mlp.shared.gate.kernel": (
         "mlp.shared_expert.gate_proj.weight",
         "mlp.shared_experts.gate_proj.weight",
+        "mlp.shared_mlp.gate_proj.weight",
     ),
     "mlp.shared.up.kernel": (
         "mlp.shared_expert.up_proj.weight",
         "mlp.shared_experts.up_proj.weight",
+        "mlp.shared_mlp.up_proj.weight",
     ),
     "mlp.shared.down.kernel": (
         "mlp.shared_expert.down_proj.weight",
         "mlp.shared_experts.down_proj.weight",
+        "mlp.shared_mlp.down_proj.weight",
     ),
     "mlp.shared_gate": ("mlp.shared_expert_gate.weight",),
 }
@@ -84,7 +89,8 @@ EXPERTS: dict[str, tuple[str, ...]] = {
     ),
 }
 # Several parameters in one tensor: queries, keys and values; gate and up.
-FUSED_QKV, FUSED_GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
+FUSED_QKV = "self_attn.qkv_proj.weight"
+FUSED_GATE_UP = ("mlp.gate_up_proj.weight", "shared_mlp.input_linear.weight")
 FUSED_EXPERTS_GATE_UP, FUSED_EXPERTS_DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 
@@ -220,9 +226,10 @@ def _fused_matrix(
     if key in first and prefix + FUSED_QKV in found:
         shape = (q + 2 * kv, config.width)
         return Rows(prefix + FUSED_QKV, shape, first[key], flipped)
-    if key in ("mlp.gate.kernel", "mlp.up.kernel") and prefix + FUSED_GATE_UP in found:
+    names = [prefix + name for name in FUSED_GATE_UP if prefix + name in found]
+    if key in ("mlp.gate.kernel", "mlp.up.kernel") and names:
         row = config.ffn if key == "mlp.up.kernel" else 0
-        return Rows(prefix + FUSED_GATE_UP, (2 * config.ffn, config.width), row, flipped)
+        return Rows(names[0], (2 * config.ffn, config.width), row, flipped)
     return None
 
 

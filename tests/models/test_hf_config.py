@@ -13,8 +13,18 @@ BASE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidde
 PARTLY_ROTATED = {"phi3", "glm", "glm4", "glm4_moe", "minimax_m2"}
 
 
+# What a family's config must say beside it.
+BESIDE: dict[str, dict[str, object]] = {
+    "granitemoehybrid": {"layer_types": ["attention"] * 4, "num_local_experts": 0}
+}
+
+
+def _base(family: str) -> dict[str, object]:
+    return {"model_type": family, **BASE, **BESIDE.get(family, {})}
+
+
 def _read(family: str, **fields: object) -> DecoderConfig:
-    return read_config(HfConfig({"model_type": family, **BASE, **fields}))
+    return read_config(HfConfig(_base(family) | fields))
 
 
 def _windows(config: DecoderConfig) -> list[int | None]:
@@ -27,9 +37,9 @@ def _windows(config: DecoderConfig) -> list[int | None]:
     ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"],
 )
 def test_a_needed_field_that_is_missing_is_named(family: str, field: str) -> None:
-    fields = {name: value for name, value in BASE.items() if name != field}
+    fields = {name: value for name, value in _base(family).items() if name != field}
     with pytest.raises(CheckpointError, match=f"needed field '{field}' is missing"):
-        read_config(HfConfig({"model_type": family, **fields}))
+        read_config(HfConfig(fields))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -125,6 +135,12 @@ def test_all_that_is_not_supported_is_named_at_once_and_briefly() -> None:
     message = raised.value.message
     assert "surprise" in message and "attn_logit_softcapping=50.0 (capped" in message
     assert len(message) < 400
+
+
+def test_mamba_layers_and_experts_of_granite_4_are_refused_by_name() -> None:
+    for field, value in (("layer_types", ["mamba"] * 4), ("num_local_experts", 8)):
+        with pytest.raises(CheckpointError, match=field):
+            _read("granitemoehybrid", **{field: value})
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama4", None, 7])

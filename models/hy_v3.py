@@ -1,0 +1,43 @@
+"""Hy3: Qwen3's attention; experts by corrected sigmoid scores beside one that every token takes,
+the first layer dense."""
+
+from dataclasses import replace
+
+from models.decoder_config import DecoderConfig, ExpertConfig
+from models.hf_config import FamilyDefaults, HfConfig
+from models.hf_decoder import read_decoder, refuse_windows
+
+DEFAULTS = FamilyDefaults(
+    kv_heads=8, context_tokens=131072, norm_epsilon=1e-5, rope_theta=11_158_840.0
+)
+
+
+def read_config(hf: HfConfig) -> DecoderConfig:
+    refuse_windows(hf, "this family attends to everything")
+    hf.pass_over("enable_moe_fp32_combine")  # a rounding of bfloat16
+    bias = hf.flag("attention_bias", False)
+    config = read_decoder(
+        hf, DEFAULTS, qkv_bias=bias, output_bias=bias, qk_norm="head", head_dim_default=128
+    )
+    count, ffn = len(config.layers), hf.count("moe_intermediate_size", 1536)
+    total, chosen = hf.count("num_experts", 192), hf.count("num_experts_per_tok", 8)
+    if chosen > total:
+        raise hf.error("num_experts_per_tok", f"must be at most {total}", "correct it")
+    experts = ExpertConfig(
+        total,
+        chosen,
+        ffn,
+        normalised=True,
+        shared_ffn=ffn * hf.count("num_shared_experts", 1, least=0),
+        scores="sigmoid",
+        correction=True,
+        scaling=hf.number("router_scaling_factor", 2.826),
+    )
+    kinds = hf.names("mlp_layer_types") or ("dense", *("sparse",) * (count - 1))
+    if len(kinds) != count or any(kind not in ("dense", "sparse") for kind in kinds):
+        raise hf.error("mlp_layer_types", f"must name {count} layers dense or sparse", "correct it")
+    layers = tuple(
+        replace(layer, experts=experts if kind == "sparse" else None)
+        for layer, kind in zip(config.layers, kinds, strict=True)
+    )
+    return replace(config, layers=layers, mlp_bias=hf.flag("mlp_bias", False), left_aside=1)
