@@ -27,6 +27,7 @@ from jdisagg.messages.instance import (
     Reported,
     Stop,
 )
+from jdisagg.messages.packed import pack
 from jdisagg.messages.step_commands import StepCommand
 
 
@@ -38,19 +39,19 @@ class FollowerSession:
         self.ready = asyncio.Event()
         self.watch = SilenceWatch(now)
         self._membership = membership
-        self._outgoing: asyncio.Queue[LeaderMessage | None] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
 
-    def send(self, message: LeaderMessage) -> None:
-        self._outgoing.put_nowait(message)
+    def send(self, packed: bytes) -> None:
+        self._outgoing.put_nowait(packed)
 
     def close(self) -> None:
         """Ends the stream once what was sent is out."""
         self._outgoing.put_nowait(None)
 
-    async def outgoing(self) -> AsyncIterator[LeaderMessage]:
-        """What goes to the follower, until `close`."""
-        while (message := await self._outgoing.get()) is not None:
-            yield message
+    async def outgoing(self) -> AsyncIterator[bytes]:
+        """What goes to the follower, packed, until `close`."""
+        while (packed := await self._outgoing.get()) is not None:
+            yield packed
 
     def received(self, message: FollowerMessage) -> None:
         self.watch.heard()
@@ -192,8 +193,10 @@ class Followers:
             self._pulse.cancel()
 
     def _send_all(self, message: LeaderMessage) -> None:
+        """Packs a message once, however many followers there are."""
+        packed = pack(message)
         for session in self._sessions.values():
-            session.send(message)
+            session.send(packed)
 
     async def _or_failure(self, event: asyncio.Event) -> None:
         waits = [asyncio.ensure_future(event.wait()), asyncio.ensure_future(self._failed.wait())]

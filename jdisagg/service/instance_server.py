@@ -14,8 +14,8 @@ import grpc.aio
 from jdisagg.address import host_port
 from jdisagg.errors import ConfigError, InvalidRequestError, JdisaggError
 from jdisagg.instance.followers import Followers, FollowerSession
-from jdisagg.messages.instance import FollowerMessage, Join, LeaderMessage
-from jdisagg.messages.packed import Unpacker, check_protocol, pack
+from jdisagg.messages.instance import FollowerMessage, Join
+from jdisagg.messages.packed import Unpacker, check_protocol
 from jdisagg.service import wire
 from jdisagg.service.connection import PROTOCOL_KEY
 from jdisagg.service.grpc_life import bind, new_server
@@ -40,7 +40,7 @@ class _Servicer:
 
     async def Follow(
         self, request_iterator: AsyncIterator[bytes], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[LeaderMessage]:
+    ) -> AsyncIterator[bytes]:
         try:
             check_protocol(dict(context.invocation_metadata() or ()).get(PROTOCOL_KEY), SERVICE)
             async with asyncio.timeout(JOIN_SECONDS):
@@ -100,7 +100,7 @@ class InstanceServer:
                 ("grpc.max_send_message_length", MESSAGE_BYTES),
             )
         )
-        follow = grpc.stream_stream_rpc_method_handler(_Servicer(followers).Follow, None, pack)
+        follow = grpc.stream_stream_rpc_method_handler(_Servicer(followers).Follow)
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, {METHOD: follow}),)
         )

@@ -274,3 +274,13 @@ def test_silence_counts_only_while_somebody_listened() -> None:
     assert watch.look(1000.0) == pytest.approx(0.3), "we were asleep: nobody else was silent"
     watch.heard()
     assert watch.look(1000.1) == pytest.approx(0.1)
+
+
+async def test_a_command_is_packed_once_however_many_followers_hear_it() -> None:
+    followers = Followers(64, CLOCK, FAST)
+    sessions = [followers.join(Join(number, followers.secret)) for number in range(1, 64)]
+    followers.order(DropBlocks(7, (1, 2)))
+    followers.stop()
+    sent = [[packed async for packed in session.outgoing()] for session in sessions]
+    assert len({id(packed[-2]) for packed in sent}) == 1  # the last is the farewell
+    assert all(packed == sent[0] for packed in sent)
