@@ -29,7 +29,7 @@ from jdisagg.executor.mesh_executor import MeshRole
 from jdisagg.executor.warm_up import warm_up_steps
 from jdisagg.ids import random_id
 from jdisagg.layout.kv_spec import KVSpec
-from jdisagg.messages.ports import DecodePort, PeerPort, PrefillPort
+from jdisagg.messages.ports import PeerPort, PrefillPort
 from jdisagg.messages.step_commands import PullBlock
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.model_api import Device
@@ -88,78 +88,79 @@ class EmbeddedCluster:
         self.config = config
         self.clock = MonotonicClock()
         self.channel = InProcessChannel(self.clock)
+        self._observer, self._record = observer, record
+        self._meshes: list[Executor] = []
+        self._workers: list[PrefillWorker | DecodeWorker] = []
         prefill_devices, decode_devices = carve_devices(config, devices)
         disaggregated = config.mode is Mode.DISAGGREGATED
         decode_loaded = load(config.decode.layout, decode_devices)
         self.model = decode_loaded.model
         self.context_tokens = context_tokens(config.model, self.model)
         self.prefill: Instance | None = None
-        self._meshes: list[Executor] = []
         if disaggregated:
             prefill_loaded = load(config.prefill.layout, prefill_devices)
-            self.prefill = self._instance(
-                "prefill",
-                config.prefill,
-                prefill_loaded,
-                MeshRole(prefill=True, decode=False, emit=True),
-            )
+            role = MeshRole(prefill=True, decode=False, emit=True)
+            self.prefill = self._instance("prefill", config.prefill, prefill_loaded, role)
             role = MeshRole(prefill=False, decode=True, codec=config.decode.codec)
         else:
             role = MeshRole(prefill=True, decode=True)
         self.decode = self._instance("decode", config.decode, decode_loaded, role)
         if self.prefill:
             self.decode.executor.expect(self.prefill.executor.card)
+        told = RouterEventsList(events, observer.metrics) if observer else events
+        self.path = RequestPath(
+            self._make_ports(),
+            lambda request: TokenStream.of(detokenizer, request),
+            config.limits,
+            self.clock,
+            PlacerSettings(config.routing, events=told),
+        )
+        self.observed_path = wrap.path(self.path, observer)
+        if observer:
+            self._watch(observer)
+
+    def _make_ports(self) -> ClusterPorts:
+        """Makes the workers; the ports by which the path reaches them."""
+        config, observer = self.config, self._observer
         prefill_ports: dict[str, PrefillPort] = {}
         peers: dict[str, PeerPort] = {}
-        self._workers: list[PrefillWorker | DecodeWorker] = []
         if self.prefill:
-            mesh = wrap.mesh(
-                PREFILL,
-                record(PREFILL, self.prefill) if record else self.prefill.executor,
-                observer,
-            )
-            self._meshes.append(mesh)
             prefill_worker = PrefillWorker(
-                WorkerContext(PREFILL, self.clock, random_id), mesh, config.prefill, config.limits
+                WorkerContext(PREFILL, self.clock, random_id),
+                self._mesh(PREFILL, self.prefill),
+                config.prefill,
+                config.limits,
             )
             prefill_ports[PREFILL] = wrap.prefill(PREFILL, prefill_worker, observer)
             peers[PREFILL] = wrap.peer(DECODE, prefill_worker, observer)
             self._workers.append(prefill_worker)
-        mesh = wrap.mesh(
-            DECODE, record(DECODE, self.decode) if record else self.decode.executor, observer
-        )
-        self._meshes.append(mesh)
         decode_worker = DecodeWorker(
             WorkerContext(DECODE, self.clock, random_id),
-            mesh,
+            self._mesh(DECODE, self.decode),
             config.decode,
             config.limits,
             peers,
             config.mode,
         )
         self._workers.append(decode_worker)
-        decode_ports: dict[str, DecodePort] = {DECODE: wrap.decode(DECODE, decode_worker, observer)}
-        self.path = RequestPath(
-            ClusterPorts(prefill_ports, decode_ports),
-            lambda request: TokenStream.of(detokenizer, request),
-            config.limits,
-            self.clock,
-            PlacerSettings(
-                config.routing,
-                events=RouterEventsList(events, observer.metrics) if observer else events,
-            ),
-        )
-        self.observed_path = wrap.path(self.path, observer)
-        if observer:
-            observer.metrics.watch_counters("path", self.path.counters)
-            for worker, instance in zip(self._workers, self.instances, strict=True):
-                programs = instance.executor.programs
-                observer.metrics.watch_worker(
-                    worker.name,
-                    worker.status,
-                    worker.counters,
-                    lambda programs=programs: programs.compilations,
-                )
+        return ClusterPorts(prefill_ports, {DECODE: wrap.decode(DECODE, decode_worker, observer)})
+
+    def _mesh(self, name: str, instance: Instance) -> Executor:
+        """The instance's executor with what records and measures it around."""
+        bare = self._record(name, instance) if self._record else instance.executor
+        self._meshes.append(wrap.mesh(name, bare, self._observer))
+        return self._meshes[-1]
+
+    def _watch(self, observer: Observer) -> None:
+        observer.metrics.watch_counters("path", self.path.counters)
+        for worker, instance in zip(self._workers, self.instances, strict=True):
+            programs = instance.executor.programs
+            observer.metrics.watch_worker(
+                worker.name,
+                worker.status,
+                worker.counters,
+                lambda programs=programs: programs.compilations,
+            )
 
     def describe(self, descriptions: Mapping[str, Description]) -> None:
         """Says what the workers of these names are, before the start, so that the router can

@@ -111,7 +111,7 @@ class Watched:
     def __init__(self, door: Served) -> None:
         self.commands = door.run.recording.decode
         self.heard_at: list[int] = []
-        self._ports = door.run.cluster.path._cluster.decode
+        self._ports = door.run.cluster.path._context.cluster.decode
         self._worker = self._ports["decode-0"]
 
     def __enter__(self) -> "Watched":
