@@ -5,8 +5,8 @@
 
 Weights are loaded over `--devices` local devices (tensor parallel; on CPU that many are made), so
 that a model larger than one device can be converted; the result does not depend on it.
-`--dtype=auto` writes bfloat16 where all tensors are bfloat16, and float32 otherwise, so that
-nothing is lost."""
+`--dtype=auto` writes bfloat16 where all tensors are bfloat16 (but for those that are kept in
+float32 in either type), and float32 otherwise, so that nothing is lost."""
 
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from launch.console import run
 from launch.flags import define
 from models import orbax_checkpoint
 from models.checkpoint import load_config, load_model
+from models.hf_weights import IN_FLOAT32
 from models.safetensors_files import SafetensorsFiles
 
 flags = define(
@@ -40,9 +41,8 @@ def convert(source: Path, destination: Path, dtype: str, devices: int) -> None:
     load_config(source)
     orbax_checkpoint.check_destination(destination)
     if dtype == "auto":
-        dtype = (
-            "bfloat16" if SafetensorsFiles.from_directory(source).kinds() == {"BF16"} else "float32"
-        )
+        kinds = SafetensorsFiles.from_directory(source).kinds(but=IN_FLOAT32)
+        dtype = "bfloat16" if kinds == {"BF16"} else "float32"
     layout = Layout(tp=devices)
     loaded = load_model(source, layout, jax.local_devices()[:devices], dtype=dtype)
     orbax_checkpoint.save(loaded.model, loaded.mesh, layout, source, destination)

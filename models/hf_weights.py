@@ -88,6 +88,8 @@ EXPERTS: dict[str, tuple[str, ...]] = {
         "block_sparse_moe.experts.{expert}.w2.weight",
     ),
 }
+# Kept in float32 whatever the model's type.
+IN_FLOAT32 = LAYER["mlp.correction"]
 # Several parameters in one tensor: queries, keys and values; gate and up.
 FUSED_QKV = "self_attn.qkv_proj.weight"
 FUSED_GATE_UP = ("mlp.gate_up_proj.weight", "shared_mlp.input_linear.weight")

@@ -75,9 +75,10 @@ class SafetensorsFiles:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
-    def kinds(self) -> set[str]:
-        """The stored types, by their names in the format: F32, BF16, ..."""
-        return {tensor.kind for tensor in self._tensors.values()}
+    def kinds(self, *, but: tuple[str, ...] = ()) -> set[str]:
+        """The stored types, by their names in the format: F32, BF16, ... of all tensors but those
+        whose names end so."""
+        return {x.kind for name, x in self._tensors.items() if not (but and name.endswith(but))}
 
     def unreadable(self) -> list[str]:
         """Tensors of a type that `read` does not know, with it."""

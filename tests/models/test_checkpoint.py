@@ -281,11 +281,17 @@ def test_experts_fused_the_other_way_round_are_read_alike(tmp_path: Path) -> Non
 
 
 def test_what_corrects_a_choice_of_experts_stays_in_float32(tmp_path: Path) -> None:
-    model = _load(GOLDEN / "glm4_moe", dtype="bfloat16").model
+    source = Path(shutil.copytree(GOLDEN / "glm4_moe", tmp_path / "source"))
+    tensors = load_file(source / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("correction_bias")]:
+        tensors[name] = np.linspace(0.1, 0.2, tensors[name].size, dtype=np.float32)
+    save_file(tensors, source / "model.safetensors")
+    model = _load(source, dtype="bfloat16").model
     mlp = model.layers[1].mlp
     assert isinstance(mlp, SparseMLP) and mlp.correction is not None
     assert mlp.correction[...].dtype == np.float32 and mlp.router[...].dtype == ml_dtypes.bfloat16
-    convert(GOLDEN / "glm4_moe", tmp_path / "orbax", "bfloat16", 1)
+    np.testing.assert_array_equal(mlp.correction[...], np.linspace(0.1, 0.2, 8, dtype=np.float32))
+    convert(source, tmp_path / "orbax", "auto", 1)
     again = _load(tmp_path / "orbax", dtype="bfloat16").model.layers[1].mlp
     assert isinstance(again, SparseMLP) and again.correction is not None
     np.testing.assert_array_equal(again.correction[...], mlp.correction[...])
