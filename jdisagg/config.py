@@ -26,8 +26,17 @@ class Mode(enum.Enum):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """`directory`: Hugging Face or Orbax form. `context_tokens` caps the model's own limit. `dtype`
-    of weights and KV."""
+    """What is served.
+
+    Args:
+        directory: Hugging Face or Orbax form.
+        dtype: of weights and KV: float32 or bfloat16.
+        context_tokens: caps the model's own limit; None: that limit, or as much of it as one
+            sequence finds memory for (engine/memory_plan.py).
+
+    Raises:
+        ConfigError: naming the field, its value and the rule.
+    """
 
     directory: str = ""
     dtype: str = "float32"
@@ -46,7 +55,9 @@ class InstanceConfig:
 
     codec: how KV that this instance receives travels (transfer/codec.py). chunk_tokens: the largest
     packed prefill chunk per dp rank; smaller power-of-two buckets are made down to
-    `min_chunk_tokens`. pages_per_rank None: enough for `slots_per_rank` sequences of full context.
+    `min_chunk_tokens`. pages_per_rank None: enough for `slots_per_rank` sequences of full context,
+    or as many as memory has room for (engine/memory_plan.py). memory_fraction: of each device's
+    memory, that this instance may take (None: 0.9 of an accelerator's, 0.5 of a host's).
     layer_groups: how many programs a chunk is chained of, each of which gives a block that leaves
     while the next computes; the same on both sides (None: by the model's bytes, engine/limits.py).
     block_bytes: blocks of a short prompt that would have fewer bytes carry several layer groups;
@@ -72,8 +83,11 @@ class InstanceConfig:
     ahead_sequences: int | None = None
     codec: str = "none"
     hardware: str = ""
+    memory_fraction: float | None = None
 
     def __post_init__(self) -> None:
+        if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
+            raise ConfigError(f"memory_fraction must be in (0, 1], got {self.memory_fraction}")
         for name in (
             "page_size",
             "slots_per_rank",

@@ -6,7 +6,7 @@ parameters carry logical axes. All calls work on LOCAL shards inside `shard_map`
 mesh axes), or on whole arrays when `Shards()` has no axes; local sizes are read off the weights.
 Activations are flattened tokens, `x_TD`, replicated over tp."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
         id: int
         platform: str
+        device_kind: str
         process_index: int
+
+        def memory_stats(self) -> Mapping[str, int] | None: ...
 else:
     Device = jax.Device
 

@@ -18,6 +18,7 @@ that follow. --tls_certificate and --tls_key (one pair for all processes, made f
 token files are for every process; KV itself travels unencrypted."""
 
 import asyncio
+import os
 import sys
 import tempfile
 from dataclasses import replace
@@ -29,6 +30,7 @@ from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node.cluster import Cluster
 from jdisagg.node.cluster_log import ClusterLog
 from jdisagg.node.cluster_plan import ClusterConfig, ClusterPlan, plan_cluster
+from jdisagg.node.gpus import gpus_of_host, parse_gpus
 from jdisagg.node.recipes import ClusterShape, load_shape, worker_config
 from jdisagg.service.server import check_address
 from launch.console import run
@@ -40,6 +42,7 @@ from models.hf_config import HfConfig
 
 flags = define(
     *("prefill_workers", "decode_workers", "mixed_workers", "processes_per_instance", "routers"),
+    *("gpus", "gpus_per_worker"),
     *ENGINE,
     *SERVICE,
     *("canary_seconds", "elastic", "decision_log", "record", "cluster_log_dir", "table"),
@@ -82,6 +85,8 @@ def cluster_config() -> ClusterConfig:
         observe_config(flags),
         flags.record,
         flags.decision_log,
+        gpus_of_host(os.environ) if flags.gpus is None else parse_gpus("gpus", flags.gpus),
+        flags.gpus_per_worker,
     )
 
 

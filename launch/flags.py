@@ -36,7 +36,8 @@ SERVICE = (
 )  # fmt: skip
 ENGINE = (
     "config", "model", "mode", "dtype", "prefill", "decode", "slots_per_rank", "chunk_tokens",
-    "page_size", "codec", "hardware", "compilation_cache", "set",
+    "page_size", "pages_per_rank", "context_tokens", "memory_fraction", "codec", "hardware",
+    "compilation_cache", "set",
 )  # fmt: skip
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos", "chat")
 
@@ -80,7 +81,10 @@ FLAGS: dict[str, Spec] = {
     ),
     "mode": _one_of(MODES, None, "Two meshes, or one. Default: the recipe's."),
     "dtype": _one_of(
-        DTYPES, None, "Type of weights and KV. Default: --model's own, or the recipe's."
+        [*DTYPES, "auto"],
+        None,
+        "Type of weights and KV; auto: the checkpoint's own. Default: --model's own, or the"
+        " recipe's.",
     ),
     "prefill": _text(None, "Layout of a prefill mesh, such as dp=1,tp=2."),
     "decode": _text(None, "Layout of a decode mesh, or of the one mesh."),
@@ -88,6 +92,15 @@ FLAGS: dict[str, Spec] = {
     "slots_per_rank": _count(None, "Sequences that decode at once, per dp rank."),
     "chunk_tokens": _count(None, "Tokens of a prefill chunk, a multiple of 16."),
     "page_size": _count(None, "Tokens of a KV page."),
+    "pages_per_rank": _count(
+        None, "KV pages of a dp rank. Default: for all slots, or what memory has room for.", least=1
+    ),
+    "context_tokens": _count(
+        None, "Longest prompt and answer. Default: the model's own, or what memory has room for."
+    ),
+    "memory_fraction": _real(
+        None, "Of a device's memory, for a mesh. Default: 0.9 of an accelerator's, 0.5 of a host's."
+    ),
     "codec": _one_of(CODECS, None, "How KV travels."),
     "hardware": _text(
         None, "What the devices are: h100, ... or a file of launch.measure_costs; for predictions."
@@ -107,6 +120,10 @@ FLAGS: dict[str, Spec] = {
         None, "Workers that do both on one mesh of --decode's layout; instead of the two others."
     ),
     "processes_per_instance": _count(1, "Processes that one worker's mesh is spread over."),
+    "gpus": _text(
+        None, "GPUs to use, such as 0-3,6; 0,0: two workers share one. Default: all of the host."
+    ),
+    "gpus_per_worker": _count(None, "GPUs of each process. Default: as its layout needs.", least=1),
     "routers": _count(
         1, "Routers over the same workers, on ports that follow each other.", least=1
     ),

@@ -18,14 +18,13 @@ from typing import cast
 from jdisagg.config import EngineConfig, Mode
 from jdisagg.dispatch.frontend import SamplingOptions
 from jdisagg.errors import ConfigError
-from jdisagg.node.deployment import prepare_runtime
+from jdisagg.node.deployment import devices_of, prepare_runtime
 from jdisagg.node.prompts import PromptRun
 from jdisagg.node.signals import end_at_once
 from jdisagg.request import StreamEvent
 from launch.console import run
 from launch.flags import ENGINE, SAMPLING, define
 from launch.model import deployment as deployment_of
-from launch.serve import devices_of
 from launch.settings import engine_config
 
 REHEARSAL_TOKENS = 4
@@ -45,7 +44,8 @@ def main() -> None:
     end_at_once()  # also while it compiles
     prompts = _prompts()
     config = replace(engine_config(flags), warm_up=False)  # a few programs of the many are needed
-    prepare_runtime(flags.devices or devices_of(config), config.compilation_cache)
+    devices = flags.devices or devices_of(config)
+    prepare_runtime(devices, config.compilation_cache, flags.memory_fraction)
     asyncio.run(_generate(config, prompts))
 
 
@@ -70,7 +70,7 @@ async def _generate(config: EngineConfig, prompts: list[str]) -> None:
     meshes = f"{prefill}decode {config.decode.layout}"
     began = time.monotonic()
     _say(f"loading {Path(config.model.directory).name} ({meshes})")
-    deployment = deployment_of(config, record_to=flags.record)
+    deployment = deployment_of(config, record_to=flags.record, tell=_say)
     names = ("temperature", "top_k", "top_p", "seed", "ignore_eos")
     options = cast(SamplingOptions, {name: getattr(flags, name) for name in names})
     several = PromptRun(deployment, flags.chat, **options)

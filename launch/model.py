@@ -1,6 +1,7 @@
 """Checkpoints of `models/`, as the processes of `jdisagg.node` take them."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jdisagg.config import EngineConfig
@@ -15,6 +16,8 @@ from launch.shipped import SHIPPED_MODEL
 from models.checkpoint import LoadedModel, load_config, load_model
 from models.relayout import relayout
 from models.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 
 def loader(directory: str, dtype: str) -> LoadModel:
@@ -40,12 +43,14 @@ def deployment(
     observer: Observer | None = None,
     record_to: str = "",
     events: RouterEvents = NO_ROUTER_EVENTS,
+    tell: Callable[[str], None] = _log.info,
 ) -> Deployment:
-    """An embedded cluster of the configuration's model, or of the shipped one."""
+    """An embedded cluster of the configuration's model, or of the shipped one. `tell`: as
+    `Deployment`'s."""
     directory = config.model.directory or SHIPPED_MODEL
     source = model_source(directory, config.model.dtype)
     tokenizer = Tokenizer.from_directory(directory)
-    return Deployment(config, source, tokenizer, observer, record_to, events)
+    return Deployment(config, source, tokenizer, observer, record_to, events, tell)
 
 
 def _relayout(loaded: Loaded, layout: Layout, devices: Sequence[Device]) -> Loaded:

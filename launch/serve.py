@@ -16,10 +16,10 @@ import os
 import sys
 
 from jdisagg.address import host_port
-from jdisagg.config import EngineConfig, Mode
+from jdisagg.config import EngineConfig
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS
 from jdisagg.errors import UnavailableError
-from jdisagg.node.deployment import prepare_runtime
+from jdisagg.node.deployment import devices_of, prepare_runtime
 from jdisagg.node.serving import serve_until_signalled
 from jdisagg.node.signals import end_at_once
 from jdisagg.observe import wrap
@@ -40,7 +40,8 @@ def main() -> None:
     end_at_once()
     config = engine_config(flags)
     check_address(config.service)
-    prepare_runtime(flags.devices or devices_of(config), config.compilation_cache)
+    devices = flags.devices or devices_of(config)
+    prepare_runtime(devices, config.compilation_cache, flags.memory_fraction)
     observe = observe_config(flags)
     start_logging(observe.log_format, "serve")
     log = DecisionLog(flags.decision_log) if flags.decision_log else contextlib.nullcontext()
@@ -49,12 +50,6 @@ def main() -> None:
     if broken is not None:
         print(f"error: {broken.message}", file=sys.stderr, flush=True)
         os._exit(EXIT_BROKEN)  # JAX's own end would wait for programs that may never end
-
-
-def devices_of(config: EngineConfig) -> int:
-    """As many as the layouts need."""
-    two = config.mode is Mode.DISAGGREGATED
-    return config.decode.layout.devices + (config.prefill.layout.devices if two else 0)
 
 
 async def _serve(

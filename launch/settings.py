@@ -10,12 +10,17 @@ from jdisagg.observe.process import ObserveConfig
 from jdisagg.router.elastic import ElasticConfig
 from jdisagg.service.connection import Credentials
 from launch.flags import SERVICE, Given
+from launch.shipped import SHIPPED_MODEL
 from models.model_folder import stored_dtype
 
-_BOTH = ("slots_per_rank", "chunk_tokens", "page_size", "codec", "hardware")
+_BOTH = (
+    "slots_per_rank", "chunk_tokens", "page_size", "pages_per_rank", "codec", "hardware",
+    "memory_fraction",
+)  # fmt: skip
 _FIELDS = {
     "model": "model.directory",
     "dtype": "model.dtype",
+    "context_tokens": "model.context_tokens",
     "mode": "mode",
     "prefill": "prefill.layout",
     "decode": "decode.layout",
@@ -28,14 +33,17 @@ _FILES = ("tls_certificate", "tls_key", "tls_client_ca", "token_file", "cluster_
 def engine_config(given: Given) -> EngineConfig:
     """The recipe of --config with the flags that were given and --set. `elastic.` of --set is left
     to `elastic_config`. The type of a --model is the one of its config.json where neither --dtype
-    nor --set names another. Raises ConfigError, LayoutError, CheckpointError."""
+    nor --set names another, and of any model with --dtype=auto. Raises ConfigError, LayoutError,
+    CheckpointError."""
     recipe = load_recipe(given.config)
     changes: list[str] = []
+    stated = given.present("dtype") and given.dtype != "auto"
+    if not stated and (given.present("model") or given.present("dtype")):
+        directory = given.model or recipe.model.directory or SHIPPED_MODEL
+        changes.append(f"model.dtype={stored_dtype(Path(directory).expanduser())}")
     for name, value in given.given().items():
         text = str(Path(str(value)).expanduser()) if value and name in _FILES else value
-        if name == "model" and not given.present("dtype"):
-            changes.append(f"model.dtype={stored_dtype(Path(str(value)).expanduser())}")
-        if name in _FIELDS:
+        if name in _FIELDS and value != "auto":
             changes.append(f"{_FIELDS[name]}={text}")
         elif name in _BOTH:
             changes += [f"{side}.{name}={value}" for side in ("prefill", "decode")]

@@ -29,6 +29,7 @@ from jdisagg.instance.processes import ProcessGroup
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node.deployment import prepare_runtime
+from jdisagg.node.gpus import VISIBLE, parse_gpus
 from jdisagg.node.recipes import worker_config
 from jdisagg.node.run_files import ProcessPlace, WorkerProcessConfig, read_config
 from jdisagg.node.signals import end_at_once
@@ -44,13 +45,12 @@ from launch.model import model_source
 from launch.settings import engine_config, observe_config
 from launch.shipped import SHIPPED_MODEL
 
-REFUSED = EXIT_CONFIG
 flags = define(
     *("role", "layout", "router", "name"),
     *(name for name in ENGINE if name not in ("prefill", "decode")),
     *SERVICE,
-    *("devices", "place", "num_processes", "process_id", "coordinator", "record", "config_file"),
-    *OBSERVE,
+    *("devices", "gpus", "place", "num_processes", "process_id", "coordinator", "record"),
+    *("config_file", *OBSERVE),
     port=0,
 )
 
@@ -61,7 +61,10 @@ def main() -> None:
         file = flags.config_file
         config = read_config(file, WorkerProcessConfig) if file else _of_flags()
         check_address(config.worker.service)
-        prepare_runtime(config.devices, config.worker.compilation_cache)
+        if flags.gpus is not None:
+            os.environ[VISIBLE] = ",".join(map(str, parse_gpus("gpus", flags.gpus)))
+        fraction = config.worker.instance.memory_fraction
+        prepare_runtime(config.devices, config.worker.compilation_cache, fraction)
         hand_over_quickly()
         group = join(config.process)
         start_logging(config.observe.log_format, config.name)
@@ -71,8 +74,8 @@ def main() -> None:
     except JdisaggError as error:
         print(f"error: {error.message}", file=sys.stderr, flush=True)
         status = EXIT_BROKEN if isinstance(error, UnavailableError) else EXIT_CONFIG
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
     # JAX's own end waits for programs and transfers that no one needs any more.
     os._exit(status)
 
@@ -90,10 +93,8 @@ def _of_flags() -> WorkerProcessConfig:
         raise ConfigError("--role is not given; give --role=prefill, decode or mixed")
     role, routers = WorkerRole(flags.role), tuple(text for text in flags.router if text.strip())
     if not routers:
-        raise ConfigError(
-            f"--router is not given: nobody would find this {role.value} worker; name its routers,"
-            " --router=host:port"
-        )
+        gone = f"--router is not given: nobody would find this {role.value} worker"
+        raise ConfigError(f"{gone}; name its routers, --router=host:port")
     worker = worker_config(engine_config(flags), role)
     layout = Layout.parse(flags.layout) if flags.layout else worker.instance.layout
     port = worker.service.port if flags.present("port") else 0
@@ -117,4 +118,4 @@ def _of_flags() -> WorkerProcessConfig:
 
 
 if __name__ == "__main__":
-    run(main, flags, refused=REFUSED)
+    run(main, flags, refused=EXIT_CONFIG)

@@ -38,11 +38,7 @@ def mesh_limits(
     token than several of 512."""
     pages_per_sequence = -(-context_tokens // instance.page_size)
     pages = instance.pages_per_rank or instance.slots_per_rank * pages_per_sequence
-    largest = instance.chunk_tokens
-    if mode is Mode.UNIFIED:
-        largest = max(
-            instance.min_chunk_tokens, min(_power_of_two(context_tokens), LARGEST_WHOLE_PREFILL)
-        )
+    largest = largest_chunk(instance, mode, context_tokens)
     if largest % GRANULE_TOKENS:
         raise ConfigError(
             f"chunk_tokens={largest} must be a multiple of {GRANULE_TOKENS}, the smallest block"
@@ -81,6 +77,13 @@ def mesh_limits(
         block_cost_tokens=BLOCK_COST_BYTES / spec.bytes_per_token,
         pack_tokens=min(instance.chunk_tokens, largest) if mode is Mode.UNIFIED else None,
     )
+
+
+def largest_chunk(instance: InstanceConfig, mode: Mode, context_tokens: int) -> int:
+    """Tokens of the longest chunk of one dp rank."""
+    if mode is not Mode.UNIFIED:
+        return instance.chunk_tokens
+    return max(instance.min_chunk_tokens, min(_power_of_two(context_tokens), LARGEST_WHOLE_PREFILL))
 
 
 def groups_of_layers(spec: KVSpec, asked: int | None) -> int:

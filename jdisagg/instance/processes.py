@@ -6,6 +6,7 @@ Open MPI are detected by JAX when no flags are given. Must run before the first 
 
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -58,10 +59,14 @@ class ProcessGroup:
 
 
 def join_instance(
-    coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    local_device_ids: Sequence[int] | None = None,
 ) -> ProcessGroup:
     """Joins this process to its instance's JAX job. `coordinator` is process 0's host:port; all
-    None: as the cluster's scheduler says.
+    None: as the cluster's scheduler says. `local_device_ids`: which of the devices that it sees are
+    its own; None: all, but under Slurm and Open MPI one.
 
     Raises `ConfigError` where the processes do not find each other within START_SECONDS."""
     given = [value is not None for value in (coordinator, num_processes, process_id)]
@@ -80,6 +85,7 @@ def join_instance(
             coordinator,
             num_processes,
             process_id,
+            local_device_ids,
             initialization_timeout=START_SECONDS,
             heartbeat_timeout_seconds=JOB_HEARTBEAT_SECONDS,
             shutdown_timeout_seconds=SHUTDOWN_SECONDS,

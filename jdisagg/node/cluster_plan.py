@@ -5,10 +5,11 @@ Every process keeps its port for life, so that one that is restarted is found wh
 instance's coordinator listens elsewhere at each start, for its old port may still be settling."""
 
 import errno
+import os
 import random
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from jdisagg.config import EngineConfig
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.node.gpus import DEVICE_FRACTION, assign_gpus, gpu_environment
 from jdisagg.node.recipes import ClusterShape, worker_config
 from jdisagg.node.router import RouterConfig
 from jdisagg.node.run_files import (
@@ -37,7 +39,9 @@ _DRAWN = range(20000, 32768)
 class ClusterConfig:
     """A whole cluster. `model`: the directory that all processes serve. `observe.metrics_port`: the
     first router's; the workers' follow it; 0: none. `changes_roles`: the first router lets workers
-    change their roles. `processes`: of each worker."""
+    change their roles. `processes`: of each worker. `gpus`: those that the workers' processes are
+    given, in order, `gpus_per_process` each (None: as the layouts need); none: nobody is told which
+    devices it may use."""
 
     engine: EngineConfig
     shape: ClusterShape
@@ -50,6 +54,8 @@ class ClusterConfig:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     record_to: str = ""
     decision_log: str = ""
+    gpus: tuple[int, ...] = ()
+    gpus_per_process: int | None = None
 
     def __post_init__(self) -> None:
         if self.changes_roles and self.processes > 1:
@@ -69,15 +75,23 @@ class InstancePlan:
     layout: Layout
     ports: tuple[int, ...]
 
+    @property
+    def process_names(self) -> tuple[str, ...]:
+        if len(self.ports) == 1:
+            return (self.name,)
+        return tuple(f"{self.name}.{index}" for index in range(len(self.ports)))
+
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """`ports`: the routers'. `folder`: where the processes' files go at each start."""
+    """`ports`: the routers'. `folder`: where the processes' files go at each start. `gpus`: which
+    each process may use, by name; one that is not in it may use all."""
 
     config: ClusterConfig
     ports: tuple[int, ...]
     instances: tuple[InstancePlan, ...]
     folder: Path
+    gpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def host(self) -> str:
@@ -146,26 +160,14 @@ class ClusterPlan:
                     instance=replace(made.instance, layout=instance.layout),
                     service=replace(made.service, port=port),
                 ),
-                self._devices(instance),
+                devices_of_process(instance, self.instances),
                 f"/{socket.gethostname()}",
                 ProcessPlace(index, count, coordinator),
                 replace(config.observe, metrics_port=metrics_port),
                 config.record_to,
+                len(self.instances),
             )
             for index, port in enumerate(instance.ports)
-        )
-
-    def _devices(self, instance: InstancePlan) -> int:
-        """Of each of its processes. One that is alone may change its role: it has as many as the
-        other role's layout wants."""
-        alone = len(instance.ports) == 1 and instance.role is not WorkerRole.MIXED
-        layouts = [
-            other.layout for other in self.instances if alone and other.role is not WorkerRole.MIXED
-        ]
-        return max(
-            instance.layout.devices // len(instance.ports),
-            *(layout.devices for layout in layouts),
-            1,
         )
 
     def _router(self, name: str, index: int) -> Command:
@@ -173,12 +175,9 @@ class ClusterPlan:
 
     def _commands(self, instance: InstancePlan) -> Sequence[Command]:
         configs = self.worker_configs(instance)
-        names = [f"{instance.name}.{index}" for index in range(len(configs))]
         return tuple(
             self._command(name, "worker", config)
-            for name, config in zip(
-                names if len(configs) > 1 else [instance.name], configs, strict=True
-            )
+            for name, config in zip(instance.process_names, configs, strict=True)
         )
 
     def _command(
@@ -186,9 +185,14 @@ class ClusterPlan:
     ) -> Command:
         path = self.folder / f"{name}.json"
         write_config(path, config)
-        return Command(
-            name, (sys.executable, "-u", "-m", "jdisagg", command, f"--config_file={path}")
+        arguments = (sys.executable, "-u", "-m", "jdisagg", command, f"--config_file={path}")
+        if name not in self.gpus:
+            return Command(name, arguments)
+        fraction = (
+            config.worker.instance.memory_fraction if isinstance(config, WorkerProcessConfig) else 0
         )
+        told = gpu_environment(self.gpus[name], fraction or DEVICE_FRACTION, self.config.gpus)
+        return Command(name, arguments, {**os.environ, **told})
 
 
 def plan_cluster(config: ClusterConfig, folder: Path) -> ClusterPlan:
@@ -209,7 +213,38 @@ def plan_cluster(config: ClusterConfig, folder: Path) -> ClusterPlan:
         for role, (count, layout) in layouts.items()
         for instance in plan_instances(role, count, layout, config.processes, service.host)
     ]
-    return ClusterPlan(config, tuple(ports), tuple(instances), folder)
+    gpus: dict[str, tuple[int, ...]] = {}
+    if config.gpus or config.gpus_per_process:
+        names = [name for instance in instances for name in instance.process_names]
+        needs = [
+            _gpus_of_process(instance, instances, config.gpus_per_process)
+            for instance in instances
+            for _ in instance.ports
+        ]
+        gpus = assign_gpus(names, needs, config.gpus)
+    return ClusterPlan(config, tuple(ports), tuple(instances), folder, gpus)
+
+
+def devices_of_process(instance: InstancePlan, instances: Sequence[InstancePlan]) -> int:
+    """How many each of the instance's processes has. One that is alone may change its role: it has
+    as many as the other role's layout wants."""
+    alone = len(instance.ports) == 1 and instance.role is not WorkerRole.MIXED
+    layouts = [other.layout for other in instances if alone and other.role is not WorkerRole.MIXED]
+    return max(
+        instance.layout.devices // len(instance.ports), *(layout.devices for layout in layouts), 1
+    )
+
+
+def _gpus_of_process(
+    instance: InstancePlan, instances: Sequence[InstancePlan], asked: int | None
+) -> int:
+    needed = instance.layout.devices // len(instance.ports)
+    if asked is not None and asked < needed:
+        raise ConfigError(
+            f"--gpus_per_worker={asked}: {instance.name} ({instance.layout}) needs {needed} a"
+            " process; give more, or choose a smaller layout"
+        )
+    return asked or devices_of_process(instance, instances)
 
 
 def plan_instances(

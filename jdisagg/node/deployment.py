@@ -18,10 +18,12 @@ from jdisagg.engine.compilation import use_compilation_cache
 from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster
 from jdisagg.engine.host_settings import keep_freed_memory
 from jdisagg.engine.instance import Loaded, LoadModel
+from jdisagg.engine.memory_plan import device_memory, fit_engine
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Device
 from jdisagg.node.fingerprint import model_fingerprint
+from jdisagg.node.gpus import DEVICE_FRACTION, set_memory_fraction
 from jdisagg.node.hardware_files import find_accelerator
 from jdisagg.node.recording import embedded_recorder
 from jdisagg.node.warm_up import WarmedBefore, progress_bar
@@ -47,11 +49,15 @@ class ModelSource:
     relayout: Relayout
 
 
-def prepare_runtime(cpu_devices: int, compilation_cache: str) -> None:
-    """Settings that must precede the first use of a device. On CPU: so many virtual devices. Raises
-    ConfigError where it comes too late."""
+def prepare_runtime(
+    cpu_devices: int, compilation_cache: str, memory_fraction: float | None = None
+) -> None:
+    """Settings that must precede the first use of a device. On CPU: so many virtual devices; on a
+    GPU: what part of its memory XLA takes (None: 0.9). Raises ConfigError where it comes too
+    late."""
     if cpu_devices < 1:
         raise ConfigError(f"devices must be at least 1, got {cpu_devices}")
+    set_memory_fraction(memory_fraction or DEVICE_FRACTION)
     # absl lets INFO through: which plugins are not installed, what Orbax is about to read.
     absl_logging.set_verbosity(absl_logging.WARNING)
     logging.getLogger("jax").setLevel(logging.WARNING)
@@ -73,6 +79,12 @@ def prepare_runtime(cpu_devices: int, compilation_cache: str) -> None:
     use_compilation_cache(compilation_cache)
 
 
+def devices_of(config: EngineConfig) -> int:
+    """As many as the layouts need."""
+    two = config.mode is Mode.DISAGGREGATED
+    return config.decode.layout.devices + (config.prefill.layout.devices if two else 0)
+
+
 def _descriptions(config: EngineConfig, geometry: CostGeometry) -> dict[str, Description]:
     """What the router of an embedded cluster should know of its two workers: one process, and how
     fast, where the recipe says on what."""
@@ -90,7 +102,8 @@ def _descriptions(config: EngineConfig, geometry: CostGeometry) -> dict[str, Des
 
 class Deployment:
     """An embedded cluster, its tokenizer and its front. `record_to`: a folder for its recordings,
-    where not empty."""
+    where not empty. `tell` gets a line for each mesh, of what it will take of its devices' memory,
+    before anything is allocated. Raises ConfigError where that is more than there is."""
 
     def __init__(
         self,
@@ -100,12 +113,21 @@ class Deployment:
         observer: Observer | None = None,
         record_to: str = "",
         events: RouterEvents = NO_ROUTER_EVENTS,
+        tell: Callable[[str], None] = _log.info,
     ) -> None:
+        devices = jax.devices()
+        fraction = max(
+            (side.memory_fraction or 0.0 for side in (config.prefill, config.decode)), default=0.0
+        )
+        memory = device_memory(devices[: devices_of(config)], fraction or None)
+        config, plans = fit_engine(config, model.geometry, memory)
+        for plan in plans:
+            tell(str(plan))
         self.config = config
         self.tokenizer = tokenizer
         record = embedded_recorder(record_to, model.directory, config.model.dtype)
         self.cluster = EmbeddedCluster(
-            config, model.load, tokenizer, jax.devices(), observer, record, events
+            config, model.load, tokenizer, devices, observer, record, events
         )
         self.cluster.describe(_descriptions(config, model.geometry))
         info = ModelInfo(

@@ -27,7 +27,8 @@ class ProcessPlace:
 
 @dataclass(frozen=True)
 class WorkerProcessConfig:
-    """A worker process. `devices`: virtual devices on CPU. `place`: as in its card."""
+    """A worker process. `devices`: virtual devices on CPU. `place`: as in its card. `sharers`: of
+    the host's memory, this worker among them."""
 
     name: str
     role: WorkerRole
@@ -38,6 +39,7 @@ class WorkerProcessConfig:
     process: ProcessPlace = field(default_factory=ProcessPlace)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     record_to: str = ""
+    sharers: int = 1
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from jdisagg.engine.instance import (
     warm_up,
     worker_mode,
 )
+from jdisagg.engine.memory_plan import device_memory, fit_worker
 from jdisagg.errors import HandoffError, JdisaggError, UnavailableError
 from jdisagg.executor.programs import Programs
 from jdisagg.ids import random_id
@@ -86,6 +87,7 @@ class WorkerSpec:
     place: str = ""
     geometry: CostGeometry | None = None
     hardware: Accelerator | None = None
+    sharers: int = 1
 
 
 def worker_spec(config: WorkerProcessConfig, source: ModelSource) -> WorkerSpec:
@@ -102,6 +104,7 @@ def worker_spec(config: WorkerProcessConfig, source: ModelSource) -> WorkerSpec:
         place=config.place,
         geometry=source.geometry,
         hardware=find_accelerator(hardware) if hardware else None,
+        sharers=config.sharers,
     )
 
 
@@ -158,13 +161,25 @@ class WorkerRuntime:
     def _build(self, load: LoadModel, channel: JaxTransferChannel, end: KvEnd) -> Instance:
         state, plane = self._state, KvPlane((end,), TRANSPORTS)
         instance = build_worker_instance(
-            state.spec.name, state.spec.role, state.config, load, state.devices, channel, plane
+            state.spec.name, state.spec.role, self._fitted(), load, state.devices, channel, plane
         )
         state.loaded = instance.loaded
         if state.roles.now in state.programs:
             instance.executor.programs.adopt(state.programs[state.roles.now])
         state.roles.built()
         return instance
+
+    def _fitted(self) -> WorkerConfig:
+        """With pages and context as memory has room for. Raises ConfigError."""
+        spec, config = self._state.spec, self._state.config
+        if spec.geometry is None:
+            return config
+        devices = self._state.devices[: config.instance.layout.devices]
+        memory = device_memory(devices, config.instance.memory_fraction, spec.sharers)
+        config, plan = fit_worker(config, spec.role, spec.geometry, memory)
+        if self._state.group.leads:
+            print(f"worker {spec.name}: {plan}", flush=True)
+        return config
 
     async def _following(self, instance: Instance, end: KvEnd) -> int:
         group, service = self._state.group, self._service

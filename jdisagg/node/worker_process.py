@@ -10,6 +10,7 @@ what it was; when that fails too, the process ends, and whoever supervises it st
 
 import asyncio
 import gc
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Device
 from jdisagg.node.cluster_plan import free_ports
 from jdisagg.node.deployment import Relayout
+from jdisagg.node.gpus import gpus_of_host, local_devices
 from jdisagg.node.role_state import Role, RoleState, fixed_because
 from jdisagg.node.run_files import ProcessPlace
 from jdisagg.node.signals import StopSignals
@@ -36,7 +38,8 @@ def join(place: ProcessPlace) -> ProcessGroup:
     if place.count == 1:
         return ProcessGroup(0, 1)
     if not place.count:
-        return join_instance()
+        gpus = len(gpus_of_host(os.environ))
+        return join_instance(local_device_ids=local_devices(os.environ, gpus))
     return join_instance(place.coordinator, place.count, place.index)
 
 

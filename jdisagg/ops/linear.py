@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+_UPCASTS = jax.__version_info__ < (0, 12)
+
 
 def kernel_is_transposed(platform: str, dtype: str) -> bool:
     """Whether kernels are kept as [out, in] on this platform."""
@@ -42,12 +44,17 @@ def _product(
 
 
 def _bfloat16_on_cpu(x_TD: jax.Array, kernel: jax.Array, transposed: bool) -> jax.Array:
-    """The product rounded to bfloat16, logits included, as transformers and vLLM compute them:
-    asked for float32, XLA:CPU takes twice as long ([32, 768] x [768, 32000]: 6.8 against 3.5 ms).
+    """The product rounded to bfloat16, logits included, as transformers and vLLM compute them.
+
+    From JAX 0.12 on it is asked for as bfloat16: asked for float32, XLA:CPU takes twice as long
+    ([32, 768] x [768, 32000]: 6.8 against 3.5 ms). Before, asked for bfloat16, XLA:CPU makes
+    float32 copies of all weights of a program before it begins (twice their bytes) and is 2 to 11
+    times slower ([2, 2048] x [2048, 2048]: 25 against 2.3 ms); there it is asked for float32.
 
     One row falls off a cliff (46 ms against 5 ms for that kernel), and so would a doubled row that
     XLA can see through: hence two rows behind a barrier."""
+    wanted = jnp.dtype(jnp.float32) if _UPCASTS else None
     if x_TD.shape[0] > 1:
-        return _product(x_TD, kernel, transposed, None)
+        return _product(x_TD, kernel, transposed, wanted).astype(x_TD.dtype)
     two_rows = lax.optimization_barrier(jnp.concatenate((x_TD, x_TD)))
-    return _product(two_rows, kernel, transposed, None)[:1]
+    return _product(two_rows, kernel, transposed, wanted).astype(x_TD.dtype)[:1]

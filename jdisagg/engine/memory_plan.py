@@ -1,0 +1,219 @@
+"""What an instance takes of each device's memory, worked out before anything is allocated: weights,
+activations, staged KV, and the pages that fit beside them.
+
+`fit_instance` makes a configuration concrete: pages for `slots_per_rank` sequences of full context,
+or as many as there is room for; a context that the user did not ask for is cut to what one sequence
+can have. What does not fit is refused with the sum. Pure, but for `device_memory`."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig, WorkerConfig
+from jdisagg.costs.cost_model import CostModel
+from jdisagg.costs.hardware import accelerator
+from jdisagg.costs.model_geometry import CostGeometry, LatentAttention, dtype_bytes
+from jdisagg.engine.limits import SAMPLES_PER_CHUNK, largest_chunk
+from jdisagg.errors import ConfigError
+from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.model_api import Device
+
+# Of a host's memory, where the configuration does not say: the rest is for what XLA loses to
+# fragments, for Python, and for whatever else runs there.
+HOST_FRACTION = 0.5
+# KV that has been computed and not yet fetched, or fetched and not yet inserted, in chunks.
+STAGED_CHUNKS = 4
+LEAST_CONTEXT = 256
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """`bytes` of one device that an instance may take; `what` says of what they are a part."""
+
+    bytes: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes of one device of an instance, and what its pages hold."""
+
+    instance: str
+    weights: int
+    activations: int
+    staged: int
+    pages: int
+    tokens_per_rank: int
+    context_tokens: int
+    memory: DeviceMemory
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.activations + self.staged + self.pages
+
+    def __str__(self) -> str:
+        return (
+            f"{self.instance}, each device: {_gigabytes(self.weights)} of weights,"
+            f" {_gigabytes(self.activations)} for activations, {_gigabytes(self.staged)} of KV on"
+            f" its way, {_gigabytes(self.pages)} of KV pages ({self.tokens_per_rank:,} tokens a"
+            f" rank); {_gigabytes(self.total)} of {_gigabytes(self.memory.bytes)}"
+            f" ({self.memory.what}); context {self.context_tokens:,} tokens"
+        )
+
+
+def fit_engine(
+    config: EngineConfig, geometry: CostGeometry, memory: DeviceMemory
+) -> tuple[EngineConfig, tuple[MemoryPlan, ...]]:
+    """An embedded cluster whose meshes' devices have `memory` each. Raises ConfigError."""
+    two = config.mode is Mode.DISAGGREGATED
+    roles = {"prefill": WorkerRole.PREFILL, "decode": WorkerRole.DECODE}
+    if not two:
+        roles = {"decode": WorkerRole.MIXED}
+    made: dict[str, InstanceConfig] = {}
+    plans: list[MemoryPlan] = []
+    model = config.model
+    for name, role in roles.items():
+        made[name], plan = fit_instance(
+            getattr(config, name), role, config.mode, model, geometry, memory
+        )
+        plans.append(plan)
+    context = min(plan.context_tokens for plan in plans)
+    return (
+        replace(config, model=replace(model, context_tokens=context), **made),  # type: ignore[arg-type]
+        tuple(plans),
+    )
+
+
+def fit_worker(
+    config: WorkerConfig, role: WorkerRole, geometry: CostGeometry, memory: DeviceMemory
+) -> tuple[WorkerConfig, MemoryPlan]:
+    """A worker of one role. Raises ConfigError."""
+    mode = config.mode if role is WorkerRole.MIXED else Mode.DISAGGREGATED
+    instance, plan = fit_instance(config.instance, role, mode, config.model, geometry, memory)
+    model = replace(config.model, context_tokens=plan.context_tokens)
+    return replace(config, model=model, instance=instance), plan
+
+
+def fit_instance(
+    instance: InstanceConfig,
+    role: WorkerRole,
+    mode: Mode,
+    model: ModelConfig,
+    geometry: CostGeometry,
+    memory: DeviceMemory,
+) -> tuple[InstanceConfig, MemoryPlan]:
+    """The instance with `pages_per_rank` stated, and what it takes.
+
+    Raises:
+        ConfigError: weights, activations, staging and the pages asked for (or those of one
+            sequence, where none were) exceed the memory; the message has the sum.
+    """
+    context = min(model.context_tokens or geometry.context_tokens, geometry.context_tokens)
+    weights, token_bytes = bytes_per_device(geometry, instance, model.dtype)
+    chunk = largest_chunk(instance, mode, context)
+    plan = MemoryPlan(
+        f"{role.value} ({instance.layout})",
+        weights,
+        _activations(geometry, instance, role, chunk, model.dtype),
+        0 if role is WorkerRole.MIXED else STAGED_CHUNKS * chunk * token_bytes,
+        0,
+        0,
+        context,
+        memory,
+    )
+    page_bytes = instance.page_size * token_bytes
+    room = max(0, (memory.bytes - plan.total) // page_bytes)
+    a_sequence = -(-context // instance.page_size)
+    pages = instance.pages_per_rank or min(room, instance.slots_per_rank * a_sequence)
+    if not model.context_tokens and pages < a_sequence:
+        context = pages * instance.page_size
+        a_sequence = pages
+    needed = instance.pages_per_rank or max(a_sequence, 1)
+    if needed > room or context < min(LEAST_CONTEXT, geometry.context_tokens):
+        least = max(needed, -(-LEAST_CONTEXT // instance.page_size))
+        raise ConfigError(_refusal(geometry.name, replace(plan, pages=least * page_bytes)))
+    plan = replace(
+        plan,
+        pages=pages * page_bytes,
+        tokens_per_rank=pages * instance.page_size,
+        context_tokens=context,
+    )
+    return replace(instance, pages_per_rank=pages), plan
+
+
+def bytes_per_device(
+    geometry: CostGeometry, instance: InstanceConfig, dtype: str
+) -> tuple[int, int]:
+    """(weights, KV of one token of a sequence) on one device."""
+    # What the accelerator is does not matter to what lies on it.
+    costs = CostModel(geometry, accelerator("h100"), instance.layout, dtype=dtype)
+    attention = geometry.attention
+    shards = (
+        1 if isinstance(attention, LatentAttention) else min(instance.layout.tp, attention.kv_heads)
+    )
+    return int(costs.weight_bytes_per_device), geometry.kv_bytes_per_token(dtype) // shards
+
+
+def device_memory(
+    devices: Sequence[Device], fraction: float | None, sharers: int = 1
+) -> DeviceMemory:
+    """What each of `devices` has for an instance: of an accelerator what XLA may take (which
+    `prepare_runtime` bounds by `fraction`), of a host its memory by `fraction`, in equal parts for
+    all virtual devices of `sharers` processes."""
+    stats = [device.memory_stats() or {} for device in devices if device.platform != "cpu"]
+    if stats:
+        least = min(int(found.get("bytes_limit", 0)) for found in stats)
+        if least:
+            return DeviceMemory(least, f"what XLA may take of a {devices[0].device_kind}")
+    part = HOST_FRACTION if fraction is None else fraction
+    whole, count = host_memory(), len(devices) * sharers
+    shared = f" over {count} devices" if count > 1 else ""
+    return DeviceMemory(int(whole * part) // count, f"{part:g} of {_gigabytes(whole)}{shared}")
+
+
+def host_memory() -> int:
+    """Bytes of this machine, or of the container that this process lives in."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(whole, int(_CGROUP.read_text()))
+    except (OSError, ValueError):
+        return whole
+
+
+def _activations(
+    geometry: CostGeometry, instance: InstanceConfig, role: WorkerRole, chunk: int, dtype: str
+) -> int:
+    """An estimate from above of what the largest program holds beside its arguments: the residual
+    stream, one layer's inner activations, and float32 logits three times over."""
+    tp, attention, experts = instance.layout.tp, geometry.attention, geometry.experts
+    ffn = max(geometry.ffn, experts.active * experts.ffn + experts.shared_ffn if experts else 0)
+    heads = (
+        attention.query_heads * (attention.nope_dim + attention.rope_dim + attention.value_dim)
+        if isinstance(attention, LatentAttention)
+        else 2 * attention.query_heads * attention.head_dim
+    )
+    inner = geometry.width * 6 + (3 * ffn + 2 * heads) / tp
+    rows = 0
+    tokens = 0
+    if role is not WorkerRole.DECODE:
+        tokens, rows = chunk, SAMPLES_PER_CHUNK
+    if role is not WorkerRole.PREFILL:
+        tokens, rows = max(tokens, instance.slots_per_rank), max(rows, instance.slots_per_rank)
+    return int(tokens * inner * max(dtype_bytes(dtype), 4)) + 3 * 4 * rows * geometry.vocabulary
+
+
+def _refusal(name: str, plan: MemoryPlan) -> str:
+    return (
+        f"model {name} does not fit, {plan.instance}: each device would hold"
+        f" {_gigabytes(plan.weights)} of weights, {_gigabytes(plan.activations)} for activations,"
+        f" {_gigabytes(plan.staged)} of KV on its way and {_gigabytes(plan.pages)} of KV pages,"
+        f" {_gigabytes(plan.total)} in all, and has {_gigabytes(plan.memory.bytes)}"
+        f" ({plan.memory.what}); spread it over more devices, or lower --context_tokens,"
+        " --slots_per_rank, --chunk_tokens or pages_per_rank"
+    )
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count < 10e9 else f"{count / 1e9:.0f} GB"

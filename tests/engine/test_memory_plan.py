@@ -1,0 +1,114 @@
+"""What fits is worked out before anything is allocated: the sums, what is cut, what is refused."""
+
+from dataclasses import replace
+
+import jax
+import pytest
+
+from configs import llama3_8b_h200, qwen3_235b_h200
+from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig
+from jdisagg.costs.hardware import accelerator
+from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention, geometry
+from jdisagg.engine.memory_plan import (
+    DeviceMemory,
+    bytes_per_device,
+    device_memory,
+    fit_engine,
+    fit_instance,
+    host_memory,
+)
+from jdisagg.errors import ConfigError
+from jdisagg.layout.axes import Layout
+from jdisagg.messages.worker_status import WorkerRole
+
+# Shapes of a 1.2B Llama: 32 KiB of KV a token in bfloat16, 2.5 GB of weights.
+ONE_B = CostGeometry(
+    "one-b",
+    width=2048,
+    layers=16,
+    vocabulary=128_256,
+    attention=GroupedAttention(32, 8, 64),
+    ffn=8192,
+    tied=True,
+    context_tokens=131_072,
+)
+BF16 = ModelConfig(dtype="bfloat16")
+SMALL = InstanceConfig(page_size=128, slots_per_rank=16, chunk_tokens=128, min_chunk_tokens=128)
+
+
+def memory(gigabytes: float) -> DeviceMemory:
+    return DeviceMemory(int(gigabytes * 1e9), "a test's")
+
+
+def test_pages_are_what_is_left_beside_weights_activations_and_staging() -> None:
+    instance, plan = fit_instance(
+        SMALL, WorkerRole.DECODE, Mode.DISAGGREGATED, BF16, ONE_B, memory(10)
+    )
+    token = 16 * 2 * 8 * 64 * 2
+    assert plan.weights == pytest.approx(2 * ONE_B.parameters, rel=0.01)
+    assert plan.pages == instance.pages_per_rank * 128 * token  # type: ignore[operator]
+    assert plan.total <= plan.memory.bytes < plan.total + 128 * token
+    assert plan.context_tokens == 131_072 and plan.tokens_per_rank >= 131_072
+
+
+def test_no_more_pages_than_all_slots_can_use() -> None:
+    model = replace(BF16, context_tokens=1000)
+    instance, _ = fit_instance(
+        SMALL, WorkerRole.DECODE, Mode.DISAGGREGATED, model, ONE_B, memory(80)
+    )
+    assert instance.pages_per_rank == 16 * 8
+
+
+def test_a_context_that_nobody_asked_for_is_cut_and_one_that_was_is_refused_with_the_sum() -> None:
+    engine = EngineConfig(model=BF16, prefill=SMALL, decode=SMALL)
+    cut, plans = fit_engine(engine, ONE_B, memory(5))
+    assert cut.model.context_tokens == min(plan.context_tokens for plan in plans) < 131_072
+    assert cut.model.context_tokens % 128 == 0 and "context" in str(plans[0])
+    asked = replace(engine, model=replace(BF16, context_tokens=131_072))
+    with pytest.raises(ConfigError, match=r"one-b does not fit.*weights.*in all, and has 5.00 GB"):
+        fit_engine(asked, ONE_B, memory(5))
+
+
+def test_pages_that_were_asked_for_are_kept_or_refused() -> None:
+    asked = replace(SMALL, pages_per_rank=100)
+    kept, _ = fit_instance(asked, WorkerRole.PREFILL, Mode.DISAGGREGATED, BF16, ONE_B, memory(10))
+    assert kept == asked
+    with pytest.raises(ConfigError, match="lower"):
+        fit_instance(
+            replace(SMALL, pages_per_rank=3000),
+            WorkerRole.PREFILL,
+            Mode.DISAGGREGATED,
+            BF16,
+            ONE_B,
+            memory(10),
+        )
+
+
+def test_weights_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match="spread it over more devices"):
+        fit_instance(SMALL, WorkerRole.MIXED, Mode.UNIFIED, BF16, ONE_B, memory(2))
+
+
+def test_a_mesh_of_more_devices_holds_less_on_each() -> None:
+    one = bytes_per_device(ONE_B, SMALL, "bfloat16")
+    four = bytes_per_device(ONE_B, replace(SMALL, layout=Layout(tp=4)), "bfloat16")
+    assert four[1] * 4 == one[1] and one[0] / 4 <= four[0] < one[0] / 3.9
+
+
+def test_virtual_devices_share_their_host_evenly() -> None:
+    devices = jax.devices("cpu")[:2]
+    half = device_memory(devices, 0.5)
+    assert half.bytes == pytest.approx(host_memory() * 0.25, abs=2)
+    assert device_memory(devices, 0.5, sharers=4).bytes == pytest.approx(half.bytes / 4, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model"), [(llama3_8b_h200, "llama-3-8b"), (qwen3_235b_h200, "qwen3-235b-a22b")]
+)
+def test_the_recipes_for_an_h200_fit_one(recipe, model: str) -> None:
+    device = DeviceMemory(int(0.9 * accelerator("h200").memory_bytes), "0.9 of an H200")
+    config, plans = fit_engine(recipe.get_config(), geometry(model), device)
+    for plan in plans:
+        print(plan)
+        assert plan.total <= device.bytes
+    assert config.model.context_tokens == recipe.get_config().model.context_tokens
