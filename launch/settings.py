@@ -37,11 +37,12 @@ def engine_config(given: Given) -> EngineConfig:
     CheckpointError."""
     recipe = load_recipe(given.config)
     changes: list[str] = []
-    stated = given.present("dtype") and given.dtype != "auto"
-    if not stated and (given.present("model") or given.present("dtype")):
-        directory = given.model or recipe.model.directory or SHIPPED_MODEL
+    said = given.given()
+    asked = "dtype" in given.names and ("model" in said or "dtype" in said)
+    if asked and said.get("dtype", "auto") == "auto":
+        directory = str(said.get("model") or recipe.model.directory or SHIPPED_MODEL)
         changes.append(f"model.dtype={stored_dtype(Path(directory).expanduser())}")
-    for name, value in given.given().items():
+    for name, value in said.items():
         text = str(Path(str(value)).expanduser()) if value and name in _FILES else value
         if name in _FIELDS and value != "auto":
             changes.append(f"{_FIELDS[name]}={text}")

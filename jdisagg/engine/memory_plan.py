@@ -216,4 +216,6 @@ def _refusal(name: str, plan: MemoryPlan) -> str:
 
 
 def _gigabytes(count: int) -> str:
+    if count < 1e9:
+        return f"{count / 1e6:.1f} MB"
     return f"{count / 1e9:.2f} GB" if count < 10e9 else f"{count / 1e9:.0f} GB"

@@ -79,7 +79,9 @@ def oracle(prompt: str, count: int, *, ignore_eos: bool = False) -> tuple[str, i
 
 def figures(err: str) -> list[str]:
     """What `generate` says after loading and compiling."""
-    lines = err.splitlines()
+    every = err.splitlines()
+    lines = [line for line in every if ", each device: " not in line]
+    assert 1 <= len(every) - len(lines) <= 2, err  # what each mesh takes of its devices
     begins = [line.split()[0] for line in lines[:3]]
     assert begins == ["loading", "compiling", "ready"], err
     return lines[3:]
