@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from jdisagg.costs.model_geometry import CostGeometry, dtype_bytes, from_hf_fields
+from jdisagg.costs.model_geometry import CostGeometry, from_hf_fields
 from jdisagg.errors import CheckpointError, JdisaggError
 from jdisagg.layout.axes import MESH_AXES, Layout
 from jdisagg.ops.parameters import param_specs
@@ -71,10 +71,11 @@ def bytes_per_device(config: DecoderConfig, layout: Layout, dtype: str) -> tuple
     sizes: dict[str, int] = dict(zip(MESH_AXES, shape, strict=True))
     model = abstract_model(config, dtype=dtype, tp=layout.tp)
     weights = sum(
-        prod(parameter.shape) // prod(sizes[axis] for axes in spec for axis in _tuple(axes))
+        parameter.dtype.itemsize
+        * (prod(parameter.shape) // prod(sizes[axis] for axes in spec for axis in _tuple(axes)))
         for parameter, spec in zip(parameter_shapes(model), param_specs(model, layout), strict=True)
     )
-    return weights * dtype_bytes(dtype), model.kv_spec.bytes_per_token // sizes["kv"]
+    return weights, model.kv_spec.bytes_per_token // sizes["kv"]
 
 
 def _read_strictly(found: Inspection, hf: HfConfig) -> None:
