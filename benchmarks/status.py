@@ -205,6 +205,9 @@ METRICS = {
         Metric("DistServe c21d12", "", "points", "fidelity", f"{_RMSE}*c21d12|ours"),
         Metric("vLLM", "at most 6.3", "points", "fidelity", f"{_RMSE}vllm-|ours"),
     ],
+    "Messages between processes, against protocol buffers (times as fast)": [
+        Metric("encode and decode", "at least 5", "", "messages", "messages|*|times_as_fast")
+    ],
     "Speed of the simulator, one core": [
         Metric(
             "8,502 requests on 40 instances, requests a second",
@@ -228,6 +231,7 @@ SCRIPTS = {
     "low_load": "benchmarks.low_load",
     "codecs": "benchmarks.codecs",
     "chaos": "tests.chaos",
+    "messages": "benchmarks.messages",
     "placement": "benchmarks.placement",
     "prefix_hits": "benchmarks.prefix_hits",
     "role_switch": "benchmarks.role_switch",

@@ -110,7 +110,7 @@ def fit_instance(
         ConfigError: weights, activations, staging and the pages asked for (or those of one
             sequence, where none were) exceed the memory; the message has the sum.
     """
-    context = min(model.context_tokens or geometry.context_tokens, geometry.context_tokens)
+    context = model.context_tokens or geometry.context_tokens
     weights, token_bytes = bytes_per_device(geometry, instance, model.dtype)
     chunk = largest_chunk(instance, mode, context)
     plan = MemoryPlan(
