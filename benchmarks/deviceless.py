@@ -72,7 +72,8 @@ class Counted:
     the five operations that XLA makes one of); whiles: loops that the host drives, outside of any
     graph; kernels: launches, a graph's among them, library calls included; copies: of device
     memory, and `copied_bytes`, the most that a copy writes, those that are kernels included;
-    collectives: between devices, at each of which XLA 0.11 ends a graph. Bytes are one device's."""
+    collectives: between devices, at each of which XLA 0.11 ends a graph; conditionals: choices that
+    the host makes, outside of any graph. Bytes are one device's."""
 
     program: str
     graphs: int
@@ -81,6 +82,7 @@ class Counted:
     copies: int
     copied_bytes: int
     collectives: int
+    conditionals: int
     temp_bytes: int
     alias_bytes: int
     argument_bytes: int
@@ -164,8 +166,9 @@ def count_thunks(dump: Path) -> dict[str, int]:
         if found := sorted(dump.glob(f"*{stage}.txt")):
             break
     else:
-        return dict.fromkeys(("graphs", "whiles", "kernels", "copies", "collectives"), 0)
-    graphs = whiles = kernels = copies = collectives = 0
+        names = ("graphs", "whiles", "kernels", "copies", "collectives", "conditionals")
+        return dict.fromkeys(names, 0)
+    graphs = whiles = kernels = copies = collectives = conditionals = 0
     inside: int | None = None  # the indentation of the graph whose operations these lines are
     for line in found[-1].read_text().splitlines():
         match = re.match(r"^(\s*)\d+: k(\w+)", line)
@@ -176,8 +179,10 @@ def count_thunks(dump: Path) -> dict[str, int]:
             inside = None
         if kind == "CommandBuffer":
             graphs, inside = graphs + 1, indent
-        elif kind in ("While", "Conditional"):
+        elif kind == "While":
             whiles += inside is None
+        elif kind == "Conditional":
+            conditionals += inside is None
         elif "Copy" in kind:
             copies += 1
         elif re.match(r"All|Collective|Ragged|ReduceScatter", kind):
@@ -190,6 +195,7 @@ def count_thunks(dump: Path) -> dict[str, int]:
         "kernels": kernels,
         "copies": copies,
         "collectives": collectives,
+        "conditionals": conditionals,
     }
 
 

@@ -121,14 +121,18 @@ def _hidden(
     rows: int,
 ) -> None:
     """silu(x gate) * (x up) of one block and one tile."""
+    # read here: interpreted, a branch does not know them
+    block, tile = pl.program_id(0), pl.program_id(1)
 
-    @pl.when(end_ref[pl.program_id(0)] > 0)
+    @pl.when(end_ref[block] > 0)
     def _() -> None:
-        place_R, own_R = _block(start_ref, end_ref, rows)
+        place_R, own_R = _block(start_ref[block], end_ref[block], rows)
         token_R = triton.load(token_ref.at[place_R], mask=own_R, other=0)
-        gate_RN, up_RN = _products(token_R, own_R, x_ref, (gate_ref, up_ref), expert_ref)
+        gate_RN, up_RN = _products(
+            token_R, own_R, x_ref, (gate_ref, up_ref), expert_ref[block], tile
+        )
         # in float32: Triton has no bfloat16 arithmetic
-        _store(out_ref, place_R, own_R, gated_silu(gate_RN, up_RN).astype(out_ref.dtype))
+        _store(out_ref, tile, place_R, own_R, gated_silu(gate_RN, up_RN).astype(out_ref.dtype))
 
 
 def _down(
@@ -142,29 +146,33 @@ def _down(
     rows: int,
 ) -> None:
     """hidden down, of one block and one tile."""
+    # read here: interpreted, a branch does not know them
+    block, tile = pl.program_id(0), pl.program_id(1)
 
-    @pl.when(end_ref[pl.program_id(0)] > 0)
+    @pl.when(end_ref[block] > 0)
     def _() -> None:
-        place_R, own_R = _block(start_ref, end_ref, rows)
-        (out_RN,) = _products(place_R, own_R, hidden_ref, (down_ref,), expert_ref)
-        _store(out_ref, place_R, own_R, out_RN.astype(out_ref.dtype))
+        place_R, own_R = _block(start_ref[block], end_ref[block], rows)
+        (out_RN,) = _products(place_R, own_R, hidden_ref, (down_ref,), expert_ref[block], tile)
+        _store(out_ref, tile, place_R, own_R, out_RN.astype(out_ref.dtype))
 
 
-def _block(start_ref: Ref, end_ref: Ref, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Places of this program's rows, and which of them are its own."""
-    block = pl.program_id(0)
-    start, end = start_ref[block], end_ref[block]
+def _block(start: jax.Array, end: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Places of a block's rows, and which of them are its own."""
     place_R = start + jnp.arange(rows, dtype=jnp.int32)
     return place_R, place_R < end
 
 
 def _products(
-    row_R: jax.Array, own_R: jax.Array, x_ref: Ref, matrices: tuple[Ref, ...], expert_ref: Ref
+    row_R: jax.Array,
+    own_R: jax.Array,
+    x_ref: Ref,
+    matrices: tuple[Ref, ...],
+    expert: jax.Array,
+    tile: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """Rows of x by this program's expert's tile of columns of each matrix, summed in float32."""
+    """Rows of x by an expert's tile of columns of each matrix, summed in float32."""
     rows, (_, depth, columns) = row_R.shape[0], matrices[0].shape
-    expert = expert_ref[pl.program_id(0)]
-    column_N = pl.program_id(1) * TILE + jnp.arange(TILE, dtype=jnp.int32)
+    column_N = tile * TILE + jnp.arange(TILE, dtype=jnp.int32)
     precision = lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
 
     def body(step: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -181,18 +189,20 @@ def _products(
             _spread(column_N[None, :], w_shape),
         )
         inside = _spread((depth_K < depth)[:, None] & (column_N < columns)[None, :], w_shape)
-        tiles = [triton.load(matrix.at[at], mask=inside, other=0.0) for matrix in matrices]
+        parts = [triton.load(matrix.at[at], mask=inside, other=0.0) for matrix in matrices]
         return tuple(
-            total + triton.dot(x_RK, tile, precision=precision)
-            for total, tile in zip(sums, tiles, strict=True)
+            total + triton.dot(x_RK, part, precision=precision)
+            for total, part in zip(sums, parts, strict=True)
         )
 
     zeros = tuple(jnp.zeros((rows, TILE), jnp.float32) for _ in matrices)
     return lax.fori_loop(0, pl.cdiv(depth, TILE), body, zeros)
 
 
-def _store(out_ref: Ref, place_R: jax.Array, own_R: jax.Array, out_RN: jax.Array) -> None:
-    column_N = pl.program_id(1) * TILE + jnp.arange(TILE, dtype=jnp.int32)
+def _store(
+    out_ref: Ref, tile: jax.Array, place_R: jax.Array, own_R: jax.Array, out_RN: jax.Array
+) -> None:
+    column_N = tile * TILE + jnp.arange(TILE, dtype=jnp.int32)
     inside = own_R[:, None] & (column_N < out_ref.shape[1])[None, :]
     at = _spread(place_R[:, None], out_RN.shape), _spread(column_N[None, :], out_RN.shape)
     triton.store(out_ref.at[at], out_RN, mask=_spread(inside, out_RN.shape))

@@ -59,6 +59,8 @@ def test_a_program_is_one_cuda_graph_and_the_host_drives_no_loop(compiled) -> No
         )
         assert program["graphs"] in graphs, program
         assert program["whiles"] == 0, program
+        # filters of a vocabulary that lies on several devices: their sums are collectives
+        assert program["conditionals"] == 0 or program["collectives"], program
 
 
 def test_pages_are_written_in_place(compiled) -> None:
@@ -77,11 +79,14 @@ def test_pages_are_written_in_place(compiled) -> None:
 
 def test_no_program_copies_pages_or_weights(compiled) -> None:
     for program in compiled[1]:
-        chunk = program["program"].startswith("group")
+        # what shapes logits gathers them
+        gathers = "shaped" in program["program"] and program["collectives"]
+        chunk = program["program"].startswith("group") or gathers
         assert program["copied_bytes"] < (CHUNK_BYTES if chunk else ROW_BYTES), program
 
 
 def test_what_a_step_needs_beside_its_arguments_is_small(compiled) -> None:
     for program in compiled[1]:
-        most = 400e6 if program["program"].startswith("group") else 100e6
+        gathers = "shaped" in program["program"] and program["collectives"]
+        most = 400e6 if program["program"].startswith("group") or gathers else 100e6
         assert program["temp_bytes"] < most, program
