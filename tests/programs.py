@@ -2,6 +2,7 @@
 run: `JDISAGG_TEST_PROGRAMS`, or ~/.cache/jdisagg/tests. JAX finds a program by its content, its
 flags and its version, so that nothing that a test sees depends on what lies there."""
 
+import contextlib
 import os
 import tempfile
 import time
@@ -32,5 +33,7 @@ def forget_unused() -> None:
     """Removes what no run has read for two weeks."""
     oldest = time.time() - KEPT_DAYS * 86400
     for path in PROGRAMS.iterdir():
-        if max(path.stat().st_atime, path.stat().st_mtime) < oldest:
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another run removes it, too
+            found = path.stat()
+            if max(found.st_atime, found.st_mtime) < oldest:
+                path.unlink()
