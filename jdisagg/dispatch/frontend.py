@@ -21,7 +21,6 @@ from typing import Protocol, TypedDict, Unpack
 
 from jdisagg.config import LimitsConfig, Mode
 from jdisagg.dispatch.long_texts import LongTexts
-from jdisagg.dispatch.outcomes import ServingPath
 from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import InvalidRequestError, UnavailableError
 from jdisagg.layout.axes import Layout
@@ -48,6 +47,17 @@ DEFAULT_MAX_TOKENS = 256
 PROBE_CHARACTERS = 16 << 10
 PROBE_CHARACTERS_PER_TOKEN = 32
 MAX_PRIORITY = 2**31 - 1
+
+
+class ServingPath(Protocol):
+    """The part of `RequestPath` that clients' calls use. Closing the iterator of `stream` cancels
+    the request."""
+
+    def stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]: ...
+
+    async def status(self) -> tuple[WorkerStatus, ...]: ...
+
+    async def drain(self) -> None: ...
 
 
 class ChatTokenizer(Protocol):

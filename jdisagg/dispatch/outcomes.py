@@ -7,9 +7,9 @@ quota, says nothing of the pools, and is not told."""
 
 import math
 from collections.abc import AsyncGenerator, Callable
-from typing import Protocol
 
 from jdisagg.clock import Clock
+from jdisagg.dispatch.frontend import ServingPath
 from jdisagg.errors import (
     DeadlineExceededError,
     OverloadedError,
@@ -19,17 +19,6 @@ from jdisagg.errors import (
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import Request, StreamEvent
 from jdisagg.router.elastic_signals import EndedRequest
-
-
-class ServingPath(Protocol):
-    """The part of `RequestPath` that clients' calls use. Closing the iterator of `stream` cancels
-    the request."""
-
-    def stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]: ...
-
-    async def status(self) -> tuple[WorkerStatus, ...]: ...
-
-    async def drain(self) -> None: ...
 
 
 class OutcomeTap:

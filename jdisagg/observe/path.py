@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 
 from opentelemetry.trace import SpanKind
 
-from jdisagg.dispatch.outcomes import ServingPath
+from jdisagg.dispatch.frontend import ServingPath
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.observe.observer import RESUMED, Observer
 from jdisagg.observe.tracing import request_key

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
+from jdisagg.dispatch.frontend import ServingPath
 from jdisagg.dispatch.membership import WorkerPorts
-from jdisagg.dispatch.outcomes import ServingPath
 from jdisagg.messages.ports import DecodePort, HandoffSource, PeerPort, PrefillPort
 from jdisagg.messages.ports_middleware import through
 from jdisagg.messages.registry import WorkerCard

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from jdisagg.clock import Clock
 from jdisagg.config import InstanceConfig, Mode
+from jdisagg.dispatch.frontend import ServingPath
 from jdisagg.dispatch.membership import Membership, WorkerPorts, cluster_ports
-from jdisagg.dispatch.outcomes import ServingPath
 from jdisagg.dispatch.placer import PlacerSettings, rules_of
 from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
