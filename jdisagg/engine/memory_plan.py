@@ -127,13 +127,12 @@ def fit_instance(
     room = max(0, (memory.bytes - plan.total) // page_bytes)
     a_sequence = -(-context // instance.page_size)
     pages = instance.pages_per_rank or min(room, instance.slots_per_rank * a_sequence)
-    if not model.context_tokens and pages < a_sequence:
+    needed = instance.pages_per_rank or a_sequence
+    if not (instance.pages_per_rank or model.context_tokens) and pages < a_sequence:
         context = pages * instance.page_size
-        a_sequence = pages
-    needed = instance.pages_per_rank or max(a_sequence, 1)
-    if needed > room or context < min(LEAST_CONTEXT, geometry.context_tokens):
-        least = max(needed, -(-LEAST_CONTEXT // instance.page_size))
-        raise ConfigError(_refusal(geometry.name, replace(plan, pages=least * page_bytes)))
+        needed = max(pages, -(-min(LEAST_CONTEXT, geometry.context_tokens) // instance.page_size))
+    if needed > room:
+        raise ConfigError(_refusal(geometry.name, replace(plan, pages=needed * page_bytes)))
     plan = replace(
         plan,
         pages=pages * page_bytes,
@@ -205,6 +204,8 @@ def _activations(
 
 
 def _refusal(name: str, plan: MemoryPlan) -> str:
+    path = Path(name)  # a checkpoint's is its config.json
+    name = path.parent.name if path.name == "config.json" else name
     return (
         f"model {name} does not fit, {plan.instance}: each device would hold"
         f" {_gigabytes(plan.weights)} of weights, {_gigabytes(plan.activations)} for activations,"

@@ -264,7 +264,7 @@ async def test_a_full_queue_refuses_with_a_hint_and_harms_no_one():
             asyncio.ensure_future(door.client.complete("a dog", temperature=0, max_tokens=20))
             for _ in range(3)
         ]
-        while len(door.run.cluster.path._running) < 3:
+        while door.run.cluster.path._running < 3:
             await asyncio.sleep(0.005)
         for _ in range(5):
             with pytest.raises(

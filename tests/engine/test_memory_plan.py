@@ -84,6 +84,24 @@ def test_pages_that_were_asked_for_are_kept_or_refused() -> None:
         )
 
 
+def test_a_short_context_that_was_asked_for_is_served() -> None:
+    instance, plan = fit_instance(
+        replace(SMALL, slots_per_rank=1, page_size=8),
+        WorkerRole.MIXED,
+        Mode.UNIFIED,
+        replace(BF16, context_tokens=64),
+        ONE_B,
+        memory(10),
+    )
+    assert (instance.pages_per_rank, plan.context_tokens) == (8, 64)
+
+
+def test_pages_that_were_asked_for_do_not_cut_the_context() -> None:
+    few = replace(SMALL, pages_per_rank=4)
+    _, plan = fit_instance(few, WorkerRole.DECODE, Mode.DISAGGREGATED, BF16, ONE_B, memory(10))
+    assert (plan.tokens_per_rank, plan.context_tokens) == (512, 131_072)
+
+
 def test_weights_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="spread it over more devices"):
         fit_instance(SMALL, WorkerRole.MIXED, Mode.UNIFIED, BF16, ONE_B, memory(2))
