@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 from jdisagg.clock import MonotonicClock
+from jdisagg.supervisor.supervisor import EXIT_CONFIG
 from jdisagg.transfer import jax_transfer
 from jdisagg.transfer.channel import Channel
 from tests.chaos.faults import FaultPlan, FaultyChannel, everything
@@ -42,7 +43,7 @@ def main(arguments: list[str]) -> None:
     from launch.console import run
 
     sys.argv = ["launch.worker", *theirs[1:]]
-    run(worker.main, worker.flags, refused=worker.REFUSED)
+    run(worker.main, worker.flags, refused=EXIT_CONFIG)
 
 
 def _watch_channels(taker: OrderTaker, plan: FaultPlan) -> None:
