@@ -159,7 +159,7 @@ async def test_memory_is_flat_however_requests_end(requests: int):
     assert tally.given_up + tally.too_late + tally.refused > 0.1 * requests and preemptions > 0
     assert all(answers == [reference[kind]] * len(answers) for kind, answers in tally.whole.items())
     # The router keeps its last decisions, and no more; there were fewer before.
-    remembered = {"Entry", "Decision"}
+    remembered = {"RecentDecision", "Decision"}
     assert all(after.objects.get(name, 0) <= KEPT + LATEST for name in remembered)
     grown = {
         name: count - before.objects.get(name, 0)
