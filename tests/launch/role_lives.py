@@ -53,7 +53,7 @@ class Running:
 
     async def report(self) -> SwitchReport:
         """As soon as it answers."""
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(time_scale.seconds(600)):
             while not self.task.done():
                 with contextlib.suppress(UnavailableError):
                     return await self.port.switch_report()
