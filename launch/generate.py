@@ -18,7 +18,7 @@ from typing import cast
 from jdisagg.config import EngineConfig, Mode
 from jdisagg.dispatch.frontend import SamplingOptions
 from jdisagg.errors import ConfigError
-from jdisagg.node.deployment import devices_of, prepare_runtime
+from jdisagg.node.deployment import prepare_engine
 from jdisagg.node.prompts import PromptRun
 from jdisagg.node.signals import end_at_once
 from jdisagg.request import StreamEvent
@@ -44,8 +44,7 @@ def main() -> None:
     end_at_once()  # also while it compiles
     prompts = _prompts()
     config = replace(engine_config(flags), warm_up=False)  # a few programs of the many are needed
-    devices = flags.devices or devices_of(config)
-    prepare_runtime(devices, config.compilation_cache, flags.memory_fraction)
+    prepare_engine(config, flags.devices)
     asyncio.run(_generate(config, prompts))
 
 

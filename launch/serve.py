@@ -19,7 +19,7 @@ from jdisagg.address import host_port
 from jdisagg.config import EngineConfig
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS
 from jdisagg.errors import UnavailableError
-from jdisagg.node.deployment import devices_of, prepare_runtime
+from jdisagg.node.deployment import prepare_engine
 from jdisagg.node.serving import serve_until_signalled
 from jdisagg.node.signals import end_at_once
 from jdisagg.observe import wrap
@@ -40,8 +40,7 @@ def main() -> None:
     end_at_once()
     config = engine_config(flags)
     check_address(config.service)
-    devices = flags.devices or devices_of(config)
-    prepare_runtime(devices, config.compilation_cache, flags.memory_fraction)
+    prepare_engine(config, flags.devices)
     observe = observe_config(flags)
     start_logging(observe.log_format, "serve")
     log = DecisionLog(flags.decision_log) if flags.decision_log else contextlib.nullcontext()

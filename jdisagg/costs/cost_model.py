@@ -242,14 +242,12 @@ class CostModel:
         """Tokens of KV that one dp rank holds beside the weights, `reserve` of memory left to
         activations; 0: weights do not fit."""
         free = self.accelerator.memory_bytes * (1 - reserve) - self.weight_bytes_per_device
-        attention = self.geometry.attention
-        shards = (
-            1 if isinstance(attention, LatentAttention) else min(self.layout.tp, attention.kv_heads)
-        )
-        per_token = (
-            self.geometry.layers * attention.kv_values * self.kv_value_bytes / shards / self.stages
-        )
-        return max(0, int(free / per_token))
+        return max(0, int(free / self.kv_bytes_per_device))
+
+    @property
+    def kv_bytes_per_device(self) -> float:
+        """KV of one token of a sequence on one device of its rank."""
+        return self.geometry.layers * self._kv_bytes() / self.stages
 
     # ---- parts
 

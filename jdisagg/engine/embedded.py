@@ -48,14 +48,19 @@ LOOK_SECONDS = 0.25
 Record = Callable[[str, Instance], Executor]
 
 
+def devices_of(config: EngineConfig) -> int:
+    """As many as the layouts need."""
+    two = config.mode is Mode.DISAGGREGATED
+    return config.decode.layout.devices + (config.prefill.layout.devices if two else 0)
+
+
 def carve_devices(
     config: EngineConfig, devices: Sequence[Device]
 ) -> tuple[Sequence[Device], Sequence[Device]]:
     """Devices of the prefill and the decode mesh: disjoint, in order; none for prefill in the
     one-mesh modes."""
     one_mesh = config.mode is not Mode.DISAGGREGATED
-    wanted_prefill = 0 if one_mesh else config.prefill.layout.devices
-    wanted = wanted_prefill + config.decode.layout.devices
+    wanted = devices_of(config)
     if wanted > len(devices):
         layouts = (
             f"decode ({config.decode.layout})"
@@ -66,7 +71,8 @@ def carve_devices(
             f"{layouts} need {wanted} devices, and there are {len(devices)}; choose smaller"
             " layouts, or give more devices"
         )
-    return devices[:wanted_prefill], devices[wanted_prefill:wanted]
+    first = wanted - config.decode.layout.devices
+    return devices[:first], devices[first:wanted]
 
 
 class EmbeddedCluster:

@@ -148,11 +148,7 @@ def bytes_per_device(
     """(weights, KV of one token of a sequence) on one device."""
     # What the accelerator is does not matter to what lies on it.
     costs = CostModel(geometry, accelerator("h100"), instance.layout, dtype=dtype)
-    attention = geometry.attention
-    shards = (
-        1 if isinstance(attention, LatentAttention) else min(instance.layout.tp, attention.kv_heads)
-    )
-    return int(costs.weight_bytes_per_device), geometry.kv_bytes_per_token(dtype) // shards
+    return int(costs.weight_bytes_per_device), int(costs.kv_bytes_per_device)
 
 
 def device_memory(

@@ -15,7 +15,7 @@ from jdisagg.costs.speeds import Kind
 from jdisagg.dispatch.frontend import ChatTokenizer, Frontend, ModelInfo
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.engine.compilation import use_compilation_cache
-from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster
+from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster, devices_of
 from jdisagg.engine.host_settings import keep_freed_memory
 from jdisagg.engine.instance import Loaded, LoadModel
 from jdisagg.engine.memory_plan import device_memory, fit_engine
@@ -79,10 +79,18 @@ def prepare_runtime(
     use_compilation_cache(compilation_cache)
 
 
-def devices_of(config: EngineConfig) -> int:
-    """As many as the layouts need."""
-    two = config.mode is Mode.DISAGGREGATED
-    return config.decode.layout.devices + (config.prefill.layout.devices if two else 0)
+def prepare_engine(config: EngineConfig, cpu_devices: int | None = None) -> None:
+    """`prepare_runtime` for an embedded cluster; `cpu_devices` None: as many as its layouts
+    need."""
+    prepare_runtime(
+        cpu_devices or devices_of(config), config.compilation_cache, memory_fraction(config)
+    )
+
+
+def memory_fraction(config: EngineConfig) -> float | None:
+    """What part of its devices' memory the process may take: the larger of its meshes'."""
+    given = [side.memory_fraction for side in (config.prefill, config.decode)]
+    return max((part for part in given if part is not None), default=None)
 
 
 def _descriptions(config: EngineConfig, geometry: CostGeometry) -> dict[str, Description]:
@@ -116,10 +124,7 @@ class Deployment:
         tell: Callable[[str], None] = _log.info,
     ) -> None:
         devices = jax.devices()
-        fraction = max(
-            (side.memory_fraction or 0.0 for side in (config.prefill, config.decode)), default=0.0
-        )
-        memory = device_memory(devices[: devices_of(config)], fraction or None)
+        memory = device_memory(devices[: devices_of(config)], memory_fraction(config))
         config, plans = fit_engine(config, model.geometry, memory)
         for plan in plans:
             tell(str(plan))
