@@ -13,6 +13,7 @@ from jdisagg.client import AsyncClient
 from jdisagg.config import LimitsConfig, Mode, ServiceConfig
 from jdisagg.dispatch.frontend import Frontend
 from jdisagg.errors import OverloadedError
+from jdisagg.messages.step_commands import StepCommand, StepResult
 from jdisagg.router.admission import UNKNOWN_WAIT_SECONDS
 from jdisagg.service import common_pb2, generation_pb2_grpc
 from jdisagg.service import generation_pb2 as pb
@@ -27,12 +28,28 @@ from tests.service.doors import MODEL, byte_tokenizer
 CALLS = 3_000
 
 
+class BusyCluster(ObservedCluster):
+    """Its mesh runs nothing before `refused` is set: however fast the machine, a burst finds all
+    slots and the whole queue taken."""
+
+    def __init__(self) -> None:
+        limits = LimitsConfig(max_waiting_requests=64, default_deadline_seconds=300.0)
+        super().__init__(mode=Mode.UNIFIED, limits=limits)
+        self.refused = asyncio.Event()
+        run = self.decode_mesh.run
+
+        async def held(command: StepCommand) -> StepResult:
+            await self.refused.wait()
+            return await run(command)
+
+        self.decode_mesh.run = lambda command: asyncio.ensure_future(held(command))
+
+
 @asynccontextmanager
-async def busy_server() -> AsyncIterator[tuple[str, ObservedCluster]]:
+async def busy_server() -> AsyncIterator[tuple[str, BusyCluster]]:
     """A server over a fake mesh that is too small for the burst."""
-    limits = LimitsConfig(max_waiting_requests=64, default_deadline_seconds=300.0)
-    async with ObservedCluster(mode=Mode.UNIFIED, limits=limits) as cluster:
-        frontend = Frontend(cluster.observed, byte_tokenizer(), MODEL, limits)
+    async with BusyCluster() as cluster:
+        frontend = Frontend(cluster.observed, byte_tokenizer(), MODEL, cluster.limits)
         server = GenerationServer(frontend, ServiceConfig(port=0))
         try:
             yield f"127.0.0.1:{await server.start()}", cluster
@@ -70,6 +87,7 @@ async def test_a_foreign_client_gets_an_answer_or_a_typed_refusal_to_each_call_o
                     pass
                 return "length"
             except grpc.aio.AioRpcError as error:
+                cluster.refused.set()
                 trailing = dict(error.trailing_metadata() or ())
                 assert float(trailing["retry-after"]) > 0, error
                 return str(trailing["jdisagg-error"])
@@ -87,6 +105,7 @@ async def test_our_client_gets_an_answer_or_a_typed_refusal_to_each_call_of_a_bu
                 assert len(completion.choices[0].token_ids) == 2
                 return "length"
             except OverloadedError as error:
+                cluster.refused.set()
                 assert error.retry_after_seconds
                 return "OverloadedError"
 
