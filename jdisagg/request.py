@@ -198,7 +198,8 @@ class Request:
     the caller's); they are delivered to no one. `seed` in `sampling` is always concrete: the door
     draws one where the client gave none. `life` is the client's own number for all the times that
     it asks for this stream: who uses a request id again draws another, and is not taken for the
-    earlier stream's echo."""
+    earlier stream's echo. `cache_scope`: KV is shared only between requests of one tenant and one
+    scope; the door makes it."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -209,6 +210,7 @@ class Request:
     priority: int = 0
     resumption: Resumption | None = None
     life: int = 0
+    cache_scope: str = ""
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:

@@ -6,16 +6,21 @@ one owner hold the first pages of another (n > 1 shares its prompt), `own` gives
 its own in place of a shared one (copy-on-write: the caller issues the copy). Leases live with
 whoever reserves (`scheduler/reservations.py`); the ledger only counts.
 
+A page may be kept (`keep`): when its last owner lets go, what lies in it stays, and another owner
+may `adopt` it. Such an idle page still counts as free, for it is given away when no other is left:
+those that were let go first go first, of one owner its last pages before its first.
+
 Invariants (each is a test of the same name in tests/scheduler/test_page_ledger.py):
-- every_page_is_free_or_held: free pages and held pages are disjoint and together all pages
+- every_page_is_free_or_held: free pages, idle ones among them, and held pages are disjoint and
+  together all pages
 - a_page_has_as_many_references_as_owners
 - an_owner_holds_no_page_twice
 - nothing_is_freed_twice: freeing an unknown owner is a `LedgerError`, our own bug
 - a_refused_request_changes_nothing: `reserve` and `extend` give all pages asked for, or None and no
   change"""
 
-from collections import deque
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 class LedgerError(AssertionError):
@@ -30,10 +35,18 @@ class PageLedger:
         self._free: deque[int] = deque(range(total_pages))
         self._references = [0] * total_pages
         self._held: dict[int, list[int]] = {}
+        self._kept: set[int] = set()
+        self._idle: OrderedDict[int, None] = OrderedDict()  # kept, without an owner; oldest first
+        self._given_away: Callable[[int], Iterable[int]] | None = None
 
     @property
     def free_pages(self) -> int:
-        return len(self._free)
+        """Pages that can be given: those that hold nothing, and idle ones."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def idle_pages(self) -> int:
+        return len(self._idle)
 
     def owners(self) -> Iterator[int]:
         return iter(self._held)
@@ -54,19 +67,31 @@ class PageLedger:
             raise LedgerError(
                 f"owner {owner} holds {len(self._held[owner])} pages already; extend it"
             )
-        if count > len(self._free):
+        if count > self.free_pages:
             return None
         self._held[owner] = []
         return self.extend(owner, count)
+
+    def adopt(self, owner: int, pages: Sequence[int]) -> tuple[int, ...]:
+        """Makes `owner` hold kept pages, in this order. Costs no page but idle ones."""
+        if owner in self._held:
+            raise LedgerError(f"owner {owner} holds pages already; adopt with a new owner")
+        if not self._kept.issuperset(pages):
+            raise LedgerError(f"owner {owner} adopts pages of {pages} that nobody keeps")
+        for page in pages:
+            self._references[page] += 1
+            self._idle.pop(page, None)
+        self._held[owner] = list(pages)
+        return tuple(pages)
 
     def extend(self, owner: int, count: int) -> tuple[int, ...] | None:
         """Appends `count` fresh pages to what `owner` holds and returns all of it; None when there
         are not so many."""
         held = self._holding(owner)
-        if count > len(self._free):
+        if count > self.free_pages:
             return None
         for _ in range(count):
-            page = self._free.popleft()
+            page = self._take()
             self._references[page] = 1
             held.append(page)
         return tuple(held)
@@ -92,11 +117,11 @@ class PageLedger:
         source = held[index]
         if self._references[source] == 1:
             return None
-        if not self._free:
+        if not self.free_pages:
             raise LedgerError(
                 f"no free page to copy page {source} of owner {owner} to; check free_pages first"
             )
-        destination = self._free.popleft()
+        destination = self._take()
         self._references[destination] = 1
         self._references[source] -= 1
         held[index] = destination
@@ -105,14 +130,52 @@ class PageLedger:
     def free(self, owner: int) -> int:
         """Drops `owner`; returns how many pages became free. They may be given again to commands
         issued from now on."""
-        freed = 0
+        let_go: list[int] = []
         for page in self._holding(owner):
             self._references[page] -= 1
             if not self._references[page]:
-                self._free.append(page)
-                freed += 1
+                let_go.append(page)
+        self._free.extend([page for page in let_go if page not in self._kept])
+        for page in reversed(let_go):
+            if page in self._kept:
+                self._idle[page] = None
         del self._held[owner]
-        return freed
+        return len(let_go)
+
+    # ---- pages that stay when nobody holds them
+
+    def on_given_away(self, told: Callable[[int], Iterable[int]]) -> None:
+        """`told` is called with each idle page that is given to somebody, and returns others whose
+        content is of no use without it: they are kept no longer."""
+        self._given_away = told
+
+    def keep(self, page: int) -> None:
+        """What lies in a page that is held stays there when its owners let go."""
+        if not self._references[page] or page in self._kept:
+            raise LedgerError(f"page {page} is held by nobody or kept already")
+        self._kept.add(page)
+
+    def keep_no_longer(self, page: int) -> None:
+        self._kept.remove(page)
+        if not self._references[page]:
+            del self._idle[page]
+            self._free.append(page)
+
+    def touch(self, pages: Iterable[int]) -> None:
+        """Those of them that are idle count as let go just now, one after the other."""
+        for page in pages:
+            if page in self._idle:
+                self._idle.move_to_end(page)
+
+    def _take(self) -> int:
+        """A page to give; an idle one only where no other is free."""
+        if self._free:
+            return self._free.popleft()
+        page, _ = self._idle.popitem(last=False)
+        self._kept.remove(page)
+        for other in self._given_away(page) if self._given_away else ():
+            self.keep_no_longer(other)
+        return page
 
     def _holding(self, owner: int) -> list[int]:
         if owner not in self._held:

@@ -1,0 +1,271 @@
+"""KV that stays, against a plain model: what each page holds is written down, and a block that is
+found must hold what its name says. One test per invariant of the module's header, one machine for
+all."""
+
+import math
+from hashlib import blake2b
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from jdisagg.errors import ConfigError
+from jdisagg.request import Request
+from jdisagg.scheduler.page_ledger import LedgerError, PageLedger, pages_for
+from jdisagg.scheduler.residency import BlockNames, Chain, Residency
+
+PAGES = 24
+PAGE_SIZE = 8
+GRAIN = 16  # two pages a block
+NAMES = BlockNames(b"secret", "model", GRAIN)
+
+
+def request(tokens: tuple[int, ...] = (1,), tenant: str = "", scope: str = "") -> Request:
+    return Request("r", tokens, tenant=tenant, cache_scope=scope)
+
+
+class ResidencyMachine(RuleBasedStateMachine):
+    """Sequences of few different tokens (so that beginnings are shared) come, grow, fork, end and
+    are thrown away. `holds` says for each page which tokens were written there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = PageLedger(PAGES)
+        self.residency = Residency([self.ledger], PAGE_SIZE, NAMES)
+        self.holds: dict[int, tuple[int, ...]] = {}
+        self.sequences: dict[int, tuple[int, ...]] = {}
+        self.known: dict[bytes, tuple[int, ...]] = {}
+        self.next_owner = 0
+        self.hits = 0
+
+    def chain(self, tokens: tuple[int, ...]) -> Chain:
+        chain = self.residency.chain(request(), tokens)
+        for count, name in enumerate(chain, 1):
+            self.known[name] = tokens[: count * GRAIN]
+        return chain
+
+    def write(self, owner: int, start: int) -> None:
+        """Fills the owner's pages from position `start` on."""
+        tokens, pages = self.sequences[owner], self.ledger.pages(owner)
+        for index in range(start // PAGE_SIZE, len(pages)):
+            assert self.ledger.references(pages[index]) == 1, "nobody writes into shared pages"
+            self.holds[pages[index]] = tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE]
+
+    @rule(choices=st.lists(st.integers(0, 1), min_size=1, max_size=5), tail=st.integers(0, GRAIN))
+    def begin(self, choices: list[int], tail: int) -> None:
+        tokens = tuple(choice for choice in choices for _ in range(GRAIN)) + (7,) * tail
+        chain, owner = self.chain(tokens), self.next_owner
+        cached = self.residency.cached_tokens(0, chain, len(tokens), to_compute=False)
+        free, held = self.ledger.free_pages, self.residency.held_pages(0, chain, cached)
+        wanted = pages_for(len(tokens), PAGE_SIZE)
+        got = self.residency.reserve(0, owner, chain, cached, wanted)
+        assert (got is not None) == (wanted - held <= free)
+        if got is None:
+            assert self.ledger.free_pages == free
+            return
+        assert self.ledger.free_pages == free - (wanted - held)
+        for index in range(cached // PAGE_SIZE):
+            assert self.holds[got[index]] == tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE]
+        self.hits += cached > 0
+        self.sequences[owner] = tokens
+        self.next_owner += 1
+        self.write(owner, cached)
+
+    def some(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from(sorted(self.sequences)))
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), more=st.integers(1, 2 * GRAIN))
+    def grow(self, data: st.DataObject, more: int) -> None:
+        owner = self.some(data)
+        tokens = self.sequences[owner]
+        longer = tokens + (3,) * more
+        held = self.ledger.count(owner)
+        missing = pages_for(len(longer), PAGE_SIZE) - held
+        if self.ledger.extend(owner, missing) is not None:
+            index = len(tokens) // PAGE_SIZE
+            if len(tokens) % PAGE_SIZE and self.ledger.references(self.ledger.pages(owner)[-1]) > 1:
+                return
+            self.sequences[owner] = longer
+            self.write(owner, index * PAGE_SIZE)
+
+    @precondition(lambda self: self.sequences and self.ledger.free_pages)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        """As n > 1 does: full pages are shared, the last, partly filled one is copied."""
+        owner, other = self.some(data), self.next_owner
+        tokens = self.sequences[owner]
+        pages = self.ledger.share(owner, other, pages_for(len(tokens), PAGE_SIZE))
+        self.next_owner += 1
+        self.sequences[other] = tokens
+        if len(tokens) % PAGE_SIZE:
+            copy = self.ledger.own(other, len(pages) - 1)
+            assert copy is not None
+            self.holds[copy[1]] = self.holds[copy[0]]
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), keep=st.booleans())
+    def end(self, data: st.DataObject, keep: bool) -> None:
+        owner = self.some(data)
+        tokens = self.sequences.pop(owner)
+        free = self.ledger.free_pages
+        self.residency.let_go(0, owner, self.chain(tokens) if keep else ())
+        assert self.ledger.free_pages >= free
+
+    @rule()
+    def clear(self) -> None:
+        self.residency.clear()
+        assert self.ledger.idle_pages == 0
+
+    @invariant()
+    def free_held_and_kept_pages_are_all_pages(self) -> None:
+        held = {page for owner in self.ledger.owners() for page in self.ledger.pages(owner)}
+        assert self.ledger.free_pages + len(held) == PAGES
+        assert self.ledger.idle_pages <= self.ledger.free_pages
+
+    @invariant()
+    def a_held_page_is_never_given_away(self) -> None:
+        for owner, tokens in self.sequences.items():
+            pages = self.ledger.pages(owner)
+            for index in range(len(tokens) // PAGE_SIZE):
+                due = tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE]
+                assert self.holds[pages[index]] == due
+
+    @invariant()
+    def every_known_block_has_its_parent(self) -> None:
+        tree = self.residency._trees[0]
+        for name, tokens in self.known.items():
+            if name in tree:
+                chain = self.residency.chain(request(), tokens)
+                assert tree.match(chain) == len(chain)
+
+    @invariant()
+    def a_block_holds_what_its_name_says(self) -> None:
+        tree = self.residency._trees[0]
+        for name, tokens in self.known.items():
+            if name in tree:
+                written = [token for page in tree.pages((name,)) for token in self.holds[page]]
+                assert tuple(written) == tokens[-GRAIN:]
+
+    def teardown(self) -> None:
+        for owner in list(self.sequences):
+            self.residency.let_go(0, owner)
+        assert self.ledger.free_pages == PAGES
+
+
+TestResidency = ResidencyMachine.TestCase
+TestResidency.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def keep(residency: Residency, owner: int, tokens: tuple[int, ...]) -> None:
+    chain = residency.chain(request(), tokens)
+    assert residency.reserve(0, owner, chain, 0, pages_for(len(tokens), PAGE_SIZE)) is not None
+    residency.let_go(0, owner, chain)
+
+
+def cached(residency: Residency, tokens: tuple[int, ...]) -> int:
+    return residency.cached_tokens(0, residency.chain(request(), tokens), len(tokens), False)
+
+
+def test_what_was_used_longest_ago_goes_first_and_of_a_chain_its_end() -> None:
+    residency = Residency([PageLedger(8)], PAGE_SIZE, NAMES)
+    first, second = (1,) * 2 * GRAIN, (2,) * 2 * GRAIN
+    keep(residency, 1, first)
+    keep(residency, 2, second)
+    chain = residency.chain(request(), first)
+    assert residency.reserve(0, 3, chain, len(first), 4) is not None
+    residency.let_go(0, 3, chain)  # used last
+    assert residency.reserve(0, 4, (), 0, 1) is not None
+    assert (cached(residency, first), cached(residency, second)) == (2 * GRAIN, GRAIN)
+    assert residency.reserve(0, 5, (), 0, 3) is not None
+    assert (cached(residency, first), cached(residency, second)) == (2 * GRAIN, 0)
+    assert residency.evicted_blocks == 2
+
+
+def test_a_hit_leaves_one_token_to_compute_and_begins_on_the_grid() -> None:
+    names = BlockNames(b"", "m", GRAIN, grid_tokens=3 * GRAIN)
+    residency = Residency([PageLedger(64)], PAGE_SIZE, names)
+    tokens = tuple(range(7 * GRAIN))
+    keep(residency, 1, tokens)
+    chain = residency.chain(request(), tokens)
+    assert residency.cached_tokens(0, chain, len(tokens), to_compute=False) == 7 * GRAIN
+    assert residency.cached_tokens(0, chain, len(tokens) - 1, to_compute=False) == 6 * GRAIN
+    assert residency.cached_tokens(0, chain, len(tokens) - 1, to_compute=True) == 6 * GRAIN
+    assert residency.cached_tokens(0, chain, 6 * GRAIN - 1, to_compute=True) == 3 * GRAIN
+
+
+def test_reset_forgets_all_and_takes_nothing_from_those_who_run() -> None:
+    residency = Residency([PageLedger(8)], PAGE_SIZE, NAMES)
+    tokens = (1,) * 2 * GRAIN
+    keep(residency, 1, tokens)
+    chain = residency.chain(request(), tokens)
+    pages = residency.reserve(0, 2, chain, len(tokens), 4)
+    assert residency.clear() == 2
+    assert residency._ledgers[0].pages(2) == pages
+    assert cached(residency, tokens) == 0
+    residency.let_go(0, 2)
+    assert residency._ledgers[0].free_pages == 8
+
+
+def test_a_page_size_that_does_not_divide_the_grain_makes_larger_blocks() -> None:
+    residency = Residency([PageLedger(8)], 24, NAMES)
+    assert residency.block_tokens == math.lcm(24, GRAIN) == 48
+    tokens = tuple(range(100))
+    whole = NAMES.chain(request(), tokens, GRAIN)
+    assert residency.chain(request(), tokens) == (whole[2], whole[5])
+
+
+tokens_of = st.lists(st.integers(0, 2**32 - 1), min_size=2 * GRAIN, max_size=3 * GRAIN).map(tuple)
+texts = st.text(max_size=4)
+
+
+@given(tokens_of, texts, texts, texts, texts)
+def test_namespaces_never_meet(
+    tokens: tuple[int, ...], tenant: str, scope: str, other_tenant: str, other_scope: str
+) -> None:
+    ours = set(NAMES.chain(request(tenant=tenant, scope=scope), tokens, GRAIN))
+    theirs = NAMES.chain(request(tenant=other_tenant, scope=other_scope), tokens, GRAIN)
+    same = (tenant, scope) == (other_tenant, other_scope)
+    assert ours == set(theirs) if same else ours.isdisjoint(theirs)
+    assert all(len(name) == 32 for name in ours)
+    for other in (BlockNames(b"other", "model", GRAIN), BlockNames(b"secret", "model2", GRAIN)):
+        again = other.chain(request(tenant=tenant, scope=scope), tokens, GRAIN)
+        assert ours.isdisjoint(again)
+
+
+def test_a_name_is_the_keyed_hash_of_all_that_lies_before() -> None:
+    """Worked out here by hand, so that a change of the names is seen."""
+    tokens = tuple(range(2 * GRAIN))
+    root = blake2b(key=b"secret", digest_size=32, person=b"jdisagg kv")
+    for part in (b"model", b"16", b"acme", b"team"):
+        root.update(len(part).to_bytes(8, "little") + part)
+    link, due = root.digest(), []
+    for block in (tokens[:GRAIN], tokens[GRAIN:]):
+        data = b"".join(token.to_bytes(4, "little") for token in block)
+        link = blake2b(data, key=link, digest_size=32).digest()
+        due.append(link)
+    assert NAMES.chain(request(tenant="acme", scope="team"), tokens, GRAIN) == tuple(due)
+
+
+def test_a_grain_that_a_hand_off_cannot_begin_at_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"prefix\.grain_tokens must be a multiple of 16"):
+        BlockNames(b"", "m", 24)
+    with pytest.raises(ConfigError, match=r"multiple of prefix\.grain_tokens=32, got 48"):
+        BlockNames(b"", "m", 32, grid_tokens=48)
+
+
+def test_a_page_that_nobody_holds_is_not_kept() -> None:
+    ledger = PageLedger(2)
+    with pytest.raises(LedgerError, match="held by nobody"):
+        ledger.keep(0)
+    with pytest.raises(LedgerError, match="nobody keeps"):
+        ledger.adopt(1, (0,))
+
+
+def test_without_names_nothing_stays() -> None:
+    residency = Residency([PageLedger(4)], PAGE_SIZE)
+    assert not residency.on and residency.chain(request(), (1,) * 64) == ()
+    assert residency.reserve(0, 1, (), 0, 4) is not None
+    residency.let_go(0, 1)
+    assert residency.kept_pages == (0,) and residency.clear() == 0
