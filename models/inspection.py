@@ -75,7 +75,7 @@ def bytes_per_device(config: DecoderConfig, layout: Layout, dtype: str) -> tuple
         * (prod(parameter.shape) // prod(sizes[axis] for axes in spec for axis in _tuple(axes)))
         for parameter, spec in zip(parameter_shapes(model), param_specs(model, layout), strict=True)
     )
-    return weights, model.kv_spec.bytes_per_token // sizes["kv"]
+    return weights, model.kv_spec.bytes_per_device(sizes["kv"])
 
 
 def _read_strictly(found: Inspection, hf: HfConfig) -> None:

@@ -220,7 +220,7 @@ class EmbeddedCluster:
             self.decode.executor,
             self.config.decode.codec,
         )
-        heads = self.kv_spec.kv_heads
+        heads = self.kv_spec.row_heads
         shapes = self.prefill.executor.limits.block_shapes()
         blocks = [
             PullBlock(-1, 0, 0, band.start, tokens, 0.0, codec=codec, groups=len(band))

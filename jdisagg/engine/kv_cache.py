@@ -1,15 +1,15 @@
 """A KV cache that can be held in the hand: blocks of one sequence on one mesh, as the hand-off
 between meshes moves them.
 
-A block is what a channel offers: a global array [dp, 2, K, T, H] of one layer, K and V, of which dp
-rank `rank` counts. The arrays are never donated and belong to nobody's page pool, so a cache stays
-valid whatever the engine does next, and its memory is freed with it. It knows arrays and token ids;
-nothing of executors, channels or pages.
+A block is what a channel offers: a global array [dp, rows, K, T, H] of one layer's components (see
+`layout/kv_spec.py`), of which dp rank `rank` counts. The arrays are never donated and belong to
+nobody's page pool, so a cache stays valid whatever the engine does next, and its memory is freed
+with it. It knows arrays and token ids; nothing of executors, channels or pages.
 
 Invariants: every token of `token_ids` has its KV in `blocks`, each layer covers all positions once,
 in order; `next_token` is the model's choice after them, whose KV is not there yet."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -21,6 +21,7 @@ from jdisagg.errors import InvalidRequestError
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.model_api import Device
+from jdisagg.ops.kv_rows import components_of
 from jdisagg.request import SamplingParams, TokenLogprobs
 
 
@@ -36,8 +37,8 @@ class NextToken:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVBlock:
-    """`array` [dp, 2, K, T, H]: layer `layer`, positions [start, start + valid_tokens); the rest of
-    T is padding."""
+    """`array` [dp, rows, K, T, H]: layer `layer`, positions [start, start + valid_tokens); the rest
+    of T is padding."""
 
     layer: int
     start: int
@@ -51,11 +52,19 @@ class KVBlock:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerKV:
-    """Keys (after rope) and values of one layer: global arrays k_KTH and v_KTH [K, T, H], heads
-    sharded as the layout says."""
+    """The components of one layer by their names: global arrays [K, T, H], heads sharded as the
+    layout says. A component without heads is [1, T, H], replicated."""
 
-    k: jax.Array
-    v: jax.Array
+    components: Mapping[str, jax.Array]
+
+    @property
+    def k(self) -> jax.Array:
+        """Keys, after rope."""
+        return self.components["k"]
+
+    @property
+    def v(self) -> jax.Array:
+        return self.components["v"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +89,7 @@ class KVCache:
 
     def __repr__(self) -> str:
         return (
-            f"KVCache({len(self)} tokens x {self.layers} layers x {self.spec.kv_heads} kv heads,"
+            f"KVCache({len(self)} tokens x {self.layers} layers x {self.spec.row_heads} kv heads,"
             f" {self.spec.dtype}, {self.bytes} bytes, {self.layout}, on devices"
             f" {', '.join(str(device.id) for device in self.devices)}, next token"
             f" {self.next_token.token_id})"
@@ -101,8 +110,8 @@ class KVCache:
         return len(self) * self.spec.bytes_per_token
 
     def layer(self, index: int) -> LayerKV:
-        """K and V of one layer, put together from the blocks on the devices where they lie: nothing
-        moves between devices.
+        """The components of one layer, put together from the blocks on the devices where they lie:
+        nothing moves between devices.
 
         `np.asarray(kv.layer(0).k)` gathers one to the host."""
         if not -self.layers <= index < self.layers:
@@ -113,33 +122,35 @@ class KVCache:
             {shard.device: shard.data for shard in block.array.addressable_shards}
             for block in blocks
         ]
-        local = [_join([shard[device] for shard in shards], len(self)) for device in self.devices]
-        sharding = NamedSharding(rank_mesh, PartitionSpec("kv"))
-        heads = local[0][0].shape[0] * rank_mesh.shape["kv"]
-        k, v = (
-            jax.make_array_from_single_device_arrays(
-                (heads, *parts[0].shape[1:]), sharding, list(parts)
+        rows = [_join([shard[device] for shard in shards], len(self)) for device in self.devices]
+        kind, found = self.spec.layers[index], {}
+        local = [list(components_of(one, [kind], self.spec, gather=False)) for one in rows]
+        for part, arrays in zip(kind.components, zip(*local, strict=True), strict=True):
+            # one that is cut lies in parts of its values
+            axes = (None, None, "kv") if self.spec.is_cut(part) else ("kv" if part.heads else None,)
+            found[part.name] = jax.make_array_from_single_device_arrays(
+                (max(1, part.heads), len(self), part.width),
+                NamedSharding(rank_mesh, PartitionSpec(*axes)),
+                list(arrays),
             )
-            for parts in zip(*local, strict=True)
-        )
-        return LayerKV(k, v)
+        return LayerKV(found)
 
     def norms(self) -> np.ndarray:
-        """The length of each key and value vector, on the host: float32 [layers, 2, K, T]."""
-        return np.stack(
-            [[_norms(layer.k), _norms(layer.v)] for layer in map(self.layer, range(self.layers))]
-        )
+        """The length of each vector (of keys and values, or of a latent), on the host: float32
+        [layers, components, K, T], where all layers are alike."""
+        layers = map(self.layer, range(self.layers))
+        return np.stack([list(map(_norms, layer.components.values())) for layer in layers])
 
 
-def _join(shards_12KTH: Sequence[jax.Array], tokens: int) -> tuple[jax.Array, jax.Array]:
-    """One device's blocks of a layer, joined along the tokens, without the padding at the end: k
-    and v [K, T, H]."""
-    whole_2KTH = (
-        shards_12KTH[0][0]
-        if len(shards_12KTH) == 1
-        else jnp.concatenate([shard[0] for shard in shards_12KTH], axis=2)
+def _join(shards_1RKTH: Sequence[jax.Array], tokens: int) -> jax.Array:
+    """One device's blocks of a layer, joined along the tokens, without the padding at the end:
+    [R, K, T, H]."""
+    whole_RKTH = (
+        shards_1RKTH[0][0]
+        if len(shards_1RKTH) == 1
+        else jnp.concatenate([shard[0] for shard in shards_1RKTH], axis=2)
     )
-    return whole_2KTH[0, :, :tokens], whole_2KTH[1, :, :tokens]
+    return whole_RKTH[:, :, :tokens]
 
 
 def _norms(x_KTH: jax.Array) -> np.ndarray:

@@ -11,7 +11,6 @@ A sequence decodes alone, in slot 0 of its rank. Not thread-safe: a notebook has
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -19,7 +18,6 @@ from jdisagg.engine.instance import Loaded
 from jdisagg.engine.kv_cache import KVBlock, KVCache, NextToken
 from jdisagg.errors import BrokenModelError, HandoffError, OverloadedError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
-from jdisagg.executor.page_pool import PAGES_SPEC
 from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
 from jdisagg.executor.work_threads import POLL_SECONDS
 from jdisagg.ids import random_id
@@ -41,6 +39,7 @@ from jdisagg.messages.step_commands import (
     SlotAdmit,
 )
 from jdisagg.ops.kv_pages import gather_tokens
+from jdisagg.ops.kv_rows import block_of
 from jdisagg.request import SamplingParams
 from jdisagg.scheduler.blocks import padded, split_blocks
 from jdisagg.scheduler.executor import MeshLimits
@@ -301,16 +300,16 @@ class ResearchInstance(MeshExecutor):
 
     def _read(self, layer: int, coordinates: jax.Array) -> jax.Array:
         """One layer's rows at (page, slot) [dp, 2, T] of each rank, as a block [dp, C, K, T, H]."""
-        pages = self._pool.layers[layer]
+        pages, kind, spec = self._pool.layers[layer], self._pool.spec.layers[layer], self._pool.spec
 
         def body(pages: tuple[jax.Array, ...], coordinates: jax.Array) -> jax.Array:
-            return jnp.stack(
-                [gather_tokens(part, coordinates[0, 0], coordinates[0, 1]) for part in pages]
-            )[None]
+            page_T, slot_T = coordinates[0]
+            parts = [gather_tokens(part, page_T, slot_T) for part in pages]
+            return block_of([kind], [parts], spec)[None]
 
-        specs = (tuple(PAGES_SPEC for _ in pages), RANK)
+        specs = (self._pool.specs(range(layer, layer + 1))[0], RANK)
         build = lambda: self.programs.compile(body, (pages, coordinates), specs, BLOCK_SPEC)  # noqa: E731
-        key = ("extract", coordinates.shape, tuple(part.shape for part in pages))
+        key = ("extract", coordinates.shape, kind.components)
         return self.programs.get(key, build)(pages, coordinates)
 
 

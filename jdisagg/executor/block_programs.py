@@ -14,19 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jdisagg.executor.block_sums import (
-    STAMP_WORDS,
-    first_component,
-    found_in,
-    found_spec,
-    local_sum,
-    rank_stamps,
-)
-from jdisagg.executor.insert_program import Places, write_and_read, write_whole
-from jdisagg.executor.page_pool import PAGES_SPEC, LayerPages, PagePool
+from jdisagg.executor.block_sums import STAMP_WORDS, found_in, found_spec, local_sum, rank_stamps
+from jdisagg.executor.insert_program import BlockForm, Places, write_and_read, write_whole
+from jdisagg.executor.page_pool import LayerPages, PagePool
 from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
+from jdisagg.layout.kv_spec import KVLayer
 from jdisagg.messages.step_commands import ExtractBlock, InsertBlock
 from jdisagg.ops.kv_pages import copy_pages, gather_tokens
+from jdisagg.ops.kv_rows import block_of
 from jdisagg.transfer.channel import BlockStamp
 from jdisagg.transfer.codec import Codec, codec
 
@@ -69,20 +64,14 @@ class BlockPrograms:
         leaves) into its pages and sums what then lies there. Returns what `block_sums.Found` reads.
         """
         layers, how = self.layers(command.group, command.groups), codec(command.codec)
+        kinds = self._kinds(layers)
         held = self._pool.layers[layers.start : layers.stop]
         stamp = self._stamp(layers, command.checksum_key, command.start, command.valid_tokens)
         if how.lossy:
             stamp = stamp.of_offer(command.offer_id)
         inputs = (held, arrays, self._place(command, stamp))
-        key = (
-            "insert",
-            len(layers),
-            command.block_tokens,
-            command.codec,
-            len(arrays),
-            arrays[0].shape,
-        )
-        program = self._programs.get(key, lambda: self._build_insert(how, inputs))
+        key = ("insert", kinds, command.block_tokens, command.codec, len(arrays), arrays[0].shape)
+        program = self._programs.get(key, lambda: self._build_insert(how, inputs, layers))
         pages, found = program(*inputs)
         self._pool.put(layers.start, pages)
         return found
@@ -91,17 +80,24 @@ class BlockPrograms:
         """The layers of so many layer groups from `group` on."""
         return range(self._groups[group].start, self._groups[group + groups - 1].stop)
 
-    def _build_insert(self, how: Codec, inputs: tuple[Any, ...]) -> Any:
-        programs, held, arrays = self._programs, inputs[0], inputs[1]
-        write = write_whole if programs.platform == "gpu" else write_and_read
+    def _kinds(self, layers: range) -> tuple[KVLayer, ...]:
+        return self._pool.spec.layers[layers.start : layers.stop]
+
+    def _build_insert(self, how: Codec, inputs: tuple[Any, ...], layers: range) -> Any:
+        programs, arrays, spec = self._programs, inputs[1], self._pool.spec
+        kinds = self._kinds(layers)
+        # what is gathered over kv is gathered once, not in a loop
+        gathers = any(spec.is_cut(part) for layer in kinds for part in layer.components)
+        write = write_whole if programs.platform == "gpu" or gathers else write_and_read
 
         def body(
             pages: list[LayerPages], arrays: tuple[jax.Array, ...], words: jax.Array
         ) -> tuple[list[LayerPages], jax.Array]:
-            pages, sum_2, intact = write(pages, arrays, self._places(words), how)
+            form = BlockForm(spec, kinds, how)
+            pages, sum_2, intact = write(pages, arrays, self._places(words), form)
             return pages, found_in(programs, sum_2, intact)
 
-        page_specs = [tuple(PAGES_SPEC for _ in layer) for layer in held]
+        page_specs = self._pool.specs(layers)
         in_specs = (page_specs, tuple(BLOCK_SPEC for _ in arrays), RANK)
         return self._programs.compile(
             body, inputs, in_specs, (page_specs, found_spec(programs)), donate=(0,)
@@ -116,20 +112,23 @@ class BlockPrograms:
         inputs = (held, self._place(command, stamp))
         tokens = command.block_tokens
         program = self._programs.get(
-            ("extract", len(layers), tokens), lambda: self._build_extract(inputs, tokens)
+            ("extract", self._kinds(layers), tokens),
+            lambda: self._build_extract(inputs, tokens, layers),
         )
         block, found = program(*inputs)
         return block, found, stamp
 
-    def _build_extract(self, inputs: tuple[Any, ...], tokens: int) -> Any:
-        programs = self._programs
+    def _build_extract(self, inputs: tuple[Any, ...], tokens: int, layers: range) -> Any:
+        programs, kinds, spec = self._programs, self._kinds(layers), self._pool.spec
 
         def body(pages: list[LayerPages], words: jax.Array) -> tuple[jax.Array, jax.Array]:
             places, token_T = self._places(words), jnp.arange(tokens, dtype=jnp.int32)
             valid_T = token_T < places.valid
             page_T, slot_T = places.some(token_T, valid_T)
-            read_CKTH = jnp.stack(
-                [gather_tokens(part, page_T, slot_T) for layer in pages for part in layer]
+            read_CKTH = block_of(
+                kinds,
+                [[gather_tokens(part, page_T, slot_T) for part in layer] for layer in pages],
+                spec,
             )
             read_CKTH = jnp.where(
                 valid_T[None, None, :, None], read_CKTH, jnp.zeros((), read_CKTH.dtype)
@@ -138,13 +137,12 @@ class BlockPrograms:
                 programs, local_sum(read_CKTH, places.stamp_5, token_T, valid_T), jnp.bool_(True)
             )
 
-        page_specs = [tuple(PAGES_SPEC for _ in layer) for layer in inputs[0]]
         return self._programs.compile(
-            body, inputs, (page_specs, RANK), (BLOCK_SPEC, found_spec(programs))
+            body, inputs, (self._pool.specs(layers), RANK), (BLOCK_SPEC, found_spec(programs))
         )
 
     def _stamp(self, layers: range, key: int, start: int, valid_tokens: int) -> BlockStamp:
-        return BlockStamp(key, first_component(self._pool, layers), start, valid_tokens)
+        return BlockStamp(key, self._pool.spec.first_row(layers.start), start, valid_tokens)
 
     def _place(
         self, command: InsertBlock | ExtractBlock, stamp: BlockStamp
@@ -199,7 +197,7 @@ class BlockPrograms:
                 for layer in layers
             ]
 
-        specs = [tuple(PAGES_SPEC for _ in layer) for layer in self._pool.layers]
+        specs = self._pool.specs()
         return self._programs.compile(
             body, (self._pool.layers, pairs), (specs, RANK), specs, donate=(0,)
         )

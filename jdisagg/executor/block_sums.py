@@ -116,7 +116,7 @@ class PrefillSums:
     ) -> None:
         self._programs, self._granule = programs, granule_tokens
         ranks = programs.mesh.shape["dp"]
-        self._components = [first_component(pool, group) for group in groups]
+        self._components = [pool.spec.first_row(group.start) for group in groups]
         self._places = [
             programs.put(np.full((ranks, 1), component, np.uint32))
             for component in self._components
@@ -157,11 +157,6 @@ class PrefillSums:
 
     def stamp(self, group: int, key: int, start: int, valid_tokens: int) -> BlockStamp:
         return BlockStamp(key, self._components[group], start, valid_tokens)
-
-
-def first_component(pool: PagePool, group: range) -> int:
-    """The index over all layers of a group's first component."""
-    return sum(len(layer) for layer in pool.layers[: group.start])
 
 
 @dataclass(frozen=True)

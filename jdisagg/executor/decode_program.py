@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdisagg.executor.choose import Chosen, Variant, choose, logits
-from jdisagg.executor.page_pool import PAGES_SPEC, LayerPages, PagePool
+from jdisagg.executor.page_pool import LayerPages, PagePool
 from jdisagg.executor.prefill_program import RANK
 from jdisagg.executor.programs import Programs
 from jdisagg.executor.slot_state import RowFormat
@@ -122,7 +122,7 @@ class DecodePrograms:
             shaped = variant is Variant.SHAPED
             stem, layers, pages = self._weights.stem, self._weights.layers, self._pool.layers
             batch = jax.ShapeDtypeStruct((self._limits.ranks, bucket), jnp.int32)
-            page_specs = [tuple(PAGES_SPEC for _ in layer) for layer in pages]
+            page_specs = self._pool.specs()
             counts_spec = RANK if shaped else ()
             in_specs = (
                 stem.specs,

@@ -10,7 +10,7 @@ Invariants: a block's pages differ from each other, so that what was read back s
 nothing is written but valid tokens."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -19,8 +19,10 @@ from jax import lax
 
 from jdisagg.executor.block_sums import STAMP_WORDS, first_head, local_sum
 from jdisagg.executor.page_pool import LayerPages
+from jdisagg.layout.kv_spec import KVLayer, KVSpec
 from jdisagg.ops.checksum import bits_of
 from jdisagg.ops.kv_pages import gather_tokens, insert_block, insert_run, read_run
+from jdisagg.ops.kv_rows import block_of, components_of
 from jdisagg.transfer.codec import Codec
 
 # At most so much at a time: what is read back then lies in a core's cache (4 MB at a time took half
@@ -66,16 +68,45 @@ class Places(NamedTuple):
         return jnp.where(wanted_T, page_T, self.nowhere), slot_T
 
 
+class BlockForm(NamedTuple):
+    """What a block is of: `layers` of the spec, packed by a codec."""
+
+    spec: KVSpec
+    layers: tuple[KVLayer, ...]
+    codec: Codec
+
+    @property
+    def lossy(self) -> bool:
+        return self.codec.lossy
+
+    def write(
+        self,
+        pages: list[LayerPages],
+        block_CKTH: jax.Array,
+        insert: Callable[[jax.Array, jax.Array], jax.Array],
+    ) -> list[LayerPages]:
+        """The pages with each component of the block, which `insert` puts into its own."""
+        parts = components_of(block_CKTH, self.layers, self.spec)
+        mixed = self.spec.row_dtype not in {part.dtype for layer in pages for part in layer}
+        fresh = map(_finite, parts) if mixed else parts  # else its values are finite already
+        return [tuple(insert(part, next(fresh)) for part in layer) for layer in pages]
+
+    def read(self, pages: list[LayerPages], take: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """The block again, of what `take` gives of each component's pages."""
+        parts = [[take(part) for part in layer] for layer in pages]
+        return block_of(self.layers, parts, self.spec)
+
+
 Inserted = tuple[list[LayerPages], jax.Array, jax.Array]
 
 
 def write_and_read(
-    pages: list[LayerPages], arrays: Sequence[jax.Array], places: Places, how: Codec
+    pages: list[LayerPages], arrays: Sequence[jax.Array], places: Places, form: BlockForm
 ) -> Inserted:
     """The pages with the block, the sum of what lies there (uint32 [2], this device's share), and
     whether it is what was packed. `arrays`: [1, C', G, T', x], the block's heads in parts, each as
     its codec's leaves."""
-    parts, intact = _unpack(how, arrays, places.stamp_5, pages[0][0].shape[1], pages[0][0].dtype)
+    parts, intact = _unpack(form, arrays, places.stamp_5)
     tokens, valid = parts[0].shape[2], places.valid
     run = math.gcd(places.page_size, 1 << (min(tokens, _run_tokens(pages)).bit_length() - 1))
     head = jnp.minimum(-places.start % run, valid)
@@ -84,14 +115,13 @@ def write_and_read(
 
     def read_back(
         carry: Inserted,
-        read: Sequence[jax.Array],
+        read_CKTH: jax.Array,
         block_CKTH: jax.Array,
         token_T: jax.Array,
         counts_T: jax.Array,
     ) -> Inserted:
         pages, sum_2, intact = carry
-        read_CKTH = jnp.stack(read)
-        if how.lossy:
+        if form.lossy:
             intact &= jnp.all(
                 (bits_of(read_CKTH) == bits_of(block_CKTH)) | ~counts_T[None, None, :, None]
             )
@@ -100,12 +130,10 @@ def write_and_read(
     def put_run(index: jax.Array, carry: Inserted) -> Inserted:
         token_T = head + index * run + jnp.arange(run, dtype=jnp.int32)
         (page, slot), block_CKTH = places.at(token_T[0]), _heads(parts, token_T[0], run)
-        block = iter(block_CKTH)
-        pages = [
-            tuple(insert_run(part, next(block), page, slot) for part in layer) for layer in carry[0]
-        ]
+        put = lambda part, new: insert_run(part, new, page, slot)  # noqa: E731
+        pages = form.write(carry[0], block_CKTH, put)
         pages = lax.optimization_barrier(pages)  # what is summed has been in the pages
-        read = [read_run(part, page, slot, run) for layer in pages for part in layer]
+        read = form.read(pages, lambda part: read_run(part, page, slot, run))
         return read_back(
             (pages, *carry[1:]), read, block_CKTH, token_T, jnp.ones((run,), jnp.bool_)
         )
@@ -118,13 +146,10 @@ def write_and_read(
             places.some(token_T, counts_T),
             _heads(parts, token_T[0], run),
         )
-        block = iter(block_CKTH)
-        pages = [
-            tuple(insert_block(part, next(block), page_T, slot_T) for part in layer)
-            for layer in carry[0]
-        ]
+        put = lambda part, new: insert_block(part, new, page_T, slot_T)  # noqa: E731
+        pages = form.write(carry[0], block_CKTH, put)
         pages = lax.optimization_barrier(pages)
-        read = [gather_tokens(part, page_T, slot_T) for layer in pages for part in layer]
+        read = form.read(pages, lambda part: gather_tokens(part, page_T, slot_T))
         return read_back((pages, *carry[1:]), read, block_CKTH, token_T, counts_T)
 
     carry = lax.fori_loop(0, runs, put_run, (pages, jnp.zeros(2, jnp.uint32), intact))
@@ -132,25 +157,21 @@ def write_and_read(
 
 
 def write_whole(
-    pages: list[LayerPages], arrays: Sequence[jax.Array], places: Places, how: Codec
+    pages: list[LayerPages], arrays: Sequence[jax.Array], places: Places, form: BlockForm
 ) -> Inserted:
     """As `write_and_read`, all tokens at once: scattered, gathered back, summed. It costs a copy of
     the block, and no loop: on a GPU the host would drive one, and decode would wait for it."""
-    parts, intact = _unpack(how, arrays, places.stamp_5, pages[0][0].shape[1], pages[0][0].dtype)
+    parts, intact = _unpack(form, arrays, places.stamp_5)
     tokens = parts[0].shape[2]
     token_T = jnp.arange(tokens, dtype=jnp.int32)
     counts_T = token_T < places.valid
     page_T, slot_T = places.some(token_T, counts_T)
     block_CKTH = _heads(parts, jnp.int32(0), tokens)
-    block = iter(block_CKTH)
-    pages = [
-        tuple(insert_block(part, next(block), page_T, slot_T) for part in layer) for layer in pages
-    ]
+    put = lambda part, new: insert_block(part, new, page_T, slot_T)  # noqa: E731
+    pages = form.write(pages, block_CKTH, put)
     pages = lax.optimization_barrier(pages)  # what is summed has been in the pages
-    read_CKTH = jnp.stack(
-        [gather_tokens(part, page_T, slot_T) for layer in pages for part in layer]
-    )
-    if how.lossy:
+    read_CKTH = form.read(pages, lambda part: gather_tokens(part, page_T, slot_T))
+    if form.lossy:
         intact &= jnp.all(
             (bits_of(read_CKTH) == bits_of(block_CKTH)) | ~counts_T[None, None, :, None]
         )
@@ -166,19 +187,28 @@ def _run_tokens(pages: Sequence[LayerPages]) -> int:
 
 
 def _heads(parts: Sequence[jax.Array], first: jax.Array, tokens: int) -> jax.Array:
-    """All of this device's heads of so many tokens [C, K, t, H]. Senders' values are finite.
-    Damaged ones may not be, and would outlive the pages' return: others multiply them by zero."""
+    """All of this device's heads of so many tokens [C, K, t, H]."""
     block_CKTH = jnp.concatenate(
         [lax.dynamic_slice_in_dim(part, first, tokens, 2) for part in parts], axis=1
     )
-    return jnp.where(jnp.isfinite(block_CKTH), block_CKTH, jnp.zeros((), block_CKTH.dtype))
+    return _finite(block_CKTH)
+
+
+def _finite(values: jax.Array) -> jax.Array:
+    """Senders' values are finite. Damaged ones may not be, and would outlive the pages' return:
+    others multiply them by zero."""
+    if not jnp.issubdtype(values.dtype, jnp.floating):
+        return values
+    return jnp.where(jnp.isfinite(values), values, jnp.zeros((), values.dtype))
 
 
 def _unpack(
-    how: Codec, arrays: Sequence[jax.Array], stamp_5: jax.Array, local_heads: int, dtype: jnp.dtype
+    form: BlockForm, arrays: Sequence[jax.Array], stamp_5: jax.Array
 ) -> tuple[list[jax.Array], jax.Array]:
     """This device's parts [C, G, T, H] of a block, in the order of their heads, and whether all are
     what was packed."""
+    spec, how = form.spec, form.codec
+    local_heads, dtype = spec.row_heads // lax.axis_size("kv"), jnp.dtype(spec.row_dtype)
     count = local_heads // arrays[0].shape[2]
     per_part = len(arrays) // count
     head, parts, intact = first_head(local_heads), [], jnp.bool_(True)

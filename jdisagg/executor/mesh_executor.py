@@ -52,7 +52,7 @@ from jdisagg.scheduler.blocks import even_runs
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.transfer.boxes import mesh_card
 from jdisagg.transfer.channel import Channel, Pull, PullTarget
-from jdisagg.transfer.codec import codec
+from jdisagg.transfer.codec import check_codec
 from jdisagg.transfer.pieces import NO_CODEC, warm_pieces
 
 
@@ -85,7 +85,7 @@ class MeshExecutor:
         self.role = role
         self.mesh = mesh = programs.mesh
         self.card = mesh_card(mesh)
-        codec(role.codec)  # refuses an unknown one here, not at the first pull
+        check_codec(role.codec, limits.kv_spec)  # not at the first pull
         self.platform = platform = programs.platform
         self.programs = programs
         self._channel = channel
@@ -180,7 +180,7 @@ class MeshExecutor:
 
     def warm_insert(self, band: range, tokens: int) -> None:
         """Inserts blocks of which no token is valid, in pieces as peers may send them."""
-        local_heads = self.limits.kv_spec.kv_heads // self.mesh.shape["kv"]
+        local_heads = self.limits.kv_spec.row_heads // self.mesh.shape["kv"]
         layers = self._blocks.layers(band.start, len(band))
         codec, groups = self.role.codec, len(band)
         pull = PullBlock(-1, 0, 0, band.start, tokens, 0.0, codec=codec, groups=groups)
@@ -193,10 +193,10 @@ class MeshExecutor:
         """Cuts a block of this mesh in pieces as peers of other processes may want them. (A codec's
         programs are compiled when a receiver first wants it.)"""
         spec = self.limits.kv_spec
-        components, width = self._targets.components(self._blocks.layers(band.start, len(band)))
-        shape = (components, spec.kv_heads // self.mesh.shape["kv"], tokens, width)
+        rows = spec.rows(self._blocks.layers(band.start, len(band)))
+        shape = (rows, spec.row_heads // self.mesh.shape["kv"], tokens, spec.row_width)
         for granule in self._targets.granules():
-            warm_pieces(self.mesh, shape, jnp.dtype(spec.dtype), granule, NO_CODEC)
+            warm_pieces(self.mesh, shape, jnp.dtype(spec.row_dtype), granule, NO_CODEC)
 
     def warm_extract(self, band: range, tokens: int) -> None:
         """Extracts a block of which no token is valid."""

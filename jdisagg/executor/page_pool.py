@@ -1,18 +1,18 @@
 """The page arrays of one mesh and their one owner.
 
 Per layer one array for each component: [ranks * pages, K, S, H], pages sharded over dp, kv heads
-over kv. Each rank has, after its usable pages, a few dummy pages, in which padding rows of a decode
-batch write side by side. The arrays are donated to every program that changes them; `layers` is
-replaced in the same statement, and nobody else may keep a reference: an old reference whose shard
-was donated aborts the process when used (facts measured on JAX 0.10 and 0.12)."""
+over kv; K is 1 for a component without heads, which every kv shard has whole. Each rank has, after
+its usable pages, a few dummy pages, in which padding rows of a decode batch write side by side. The
+arrays are donated to every program that changes them; `layers` is replaced in the same statement,
+and nobody else may keep a reference: an old reference whose shard was donated aborts the process
+when used (facts measured on JAX 0.10 and 0.12)."""
 
 import jax
 from jax.sharding import PartitionSpec
 
 from jdisagg.executor.programs import Programs
-from jdisagg.layout.kv_spec import KVSpec
+from jdisagg.layout.kv_spec import KVComponent, KVSpec
 
-PAGES_SPEC = PartitionSpec("dp", "kv", None, None)
 LayerPages = tuple[jax.Array, ...]
 
 
@@ -25,21 +25,34 @@ class PagePool:
         self.page_size = page_size
         self.pages_per_rank = pages_per_rank
         self.rank_rows = pages_per_rank + -(-dummy_rows // page_size)
-        self.layers: list[LayerPages] = []
-        for layer in spec.layers:
-            shapes = [
-                (programs.mesh.shape["dp"] * self.rank_rows, part.heads, page_size, part.width)
-                for part in layer.components
-            ]
-            # pages must always hold finite values: masked attention multiplies them by zero
-            self.layers.append(
-                tuple(programs.zeros(shape, spec.dtype, PAGES_SPEC) for shape in shapes)
-            )
+        self.spec = spec
+        rows = programs.mesh.shape["dp"] * self.rank_rows
+
+        def pages(part: KVComponent) -> jax.Array:
+            # they must always hold finite values: masked attention multiplies them by zero
+            shape = (rows, max(1, part.heads), page_size, part.width)
+            return programs.zeros(shape, spec.dtype_of(part), _pages_spec(part))
+
+        self.layers: list[LayerPages] = [
+            tuple(pages(part) for part in layer.components) for layer in spec.layers
+        ]
 
     @property
     def bytes(self) -> int:
         return sum(array.nbytes for layer in self.layers for array in layer)
 
+    def specs(self, layers: range | None = None) -> list[tuple[PartitionSpec, ...]]:
+        """How the pages of these layers lie, or of all."""
+        wanted = slice(None) if layers is None else slice(layers.start, layers.stop)
+        return [
+            tuple(_pages_spec(part) for part in layer.components)
+            for layer in self.spec.layers[wanted]
+        ]
+
     def put(self, first: int, layers: list[LayerPages]) -> None:
         """Replaces layers from `first` on by what a program returned for them."""
         self.layers[first : first + len(layers)] = layers
+
+
+def _pages_spec(part: KVComponent) -> PartitionSpec:
+    return PartitionSpec("dp", "kv" if part.heads else None, None, None)

@@ -2,10 +2,10 @@
 
 embed -> group 0 -> group 1 -> ... -> head and sampling of the rows that sample. Each group writes
 its keys and values into this mesh's pages (donated; for the later chunks of the same sequences)
-and, where the instance hands off, RETURNS them as one block [ranks, C, K, T, H] (C: the components
-of the group's layers, one after the other), so that the block is ready, and can leave, while the
-next group computes; a small program sums each block for its checksum. Page arrays themselves are
-never offered.
+and, where the instance hands off, RETURNS them as one block [ranks, C, K, T, H] (C: the rows of the
+group's layers, see `layout/kv_spec.py`, one after the other), so that the block is ready, and can
+leave, while the next group computes; a small program sums each block for its checksum. Page arrays
+themselves are never offered.
 
 Of the model's last layer only keys and values are needed of every token. The rest of it is computed
 for the last tokens of the rows that sample, which attend as a decode step does, to pages alone:
@@ -26,12 +26,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdisagg.executor.block_sums import PrefillSums
-from jdisagg.executor.page_pool import PAGES_SPEC, LayerPages, PagePool
+from jdisagg.executor.page_pool import LayerPages, PagePool
 from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
 from jdisagg.executor.weights import Weights
 from jdisagg.messages.step_commands import PrefillChunk
 from jdisagg.model_api import Attend, Shards
 from jdisagg.ops.kv_pages import token_coordinates, write_tokens
+from jdisagg.ops.kv_rows import block_of
 from jdisagg.ops.paged_attention import paged_attention
 from jdisagg.ops.prefill_attention import PastPages, prefill_attention
 from jdisagg.ops.quarantine import seal
@@ -213,7 +214,8 @@ class PrefillPrograms:
         width, last = chunk.tokens.shape[1], group.stop == len(self._weights.layers)
         # the others are one program, whoever samples
         form = chunk.form if last else dataclasses.replace(chunk.form, samples=True)
-        key = ("group", width, form, last, tuple(part.structure for part in parts))
+        kinds = self._pool.spec.layers[group.start : group.stop]
+        key = ("group", width, form, last, tuple(part.structure for part in parts), kinds)
 
         def build() -> Any:
             pages = self._pool.layers[group.start : group.stop]
@@ -228,7 +230,7 @@ class PrefillPrograms:
                 chunk.continuing,
                 chunk.sampling,
             )
-            page_specs = [tuple(PAGES_SPEC for _ in layer) for layer in pages]
+            page_specs = self._pool.specs(group)
             in_specs = ([part.specs for part in parts], page_specs, *(RANK,) * 7)
             out_specs = (RANK, page_specs, [BLOCK_SPEC] if self._emit else [])
             arguments = ([part.leaves for part in parts], pages, x, *meta)
@@ -251,6 +253,7 @@ class PrefillPrograms:
             self._pool.page_size,
             self._pool.rank_rows,
         )
+        spec, kinds = self._pool.spec, self._pool.spec.layers[group.start : group.stop]
 
         def body(
             leaves: Sequence[Sequence[jax.Array]],
@@ -269,7 +272,7 @@ class PrefillPrograms:
                 table_RN, segment_T, positions_T, pages=rank_rows, slots=page_size
             )
             new_pages: list[LayerPages] = []
-            emitted: list[jax.Array] = []
+            emitted: list[tuple[jax.Array, ...]] = []
 
             def attend_with(layer_pages: LayerPages, rows_alone: bool) -> Attend:
                 def attend(
@@ -287,7 +290,7 @@ class PrefillPrograms:
                     v_pages = write_tokens(layer_pages[1], v_TKH, page_T, slot_T, unique=False)
                     new_pages.append((k_pages, v_pages))
                     if emit:
-                        emitted.extend((k_TKH.swapaxes(0, 1), v_TKH.swapaxes(0, 1)))
+                        emitted.append((k_TKH.swapaxes(0, 1), v_TKH.swapaxes(0, 1)))
                     how = {"scale": scale, "window": window, "platform": shards.platform}
                     if rows_alone:
                         rows, at_R = rows_R.shape[0], jnp.take(positions_T, rows_R, mode="clip")
@@ -336,6 +339,7 @@ class PrefillPrograms:
                     asked_R,
                 )
             waited_for = x_TD if x_TD.shape[0] else x[0, :1]
-            return waited_for[None], new_pages, [jnp.stack(emitted)[None]] if emit else []
+            blocks = [block_of(kinds, emitted, spec)[None]] if emit else []
+            return waited_for[None], new_pages, blocks
 
         return body

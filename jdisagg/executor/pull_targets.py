@@ -28,7 +28,7 @@ class PullTargets:
         """Blocks will come from `peer`. "": a mesh for which warm-up prepares, and which a pull
         that names no peer means."""
         self._granules[peer] = head_granule(
-            self._spec.kv_heads, card.head_shards, self._mesh.shape["kv"]
+            self._spec.row_heads, card.head_shards, self._mesh.shape["kv"]
         )
 
     def disconnect(self, peer: str) -> None:
@@ -37,7 +37,7 @@ class PullTargets:
     def granules(self) -> set[int]:
         """Heads of a piece, of all connected peers; while none is connected, of all that there can
         be."""
-        heads = self._spec.kv_heads
+        heads = self._spec.row_heads
         shards = (count for count in range(1, heads + 1) if heads % count == 0)
         return set(self._granules.values()) or {
             head_granule(heads, count, self._mesh.shape["kv"]) for count in shards
@@ -53,17 +53,17 @@ class PullTargets:
 
     def target(self, block: PullBlock, layers: range, granule: int) -> PullTarget:
         """As `of_pull`, in pieces of `granule` heads."""
-        components, width = self.components(layers)
-        key = (components, block.block_tokens, granule)
         spec, how = self._spec, codec(block.codec)
+        rows, width = spec.rows(layers), spec.row_width
+        key = (rows, block.block_tokens, granule)
         if key not in self._zeros:
             self._zeros[key] = self._resident(
-                components, granule, block.block_tokens, width, jnp.dtype(spec.dtype)
+                rows, granule, block.block_tokens, width, jnp.dtype(spec.row_dtype)
             )
         zeros, leaves = self._zeros[key], ()
         if how.lossy:
             if (*key, block.codec) not in self._leaves:
-                shape = (1, components, granule, block.block_tokens, width)
+                shape = (1, rows, granule, block.block_tokens, width)
                 self._leaves[*key, block.codec] = tuple(
                     self._resident(c, g, t, x, leaf.dtype)
                     for leaf in how.leaves(jax.ShapeDtypeStruct(shape, zeros.dtype))
@@ -76,14 +76,9 @@ class PullTargets:
             block.peer,
             codec=block.codec if how.lossy else "none",
             leaves=leaves,
-            heads=spec.kv_heads,
+            heads=spec.row_heads,
             source_rank=block.source_rank,
         )
-
-    def components(self, layers: range) -> tuple[int, int]:
-        """How many components these layers have, and the width of each."""
-        described = self._spec.layers[layers.start : layers.stop]
-        return sum(len(layer.components) for layer in described), described[0].components[0].width
 
     def _resident(
         self, components: int, granule: int, tokens: int, width: int, dtype: jnp.dtype

@@ -15,7 +15,7 @@ from jdisagg.costs.hardware import Accelerator, Link
 from jdisagg.costs.model_geometry import CostGeometry, LatentAttention
 from jdisagg.engine.limits import mesh_limits
 from jdisagg.errors import ConfigError
-from jdisagg.layout.kv_spec import KVComponent, KVLayer, KVSpec
+from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.simulator.step_costs import ModelCosts, StepCosts
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
@@ -233,11 +233,5 @@ def kv_spec(geometry: CostGeometry, dtype: str) -> KVSpec:
     """What one token keeps, as the workers' hand-shake compares it."""
     attention = geometry.attention
     if isinstance(attention, LatentAttention):
-        layer = KVLayer(
-            (
-                KVComponent("latent", 0, attention.kv_rank),
-                KVComponent("rope", 0, attention.rope_dim),
-            )
-        )
-        return KVSpec((layer,) * geometry.layers, dtype)
+        return KVSpec.latent(geometry.layers, attention.kv_values, dtype)
     return KVSpec.attention(geometry.layers, attention.kv_heads, attention.head_dim, dtype)

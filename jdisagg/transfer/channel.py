@@ -1,11 +1,12 @@
 """The seam between two meshes: a block of KV is offered on one, pulled on the other, and released.
 
-A block is a global array [dp, C, K, T, H] (C components of a layer group, K kv heads over mesh axis
-"kv", replicated over "rep"), of which one offer concerns one dp rank. A pull gives the receiver n =
-local heads / granule global arrays [dp, C, granule * kv, T, H], each `granule` heads a kv shard: on
-the receiving rank, array i of kv shard j holds heads j * n * granule + i * granule and on, so that
-concatenating the n local shards along heads gives the shard's heads in order. Ranks that do not
-receive hold the resident zeros that the target brought; no byte moves to them.
+A block is a global array [dp, C, K, T, H] (C rows of a layer group's components, see
+`layout/kv_spec.py`, K kv heads over mesh axis "kv", replicated over "rep"), of which one offer
+concerns one dp rank. A pull gives the receiver n = local heads / granule global arrays [dp, C,
+granule * kv, T, H], each `granule` heads a kv shard: on the receiving rank, array i of kv shard j
+holds heads j * n * granule + i * granule and on, so that concatenating the n local shards along
+heads gives the shard's heads in order. Ranks that do not receive hold the resident zeros that the
+target brought; no byte moves to them.
 
 Several peers: a target names the peer that its block comes from; `connect` must have introduced it
 (a channel within one process needs no introduction). With a lossy codec what is received are the

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdisagg.errors import ConfigError, LayoutError
+from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.ops.checksum import LANES, key_words, row_sums
 from jdisagg.ops.quantize import (
     FP8_LARGEST,
@@ -186,3 +187,13 @@ def codec(name: str) -> Codec:
             " choose int8"
         )
     return _CODECS[name]
+
+
+def check_codec(name: str, spec: KVSpec) -> None:
+    """Raises ConfigError for a codec that `codec` refuses, or that cannot pack the KV of this
+    spec."""
+    if codec(name).lossy and not jnp.issubdtype(jnp.dtype(spec.row_dtype), jnp.floating):
+        raise ConfigError(
+            f"codec {name!r} packs values of one floating type, and this model's KV has several;"
+            " choose none"
+        )

@@ -190,5 +190,8 @@ def peer_name(hello: PeerHello) -> str:
 
 
 def _words(layer: KVLayer) -> str:
-    parts = " ".join(f"{part.name}[{part.heads},{part.width}]" for part in layer.components)
+    parts = " ".join(
+        f"{part.name}[{part.heads},{part.width}]{part.dtype and f' {part.dtype}'}"
+        for part in layer.components
+    )
     return f"({parts})" if layer.window is None else f"({parts} window {layer.window})"

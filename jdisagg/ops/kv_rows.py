@@ -1,0 +1,86 @@
+"""From a component of the KV cache to rows of a block, and back: what `layout/kv_spec.py` says, on
+local shards inside `shard_map` over the mesh axes ("dp", "kv", "rep").
+
+A component [k, T, w] is a device's heads of some tokens, or the whole of one without heads. Where
+all components are alike it is one row as it lies, and nothing is moved. A component without heads
+beside others with some is cut along its values: each kv shard gives its part, and `from_rows`
+gathers them."""
+
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jdisagg.layout.kv_spec import KVComponent, KVLayer, KVSpec
+
+
+def to_rows(part_KTH: jax.Array, part: KVComponent, spec: KVSpec) -> jax.Array:
+    """The rows [R, K, T, H] of one component on this device."""
+    values = _retyped(part_KTH, spec.row_dtype)
+    rows, width, tokens = spec.rows_of(part), spec.row_width, values.shape[1]
+    if spec.is_cut(part):
+        shards = lax.axis_size("kv")
+        size = values.shape[2] // shards
+        values = lax.dynamic_slice_in_dim(values, lax.axis_index("kv") * size, size, axis=2)
+        cut = values.reshape(tokens, spec.row_heads // shards, rows, width)
+        return cut.transpose(2, 1, 0, 3)
+    if rows == 1:
+        return values[None]
+    parts = values.shape[2] // width
+    cut = values.reshape(-1, rows // parts, tokens, parts, width)
+    return cut.transpose(1, 3, 0, 2, 4).reshape(rows, -1, tokens, width)
+
+
+def from_rows(
+    rows_RKTH: jax.Array, part: KVComponent, spec: KVSpec, *, gather: bool = True
+) -> jax.Array:
+    """The component [k, T, w] of these rows, in its own type. `gather`: of one that is cut, all its
+    values, by a collective; else this device's part of them."""
+    rows, heads, tokens, width = rows_RKTH.shape
+    if spec.is_cut(part):
+        whole = lax.all_gather(rows_RKTH, "kv", axis=1, tiled=True) if gather else rows_RKTH
+        values = whole.transpose(2, 1, 0, 3).reshape(1, tokens, -1)
+    elif rows == 1:
+        values = rows_RKTH[0]
+    else:
+        each = max(1, part.heads) // spec.row_heads  # heads of the component to a head of a row
+        cut = rows_RKTH.reshape(each, rows // each, heads, tokens, width)
+        values = cut.transpose(2, 0, 3, 1, 4).reshape(heads * each, tokens, -1)
+    return _retyped(values, spec.dtype_of(part))
+
+
+def block_of(
+    layers: Sequence[KVLayer], parts: Sequence[Sequence[jax.Array]], spec: KVSpec
+) -> jax.Array:
+    """All rows [R, K, T, H] of some layers, from their components."""
+    return jnp.concatenate(
+        [
+            to_rows(array, part, spec)
+            for layer, arrays in zip(layers, parts, strict=True)
+            for part, array in zip(layer.components, arrays, strict=True)
+        ]
+    )
+
+
+def components_of(
+    block_RKTH: jax.Array, layers: Sequence[KVLayer], spec: KVSpec, *, gather: bool = True
+) -> Iterator[jax.Array]:
+    """The components of some layers, in their order, from all their rows; `gather` as in
+    `from_rows`."""
+    first = 0
+    for layer in layers:
+        for part in layer.components:
+            rows = spec.rows_of(part)
+            yield from_rows(block_RKTH[first : first + rows], part, spec, gather=gather)
+            first += rows
+
+
+def _retyped(values: jax.Array, dtype: str) -> jax.Array:
+    """The same bits [K, T, x] as values of another type, which may be narrower or wider."""
+    wanted, size = jnp.dtype(dtype), values.dtype.itemsize
+    if values.dtype == wanted:
+        return values
+    if wanted.itemsize > size:
+        values = values.reshape(*values.shape[:2], -1, wanted.itemsize // size)
+    return lax.bitcast_convert_type(values, wanted).reshape(*values.shape[:2], -1)

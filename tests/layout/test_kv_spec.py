@@ -1,0 +1,109 @@
+"""Whatever a cache is made of, its rows hold each of its bytes once, and a hand-off moves as many
+as the spec says."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jdisagg.errors import ConfigError
+from jdisagg.layout.kv_spec import DTYPE_BYTES, KVComponent, KVLayer, KVSpec
+from jdisagg.layout.mesh_card import MeshCard
+from jdisagg.transfer.boxes import head_granule, plan_handoff
+
+ROW_BYTES = {**DTYPE_BYTES, "uint8": 1, "uint16": 2}
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> KVSpec:
+    """Layers of up to three kinds, whose components have heads or none."""
+    shards = draw(st.sampled_from([1, 2, 4, 6]))
+    dtypes = st.sampled_from(["", "", "float32", "bfloat16", "int8"])
+
+    def component(index: int) -> KVComponent:
+        heads = shards * draw(st.sampled_from([0, 1, 1, 2, 3]))
+        # what has no heads can be cut into as many parts as there can be heads
+        width = draw(st.integers(1, 40)) if heads else 72 * draw(st.integers(1, 3))
+        return KVComponent(f"part{index}", heads, width, draw(dtypes))
+
+    kinds = [
+        KVLayer(tuple(component(index) for index in range(draw(st.integers(1, 3)))))
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+    return KVSpec(tuple(draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=6))), "bfloat16")
+
+
+def card(first: int, dp: int, kv: int, rep: int) -> MeshCard:
+    count = dp * kv * rep
+    return MeshCard((dp, kv, rep), tuple(range(first, first + count)), (0,) * count)
+
+
+@given(specs())
+def test_the_rows_hold_every_byte_once(spec: KVSpec) -> None:
+    everything = range(len(spec.layers))
+    row_bytes = spec.row_heads * spec.row_width * ROW_BYTES[spec.row_dtype]
+    assert spec.rows(everything) * row_bytes == spec.bytes_per_token
+    assert spec.bytes_per_token == sum(
+        max(1, part.heads) * part.width * DTYPE_BYTES[part.dtype or spec.dtype]
+        for layer in spec.layers
+        for part in layer.components
+    )
+    assert all(part.heads % spec.row_heads == 0 for part in spec.components)
+    parts = [spec.rows(range(layer, layer + 1)) for layer in everything]
+    assert [spec.first_row(layer) for layer in everything] == [
+        sum(parts[:layer]) for layer in everything
+    ]
+
+
+@given(specs())
+def test_a_device_keeps_its_share_of_heads_and_all_of_what_has_none(spec: KVSpec) -> None:
+    for shards in (count for count in range(1, spec.row_heads + 1) if spec.row_heads % count == 0):
+        without = sum(
+            part.width * DTYPE_BYTES[spec.dtype_of(part)]
+            for part in spec.components
+            if not part.heads
+        )
+        assert spec.bytes_per_device(shards) * shards == spec.bytes_per_token + without * (
+            shards - 1
+        )
+
+
+@settings(max_examples=50)
+@given(specs(), st.data())
+def test_a_hand_off_moves_the_specs_bytes_once_to_each_replica(spec, data) -> None:
+    shards = st.sampled_from(
+        [count for count in range(1, spec.row_heads + 1) if spec.row_heads % count == 0]
+    )
+    counts = st.tuples(st.integers(1, 2), shards, st.integers(1, 2))
+    source, target = card(0, *data.draw(counts)), card(100, *data.draw(counts))
+    tokens, rows = 16, spec.rows(range(len(spec.layers)))
+    shape = (1, rows, spec.row_heads, tokens, spec.row_width)
+    granule = head_granule(spec.row_heads, source.head_shards, target.head_shards)
+    plan = plan_handoff(source.rank_boxes(0, shape), target.rank_boxes(0, shape), granule)
+    moved = plan.bytes_per_pair(ROW_BYTES[spec.row_dtype])
+    assert sum(moved.values()) == tokens * spec.bytes_per_token * target.shape[2]
+    received: dict[int, int] = {}
+    for (_, device), count in moved.items():
+        received[device] = received.get(device, 0) + count
+    assert set(received.values()) == {tokens * spec.bytes_per_token // target.head_shards}
+
+
+def test_keys_and_values_are_a_row_each_and_a_latent_is_one() -> None:
+    llama = KVSpec.attention(32, 8, 128, "bfloat16")
+    assert (llama.row_heads, llama.row_width, llama.row_dtype) == (8, 128, "bfloat16")
+    assert (llama.rows(range(32)), llama.bytes_per_token) == (64, 131_072)
+    deepseek = KVSpec.latent(61, 512 + 64, "bfloat16")
+    assert (deepseek.row_heads, deepseek.row_width) == (1, 576)
+    assert (deepseek.rows(range(61)), deepseek.bytes_per_token) == (61, 70_272)
+    assert deepseek.bytes_per_device(1) == 70_272
+
+
+def test_values_of_several_types_travel_as_bits_of_the_narrowest() -> None:
+    layer = KVLayer((KVComponent("k", 2, 8), KVComponent("state", 2, 4, "float32")))
+    spec = KVSpec((layer,), "bfloat16")
+    assert (spec.row_dtype, spec.row_width, spec.rows(range(1))) == ("uint16", 8, 2)
+
+
+def test_a_component_without_heads_that_cannot_be_cut_is_refused() -> None:
+    layer = KVLayer((KVComponent("k", 4, 8), KVComponent("latent", 0, 6)))
+    with pytest.raises(ConfigError, match="'latent' has no heads and 6 values.* into 4 parts"):
+        KVSpec((layer,), "float32")
