@@ -211,10 +211,12 @@ class ServiceConfig:
 
     tls_certificate, tls_key: PEM files; with them the port speaks TLS alone. tls_client_ca:
     clients, too, must show a certificate that it signed. token_file: bearer tokens of clients, one
-    a line; cluster_token_file: the token that our processes show each other."""
+    a line; cluster_token_file: the token that our processes show each other. http_port: of the
+    OpenAI-compatible door, with the same host, TLS and tokens; None: there is none."""
 
     host: str = "127.0.0.1"
     port: int = 8700
+    http_port: int | None = None
     max_message_bytes: int = 16 << 20
     drain_seconds: float = 30.0
     tls_certificate: str = ""
@@ -236,6 +238,15 @@ class ServiceConfig:
         if not 0 <= self.port <= 65535:
             raise ConfigError(
                 f"service.port must be in [0, 65535], got {self.port}; 0 lets the system choose"
+            )
+        if self.http_port is not None and not 0 <= self.http_port <= 65535:
+            raise ConfigError(
+                f"service.http_port must be in [0, 65535], got {self.http_port}; 0 lets the system"
+                " choose"
+            )
+        if self.http_port and self.http_port == self.port:
+            raise ConfigError(
+                f"service.http_port={self.http_port} is service.port, too; give each door its own"
             )
         _positive("service.max_message_bytes", self.max_message_bytes)
         if not self.drain_seconds >= 0:

@@ -45,7 +45,8 @@ flags = define(
     *("gpus", "gpus_per_worker"),
     *ENGINE,
     *SERVICE,
-    *("canary_seconds", "elastic", "decision_log", "record", "cluster_log_dir", "table"),
+    *("http_port", "canary_seconds", "elastic", "decision_log", "record", "cluster_log_dir"),
+    "table",
     *OBSERVE,
 )
 
@@ -92,8 +93,8 @@ def cluster_config() -> ClusterConfig:
 
 def plan(config: ClusterConfig, folder: Path) -> ClusterPlan:
     planned = plan_cluster(config, folder)
-    for port in planned.ports:
-        check_address(replace(config.engine.service, port=port))
+    for service in planned.services:
+        check_address(service)
     return planned
 
 

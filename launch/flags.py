@@ -130,6 +130,9 @@ FLAGS: dict[str, Spec] = {
     # where it listens, and whom it lets in
     "host": _text(None, "The one interface to listen on; also how others reach it."),
     "port": _count(None, "Port; 0 lets the system choose."),
+    "http_port": _count(
+        None, "Port of the OpenAI-compatible HTTP door; 0 lets the system choose. Default: none."
+    ),
     "drain_seconds": _real(None, "How long running requests may take at the end."),
     "tls_certificate": _text(None, "PEM file; with it every gRPC port speaks TLS alone."),
     "tls_key": _text(None, "PEM file of the certificate's key."),

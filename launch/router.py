@@ -1,7 +1,7 @@
 """A router: the generation service over workers that register with it. Needs no JAX, only the
 model's tokenizer.
 
-    python -m launch.router --port=8700
+    python -m launch.router --port=8700 --http_port=8000
     python -m launch.worker --role=prefill --layout=tp=2 --router=localhost:8700 --port=8701
     python -m launch.worker --role=decode --layout=dp=2 --router=localhost:8700 --port=8702
 
@@ -17,6 +17,7 @@ for one alone. Without it the router only advises: in its metrics, and on GetAdv
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 
 from jdisagg.errors import ConfigError
@@ -38,7 +39,7 @@ PARTS = ("elastic", "limits", "routing", "service")
 flags = define(
     *("config", "model"),
     *SERVICE,
-    *("canary_seconds", "elastic", "decision_log", "set", "config_file"),
+    *("http_port", "canary_seconds", "elastic", "decision_log", "set", "config_file"),
     *OBSERVE,
 )
 
@@ -73,7 +74,8 @@ def _of_flags() -> RouterProcessConfig:
         flags.log_requests,
     )
     model = engine.model.directory or SHIPPED_MODEL
-    return RouterProcessConfig(router, model, observe_config(flags), flags.decision_log)
+    observe = replace(observe_config(flags), metrics=engine.service.http_port is not None)
+    return RouterProcessConfig(router, model, observe, flags.decision_log)
 
 
 async def _run(

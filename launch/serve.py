@@ -3,24 +3,26 @@ SIGTERM or SIGINT.
 
     python -m launch.serve
     python -m launch.serve --config=configs/tiny_moe_cpu.py --slots_per_rank=16 --port=8700
+    python -m launch.serve --http_port=8000
 
 Prints one line on stdout when it is ready. The configuration is a recipe; flags win over it, and
---set changes any field by its path. On SIGTERM new requests are refused and running ones finish,
-within --drain_seconds. Before the line there is nothing to finish: either signal ends it at once,
-with 130 (SIGINT) or 143 (SIGTERM). When a mesh breaks it ends, too, with 3: what is started in its
-place can serve."""
+--set changes any field by its path. --http_port opens a second door, HTTP as OpenAI's clients speak
+it (docs/http.md). On SIGTERM new requests are refused and running ones finish, within
+--drain_seconds. Before the line there is nothing to finish: either signal ends it at once, with 130
+(SIGINT) or 143 (SIGTERM). When a mesh breaks it ends, too, with 3: what is started in its place can
+serve."""
 
 import asyncio
 import contextlib
 import os
 import sys
+from dataclasses import replace
 
-from jdisagg.address import host_port
-from jdisagg.config import EngineConfig
+from jdisagg.config import EngineConfig, ServiceConfig
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS
 from jdisagg.errors import UnavailableError
 from jdisagg.node.deployment import prepare_engine
-from jdisagg.node.serving import serve_until_signalled
+from jdisagg.node.serving import serve_until_signalled, where
 from jdisagg.node.signals import end_at_once
 from jdisagg.observe import wrap
 from jdisagg.observe.decision_log import DecisionLog
@@ -33,7 +35,7 @@ from launch.flags import ENGINE, OBSERVE, SERVICE, define
 from launch.model import deployment as deployment_of
 from launch.settings import engine_config, observe_config
 
-flags = define(*ENGINE, *SERVICE, *("devices", "decision_log", "record"), *OBSERVE)
+flags = define(*ENGINE, *SERVICE, *("http_port", "devices", "decision_log", "record"), *OBSERVE)
 
 
 def main() -> None:
@@ -41,7 +43,8 @@ def main() -> None:
     config = engine_config(flags)
     check_address(config.service)
     prepare_engine(config, flags.devices)
-    observe = observe_config(flags)
+    shown = config.service.http_port is not None
+    observe = replace(observe_config(flags), metrics=shown)
     start_logging(observe.log_format, "serve")
     log = DecisionLog(flags.decision_log) if flags.decision_log else contextlib.nullcontext()
     with log as decisions:
@@ -66,16 +69,19 @@ async def _serve(
                 observe.log_requests, observer, lambda: deployment.cluster.path.placer.waiting
             )
 
-            def ready(port: int) -> None:
+            def ready(service: ServiceConfig) -> None:
                 name = deployment.frontend.model.name
                 print(
-                    f"jdisagg serves {name} ({config.mode.value}) on"
-                    f" {host_port(config.service.host, port)}",
-                    flush=True,
+                    f"jdisagg serves {name} ({config.mode.value}) on {where(service)}", flush=True
                 )
 
             broken = await serve_until_signalled(
-                deployment.frontend, config.service, ready, deployment.cluster.broken, log
+                deployment.frontend,
+                config.service,
+                ready,
+                deployment.cluster.broken,
+                log,
+                observer.metrics.scrape if observer else None,
             )
         finally:
             if broken is None:

@@ -25,7 +25,7 @@ _FIELDS = {
     "prefill": "prefill.layout",
     "decode": "decode.layout",
     "compilation_cache": "compilation_cache",
-    **{name: f"service.{name}" for name in SERVICE},
+    **{name: f"service.{name}" for name in (*SERVICE, "http_port")},
 }
 _FILES = ("tls_certificate", "tls_key", "tls_client_ca", "token_file", "cluster_token_file")
 

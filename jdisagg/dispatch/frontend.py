@@ -242,6 +242,10 @@ class Frontend:
             )
         return self._decode(token_ids, skip_special_tokens)
 
+    def piece(self, token_id: int) -> str:
+        """The text of a single token, special ones too; what is no whole character is U+FFFD."""
+        return self._codec.decode([token_id], skip_special_tokens=False)
+
     async def stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]:
         """The path's events. Closing this iterator closes the path's."""
         key = request.tenant, request.request_id

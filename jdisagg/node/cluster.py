@@ -19,6 +19,7 @@ from jdisagg.errors import JdisaggError
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.node.cluster_log import ClusterLog, Shown
 from jdisagg.node.cluster_plan import ClusterPlan
+from jdisagg.node.serving import where
 from jdisagg.node.signals import StopSignals
 from jdisagg.service.server import cluster_credentials, read_tokens
 from jdisagg.supervisor.supervisor import GroupSpec, GroupState, SupervisedGroup
@@ -107,7 +108,7 @@ class Cluster:
                 if not served and statuses.keys() >= {group.name for group in self._workers}:
                     served = True
                     print(
-                        f"jdisagg cluster serves on {','.join(self._plan.addresses)}:"
+                        f"jdisagg cluster serves on {','.join(map(where, self._plan.services))}:"
                         f" {', '.join(sorted(statuses))}",
                         flush=True,
                     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jdisagg.address import host_port
-from jdisagg.config import EngineConfig
+from jdisagg.config import EngineConfig, ServiceConfig
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
@@ -85,13 +85,15 @@ class InstancePlan:
 @dataclass(frozen=True)
 class ClusterPlan:
     """`ports`: the routers'. `folder`: where the processes' files go at each start. `gpus`: which
-    each process may use, by name; one that is not in it may use all."""
+    each process may use, by name; one that is not in it may use all. `http_ports`: of the routers'
+    HTTP doors; none where they have none."""
 
     config: ClusterConfig
     ports: tuple[int, ...]
     instances: tuple[InstancePlan, ...]
     folder: Path
     gpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    http_ports: tuple[int, ...] = ()
 
     @property
     def host(self) -> str:
@@ -105,6 +107,15 @@ class ClusterPlan:
     @property
     def addresses(self) -> tuple[str, ...]:
         return tuple(host_port(self.host, port) for port in self.ports)
+
+    @property
+    def services(self) -> tuple[ServiceConfig, ...]:
+        """Where each router listens."""
+        service, http = self.config.engine.service, self.http_ports or (None,) * len(self.ports)
+        return tuple(
+            replace(service, port=port, http_port=http_port)
+            for port, http_port in zip(self.ports, http, strict=True)
+        )
 
     def router(self) -> GroupSpec:
         return self.routers()[0]
@@ -125,13 +136,15 @@ class ClusterPlan:
         )
 
     def router_config(self, index: int) -> RouterProcessConfig:
-        engine, config = self.config.engine, self.config
-        observe = config.observe if index == 0 else replace(config.observe, metrics_port=0)
+        engine, config, service = self.config.engine, self.config, self.services[index]
+        observe = replace(config.observe, metrics=service.http_port is not None)
+        if index:
+            observe = replace(observe, metrics_port=0)
         return RouterProcessConfig(
             RouterConfig(
                 engine.limits,
                 engine.routing,
-                replace(engine.service, port=self.ports[index]),
+                service,
                 config.elastic,
                 config.changes_roles and index == 0,
                 config.canary_seconds,
@@ -158,7 +171,7 @@ class ClusterPlan:
                     made,
                     model=replace(made.model, directory=config.model),
                     instance=replace(made.instance, layout=instance.layout),
-                    service=replace(made.service, port=port),
+                    service=replace(made.service, port=port, http_port=None),
                 ),
                 devices_of_process(instance, self.instances),
                 f"/{socket.gethostname()}",
@@ -203,11 +216,10 @@ def plan_cluster(config: ClusterConfig, folder: Path) -> ClusterPlan:
         WorkerRole.DECODE: (shape.decode, engine.decode.layout),
         WorkerRole.MIXED: (shape.mixed, engine.decode.layout),
     }
-    ports = (
-        [service.port + index for index in range(config.routers)]
-        if service.port
-        else free_ports(service.host, config.routers)
-    )
+    ports = _router_ports(service.host, service.port, config.routers)
+    http_ports: list[int] = []
+    if service.http_port is not None:
+        http_ports = _router_ports(service.host, service.http_port, config.routers)
     instances = [
         instance
         for role, (count, layout) in layouts.items()
@@ -222,7 +234,12 @@ def plan_cluster(config: ClusterConfig, folder: Path) -> ClusterPlan:
             for _ in instance.ports
         ]
         gpus = assign_gpus(names, needs, config.gpus)
-    return ClusterPlan(config, tuple(ports), tuple(instances), folder, gpus)
+    return ClusterPlan(config, tuple(ports), tuple(instances), folder, gpus, tuple(http_ports))
+
+
+def _router_ports(host: str, first: int, count: int) -> list[int]:
+    """Ports that follow each other; free ones for 0."""
+    return [first + index for index in range(count)] if first else free_ports(host, count)
 
 
 def devices_of_process(instance: InstancePlan, instances: Sequence[InstancePlan]) -> int:

@@ -7,7 +7,6 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from jdisagg.address import host_port
 from jdisagg.clock import Clock, MonotonicClock
 from jdisagg.config import LimitsConfig, Mode, RoutingConfig, ServiceConfig
 from jdisagg.dispatch.elastic_pools import ElasticPools
@@ -23,6 +22,7 @@ from jdisagg.ids import random_id
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.registry import WorkerCard
 from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.node.serving import where
 from jdisagg.node.signals import StopSignals
 from jdisagg.observe import wrap
 from jdisagg.observe.canary import Canary, CanaryRunner, Pair, Readiness
@@ -123,13 +123,14 @@ class Router:
             service,
             [registry_service(membership, tokens), cluster_roles_service(elastic, tokens)],
             wrap.request_log(self._config.log_requests, observer, lambda: path.placer.waiting),
+            observer.metrics.scrape if observer else None,
         )
         signals = StopSignals(server.force)
-        port = await server.start()
+        await server.start()
         await server.set_ready(False)
         watching = asyncio.create_task(self._watch(membership, server, frontend))
         elastic.start()
-        print(f"jdisagg router listens on {host_port(service.host, port)}", flush=True)
+        print(f"jdisagg router listens on {where(server.listens)}", flush=True)
         try:
             await signals.first()
             await server.drain()

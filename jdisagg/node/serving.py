@@ -2,9 +2,10 @@
 caller."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import TypeVar
 
+from jdisagg.address import host_port
 from jdisagg.config import ServiceConfig
 from jdisagg.dispatch.frontend import Frontend
 from jdisagg.node.signals import StopSignals
@@ -17,22 +18,24 @@ Broken = TypeVar("Broken")
 async def serve_until_signalled(
     frontend: Frontend,
     config: ServiceConfig,
-    ready: Callable[[int], None],
+    ready: Callable[[ServiceConfig], None],
     broken: Callable[[], Coroutine[None, None, Broken]] | None = None,
     log: RequestLog | None = None,
+    scrape: Callable[[], Awaitable[bytes]] | None = None,
 ) -> Broken | None:
     """Serves until SIGTERM or SIGINT, then drains; a second signal ends the waiting. `ready` is
-    called with the port.
+    called with the configuration that has the ports. `scrape`: see `GenerationServer`.
 
     `broken` returns when what is behind the server cannot serve any more: running requests are
     then cut short at once, so that their clients go on with the next server, and its result is
     returned."""
-    server = GenerationServer(frontend, config, log=log)
+    server = GenerationServer(frontend, config, log=log, scrape=scrape)
     signals = StopSignals(server.force)
     stopping = asyncio.ensure_future(signals.first())
     breaking = asyncio.ensure_future(broken()) if broken else None
     try:
-        ready(await server.start())
+        await server.start()
+        ready(server.listens)
         await asyncio.wait(
             [task for task in (stopping, breaking) if task], return_when=asyncio.FIRST_COMPLETED
         )
@@ -45,3 +48,12 @@ async def serve_until_signalled(
             if task:
                 task.cancel()
         signals.release()
+
+
+def where(service: ServiceConfig) -> str:
+    """The addresses of a server's doors, for the line that says so."""
+    address = host_port(service.host, service.port)
+    if service.http_port is None:
+        return address
+    scheme = "https" if service.tls_certificate else "http"
+    return f"{address} and {scheme}://{host_port(service.host, service.http_port)}"

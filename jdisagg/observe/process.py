@@ -35,6 +35,7 @@ class ObserveConfig:
       log_format: One of `logs.FORMATS`.
       log_requests: A line in the log for every request that ended.
       otlp_endpoint: An OTLP collector for spans, `http://host:4317`; empty: none.
+      metrics: Metrics are kept without a port of their own: the HTTP door shows them.
     """
 
     metrics_port: int = 0
@@ -43,6 +44,7 @@ class ObserveConfig:
     log_format: str = "text"
     log_requests: bool = False
     otlp_endpoint: str = ""
+    metrics: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.metrics_port <= 65535:
@@ -58,7 +60,7 @@ class ObserveConfig:
 
     @property
     def on(self) -> bool:
-        return bool(self.metrics_port or self.timelines or self.otlp_endpoint)
+        return bool(self.metrics or self.metrics_port or self.timelines or self.otlp_endpoint)
 
 
 @contextlib.asynccontextmanager

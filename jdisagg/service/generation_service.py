@@ -15,7 +15,8 @@ from jdisagg.errors import DeadlineExceededError
 from jdisagg.observe.request_log import RequestLog, RequestRecord
 from jdisagg.service import generation_pb2 as pb
 from jdisagg.service import generation_pb2_grpc, wire, wire_generation
-from jdisagg.service.guard import Service, Tokens
+from jdisagg.service.bearer import Tokens
+from jdisagg.service.guard import Service
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 # How long after a request's deadline its client may still read: the path's own timer says what

@@ -8,9 +8,6 @@ new ones while draining, and can cut the running ones short. Health and reflecti
 Methods are coroutines that take one request; streaming ones write to the context."""
 
 import asyncio
-import functools
-import hashlib
-import hmac
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,13 +28,12 @@ from jdisagg.errors import (
 from jdisagg.messages.packed import check_protocol
 from jdisagg.messages.spans import WireStatus
 from jdisagg.service import wire
+from jdisagg.service.bearer import Tokens, admits
 from jdisagg.service.connection import BOOT_KEY, PROTOCOL_KEY, TOKEN_KEY
 from jdisagg.trace_context import incoming, within
 
 Reply = TypeVar("Reply")
 Behaviour = Callable[[object, grpc.aio.ServicerContext], Awaitable[Reply]]
-
-Tokens = tuple[str, ...] | Callable[[], tuple[str, ...]]
 
 log = logging.getLogger(__name__)
 
@@ -134,15 +130,11 @@ class Guard(grpc.aio.ServerInterceptor):
         return len(self._running)
 
     def _refusal(self, service: str, metadata: dict[str, str | bytes]) -> JdisaggError | None:
-        """Compares every token, whole, so that how long it takes tells nothing."""
-        tokens, shown = self._tokens[service], metadata.get(TOKEN_KEY, "")
-        if digests := _digests(tokens() if callable(tokens) else tokens):
-            digest = _digest(shown.removeprefix("Bearer ") if isinstance(shown, str) else "")
-            if not any([hmac.compare_digest(digest, known) for known in digests]):
-                return UnauthenticatedError(
-                    f"{service} asks for a bearer token; send one that it knows as `authorization:"
-                    " Bearer ...`"
-                )
+        if not admits(self._tokens[service], metadata.get(TOKEN_KEY, "")):
+            return UnauthenticatedError(
+                f"{service} asks for a bearer token; send one that it knows as `authorization:"
+                " Bearer ...`"
+            )
         if service in self._internal:
             try:
                 check_protocol(metadata.get(PROTOCOL_KEY), service)
@@ -203,15 +195,6 @@ class Guard(grpc.aio.ServerInterceptor):
             self._running.discard(task)
             self._unhurried.discard(task)
         return await _abort(context, status)
-
-
-@functools.lru_cache(maxsize=16)
-def _digests(tokens: tuple[str, ...]) -> list[bytes]:
-    return [_digest(token) for token in tokens]
-
-
-def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
 
 
 def _decoded(method: str, decode: Callable[[bytes], object], data: bytes) -> object:

@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar, cast
 
 import grpc
@@ -26,6 +27,7 @@ from jdisagg.service.connection import Credentials, read_pem, read_secret
 from jdisagg.service.generation_service import generation_service
 from jdisagg.service.grpc_life import bind, new_server
 from jdisagg.service.guard import Guard, Service
+from jdisagg.service.http_server import HttpServer, listener
 from jdisagg.service.reread import Reread
 
 Broken = TypeVar("Broken")
@@ -145,7 +147,10 @@ class _Health(health_aio.HealthServicer):
 
 class GenerationServer(GrpcServer):
     """The public server: the generation service, with the bearer tokens of the configuration (read
-    again when their file changes), and perhaps other services beside it."""
+    again when their file changes), and perhaps other services beside it; and the HTTP door, where
+    the configuration has one.
+
+    scrape: what gives the metrics' text, where there are any; the HTTP door shows it."""
 
     def __init__(
         self,
@@ -153,11 +158,50 @@ class GenerationServer(GrpcServer):
         config: ServiceConfig,
         others: Sequence[Service] = (),
         log: RequestLog | None = None,
+        scrape: Callable[[], Awaitable[bytes]] | None = None,
     ) -> None:
         log = log or RequestLog()
         tokens = Reread((config.token_file,), lambda: read_tokens(config.token_file))
         generation = generation_service(frontend, tokens, log)
+        self._port = config.port
+        self.http: HttpServer | None = None
+        if config.http_port is not None:
+            self.http = HttpServer(frontend, config, tokens, log, scrape)
         super().__init__((generation, *others), config, refused=log.refused)
+
+    async def start(self) -> int:
+        if self.http:
+            await self.http.start()
+        try:
+            self._port = await super().start()
+            return self._port
+        except BaseException:
+            if self.http:
+                self.http.force()
+                await self.http.drain()
+            raise
+
+    @property
+    def listens(self) -> ServiceConfig:
+        """The configuration with the ports that the system chose, once it has started."""
+        http_port = self.http.port if self.http else None
+        return replace(self._config, port=self._port, http_port=http_port)
+
+    async def set_ready(self, ready: bool) -> None:
+        if self.http:
+            self.http.set_ready(ready)
+        await super().set_ready(ready)
+
+    async def drain(self) -> None:
+        drains = [super().drain()]
+        if self.http:
+            drains.append(self.http.drain())
+        await asyncio.gather(*drains)
+
+    def force(self) -> None:
+        super().force()
+        if self.http:
+            self.http.force()
 
 
 def read_tokens(path: str) -> tuple[str, ...]:
@@ -237,6 +281,8 @@ def check_address(config: ServiceConfig) -> None:
         socket.create_server((config.host, config.port), family=family).close()
     except OSError as error:
         raise _cannot_listen(config, error) from error
+    if config.http_port is not None:
+        listener(config).close()
 
 
 def _cannot_listen(config: ServiceConfig, error: Exception) -> ConfigError:

@@ -15,7 +15,7 @@ async def main() -> None:
     loop = asyncio.get_running_loop()
     loop.add_reader(sys.stdin, path.gate.set)
     await serve_until_signalled(
-        make_frontend(path), ServiceConfig(port=0), lambda port: print(port, flush=True)
+        make_frontend(path), ServiceConfig(port=0), lambda service: print(service.port, flush=True)
     )
     print("drained", path.closed, flush=True)
 

@@ -13,6 +13,6 @@ asyncio.run(
     serve_until_signalled(
         make_frontend(path),
         ServiceConfig(port=int(sys.argv[1])),
-        lambda port: print(port, flush=True),
+        lambda service: print(service.port, flush=True),
     )
 )

@@ -1,0 +1,146 @@
+"""The fields of a JSON object that a client sent, each read by name and type.
+
+    fields = Fields.of(body)
+    temperature = fields.read("temperature", NUMBER)
+
+What has the wrong type is an InvalidRequestError that names the field, the rule and the value; null
+is as if the field were absent; `unread` names what nobody asked for. Fields stay JSON text until
+they are read, so that what is not wanted costs next to nothing."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import msgspec
+
+from jdisagg.errors import InvalidRequestError
+
+T = TypeVar("T")
+
+SHOWN_CHARACTERS = 80
+
+_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_any = msgspec.json.Decoder()
+
+
+@dataclass(frozen=True, slots=True)
+class FieldKind(Generic[T]):
+    """A type that a field may have: what reads it from JSON, and its name in errors."""
+
+    rule: str
+    decode: Callable[[msgspec.Raw], T]
+
+
+def _whole(raw: msgspec.Raw) -> int:
+    """An integer; 16.0 is one, as in JavaScript."""
+    try:
+        return _integer(raw)
+    except msgspec.ValidationError:
+        number = _number(raw)
+        if not number.is_integer():
+            raise
+        return int(number)
+
+
+_integer = msgspec.json.Decoder(int).decode
+_number = msgspec.json.Decoder(float).decode
+
+INTEGER = FieldKind("an integer", _whole)
+NUMBER = FieldKind("a number", _number)
+YES = FieldKind("true or false", msgspec.json.Decoder(bool).decode)
+TEXT = FieldKind("a string", msgspec.json.Decoder(str).decode)
+TEXTS = FieldKind("a string or a list of strings", msgspec.json.Decoder(str | list[str]).decode)
+INTEGERS = FieldKind("a list of integers", msgspec.json.Decoder(list[int]).decode)
+BIASES = FieldKind(
+    "an object of token ids and numbers", msgspec.json.Decoder(dict[int, float]).decode
+)
+OBJECT = FieldKind("an object", _object.decode)
+OBJECTS = FieldKind("a list of objects", msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode)
+ANYTHING: FieldKind[object] = FieldKind("JSON", _any.decode)
+
+
+class Fields:
+    """`path` stands before the names in errors: "messages[2]." of a part of a request."""
+
+    def __init__(self, raw: Mapping[str, msgspec.Raw], path: str = "") -> None:
+        self._raw = raw
+        self._path = path
+        self._read: set[str] = set()
+
+    @classmethod
+    def of(cls, body: bytes) -> "Fields":
+        """Raises InvalidRequestError for what is no JSON object."""
+        try:
+            body.decode("utf-8")
+            return cls(_object.decode(body))
+        except UnicodeDecodeError as error:
+            raise InvalidRequestError(
+                f"the body is not valid UTF-8 at byte {error.start}; send JSON in UTF-8"
+            ) from None
+        except msgspec.ValidationError:
+            raise InvalidRequestError("the body must be a JSON object; send {...}") from None
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise InvalidRequestError(
+                f"the body is no valid JSON: {error}; send a JSON object"
+            ) from None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._raw)
+
+    def has(self, name: str) -> bool:
+        """Whether it is there and not null."""
+        self._read.add(name)
+        return bytes(self._raw.get(name, b"null")) != b"null"
+
+    def read(self, name: str, kind: FieldKind[T]) -> T | None:
+        """Its value; None where it is absent or null. Raises InvalidRequestError."""
+        if not self.has(name):
+            return None
+        raw = self._raw[name]
+        try:
+            return kind.decode(raw)
+        except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+            reason = "" if isinstance(error, msgspec.ValidationError) else f" ({error})"
+            raise InvalidRequestError(
+                f"{self._path}{name} must be {kind.rule}, got {shown(raw)}{reason}"
+            ) from None
+
+    def given(self, name: str, kind: FieldKind[T]) -> T:
+        """As `read`, of what must be there."""
+        value = self.read(name, kind)
+        if value is None:
+            raise InvalidRequestError(f"{self._path}{name} is missing: send {kind.rule}")
+        return value
+
+    def part(self, name: str) -> "Fields":
+        """The fields of an object in this one; of none where it is absent."""
+        return Fields(self.read(name, OBJECT) or {}, f"{self._path}{name}.")
+
+    def parts(self, name: str) -> "list[Fields] | None":
+        """The fields of each object in a list; None where it is absent."""
+        objects = self.read(name, OBJECTS)
+        if objects is None:
+            return None
+        return [Fields(one, f"{self._path}{name}[{at}].") for at, one in enumerate(objects)]
+
+    def refuse(self, name: str, neutral: Collection[object], remedy: str) -> None:
+        """Raises InvalidRequestError where a field that is not served asks for something: its value
+        is none of the `neutral` ones."""
+        if self.has(name) and self.read(name, ANYTHING) not in neutral:
+            raise InvalidRequestError(
+                f"{self._path}{name}={shown(self._raw[name])} is not supported; {remedy}"
+            )
+
+    def ignore(self, *names: str) -> None:
+        """They are known, and say nothing to this server."""
+        self._read.update(names)
+
+    def unread(self) -> list[str]:
+        return [name for name in self._raw if name not in self._read]
+
+
+def shown(raw: msgspec.Raw) -> str:
+    """The beginning of a JSON text."""
+    text = bytes(raw)[: 4 * SHOWN_CHARACTERS].decode("utf-8", "ignore")
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."

@@ -1,0 +1,263 @@
+"""The HTTP door's generation: /v1/completions and /v1/chat/completions over a `Frontend`.
+
+A request of several prompts is as many requests of the frontend, run side by side. The status of a
+reply is known when its first event comes; until then an error is a status, from then on the last
+event of the stream. A client that waits long for it is kept by comments meanwhile. Decides nothing:
+errors are left to the guard."""
+
+import asyncio
+import contextlib
+import dataclasses
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, aclosing
+
+from jdisagg.dispatch.frontend import Frontend, Prompt, TokenPrompt
+from jdisagg.errors import DeadlineExceededError, first_error
+from jdisagg.observe.request_log import RequestLog, RequestRecord
+from jdisagg.request import Request, StreamEvent, Usage
+from jdisagg.service.http_errors import HttpRefusal
+from jdisagg.service.http_exchange import Exchange
+from jdisagg.service.http_fields import Fields
+from jdisagg.service.http_replies import (
+    DONE,
+    ChatReply,
+    CompletionReply,
+    Heading,
+    Pieces,
+    Reply,
+    ReplyChoice,
+)
+from jdisagg.service.http_requests import (
+    Asked,
+    Streaming,
+    chat_from,
+    completion_from,
+    ignored_header,
+)
+
+# As for gRPC: how long after a request's deadline its client may still read.
+UNREAD_SECONDS = 1.0
+COMMENT_SECONDS = 10.0
+COMMENT = b": waiting\n\n"
+REQUEST_ID = b"x-request-id"
+IGNORED = b"jdisagg-ignored-fields"
+_PLAIN = re.compile(r"[\x21-\x7e]{1,128}")
+_PLAIN_NOT = re.compile(r"[^\x21-\x7e]")
+
+
+class HttpGeneration:
+    """`completions` and `chats` answer a request each. `limit_bytes`: of a body."""
+
+    def __init__(self, frontend: Frontend, log: RequestLog, limit_bytes: int) -> None:
+        self._frontend = frontend
+        self._log = log
+        self._limit_bytes = limit_bytes
+        self._pieces: dict[int, str] = {}
+
+    async def completions(self, exchange: Exchange) -> None:
+        await self._answer(exchange, "cmpl-", completion_from, CompletionReply)
+
+    async def chats(self, exchange: Exchange) -> None:
+        await self._answer(exchange, "chatcmpl-", chat_from, ChatReply)
+
+    async def _answer(
+        self, exchange: Exchange, prefix: str, read: Callable[[Fields], Asked], kind: type[Reply]
+    ) -> None:
+        with self._log.request("", "") as record:
+            fields = Fields.of(await exchange.body(self._limit_bytes))
+            exchange.fields = fields.names
+            asked = read(fields)
+            if ignored := ignored_header(fields):
+                exchange.reply_headers.append((IGNORED, ignored))
+            check_model(asked.model, self._frontend)
+            request_id = asked.request_id or _request_id(exchange)
+            exchange.reply_headers.append((REQUEST_ID, _header(request_id)))
+            with _watched(exchange), ExitStack() as records:
+                runs = await self._runs(asked, request_id, record, records)
+                model = self._frontend.model
+                heading = Heading(
+                    prefix + request_id, int(time.time()), model.name, model.version or None
+                )
+                pieces = Pieces(self._frontend.piece, self._pieces, asked.tokens_as_ids)
+                reply = kind(heading, asked.streaming, pieces, asked.token_ids)
+                if asked.streaming:
+                    await _stream(exchange, reply, runs, asked.streaming)
+                else:
+                    await _whole(exchange, reply, runs)
+
+    async def _runs(
+        self, asked: Asked, request_id: str, record: RequestRecord, records: ExitStack
+    ) -> "list[_Run]":
+        """All prompts are validated before the first is run."""
+        runs: list[_Run] = []
+        for number, prompt in enumerate(asked.prompts):
+            own_id = f"{request_id}-{number}" if number else request_id
+            if number:
+                record = records.enter_context(self._log.request(own_id, asked.tenant))
+            record.tenant = asked.tenant
+            built = await self._frontend.build_request(
+                prompt,
+                request_id=own_id,
+                deadline_seconds=asked.deadline_seconds,
+                tenant=asked.tenant,
+                priority=asked.priority,
+                **asked.options,
+            )
+            record.built(built)
+            echo = await self._text(prompt) if asked.echo else ""
+            runs.append(_Run(self._frontend, built, record, number, echo))
+        return runs
+
+    async def _text(self, prompt: Prompt) -> str:
+        if isinstance(prompt, TokenPrompt):
+            return await self._frontend.detokenize(prompt.token_ids)
+        assert isinstance(prompt, str), "chats refuse echo"
+        return prompt
+
+
+class _Run:
+    """One prompt: its events, and what its choices have come to."""
+
+    def __init__(
+        self, frontend: Frontend, request: Request, record: RequestRecord, number: int, echo: str
+    ) -> None:
+        count = request.sampling.n
+        self.usage = Usage(len(request.prompt_token_ids), 0)
+        self.choices = [
+            ReplyChoice(number * count + child, request.prompt_token_ids) for child in range(count)
+        ]
+        self._frontend = frontend
+        self._request = request
+        self._record = record
+        self._echo = echo
+        self._begun: set[int] = set()
+
+    async def run(self, take: Callable[[ReplyChoice, StreamEvent, bool], Awaitable[None]]) -> None:
+        """Gives each event to `take`, with its choice, and whether it is the choice's first."""
+        request, record, begun = self._request, self._record, self._begun
+        seconds = request.deadline_seconds
+        assert seconds is not None, "the front gives every request one"
+        prompt_tokens, made_tokens = self.usage.prompt_tokens, 0
+        try:
+            async with (
+                asyncio.timeout(seconds + UNREAD_SECONDS),
+                aclosing(self._frontend.stream(request)) as events,
+            ):
+                async for event in events:
+                    record.seen(event)
+                    first = event.child not in begun
+                    if first:
+                        begun.add(event.child)
+                        if self._echo:
+                            event = dataclasses.replace(event, text=self._echo + event.text)
+                    made_tokens += len(event.token_ids)
+                    self.usage = event.usage or Usage(prompt_tokens, made_tokens)
+                    await take(self.choices[event.child], event, first)
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"request {request.request_id!r}: its {seconds:g} s passed and its events were not"
+                " read; read faster"
+            ) from None
+
+
+async def _whole(exchange: Exchange, reply: Reply, runs: Sequence[_Run]) -> None:
+    async def take(choice: ReplyChoice, event: StreamEvent, first: bool) -> None:
+        choice.add(event)
+
+    await _together([run.run(take) for run in runs])
+    choices = [choice for run in runs for choice in run.choices]
+    await exchange.reply(reply.whole(choices, _sum(runs)))
+
+
+async def _stream(
+    exchange: Exchange, reply: Reply, runs: Sequence[_Run], streaming: Streaming
+) -> None:
+    began, opening, opened = asyncio.Event(), asyncio.Lock(), False
+    comments = asyncio.ensure_future(_comments(exchange, began))
+
+    async def take(choice: ReplyChoice, event: StreamEvent, first: bool) -> None:
+        nonlocal opened
+        if not opened:
+            async with opening:  # several prompts may begin at once
+                began.set()
+                await comments
+                if not exchange.begun:
+                    await exchange.begin_stream()
+                opened = True
+        await exchange.frame(reply.chunk(choice, event, first, _sum(runs)))
+
+    try:
+        await _together([run.run(take) for run in runs])
+    finally:
+        comments.cancel()
+    await exchange.frame((reply.usage_chunk(_sum(runs)) if streaming.usage else b"") + DONE)
+    await exchange.end_stream()
+
+
+async def _comments(exchange: Exchange, began: asyncio.Event) -> None:
+    """Until there is something to say: what lies between closes connections without a byte."""
+    while not began.is_set():
+        try:
+            await asyncio.wait_for(began.wait(), COMMENT_SECONDS)
+        except TimeoutError:
+            if not exchange.begun:
+                await exchange.begin_stream()
+            await exchange.frame(COMMENT)
+
+
+async def _together(runs: Sequence[Coroutine[None, None, None]]) -> None:
+    """All of them; the first that fails ends the others."""
+    if len(runs) == 1:
+        return await runs[0]
+    try:
+        async with asyncio.TaskGroup() as group:
+            for run in runs:
+                group.create_task(run)
+    except BaseExceptionGroup as failed:
+        raise first_error(failed) from None
+
+
+@contextlib.contextmanager
+def _watched(exchange: Exchange) -> Iterator[None]:
+    """Cancels the current task when the client goes away."""
+    task = asyncio.current_task()
+    assert task is not None
+    watching = asyncio.ensure_future(exchange.gone())
+    watching.add_done_callback(lambda _: task.cancel() if exchange.disconnected else None)
+    try:
+        yield
+    finally:
+        watching.cancel()
+
+
+def _sum(runs: Sequence[_Run]) -> Usage:
+    if len(runs) == 1:
+        return runs[0].usage
+    return Usage(
+        sum(run.usage.prompt_tokens for run in runs),
+        sum(run.usage.completion_tokens for run in runs),
+    )
+
+
+def check_model(name: str, frontend: Frontend) -> None:
+    """Raises HttpRefusal where another model is asked for."""
+    if name not in ("", frontend.model.name):
+        raise HttpRefusal(
+            f"model must be {frontend.model.name!r}, the one that is served, got {name[:80]!r}",
+            404,
+            "model_not_found",
+        )
+
+
+def _request_id(exchange: Exchange) -> str:
+    """What the client calls it, made unique: clients that try again send the same name."""
+    drawn = secrets.token_hex(16)
+    given = exchange.headers.get(REQUEST_ID.decode(), "")
+    return f"{given}-{drawn[:8]}" if _PLAIN.fullmatch(given) else drawn
+
+
+def _header(request_id: str) -> bytes:
+    return _PLAIN_NOT.sub("?", request_id).encode("ascii")

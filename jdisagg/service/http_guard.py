@@ -1,0 +1,150 @@
+"""The guard of the HTTP door: what holds for every request, whichever its path is.
+
+Refuses requests without the service's token and, while draining, all; turns our errors into typed
+statuses, anything else into 500 and a log entry; cancels what a client that went away had asked
+for; knows which requests run, and can cut them short. As `guard.py` is for gRPC."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from jdisagg.errors import JdisaggError, ShutDownError, UnauthenticatedError, UnavailableError
+from jdisagg.service.bearer import Tokens, admits
+from jdisagg.service.http_errors import HttpRefusal, error_body, error_headers, http_status
+from jdisagg.service.http_exchange import Exchange, Receive, Scope, Send
+from jdisagg.trace_context import incoming, within
+
+Handler = Callable[[Exchange], Awaitable[None]]
+RETRY_SECONDS = 5.0
+# How long a client that does not read may keep an error from being its last event.
+LAST_SECONDS = 1.0
+ANY_METHOD = ""
+
+log = logging.getLogger(__name__)
+
+
+class HttpGuard:
+    """`refuse`, `idle` and `cut` are the steps of a drain. `refused` gets the path and the error of
+    every request that is answered before it reaches its handler."""
+
+    def __init__(self, tokens: Tokens, refused: Callable[[str, JdisaggError], None]) -> None:
+        self._tokens = tokens
+        self._refused = refused
+        self._running: set[asyncio.Task[object]] = set()
+        self._refusing = False
+        self._cutting = False
+
+    def refuse(self) -> None:
+        """From now on new requests are 503."""
+        self._refusing = True
+
+    async def idle(self, timeout_seconds: float) -> bool:
+        """Waits until no request runs; False when the time is over first."""
+        if self._running:
+            await asyncio.wait(set(self._running), timeout=timeout_seconds)
+        return not self._running
+
+    def cut(self) -> int:
+        """Ends the running requests with 503; returns how many there were."""
+        self._cutting = True
+        for task in self._running:
+            task.cancel()
+        return len(self._running)
+
+    async def run(self, endpoint: "Endpoint", exchange: Exchange) -> None:
+        """Answers one request."""
+        task = asyncio.current_task()
+        assert task is not None
+        served = False
+        try:
+            self._check(endpoint, exchange)
+            if not endpoint.open:
+                self._running.add(task)
+            served = True
+            with within(incoming(exchange.headers)):
+                await endpoint.handle(exchange)
+        except asyncio.CancelledError:
+            if exchange.disconnected:
+                task.uncancel()
+                return
+            if not self._cutting:
+                raise
+            task.uncancel()
+            await self._fail(
+                exchange,
+                ShutDownError(
+                    "the server shut down before the request had ended",
+                    retry_after_seconds=RETRY_SECONDS,
+                ),
+            )
+        except JdisaggError as error:
+            if not served or not endpoint.logs:
+                self._refused(exchange.scope["path"], error)
+            await self._fail(exchange, error)
+        except Exception as error:
+            log.exception("%s failed", exchange.scope["path"])
+            name = type(error).__name__
+            await self._fail(
+                exchange, JdisaggError(f"internal error ({name}); the server's log says more")
+            )
+        finally:
+            self._running.discard(task)
+
+    def _check(self, endpoint: "Endpoint", exchange: Exchange) -> None:
+        method = exchange.scope["method"]
+        asked = "GET" if method == "HEAD" else method
+        if endpoint.method not in (asked, ANY_METHOD):
+            exchange.reply_headers.append((b"allow", endpoint.method.encode()))
+            raise HttpRefusal(
+                f"method must be {endpoint.method} here, got {method}", 405, "method_not_allowed"
+            )
+        if endpoint.open:
+            return
+        if not admits(self._tokens, exchange.headers.get("authorization", "")):
+            raise UnauthenticatedError(
+                "the server asks for an API key; send one that it knows as `authorization: Bearer"
+                " ...`"
+            )
+        if self._refusing or self._cutting:
+            raise UnavailableError(
+                "the server is shutting down and takes no new requests; ask again later",
+                retry_after_seconds=RETRY_SECONDS,
+            )
+
+    async def _fail(self, exchange: Exchange, error: JdisaggError) -> None:
+        """The error as the reply, or, in a stream that had begun, as its last event."""
+        body = error_body(error, exchange.fields)
+        try:
+            async with asyncio.timeout(LAST_SECONDS):
+                if not exchange.begun:
+                    await exchange.reply(body, http_status(error), headers=error_headers(error))
+                elif not exchange.ended:
+                    await exchange.frame(b"data: " + body + b"\n\n")
+                    await exchange.end_stream()
+        except TimeoutError:
+            exchange.abort()
+
+
+class Endpoint:
+    """An ASGI application: `handle` for requests of one method, behind the guard.
+
+    open: no token is asked for, and a drain neither refuses nor waits for it. logs: the handler
+    counts its requests' errors itself."""
+
+    def __init__(
+        self,
+        guard: HttpGuard,
+        method: str,
+        handle: Handler,
+        *,
+        open: bool = False,
+        logs: bool = False,
+    ) -> None:
+        self.method = method
+        self.handle = handle
+        self.open = open
+        self.logs = logs
+        self._guard = guard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._guard.run(self, Exchange(scope, receive, send))

@@ -1,0 +1,242 @@
+"""What clients of the OpenAI API ask for, as prompts and options of the `Frontend`.
+
+Fields that the engine has are read; those that it cannot do are refused by name, unless their value
+asks for nothing; those that mean nothing here are passed over. Values are for the `Frontend` to
+judge. The names are OpenAI's, and vLLM's for what OpenAI's API lacks."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from jdisagg.dispatch.frontend import ChatMessage, ChatPrompt, Prompt, SamplingOptions, TokenPrompt
+from jdisagg.errors import InvalidRequestError
+from jdisagg.request import at_most
+from jdisagg.service.http_fields import (
+    BIASES,
+    INTEGER,
+    INTEGERS,
+    NUMBER,
+    TEXT,
+    TEXTS,
+    YES,
+    FieldKind,
+    Fields,
+)
+from jdisagg.service.wire_generation import MAX_IDS, MAX_MESSAGES
+
+MAX_PROMPTS = 256
+MAX_IGNORED_SHOWN = 16
+
+_NUMBERS = ("temperature", "top_p", "min_p")
+_NUMBERS += ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_INTEGERS = ("top_k", "seed", "min_tokens", "n")
+# A field that is refused: the values that ask for nothing, and what to do instead.
+_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+    "suffix": (("",), "put all of the text before what is to be written into the prompt"),
+    "use_beam_search": ((False,), "tokens are drawn; use n"),
+    "length_penalty": ((1,), "it belongs to beam search; leave it out"),
+    "prompt_logprobs": ((), "only tokens that are generated have log-probabilities"),
+    "response_format": (({"type": "text"},), "ask for the format in the prompt"),
+    "structured_outputs": (({},), "ask for the format in the prompt"),
+    **{
+        f"guided_{name}": ((), "ask for the format in the prompt")
+        for name in ("json", "regex", "choice", "grammar")
+    },
+    "allowed_token_ids": (([],), "bias the others with logit_bias"),
+    "bad_words": (([],), "bias their tokens with logit_bias"),
+    "include_stop_str_in_output": ((False,), "add the stop string to the text yourself"),
+    "skip_special_tokens": ((True,), "ask for return_token_ids and use /detokenize"),
+    "spaces_between_special_tokens": ((True, False), "leave it out"),
+    "truncate_prompt_tokens": ((-1,), "cut the prompt yourself; /tokenize counts its tokens"),
+    "logits_processors": (([],), "use logit_bias"),
+}
+_REFUSED_OF_CHATS: dict[str, tuple[tuple[object, ...], str]] = {
+    "tools": (([],), "describe the tools in a message"),
+    "functions": (([],), "describe the functions in a message"),
+    "tool_choice": (("none", "auto"), "the server knows no tools"),
+    "function_call": (("none", "auto"), "the server knows no functions"),
+    "audio": ((), "text is all that is generated"),
+    "modalities": ((["text"],), "text is all that is generated"),
+    "web_search_options": ((), "the server searches nothing"),
+    "chat_template": ((), "the model's own is used"),
+    "documents": (([],), "put them into a message"),
+    "echo": ((False,), "the last message is known to you"),
+}
+_WITHOUT_MEANING = (
+    *("user", "safety_identifier", "metadata", "store", "service_tier", "verbosity"),
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction"),
+    *("parallel_tool_calls", "reasoning_effort"),
+)
+_PROMPT = FieldKind(
+    "a string, a list of strings, a list of token ids or a list of such lists",
+    msgspec.json.Decoder(str | list[str | int | list[int]]).decode,
+)
+_PLAIN_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """How a stream is sent. `usage`: a last chunk says it; `continuous_usage`: every chunk does."""
+
+    usage: bool = False
+    continuous_usage: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request. `streaming` None: the reply comes whole. `echo`: the prompt stands before the
+    text. `token_ids`: the reply has them; `tokens_as_ids`: log-probabilities name tokens so."""
+
+    prompts: tuple[Prompt, ...]
+    options: SamplingOptions
+    model: str = ""
+    request_id: str = ""
+    deadline_seconds: float | None = None
+    tenant: str = ""
+    priority: int = 0
+    streaming: Streaming | None = None
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+    echo: bool = False
+
+
+def completion_from(fields: Fields) -> Asked:
+    """A body of /v1/completions. Raises InvalidRequestError naming the field."""
+    options = _options(fields)
+    options["max_tokens"] = fields.read("max_tokens", INTEGER)
+    options["logprobs"] = fields.read("logprobs", INTEGER)
+    echo = bool(fields.read("echo", YES))
+    if echo and options["logprobs"] is not None:
+        raise InvalidRequestError(
+            "echo with logprobs is not supported: only tokens that are generated have"
+            " log-probabilities; leave one of the two out"
+        )
+    return _asked(fields, completion_prompts(fields), options, echo)
+
+
+def chat_from(fields: Fields) -> Asked:
+    """A body of /v1/chat/completions. Raises InvalidRequestError naming the field."""
+    options = _options(fields)
+    most = fields.read("max_completion_tokens", INTEGER)
+    older = fields.read("max_tokens", INTEGER)
+    options["max_tokens"] = older if most is None else most
+    top = fields.read("top_logprobs", INTEGER)
+    if fields.read("logprobs", YES):
+        options["logprobs"] = top or 0
+    elif top:
+        raise InvalidRequestError(f"top_logprobs={top} needs logprobs; set logprobs to true")
+    for name, (neutral, remedy) in _REFUSED_OF_CHATS.items():
+        fields.refuse(name, neutral, remedy)
+    return _asked(fields, (chat_prompt(fields),), options, echo=False)
+
+
+def completion_prompts(fields: Fields) -> tuple[Prompt, ...]:
+    """Of the field `prompt`: one, or several."""
+    given = fields.given("prompt", _PROMPT)
+    if isinstance(given, str):
+        return (given,)
+    if not given:
+        raise InvalidRequestError("prompt is empty: an empty list; send some text")
+    if all(isinstance(one, int) for one in given):
+        return (_ids(given),)
+    at_most("prompt", len(given), MAX_PROMPTS)
+    if all(isinstance(one, str) for one in given):
+        return tuple(one for one in given if isinstance(one, str))
+    if all(isinstance(one, list) for one in given):
+        return tuple(_ids(one) for one in given if isinstance(one, list))
+    raise InvalidRequestError("prompt mixes texts and token ids; send lists of one kind")
+
+
+def chat_prompt(fields: Fields) -> ChatPrompt:
+    """Of the field `messages`."""
+    messages = fields.parts("messages")
+    if messages is None:
+        raise InvalidRequestError("messages is missing: send a list of objects")
+    at_most("messages", len(messages), MAX_MESSAGES)
+    return ChatPrompt(tuple(map(_message, messages)))
+
+
+def ignored_header(fields: Fields) -> bytes:
+    """The fields that were passed over, for a header; empty where there are none."""
+    unread = fields.unread()
+    names = [name for name in unread if _PLAIN_NAME.fullmatch(name)][:MAX_IGNORED_SHOWN]
+    more = len(unread) - len(names)
+    return ", ".join([*names, *([f"and {more} more"] if more else [])]).encode("ascii")
+
+
+def _ids(given: Sequence[object]) -> TokenPrompt:
+    at_most("prompt token ids", len(given), MAX_IDS)
+    return TokenPrompt(tuple(one for one in given if isinstance(one, int)))
+
+
+def _message(message: Fields) -> ChatMessage:
+    """`developer` is what OpenAI calls the system now; parts of text become its lines, as vLLM
+    does."""
+    role = message.given("role", TEXT)
+    for name in ("tool_calls", "function_call", "audio"):
+        message.refuse(name, ([],), "the server knows text alone; put it into content")
+    try:
+        content = message.read("content", TEXT) or ""
+    except InvalidRequestError:
+        parts = message.parts("content") or []
+        content = "\n".join(map(_part, parts))
+    return ChatMessage("system" if role == "developer" else role, content)
+
+
+def _part(part: Fields) -> str:
+    kind = part.given("type", TEXT)
+    if kind not in ("text", "input_text", "output_text"):
+        raise InvalidRequestError(
+            f"content parts must have the type text, got {kind[:80]!r}; the model reads text alone"
+        )
+    return part.given("text", TEXT)
+
+
+def _options(fields: Fields) -> SamplingOptions:
+    """What both kinds of request have."""
+    options = SamplingOptions(
+        logit_bias=fields.read("logit_bias", BIASES),
+        stop=fields.read("stop", TEXTS),
+        stop_token_ids=fields.read("stop_token_ids", INTEGERS),
+        ignore_eos=fields.read("ignore_eos", YES),
+    )
+    numbers = {name: fields.read(name, NUMBER) for name in _NUMBERS}
+    integers = {name: fields.read(name, INTEGER) for name in _INTEGERS}
+    if integers["top_k"] == -1:  # of many clients: all
+        integers["top_k"] = 0
+    best_of = fields.read("best_of", INTEGER)
+    if best_of is not None and best_of != (integers["n"] or 1):
+        raise InvalidRequestError(
+            f"best_of={best_of} is not supported; ask for n answers and choose among them"
+        )
+    for name, (neutral, remedy) in _REFUSED.items():
+        fields.refuse(name, neutral, remedy)
+    fields.ignore(*_WITHOUT_MEANING)
+    return SamplingOptions(**options, **numbers, **integers)
+
+
+def _asked(
+    fields: Fields, prompts: tuple[Prompt, ...], options: SamplingOptions, echo: bool
+) -> Asked:
+    wanted = fields.part("stream_options")
+    streaming = Streaming(
+        bool(wanted.read("include_usage", YES)), bool(wanted.read("continuous_usage_stats", YES))
+    )
+    streams = bool(fields.read("stream", YES))
+    if fields.has("stream_options") and not streams:
+        raise InvalidRequestError("stream_options needs stream; set stream to true")
+    return Asked(
+        prompts=prompts,
+        options=options,
+        model=fields.read("model", TEXT) or "",
+        request_id=fields.read("request_id", TEXT) or "",
+        deadline_seconds=fields.read("deadline_seconds", NUMBER),
+        tenant=fields.read("tenant", TEXT) or "",
+        priority=fields.read("priority", INTEGER) or 0,
+        streaming=streaming if streams else None,
+        token_ids=bool(fields.read("return_token_ids", YES)),
+        tokens_as_ids=bool(fields.read("return_tokens_as_token_ids", YES)),
+        echo=echo,
+    )

@@ -1,0 +1,261 @@
+"""The HTTP server: the OpenAI-compatible door over the same `Frontend` as gRPC, on uvicorn, in the
+caller's event loop.
+
+Its limits are its own: the head of a request (its line and headers) must be complete within
+`HEAD_SECONDS` of the connection's beginning, or of its first byte, and `HEAD_BYTES`; a connection
+without a request is closed. TLS as configured, its files read again when they change. A drain is as
+in `server.py`."""
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from jdisagg.address import host_port
+from jdisagg.config import ServiceConfig
+from jdisagg.dispatch.frontend import Frontend
+from jdisagg.errors import ConfigError
+from jdisagg.observe.request_log import RequestLog
+from jdisagg.service.bearer import Tokens
+from jdisagg.service.http_errors import HttpRefusal, error_body
+from jdisagg.service.http_exchange import ABORT
+from jdisagg.service.http_guard import HttpGuard
+from jdisagg.service.http_routes import HttpRoutes, Scrape
+from jdisagg.service.reread import Reread
+
+HEAD_SECONDS = 20.0
+HEAD_BYTES = 64 << 10
+KEEP_ALIVE_SECONDS = 75
+BACKLOG = 2048
+# How long requests that were cut short have to report it before their connections close.
+CLEANUP_SECONDS = 1.0
+# How long a client that was refused may take to read why.
+LINGER_SECONDS = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class HttpServer:
+    """Build it on the event loop that runs what is behind it; `start`, then `drain`. It listens at
+    `config.http_port`. `scrape` gives the metrics' text, where there are any."""
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        config: ServiceConfig,
+        tokens: Tokens = (),
+        log: RequestLog | None = None,
+        scrape: Scrape | None = None,
+    ) -> None:
+        log = log or RequestLog()
+        self.port = 0
+        self._config = config
+        self._guard = HttpGuard(tokens, log.refused)
+        self._routes = HttpRoutes(frontend, self._guard, log, config.max_message_bytes, scrape)
+        self._server = uvicorn.Server(_settings(self._routes.application(), config))
+        self._socket: socket.socket | None = None
+        self._forced = asyncio.Event()
+        self._drained = False
+
+    async def start(self) -> None:
+        """Binds and serves; `port` is then the one that it listens on. Raises ConfigError."""
+        self._socket = listener(self._config)
+        self.port = self._socket.getsockname()[1]
+        self._server.config.load()
+        self._server.lifespan = self._server.config.lifespan_class(self._server.config)
+        await self._server.startup(sockets=[self._socket])
+
+    def set_ready(self, ready: bool) -> None:
+        """What /health says, until a drain says no for good."""
+        self._routes.ready = ready and not self._drained
+
+    async def drain(self) -> None:
+        """Ends gracefully. Idempotent."""
+        if self._drained or self._socket is None:
+            return
+        self._drained = True
+        self._routes.ready = False
+        self._guard.refuse()
+        idle = asyncio.ensure_future(self._guard.idle(self._config.drain_seconds))
+        forced = asyncio.ensure_future(self._forced.wait())
+        await asyncio.wait((idle, forced), return_when=asyncio.FIRST_COMPLETED)
+        idle.cancel()
+        forced.cancel()
+        if cut := self._guard.cut():
+            log.warning("shutting down: %d running HTTP requests cut short", cut)
+            await self._guard.idle(CLEANUP_SECONDS)
+        await self._close()
+
+    def force(self) -> None:
+        """Ends the waiting of a drain, now or to come."""
+        self._forced.set()
+
+    async def _close(self) -> None:
+        state = self._server.server_state
+        for server in self._server.servers:
+            server.close()
+        for connection in list(state.connections):
+            connection.shutdown()
+        left = asyncio.ensure_future(_until(lambda: not state.connections and not state.tasks))
+        await asyncio.wait((left,), timeout=CLEANUP_SECONDS)
+        left.cancel()
+        for connection in list(state.connections):
+            connection.transport.abort()
+
+
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's, with bounds on the head of a request. The connection's state is `_due`, the timer
+    of a head that is not complete."""
+
+    _due: asyncio.TimerHandle | None = None
+    _head_bytes = 0
+    _refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_complete()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._due is not None and self._head_bytes > HEAD_BYTES:
+            self._refuse(
+                HttpRefusal(
+                    f"the request's headers have more than {HEAD_BYTES} bytes; send fewer",
+                    431,
+                    "headers_too_large",
+                ),
+                b"431 Request Header Fields Too Large",
+            )
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["state"][ABORT] = self.transport.abort  # type: ignore[typeddict-item]
+        if self._due is None:
+            self._head_bytes = 0
+            self._expect_head()
+
+    def on_headers_complete(self) -> None:
+        self._head_complete()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(
+            HttpRefusal("the request is no valid HTTP/1.1; send HTTP", 400, "bad_http"),
+            b"400 Bad Request",
+        )
+
+    def _expect_head(self) -> None:
+        self._due = self.loop.call_later(HEAD_SECONDS, self._late)
+
+    def _head_complete(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+
+    def _late(self) -> None:
+        self._due = None
+        if not self._head_bytes:  # nothing was asked
+            self.transport.close()
+            return
+        self._refuse(
+            HttpRefusal(
+                f"the request's headers were not complete within {HEAD_SECONDS:g} s; send them at"
+                " once",
+                408,
+                "request_timeout",
+            ),
+            b"408 Request Timeout",
+        )
+
+    def _refuse(self, error: HttpRefusal, status: bytes) -> None:
+        """An answer to what is no request, and the connection's end."""
+        self._head_complete()
+        if self._refused or self.transport.is_closing():
+            return
+        body = error_body(error)
+        self.transport.write(
+            b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+            b"connection: close\r\n\r\n%s" % (status, len(body), body)
+        )
+        # Closed at once with bytes unread, the connection would be reset and the answer lost.
+        self._refused = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+
+
+def listener(config: ServiceConfig) -> socket.socket:
+    """The door's listening socket. Raises ConfigError where the address cannot be listened on."""
+    assert config.http_port is not None
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        return socket.create_server((config.host, config.http_port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        where = host_port(config.host, config.http_port)
+        raise ConfigError(
+            f"service.http_port cannot be listened on, {where}: {error}; is the port taken? choose"
+            " another"
+        ) from error
+
+
+def _settings(application: Any, config: ServiceConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        application,
+        http=_Protocol,
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        log_level="critical",  # what goes wrong here is in our own log
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        ssl_context_factory=_tls(config) if config.tls_certificate else None,
+    )
+
+
+def _tls(config: ServiceConfig) -> Callable[..., ssl.SSLContext]:
+    files = (config.tls_certificate, config.tls_key, config.tls_client_ca)
+
+    def read() -> ssl.SSLContext:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            context.load_cert_chain(config.tls_certificate, config.tls_key)
+            if config.tls_client_ca:
+                context.verify_mode = ssl.CERT_REQUIRED
+                context.load_verify_locations(config.tls_client_ca)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"service.tls_certificate, tls_key or tls_client_ca cannot be used: {error}; give"
+                " PEM files that belong together"
+            ) from error
+        return context
+
+    latest = Reread(files, read)
+    context = latest()
+
+    def renew(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
+        """Each new connection gets what the files say now."""
+        connection.context = latest()
+
+    context.sni_callback = renew  # type: ignore[assignment]
+    return lambda *_: context
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)

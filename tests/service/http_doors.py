@@ -1,0 +1,133 @@
+"""A real server with both doors on free loopback ports, over a path whose tokens are known, and
+ways to speak to it: OpenAI's own client, and bytes."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import openai
+
+from jdisagg.config import ServiceConfig
+from jdisagg.observe.request_log import RequestLog
+from jdisagg.service.server import GenerationServer
+from tests.service.doors import FakePath, make_frontend
+
+
+@dataclass
+class Answer:
+    """A reply as it came; `fields` of its JSON."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return self.fields["error"]
+
+
+@dataclass
+class HttpDoor:
+    path: FakePath
+    server: GenerationServer
+
+    @property
+    def port(self) -> int:
+        assert self.server.http is not None
+        return self.server.http.port
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.server.listens.port}"
+
+    def client(self, key: str = "none") -> openai.AsyncOpenAI:
+        url = f"http://127.0.0.1:{self.port}/v1"
+        return openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0)
+
+    async def ask(
+        self, path: str, fields: object = None, *, raw: bytes | None = None, **headers: str
+    ) -> Answer:
+        """A POST of `fields`, or of `raw`; a GET where there is neither."""
+        body = raw if raw is not None else b"" if fields is None else json.dumps(fields).encode()
+        method = "GET" if fields is None and raw is None else "POST"
+        lines = {"content-type": "application/json", "content-length": str(len(body))} | {
+            name.replace("_", "-"): value for name, value in headers.items()
+        }
+        head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+        head += "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        return await self.send(head.encode("latin-1") + b"\r\n" + body)
+
+    async def send(self, data: bytes) -> Answer:
+        """What is answered to these bytes; the server closes the connection."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            writer.write(data)
+            return parse(await reader.read())
+        finally:
+            writer.close()
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+
+def parse(data: bytes) -> Answer:
+    """A whole reply; chunks are joined."""
+    head, _, body = data.partition(b"\r\n\r\n")
+    first, *lines = head.decode("latin-1").split("\r\n")
+    headers = dict(line.split(": ", 1) for line in lines)
+    if headers.get("transfer-encoding") == "chunked":
+        chunks, at = [], 0
+        while at < len(body):
+            end = body.index(b"\r\n", at)
+            size = int(body[at:end], 16)
+            chunks.append(body[end + 2 : end + 2 + size])
+            at = end + 4 + size
+        body = b"".join(chunks)
+    return Answer(int(first.split()[1]), headers, body)
+
+
+async def one_answer(reader: asyncio.StreamReader) -> Answer:
+    """The next whole reply of a connection that stays open."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = int(parse(head).headers["content-length"])
+    return parse(head + await reader.readexactly(length))
+
+
+def request(path: str, fields: object, **headers: str) -> bytes:
+    """The bytes of a POST."""
+    body = json.dumps(fields).encode()
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return (
+        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n{lines}\r\n"
+    ).encode() + body
+
+
+def events(body: bytes) -> list[str]:
+    """The data of each server-sent event; comments are none."""
+    found = [event for event in body.decode().split("\n\n") if event]
+    return [event.removeprefix("data: ") for event in found if not event.startswith(":")]
+
+
+@asynccontextmanager
+async def http_door(
+    path: FakePath | None = None,
+    service: ServiceConfig | None = None,
+    log: RequestLog | None = None,
+) -> AsyncIterator[HttpDoor]:
+    path = path or FakePath()
+    config = replace(service or ServiceConfig(), port=0, http_port=0)
+    server = GenerationServer(make_frontend(path), config, log=log)
+    await server.start()
+    try:
+        yield HttpDoor(path, server)
+    finally:
+        server.force()
+        await server.drain()
