@@ -239,6 +239,100 @@ class TransferTimeouts:
 
 
 @dataclass(frozen=True, slots=True)
+class CallTimeouts:
+    """gRPC calls between processes, and the end of a server.
+
+    Args:
+        call_seconds: for a call whose arguments state no deadline.
+        status_seconds: for a worker's status, and for each owner of metrics.
+        report_seconds: for the report of a change of role.
+        span_stream_seconds: for the stream of a worker's tokens to open.
+        peer_idle_seconds: ports to a worker unused for so long are closed, and no stream of offers
+            lasts longer; longer than any hand-off.
+        slack_seconds: a call waits so much longer than the deadline that its arguments state, so
+            that the other end says why.
+        unread_seconds: for a client that does not read its stream's end.
+        cleanup_seconds: for each step of a server's end after its drain.
+        last_words_seconds: between a worker's drain and its end: the last messages of streams that
+            the drain waited for are on their way.
+    """
+
+    call_seconds: float = 5.0
+    status_seconds: float = 3.0
+    report_seconds: float = 2.0
+    span_stream_seconds: float = 5.0
+    peer_idle_seconds: float = 3600.0
+    slack_seconds: float = 1.0
+    unread_seconds: float = 1.0
+    cleanup_seconds: float = 1.0
+    last_words_seconds: float = 0.25
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceTimeouts:
+    """The processes of one instance.
+
+    Args:
+        beat_seconds: between the messages by which leader and followers show that they live.
+        silence_seconds: so much silence ends the instance once it runs.
+        starting_silence_seconds: and while processes load and compile; the leader waits so long for
+            its followers.
+        look_seconds: how often silence is looked at.
+        connect_seconds: for a follower to reach its leader.
+        join_seconds: for a follower's first message.
+        hang_up_seconds: for a follower to end its stream when the instance stops.
+        exit_seconds: for a last message, before the process of a failed instance is ended hard.
+        start_seconds: for all processes to find each other through JAX.
+        jax_heartbeat_seconds: JAX's own watch over its processes, which ends what the beats above
+            did not.
+        jax_shutdown_seconds: for JAX's barrier at the end.
+    """
+
+    beat_seconds: float = 0.5
+    silence_seconds: float = 2.0
+    starting_silence_seconds: float = 600.0
+    look_seconds: float = 0.1
+    connect_seconds: float = 30.0
+    join_seconds: float = 10.0
+    hang_up_seconds: float = 2.0
+    exit_seconds: float = 1.0
+    start_seconds: float = 120.0
+    jax_heartbeat_seconds: float = 30.0
+    jax_shutdown_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+        _check_order(self, "look_seconds", "silence_seconds")
+        _check_order(self, "beat_seconds", "silence_seconds")
+        _check_order(self, "silence_seconds", "starting_silence_seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessTimeouts:
+    """The processes of a cluster on one host, and its canary.
+
+    Args:
+        restart: before a process that ended is started again.
+        long_life_seconds: one that lived so long is started again after the first pause.
+        kill_seconds: beyond the drain, until a process that was asked to end is killed.
+        canary_seconds: for each of the canary's requests.
+        canary_status_seconds: for the status of a worker at which the canary looks.
+    """
+
+    restart: Backoff = Backoff(0.2, 10.0)
+    long_life_seconds: float = 30.0
+    kill_seconds: float = 10.0
+    canary_seconds: float = 10.0
+    canary_status_seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+
+@dataclass(frozen=True, slots=True)
 class ClientTimeouts:
     """A client of the public service.
 
@@ -265,6 +359,9 @@ class Timeouts:
         handoff: two workers at a hand-off of KV.
         transfer: the KV plane below a hand-off.
         client: a client of the public service.
+        call: gRPC calls between processes.
+        instance: the processes of one instance.
+        process: the processes of a cluster on one host.
 
     Raises:
         ConfigError: naming both fields, where two values contradict each other.
@@ -275,6 +372,9 @@ class Timeouts:
     handoff: HandoffTimeouts = field(default_factory=HandoffTimeouts)
     transfer: TransferTimeouts = field(default_factory=TransferTimeouts)
     client: ClientTimeouts = field(default_factory=ClientTimeouts)
+    call: CallTimeouts = field(default_factory=CallTimeouts)
+    instance: InstanceTimeouts = field(default_factory=InstanceTimeouts)
+    process: ProcessTimeouts = field(default_factory=ProcessTimeouts)
 
     def scaled(self, factor: float) -> Self:
         """All seconds times `factor`; counts stay. For machines that are slow or overloaded."""

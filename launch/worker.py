@@ -66,7 +66,7 @@ def main() -> None:
         fraction = config.worker.instance.memory_fraction
         prepare_runtime(config.devices, config.worker.compilation_cache, fraction)
         hand_over_quickly()
-        group = join(config.process)
+        group = join(config.process, config.worker.limits.timeouts.instance)
         start_logging(config.observe.log_format, config.name)
         status = asyncio.run(_run(config, group))
         if status == 0:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, IncompatiblePeerError, UnavailableError
-from jdisagg.instance.liveness import LOOK_SECONDS, InstanceTiming, SilenceWatch
+from jdisagg.instance.liveness import SilenceWatch
 from jdisagg.messages.instance import (
     Beat,
     Begin,
@@ -27,6 +27,7 @@ from jdisagg.messages.instance import (
 )
 from jdisagg.messages.step_commands import PullBlock, StepResult
 from jdisagg.scheduler.executor import Executor
+from jdisagg.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
 
 
 class LeaderLink(Protocol):
@@ -49,18 +50,18 @@ async def run_follower(
     executor: Executor,
     prepare: Callable[[], Awaitable[None]],
     clock: Clock,
-    timing: InstanceTiming | None = None,
+    timeouts: InstanceTimeouts = DEFAULT_TIMEOUTS.instance,
 ) -> None:
     """Joins, prepares (the warm-up, in lockstep with the other processes), then obeys until told to
     stop."""
-    await _Follower(link, executor, clock, timing or InstanceTiming()).run(join, prepare)
+    await _Follower(link, executor, clock, timeouts).run(join, prepare)
 
 
 class _Follower:
     def __init__(
-        self, link: LeaderLink, executor: Executor, clock: Clock, timing: InstanceTiming
+        self, link: LeaderLink, executor: Executor, clock: Clock, timeouts: InstanceTimeouts
     ) -> None:
-        self._link, self._executor, self._clock, self._timing = link, executor, clock, timing
+        self._link, self._executor, self._clock, self._timeouts = link, executor, clock, timeouts
         self._watch = SilenceWatch(clock.now())
         self._running = False
         self._next = 1
@@ -109,7 +110,7 @@ class _Follower:
                 case Stop():
                     if self._under_way:
                         await asyncio.wait(
-                            set(self._under_way), timeout=self._timing.silence_seconds
+                            set(self._under_way), timeout=self._timeouts.silence_seconds
                         )
                     return
                 case Beat():
@@ -147,14 +148,14 @@ class _Follower:
             now = self._clock.now()
             if now >= next_beat:
                 self._link.send(Beat())
-                next_beat = now + self._timing.beat_seconds
+                next_beat = now + self._timeouts.beat_seconds
             limit = (
-                self._timing.silence_seconds
+                self._timeouts.silence_seconds
                 if self._running
-                else self._timing.starting_silence_seconds
+                else self._timeouts.starting_silence_seconds
             )
             if self._watch.look(now) > limit:
                 raise UnavailableError(
                     f"the instance failed: the leader was silent for {limit} s; start it anew"
                 )
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(self._timeouts.look_seconds)

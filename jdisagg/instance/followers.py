@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 
 from jdisagg.clock import Clock
 from jdisagg.errors import InvalidRequestError, UnavailableError
-from jdisagg.instance.liveness import LOOK_SECONDS, InstanceTiming, SilenceWatch
+from jdisagg.instance.liveness import SilenceWatch
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.instance import (
     Beat,
@@ -29,6 +29,7 @@ from jdisagg.messages.instance import (
 )
 from jdisagg.messages.packed import pack
 from jdisagg.messages.step_commands import StepCommand
+from jdisagg.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
 
 
 class FollowerSession:
@@ -73,12 +74,14 @@ class FollowerSession:
 class Followers:
     """Made, used and stopped on one event loop. `processes` counts the leader (process 0) too."""
 
-    def __init__(self, processes: int, clock: Clock, timing: InstanceTiming | None = None) -> None:
+    def __init__(
+        self, processes: int, clock: Clock, timeouts: InstanceTimeouts = DEFAULT_TIMEOUTS.instance
+    ) -> None:
         self.processes = processes
         self.failure: UnavailableError | None = None
         self.secret = secrets.randbits(64)
         self._clock = clock
-        self._timing = timing or InstanceTiming()
+        self._timeouts = timeouts
         self._sessions: dict[int, FollowerSession] = {}
         self._changed = asyncio.Event()
         self._failed = asyncio.Event()
@@ -214,14 +217,14 @@ class Followers:
             now = self._clock.now()
             if now >= next_beat:
                 self._send_all(Beat())
-                next_beat = now + self._timing.beat_seconds
+                next_beat = now + self._timeouts.beat_seconds
             limit = (
-                self._timing.silence_seconds
+                self._timeouts.silence_seconds
                 if self._running
-                else self._timing.starting_silence_seconds
+                else self._timeouts.starting_silence_seconds
             )
             for session in self._sessions.values():
                 if session.watch.look(now) > limit:
                     self.fail(f"process {session.process} was silent for {limit} s")
                     return
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(self._timeouts.look_seconds)

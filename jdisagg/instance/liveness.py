@@ -1,29 +1,19 @@
-"""When silence means death: the times of an instance, and a watch that counts only silence that it
-was awake to hear.
+"""When silence means death: a watch that counts only silence that it was awake to hear.
 
 A process that was itself held up (a long collection, a stopped container) would find every other
 silent when it wakes; so each look counts at most twice the time between looks. Pure: time is an
 argument."""
 
-from dataclasses import dataclass
-
-LOOK_SECONDS = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class InstanceTiming:
-    """`silence_seconds` holds once the instance runs; while processes load and compile,
-    `starting_silence_seconds`."""
-
-    beat_seconds: float = 0.5
-    silence_seconds: float = 2.0
-    starting_silence_seconds: float = 600.0
+from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
 
 class SilenceWatch:
-    """`heard` on every message, `look` every LOOK_SECONDS."""
+    """`heard` on every message, `look` every `look_seconds`."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(
+        self, now: float, look_seconds: float = DEFAULT_TIMEOUTS.instance.look_seconds
+    ) -> None:
+        self._look_seconds = look_seconds
         self._looked = now
         self.silent_seconds = 0.0
 
@@ -32,6 +22,6 @@ class SilenceWatch:
 
     def look(self, now: float) -> float:
         """The seconds of silence so far."""
-        self.silent_seconds += min(now - self._looked, 2 * LOOK_SECONDS)
+        self.silent_seconds += min(now - self._looked, 2 * self._look_seconds)
         self._looked = now
         return self.silent_seconds

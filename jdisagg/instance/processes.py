@@ -14,14 +14,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jdisagg.errors import ConfigError
+from jdisagg.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
 
 SHARED_BYTES = 256
-START_SECONDS = 120
-# A second net under the instance's own heartbeats, which notice a death within 3 s: JAX then ends
-# the process itself.
-JOB_HEARTBEAT_SECONDS = 30
-SHUTDOWN_SECONDS = 10
-FAREWELL_SECONDS = 1.0  # with 2 s of silence: an instance is gone within 3 s
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +58,14 @@ def join_instance(
     num_processes: int | None = None,
     process_id: int | None = None,
     local_device_ids: Sequence[int] | None = None,
+    timeouts: InstanceTimeouts = DEFAULT_TIMEOUTS.instance,
 ) -> ProcessGroup:
     """Joins this process to its instance's JAX job. `coordinator` is process 0's host:port; all
     None: as the cluster's scheduler says. `local_device_ids`: which of the devices that it sees are
     its own; None: all, but under Slurm and Open MPI one.
 
-    Raises `ConfigError` where the processes do not find each other within START_SECONDS."""
+    Raises `ConfigError` where the processes do not find each other within
+    `timeouts.start_seconds`."""
     given = [value is not None for value in (coordinator, num_processes, process_id)]
     if any(given) and not all(given):
         raise ConfigError(
@@ -86,9 +83,9 @@ def join_instance(
             num_processes,
             process_id,
             local_device_ids,
-            initialization_timeout=START_SECONDS,
-            heartbeat_timeout_seconds=JOB_HEARTBEAT_SECONDS,
-            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+            initialization_timeout=round(timeouts.start_seconds),
+            heartbeat_timeout_seconds=round(timeouts.jax_heartbeat_seconds),
+            shutdown_timeout_seconds=round(timeouts.jax_shutdown_seconds),
         )
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
@@ -98,10 +95,10 @@ def join_instance(
     return ProcessGroup(jax.process_index(), jax.process_count())
 
 
-def exit_soon(status: int) -> None:
-    """Ends a process of a failed instance hard, after time for a word of farewell: threads may hang
-    in a collective whose other half is gone, and every orderly end (interpreter, JAX's shutdown
-    barrier) would wait for them."""
-    timer = threading.Timer(FAREWELL_SECONDS, os._exit, (status,))
+def exit_soon(status: int, seconds: float = DEFAULT_TIMEOUTS.instance.exit_seconds) -> None:
+    """Ends a process of a failed instance hard after `seconds`, time for a last message: threads
+    may hang in a collective whose other half is gone, and every orderly end (interpreter, JAX's
+    shutdown barrier) would wait for them."""
+    timer = threading.Timer(seconds, os._exit, (status,))
     timer.daemon = True
     timer.start()

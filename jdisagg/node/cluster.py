@@ -26,7 +26,6 @@ from jdisagg.supervisor.supervisor import GroupSpec, GroupState, SupervisedGroup
 
 _POLL_SECONDS = 0.5
 _STATUS_SECONDS = 2.0
-_LAST_SECONDS = 10.0  # beyond the drain, until a process is killed
 _TRIES = 4  # of a process, before the cluster has ever served
 _COMPILED = re.compile(r"compiled (\d+) of (\d+) programs")
 
@@ -40,7 +39,8 @@ class Cluster:
         service = plan.config.engine.service
         tokens = read_tokens(service.token_file)
         self._plan = plan
-        self._drain_seconds = service.drain_seconds
+        self._timeouts = plan.config.engine.limits.timeouts
+        self._stop_seconds = service.drain_seconds + self._timeouts.process.kill_seconds
         # Ours, for we ask as a client.
         self._credentials = replace(cluster_credentials(service), token=tokens[0] if tokens else "")
         self._log = log
@@ -73,7 +73,12 @@ class Cluster:
 
     def _group(self, spec: GroupSpec) -> SupervisedGroup:
         return SupervisedGroup(
-            spec, MonotonicClock(), self._take_line, self._log.write, self._cannot_work
+            spec,
+            MonotonicClock(),
+            self._take_line,
+            self._log.write,
+            self._cannot_work,
+            self._timeouts.process,
         )
 
     def _take_line(self, name: str, line: str) -> None:
@@ -131,9 +136,8 @@ class Cluster:
 
     async def _stop_all(self) -> None:
         """The routers first: their running requests need the workers."""
-        seconds = self._drain_seconds + _LAST_SECONDS
-        await self._stop_groups(self._routers, seconds)
-        await self._stop_groups(self._workers, seconds)
+        await self._stop_groups(self._routers, self._stop_seconds)
+        await self._stop_groups(self._workers, self._stop_seconds)
 
     async def _stop_groups(self, groups: Sequence[SupervisedGroup], seconds: float) -> None:
         stopping = asyncio.gather(*(group.stop(seconds) for group in groups))

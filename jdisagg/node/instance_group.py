@@ -15,7 +15,6 @@ from jdisagg.errors import UnavailableError
 from jdisagg.instance.broadcast import BroadcastExecutor
 from jdisagg.instance.follower import run_follower
 from jdisagg.instance.followers import Followers
-from jdisagg.instance.liveness import InstanceTiming
 from jdisagg.instance.processes import ProcessGroup, exit_soon
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.instance import Join, LeaderPlace
@@ -23,8 +22,7 @@ from jdisagg.scheduler.executor import Executor
 from jdisagg.service.instance_client import LeaderConnection
 from jdisagg.service.instance_server import InstanceServer
 from jdisagg.service.server import cluster_credentials, server_credentials
-
-READY_SECONDS = 600.0
+from jdisagg.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +31,12 @@ class Leading:
 
     followers: Followers
     server: InstanceServer
+    ready_seconds: float = DEFAULT_TIMEOUTS.instance.starting_silence_seconds
 
-    async def over(
-        self, local: Executor, end: KvEnd | None = None, ready_seconds: float = READY_SECONDS
-    ) -> BroadcastExecutor:
+    async def over(self, local: Executor, end: KvEnd | None = None) -> BroadcastExecutor:
         """Once this process is warm: waits for the others, and gives the executor of the whole
         instance."""
-        await self.followers.all_ready(ready_seconds)
+        await self.followers.all_ready(self.ready_seconds)
         return BroadcastExecutor(local, self.followers, end)
 
     async def stop(self) -> None:
@@ -52,19 +49,19 @@ async def lead(
     group: ProcessGroup,
     clock: Clock,
     service: ServiceConfig | None = None,
-    timing: InstanceTiming | None = None,
+    timeouts: InstanceTimeouts = DEFAULT_TIMEOUTS.instance,
     exit_status: int = 1,
 ) -> Leading:
     """Listens for the followers on the service's host, with its TLS, and tells them where. Returns
     before they join. When the instance fails, this process ends with `exit_status` soon, whatever
     it hangs in."""
-    followers = Followers(group.processes, clock, timing)
-    followers.when_failed(lambda error: exit_soon(exit_status))
+    followers = Followers(group.processes, clock, timeouts)
+    followers.when_failed(lambda error: exit_soon(exit_status, timeouts.exit_seconds))
     service = service or ServiceConfig()
-    server = InstanceServer(followers, server_credentials(service))
+    server = InstanceServer(followers, server_credentials(service), timeouts)
     address = await server.start(service.host)
     await asyncio.to_thread(group.share, LeaderPlace(address, followers.secret).text())
-    return Leading(followers, server)
+    return Leading(followers, server, timeouts.starting_silence_seconds)
 
 
 async def follow(
@@ -74,18 +71,19 @@ async def follow(
     clock: Clock,
     end: KvEnd | None = None,
     service: ServiceConfig | None = None,
-    timing: InstanceTiming | None = None,
+    timeouts: InstanceTimeouts = DEFAULT_TIMEOUTS.instance,
     exit_status: int = 1,
 ) -> None:
     """A follower's whole life once its executor is built. Returns when told to stop; raises
     `UnavailableError` when the instance failed, and then this process ends with `exit_status` soon,
     whatever it hangs in."""
     place = LeaderPlace.parse(await asyncio.to_thread(group.share, ""))
-    connection = LeaderConnection(place.address, cluster_credentials(service or ServiceConfig()))
+    credentials = cluster_credentials(service or ServiceConfig())
+    connection = LeaderConnection(place.address, credentials, timeouts.connect_seconds)
     try:
         await run_follower(
-            connection, Join(group.process, place.secret, end), executor, prepare, clock, timing
+            connection, Join(group.process, place.secret, end), executor, prepare, clock, timeouts
         )
     except UnavailableError:
-        exit_soon(exit_status)
+        exit_soon(exit_status, timeouts.exit_seconds)
         raise

@@ -40,7 +40,6 @@ _UNKNOWN_CONTEXT = 1 << 24
 # Readiness ends after so many canaries that did not arrive; the first ones may wait for programs to
 # be compiled.
 CANARY_PATIENCE = 4.0
-CANARY_DEADLINE_SECONDS = 10.0
 
 
 class RouterTokenizer(ChatTokenizer, Protocol):
@@ -149,7 +148,9 @@ class Router:
         controller = Controller(self._config.elastic)
         switcher = RoleSwitcher(
             membership,
-            lambda address: worker_roles(address, self._credentials),
+            lambda address: worker_roles(
+                address, self._credentials, self._config.limits.timeouts.call
+            ),
             self._clock,
             random_id,
             self._config.limits.timeouts.membership,
@@ -178,7 +179,7 @@ class Router:
         return [*observed, *logged, *proved]
 
     def _start_canary(self, membership: Membership, canary: Canary) -> None:
-        seconds = self._config.canary_seconds
+        seconds, times = self._config.canary_seconds, self._config.limits.timeouts.process
 
         async def pairs() -> tuple[Pair, ...]:
             return pairs_of(membership.statuses())
@@ -191,11 +192,11 @@ class Router:
             membership.prefill,
             membership.decode,
             random_id,
-            CANARY_DEADLINE_SECONDS,
+            times.canary_seconds,
             membership.address,
         )
         self._canary = CanaryRunner(
-            probe, pairs, self._clock, canary, seconds, CANARY_DEADLINE_SECONDS, changed
+            probe, pairs, self._clock, canary, seconds, times.canary_seconds, changed
         )
         self._canary.start()
         if self._observer:
@@ -247,7 +248,9 @@ class Router:
         return membership.ready and (self._canary is None or self._canary.readiness().ready)
 
     def _open_ports(self, card: WorkerCard) -> WorkerPorts:
-        worker = RemoteWorker(card.address, self._credentials, card.boot_id)
+        worker = RemoteWorker(
+            card.address, self._credentials, card.boot_id, self._config.limits.timeouts.call
+        )
         if card.role is WorkerRole.PREFILL:
             return WorkerPorts(prefill=worker.prefill, close=worker.close)
         return WorkerPorts(decode=worker.decode, close=worker.close)

@@ -58,6 +58,7 @@ from jdisagg.service.role_services import worker_roles_service
 from jdisagg.service.server import GrpcServer, cluster_credentials, read_tokens
 from jdisagg.service.worker_service import decode_service, peer_service, prefill_service
 from jdisagg.supervisor.supervisor import EXIT_BROKEN, EXIT_CONFIG
+from jdisagg.timeouts import CallTimeouts
 from jdisagg.transfer.jax_transfer import JaxTransferChannel
 from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.mesh_worker import WorkerContext
@@ -66,10 +67,6 @@ from jdisagg.worker.prefill_worker import PrefillWorker
 
 TRANSPORTS = 4
 LOOK_SECONDS = 0.25
-# The last words of the streams that a drain waited for are on their way when it ends; routers close
-# their ports when the worker leaves.
-LAST_WORDS_SECONDS = 0.25
-PORT_IDLE_SECONDS = 3600.0  # longer than any hand-off
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +133,7 @@ class WorkerRuntime:
         self._address = host_port(self._service.host, self._service.port)
         credentials = cluster_credentials(self._service)
         self._link = GrpcKvLink(KvEnd(self._address, random_id()), credentials)
-        self._peers = PeerPorts(credentials, state.clock)
+        self._peers = PeerPorts(credentials, state.clock, state.config.limits.timeouts.call)
         self._followers: Followers | None = None
 
     async def live(self, load: LoadModel) -> int:
@@ -192,7 +189,8 @@ class WorkerRuntime:
             self._state.clock,
             end,
             service,
-            exit_status=EXIT_BROKEN,
+            self._state.config.limits.timeouts.instance,
+            EXIT_BROKEN,
         )
         # the first signal is the leader's affair, who lets us go
         await self._unless(self._state.forced.wait(), following)
@@ -203,7 +201,13 @@ class WorkerRuntime:
         leading = (
             None
             if alone
-            else await lead(state.group, state.clock, self._service, exit_status=EXIT_BROKEN)
+            else await lead(
+                state.group,
+                state.clock,
+                self._service,
+                state.config.limits.timeouts.instance,
+                EXIT_BROKEN,
+            )
         )
         self._followers = leading.followers if leading else None
         instance = self._build(load, channel, end)
@@ -285,7 +289,7 @@ class WorkerRuntime:
                 )
             status = await self._serve(worker, registration.failed)
             if status == 0:
-                await state.clock.sleep(LAST_WORDS_SECONDS)
+                await state.clock.sleep(state.config.limits.timeouts.call.last_words_seconds)
         state.roles.drained()
         return status
 
@@ -469,8 +473,9 @@ class PeerPorts:
     """A restarted worker is greeted through the same port. Those that nothing came from for long
     are closed, for their workers may be gone for good."""
 
-    def __init__(self, credentials: Credentials, clock: Clock) -> None:
+    def __init__(self, credentials: Credentials, clock: Clock, timeouts: CallTimeouts) -> None:
         self._credentials = credentials
+        self._timeouts = timeouts
         self._clock = clock
         self._workers: dict[str, RemoteWorker] = {}
         self._used: dict[str, float] = {}
@@ -484,12 +489,16 @@ class PeerPorts:
         now = self._clock.now()
         self._used[source.address] = now
         for address in [
-            address for address, used in self._used.items() if now - used > PORT_IDLE_SECONDS
+            address
+            for address, used in self._used.items()
+            if now - used > self._timeouts.peer_idle_seconds
         ]:
             del self._used[address]
             self._workers.pop(address).close()
         if source.address not in self._workers:
-            self._workers[source.address] = RemoteWorker(source.address, self._credentials)
+            self._workers[source.address] = RemoteWorker(
+                source.address, self._credentials, timeouts=self._timeouts
+            )
         return self._workers[source.address].peer
 
     async def close(self) -> None:

@@ -31,16 +31,17 @@ from jdisagg.node.signals import StopSignals
 from jdisagg.node.worker import WorkerProcessState, WorkerRuntime, WorkerSpec
 from jdisagg.observe.observer import Observer
 from jdisagg.supervisor.supervisor import EXIT_BROKEN
+from jdisagg.timeouts import InstanceTimeouts
 
 
-def join(place: ProcessPlace) -> ProcessGroup:
+def join(place: ProcessPlace, timeouts: InstanceTimeouts) -> ProcessGroup:
     """Makes this process one of its instance's; before the first use of a device."""
     if place.count == 1:
         return ProcessGroup(0, 1)
     if not place.count:
         gpus = len(gpus_of_host(os.environ))
-        return join_instance(local_device_ids=local_devices(os.environ, gpus))
-    return join_instance(place.coordinator, place.count, place.index)
+        return join_instance(local_device_ids=local_devices(os.environ, gpus), timeouts=timeouts)
+    return join_instance(place.coordinator, place.count, place.index, timeouts=timeouts)
 
 
 class WorkerProcess:

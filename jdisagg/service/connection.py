@@ -24,14 +24,13 @@ from jdisagg.messages.packed import PROTOCOL
 from jdisagg.messages.spans import WireStatus
 from jdisagg.service import wire
 from jdisagg.service.grpc_life import keep_grpc_alive
+from jdisagg.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
 from jdisagg.trace_context import outgoing
 
 MAX_MESSAGE_BYTES = 16 << 20
 BOOT_KEY = "jdisagg-boot"
 PROTOCOL_KEY = "jdisagg-protocol"
 TOKEN_KEY = "authorization"
-# The other side ends a call at its deadline and says why; the call's own deadline is the net below.
-SLACK_SECONDS = 1.0
 # A deadline beyond the range of its clock (292 years) gRPC takes for one that has passed.
 LONGEST_SECONDS = 1e9
 
@@ -193,13 +192,18 @@ async def _quietly(call: Callable[[], Awaitable[None]]) -> None:
 
 class Connection:
     """Use it on one event loop; calls from several tasks share it. `boot_id` None: whichever boot
-    answers."""
+    answers. `timeouts`: of what is called over it."""
 
     def __init__(
-        self, address: str, credentials: Credentials = NO_CREDENTIALS, boot_id: int | None = None
+        self,
+        address: str,
+        credentials: Credentials = NO_CREDENTIALS,
+        boot_id: int | None = None,
+        timeouts: CallTimeouts = DEFAULT_TIMEOUTS.call,
     ) -> None:
         self.address = address
         self.boot_id = boot_id
+        self.timeouts = timeouts
         self._credentials = credentials
         self._closed = False
         self._background: set[asyncio.Task[None]] = set()
@@ -272,7 +276,7 @@ class Connection:
         """The same, and waits for the end."""
         self.close()
         if self._background:
-            await asyncio.wait(set(self._background), timeout=SLACK_SECONDS)
+            await asyncio.wait(set(self._background), timeout=self.timeouts.slack_seconds)
 
     def _metadata(self, any_boot: bool) -> tuple[tuple[str, str], ...]:
         bound = self.boot_id is not None and not any_boot

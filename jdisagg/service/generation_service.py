@@ -17,11 +17,9 @@ from jdisagg.service import generation_pb2 as pb
 from jdisagg.service import generation_pb2_grpc, wire, wire_generation
 from jdisagg.service.bearer import Tokens
 from jdisagg.service.guard import Service
+from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
-# How long after a request's deadline its client may still read: the path's own timer says what
-# happened, this one frees what a client that stopped reading would hold for ever.
-UNREAD_SECONDS = 1.0
 REQUEST_ID_KEY = "jdisagg-request-id"
 
 
@@ -73,7 +71,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request_id = built.request_id  # for the first message
         try:
             async with (
-                asyncio.timeout(built.deadline_seconds + UNREAD_SECONDS),
+                asyncio.timeout(built.deadline_seconds + DEFAULT_TIMEOUTS.call.unread_seconds),
                 aclosing(self._frontend.stream(built)) as events,
             ):
                 async for event in events:

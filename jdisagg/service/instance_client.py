@@ -12,17 +12,21 @@ from jdisagg.messages.instance import FollowerMessage, LeaderMessage
 from jdisagg.messages.packed import Unpacker, pack
 from jdisagg.service.connection import NO_CREDENTIALS, Credentials, open_channel, protocol_metadata
 from jdisagg.service.instance_server import MESSAGE_BYTES, METHOD, SERVICE
+from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
 unpack_leader = Unpacker[LeaderMessage](LeaderMessage)
-
-CONNECT_SECONDS = 30.0
 
 
 class LeaderConnection:
     """Made on the event loop that uses it. The stream opens with the first message."""
 
-    def __init__(self, address: str, credentials: Credentials = NO_CREDENTIALS) -> None:
-        self.patience_seconds = CONNECT_SECONDS  # until the leader answers
+    def __init__(
+        self,
+        address: str,
+        credentials: Credentials = NO_CREDENTIALS,
+        connect_seconds: float = DEFAULT_TIMEOUTS.instance.connect_seconds,
+    ) -> None:
+        self._connect_seconds = connect_seconds  # until the leader answers
         self._address = address
         limits = (
             ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -36,11 +40,11 @@ class LeaderConnection:
 
     async def received(self) -> AsyncIterator[LeaderMessage]:
         try:
-            async with asyncio.timeout(self.patience_seconds):
+            async with asyncio.timeout(self._connect_seconds):
                 await self._channel.channel_ready()
         except TimeoutError:
             raise UnavailableError(
-                f"the leader at {self._address} was not there within {self.patience_seconds} s;"
+                f"the leader at {self._address} was not there within {self._connect_seconds} s;"
                 " start it anew"
             ) from None
         try:

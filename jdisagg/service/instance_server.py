@@ -19,31 +19,30 @@ from jdisagg.messages.packed import Unpacker, check_protocol
 from jdisagg.service import wire
 from jdisagg.service.connection import PROTOCOL_KEY
 from jdisagg.service.grpc_life import bind, new_server
+from jdisagg.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
 
 unpack_follower = Unpacker[FollowerMessage](FollowerMessage)
 
-JOIN_SECONDS = 10.0
-GRACE_SECONDS = 1.0
 # A prefill command of a long prompt has tens of thousands of tokens; penalised ones bring their
 # history.
 MESSAGE_BYTES = 256 << 20
 
-FAREWELL_SECONDS = 2.0
 SERVICE, METHOD = "jdisagg.InstanceLeader", "Follow"
 
 log = logging.getLogger(__name__)
 
 
 class _Servicer:
-    def __init__(self, followers: Followers) -> None:
+    def __init__(self, followers: Followers, timeouts: InstanceTimeouts) -> None:
         self._followers = followers
+        self._timeouts = timeouts
 
     async def Follow(
         self, request_iterator: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
         try:
             check_protocol(dict(context.invocation_metadata() or ()).get(PROTOCOL_KEY), SERVICE)
-            async with asyncio.timeout(JOIN_SECONDS):
+            async with asyncio.timeout(self._timeouts.join_seconds):
                 first = await anext(request_iterator, None)
             message = None if first is None else unpack_follower(first)
             if not isinstance(message, Join):
@@ -56,7 +55,9 @@ class _Servicer:
             known = (
                 error
                 if isinstance(error, JdisaggError)
-                else InvalidRequestError(f"instance: no Join within {JOIN_SECONDS} s")
+                else InvalidRequestError(
+                    f"instance: no Join within {self._timeouts.join_seconds:g} s"
+                )
             )
             status = wire.error_to_status(known)
             await context.abort(grpc.StatusCode[status.code], status.details, status.metadata)
@@ -66,7 +67,7 @@ class _Servicer:
                 yield outgoing
             # The follower hangs up first: a stream that ends under its writes is an error there,
             # whatever was said before.
-            await asyncio.wait({listener}, timeout=FAREWELL_SECONDS)
+            await asyncio.wait({listener}, timeout=self._timeouts.hang_up_seconds)
         finally:
             listener.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -90,9 +91,13 @@ class InstanceServer:
     worker's own server."""
 
     def __init__(
-        self, followers: Followers, credentials: grpc.ServerCredentials | None = None
+        self,
+        followers: Followers,
+        credentials: grpc.ServerCredentials | None = None,
+        timeouts: InstanceTimeouts = DEFAULT_TIMEOUTS.instance,
     ) -> None:
         self._credentials = credentials
+        self._grace_seconds = timeouts.hang_up_seconds
         self._server = new_server(
             (
                 ("grpc.so_reuseport", 0),
@@ -100,7 +105,7 @@ class InstanceServer:
                 ("grpc.max_send_message_length", MESSAGE_BYTES),
             )
         )
-        follow = grpc.stream_stream_rpc_method_handler(_Servicer(followers).Follow)
+        follow = grpc.stream_stream_rpc_method_handler(_Servicer(followers, timeouts).Follow)
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, {METHOD: follow}),)
         )
@@ -117,4 +122,4 @@ class InstanceServer:
         return host_port(host, bound)
 
     async def stop(self) -> None:
-        await self._server.stop(grace=GRACE_SECONDS)
+        await self._server.stop(grace=self._grace_seconds)

@@ -12,10 +12,7 @@ from jdisagg.messages.ports_middleware import through
 from jdisagg.service import rpc
 from jdisagg.service.connection import NO_CREDENTIALS, Connection, Credentials
 from jdisagg.service.remote_spans import RemoteSpans
-
-STATUS_SECONDS = 3.0
-# No hand-off lasts longer; its receiver's own deadline closes the stream before.
-OFFERS_SECONDS = 3600.0
+from jdisagg.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
 
 
 class RemoteWorker:
@@ -26,18 +23,26 @@ class RemoteWorker:
     restarted, calls raise UnavailableError until the next `hello`."""
 
     def __init__(
-        self, address: str, credentials: Credentials = NO_CREDENTIALS, boot_id: int | None = None
+        self,
+        address: str,
+        credentials: Credentials = NO_CREDENTIALS,
+        boot_id: int | None = None,
+        timeouts: CallTimeouts = DEFAULT_TIMEOUTS.call,
     ) -> None:
-        self.connection = Connection(address, credentials, boot_id)
-        self.prefill = rpc.client(PrefillPort, self.connection, seconds={"status": STATUS_SECONDS})
+        self.connection = Connection(address, credentials, boot_id, timeouts)
+        status_seconds = timeouts.status_seconds
+        self.prefill = rpc.client(PrefillPort, self.connection, seconds={"status": status_seconds})
         decode = rpc.client(
             DecodePort,
             self.connection,
-            seconds={"status": STATUS_SECONDS, "resume_source": 2 * rpc.CALL_SECONDS},
+            seconds={"status": status_seconds, "resume_source": 2 * timeouts.call_seconds},
         )
         self.decode = through(DecodePort, decode, RemoteSpans(self.connection, decode))
         peer = rpc.client(
-            PeerPort, self.connection, seconds={"offers": OFFERS_SECONDS}, any_boot=("hello",)
+            PeerPort,
+            self.connection,
+            seconds={"offers": timeouts.peer_idle_seconds},
+            any_boot=("hello",),
         )
         self.peer = through(PeerPort, peer, _BoundByHello(self.connection))
 

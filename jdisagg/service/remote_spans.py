@@ -20,9 +20,7 @@ from jdisagg.errors import (
 from jdisagg.messages.ports import DecodePort, GenerateCall, Reservation, ReserveCall, Span
 from jdisagg.messages.spans import SpanBatch, SpanSessionPort, WireStatus
 from jdisagg.service import rpc, wire
-from jdisagg.service.connection import SLACK_SECONDS, Connection
-
-OPEN_SECONDS = 5.0
+from jdisagg.service.connection import Connection
 
 # None is the end; a status is made an error by whoever raises it, so that no two share a traceback.
 Item = Span | WireStatus | None
@@ -75,7 +73,7 @@ class RemoteSpans:
         self._sessions = rpc.client(
             SpanSessionPort,
             connection,
-            seconds={"start": rpc.CALL_SECONDS, "spans": None},
+            seconds={"start": connection.timeouts.call_seconds, "spans": None},
             service=rpc.service_name(DecodePort),
         )
         self._session: _Session | None = None
@@ -97,7 +95,7 @@ class RemoteSpans:
             )
         )
         timer = asyncio.get_running_loop().call_later(
-            call.deadline_seconds + SLACK_SECONDS, inbox.put_nowait, late
+            call.deadline_seconds + self._connection.timeouts.slack_seconds, inbox.put_nowait, late
         )
         try:
             await self._sessions.start(session.session_id, call)
@@ -121,12 +119,12 @@ class RemoteSpans:
             self._reading.add(reading)
             reading.add_done_callback(self._reading.discard)
         if not session.opened.is_set():
+            seconds = min(self._connection.timeouts.span_stream_seconds, seconds)
             try:
-                await asyncio.wait_for(session.opened.wait(), min(OPEN_SECONDS, seconds))
+                await asyncio.wait_for(session.opened.wait(), seconds)
             except TimeoutError:
                 raise UnavailableError(
-                    f"{self._connection.address} opened no span stream within"
-                    f" {min(OPEN_SECONDS, seconds):g} s"
+                    f"{self._connection.address} opened no span stream within {seconds:g} s"
                 ) from None
         if session.broken is not None:
             raise wire.error_from_status(session.broken)

@@ -10,8 +10,7 @@ from jdisagg.messages.roles import ClusterRolesPort, RolePort
 from jdisagg.service import rpc
 from jdisagg.service.connection import NO_CREDENTIALS, Credentials
 from jdisagg.service.guard import Service
-
-REPORT_SECONDS = 2.0
+from jdisagg.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
 
 
 def worker_roles_service(port: RolePort, tokens: tuple[str, ...] = ()) -> Service:
@@ -20,10 +19,12 @@ def worker_roles_service(port: RolePort, tokens: tuple[str, ...] = ()) -> Servic
 
 
 def worker_roles(
-    address: str, credentials: Credentials = NO_CREDENTIALS
+    address: str,
+    credentials: Credentials = NO_CREDENTIALS,
+    timeouts: CallTimeouts = DEFAULT_TIMEOUTS.call,
 ) -> AbstractAsyncContextManager[RolePort]:
     """The role of the worker at an address."""
-    return rpc.connected(RolePort, address, credentials, {"switch_report": REPORT_SECONDS})
+    return rpc.connected(RolePort, address, credentials, {"switch_report": timeouts.report_seconds})
 
 
 def cluster_roles_service(port: ClusterRolesPort, tokens: tuple[str, ...] = ()) -> Service:

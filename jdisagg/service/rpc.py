@@ -23,12 +23,10 @@ from jdisagg.errors import InvalidRequestError, UnavailableError
 from jdisagg.messages.packed import Unpacker, pack
 from jdisagg.messages.ports import close_stream
 from jdisagg.messages.ports_middleware import port_methods
-from jdisagg.service.connection import NO_CREDENTIALS, SLACK_SECONDS, Connection, Credentials
+from jdisagg.service.connection import NO_CREDENTIALS, Connection, Credentials
 from jdisagg.service.guard import Service
 
 P = TypeVar("P")
-
-CALL_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +113,8 @@ def client(
     Args:
       protocol: The port's Protocol, which the result implements.
       connection: To the process that serves it.
-      call_seconds: How long a call may take whose arguments state no deadline; None: CALL_SECONDS.
+      call_seconds: How long a call may take whose arguments state no deadline; None: as the
+        connection's `timeouts` say.
       seconds: The same of single methods, and a bound where the arguments state a deadline; None:
         for ever.
       any_boot: Methods that whichever boot of the process may answer.
@@ -129,9 +128,10 @@ def client(
     for method in methods(protocol):
         path = f"/{service or service_name(protocol)}/{method.name}"
         limit = _Limit(
-            CALL_SECONDS if call_seconds is None else call_seconds,
+            connection.timeouts.call_seconds if call_seconds is None else call_seconds,
             method.name in (seconds or {}),
             (seconds or {}).get(method.name),
+            connection.timeouts.slack_seconds,
         )
         make = _streamer if method.streams else _caller
         setattr(
@@ -163,18 +163,19 @@ class _Remote:
 @dataclass(frozen=True, slots=True)
 class _Limit:
     """How long a method's calls may take: `bound` where it is `bounded`, else what the arguments
-    state, or `usual`."""
+    state and `slack`, or `usual`."""
 
     usual: float
     bounded: bool
     bound: float | None
+    slack: float
 
     def seconds(self, deadline: float | None) -> float | None:
         if not self.bounded:
-            return self.usual if deadline is None else deadline + SLACK_SECONDS
+            return self.usual if deadline is None else deadline + self.slack
         if self.bound is None or deadline is None:
             return self.bound
-        return min(self.bound, deadline + SLACK_SECONDS)
+        return min(self.bound, deadline + self.slack)
 
 
 def _method(name: str, function: Callable[..., object]) -> Method:

@@ -29,13 +29,12 @@ from jdisagg.service.grpc_life import bind, new_server
 from jdisagg.service.guard import Guard, Service
 from jdisagg.service.http_server import HttpServer, listener
 from jdisagg.service.reread import Reread
+from jdisagg.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
 
 Broken = TypeVar("Broken")
 
 log = logging.getLogger(__name__)
 
-# How long calls that were cut short have to report it before their connections close.
-CLEANUP_SECONDS = 1.0
 
 LISTENING_OPTIONS: list[tuple[str, int]] = [
     # Without this a second server on the port would silently take half of its clients.
@@ -71,8 +70,10 @@ class GrpcServer:
         config: ServiceConfig,
         boot_id: int | None = None,
         refused: Callable[[str, JdisaggError], None] = lambda method, error: None,
+        timeouts: CallTimeouts = DEFAULT_TIMEOUTS.call,
     ) -> None:
         self._config = config
+        self._cleanup_seconds = timeouts.cleanup_seconds
         self._services = tuple(services)
         self._guard = Guard(self._services, boot_id, refused)
         self._health = _Health()
@@ -122,7 +123,7 @@ class GrpcServer:
         self._guard.refuse()
         # A client that watches health and does not read could hold this up for ever.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._health.enter_graceful_shutdown(), CLEANUP_SECONDS)
+            await asyncio.wait_for(self._health.enter_graceful_shutdown(), self._cleanup_seconds)
         idle = asyncio.ensure_future(self._guard.idle(self._config.drain_seconds))
         forced = asyncio.ensure_future(self._forced.wait())
         await asyncio.wait((idle, forced), return_when=asyncio.FIRST_COMPLETED)
@@ -131,8 +132,8 @@ class GrpcServer:
         cut = self._guard.cut()
         if cut:
             log.warning("shutting down: %d running requests cut short", cut)
-            await self._guard.idle(CLEANUP_SECONDS)
-        await self._server.stop(grace=CLEANUP_SECONDS)
+            await self._guard.idle(self._cleanup_seconds)
+        await self._server.stop(grace=self._cleanup_seconds)
 
     def force(self) -> None:
         """Ends the waiting of a drain, now or to come."""

@@ -20,12 +20,10 @@ from dataclasses import dataclass
 
 from jdisagg.clock import Clock
 from jdisagg.supervisor.child_process import ChildProcess, Command, TakeLine
+from jdisagg.timeouts import DEFAULT_TIMEOUTS, ProcessTimeouts
 
 EXIT_CONFIG = os.EX_CONFIG
 EXIT_BROKEN = 3  # of a process whose mesh broke: start it again
-FIRST_PAUSE_SECONDS = 0.2
-LONGEST_PAUSE_SECONDS = 10.0
-LONG_LIFE_SECONDS = 30.0
 # no processes, memory or files just now
 _PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
@@ -57,6 +55,7 @@ class SupervisedGroup:
         take_line: TakeLine,
         say: TakeLine,
         failed: Callable[[str], None],
+        timeouts: ProcessTimeouts = DEFAULT_TIMEOUTS.process,
     ) -> None:
         self.name = spec.name
         self.state = GroupState.STARTING
@@ -67,6 +66,7 @@ class SupervisedGroup:
         self._take_line = take_line
         self._say = say
         self._failed = failed
+        self._timeouts = timeouts
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -102,7 +102,7 @@ class SupervisedGroup:
             child.kill()
 
     async def _run(self) -> None:
-        pause = FIRST_PAUSE_SECONDS
+        ends = 0  # in a row, each after a short life
         while not self._stopping.is_set():
             began = self._clock.now()
             last = await self._live()
@@ -111,12 +111,12 @@ class SupervisedGroup:
                 break
             if self._stopping.is_set():
                 break
-            if self._clock.now() - began > LONG_LIFE_SECONDS:
-                pause = FIRST_PAUSE_SECONDS
+            lived_long = self._clock.now() - began > self._timeouts.long_life_seconds
+            ends = 1 if lived_long else ends + 1
+            pause = self._timeouts.restart.seconds(ends)
             self.state = GroupState.PAUSED
             self._say(self.name, f"starts again in {pause:g} s")
             await self._pause(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
             self.restarts += 1
         self.state = GroupState.ENDED
 

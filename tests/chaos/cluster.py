@@ -21,9 +21,9 @@ from jdisagg.errors import JdisaggError
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.node.cluster_plan import ClusterConfig, plan_cluster
 from jdisagg.node.recipes import ClusterShape
-from jdisagg.supervisor import supervisor
 from jdisagg.supervisor.child_process import Command
 from jdisagg.supervisor.supervisor import GroupSpec, SupervisedGroup
+from jdisagg.timeouts import Backoff, ProcessTimeouts
 from launch.shipped import SHIPPED_MODEL
 from tests import time_scale
 from tests.chaos.orders import OrderDesk
@@ -89,11 +89,15 @@ class ChaosCluster:
             processes=shape.processes,
         )
         self.plan = plan_cluster(config, folder)
-        supervisor.LONGEST_PAUSE_SECONDS = PAUSE_SECONDS
         specs = [self.plan.router(), *self.plan.workers()]
         self.groups = {
             spec.name: SupervisedGroup(
-                self._with_orders(spec), MonotonicClock(), self._write, self._write, self._failed
+                self._with_orders(spec),
+                MonotonicClock(),
+                self._write,
+                self._write,
+                self._failed,
+                ProcessTimeouts(restart=Backoff(0.2, PAUSE_SECONDS)),
             )
             for spec in specs
         }

@@ -13,7 +13,7 @@ from jdisagg.errors import HandoffError, InvalidRequestError, UnavailableError
 from jdisagg.instance.broadcast import BroadcastExecutor
 from jdisagg.instance.follower import run_follower
 from jdisagg.instance.followers import Followers
-from jdisagg.instance.liveness import InstanceTiming, SilenceWatch
+from jdisagg.instance.liveness import SilenceWatch
 from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.messages.instance import Join
@@ -29,10 +29,11 @@ from jdisagg.messages.step_commands import (
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.service.instance_client import LeaderConnection
 from jdisagg.service.instance_server import InstanceServer
+from jdisagg.timeouts import InstanceTimeouts
 from tests import time_scale
 
 LIMITS = MeshLimits(1, 16, 4, 2, 64, (64,), (1, 2), 1, 16, 4, 4, KVSpec((), "float32"))
-FAST = InstanceTiming(beat_seconds=0.05, silence_seconds=1.0, starting_silence_seconds=5.0)
+FAST = InstanceTimeouts(beat_seconds=0.05, silence_seconds=1.0, starting_silence_seconds=5.0)
 CLOCK = MonotonicClock()
 
 

@@ -56,8 +56,7 @@ async def test_commands_travel_under_the_clusters_mutual_tls(tmp_path: Path) -> 
     join = Join(1, followers.secret)
     with pytest.raises(UnavailableError):
         async with asyncio.timeout(2):
-            stranger = LeaderConnection(address)
-            stranger.patience_seconds = 0.5
+            stranger = LeaderConnection(address, connect_seconds=0.5)
             await run_follower(stranger, join, NotingExecutor(), nothing, clock, FAST)
     obeying = asyncio.create_task(
         run_follower(

@@ -12,6 +12,7 @@ from jdisagg.service.remote_ports import RemoteWorker
 from jdisagg.service.server import GrpcServer
 from jdisagg.service.span_sessions import SpanSessions
 from jdisagg.service.worker_service import decode_service, peer_service, prefill_service
+from jdisagg.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
 from tests.service.port_worker import Worker
 
 
@@ -56,9 +57,12 @@ async def serving(
 
 @contextlib.asynccontextmanager
 async def connected(
-    address: str, count: int = 1, boot_id: int | None = None
+    address: str,
+    count: int = 1,
+    boot_id: int | None = None,
+    timeouts: CallTimeouts = DEFAULT_TIMEOUTS.call,
 ) -> AsyncIterator[Sequence[RemoteWorker]]:
-    remotes = [RemoteWorker(address, boot_id=boot_id) for _ in range(count)]
+    remotes = [RemoteWorker(address, boot_id=boot_id, timeouts=timeouts) for _ in range(count)]
     try:
         yield remotes
     finally:

@@ -27,8 +27,8 @@ from jdisagg.messages.ports import (
     Span,
 )
 from jdisagg.messages.spans import SpanBatch
-from jdisagg.service import rpc
 from jdisagg.service.span_sessions import SpanSessions
+from jdisagg.timeouts import CallTimeouts
 from tests.service.doors import STATUS, eventually
 from tests.service.port_worker import HELLO, PREFILL, REPLY, REQUEST, Worker
 from tests.service.remote_workers import (
@@ -114,9 +114,9 @@ async def test_a_reservation_that_says_nothing_ends_at_its_deadline() -> None:
         await eventually(lambda: worker.dropped == [1])
 
 
-async def test_a_worker_that_does_not_answer_a_short_call_is_unavailable_and_the_requests_deadline_has_not_passed(  # noqa: E501
-    monkeypatch,
-) -> None:
+async def test_a_worker_that_does_not_answer_a_short_call_is_unavailable_and_the_requests_deadline_has_not_passed() -> (  # noqa: E501
+    None
+):
     class Absent(Worker):
         async def resume_source(self, call: ResumeCall) -> int | None:
             await asyncio.Event().wait()
@@ -126,8 +126,8 @@ async def test_a_worker_that_does_not_answer_a_short_call_is_unavailable_and_the
             await asyncio.Event().wait()
             return hello
 
-    monkeypatch.setattr(rpc, "CALL_SECONDS", 0.1)
-    async with serving(Absent()) as (address, _), connected(address) as (remote,):
+    short = CallTimeouts(call_seconds=0.1)
+    async with serving(Absent()) as (address, _), connected(address, timeouts=short) as (remote,):
         with pytest.raises(UnavailableError, match="did not answer within 0.2 s"):
             await remote.decode.resume_source(
                 ResumeCall(5, 1, HandoffSource("prefill-1", 8, "127.0.0.1:1"))
