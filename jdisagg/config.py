@@ -51,22 +51,39 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class InstanceConfig:
-    """One model replica on one mesh.
+    """One model replica on one mesh. Sizes are tokens unless another unit stands there.
 
-    codec: how KV that this instance receives travels (transfer/codec.py). chunk_tokens: the largest
-    packed prefill chunk per dp rank; smaller power-of-two buckets are made down to
-    `min_chunk_tokens`. pages_per_rank None: enough for `slots_per_rank` sequences of full context,
-    or as many as memory has room for (engine/memory_plan.py). memory_fraction: of each device's
-    memory, that this instance may take (None: 0.9 of an accelerator's, 0.5 of a host's).
-    layer_groups: how many programs a chunk is chained of, each of which gives a block that leaves
-    while the next computes; the same on both sides (None: by the model's bytes, engine/limits.py).
-    block_bytes: blocks of a short prompt that would have fewer bytes carry several layer groups;
-    the same on both sides; 0: each carries one (None: 4 MiB, and 0 where layer_groups says how many
-    there are). stream_tokens: so many new tokens of a sequence are told together (its first at
-    once); above 1 saves the host work and makes streams less smooth. hardware: what its devices
-    are, so that the router can predict seconds: a name of costs/hardware.py, or a file that
-    launch.measure_costs wrote; empty: nobody knows. ahead_sequences: how many may have pages beyond
-    the slots, so that a freed slot finds its next sequence ready (None: a quarter of the slots)."""
+    Args:
+        layout: of its mesh, sizes of dp, tp and ep.
+        page_size: tokens a page of KV.
+        pages_per_rank: of each dp rank; None: enough for `slots_per_rank` sequences of full
+            context, or as many as memory has room for (engine/memory_plan.py).
+        slots_per_rank: sequences that decode at once on each dp rank.
+        chunk_tokens: the largest packed prefill chunk of a dp rank; smaller buckets are made down
+            to `min_chunk_tokens`.
+        min_chunk_tokens: the smallest one.
+        layer_groups: how many programs a chunk is chained of, each of which gives a block that
+            leaves while the next computes; the same on both sides. None: by the model's bytes
+            (engine/limits.py).
+        block_bytes: blocks of a short prompt that would have fewer bytes carry several layer
+            groups; the same on both sides. 0: each carries one; None: 4 MiB, and 0 where
+            `layer_groups` is given.
+        steps_per_dispatch: decode steps of one command; the host looks at tokens in between.
+        stream_tokens: so many new tokens of a sequence are sent together (its first at once); above
+            1 saves the host work and makes streams less smooth.
+        queue_limit: requests that wait at this instance.
+        growth_tokens: for which a decoding sequence gets pages ahead of its need.
+        ahead_sequences: how many may have pages beyond the slots, so that a freed slot finds its
+            next sequence ready; None: a quarter of the slots.
+        codec: how KV that this instance receives travels (transfer/codec.py).
+        hardware: what its devices are, so that the router can predict seconds: a name of
+            costs/hardware.py, or a file that launch.measure_costs wrote; empty: not known.
+        memory_fraction: of each device's memory, that this instance may take; None: 0.9 of an
+            accelerator's, 0.5 of a host's.
+
+    Raises:
+        ConfigError: naming the field, its value and the rule.
+    """
 
     layout: Layout = Layout()
     page_size: int = 128
@@ -164,15 +181,25 @@ class RoutingConfig:
     """How the router places and admits. Predictions need `hardware` of every worker; without, the
     least loaded are chosen and none refused.
 
-    ttft_slo_seconds: a request whose first token would come later is refused (None: its deadline
-    alone counts). tpot_slo_seconds: no sequence is placed where a decode step would take longer.
-    hold_seconds: requests wait at the router, in fair order, while every prefill worker has this
-    much to do. local_gain: how much cheaper, of first token and hand-off, prefilling on the decode
-    worker must be. far_link: what joins workers without a common rack (costs/hardware.py).
-    output_quantile: of the output lengths seen lately, how long an answer is expected to be (None:
-    max_tokens). tenant_weights, tenant_quotas: "name=number,name=number": shares under load (1
-    where none is given), and tokens a second (no bound where none is given), of which
-    `quota_burst_seconds` may be used at once."""
+    Args:
+        ttft_slo_seconds: a request whose first token would come later is refused; None: its
+            deadline alone counts.
+        tpot_slo_seconds: no sequence is placed where a decode step would take longer; None: no
+            bound.
+        hold_seconds: requests wait at the router, in fair order, while every prefill worker has
+            this much to do.
+        local_gain: in [0, 1): by how much prefilling on the decode worker must be cheaper, first
+            token and hand-off together, to be chosen.
+        far_link: what joins workers without a common rack (a name of costs/hardware.py).
+        output_quantile: in (0, 1): of the output lengths seen lately, how long an answer is
+            expected to be; None: max_tokens.
+        tenant_weights: "name=number,name=number": shares under load; 1 where none is given.
+        tenant_quotas: the same form: tokens a second; no bound where none is given.
+        quota_burst_seconds: of a quota that may be used at once.
+
+    Raises:
+        ConfigError: naming the field, its value and the rule.
+    """
 
     ttft_slo_seconds: float | None = None
     tpot_slo_seconds: float | None = None
@@ -209,10 +236,22 @@ class RoutingConfig:
 class ServiceConfig:
     """Where a process listens, and whom it lets in.
 
-    tls_certificate, tls_key: PEM files; with them the port speaks TLS alone. tls_client_ca:
-    clients, too, must show a certificate that it signed. token_file: bearer tokens of clients, one
-    a line; cluster_token_file: the token that our processes show each other. http_port: of the
-    OpenAI-compatible door, with the same host, TLS and tokens; None: there is none."""
+    Args:
+        host: address or name to bind to.
+        port: 0: the system chooses one.
+        max_message_bytes: of each gRPC message.
+        drain_seconds: for running requests to finish when the process is asked to end.
+        tls_certificate: PEM file; with it and `tls_key` the port speaks TLS alone.
+        tls_key: PEM file.
+        tls_client_ca: PEM file; clients, too, must show a certificate that it signed.
+        token_file: bearer tokens of clients, one a line.
+        cluster_token_file: the token that our processes show each other.
+        http_port: of the OpenAI-compatible door, with the same host, TLS and tokens; None: there
+            is none.
+
+    Raises:
+        ConfigError: naming the field, its value and the rule.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8700
@@ -257,11 +296,19 @@ class ServiceConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The embedded cluster. In the one-mesh modes `decode` describes the one mesh and `prefill` is
-    not used.
+    """The embedded cluster.
 
-    device_count None: as many devices as the layouts need. `warm_up`: compile every bucket before
-    serving."""
+    Args:
+        model: what is served.
+        mode: one mesh or two.
+        prefill: the prefill mesh's instance; not used in the one-mesh modes.
+        decode: the decode mesh's instance, or the one mesh's.
+        limits: bounds and waits of requests.
+        routing: how requests are placed and admitted.
+        service: where the gRPC service listens.
+        warm_up: compile every bucket before serving.
+        compilation_cache: folder in which compiled programs are kept.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     mode: Mode = Mode.DISAGGREGATED
@@ -276,8 +323,17 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What one worker is. `mode` matters to a mixed worker alone: CHUNKED or
-    UNIFIED."""
+    """What one worker is.
+
+    Args:
+        model: what is served.
+        mode: of a mixed worker: CHUNKED or UNIFIED; the others do not read it.
+        instance: its mesh.
+        limits: bounds and waits of requests.
+        service: where it listens.
+        warm_up: compile every bucket before serving.
+        compilation_cache: folder in which compiled programs are kept.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     mode: Mode = Mode.CHUNKED
@@ -298,11 +354,19 @@ class _Change:
 
 
 def override(config: object, assignments: typing.Sequence[str]) -> typing.Any:
-    """Returns a copy of a (nested) config dataclass with `path.to.field=value` assignments applied,
-    values parsed by field type.
+    """Sets fields of a nested config dataclass by path. All fields of a dataclass change together
+    before it is validated, so that the order of assignments does not matter.
 
-    All of a dataclass's fields change together before it is validated, so that the order of
-    assignments does not matter."""
+    Args:
+        config: a config dataclass; it is not changed.
+        assignments: each "path.to.field=value", its value parsed by the field's type.
+
+    Returns:
+        The changed copy.
+
+    Raises:
+        ConfigError: naming the path and the fields that there are, or what the value must be.
+    """
     changes: list[_Change] = []
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
