@@ -74,6 +74,9 @@ _PAIRS = flags.DEFINE_list(
     "source>destination, ';' for ','.",
 )
 _HIDDEN = flags.DEFINE_list("hidden", ["4", "8", "16", "32"], "Layer groups of part 2.")
+_CHANNEL = flags.DEFINE_enum(
+    "channel", "memory", ["memory", "engine"], "Shared memory, as on one host, or the engine."
+)
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
 
 PAGE = 128
@@ -301,17 +304,17 @@ def main(_: list[str]) -> None:
     jax.config.update("jax_num_cpu_devices", 4)
     keep_freed_memory()
     hand_over_quickly()
+    shares = _CHANNEL.value == "memory"
     with Listener(("127.0.0.1", 0)) as listener:
         port = listener.address[1]  # type: ignore[misc]
-        child = subprocess.Popen(
-            [sys.executable, "-c", f"from benchmarks.handoff_sender import main; main({port})"]
-        )
+        program = f"from benchmarks.handoff_sender import main; main({port}, {shares})"
+        child = subprocess.Popen([sys.executable, "-c", program])
         try:
             sender = listener.accept()
             _, bare_address, tcp_port = sender.recv()
             receiver = Receiver(
                 sender,
-                LinkThread(),
+                LinkThread(shares),
                 bare_address,
                 socket.create_connection(("127.0.0.1", tcp_port)),
             )

@@ -28,6 +28,7 @@ from jdisagg.service.kv_link import GrpcKvLink
 from jdisagg.service.server import GrpcServer
 from jdisagg.transfer.channel import BlockStamp, block_sharding
 from jdisagg.transfer.jax_transfer import JaxTransferChannel
+from jdisagg.transfer.shared_memory import SharedMemory
 from jdisagg.transfer.transfer_engine import EngineOptions
 
 TRANSPORTS = 4
@@ -111,9 +112,10 @@ class Tcp:
 
 class LinkThread:
     """An event loop in a thread with this process's KV link and its server, and the channel on
-    it."""
+    it. `shares`: it shares memory, as workers of one host do."""
 
-    def __init__(self) -> None:
+    def __init__(self, shares: bool) -> None:
+        self._shares = shares
         self._ready = threading.Event()
         threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True).start()
         self._ready.wait()
@@ -121,9 +123,13 @@ class LinkThread:
     async def _serve(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        self.end = KvEnd(f"127.0.0.1:{port}", secrets.randbits(64))
+        memory = SharedMemory() if self._shares else None
+        name = memory.name if memory else ""
+        self.end = KvEnd(f"127.0.0.1:{port}", secrets.randbits(64), name)
         link = GrpcKvLink(self.end)
-        self.channel = JaxTransferChannel(MonotonicClock(), self.end, link, transports=TRANSPORTS)
+        self.channel = JaxTransferChannel(
+            MonotonicClock(), self.end, link, transports=TRANSPORTS, memory=memory
+        )
         link.deliver_to(self.channel)
         server = GrpcServer((link.service(),), ServiceConfig(port=port), self.end.boot_id)
         await server.start()
@@ -137,12 +143,12 @@ def card(mesh: jax.sharding.Mesh, end: KvEnd) -> MeshCard:
     return MeshCard((dp, kv, rep), devices, (0,) * len(devices), (end,), TRANSPORTS)
 
 
-def main(port: int) -> None:
+def main(port: int, shares: bool) -> None:
     jax.config.update("jax_num_cpu_devices", 4)
     keep_freed_memory()
     hand_over_quickly()
     parent = Client(("127.0.0.1", port))
-    link = LinkThread()
+    link = LinkThread(shares)
     bare = EngineOptions(transports=TRANSPORTS).start_server()
     plain = socket.create_server(("127.0.0.1", 0))
     parent.send((link.end, bare.address(), plain.getsockname()[1]))

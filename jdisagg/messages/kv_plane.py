@@ -15,6 +15,8 @@ One pull, receiver process R and each sender process S of the peer's instance:
 A pull ahead: R, who knows where from and which pieces, pulls on the data plane as it asks, before
 anything is posted, perhaps before the offer is made. S then posts without a word; where it refuses,
 or is told to withdraw, it posts an error under the id, so that nothing stays parked in the engine.
+By shared memory, where R can map S's: R says so in its request, S answers once the bytes are
+written there, and R says Pulled once it needs them no more.
 Any message may be lost, late or doubled: ids are used once and deadlines decide. Devices are
 numbers of the side that names them."""
 
@@ -71,7 +73,8 @@ class PullRequest(Message, frozen=True):
         which every sender process makes the same plan. process: the receiver's own among them; only
         its devices are served.
     turn: which replica of the sender begins. address: of a pull ahead, the transfer server from
-    which `pieces`, in this order, are being pulled already; "" and () otherwise."""
+    which `pieces`, in this order, are being pulled already; "" and () otherwise. shared: the
+    receiver maps the sender's shared memory, and wants them there."""
 
     pull_id: int
     offer_id: int
@@ -91,6 +94,16 @@ class PullRequest(Message, frozen=True):
     turn: int
     address: str = ""
     pieces: tuple[PostedPiece, ...] = ()
+    shared: bool = False
+
+
+class InMemory(Message, frozen=True):
+    """Where pieces lie in the sender's shared memory: the descriptor and inode of their region, and
+    at which byte each leaf begins."""
+
+    descriptor: int
+    inode: int
+    offsets: tuple[int, ...]
 
 
 class Posted(Message, frozen=True):
@@ -98,13 +111,14 @@ class Posted(Message, frozen=True):
     order, each as its codec's leaves.
 
     heads: kv heads of the whole block. pieces: may be empty, then nothing waits and `address` says
-    nothing."""
+    nothing. memory: where they lie instead, if shared memory was asked for."""
 
     pull_id: int
     link: int
     address: str
     heads: int
     pieces: tuple[PostedPiece, ...]
+    memory: InMemory | None = None
 
 
 class Refused(Message, frozen=True):
@@ -116,7 +130,8 @@ class Refused(Message, frozen=True):
 
 
 class Pulled(Message, frozen=True):
-    """All that this sender process posted under the id has arrived."""
+    """All that this sender process posted under the id has arrived; what lay in shared memory is
+    not needed any more."""
 
     pull_id: int
 

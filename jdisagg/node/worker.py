@@ -60,6 +60,7 @@ from jdisagg.service.worker_service import decode_service, peer_service, prefill
 from jdisagg.supervisor.supervisor import EXIT_BROKEN, EXIT_CONFIG
 from jdisagg.timeouts import CallTimeouts
 from jdisagg.transfer.jax_transfer import JaxTransferChannel
+from jdisagg.transfer.shared_memory import SharedMemory
 from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.mesh_worker import WorkerContext
 from jdisagg.worker.peers import PeerResolver
@@ -132,7 +133,9 @@ class WorkerRuntime:
         self._service = state.config.service
         self._address = host_port(self._service.host, self._service.port)
         credentials = cluster_credentials(self._service)
-        self._link = GrpcKvLink(KvEnd(self._address, random_id()), credentials)
+        self._memory = SharedMemory.of_host()
+        memory = self._memory.name if self._memory else ""
+        self._link = GrpcKvLink(KvEnd(self._address, random_id(), memory), credentials)
         self._peers = PeerPorts(credentials, state.clock, state.config.limits.timeouts.call)
         self._followers: Followers | None = None
 
@@ -141,7 +144,12 @@ class WorkerRuntime:
         not begin."""
         state, end = self._state, self._link.end
         channel = JaxTransferChannel(
-            state.clock, end, self._link, host=self._service.host, transports=TRANSPORTS
+            state.clock,
+            end,
+            self._link,
+            host=self._service.host,
+            transports=TRANSPORTS,
+            memory=self._memory,
         )
         self._link.deliver_to(channel)
         try:

@@ -3,11 +3,15 @@ that may take a while go here.
 
 A job that raises is logged and forgotten: jobs must turn their failures into answers themselves."""
 
+import contextlib
+import itertools
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import jax
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +64,37 @@ class ChannelThread:
             job()
         except Exception:
             _log.exception("a job of the transfer channel failed")
+
+
+class ComputeWait:
+    """A thread that waits for arrays to be computed, those with lower numbers first, and calls what
+    is to follow. A mesh computes in order, so numbers that follow that order keep nothing
+    waiting that is there."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.PriorityQueue[tuple[float, int, Sequence[jax.Array], Callable[[], None]]]
+        self._jobs = queue.PriorityQueue()
+        self._count = itertools.count()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def then(self, number: int, arrays: Sequence[jax.Array], job: Callable[[], None]) -> None:
+        """From any thread; never blocks. `job` must be quick, and is called also where the
+        computation failed."""
+        self._jobs.put((number, next(self._count), arrays, job))
+
+    def close(self) -> None:
+        """Ends when what it waits for is there. Does not wait for it."""
+        self._jobs.put((-1, next(self._count), (), _nothing))
+
+    def _run(self) -> None:
+        while True:
+            number, _, arrays, job = self._jobs.get()
+            if number < 0:
+                return
+            with contextlib.suppress(Exception):  # who reads the arrays meets it again
+                jax.block_until_ready(list(arrays))
+            job()
+            del arrays, job  # what they hold must not live until the next one
 
 
 def _nothing() -> None:

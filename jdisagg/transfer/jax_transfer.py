@@ -18,6 +18,7 @@ from jdisagg.transfer.kv_puller import KvPuller
 from jdisagg.transfer.kv_sender import KvSender
 from jdisagg.transfer.pieces import warm_pieces
 from jdisagg.transfer.polled_pull import PolledPull
+from jdisagg.transfer.shared_memory import SharedMemory
 from jdisagg.transfer.transfer_engine import EngineOptions
 
 _NO_STAMP = BlockStamp()
@@ -28,7 +29,8 @@ class JaxTransferChannel:
 
     end: this process's own, as its card shows it. host: the one interface on which the engine
     listens; never all, for it has no authentication. transports: as in the card; the same on all
-    workers."""
+    workers. memory: this process's, whose name `end` has; it is closed with the channel. None: all
+    goes through the engine."""
 
     def __init__(
         self,
@@ -39,10 +41,11 @@ class JaxTransferChannel:
         host: str = "127.0.0.1",
         transports: int = 4,
         transfer_size: int = 1 << 20,
+        memory: SharedMemory | None = None,
     ) -> None:
         options = EngineOptions(host, transports, transfer_size)
-        self._sender = KvSender(clock, end, link, options)
-        self._puller = KvPuller(clock, link, options)
+        self._sender = KvSender(clock, end, link, options, memory)
+        self._puller = KvPuller(clock, link, options, shares=memory is not None)
 
     def handle(self, sender: KvEnd, message: KvMessage) -> None:
         """What came over the link from `sender`. From any thread; never blocks."""

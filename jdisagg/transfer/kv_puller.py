@@ -11,6 +11,8 @@ Invariants:
   serves an id twice.)
 - global arrays are made only when each piece is there: an array that has not arrived never reaches
   a program;
+- of a sender whose shared memory can be mapped here (shared_memory.py) nothing goes through the
+  engine: its answer says where the pieces lie, and they are arrays at once;
 - a pull ends at its deadline whoever is silent. What it asked for is withdrawn, and where bytes
   were on their way on a connection that moves nothing else, the connection is poisoned and dropped;
   the next pull makes a new one;
@@ -18,7 +20,9 @@ Invariants:
   the offer's rank it does not know), and those that hold nothing say so; it is complete when its
   own devices have all their pieces."""
 
+import functools
 import itertools
+import logging
 import secrets
 import threading
 import time
@@ -30,6 +34,7 @@ from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.messages.kv_plane import (
+    InMemory,
     Leave,
     Open,
     Opened,
@@ -53,14 +58,20 @@ from jdisagg.transfer.kv_requests import (
 from jdisagg.transfer.pieces import add_counts
 from jdisagg.transfer.polled_pull import PolledPull, is_ready
 from jdisagg.transfer.said_errors import heard, named_error
+from jdisagg.transfer.shared_memory import SenderMemory, reachable
 from jdisagg.transfer.transfer_engine import ID_BITS, EngineOptions, Inlet, is_dead_connection
+
+_log = logging.getLogger(__name__)
 
 
 class KvPuller:
     """See the module's docstring. `_peers`, `_connections` and `_requests` are under the lock;
     `_watched` and `_stuck` belong to the thread."""
 
-    def __init__(self, clock: Clock, link: KvLink, options: EngineOptions) -> None:
+    def __init__(
+        self, clock: Clock, link: KvLink, options: EngineOptions, shares: bool = False
+    ) -> None:
+        self._shares = shares
         self._clock, self._link, self._options = clock, link, options
         self._timeouts = options.timeouts
         self._lock = threading.Lock()
@@ -88,6 +99,8 @@ class KvPuller:
             f"peer {peer!r} was introduced with another mesh; its name must hold its boot id"
         )
         for connection in opened:
+            if connection.memory is not None:
+                continue
             self._link.send(
                 connection.end,
                 Open(connection.end.boot_id, connection.number, self._options.transports),
@@ -189,9 +202,15 @@ class KvPuller:
     def _connection(self, end: KvEnd) -> SenderConnection:
         """Under the lock."""
         if end not in self._connections:
+            shared = bool(end.memory) and self._shares and reachable(end.memory)
             self._connections[end] = SenderConnection(
-                end, next(self._numbers), moved=self._clock.now()
+                end,
+                next(self._numbers),
+                moved=self._clock.now(),
+                memory=SenderMemory(end.memory) if shared else None,
             )
+            way = "shared memory" if shared else "the transfer engine"
+            _log.info("KV from %s comes through %s", end.control, way)
         return self._connections[end]
 
     # From here on: on the thread.
@@ -239,7 +258,10 @@ class KvPuller:
         try:
             if message.link != sent.connection.number:
                 raise _dropped(sent.connection)
-            self._receive(sent, message.address, message.heads, message.pieces)
+            if message.memory is None:
+                self._receive(sent, message.address, message.heads, message.pieces)
+            else:
+                self._map(sent, message, message.memory)
             if message.address:
                 sent.connection.address = message.address
             self._deliver(sent.transfer)
@@ -268,6 +290,25 @@ class KvPuller:
             assembly.coming(pieces, arrays)
         sent.arrays, sent.address = arrays, address
 
+    def _map(self, sent: SentRequest, message: Posted, memory: InMemory) -> None:
+        """Takes what lies in the sender's shared memory. Raises where that was taken back."""
+        connection, assembly = sent.connection, sent.transfer.assembly
+        if connection.memory is None:
+            raise HandoffError(
+                f"{connection.end.control} answered with memory that was not asked for"
+            )
+        avals = assembly.expect(message.heads, message.pieces)
+        told = functools.partial(self._tell_pulled, connection.end, sent.pull_id, 0.0)
+        arrays = connection.memory.arrays(memory, avals, lambda: self._thread.submit(told))
+        assembly.coming(message.pieces, arrays)
+        sent.arrays = arrays
+
+    def _tell_pulled(self, end: KvEnd, pull_id: int, seconds: float) -> None:
+        """Within so many seconds, together with others."""
+        due = time.monotonic() + seconds
+        self._tell_at = min(self._tell_at, due) if self._untold else due
+        self._untold.append((end, Pulled(pull_id)))
+
     def _deliver(self, transfer: Transfer) -> None:
         assembly = transfer.assembly
         if assembly.complete:
@@ -287,6 +328,8 @@ class KvPuller:
     def _watch(self) -> float:
         """Settles the pulls that are over, and drops connections that are stuck; every so often,
         though it is called after each job."""
+        if self._untold and time.monotonic() >= self._tell_at:
+            self._tell()
         early = self._watch_at - time.monotonic()
         if early > 0:
             return early
@@ -303,8 +346,6 @@ class KvPuller:
             else:
                 stuck.append((sent, deadline))
         self._stuck = stuck
-        if time.monotonic() >= self._tell_at:
-            self._tell()
         return (
             self._timeouts.watch_seconds
             if self._watched or self._stuck or self._untold
@@ -370,9 +411,8 @@ class KvPuller:
                 error = _error_of(sent.arrays)
                 if error is None and sent.arrays:
                     sent.connection.moved = self._clock.now()
-                    if not self._untold:
-                        self._tell_at = time.monotonic() + self._timeouts.pulled_seconds
-                    self._untold.append((end, Pulled(sent.pull_id)))
+                    if sent.connection.memory is None:  # else it is told when nothing needs it
+                        self._tell_pulled(end, sent.pull_id, self._timeouts.pulled_seconds)
                 elif (
                     error is not None
                     and is_dead_connection(error)
@@ -395,6 +435,8 @@ class KvPuller:
         with self._lock:
             if self._connections.get(connection.end) is connection:
                 del self._connections[connection.end]
+        if connection.memory is not None:
+            connection.memory.close()
         if connection.inlet is not None:
             inlet, connection.inlet = connection.inlet, None
             requests = [sent for transfer in self._watched for sent in transfer.requests] + [

@@ -15,6 +15,7 @@ from jdisagg.transfer.assembly import Assembly
 from jdisagg.transfer.channel import PullTarget
 from jdisagg.transfer.pieces import plan_ahead
 from jdisagg.transfer.polled_pull import PolledPull
+from jdisagg.transfer.shared_memory import SenderMemory
 from jdisagg.transfer.transfer_engine import Inlet
 
 
@@ -22,7 +23,8 @@ from jdisagg.transfer.transfer_engine import Inlet
 class SenderConnection:
     """To one sender process. `number` grows with each new one. `address`: of the sender's outlet,
     once it has said so; `used`: when something was last asked there. `moved`: when something last
-    arrived."""
+    arrived. `memory`: its shared memory, where that can be mapped; nothing goes through the engine
+    then."""
 
     end: KvEnd
     number: int
@@ -30,6 +32,7 @@ class SenderConnection:
     address: str = ""
     used: float = 0.0
     moved: float = 0.0
+    memory: SenderMemory | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -108,4 +111,5 @@ def request_of(
         turn=turn,
         address=sent.connection.address if sent.ahead else "",
         pieces=sent.ahead,
+        shared=sent.connection.memory is not None,
     )

@@ -10,15 +10,19 @@ waiting for anything. Invariants:
 - a posting ends: pulled, withdrawn, revoked, or its deadline passed. Then nothing of it is held
   here or in the engine;
 - a request for an offer that is not made yet waits, within its deadline;
+- to a receiver that maps this process's shared memory (shared_memory.py) nothing is posted in the
+  engine: once a block is computed its pieces are written there, and the answer says where;
 - a pull ahead, which waits in the engine already, always meets something there: the pieces, or an
   error."""
 
+import functools
+import itertools
 import logging
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 
@@ -38,7 +42,7 @@ from jdisagg.messages.kv_plane import (
 )
 from jdisagg.transfer.boxes import HEAD_DIMENSION
 from jdisagg.transfer.channel import BlockStamp, Offered
-from jdisagg.transfer.channel_thread import ChannelThread
+from jdisagg.transfer.channel_thread import ChannelThread, ComputeWait
 from jdisagg.transfer.ended_offers import REMEMBERED_IDS, EndedOffers
 from jdisagg.transfer.kv_link import KvLink
 from jdisagg.transfer.pieces import (
@@ -46,10 +50,13 @@ from jdisagg.transfer.pieces import (
     PlannedPiece,
     check_geometry,
     encoded_pieces,
+    host_leaves,
     leaves_of,
     plan_of_request,
 )
+from jdisagg.transfer.polled_pull import is_ready
 from jdisagg.transfer.said_errors import said
+from jdisagg.transfer.shared_memory import MemoryOutlet, SharedMemory
 from jdisagg.transfer.transfer_engine import EngineOptions, Outlet
 
 GIVEN_UP = "the receiver gave the pull up"
@@ -72,7 +79,7 @@ class _Posting:
     offer_id: int
     leaves: int
     until: float
-    answer: Posted
+    answer: Posted | None  # None: what is to lie in shared memory is not computed yet
 
 
 @dataclass(slots=True)
@@ -80,7 +87,7 @@ class _Door:
     """What is kept for one receiver process."""
 
     link: int
-    outlet: Outlet
+    outlet: Outlet | MemoryOutlet
     used: float
     postings: dict[int, _Posting] = field(default_factory=dict)
 
@@ -89,8 +96,18 @@ class KvSender:
     """See the module's docstring. `_offers`, `_waiting`, `_ended` are under the lock; `_doors` and
     `_seen` belong to the thread."""
 
-    def __init__(self, clock: Clock, end: KvEnd, link: KvLink, options: EngineOptions) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        end: KvEnd,
+        link: KvLink,
+        options: EngineOptions,
+        memory: SharedMemory | None = None,
+    ) -> None:
         self._clock, self._end, self._link, self._options = clock, end, link, options
+        self._memory = memory
+        self._numbers = itertools.count()
+        self._computing = ComputeWait("kv-wait")
         self._timeouts = options.timeouts
         self._lock = threading.Lock()
         self._offers: dict[int, OfferedBlock] = {}
@@ -102,7 +119,7 @@ class KvSender:
         self._thread = ChannelThread("kv-send", self._regularly)
 
     def offer(self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp) -> None:
-        offered = OfferedBlock.of(block, rank, stamp)
+        offered = OfferedBlock.of(block, rank, stamp, next(self._numbers))
         with self._lock:
             if not self._ended.admits(offer_id, self._offers):
                 return
@@ -161,6 +178,8 @@ class KvSender:
             case Pulled():
                 if door is not None:
                     door.postings.pop(message.pull_id, None)
+                    if isinstance(door.outlet, MemoryOutlet):
+                        door.outlet.pulled(message.pull_id)
             case Withdraw():
                 self._note_seen(message.pull_id)  # a request that comes later still comes too late
                 self._stop_waiting(receiver, message.pull_id)
@@ -241,11 +260,17 @@ class KvSender:
             return self._link.send(
                 receiver, Posted(request.pull_id, request.link, "", offer.shape[HEAD_DIMENSION], ())
             )
-        door = self._door(receiver, request.link)
+        door = self._door(receiver, request.link, request.shared)
         if request.address and door.outlet.address != request.address:
             raise HandoffError(CLOSED)
-        arrays = encoded_pieces(offer, pieces, request.granule, request.codec)
         seconds += self._timeouts.slack_seconds
+        if isinstance(door.outlet, MemoryOutlet):
+            leaves = len(pieces) * leaves_of(request.codec)
+            door.postings[request.pull_id] = _Posting(
+                receiver, request.offer_id, leaves, self._clock.now() + seconds, None
+            )
+            return self._share_once_computed(receiver, request, offer, pieces, posted)
+        arrays = encoded_pieces(offer, pieces, request.granule, request.codec)
         door.outlet.post(request.pull_id, arrays, seconds)
         answer = Posted(
             request.pull_id, request.link, door.outlet.address, offer.shape[HEAD_DIMENSION], posted
@@ -256,6 +281,47 @@ class KvSender:
         if not request.address:
             self._link.send(receiver, answer)
 
+    def _share_once_computed(
+        self,
+        receiver: KvEnd,
+        request: PullRequest,
+        offer: OfferedBlock,
+        pieces: tuple[PlannedPiece, ...],
+        posted: tuple[PostedPiece, ...],
+    ) -> None:
+        shards = [offer.shards[source] for source in {piece.source for piece in pieces}]
+        if all(map(is_ready, shards)):
+            return self._share(receiver, request, offer, pieces, posted)
+        share = functools.partial(self._share, receiver, request, offer, pieces, posted)
+        self._computing.then(offer.number, shards, lambda: self._thread.submit(share))
+
+    def _share(
+        self,
+        receiver: KvEnd,
+        request: PullRequest,
+        offer: OfferedBlock,
+        pieces: tuple[PlannedPiece, ...],
+        posted: tuple[PostedPiece, ...],
+    ) -> None:
+        """Writes into shared memory what is computed, and says where."""
+        door = self._doors.get(receiver)
+        posting = door.postings.get(request.pull_id) if door is not None else None
+        if door is None or posting is None or not isinstance(door.outlet, MemoryOutlet):
+            return  # taken back meanwhile
+        try:
+            arrays, places = host_leaves(offer, pieces, request.granule, request.codec)
+            memory = door.outlet.post(request.pull_id, arrays, places)
+        except Exception as error:
+            _withdraw(door, request.pull_id, "")
+            broken = HandoffError(
+                f"the pieces of offer {request.offer_id:#x} could not be computed or moved: {error}"
+            )
+            return self._refuse(receiver, request, broken)
+        heads = offer.shape[HEAD_DIMENSION]
+        answer = Posted(request.pull_id, request.link, "", heads, posted, memory)
+        door.postings[request.pull_id] = replace(posting, answer=answer)
+        self._link.send(receiver, answer)
+
     def _answer_again(self, receiver: KvEnd, request: PullRequest) -> None:
         """The first answer may have been lost. Nothing is posted a second time: the id may have
         been pulled, or withdrawn."""
@@ -264,7 +330,8 @@ class KvSender:
         with self._lock:
             offer, ended = self._offers.get(request.offer_id), self._ended.how(request.offer_id)
         if posting is not None:
-            self._link.send(receiver, posting.answer)
+            if posting.answer is not None:
+                self._link.send(receiver, posting.answer)
         elif ended is not None:
             self._link.send(
                 receiver,
@@ -280,7 +347,7 @@ class KvSender:
             except JdisaggError as error:
                 self._link.send(receiver, _refusal(request, error))
 
-    def _door(self, receiver: KvEnd, link: int) -> _Door:
+    def _door(self, receiver: KvEnd, link: int, shared: bool = False) -> _Door:
         door = self._doors.get(receiver)
         if door is not None and link < door.link:
             raise HandoffError(f"connection {link} was replaced by {door.link}; pull again")
@@ -288,7 +355,14 @@ class KvSender:
             for other in [end for end in self._doors if end.control == receiver.control]:
                 # an older connection, or an older life, of the same receiver
                 self._close_door(other)
-            door = self._doors[receiver] = _Door(link, Outlet(self._options), 0.0)
+            if shared and self._memory is None:
+                raise HandoffError("this process shares no memory; pull again without")
+            outlet = (
+                MemoryOutlet(self._memory)
+                if shared and self._memory is not None
+                else Outlet(self._options)
+            )
+            door = self._doors[receiver] = _Door(link, outlet, 0.0)
         door.used = time.monotonic()
         return door
 
@@ -376,6 +450,8 @@ class KvSender:
             _withdraw(door, pull_id, TOO_LATE)
         if not door.postings and time.monotonic() - door.used > self._timeouts.outlet_idle_seconds:
             self._close_door(receiver)
+            if self._memory is not None:
+                self._memory.drop_spare()
         else:
             door.outlet.tick()
 
@@ -387,6 +463,9 @@ class KvSender:
     def _close_all(self) -> None:
         for receiver in list(self._doors):
             self._close_door(receiver)
+        self._computing.close()
+        if self._memory is not None:
+            self._memory.close()
         with self._lock:
             self._offers.clear()
             self._waiting.clear()

@@ -26,23 +26,25 @@ NO_CODEC = "none"
 @dataclass(frozen=True, slots=True, eq=False)
 class OfferedBlock:
     """One rank's shards on this process's devices, by device id. The block's other ranks are not
-    kept alive."""
+    kept alive. Offers are numbered as they are made, which is the order in which a mesh computes
+    them."""
 
     shards: dict[int, jax.Array]
     shape: tuple[int, ...]
     sharding: jax.sharding.Sharding
     rank: int
     stamp: BlockStamp
+    number: int = 0
 
     @staticmethod
-    def of(block: jax.Array, rank: int, stamp: BlockStamp) -> "OfferedBlock":
+    def of(block: jax.Array, rank: int, stamp: BlockStamp, number: int = 0) -> "OfferedBlock":
         devices = rank_placement(block.sharding, block.shape, rank)
         shards = {
             shard.device.id: shard.data
             for shard in block.addressable_shards
             if shard.device.id in devices
         }
-        return OfferedBlock(shards, block.shape, block.sharding, rank, stamp)
+        return OfferedBlock(shards, block.shape, block.sharding, rank, stamp, number)
 
     @property
     def dtype(self) -> str:
@@ -234,6 +236,27 @@ def encoded_pieces(
             )
         leaves += made[key]
     return leaves
+
+
+def host_leaves(
+    offer: OfferedBlock, pieces: Sequence[PlannedPiece], granule: int, codec_name: str
+) -> tuple[list[np.ndarray], list[int]]:
+    """What `encoded_pieces` gives, in the host's memory: each array once, and for each leaf of each
+    piece in turn its place among them. Waits until all is computed. On CPU arrays are views of the
+    devices' memory; pieces without a codec are views of their shard, cut by nobody."""
+    if codec_name != NO_CODEC:
+        encoded = encoded_pieces(offer, pieces, granule, codec_name)
+        once = list({id(leaf): leaf for leaf in encoded}.values())
+        order = {id(leaf): place for place, leaf in enumerate(once)}
+        return [np.asarray(leaf) for leaf in once], [order[id(leaf)] for leaf in encoded]
+    places: dict[tuple[int, int], int] = {}
+    for piece in pieces:
+        places.setdefault((piece.source, piece.source_part), len(places))
+    shards = {source: np.asarray(offer.shards[source]) for source, _ in places}
+    arrays = [
+        shards[source][:, :, part * granule : (part + 1) * granule] for source, part in places
+    ]
+    return arrays, [places[piece.source, piece.source_part] for piece in pieces]
 
 
 def encode(

@@ -101,8 +101,9 @@ class Post:
         if handle := self._places.get(end):
             handle(sender, message)
 
-    def start(self, devices: int, count: int = 1) -> list["Process"]:
-        """`count` processes of one job, each with so many devices; ready when this returns."""
+    def start(self, devices: int, count: int = 1, shares: bool = False) -> list["Process"]:
+        """`count` processes of one job, each with so many devices; ready when this returns.
+        `shares`: they share memory with who can map it."""
         with Listener(("127.0.0.1", 0)) as free:
             coordinator = f"127.0.0.1:{free.address[1]}"  # type: ignore[misc]
         port = self._listener.address[1]  # type: ignore[misc]
@@ -110,7 +111,7 @@ class Post:
         for number in range(count):
             program = (
                 f"from tests.transfer.kv_processes import child; child({port}, {devices}, {number},"
-                f" {count}, {coordinator!r})"
+                f" {count}, {coordinator!r}, {shares})"
             )
             children.append(
                 subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[2])
@@ -166,6 +167,10 @@ class Process:
     def has_answered(self) -> bool:
         return not self._answers.empty()
 
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
     def signal(self, number: signal.Signals) -> None:
         self._child.send_signal(number)
 
@@ -213,22 +218,25 @@ class _Sending:
             self._connection.send(self._outgoing.get())
 
 
-def child(port: int, devices: int, number: int, count: int, coordinator: str) -> None:
+def child(port: int, devices: int, number: int, count: int, coordinator: str, shares: bool) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
     import jax
 
     from jdisagg.clock import MonotonicClock
     from jdisagg.transfer.jax_transfer import JaxTransferChannel
+    from jdisagg.transfer.shared_memory import SharedMemory
 
     if count > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(coordinator, count, number)
     jax.devices()
     connection = Client(("127.0.0.1", port))
-    end = KvEnd(f"process {os.getpid()}", secrets.randbits(64))
+    memory = SharedMemory.of_host() if shares else None
+    name = memory.name if memory else ""
+    end = KvEnd(f"process {os.getpid()}", secrets.randbits(64), name)
     link = _Sending(connection)
-    channel = JaxTransferChannel(MonotonicClock(), end, link, transports=TRANSPORTS)
+    channel = JaxTransferChannel(MonotonicClock(), end, link, transports=TRANSPORTS, memory=memory)
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
     def obey() -> None:
