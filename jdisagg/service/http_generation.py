@@ -37,9 +37,8 @@ from jdisagg.service.http_requests import (
     completion_from,
     ignored_header,
 )
+from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
-# As for gRPC: how long after a request's deadline its client may still read.
-UNREAD_SECONDS = 1.0
 COMMENT_SECONDS = 10.0
 COMMENT = b": waiting\n\n"
 REQUEST_ID = b"x-request-id"
@@ -143,7 +142,7 @@ class _Run:
         prompt_tokens, made_tokens = self.usage.prompt_tokens, 0
         try:
             async with (
-                asyncio.timeout(seconds + UNREAD_SECONDS),
+                asyncio.timeout(seconds + DEFAULT_TIMEOUTS.call.unread_seconds),
                 aclosing(self._frontend.stream(request)) as events,
             ):
                 async for event in events:

@@ -27,13 +27,12 @@ from jdisagg.service.http_exchange import ABORT
 from jdisagg.service.http_guard import HttpGuard
 from jdisagg.service.http_routes import HttpRoutes, Scrape
 from jdisagg.service.reread import Reread
+from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
 HEAD_SECONDS = 20.0
 HEAD_BYTES = 64 << 10
 KEEP_ALIVE_SECONDS = 75
 BACKLOG = 2048
-# How long requests that were cut short have to report it before their connections close.
-CLEANUP_SECONDS = 1.0
 # How long a client that was refused may take to read why.
 LINGER_SECONDS = 1.0
 
@@ -88,7 +87,7 @@ class HttpServer:
         forced.cancel()
         if cut := self._guard.cut():
             log.warning("shutting down: %d running HTTP requests cut short", cut)
-            await self._guard.idle(CLEANUP_SECONDS)
+            await self._guard.idle(DEFAULT_TIMEOUTS.call.cleanup_seconds)
         await self._close()
 
     def force(self) -> None:
@@ -102,7 +101,7 @@ class HttpServer:
         for connection in list(state.connections):
             connection.shutdown()
         left = asyncio.ensure_future(_until(lambda: not state.connections and not state.tasks))
-        await asyncio.wait((left,), timeout=CLEANUP_SECONDS)
+        await asyncio.wait((left,), timeout=DEFAULT_TIMEOUTS.call.cleanup_seconds)
         left.cancel()
         for connection in list(state.connections):
             connection.transport.abort()
