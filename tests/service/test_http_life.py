@@ -70,7 +70,6 @@ async def test_a_client_that_does_not_read_holds_the_path_back() -> None:
 async def test_a_client_that_never_reads_is_let_go_of_at_its_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http_generation, "UNREAD_SECONDS", 0.1)
     monkeypatch.setattr(http_guard, "LAST_SECONDS", 0.1)
     async with http_door() as door:
         door.path.filler = "." * 1_000_000
