@@ -200,7 +200,9 @@ async def _comments(exchange: Exchange, began: asyncio.Event) -> None:
     """Until there is something to say: what lies between closes connections without a byte."""
     while not began.is_set():
         try:
-            await asyncio.wait_for(began.wait(), COMMENT_SECONDS)
+            # Not wait_for, which before Python 3.12 loses a cancel that comes with the event.
+            async with asyncio.timeout(COMMENT_SECONDS):
+                await began.wait()
         except TimeoutError:
             if not exchange.begun:
                 await exchange.begin_stream()

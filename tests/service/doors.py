@@ -47,7 +47,7 @@ STATUS = WorkerStatus(
 )
 
 
-def byte_tokenizer() -> Tokenizer:
+def byte_tokenizer(template: str = TEMPLATE) -> Tokenizer:
     """One token per byte, ids 0 to 255 in order of the byte, and an end token: what a text becomes
     is known without it."""
     order = tokenizers.pre_tokenizers.ByteLevel.alphabet()
@@ -58,7 +58,7 @@ def byte_tokenizer() -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<end>"])
-    return Tokenizer(backend, eos_ids=(EOS,), special_tokens={}, chat_template=TEMPLATE)
+    return Tokenizer(backend, eos_ids=(EOS,), special_tokens={}, chat_template=template)
 
 
 def _byte_of(letter: str) -> int:

@@ -1,0 +1,231 @@
+"""What one door says the other says, too: ids, text, log-probabilities, ends and usage of random
+requests over all parameters, and what a client leaves is freed; over workers on toy meshes."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from jdisagg.client import AsyncClient, Completion
+from jdisagg.config import LimitsConfig, ServiceConfig
+from jdisagg.dispatch.frontend import Frontend
+from jdisagg.dispatch.request_context import ClusterPorts
+from jdisagg.dispatch.request_path import RequestPath
+from jdisagg.dispatch.token_stream import TokenStream
+from jdisagg.observe.request_log import RequestLog
+from jdisagg.service.server import GenerationServer
+from tests.fakes.cluster import Cluster
+from tests.fakes.fake_executor import Costs
+from tests.fakes.toy_model import VOCABULARY
+from tests.service.doors import MODEL, FakePath, byte_tokenizer, eventually
+from tests.service.http_doors import HttpDoor, events, request
+from tests.time_scale import seconds
+
+COSTS = Costs(prefill_token=1e-6, decode_step=1e-5, pull=1e-5, other=1e-6)
+# The toy model knows no small letters.
+TEMPLATE = "{% for m in messages %}<{{ m.role | upper }}>{{ m.content }}{% endfor %}>"
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ 0123456789.,"
+
+
+@asynccontextmanager
+async def toy_door(costs: Costs = COSTS) -> AsyncIterator[tuple[HttpDoor, Cluster]]:
+    async with Cluster(costs=costs) as cluster:
+        tokenizer = byte_tokenizer(TEMPLATE)
+        path = RequestPath(
+            ClusterPorts({"prefill0": cluster.prefill}, {"decode0": cluster.decode}),
+            lambda request: TokenStream.of(tokenizer, request),
+            cluster.limits,
+            cluster.clock,
+            new_id=cluster.new_id,
+        )
+        model = replace(MODEL, vocabulary=VOCABULARY, context_tokens=128)
+        frontend = Frontend(path, tokenizer, model, LimitsConfig())
+        server = GenerationServer(
+            frontend, ServiceConfig(port=0, http_port=0), log=RequestLog(True)
+        )
+        await server.start()
+        try:
+            yield HttpDoor(FakePath(), server), cluster
+        finally:
+            server.force()
+            await server.drain()
+
+
+def some_request(draw: random.Random, number: int) -> dict[str, Any]:
+    """Arguments of our own client, each parameter set in about half of the requests."""
+    text = "".join(draw.choice(LETTERS) for _ in range(draw.randint(1, 30)))
+    prompts: tuple[dict[str, Any], ...] = (
+        {"prompt": text},
+        {"token_ids": list(text.encode())},
+        {"messages": [{"role": "system", "content": "BE"}, {"role": "user", "content": text}]},
+    )
+    most = draw.randint(1, 24)
+    options: dict[str, Any] = {
+        "temperature": draw.choice([0.0, 0.5, 1.0, 3.0]),
+        "top_k": draw.randint(0, 90),
+        "top_p": draw.uniform(0.1, 1.0),
+        "min_p": draw.uniform(0.0, 1.0),
+        "presence_penalty": draw.uniform(-2, 2),
+        "frequency_penalty": draw.uniform(-2, 2),
+        "repetition_penalty": draw.uniform(0.5, 2.0),
+        "logit_bias": {draw.randrange(VOCABULARY): draw.uniform(-100, 100)},
+        "min_tokens": draw.randint(0, most),
+        "stop": draw.sample(LETTERS, draw.randint(1, 3)),
+        "stop_token_ids": draw.sample(range(VOCABULARY), 3),
+        "ignore_eos": draw.random() < 0.5,
+        "logprobs": draw.randint(0, 5),
+        "n": draw.randint(1, 3),
+        "priority": draw.randint(-5, 5),
+        "tenant": draw.choice("ab"),
+    }
+    chosen = {name: value for name, value in options.items() if draw.random() < 0.5}
+    return {**prompts[number % 3], "seed": draw.getrandbits(40), "max_tokens": most, **chosen}
+
+
+def as_http(asked: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The same request of OpenAI's API: its path and its fields."""
+    fields = asked | {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    if "messages" not in asked:
+        fields["prompt"] = fields.pop("token_ids", None) or asked["prompt"]
+        return "/v1/completions", fields
+    if "logprobs" in asked:
+        fields |= {"logprobs": True, "top_logprobs": asked["logprobs"]}
+    fields["max_completion_tokens"] = fields.pop("max_tokens")
+    return "/v1/chat/completions", fields
+
+
+Answered = dict[str, Any]
+
+
+def of_grpc(done: Completion) -> Answered:
+    return {
+        "usage": done.usage and (done.usage.prompt_tokens, done.usage.completion_tokens),
+        "choices": [
+            {
+                "ids": list(choice.token_ids),
+                "text": choice.text,
+                "end": choice.finish_reason and choice.finish_reason.value,
+                "logprobs": [(one.logprob, dict(one.top)) for one in choice.logprobs],
+            }
+            for choice in done.choices
+        ],
+    }
+
+
+def of_http(objects: list[dict[str, Any]]) -> Answered:
+    """Of a whole reply, or of the chunks of a stream."""
+    choices: dict[int, dict[str, Any]] = {}
+    for one in (choice for reply in objects for choice in reply["choices"]):
+        known = choices.setdefault(
+            one["index"], {"ids": [], "text": "", "end": None, "logprobs": []}
+        )
+        said = one.get("message") or one.get("delta")
+        known["ids"] += one["token_ids"]
+        known["text"] += said["content"] if said is not None else one["text"]
+        known["end"] = one["finish_reason"] or known["end"]
+        known["logprobs"] += logprobs_of(one["logprobs"])
+    usage = objects[-1]["usage"]
+    return {
+        "usage": (usage["prompt_tokens"], usage["completion_tokens"]),
+        "choices": [choices[index] for index in sorted(choices)],
+    }
+
+
+def logprobs_of(said: dict[str, Any] | None) -> list[tuple[float, dict[int, float]]]:
+    """Those of the likely tokens without the chosen one, which OpenAI's completions add."""
+    if said is None:
+        return []
+    if "content" in said:
+        return [
+            (one["logprob"], {number(top["token"]): top["logprob"] for top in one["top_logprobs"]})
+            for one in said["content"]
+        ]
+    return [
+        (logprob, {number(token): value for token, value in top.items()})
+        for logprob, top in zip(said["token_logprobs"], said["top_logprobs"], strict=True)
+    ]
+
+
+def number(token: str) -> int:
+    return int(token.removeprefix("token_id:"))
+
+
+async def over_http(door: HttpDoor, asked: dict[str, Any], stream: bool) -> Answered:
+    path, fields = as_http(asked)
+    if not stream:
+        return of_http([(await door.ask(path, fields)).fields])
+    fields |= {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, done = events((await door.ask(path, fields)).body)
+    assert done == "[DONE]"
+    return of_http([json.loads(chunk) for chunk in chunks])
+
+
+def with_the_chosen(answered: Answered) -> Answered:
+    """As OpenAI's completions: the chosen token is among the likely ones."""
+    for choice in answered["choices"]:
+        choice["logprobs"] = [
+            (logprob, {token: logprob, **top})
+            for token, (logprob, top) in zip(choice["ids"], choice["logprobs"], strict=False)
+        ]
+    return answered
+
+
+async def both(door: HttpDoor, client: AsyncClient, asked: dict[str, Any], stream: bool) -> None:
+    """Asks at both doors and compares."""
+    grpc, http = await asyncio.gather(client.complete(**asked), over_http(door, asked, stream))
+    expected = of_grpc(grpc)
+    assert http == (expected if "messages" in asked else with_the_chosen(expected)), asked
+
+
+@pytest.mark.parametrize("count", [50, pytest.param(200, marks=pytest.mark.ci)])
+async def test_random_requests_get_the_same_at_both_doors(count: int) -> None:
+    draw = random.Random(count)
+    requests = [some_request(draw, number) for number in range(count)]
+    async with toy_door() as (door, cluster), AsyncClient(door.target) as client:
+        for first in range(0, count, 20):
+            await asyncio.gather(
+                *(
+                    both(door, client, asked, stream=number % 2 == 0)
+                    for number, asked in enumerate(requests[first : first + 20], first)
+                )
+            )
+        await quiet(cluster)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_goes_away_frees_its_slots_and_its_pages(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with toy_door(replace(COSTS, decode_step=0.1)) as (door, cluster):
+        connections = [await door.connect() for _ in range(2)]
+        for _, writer in connections:
+            asked = {"prompt": "A", "max_tokens": 60, "n": 2, "ignore_eos": True}
+            writer.write(request("/v1/completions", asked | {"stream": stream}))
+        async with asyncio.timeout(seconds(20)):
+            while (await cluster.decode.status()).running < 3:  # of both requests
+                await asyncio.sleep(0.005)
+        for _, writer in connections:
+            writer.close()
+        await quiet(cluster)
+        await eventually(lambda: len(ended(caplog)) == 2)
+        assert ended(caplog) == ["CANCELLED"] * 2
+
+
+def ended(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.code for one in caplog.records if one.getMessage() == "request ended"]  # type: ignore[attr-defined]
+
+
+async def quiet(cluster: Cluster) -> None:
+    async with asyncio.timeout(seconds(20)):
+        while True:
+            with contextlib.suppress(AssertionError):
+                return await cluster.check_quiet(0.0)
+            await asyncio.sleep(0.02)
