@@ -41,6 +41,11 @@ _QWEN_MOE = {
     "num_experts_per_tok": 8, "norm_topk_prob": True, "max_position_embeddings": 40960,
     "hidden_act": "silu",
 }  # fmt: skip
+_LATENT = {
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "rope_theta": 10000.0, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "hidden_act": "silu", "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "norm_topk_prob": True,
+}  # fmt: skip
 MODELS: dict[str, dict[str, object]] = {
     "llama-3-8b": {
         **_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32
@@ -55,6 +60,15 @@ MODELS: dict[str, dict[str, object]] = {
     "qwen3-235b-a22b": {
         **_QWEN_MOE, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 64,
         "moe_intermediate_size": 1536,
+    },
+    # a dense layer and one with experts
+    "glm-4.7-flash": {
+        **_LATENT, "model_type": "glm4_moe_lite", "vocab_size": 154880, "hidden_size": 2048,
+        "intermediate_size": 10240, "num_attention_heads": 20, "moe_intermediate_size": 1536,
+    },
+    "deepseek-v3": {
+        **_LATENT, "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168,
+        "intermediate_size": 18432, "num_attention_heads": 128, "moe_intermediate_size": 2048,
     },
 }  # fmt: skip
 WHAT = ("decode", "updates", "prefill", "blocks")

@@ -8,7 +8,7 @@ Activations are flattened tokens, `x_TD`, replicated over tp."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import jax
 
@@ -46,6 +46,16 @@ class Shards:
     device_kind: str = ""
 
 
+class Latent(NamedTuple):
+    """How the vector that multi-head latent attention caches of a token becomes keys and values:
+    [rank + rope] -> for each local head a key of nope + rope values, its first ones the vector's
+    first `rank` times `keys_NRH` [N, rank, nope], the last ones the vector's last; and a value, the
+    first `rank` times `values_NRH` [N, rank, value]. See `ops/latent_attention.py`."""
+
+    keys_NRH: jax.Array
+    values_NRH: jax.Array
+
+
 class Attend(Protocol):
     """Attention of one layer over whatever cache the program keeps: writes k, v and returns the
     mix.
@@ -55,19 +65,22 @@ class Attend(Protocol):
             queries of these, in their order, and keys and values of all tokens.
         scale: of the scores.
         window: positions seen, the token's own included; None: all.
+        latent: of a layer that caches one vector a token: `k_TKH` is this, [T, 1, rank + rope], and
+            there is no `v_TKH`.
 
     Returns:
-        o_TNH, in q's dtype.
+        o_TNH, in q's dtype, heads as wide as the values.
     """
 
     def __call__(
         self,
         q_TNH: jax.Array,
         k_TKH: jax.Array,
-        v_TKH: jax.Array,
+        v_TKH: jax.Array | None,
         *,
         scale: float,
         window: int | None,
+        latent: Latent | None = None,
     ) -> jax.Array: ...
 
 

@@ -1,5 +1,4 @@
-"""The blocks that every family is assembled from: linear, attention, dense and sparse feed-forward,
-layer.
+"""The blocks that every family is assembled from: attention, dense and sparse feed-forward, layer.
 
 Flax NNX modules over `jdisagg/ops`. They see local shards inside `shard_map` (`Shards` names the
 axes) or whole arrays; local head and expert counts are read off the weights. One psum after the
@@ -9,61 +8,17 @@ knows its index: layers of equal configuration have equal structure."""
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from jdisagg.model_api import Attend, Shards
 from jdisagg.ops.linear import project
 from jdisagg.ops.mlp import gated_silu
 from jdisagg.ops.moe import ExpertWeights, Routing, route, routed_experts
-from jdisagg.ops.norm import rms_norm
 from jdisagg.ops.parameters import Axes, Make, parameter
 from jdisagg.ops.rope import query_growth, rope_angles, rotate
-from jdisagg.ops.routing import route_by_sigmoid
+from jdisagg.ops.routing import route_by_scores
 from models.decoder_config import AttentionConfig, DecoderConfig, ExpertConfig, LayerConfig
-
-
-class Linear(nnx.Module):
-    """A kernel [in, out], or [out, in] where `transposed`, and perhaps a bias [out]."""
-
-    def __init__(
-        self,
-        make: Make,
-        shape: tuple[int, int],
-        axes: Axes,
-        *,
-        bias: bool = False,
-        transposed: bool = False,
-    ) -> None:
-        order = slice(None, None, -1) if transposed else slice(None)
-        self.kernel = parameter(make(shape[order], "matrix", shape[0]), axes[order])
-        self.bias = parameter(make(shape[1:], "bias", shape[0]), axes[1:]) if bias else None
-        self.transposed = transposed
-
-    def __call__(self, x_TD: jax.Array, shards: Shards) -> jax.Array:
-        bias = None if self.bias is None else self.bias[...]
-        return project(
-            x_TD, self.kernel[...], bias, transposed=self.transposed, platform=shards.platform
-        )
-
-    def summed(self, x_TD: jax.Array, shards: Shards) -> jax.Array:
-        """The product of a kernel whose input dimension is sharded over tp: summed over its shards,
-        then the bias."""
-        y_TD = project(x_TD, self.kernel[...], transposed=self.transposed, platform=shards.platform)
-        if shards.tp:
-            y_TD = lax.psum(y_TD, shards.tp)
-        return y_TD if self.bias is None else y_TD + self.bias[...][None, :]
-
-
-class Norm(nnx.Module):
-    """Root mean square norm with a weight."""
-
-    def __init__(self, make: Make, size: int, axes: Axes, epsilon: float) -> None:
-        self.weight = parameter(make((size,), "norm", size), axes)
-        self.epsilon = epsilon
-
-    def __call__(self, x: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:
-        """`over`: the mesh axes that the normalised dimension is sharded over."""
-        return rms_norm(x, self.weight[...], self.epsilon, over)
+from models.latent_attention import MultiHeadLatentAttention
+from models.linear import Linear, Norm, rows_of
 
 
 class Attention(nnx.Module):
@@ -117,7 +72,7 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         """[T, D], or [R, D] of these rows: the others' keys and values are cached, and that is
         all."""
-        x_RD, positions_R = _rows(x_TD, rows_R), _rows(positions_T, rows_R)
+        x_RD, positions_R = rows_of(x_TD, rows_R), rows_of(positions_T, rows_R)
         q_RNH = self._normal(self.q(x_RD, shards), self.q_norm, shards)
         k_TKH = self._normal(self.k(x_TD, shards), self.k_norm, shards)
         v_TKH = self._heads(self.v(x_TD, shards))
@@ -216,15 +171,16 @@ class SparseMLP(nnx.Module):
 
     def _route(self, x_TD: jax.Array, shards: Shards) -> Routing:
         config, router_DE = self.config, self.router[...]
-        if config.scores == "softmax":
+        if config.scores == "softmax" and not config.wide:
             logits_TE = project(x_TD, router_DE, platform=shards.platform)
             return route(logits_TE, config.experts_per_token, normalised=config.normalised)
         # In float32, as those models were trained: a choice hangs on small differences of scores.
         wide_TD, wide_DE = x_TD.astype(jnp.float32), router_DE.astype(jnp.float32)
-        return route_by_sigmoid(
+        return route_by_scores(
             project(wide_TD, wide_DE, platform=shards.platform),
             None if self.correction is None else self.correction[...],
             config.experts_per_token,
+            scores=config.scores,
             groups=config.groups,
             groups_per_token=config.groups_per_token,
             normalised=config.normalised,
@@ -244,7 +200,8 @@ class DecoderLayer(nnx.Module):
             return Norm(make, config.width, ("embed",), config.norm_epsilon) if wanted else None
 
         self.attention_norm = norm("before")
-        self.attention = Attention(make, config, layer, transposed)
+        kind = MultiHeadLatentAttention if config.attention.latent else Attention
+        self.attention = kind(make, config, layer, transposed)
         self.attention_post_norm = norm("after")
         self.mlp_norm = norm("before")
         self.mlp = (
@@ -269,7 +226,7 @@ class DecoderLayer(nnx.Module):
         y_RD = self.attention(into_TD, positions_T, attend, shards, rows_R)
         if not y_RD.shape[0]:
             return y_RD
-        x_RD = _rows(x_TD, rows_R) + self._added(y_RD, self.attention_post_norm)
+        x_RD = rows_of(x_TD, rows_R) + self._added(y_RD, self.attention_post_norm)
         valid_R = valid_T if rows_R is None else rows_R >= 0
         y_RD = self.mlp(_normed(x_RD, self.mlp_norm), shards, valid_R)
         return x_RD + self._added(y_RD, self.mlp_post_norm)
@@ -282,8 +239,3 @@ class DecoderLayer(nnx.Module):
 
 def _normed(x: jax.Array, norm: Norm | None) -> jax.Array:
     return x if norm is None else norm(x)
-
-
-def _rows(of_T: jax.Array, rows_R: jax.Array | None) -> jax.Array:
-    """The rows asked for (token 0 stands in for padding), or all."""
-    return of_T if rows_R is None else jnp.take(of_T, rows_R, axis=0, mode="clip")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from models import (
+    deepseek,
     glm4,
     glm4_moe,
     granite,
@@ -59,6 +60,10 @@ FAMILIES: dict[str, Family] = {
     "glm": Family("GlmForCausalLM", glm4.read_glm_config),
     "glm4": Family("Glm4ForCausalLM", glm4.read_config),
     "glm4_moe": Family("Glm4MoeForCausalLM", glm4_moe.read_config),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", deepseek.read_v2_config),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", deepseek.read_v3_config),
+    "kimi_k2": Family("DeepseekV3ForCausalLM", deepseek.read_v3_config),
+    "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", deepseek.read_flash_config),
     "hy_v3": Family("HYV3ForCausalLM", hy_v3.read_config),
     "minimax_m2": Family("MiniMaxM2ForCausalLM", minimax_m2.read_config),
 }

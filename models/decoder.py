@@ -16,8 +16,9 @@ from jdisagg.model_api import Attend, Shards
 from jdisagg.ops.embedding import embed_tokens, gather_logits
 from jdisagg.ops.linear import kernel_is_transposed, project
 from jdisagg.ops.parameters import Make, Role, parameter
-from models.blocks import DecoderLayer, Linear, Norm
+from models.blocks import DecoderLayer
 from models.decoder_config import DecoderConfig
+from models.linear import Linear, Norm
 
 
 class DecoderStem(nnx.Module):

@@ -7,16 +7,30 @@ all. Knows no JAX arrays."""
 from dataclasses import dataclass
 from typing import Literal
 
-from jdisagg.costs.model_geometry import CostGeometry, Experts, GroupedAttention
+from jdisagg.costs.model_geometry import CostGeometry, Experts, GroupedAttention, LatentAttention
 from jdisagg.layout.axes import ModelGeometry
 from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.ops.rope_frequencies import Rope
 
 
 @dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention: what is cached of a token is `rank` values and `rope_dim` turned
+    ones, which all heads share. A head's key has `nope_dim` + `rope_dim` values, its value
+    `value_dim`. `query_rank`: queries are made of so many values, in two steps; 0: in one."""
+
+    query_rank: int
+    rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """`qk_norm`: a norm over each head of q and k before rope (Qwen3), or over all heads together
-    (OLMo 2). `scale` of the scores: None is one over the root of the head size."""
+    """`latent`: of attention whose heads share what is cached: one kv head, and `head_dim` values
+    in a query. `qk_norm`: a norm over each head of q and k before rope (Qwen3), or over all heads
+    together (OLMo 2). `scale` of the scores: None is one over the root of the head size."""
 
     query_heads: int
     kv_heads: int
@@ -26,11 +40,13 @@ class AttentionConfig:
     output_bias: bool = False
     qk_norm: Literal["", "head", "all"] = ""
     scale: float | None = None
+    latent: LatentConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertConfig:
-    """Routing: scores by softmax over all experts, or by sigmoid of each; with `correction`, a bias
+    """Routing: scores by softmax over all experts, or by sigmoid of each (`wide`: in float32 from
+    the product on, as all by sigmoid are); with `correction`, a bias
     for the choice alone; of `groups` of experts only the best `groups_per_token` are looked at.
     `normalised`: the chosen experts' weights are scaled to sum to one; then `scaling` holds.
     `shared_ffn`: the width of an expert that every token takes (0: none), behind a gate of its own
@@ -47,6 +63,7 @@ class ExpertConfig:
     groups: int = 1
     groups_per_token: int = 1
     scaling: float = 1.0
+    wide: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +124,29 @@ class DecoderConfig:
         """The sizes that its cost depends on."""
         attention, experts = self.attention, self.experts
         windows = [layer.window for layer in self.layers if layer.window]
+        latent = attention.latent
         return CostGeometry(
             name=name,
             width=self.width,
             layers=len(self.layers),
             vocabulary=self.vocabulary,
-            attention=GroupedAttention(
-                attention.query_heads,
-                attention.kv_heads,
-                attention.head_dim,
-                windows[0] if windows else None,
-                len(windows),
+            attention=(
+                LatentAttention(
+                    attention.query_heads,
+                    latent.query_rank,
+                    latent.rank,
+                    latent.rope_dim,
+                    latent.nope_dim,
+                    latent.value_dim,
+                )
+                if latent
+                else GroupedAttention(
+                    attention.query_heads,
+                    attention.kv_heads,
+                    attention.head_dim,
+                    windows[0] if windows else None,
+                    len(windows),
+                )
             ),
             ffn=self.ffn,
             tied=self.tied,
@@ -138,6 +167,8 @@ class DecoderConfig:
 
     def kv_spec(self, dtype: str) -> KVSpec:
         attention = self.attention
+        if latent := attention.latent:
+            return KVSpec.latent(len(self.layers), latent.rank + latent.rope_dim, dtype)
         windows = tuple(layer.window for layer in self.layers)
         return KVSpec.attention(
             len(self.layers), attention.kv_heads, attention.head_dim, dtype, windows

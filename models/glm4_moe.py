@@ -1,13 +1,28 @@
 """GLM-4.5, 4.6 and 4.7: experts by corrected sigmoid scores, perhaps in groups, beside one that
 every token takes; the first layers dense; half of each head rotated."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from models.decoder_config import DecoderConfig, ExpertConfig
 from models.hf_config import FamilyDefaults, HfConfig
 from models.hf_decoder import read_decoder, refuse_windows
 
 DEFAULTS = FamilyDefaults(kv_heads=8, context_tokens=131072, norm_epsilon=1e-5, partial_rotary=0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingDefaults:
+    """What transformers assumes of experts where config.json is silent."""
+
+    experts: int
+    experts_per_token: int
+    ffn: int
+    groups: int = 1
+    groups_per_token: int = 1
+    scaling: float = 1.0
+
+
+ROUTING = RoutingDefaults(128, 8, 1408)
 
 
 def read_config(hf: HfConfig) -> DecoderConfig:
@@ -29,24 +44,29 @@ def read_config(hf: HfConfig) -> DecoderConfig:
     )
 
 
-def read_experts(hf: HfConfig) -> ExpertConfig:
+def read_experts(hf: HfConfig, defaults: RoutingDefaults = ROUTING) -> ExpertConfig:
     """The routing of DeepSeek-V3, in its own words."""
     for field, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if hf.raw(field) not in (None, only):
             raise hf.error(field, f"must be {only!r}", "other routing is not supported here")
-    ffn = hf.count("moe_intermediate_size", 1408)
+    ffn = hf.count("moe_intermediate_size", defaults.ffn)
     experts = ExpertConfig(
-        hf.count("n_routed_experts", 128),
-        hf.count("num_experts_per_tok", 8),
+        hf.count("n_routed_experts", defaults.experts),
+        hf.count("num_experts_per_tok", defaults.experts_per_token),
         ffn,
         hf.flag("norm_topk_prob", True),
         shared_ffn=ffn * hf.count("n_shared_experts", 1, least=0),
         scores="sigmoid",
         correction=True,
-        groups=hf.count("n_group", 1),
-        groups_per_token=hf.count("topk_group", 1),
-        scaling=hf.number("routed_scaling_factor", 1.0),
+        groups=hf.count("n_group", defaults.groups),
+        groups_per_token=hf.count("topk_group", defaults.groups_per_token),
+        scaling=hf.number("routed_scaling_factor", defaults.scaling),
     )
+    return check_groups(hf, experts)
+
+
+def check_groups(hf: HfConfig, experts: ExpertConfig) -> ExpertConfig:
+    """Raises CheckpointError where groups and experts do not fit."""
     if experts.experts % experts.groups or experts.groups_per_token > experts.groups:
         raise hf.error(
             "n_group",

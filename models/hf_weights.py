@@ -42,8 +42,14 @@ LAYER: dict[str, tuple[str, ...]] = {
     "attention.v.bias": ("self_attn.v_proj.bias",),
     "attention.o.kernel": ("self_attn.o_proj.weight",),
     "attention.o.bias": ("self_attn.o_proj.bias",),
-    "attention.q_norm.weight": ("self_attn.q_norm.weight",),
+    "attention.q_norm.weight": ("self_attn.q_norm.weight", "self_attn.q_a_layernorm.weight"),
     "attention.k_norm.weight": ("self_attn.k_norm.weight",),
+    "attention.q_a.kernel": ("self_attn.q_a_proj.weight",),
+    "attention.q_a.bias": ("self_attn.q_a_proj.bias",),
+    "attention.q_b.kernel": ("self_attn.q_b_proj.weight",),
+    "attention.kv_a.kernel": ("self_attn.kv_a_proj_with_mqa.weight",),
+    "attention.kv_a.bias": ("self_attn.kv_a_proj_with_mqa.bias",),
+    "attention.kv_norm.weight": ("self_attn.kv_a_layernorm.weight",),
     "mlp.gate.kernel": ("mlp.gate_proj.weight",),
     "mlp.gate.bias": ("mlp.gate_proj.bias",),
     "mlp.up.kernel": ("mlp.up_proj.weight",),
@@ -91,6 +97,7 @@ EXPERTS: dict[str, tuple[str, ...]] = {
 # Kept in float32 whatever the model's type.
 IN_FLOAT32 = LAYER["mlp.correction"]
 # Several parameters in one tensor: queries, keys and values; gate and up.
+LATENT_HEADS = "self_attn.kv_b_proj.weight"
 FUSED_QKV = "self_attn.qkv_proj.weight"
 FUSED_GATE_UP = ("mlp.gate_up_proj.weight", "shared_mlp.input_linear.weight")
 FUSED_EXPERTS_GATE_UP, FUSED_EXPERTS_DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
@@ -171,6 +178,28 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadRows:
+    """A stack [N, in, out] of some rows of each head, from `first_row` on, of one tensor [N x
+    rows of a head, in]."""
+
+    name: str
+    shape: tuple[int, ...]
+    head_rows: int
+    first_row: int
+
+    def needs(self) -> dict[str, tuple[int, ...]]:
+        return {self.name: self.shape}
+
+    def read(self, tensor: ReadTensor, index: Index) -> np.ndarray:
+        heads, into, out = index
+        rows = slice(heads.start * self.head_rows, heads.stop * self.head_rows)
+        found = tensor(self.name, (rows, into))
+        found = found.reshape(-1, self.head_rows, found.shape[1])
+        mine = found[:, out.start + self.first_row : out.stop + self.first_row]
+        return np.swapaxes(mine, 1, 2)
+
+
+@dataclass(frozen=True, slots=True)
 class Fused:
     """A stack [E, in, out] inside one tensor [E, out's, in], whose rows from `first_row` on are
     ours; or, where `inward`, inside one [E, in, out's]."""
@@ -205,6 +234,8 @@ def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes)
         names = [prefix + name for name in LAYER[key]]
         name = next((name for name in names if name in found), names[0])
         return _matrix(name, shape, parameter.transposed)
+    if key in ("attention.keys", "attention.values"):
+        return _latent_heads(prefix + LATENT_HEADS, key, config)
     experts, into, out = shape
     if key == "mlp.down" and prefix + FUSED_EXPERTS_DOWN in found:
         return _fused_experts(prefix + FUSED_EXPERTS_DOWN, (experts, out, into), 0, found)
@@ -233,6 +264,15 @@ def _fused_matrix(
         row = config.ffn if key == "mlp.up.kernel" else 0
         return Rows(names[0], (2 * config.ffn, config.width), row, flipped)
     return None
+
+
+def _latent_heads(name: str, key: str, config: DecoderConfig) -> HeadRows:
+    """Of each head first what makes its keys, then what makes its values."""
+    attention, latent = config.attention, config.attention.latent
+    assert latent is not None
+    rows = latent.nope_dim + latent.value_dim
+    first = latent.nope_dim if key == "attention.values" else 0
+    return HeadRows(name, (attention.query_heads * rows, latent.rank), rows, first)
 
 
 def _fused_experts(name: str, shape: tuple[int, int, int], first: int, found: Shapes) -> Fused:

@@ -61,7 +61,7 @@ def inspect(path: Path) -> Inspection:
 
 
 def layers_by_kind(config: DecoderConfig) -> list[tuple[str, int]]:
-    return list(Counter(_kind(layer) for layer in config.layers).items())
+    return list(Counter(_kind(layer, config) for layer in config.layers).items())
 
 
 def bytes_per_device(config: DecoderConfig, layout: Layout, dtype: str) -> tuple[int, int]:
@@ -119,8 +119,10 @@ def _stored(model: Decoder, directory: Path, hf: HfConfig) -> str:
     return f"{files.total_bytes:,} bytes of {', '.join(sorted(files.kinds()))}"
 
 
-def _kind(layer: LayerConfig) -> str:
+def _kind(layer: LayerConfig, config: DecoderConfig) -> str:
     seen = f"window of {layer.window:,}" if layer.window else "full attention"
+    if latent := config.attention.latent:
+        seen += f" to latents of {latent.rank} + {latent.rope_dim}"
     experts = layer.experts
     return f"{seen}, " + (
         f"{experts.experts_per_token} of {experts.experts} experts" if experts else "dense"

@@ -23,7 +23,7 @@ from jdisagg.executor.programs import Programs
 from jdisagg.executor.slot_state import RowFormat
 from jdisagg.executor.weights import Weights
 from jdisagg.messages.step_commands import SlotAdmit, SlotGrow
-from jdisagg.model_api import Attend, Shards
+from jdisagg.model_api import Attend, Latent, Shards
 from jdisagg.ops.kv_pages import decode_coordinates, write_tokens
 from jdisagg.ops.paged_attention import paged_attention
 from jdisagg.ops.quarantine import reveal, seal
@@ -189,23 +189,27 @@ class DecodePrograms:
                 def attend(
                     q_TNH: jax.Array,
                     k_TKH: jax.Array,
-                    v_TKH: jax.Array,
+                    v_TKH: jax.Array | None,
                     *,
                     scale: float,
                     window: int | None,
+                    latent: Latent | None = None,
                 ) -> jax.Array:
-                    k_TKH, v_TKH = seal(k_TKH, v_TKH)
-                    k_pages = write_tokens(layer_pages[0], k_TKH, page_B, place_B, unique=True)
-                    v_pages = write_tokens(layer_pages[1], v_TKH, page_B, place_B, unique=True)
-                    new_pages.append((k_pages, v_pages))
+                    sealed = seal(k_TKH, v_TKH)
+                    written = tuple(
+                        write_tokens(pages, part, page_B, place_B, unique=True)
+                        for pages, part in zip(layer_pages, sealed, strict=True)
+                    )
+                    new_pages.append(written)
                     return paged_attention(
                         q_TNH,
-                        k_pages,
-                        v_pages,
+                        written[0],
+                        None if latent else written[1],
                         table_BN,
                         at_B,
                         scale=scale,
                         window=window,
+                        latent=latent,
                         platform=shards.platform,
                     )
 

@@ -30,7 +30,7 @@ from jdisagg.executor.page_pool import LayerPages, PagePool
 from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
 from jdisagg.executor.weights import Weights
 from jdisagg.messages.step_commands import PrefillChunk
-from jdisagg.model_api import Attend, Shards
+from jdisagg.model_api import Attend, Latent, Shards
 from jdisagg.ops.kv_pages import token_coordinates, write_tokens
 from jdisagg.ops.kv_rows import block_of
 from jdisagg.ops.paged_attention import paged_attention
@@ -278,20 +278,26 @@ class PrefillPrograms:
                 def attend(
                     q_TNH: jax.Array,
                     k_TKH: jax.Array,
-                    v_TKH: jax.Array,
+                    v_TKH: jax.Array | None,
                     *,
                     scale: float,
                     window: int | None,
+                    latent: Latent | None = None,
                 ) -> jax.Array:
-                    k_TKH, v_TKH = seal(k_TKH, v_TKH)
+                    sealed = seal(k_TKH, v_TKH)
                     # Written before they are read, so that the scatter is ordered before the loop
                     # over pages without a copy.
-                    k_pages = write_tokens(layer_pages[0], k_TKH, page_T, slot_T, unique=False)
-                    v_pages = write_tokens(layer_pages[1], v_TKH, page_T, slot_T, unique=False)
-                    new_pages.append((k_pages, v_pages))
+                    written = tuple(
+                        write_tokens(pages, part, page_T, slot_T, unique=False)
+                        for pages, part in zip(layer_pages, sealed, strict=True)
+                    )
+                    new_pages.append(written)
                     if emit:
-                        emitted.append((k_TKH.swapaxes(0, 1), v_TKH.swapaxes(0, 1)))
+                        emitted.append(tuple(part.swapaxes(0, 1) for part in sealed))
+                    k_TKH, k_pages = sealed[0], written[0]
+                    v_TKH, v_pages = (None, None) if latent else (sealed[1], written[1])
                     how = {"scale": scale, "window": window, "platform": shards.platform}
+                    how["latent"] = latent
                     if rows_alone:
                         rows, at_R = rows_R.shape[0], jnp.take(positions_T, rows_R, mode="clip")
                         return (

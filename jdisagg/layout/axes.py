@@ -19,7 +19,16 @@ MESH_AXES = ("dp", "kv", "rep")
 TP_AXES = ("kv", "rep")
 
 LogicalAxis = Literal[
-    "vocab", "embed", "q_heads", "kv_heads", "head", "ffn", "expert", "expert_ffn", "router"
+    "vocab",
+    "embed",
+    "q_heads",
+    "kv_heads",
+    "head",
+    "ffn",
+    "expert",
+    "expert_ffn",
+    "router",
+    "latent",
 ]
 
 
@@ -123,6 +132,7 @@ class Layout:
             "expert": experts,
             "expert_ffn": () if experts else TP_AXES,
             "router": (),
+            "latent": (),
         }
 
 

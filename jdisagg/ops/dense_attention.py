@@ -7,11 +7,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdisagg.model_api import Latent
+from jdisagg.ops.latent_attention import expand
+
 
 def dense_causal_attend(
-    q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, *, scale: float, window: int | None
+    q_TNH: jax.Array,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array | None,
+    *,
+    scale: float,
+    window: int | None,
+    latent: Latent | None = None,
 ) -> jax.Array:
     """An `Attend` (see `model_api`): token t attends to tokens max(0, t - window + 1) ... t."""
+    if latent is not None:
+        k_TKH, v_TKH = expand(k_TKH, latent)
+    assert v_TKH is not None
     tokens, heads, head_dim = q_TNH.shape
     kv_heads = k_TKH.shape[1]
     q_TKGH = q_TNH.reshape(tokens, kv_heads, heads // kv_heads, head_dim)
@@ -23,4 +35,4 @@ def dense_causal_attend(
     mix_KGTS = jax.nn.softmax(
         jnp.where(seen_TS[None, None], scores_KGTS, -jnp.inf), axis=-1
     ).astype(v_TKH.dtype)
-    return jnp.einsum("kgts,skh->tkgh", mix_KGTS, v_TKH).reshape(tokens, heads, head_dim)
+    return jnp.einsum("kgts,skh->tkgh", mix_KGTS, v_TKH).reshape(tokens, heads, v_TKH.shape[2])

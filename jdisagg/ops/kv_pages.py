@@ -18,10 +18,10 @@ from jax import lax
 
 class PastPages(NamedTuple):
     """The earlier tokens of the sequences of a prefill chunk. Rows 0..count-1 have a past, of
-    lengths_R tokens; 0 is allowed."""
+    lengths_R tokens; 0 is allowed. Of latent attention there are no `v_pages_PKSH`."""
 
     k_pages_PKSH: jax.Array
-    v_pages_PKSH: jax.Array
+    v_pages_PKSH: jax.Array | None
     table_RN: jax.Array
     lengths_R: jax.Array
     count: jax.Array

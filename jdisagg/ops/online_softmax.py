@@ -50,5 +50,16 @@ def fold(state: Softmax, scores: jax.Array, mix: Callable[[jax.Array], jax.Array
     )
 
 
+def merge(one: Softmax, other: Softmax) -> Softmax:
+    """The state after what both have seen."""
+    top = jnp.maximum(one.top, other.top)
+    fades = jnp.exp(one.top - top), jnp.exp(other.top - top)
+    return Softmax(
+        top,
+        one.total * fades[0] + other.total * fades[1],
+        one.mixed * fades[0] + other.mixed * fades[1],
+    )
+
+
 def finish(state: Softmax) -> jax.Array:
     return state.mixed / state.total

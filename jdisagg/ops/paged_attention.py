@@ -9,6 +9,9 @@ written.
   apply (a loop of unknown length would be driven by the host), at the price of the table's width.
 - `pallas`: our own split-K kernel (`paged_attention_pallas`), the GPU's choice.
 
+Of latent attention (`ops/latent_attention.py`) the pages hold one vector a token, and the absorbed
+form is taken.
+
 It works on local shards and knows nothing of meshes or of who owns a page. Entries of the table
 beyond a sequence's length may be anything: they are clipped into range and masked. No row ever
 gives NaN."""
@@ -20,9 +23,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jdisagg.model_api import Latent
 from jdisagg.ops import paged_attention_pallas
 from jdisagg.ops.kv_pages import gather_columns, gather_span, span_rows
+from jdisagg.ops.latent_attention import absorb, release
 from jdisagg.ops.online_softmax import MASKED, Softmax, empty, finish, first, fold
+from jdisagg.ops.quarantine import seen_scores
 
 Implementation = Literal["loop", "gather", "pallas"]
 
@@ -35,12 +41,13 @@ PARTS_PER_STEP = 4
 def paged_attention(
     q_BNH: jax.Array,
     k_pages_PKSH: jax.Array,
-    v_pages_PKSH: jax.Array,
+    v_pages_PKSH: jax.Array | None,
     table_BN: jax.Array,
     positions_B: jax.Array,
     *,
     scale: float,
     window: int | None = None,
+    latent: Latent | None = None,
     platform: str = "cpu",
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -48,7 +55,19 @@ def paged_attention(
     `window` of these).
 
     q_BNH: local query heads, a multiple of the pages' kv heads. table_BN, positions_B: int32.
+    `latent`: `k_pages_PKSH` are of cached vectors, of one kv head, and there are no others.
     Returns o_BNH in q's dtype."""
+    if latent is not None:
+        rank = latent.keys_NRH.shape[1]
+        implementation = implementation or ("gather" if platform == "gpu" else "loop")
+        attend = {"loop": _loop, "gather": _gather}[implementation]
+        table_BN = jnp.clip(table_BN, 0, k_pages_PKSH.shape[0] - 1)
+        q_BNH = absorb(q_BNH, latent)
+        mixed_BNR = attend(
+            q_BNH, k_pages_PKSH, rank, table_BN, positions_B, scale=scale, window=window
+        )
+        return release(mixed_BNR, latent)
+    assert v_pages_PKSH is not None
     implementation = implementation or _default(platform, q_BNH, k_pages_PKSH)
     table_BN = jnp.clip(table_BN, 0, k_pages_PKSH.shape[0] - 1)
     attend = {"loop": _loop, "gather": _gather, "pallas": paged_attention_pallas.paged_attention}[
@@ -68,14 +87,16 @@ def _default(platform: str, q_BNH: jax.Array, k_pages_PKSH: jax.Array) -> Implem
 def _loop(
     q_BNH: jax.Array,
     k_pages_PKSH: jax.Array,
-    v_pages_PKSH: jax.Array,
+    values: jax.Array | int,
     table_BN: jax.Array,
     positions_B: jax.Array,
     *,
     scale: float,
     window: int | None,
 ) -> jax.Array:
-    """Whole steps of 256 or 128 positions or a page, then what is left of the longest sequence in
+    """`values`: their pages, or how many of the keys' values they are, the first ones.
+
+    Whole steps of 256 or 128 positions or a page, then what is left of the longest sequence in
     parts of a step: a last page that has just begun is not read whole."""
     batch, query_heads, width = q_BNH.shape
     _, heads, slots, _ = k_pages_PKSH.shape
@@ -91,31 +112,33 @@ def _loop(
         part = step
     table_BN = jnp.pad(table_BN, ((0, 0), (0, -table_BN.shape[1] % columns)))
     q_BKGH = q_BNH.reshape(batch, heads, query_heads // heads, width)
-    spans = {
-        length: [span_rows(pages, length) for pages in (k_pages_PKSH, v_pages_PKSH)]
-        for length in (step, part)
-    }
+    pools = [k_pages_PKSH, *([] if isinstance(values, int) else [values])]
+    spans = {length: [span_rows(pages, length) for pages in pools] for length in (step, part)}
+    mixed_width = values if isinstance(values, int) else values.shape[-1]
 
     def fold_span(length: int, index: jax.Array, state: Softmax) -> Softmax:
-        k_BKSH, v_BKSH = (gather_span(span, table_BN, index) for span in spans[length])
-        s_BKGS = _scores(q_BKGH, k_BKSH, _seen(index * length, length, positions_B, window), scale)
+        k_BKSH, *others = (gather_span(span, table_BN, index) for span in spans[length])
+        v_BKSH = others[0] if others else k_BKSH[..., :mixed_width]
+        seen_BS = _seen(index * length, length, positions_B, window)
+        s_BKGS = _scores(q_BKGH, k_BKSH, seen_BS, scale, marked=not others)
         return fold(state, s_BKGS, partial(_mix, v_BKSH=v_BKSH))
 
     capacity = table_BN.shape[1] * slots
     end = jnp.clip(jnp.max(positions_B) + 1, 1, capacity)
     begin = 0 if window is None else jnp.clip(jnp.min(positions_B) - window + 1, 0, end - 1)
     whole = end // step
-    state = lax.fori_loop(begin // step, whole, partial(fold_span, step), empty(q_BKGH.shape))
+    state = empty((*q_BKGH.shape[:3], mixed_width))
+    state = lax.fori_loop(begin // step, whole, partial(fold_span, step), state)
     state = lax.fori_loop(
         jnp.maximum(whole * step, begin) // part, -(-end // part), partial(fold_span, part), state
     )
-    return finish(state).astype(q_BNH.dtype).reshape(q_BNH.shape)
+    return finish(state).astype(q_BNH.dtype).reshape(batch, query_heads, mixed_width)
 
 
 def _gather(
     q_BNH: jax.Array,
     k_pages_PKSH: jax.Array,
-    v_pages_PKSH: jax.Array,
+    values: jax.Array | int,
     table_BN: jax.Array,
     positions_B: jax.Array,
     *,
@@ -126,17 +149,23 @@ def _gather(
     heads, columns = k_pages_PKSH.shape[1], table_BN.shape[1]
     q_BKGH = q_BNH.reshape(batch, heads, query_heads // heads, width)
     k_BKSH = gather_columns(k_pages_PKSH, table_BN, 0, columns)
-    v_BKSH = gather_columns(v_pages_PKSH, table_BN, 0, columns)
-    s_BKGS = _scores(q_BKGH, k_BKSH, _seen(0, k_BKSH.shape[2], positions_B, window), scale)
-    return (
-        finish(first(s_BKGS, partial(_mix, v_BKSH=v_BKSH))).astype(q_BNH.dtype).reshape(q_BNH.shape)
-    )
+    latent = isinstance(values, int)
+    v_BKSH = k_BKSH[..., :values] if latent else gather_columns(values, table_BN, 0, columns)
+    seen_BS = _seen(0, k_BKSH.shape[2], positions_B, window)
+    s_BKGS = _scores(q_BKGH, k_BKSH, seen_BS, scale, marked=latent)
+    mixed_BKGH = finish(first(s_BKGS, partial(_mix, v_BKSH=v_BKSH)))
+    return mixed_BKGH.astype(q_BNH.dtype).reshape(batch, query_heads, v_BKSH.shape[-1])
 
 
-def _scores(q_BKGH: jax.Array, k_BKSH: jax.Array, seen_BS: jax.Array, scale: float) -> jax.Array:
+def _scores(
+    q_BKGH: jax.Array, k_BKSH: jax.Array, seen_BS: jax.Array, scale: float, *, marked: bool
+) -> jax.Array:
+    """`marked`: keys may be the marker of `ops/quarantine.py`."""
     s_BKGS = (
         jnp.einsum("bkgh,bksh->bkgs", q_BKGH, k_BKSH, preferred_element_type=jnp.float32) * scale
     )
+    if marked:
+        s_BKGS = seen_scores(s_BKGS)
     return jnp.where(seen_BS[:, None, None, :], s_BKGS, MASKED)
 
 

@@ -9,7 +9,11 @@ meshes; K and V are never repeated for GQA.
 On CPU self is cut into query blocks, dense over their causal prefix while that fits the cache, and
 beyond it in a loop over key blocks whose traced first block skips other segments and what the
 window hides. Past loops over the rows that have one and over their page columns, both traced: no
-buckets, no work without a past. On GPU they go to cuDNN (`prefill_attention_cudnn`)."""
+buckets, no work without a past. On GPU they go to cuDNN (`prefill_attention_cudnn`).
+
+Latent attention takes the expanded form among the chunk's tokens and the absorbed one for the past,
+whose keys would else be made anew with each chunk (`ops/latent_attention.py`); on a GPU the whole
+of the page table at once, without a loop."""
 
 from functools import partial
 
@@ -17,10 +21,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jdisagg.model_api import Latent
 from jdisagg.ops import prefill_attention_cudnn
 from jdisagg.ops.kv_pages import PastPages as PastPages
 from jdisagg.ops.kv_pages import gather_columns
-from jdisagg.ops.online_softmax import MASKED, Softmax, finish, first, fold
+from jdisagg.ops.latent_attention import absorb, expand
+from jdisagg.ops.online_softmax import MASKED, Softmax, empty, finish, first, fold, merge
+from jdisagg.ops.quarantine import seen_scores
 
 # chunks up to here are dense over the causal prefix (measured: beyond it scores leave the cache)
 DENSE_TOKENS = 1024
@@ -33,13 +40,14 @@ PAST_POSITIONS = 128
 def prefill_attention(
     q_TNH: jax.Array,
     k_TKH: jax.Array,
-    v_TKH: jax.Array,
+    v_TKH: jax.Array | None,
     segment_T: jax.Array,
     positions_T: jax.Array,
     past: PastPages | None = None,
     *,
     scale: float,
     window: int | None = None,
+    latent: Latent | None = None,
     platform: str = "cpu",
     query_block: int = 128,
     packed: bool = True,
@@ -50,8 +58,12 @@ def prefill_attention(
     positions_T: absolute positions, only read where there is both a past and a window. `window`:
     positions seen, itself included. `packed=False` promises that all valid tokens are of one
     segment, row 0, and come first. `past=None` compiles no past. `rows`: the most segments. On GPU
-    row 0 alone may have a past, and comes first."""
-    if prefill_attention_cudnn.applies(q_TNH, platform=platform):
+    row 0 alone may have a past, and comes first. `latent`: `k_TKH` is what is cached of it, and
+    there is no `v_TKH`."""
+    if latent is not None:
+        k_TKH, v_TKH = expand(k_TKH, latent)
+    assert v_TKH is not None
+    if latent is None and prefill_attention_cudnn.applies(q_TNH, platform=platform):
         o_TNH = prefill_attention_cudnn.attend(
             q_TNH,
             k_TKH,
@@ -65,7 +77,18 @@ def prefill_attention(
         )
     else:
         o_TNH = _blocks(
-            q_TNH, k_TKH, v_TKH, segment_T, positions_T, past, scale, window, query_block, packed
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            segment_T,
+            positions_T,
+            past,
+            latent,
+            scale=scale,
+            window=window,
+            query_block=query_block,
+            packed=packed,
+            at_once=latent is not None and platform == "gpu",
         )
     return jnp.where((segment_T >= 0)[:, None, None], o_TNH, jnp.zeros((), q_TNH.dtype))
 
@@ -77,17 +100,27 @@ def _blocks(
     segment_T: jax.Array,
     positions_T: jax.Array,
     past: PastPages | None,
+    latent: Latent | None,
+    *,
     scale: float,
     window: int | None,
     query_block: int,
     packed: bool,
+    at_once: bool,
 ) -> jax.Array:
+    """`at_once`: no loops, whatever that costs."""
     tokens, query_heads, width = q_TNH.shape
     heads = k_TKH.shape[1]
     q_KGTH = q_TNH.reshape(tokens, heads, query_heads // heads, width).transpose(1, 2, 0, 3)
     k_KTH, v_KTH = k_TKH.swapaxes(0, 1), v_TKH.swapaxes(0, 1)
     start_T = _first_key(segment_T, window)
     masked = packed or window is not None
+    q_past_TNH = absorb(q_TNH, latent) if latent is not None and past is not None else q_TNH
+    past_heads = heads if latent is None else 1
+    q_past_KGTH = q_past_TNH.reshape(tokens, past_heads, query_heads // past_heads, -1).transpose(
+        1, 2, 0, 3
+    )
+    how = {"scale": scale, "window": window, "marked": latent is not None, "at_once": at_once}
     group = tokens if past is None else PAST_QUERIES // query_block * query_block or query_block
     outputs: list[jax.Array] = []
     for low in range(0, tokens, group):
@@ -100,10 +133,9 @@ def _blocks(
                 start_T,
                 a,
                 min(a + query_block, high),
-                scale=scale,
-                window=window,
                 packed=packed,
                 masked=masked,
+                **how,
             )
             for a in range(low, high, query_block)
         ]
@@ -111,19 +143,25 @@ def _blocks(
             state = Softmax(
                 *(jnp.concatenate(parts, axis=2) for parts in zip(*blocks, strict=True))
             )
-            blocks = [
-                _fold_past(
-                    state,
-                    q_KGTH[:, :, low:high],
-                    segment_T[low:high],
-                    positions_T[low:high],
-                    past,
-                    scale=scale,
-                    window=window,
-                )
-            ]
+            span = slice(low, high)
+            rest = (q_past_KGTH[:, :, span], segment_T[span], positions_T[span], past)
+            if latent is None:
+                blocks = [_fold_past(state, *rest, **how)]
+            else:
+                rank = latent.keys_NRH.shape[1]
+                cached = _fold_past(empty((*rest[0].shape[:3], rank)), *rest, **how)
+                blocks = [merge(state, _released(cached, latent))]
         outputs += [finish(block).astype(q_TNH.dtype) for block in blocks]
-    return jnp.concatenate(outputs, axis=2).transpose(2, 0, 1, 3).reshape(q_TNH.shape)
+    o_TKGH = jnp.concatenate(outputs, axis=2).transpose(2, 0, 1, 3)
+    return o_TKGH.reshape(tokens, query_heads, -1)
+
+
+def _released(cached: Softmax, latent: Latent) -> Softmax:
+    """What [1, N, Q, ...] heads that share a kv head mixed of latents, as mixes of their own values
+    [N, 1, Q, ...]."""
+    mixed_NQV = jnp.einsum("nqr,nrv->nqv", cached.mixed[0], latent.values_NRH.astype(jnp.float32))
+    top, total = (part.swapaxes(0, 1) for part in (cached.top, cached.total))
+    return Softmax(top, total, mixed_NQV[:, None])
 
 
 def _first_key(segment_T: jax.Array, window: int | None) -> jax.Array:
@@ -146,6 +184,8 @@ def _self_block(
     window: int | None,
     packed: bool,
     masked: bool,
+    marked: bool,
+    at_once: bool,
 ) -> Softmax:
     """Query rows low..high over the chunk's keys: the last ones dense, the ones before in a
     loop."""
@@ -153,14 +193,14 @@ def _self_block(
     q_KGQH, start_Q1 = q_KGTH[:, :, low:high], start_T[low:high, None]
     # keys that no row of this block can see
     hidden = 0 if window is None else max(0, low - window + 1)
-    dense = tokens <= (DENSE_TOKENS_PACKED if packed else DENSE_TOKENS)
+    dense = at_once or tokens <= (DENSE_TOKENS_PACKED if packed else DENSE_TOKENS)
     begin = hidden if dense else max(hidden, low // KEY_BLOCK * KEY_BLOCK)
     key_1S = jnp.arange(begin, high, dtype=jnp.int32)[None, :]
     seen_QS = key_1S <= jnp.arange(low, high, dtype=jnp.int32)[:, None]
     if masked:
         seen_QS &= key_1S >= start_Q1
     state = first(
-        _scores(q_KGQH, k_KTH[:, begin:high], seen_QS, scale),
+        _scores(q_KGQH, k_KTH[:, begin:high], seen_QS, scale, marked),
         partial(_mix, v_KSH=v_KTH[:, begin:high]),
     )
     if begin == hidden:
@@ -174,6 +214,7 @@ def _self_block(
             lax.dynamic_slice(k_KTH, at, size),
             key_1S >= start_Q1 if masked else None,
             scale,
+            marked,
         )
         return fold(state, scores, partial(_mix, v_KSH=lax.dynamic_slice(v_KTH, at, size)))
 
@@ -191,10 +232,15 @@ def _fold_past(
     *,
     scale: float,
     window: int | None,
+    marked: bool,
+    at_once: bool,
 ) -> Softmax:
-    """Goes on with the tokens that lie in pages, row by row, several pages at a time."""
+    """Goes on with the tokens that lie in pages, row by row, several pages at a time; `at_once`:
+    all pages of the first row, which alone has a past."""
     pages, _, slots, _ = past.k_pages_PKSH.shape
     columns = max(1, min(PAST_POSITIONS // slots, past.table_RN.shape[1]))
+    if at_once:
+        columns = past.table_RN.shape[1]
     step = columns * slots
     table_RN = jnp.clip(
         jnp.pad(past.table_RN, ((0, 0), (0, -past.table_RN.shape[1] % columns))), 0, pages - 1
@@ -207,13 +253,19 @@ def _fold_past(
 
         def column(number: jax.Array, state: Softmax) -> Softmax:
             k_KSH = gather_columns(past.k_pages_PKSH, table_1N, number * columns, columns)[0]
-            v_KSH = gather_columns(past.v_pages_PKSH, table_1N, number * columns, columns)[0]
+            if past.v_pages_PKSH is None:
+                v_KSH = k_KSH[..., : state.mixed.shape[-1]]
+            else:
+                v_KSH = gather_columns(past.v_pages_PKSH, table_1N, number * columns, columns)[0]
             position_1S = (number * step + jnp.arange(step, dtype=jnp.int32))[None, :]
             seen_QS = mine_Q1 & (position_1S < length)
             if window is not None:
                 seen_QS &= position_1S > positions_Q[:, None] - window
-            return fold(state, _scores(q_KGQH, k_KSH, seen_QS, scale), partial(_mix, v_KSH=v_KSH))
+            scores = _scores(q_KGQH, k_KSH, seen_QS, scale, marked)
+            return fold(state, scores, partial(_mix, v_KSH=v_KSH))
 
+        if at_once:
+            return column(jnp.int32(0), state)
         begin = 0 if window is None else jnp.maximum(length - window + 1, 0) // step
         end = jnp.where(
             jnp.any(mine_Q1),
@@ -222,13 +274,17 @@ def _fold_past(
         )
         return lax.fori_loop(begin, end, column, state)
 
+    if at_once:
+        return row(jnp.int32(0), state)
     return lax.fori_loop(0, past.count, row, state)
 
 
 def _scores(
-    q_KGQH: jax.Array, k_KSH: jax.Array, seen_QS: jax.Array | None, scale: float
+    q_KGQH: jax.Array, k_KSH: jax.Array, seen_QS: jax.Array | None, scale: float, marked: bool
 ) -> jax.Array:
+    """`marked`: keys may be the marker of `ops/quarantine.py`."""
     s_KGQS = jnp.einsum("kgqh,ksh->kgqs", q_KGQH, k_KSH, preferred_element_type=jnp.float32) * scale
+    s_KGQS = seen_scores(s_KGQS) if marked else s_KGQS
     return s_KGQS if seen_QS is None else jnp.where(seen_QS[None, None], s_KGQS, MASKED)
 
 

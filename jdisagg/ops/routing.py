@@ -1,9 +1,13 @@
-"""Routing by sigmoid scores, as DeepSeek-V3 introduced it (arXiv 2412.19437, section 2.1.2) and
-GLM-4.5, MiniMax M2 and others took it over.
+"""Routing as DeepSeek's models do it: by softmax in V2 (arXiv 2405.04434, section 2.1.3), by
+sigmoid scores from V3 on (arXiv 2412.19437, section 2.1.2), which GLM-4.5, MiniMax M2 and others
+took over.
 
-Each expert's score stands for itself. A correction, learned to balance the load, takes part in the
-choice alone; weights come from the plain scores. Experts may lie in groups of which only the best
-are looked at, a group's worth being the sum of its two best corrected scores."""
+By sigmoid each expert's score stands for itself. A correction, learned to balance the load, takes
+part in the choice alone; weights come from the plain scores. Experts may lie in groups of which
+only the best are looked at, a group's worth being its best score (softmax) or the sum of its two
+best corrected ones (sigmoid)."""
+
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +15,16 @@ from jax import lax
 
 from jdisagg.ops.moe import Routing
 
-_GROUP_BEST = 2
+_GROUP_BEST = {"softmax": 1, "sigmoid": 2}
 _NOT_ZERO = 1e-20
 
 
-def route_by_sigmoid(
+def route_by_scores(
     logits_TE: jax.Array,
     correction_E: jax.Array | None,
     experts_per_token: int,
     *,
+    scores: Literal["softmax", "sigmoid"] = "sigmoid",
     groups: int = 1,
     groups_per_token: int = 1,
     normalised: bool,
@@ -31,17 +36,19 @@ def route_by_sigmoid(
         logits_TE: of the router.
         correction_E: added to the scores for the choice; None: nothing is.
         experts_per_token: how many each token takes.
+        scores: what logits become.
         groups: that the experts lie in, equal and in order.
         groups_per_token: of which each token takes its experts.
         normalised: the chosen scores are divided by their sum.
         scaling: of the weights, at last.
     """
-    scores_TE = jax.nn.sigmoid(logits_TE.astype(jnp.float32))
+    wide_TE = logits_TE.astype(jnp.float32)
+    scores_TE = jax.nn.sigmoid(wide_TE) if scores == "sigmoid" else jax.nn.softmax(wide_TE, axis=-1)
     choice_TE = scores_TE
     if correction_E is not None:
         choice_TE = scores_TE + correction_E.astype(jnp.float32)[None, :]
     if groups_per_token < groups:
-        choice_TE = _within_best_groups(choice_TE, groups, groups_per_token)
+        choice_TE = _within_best_groups(choice_TE, groups, groups_per_token, _GROUP_BEST[scores])
     _, experts_TJ = lax.top_k(choice_TE, experts_per_token)
     weights_TJ = jnp.take_along_axis(scores_TE, experts_TJ, axis=1)
     if normalised:
@@ -49,11 +56,13 @@ def route_by_sigmoid(
     return Routing(experts_TJ, weights_TJ * scaling)
 
 
-def _within_best_groups(choice_TE: jax.Array, groups: int, kept: int) -> jax.Array:
+def _within_best_groups(
+    choice_TE: jax.Array, groups: int, kept: int, best_of_group: int
+) -> jax.Array:
     """Minus infinity for experts of the other groups."""
     tokens, experts = choice_TE.shape
     choice_TGE = choice_TE.reshape(tokens, groups, experts // groups)
-    best = lax.top_k(choice_TGE, min(_GROUP_BEST, experts // groups))[0]
+    best = lax.top_k(choice_TGE, min(best_of_group, experts // groups))[0]
     _, groups_TJ = lax.top_k(jnp.sum(best, axis=-1), kept)
     taken_TG = jnp.any(groups_TJ[:, :, None] == jnp.arange(groups)[None, None, :], axis=1)
     return jnp.where(taken_TG[:, :, None], choice_TGE, -jnp.inf).reshape(tokens, experts)

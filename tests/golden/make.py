@@ -38,12 +38,14 @@ COMMON = {
 @dataclass(frozen=True)
 class Variant:
     """`family` is the model_type. `legacy`: config.json is written in the form of transformers 4
-    (rope_theta, rope_scaling)."""
+    (rope_theta, rope_scaling). `called`: the model_type that config.json states, of a family that
+    transformers has no class for."""
 
     family: str
     fields: Mapping[str, object] = field(default_factory=dict)
     dtype: torch.dtype = torch.bfloat16
     legacy: bool = False
+    called: str = ""
     shard_size: str = "5GB"
 
 
@@ -75,6 +77,21 @@ GLM_MOE = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
     "head_dim": 12,
+    "routed_scaling_factor": 1.5,
+}
+# Heads of 10 + 6 values for scores and 12 for values; of each token 20 + 6 are cached.
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 12,
+    "q_lora_rank": 14,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
 }
 VARIANTS: dict[str, Variant] = {
@@ -116,6 +133,11 @@ VARIANTS: dict[str, Variant] = {
     "minimax_m2": Variant("minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 12, "rotary_dim": 6, "intermediate_size": 24}),  # noqa: E501
     "granite4": Variant("granitemoehybrid", {"layer_types": ["attention"] * 2, "num_local_experts": 0, "shared_intermediate_size": 40,  # noqa: E501
                                              "position_embedding_type": "rope", "attention_multiplier": 0.3, "mamba_n_heads": 4}),  # noqa: E501
+    "deepseek_v2": Variant("deepseek_v2", LATENT | {"q_lora_rank": None, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}}, legacy=True),  # noqa: E501
+    "deepseek_v2_groups": Variant("deepseek_v2", LATENT | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),  # noqa: E501
+    "deepseek_v3": Variant("deepseek_v3", LATENT | {"num_hidden_layers": 3, "n_group": 4, "topk_group": 2, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}, legacy=True),  # noqa: E501
+    "kimi_k2": Variant("deepseek_v3", LATENT | {"n_group": 1, "topk_group": 1, "attention_bias": True, "n_shared_experts": 2}, called="kimi_k2"),  # noqa: E501
+    "glm4_moe_lite": Variant("glm4_moe_lite", LATENT | {"num_hidden_layers": 3, "rope_interleave": False}),  # noqa: E501
     "hy_v3": Variant("hy_v3", MOE | {"num_hidden_layers": 3, "router_scaling_factor": 1.5}),
 }  # fmt: skip
 EYES: dict[str, dict[str, object]] = {
@@ -143,6 +165,9 @@ def make(name: str, variant: Variant) -> None:
         )
     model.to(variant.dtype).save_pretrained(directory, max_shard_size=variant.shard_size)
     (directory / "generation_config.json").unlink(missing_ok=True)
+    if variant.called:
+        path = directory / "config.json"
+        path.write_text(path.read_text().replace(f'"{variant.family}"', f'"{variant.called}"'))
     if variant.legacy:
         to_legacy(directory / "config.json")
     np.savez_compressed(directory / "expected.npz", prompt=prompt, logits=logits, greedy=greedy)

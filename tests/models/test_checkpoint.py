@@ -251,8 +251,9 @@ def test_missing_extra_and_misshapen_tensors_are_listed_together(checkpoint: Pat
     )
 
 
-def test_layers_behind_the_last_one_are_left_aside(tmp_path: Path) -> None:
-    directory = Path(shutil.copytree(GOLDEN / "glm4_moe", tmp_path / "model"))
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+def test_layers_behind_the_last_one_are_left_aside(name: str, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(GOLDEN / name, tmp_path / "model"))
     tensors = {f"model.layers.{layer}.eh_proj.weight": np.zeros((4, 4)) for layer in (3, 4)}
     save_file(tensors, directory / "more.safetensors")
     names = {

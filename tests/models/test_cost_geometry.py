@@ -36,6 +36,14 @@ def test_the_parameters_of_a_served_model_are_those_of_its_weights(directory: Pa
     assert find_geometry(str(directory)).parameters == matrices
 
 
+@pytest.mark.parametrize("directory", FIXTURES, ids=lambda path: path.name)
+def test_a_token_weighs_what_the_models_own_cache_keeps_of_it(directory: Path) -> None:
+    config = read_config(HfConfig.from_directory(directory))
+    for dtype in ("float32", "bfloat16"):
+        kept = config.kv_spec(dtype).bytes_per_token
+        assert config.cost_geometry("m").kv_bytes_per_token(dtype) == kept
+
+
 @pytest.mark.parametrize(
     "directory",
     [path for path in FIXTURES if path.name not in OWN_WORDS],

@@ -1,6 +1,8 @@
 """config.json of every family: transformers' defaults where it is silent, refusal by name of what
 is not supported."""
 
+import math
+
 import pytest
 
 from jdisagg.errors import CheckpointError
@@ -15,7 +17,8 @@ PARTLY_ROTATED = {"phi3", "glm", "glm4", "glm4_moe", "minimax_m2"}
 
 # What a family's config must say beside it.
 BESIDE: dict[str, dict[str, object]] = {
-    "granitemoehybrid": {"layer_types": ["attention"] * 4, "num_local_experts": 0}
+    "granitemoehybrid": {"layer_types": ["attention"] * 4, "num_local_experts": 0},
+    "deepseek_v2": {"num_experts_per_tok": 2},
 }
 
 
@@ -251,6 +254,46 @@ def test_biases_and_norms_follow_the_family() -> None:
     assert marks(_read("qwen3")) == marks(_read("qwen3_moe")) == (False, False, True, False)
     assert marks(_read("qwen3", attention_bias=True)) == (True, True, True, False)
     assert marks(_read("mistral")) == marks(_read("mixtral")) == (False, False, False, False)
+
+
+def test_latent_attention_is_read_from_configs_in_either_form() -> None:
+    yarn = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 0.7}
+    old = {"rope_scaling": yarn | {"original_max_position_embeddings": 4096}, "head_dim": 64}
+    experts = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2}
+    v3 = _read("deepseek_v3", **old, **experts, qk_nope_head_dim=128)
+    latent = v3.attention.latent
+    assert latent is not None and v3.geometry.kv_heads == v3.attention.kv_heads == 1
+    assert (latent.query_rank, latent.rank, latent.rope_dim) == (1536, 512, 64)
+    assert v3.attention.head_dim == 192 and v3.attention.rope.head_dim == 64
+    wider = 1 + 0.1 * 0.7 * math.log(40)
+    assert v3.attention.scale == pytest.approx(192**-0.5 * wider**2)
+    assert v3.attention.rope.interleaved and v3.left_aside == 1
+    assert [layer.experts is not None for layer in v3.layers] == [False] * 3 + [True]
+    lite = _read("deepseek_v2", q_lora_rank=None, num_experts_per_tok=6)
+    assert lite.attention.latent is not None and lite.attention.latent.query_rank == 0
+    assert lite.experts is not None and lite.experts.scores == "softmax"
+    assert _read("kimi_k2", **experts).attention.latent == v3.attention.latent
+    kinds = ["dense", "sparse", "dense", "sparse"]
+    flash = _read("glm4_moe_lite", mlp_layer_types=kinds, rope_interleave=False)
+    assert [layer.experts is not None for layer in flash.layers] == [False, True] * 2
+    assert not flash.attention.rope.interleaved
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("deepseek_v2", {"norm_topk_prob": True}),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}),
+        ("deepseek_v3", {"scoring_func": "softmax"}),
+        ("deepseek_v3", {"n_group": 3}),
+        ("deepseek_v3", {"moe_layer_freq": 2}),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}),
+        ("kimi_k2", {"quantization_config": {"quant_method": "fp8"}}),
+    ],
+)
+def test_what_of_latent_families_is_not_served_is_refused_by_name(family, fields) -> None:
+    with pytest.raises(CheckpointError, match=next(iter(fields))):
+        _read(family, num_experts_per_tok=2, **fields)
 
 
 def test_windows_follow_the_family() -> None:

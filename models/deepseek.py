@@ -1,0 +1,139 @@
+"""DeepSeek-V2, V3, R1 and those of their form (Kimi K2, GLM-4.7-Flash): latent attention; experts
+in groups beside one that every token takes; the first layers dense."""
+
+import math
+from dataclasses import replace
+
+from models.decoder_config import DecoderConfig, ExpertConfig, LatentConfig
+from models.glm4_moe import RoutingDefaults, check_groups, read_experts
+from models.hf_config import FamilyDefaults, HfConfig
+from models.hf_decoder import read_decoder, refuse_windows
+
+V2_DEFAULTS = FamilyDefaults(kv_heads=None, context_tokens=2048)
+V3_DEFAULTS = FamilyDefaults(kv_heads=None, context_tokens=4096)
+FLASH_DEFAULTS = FamilyDefaults(kv_heads=None, context_tokens=202752, norm_epsilon=1e-5)
+V3_ROUTING = RoutingDefaults(256, 8, 2048, groups=8, groups_per_token=4, scaling=2.5)
+FLASH_ROUTING = RoutingDefaults(64, 4, 1536, scaling=1.8)
+
+
+def read_v3_config(hf: HfConfig) -> DecoderConfig:
+    config = _read_latent(hf, V3_DEFAULTS, query_rank=1536)
+    dense = hf.count("first_k_dense_replace", 3, least=0)
+    sparse = [at >= dense for at in range(len(config.layers))]
+    return _sparse(hf, config, read_experts(hf, V3_ROUTING), sparse)
+
+
+def read_flash_config(hf: HfConfig) -> DecoderConfig:
+    """GLM-4.7-Flash."""
+    config = _read_latent(hf, FLASH_DEFAULTS, query_rank=768)
+    count = len(config.layers)
+    kinds = hf.names("mlp_layer_types")
+    if kinds is None:
+        dense = hf.count("first_k_dense_replace", 1, least=0)
+        kinds = ("dense",) * min(dense, count) + ("sparse",) * (count - dense)
+    if len(kinds) != count or any(kind not in ("dense", "sparse") for kind in kinds):
+        raise hf.error(
+            "mlp_layer_types", f"must say dense or sparse of each of {count} layers", "correct it"
+        )
+    hf.pass_over("first_k_dense_replace")  # where both are given, they agree
+    sparse = [kind == "sparse" for kind in kinds]
+    return _sparse(hf, config, read_experts(hf, FLASH_ROUTING), sparse)
+
+
+def read_v2_config(hf: HfConfig) -> DecoderConfig:
+    """Scores by softmax, whose weights are scaled and never normalised."""
+    config = _read_latent(hf, V2_DEFAULTS, query_rank=1536)
+    method = hf.raw("topk_method") or "greedy"
+    if method not in ("greedy", "group_limited_greedy"):
+        raise hf.error(
+            "topk_method", "must be 'greedy' or 'group_limited_greedy'", "use another checkpoint"
+        )
+    for field, only in (("scoring_func", "softmax"), ("norm_topk_prob", False)):
+        if hf.raw(field) not in (None, only) and not hf.sizes_only:
+            raise hf.error(field, f"must be {only!r}", "other routing is not supported here")
+    grouped = method == "group_limited_greedy"
+    groups, kept = hf.count("n_group", 1), hf.count("topk_group", 1)
+    ffn = hf.count("moe_intermediate_size", 1407)
+    experts = ExpertConfig(
+        hf.count("n_routed_experts", 64),
+        hf.count("num_experts_per_tok"),
+        ffn,
+        normalised=False,
+        shared_ffn=ffn * hf.count("n_shared_experts", 2, least=0),
+        groups=groups if grouped else 1,
+        groups_per_token=kept if grouped else 1,
+        scaling=hf.number("routed_scaling_factor", 1.0),
+        wide=True,
+    )
+    dense = hf.count("first_k_dense_replace", 0, least=0)
+    sparse = [at >= dense for at in range(len(config.layers))]
+    return _sparse(hf, config, check_groups(hf, experts), sparse)
+
+
+def _read_latent(hf: HfConfig, defaults: FamilyDefaults, *, query_rank: int) -> DecoderConfig:
+    """All but the experts."""
+    refuse_windows(hf, "this family attends to everything")
+    hf.pass_over("qk_head_dim")
+    rope_dim = hf.count("qk_rope_head_dim", 64)
+    one_step = "q_lora_rank" in hf.fields and hf.raw("q_lora_rank") is None
+    latent = LatentConfig(
+        0 if one_step else hf.count("q_lora_rank", query_rank, least=0),
+        hf.count("kv_lora_rank", 512),
+        rope_dim,
+        hf.count("qk_nope_head_dim", 192 if defaults is FLASH_DEFAULTS else 128),
+        hf.count("v_head_dim", 256 if defaults is FLASH_DEFAULTS else 128),
+    )
+    _check_head_dim(hf, latent)
+    bias = hf.flag("attention_bias", False)
+    config = read_decoder(hf.changed(head_dim=rope_dim), defaults, qkv_bias=bias, output_bias=bias)
+    attention = replace(
+        config.attention,
+        kv_heads=1,
+        head_dim=latent.nope_dim + rope_dim,
+        rope=replace(config.attention.rope, interleaved=hf.flag("rope_interleave", True)),
+        latent=latent,
+    )
+    scale = attention.head_dim**-0.5 * _yarn_scale(hf) ** 2
+    return replace(
+        config,
+        attention=replace(attention, scale=scale),
+        mlp_bias=hf.flag("mlp_bias", False),
+        left_aside=hf.count("num_nextn_predict_layers", 1, least=0),
+    )
+
+
+def _check_head_dim(hf: HfConfig, latent: LatentConfig) -> None:
+    """It says nothing new, and releases differ in which of these sizes they put there."""
+    whole = latent.nope_dim + latent.rope_dim
+    sizes = {latent.rope_dim, latent.nope_dim, latent.value_dim, whole}
+    if hf.count("head_dim", whole) not in sizes:
+        raise hf.error("head_dim", f"must be one of {sorted(sizes)}", "correct or remove it")
+
+
+def _yarn_scale(hf: HfConfig) -> float:
+    """What `mscale_all_dim` makes of the scores' scale, beside what rope itself does: any stretched
+    rope, as transformers has it."""
+    given = hf.raw("rope_scaling") or hf.raw("rope_parameters")
+    if not isinstance(given, dict) or (given.get("rope_type") or given.get("type")) in (
+        None,
+        "default",
+    ):
+        return 1.0
+    factor, all_dim = given.get("factor"), given.get("mscale_all_dim")
+    if not isinstance(factor, int | float) or not isinstance(all_dim, int | float) or factor <= 1:
+        return 1.0
+    return 0.1 * all_dim * math.log(factor) + 1.0
+
+
+def _sparse(
+    hf: HfConfig, config: DecoderConfig, experts: ExpertConfig, sparse: list[bool]
+) -> DecoderConfig:
+    if hf.count("moe_layer_freq", 1) != 1 and not hf.sizes_only:
+        raise hf.error("moe_layer_freq", "must be 1", "dense layers between are not supported")
+    return replace(
+        config,
+        layers=tuple(
+            replace(layer, experts=experts if has else None)
+            for layer, has in zip(config.layers, sparse, strict=True)
+        ),
+    )

@@ -1,0 +1,109 @@
+"""Multi-head latent attention, as DeepSeek-V2, V3 and R1, Kimi K2 and GLM-4.7-Flash have it: see
+`jdisagg/ops/latent_attention.py` for what is cached and computed.
+
+What makes the cached vector is whole on every device; heads are sharded over tp. Queries are made
+in one step or, with a norm between, in two."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jdisagg.model_api import Attend, Latent, Shards
+from jdisagg.ops.parameters import Make, parameter
+from jdisagg.ops.rope import rope_angles, rotate
+from models.decoder_config import DecoderConfig, LayerConfig
+from models.linear import Linear, Norm, rows_of
+
+# transformers gives these two norms no epsilon of the config
+_EPSILON = 1e-6
+
+
+class MultiHeadLatentAttention(nnx.Module):
+    """`keys` and `values` make a head's part of key and value of the latent."""
+
+    def __init__(
+        self, make: Make, config: DecoderConfig, layer: LayerConfig, transposed: bool
+    ) -> None:
+        attention, latent = config.attention, config.attention.latent
+        assert latent is not None
+        width, heads, bias = config.width, attention.query_heads, attention.qkv_bias
+        q_size = heads * attention.head_dim
+        if latent.query_rank:
+            rank = latent.query_rank
+            self.q_a = Linear(
+                make, (width, rank), ("embed", "latent"), bias=bias, transposed=transposed
+            )
+            self.q_norm = Norm(make, rank, ("latent",), _EPSILON)
+            self.q_b = Linear(make, (rank, q_size), ("latent", "q_heads"), transposed=transposed)
+        else:
+            self.q = Linear(make, (width, q_size), ("embed", "q_heads"), transposed=transposed)
+        self.kv_a = Linear(
+            make,
+            (width, latent.rank + latent.rope_dim),
+            ("embed", "latent"),
+            bias=bias,
+            transposed=transposed,
+        )
+        self.kv_norm = Norm(make, latent.rank, ("latent",), _EPSILON)
+        axes = ("q_heads", "latent", "head")
+        self.keys = parameter(
+            make((heads, latent.rank, latent.nope_dim), "matrix", latent.rank), axes
+        )
+        self.values = parameter(
+            make((heads, latent.rank, latent.value_dim), "matrix", latent.rank), axes
+        )
+        self.o = Linear(
+            make,
+            (heads * latent.value_dim, width),
+            ("q_heads", "embed"),
+            bias=attention.output_bias,
+            transposed=transposed,
+        )
+        self.config, self.rope = latent, attention.rope
+        self.scale = attention.head_dim**-0.5 if attention.scale is None else attention.scale
+        self.window = layer.window
+
+    def __call__(
+        self,
+        x_TD: jax.Array,
+        positions_T: jax.Array,
+        attend: Attend,
+        shards: Shards,
+        rows_R: jax.Array | None = None,
+    ) -> jax.Array:
+        """As `models.blocks.Attention`."""
+        x_RD, positions_R = rows_of(x_TD, rows_R), rows_of(positions_T, rows_R)
+        q_RNH = self._queries(x_RD, positions_R, shards)
+        o_RNV = attend(
+            q_RNH,
+            self._cached(x_TD, positions_T, shards),
+            None,
+            scale=self.scale,
+            window=self.window,
+            latent=Latent(self.keys[...], self.values[...]),
+        )
+        if not o_RNV.shape[0]:
+            return x_RD  # nothing to project, and no collective over nothing
+        return self.o.summed(o_RNV.reshape(o_RNV.shape[0], -1), shards)
+
+    def _queries(self, x_RD: jax.Array, positions_R: jax.Array, shards: Shards) -> jax.Array:
+        """[R, N, nope + rope], the last part turned."""
+        if self.config.query_rank:
+            q = self.q_b(self.q_norm(self.q_a(x_RD, shards)), shards)
+        else:
+            q = self.q(x_RD, shards)
+        nope, head = self.config.nope_dim, self.config.nope_dim + self.config.rope_dim
+        q_RNH = q.reshape(q.shape[0], q.shape[1] // head, head)
+        turned_RNR = self._turned(q_RNH[..., nope:], positions_R)
+        return jnp.concatenate((q_RNH[..., :nope], turned_RNR), axis=-1)
+
+    def _cached(self, x_TD: jax.Array, positions_T: jax.Array, shards: Shards) -> jax.Array:
+        """What is kept of each token: [T, 1, rank + rope]."""
+        rank = self.config.rank
+        both = self.kv_a(x_TD, shards)
+        turned_T1R = self._turned(both[:, None, rank:], positions_T)
+        return jnp.concatenate((self.kv_norm(both[:, :rank])[:, None], turned_T1R), axis=-1)
+
+    def _turned(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        angles = rope_angles(positions, self.rope)
+        return rotate(x, angles, interleaved=self.rope.interleaved)

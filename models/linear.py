@@ -1,0 +1,61 @@
+"""A linear map and a norm, of which the blocks of all families are made: Flax NNX modules on local
+shards (see `models/blocks.py`)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jdisagg.model_api import Shards
+from jdisagg.ops.linear import project
+from jdisagg.ops.norm import rms_norm
+from jdisagg.ops.parameters import Axes, Make, parameter
+
+
+class Linear(nnx.Module):
+    """A kernel [in, out], or [out, in] where `transposed`, and perhaps a bias [out]."""
+
+    def __init__(
+        self,
+        make: Make,
+        shape: tuple[int, int],
+        axes: Axes,
+        *,
+        bias: bool = False,
+        transposed: bool = False,
+    ) -> None:
+        order = slice(None, None, -1) if transposed else slice(None)
+        self.kernel = parameter(make(shape[order], "matrix", shape[0]), axes[order])
+        self.bias = parameter(make(shape[1:], "bias", shape[0]), axes[1:]) if bias else None
+        self.transposed = transposed
+
+    def __call__(self, x_TD: jax.Array, shards: Shards) -> jax.Array:
+        bias = None if self.bias is None else self.bias[...]
+        return project(
+            x_TD, self.kernel[...], bias, transposed=self.transposed, platform=shards.platform
+        )
+
+    def summed(self, x_TD: jax.Array, shards: Shards) -> jax.Array:
+        """The product of a kernel whose input dimension is sharded over tp: summed over its shards,
+        then the bias."""
+        y_TD = project(x_TD, self.kernel[...], transposed=self.transposed, platform=shards.platform)
+        if shards.tp:
+            y_TD = lax.psum(y_TD, shards.tp)
+        return y_TD if self.bias is None else y_TD + self.bias[...][None, :]
+
+
+class Norm(nnx.Module):
+    """Root mean square norm with a weight."""
+
+    def __init__(self, make: Make, size: int, axes: Axes, epsilon: float) -> None:
+        self.weight = parameter(make((size,), "norm", size), axes)
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:
+        """`over`: the mesh axes that the normalised dimension is sharded over."""
+        return rms_norm(x, self.weight[...], self.epsilon, over)
+
+
+def rows_of(of_T: jax.Array, rows_R: jax.Array | None) -> jax.Array:
+    """The rows asked for (token 0 stands in for padding), or all."""
+    return of_T if rows_R is None else jnp.take(of_T, rows_R, axis=0, mode="clip")

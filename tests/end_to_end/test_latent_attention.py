@@ -1,0 +1,130 @@
+"""A model with latent attention (DeepSeek's form) under every mode and over layouts: the tokens of
+transformers, and no more bytes on the way than its latents have."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jdisagg.config import Mode
+from jdisagg.engine.research import DecoderLayout, Engine, PrefillLayout
+from jdisagg.layout.axes import Layout
+from models.checkpoint import LoadedModel, load_model
+from tests.end_to_end.clusters import LLAMA, config, running
+from tests.lanes import first_quick
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+NAME = "deepseek_v3"
+CACHED, LAYERS = 20 + 6, 3  # values of a token, in each layer
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = Path(shutil.copytree(GOLDEN / NAME, tmp_path / NAME))
+    for file in ("tokenizer.json", "tokenizer_config.json"):  # any: ids go in and come out
+        shutil.copy(LLAMA / file, directory / file)
+    return directory
+
+
+def expected(directory: Path) -> tuple[list[int], list[int]]:
+    """A prompt, and what transformers says next."""
+    found = np.load(directory / "expected.npz")
+    return found["prompt"].tolist(), found["greedy"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "chunk"),
+    first_quick(
+        [
+            ("tp=2,ep=2", "dp=2,tp=2,ep=4", 16),
+            ("tp=1", "tp=4", 64),
+            ("tp=4,ep=4", "dp=4,ep=4", 16),
+            ("dp=2,tp=2", "tp=1", 16),
+        ]
+    ),
+)
+async def test_latents_handed_over_give_the_tokens_of_transformers(
+    model: Path, prefill: str, decode: str, chunk: int
+) -> None:
+    """With chunks of 16 the prompt's second one attends to latents in pages."""
+    prompt, greedy = expected(model)
+    sizes = config(
+        prefill=prefill, decode=decode, directory=model, context=128, slots=1, chunk=chunk
+    )
+    async with running(sizes) as run:
+        request = run.request(prompt, max_tokens=64, ignore_eos=True, logprobs=1)
+        done = await run.complete(request)
+        assert done.tokens[0] == greedy
+        moved = sum(run.cluster.channel.bytes_per_pair().values())
+        devices = Layout.parse(decode).tp  # each of a rank holds all of them
+        assert moved == 32 * LAYERS * CACHED * 4 * devices
+    logits = np.load(model / "expected.npz")["logits"][-1].astype(np.float64)
+    first = logits[greedy[0]] - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+    assert done.logprobs[0][0].logprob == pytest.approx(first, abs=1e-3)  # type: ignore[attr-defined]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("mode", [Mode.UNIFIED, Mode.CHUNKED])
+async def test_one_mesh_gives_the_tokens_of_transformers(model: Path, mode: Mode) -> None:
+    prompt, greedy = expected(model)
+    sizes = config(mode, decode="dp=2,tp=2", directory=model, context=128, slots=2, chunk=16)
+    async with running(sizes) as run:
+        done = await run.complete(run.request(prompt, max_tokens=64, ignore_eos=True))
+    assert done.tokens[0] == greedy
+
+
+@pytest.mark.ci
+async def test_many_at_once_with_too_few_pages_give_the_tokens_of_each_alone(model: Path) -> None:
+    prompt, greedy = expected(model)
+    whole = [*prompt, *greedy]
+    sizes = config(
+        prefill="tp=2",
+        decode="tp=2",
+        directory=model,
+        context=128,
+        slots=8,
+        chunk=16,
+        decode_page=8,
+        pages=26,
+        growth=1,
+    )
+    async with running(sizes) as run:
+        starts = [24, 31, 40, 25, 33, 52, 27, 24]  # a continuation of a prompt is a prompt
+        requests = [
+            run.request(whole[:start], f"r{index}", max_tokens=len(whole) - start, ignore_eos=True)
+            for index, start in enumerate(starts)
+        ]
+        done = await run.complete_all(requests)
+        preemptions = sum(status.preemptions for status in await run.cluster.status())
+    assert preemptions > 0, "the pages were not few enough"
+    assert [one.tokens[0] for one in done] == [whole[start:] for start in starts]
+
+
+@pytest.mark.ci
+def test_a_sequence_that_is_moved_midway_goes_on_as_if_it_had_not_been() -> None:
+    prompt, greedy = expected(GOLDEN / NAME)
+
+    def load(layout: Layout, devices: Sequence[jax.Device]) -> LoadedModel:
+        return load_model(GOLDEN / NAME, layout, devices)
+
+    with Engine(load, page_size=8, chunk_tokens=16, context_tokens=112) as engine:
+        kv = engine.prefill(prompt, layout=PrefillLayout(tp=4))
+        with engine.create_session("s", layout=DecoderLayout(dp=2)) as session:
+            session.push(kv)
+            found = engine.generate_tokens(session, 20).token_ids
+            move = session.push(engine.pull("s"), target_layout=DecoderLayout(dp=2, tp=2))
+            assert move.bytes == 48 * LAYERS * CACHED * 4 * 2
+            found += engine.generate_tokens(session, 20).token_ids
+            held = session.pull()
+    assert found == tuple(greedy[:40])
+    latent = held.layer(0).components["latent"]
+    assert latent.shape == (1, len(prompt) + 40, CACHED)
+    assert latent.sharding.is_fully_replicated
+    np.testing.assert_allclose(
+        np.asarray(latent)[:, : len(prompt)],
+        np.asarray(kv.layer(0).components["latent"]),
+        atol=1e-6,
+    )
