@@ -2,7 +2,7 @@
 as the spec says."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jdisagg.errors import ConfigError
@@ -10,6 +10,7 @@ from jdisagg.layout.kv_spec import DTYPE_BYTES, KVComponent, KVLayer, KVSpec
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.transfer.boxes import head_granule, plan_handoff
 
+UNHURRIED = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 ROW_BYTES = {**DTYPE_BYTES, "uint8": 1, "uint16": 2}
 
 
@@ -37,6 +38,7 @@ def card(first: int, dp: int, kv: int, rep: int) -> MeshCard:
     return MeshCard((dp, kv, rep), tuple(range(first, first + count)), (0,) * count)
 
 
+@UNHURRIED
 @given(specs())
 def test_the_rows_hold_every_byte_once(spec: KVSpec) -> None:
     everything = range(len(spec.layers))
@@ -54,6 +56,7 @@ def test_the_rows_hold_every_byte_once(spec: KVSpec) -> None:
     ]
 
 
+@UNHURRIED
 @given(specs())
 def test_a_device_keeps_its_share_of_heads_and_all_of_what_has_none(spec: KVSpec) -> None:
     for shards in (count for count in range(1, spec.row_heads + 1) if spec.row_heads % count == 0):
@@ -67,7 +70,7 @@ def test_a_device_keeps_its_share_of_heads_and_all_of_what_has_none(spec: KVSpec
         )
 
 
-@settings(max_examples=50)
+@UNHURRIED
 @given(specs(), st.data())
 def test_a_hand_off_moves_the_specs_bytes_once_to_each_replica(spec, data) -> None:
     shards = st.sampled_from(
