@@ -233,6 +233,39 @@ class RoutingConfig:
 
 
 @dataclass(frozen=True)
+class PrefixConfig:
+    """KV that stays in device memory for later requests that begin alike (docs/prefix_reuse.md).
+
+    Args:
+        reuse: whether any stays.
+        grain_tokens: of the blocks in which beginnings are known, the same on all workers.
+        grid_tokens: prefill chunks are cut, and computing goes on behind what is known, at
+            multiples of it (None: the grain). With `chunk_tokens` a hit runs the programs of a
+            miss on the same rows, and gives the same bits in bfloat16 too; answers are not kept
+            then, for decode steps round otherwise.
+
+    Raises:
+        ConfigError: naming the field, its value and the rule.
+    """
+
+    reuse: bool = False
+    grain_tokens: int = 128
+    grid_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        grain, grid = self.grain_tokens, self.grid_tokens
+        if grain < 1 or grain % 16:
+            raise ConfigError(
+                f"prefix.grain_tokens must be a multiple of 16, the smallest block that a hand-off"
+                f" sends, got {grain}"
+            )
+        if grid is not None and (grid < 1 or grid % grain):
+            raise ConfigError(
+                f"prefix.grid_tokens must be a multiple of prefix.grain_tokens={grain}, got {grid}"
+            )
+
+
+@dataclass(frozen=True)
 class ServiceConfig:
     """Where a process listens, and whom it lets in.
 
@@ -316,6 +349,7 @@ class EngineConfig:
     decode: InstanceConfig = field(default_factory=InstanceConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
+    prefix: PrefixConfig = field(default_factory=PrefixConfig)
     service: ServiceConfig = field(default_factory=ServiceConfig)
     warm_up: bool = True
     compilation_cache: str = "~/.cache/jdisagg/xla"
@@ -339,6 +373,7 @@ class WorkerConfig:
     mode: Mode = Mode.CHUNKED
     instance: InstanceConfig = field(default_factory=InstanceConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    prefix: PrefixConfig = field(default_factory=PrefixConfig)
     service: ServiceConfig = field(default_factory=ServiceConfig)
     warm_up: bool = True
     compilation_cache: str = "~/.cache/jdisagg/xla"

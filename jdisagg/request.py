@@ -280,8 +280,11 @@ class Timings:
 
 @plain
 class Usage:
+    """`cached_tokens`: of the prompt's, those whose KV was known and not computed again."""
+
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
 
 @plain

@@ -37,7 +37,7 @@ SERVICE = (
 ENGINE = (
     "config", "model", "mode", "dtype", "prefill", "decode", "slots_per_rank", "chunk_tokens",
     "page_size", "pages_per_rank", "context_tokens", "memory_fraction", "codec", "hardware",
-    "compilation_cache", "set",
+    "prefix_cache", "compilation_cache", "set",
 )  # fmt: skip
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos", "chat")
 
@@ -104,6 +104,9 @@ FLAGS: dict[str, Spec] = {
     "codec": _one_of(CODECS, None, "How KV travels."),
     "hardware": _text(
         None, "What the devices are: h100, ... or a file of launch.measure_costs; for predictions."
+    ),
+    "prefix_cache": _yes(
+        None, "Keep KV for later requests that begin alike. Default: the recipe's, or no."
     ),
     "compilation_cache": _text(None, "Folder for compiled programs; '' switches it off."),
     "devices": _count(

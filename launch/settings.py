@@ -25,6 +25,7 @@ _FIELDS = {
     "prefill": "prefill.layout",
     "decode": "decode.layout",
     "compilation_cache": "compilation_cache",
+    "prefix_cache": "prefix.reuse",
     **{name: f"service.{name}" for name in (*SERVICE, "http_port")},
 }
 _FILES = ("tls_certificate", "tls_key", "tls_client_ca", "token_file", "cluster_token_file")

@@ -93,6 +93,7 @@ class Attempt:
         try:
             if decision.prefill is None:
                 placement.prefill_sent()
+                self._run.note_cached(held.reservation.cached_tokens)
                 await self._decode(held, None)
             else:
                 await self._hand_off(held, decision.prefill)
@@ -104,7 +105,7 @@ class Attempt:
         """Prefills at one worker; receives and decodes at the other at the same time."""
         source = self._name_source(prefill)
         decoding = self._begin(self._decode(held, source))
-        self._prefilling = self._begin(self._prefill(held, source, 0))
+        self._prefilling = self._begin(self._prefill(held, source, held.reservation.cached_tokens))
         try:
             while (failure := await self._failure(decoding)) is not None:
                 await self._failover(held, decoding, failure)
@@ -201,6 +202,7 @@ class Attempt:
         self._placement.prefill_sent()
         reply = await self._context.cluster.prefill_port(source.worker).prefill(call)
         self._run.queue_seconds += reply.queue_seconds
+        self._run.note_cached(reply.cached_tokens)
         for first in reply.tokens:
             # A child that was preempted meanwhile gets its first token elsewhere.
             if first.child in self.open:

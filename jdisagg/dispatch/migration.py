@@ -21,11 +21,18 @@ from jdisagg.messages.ports import (
 
 
 async def reserve(
-    context: RequestContext, run: RequestRun, worker: str, children: tuple[Child, ...], attempt: int
+    context: RequestContext,
+    run: RequestRun,
+    worker: str,
+    children: tuple[Child, ...],
+    attempt: int,
+    whole: bool = False,
 ) -> ReservationHandle:
-    """Pages for `children` at a decode worker."""
+    """Pages for `children` at a decode worker. `whole`: all of their KV will come."""
     port = context.cluster.decode_port(worker)
-    call = ReserveCall(run.request, attempt, children, run.remaining_seconds(), run.age_seconds())
+    call = ReserveCall(
+        run.request, attempt, children, run.remaining_seconds(), run.age_seconds(), whole
+    )
     return ReservationHandle(worker, port, await port.reserve(call), attempt)
 
 
@@ -65,7 +72,9 @@ class Migration:
         context, run, spans = self._context, self._run, None
         try:
             worker = await context.placer.another_decode(frozenset({self._origin}) | run.avoid)
-            held = self._held = await reserve(context, run, worker, children, run.next_attempt())
+            held = self._held = await reserve(
+                context, run, worker, children, run.next_attempt(), whole=True
+            )
             spans = held.port.generate(
                 GenerateCall(held.key, held.attempt, run.remaining_seconds(), source)
             )

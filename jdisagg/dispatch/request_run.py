@@ -107,6 +107,7 @@ class RequestRun:
         self.kv_bytes_moved = 0
         self.exposed_transfer_seconds = 0.0
         self.preemptions = 0
+        self._cached_tokens: int | None = None
         self._had = resumption.children if resumption else ()
         self._attempt = (resumption.number if resumption else 0) << RESUMPTION_BITS
         self._clock = clock
@@ -162,6 +163,12 @@ class RequestRun:
         self.queue_seconds += waited_seconds
         self.first_placement = self.first_placement or placement
         self.context_tokens = placement.decision.context_tokens
+
+    def note_cached(self, tokens: int) -> None:
+        """So much of the prompt's KV was known when it was prefilled. What later attempts find,
+        which begin where this one failed, does not count."""
+        if self._cached_tokens is None:
+            self._cached_tokens = tokens
 
     def next_attempt(self) -> int:
         self._attempt += 1
@@ -227,7 +234,10 @@ class RequestRun:
         if child.finish is not None:
             self._unfinished -= 1
             if not self._unfinished:
-                usage = Usage(len(self.request.prompt_token_ids), self.output_tokens)
+                prompt_tokens = len(self.request.prompt_token_ids)
+                usage = Usage(
+                    prompt_tokens, self.output_tokens, min(prompt_tokens, self._cached_tokens or 0)
+                )
                 event = replace(event, usage=usage, timings=self.timings(now))
         self._events.put_nowait(event)
 

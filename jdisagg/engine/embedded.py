@@ -6,6 +6,7 @@ workers. How weights get onto a mesh is the caller's affair (`LoadModel`), so th
 knows no model family."""
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -38,6 +39,7 @@ from jdisagg.observe.observer import Observer
 from jdisagg.request import Request, StreamEvent
 from jdisagg.router.cluster_state import Description
 from jdisagg.scheduler.executor import Executor
+from jdisagg.scheduler.residency import BlockNames
 from jdisagg.transfer.in_process import InProcessChannel
 from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.mesh_worker import WorkerContext
@@ -105,7 +107,8 @@ class EmbeddedCluster:
         self.prefill: Instance | None = None
         if disaggregated:
             prefill_loaded = load(config.prefill.layout, prefill_devices)
-            role = MeshRole(prefill=True, decode=False, emit=True)
+            reuse = config.prefix.reuse
+            role = MeshRole(prefill=True, decode=False, emit=True, extracts=reuse)
             self.prefill = self._instance("prefill", config.prefill, prefill_loaded, role)
             role = MeshRole(prefill=False, decode=True, codec=config.decode.codec)
         else:
@@ -128,11 +131,12 @@ class EmbeddedCluster:
     def _make_ports(self) -> ClusterPorts:
         """Makes the workers; the ports by which the path reaches them."""
         config, observer = self.config, self._observer
+        names = BlockNames.of(config.prefix, secrets.token_bytes(32), config.model.dtype)
         prefill_ports: dict[str, PrefillPort] = {}
         peers: dict[str, PeerPort] = {}
         if self.prefill:
             prefill_worker = PrefillWorker(
-                WorkerContext(PREFILL, self.clock, random_id),
+                WorkerContext(PREFILL, self.clock, random_id, names=names),
                 self._mesh(PREFILL, self.prefill),
                 config.prefill,
                 config.limits,
@@ -141,7 +145,7 @@ class EmbeddedCluster:
             peers[PREFILL] = wrap.peer(DECODE, prefill_worker, observer)
             self._workers.append(prefill_worker)
         decode_worker = DecodeWorker(
-            WorkerContext(DECODE, self.clock, random_id),
+            WorkerContext(DECODE, self.clock, random_id, names=names),
             self._mesh(DECODE, self.decode),
             config.decode,
             config.limits,

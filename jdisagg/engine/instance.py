@@ -98,7 +98,7 @@ def build_worker_instance(
         config.instance,
         mode,
         loaded,
-        mesh_role(role, config.instance.codec),
+        mesh_role(role, config.instance.codec, config.prefix.reuse),
         channel,
         context_tokens(config.model, loaded.model),
         layer_groups(role, config),
@@ -116,12 +116,12 @@ def worker_mode(role: WorkerRole, asked: Mode) -> Mode:
     return asked
 
 
-def mesh_role(role: WorkerRole, codec: str) -> MeshRole:
+def mesh_role(role: WorkerRole, codec: str, reuse: bool = False) -> MeshRole:
     """`codec`: how KV comes to this instance. A worker that decodes may hand running sequences on
-    to another."""
+    to another; one that prefills sends from its pages what it has kept (`reuse`)."""
     match role:
         case WorkerRole.PREFILL:
-            return MeshRole(prefill=True, decode=False, emit=True)
+            return MeshRole(prefill=True, decode=False, emit=True, extracts=reuse)
         case WorkerRole.DECODE:
             return MeshRole(prefill=False, decode=True, codec=codec, extracts=True)
         case WorkerRole.MIXED:

@@ -9,6 +9,7 @@ from jdisagg.scheduler.executor import MeshLimits, buckets
 GRANULE_TOKENS = 16
 LARGEST_WHOLE_PREFILL = 8192
 ROWS_PER_CHUNK = 16
+CONTINUING_ROWS = 4  # on a CPU each row with a past is folded into all queries of a chunk
 GPU_BATCH = 8
 SAMPLES_PER_CHUNK = 16
 # of a prompt of GROUP_TOKENS: twice as many groups hide little more, and each costs its host work
@@ -75,6 +76,7 @@ def mesh_limits(
             else instance.block_bytes
         ),
         block_cost_tokens=BLOCK_COST_BYTES / spec.bytes_per_token,
+        continuing_rows=1 if platform == "gpu" else CONTINUING_ROWS,
         pack_tokens=min(instance.chunk_tokens, largest) if mode is Mode.UNIFIED else None,
     )
 

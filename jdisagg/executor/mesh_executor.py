@@ -59,7 +59,8 @@ from jdisagg.transfer.pieces import NO_CODEC, warm_pieces
 @dataclass(frozen=True)
 class MeshRole:
     """What an instance does. `emit`: prefilled KV is returned and offered. `codec`: how blocks come
-    to it. `extracts`: it may hand running sequences on, and take those of others."""
+    to it. `extracts`: it may send what lies in its pages: running sequences that it hands on (and
+    takes those of others), or what it has kept."""
 
     prefill: bool
     decode: bool

@@ -42,11 +42,11 @@ def warm_up_steps(executor: MeshExecutor) -> list[Callable[[], None]]:
                 lambda band=band, tokens=tokens: executor.warm_insert(band, tokens)
                 for band, tokens in limits.block_shapes()
             ]
-        if role.extracts:
-            steps += [
-                lambda band=band, tokens=tokens: executor.warm_extract(band, tokens)
-                for band, tokens in limits.block_shapes()
-            ]
+    if role.extracts:
+        steps += [
+            lambda band=band, tokens=tokens: executor.warm_extract(band, tokens)
+            for band, tokens in limits.block_shapes()
+        ]
     if executor.card.ends and (role.emit or role.extracts):
         steps += [
             lambda band=band, tokens=tokens: executor.warm_pieces(band, tokens)

@@ -29,18 +29,19 @@ class ReserveCall(Message, frozen=True):
 
     Several children share the prompt's pages, so they must have accepted nothing yet. `age_seconds`
     is how long ago the request arrived: queues serve by arrival, so that a preempted request goes
-    before younger ones."""
+    before younger ones. `whole`: all of its KV will come, also what is known here."""
 
     request: Request
     attempt: int
     children: tuple[Child, ...]
     deadline_seconds: float
     age_seconds: float = 0.0
+    whole: bool = False
 
 
 class Reservation(Message, frozen=True):
-    """Pages held under a lease of `lease_seconds` from now; `generate` takes it over.
-    `cached_tokens` need not be sent."""
+    """Pages held under a lease of `lease_seconds` from now; `generate` takes it over. The first
+    `cached_tokens` positions are known here, and need neither be computed nor sent."""
 
     reservation_id: int
     worker: str
@@ -127,7 +128,7 @@ class ResumeCall(Message, frozen=True):
 
 class PrefillCall(Message, frozen=True):
     """Computes prompt + accepted tokens, samples one token per child, and offers the KV from
-    `from_token` on under `handoff_id`."""
+    `from_token` on under `handoff_id`: none where that is all of them."""
 
     request: Request
     attempt: int
@@ -140,9 +141,12 @@ class PrefillCall(Message, frozen=True):
 
 
 class PrefillReply(Message, frozen=True):
+    """`cached_tokens`: positions that were known and not computed."""
+
     tokens: tuple[FirstToken, ...]
     queue_seconds: float
     prefill_seconds: float
+    cached_tokens: int = 0
 
 
 class Offer(Message, frozen=True):

@@ -125,6 +125,7 @@ def worker_config(config: EngineConfig, role: WorkerRole) -> WorkerConfig:
             instance, layer_groups=cut.layer_groups, block_bytes=cut.block_bytes
         ),
         limits=config.limits,
+        prefix=config.prefix,
         service=config.service,
         warm_up=config.warm_up,
         compilation_cache=config.compilation_cache,

@@ -49,13 +49,14 @@ from jdisagg.node.warm_up import Loading, WarmedBefore, progress_bar
 from jdisagg.observe import wrap
 from jdisagg.observe.observer import Observer
 from jdisagg.scheduler.executor import Executor
+from jdisagg.scheduler.residency import BlockNames
 from jdisagg.service.connection import Credentials
 from jdisagg.service.guard import Service
 from jdisagg.service.kv_link import GrpcKvLink
 from jdisagg.service.registry import RegistryClient
 from jdisagg.service.remote_ports import RemoteWorker
 from jdisagg.service.role_services import worker_roles_service
-from jdisagg.service.server import GrpcServer, cluster_credentials, read_tokens
+from jdisagg.service.server import GrpcServer, block_secret, cluster_credentials, read_tokens
 from jdisagg.service.worker_service import decode_service, peer_service, prefill_service
 from jdisagg.supervisor.supervisor import EXIT_BROKEN, EXIT_CONFIG
 from jdisagg.timeouts import CallTimeouts
@@ -260,6 +261,11 @@ class WorkerRuntime:
             spec.fingerprint,
             self._address,
             loading.seconds if warm_up_later else float,
+            BlockNames.of(
+                state.config.prefix,
+                block_secret(self._service),
+                f"{spec.fingerprint} {instance.loaded.model.kv_spec}",
+            ),
         )
         peers = wrap.peers(spec.name, self._peers.find, state.observer)
         worker = self._worker(context, executor, peers)

@@ -15,15 +15,18 @@ from jdisagg.request import FinishReason, Identity
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState, sweep
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
+from jdisagg.scheduler.residency import BlockNames, Chain, Residency
 from jdisagg.scheduler.sequences import ChildProgress, Sequence, SequenceGroup, Stage
 
 
 class DecodeState:
-    """Ledgers, slots and groups of one mesh. `news` fills up until the worker takes it."""
+    """Ledgers, slots and groups of one mesh. `news` fills up until the worker takes it. `names`: of
+    blocks that stay when their sequences end; None: none do."""
 
-    def __init__(self, limits: MeshLimits) -> None:
+    def __init__(self, limits: MeshLimits, names: BlockNames | None = None) -> None:
         self.limits = limits
         self.ledgers = [PageLedger(limits.pages_per_rank) for _ in range(limits.ranks)]
+        self.residency = Residency(self.ledgers, limits.page_size, names)
         self.slots: list[list[Sequence | None]] = [
             [None] * limits.slots_per_rank for _ in range(limits.ranks)
         ]
@@ -138,6 +141,7 @@ class DecodeState:
         Idempotent."""
         if child.stage is Stage.ENDED:
             return
+        chain = self._chain_to_keep(child)
         if child.stage is Stage.RUNNING:
             self.slots[child.rank][child.slot] = None
             self.running[child.rank].remove(child)
@@ -149,7 +153,7 @@ class DecodeState:
         self.preemptions += preempted
         self.living[child.rank] -= 1
         self.growing[child.rank].discard(child.key)
-        self.ledgers[child.rank].free(child.key)
+        self.residency.let_go(child.rank, child.key, chain)
         last = self.untold(child)
         self.news.append(
             ChildProgress(
@@ -165,6 +169,17 @@ class DecodeState:
         )
         if not child.group.alive:
             self._forget(child.group)
+
+    def _chain_to_keep(self, child: Sequence) -> Chain:
+        """The blocks that its pages are full of: KV of the prompt and of all it generated but the
+        newest token. Steps that ran ahead wrote behind these."""
+        group = child.group
+        if not self.residency.on or child.stage is Stage.RESERVED or group.broken:
+            return ()
+        if not self.residency.keeps_answers:
+            return group.chain
+        tokens = group.request.prompt_token_ids + tuple(child.generated)
+        return self.residency.chain(group.request, tokens[: child.position], group.chain)
 
     def untold(self, child: Sequence) -> ChildProgress:
         """What was generated and not told yet; it counts as told from now on."""

@@ -41,6 +41,9 @@ class MeshLimits:
     # cheaper
     block_cost_tokens: float = 0.0
     stages: int = 1  # of a pipeline: so many chunks are computed at once
+    continuing_rows: int = (
+        1  # of a packed chunk, on each rank, that go on behind what lies in pages
+    )
 
     def bands(self, block_tokens: int) -> tuple[range, ...]:
         """The layer groups of each block of so many tokens."""

@@ -1,10 +1,10 @@
 """Which waiting prompts get pages on a prefill mesh, on which rank, and whose are held back. Pure.
 
-Prompts are served by arrival: the oldest gets pages on the rank with the least queued work that has
-room for all of it, and none overtakes it. A destination that does not fetch what was offered to it
-is stalled: its prompts are held back, begun or not, and those that have not begun give their pages
-back; others pass them. When the tokens offered to all destinations reach `STALLED_TOTAL` times what
-one may have, the whole mesh is held back.
+Prompts are served by arrival: the oldest gets pages on the rank that would be done with it first
+and has room for all of it, and none overtakes it. A destination that does not fetch what was
+offered to it is stalled: its prompts are held back, begun or not, and those that have not begun
+give their pages back; others pass them. When the tokens offered to all destinations reach
+`STALLED_TOTAL` times what one may have, the whole mesh is held back.
 
 `admit` is a function of its snapshot alone, so that a recorded one replays."""
 
@@ -16,13 +16,19 @@ STALLED_TOTAL = 4
 
 
 class QueuedPrompt(msgspec.Struct, frozen=True, gc=False):
-    """A prompt as admission sees it. `pages`: what it needs, all at once."""
+    """A prompt as admission sees it. `pages`: what it needs, all at once. `cached_tokens`: by rank,
+    positions that need not be computed there; empty: none."""
 
     key: int
     arrival: float
     destination: str
     tokens: int
     pages: int
+    cached_tokens: tuple[int, ...] = ()
+
+    def left_tokens(self, rank: int) -> int:
+        """What there is to compute of it on a rank."""
+        return self.tokens - (self.cached_tokens[rank] if self.cached_tokens else 0)
 
     @property
     def order(self) -> tuple[float, int]:
@@ -84,18 +90,18 @@ def admit(now: AdmissionSnapshot) -> Admission:
         if prompt.destination in stalled:
             withdrawn.append(prompt.key)
             free[rank] += prompt.pages
-            queued[rank] -= prompt.tokens
+            queued[rank] -= prompt.left_tokens(rank)
     placed, blocked = [], None
     for prompt in now.waiting:
         if prompt.destination in stalled:
             continue
-        rank = _rank_with_room(prompt.pages, free, queued)
+        rank = _rank_with_room(prompt, free, queued)
         if rank is None:
             blocked = prompt.key
             break
         placed.append((prompt.key, rank))
         free[rank] -= prompt.pages
-        queued[rank] += prompt.tokens
+        queued[rank] += prompt.left_tokens(rank)
     return Admission(tuple(placed), tuple(withdrawn), stalled, full, blocked)
 
 
@@ -107,10 +113,12 @@ def _stalled(offered_tokens: Mapping[str, int], most: int) -> tuple[frozenset[st
     return stalled, total >= STALLED_TOTAL * most
 
 
-def _rank_with_room(pages: int, free: list[int], queued: list[int]) -> int | None:
-    """The least loaded one; of those alike, the one with the most free pages."""
-    ranks = [rank for rank, free_pages in enumerate(free) if free_pages >= pages]
-    return min(ranks, key=lambda rank: (queued[rank], -free[rank]), default=None)
+def _rank_with_room(prompt: QueuedPrompt, free: list[int], queued: list[int]) -> int | None:
+    """The one that is done with it first; of those alike, the one with the most free pages."""
+    ranks = [rank for rank, free_pages in enumerate(free) if free_pages >= prompt.pages]
+    return min(
+        ranks, key=lambda rank: (queued[rank] + prompt.left_tokens(rank), -free[rank]), default=None
+    )
 
 
 _NOTHING = Admission()

@@ -1,13 +1,15 @@
 """Packs prompts into chunks: first come (by arrival of the request), first served, on each dp rank.
 
-A chunk holds, per rank, at most one row that goes on with a long prompt, then fresh rows, each at a
-multiple of the granule; its size is the smallest bucket that holds the fullest rank. A prompt
-longer than what is left of the largest bucket is cut and goes on in the next chunk. Knows jobs and
-sizes, not who owns pages and not what becomes of the offers. Pure: ids come from the `new_id` it
-was given.
+A chunk holds, per rank, at most one row that goes on with a long prompt, a few whose beginning is
+known already, then fresh rows, each at a multiple of the granule; its size is the smallest bucket
+that holds the fullest rank. A prompt longer than what is left of the largest bucket is cut and goes
+on in the next chunk; where prompts are cut at multiples of `cut_tokens`, one whose first part does
+not fit waits. Knows jobs and sizes, not who owns pages and not what becomes of the offers. Pure:
+ids come from the `new_id` it was given.
 
-Invariants: a job's rows are issued in order without gap; a job samples in its last row only; a rank
-has at most one begun job, and one more for each that was held back in its midst."""
+Invariants: a job's rows are issued in order without gap, from what is known of it on; a job samples
+in its last row only; a rank has at most one begun job, and one more for each that was held back in
+its midst."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -21,9 +23,10 @@ from jdisagg.scheduler.executor import MeshLimits
 
 @dataclass(slots=True)
 class PrefillJob:
-    """One sequence to prefill on `rank` into `pages`. `issued_tokens` of `tokens` are in commands
-    already. `offers_from`: the first position (a multiple of the granule) whose KV is offered to a
-    peer; None: none is."""
+    """One sequence to prefill on `rank` into `pages`, whose first `cached_tokens` positions hold
+    their KV already. `issued_tokens` of `tokens` are in commands already, or known. `offers_from`:
+    the first position (a multiple of the granule) whose KV is offered to a peer, as far as it is
+    computed here; None: none is."""
 
     sequence: int
     rank: int
@@ -32,7 +35,15 @@ class PrefillJob:
     samples: tuple[SampleSpec, ...]
     arrival: float
     offers_from: int | None = None
+    cached_tokens: int = 0
     issued_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.issued_tokens = max(self.issued_tokens, self.cached_tokens)
+
+    @property
+    def begun(self) -> bool:
+        return self.issued_tokens > self.cached_tokens
 
     @property
     def left_tokens(self) -> int:
@@ -40,10 +51,16 @@ class PrefillJob:
 
 
 class PrefillBatches:
-    """The prompts of one mesh that are not wholly issued yet."""
+    """The prompts of one mesh that are not wholly issued yet. `cut_tokens`: positions at which they
+    may be cut; None: anywhere."""
 
-    def __init__(self, limits: MeshLimits, new_id: Callable[[], int]) -> None:
+    def __init__(
+        self, limits: MeshLimits, new_id: Callable[[], int], cut_tokens: int | None = None
+    ) -> None:
         self._limits = limits
+        # a chunk that is shorter than that is cut anywhere
+        fits = cut_tokens is not None and cut_tokens <= limits.chunk_buckets[-1]
+        self._cut_tokens = cut_tokens if fits else None
         self._new_id = new_id
         self._queues: list[list[PrefillJob]] = [[] for _ in range(limits.ranks)]
 
@@ -61,9 +78,7 @@ class PrefillBatches:
         head."""
         queue = self._queues[job.rank]
         place = len(queue)
-        while (
-            place and not queue[place - 1].issued_tokens and queue[place - 1].arrival > job.arrival
-        ):
+        while place and not queue[place - 1].begun and queue[place - 1].arrival > job.arrival:
             place -= 1
         queue.insert(place, job)
 
@@ -114,16 +129,21 @@ class PrefillBatches:
     def _pack(self, rank: int, held: Collection[int]) -> list[PrefillRow]:
         limits = self._limits
         queue = [job for job in self._queues[rank] if job.sequence not in held]
-        rows: list[PrefillRow] = []
-        offset = samples = 0
+        picked: list[tuple[PrefillJob, int]] = []
+        used = samples = continuing = 0
         largest = limits.chunk_buckets[-1]
         capacity = limits.pack_tokens or largest
-        while queue and len(rows) < limits.rows_per_chunk and (not rows or offset < capacity):
+        while queue and len(picked) < limits.rows_per_chunk and (not picked or used < capacity):
             job = queue[0]
-            if rows and job.issued_tokens:
-                break  # a chunk goes on with one prompt at most
-            tokens = min(job.left_tokens, capacity - offset if rows else largest)
-            if rows and tokens < job.left_tokens and capacity < largest:
+            if picked and (
+                job.begun  # a chunk goes on with one prompt at most
+                or (job.cached_tokens and continuing == limits.continuing_rows)
+            ):
+                break
+            tokens = self._part(job, capacity - used if picked else largest)
+            if picked and not tokens:
+                break
+            if picked and tokens < job.left_tokens and capacity < largest:
                 break  # whole prompts only: this one gets a chunk of its own
             if tokens == job.left_tokens:
                 if samples + len(job.samples) > limits.samples_per_chunk:
@@ -131,8 +151,27 @@ class PrefillBatches:
                 samples += len(job.samples)
                 queue.pop(0)
                 self._queues[rank].remove(job)
+            else:
+                queue = []  # the chunk is full
+            picked.append((job, tokens))
+            continuing += job.issued_tokens > 0
+            used += padded(tokens, limits.granule_tokens)
+        return self._rows(picked)
+
+    def _part(self, job: PrefillJob, room_tokens: int) -> int:
+        """How many of a job's tokens go into so much room; 0 where it may not be cut so early."""
+        if job.left_tokens <= room_tokens or not self._cut_tokens:
+            return min(job.left_tokens, room_tokens)
+        end = (job.issued_tokens + room_tokens) // self._cut_tokens * self._cut_tokens
+        return max(0, end - job.issued_tokens)
+
+    def _rows(self, picked: list[tuple[PrefillJob, int]]) -> list[PrefillRow]:
+        """One row each; those that go on behind what lies in pages come first."""
+        rows: list[PrefillRow] = []
+        offset = 0
+        for job, tokens in sorted(picked, key=lambda one: one[0].issued_tokens == 0):
             rows.append(self._row(job, offset, tokens))
-            offset += padded(tokens, limits.granule_tokens)
+            offset += padded(tokens, self._limits.granule_tokens)
         return rows
 
     def _row(self, job: PrefillJob, offset: int, tokens: int) -> PrefillRow:

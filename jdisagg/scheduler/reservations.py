@@ -3,7 +3,8 @@ Pure.
 
 A reservation covers the prompt, the accepted tokens and growth (the fewer of what is left and
 `growth_tokens`) of each child. Full prompt pages are shared by the children; the last, partly
-filled one is theirs alone (its copy is issued when the KV has arrived). Nobody overtakes the head
+filled one is theirs alone (its copy is issued when the KV has arrived). What a rank knows of its
+beginning already it holds, and reserves the rest. Nobody overtakes the head
 of the queue, so that an old large request is never starved by small ones, and a preempted one, as
 old as it was, goes before the younger.
 
@@ -19,18 +20,21 @@ from jdisagg.request import Request
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.handoff import Handoff, HandoffState
 from jdisagg.scheduler.page_ledger import pages_for
+from jdisagg.scheduler.residency import Chain
 from jdisagg.scheduler.sequences import Sequence, SequenceGroup
 
 
 @dataclass(slots=True)
 class WaitingReservation:
-    """A reservation that waits for room. `children` are (index, accepted ids)."""
+    """A reservation that waits for room. `children` are (index, accepted ids). `chain`: the blocks
+    that may be known here already."""
 
     ticket: int
     request: Request
     attempt: int
     children: tuple[tuple[int, tuple[int, ...]], ...]
     arrival: float
+    chain: Chain = ()
 
     @property
     def order(self) -> tuple[float, int]:
@@ -43,12 +47,17 @@ class WaitingReservation:
 
 class Reservations:
     """The queue of one mesh, and the grants from its head. `ahead_sequences`: granted beyond the
-    slots; None: a quarter of them."""
+    slots; None: a quarter of them. `computes`: the mesh prefills by itself, one token at least."""
 
     def __init__(
-        self, state: DecodeState, growth_tokens: int, ahead_sequences: int | None = None
+        self,
+        state: DecodeState,
+        growth_tokens: int,
+        ahead_sequences: int | None = None,
+        computes: bool = False,
     ) -> None:
         self._state = state
+        self._computes = computes
         self._growth_tokens = growth_tokens
         self._ahead = (
             max(1, state.limits.slots_per_rank // 4) if ahead_sequences is None else ahead_sequences
@@ -96,12 +105,16 @@ class Reservations:
         attempt: int,
         children: tuple[tuple[int, tuple[int, ...]], ...],
         arrival: float,
+        whole: bool = False,
     ) -> int:
-        """Queues a checked request and returns its ticket."""
+        """Queues a checked request and returns its ticket. `whole`: nothing that is known here is
+        of use to it."""
         ticket = self._state.new_key()
+        known = (*request.prompt_token_ids, *children[0][1])
+        chain = () if whole else self._state.residency.chain(request, known)
         bisect.insort(
             self._queue,
-            WaitingReservation(ticket, request, attempt, children, arrival),
+            WaitingReservation(ticket, request, attempt, children, arrival, chain),
             key=lambda waiting: waiting.order,
         )
         return ticket
@@ -134,8 +147,10 @@ class Reservations:
         return granted
 
     def _rank_with_room(self, waiting: WaitingReservation) -> tuple[int, int] | None:
-        """(rank, growth tokens): the rank with room that has the most free pages."""
-        limits, best = self._state.limits, None
+        """(rank, growth tokens): the rank with room that knows most of it, unless it is much busier
+        than others; of those alike, the one with the most free pages."""
+        limits, best, most = self._state.limits, None, (-1, -1)
+        quiet = min(self._state.living) + self._ahead
         for rank in range(limits.ranks):
             ledger = self._state.ledgers[rank]
             held = self._state.living[rank]
@@ -144,11 +159,18 @@ class Reservations:
             if need > limits.pages_per_rank:
                 growth, need = 1, self._pages(waiting, 1)
             crowded = held and held + len(waiting.children) > limits.slots_per_rank + self._ahead
+            cached = self._cached_tokens(waiting, rank)
+            need -= self._state.residency.held_pages(rank, waiting.chain, cached)
             if crowded or ledger.free_pages < need + len(self._state.growing[rank]):
                 continue
-            if best is None or ledger.free_pages > self._state.ledgers[best[0]].free_pages:
-                best = (rank, growth)
+            worth = (cached if held <= quiet else 0, ledger.free_pages)
+            if worth > most:
+                best, most = (rank, growth), worth
         return best
+
+    def _cached_tokens(self, waiting: WaitingReservation, rank: int) -> int:
+        most = waiting.known_tokens - self._computes
+        return self._state.residency.cached_tokens(rank, waiting.chain, most, self._computes)
 
     def _pages(self, waiting: WaitingReservation, growth_tokens: int) -> int:
         """Fresh pages of all children together, the shared ones once."""
@@ -186,7 +208,11 @@ class Reservations:
         known = waiting.known_tokens
         prompt_pages = pages_for(known, size)
         own_pages = pages_for(self._covered(waiting, growth_tokens), size) - prompt_pages
-        assert ledger.reserve(group.key, prompt_pages) is not None, "room was checked"
+        group.chain, group.cached_tokens = waiting.chain, self._cached_tokens(waiting, rank)
+        held = self._state.residency.reserve(
+            rank, group.key, group.chain, group.cached_tokens, prompt_pages
+        )
+        assert held is not None, "room was checked"
         for number, (index, accepted) in enumerate(waiting.children):
             limit = group.prompt_tokens + waiting.request.most_tokens(context) - 1
             child = Sequence(

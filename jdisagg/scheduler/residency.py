@@ -29,13 +29,11 @@ from hashlib import blake2b
 
 import numpy as np
 
-from jdisagg.errors import ConfigError
+from jdisagg.config import PrefixConfig
 from jdisagg.request import Request
 from jdisagg.scheduler.page_ledger import LedgerError, PageLedger
 
 NAME_BYTES = 32
-GRAIN_TOKENS = 128
-GRANULE_TOKENS = 16  # a hand-off begins at a multiple of it
 
 Chain = tuple[bytes, ...]
 
@@ -51,45 +49,40 @@ class BlockNames:
         grain_tokens: of a block.
         grid_tokens: prefill chunks are cut, and computing goes on behind a hit, at multiples of it
             (None: the grain). Where it is the largest chunk, a hit runs the same programs on the
-            same rows as a miss and gives the same bits.
-
-    Raises:
-        ConfigError: naming the field, its value and the rule.
+            same rows as a miss and gives the same bits; then what decode steps computed is not
+            kept, for a prefill rounds otherwise.
     """
 
     secret: bytes
     model: str
-    grain_tokens: int = GRAIN_TOKENS
+    grain_tokens: int = 128
     grid_tokens: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.grain_tokens < 1 or self.grain_tokens % GRANULE_TOKENS:
-            raise ConfigError(
-                f"prefix.grain_tokens must be a multiple of {GRANULE_TOKENS}, the smallest block"
-                f" that a hand-off sends, got {self.grain_tokens}"
-            )
-        if self.grid_tokens is not None and (
-            self.grid_tokens < 1 or self.grid_tokens % self.grain_tokens
-        ):
-            raise ConfigError(
-                f"prefix.grid_tokens must be a multiple of prefix.grain_tokens={self.grain_tokens},"
-                f" got {self.grid_tokens}"
-            )
+    @classmethod
+    def of(cls, config: PrefixConfig, secret: bytes, model: str) -> "BlockNames | None":
+        """None where nothing stays."""
+        if not config.reuse:
+            return None
+        return cls(secret, model, config.grain_tokens, config.grid_tokens)
 
     @property
     def cut_tokens(self) -> int:
         return self.grid_tokens or self.grain_tokens
 
-    def chain(self, request: Request, tokens: Sequence[int], block_tokens: int) -> Chain:
+    def chain(
+        self, request: Request, tokens: Sequence[int], block_tokens: int, known: Chain = ()
+    ) -> Chain:
         """The names of the full blocks of `tokens`, a sequence of this request's, where a block is
-        `block_tokens`, a multiple of the grain."""
-        content = np.asarray(tokens, "<u4").tobytes()
+        `block_tokens`, a multiple of the grain. `known`: those of its first blocks, so that they
+        need not be worked out again."""
+        known = known[: len(tokens) // block_tokens]
+        content = np.asarray(tokens[len(known) * block_tokens :], "<u4").tobytes()
         step, every = 4 * self.grain_tokens, block_tokens // self.grain_tokens
-        link, names = self._root(request), []
+        link, names = known[-1] if known else self._root(request), []
         for end in range(step, len(content) + 1, step):
             link = blake2b(content[end - step : end], key=link, digest_size=NAME_BYTES).digest()
             names.append(link)
-        return tuple(names[every - 1 :: every])
+        return (*known, *names[every - 1 :: every])
 
     def _root(self, request: Request) -> bytes:
         """The namespace. Each part is told with its length, so that no two lists of parts read
@@ -201,6 +194,11 @@ class Residency:
         return self._names is not None
 
     @property
+    def keeps_answers(self) -> bool:
+        """Whether what decode steps computed is kept too."""
+        return self._names is not None and self._names.grid_tokens is None
+
+    @property
     def kept_pages(self) -> tuple[int, ...]:
         """By rank, pages that stay and that nobody holds."""
         return tuple([ledger.idle_pages for ledger in self._ledgers])
@@ -209,9 +207,12 @@ class Residency:
     def evicted_blocks(self) -> int:
         return sum([tree.evicted_blocks for tree in self._trees])
 
-    def chain(self, request: Request, tokens: Sequence[int]) -> Chain:
-        """The names of the full blocks of a sequence of this request's."""
-        return self._names.chain(request, tokens, self.block_tokens) if self._names else ()
+    def chain(self, request: Request, tokens: Sequence[int], known: Chain = ()) -> Chain:
+        """The names of the full blocks of a sequence of this request's, which begin with those that
+        are known."""
+        if self._names is None:
+            return ()
+        return self._names.chain(request, tokens, self.block_tokens, known)
 
     def cached_tokens(self, rank: int, chain: Chain, most: int, to_compute: bool) -> int:
         """How many positions of a sequence are known on a rank, `most` at the most. `to_compute`:

@@ -13,6 +13,7 @@ from jdisagg.messages.step_commands import SampleSpec
 from jdisagg.plain import plain
 from jdisagg.request import FinishReason, Request, TokenLogprobs
 from jdisagg.scheduler.handoff import Handoff
+from jdisagg.scheduler.residency import Chain
 
 
 def sample_spec(request: Request, child: int, generated: tuple[int, ...]) -> SampleSpec:
@@ -85,7 +86,9 @@ class Sequence:
 class SequenceGroup:
     """One reservation: children that share the prompt's pages on one rank. `key` owns the pages
     that KV is written to until the group is ready; `copies` are the shared last pages to copy then
-    (rank, source, destination). `until`: the deadline of the call that generates from it."""
+    (rank, source, destination). `until`: the deadline of the call that generates from it. The first
+    `cached_tokens` positions hold their KV from the beginning; `chain` names the blocks of what was
+    known. `broken`: nothing that it wrote may be used by others."""
 
     key: int
     request: Request
@@ -98,6 +101,9 @@ class SequenceGroup:
     children: list[Sequence] = field(default_factory=list)
     copies: list[tuple[int, int, int]] = field(default_factory=list)
     root_held: bool = True
+    cached_tokens: int = 0
+    chain: Chain = ()
+    broken: bool = False
 
     @property
     def prompt_tokens(self) -> int:

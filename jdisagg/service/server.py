@@ -7,6 +7,7 @@ behind the services is closed by what built it."""
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -237,6 +238,14 @@ def cluster_credentials(config: ServiceConfig) -> Credentials:
         key=read_pem("service.tls_key", config.tls_key, "PRIVATE KEY"),
         token=tokens[0] if tokens else "",
     )
+
+
+def block_secret(config: ServiceConfig) -> bytes:
+    """What keys the names of KV blocks: the same for all processes that show each other the same
+    token (the first of cluster_token_file)."""
+    tokens = read_tokens(config.cluster_token_file)
+    token = (tokens[0] if tokens else "").encode()
+    return hashlib.blake2b(token, digest_size=32, person=b"jdisagg blocks").digest()
 
 
 def server_credentials(config: ServiceConfig) -> grpc.ServerCredentials | None:

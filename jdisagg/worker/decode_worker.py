@@ -86,8 +86,13 @@ class DecodeWorker(MeshWorker):
         super().__init__(context, executor, config, limits, lease_seconds)
         self._mode = mode
         self._interruptible = executor if isinstance(executor, InterruptibleExecutor) else None
-        self._state = DecodeState(executor.limits)
-        self._reservations = Reservations(self._state, config.growth_tokens, config.ahead_sequences)
+        self._state = DecodeState(executor.limits, context.names)
+        self._reservations = Reservations(
+            self._state,
+            config.growth_tokens,
+            config.ahead_sequences,
+            computes=mode is not Mode.DISAGGREGATED,
+        )
         self._batches = DecodeBatches(
             self._state,
             config.growth_tokens,
@@ -95,7 +100,9 @@ class DecodeWorker(MeshWorker):
             config.stream_tokens,
             spans=self._interruptible is not None,
         )
-        self._prefills = PrefillBatches(executor.limits, context.ids)
+        self._prefills = PrefillBatches(
+            executor.limits, context.ids, self._state.residency.cut_tokens
+        )
         self._backlog = Backlog()
         self._prefilled_last = False
         self._tickets: dict[int, asyncio.Future[SequenceGroup]] = {}
@@ -176,6 +183,7 @@ class DecodeWorker(MeshWorker):
         if len(self._reservations) and self._loop.failure is None:
             lease_until = self._clock.now() + self._limits.reservation_lease_seconds
             for group in self._reservations.grant(lease_until):
+                self._count_reuse(len(group.known_tokens), group.cached_tokens)
                 self._streams[group.key] = SpanStream(group)
                 self._tickets.pop(group.key).set_result(group)
         self._loop.wake()
@@ -219,12 +227,14 @@ class DecodeWorker(MeshWorker):
                 retry_after_seconds=1.0,
             )
         arrival = self._clock.now() - call.age_seconds
-        ticket = self._reservations.enqueue(call.request, call.attempt, children, arrival)
+        ticket = self._reservations.enqueue(
+            call.request, call.attempt, children, arrival, call.whole
+        )
         granted = self._tickets[ticket] = asyncio.get_running_loop().create_future()
         self._settle()
         group = await self._granted(ticket, granted, call.deadline_seconds)
         lease_seconds = max(0.0, group.handoff.deadline - self._clock.now())
-        return Reservation(group.key, self.name, group.rank, lease_seconds)
+        return Reservation(group.key, self.name, group.rank, lease_seconds, group.cached_tokens)
 
     async def _granted(
         self, ticket: int, granted: "asyncio.Future[SequenceGroup]", seconds: float
@@ -328,10 +338,13 @@ class DecodeWorker(MeshWorker):
         else:
             specs = tuple(child.sample_spec() for child in group.alive)
             pages = self._state.ledgers[group.rank].pages(group.key)
+            known, cached = group.known_tokens, group.cached_tokens
             self._prefills.add(
-                PrefillJob(group.key, group.rank, group.known_tokens, pages, specs, group.arrival)
+                PrefillJob(
+                    group.key, group.rank, known, pages, specs, group.arrival, cached_tokens=cached
+                )
             )
-            self._backlog.add(group.key, len(group.known_tokens))
+            self._backlog.add(group.key, len(known), cached)
         self._settle()
 
     def kv_complete(self, group: SequenceGroup, received: Received) -> None:
@@ -373,6 +386,10 @@ class DecodeWorker(MeshWorker):
 
     def fail(self, group: SequenceGroup, error: JdisaggError) -> None:
         """Ends a group, and its stream with an error."""
+        if isinstance(error, BrokenModelError):
+            # what it began with may be what broke it
+            group.broken = True
+            self._state.residency.clear(group.rank)
         stream = self._streams.get(group.key)
         if stream is not None:
             stream.fail(error)

@@ -134,7 +134,7 @@ class IncomingHandoff:
         self._check_coverage(end)
         received.firsts, received.moved = end.firsts, end.moved
         received.exposed_seconds = self._now() - ended_at
-        if end.moved:
+        if end.moved or not received.blocks:
             self.line.acknowledge_all(tuple(block.offer_id for block in received.blocks))
         return received
 

@@ -41,8 +41,8 @@ class KvEvents(Protocol):
 @dataclass(slots=True)
 class _Incoming:
     """The KV of one group, whatever source it has; `handoff` and its task are of the present one.
-    `kept_tokens`: positions that earlier sources brought. `firsts`: first tokens that the client
-    has already; they hold, whatever a new source samples."""
+    `kept_tokens`: positions that earlier sources brought, or that were here before. `firsts`: first
+    tokens that the client has already; they hold, whatever a new source samples."""
 
     kept_tokens: int = 0
     firsts: dict[int, FirstToken] = field(default_factory=dict)
@@ -93,8 +93,8 @@ class IncomingKv:
 
     def begin(self, group: SequenceGroup, source: HandoffSource) -> None:
         """Lets a group's KV come from `source`."""
-        self._incoming[group.key] = _Incoming()
-        self._receive_from(source, group, 0)
+        self._incoming[group.key] = _Incoming(group.cached_tokens)
+        self._receive_from(source, group, group.cached_tokens)
 
     def replace_source(
         self, group: SequenceGroup, source: HandoffSource, firsts: tuple[FirstToken, ...]
@@ -103,11 +103,12 @@ class IncomingKv:
         on it is wanted; None when all of it is here already."""
         if group.handoff.state not in (HandoffState.RECEIVING, HandoffState.ORPHANED):
             return None
-        incoming = self._incoming.setdefault(group.key, _Incoming())
+        incoming = self._incoming.setdefault(group.key, _Incoming(group.cached_tokens))
         if incoming.handoff is not None:
             incoming.kept_tokens = self._close(incoming, "another source takes over")
         granule, wanted = self._state.limits.granule_tokens, len(group.known_tokens)
         kept = min(incoming.kept_tokens, wanted - 1) // granule * granule
+        kept = max(kept, group.cached_tokens)  # nothing is written there: others hold it too
         self._state.advance(group, HandoffEvent.NEW_SOURCE, group.until)
         incoming.firsts.update((first.child, first) for first in firsts)
         self._counters.add("sources_replaced")

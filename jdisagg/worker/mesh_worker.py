@@ -18,6 +18,7 @@ from jdisagg.messages.ports import Child, PeerHello, PeerMessage
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import Identity, Request
 from jdisagg.scheduler.executor import Executor
+from jdisagg.scheduler.residency import BlockNames
 from jdisagg.telemetry import Counters
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv
 from jdisagg.worker.peers import hello_of
@@ -28,7 +29,8 @@ from jdisagg.worker.step_loop import DEPTH, StepLoop
 class WorkerContext:
     """One start of a worker, beside its mesh and its configuration. `ids` gives fresh random 64-bit
     numbers. `address`: where its `PeerPort` listens; empty where peers know it by name.
-    `loading_seconds`: for how long it will still load programs while it serves."""
+    `loading_seconds`: for how long it will still load programs while it serves. `names`: of blocks
+    of KV that stays for later requests; None: none does."""
 
     name: str
     clock: Clock
@@ -36,6 +38,7 @@ class WorkerContext:
     model_fingerprint: str = ""
     address: str = ""
     loading_seconds: Callable[[], float] = float
+    names: BlockNames | None = None
 
 
 class MeshWorker(ABC):
@@ -151,6 +154,12 @@ class MeshWorker(ABC):
     @abstractmethod
     def _hand_on(self) -> None:
         """Gives running work to other workers, where that is possible."""
+
+    def _count_reuse(self, tokens: int, cached_tokens: int) -> None:
+        """A sequence of so many known tokens got its pages."""
+        if self._context.names is not None:
+            self.counters.add("prefix_asked_tokens", tokens)
+            self.counters.add("prefix_hit_tokens", cached_tokens)
 
     def _check_serving(self, children: tuple[Child, ...]) -> None:
         self._loop.check()

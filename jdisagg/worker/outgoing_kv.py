@@ -87,7 +87,8 @@ class OutgoingHandoff:
         self._messages.append(end(self._offers))
         self._changed.set()
         self.advance(HandoffEvent.ALL_OFFERED, deadline)
-        self._advance_if_fetched()
+        if self._offers:  # else the receiver says when it has read the last message
+            self._advance_if_fetched()
 
     def acknowledge(self, offer_ids: tuple[int, ...], deadline: float) -> tuple[int, ...]:
         """Takes blocks off the outstanding ones; returns those that were."""

@@ -1,13 +1,16 @@
 """The prefill worker: `PrefillPort` and `PeerPort` in front, admission, packer and loop behind.
 
 A prompt waits until admission (`scheduler/prefill_admission.py`) gives it pages for all of it; they
-serve only its own later chunks and are freed when its tokens are sampled. Its KV leaves as offers:
-announced as soon as the chunk that computes them is issued, kept until acknowledged, released at
-the latest when the lease ends. A decode worker that does not fetch holds its own prompts back
-instead of filling memory."""
+serve its own later chunks and, where KV stays (`scheduler/residency.py`), later prompts that begin
+alike. Its KV leaves as offers: announced as soon as the chunk that computes them is issued, kept
+until acknowledged, released at the latest when the lease ends. What was known here and is not at
+the decode worker is extracted from its pages, behind the prompt's last chunk: its first token does
+not wait for that. A decode worker that does not fetch holds its own prompts back instead of filling
+memory."""
 
 import asyncio
 import bisect
+from collections import deque
 
 import msgspec
 
@@ -25,6 +28,8 @@ from jdisagg.errors import (
 from jdisagg.messages.ports import FirstToken, HandoffEnd, Offer, PrefillCall, PrefillReply
 from jdisagg.messages.step_commands import (
     BROKEN_TOKEN,
+    ExtractBlock,
+    ExtractResult,
     PrefillChunk,
     PrefillResult,
     PrefillRow,
@@ -34,6 +39,7 @@ from jdisagg.messages.step_commands import (
 )
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.scheduler.backlog import Backlog
+from jdisagg.scheduler.blocks import split_blocks
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
 from jdisagg.scheduler.prefill_admission import (
@@ -44,6 +50,7 @@ from jdisagg.scheduler.prefill_admission import (
     admit,
 )
 from jdisagg.scheduler.prefill_batches import PrefillBatches, PrefillJob
+from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.scheduler.sequences import sample_spec
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.outgoing_kv import OutgoingHandoff
@@ -53,11 +60,19 @@ CHUNKS_OFFERED = 4
 
 class PrefillTask:
     """One prompt, from the call until its KV is fetched. `rank`: where it has pages; -1: nowhere
-    (yet, or any more)."""
+    (yet, or any more). `chain`: its blocks that may be known. `cached_tokens`: positions that were,
+    when it got its pages. `extracting`: offers that are made of these and not out yet. `firsts`:
+    its tokens, once they are sampled."""
 
-    def __init__(self, prompt: QueuedPrompt, call: PrefillCall, until: float, now: float) -> None:
+    def __init__(
+        self, prompt: QueuedPrompt, call: PrefillCall, chain: Chain, until: float, now: float
+    ) -> None:
         self.prompt = prompt
         self.call = call
+        self.chain = chain
+        self.cached_tokens = 0
+        self.extracting: set[int] = set()
+        self.firsts: tuple[FirstToken, ...] | None = None
         self.handoff = OutgoingHandoff(
             call.handoff_id, call.attempt, prompt.key, until, call.destination
         )
@@ -84,11 +99,13 @@ class PrefillTask:
             samples=tuple([sample_spec(request, one.index, one.accepted) for one in children]),
             arrival=self.prompt.arrival,
             offers_from=self.call.from_token,
+            cached_tokens=self.cached_tokens,
         )
 
     def end(self, offers: int) -> HandoffEnd:
-        """The last message of the hand-off, once there is a reply."""
-        return HandoffEnd(offers, self.prompt.tokens, self.reply.result().tokens)
+        """The last message of the hand-off, once its tokens are known."""
+        assert self.firsts is not None
+        return HandoffEnd(offers, self.prompt.tokens, self.firsts)
 
     def fail(self, error: JdisaggError) -> None:
         if not self.reply.done():
@@ -111,7 +128,10 @@ class PrefillWorker(MeshWorker):
         depth = mesh.stages + 1  # each stage has a chunk, and one waits for the first
         super().__init__(context, executor, config, limits, limits.handoff_lease_seconds, depth)
         self._ledgers = [PageLedger(mesh.pages_per_rank) for _ in range(mesh.ranks)]
-        self._batches = PrefillBatches(mesh, context.ids)
+        self._residency = Residency(self._ledgers, mesh.page_size, context.names)
+        self._batches = PrefillBatches(mesh, context.ids, self._residency.cut_tokens)
+        self._extracts: deque[tuple[PrefillTask, Offer]] = deque()
+        self._extracting: dict[int, PrefillTask] = {}  # by offer, those issued
         self._backlog = Backlog()
         self._tasks: dict[int, PrefillTask] = {}
         self._waiting: list[QueuedPrompt] = []  # by arrival
@@ -133,6 +153,8 @@ class PrefillWorker(MeshWorker):
             self._loop.issue(command)
 
     def _plan(self, step: int) -> StepCommand | None:
+        if self._extracts:
+            return self._extract(step, *self._extracts.popleft())
         if not self._waiting and not self._batches:
             return None
         admission = admit(self._snapshot())
@@ -144,6 +166,15 @@ class PrefillWorker(MeshWorker):
         return self._announce(chunk) if chunk is not None else None
 
     def _apply(self, command: StepCommand, result: StepResult) -> None:
+        if isinstance(command, ExtractBlock):
+            assert isinstance(result, ExtractResult)
+            task = self._extracting.pop(command.offer_id, None)
+            if task is not None:
+                if command.checksum_key:
+                    task.handoff.announce_checksums((result.checksum,))
+                task.extracting.discard(command.offer_id)
+                self._end_if_done(task)
+            return
         assert isinstance(command, PrefillChunk) and isinstance(result, PrefillResult)
         sums = {entry.offer_id: entry for entry in result.checksums}
         for row in command.rows:
@@ -180,11 +211,17 @@ class PrefillWorker(MeshWorker):
             self._stop_computing(self._tasks[key])
             self._queue(self._tasks[key].prompt)
         for key, rank in admission.placed:
-            task = self._tasks[key]
+            task, most = self._tasks[key], self._tasks[key].prompt.tokens - 1
+            cached = self._residency.cached_tokens(rank, task.chain, most, to_compute=True)
+            pages = self._residency.reserve(rank, key, task.chain, cached, task.prompt.pages)
+            if pages is None:
+                break  # those withdrawn shared pages, and gave back fewer than they had
             self._waiting.remove(task.prompt)
-            task.rank = rank
-            pages = self._ledgers[rank].reserve(key, task.prompt.pages)
-            assert pages is not None, "admission placed it where there is room"
+            task.rank, task.cached_tokens = rank, cached
+            self._count_reuse(task.prompt.tokens, cached)
+            if cached:
+                self._backlog.forget(key)
+                self._backlog.add(key, task.prompt.tokens, cached)
             self._computing[key] = task
             self._batches.add(task.job(pages))
 
@@ -200,8 +237,52 @@ class PrefillWorker(MeshWorker):
             if task.started_at is None:
                 task.started_at = self._clock.now()
             task.handoff.announce(_offers(row))
+            if row.samples:
+                self._extracts.extend([(task, offer) for offer in self._known_blocks(task)])
         key = self._hello.checksum_key
         return msgspec.structs.replace(chunk, checksum_key=key) if key else chunk
+
+    def _known_blocks(self, task: PrefillTask) -> list[Offer]:
+        """What the decode worker lacks of what was known here, as offers to make."""
+        mesh, offers = self._mesh, []
+        largest = mesh.chunk_buckets[-1]
+        for first in range(task.call.from_token, task.cached_tokens, largest):
+            tokens = min(largest, task.cached_tokens - first)
+            for at, block_tokens, valid in split_blocks(
+                tokens, mesh.granule_tokens, mesh.whole_blocks
+            ):
+                offers += [
+                    Offer(
+                        offer_id=self._context.ids(),
+                        group=band.start,
+                        groups=len(band),
+                        start=first + at,
+                        valid_tokens=valid,
+                        block_tokens=block_tokens,
+                        rank=task.rank,
+                    )
+                    for band in mesh.bands(block_tokens)
+                ]
+        task.extracting.update([offer.offer_id for offer in offers])
+        return offers
+
+    def _extract(self, step: int, task: PrefillTask, offer: Offer) -> ExtractBlock:
+        """Offers a block of what was known; it may be asked for from now on."""
+        task.handoff.announce((offer,))
+        self._extracting[offer.offer_id] = task
+        covered = pages_for(offer.start + offer.valid_tokens, self._mesh.page_size)
+        return ExtractBlock(
+            step=step,
+            offer_id=offer.offer_id,
+            rank=offer.rank,
+            group=offer.group,
+            groups=offer.groups,
+            start=offer.start,
+            valid_tokens=offer.valid_tokens,
+            block_tokens=offer.block_tokens,
+            pages=self._ledgers[offer.rank].pages(task.prompt.key)[:covered],
+            checksum_key=self._hello.checksum_key,
+        )
 
     # ---- prompts
 
@@ -241,11 +322,10 @@ class PrefillWorker(MeshWorker):
                 f"prompt has {tokens} tokens; worker {self.name!r} holds {mesh.context_tokens} of"
                 f" context and {mesh.pages_per_rank} pages of {mesh.page_size} a rank: shorten it"
             )
-        if call.from_token % mesh.granule_tokens or not 0 <= call.from_token < tokens:
+        if call.from_token % mesh.granule_tokens or not 0 <= call.from_token <= tokens:
             raise HandoffError(
-                f"from_token={call.from_token} of {tokens} tokens must be a multiple of"
-                f" {mesh.granule_tokens} and leave one to send: do both workers run the same"
-                " version?"
+                f"from_token={call.from_token} must be a multiple of {mesh.granule_tokens} and at"
+                f" most the prompt's {tokens} tokens: do both workers run the same version?"
             )
         if len(call.children) > mesh.samples_per_chunk:
             raise InvalidRequestError(
@@ -261,37 +341,53 @@ class PrefillWorker(MeshWorker):
 
     def _new_task(self, call: PrefillCall, now: float) -> PrefillTask:
         self._last_key += 1
-        tokens = len(call.request.prompt_token_ids) + len(call.children[0].accepted)
+        known = call.request.prompt_token_ids + call.children[0].accepted
+        chain, tokens = self._residency.chain(call.request, known), len(known)
+        cached = [
+            self._residency.cached_tokens(rank, chain, tokens - 1, to_compute=True)
+            for rank in range(self._mesh.ranks if chain else 0)
+        ]
         prompt = QueuedPrompt(
             key=self._last_key,
             arrival=now - call.age_seconds,
             destination=call.destination,
             tokens=tokens,
             pages=pages_for(tokens, self._mesh.page_size),
+            cached_tokens=tuple(cached),
         )
-        return PrefillTask(prompt, call, now + call.deadline_seconds, now)
+        return PrefillTask(prompt, call, chain, now + call.deadline_seconds, now)
 
     def _queue(self, prompt: QueuedPrompt) -> None:
         bisect.insort(self._waiting, prompt, key=_order)
 
     def _finish(self, task: PrefillTask, firsts: list[SampledToken]) -> None:
-        """Its tokens are sampled, so all of it is offered."""
+        """Its tokens are sampled, so all that was computed of it is offered."""
         now, started = self._clock.now(), task.started_at
         assert started is not None, "its rows were planned"
         if any(first.token == BROKEN_TOKEN for first in firsts):
+            self._residency.clear(task.rank)  # what it began with may be what broke it
             self._outgoing.end(task.handoff, BrokenModelError())
             return
         tokens = tuple(FirstToken(sample.child, sample.token, sample.logprobs) for sample in firsts)
-        self._stop_computing(task)
+        task.firsts = tokens
         if not task.reply.done():
-            task.reply.set_result(PrefillReply(tokens, started - task.queued_at, now - started))
-        self._outgoing.finish(task.handoff, task.end)
+            task.reply.set_result(
+                PrefillReply(tokens, started - task.queued_at, now - started, task.cached_tokens)
+            )
+        self._end_if_done(task)
 
-    def _stop_computing(self, task: PrefillTask) -> None:
+    def _end_if_done(self, task: PrefillTask) -> None:
+        """When its tokens are known and all of it is offered, its pages are for others."""
+        if task.firsts is not None and not task.extracting:
+            self._stop_computing(task, task.chain)
+            self._outgoing.finish(task.handoff, task.end)
+
+    def _stop_computing(self, task: PrefillTask, chain: Chain = ()) -> None:
+        """Lets its pages go; the blocks of `chain`, which they are full of, stay."""
         key = task.prompt.key
         if self._computing.pop(key, None) is not None:
             self._batches.remove(key)
-            self._ledgers[task.rank].free(key)
+            self._residency.let_go(task.rank, key, chain)
             self._loop.wake()
 
     # ---- the worker
@@ -301,11 +397,19 @@ class PrefillWorker(MeshWorker):
         if task.prompt in self._waiting:
             self._waiting.remove(task.prompt)
         self._backlog.forget(handoff.sequence)
+        self._forget_extracts(task)
         self._stop_computing(task)
         if error is not None:
             task.fail(error)
         self._loop.wake()  # those behind it may go
         self._quiet.set()
+
+    def _forget_extracts(self, task: PrefillTask) -> None:
+        for offer_id in task.extracting:
+            self._extracting.pop(offer_id, None)
+        if task.extracting:
+            self._extracts = deque([one for one in self._extracts if one[0] is not task])
+            task.extracting.clear()
 
     async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
         await super().acknowledge(handoff_id, offer_ids)

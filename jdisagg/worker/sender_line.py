@@ -94,7 +94,8 @@ class SenderLine:
         self._send_next()
 
     def acknowledge_all(self, offer_ids: tuple[int, ...]) -> None:
-        """Once more, at the end: a running sequence waits for this."""
+        """Once more, at the end: a running sequence waits for this, and a hand-off that had nothing
+        to offer."""
         self._calls.send(lambda: self.peer.acknowledge(self.source.handoff_id, offer_ids))
 
     async def heartbeat(self) -> None:

@@ -27,6 +27,7 @@ from jdisagg.request import (
     Usage,
 )
 from jdisagg.scheduler.executor import Executor, MeshLimits
+from jdisagg.scheduler.residency import BlockNames
 from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.mesh_worker import WorkerContext
 from jdisagg.worker.prefill_worker import PrefillWorker
@@ -105,9 +106,11 @@ class Cluster:
         wrap_decode: Callable[[DecodePort], DecodePort] = lambda port: port,
         wrap_peer: Callable[[PeerPort], PeerPort] = lambda port: port,
         wrap_mesh: Callable[[str, Executor], Executor] = lambda name, mesh: mesh,
+        names: BlockNames | None = None,
     ) -> None:
         """`wire`: every port call goes through the wire format and back. The wraps stand between
-        path and workers, between workers, and between a worker and its mesh."""
+        path and workers, between workers, and between a worker and its mesh. `names`: KV stays for
+        later requests."""
         config = InstanceConfig(
             growth_tokens=growth_tokens,
             steps_per_dispatch=steps_per_dispatch,
@@ -123,7 +126,7 @@ class Cluster:
             prefill or toy_limits(), self.channel, prefill_faults, costs
         )
         self.prefill = PrefillWorker(
-            WorkerContext("prefill0", self.clock, self.new_id),
+            WorkerContext("prefill0", self.clock, self.new_id, names=names),
             wrap_mesh("prefill0", self.prefill_mesh),
             config,
             self.limits,
@@ -131,7 +134,7 @@ class Cluster:
         peer = wrap_peer(packed(PeerPort, self.prefill) if wire else self.prefill)
         peers: dict[str, PeerPort] = {"prefill0": peer} if mode is Mode.DISAGGREGATED else {}
         self.decode = DecodeWorker(
-            WorkerContext("decode0", self.clock, self.new_id),
+            WorkerContext("decode0", self.clock, self.new_id, names=names),
             wrap_mesh("decode0", self.decode_mesh),
             config,
             self.limits,

@@ -116,6 +116,7 @@ def toy_limits(
     granule_tokens: int = 4,
     rows_per_chunk: int = 4,
     samples_per_chunk: int = 8,
+    continuing_rows: int = 1,
 ) -> MeshLimits:
     spec = KVSpec.attention(layers=2, kv_heads=1, head_dim=1, dtype="float32")
     return MeshLimits(
@@ -131,6 +132,7 @@ def toy_limits(
         rows_per_chunk=rows_per_chunk,
         samples_per_chunk=samples_per_chunk,
         kv_spec=spec,
+        continuing_rows=continuing_rows,
     )
 
 
@@ -313,7 +315,9 @@ class FakeExecutor:
             rows = [row for row in chunk.rows if row.rank == rank]
             assert len(rows) <= limits.rows_per_chunk
             assert sum(len(row.samples) for row in rows) <= limits.samples_per_chunk
-            assert all(row.start == 0 for row in rows[1:]), "a row that goes on comes first"
+            going_on = sum(row.start > 0 for row in rows)
+            assert all(row.start > 0 for row in rows[:going_on]), "a row that goes on comes first"
+            assert going_on <= limits.continuing_rows
             at = 0
             for row in rows:
                 assert row.tokens and row.offset == at and row.offset % limits.granule_tokens == 0

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from jdisagg.config import PrefixConfig
 from jdisagg.errors import ConfigError
 from jdisagg.request import Request
 from jdisagg.scheduler.page_ledger import LedgerError, PageLedger, pages_for
@@ -250,9 +251,9 @@ def test_a_name_is_the_keyed_hash_of_all_that_lies_before() -> None:
 
 def test_a_grain_that_a_hand_off_cannot_begin_at_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"prefix\.grain_tokens must be a multiple of 16"):
-        BlockNames(b"", "m", 24)
+        PrefixConfig(grain_tokens=24)
     with pytest.raises(ConfigError, match=r"multiple of prefix\.grain_tokens=32, got 48"):
-        BlockNames(b"", "m", 32, grid_tokens=48)
+        PrefixConfig(grain_tokens=32, grid_tokens=48)
 
 
 def test_a_page_that_nobody_holds_is_not_kept() -> None:

@@ -1,0 +1,157 @@
+"""KV that stays, with real programs: conversations whose prompts begin alike give the streams of a
+server that keeps nothing.
+
+The requests of a conversation come in waves, a turn each, so that later turns find what earlier
+ones left; within a wave they are mixed."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from jdisagg.config import EngineConfig, Mode, PrefixConfig
+from jdisagg.messages.step_commands import ExtractBlock
+from jdisagg.request import Request
+from tests.end_to_end.clusters import Completed, Running, config, running
+from tests.lanes import first_quick
+
+WORDS = ("once upon a time there was a little dog who lived in the forest").split()  # noqa: SIM905
+
+
+def with_reuse(engine: EngineConfig, grain: int = 16, grid: int | None = None) -> EngineConfig:
+    return replace(engine, prefix=PrefixConfig(True, grain, grid))
+
+
+class Conversations:
+    """A few beginnings; every turn goes on from the answer of an earlier one, or branches off."""
+
+    def __init__(self, run: Running, seed: int) -> None:
+        self._run = run
+        self._random = random.Random(seed)
+        self._histories = [self.words(length) for length in (20, 90, 170)]
+        self._count = 0
+
+    def words(self, tokens: int) -> tuple[int, ...]:
+        text = " ".join(self._random.choice(WORDS) for _ in range(tokens))
+        return tuple((self._run.tokenizer.encode(text) * 2)[:tokens])
+
+    def wave(self, requests: int) -> list[Request]:
+        return [self._next() for _ in range(requests)]
+
+    def _next(self) -> Request:
+        rng = self._random
+        self._count += 1
+        ids = rng.choice(self._histories) + self.words(rng.choice((0, 3, 16, 40)))
+        options: dict[str, object] = {"max_tokens": rng.choice((3, 18, 35)), "ignore_eos": True}
+        if self._count % 2:
+            options |= {"temperature": 0.8, "seed": rng.getrandbits(40), "top_p": 0.9}
+        if self._count % 3 == 0:
+            options |= {"repetition_penalty": 1.2, "frequency_penalty": 0.3}
+        if self._count % 4 == 1:
+            options |= {"n": 2}
+        if self._count % 5 == 2:
+            options |= {"stop": ("the", ". "), "logprobs": 2}
+        return self._run.request(ids[-380:], f"r{self._count}", **options)
+
+    def heard(self, requests: Sequence[Request], done: Sequence[Completed]) -> None:
+        for request, one in zip(requests, done, strict=True):
+            for tokens in one.tokens.values():
+                history = request.prompt_token_ids + tuple(tokens)
+                if len(history) < 330:
+                    self._histories.append(history)
+        self._histories = self._histories[:3] + self._histories[3:][-6:]
+
+
+async def converse(
+    engine: EngineConfig, waves: int = 4, requests: int = 4
+) -> tuple[list[object], Running, int]:
+    """The streams, and how many tokens of prompts were not computed."""
+    async with running(engine) as run:
+        talk, streams, cached = Conversations(run, seed=11), [], 0
+        for _ in range(waves):
+            asked = talk.wave(requests)
+            done = await run.complete_all(asked)
+            talk.heard(asked, done)
+            streams += [(one.tokens, one.text, one.finish) for one in done]
+            for one in done:
+                assert one.last is not None and one.last.usage is not None
+                cached += one.last.usage.cached_tokens
+    return streams, run, cached
+
+
+_REFERENCE: list[object] = []
+
+
+async def reference() -> list[object]:
+    if not _REFERENCE:
+        streams, _, cached = await converse(config(Mode.UNIFIED, decode="tp=1"))
+        assert cached == 0
+        _REFERENCE.extend(streams)
+    return _REFERENCE
+
+
+@pytest.mark.parametrize(
+    ("mode", "prefill", "decode", "prefill_page", "decode_page"),
+    first_quick(
+        [
+            (Mode.DISAGGREGATED, "tp=2", "dp=2", 16, 8),
+            (Mode.DISAGGREGATED, "dp=2", "tp=2", 32, 16),
+            (Mode.CHUNKED, "", "dp=2", 16, 16),
+            (Mode.UNIFIED, "", "tp=2", 16, 8),
+        ]
+    ),
+)
+async def test_streams_are_those_of_a_server_that_keeps_nothing(
+    mode: Mode, prefill: str, decode: str, prefill_page: int, decode_page: int
+) -> None:
+    engine = config(
+        mode, prefill or "tp=1", decode, prefill_page=prefill_page, decode_page=decode_page
+    )
+    streams, run, cached = await converse(with_reuse(engine))
+    assert streams == await reference()
+    assert cached > 0
+    workers = run.cluster._workers
+    assert all(worker.counters["prefix_hit_tokens"] > 0 for worker in workers)
+
+
+async def test_what_the_prefill_mesh_kept_is_sent_from_its_pages_and_verified() -> None:
+    """The decode worker has forgotten: nothing but extracted blocks can bring it the beginning."""
+    async with running(with_reuse(config(prefill="tp=2", decode="dp=2"))) as run:
+        talk = Conversations(run, seed=1)
+        ids = talk.words(150)
+        first = await run.complete(run.request(ids, "first", max_tokens=5, ignore_eos=True))
+        for worker in run.cluster._workers:
+            if worker.name.startswith("decode"):
+                worker._state.residency.clear()  # type: ignore[union-attr]
+        again = await run.complete(run.request(ids, "again", max_tokens=5, ignore_eos=True))
+        assert again.tokens == first.tokens
+        assert again.last is not None and again.last.usage is not None
+        assert again.last.usage.cached_tokens == 144
+        extracts = [one for one in run.recording.prefill if isinstance(one, ExtractBlock)]
+        assert sum(one.valid_tokens * one.groups for one in extracts) == 2 * 144
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("mode", [Mode.DISAGGREGATED, Mode.CHUNKED])
+async def test_on_a_grid_of_whole_chunks_a_hit_gives_the_bits_of_a_miss(mode: Mode) -> None:
+    """In bfloat16, log-probabilities and all: one after the other, so that batches are alike."""
+    engine = config(mode, "tp=2", "tp=2", dtype="bfloat16", chunk=64)
+    heard: list[list[object]] = []
+    for reuse in (False, True):
+        how = with_reuse(engine, grid=64) if reuse else engine
+        async with running(how) as run:
+            talk, said, cached = Conversations(run, seed=5), [], 0
+            history = talk.words(150)
+            for turn in range(4):
+                request = run.request(
+                    history, f"r{turn}", max_tokens=6, ignore_eos=True, logprobs=3
+                )
+                done = await run.complete(request)
+                assert done.last is not None and done.last.usage is not None
+                said.append((done.tokens, done.logprobs))
+                cached += done.last.usage.cached_tokens
+                history += (*done.tokens[0], *talk.words(30))
+        assert (cached > 0) == reuse
+        heard.append(said)
+    assert heard[0] == heard[1]
