@@ -167,7 +167,7 @@ def watch_workers(moments: Moments) -> None:
     before(PrefillWorker, "prefill", computing)
     after(PrefillWorker, "prefill", forget)
     each(OutgoingKv, "offers", offered)
-    before(OutgoingKv, "acknowledge", inserted)
+    one_by_one(OutgoingKv, "acknowledge", inserted)
     each(DecodeWorker, "generate", decoding)
 
 
@@ -179,6 +179,20 @@ def before(owner: type, name: str, what: Callable[..., Awaitable[None]]) -> None
     async def method(self: object, *arguments: object) -> object:
         await what(*arguments)
         return await inner(self, *arguments)
+
+    setattr(owner, name, method)
+
+
+def one_by_one(owner: type, name: str, what: Callable[..., Awaitable[None]]) -> None:
+    """As `before`, for a method of (id, blocks): each block by itself, for a quick receiver tells
+    of several together, and no moment lies between them then."""
+    inner = getattr(owner, name)
+
+    @functools.wraps(inner)
+    async def method(self: object, number: int, blocks: tuple[int, ...]) -> None:
+        for part in [(block,) for block in blocks] or [()]:  # none: it only says that it lives
+            await what(number, part)
+            await inner(self, number, part)
 
     setattr(owner, name, method)
 
