@@ -277,7 +277,7 @@ class ServiceConfig:
         tls_certificate: PEM file; with it and `tls_key` the port speaks TLS alone.
         tls_key: PEM file.
         tls_client_ca: PEM file; clients, too, must show a certificate that it signed.
-        token_file: bearer tokens of clients, one a line.
+        token_file: bearer tokens of clients, one a line; `TOKEN tenant=NAME` says whose it is.
         cluster_token_file: the token that our processes show each other.
         http_port: of the OpenAI-compatible door, with the same host, TLS and tokens; None: there
             is none.

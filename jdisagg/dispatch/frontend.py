@@ -19,6 +19,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypedDict, Unpack
 
+from jdisagg import caller
 from jdisagg.config import LimitsConfig, Mode
 from jdisagg.dispatch.long_texts import LongTexts
 from jdisagg.dispatch.routing_status import RoutingStatus
@@ -170,15 +171,19 @@ class Frontend:
         priority: int = 0,
         resumption: Resumption | None = None,
         life: int = 0,
+        cache_salt: str = "",
         **options: Unpack[SamplingOptions],
     ) -> Request:
         """Validates and tokenizes. Raises InvalidRequestError naming the field, the value and the
         limit.
 
         `resumption`: what the client already has; the path goes on from there. `life`: see
-        `Request`."""
+        `Request`. `tenant`: what the client says; that of its token (`jdisagg.caller`) goes before
+        it. `cache_salt`: narrows whom the request shares KV with."""
         _check_name("request_id", request_id)
         _check_name("tenant", tenant)
+        _check_name("cache_salt", cache_salt)
+        who = caller.current()
         if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise InvalidRequestError(
                 f"priority must be in [{-MAX_PRIORITY}, {MAX_PRIORITY}], got {priority}"
@@ -218,10 +223,11 @@ class Frontend:
             sampling=sampling,
             stop_ids=tuple(dict.fromkeys(stop_ids)),
             deadline_seconds=deadline_seconds,
-            tenant=tenant,
+            tenant=who.tenant_of(tenant),
             priority=priority,
             resumption=resumption,
             life=life,
+            cache_scope=who.cache_scope(tenant, cache_salt),
         )
 
     async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ class GenerateOptions(SamplingOptions, total=False):
     request_id: str | None
     deadline_seconds: float | None
     tenant: str | None
+    cache_salt: str | None
     priority: int | None
 
 
@@ -45,6 +46,7 @@ def asked(prompt: str | None, options: GenerateOptions) -> ClientRequest:
         deadline_seconds=options.get("deadline_seconds"),
         tenant=_text("tenant", options.get("tenant") or ""),
         priority=options.get("priority") or 0,
+        cache_salt=_text("cache_salt", options.get("cache_salt") or ""),
     )
 
 

@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from jdisagg.service import common_pb2 as jdisagg_dot_service_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n jdisagg/service/generation.proto\x12\njdisagg.v1\x1a\x1cjdisagg/service/common.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"9\n\x0c\x43hatMessages\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.jdisagg.v1.ChatMessage\"\xe8\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x14.jdisagg.v1.TokenIdsH\x00\x12(\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x18.jdisagg.v1.ChatMessagesH\x00\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.jdisagg.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x1d\n\x10\x64\x65\x61\x64line_seconds\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x03\x12\x12\n\nresumption\x18\t \x01(\x03\x12,\n\x08\x61\x63\x63\x65pted\x18\n \x03(\x0b\x32\x1a.jdisagg.v1.AcceptedTokens\x12\x0c\n\x04life\x18\x0b \x01(\x04\x42\x08\n\x06promptB\x13\n\x11_deadline_seconds\"c\n\x0e\x41\x63\x63\x65ptedTokens\x12\r\n\x05\x63hild\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\x03\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.jdisagg.v1.FinishReason\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x03\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x03\x12\x15\n\rcached_tokens\x18\x03 \x01(\x03\"\xcf\x01\n\x07Timings\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x14\n\x0cttft_seconds\x18\x02 \x01(\x01\x12\x14\n\x0ctpot_seconds\x18\x03 \x01(\x01\x12\x1b\n\x13handoff_gap_seconds\x18\x04 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x05 \x01(\x01\x12\x16\n\x0ekv_bytes_moved\x18\x06 \x01(\x03\x12\x13\n\x0bpreemptions\x18\x07 \x01(\x03\x12 \n\x18\x65xposed_transfer_seconds\x18\x08 \x01(\x01\"\x91\x02\n\x10GenerateResponse\x12\r\n\x05\x63hild\x18\x01 \x01(\x03\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\x03\x12\x11\n\ttoken_ids\x18\x03 \x03(\x03\x12\x0c\n\x04text\x18\x04 \x01(\t\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.jdisagg.v1.TokenLogprobs\x12/\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x18.jdisagg.v1.FinishReason\x12 \n\x05usage\x18\x07 \x01(\x0b\x32\x11.jdisagg.v1.Usage\x12$\n\x07timings\x18\x08 \x01(\x0b\x32\x13.jdisagg.v1.Timings\x12\x12\n\nrequest_id\x18\t \x01(\t\"U\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12(\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x18.jdisagg.v1.ChatMessagesH\x00\x42\x08\n\x06prompt\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x03\"C\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x03\x12\x1b\n\x13keep_special_tokens\x18\x02 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x11\n\x0fGetModelRequest\"\xcd\x02\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\x12\n\nvocabulary\x18\x03 \x01(\x03\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\x03\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12%\n\x04mode\x18\x06 \x01(\x0e\x32\x17.jdisagg.v1.ServingMode\x12*\n\x0eprefill_layout\x18\x07 \x01(\x0b\x32\x12.jdisagg.v1.Layout\x12)\n\rdecode_layout\x18\x08 \x01(\x0b\x32\x12.jdisagg.v1.Layout\x12\x1a\n\x12kv_bytes_per_token\x18\t \x01(\x03\x12\x0f\n\x07version\x18\n \x01(\t\x12\x35\n\x11sampling_defaults\x18\x0b \x01(\x0b\x32\x1a.jdisagg.v1.SamplingParams\"\x12\n\x10GetStatusRequest\"\xa9\x01\n\x11GetStatusResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.jdisagg.v1.WorkerStatus\x12\x0f\n\x07waiting\x18\x02 \x01(\x03\x12+\n\tdecisions\x18\x03 \x03(\x0b\x32\x18.jdisagg.v1.PastDecision\x12+\n\x08\x61\x63\x63ounts\x18\x04 \x03(\x0b\x32\x19.jdisagg.v1.WorkerAccount\"\xd1\x02\n\x0cPastDecision\x12\x13\n\x0b\x61ge_seconds\x18\x01 \x01(\x01\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07prefill\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\x03\x12#\n\x16predicted_ttft_seconds\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12#\n\x16predicted_step_seconds\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x19\n\x0cttft_seconds\x18\t \x01(\x01H\x02\x88\x01\x01\x12\x19\n\x0ctpot_seconds\x18\n \x01(\x01H\x03\x88\x01\x01\x42\x19\n\x17_predicted_ttft_secondsB\x19\n\x17_predicted_step_secondsB\x0f\n\r_ttft_secondsB\x0f\n\r_tpot_seconds\"\x8f\x01\n\rWorkerAccount\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x10\n\x08\x61ttempts\x18\x02 \x01(\x03\x12\x15\n\runseen_tokens\x18\x03 \x01(\x03\x12\x14\n\x0cunseen_pages\x18\x04 \x01(\x03\x12\x17\n\x0f\x63ommitted_pages\x18\x05 \x01(\x03\x12\x16\n\x0e\x62\x61rred_seconds\x18\x06 \x01(\x01*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03*\x7f\n\x0bServingMode\x12\x1c\n\x18SERVING_MODE_UNSPECIFIED\x10\x00\x12\x1e\n\x1aSERVING_MODE_DISAGGREGATED\x10\x01\x12\x18\n\x14SERVING_MODE_CHUNKED\x10\x02\x12\x18\n\x14SERVING_MODE_UNIFIED\x10\x03\x32\x81\x03\n\x11GenerationService\x12G\n\x08Generate\x12\x1b.jdisagg.v1.GenerateRequest\x1a\x1c.jdisagg.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.jdisagg.v1.TokenizeRequest\x1a\x1c.jdisagg.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.jdisagg.v1.DetokenizeRequest\x1a\x1e.jdisagg.v1.DetokenizeResponse\x12\x45\n\x08GetModel\x12\x1b.jdisagg.v1.GetModelRequest\x1a\x1c.jdisagg.v1.GetModelResponse\x12H\n\tGetStatus\x12\x1c.jdisagg.v1.GetStatusRequest\x1a\x1d.jdisagg.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n jdisagg/service/generation.proto\x12\njdisagg.v1\x1a\x1cjdisagg/service/common.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"9\n\x0c\x43hatMessages\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.jdisagg.v1.ChatMessage\"\xfc\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x14.jdisagg.v1.TokenIdsH\x00\x12(\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x18.jdisagg.v1.ChatMessagesH\x00\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.jdisagg.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x1d\n\x10\x64\x65\x61\x64line_seconds\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x03\x12\x12\n\nresumption\x18\t \x01(\x03\x12,\n\x08\x61\x63\x63\x65pted\x18\n \x03(\x0b\x32\x1a.jdisagg.v1.AcceptedTokens\x12\x0c\n\x04life\x18\x0b \x01(\x04\x12\x12\n\ncache_salt\x18\x0c \x01(\tB\x08\n\x06promptB\x13\n\x11_deadline_seconds\"c\n\x0e\x41\x63\x63\x65ptedTokens\x12\r\n\x05\x63hild\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\x03\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.jdisagg.v1.FinishReason\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x03\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x03\x12\x15\n\rcached_tokens\x18\x03 \x01(\x03\"\xcf\x01\n\x07Timings\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x14\n\x0cttft_seconds\x18\x02 \x01(\x01\x12\x14\n\x0ctpot_seconds\x18\x03 \x01(\x01\x12\x1b\n\x13handoff_gap_seconds\x18\x04 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x05 \x01(\x01\x12\x16\n\x0ekv_bytes_moved\x18\x06 \x01(\x03\x12\x13\n\x0bpreemptions\x18\x07 \x01(\x03\x12 \n\x18\x65xposed_transfer_seconds\x18\x08 \x01(\x01\"\x91\x02\n\x10GenerateResponse\x12\r\n\x05\x63hild\x18\x01 \x01(\x03\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\x03\x12\x11\n\ttoken_ids\x18\x03 \x03(\x03\x12\x0c\n\x04text\x18\x04 \x01(\t\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.jdisagg.v1.TokenLogprobs\x12/\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x18.jdisagg.v1.FinishReason\x12 \n\x05usage\x18\x07 \x01(\x0b\x32\x11.jdisagg.v1.Usage\x12$\n\x07timings\x18\x08 \x01(\x0b\x32\x13.jdisagg.v1.Timings\x12\x12\n\nrequest_id\x18\t \x01(\t\"U\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12(\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x18.jdisagg.v1.ChatMessagesH\x00\x42\x08\n\x06prompt\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x03\"C\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x03\x12\x1b\n\x13keep_special_tokens\x18\x02 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x11\n\x0fGetModelRequest\"\xcd\x02\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\x12\n\nvocabulary\x18\x03 \x01(\x03\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\x03\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12%\n\x04mode\x18\x06 \x01(\x0e\x32\x17.jdisagg.v1.ServingMode\x12*\n\x0eprefill_layout\x18\x07 \x01(\x0b\x32\x12.jdisagg.v1.Layout\x12)\n\rdecode_layout\x18\x08 \x01(\x0b\x32\x12.jdisagg.v1.Layout\x12\x1a\n\x12kv_bytes_per_token\x18\t \x01(\x03\x12\x0f\n\x07version\x18\n \x01(\t\x12\x35\n\x11sampling_defaults\x18\x0b \x01(\x0b\x32\x1a.jdisagg.v1.SamplingParams\"\x12\n\x10GetStatusRequest\"\xa9\x01\n\x11GetStatusResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.jdisagg.v1.WorkerStatus\x12\x0f\n\x07waiting\x18\x02 \x01(\x03\x12+\n\tdecisions\x18\x03 \x03(\x0b\x32\x18.jdisagg.v1.PastDecision\x12+\n\x08\x61\x63\x63ounts\x18\x04 \x03(\x0b\x32\x19.jdisagg.v1.WorkerAccount\"\xd1\x02\n\x0cPastDecision\x12\x13\n\x0b\x61ge_seconds\x18\x01 \x01(\x01\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07prefill\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\x03\x12#\n\x16predicted_ttft_seconds\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12#\n\x16predicted_step_seconds\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x19\n\x0cttft_seconds\x18\t \x01(\x01H\x02\x88\x01\x01\x12\x19\n\x0ctpot_seconds\x18\n \x01(\x01H\x03\x88\x01\x01\x42\x19\n\x17_predicted_ttft_secondsB\x19\n\x17_predicted_step_secondsB\x0f\n\r_ttft_secondsB\x0f\n\r_tpot_seconds\"\x8f\x01\n\rWorkerAccount\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x10\n\x08\x61ttempts\x18\x02 \x01(\x03\x12\x15\n\runseen_tokens\x18\x03 \x01(\x03\x12\x14\n\x0cunseen_pages\x18\x04 \x01(\x03\x12\x17\n\x0f\x63ommitted_pages\x18\x05 \x01(\x03\x12\x16\n\x0e\x62\x61rred_seconds\x18\x06 \x01(\x01*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03*\x7f\n\x0bServingMode\x12\x1c\n\x18SERVING_MODE_UNSPECIFIED\x10\x00\x12\x1e\n\x1aSERVING_MODE_DISAGGREGATED\x10\x01\x12\x18\n\x14SERVING_MODE_CHUNKED\x10\x02\x12\x18\n\x14SERVING_MODE_UNIFIED\x10\x03\x32\x81\x03\n\x11GenerationService\x12G\n\x08Generate\x12\x1b.jdisagg.v1.GenerateRequest\x1a\x1c.jdisagg.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.jdisagg.v1.TokenizeRequest\x1a\x1c.jdisagg.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.jdisagg.v1.DetokenizeRequest\x1a\x1e.jdisagg.v1.DetokenizeResponse\x12\x45\n\x08GetModel\x12\x1b.jdisagg.v1.GetModelRequest\x1a\x1c.jdisagg.v1.GetModelResponse\x12H\n\tGetStatus\x12\x1c.jdisagg.v1.GetStatusRequest\x1a\x1d.jdisagg.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'jdisagg.service.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2504
-  _globals['_FINISHREASON']._serialized_end=2628
-  _globals['_SERVINGMODE']._serialized_start=2630
-  _globals['_SERVINGMODE']._serialized_end=2757
+  _globals['_FINISHREASON']._serialized_start=2524
+  _globals['_FINISHREASON']._serialized_end=2648
+  _globals['_SERVINGMODE']._serialized_start=2650
+  _globals['_SERVINGMODE']._serialized_end=2777
   _globals['_TOKENIDS']._serialized_start=78
   _globals['_TOKENIDS']._serialized_end=101
   _globals['_CHATMESSAGE']._serialized_start=103
@@ -43,35 +43,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGES']._serialized_start=149
   _globals['_CHATMESSAGES']._serialized_end=206
   _globals['_GENERATEREQUEST']._serialized_start=209
-  _globals['_GENERATEREQUEST']._serialized_end=569
-  _globals['_ACCEPTEDTOKENS']._serialized_start=571
-  _globals['_ACCEPTEDTOKENS']._serialized_end=670
-  _globals['_USAGE']._serialized_start=672
-  _globals['_USAGE']._serialized_end=752
-  _globals['_TIMINGS']._serialized_start=755
-  _globals['_TIMINGS']._serialized_end=962
-  _globals['_GENERATERESPONSE']._serialized_start=965
-  _globals['_GENERATERESPONSE']._serialized_end=1238
-  _globals['_TOKENIZEREQUEST']._serialized_start=1240
-  _globals['_TOKENIZEREQUEST']._serialized_end=1325
-  _globals['_TOKENIZERESPONSE']._serialized_start=1327
-  _globals['_TOKENIZERESPONSE']._serialized_end=1364
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1366
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1433
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1435
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1469
-  _globals['_GETMODELREQUEST']._serialized_start=1471
-  _globals['_GETMODELREQUEST']._serialized_end=1488
-  _globals['_GETMODELRESPONSE']._serialized_start=1491
-  _globals['_GETMODELRESPONSE']._serialized_end=1824
-  _globals['_GETSTATUSREQUEST']._serialized_start=1826
-  _globals['_GETSTATUSREQUEST']._serialized_end=1844
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1847
-  _globals['_GETSTATUSRESPONSE']._serialized_end=2016
-  _globals['_PASTDECISION']._serialized_start=2019
-  _globals['_PASTDECISION']._serialized_end=2356
-  _globals['_WORKERACCOUNT']._serialized_start=2359
-  _globals['_WORKERACCOUNT']._serialized_end=2502
-  _globals['_GENERATIONSERVICE']._serialized_start=2760
-  _globals['_GENERATIONSERVICE']._serialized_end=3145
+  _globals['_GENERATEREQUEST']._serialized_end=589
+  _globals['_ACCEPTEDTOKENS']._serialized_start=591
+  _globals['_ACCEPTEDTOKENS']._serialized_end=690
+  _globals['_USAGE']._serialized_start=692
+  _globals['_USAGE']._serialized_end=772
+  _globals['_TIMINGS']._serialized_start=775
+  _globals['_TIMINGS']._serialized_end=982
+  _globals['_GENERATERESPONSE']._serialized_start=985
+  _globals['_GENERATERESPONSE']._serialized_end=1258
+  _globals['_TOKENIZEREQUEST']._serialized_start=1260
+  _globals['_TOKENIZEREQUEST']._serialized_end=1345
+  _globals['_TOKENIZERESPONSE']._serialized_start=1347
+  _globals['_TOKENIZERESPONSE']._serialized_end=1384
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1386
+  _globals['_DETOKENIZEREQUEST']._serialized_end=1453
+  _globals['_DETOKENIZERESPONSE']._serialized_start=1455
+  _globals['_DETOKENIZERESPONSE']._serialized_end=1489
+  _globals['_GETMODELREQUEST']._serialized_start=1491
+  _globals['_GETMODELREQUEST']._serialized_end=1508
+  _globals['_GETMODELRESPONSE']._serialized_start=1511
+  _globals['_GETMODELRESPONSE']._serialized_end=1844
+  _globals['_GETSTATUSREQUEST']._serialized_start=1846
+  _globals['_GETSTATUSREQUEST']._serialized_end=1864
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1867
+  _globals['_GETSTATUSRESPONSE']._serialized_end=2036
+  _globals['_PASTDECISION']._serialized_start=2039
+  _globals['_PASTDECISION']._serialized_end=2376
+  _globals['_WORKERACCOUNT']._serialized_start=2379
+  _globals['_WORKERACCOUNT']._serialized_end=2522
+  _globals['_GENERATIONSERVICE']._serialized_start=2780
+  _globals['_GENERATIONSERVICE']._serialized_end=3165
 # @@protoc_insertion_point(module_scope)

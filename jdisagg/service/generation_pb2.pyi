@@ -51,7 +51,7 @@ class ChatMessages(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "chat", "sampling", "request_id", "deadline_seconds", "tenant", "priority", "resumption", "accepted", "life")
+    __slots__ = ("text", "token_ids", "chat", "sampling", "request_id", "deadline_seconds", "tenant", "priority", "resumption", "accepted", "life", "cache_salt")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,7 @@ class GenerateRequest(_message.Message):
     RESUMPTION_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     LIFE_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
     chat: ChatMessages
@@ -74,7 +75,8 @@ class GenerateRequest(_message.Message):
     resumption: int
     accepted: _containers.RepeatedCompositeFieldContainer[AcceptedTokens]
     life: int
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., deadline_seconds: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., resumption: _Optional[int] = ..., accepted: _Optional[_Iterable[_Union[AcceptedTokens, _Mapping]]] = ..., life: _Optional[int] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., deadline_seconds: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., resumption: _Optional[int] = ..., accepted: _Optional[_Iterable[_Union[AcceptedTokens, _Mapping]]] = ..., life: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class AcceptedTokens(_message.Message):
     __slots__ = ("child", "token_ids", "finish_reason")

@@ -63,6 +63,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             priority=asked.priority,
             resumption=asked.resumption,
             life=asked.life,
+            cache_salt=asked.cache_salt,
             **asked.options,
         )
         assert built.deadline_seconds is not None, "the front gives every request one"

@@ -17,6 +17,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from jdisagg.caller import Caller, calling
 from jdisagg.errors import (
     IncompatiblePeerError,
     InvalidRequestError,
@@ -28,7 +29,7 @@ from jdisagg.errors import (
 from jdisagg.messages.packed import check_protocol
 from jdisagg.messages.spans import WireStatus
 from jdisagg.service import wire
-from jdisagg.service.bearer import Tokens, admits
+from jdisagg.service.bearer import Tokens, identify
 from jdisagg.service.connection import BOOT_KEY, PROTOCOL_KEY, TOKEN_KEY
 from jdisagg.trace_context import incoming, within
 
@@ -88,7 +89,8 @@ class Guard(grpc.aio.ServerInterceptor):
         if handler is None or service not in self._tokens:
             return handler
         metadata = dict(handler_call_details.invocation_metadata or ())
-        refusal, trace = self._refusal(service, metadata), incoming(metadata)
+        caller = identify(self._tokens[service], metadata.get(TOKEN_KEY, ""))
+        refusal, trace = self._refusal(service, caller, metadata), incoming(metadata)
         assert not handler.request_streaming, f"{method}: the guard reads one request of each call"
         # Generated code sets both; gRPC's own types leave them open.
         behaviour = cast(
@@ -101,7 +103,7 @@ class Guard(grpc.aio.ServerInterceptor):
             if refusal is not None:
                 self._refused(method, refusal)
                 return await _abort(context, wire.error_to_status(refusal))
-            with within(trace):
+            with within(trace), calling(caller or Caller()):
                 return await self._run(method, decode, behaviour, data, context)
 
         wrap = (
@@ -129,8 +131,10 @@ class Guard(grpc.aio.ServerInterceptor):
             task.cancel()
         return len(self._running)
 
-    def _refusal(self, service: str, metadata: dict[str, str | bytes]) -> JdisaggError | None:
-        if not admits(self._tokens[service], metadata.get(TOKEN_KEY, "")):
+    def _refusal(
+        self, service: str, caller: Caller | None, metadata: dict[str, str | bytes]
+    ) -> JdisaggError | None:
+        if caller is None:
             return UnauthenticatedError(
                 f"{service} asks for a bearer token; send one that it knows as `authorization:"
                 " Bearer ...`"

@@ -103,6 +103,7 @@ class HttpGeneration:
                 deadline_seconds=asked.deadline_seconds,
                 tenant=asked.tenant,
                 priority=asked.priority,
+                cache_salt=asked.cache_salt,
                 **asked.options,
             )
             record.built(built)

@@ -8,8 +8,9 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from jdisagg.caller import Caller, calling
 from jdisagg.errors import JdisaggError, ShutDownError, UnauthenticatedError, UnavailableError
-from jdisagg.service.bearer import Tokens, admits
+from jdisagg.service.bearer import Tokens, identify
 from jdisagg.service.http_errors import HttpRefusal, error_body, error_headers, http_status
 from jdisagg.service.http_exchange import Exchange, Receive, Scope, Send
 from jdisagg.trace_context import incoming, within
@@ -57,11 +58,11 @@ class HttpGuard:
         assert task is not None
         served = False
         try:
-            self._check(endpoint, exchange)
+            caller = self._check(endpoint, exchange)
             if not endpoint.open:
                 self._running.add(task)
             served = True
-            with within(incoming(exchange.headers)):
+            with within(incoming(exchange.headers)), calling(caller):
                 await endpoint.handle(exchange)
         except asyncio.CancelledError:
             if exchange.disconnected:
@@ -90,7 +91,8 @@ class HttpGuard:
         finally:
             self._running.discard(task)
 
-    def _check(self, endpoint: "Endpoint", exchange: Exchange) -> None:
+    def _check(self, endpoint: "Endpoint", exchange: Exchange) -> Caller:
+        """Who calls. Raises what refuses the request."""
         method = exchange.scope["method"]
         asked = "GET" if method == "HEAD" else method
         if endpoint.method not in (asked, ANY_METHOD):
@@ -99,8 +101,9 @@ class HttpGuard:
                 f"method must be {endpoint.method} here, got {method}", 405, "method_not_allowed"
             )
         if endpoint.open:
-            return
-        if not admits(self._tokens, exchange.headers.get("authorization", "")):
+            return Caller()
+        caller = identify(self._tokens, exchange.headers.get("authorization", ""))
+        if caller is None:
             raise UnauthenticatedError(
                 "the server asks for an API key; send one that it knows as `authorization: Bearer"
                 " ...`"
@@ -110,6 +113,7 @@ class HttpGuard:
                 "the server is shutting down and takes no new requests; ask again later",
                 retry_after_seconds=RETRY_SECONDS,
             )
+        return caller
 
     async def _fail(self, exchange: Exchange, error: JdisaggError) -> None:
         """The error as the reply, or, in a stream that had begun, as its last event."""

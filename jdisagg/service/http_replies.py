@@ -229,4 +229,5 @@ def usage_of(usage: Usage) -> Json:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": total,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }

@@ -95,6 +95,7 @@ class Asked:
     request_id: str = ""
     deadline_seconds: float | None = None
     tenant: str = ""
+    cache_salt: str = ""
     priority: int = 0
     streaming: Streaming | None = None
     token_ids: bool = False
@@ -234,6 +235,7 @@ def _asked(
         request_id=fields.read("request_id", TEXT) or "",
         deadline_seconds=fields.read("deadline_seconds", NUMBER),
         tenant=fields.read("tenant", TEXT) or "",
+        cache_salt=fields.read("cache_salt", TEXT) or "",
         priority=fields.read("priority", INTEGER) or 0,
         streaming=streaming if streams else None,
         token_ids=bool(fields.read("return_token_ids", YES)),

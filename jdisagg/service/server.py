@@ -24,6 +24,7 @@ from jdisagg.config import ServiceConfig
 from jdisagg.dispatch.frontend import Frontend
 from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.observe.request_log import RequestLog
+from jdisagg.service.bearer import token_of
 from jdisagg.service.connection import Credentials, read_pem, read_secret
 from jdisagg.service.generation_service import generation_service
 from jdisagg.service.grpc_life import bind, new_server
@@ -163,7 +164,7 @@ class GenerationServer(GrpcServer):
         scrape: Callable[[], Awaitable[bytes]] | None = None,
     ) -> None:
         log = log or RequestLog()
-        tokens = Reread((config.token_file,), lambda: read_tokens(config.token_file))
+        tokens = Reread((config.token_file,), lambda: read_clients(config.token_file))
         generation = generation_service(frontend, tokens, log)
         self._port = config.port
         self.http: HttpServer | None = None
@@ -209,6 +210,11 @@ class GenerationServer(GrpcServer):
 def read_tokens(path: str) -> tuple[str, ...]:
     """The tokens in a file, one a line; none where there is no path. Raises ConfigError: a file
     without a token would let everybody in."""
+    return tuple(token_of(line) for line in read_clients(path))
+
+
+def read_clients(path: str) -> tuple[str, ...]:
+    """As `read_tokens`, with what stands behind each token: the tenant to whom it belongs."""
     if not path:
         return ()
     tokens = tuple(

@@ -64,6 +64,7 @@ class ClientRequest:
     priority: int = 0
     resumption: Resumption | None = None
     life: int = 0
+    cache_salt: str = ""
 
 
 _SCALARS = (
@@ -102,6 +103,7 @@ def client_request_to_proto(request: ClientRequest) -> pb.GenerateRequest:
         resumption=request.resumption.number if request.resumption is not None else 0,
         accepted=_accepted_to_proto(request.resumption) if request.resumption is not None else None,
         life=request.life,
+        cache_salt=request.cache_salt,
     )
 
 
@@ -124,6 +126,7 @@ def client_request_from_proto(message: pb.GenerateRequest) -> ClientRequest:
         priority=message.priority,
         resumption=_resumption_from_proto(message),
         life=message.life,
+        cache_salt=message.cache_salt,
     )
 
 
