@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdisagg.model_api import Latent
-from jdisagg.ops import paged_attention_pallas
+from jdisagg.ops import latent_attention_pallas, paged_attention_pallas
 from jdisagg.ops.kv_pages import gather_columns, gather_span, span_rows
 from jdisagg.ops.latent_attention import absorb, release
 from jdisagg.ops.online_softmax import MASKED, Softmax, empty, finish, first, fold
@@ -59,10 +59,15 @@ def paged_attention(
     Returns o_BNH in q's dtype."""
     if latent is not None:
         rank = latent.keys_NRH.shape[1]
-        implementation = implementation or ("gather" if platform == "gpu" else "loop")
-        attend = {"loop": _loop, "gather": _gather}[implementation]
-        table_BN = jnp.clip(table_BN, 0, k_pages_PKSH.shape[0] - 1)
         q_BNH = absorb(q_BNH, latent)
+        kernel = platform == "gpu" and latent_attention_pallas.applies(q_BNH, k_pages_PKSH, rank)
+        usual = "pallas" if kernel else "gather" if platform == "gpu" else "loop"
+        attend = {
+            "loop": _loop,
+            "gather": _gather,
+            "pallas": latent_attention_pallas.latent_attention,
+        }[implementation or usual]
+        table_BN = jnp.clip(table_BN, 0, k_pages_PKSH.shape[0] - 1)
         mixed_BNR = attend(
             q_BNH, k_pages_PKSH, rank, table_BN, positions_B, scale=scale, window=window
         )

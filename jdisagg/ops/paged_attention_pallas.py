@@ -99,20 +99,31 @@ def paged_attention(
         interpret=interpret,
         name="jdisagg_paged_attention",
     )(q_BNH.reshape(batch, heads, groups, width), k_pages_PKSH, v_pages_PKSH, table_BN, positions_B)
-    low_B, high_B, share_B = _shares(positions_B, window, even, splits, step)
-    used_BI = (
-        jnp.arange(splits, dtype=jnp.int32)[None, :] * share_B[:, None] < (high_B - low_B)[:, None]
-    )
+    low_B, high_B, share_B = shares(positions_B, window, even, splits, step)
+    o_BKGH = merged(mixed_BKIGH, top_BKIG, total_BKIG, high_B - low_B, share_B)
+    return o_BKGH.astype(q_BNH.dtype).reshape(q_BNH.shape)
+
+
+def merged(
+    mixed_BKIGH: jax.Array,
+    top_BKIG: jax.Array,
+    total_BKIG: jax.Array,
+    steps_B: jax.Array,
+    share_B: jax.Array,
+) -> jax.Array:
+    """The attention [B, K, G, H] of what the splits I of each sequence found, of which those that
+    it had no steps for wrote nothing."""
+    first_I = jnp.arange(mixed_BKIGH.shape[2], dtype=jnp.int32)
+    used_BI = first_I[None, :] * share_B[:, None] < steps_B[:, None]
     used_BKIG = used_BI[:, None, :, None]
     top_BKIG = jnp.where(used_BKIG, top_BKIG, MASKED)
     weight_BKIG = jnp.where(used_BKIG, jnp.exp(top_BKIG - top_BKIG.max(2, keepdims=True)), 0.0)
     total_BKG = jnp.where(used_BKIG, total_BKIG * weight_BKIG, 0.0).sum(2)
     mixed_BKIGH = jnp.where(used_BKIG[..., None], mixed_BKIGH * weight_BKIG[..., None], 0.0)
-    o_BKGH = mixed_BKIGH.sum(2) / jnp.where(total_BKG > 0, total_BKG, 1.0)[..., None]
-    return o_BKGH.astype(q_BNH.dtype).reshape(q_BNH.shape)
+    return mixed_BKIGH.sum(2) / jnp.where(total_BKG > 0, total_BKG, 1.0)[..., None]
 
 
-def _shares(
+def shares(
     position: jax.Array, window: int | None, even: int, splits: int, size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Of a sequence, or of each of several: the first step of `size` positions, the step behind the
@@ -157,7 +168,7 @@ def _kernel(
     q_RH = triton.load(q_ref.at[at_RH], mask=own_RH, other=0.0)
     position = position_ref[...]
     oldest = 0 if window is None else jnp.maximum(position - (window - 1), 0)
-    low, high, share = _shares(position, window, even, splits, size)
+    low, high, share = shares(position, window, even, splits, size)
     begin = low + pl.program_id(2) * share
     precision = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jdisagg.model_api import Latent
+from jdisagg.ops import latent_attention_pallas
 from jdisagg.ops.kv_pages import PastPages
 from jdisagg.ops.paged_attention import Implementation, paged_attention
 from jdisagg.ops.prefill_attention import prefill_attention
@@ -63,6 +64,34 @@ def test_a_decode_step_over_cached_latents_is_attention_to_the_heads_keys(
         implementation=implementation,
     )
     np.testing.assert_allclose(got_BNV, in_words(q_TNH, cached_T1H, latent)[positions], atol=2e-5)
+
+
+@pytest.mark.parametrize(("splits", "heads"), [(None, 3), (2, 20), (1, 16)])
+def test_the_gpus_kernel_mixes_as_a_softmax_written_out(splits: int | None, heads: int) -> None:
+    random = np.random.default_rng(heads)
+    rank, turned, pages, slots = 32, 16, 9, 16
+    q_BNH = random.standard_normal((4, heads, rank + turned)).astype(np.float32)
+    pages_P1SH = random.standard_normal((pages, 1, slots, rank + turned)).astype(np.float32)
+    table_BN = np.array([random.permutation(pages)[:6] for _ in range(4)], np.int32)
+    positions_B = np.array([0, 40, 95, 17], np.int32)
+    got_BNR = jax.jit(
+        lambda *arrays: latent_attention_pallas.latent_attention(
+            arrays[0],
+            arrays[1],
+            rank,
+            *arrays[2:],
+            scale=SCALE,
+            window=None,
+            splits=splits,
+            interpret=True,
+        )
+    )(q_BNH, pages_P1SH, table_BN, positions_B)
+    for b, position in enumerate(positions_B):
+        cached_SH = pages_P1SH[table_BN[b], 0].reshape(-1, rank + turned)[: position + 1]
+        scores_NS = q_BNH[b].astype(np.float64) @ cached_SH.T * SCALE
+        weights_NS = np.exp(scores_NS - scores_NS.max(axis=1, keepdims=True))
+        mixed_NR = weights_NS / weights_NS.sum(axis=1, keepdims=True) @ cached_SH[:, :rank]
+        np.testing.assert_allclose(got_BNR[b], mixed_NR, atol=2e-5)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])

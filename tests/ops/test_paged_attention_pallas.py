@@ -77,7 +77,7 @@ def test_a_long_sequence_in_a_batch_that_fills_the_gpu_is_walked_by_several_prog
     positions = np.array([767, 40, 130], np.int32)
     got = run(arrays, positions, "float32")
     np.testing.assert_allclose(got, expected(*arrays, positions, None), atol=1e-5)
-    shares = paged_attention_pallas._shares(jnp.asarray(positions), None, 1, 6, 64)[2]
+    shares = paged_attention_pallas.shares(jnp.asarray(positions), None, 1, 6, 64)[2]
     assert shares.tolist() == [2, 1, 2]  # steps of 64 positions a program: 12, 1 and 3 of them
 
 
