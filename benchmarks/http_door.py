@@ -57,7 +57,7 @@ class FakeCodec:
     def decode(self, ids: object, *, skip_special_tokens: bool = True) -> str:
         return WORD
 
-    def apply_chat_template(self, messages: object, *, add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(self, messages: object, **how: object) -> str:
         return WORD
 
 

@@ -138,6 +138,27 @@ METRICS = {
             "sampled / greedy decode", "at least 0.9", "", "sampled_grpc_float32", "sampled*|speed"
         ),
         Metric("over gRPC / direct", "at least 0.95", "", "sampled_grpc_float32", "gRPC|speed"),
+        Metric(
+            "HTTP, 512 streams, a token a frame; a core",
+            "at least 100000",
+            "tokens/s",
+            "http_door",
+            "span 1|http|tokens_per_second_a_core",
+        ),
+        Metric(
+            "HTTP, 512 streams, 16 tokens a frame; a core",
+            "at least 100000",
+            "tokens/s",
+            "http_door",
+            "span 16|http|tokens_per_second_a_core",
+        ),
+        Metric(
+            "gRPC, 512 streams, a token a message; a core",
+            "",
+            "tokens/s",
+            "http_door",
+            "span 1|grpc|tokens_per_second_a_core",
+        ),
     ],
     "The hand-off between two processes, six layout pairs (of the bare engine's rate)": [
         *_handoff("16 MB"),
@@ -227,6 +248,7 @@ SCRIPTS = {
     "throughput_float32": "benchmarks.throughput",
     "throughput_bfloat16": "benchmarks.throughput",
     "sampled_grpc_float32": "benchmarks.throughput",
+    "http_door": "benchmarks.http_door",
     "handoff": "benchmarks.handoff",
     "low_load": "benchmarks.low_load",
     "codecs": "benchmarks.codecs",
