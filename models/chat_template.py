@@ -43,19 +43,30 @@ class ChatTemplate:
         self._special = dict(special_tokens)
 
     def render(
-        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        arguments: Mapping[str, object] | None = None,
     ) -> str:
-        """Raises `InvalidRequestError` for messages the template does not take, `CheckpointError`
-        if it is no template."""
+        """Raises `InvalidRequestError` for messages or arguments the template does not take,
+        `CheckpointError` if it is no template."""
         given = [dict(message) for message in messages]
-        try:
-            return self._template.render(
-                messages=given,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special,
+        known: dict[str, object] = {
+            "messages": given,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **self._special,
+        }
+        if taken := sorted(known.keys() & (arguments or {}).keys()):
+            raise InvalidRequestError(
+                f"chat_template_kwargs names {taken[0]!r}, which the server gives the template"
+                " itself; leave it out"
             )
+        try:
+            text = self._template.render({**(arguments or {}), **known})
         except (
             _Refused,
             jinja2.TemplateError,
@@ -70,6 +81,7 @@ class ChatTemplate:
                 f"messages are refused by the model's chat template: {error}; send messages with"
                 " the roles and order it expects"
             ) from error
+        return _within_the_last(text, given) if continue_final_message else text
 
     @cached_property
     def _template(self) -> jinja2.Template:
@@ -86,6 +98,18 @@ class ChatTemplate:
                 f"the model's chat template does not compile ({error}); correct it, or send text"
                 " instead"
             ) from error
+
+
+def _within_the_last(text: str, messages: Sequence[Mapping[str, object]]) -> str:
+    """The text up to the end of the last message's words, which templates may strip."""
+    words = str(messages[-1].get("content", "")).lstrip() if messages else ""
+    for shown in (words, words.rstrip()):
+        if shown and (at := text.rfind(shown)) >= 0:
+            return text[: at + len(shown)]
+    raise InvalidRequestError(
+        "continue_final_message cannot be done: the last message has no words, or the model's chat"
+        " template does not show them as they are; send a prompt instead"
+    )
 
 
 def _raise(message: str) -> None:

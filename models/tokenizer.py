@@ -126,16 +126,27 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        arguments: Mapping[str, object] | None = None,
     ) -> str:
         """The text that the model was taught to see for these messages; it holds its special tokens
-        already."""
+        already. `continue_final_message`: it ends where the last message's words end. `arguments`:
+        what the template may ask for beside the messages."""
         if self._chat is None:
             raise InvalidRequestError(
                 "messages need a chat template and this model has none; send text or token ids"
                 " instead"
             )
-        return self._chat.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._chat.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            arguments=arguments or {},
+        )
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True

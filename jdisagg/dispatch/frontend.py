@@ -16,8 +16,10 @@ import math
 import secrets
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypedDict, Unpack
+
+import msgspec
 
 from jdisagg import caller
 from jdisagg.config import LimitsConfig, Mode
@@ -72,10 +74,15 @@ class ChatTokenizer(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        arguments: Mapping[str, object] | None = None,
     ) -> str:
-        """Raises InvalidRequestError when the model has no chat template or the template refuses
-        the messages."""
+        """See `ChatPrompt`. Raises InvalidRequestError when the model has no chat template or the
+        template refuses the messages."""
         ...
 
 
@@ -110,7 +117,18 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
+    """A conversation, as the model's chat template writes it down.
+
+    Args:
+      add_generation_prompt: The text ends with the beginning of the assistant's answer.
+      continue_final_message: The text ends within the last message, which the model goes on with.
+      arguments: What the template may ask for beside the messages, such as enable_thinking.
+    """
+
     messages: tuple[ChatMessage, ...]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    arguments: Mapping[str, object] = field(default_factory=dict)
 
 
 Prompt = str | TokenPrompt | ChatPrompt
@@ -327,7 +345,13 @@ class Frontend:
             messages = [
                 {"role": message.role, "content": message.content} for message in prompt.messages
             ]
-            text, add_special_tokens = self._codec.apply_chat_template(messages), False
+            add_special_tokens = False
+            text = self._codec.apply_chat_template(
+                messages,
+                add_generation_prompt=prompt.add_generation_prompt,
+                continue_final_message=prompt.continue_final_message,
+                arguments=prompt.arguments,
+            )
         assert isinstance(text, str)
         if within_context:
             self._check_beginning(text)
@@ -412,6 +436,17 @@ class Frontend:
             self._check_text(f"messages[{index}].content", m.content)
             for index, m in enumerate(prompt.messages)
         )
+        if prompt.continue_final_message and prompt.add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt exclude each other: the text ends"
+                " within the last message, or with the beginning of an answer; set one"
+            )
+        try:
+            size_bytes += len(msgspec.json.encode(prompt.arguments))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequestError(
+                f"chat_template_kwargs must be a JSON object: {error}; give plain values"
+            ) from None
         self._check_size("messages", size_bytes)
         return size_bytes + MESSAGE_BYTES * len(prompt.messages)
 

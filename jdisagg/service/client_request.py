@@ -5,6 +5,7 @@ What a value may be, the server judges; here is what protobuf could not hold, or
 something else."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar, cast
 
 from jdisagg.dispatch.frontend import ChatMessage, ChatPrompt, Prompt, SamplingOptions, TokenPrompt
@@ -19,11 +20,14 @@ Messages = Sequence[ChatMessage | Mapping[str, str]]
 
 class GenerateOptions(SamplingOptions, total=False):
     """Keyword arguments of `generate` and `complete`: instead of a text prompt `token_ids` or
-    `messages`, what identifies and bounds the request, and the sampling options. Absent or None is
-    the default."""
+    `messages` (the model goes on with the last one where `continue_final_message` says so; its chat
+    template sees `chat_template_kwargs`), what identifies and bounds the request, and the sampling
+    options. Absent or None is the default."""
 
     token_ids: Sequence[int] | None
     messages: Messages | None
+    continue_final_message: bool | None
+    chat_template_kwargs: Mapping[str, object] | None
     request_id: str | None
     deadline_seconds: float | None
     tenant: str | None
@@ -39,8 +43,21 @@ _REQUEST_OPTIONS = frozenset(GenerateOptions.__annotations__) - frozenset(
 def asked(prompt: str | None, options: GenerateOptions) -> ClientRequest:
     """Raises InvalidRequestError naming the field, the kind of its value and what to give."""
     sampling = {name: value for name, value in options.items() if name not in _REQUEST_OPTIONS}
+    given = _prompt(prompt, options.get("token_ids"), options.get("messages"))
+    goes_on, arguments = options.get("continue_final_message"), options.get("chat_template_kwargs")
+    if isinstance(given, ChatPrompt):
+        given = replace(
+            given,
+            add_generation_prompt=not goes_on,
+            continue_final_message=bool(goes_on),
+            arguments=arguments or {},
+        )
+    elif goes_on or arguments:
+        raise InvalidRequestError(
+            "continue_final_message and chat_template_kwargs are for chats; give messages"
+        )
     return ClientRequest(
-        prompt=_prompt(prompt, options.get("token_ids"), options.get("messages")),
+        prompt=given,
         options=cast(SamplingOptions, sampling),
         request_id=_text("request_id", options.get("request_id") or ""),
         deadline_seconds=options.get("deadline_seconds"),

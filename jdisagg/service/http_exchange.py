@@ -88,9 +88,10 @@ class Exchange:
         """One or several server-sent events, as they stand on the wire."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def end_stream(self) -> None:
+    async def end_stream(self, data: bytes = b"") -> None:
+        """After `data`, its last frames."""
         self.ended = True
-        await self._send({"type": "http.response.body", "body": b""})
+        await self._send({"type": "http.response.body", "body": data})
 
     def abort(self) -> None:
         """Closes the connection, whatever was not read of it."""

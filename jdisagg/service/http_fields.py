@@ -55,6 +55,7 @@ BIASES = FieldKind(
     "an object of token ids and numbers", msgspec.json.Decoder(dict[int, float]).decode
 )
 OBJECT = FieldKind("an object", _object.decode)
+PLAIN_OBJECT = FieldKind("an object", msgspec.json.Decoder(dict[str, object]).decode)
 OBJECTS = FieldKind("a list of objects", msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode)
 ANYTHING: FieldKind[object] = FieldKind("JSON", _any.decode)
 
@@ -90,8 +91,11 @@ class Fields:
 
     def has(self, name: str) -> bool:
         """Whether it is there and not null."""
+        raw = self._raw.get(name)
+        if raw is None:
+            return False
         self._read.add(name)
-        return bytes(self._raw.get(name, b"null")) != b"null"
+        return bytes(raw) != b"null"
 
     def read(self, name: str, kind: FieldKind[T]) -> T | None:
         """Its value; None where it is absent or null. Raises InvalidRequestError."""
@@ -124,13 +128,17 @@ class Fields:
             return None
         return [Fields(one, f"{self._path}{name}[{at}].") for at, one in enumerate(objects)]
 
-    def refuse(self, name: str, neutral: Collection[object], remedy: str) -> None:
-        """Raises InvalidRequestError where a field that is not served asks for something: its value
-        is none of the `neutral` ones."""
-        if self.has(name) and self.read(name, ANYTHING) not in neutral:
-            raise InvalidRequestError(
-                f"{self._path}{name}={shown(self._raw[name])} is not supported; {remedy}"
-            )
+    def refuse(self, refused: Mapping[str, tuple[Collection[object], str]]) -> None:
+        """Raises InvalidRequestError where a field that is not served asks for something.
+
+        Args:
+          refused: By name, the values that ask for nothing, and what to do instead."""
+        for name in self._raw.keys() & refused.keys():
+            neutral, remedy = refused[name]
+            if self.has(name) and self.read(name, ANYTHING) not in neutral:
+                raise InvalidRequestError(
+                    f"{self._path}{name}={shown(self._raw[name])} is not supported; {remedy}"
+                )
 
     def ignore(self, *names: str) -> None:
         """They are known, and say nothing to this server."""

@@ -1,4 +1,4 @@
-"""The HTTP door's generation: /v1/completions and /v1/chat/completions over a `Frontend`.
+"""The HTTP door's generation: /v1/completions, chat/completions and responses over a `Frontend`.
 
 A request of several prompts is as many requests of the frontend, run side by side. The status of a
 reply is known when its first event comes; until then an error is a status, from then on the last
@@ -22,7 +22,6 @@ from jdisagg.service.http_errors import HttpRefusal
 from jdisagg.service.http_exchange import Exchange
 from jdisagg.service.http_fields import Fields
 from jdisagg.service.http_replies import (
-    DONE,
     ChatReply,
     CompletionReply,
     Heading,
@@ -30,13 +29,8 @@ from jdisagg.service.http_replies import (
     Reply,
     ReplyChoice,
 )
-from jdisagg.service.http_requests import (
-    Asked,
-    Streaming,
-    chat_from,
-    completion_from,
-    ignored_header,
-)
+from jdisagg.service.http_requests import Asked, chat_from, completion_from, ignored_header
+from jdisagg.service.http_responses import ResponseReply, response_from
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
 COMMENT_SECONDS = 10.0
@@ -48,7 +42,7 @@ _PLAIN_NOT = re.compile(r"[^\x21-\x7e]")
 
 
 class HttpGeneration:
-    """`completions` and `chats` answer a request each. `limit_bytes`: of a body."""
+    """`completions`, `chats` and `responses` answer a request each. `limit_bytes`: of a body."""
 
     def __init__(self, frontend: Frontend, log: RequestLog, limit_bytes: int) -> None:
         self._frontend = frontend
@@ -61,6 +55,9 @@ class HttpGeneration:
 
     async def chats(self, exchange: Exchange) -> None:
         await self._answer(exchange, "chatcmpl-", chat_from, ChatReply)
+
+    async def responses(self, exchange: Exchange) -> None:
+        await self._answer(exchange, "resp_", response_from, ResponseReply)
 
     async def _answer(
         self, exchange: Exchange, prefix: str, read: Callable[[Fields], Asked], kind: type[Reply]
@@ -83,7 +80,7 @@ class HttpGeneration:
                 pieces = Pieces(self._frontend.piece, self._pieces, asked.tokens_as_ids)
                 reply = kind(heading, asked.streaming, pieces, asked.token_ids)
                 if asked.streaming:
-                    await _stream(exchange, reply, runs, asked.streaming)
+                    await _stream(exchange, reply, runs)
                 else:
                     await _whole(exchange, reply, runs)
 
@@ -172,9 +169,7 @@ async def _whole(exchange: Exchange, reply: Reply, runs: Sequence[_Run]) -> None
     await exchange.reply(reply.whole(choices, _sum(runs)))
 
 
-async def _stream(
-    exchange: Exchange, reply: Reply, runs: Sequence[_Run], streaming: Streaming
-) -> None:
+async def _stream(exchange: Exchange, reply: Reply, runs: Sequence[_Run]) -> None:
     began, opening, opened = asyncio.Event(), asyncio.Lock(), False
     comments = asyncio.ensure_future(_comments(exchange, began))
 
@@ -193,8 +188,7 @@ async def _stream(
         await _together([run.run(take) for run in runs])
     finally:
         comments.cancel()
-    await exchange.frame((reply.usage_chunk(_sum(runs)) if streaming.usage else b"") + DONE)
-    await exchange.end_stream()
+    await exchange.end_stream(reply.end(_sum(runs)))
 
 
 async def _comments(exchange: Exchange, began: asyncio.Event) -> None:
@@ -241,6 +235,7 @@ def _sum(runs: Sequence[_Run]) -> Usage:
     return Usage(
         sum(run.usage.prompt_tokens for run in runs),
         sum(run.usage.completion_tokens for run in runs),
+        sum(run.usage.cached_tokens for run in runs),
     )
 
 

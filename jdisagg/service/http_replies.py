@@ -92,6 +92,7 @@ class Reply:
             "system_fingerprint": heading.version,
         }
         streaming = streaming or Streaming()
+        self._says_usage = streaming.usage
         self._continuous = streaming.usage and streaming.continuous_usage
         self._start = b"data: " + _encode(self._heading)[:-1]
         self._choices = self._start + b',"choices":[{"index":'
@@ -120,8 +121,12 @@ class Reply:
         parts.append(end)
         return b"".join(parts)
 
-    def usage_chunk(self, usage: Usage) -> bytes:
-        """The last frame before the end, with no choices."""
+    def end(self, usage: Usage) -> bytes:
+        """The last frames of a stream."""
+        return (self._usage_chunk(usage) if self._says_usage else b"") + DONE
+
+    def _usage_chunk(self, usage: Usage) -> bytes:
+        """Without choices."""
         return self._start + b',"choices":[],"usage":' + _encode(usage_of(usage)) + b"}\n\n"
 
     def whole(self, choices: Sequence[ReplyChoice], usage: Usage) -> bytes:

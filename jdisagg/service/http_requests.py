@@ -18,6 +18,7 @@ from jdisagg.service.http_fields import (
     INTEGER,
     INTEGERS,
     NUMBER,
+    PLAIN_OBJECT,
     TEXT,
     TEXTS,
     YES,
@@ -64,10 +65,14 @@ _REFUSED_OF_CHATS: dict[str, tuple[tuple[object, ...], str]] = {
     "documents": (([],), "put them into a message"),
     "echo": ((False,), "the last message is known to you"),
 }
+_REFUSED_OF_MESSAGES: dict[str, tuple[tuple[object, ...], str]] = {
+    name: (([],), "the server knows text alone; put it into content")
+    for name in ("tool_calls", "function_call", "audio")
+}
 _WITHOUT_MEANING = (
     *("user", "safety_identifier", "metadata", "store", "service_tier", "verbosity"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction"),
-    *("parallel_tool_calls", "reasoning_effort"),
+    "parallel_tool_calls",
 )
 _PROMPT = FieldKind(
     "a string, a list of strings, a list of token ids or a list of such lists",
@@ -105,7 +110,7 @@ class Asked:
 
 def completion_from(fields: Fields) -> Asked:
     """A body of /v1/completions. Raises InvalidRequestError naming the field."""
-    options = _options(fields)
+    options = sampling_options(fields)
     options["max_tokens"] = fields.read("max_tokens", INTEGER)
     options["logprobs"] = fields.read("logprobs", INTEGER)
     echo = bool(fields.read("echo", YES))
@@ -114,12 +119,12 @@ def completion_from(fields: Fields) -> Asked:
             "echo with logprobs is not supported: only tokens that are generated have"
             " log-probabilities; leave one of the two out"
         )
-    return _asked(fields, completion_prompts(fields), options, echo)
+    return asked_from(fields, completion_prompts(fields), options, echo)
 
 
 def chat_from(fields: Fields) -> Asked:
     """A body of /v1/chat/completions. Raises InvalidRequestError naming the field."""
-    options = _options(fields)
+    options = sampling_options(fields)
     most = fields.read("max_completion_tokens", INTEGER)
     older = fields.read("max_tokens", INTEGER)
     options["max_tokens"] = older if most is None else most
@@ -128,9 +133,8 @@ def chat_from(fields: Fields) -> Asked:
         options["logprobs"] = top or 0
     elif top:
         raise InvalidRequestError(f"top_logprobs={top} needs logprobs; set logprobs to true")
-    for name, (neutral, remedy) in _REFUSED_OF_CHATS.items():
-        fields.refuse(name, neutral, remedy)
-    return _asked(fields, (chat_prompt(fields),), options, echo=False)
+    fields.refuse(_REFUSED_OF_CHATS)
+    return asked_from(fields, (chat_prompt(fields),), options)
 
 
 def completion_prompts(fields: Fields) -> tuple[Prompt, ...]:
@@ -156,7 +160,17 @@ def chat_prompt(fields: Fields) -> ChatPrompt:
     if messages is None:
         raise InvalidRequestError("messages is missing: send a list of objects")
     at_most("messages", len(messages), MAX_MESSAGES)
-    return ChatPrompt(tuple(map(_message, messages)))
+    goes_on = bool(fields.read("continue_final_message", YES))
+    begins = fields.read("add_generation_prompt", YES)
+    arguments = dict(fields.read("chat_template_kwargs", PLAIN_OBJECT) or {})
+    if effort := fields.read("reasoning_effort", TEXT):  # templates that know it ask for it
+        arguments.setdefault("reasoning_effort", effort)
+    return ChatPrompt(
+        tuple(map(chat_message, messages)),
+        add_generation_prompt=not goes_on if begins is None else begins,
+        continue_final_message=goes_on,
+        arguments=arguments,
+    )
 
 
 def ignored_header(fields: Fields) -> bytes:
@@ -172,12 +186,11 @@ def _ids(given: Sequence[object]) -> TokenPrompt:
     return TokenPrompt(tuple(one for one in given if isinstance(one, int)))
 
 
-def _message(message: Fields) -> ChatMessage:
+def chat_message(message: Fields) -> ChatMessage:
     """`developer` is what OpenAI calls the system now; parts of text become its lines, as vLLM
     does."""
     role = message.given("role", TEXT)
-    for name in ("tool_calls", "function_call", "audio"):
-        message.refuse(name, ([],), "the server knows text alone; put it into content")
+    message.refuse(_REFUSED_OF_MESSAGES)
     try:
         content = message.read("content", TEXT) or ""
     except InvalidRequestError:
@@ -195,7 +208,7 @@ def _part(part: Fields) -> str:
     return part.given("text", TEXT)
 
 
-def _options(fields: Fields) -> SamplingOptions:
+def sampling_options(fields: Fields) -> SamplingOptions:
     """What both kinds of request have."""
     options = SamplingOptions(
         logit_bias=fields.read("logit_bias", BIASES),
@@ -212,15 +225,15 @@ def _options(fields: Fields) -> SamplingOptions:
         raise InvalidRequestError(
             f"best_of={best_of} is not supported; ask for n answers and choose among them"
         )
-    for name, (neutral, remedy) in _REFUSED.items():
-        fields.refuse(name, neutral, remedy)
+    fields.refuse(_REFUSED)
     fields.ignore(*_WITHOUT_MEANING)
     return SamplingOptions(**options, **numbers, **integers)
 
 
-def _asked(
-    fields: Fields, prompts: tuple[Prompt, ...], options: SamplingOptions, echo: bool
+def asked_from(
+    fields: Fields, prompts: tuple[Prompt, ...], options: SamplingOptions, echo: bool = False
 ) -> Asked:
+    """The request, of what is read already and of what all kinds of request have beside it."""
     wanted = fields.part("stream_options")
     streaming = Streaming(
         bool(wanted.read("include_usage", YES)), bool(wanted.read("continuous_usage_stats", YES))

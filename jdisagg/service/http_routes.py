@@ -49,6 +49,7 @@ class HttpRoutes:
         endpoints = {
             "/v1/completions": Endpoint(guard, "POST", generation.completions, logs=True),
             "/v1/chat/completions": Endpoint(guard, "POST", generation.chats, logs=True),
+            "/v1/responses": Endpoint(guard, "POST", generation.responses, logs=True),
             "/v1/models": Endpoint(guard, "GET", self._models),
             "/v1/models/{name:path}": Endpoint(guard, "GET", self._model),
             "/tokenize": Endpoint(guard, "POST", self._tokenize),

@@ -6,8 +6,10 @@ Knows what `wire` says. A client's request stays a prompt and options, some unse
 entries costs the event loop, which all streams share, many times what it cost its sender."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from jdisagg.config import Mode
 from jdisagg.dispatch.frontend import (
@@ -381,12 +383,38 @@ def _chat_to_proto(prompt: ChatPrompt) -> pb.ChatMessages:
     return build(
         pb.ChatMessages,
         messages=[build(pb.ChatMessage, role=m.role, content=m.content) for m in prompt.messages],
+        continue_final_message=prompt.continue_final_message,
+        bare=not prompt.add_generation_prompt and not prompt.continue_final_message,
+        arguments_json=_arguments_to_json(prompt.arguments),
     )
 
 
 def _chat_from_proto(message: pb.ChatMessages) -> ChatPrompt:
     at_most("messages", len(message.messages), MAX_MESSAGES)
-    return ChatPrompt(tuple(ChatMessage(m.role, m.content) for m in message.messages))
+    return ChatPrompt(
+        tuple(ChatMessage(m.role, m.content) for m in message.messages),
+        add_generation_prompt=not message.bare and not message.continue_final_message,
+        continue_final_message=message.continue_final_message,
+        arguments=_arguments_from_json(message.arguments_json),
+    )
+
+
+def _arguments_to_json(arguments: Mapping[str, object]) -> str:
+    try:
+        return msgspec.json.encode(arguments).decode() if arguments else ""
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(
+            f"chat_template_kwargs cannot be sent: {error}; give a mapping of JSON's values"
+        ) from None
+
+
+def _arguments_from_json(text: str) -> dict[str, object]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, object]) if text else {}
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise InvalidRequestError(
+            f"arguments_json={_short(text)} must be a JSON object: {error}; send {{...}}"
+        ) from None
 
 
 def _short(value: object) -> str:

@@ -193,10 +193,8 @@ class ThreadSpy:
         self.longest = max(self.longest, len(text))
         return self._codec.encode(text, add_special_tokens=add_special_tokens)
 
-    def apply_chat_template(self, messages, *, add_generation_prompt: bool = True) -> str:
-        return self._codec.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt
-        )
+    def apply_chat_template(self, messages, **how: object) -> str:
+        return self._codec.apply_chat_template(messages, **how)
 
 
 async def test_long_text_is_tokenized_off_the_event_loops_thread() -> None:

@@ -110,6 +110,33 @@ def test_a_conversation_is_rendered_and_encoded_without_a_second_bos(directory: 
     assert ids[0] == 2 and 0 not in ids and tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
+def test_a_conversation_may_end_within_its_last_message(directory: Path) -> None:
+    tokenizer = Tokenizer.from_directory(directory)
+
+    def text(*words: str) -> str:
+        messages = [{"role": "user", "content": one} for one in words]
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=False, continue_final_message=True
+        )
+
+    assert text("a time", " once a ") == (
+        "<|im_start|>user\na time<|im_end|>\n<|im_start|>user\n once a "
+    )
+    with pytest.raises(InvalidRequestError, match="the last message has no words"):
+        text("a time", " ")
+
+
+def test_a_template_sees_what_it_is_given_but_not_in_place_of_the_servers_words(
+    directory: Path,
+) -> None:
+    (directory / "chat_template.jinja").write_text("{{ thinks }}{{ messages | length }}")
+    tokenizer = Tokenizer.from_directory(directory)
+    assert tokenizer.apply_chat_template([], arguments={"thinks": "no", "other": 1}) == "no0"
+    for name in ("messages", "tools", "bos_token"):
+        with pytest.raises(InvalidRequestError, match=f"names '{name}'"):
+            tokenizer.apply_chat_template([], arguments={name: []})
+
+
 def test_a_template_file_wins_and_named_templates_have_a_default(directory: Path) -> None:
     _write(
         directory / "tokenizer_config.json",

@@ -96,6 +96,18 @@ WRONG_CHATS = [
         "must have the type text, got 'image_url'",
     ),
     ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
+    ({"chat_template_kwargs": 3}, "chat_template_kwargs", "must be an object, got 3"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "names 'messages'"),
+    (
+        {"continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message",
+        "exclude each other",
+    ),
+    (
+        {"continue_final_message": True, "messages": [{"role": "user", "content": " "}]},
+        "continue_final_message",
+        "the last message has no words",
+    ),
     ({"logprobs": True, "top_logprobs": 21}, "logprobs", "[0, 20]"),
     ({"tools": [{"type": "function"}]}, "tools", "is not supported"),
     ({"tool_choice": "required"}, "tool_choice", "is not supported"),
@@ -104,9 +116,27 @@ WRONG_CHATS = [
 ]
 
 
+RESPONSES = "/v1/responses"
+WRONG_RESPONSES: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"input": None}, "input", "input is missing"),
+    ({"input": 3}, "input", "a string or a list of messages"),
+    ({"input": [{"type": "reasoning"}]}, "input", "got 'reasoning'"),
+    ({"max_output_tokens": "x"}, "max_output_tokens", "must be an integer"),
+    ({"previous_response_id": "r"}, "previous_response_id", "the server keeps nothing"),
+    ({"tools": [{}]}, "tools", "is not supported"),
+    ({"text": {"format": {"type": "json_object"}}}, "text", "is not supported"),
+]
+USUAL: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "x", "max_tokens": 1},
+    CHATS: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
+    RESPONSES: {"input": "x"},
+}
+
+
 @pytest.mark.parametrize(
     ("path", "change", "param", "words"),
     [
+        *((RESPONSES, *case) for case in WRONG_RESPONSES),
         *((COMPLETIONS, *case) for case in WRONG_COMPLETIONS),
         *((CHATS, *case) for case in WRONG_CHATS),
     ],
@@ -116,11 +146,7 @@ async def test_a_wrong_field_is_named_with_its_value_and_the_rule(
     path: str, change: dict[str, Any], param: str | None, words: str
 ) -> None:
     async with http_door() as door:
-        usual: dict[str, Any] = {"max_tokens": 1}
-        usual["prompt" if path == COMPLETIONS else "messages"] = (
-            "x" if path == COMPLETIONS else [{"role": "user", "content": "x"}]
-        )
-        answer = await door.ask(path, usual | change)
+        answer = await door.ask(path, USUAL[path] | change)
         named(answer, 404 if param == "model" else 400, words)
         assert answer.error["param"] == param
         assert not door.path.requests
@@ -159,7 +185,7 @@ async def test_values_that_ask_for_nothing_are_taken() -> None:
     ],
     ids=["empty", "cut", "not-utf8", "a-list", "words", "deep", "nan", "half", "zeros"],
 )
-@pytest.mark.parametrize("path", [COMPLETIONS, CHATS, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS, "/v1/responses", "/tokenize", "/detokenize"])
 async def test_a_body_that_is_no_json_object_is_refused(
     door: HttpDoor, path: str, body: bytes, words: str
 ) -> None:

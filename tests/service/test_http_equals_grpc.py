@@ -30,7 +30,10 @@ from tests.time_scale import seconds
 
 COSTS = Costs(prefill_token=1e-6, decode_step=1e-5, pull=1e-5, other=1e-6)
 # The toy model knows no small letters.
-TEMPLATE = "{% for m in messages %}<{{ m.role | upper }}>{{ m.content }}{% endfor %}>"
+TEMPLATE = (
+    "{% if first %}{{ first }}{% endif %}{% for m in messages %}<{{ m.role | upper }}>"
+    "{{ m.content }}{% endfor %}>"
+)
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ 0123456789.,"
 
 
@@ -64,7 +67,11 @@ def some_request(draw: random.Random, number: int) -> dict[str, Any]:
     prompts: tuple[dict[str, Any], ...] = (
         {"prompt": text},
         {"token_ids": list(text.encode())},
-        {"messages": [{"role": "system", "content": "BE"}, {"role": "user", "content": text}]},
+        {
+            "messages": [{"role": "system", "content": "BE"}, {"role": "user", "content": text}],
+            "continue_final_message": draw.random() < 0.5 and bool(text.strip()),
+            "chat_template_kwargs": draw.choice([{}, {"first": "NOW"}, {"other": [1, None]}]),
+        },
     )
     most = draw.randint(1, 24)
     options: dict[str, Any] = {

@@ -8,6 +8,7 @@ import openai
 import pytest
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response
 
 from tests.service.doors import FakePath, expected_tokens, text_of
 from tests.service.http_doors import HttpDoor, events, http_door
@@ -216,6 +217,24 @@ async def test_content_may_come_in_parts(door: HttpDoor, content: Any, text: str
     assert prompt == f"<system>s<user>{text}<assistant>"
 
 
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ({}, "<user>hi<assistant>he said"),
+        ({"add_generation_prompt": False}, "<user>hi<assistant>he said"),
+        ({"continue_final_message": True}, "<user>hi<assistant>he said"),
+    ],
+)
+async def test_a_chat_ends_where_the_client_wants(
+    door: HttpDoor, how: dict[str, Any], text: str
+) -> None:
+    messages = [*CHAT, {"role": "assistant", "content": "he said"}]
+    tokens = (await door.ask("/tokenize", {"messages": messages, **how})).fields["tokens"]
+    assert bytes(tokens).decode() == text + ("<assistant>" if not how else "")
+    await door.ask("/v1/chat/completions", {"messages": messages, "max_tokens": 1, **how})
+    assert list(door.path.requests[0].prompt_token_ids) == tokens
+
+
 async def test_texts_become_tokens_and_back(door: HttpDoor) -> None:
     tokens = (await door.ask("/tokenize", {"prompt": "hé", "return_token_strs": True})).fields
     assert tokens["tokens"] == list("hé".encode()) and tokens["count"] == 3
@@ -248,3 +267,52 @@ async def test_version_health_and_metrics_are_there(door: HttpDoor) -> None:
     await door.server.set_ready(False)
     assert (await door.ask("/health")).status == 503
     assert (await door.ask("/metrics")).status == 404
+
+
+async def test_a_response_is_answered_whole(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
+    given: Any = [
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "message", "role": "assistant", "content": "ho"},
+    ]
+    reply = await client.responses.create(
+        model="tiny",
+        instructions="be",
+        input=given,
+        max_output_tokens=4,
+        top_logprobs=1,
+        include=["message.output_text.logprobs"],
+    )
+    strict(reply, Response)
+    assert reply.output_text == made(door.path) and reply.status == "incomplete"
+    assert reply.incomplete_details and reply.incomplete_details.reason == "max_output_tokens"
+    prompt = bytes(door.path.requests[0].prompt_token_ids).decode()
+    assert prompt == "<system>be<user>hi<assistant>ho<assistant>"
+    usage = reply.usage
+    assert usage and (usage.input_tokens, usage.output_tokens) == (len(prompt), 4)
+
+
+async def test_a_response_is_streamed_as_the_events_that_build_it_up(
+    door: HttpDoor, client: openai.AsyncOpenAI
+) -> None:
+    stream = await client.responses.create(
+        model="tiny", input="hi", max_output_tokens=3, stream=True
+    )
+    said = [event async for event in stream]
+    for event in said:
+        strict(event, type(event))
+    assert [event.sequence_number for event in said] == list(range(11))
+    deltas = [event.delta for event in said if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == made(door.path)
+    assert [event.type.removeprefix("response.") for event in said] == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        *["output_text.delta"] * 3,
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "incomplete",
+    ]
+    last = said[-1]
+    assert last.type == "response.incomplete" and last.response.output_text == made(door.path)

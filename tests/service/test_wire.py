@@ -85,6 +85,14 @@ OPTIONS = {
             st.builds(
                 frontend.ChatPrompt,
                 st.lists(st.builds(frontend.ChatMessage, TEXT, TEXT), max_size=3).map(tuple),
+                st.booleans(),
+                arguments=st.dictionaries(TEXT, st.none() | st.booleans() | TEXT, max_size=2),
+            ),
+            st.builds(
+                frontend.ChatPrompt,
+                st.builds(frontend.ChatMessage, TEXT, TEXT).map(lambda message: (message,)),
+                st.just(False),
+                st.just(True),
             ),
         ),
         options=st.fixed_dictionaries({}, optional=OPTIONS),
