@@ -3,13 +3,14 @@ transformers, and no more bytes on the way than its latents have."""
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from jdisagg.config import Mode
+from jdisagg.config import Mode, PrefixConfig
 from jdisagg.engine.research import DecoderLayout, Engine, PrefillLayout
 from jdisagg.layout.axes import Layout
 from models.checkpoint import LoadedModel, load_model
@@ -101,6 +102,28 @@ async def test_many_at_once_with_too_few_pages_give_the_tokens_of_each_alone(mod
         preemptions = sum(status.preemptions for status in await run.cluster.status())
     assert preemptions > 0, "the pages were not few enough"
     assert [one.tokens[0] for one in done] == [whole[start:] for start in starts]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("mode", [Mode.DISAGGREGATED, Mode.CHUNKED])
+async def test_latents_that_stay_serve_later_requests(model: Path, mode: Mode) -> None:
+    prompt, greedy = expected(model)
+    whole = [*prompt, *greedy]
+    sizes = config(
+        mode, "tp=2", "dp=1,tp=2", directory=model, context=128, slots=2, chunk=32, decode_page=8
+    )
+    cached = []
+    async with running(replace(sizes, prefix=PrefixConfig(True, 16))) as run:
+        for index, start in enumerate((40, 40, 70)):
+            request = run.request(
+                whole[:start], f"r{index}", max_tokens=len(whole) - start, ignore_eos=True
+            )
+            done = await run.complete(request)
+            assert done.tokens[0] == whole[start:]
+            assert done.last is not None and done.last.usage is not None
+            cached.append(done.last.usage.cached_tokens)
+    assert cached[0] == 0
+    assert all(count >= 16 for count in cached[1:])
 
 
 @pytest.mark.ci
