@@ -13,9 +13,10 @@ or SIGINT: the router takes no new requests and running ones end, then the worke
 second signal stops all now. Children die with this process, whatever kills it.
 
 --elastic lets prefill and decode workers change places as the load asks for it; launch.switch_role
-does it by hand. --metrics_port=9100 gives the router's metrics there and the workers' on the ports
-that follow. --tls_certificate and --tls_key (one pair for all processes, made for --host) and the
-token files are for every process; KV itself travels unencrypted."""
+does it by hand. --http_port=8000 opens the router's HTTP door, for OpenAI's clients (docs/http.md).
+--metrics_port=9100 gives the router's metrics there and the workers' on the ports that follow.
+--tls_certificate and --tls_key (one pair for all processes, made for --host) and the token files
+are for every process; KV itself travels unencrypted."""
 
 import asyncio
 import os

@@ -94,6 +94,20 @@ def test_of_several_routers_one_changes_roles(tmp_path: Path):
     assert [spec.name for spec in plan.routers()] == ["router", "router-1"]
 
 
+def test_http_ports_of_routers_follow_each_other_and_workers_have_none(tmp_path: Path):
+    engine = override(EngineConfig(), ["service.http_port=8000"])
+    plan = plan_cluster(config(engine=engine, routers=2), tmp_path)
+    made = [plan.router_config(index) for index in range(2)]
+    assert [one.router.service.http_port for one in made] == [8000, 8001]
+    assert all(one.observe.on for one in made), "their /metrics has something to show"
+    assert [one.worker.service.http_port for one in workers(plan)] == [None] * 3
+    drawn = override(EngineConfig(), ["service.http_port=0"])
+    (first,) = plan_cluster(config(engine=drawn), tmp_path).services
+    assert first.http_port and first.http_port != first.port
+    (without,) = plan_cluster(config(), tmp_path).services
+    assert without.http_port is None
+
+
 def test_a_layout_that_its_processes_do_not_divide_is_refused():
     with pytest.raises(
         ConfigError,

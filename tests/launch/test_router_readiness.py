@@ -25,17 +25,19 @@ from jdisagg.service.registry import RegistryClient
 from jdisagg.timeouts import MembershipTimeouts
 from jdisagg.worker.decode_worker import DecodeWorker
 from tests.service.doors import byte_tokenizer, eventually
+from tests.service.http_doors import parse
 from tests.service.test_cluster_over_grpc import Served, served
 
 MODEL = ModelCard("toy", "toy", 89, 64, "float32", 64, "f00")
 
 
 @contextlib.asynccontextmanager
-async def routed(workers: Served) -> AsyncIterator[str]:
-    """A router over these workers, until it is signalled; what it listens on."""
-    (port,) = free_ports("127.0.0.1", 1)
+async def routed(workers: Served) -> AsyncIterator[tuple[str, int]]:
+    """A router over these workers, until it is signalled; what it listens on, and its HTTP port."""
+    port, http_port = free_ports("127.0.0.1", 2)
+    service = ServiceConfig(port=port, http_port=http_port)
     running = asyncio.create_task(
-        Router(RouterConfig(service=ServiceConfig(port=port)), byte_tokenizer(), "toy").run()
+        Router(RouterConfig(service=service), byte_tokenizer(), "toy").run()
     )
     address, links = f"127.0.0.1:{port}", []
     for worker, role, at in zip(
@@ -53,12 +55,22 @@ async def routed(workers: Served) -> AsyncIterator[str]:
         links[-1].start()
     try:
         await eventually(lambda: all(link.registered for link in links))
-        yield address
+        yield address, http_port
     finally:
         os.kill(os.getpid(), signal.SIGTERM)  # the router has taken the signals over
         await running
         for link in links:
             await link.leave()
+
+
+async def healthy(http_port: int) -> bool:
+    """What the HTTP door says."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", http_port)
+    writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    answer = parse(await reader.read())
+    writer.close()
+    assert answer.status in (200, 503)
+    return answer.status == 200
 
 
 async def serving(address: str) -> bool:
@@ -81,11 +93,16 @@ async def test_a_router_whose_workers_are_too_busy_for_a_canary_is_ready_by_what
         return await reserve(worker, call)
 
     monkeypatch.setattr(DecodeWorker, "reserve", full_for_canaries)
-    async with served() as workers, routed(workers) as address, AsyncClient(address) as client:
+    async with (
+        served() as workers,
+        routed(workers) as (address, http_port),
+        AsyncClient(address) as client,
+    ):
         await eventually(lambda: canaries > 0)
         assert not await serving(address), "nothing has shown yet that KV moves"
+        assert not await healthy(http_port)
         answer = await client.complete(token_ids=[1, 2, 3], max_tokens=8, ignore_eos=True)
         assert len(answer.choices[0].token_ids) == 8
         async with asyncio.timeout(20):
-            while not await serving(address):
+            while not (await serving(address) and await healthy(http_port)):
                 await asyncio.sleep(0.05)
