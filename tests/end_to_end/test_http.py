@@ -1,0 +1,75 @@
+"""The HTTP door over the real engine: what it says gRPC says, too, and what a client leaves is
+freed."""
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+import pytest_asyncio
+
+from jdisagg.config import LimitsConfig, ServiceConfig
+from tests.end_to_end.clusters import config
+from tests.end_to_end.doors import Served, served
+from tests.end_to_end.test_service import SENTENCE, mixed_requests
+from tests.service.doors import FakePath, eventually
+from tests.service.http_doors import HttpDoor, request
+from tests.service.test_http_equals_grpc import both
+
+pytestmark = [pytest.mark.ci, pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def door():
+    engine = config(context=256, slots=4, limits=LimitsConfig(handoff_lease_seconds=5.0))
+    async with served(engine, ServiceConfig(port=0, http_port=0, drain_seconds=5.0)) as door:
+        yield door
+
+
+def http(door: Served) -> HttpDoor:
+    return HttpDoor(FakePath(), door.server)
+
+
+async def test_both_doors_give_the_same_ids_text_and_log_probabilities(door: Served) -> None:
+    chats: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": SENTENCE}], "max_tokens": 20, "seed": seed}
+        for seed in range(4)
+    ]
+    requests = [*map(dict, mixed_requests(20, seed=5)), *chats]
+    await asyncio.gather(
+        *(
+            both(http(door), door.client, asked, stream=number % 2 == 0, within=1e-3)
+            for number, asked in enumerate(requests)
+        )
+    )
+    await door.quiet()
+
+
+async def test_openais_client_chats(door: Served) -> None:
+    async with http(door).client() as client:
+        (model,) = [model async for model in client.models.list()]
+        messages: Any = [{"role": "user", "content": "Tell me a story"}]
+        asked: dict[str, Any] = {"model": model.id, "messages": messages, "temperature": 0}
+        whole = await client.chat.completions.create(**asked, max_tokens=20)
+        stream = await client.chat.completions.create(**asked, max_tokens=20, stream=True)
+        pieces = [chunk.choices[0].delta.content async for chunk in stream]
+        assert whole.choices[0].message.content == "".join(piece or "" for piece in pieces)
+        with pytest.raises(openai.BadRequestError, match="context of 256"):
+            await client.chat.completions.create(**asked, max_tokens=256)
+
+
+async def test_a_client_that_goes_away_while_it_decodes_frees_its_slot(door: Served) -> None:
+    fields = {"prompt": SENTENCE, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    connections = [await http(door).connect() for _ in range(3)]
+    for _, writer in connections:
+        writer.write(request("/v1/completions", fields))
+    for reader, _ in connections:
+        await reader.readuntil(b"data: ")
+    door.decode.close()  # so that none of them comes to its end by itself
+    for _, writer in connections:
+        writer.close()
+    state = door.server.http
+    assert state is not None
+    await eventually(lambda: not state._guard._running)
+    door.decode.open()
+    await door.quiet()
