@@ -13,7 +13,7 @@ buckets, no work without a past. On GPU they go to cuDNN (`prefill_attention_cud
 
 Latent attention takes the expanded form among the chunk's tokens and the absorbed one for the past,
 whose keys would else be made anew with each chunk (`ops/latent_attention.py`); on a GPU the whole
-of the page table at once, without a loop."""
+of the page table, in steps that are laid out one behind the other, without a loop."""
 
 from functools import partial
 
@@ -35,6 +35,7 @@ DENSE_TOKENS_PACKED = 512  # a packed chunk gains earlier from skipping key bloc
 KEY_BLOCK = 256
 PAST_QUERIES = 512  # query rows that share one gather of pages
 PAST_POSITIONS = 128
+UNROLLED_POSITIONS = 4096  # of a step where there is no loop: its scores are in memory
 
 
 def prefill_attention(
@@ -236,11 +237,10 @@ def _fold_past(
     at_once: bool,
 ) -> Softmax:
     """Goes on with the tokens that lie in pages, row by row, several pages at a time; `at_once`:
-    all pages of the first row, which alone has a past."""
+    of the first row alone, without a loop."""
     pages, _, slots, _ = past.k_pages_PKSH.shape
-    columns = max(1, min(PAST_POSITIONS // slots, past.table_RN.shape[1]))
-    if at_once:
-        columns = past.table_RN.shape[1]
+    positions = UNROLLED_POSITIONS if at_once else PAST_POSITIONS
+    columns = max(1, min(positions // slots, past.table_RN.shape[1]))
     step = columns * slots
     table_RN = jnp.clip(
         jnp.pad(past.table_RN, ((0, 0), (0, -past.table_RN.shape[1] % columns))), 0, pages - 1
@@ -265,7 +265,11 @@ def _fold_past(
             return fold(state, scores, partial(_mix, v_KSH=v_KSH))
 
         if at_once:
-            return column(jnp.int32(0), state)
+            for number in range(table_RN.shape[1] // columns):
+                # else the scores of all steps may live at once
+                table_1N, state = lax.optimization_barrier((table_1N, state))
+                state = column(jnp.int32(number), state)
+            return state
         begin = 0 if window is None else jnp.maximum(length - window + 1, 0) // step
         end = jnp.where(
             jnp.any(mine_Q1),

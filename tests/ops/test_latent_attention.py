@@ -8,6 +8,7 @@ import pytest
 
 from jdisagg.model_api import Latent
 from jdisagg.ops import latent_attention_pallas
+from jdisagg.ops import prefill_attention as ops_prefill
 from jdisagg.ops.kv_pages import PastPages
 from jdisagg.ops.paged_attention import Implementation, paged_attention
 from jdisagg.ops.prefill_attention import prefill_attention
@@ -96,8 +97,11 @@ def test_the_gpus_kernel_mixes_as_a_softmax_written_out(splits: int | None, head
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("past", [0, 5, 16, 21])
-def test_a_chunk_after_cached_latents_is_attention_to_all_of_them(past: int, platform: str) -> None:
-    """On a GPU without a loop."""
+def test_a_chunk_after_cached_latents_is_attention_to_all_of_them(
+    past: int, platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU without a loop, in steps."""
+    monkeypatch.setattr(ops_prefill, "UNROLLED_POSITIONS", 2 * SLOTS)
     q_TNH, cached_T1H, latent = made(past)
     chunk, count = 48, TOKENS - past
     pad = lambda x: np.concatenate((x[past:], np.zeros((chunk - count, *x.shape[1:]), x.dtype)))  # noqa: E731
