@@ -103,7 +103,7 @@ class ResidencyTree:
         self._block_pages = block_pages
         self._blocks: dict[bytes, tuple[int, ...]] = {}
         self._names: dict[int, bytes] = {}
-        self.evicted_blocks = 0
+        self.evicted_blocks = 0  # for want of room
         ledger.on_given_away(self._given_away)
 
     def __len__(self) -> int:
@@ -205,6 +205,7 @@ class Residency:
 
     @property
     def evicted_blocks(self) -> int:
+        """That were given away for want of room."""
         return sum([tree.evicted_blocks for tree in self._trees])
 
     def chain(self, request: Request, tokens: Sequence[int], known: Chain = ()) -> Chain:

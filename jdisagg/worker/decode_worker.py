@@ -183,7 +183,8 @@ class DecodeWorker(MeshWorker):
         if len(self._reservations) and self._loop.failure is None:
             lease_until = self._clock.now() + self._limits.reservation_lease_seconds
             for group in self._reservations.grant(lease_until):
-                self._count_reuse(len(group.known_tokens), group.cached_tokens)
+                known = len(group.known_tokens)
+                self._count_reuse(self._state.residency, known, group.cached_tokens)
                 self._streams[group.key] = SpanStream(group)
                 self._tickets.pop(group.key).set_result(group)
         self._loop.wake()
@@ -389,7 +390,7 @@ class DecodeWorker(MeshWorker):
         if isinstance(error, BrokenModelError):
             # what it began with may be what broke it
             group.broken = True
-            self._state.residency.clear(group.rank)
+            self._forget_kept(self._state.residency, group.rank, "broken")
         stream = self._streams.get(group.key)
         if stream is not None:
             stream.fail(error)

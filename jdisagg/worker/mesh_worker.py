@@ -18,7 +18,7 @@ from jdisagg.messages.ports import Child, PeerHello, PeerMessage
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import Identity, Request
 from jdisagg.scheduler.executor import Executor
-from jdisagg.scheduler.residency import BlockNames
+from jdisagg.scheduler.residency import BlockNames, Residency
 from jdisagg.telemetry import Counters
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv
 from jdisagg.worker.peers import hello_of
@@ -79,6 +79,7 @@ class MeshWorker(ABC):
         self._sweep_seconds = min(shortest_lease_seconds / 4, limits.timeouts.handoff.sweep_seconds)
         self._sweeping: asyncio.Task[None] | None = None
         self._draining = False
+        self._forgotten = 0  # blocks of KV, not for want of room
         self._quiet = asyncio.Event()
 
     async def start(self) -> None:
@@ -155,11 +156,22 @@ class MeshWorker(ABC):
     def _hand_on(self) -> None:
         """Gives running work to other workers, where that is possible."""
 
-    def _count_reuse(self, tokens: int, cached_tokens: int) -> None:
+    def _count_reuse(self, kept: Residency, tokens: int, cached_tokens: int) -> None:
         """A sequence of so many known tokens got its pages."""
-        if self._context.names is not None:
+        if kept.on:
             self.counters.add("prefix_asked_tokens", tokens)
             self.counters.add("prefix_hit_tokens", cached_tokens)
+            known = self.counters["prefix_blocks_evicted"] - self._forgotten
+            if kept.evicted_blocks > known:
+                count = kept.evicted_blocks - known
+                self.counters.add("prefix_blocks_evicted", count, cause="room")
+
+    def _forget_kept(self, kept: Residency, rank: int, cause: str) -> None:
+        """Nothing that lies on a rank is used again."""
+        blocks = kept.clear(rank)
+        self._forgotten += blocks
+        if blocks:
+            self.counters.add("prefix_blocks_evicted", blocks, cause=cause)
 
     def _check_serving(self, children: tuple[Child, ...]) -> None:
         self._loop.check()

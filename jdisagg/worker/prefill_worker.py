@@ -218,7 +218,7 @@ class PrefillWorker(MeshWorker):
                 break  # those withdrawn shared pages, and gave back fewer than they had
             self._waiting.remove(task.prompt)
             task.rank, task.cached_tokens = rank, cached
-            self._count_reuse(task.prompt.tokens, cached)
+            self._count_reuse(self._residency, task.prompt.tokens, cached)
             if cached:
                 self._backlog.forget(key)
                 self._backlog.add(key, task.prompt.tokens, cached)
@@ -365,7 +365,8 @@ class PrefillWorker(MeshWorker):
         now, started = self._clock.now(), task.started_at
         assert started is not None, "its rows were planned"
         if any(first.token == BROKEN_TOKEN for first in firsts):
-            self._residency.clear(task.rank)  # what it began with may be what broke it
+            # what it began with may be what broke it
+            self._forget_kept(self._residency, task.rank, "broken")
             self._outgoing.end(task.handoff, BrokenModelError())
             return
         tokens = tuple(FirstToken(sample.child, sample.token, sample.logprobs) for sample in firsts)

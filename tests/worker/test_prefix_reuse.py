@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.config import Mode
-from jdisagg.errors import JdisaggError
+from jdisagg.errors import BrokenModelError, JdisaggError
 from jdisagg.request import Request, SamplingParams
 from jdisagg.scheduler.residency import BlockNames
 from tests.fakes.cluster import Cluster, Collected, toy_request
@@ -154,7 +154,9 @@ def test_preempted_sequences_go_on_right_where_pages_are_few(mode: Mode) -> None
         ) as cluster:
             await storm(cluster, Talk(7), requests=60, at_once=6)
             state = cluster.decode._state
-            assert state.preemptions > 0 and state.residency.evicted_blocks > 0
+            assert state.preemptions > 0
+            evicted = state.residency.evicted_blocks
+            assert 0 < cluster.decode.counters["prefix_blocks_evicted"] <= evicted
             assert hits(cluster)[1] > 0
 
     run_virtually(main)
@@ -281,5 +283,27 @@ def test_a_prefill_worker_that_dies_of_a_broken_mesh_leaves_what_the_decode_side
             await asyncio.sleep(10.0)
             status = await cluster.decode.status()
             assert status.free_pages == status.total_pages
+
+    run_virtually(main)
+
+
+def test_a_sequence_whose_logits_are_not_finite_leaves_nothing_and_empties_its_rank() -> None:
+    async def main() -> None:
+        async with Cluster(decode=limits(), prefill=limits(), names=NAMES) as cluster:
+            await cluster.collect(asked(1, prompt(60)))
+            long = asked(2, prompt(60))
+            long = replace(long, sampling=replace(long.sampling, max_tokens=100))
+            running = asyncio.ensure_future(cluster.collect(long))
+            state = cluster.decode._state
+            while not any(state.running):
+                await asyncio.sleep(0.01)
+            cluster.decode.fail(next(iter(state.groups.values())), BrokenModelError())
+            with pytest.raises(BrokenModelError):
+                await running
+            assert len(state.residency._trees[0]) == 0
+            assert cluster.decode.counters.labelled()[
+                "prefix_blocks_evicted", (("cause", "broken"),)
+            ]
+            await cluster.check_quiet()
 
     run_virtually(main)

@@ -1,0 +1,194 @@
+"""What does KV that stays save a conversation, and what does it cost prompts that never repeat?
+
+    python -m benchmarks.residency --name=residency
+
+Two embedded clusters stand side by side over the same random weights; one keeps KV. Conversations
+of eight turns go to both, one at a time and turn by turn (an answer is part of the next prompt),
+then prompts that have nothing in common, four at a time. The order of the two changes with each
+round; the first rounds only compile.
+- ttft: of turns 2 to 8, from the call to the first token.
+- conversation: all turns of one.
+- fresh: prompts without anything in common: what hashing and keeping cost."""
+
+import asyncio
+import statistics
+import time
+
+import jax
+import numpy as np
+from absl import app, flags
+
+from benchmarks import plain_loop
+from benchmarks.measure import paired, save
+from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig, PrefixConfig
+from jdisagg.engine.compilation import use_compilation_cache
+from jdisagg.engine.embedded import EmbeddedCluster
+from jdisagg.layout.axes import Layout
+from jdisagg.model_api import Device
+from jdisagg.ops.parameters import layout_mesh
+from jdisagg.request import Request, SamplingParams
+from models.catalog import read_config
+from models.checkpoint import LoadedModel
+from models.decoder import init_model
+from models.hf_config import HfConfig
+
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Measured rounds, a conversation each.")
+_MODES = flags.DEFINE_list("modes", ["chunked", "disaggregated"], "Which clusters.")
+_FRESH = flags.DEFINE_integer("fresh", 8, "Prompts without anything in common, a round.")
+_NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
+
+TURNS, FIRST, TURN, ANSWER = 8, 1400, 88, 40
+WARM_ROUNDS = 2
+FRESH_TOKENS, AT_ONCE = 700, 4
+
+
+class NoText:
+    """A detokenizer for runs that look at tokens alone."""
+
+    def decode(self, ids: object, *, skip_special_tokens: bool = True) -> str:
+        return ""
+
+
+class Contender:
+    """A cluster of one device a mesh, with or without reuse."""
+
+    def __init__(self, mode: Mode, reuse: bool) -> None:
+        instance = InstanceConfig(
+            layout=Layout(),
+            slots_per_rank=8,
+            growth_tokens=ANSWER,
+            min_chunk_tokens=128,
+            pages_per_rank=160,
+        )
+        config = EngineConfig(
+            model=ModelConfig(context_tokens=3072),
+            mode=mode,
+            prefill=instance,
+            decode=instance,
+            prefix=PrefixConfig(reuse),
+            warm_up=False,
+        )
+        self.cluster = EmbeddedCluster(config, _load, NoText(), jax.devices())
+        self.conversation_seconds: list[float] = []
+        self.ttft_seconds: list[float] = []
+        self.fresh_seconds: list[float] = []
+        self.prompt_tokens = self.cached_tokens = 0
+        self._count = 0
+
+    async def ask(self, prompt: tuple[int, ...], tokens: int) -> tuple[float, tuple[int, ...]]:
+        """Seconds to the first token, and the answer."""
+        self._count += 1
+        params = SamplingParams(max_tokens=tokens, temperature=0.0)
+        began, first, answer = time.perf_counter(), 0.0, []
+        async for event in self.cluster.stream(Request(f"r{self._count}", prompt, params)):
+            if event.token_ids and not answer:
+                first = time.perf_counter() - began
+            answer += event.token_ids
+            if event.usage:
+                self.prompt_tokens += event.usage.prompt_tokens
+                self.cached_tokens += event.usage.cached_tokens
+        return first, tuple(answer)
+
+    async def converse(self, words: np.ndarray) -> None:
+        """One conversation; `words` are what its user says in all turns."""
+        history: tuple[int, ...] = tuple(words[:FIRST].tolist())
+        began = time.perf_counter()
+        for turn in range(TURNS):
+            if turn:
+                at = FIRST + (turn - 1) * TURN
+                history += tuple(words[at : at + TURN].tolist())
+            first, answer = await self.ask(history, ANSWER)
+            history += answer
+            if turn:
+                self.ttft_seconds.append(first)
+        self.conversation_seconds.append(time.perf_counter() - began)
+
+    async def fresh(self, prompts: np.ndarray) -> None:
+        began = time.perf_counter()
+        for low in range(0, len(prompts), AT_ONCE):
+            batch = [tuple(prompt.tolist()) for prompt in prompts[low : low + AT_ONCE]]
+            await asyncio.gather(*(self.ask(prompt, 4) for prompt in batch))
+        self.fresh_seconds.append(time.perf_counter() - began)
+
+    def forget(self) -> None:
+        """What warm rounds measured does not count."""
+        for seconds in (self.conversation_seconds, self.ttft_seconds, self.fresh_seconds):
+            seconds.clear()
+        self.prompt_tokens = self.cached_tokens = 0
+
+
+_LOADED: dict[Device, LoadedModel] = {}
+
+
+def _load(layout: Layout, devices: tuple[Device, ...]) -> LoadedModel:
+    device = devices[0]
+    if device not in _LOADED:
+        with jax.default_device(device):
+            hf = HfConfig(plain_loop.MEASURED_MODEL, "the measured model")
+            model = init_model(read_config(hf), jax.random.key(0))
+        mesh = layout_mesh(layout, plain_loop.KV_HEADS, [device])
+        _LOADED[device] = LoadedModel(model, mesh, layout)
+    return _LOADED[device]
+
+
+async def compare(mode: Mode) -> dict[str, object]:
+    kept, plain = Contender(mode, reuse=True), Contender(mode, reuse=False)
+    both = [kept, plain]
+    for one in both:
+        await one.cluster.start()
+    rng = np.random.default_rng(0)
+    hits = (0, 0)
+    try:
+        for number in range(WARM_ROUNDS + _ROUNDS.value):
+            words = rng.integers(3, plain_loop.VOCABULARY, FIRST + TURNS * TURN)
+            prompts = rng.integers(3, plain_loop.VOCABULARY, (_FRESH.value, FRESH_TOKENS))
+            if number == WARM_ROUNDS:
+                for one in both:
+                    one.forget()
+            for one in both[:: 1 if number % 2 else -1]:
+                before = one.prompt_tokens, one.cached_tokens
+                await one.converse(words)
+                if one is kept and number >= WARM_ROUNDS:
+                    hits = (
+                        hits[0] + one.prompt_tokens - before[0],
+                        hits[1] + one.cached_tokens - before[1],
+                    )
+            for one in both[:: 1 if number % 2 else -1]:
+                await one.fresh(prompts)
+    finally:
+        for one in both:
+            await one.cluster.stop()
+    ttft = [statistics.median(one.ttft_seconds) for one in both]
+    figures = {
+        "cached part of prompts": hits[1] / hits[0],
+        "ttft of turns 2 to 8": paired(kept.ttft_seconds, plain.ttft_seconds),
+        "median ttft ratio": ttft[1] / ttft[0],
+        "conversation": paired(kept.conversation_seconds, plain.conversation_seconds),
+        "fresh": paired(kept.fresh_seconds, plain.fresh_seconds),
+    }
+    speeds = {
+        name: round(statistics.median(a / b for a, b in zip(theirs, ours, strict=True)), 3)
+        for name, ours, theirs in (
+            ("conversation", kept.conversation_seconds, plain.conversation_seconds),
+            ("fresh", kept.fresh_seconds, plain.fresh_seconds),
+        )
+    }
+    print(
+        f"{mode.value}: {100 * hits[1] / hits[0]:.1f} % of prompts cached; p50 ttft of turns 2 to 8"
+        f" {1e3 * ttft[0]:.1f} ms against {1e3 * ttft[1]:.1f} ({ttft[1] / ttft[0]:.2f} x);"
+        f" speed of conversations {speeds['conversation']}, of fresh prompts {speeds['fresh']}",
+        flush=True,
+    )
+    return figures
+
+
+def main(_: list[str]) -> None:
+    jax.config.update("jax_num_cpu_devices", 2)
+    use_compilation_cache("~/.cache/jdisagg/xla")
+    figures = {mode: asyncio.run(compare(Mode(mode))) for mode in _MODES.value}
+    if _NAME.value:
+        print(save(_NAME.value, figures))
+
+
+if __name__ == "__main__":
+    app.run(main)
