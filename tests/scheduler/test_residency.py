@@ -14,7 +14,7 @@ from jdisagg.config import PrefixConfig
 from jdisagg.errors import ConfigError
 from jdisagg.request import Request
 from jdisagg.scheduler.page_ledger import LedgerError, PageLedger, pages_for
-from jdisagg.scheduler.residency import BlockNames, Chain, Residency
+from jdisagg.scheduler.residency import BlockNames, Chain, Residency, ResidencyTree
 
 PAGES = 24
 PAGE_SIZE = 8
@@ -82,12 +82,10 @@ class ResidencyMachine(RuleBasedStateMachine):
         owner = self.some(data)
         tokens = self.sequences[owner]
         longer = tokens + (3,) * more
-        held = self.ledger.count(owner)
-        missing = pages_for(len(longer), PAGE_SIZE) - held
-        if self.ledger.extend(owner, missing) is not None:
-            index = len(tokens) // PAGE_SIZE
-            if len(tokens) % PAGE_SIZE and self.ledger.references(self.ledger.pages(owner)[-1]) > 1:
-                return
+        pages, index = self.ledger.pages(owner), len(tokens) // PAGE_SIZE
+        if len(tokens) % PAGE_SIZE and self.ledger.references(pages[index]) > 1:
+            return
+        if self.ledger.extend(owner, pages_for(len(longer), PAGE_SIZE) - len(pages)) is not None:
             self.sequences[owner] = longer
             self.write(owner, index * PAGE_SIZE)
 
@@ -134,12 +132,11 @@ class ResidencyMachine(RuleBasedStateMachine):
                 assert self.holds[pages[index]] == due
 
     @invariant()
-    def every_known_block_has_its_parent(self) -> None:
+    def every_kept_page_has_one_name(self) -> None:
         tree = self.residency._trees[0]
-        for name, tokens in self.known.items():
-            if name in tree:
-                chain = self.residency.chain(request(), tokens)
-                assert tree.match(chain) == len(chain)
+        assert tree._names.keys() == self.ledger._kept
+        assert len(tree._names) == len(tree) * GRAIN // PAGE_SIZE
+        assert all(tree._names[page] == name for name in self.known for page in self.of(tree, name))
 
     @invariant()
     def a_block_holds_what_its_name_says(self) -> None:
@@ -148,6 +145,9 @@ class ResidencyMachine(RuleBasedStateMachine):
             if name in tree:
                 written = [token for page in tree.pages((name,)) for token in self.holds[page]]
                 assert tuple(written) == tokens[-GRAIN:]
+
+    def of(self, tree: ResidencyTree, name: bytes) -> tuple[int, ...]:
+        return tree.pages((name,)) if name in tree else ()
 
     def teardown(self) -> None:
         for owner in list(self.sequences):
