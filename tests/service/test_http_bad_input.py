@@ -7,17 +7,20 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from jdisagg.config import ServiceConfig
 from jdisagg.service import http_exchange, http_server
 from tests.service.doors import eventually, expected_tokens, text_of
 from tests.service.http_doors import Answer, HttpDoor, events, http_door, one_answer, parse, request
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 LIMIT_BYTES = 1 << 20
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def door() -> AsyncIterator[HttpDoor]:
     """With a stream that runs; it must come to its end, whole, whatever is sent beside it."""
     async with http_door(service=ServiceConfig(max_message_bytes=LIMIT_BYTES)) as one:
@@ -143,13 +146,12 @@ USUAL: dict[str, dict[str, Any]] = {
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
 async def test_a_wrong_field_is_named_with_its_value_and_the_rule(
-    path: str, change: dict[str, Any], param: str | None, words: str
+    door: HttpDoor, path: str, change: dict[str, Any], param: str | None, words: str
 ) -> None:
-    async with http_door() as door:
-        answer = await door.ask(path, USUAL[path] | change)
-        named(answer, 404 if param == "model" else 400, words)
-        assert answer.error["param"] == param
-        assert not door.path.requests
+    answer = await door.ask(path, USUAL[path] | change)
+    named(answer, 404 if param == "model" else 400, words)
+    assert answer.error["param"] == param
+    assert len(door.path.requests) == 1, "the one that runs beside"
 
 
 async def test_values_that_ask_for_nothing_are_taken() -> None:
