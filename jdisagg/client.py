@@ -268,6 +268,15 @@ class AsyncClient:
         reply = await self._unary(self._stub.GetStatus, pb.GetStatusRequest())
         return wire_generation.routing_from_proto(reply)
 
+    async def reset_cache(self) -> int:
+        """Lets workers forget the KV that they keep for later requests; returns how many blocks.
+
+        Raises:
+            UnauthenticatedError: the token belongs to a tenant.
+            UnavailableError: a worker does not answer; what it keeps may still be used.
+        """
+        return (await self._unary(self._stub.ResetCache, pb.ResetCacheRequest())).blocks
+
     async def close(self) -> None:
         """Ends what runs; nothing more can be asked. Idempotent."""
         self._closed = True
@@ -394,6 +403,10 @@ class Client:
     def routing(self) -> RoutingStatus:
         """As `AsyncClient.routing`."""
         return _result(self._client.routing())
+
+    def reset_cache(self) -> int:
+        """As `AsyncClient.reset_cache`."""
+        return _result(self._client.reset_cache())
 
     def close(self) -> None:
         """Ends what runs; nothing more can be asked. Idempotent."""

@@ -25,7 +25,7 @@ from jdisagg import caller
 from jdisagg.config import LimitsConfig, Mode
 from jdisagg.dispatch.long_texts import LongTexts
 from jdisagg.dispatch.routing_status import RoutingStatus
-from jdisagg.errors import InvalidRequestError, UnavailableError
+from jdisagg.errors import InvalidRequestError, UnauthenticatedError, UnavailableError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.ports import close_stream
 from jdisagg.messages.worker_status import WorkerStatus
@@ -59,6 +59,8 @@ class ServingPath(Protocol):
     def stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]: ...
 
     async def status(self) -> tuple[WorkerStatus, ...]: ...
+
+    async def reset_cache(self) -> int: ...
 
     async def drain(self) -> None: ...
 
@@ -309,6 +311,17 @@ class Frontend:
 
     async def status(self) -> tuple[WorkerStatus, ...]:
         return await self._path.status()
+
+    async def reset_cache(self) -> int:
+        """Every worker forgets the KV that it keeps; returns how many blocks. Raises
+        UnauthenticatedError to whom belongs to a tenant: it is everybody's."""
+        who = caller.current()
+        if who.tenant:
+            raise UnauthenticatedError(
+                f"the cache is that of all tenants, and the token is {who.tenant!r}'s; send one"
+                " that belongs to none"
+            )
+        return await self._path.reset_cache()
 
     async def _tokens(self, prompt: Prompt, within_context: bool) -> tuple[int, ...]:
         if isinstance(prompt, TokenPrompt):

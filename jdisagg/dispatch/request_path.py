@@ -250,6 +250,20 @@ class RequestPath:
         """The router's last decisions, and its own account of the workers."""
         return self.placer.status()
 
+    async def reset_cache(self) -> int:
+        """Every worker forgets the KV that it keeps; returns how many blocks that were. Raises
+        UnavailableError where one does not answer: what it keeps may still be used."""
+        cluster, seconds = self._context.cluster, self._context.limits.timeouts.request
+        ports = {**cluster.prefill, **cluster.decode}
+        try:
+            async with asyncio.timeout(seconds.status_seconds):
+                return sum(await asyncio.gather(*(port.reset_cache() for port in ports.values())))
+        except TimeoutError:
+            raise UnavailableError(
+                f"not all of {', '.join(ports)} answered within {seconds.status_seconds:g} s; what"
+                " they keep may still be used: ask again"
+            ) from None
+
     async def drain(self) -> None:
         """Refuses new requests and returns when the running ones have ended."""
         self._draining = True

@@ -224,6 +224,11 @@ class PrefillPort(Protocol):
         """Idempotent; frees compute, offers and pages of the hand-off."""
         ...
 
+    async def reset_cache(self) -> int:
+        """Nothing that is kept here is used again, nor what running sequences leave; returns how
+        many blocks were forgotten."""
+        ...
+
     async def status(self) -> WorkerStatus: ...
 
 
@@ -248,6 +253,11 @@ class DecodePort(Protocol):
     async def cancel(self, reservation_id: int, child: int | None = None) -> None:
         """Idempotent; frees the slot within one step and the pages at once (KV in flight within its
         lease). `child` None is all."""
+        ...
+
+    async def reset_cache(self) -> int:
+        """Nothing that is kept here is used again, nor what running sequences leave; returns how
+        many blocks were forgotten."""
         ...
 
     async def status(self) -> WorkerStatus: ...

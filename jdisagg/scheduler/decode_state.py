@@ -174,7 +174,8 @@ class DecodeState:
         """The blocks that its pages are full of: KV of the prompt and of all it generated but the
         newest token. Steps that ran ahead wrote behind these."""
         group = child.group
-        if not self.residency.on or child.stage is Stage.RESERVED or group.broken:
+        stale = group.epoch != self.residency.epoch
+        if not self.residency.on or child.stage is Stage.RESERVED or stale:
             return ()
         if not self.residency.keeps_answers:
             return group.chain

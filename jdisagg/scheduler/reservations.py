@@ -209,6 +209,7 @@ class Reservations:
         prompt_pages = pages_for(known, size)
         own_pages = pages_for(self._covered(waiting, growth_tokens), size) - prompt_pages
         group.chain, group.cached_tokens = waiting.chain, self._cached_tokens(waiting, rank)
+        group.epoch = self._state.residency.epoch
         held = self._state.residency.reserve(
             rank, group.key, group.chain, group.cached_tokens, prompt_pages
         )

@@ -10,7 +10,9 @@ would let a client make prompts that meet.
 `ResidencyTree` is one dp rank's: it names pages that its ledger keeps. A sequence that begins with
 known blocks adopts their pages, read-only, and computes or receives the rest. When a sequence ends
 its full blocks stay. Kept pages that nobody holds are free pages to everyone else and are given
-away when no other is left: least recently used first, and of a chain its end before its beginning.
+away when no other is left: least recently used first, and of a chain its end before its beginning
+(unless the beginning was computed twice and somebody holds the end with the other copy: what is
+left of such a chain is not found until its beginning is known again).
 
 `Residency` is a mesh's: the trees of its ranks, or none (nothing is kept). Pure: knows no arrays,
 clocks or random sources.
@@ -18,7 +20,7 @@ clocks or random sources.
 Invariants (each is a test of the same name in tests/scheduler/test_residency.py):
 - free_held_and_kept_pages_are_all_pages
 - a_held_page_is_never_given_away
-- every_known_block_has_its_parent
+- every_kept_page_has_one_name
 - a_block_holds_what_its_name_says
 - namespaces_never_meet"""
 
@@ -188,6 +190,7 @@ class Residency:
         block_pages = self.block_tokens // page_size
         self._trees = [ResidencyTree(ledger, block_pages) for ledger in ledgers] if names else []
         self.cut_tokens = names.cut_tokens if names else None
+        self.epoch = 0  # counts how often it was cleared: what began before is not kept either
 
     @property
     def on(self) -> bool:
@@ -251,7 +254,9 @@ class Residency:
 
     def clear(self, rank: int | None = None) -> int:
         """Nothing that lies here is used again, on a rank or on all; returns how many blocks were
-        forgotten. What sequences hold, they go on with."""
+        forgotten. What sequences hold, they go on with; whoever keeps an `epoch` of before lets go
+        of it without a chain."""
+        self.epoch += 1
         trees = self._trees if rank is None else self._trees[rank : rank + 1]
         return sum([tree.clear() for tree in trees])
 

@@ -88,7 +88,7 @@ class SequenceGroup:
     that KV is written to until the group is ready; `copies` are the shared last pages to copy then
     (rank, source, destination). `until`: the deadline of the call that generates from it. The first
     `cached_tokens` positions hold their KV from the beginning; `chain` names the blocks of what was
-    known. `broken`: nothing that it wrote may be used by others."""
+    known, in `epoch` of what is kept."""
 
     key: int
     request: Request
@@ -103,7 +103,7 @@ class SequenceGroup:
     root_held: bool = True
     cached_tokens: int = 0
     chain: Chain = ()
-    broken: bool = False
+    epoch: int = 0
 
     @property
     def prompt_tokens(self) -> int:

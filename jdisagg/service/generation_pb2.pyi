@@ -204,6 +204,16 @@ class GetModelResponse(_message.Message):
     sampling_defaults: _common_pb2.SamplingParams
     def __init__(self, name: _Optional[str] = ..., family: _Optional[str] = ..., vocabulary: _Optional[int] = ..., context_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., mode: _Optional[_Union[ServingMode, str]] = ..., prefill_layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., decode_layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., kv_bytes_per_token: _Optional[int] = ..., version: _Optional[str] = ..., sampling_defaults: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
 
+class ResetCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResetCacheResponse(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    def __init__(self, blocks: _Optional[int] = ...) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -59,6 +59,11 @@ class GenerationServiceStub:
                 request_serializer=jdisagg_dot_service_dot_generation__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=jdisagg_dot_service_dot_generation__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.ResetCache = channel.unary_unary(
+                '/jdisagg.v1.GenerationService/ResetCache',
+                request_serializer=jdisagg_dot_service_dot_generation__pb2.ResetCacheRequest.SerializeToString,
+                response_deserializer=jdisagg_dot_service_dot_generation__pb2.ResetCacheResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer:
@@ -95,6 +100,13 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetCache(self, request, context):
+        """Nothing that workers keep of earlier requests is used again. Refused to a token that belongs to a tenant.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -122,6 +134,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=jdisagg_dot_service_dot_generation__pb2.GetStatusRequest.FromString,
                     response_serializer=jdisagg_dot_service_dot_generation__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'ResetCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetCache,
+                    request_deserializer=jdisagg_dot_service_dot_generation__pb2.ResetCacheRequest.FromString,
+                    response_serializer=jdisagg_dot_service_dot_generation__pb2.ResetCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -259,6 +276,33 @@ class GenerationService:
             '/jdisagg.v1.GenerationService/GetStatus',
             jdisagg_dot_service_dot_generation__pb2.GetStatusRequest.SerializeToString,
             jdisagg_dot_service_dot_generation__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jdisagg.v1.GenerationService/ResetCache',
+            jdisagg_dot_service_dot_generation__pb2.ResetCacheRequest.SerializeToString,
+            jdisagg_dot_service_dot_generation__pb2.ResetCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -113,6 +113,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         reply.workers.extend(map(wire.worker_status_to_proto, await self._frontend.status()))
         return reply
 
+    async def ResetCache(
+        self, request: pb.ResetCacheRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ResetCacheResponse:
+        return pb.ResetCacheResponse(blocks=await self._frontend.reset_cache())
+
 
 def _deadline(asked_seconds: float | None, call_seconds: float | None) -> float | None:
     """The sooner of the request's own deadline and the gRPC call's; gRPC says infinity where the

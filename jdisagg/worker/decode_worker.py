@@ -389,7 +389,6 @@ class DecodeWorker(MeshWorker):
         """Ends a group, and its stream with an error."""
         if isinstance(error, BrokenModelError):
             # what it began with may be what broke it
-            group.broken = True
             self._forget_kept(self._state.residency, group.rank, "broken")
         stream = self._streams.get(group.key)
         if stream is not None:
@@ -399,6 +398,9 @@ class DecodeWorker(MeshWorker):
         self._settle()
 
     # ---- the worker
+
+    async def reset_cache(self) -> int:
+        return self._forget_kept(self._state.residency, None, "reset")
 
     async def stop(self) -> None:
         await super().stop()

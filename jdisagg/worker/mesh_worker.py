@@ -166,12 +166,13 @@ class MeshWorker(ABC):
                 count = kept.evicted_blocks - known
                 self.counters.add("prefix_blocks_evicted", count, cause="room")
 
-    def _forget_kept(self, kept: Residency, rank: int, cause: str) -> None:
-        """Nothing that lies on a rank is used again."""
+    def _forget_kept(self, kept: Residency, rank: int | None, cause: str) -> int:
+        """Nothing that lies on a rank (None: on any) is used again; returns how many blocks."""
         blocks = kept.clear(rank)
         self._forgotten += blocks
         if blocks:
             self.counters.add("prefix_blocks_evicted", blocks, cause=cause)
+        return blocks
 
     def _check_serving(self, children: tuple[Child, ...]) -> None:
         self._loop.check()

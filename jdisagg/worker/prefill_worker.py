@@ -70,7 +70,7 @@ class PrefillTask:
         self.prompt = prompt
         self.call = call
         self.chain = chain
-        self.cached_tokens = 0
+        self.cached_tokens = self.epoch = 0
         self.extracting: set[int] = set()
         self.firsts: tuple[FirstToken, ...] | None = None
         self.handoff = OutgoingHandoff(
@@ -217,7 +217,7 @@ class PrefillWorker(MeshWorker):
             if pages is None:
                 break  # those withdrawn shared pages, and gave back fewer than they had
             self._waiting.remove(task.prompt)
-            task.rank, task.cached_tokens = rank, cached
+            task.rank, task.cached_tokens, task.epoch = rank, cached, self._residency.epoch
             self._count_reuse(self._residency, task.prompt.tokens, cached)
             if cached:
                 self._backlog.forget(key)
@@ -380,7 +380,8 @@ class PrefillWorker(MeshWorker):
     def _end_if_done(self, task: PrefillTask) -> None:
         """When its tokens are known and all of it is offered, its pages are for others."""
         if task.firsts is not None and not task.extracting:
-            self._stop_computing(task, task.chain)
+            fresh = task.epoch == self._residency.epoch
+            self._stop_computing(task, task.chain if fresh else ())
             self._outgoing.finish(task.handoff, task.end)
 
     def _stop_computing(self, task: PrefillTask, chain: Chain = ()) -> None:
@@ -392,6 +393,9 @@ class PrefillWorker(MeshWorker):
             self._loop.wake()
 
     # ---- the worker
+
+    async def reset_cache(self) -> int:
+        return self._forget_kept(self._residency, None, "reset")
 
     def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
         task = self._tasks.pop(handoff.sequence)

@@ -138,6 +138,9 @@ class FakePath:
     async def status(self) -> tuple[WorkerStatus, ...]:
         return (STATUS,)
 
+    async def reset_cache(self) -> int:
+        return 7
+
 
 def text_of(tokens: tuple[int, ...]) -> str:
     return "".join(map(chr, tokens))

@@ -58,6 +58,10 @@ class Worker:
     async def cancel_prefill(self, handoff_id: int) -> None:
         self.told.append(handoff_id)
 
+    async def reset_cache(self) -> int:
+        self.told.append("reset_cache")
+        return 3
+
     async def reserve(self, call: ReserveCall) -> Reservation:
         self.told.append(call)
         if call.attempt > 1:

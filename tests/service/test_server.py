@@ -46,7 +46,7 @@ async def test_reflection_describes_the_service(door: Door) -> None:
 
     services, methods = await asyncio.to_thread(look)
     assert {"jdisagg.v1.GenerationService", "grpc.health.v1.Health"} <= set(services)
-    assert methods == ["Generate", "Tokenize", "Detokenize", "GetModel", "GetStatus"]
+    assert methods == ["Generate", "Tokenize", "Detokenize", "GetModel", "GetStatus", "ResetCache"]
 
 
 async def test_a_port_that_is_taken_is_a_clear_error(door: Door) -> None:

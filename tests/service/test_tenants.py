@@ -4,12 +4,14 @@ within that."""
 import random
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jdisagg.caller import Caller, calling, current
 from jdisagg.client import AsyncClient
 from jdisagg.config import ServiceConfig
+from jdisagg.errors import UnauthenticatedError
 from jdisagg.request import Request
 from jdisagg.scheduler.residency import BlockNames
 from jdisagg.service.bearer import identify, token_of
@@ -51,6 +53,18 @@ def test_outside_of_a_door_nobody_in_particular_calls() -> None:
     with calling(Caller("acme")):
         assert current().tenant == "acme"
     assert current().cache_scope("", "") == ""
+
+
+async def test_who_belongs_to_a_tenant_may_not_empty_the_cache_of_all(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("\n".join(LINES))
+    async with http_door(service=ServiceConfig(token_file=str(file))) as door:
+        target = f"127.0.0.1:{door.server._port}"
+        async with AsyncClient(target, token="one") as client:
+            with pytest.raises(UnauthenticatedError, match="'acme'"):
+                await client.reset_cache()
+        async with AsyncClient(target, token="four") as client:
+            assert await client.reset_cache() == 7
 
 
 async def test_blocks_of_two_tenants_have_no_name_in_common_whatever_they_send(

@@ -307,3 +307,25 @@ def test_a_sequence_whose_logits_are_not_finite_leaves_nothing_and_empties_its_r
             await cluster.check_quiet()
 
     run_virtually(main)
+
+
+@pytest.mark.parametrize("mode", [Mode.DISAGGREGATED, Mode.CHUNKED])
+def test_a_reset_empties_all_and_what_runs_leaves_nothing_either(mode: Mode) -> None:
+    async def main() -> None:
+        async with Cluster(
+            mode, decode=limits(), prefill=limits(), names=NAMES, wire=True
+        ) as cluster:
+            first = asked(1, prompt(60))
+            await cluster.collect(first)
+            long = asked(2, prompt(60))
+            long = replace(long, sampling=replace(long.sampling, max_tokens=100))
+            running = asyncio.ensure_future(cluster.collect(long))
+            while not any(cluster.decode._state.running):
+                await asyncio.sleep(0.01)
+            assert await cluster.path.reset_cache() > 0
+            cluster.check_against_oracle(long, await running)
+            assert await cached_of(cluster, asked(3, prompt(60))) == 0
+            assert await cached_of(cluster, asked(4, prompt(60))) == 48
+            await cluster.check_quiet()
+
+    run_virtually(main)
