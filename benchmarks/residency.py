@@ -37,8 +37,8 @@ _MODES = flags.DEFINE_list("modes", ["chunked", "disaggregated"], "Which cluster
 _FRESH = flags.DEFINE_integer("fresh", 8, "Prompts without anything in common, a round.")
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
 
-TURNS, FIRST, TURN, ANSWER = 8, 1400, 88, 40
-WARM_ROUNDS = 2
+TURNS, FIRST, TURN, ANSWER = 8, 1280, 88, 24
+WARM_ROUNDS = 1
 FRESH_TOKENS, AT_ONCE = 700, 4
 
 
