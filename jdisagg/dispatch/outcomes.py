@@ -62,5 +62,8 @@ class OutcomeTap:
     async def status(self) -> tuple[WorkerStatus, ...]:
         return await self._path.status()
 
+    async def reset_cache(self) -> int:
+        return await self._path.reset_cache()
+
     async def drain(self) -> None:
         await self._path.drain()

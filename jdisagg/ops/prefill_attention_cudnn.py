@@ -86,6 +86,7 @@ def one_sequence(
             local_window_size=None if window is None else (window - 1, 0),
             implementation=implementation,
         )[0]
+    assert past.v_pages_PKSH is not None, "latents have a form of their own"
     length = jnp.where(past.count > 0, past.lengths_R[0], 0)
     if window is not None:
         return _within_window(
@@ -122,6 +123,7 @@ def _within_window(
     implementation: Implementation,
 ) -> jax.Array:
     """A chunk behind the last tokens of its past that its window may reach."""
+    assert past.v_pages_PKSH is not None, "latents have a form of their own"
     pages, _, slots, _ = past.k_pages_PKSH.shape
     reach = min(-(-(window - 1) // slots), past.table_RN.shape[1]) * slots
     if reach == 0:
