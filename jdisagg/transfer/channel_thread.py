@@ -75,7 +75,8 @@ class ComputeWait:
         self._jobs: queue.PriorityQueue[tuple[float, int, Sequence[jax.Array], Callable[[], None]]]
         self._jobs = queue.PriorityQueue()
         self._count = itertools.count()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     def then(self, number: int, arrays: Sequence[jax.Array], job: Callable[[], None]) -> None:
         """From any thread; never blocks. `job` must be quick, and is called also where the
@@ -83,8 +84,9 @@ class ComputeWait:
         self._jobs.put((number, next(self._count), arrays, job))
 
     def close(self) -> None:
-        """Ends when what it waits for is there. Does not wait for it."""
+        """Ends when what it waits for is there. Waits for it, for a while."""
         self._jobs.put((-1, next(self._count), (), _nothing))
+        self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
         while True:

@@ -107,7 +107,7 @@ class KvSender:
         self._clock, self._end, self._link, self._options = clock, end, link, options
         self._memory = memory
         self._numbers = itertools.count()
-        self._computing = ComputeWait("kv-wait")
+        self._computing = ComputeWait("kv-wait") if memory else None
         self._timeouts = options.timeouts
         self._lock = threading.Lock()
         self._offers: dict[int, OfferedBlock] = {}
@@ -290,7 +290,7 @@ class KvSender:
         posted: tuple[PostedPiece, ...],
     ) -> None:
         shards = [offer.shards[source] for source in {piece.source for piece in pieces}]
-        if all(map(is_ready, shards)):
+        if self._computing is None or all(map(is_ready, shards)):
             return self._share(receiver, request, offer, pieces, posted)
         share = functools.partial(self._share, receiver, request, offer, pieces, posted)
         self._computing.then(offer.number, shards, lambda: self._thread.submit(share))
@@ -463,7 +463,8 @@ class KvSender:
     def _close_all(self) -> None:
         for receiver in list(self._doors):
             self._close_door(receiver)
-        self._computing.close()
+        if self._computing is not None:
+            self._computing.close()
         if self._memory is not None:
             self._memory.close()
         with self._lock:

@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import jax
@@ -207,6 +208,7 @@ def test_no_memory_is_kept_when_all_is_over(loopback: Loopback, ends: Ends) -> N
         settled(lambda channel=channel: channel.under_way() == 0)
     for channel in loopback.channels.values():
         channel.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
     settled(lambda: collected() and regions() == 0)
 
 
