@@ -14,7 +14,6 @@ from jdisagg.config import EngineConfig, Mode, PrefixConfig
 from jdisagg.messages.step_commands import ExtractBlock
 from jdisagg.request import Request
 from tests.end_to_end.clusters import Completed, Running, config, running
-from tests.lanes import first_quick
 
 WORDS = ("once upon a time there was a little dog who lived in the forest").split()  # noqa: SIM905
 
@@ -91,16 +90,15 @@ async def reference() -> list[object]:
     return _REFERENCE
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("mode", "prefill", "decode", "prefill_page", "decode_page"),
-    first_quick(
-        [
-            (Mode.DISAGGREGATED, "tp=2", "dp=2", 16, 8),
-            (Mode.DISAGGREGATED, "dp=2", "tp=2", 32, 16),
-            (Mode.CHUNKED, "", "dp=2", 16, 16),
-            (Mode.UNIFIED, "", "tp=2", 16, 8),
-        ]
-    ),
+    [
+        (Mode.DISAGGREGATED, "tp=2", "dp=2", 16, 8),
+        (Mode.DISAGGREGATED, "dp=2", "tp=2", 32, 16),
+        (Mode.CHUNKED, "", "dp=2", 16, 16),
+        (Mode.UNIFIED, "", "tp=2", 16, 8),
+    ],
 )
 async def test_streams_are_those_of_a_server_that_keeps_nothing(
     mode: Mode, prefill: str, decode: str, prefill_page: int, decode_page: int
