@@ -22,7 +22,6 @@ from jdisagg.errors import (
     IncompatiblePeerError,
     InvalidRequestError,
     JdisaggError,
-    ShutDownError,
     UnauthenticatedError,
     UnavailableError,
 )
@@ -31,6 +30,7 @@ from jdisagg.messages.spans import WireStatus
 from jdisagg.service import wire
 from jdisagg.service.bearer import Tokens, identify
 from jdisagg.service.connection import BOOT_KEY, PROTOCOL_KEY, TOKEN_KEY
+from jdisagg.service.draining import DrainingGuard, cut_short, shutting_down
 from jdisagg.trace_context import incoming, within
 
 Reply = TypeVar("Reply")
@@ -55,10 +55,9 @@ class Service:
     internal: bool = False
 
 
-class Guard(grpc.aio.ServerInterceptor):
-    """One per server. `refuse`, `idle` and `cut` are the steps of a drain. `boot_id`: this
-    process's, where it has one. `refused` gets the method and the error of every call that is
-    answered before it reaches its service."""
+class Guard(DrainingGuard, grpc.aio.ServerInterceptor):
+    """One per server. `boot_id`: this process's, where it has one. `refused` gets the method and
+    the error of every call that is answered before it reaches its service."""
 
     def __init__(
         self,
@@ -66,6 +65,7 @@ class Guard(grpc.aio.ServerInterceptor):
         boot_id: int | None = None,
         refused: Callable[[str, JdisaggError], None] = lambda method, error: None,
     ) -> None:
+        super().__init__()
         self._refused = refused
         self._tokens = {service.name: service.tokens for service in services}
         self._lasting = {
@@ -73,10 +73,6 @@ class Guard(grpc.aio.ServerInterceptor):
         }
         self._internal = {service.name for service in services if service.internal}
         self._boot = f"{boot_id:x}" if boot_id is not None else None
-        self._unhurried: set[asyncio.Task[object]] = set()
-        self._running: set[asyncio.Task[object]] = set()
-        self._refusing = False
-        self._cutting = False
 
     async def intercept_service(
         self,
@@ -113,24 +109,6 @@ class Guard(grpc.aio.ServerInterceptor):
         )
         return wrap(guarded, None, handler.response_serializer)
 
-    def refuse(self) -> None:
-        """From now on new calls are UNAVAILABLE."""
-        self._refusing = True
-
-    async def idle(self, timeout_seconds: float) -> bool:
-        """Waits until no call runs; False when the time is over first."""
-        if self._running:
-            await asyncio.wait(set(self._running), timeout=timeout_seconds)
-        return not self._running
-
-    def cut(self) -> int:
-        """Ends the running calls with UNAVAILABLE; returns how many there were that a drain waits
-        for."""
-        self._cutting = True
-        for task in (*self._running, *self._unhurried):
-            task.cancel()
-        return len(self._running)
-
     def _refusal(
         self, service: str, caller: Caller | None, metadata: dict[str, str | bytes]
     ) -> JdisaggError | None:
@@ -165,10 +143,7 @@ class Guard(grpc.aio.ServerInterceptor):
         served = False
         try:
             if self._cutting or (self._refusing and method not in self._lasting):
-                raise UnavailableError(
-                    "the server is shutting down and takes no new requests; ask again later",
-                    retry_after_seconds=5.0,
-                )
+                raise shutting_down()
             (self._unhurried if method in self._lasting else self._running).add(task)
             request = _decoded(method, decode, data)
             served = True
@@ -177,10 +152,7 @@ class Guard(grpc.aio.ServerInterceptor):
             if not self._cutting or context.cancelled():
                 raise
             task.uncancel()
-            cut = ShutDownError(
-                "the server shut down before the request had ended", retry_after_seconds=5.0
-            )
-            status = wire.error_to_status(cut)
+            status = wire.error_to_status(cut_short())
         except JdisaggError as error:
             # The status and not the error, whose traceback would hold this frame, and with it the
             # request, until a collection.

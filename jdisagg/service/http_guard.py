@@ -9,14 +9,14 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from jdisagg.caller import Caller, calling
-from jdisagg.errors import JdisaggError, ShutDownError, UnauthenticatedError, UnavailableError
+from jdisagg.errors import JdisaggError, UnauthenticatedError
 from jdisagg.service.bearer import Tokens, identify
+from jdisagg.service.draining import DrainingGuard, cut_short, shutting_down
 from jdisagg.service.http_errors import HttpRefusal, error_body, error_headers, http_status
 from jdisagg.service.http_exchange import Exchange, Receive, Scope, Send
 from jdisagg.trace_context import incoming, within
 
 Handler = Callable[[Exchange], Awaitable[None]]
-RETRY_SECONDS = 5.0
 # How long a client that does not read may keep an error from being its last event.
 LAST_SECONDS = 1.0
 ANY_METHOD = ""
@@ -24,33 +24,14 @@ ANY_METHOD = ""
 log = logging.getLogger(__name__)
 
 
-class HttpGuard:
-    """`refuse`, `idle` and `cut` are the steps of a drain. `refused` gets the path and the error of
-    every request that is answered before it reaches its handler."""
+class HttpGuard(DrainingGuard):
+    """`refused` gets the path and the error of every request that is answered before it reaches its
+    handler."""
 
     def __init__(self, tokens: Tokens, refused: Callable[[str, JdisaggError], None]) -> None:
+        super().__init__()
         self._tokens = tokens
         self._refused = refused
-        self._running: set[asyncio.Task[object]] = set()
-        self._refusing = False
-        self._cutting = False
-
-    def refuse(self) -> None:
-        """From now on new requests are 503."""
-        self._refusing = True
-
-    async def idle(self, timeout_seconds: float) -> bool:
-        """Waits until no request runs; False when the time is over first."""
-        if self._running:
-            await asyncio.wait(set(self._running), timeout=timeout_seconds)
-        return not self._running
-
-    def cut(self) -> int:
-        """Ends the running requests with 503; returns how many there were."""
-        self._cutting = True
-        for task in self._running:
-            task.cancel()
-        return len(self._running)
 
     async def run(self, endpoint: "Endpoint", exchange: Exchange) -> None:
         """Answers one request."""
@@ -71,13 +52,7 @@ class HttpGuard:
             if not self._cutting:
                 raise
             task.uncancel()
-            await self._fail(
-                exchange,
-                ShutDownError(
-                    "the server shut down before the request had ended",
-                    retry_after_seconds=RETRY_SECONDS,
-                ),
-            )
+            await self._fail(exchange, cut_short())
         except JdisaggError as error:
             if not served or not endpoint.logs:
                 self._refused(exchange.scope["path"], error)
@@ -109,10 +84,7 @@ class HttpGuard:
                 " ...`"
             )
         if self._refusing or self._cutting:
-            raise UnavailableError(
-                "the server is shutting down and takes no new requests; ask again later",
-                retry_after_seconds=RETRY_SECONDS,
-            )
+            raise shutting_down()
         return caller
 
     async def _fail(self, exchange: Exchange, error: JdisaggError) -> None:

@@ -80,12 +80,7 @@ class HttpServer:
         self._drained = True
         self._routes.ready = False
         self._guard.refuse()
-        idle = asyncio.ensure_future(self._guard.idle(self._config.drain_seconds))
-        forced = asyncio.ensure_future(self._forced.wait())
-        await asyncio.wait((idle, forced), return_when=asyncio.FIRST_COMPLETED)
-        idle.cancel()
-        forced.cancel()
-        if cut := self._guard.cut():
+        if cut := await self._guard.end(self._config.drain_seconds, self._forced):
             log.warning("shutting down: %d running HTTP requests cut short", cut)
             await self._guard.idle(DEFAULT_TIMEOUTS.call.cleanup_seconds)
         await self._close()

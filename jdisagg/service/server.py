@@ -126,13 +126,7 @@ class GrpcServer:
         # A client that watches health and does not read could hold this up for ever.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._health.enter_graceful_shutdown(), self._cleanup_seconds)
-        idle = asyncio.ensure_future(self._guard.idle(self._config.drain_seconds))
-        forced = asyncio.ensure_future(self._forced.wait())
-        await asyncio.wait((idle, forced), return_when=asyncio.FIRST_COMPLETED)
-        idle.cancel()
-        forced.cancel()
-        cut = self._guard.cut()
-        if cut:
+        if cut := await self._guard.end(self._config.drain_seconds, self._forced):
             log.warning("shutting down: %d running requests cut short", cut)
             await self._guard.idle(self._cleanup_seconds)
         await self._server.stop(grace=self._cleanup_seconds)
