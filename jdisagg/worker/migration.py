@@ -16,15 +16,13 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
 from jdisagg.errors import HandoffError, JdisaggError
-from jdisagg.messages.ports import HandoffEnd, Offer
-from jdisagg.messages.step_commands import ExtractBlock, ExtractResult, StepResult
-from jdisagg.scheduler.blocks import split_blocks
+from jdisagg.messages.ports import HandoffEnd
+from jdisagg.messages.step_commands import ExtractResult, StepResult
 from jdisagg.scheduler.decode_state import DecodeState
-from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage
 from jdisagg.telemetry import Counters
 from jdisagg.timeouts import HandoffTimeouts
-from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv
+from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv, extraction, offers_of_pages
 from jdisagg.worker.step_loop import StepLoop
 
 MOST_ROUNDS = 4
@@ -151,43 +149,16 @@ class MigrationSender:
 
     async def _offer(self, child: Sequence, handoff: OutgoingHandoff, start: int, end: int) -> None:
         """Extracts positions [start, end) in all layer groups; returns when all are computed."""
-        limits = self._state.limits
+        limits, key = self._state.limits, self._checksum_key
+        pages = self._state.ledgers[child.rank].pages(child.key)
         waiting: list[Coroutine[None, None, None]] = []
-        largest = limits.chunk_buckets[-1]
-        for first in range(start, end, largest):
-            for at, block_tokens, valid_tokens in split_blocks(
-                min(largest, end - first), limits.granule_tokens, limits.whole_blocks
-            ):
-                for band in limits.bands(block_tokens):
-                    offer = Offer(
-                        offer_id=self._ids(),
-                        group=band.start,
-                        groups=len(band),
-                        start=first + at,
-                        valid_tokens=valid_tokens,
-                        block_tokens=block_tokens,
-                        rank=child.rank,
-                    )
-                    command = self._extract_command(child, offer)
-                    handoff.announce((offer,))
-                    # submitted here, so that pages are still ours
-                    waiting.append(self._announce_sum(self._loop.submit(command), handoff))
+        for offer in offers_of_pages(limits, child.rank, start, end, self._ids):
+            number = self._loop.next_number()
+            command = extraction(number, offer, pages, limits.page_size, key)
+            handoff.announce((offer,))
+            # submitted here, so that pages are still ours
+            waiting.append(self._announce_sum(self._loop.submit(command), handoff))
         await asyncio.gather(*waiting)
-
-    def _extract_command(self, child: Sequence, offer: Offer) -> ExtractBlock:
-        covered = pages_for(offer.start + offer.valid_tokens, self._state.limits.page_size)
-        return ExtractBlock(
-            step=self._loop.next_number(),
-            offer_id=offer.offer_id,
-            rank=offer.rank,
-            group=offer.group,
-            groups=offer.groups,
-            start=offer.start,
-            valid_tokens=offer.valid_tokens,
-            block_tokens=offer.block_tokens,
-            pages=self._state.ledgers[child.rank].pages(child.key)[:covered],
-            checksum_key=self._checksum_key,
-        )
 
     async def _announce_sum(
         self, extracting: "asyncio.Future[StepResult]", handoff: OutgoingHandoff

@@ -11,14 +11,17 @@ ones. Knows no scheduler; of the mesh only that offers are released there."""
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 
 from jdisagg.clock import Clock
 from jdisagg.config import LimitsConfig
 from jdisagg.errors import HandoffError, JdisaggError, UnavailableError
 from jdisagg.messages.ports import HandoffEnd, Offer, OfferChecksum, PeerHello, PeerMessage
-from jdisagg.messages.step_commands import BlockChecksum, ReleaseOffers
+from jdisagg.messages.step_commands import BlockChecksum, ExtractBlock, ReleaseOffers
+from jdisagg.scheduler.blocks import split_blocks
+from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import Handoff, HandoffEvent, HandoffState, sweep
+from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.telemetry import Counters
 from jdisagg.worker.peers import check_hello
 from jdisagg.worker.step_loop import StepLoop
@@ -278,3 +281,44 @@ class OutgoingKv:
         self._handoffs.pop(handoff.handoff_id, None)
         self._over.append(handoff.handoff_id)
         self._ended(handoff, error)
+
+
+def offers_of_pages(
+    limits: MeshLimits, rank: int, start: int, end: int, new_id: Callable[[], int]
+) -> Iterator[Offer]:
+    """The blocks that positions [start, end) of a sequence whose KV lies in pages of `rank` go out
+    as, in all layer groups."""
+    largest = limits.chunk_buckets[-1]
+    for first in range(start, end, largest):
+        for at, block_tokens, valid_tokens in split_blocks(
+            min(largest, end - first), limits.granule_tokens, limits.whole_blocks
+        ):
+            for band in limits.bands(block_tokens):
+                yield Offer(
+                    offer_id=new_id(),
+                    group=band.start,
+                    groups=len(band),
+                    start=first + at,
+                    valid_tokens=valid_tokens,
+                    block_tokens=block_tokens,
+                    rank=rank,
+                )
+
+
+def extraction(
+    step: int, offer: Offer, pages: Sequence[int], page_size: int, checksum_key: int
+) -> ExtractBlock:
+    """What makes an offer of a sequence's `pages`, of which it reads those up to its end."""
+    covered = pages_for(offer.start + offer.valid_tokens, page_size)
+    return ExtractBlock(
+        step=step,
+        offer_id=offer.offer_id,
+        rank=offer.rank,
+        group=offer.group,
+        groups=offer.groups,
+        start=offer.start,
+        valid_tokens=offer.valid_tokens,
+        block_tokens=offer.block_tokens,
+        pages=tuple(pages[:covered]),
+        checksum_key=checksum_key,
+    )

@@ -39,7 +39,6 @@ from jdisagg.messages.step_commands import (
 )
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.scheduler.backlog import Backlog
-from jdisagg.scheduler.blocks import split_blocks
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
 from jdisagg.scheduler.prefill_admission import (
@@ -53,7 +52,7 @@ from jdisagg.scheduler.prefill_batches import PrefillBatches, PrefillJob
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.scheduler.sequences import sample_spec
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
-from jdisagg.worker.outgoing_kv import OutgoingHandoff
+from jdisagg.worker.outgoing_kv import OutgoingHandoff, extraction, offers_of_pages
 
 CHUNKS_OFFERED = 4
 
@@ -244,25 +243,8 @@ class PrefillWorker(MeshWorker):
 
     def _known_blocks(self, task: PrefillTask) -> list[Offer]:
         """What the decode worker lacks of what was known here, as offers to make."""
-        mesh, offers = self._mesh, []
-        largest = mesh.chunk_buckets[-1]
-        for first in range(task.call.from_token, task.cached_tokens, largest):
-            tokens = min(largest, task.cached_tokens - first)
-            for at, block_tokens, valid in split_blocks(
-                tokens, mesh.granule_tokens, mesh.whole_blocks
-            ):
-                offers += [
-                    Offer(
-                        offer_id=self._context.ids(),
-                        group=band.start,
-                        groups=len(band),
-                        start=first + at,
-                        valid_tokens=valid,
-                        block_tokens=block_tokens,
-                        rank=task.rank,
-                    )
-                    for band in mesh.bands(block_tokens)
-                ]
+        start, end = task.call.from_token, task.cached_tokens
+        offers = list(offers_of_pages(self._mesh, task.rank, start, end, self._context.ids))
         task.extracting.update([offer.offer_id for offer in offers])
         return offers
 
@@ -270,19 +252,8 @@ class PrefillWorker(MeshWorker):
         """Offers a block of what was known; it may be asked for from now on."""
         task.handoff.announce((offer,))
         self._extracting[offer.offer_id] = task
-        covered = pages_for(offer.start + offer.valid_tokens, self._mesh.page_size)
-        return ExtractBlock(
-            step=step,
-            offer_id=offer.offer_id,
-            rank=offer.rank,
-            group=offer.group,
-            groups=offer.groups,
-            start=offer.start,
-            valid_tokens=offer.valid_tokens,
-            block_tokens=offer.block_tokens,
-            pages=self._ledgers[offer.rank].pages(task.prompt.key)[:covered],
-            checksum_key=self._hello.checksum_key,
-        )
+        pages = self._ledgers[offer.rank].pages(task.prompt.key)
+        return extraction(step, offer, pages, self._mesh.page_size, self._hello.checksum_key)
 
     # ---- prompts
 
