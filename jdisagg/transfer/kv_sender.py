@@ -355,16 +355,16 @@ class KvSender:
             for other in [end for end in self._doors if end.control == receiver.control]:
                 # an older connection, or an older life, of the same receiver
                 self._close_door(other)
-            if shared and self._memory is None:
-                raise HandoffError("this process shares no memory; pull again without")
-            outlet = (
-                MemoryOutlet(self._memory)
-                if shared and self._memory is not None
-                else Outlet(self._options)
-            )
-            door = self._doors[receiver] = _Door(link, outlet, 0.0)
+            door = self._doors[receiver] = _Door(link, self._outlet(shared), 0.0)
         door.used = time.monotonic()
         return door
+
+    def _outlet(self, shared: bool) -> Outlet | MemoryOutlet:
+        if not shared:
+            return Outlet(self._options)
+        if self._memory is None:
+            raise HandoffError("this process shares no memory; pull again without")
+        return MemoryOutlet(self._memory)
 
     def _open(self, receiver: KvEnd, link: int) -> HandoffError | None:
         """Says where the outlet is; returns why there is none."""
