@@ -6,6 +6,7 @@ pages and seconds."""
 
 import dataclasses
 import enum
+import re
 import types
 import typing
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from dataclasses import dataclass, field
 from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.layout.axes import Layout
 from jdisagg.timeouts import Timeouts
+
+_ORIGIN = re.compile(r"https?://[^/\s,]+")
 
 
 class Mode(enum.Enum):
@@ -281,6 +284,8 @@ class ServiceConfig:
         cluster_token_file: the token that our processes show each other.
         http_port: of the OpenAI-compatible door, with the same host, TLS and tokens; None: there
             is none.
+        http_cors_origins: of the pages whose scripts may use the HTTP door, by commas, such as
+            https://chat.example.com; *: of any.
 
     Raises:
         ConfigError: naming the field, its value and the rule.
@@ -289,6 +294,7 @@ class ServiceConfig:
     host: str = "127.0.0.1"
     port: int = 8700
     http_port: int | None = None
+    http_cors_origins: str = ""
     max_message_bytes: int = 16 << 20
     drain_seconds: float = 30.0
     tls_certificate: str = ""
@@ -320,11 +326,23 @@ class ServiceConfig:
             raise ConfigError(
                 f"service.http_port={self.http_port} is service.port, too; give each door its own"
             )
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    "service.http_cors_origins must be * or origins such as"
+                    f" https://chat.example.com, by commas, got {origin!r}; leave paths out"
+                )
         _positive("service.max_message_bytes", self.max_message_bytes)
         if not self.drain_seconds >= 0:
             raise ConfigError(
                 f"service.drain_seconds must not be negative, got {self.drain_seconds}"
             )
+
+    @property
+    def cors_origins(self) -> tuple[str, ...]:
+        """Of `http_cors_origins`, each."""
+        origins = (origin.strip() for origin in self.http_cors_origins.split(","))
+        return tuple(filter(None, origins))
 
 
 @dataclass(frozen=True)

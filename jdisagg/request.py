@@ -71,7 +71,8 @@ class SamplingParams:
     top_k 0 and top_p 1 and min_p 0 switch the filters off; they apply in the order temperature,
     top-k, top-p (on what top-k leaves, renormalised), min-p. Penalties follow the OpenAI (presence,
     frequency: over generated tokens) and Hugging Face (repetition: over prompt and generated
-    tokens) definitions."""
+    tokens) definitions. `include_stop_str_in_output` and `skip_special_tokens` are of the text
+    alone: whether it ends with the stop string that ended it, and without special tokens."""
 
     max_tokens: int = 256
     temperature: float = 1.0
@@ -89,6 +90,8 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     n: int = 1
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)

@@ -35,7 +35,7 @@ from jdisagg.node.gpus import gpus_of_host, parse_gpus
 from jdisagg.node.recipes import ClusterShape, load_shape, worker_config
 from jdisagg.service.server import check_address
 from launch.console import run
-from launch.flags import ENGINE, OBSERVE, SERVICE, define
+from launch.flags import ENGINE, HTTP, OBSERVE, SERVICE, define
 from launch.settings import elastic_config, engine_config, observe_config
 from launch.shipped import SHIPPED_MODEL
 from models.catalog import read_config
@@ -46,7 +46,8 @@ flags = define(
     *("gpus", "gpus_per_worker"),
     *ENGINE,
     *SERVICE,
-    *("http_port", "canary_seconds", "elastic", "decision_log", "record", "cluster_log_dir"),
+    *HTTP,
+    *("canary_seconds", "elastic", "decision_log", "record", "cluster_log_dir"),
     "table",
     *OBSERVE,
 )

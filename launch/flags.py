@@ -34,6 +34,7 @@ SERVICE = (
     "host", "port", "drain_seconds", "tls_certificate", "tls_key", "tls_client_ca", "token_file",
     "cluster_token_file",
 )  # fmt: skip
+HTTP = ("http_port", "http_cors_origins")
 ENGINE = (
     "config", "model", "mode", "dtype", "prefill", "decode", "slots_per_rank", "chunk_tokens",
     "page_size", "pages_per_rank", "context_tokens", "memory_fraction", "codec", "hardware",
@@ -135,6 +136,9 @@ FLAGS: dict[str, Spec] = {
     "port": _count(None, "Port; 0 lets the system choose."),
     "http_port": _count(
         None, "Port of the OpenAI-compatible HTTP door; 0 lets the system choose. Default: none."
+    ),
+    "http_cors_origins": _text(
+        None, "Origins of the pages whose scripts may use the HTTP door, by commas; * is any."
     ),
     "drain_seconds": _real(None, "How long running requests may take at the end."),
     "tls_certificate": _text(None, "PEM file; with it every gRPC port speaks TLS alone."),

@@ -29,7 +29,7 @@ from jdisagg.observe.process import observing
 from jdisagg.service.server import check_address
 from jdisagg.supervisor.supervisor import EXIT_CONFIG
 from launch.console import run
-from launch.flags import OBSERVE, SERVICE, define
+from launch.flags import HTTP, OBSERVE, SERVICE, define
 from launch.settings import elastic_config, engine_config, observe_config
 from launch.shipped import SHIPPED_MODEL
 from models.tokenizer import Tokenizer
@@ -39,7 +39,8 @@ PARTS = ("elastic", "limits", "routing", "service")
 flags = define(
     *("config", "model"),
     *SERVICE,
-    *("http_port", "canary_seconds", "elastic", "decision_log", "set", "config_file"),
+    *HTTP,
+    *("canary_seconds", "elastic", "decision_log", "set", "config_file"),
     *OBSERVE,
 )
 

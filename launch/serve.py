@@ -31,11 +31,11 @@ from jdisagg.observe.process import ObserveConfig, observing
 from jdisagg.service.server import check_address
 from jdisagg.supervisor.supervisor import EXIT_BROKEN
 from launch.console import run
-from launch.flags import ENGINE, OBSERVE, SERVICE, define
+from launch.flags import ENGINE, HTTP, OBSERVE, SERVICE, define
 from launch.model import deployment as deployment_of
 from launch.settings import engine_config, observe_config
 
-flags = define(*ENGINE, *SERVICE, *("http_port", "devices", "decision_log", "record"), *OBSERVE)
+flags = define(*ENGINE, *SERVICE, *HTTP, *("devices", "decision_log", "record"), *OBSERVE)
 
 
 def main() -> None:

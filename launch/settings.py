@@ -9,7 +9,7 @@ from jdisagg.node.recipes import load_recipe
 from jdisagg.observe.process import ObserveConfig
 from jdisagg.router.elastic import ElasticConfig
 from jdisagg.service.connection import Credentials
-from launch.flags import SERVICE, Given
+from launch.flags import HTTP, SERVICE, Given
 from launch.shipped import SHIPPED_MODEL
 from models.model_folder import stored_dtype
 
@@ -26,7 +26,7 @@ _FIELDS = {
     "decode": "decode.layout",
     "compilation_cache": "compilation_cache",
     "prefix_cache": "prefix.reuse",
-    **{name: f"service.{name}" for name in (*SERVICE, "http_port")},
+    **{name: f"service.{name}" for name in (*SERVICE, *HTTP)},
 }
 _FILES = ("tls_certificate", "tls_key", "tls_client_ca", "token_file", "cluster_token_file")
 

@@ -158,6 +158,8 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: bool | None
     logprobs: int | None
     n: int | None
+    include_stop_str_in_output: bool | None
+    skip_special_tokens: bool | None
 
 
 class Frontend:

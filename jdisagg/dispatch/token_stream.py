@@ -20,9 +20,10 @@ Invariants:
 One exception: a byte-fallback decoder turns a whole run of byte tokens into U+FFFD when one byte of
 it is invalid. Characters of the run that were complete have been delivered by then and stay."""
 
+import functools
 import itertools
 import os.path
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -33,10 +34,12 @@ MAX_HELD_CHARACTERS = 3
 CONTEXT_TOKENS = 8
 MAX_WINDOW_TOKENS = 128
 
+Decode = Callable[[Sequence[int]], str]
+
 
 class Detokenizer(Protocol):
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of these tokens, special ones skipped; what is not UTF-8 becomes U+FFFD."""
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of these tokens; what is not UTF-8 becomes U+FFFD."""
         ...
 
 
@@ -57,7 +60,10 @@ class TokenStream:
 
     A stop string ends the output where it is first completed; where several are completed by the
     same character, the longest counts. Those that any of the first `min_tokens` tokens had a part
-    in do not count."""
+    do not count.
+
+    include_stop: the text ends after the stop string instead of before it. keep_special: special
+    tokens are text, too."""
 
     def __init__(
         self,
@@ -65,19 +71,28 @@ class TokenStream:
         prompt_token_ids: Sequence[int],
         stop: Sequence[str] = (),
         min_tokens: int = 0,
+        *,
+        include_stop: bool = False,
+        keep_special: bool = False,
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(detokenizer, prompt_token_ids)
-        self._stops = StopStrings(stop)
+        decode = detokenizer.decode
+        if keep_special:
+            decode = functools.partial(decode, skip_special_tokens=False)
+        self._detokenizer = IncrementalDetokenizer(decode, prompt_token_ids)
+        self._stops = StopStrings(stop, include_stop)
         self._unguarded_tokens = min_tokens
 
     @classmethod
     def of(cls, detokenizer: Detokenizer, request: Request) -> Self:
         """The text of one child of a request."""
+        sampling = request.sampling
         return cls(
             detokenizer,
             request.prompt_token_ids,
-            request.sampling.stop,
-            request.sampling.min_tokens,
+            sampling.stop,
+            sampling.min_tokens,
+            include_stop=sampling.include_stop_str_in_output,
+            keep_special=not sampling.skip_special_tokens,
         )
 
     @property
@@ -114,9 +129,9 @@ class IncrementalDetokenizer:
     of its text that is the prompt's or was returned; up to token `_settled` of the window all was
     returned, `_given_since` after it."""
 
-    def __init__(self, detokenizer: Detokenizer, prompt_token_ids: Sequence[int]) -> None:
-        self._decode = detokenizer.decode
-        self._window = _context(detokenizer, prompt_token_ids)
+    def __init__(self, decode: Decode, prompt_token_ids: Sequence[int]) -> None:
+        self._decode = decode
+        self._window = _context(decode, prompt_token_ids)
         # A prompt may end within a character. If the output finishes it, it is the output's; if
         # not, it is nobody's.
         self._settled = self._last_whole()
@@ -191,10 +206,11 @@ class StopStrings:
     of one.
 
     One Knuth-Morris-Pratt matcher per stop string: a step per character and string, however long
-    they are."""
+    they are. `include`: the stop string that ends the text is part of it."""
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, stop: Sequence[str], include: bool = False) -> None:
         self.matched = False
+        self._include = include
         self._stops = tuple(stop)
         self._fallbacks = [_fallbacks(text) for text in self._stops]
         self._lengths = [0] * len(self._stops)  # how much of each stop string the text ends with
@@ -216,7 +232,7 @@ class StopStrings:
             if longest:
                 self.matched = True
                 known, self._held = self._held + text[: index + 1], ""
-                return known[: len(known) - longest]
+                return known if self._include else known[: len(known) - longest]
         known, held = self._held + text, max(self._lengths)
         self._held = known[len(known) - held :]
         return known[: len(known) - held]
@@ -246,7 +262,7 @@ def _fallbacks(text: str) -> list[int]:
     return lengths
 
 
-def _context(detokenizer: Detokenizer, prompt_token_ids: Sequence[int]) -> list[int]:
+def _context(decode: Decode, prompt_token_ids: Sequence[int]) -> list[int]:
     """The last tokens of the prompt, enough to have text and to begin between characters, where
     that can be had."""
     end = len(prompt_token_ids)
@@ -254,7 +270,7 @@ def _context(detokenizer: Detokenizer, prompt_token_ids: Sequence[int]) -> list[
     for count in (CONTEXT_TOKENS, 4 * CONTEXT_TOKENS, 12 * CONTEXT_TOKENS):
         for skipped, unfinished in itertools.product(few, few):
             start = max(0, end - count) + skipped
-            text = detokenizer.decode(prompt_token_ids[start : max(start, end - unfinished)])
+            text = decode(prompt_token_ids[start : max(start, end - unfinished)])
             if text and not text.startswith(UNFINISHED):
                 return list(prompt_token_ids[start:])
     return list(prompt_token_ids[-CONTEXT_TOKENS:])

@@ -47,8 +47,6 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     },
     "allowed_token_ids": (([],), "bias the others with logit_bias"),
     "bad_words": (([],), "bias their tokens with logit_bias"),
-    "include_stop_str_in_output": ((False,), "add the stop string to the text yourself"),
-    "skip_special_tokens": ((True,), "ask for return_token_ids and use /detokenize"),
     "spaces_between_special_tokens": ((True, False), "leave it out"),
     "truncate_prompt_tokens": ((-1,), "cut the prompt yourself; /tokenize counts its tokens"),
     "logits_processors": (([],), "use logit_bias"),
@@ -215,6 +213,8 @@ def sampling_options(fields: Fields) -> SamplingOptions:
         stop=fields.read("stop", TEXTS),
         stop_token_ids=fields.read("stop_token_ids", INTEGERS),
         ignore_eos=fields.read("ignore_eos", YES),
+        include_stop_str_in_output=fields.read("include_stop_str_in_output", YES),
+        skip_special_tokens=fields.read("skip_special_tokens", YES),
     )
     numbers = {name: fields.read(name, NUMBER) for name in _NUMBERS}
     integers = {name: fields.read(name, INTEGER) for name in _INTEGERS}

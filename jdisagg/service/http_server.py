@@ -11,9 +11,10 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable
-from typing import Any
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from jdisagg.address import host_port
@@ -35,6 +36,8 @@ KEEP_ALIVE_SECONDS = 75
 BACKLOG = 2048
 # How long a client that was refused may take to read why.
 LINGER_SECONDS = 1.0
+# Of a reply, what scripts of other origins may see.
+SHOWN_HEADERS = ("x-request-id", "jdisagg-ignored-fields", "retry-after", "retry-after-ms")
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +59,7 @@ class HttpServer:
         self._config = config
         self._guard = HttpGuard(tokens, log.refused)
         self._routes = HttpRoutes(frontend, self._guard, log, config.max_message_bytes, scrape)
-        self._server = uvicorn.Server(_settings(self._routes.application(), config))
+        self._server = uvicorn.Server(_settings(_application(self._routes, config), config))
         self._socket: socket.socket | None = None
         self._forced = asyncio.Event()
         self._drained = False
@@ -204,7 +207,21 @@ def listener(config: ServiceConfig) -> socket.socket:
         ) from error
 
 
-def _settings(application: Any, config: ServiceConfig) -> uvicorn.Config:
+def _application(routes: HttpRoutes, config: ServiceConfig) -> ASGIApp:
+    """The routes; with what browsers ask first of a page of another origin, where it may come."""
+    application = routes.application()
+    if not config.cors_origins:
+        return application
+    return CORSMiddleware(
+        application,
+        allow_origins=config.cors_origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=SHOWN_HEADERS,
+    )
+
+
+def _settings(application: ASGIApp, config: ServiceConfig) -> uvicorn.Config:
     return uvicorn.Config(
         application,
         http=_Protocol,

@@ -83,6 +83,8 @@ _SCALARS = (
     "ignore_eos",
     "logprobs",
     "n",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
 )
 
 

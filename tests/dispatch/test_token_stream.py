@@ -29,9 +29,9 @@ class Decoder:
         self.tokenizer = tokenizer
         self.longest = 0
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         self.longest = max(self.longest, len(ids))
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -198,7 +198,7 @@ def test_a_stream_rebuilt_from_its_tokens_goes_on_as_the_first(
 @KINDS
 @given(data=st.data(), text=TEXTS.filter(bool))
 @settings(max_examples=200, deadline=None)
-def test_text_ends_before_the_stop_string_that_is_completed_first(
+def test_text_ends_before_or_after_the_stop_string_that_is_completed_first(
     kind, data: st.DataObject, text: str
 ) -> None:
     decoder = kind()
@@ -211,9 +211,10 @@ def test_text_ends_before_the_stop_string_that_is_completed_first(
         st.lists(inside | st.text(alphabet=text, min_size=1, max_size=3), min_size=1, max_size=3)
     )
     found = [(whole.find(s) + len(s), whole.find(s)) for s in stop if s in whole]
-    stream = TokenStream(decoder, [], stop)
+    included = data.draw(st.booleans())
+    stream = TokenStream(decoder, [], stop, include_stop=included)
     pieces, kept = run(stream, spans(data, ids))
-    assert "".join(pieces) == (whole[: min(found)[1]] if found else whole)
+    assert "".join(pieces) == (whole[: min(found)[not included]] if found else whole)
     assert stream.stopped == bool(found)
     if found:
         # all of it is in the tokens kept ...
@@ -241,6 +242,21 @@ def test_nothing_that_a_stop_string_could_still_take_back_is_let_out(
         if not stops.matched:
             beginnings = [n for s in stop for n in range(len(s)) if seen.endswith(s[:n])]
             assert given_out == seen[: len(seen) - max(beginnings, default=0)]
+
+
+@KINDS
+@given(data=st.data(), text=st.text(alphabet=sorted(set(CORPUS[0])), min_size=1))
+@settings(max_examples=50, deadline=None)
+def test_special_tokens_are_text_where_they_are_asked_for(
+    kind, data: st.DataObject, text: str
+) -> None:
+    decoder = kind()
+    special = decoder.encode("<end>" if kind is byte_level else "</s>")
+    ids = decoder.encode(text)
+    at = data.draw(st.integers(0, len(ids)))
+    ids[at:at] = special
+    pieces, _ = run(TokenStream(decoder, [], keep_special=True), spans(data, ids))
+    assert "".join(pieces) == decoder.decode(ids, skip_special_tokens=False)
 
 
 def test_a_character_in_several_tokens_comes_out_whole_and_at_once() -> None:

@@ -125,6 +125,8 @@ SAMPLING = st.builds(
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, 20),
     n=st.integers(1, 64),
+    include_stop_str_in_output=st.booleans(),
+    skip_special_tokens=st.booleans(),
 )
 REQUESTS = st.builds(
     Request,

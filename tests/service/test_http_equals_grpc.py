@@ -87,6 +87,8 @@ def some_request(draw: random.Random, number: int) -> dict[str, Any]:
         "stop": draw.sample(LETTERS, draw.randint(1, 3)),
         "stop_token_ids": draw.sample(range(VOCABULARY), 3),
         "ignore_eos": draw.random() < 0.5,
+        "include_stop_str_in_output": draw.random() < 0.5,
+        "skip_special_tokens": draw.random() < 0.5,
         "logprobs": draw.randint(0, 5),
         "n": draw.randint(1, 3),
         "priority": draw.randint(-5, 5),

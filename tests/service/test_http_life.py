@@ -254,3 +254,29 @@ async def test_both_doors_say_where_they_are_and_answer() -> None:
 def test_a_port_that_cannot_be_is_refused(port: int) -> None:
     with pytest.raises(ConfigError, match="service.http_port"):
         ServiceConfig(http_port=port)
+
+
+async def test_scripts_of_the_pages_that_are_named_may_use_the_door() -> None:
+    config = ServiceConfig(http_cors_origins="https://a.example, http://b.example:80")
+    async with http_door(service=config) as door:
+        body = {"prompt": "x", "max_tokens": 1}
+        for origin in ("https://a.example", "http://b.example:80"):
+            reply = await door.ask(COMPLETIONS, body, origin=origin)
+            assert reply.headers["access-control-allow-origin"] == origin
+            assert "x-request-id" in reply.headers["access-control-expose-headers"]
+            assert reply.fields["choices"]
+        other = await door.ask(COMPLETIONS, body, origin="https://c.example")
+        assert "access-control-allow-origin" not in other.headers
+        asked = "origin: https://a.example\r\naccess-control-request-method: POST\r\n"
+        asked += "access-control-request-headers: authorization, content-type\r\n"
+        head = f"OPTIONS {COMPLETIONS} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{asked}\r\n"
+        answer = await door.send(head.encode())
+        assert answer.status == 200
+        assert "authorization" in answer.headers["access-control-allow-headers"]
+        assert "POST" in answer.headers["access-control-allow-methods"]
+
+
+@pytest.mark.parametrize("origins", ["chat.example", "https://a.example/page", "*, x"])
+def test_what_is_no_origin_is_refused(origins: str) -> None:
+    with pytest.raises(ConfigError, match="http_cors_origins"):
+        ServiceConfig(http_cors_origins=origins)

@@ -185,6 +185,8 @@ async def test_the_path_gets_what_was_asked_for(door: HttpDoor, client: openai.A
             "min_tokens": 1,
             "stop_token_ids": [7],
             "ignore_eos": True,
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
             "priority": 2,
             "tenant": "t",
             "request_id": "r",
@@ -200,6 +202,7 @@ async def test_the_path_gets_what_was_asked_for(door: HttpDoor, client: openai.A
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.25, -0.5)
     assert (sampling.repetition_penalty, sampling.logit_bias) == (1.5, ((3, 1.5),))
     assert (sampling.min_tokens, sampling.stop_token_ids, sampling.ignore_eos) == (1, (7,), True)
+    assert sampling.include_stop_str_in_output and not sampling.skip_special_tokens
 
 
 @pytest.mark.parametrize(
