@@ -25,11 +25,13 @@ from jdisagg.clock import Clock
 from jdisagg.costs.speeds import Kind
 from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.errors import IncompatiblePeerError, InvalidRequestError, NameTakenError
+from jdisagg.messages.kept_blocks import KeptMark, KeptNews
 from jdisagg.messages.ports import DecodePort, PrefillPort
 from jdisagg.messages.registry import ModelCard, WorkerCard
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.accounts import Accounts
 from jdisagg.router.cluster_state import ClusterState, Description
+from jdisagg.router.known_blocks import KnownBlocks
 from jdisagg.timeouts import DEFAULT_TIMEOUTS, MembershipTimeouts
 
 Port = TypeVar("Port")
@@ -62,7 +64,7 @@ class Membership:
     """`open_ports` makes the ports of a worker that registers. On one event loop; nothing here
     waits. `accounts`: the snapshot that placement decides on; kept up to date with every word that
     is heard. `on_change`: called
-    when workers come, first report or go."""
+    when workers come, first report or go. `known`: is told what workers keep."""
 
     def __init__(
         self,
@@ -70,7 +72,9 @@ class Membership:
         open_ports: Callable[[WorkerCard], WorkerPorts],
         timeouts: MembershipTimeouts = DEFAULT_TIMEOUTS.membership,
         on_change: Callable[[], None] = lambda: None,
+        known: KnownBlocks | None = None,
     ) -> None:
+        self._known = known
         self._clock = clock
         self._open_ports = open_ports
         self._timeouts = timeouts
@@ -107,6 +111,8 @@ class Membership:
             self._check_displaced(known, card)
             self._close(known)
         self.accounts.state.describe(card.name, _description(card))
+        if self._known is not None:
+            self._known.joined(card.name, card.kept)
         self._entries[card.name] = _Entry(card, self._open_ports(card), self._clock.now())
         self._on_change()
 
@@ -121,6 +127,14 @@ class Membership:
         if first:
             self._on_change()
         return True
+
+    def kept(self, boot_id: int, news: KeptNews) -> KeptMark:
+        """What a worker keeps has changed; how far that is known now. Of a worker that is not known
+        nothing is taken. Raises InvalidRequestError."""
+        entry = self._entries.get(news.worker)
+        if entry is None or entry.card.boot_id != boot_id or self._known is None:
+            return KeptMark(news.epoch, news.number + len(news.added))  # nothing more is wanted
+        return self._known.told(news)
 
     def deregister(self, name: str, boot_id: int) -> None:
         """The worker has ended its work and leaves. Idempotent; a newer process under the name
@@ -223,6 +237,8 @@ class Membership:
 
     def _close(self, entry: _Entry) -> None:
         self.accounts.forget(entry.card.name)
+        if self._known is not None:
+            self._known.forget(entry.card.name)
         entry.ports.close()
 
     def _age(self, entry: _Entry) -> float:

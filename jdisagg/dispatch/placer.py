@@ -11,7 +11,7 @@ membership), or asked for before each decision (`refresh`)."""
 
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from jdisagg.clock import Clock
@@ -27,7 +27,7 @@ from jdisagg.plain import plain
 from jdisagg.request import Request
 from jdisagg.router.accounts import Accounts, Charges, Work
 from jdisagg.router.admission import Lateness, Quotas, limit_seconds
-from jdisagg.router.affinity import PrefixAffinity
+from jdisagg.router.affinity import Affinity, Known
 from jdisagg.router.breaker import Breaker
 from jdisagg.router.decision import (
     Decision,
@@ -71,7 +71,7 @@ class PlacerSettings:
 
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     policy: PlacementPolicy | None = None
-    affinity: PrefixAffinity | None = None
+    affinity: Affinity | None = None
     events: RouterEvents = NO_ROUTER_EVENTS
 
 
@@ -94,7 +94,11 @@ class _Sized:
 
     asked: PlacementRequest
     work: Work
-    hashes: Sequence[int]
+    known: Known
+
+
+def _nobody_knows() -> Mapping[str, int]:
+    return {}
 
 
 class PlacementHandle:
@@ -213,9 +217,8 @@ class Placer:
         UnavailableError where there are none."""
         await self._renew()
         request, now = asked.request, self.now()
-        sized = _Sized(
-            asked, self._work(asked), self._affinity.hashes(request) if self._affinity else ()
-        )
+        known = self._affinity.known(request) if self._affinity else _nobody_knows
+        sized = _Sized(asked, self._work(asked), known)
         if asked.under_way:
             handle = self._try(sized, now)
             assert handle is not None, "what is under way is not deferred"
@@ -322,7 +325,7 @@ class Placer:
         limit = self._limit(asked)
         return PlacementQuery(
             sized.work,
-            self._affinity.matches(sized.hashes) if self._affinity else {},
+            sized.known(),
             asked.avoid,
             asked.under_way,
             any(child.accepted for child in asked.children),

@@ -6,6 +6,7 @@ from typing import Protocol
 from jdisagg.costs.hardware import Accelerator
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.kept_blocks import KeptMark, KeptNews, KeptScheme
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.plain import Message
 
@@ -32,7 +33,7 @@ class WorkerCard(Message, frozen=True):
     place: "rack/host/domain/process" of its devices, where any suffix may be missing: two workers
     are as close as the parts that they share from the first on; where a fast domain spans hosts,
     name it as the host. hardware: how fast each device is; None: not known. stages: pipeline stages
-    of layout.devices each."""
+    of layout.devices each. kept: how the KV that it keeps is named; None: it keeps none."""
 
     name: str
     boot_id: int
@@ -43,6 +44,7 @@ class WorkerCard(Message, frozen=True):
     place: str = ""
     hardware: Accelerator | None = None
     stages: int = 1
+    kept: KeptScheme | None = None
 
 
 class RegistryPort(Protocol):
@@ -51,6 +53,11 @@ class RegistryPort(Protocol):
     async def register(self, card: WorkerCard) -> None: ...
     async def heartbeat(self, boot_id: int, status: WorkerStatus) -> bool:
         """False: not known; register again."""
+        ...
+
+    async def kept(self, boot_id: int, news: KeptNews) -> KeptMark:
+        """What the worker keeps has changed. Returns how far the router knows it now, which is not
+        always as far as these news go."""
         ...
 
     async def deregister(self, name: str, boot_id: int) -> None: ...

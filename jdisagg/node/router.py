@@ -30,10 +30,11 @@ from jdisagg.observe.canary_probe import PortProbe, pairs_of
 from jdisagg.observe.decision_log import DecisionLog
 from jdisagg.observe.observer import Observer
 from jdisagg.router.elastic import Controller, ElasticConfig
+from jdisagg.router.known_blocks import KnownBlocks
 from jdisagg.service.registry import registry_service
 from jdisagg.service.remote_ports import RemoteWorker
 from jdisagg.service.role_services import cluster_roles_service, worker_roles
-from jdisagg.service.server import GenerationServer, cluster_credentials, read_tokens
+from jdisagg.service.server import GenerationServer, block_secret, cluster_credentials, read_tokens
 
 # What is said of the model before the first worker has registered; requests are refused until then.
 _UNKNOWN_CONTEXT = 1 << 24
@@ -86,11 +87,13 @@ class Router:
     async def run(self) -> None:
         """Serves until it is signalled, then drains."""
         observer, limits, service = self._observer, self._config.limits, self._config.service
+        known = KnownBlocks(block_secret(service))
         membership = Membership(
             self._clock,
             wrap.ports(self._open_ports, observer),
             limits.timeouts.membership,
             on_change=self._changed.set,
+            known=known,
         )
         seconds = self._config.canary_seconds
         canary = Canary(CANARY_PATIENCE * seconds) if seconds else None
@@ -99,7 +102,11 @@ class Router:
             lambda request: TokenStream.of(self._tokenizer, request),
             limits,
             self._clock,
-            PlacerSettings(self._config.routing, events=RouterEventsList(*self._listeners(canary))),
+            PlacerSettings(
+                self._config.routing,
+                affinity=known,
+                events=RouterEventsList(*self._listeners(canary)),
+            ),
         )
         if canary:
             self._start_canary(membership, canary)

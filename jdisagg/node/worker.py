@@ -278,7 +278,11 @@ class WorkerRuntime:
         server = GrpcServer(services, self._service, worker.boot_id)
         credentials = cluster_credentials(self._service)
         registration = RegistryClient(
-            spec.routers, self._card(instance, worker), worker.status, credentials
+            spec.routers,
+            self._card(instance, worker),
+            worker.status,
+            credentials,
+            kept=worker.kept_news,
         )
         # in this order backwards, also when something does not begin
         async with contextlib.AsyncExitStack() as cleanup:
@@ -416,6 +420,7 @@ class WorkerRuntime:
             card,
             spec.place,
             spec.hardware,
+            kept=worker.kept_scheme,
         )
 
     async def _serve(

@@ -1,17 +1,31 @@
-"""Which workers know how much of a request's beginning already: the router's index of their pages,
-asked for each placement.
+"""Which workers know how much of a request's beginning already: the router's index of what they
+keep, asked for each placement.
+
+`PrefixAffinity` is fed by whoever sees the workers' trees, as a simulated cluster does:
 
     affinity = PrefixAffinity(lambda request: page_hashes(request.prompt_token_ids, 128,
     request.tenant), page_tokens=128) if not
     affinity.heard("prefill-0", events): affinity.replace("prefill-0", tree.snapshot())
 
-The index may lag behind the workers: a wrong match costs time and never truth. It knows hashes
-alone; how a request's are made is given."""
+`router/known_blocks.py` is fed by what live workers tell. Either may lag behind the workers: a
+wrong match costs time and never truth. It knows hashes alone; how a request's are made is given."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from jdisagg.request import Request
 from jdisagg.scheduler.prefix_tree import PrefixEvent, PrefixIndex
+
+# Positions that each worker knows now, from the first on; workers that know none are left out.
+Known = Callable[[], Mapping[str, int]]
+
+
+class Affinity(Protocol):
+    """What placement asks."""
+
+    def known(self, request: Request) -> Known:
+        """To be called as often as need be: the prompt is hashed once."""
+        ...
 
 
 class PrefixAffinity:
@@ -22,21 +36,13 @@ class PrefixAffinity:
         self._hashes_of = hashes_of
         self._page_tokens = page_tokens
 
-    def hashes(self, request: Request) -> Sequence[int]:
-        """What the request is asked for by, as often as need be: the whole prompt is hashed."""
-        return self._hashes_of(request)
+    def known(self, request: Request) -> Known:
+        hashes = self._hashes_of(request)
+        return lambda: self.matches(hashes)
 
     def matches(self, hashes: Sequence[int]) -> Mapping[str, int]:
-        """Positions that each worker knows, from the first on; workers that know none are left
-        out."""
-        return (
-            {
-                worker: pages * self._page_tokens
-                for worker, pages in self._index.matches(hashes).items()
-            }
-            if hashes
-            else {}
-        )
+        """As `known` says it, of a chain."""
+        return matched_tokens(self._index, hashes, self._page_tokens)
 
     def heard(self, worker: str, events: Sequence[PrefixEvent]) -> bool:
         """What a worker gained and lost since. False: some are missing; give `replace` all that it
@@ -49,3 +55,11 @@ class PrefixAffinity:
     def forget(self, worker: str) -> None:
         """It is gone, or another process took its place."""
         self._index.forget(worker)
+
+
+def matched_tokens(
+    index: PrefixIndex, hashes: Sequence[int], page_tokens: int
+) -> Mapping[str, int]:
+    """Positions of a chain of pages that each worker knows."""
+    matches = index.matches(hashes) if hashes else {}
+    return {worker: pages * page_tokens for worker, pages in matches.items()}

@@ -7,7 +7,7 @@ hand-off gap + the remaining tokens at the predicted step; a first token beyond 
 beyond the bound weigh more than any seconds. Workers that failed the attempt, whose breaker is
 open, that drain or are silent come last or not at all; one that loads programs while it serves is
 charged the seconds that this will take. Where hardware or model of any candidate is unknown, the
-least loaded are chosen.
+least loaded are chosen, those before that know much of the prompt.
 
 Raises UnavailableError when no worker of a needed kind takes requests."""
 
@@ -26,6 +26,7 @@ from jdisagg.router.cost_terms import (
     PrefillCosts,
     decodes_of,
     exposed,
+    known_at,
     known_to,
     local_prefills,
     prefills_of,
@@ -46,6 +47,9 @@ MOST_PREFILLS = 6  # prefill workers that pairs are weighed for
 # seconds: more than any prediction, in this order
 DRAINING, BARRED, FAILED, LATE = 1e6, 1e7, 1e8, 1e4
 NO_WORK = Work(1)
+# Where no seconds are predicted: a worker that knows the whole prompt is chosen before one whose
+# slots and pages are so much less in use.
+WORTH_OF_KNOWN = 0.5
 
 
 @plain
@@ -92,7 +96,7 @@ def decide(
     """The workers of an attempt, or that it must wait here, or that it would come too late."""
     prefills, decodes = _candidates(state, query, now, policy)
     if prefills.unknown or decodes.unknown:
-        return _by_load(state, prefills, decodes)
+        return _by_load(state, prefills, decodes, query)
     weighed = weigh(state, prefills, decodes, query, now, policy)
     decision = _choose(state, weighed, decodes, query, policy)
     return decision if query.under_way else _admitted(decision, query, policy)
@@ -134,7 +138,7 @@ def witnesses(
         rows = [
             row
             for some in (prefills, decodes)
-            for row in some.rows[np.argsort(some.against + _load(some.table), kind="stable")[:most]]
+            for row in some.rows[np.argsort(_reluctance(state, some, query), kind="stable")[:most]]
         ]
         # One of unknown speed, so that among them nothing is predicted either.
         rows += [
@@ -344,9 +348,9 @@ def _decision(
     cached: int,
 ) -> Decision:
     who = f"{prefill} and {decode}" if prefill else f"{decode} prefills for itself"
-    known = f", {cached} tokens known" if cached else ""
     reason = (
-        f"{who}: first token in {_ms(ttft)}{known}, hand-off {_ms(gap)}, steps of {_ms(terms.step)}"
+        f"{who}: first token in {_ms(ttft)}{_known(cached)}, hand-off {_ms(gap)}, steps of"
+        f" {_ms(terms.step)}"
     )
     context = int(decodes.table["context_tokens"][at])
     return Decision(prefill, decode, context, reason, kind, terms, ttft, gap, terms.step, cached)
@@ -375,30 +379,33 @@ def _admitted(
     return decision
 
 
-def _by_load(state: ClusterState, prefills: Candidates, decodes: Candidates) -> Decision:
+def _by_load(
+    state: ClusterState, prefills: Candidates, decodes: Candidates, query: PlacementQuery
+) -> Decision:
     loads = _load(decodes.table)
     unable = (
         ~decodes.table.flag("can_prefill") if not len(prefills) else np.zeros(len(decodes), bool)
     )
     if unable.all():
         raise _nobody(state, state.prefill, "prefill")
-    at = int(np.argmin(decodes.against + loads + np.where(unable, FAILED, 0.0)))
+    at = int(np.argmin(_reluctance(state, decodes, query) + np.where(unable, FAILED, 0.0)))
     decode, context = state.name(int(decodes.rows[at])), int(decodes.table["context_tokens"][at])
     if decodes.table.flag("mixed")[at] or not len(prefills):
+        held = known_to(decode, query)
+        reason = f"{decode} does both, load {loads[at]:.2f}{_known(held)}; its speed is not known"
         return Decision(
-            None,
-            decode,
-            context,
-            f"{decode} does both, load {loads[at]:.2f}; its speed is not known",
+            None, decode, context, reason, "prefix" if held else "load", cached_tokens=held
         )
     others = _load(prefills.table)
-    best = int(np.argmin(prefills.against + others))
+    best = int(np.argmin(_reluctance(state, prefills, query)))
     prefill = state.name(int(prefills.rows[best]))
+    cached, held = known_to(prefill, query), known_to(decode, query)
     reason = (
-        f"least loaded: {prefill} ({others[best]:.2f}) and {decode} ({loads[at]:.2f}); their speed"
-        " is not known"
+        f"least loaded: {prefill} ({others[best]:.2f}{_known(cached)}) and {decode}"
+        f" ({loads[at]:.2f}{_known(held)}); their speed is not known"
     )
-    return Decision(prefill, decode, context, reason)
+    kind = "prefix" if cached or held else "load"
+    return Decision(prefill, decode, context, reason, kind, cached_tokens=cached)
 
 
 def _candidates(
@@ -447,6 +454,18 @@ def _load(table: Table) -> Array:
         + pages
         + np.minimum(1.0, table["loading_seconds"])
     )
+
+
+def _reluctance(state: ClusterState, some: Candidates, query: PlacementQuery) -> Array:
+    """What decides where no seconds are predicted: load, less what is known of the prompt."""
+    score = some.against + _load(some.table)
+    for at, tokens in known_at(state, some.rows, query):
+        score[at] -= WORTH_OF_KNOWN * tokens / query.work.tokens
+    return score
+
+
+def _known(tokens: int) -> str:
+    return f", {tokens} tokens known" if tokens else ""
 
 
 def _nobody(state: ClusterState, side: Side, kind: str) -> UnavailableError:

@@ -205,9 +205,13 @@ class PrefixTree:
 class PrefixIndex:
     """Which of many workers know how much of a chain: the router's mirror of their trees. One
     integer of bits for each page, a bit for each worker, so that a thousand workers are matched
-    with one operation a page. May lag behind: a wrong match costs time, no truth."""
+    with one operation a page. May lag behind: a wrong match costs time, no truth. `most_pages`:
+    what all workers gain beyond so many, each counted for each worker, is not noted."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_pages: int | None = None) -> None:
+        self.refused_pages = 0
+        self._most = most_pages
+        self._count = 0
         self._bits: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._holders: dict[int, int] = {}
@@ -217,6 +221,14 @@ class PrefixIndex:
     def __len__(self) -> int:
         """Pages known of anyone."""
         return len(self._holders)
+
+    def pages(self, worker: str) -> int:
+        """Pages known of one."""
+        return len(self._pages.get(worker, ()))
+
+    def last(self, worker: str) -> int:
+        """The number of its last event that was taken."""
+        return self._last.get(worker, 0)
 
     def apply(self, worker: str, events: Sequence[PrefixEvent]) -> bool:
         """Takes a worker's next events. False: some are missing, nothing more was taken; ask the
@@ -275,11 +287,22 @@ class PrefixIndex:
         self._pages[worker], self._last[worker] = set(), 0
 
     def _gain(self, worker: str, page_hash: int) -> None:
-        self._pages[worker].add(page_hash)
+        pages = self._pages[worker]
+        if page_hash in pages:
+            return
+        if self._most is not None and self._count >= self._most:
+            self.refused_pages += 1
+            return
+        self._count += 1
+        pages.add(page_hash)
         self._holders[page_hash] = self._holders.get(page_hash, 0) | self._bits[worker]
 
     def _lose(self, worker: str, page_hash: int) -> None:
-        self._pages[worker].discard(page_hash)
+        pages = self._pages[worker]
+        if page_hash not in pages:
+            return
+        self._count -= 1
+        pages.remove(page_hash)
         left = self._holders.get(page_hash, 0) & ~self._bits[worker]
         if left:
             self._holders[page_hash] = left

@@ -14,8 +14,8 @@ away when no other is left: least recently used first, and of a chain its end be
 (unless the beginning was computed twice and somebody holds the end with the other copy: what is
 left of such a chain is not found until its beginning is known again).
 
-`Residency` is a mesh's: the trees of its ranks, or none (nothing is kept). Pure: knows no arrays,
-clocks or random sources.
+`Residency` is a mesh's: the trees of its ranks, or none (nothing is kept). What they gain and lose
+is on record for routers (`KeptLog`). Pure: knows no arrays, clocks or random sources.
 
 Invariants (each is a test of the same name in tests/scheduler/test_residency.py):
 - free_held_and_kept_pages_are_all_pages
@@ -32,7 +32,9 @@ from hashlib import blake2b
 import numpy as np
 
 from jdisagg.config import PrefixConfig
+from jdisagg.messages.kept_blocks import KeptScheme
 from jdisagg.request import Request
+from jdisagg.scheduler.kept_log import KeptLog
 from jdisagg.scheduler.page_ledger import LedgerError, PageLedger
 
 NAME_BYTES = 32
@@ -100,9 +102,10 @@ class BlockNames:
 class ResidencyTree:
     """Which pages of one rank hold which blocks of `block_pages` pages each."""
 
-    def __init__(self, ledger: PageLedger, block_pages: int) -> None:
+    def __init__(self, ledger: PageLedger, block_pages: int, log: KeptLog) -> None:
         self._ledger = ledger
         self._block_pages = block_pages
+        self._log = log
         self._blocks: dict[bytes, tuple[int, ...]] = {}
         self._names: dict[int, bytes] = {}
         self.evicted_blocks = 0  # for want of room
@@ -154,6 +157,7 @@ class ResidencyTree:
                 self._ledger.keep(page)
                 self._names[page] = name
             self._blocks[name] = block
+            self._log.gained(name)
         self._ledger.free(owner)
         # also those that were known, so that every block lies behind all that continue it
         self._ledger.touch(reversed(self.pages(chain[: self.match(chain)])))
@@ -163,6 +167,8 @@ class ResidencyTree:
         blocks = len(self._blocks)
         for page in self._names:
             self._ledger.keep_no_longer(page)
+        for name in self._blocks:
+            self._log.lost(name)
         self._blocks.clear()
         self._names.clear()
         return blocks
@@ -174,6 +180,7 @@ class ResidencyTree:
         for other in others:
             del self._names[other]
         self.evicted_blocks += 1
+        self._log.lost(name)
         return others
 
 
@@ -188,7 +195,10 @@ class Residency:
         self._page_size = page_size
         self.block_tokens = math.lcm(names.grain_tokens, page_size) if names else 0
         block_pages = self.block_tokens // page_size
-        self._trees = [ResidencyTree(ledger, block_pages) for ledger in ledgers] if names else []
+        self.log = KeptLog()
+        self._trees = (
+            [ResidencyTree(ledger, block_pages, self.log) for ledger in ledgers] if names else []
+        )
         self.cut_tokens = names.cut_tokens if names else None
         self.epoch = 0  # counts how often it was cleared: what began before is not kept either
 
@@ -200,6 +210,13 @@ class Residency:
     def keeps_answers(self) -> bool:
         """Whether what decode steps computed is kept too."""
         return self._names is not None and self._names.grid_tokens is None
+
+    @property
+    def scheme(self) -> KeptScheme | None:
+        """How blocks are named here; None where nothing stays."""
+        if self._names is None:
+            return None
+        return KeptScheme(self._names.model, self._names.grain_tokens, self.block_tokens)
 
     @property
     def kept_pages(self) -> tuple[int, ...]:
@@ -258,7 +275,10 @@ class Residency:
         of it without a chain."""
         self.epoch += 1
         trees = self._trees if rank is None else self._trees[rank : rank + 1]
-        return sum([tree.clear() for tree in trees])
+        blocks = sum([tree.clear() for tree in trees])
+        if rank is None:
+            self.log.cleared()
+        return blocks
 
     def _first(self, chain: Chain, tokens: int) -> Chain:
         return chain[: tokens // self.block_tokens]

@@ -6,7 +6,8 @@ registers again with a router that does not know it (any more): routers may rest
 not. A router that is away is tried again until it is back, and holds up no other; that is logged
 once, and not by a worker that drains: the whole cluster may be ending. A router that refuses the
 worker (another model, its name is taken) is asked again now and then, and the refusal is logged
-once; when every router refuses it, it has `failed`.
+once; when every router refuses it, it has `failed`. With each heartbeat goes what changed of the
+KV that the worker keeps, from where that router knows it.
 
 Knows what a `Registrar` is (dispatch/membership.py) and nothing of what a router makes of it."""
 
@@ -23,6 +24,7 @@ from jdisagg.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
+from jdisagg.messages.kept_blocks import KeptMark, KeptNews
 from jdisagg.messages.registry import RegistryPort, WorkerCard
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.service import rpc
@@ -32,18 +34,22 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS, MembershipTimeouts
 
 log = logging.getLogger(__name__)
 
+# Messages of what a worker keeps between two heartbeats, at most: statuses do not wait for them.
+NEWS_A_BEAT = 4
+
 
 class Registrar(Protocol):
     """What a router does with workers that come and go: dispatch/membership.py's `Membership`."""
 
     def register(self, card: WorkerCard) -> None: ...
     def heartbeat(self, boot_id: int, status: WorkerStatus) -> bool: ...
+    def kept(self, boot_id: int, news: KeptNews) -> KeptMark: ...
     def deregister(self, name: str, boot_id: int) -> None: ...
 
 
 def registry_service(registrar: Registrar, tokens: tuple[str, ...] = ()) -> Service:
     """A router that drains hears of its workers to the end: running requests need them."""
-    lasting = ("register", "heartbeat", "deregister")
+    lasting = ("register", "heartbeat", "kept", "deregister")
     return rpc.service(RegistryPort, _Registry(registrar), tokens, lasting)
 
 
@@ -59,13 +65,17 @@ class _Registry:
     async def heartbeat(self, boot_id: int, status: WorkerStatus) -> bool:
         return self._registrar.heartbeat(boot_id, status)
 
+    async def kept(self, boot_id: int, news: KeptNews) -> KeptMark:
+        return self._registrar.kept(boot_id, news)
+
     async def deregister(self, name: str, boot_id: int) -> None:
         self._registrar.deregister(name, boot_id)
 
 
 class RegistryClient:
     """Keeps one worker known to its routers from `start` to `leave`. `status` raises when the
-    worker is broken: it is then not heard of, which is how routers learn of it.
+    worker is broken: it is then not heard of, which is how routers learn of it. `kept`: what of the
+    blocks that the worker keeps a router does not know yet that knows so much.
 
     `failed` gets an exception when the worker cannot serve: its status raised, or all routers
     refuse its card. Whoever runs the worker ends it then, or lets it be."""
@@ -77,9 +87,11 @@ class RegistryClient:
         status: Callable[[], Awaitable[WorkerStatus]],
         credentials: Credentials = NO_CREDENTIALS,
         timeouts: MembershipTimeouts = DEFAULT_TIMEOUTS.membership,
+        kept: Callable[[KeptMark], KeptNews | None] = lambda mark: None,
     ) -> None:
         self._card = card
         self._status = status
+        self._kept = kept
         self._timeouts = timeouts
         self._links = [
             _RouterLink(Connection(address, credentials), timeouts)
@@ -156,12 +168,19 @@ class RegistryClient:
             raise
         self._draining = status.draining
         if not link.registered:
-            await link.port.register(self._card)
-            link.registered = True
+            await self._register(link)
         if not await link.port.heartbeat(self._card.boot_id, status):
             link.registered = False
-            await link.port.register(self._card)
-            link.registered = True
+            await self._register(link)
+        for _ in range(NEWS_A_BEAT):
+            news = self._kept(link.mark)
+            if news is None:
+                return
+            link.mark = await link.port.kept(self._card.boot_id, news)
+
+    async def _register(self, link: "_RouterLink") -> None:
+        await link.port.register(self._card)
+        link.registered, link.mark = True, KeptMark()
 
     def _fail(self, error: JdisaggError) -> None:
         if not self.failed.done():
@@ -169,13 +188,15 @@ class RegistryClient:
 
 
 class _RouterLink:
-    """`refused`: why this router will have none of the worker, as far as one can tell."""
+    """`refused`: why this router will have none of the worker, as far as one can tell. `mark`: how
+    far it knows what the worker keeps."""
 
     def __init__(self, connection: Connection, timeouts: MembershipTimeouts) -> None:
         self.connection = connection
         self._timeouts = timeouts
         self.port = rpc.client(RegistryPort, connection, call_seconds=timeouts.call_seconds)
         self.registered = False
+        self.mark = KeptMark()
         self.refused: JdisaggError | None = None
         self.taken_since: float | None = None
 

@@ -52,6 +52,7 @@ from jdisagg.scheduler.executor import Executor, InterruptibleExecutor
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
 from jdisagg.scheduler.prefill_batches import PrefillBatches, PrefillJob
 from jdisagg.scheduler.reservations import Reservations
+from jdisagg.scheduler.residency import Residency
 from jdisagg.scheduler.sequences import SequenceGroup
 from jdisagg.scheduler.step_policy import Action, StepSnapshot, next_step
 from jdisagg.worker.incoming_handoff import Received
@@ -184,7 +185,7 @@ class DecodeWorker(MeshWorker):
             lease_until = self._clock.now() + self._limits.reservation_lease_seconds
             for group in self._reservations.grant(lease_until):
                 known = len(group.known_tokens)
-                self._count_reuse(self._state.residency, known, group.cached_tokens)
+                self._count_reuse(known, group.cached_tokens)
                 self._streams[group.key] = SpanStream(group)
                 self._tickets.pop(group.key).set_result(group)
         self._loop.wake()
@@ -389,7 +390,7 @@ class DecodeWorker(MeshWorker):
         """Ends a group, and its stream with an error."""
         if isinstance(error, BrokenModelError):
             # what it began with may be what broke it
-            self._forget_kept(self._state.residency, group.rank, "broken")
+            self._forget_kept(group.rank, "broken")
         stream = self._streams.get(group.key)
         if stream is not None:
             stream.fail(error)
@@ -399,8 +400,9 @@ class DecodeWorker(MeshWorker):
 
     # ---- the worker
 
-    async def reset_cache(self) -> int:
-        return self._forget_kept(self._state.residency, None, "reset")
+    @property
+    def _kept(self) -> Residency:
+        return self._state.residency
 
     async def stop(self) -> None:
         await super().stop()

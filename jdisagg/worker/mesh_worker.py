@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from jdisagg.clock import Clock
 from jdisagg.config import InstanceConfig, LimitsConfig
 from jdisagg.errors import HandoffError, JdisaggError, UnavailableError
+from jdisagg.messages.kept_blocks import KeptMark, KeptNews, KeptScheme
 from jdisagg.messages.ports import Child, PeerHello, PeerMessage
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import Identity, Request
@@ -113,6 +114,9 @@ class MeshWorker(ABC):
                 UnavailableError(f"worker {self.name!r} shuts down; its time to drain is over")
             )
 
+    async def reset_cache(self) -> int:
+        return self._forget_kept(None, "reset")
+
     async def status(self) -> WorkerStatus:
         return self.status_now()
 
@@ -120,6 +124,15 @@ class MeshWorker(ABC):
         """Raises UnavailableError when the mesh failed."""
         self._loop.check()
         return self._status()
+
+    @property
+    def kept_scheme(self) -> KeptScheme | None:
+        """How the KV that it keeps for later requests is named; None: it keeps none."""
+        return self._kept.scheme
+
+    def kept_news(self, mark: KeptMark) -> KeptNews | None:
+        """What a router that knows so much of what is kept here does not know yet."""
+        return self._kept.log.news(self.name, mark)
 
     async def hello(self, hello: PeerHello) -> PeerHello:
         return await self._outgoing.hello(hello)
@@ -132,6 +145,11 @@ class MeshWorker(ABC):
 
     async def abort(self, handoff_id: int, reason: str) -> None:
         await self._outgoing.abort(handoff_id, reason)
+
+    @property
+    @abstractmethod
+    def _kept(self) -> Residency:
+        """What stays on the mesh."""
 
     @abstractmethod
     def _turn(self) -> None:
@@ -156,8 +174,9 @@ class MeshWorker(ABC):
     def _hand_on(self) -> None:
         """Gives running work to other workers, where that is possible."""
 
-    def _count_reuse(self, kept: Residency, tokens: int, cached_tokens: int) -> None:
+    def _count_reuse(self, tokens: int, cached_tokens: int) -> None:
         """A sequence of so many known tokens got its pages."""
+        kept = self._kept
         if kept.on:
             self.counters.add("prefix_asked_tokens", tokens)
             self.counters.add("prefix_hit_tokens", cached_tokens)
@@ -166,9 +185,9 @@ class MeshWorker(ABC):
                 count = kept.evicted_blocks - known
                 self.counters.add("prefix_blocks_evicted", count, cause="room")
 
-    def _forget_kept(self, kept: Residency, rank: int | None, cause: str) -> int:
+    def _forget_kept(self, rank: int | None, cause: str) -> int:
         """Nothing that lies on a rank (None: on any) is used again; returns how many blocks."""
-        blocks = kept.clear(rank)
+        blocks = self._kept.clear(rank)
         self._forgotten += blocks
         if blocks:
             self.counters.add("prefix_blocks_evicted", blocks, cause=cause)

@@ -217,7 +217,7 @@ class PrefillWorker(MeshWorker):
                 break  # those withdrawn shared pages, and gave back fewer than they had
             self._waiting.remove(task.prompt)
             task.rank, task.cached_tokens, task.epoch = rank, cached, self._residency.epoch
-            self._count_reuse(self._residency, task.prompt.tokens, cached)
+            self._count_reuse(task.prompt.tokens, cached)
             if cached:
                 self._backlog.forget(key)
                 self._backlog.add(key, task.prompt.tokens, cached)
@@ -337,7 +337,7 @@ class PrefillWorker(MeshWorker):
         assert started is not None, "its rows were planned"
         if any(first.token == BROKEN_TOKEN for first in firsts):
             # what it began with may be what broke it
-            self._forget_kept(self._residency, task.rank, "broken")
+            self._forget_kept(task.rank, "broken")
             self._outgoing.end(task.handoff, BrokenModelError())
             return
         tokens = tuple(FirstToken(sample.child, sample.token, sample.logprobs) for sample in firsts)
@@ -365,8 +365,9 @@ class PrefillWorker(MeshWorker):
 
     # ---- the worker
 
-    async def reset_cache(self) -> int:
-        return self._forget_kept(self._residency, None, "reset")
+    @property
+    def _kept(self) -> Residency:
+        return self._residency
 
     def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
         task = self._tasks.pop(handoff.sequence)

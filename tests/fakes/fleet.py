@@ -18,7 +18,9 @@ from jdisagg.errors import HandoffError
 from jdisagg.messages.ports import DecodePort, HandoffSource, PeerPort, PrefillPort
 from jdisagg.messages.ports_middleware import through
 from jdisagg.request import Request
+from jdisagg.router.affinity import Affinity
 from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.scheduler.residency import BlockNames
 from jdisagg.simulator.crashable import Crash, Crashable
 from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.mesh_worker import WorkerContext
@@ -57,8 +59,11 @@ class Fleet:
         fingerprint: Callable[[str], str] = lambda name: "",
         routing: RoutingConfig | None = None,
         events: RouterEvents = NO_ROUTER_EVENTS,
+        names: BlockNames | None = None,
+        affinity: Affinity | None = None,
     ) -> None:
-        """`fingerprint`: of the model that a worker of this name serves."""
+        """`fingerprint`: of the model that a worker of this name serves. `names`: KV stays for
+        later requests; `affinity`: what the router knows of that."""
         self.channel = FakeChannel()
         self.clock = VirtualClock()
         self.limits = limits or LimitsConfig()
@@ -73,6 +78,8 @@ class Fleet:
         self._fingerprint = fingerprint
         self._routing = routing
         self._events = events
+        self._block_names = names
+        self._affinity = affinity
         self._names = [f"prefill{number}" for number in range(prefills)] + [
             f"decode{number}" for number in range(decodes)
         ]
@@ -87,7 +94,9 @@ class Fleet:
             lambda request: ToyText(request.sampling.stop),
             self.limits,
             self.clock,
-            PlacerSettings(self._routing or RoutingConfig(), events=self._events),
+            PlacerSettings(
+                self._routing or RoutingConfig(), affinity=self._affinity, events=self._events
+            ),
             self.new_id,
         )
 
@@ -119,7 +128,12 @@ class Fleet:
         mesh = FakeExecutor(self._meshes[name[0]], self.channel, self._faults(name), self._costs)
         crash = Crash()
         context = WorkerContext(
-            name, self.clock, self.new_id, self._fingerprint(name), address=f"{name}:1"
+            name,
+            self.clock,
+            self.new_id,
+            self._fingerprint(name),
+            address=f"{name}:1",
+            names=self._block_names,
         )
         worker: PrefillWorker | DecodeWorker
         if name.startswith("p"):

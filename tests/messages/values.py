@@ -26,7 +26,14 @@ UNIT = st.floats(0.001, 1.0)
 def of_annotation(kind: typing.Any) -> st.SearchStrategy[typing.Any]:
     """Values of an annotated type, made of the strategies above and of dataclasses field by
     field."""
-    known = {int: INT64, float: FLOATS, str: TEXT, bool: st.booleans(), type(None): st.none()}
+    known = {
+        int: INT64,
+        float: FLOATS,
+        str: TEXT,
+        bool: st.booleans(),
+        bytes: st.binary(max_size=24),
+        type(None): st.none(),
+    }
     special = {
         SamplingParams: SAMPLING,
         Request: REQUESTS,

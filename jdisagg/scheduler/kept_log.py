@@ -1,0 +1,78 @@
+"""What the trees of a mesh gained and lost, for routers that want to know what a worker keeps.
+
+A block counts as kept while at least one rank keeps it. Events are on record as long as there are
+few enough; whoever is further behind, or would read more of them than there are blocks, gets a
+snapshot. Knows nothing of who listens: each brings its mark (`messages/kept_blocks.py`). Pure."""
+
+from collections import deque
+from itertools import islice
+
+from jdisagg.messages.kept_blocks import TOLD_BYTES, KeptMark, KeptNews
+
+EVENTS_ON_RECORD = 1 << 15
+MOST_EVENTS = 1 << 14  # of one message
+# of a snapshot; of more, those that came first, which every chain begins with
+MOST_BLOCKS = 1 << 16
+
+
+class KeptLog:
+    """Of all ranks of one mesh."""
+
+    def __init__(self, events_on_record: int = EVENTS_ON_RECORD) -> None:
+        self.epoch = 1
+        self.number = 0  # of the last event
+        self._events: deque[tuple[bytes, bool]] = deque(maxlen=events_on_record)
+        self._ranks: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        """Blocks that are kept on one rank or more."""
+        return len(self._ranks)
+
+    def gained(self, name: bytes) -> None:
+        """A rank keeps this block from now on."""
+        told = name[:TOLD_BYTES]
+        ranks = self._ranks.get(told, 0)
+        self._ranks[told] = ranks + 1
+        if not ranks:
+            self._tell(told, True)
+
+    def lost(self, name: bytes) -> None:
+        """A rank keeps it no longer."""
+        told = name[:TOLD_BYTES]
+        ranks = self._ranks[told] - 1
+        if ranks:
+            self._ranks[told] = ranks
+        else:
+            del self._ranks[told]
+            self._tell(told, False)
+
+    def cleared(self) -> None:
+        """No rank keeps anything: a new epoch."""
+        self.epoch += 1
+        self.number = 0
+        self._events.clear()
+        self._ranks.clear()
+
+    def news(self, worker: str, mark: KeptMark) -> KeptNews | None:
+        """What whoever knows as much as `mark` does not know yet, or the next part of it; None:
+        nothing."""
+        if mark == KeptMark(self.epoch, self.number) or (not self.number and mark == KeptMark()):
+            return None
+        missed = self.number - mark.number
+        on_record = mark.epoch == self.epoch and 0 < missed <= len(self._events)
+        if not on_record or missed > MOST_EVENTS + len(self._ranks):
+            names = b"".join(islice(self._ranks, MOST_BLOCKS))
+            return KeptNews(worker, self.epoch, self.number, names, whole=True)
+        first = len(self._events) - missed
+        events = list(islice(self._events, first, first + MOST_EVENTS))
+        return KeptNews(
+            worker,
+            self.epoch,
+            mark.number,
+            b"".join([name for name, _ in events]),
+            bytes([added for _, added in events]),
+        )
+
+    def _tell(self, told: bytes, added: bool) -> None:
+        self.number += 1
+        self._events.append((told, added))
