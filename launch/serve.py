@@ -76,12 +76,7 @@ async def _serve(
                 )
 
             broken = await serve_until_signalled(
-                deployment.frontend,
-                config.service,
-                ready,
-                deployment.cluster.broken,
-                log,
-                observer.metrics.scrape if observer else None,
+                deployment.frontend, config.service, ready, deployment.cluster.broken, log, observer
             )
         finally:
             if broken is None:

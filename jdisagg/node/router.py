@@ -22,7 +22,7 @@ from jdisagg.ids import random_id
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.registry import WorkerCard
 from jdisagg.messages.worker_status import WorkerRole
-from jdisagg.node.serving import where
+from jdisagg.node.serving import page_sources, where
 from jdisagg.node.signals import StopSignals
 from jdisagg.observe import wrap
 from jdisagg.observe.canary import Canary, CanaryRunner, Pair, Readiness
@@ -130,6 +130,7 @@ class Router:
             [registry_service(membership, tokens), cluster_roles_service(elastic, tokens)],
             wrap.request_log(self._config.log_requests, observer, lambda: path.placer.waiting),
             observer.metrics.scrape if observer else None,
+            page_sources(observer),
         )
         signals = StopSignals(server.force)
         await server.start()

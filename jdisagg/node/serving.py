@@ -2,14 +2,16 @@
 caller."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import TypeVar
 
 from jdisagg.address import host_port
 from jdisagg.config import ServiceConfig
 from jdisagg.dispatch.frontend import Frontend
 from jdisagg.node.signals import StopSignals
+from jdisagg.observe.observer import Observer
 from jdisagg.observe.request_log import RequestLog
+from jdisagg.service.page import PageSources
 from jdisagg.service.server import GenerationServer
 
 Broken = TypeVar("Broken")
@@ -21,15 +23,17 @@ async def serve_until_signalled(
     ready: Callable[[ServiceConfig], None],
     broken: Callable[[], Coroutine[None, None, Broken]] | None = None,
     log: RequestLog | None = None,
-    scrape: Callable[[], Awaitable[bytes]] | None = None,
+    observer: Observer | None = None,
 ) -> Broken | None:
     """Serves until SIGTERM or SIGINT, then drains; a second signal ends the waiting. `ready` is
-    called with the configuration that has the ports. `scrape`: see `GenerationServer`.
+    called with the configuration that has the ports. `observer`: whose metrics and traced requests
+    the HTTP door shows.
 
     `broken` returns when what is behind the server cannot serve any more: running requests are
     then cut short at once, so that their clients go on with the next server, and its result is
     returned."""
-    server = GenerationServer(frontend, config, log=log, scrape=scrape)
+    scrape = observer.metrics.scrape if observer else None
+    server = GenerationServer(frontend, config, (), log, scrape, page_sources(observer))
     signals = StopSignals(server.force)
     stopping = asyncio.ensure_future(signals.first())
     breaking = asyncio.ensure_future(broken()) if broken else None
@@ -48,6 +52,11 @@ async def serve_until_signalled(
             if task:
                 task.cancel()
         signals.release()
+
+
+def page_sources(observer: Observer | None) -> PageSources:
+    """What the web page shows beside the status."""
+    return PageSources(observer.recent if observer else None)
 
 
 def where(service: ServiceConfig) -> str:

@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace import SpanProcessor
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from jdisagg.observe.metrics import Metrics
+from jdisagg.observe.recent_requests import RecentRequests
 from jdisagg.observe.trace_events import TraceEventExporter
 from jdisagg.observe.tracing import Tracing, otlp_processor, tracer_provider
 
@@ -50,6 +51,8 @@ class Observer:
       otlp_endpoint: An OTLP collector that spans are sent to; empty: none.
       now: The clock of everything that is observed.
       wall: Seconds since the epoch.
+      recent: Whether the latest traced requests are kept for the web page. Without a timeline and
+        a collector those alone are traced whose client asks for it.
     """
 
     def __init__(
@@ -59,17 +62,22 @@ class Observer:
         otlp_endpoint: str = "",
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        recent: bool = False,
     ) -> None:
         self.process = process
         self.now = now
         self.metrics = Metrics(process)
         self.causes = Causes()
         self.timeline = TraceEventExporter(process) if timelines else None
+        self.recent = RecentRequests() if recent else None
         processors: list[SpanProcessor] = []
         if self.timeline is not None:
             processors.append(SimpleSpanProcessor(self.timeline))
         if otlp_endpoint:
             processors.append(otlp_processor(otlp_endpoint))
+        every = bool(processors)
+        if self.recent is not None:
+            processors.append(SimpleSpanProcessor(self.recent))
         self.tracing = Tracing(
-            tracer_provider(process, processors) if processors else None, now, wall
+            tracer_provider(process, processors) if processors else None, now, wall, every
         )

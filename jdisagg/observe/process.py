@@ -35,7 +35,8 @@ class ObserveConfig:
       log_format: One of `logs.FORMATS`.
       log_requests: A line in the log for every request that ended.
       otlp_endpoint: An OTLP collector for spans, `http://host:4317`; empty: none.
-      metrics: Metrics are kept without a port of their own: the HTTP door shows them.
+      metrics: Metrics are kept without a port of their own, and the latest traced requests: the
+        HTTP door and its page show them.
     """
 
     metrics_port: int = 0
@@ -76,7 +77,7 @@ async def observing(process: str, config: ObserveConfig) -> AsyncIterator[Observ
             yield None
         return
     folder = str(made_folder("timelines", config.timelines)) if config.timelines else ""
-    observer = Observer(process, bool(folder), config.otlp_endpoint)
+    observer = Observer(process, bool(folder), config.otlp_endpoint, recent=config.metrics)
     close = (
         observer.metrics.serve(config.metrics_port, config.metrics_host)
         if config.metrics_port

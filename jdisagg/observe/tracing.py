@@ -65,14 +65,17 @@ def of_request(context: Context, request_id: str) -> Context:
 
 class Tracing:
     """What a process's wrappers make spans with. `provider` None: off, and every call returns at
-    once; callers ask `on` before they compute what only a span needs."""
+    once; callers ask `on` before they compute what only a span needs. `every`: what no caller has
+    decided is recorded; else those requests alone whose client asks for it."""
 
     def __init__(
         self,
         provider: TracerProvider | None = None,
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        every: bool = True,
     ) -> None:
+        self._every = every
         self.on = provider is not None
         self._provider = provider
         self._tracer = (
@@ -98,6 +101,9 @@ class Tracing:
         parent = otel.get_current() if parent is None else parent
         if request_id:
             parent = of_request(parent, request_id)
+        if not self._wanted(parent):
+            # The context stays the caller's: a worker that traces by itself decides by itself.
+            return trace.INVALID_SPAN, parent
         if (request := parent.get(_REQUEST)) is not None:
             attributes["request"] = str(request)
         span = self._tracer.start_span(name, parent, kind, attributes, None, self._ns(started))
@@ -172,12 +178,19 @@ class Tracing:
     def _emit(
         self, name: str, started: float, ended: float, parent: Context, attributes: dict[str, Value]
     ) -> None:
+        if not self._wanted(parent):
+            return
         if (request := parent.get(_REQUEST)) is not None:
             attributes["request"] = str(request)
         span = self._tracer.start_span(
             name, parent, attributes=attributes, start_time=self._ns(started)
         )
         span.end(self._ns(max(started, ended)))
+
+    def _wanted(self, parent: Context) -> bool:
+        """As the sampler would say, without the work of asking it."""
+        context = trace.get_current_span(parent).get_span_context()
+        return context.trace_flags.sampled if context.is_valid else self._every
 
     def _ns(self, instant: float) -> int:
         return round((instant + self._epoch) * 1e9)

@@ -1,4 +1,5 @@
-"""The paths of the HTTP door, and the short answers: models, tokens, health, metrics, version."""
+"""The paths of the HTTP door, and the short answers: models, tokens, health, metrics, version; the
+web page has a file of its own (`page.py`)."""
 
 import re
 import time
@@ -16,6 +17,7 @@ from jdisagg.service.http_fields import INTEGERS, TEXT, YES, Fields
 from jdisagg.service.http_generation import IGNORED, HttpGeneration, check_model
 from jdisagg.service.http_guard import ANY_METHOD, Endpoint, HttpGuard
 from jdisagg.service.http_requests import chat_prompt, completion_prompts, ignored_header
+from jdisagg.service.page import Page, PageSources
 
 Scrape = Callable[[], Awaitable[bytes]]
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -25,7 +27,7 @@ _encode = msgspec.json.encode
 
 
 class HttpRoutes:
-    """`scrape` gives the metrics' text; None: there are none. `ready`: what /health says."""
+    """`scrape` gives the metrics' text; None: there are none. `page`: what the web page shows."""
 
     def __init__(
         self,
@@ -34,14 +36,24 @@ class HttpRoutes:
         log: RequestLog,
         limit_bytes: int,
         scrape: Scrape | None,
+        page: PageSources,
     ) -> None:
-        self.ready = False
         self._frontend = frontend
         self._guard = guard
         self._limit_bytes = limit_bytes
         self._scrape = scrape
         self._since = int(time.time())
         self._generation = HttpGeneration(frontend, log, limit_bytes)
+        self._page = Page(frontend, page)
+
+    @property
+    def ready(self) -> bool:
+        """What /health says."""
+        return self._page.ready
+
+    @ready.setter
+    def ready(self, ready: bool) -> None:
+        self._page.ready = ready
 
     def application(self) -> Router:
         """All of it, as an ASGI application."""
@@ -57,6 +69,7 @@ class HttpRoutes:
             "/metrics": Endpoint(guard, "GET", self._metrics),
             "/version": Endpoint(guard, "GET", self._version),
             "/health": Endpoint(guard, "GET", self._health, open=True),
+            **self._page.endpoints(guard),
         }
         routes = [Route(path, endpoint) for path, endpoint in endpoints.items()]
         unknown = Endpoint(guard, ANY_METHOD, self._unknown, open=True)
@@ -137,7 +150,7 @@ class HttpRoutes:
         path = re.sub(r"[^\x20-\x7e]", "?", exchange.scope["path"])[:80]
         raise HttpRefusal(
             f"path {path!r} is none of this server's; its OpenAI API is under /v1, such as"
-            " /v1/chat/completions",
+            " /v1/chat/completions, and a web page is at /",
             404,
             "not_found",
         )

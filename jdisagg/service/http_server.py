@@ -27,6 +27,7 @@ from jdisagg.service.http_errors import HttpRefusal, error_body
 from jdisagg.service.http_exchange import ABORT
 from jdisagg.service.http_guard import HttpGuard
 from jdisagg.service.http_routes import HttpRoutes, Scrape
+from jdisagg.service.page import PageSources
 from jdisagg.service.reread import Reread
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
@@ -44,7 +45,8 @@ log = logging.getLogger(__name__)
 
 class HttpServer:
     """Build it on the event loop that runs what is behind it; `start`, then `drain`. It listens at
-    `config.http_port`. `scrape` gives the metrics' text, where there are any."""
+    `config.http_port`. `scrape` gives the metrics' text, where there are any; `page`: what the web
+    page shows beside the frontend's status."""
 
     def __init__(
         self,
@@ -53,12 +55,16 @@ class HttpServer:
         tokens: Tokens = (),
         log: RequestLog | None = None,
         scrape: Scrape | None = None,
+        page: PageSources | None = None,
     ) -> None:
         log = log or RequestLog()
         self.port = 0
         self._config = config
         self._guard = HttpGuard(tokens, log.refused)
-        self._routes = HttpRoutes(frontend, self._guard, log, config.max_message_bytes, scrape)
+        limit_bytes = config.max_message_bytes
+        self._routes = HttpRoutes(
+            frontend, self._guard, log, limit_bytes, scrape, page or PageSources()
+        )
         self._server = uvicorn.Server(_settings(_application(self._routes, config), config))
         self._socket: socket.socket | None = None
         self._forced = asyncio.Event()

@@ -30,6 +30,7 @@ from jdisagg.service.generation_service import generation_service
 from jdisagg.service.grpc_life import bind, new_server
 from jdisagg.service.guard import Guard, Service
 from jdisagg.service.http_server import HttpServer, listener
+from jdisagg.service.page import PageSources
 from jdisagg.service.reread import Reread
 from jdisagg.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
 
@@ -147,7 +148,8 @@ class GenerationServer(GrpcServer):
     again when their file changes), and perhaps other services beside it; and the HTTP door, where
     the configuration has one.
 
-    scrape: what gives the metrics' text, where there are any; the HTTP door shows it."""
+    scrape: what gives the metrics' text, where there are any; the HTTP door shows it. page: what
+    its web page shows beside the frontend's status."""
 
     def __init__(
         self,
@@ -156,6 +158,7 @@ class GenerationServer(GrpcServer):
         others: Sequence[Service] = (),
         log: RequestLog | None = None,
         scrape: Callable[[], Awaitable[bytes]] | None = None,
+        page: PageSources | None = None,
     ) -> None:
         log = log or RequestLog()
         tokens = Reread((config.token_file,), lambda: read_clients(config.token_file))
@@ -163,7 +166,7 @@ class GenerationServer(GrpcServer):
         self._port = config.port
         self.http: HttpServer | None = None
         if config.http_port is not None:
-            self.http = HttpServer(frontend, config, tokens, log, scrape)
+            self.http = HttpServer(frontend, config, tokens, log, scrape, page)
         super().__init__((generation, *others), config, refused=log.refused)
 
     async def start(self) -> int:

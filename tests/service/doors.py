@@ -47,7 +47,7 @@ STATUS = WorkerStatus(
 )
 
 
-def byte_tokenizer(template: str = TEMPLATE) -> Tokenizer:
+def byte_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
     """One token per byte, ids 0 to 255 in order of the byte, and an end token: what a text becomes
     is known without it."""
     order = tokenizers.pre_tokenizers.ByteLevel.alphabet()

@@ -250,8 +250,9 @@ async def test_what_is_no_http_is_refused(door: HttpDoor, data: bytes) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "/",
         "/v1",
+        "/web",
+        "/web/../page.py",
         "/v1/completions/",
         "//v1/completions",
         "/v1/../v1/completions",

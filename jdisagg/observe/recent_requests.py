@@ -1,0 +1,96 @@
+"""The spans of the latest traced requests, kept for whoever looks at one: what the web page draws
+as a request's timeline.
+
+An OpenTelemetry exporter that keeps spans by their trace: who knows a trace id (the client drew it)
+can ask for it while the request runs. What belongs to no request is not kept. Bounded both ways:
+the traces that began first go first, and a trace keeps its first spans."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+KEPT_TRACES = 256
+KEPT_SPANS = 4096
+ROOT = "request"
+
+Value = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class RecentSpan:
+    """Seconds since the epoch. `ended` None: an instant. `args`: its attributes."""
+
+    name: str
+    started: float
+    ended: float | None
+    args: dict[str, Value]
+
+
+@dataclass(frozen=True, slots=True)
+class RecentRequest:
+    """A traced request that has ended. `trace`: 32 hexadecimal digits."""
+
+    trace: str
+    request: str
+    started: float
+    seconds: float
+    result: str
+    prompt_tokens: int
+
+
+class RecentRequests(SpanExporter):
+    """On one thread: spans of requests end on the event loop, and are asked for there."""
+
+    def __init__(self, traces: int = KEPT_TRACES, spans: int = KEPT_SPANS) -> None:
+        self._most_traces = traces
+        self._most_spans = spans
+        self._traces: OrderedDict[str, list[RecentSpan]] = OrderedDict()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        for span in spans:
+            args: dict = dict(span.attributes or {})
+            if "request" in args and "track" not in args and span.context is not None:
+                self._keep(f"{span.context.trace_id:032x}", span, args)
+        return SpanExportResult.SUCCESS
+
+    def spans(self, trace: str) -> tuple[RecentSpan, ...]:
+        """Of one trace, by their beginning; those whose work is over. Empty where it is not
+        known."""
+        return tuple(sorted(self._traces.get(trace, ()), key=lambda span: span.started))
+
+    def requests(self) -> tuple[RecentRequest, ...]:
+        """Those that have ended, the latest first."""
+        return tuple(
+            _request(name, span)
+            for name, spans in reversed(self._traces.items())
+            for span in spans
+            if span.name == ROOT
+        )
+
+    def _keep(self, name: str, span: ReadableSpan, args: dict[str, Value]) -> None:
+        spans = self._traces.get(name)
+        if spans is None:
+            spans = self._traces[name] = []
+            if len(self._traces) > self._most_traces:
+                self._traces.popitem(last=False)
+        # The root ends last, and says how it all ended: there is always room for it.
+        if len(spans) >= self._most_spans and span.name != ROOT:
+            return
+        instant = args.pop("instant", False)
+        started, ended = (span.start_time or 0) / 1e9, (span.end_time or 0) / 1e9
+        spans.append(RecentSpan(span.name, started, None if instant else ended, args))
+
+
+def _request(trace: str, root: RecentSpan) -> RecentRequest:
+    ended = root.started if root.ended is None else root.ended
+    return RecentRequest(
+        trace,
+        str(root.args.get("request", "")),
+        root.started,
+        ended - root.started,
+        str(root.args.get("result", "")),
+        int(root.args.get("prompt_tokens", 0)),
+    )

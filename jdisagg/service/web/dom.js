@@ -1,0 +1,39 @@
+// Making elements. Text goes in as text: nothing here, or anywhere on this page, parses HTML, so
+// what a model writes can never become part of the page.
+
+export const byId = (id) => document.getElementById(id);
+
+// el("p", {class: "hint", title: "x"}, "text", otherElement): an element with attributes.
+export function el(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === undefined || value === null) continue;
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (name === "style") Object.assign(made.style, value);
+    else made.setAttribute(name, value);
+  }
+  made.append(...children.filter((child) => child !== null && child !== undefined));
+  return made;
+}
+
+export function seconds(value) {
+  if (value === null || value === undefined) return "–";
+  if (value < 0.0995) return `${(value * 1000).toFixed(value < 0.00995 ? 1 : 0)} ms`;
+  if (value < 9.95) return `${value.toFixed(2)} s`;
+  if (value < 120) return `${value.toFixed(0)} s`;
+  return `${(value / 60).toFixed(0)} min`;
+}
+
+export const count = (value) => Math.round(value).toLocaleString("en");
+
+export const plural = (number, one, many = `${one}s`) =>
+  `${count(number)} ${number === 1 ? one : many}`;
+
+// A bar of parts: [[share of 1, class, title], ...].
+export function bar(parts, title) {
+  const made = el("span", { class: "bar", title });
+  for (const [share, kind] of parts) {
+    if (share > 0) made.append(el("i", { class: kind, style: { width: `${100 * share}%` } }));
+  }
+  return made;
+}

@@ -1,0 +1,111 @@
+// The page: its tabs, its theme, and what it asks for again and again while somebody looks.
+
+import { get } from "./api.js";
+import { setModel, startChat } from "./chat.js";
+import { drawCluster } from "./cluster.js";
+import { drawDecisions } from "./decisions.js";
+import { byId, count, el, seconds } from "./dom.js";
+import { drawTimeline } from "./timeline.js";
+
+const EVERY_MS = 1000;
+const THEME = "jdisagg-theme";
+const views = [...document.querySelectorAll(".view")].map((view) => view.id);
+let shown = "chat";
+
+function show(view) {
+  shown = views.includes(view) ? view : "chat";
+  for (const id of views) byId(id).hidden = id !== shown;
+  for (const tab of document.querySelectorAll("[data-view]")) {
+    tab.setAttribute("aria-selected", String(tab.dataset.view === shown));
+  }
+  refresh();
+}
+
+function startTabs() {
+  for (const tab of document.querySelectorAll("[data-view]")) {
+    tab.addEventListener("click", () => {
+      location.hash = `/${tab.dataset.view}`; // no element's id: the page stays where it is
+    });
+  }
+  addEventListener("hashchange", () => show(location.hash.slice(2)));
+}
+
+function startTheme() {
+  const set = (theme) => {
+    document.documentElement.dataset.theme = theme;
+  };
+  const kept = localStorage.getItem(THEME);
+  if (kept) set(kept);
+  byId("theme").addEventListener("click", () => {
+    const dark = getComputedStyle(document.documentElement).colorScheme === "dark";
+    const next = dark ? "light" : "dark";
+    set(next);
+    localStorage.setItem(THEME, next);
+  });
+}
+
+function say(trouble) {
+  byId("trouble").hidden = !trouble;
+  byId("trouble").textContent = trouble;
+}
+
+function drawHead({ model, ready, version }) {
+  const facts = [model.name, model.dtype, model.mode, `${count(model.context_tokens)} tokens`];
+  byId("model").textContent = facts.join(" · ");
+  byId("model").title = `jdisagg ${version}`;
+  byId("ready").textContent = ready ? "ready" : "not ready";
+  byId("ready").className = `state ${ready ? "good" : "warn"}`;
+}
+
+async function drawTimelines() {
+  const { requests } = await get("api/timelines");
+  const open = async (trace) => {
+    const { spans } = await get(`api/timelines/${trace}`);
+    byId("timeline").replaceChildren(drawTimeline(spans));
+  };
+  const rows = requests.map((one) =>
+    el(
+      "li",
+      {},
+      el(
+        "button",
+        { type: "button", class: "pick", onclick: () => open(one.trace) },
+        el("b", {}, one.request),
+        `${seconds(one.seconds)} · ${count(one.prompt_tokens)} prompt tokens · ${one.result}`,
+      ),
+    ),
+  );
+  byId("timeline-list").replaceChildren(
+    rows.length
+      ? el("ul", { class: "picks" }, ...rows)
+      : el("p", { class: "hint" }, "None was traced yet."),
+  );
+}
+
+let busy = false;
+async function refresh() {
+  if (busy || document.hidden) return;
+  busy = true;
+  try {
+    const status = await get("api/status");
+    drawHead(status);
+    setModel(status.model);
+    if (shown === "cluster") drawCluster(status);
+    if (shown === "decisions") drawDecisions(status.decisions);
+    if (shown === "timelines") await drawTimelines();
+    say("");
+  } catch (error) {
+    byId("ready").textContent = "no answer";
+    byId("ready").className = "state bad";
+    say(`The server does not answer: ${error.message}`);
+  } finally {
+    busy = false;
+  }
+}
+
+startTheme();
+startTabs();
+startChat();
+show(location.hash.slice(2));
+setInterval(refresh, EVERY_MS);
+document.addEventListener("visibilitychange", refresh);
