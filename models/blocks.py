@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jdisagg.model_api import Attend, Shards
+from jdisagg.ops.activations import Activation
 from jdisagg.ops.linear import project
-from jdisagg.ops.mlp import gated_silu
+from jdisagg.ops.mlp import gated
 from jdisagg.ops.moe import ExpertWeights, Routing, route, routed_experts
 from jdisagg.ops.parameters import Axes, Make, parameter
 from jdisagg.ops.rope import query_growth, rope_angles, rotate
@@ -53,7 +54,7 @@ class Attention(nnx.Module):
             if not attention.qk_norm:
                 return None
             size, axes = (size, axes) if self.norm_all else (head, ("head",))
-            return Norm(make, size, axes, config.norm_epsilon)
+            return Norm(make, size, axes, config.norm_epsilon, above_one=config.norms_above_one)
 
         self.q_norm = norm(q_size, ("q_heads",))
         self.k_norm = norm(kv_size, ("kv_heads",))
@@ -101,7 +102,7 @@ class Attention(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)), its width sharded over tp."""
+    """down(act(gate(x)) * up(x)), its width sharded over tp."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, transposed: bool, ffn: int | None = None
@@ -113,9 +114,11 @@ class GatedMLP(nnx.Module):
         self.gate = Linear(make, into, ("embed", "ffn"), bias=bias, transposed=transposed)
         self.up = Linear(make, into, ("embed", "ffn"), bias=bias, transposed=transposed)
         self.down = Linear(make, out, ("ffn", "embed"), bias=bias, transposed=transposed)
+        self.activation: Activation = config.activation
 
     def __call__(self, x_TD: jax.Array, shards: Shards, valid_T: jax.Array | None) -> jax.Array:
-        return self.down.summed(gated_silu(self.gate(x_TD, shards), self.up(x_TD, shards)), shards)
+        inner_TF = gated(self.gate(x_TD, shards), self.up(x_TD, shards), self.activation)
+        return self.down.summed(inner_TF, shards)
 
 
 class SparseMLP(nnx.Module):
@@ -196,8 +199,10 @@ class DecoderLayer(nnx.Module):
         self, make: Make, config: DecoderConfig, layer: LayerConfig, transposed: bool
     ) -> None:
         def norm(where: str) -> Norm | None:
-            wanted = config.norms in (where, "both")
-            return Norm(make, config.width, ("embed",), config.norm_epsilon) if wanted else None
+            if config.norms not in (where, "both"):
+                return None
+            above_one = config.norms_above_one
+            return Norm(make, config.width, ("embed",), config.norm_epsilon, above_one=above_one)
 
         self.attention_norm = norm("before")
         kind = MultiHeadLatentAttention if config.attention.latent else Attention

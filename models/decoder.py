@@ -28,7 +28,9 @@ class DecoderStem(nnx.Module):
         self.embedding = parameter(
             make((padded, config.width), "embedding", config.width), ("vocab", "embed")
         )
-        self.norm = Norm(make, config.width, ("embed",), config.norm_epsilon)
+        self.norm = Norm(
+            make, config.width, ("embed",), config.norm_epsilon, above_one=config.norms_above_one
+        )
         self.head = (
             None
             if config.tied
@@ -36,12 +38,14 @@ class DecoderStem(nnx.Module):
         )
         self.vocabulary = config.vocabulary
         self.scale, self.divisor = config.embedding_scale, config.logits_divisor
+        self.cap = config.logits_cap
 
     def embed(self, tokens_T: jax.Array, shards: Shards) -> jax.Array:
         x_TD = embed_tokens(self.embedding[...], tokens_T, shards.tp)
         if self.scale == 1:
             return x_TD
-        return (x_TD.astype(jnp.float32) * self.scale).astype(x_TD.dtype)
+        # rounded as well, as Gemma was trained: the root of its width is no number of bfloat16
+        return x_TD * jnp.asarray(self.scale, x_TD.dtype)
 
     def logits(self, x_RD: jax.Array, shards: Shards) -> jax.Array:
         kernel, transposed = (
@@ -58,6 +62,8 @@ class DecoderStem(nnx.Module):
         )
         if self.divisor != 1:
             out = out / self.divisor
+        if self.cap:
+            out = self.cap * jnp.tanh(out / self.cap)
         return gather_logits(out, self.vocabulary, shards.tp)
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 from jdisagg.costs.model_geometry import CostGeometry, Experts, GroupedAttention, LatentAttention
 from jdisagg.layout.axes import ModelGeometry
 from jdisagg.layout.kv_spec import KVSpec
+from jdisagg.ops.activations import Activation
 from jdisagg.ops.rope_frequencies import Rope
 
 
@@ -82,9 +83,10 @@ class LayerConfig:
 class DecoderConfig:
     """`ffn` is the width of dense layers; `context_tokens` the longest sequence that the positions
     were built for. `norms`: before attention and feed-forward, after them (on what they add), or
-    both. Granite's scales: of embeddings, of what a block adds to the residual stream, and what
-    logits are divided by. `left_aside`: layers behind the last one, for predicting several tokens,
-    that a checkpoint may hold and that are not read."""
+    both; `norms_above_one`: their weights are what is added to one, those of q and k, too. Scales:
+    of embeddings, of what a block adds to the residual stream, and what logits are divided by;
+    `logits_cap`: logits are bounded by it through a tanh (0: not). `left_aside`: layers behind the
+    last one, for predicting several tokens, that a checkpoint may hold and that are not read."""
 
     family: str
     vocabulary: int
@@ -97,9 +99,12 @@ class DecoderConfig:
     context_tokens: int
     mlp_bias: bool = False
     norms: Literal["before", "after", "both"] = "before"
+    norms_above_one: bool = False
+    activation: Activation = "silu"
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_divisor: float = 1.0
+    logits_cap: float = 0.0
     left_aside: int = 0
 
     @property

@@ -7,12 +7,17 @@ from dataclasses import replace
 from typing import Literal
 
 from jdisagg.errors import CheckpointError
+from jdisagg.ops.activations import Activation
 from jdisagg.ops.rope_frequencies import Rope
 from models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig
 from models.hf_config import FamilyDefaults, HfConfig
 from models.hf_rope import extended_context, read_rope
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
+ACTIVATIONS: dict[Activation, tuple[str, ...]] = {
+    "silu": ("silu", "swish"),
+    "gelu_tanh": ("gelu_pytorch_tanh",),
+}
 
 
 def read_decoder(
@@ -23,12 +28,14 @@ def read_decoder(
     output_bias: bool = False,
     qk_norm: Literal["", "head", "all"] = "",
     head_dim_default: int | None = None,
+    activation: Activation = "silu",
 ) -> DecoderConfig:
     """The fields that all families share; all layers dense and without a window, for the family's
     file to `replace`."""
-    activation = hf.raw("hidden_act") or "silu"
-    if activation not in ("silu", "swish") and not hf.sizes_only:
-        raise hf.error("hidden_act", "must be 'silu'", "other activations are not supported")
+    names = ACTIVATIONS[activation]
+    for field in ("hidden_act", "hidden_activation"):
+        if hf.raw(field) not in (None, *names) and not hf.sizes_only:
+            raise hf.error(field, f"must be {names[0]!r}", "other activations are not supported")
     width, heads = hf.count("hidden_size"), hf.count("num_attention_heads")
     kv_heads = hf.count("num_key_value_heads", _kv_heads_default(hf, heads, defaults))
     if heads % kv_heads:
@@ -57,6 +64,7 @@ def read_decoder(
         norm_epsilon=hf.number("rms_norm_eps", defaults.norm_epsilon),
         tied=hf.flag("tie_word_embeddings", defaults.tied),
         context_tokens=extended_context(context, rope),
+        activation=activation,
     )
 
 

@@ -35,6 +35,7 @@ HARMLESS = names("""
     is_llama_config transformers.js_config full_attn_mod interpolate_factor
     bos_token eos_token pad_token unk_token keys_to_ignore_at_inference
     mtp_transformer_layers num_mtp_modules use_mtp num_nextn_predict_layers num_mtp_layers
+    cache_implementation
 """)
 
 # Of a model that sees, beside its text part (`text_config`), which alone is served.
@@ -42,7 +43,7 @@ VISION = names("""
     text_config vision_config image_token_id image_token_index video_token_id
     vision_start_token_id vision_end_token_id vision_feature_layer vision_feature_select_strategy
     spatial_merge_size multimodal_projector_bias projector_hidden_act image_seq_length
-    architectures
+    architectures boi_token_index eoi_token_index boi_token_id eoi_token_id mm_tokens_per_image
 """)
 
 # Options of some family that change the output, and what each means. A reader that has one takes

@@ -25,14 +25,14 @@ STEM = {
     "norm.weight": "model.norm.weight",
     "head.kernel": "lm_head.weight",
 }
-# The names that families give one parameter; a layer has one of them.
+# The names that families give one parameter. Of several that a layer has, the last is meant.
 LAYER: dict[str, tuple[str, ...]] = {
     "attention_norm.weight": ("input_layernorm.weight",),
     "attention_post_norm.weight": (
-        "post_self_attn_layernorm.weight",
         "post_attention_layernorm.weight",
+        "post_self_attn_layernorm.weight",
     ),
-    "mlp_norm.weight": ("post_attention_layernorm.weight",),
+    "mlp_norm.weight": ("post_attention_layernorm.weight", "pre_feedforward_layernorm.weight"),
     "mlp_post_norm.weight": ("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight"),
     "attention.q.kernel": ("self_attn.q_proj.weight",),
     "attention.q.bias": ("self_attn.q_proj.bias",),
@@ -232,7 +232,7 @@ def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes)
         if fused is not None:
             return fused
         names = [prefix + name for name in LAYER[key]]
-        name = next((name for name in names if name in found), names[0])
+        name = next((name for name in reversed(names) if name in found), names[0])
         return _matrix(name, shape, parameter.transposed)
     if key in ("attention.keys", "attention.values"):
         return _latent_heads(prefix + LATENT_HEADS, key, config)

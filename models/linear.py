@@ -45,15 +45,18 @@ class Linear(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """Root mean square norm with a weight."""
+    """Root mean square norm with a weight, which is added to one where `above_one`."""
 
-    def __init__(self, make: Make, size: int, axes: Axes, epsilon: float) -> None:
-        self.weight = parameter(make((size,), "norm", size), axes)
-        self.epsilon = epsilon
+    def __init__(
+        self, make: Make, size: int, axes: Axes, epsilon: float, *, above_one: bool = False
+    ) -> None:
+        role = "bias" if above_one else "norm"  # begins at zero, or at one
+        self.weight = parameter(make((size,), role, size), axes)
+        self.epsilon, self.above_one = epsilon, above_one
 
     def __call__(self, x: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:
         """`over`: the mesh axes that the normalised dimension is sharded over."""
-        return rms_norm(x, self.weight[...], self.epsilon, over)
+        return rms_norm(x, self.weight[...], self.epsilon, over, above_one=self.above_one)
 
 
 def rows_of(of_T: jax.Array, rows_R: jax.Array | None) -> jax.Array:

@@ -21,6 +21,8 @@ GOLDEN = Path(__file__).parents[1] / "golden"
         ("olmo3", "tp=2", "dp=2"),
         ("ministral3", "tp=1", "tp=4"),
         ("phi3", "tp=4", "dp=2"),
+        ("gemma3", "tp=2", "dp=2,tp=2"),
+        ("gemma3_text", "dp=2", "tp=4"),
     ],
 )
 async def test_a_family_gives_the_tokens_of_transformers(

@@ -79,6 +79,12 @@ GLM_MOE = {
     "head_dim": 12,
     "routed_scaling_factor": 1.5,
 }
+GEMMA = {
+    "tie_word_embeddings": False,
+    "head_dim": 12,
+    "sliding_window": 9,
+    "query_pre_attn_scalar": 7,
+}
 # Heads of 10 + 6 values for scores and 12 for values; of each token 20 + 6 are cached.
 LATENT = {
     "num_key_value_heads": 4,
@@ -122,6 +128,9 @@ VARIANTS: dict[str, Variant] = {
     "olmo2": Variant("olmo2", {"attention_bias": True}),
     "olmo3": Variant("olmo3", {"num_hidden_layers": 4, "sliding_window": 11, "rope_parameters": {
         "full_attention": YARN | {"rope_theta": 500000.0}, "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0}}}),  # noqa: E501
+    "gemma3": Variant("gemma3", GEMMA | {"num_hidden_layers": 3, "layer_types": None, "sliding_window_pattern": 3,  # noqa: E501
+                                         "rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "gemma3_text": Variant("gemma3_text", GEMMA | {"final_logit_softcapping": 30.0, "attention_bias": True, "layer_types": ["full_attention", "sliding_attention"]}),  # noqa: E501
     "granite": Variant("granite", {"attention_multiplier": 0.3, "embedding_multiplier": 2.0, "residual_multiplier": 1.3, "logits_scaling": 0.5}),  # noqa: E501
     "phi3": Variant("phi3", {"sliding_window": 13, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),  # noqa: E501
     "phi3_longrope": Variant("phi3", {"original_max_position_embeddings": 128, "max_position_embeddings": 512,  # noqa: E501
@@ -146,6 +155,14 @@ EYES: dict[str, dict[str, object]] = {
     "mistral3": {"model_type": "pixtral", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,  # noqa: E501
                  "num_attention_heads": 2, "image_size": 4, "patch_size": 2},
 }  # fmt: skip
+EYES["gemma3"] = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 4,
+    "patch_size": 2,
+}
 EYES["qwen3_vl_moe"] = EYES["qwen3_vl"]
 
 
@@ -194,7 +211,8 @@ def random_model(variant: Variant, seed: int) -> torch.nn.Module:
     with torch.no_grad():
         for name, weight in [*model.named_parameters(), *corrections]:
             if "norm" in name:
-                weight.uniform_(0.5, 1.5)
+                least = -0.5 if variant.family.startswith("gemma3") else 0.5  # added to one
+                weight.uniform_(least, least + 1)
             elif name.endswith("bias"):
                 weight.normal_(std=0.3)
             elif "embed_tokens" in name:

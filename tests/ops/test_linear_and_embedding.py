@@ -81,3 +81,11 @@ def test_the_norm_is_computed_in_float32_and_returned_in_its_own_type() -> None:
     got = rms_norm(x, jnp.asarray([1.0, 2.0], jnp.bfloat16), 0.0)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(got, np.float32), [[[0.8485, 2.2627]]] * 2, rtol=1e-2)
+
+
+def test_a_weight_that_is_added_to_one_is_rounded_with_the_product() -> None:
+    x = jnp.asarray([[3.0, 4.0]], jnp.bfloat16)
+    weight = np.asarray([2**-9, -(2**-9)], np.float32)  # one plus it is no number of bfloat16
+    got = rms_norm(x, jnp.asarray(weight, jnp.bfloat16), 0.0, above_one=True)
+    exact = np.asarray([3.0, 4.0]) / np.sqrt(12.5) * (1 + weight)
+    np.testing.assert_array_equal(got, jnp.asarray([exact], jnp.bfloat16))

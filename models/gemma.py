@@ -1,0 +1,55 @@
+"""Gemma 3, its text part: norms before and after blocks, whose weights are added to one; scaled
+embeddings, GELU; windows in most layers, with rotary positions of their own."""
+
+from dataclasses import replace
+
+from models.decoder_config import DecoderConfig
+from models.hf_config import FamilyDefaults, HfConfig
+from models.hf_decoder import read_decoder, read_layer_types, with_windows
+from models.hf_rope import rope_of
+
+DEFAULTS = FamilyDefaults(kv_heads=4, context_tokens=131072, rope_theta=1e6, tied=True)
+
+
+def read_3_config(hf: HfConfig) -> DecoderConfig:
+    """Published configs leave out what the class assumes. `rope_parameters` are by kind of layer,
+    or, before transformers 5, those of layers without a window stand alone."""
+    sizes = {"vocab_size": 262208, "num_attention_heads": 8}
+    hf = hf.changed(**{name: hf.count(name, size) for name, size in sizes.items()})
+    given, local = hf.raw("rope_parameters"), None
+    if isinstance(given, dict) and given.keys() & {"full_attention", "sliding_attention"}:
+        local = given.get("sliding_attention")
+        hf = hf.changed(rope_parameters=given.get("full_attention"))
+    if not isinstance(local, dict | None):
+        raise hf.error("rope_parameters", "must be objects by kind of layer", "correct it")
+    bias = hf.flag("attention_bias", False)
+    config = _read(hf, DEFAULTS, pattern=hf.count("sliding_window_pattern", 6), bias=bias)
+    attention = replace(config.attention, qk_norm="head")
+    local = {"rope_theta": hf.number("rope_local_base_freq", 10000.0)} | (local or {})
+    rope = rope_of(
+        hf, "rope_parameters", local, attention.head_dim, config.context_tokens, DEFAULTS
+    )
+    layers = (replace(each, rope=rope if each.window else None) for each in config.layers)
+    return replace(config, attention=attention, layers=tuple(layers))
+
+
+def _read(hf: HfConfig, defaults: FamilyDefaults, *, pattern: int, bias: bool) -> DecoderConfig:
+    """Where config.json is silent, every layer whose number `pattern` divides sees everything."""
+    config = read_decoder(
+        hf, defaults, qkv_bias=bias, output_bias=bias, head_dim_default=256, activation="gelu_tanh"
+    )
+    numbers = range(1, len(config.layers) + 1)
+    windows = read_layer_types(
+        hf, len(numbers), hf.count("sliding_window", 4096), [at % pattern != 0 for at in numbers]
+    )
+    scale = hf.number("query_pre_attn_scalar", 256.0) ** -0.5
+    config = replace(
+        config,
+        attention=replace(config.attention, scale=scale),
+        context_tokens=hf.count("max_position_embeddings", defaults.context_tokens),
+        norms="both",
+        norms_above_one=True,
+        embedding_scale=config.width**0.5,
+        logits_cap=hf.number("final_logit_softcapping", 0.0),
+    )
+    return with_windows(config, windows)
