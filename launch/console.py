@@ -9,8 +9,10 @@ import logging
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import NoReturn
 
 from absl import flags as absl
@@ -83,6 +85,12 @@ def quiet_end() -> Iterator[None]:
         sys.exit(INTERRUPTED)
 
 
+def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
+    """Between the making of a coroutine and its first step Python would complain about it."""
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    raise KeyboardInterrupt
+
+
 def _page_name(main: Callable[[], int | None]) -> str:
     """`launch.serve`, also where it runs as `__main__`."""
     module = sys.modules[main.__module__]
@@ -92,7 +100,7 @@ def _page_name(main: Callable[[], int | None]) -> str:
 def _mind_signals() -> None:
     """Ctrl-C is a KeyboardInterrupt again once the imports are behind (launch/__init__.py), and
     SIGUSR1, which asks for timelines, ends nobody who keeps none."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, _interrupted)
     signal.signal(
         signal.SIGUSR1,
         lambda *_: logging.getLogger("launch").warning(

@@ -238,7 +238,8 @@ FLAGS: dict[str, Spec] = {
     "prefill_stages": _count(None, "Pipeline stages of a prefill worker; default 1."),
     "decode_stages": _count(1, "Likewise of a decode worker."),
     "fused": _yes(
-        False, "A prefill chunk and a decode step run as one; the live mesh takes turns."
+        False,
+        "A chunk of chunked prefill and a decode step run as one; else in turns, as our engine does.",
     ),
     "link": _text(None, f"Between workers, beyond the fast domain: {', '.join(LINKS)}."),
     "host_devices": _count(0, "Devices that share the fast link; 0: the hardware's domain."),
@@ -340,11 +341,26 @@ class Given:
         """The flags that stand on the command line."""
         return {name: self.values[name].value for name in self.names if self.present(name)}
 
+    def defaults_text(self) -> str:
+        """What was left at its default and has one, on one line: a report without it tells half."""
+        left = [
+            f"{name}={_plain(self.values[name].value)}"
+            for name in self.names
+            if not self.present(name) and self.values[name].value not in (None, "", [])
+        ]
+        return f"Left at their defaults: {', '.join(left)}." if left else ""
+
 
 def define(*names: str, required: Sequence[str] = (), **changes: object) -> Given:
     """`changes`: of a default, or as (default, help)."""
     assert set(changes) <= set(names), f"{set(changes) - set(names)} are not the page's flags"
     return Given(names, required, **changes)
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _shown(default: object) -> str:

@@ -5,6 +5,8 @@ writes a recipe of the best.
     python -m launch.plan --model=DIR --hardware=measured.json --accelerators=8 --output=plan.py
         --mixture=0.8:1000/200,0.2:8000/300 --ttft=1 --tpot=0.05
 
+Two pools are compared with the strongest engine of one pool: chunked prefill whose chunk and decode
+step are one program, at its best chunk size and layout; --nofused prices our own, which takes turns.
 Layouts (dp, tp, ep) of both sides, the ratio of prefill to decode instances and the chunk size are
 searched by arithmetic over all that fits, then the best few of each mode by simulation: the highest
 rate at which --attainment of the requests keep --ttft and --tpot. On stdout a table, best first,
@@ -44,6 +46,7 @@ flags = define(
     limit=20000,
     ttft=1.0,
     tpot=0.05,
+    fused=True,
     modes=[mode.value for mode in Mode],
     dtype="bfloat16",
     codec="none",
@@ -74,6 +77,7 @@ def main() -> None:
                 modes=tuple(modes),
                 finalists=flags.finalists,
                 most_requests=flags.most_requests,
+                fused=flags.fused,
                 arrivals=cast(Process, flags.arrivals),
                 seed=flags.seed,
             ),
@@ -85,7 +89,11 @@ def main() -> None:
     _tell(plan, left_out, geometry.context_tokens)
     if flags.json:
         Path(flags.json).write_text(
-            json.dumps(plan_fields(plan, geometry, site, goal), indent=1) + "\n"
+            json.dumps(
+                {**plan_fields(plan, geometry, site, goal), "defaults": flags.defaults_text()},
+                indent=1,
+            )
+            + "\n"
         )
     if flags.output:
         check_choice(flags, len(plan.findings))
@@ -108,6 +116,7 @@ def _tell(plan: Plan, left_out: int, context_tokens: int) -> None:
     for text in plan.left_out:
         print(text)
     print(plan.verdict)
+    print(flags.defaults_text())
 
 
 if __name__ == "__main__":

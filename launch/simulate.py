@@ -91,6 +91,7 @@ def main() -> None:
     print(
         f"simulated {result.seconds:.1f} s in {seconds:.1f} s ({per_second:.0f} requests a second)"
     )
+    print(flags.defaults_text())
     for line in reasons(result.outcomes):
         print(line, file=sys.stderr)
     if out is not None:

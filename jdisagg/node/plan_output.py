@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
+from jdisagg.config import Mode
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.node.recipes import ClusterShape, recipe_text
 from jdisagg.simulator.plan_bounds import Goal
@@ -153,6 +154,13 @@ def plan_recipe(
     used = f"{candidate.devices} of {site.accelerators} {site.accelerator.name}"
     rate, share = f"{item.per_accelerator:.3g}", f"{goal.attainment:.0%}"
     limits = f"TTFT {1e3 * goal.ttft_seconds:g} ms and TPOT {1e3 * goal.tpot_seconds:g} ms"
+    if maker.fused and candidate.mode is Mode.CHUNKED:
+        caution = (
+            "\nThat is with a chunk and a decode step in one program. This engine takes turns and"
+            " carries less:\nlaunch.plan --nofused predicts it.\n"
+        )
+    else:
+        caution = ""
     text = f"""{maker.geometry.name} on {used}: {candidate.mode.value}, {candidate.name}.
 
     python -m launch.cluster --config={path}{model}{hosts}
@@ -160,5 +168,5 @@ def plan_recipe(
 
 PREDICTED by launch.plan, not measured: {rate} requests/s an accelerator with {share} of them within
 {limits}; bound by {item.binding}.
-"""
+{caution}"""
     return recipe_text(engine, shape, text)

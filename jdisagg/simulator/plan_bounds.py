@@ -5,9 +5,9 @@ Each limit is a rate of requests of the whole candidate, named by what would bin
 compute, the TTFT limit, the TPOT limit, KV memory, the link. The arithmetic: prefill ranks (and one
 pool's, for its prefill work) share an M/G/c queue whose waiting time has an exponential tail; a
 decode rank steps a batch of mean contexts; one pool's decode steps are slowed by the share of time
-that prefill takes. It leaves out bursts within a batch, packing and what schedulers do; the
-simulator knows those. So it ranks, and the simulator decides. Pure numbers; knows lengths
-(`Demand`), not arrivals."""
+that prefill takes, or where chunks run within steps by what they add (`plan_fused`). It leaves out
+bursts within a batch, packing and what schedulers do; the simulator knows those. So it ranks, and
+the simulator decides. Pure numbers; knows lengths (`Demand`), not arrivals."""
 
 import copy
 import math
@@ -16,11 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jdisagg.config import Mode
 from jdisagg.costs.cost_model import CostModel, wire_bytes_per_token
 from jdisagg.costs.hardware import Link
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.plan_candidates import Candidate, Fitting, Site, handoff_path
+from jdisagg.simulator.plan_fused import FusedChunks, Pace
 from jdisagg.simulator.report import SloLimits
 from jdisagg.simulator.workloads import Arrival
 
@@ -114,7 +116,7 @@ class Bounds:
 
 class Estimator:
     """Prices candidates of one site and workload; what depends on a layout alone is computed
-    once."""
+    once. `fused`: a chunk of one pool runs within a decode step, not in turns with it."""
 
     def __init__(
         self,
@@ -123,12 +125,15 @@ class Estimator:
         goal: Goal,
         fitting: Sequence[Fitting],
         codec: str = "none",
+        fused: bool = False,
     ) -> None:
         self.site, self.demand, self.goal, self.codec = site, demand, goal, codec
+        self.fused = fused
         self.models = {item.layout: item.model for item in fitting}
         self.rooms = {item.layout: item.kv_tokens for item in fitting}
         self._known: dict[tuple[object, ...], tuple[tuple[str, float], ...]] = {}
         self._times: dict[tuple[Layout, int], np.ndarray] = {}
+        self._steps: dict[tuple[Layout, int], FusedChunks] = {}
 
     def under(self, goal: Goal) -> "Estimator":
         """The same under another goal; what was computed and does not depend on goals is shared."""
@@ -141,7 +146,11 @@ class Estimator:
         decode_ranks = candidate.decode_instances * candidate.decode.dp
         if candidate.prefill is None:
             key = (candidate.decode, candidate.chunk_tokens, decode_ranks)
-            return Bounds(_times(decode_ranks, self._once(key, lambda: self._one_pool(*key))))
+            if self.fused and candidate.mode is Mode.CHUNKED and self.demand.steps_mean:
+                limits = self._once(("fused", *key), lambda: self._fused(*key))
+            else:
+                limits = self._once(key, lambda: self._one_pool(*key))
+            return Bounds(_times(decode_ranks, limits))
         prefill_ranks = candidate.prefill_instances * candidate.prefill.dp
         link, parallel = handoff_path(self.site, candidate)
         first = (candidate.prefill, candidate.chunk_tokens, prefill_ranks)
@@ -232,6 +241,45 @@ class Estimator:
             ("KV memory", pages_met),
         )
         return tuple((name, _largest(met, most)) for name, met in tests)
+
+    def _fused(self, layout: Layout, chunk: int, ranks: int) -> tuple[tuple[str, float], ...]:
+        """Limits of one of so many dp ranks whose chunks run within decode steps."""
+        demand, goal, tokens = self.demand, self.goal, self.rooms[layout]
+        if (layout, chunk) not in self._steps:
+            self._steps[layout, chunk] = FusedChunks(
+                self.models[layout],
+                chunk,
+                demand.sample_prompts,
+                demand.context_mean,
+                demand.steps_mean,
+            )
+        steps = self._steps[layout, chunk]
+
+        def kept(rate: float, holds: Callable[[Pace], bool]) -> bool:
+            pace = steps.pace(rate)
+            return pace is not None and holds(pace)
+
+        def ttft_met(pace: Pace, rate: float) -> bool:
+            part = _attained(pace.held, rate, ranks, goal, pace.spent)
+            return part >= goal.attainment
+
+        def tpot_met(pace: Pace) -> bool:
+            part = steps.within(pace, goal.tpot_seconds, demand.sample_outputs)
+            return part >= goal.attainment
+
+        def pages_met(pace: Pace) -> bool:
+            return pace.sequences * demand.context_mean * HEADROOM <= tokens
+
+        most = 1 / float(self.prefill_seconds(layout, chunk).mean())
+        while steps.pace(most) is not None:
+            most *= 2  # what fills a step's idle arithmetic takes no time of its own
+        tests = (
+            ("compute", lambda rate: kept(rate, lambda pace: pace.busy <= FULL)),
+            ("TTFT", lambda rate: kept(rate, lambda pace: ttft_met(pace, rate))),
+            ("TPOT", lambda rate: kept(rate, tpot_met)),
+            ("KV memory", lambda rate: kept(rate, pages_met)),
+        )
+        return tuple((name, _largest(met, most, 14)) for name, met in tests)
 
     def _prefill(self, layout: Layout, chunk: int, ranks: int) -> tuple[tuple[str, float], ...]:
         """Limits of one of so many dp ranks of prefill instances. All ranks of an instance wait for

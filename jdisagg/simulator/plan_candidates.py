@@ -154,7 +154,7 @@ def fitting_layouts(
         room = tokens // PAGE_TOKENS * PAGE_TOKENS  # of one request: it has whole pages
         weights_least = min(weights_least, model.weight_bytes_per_device)
         room_most = max(room_most, room)
-        if room >= longest_tokens:
+        if room >= longest_tokens and not _priced_alike(layout, found):
             found.append(Fitting(layout, model, tokens))
     if found:
         return found
@@ -177,6 +177,12 @@ def fitting_layouts(
         f" {geometry.name} on up to {most} {device.name} has room for {room_most:,} at most; give"
         " more accelerators, or leave such requests out"
     )
+
+
+def _priced_alike(layout: Layout, found: list[Fitting]) -> bool:
+    """Whether another layout of the same costs and memory is there: experts whole over the devices
+    of a tensor-parallel group cost what each cut over them costs."""
+    return layout.ep == layout.tp and any(item.layout == Layout(tp=layout.tp) for item in found)
 
 
 def _layouts(most: int, experts: bool) -> Iterator[Layout]:

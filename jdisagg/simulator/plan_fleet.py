@@ -29,7 +29,7 @@ MOST_SLOTS = 512
 @dataclass(frozen=True)
 class FleetMaker:
     """`fused`: a prefill chunk and a decode step of one pool run as one step, as engines of
-    Sarathi's kind do (ours takes turns). `cache_blocks`: blocks of the workload's hashes that each
+    Sarathi's kind do; False: in turns, as ours does. `cache_blocks`: blocks of the workload's hashes that each
     prefilling instance keeps; 0: no prefix reuse. `hardware`: what a written configuration calls
     the accelerator. `slots`: sequences that decode on a dp rank at once, at most."""
 
@@ -37,7 +37,7 @@ class FleetMaker:
     site: Site
     dtype: str = "bfloat16"
     codec: str = "none"
-    fused: bool = False
+    fused: bool = True
     cache_blocks: int = 0
     seed: int = 0
     hardware: str = ""

@@ -7,11 +7,20 @@ it."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jdisagg.config import Mode
 from jdisagg.simulator.plan_bounds import Bounds, Estimator, Goal
 from jdisagg.simulator.plan_candidates import Candidate
 from jdisagg.simulator.report import Report
 
 CLOSE = 0.05  # two modes within this are as good as each other
+FUSED = (
+    "Chunked prefill is priced as the strongest rival, a chunk and a decode step in one program; this"
+    " engine takes turns and carries less."
+)
+TURNS = (
+    "Chunked prefill is priced as this engine runs it, a chunk and a decode step in turns; an engine"
+    " that runs both in one program carries more."
+)
 MORE = (
     "give a longer workload, or one that names no blocks and may be repeated, or more requests a"
     " run (most_requests)"
@@ -93,6 +102,8 @@ def binding_limit(trial: Trial, limits: Bounds) -> str:
 def verdict(findings: Sequence[Finding], estimator: Estimator, left_out: Sequence[str]) -> str:
     """Which mode wins, by how much, and what speaks for it; `findings` ranked."""
     said = _compared(findings, estimator, left_out)
+    if any(item.candidate.mode is Mode.CHUNKED for item in findings):
+        said += f" {FUSED if estimator.fused else TURNS}"
     if short := [
         f"{item.candidate.mode.value} {item.candidate.name}"
         for item in findings
@@ -132,12 +143,13 @@ def _compared(findings: Sequence[Finding], estimator: Estimator, left_out: Seque
         )
     if gain > 1:
         return (
-            f"Two pools win by {gain - 1:.0%}: {_said(two)}; best of one pool: {_said(one)}, bound"
-            f" by {one.binding}."
+            f"Two pools win by {gain - 1:.0%} against {one.candidate.mode.value}: {_said(two)}; best"
+            f" of one pool: {_said(one)}, bound by {one.binding}."
         )
     rival = f"best of two pools: {_said(two)}, bound by {two.binding}."
     why = _why(one, two, estimator)
-    return f"One pool wins by {1 / gain - 1:.0%}: {_said(one)}; {rival} {why}".strip()
+    wins = f"One pool wins by {1 / gain - 1:.0%}, {one.candidate.mode.value}"
+    return f"{wins}: {_said(one)}; {rival} {why}".strip()
 
 
 def no_rate(findings: Sequence[Finding], goal: Goal) -> str:

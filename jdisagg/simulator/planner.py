@@ -57,6 +57,8 @@ class Search:
         modes: those to compare.
         finalists: candidates of each mode that are simulated.
         most_requests: of one simulated run.
+        fused: chunked prefill is priced with a chunk and a decode step in one program, the best that
+            one pool can do; not as this engine takes turns. The runner must do the same.
         arrivals: the process by which requests come.
         seed: of everything drawn at random.
 
@@ -69,6 +71,7 @@ class Search:
     modes: tuple[Mode, ...] = ALL_MODES
     finalists: int = 3
     most_requests: int = 6000
+    fused: bool = True
     arrivals: Process = "poisson"
     seed: int = 0
 
@@ -106,7 +109,8 @@ class Planner:
         fitting = fitting_layouts(
             self._geometry, self._site, demand.longest_tokens, self._search.dtype
         )
-        estimator = Estimator(self._site, demand, self._goal, fitting, self._search.codec)
+        search = self._search
+        estimator = Estimator(self._site, demand, self._goal, fitting, search.codec, search.fused)
         chosen, considered, left_out = self._chosen(fitting, estimator)
         total = len(chosen) * MOST_RUNS
         findings: list[Finding] = []

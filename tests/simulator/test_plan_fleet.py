@@ -113,12 +113,10 @@ def test_what_is_predicted_is_what_is_configured():
         8192,
     )
     one = maker.fleet(Candidate(Mode.CHUNKED, Layout(tp=2), 2, 512))
-    assert one.prefill is None and one.mode is Mode.CHUNKED and not one.fused
-    assert (
-        FleetMaker(MODEL, site, fused=True)
-        .fleet(Candidate(Mode.CHUNKED, Layout(tp=2), 2, 512))
-        .fused
-    )
+    assert one.prefill is None and one.mode is Mode.CHUNKED and one.fused
+    in_turns = FleetMaker(MODEL, site, fused=False)
+    assert not in_turns.fleet(Candidate(Mode.CHUNKED, Layout(tp=2), 2, 512)).fused
+    assert not maker.fleet(Candidate(Mode.UNIFIED, Layout(tp=2), 2)).fused
 
 
 def test_a_recipe_has_as_few_slots_as_carry_what_was_predicted():

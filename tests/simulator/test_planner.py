@@ -139,6 +139,7 @@ def test_the_better_mode_wins_by_what_it_carries_more():
     assert found.findings[0].rate == pytest.approx(10 / 0.9, rel=0.04)
     assert found.findings[0].per_accelerator == found.findings[0].rate / 8
     assert found.verdict.startswith("Two pools win by 2") and "carries" in found.verdict
+    assert found.verdict.split(":")[0].endswith(("against chunked", "against unified"))
     assert {item.candidate.mode for item in found.findings} == {
         Mode.DISAGGREGATED,
         Mode.CHUNKED,
@@ -155,6 +156,12 @@ def test_one_pool_wins_plainly_and_the_figures_say_why():
         "One pool wins by 9"
     )
     assert "few instances allow no better ratio (busy: decode" in found.verdict
+
+
+@pytest.mark.parametrize(("fused", "said"), [(True, "one program"), (False, "in turns")])
+def test_the_verdict_says_which_chunked_rival_it_is_against(fused: bool, said: str):
+    assert said in plan(lambda item: 8.0, fused=fused).verdict
+    assert said not in plan(lambda item: 8.0, fused=fused, modes=(Mode.UNIFIED,)).verdict
 
 
 def test_equals_are_called_equal():
