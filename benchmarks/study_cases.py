@@ -3,7 +3,8 @@ candidates stand for each mode.
 
 The candidates are the planner's: of each mode the best by arithmetic under each of the limits.
 Chunked prefill is priced as in engines that run a chunk and a decode step as one (`fused`), which
-is the fairest rival; all else is the same engine on all sides."""
+is the strongest rival, and searched like two pools: under each of the limits the best layouts, wide
+expert parallelism included, each with its best chunk. All else is the same engine on all sides."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +21,9 @@ from jdisagg.simulator.trace_files import read_trace
 from jdisagg.simulator.workloads import Arrival, within_context
 
 DATA = Path(__file__).parent / "data"
-CHUNKS = (512, 2048)
+SEARCHED = ("usual", "tight")
+# Of each mode, layouts under each of these limits.
+MOST_LAYOUTS = 2
 
 
 @dataclass(frozen=True)
@@ -114,31 +117,32 @@ class StudyCase:
         return within_context(self.workload.arrivals, geometry(self.setting.model).context_tokens)
 
     @cached_property
-    def candidates(self) -> list[tuple[Candidate, float]]:
-        """With the rate (requests a second of all) that arithmetic allows under the usual
-        limits."""
+    def candidates(self) -> dict[Candidate, dict[str, float]]:
+        """With the rate (requests a second of all) that arithmetic allows under each of the
+        limits that are searched."""
         shape, site, demand = (
             geometry(self.setting.model),
             self.setting.site,
             Demand.of(self.arrivals),
         )
         fitting = fitting_layouts(shape, site, demand.longest_tokens)
-        listed = [*one_pool(fitting, site, (Mode.UNIFIED,)), *two_pools(fitting, site)]
+        one = (Mode.UNIFIED, Mode.CHUNKED)
+        listed = [*one_pool(fitting, site, one), *two_pools(fitting, site)]
         goals = {limits.name: limits.goal for limits in self.workload.limits}
-        base = Estimator(site, demand, goals["usual"], fitting)
+        base = Estimator(site, demand, goals["usual"], fitting, fused=True)
+        estimators = {name: base.under(goals[name]) for name in SEARCHED}
         chosen: dict[Candidate, None] = {}
-        for name in ("usual", "tight"):
-            estimator = base.under(goals[name])
-            ranked = sorted(listed, key=lambda item: -estimator.bounds(item).rate)
-            unified = next(item for item in ranked if item.mode is Mode.UNIFIED)
-            if name == "usual":
-                chosen |= {
-                    replace(unified, mode=Mode.CHUNKED, chunk_tokens=chunk): None
-                    for chunk in CHUNKS
-                }
-            two = [item for item in ranked if item.mode is Mode.DISAGGREGATED]
-            chosen |= dict.fromkeys([unified, *two[: 2 if name == "usual" else 1]])
-        return [(candidate, base.bounds(candidate).rate) for candidate in chosen]
+        for name in SEARCHED:
+            ranked = sorted(listed, key=lambda item: -estimators[name].bounds(item).rate)
+            of = {mode: [item for item in ranked if item.mode is mode] for mode in Mode}
+            chunked = {item.decode: item for item in reversed(of[Mode.CHUNKED])}
+            best = [item for item in of[Mode.CHUNKED] if chunked[item.decode] is item]
+            two = of[Mode.DISAGGREGATED][: 2 if name == "usual" else 1]
+            chosen |= dict.fromkeys([*best[:MOST_LAYOUTS], of[Mode.UNIFIED][0], *two])
+        return {
+            candidate: {name: estimators[name].bounds(candidate).rate for name in SEARCHED}
+            for candidate in chosen
+        }
 
 
 CASES = (

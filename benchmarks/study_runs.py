@@ -1,13 +1,14 @@
 """One run of the study, and the runs that a curve still lacks. Knows no flags and no files, so that
 notebooks and tests can use it."""
 
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from benchmarks.commits import commit
-from benchmarks.study_cases import Limits, StudyCase
+from benchmarks.study_cases import SEARCHED, Limits, StudyCase
 from jdisagg.config import Mode
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.plan_bounds import Demand
@@ -15,10 +16,10 @@ from jdisagg.simulator.plan_candidates import Candidate
 from jdisagg.simulator.plan_trials import TOLERANCE, requests_at, settled
 from jdisagg.simulator.report import RequestOutcome, SloLimits, attainment, summarise
 
-# Of the highest rate that arithmetic allows any candidate: up until nearly all fail, and down where
-# the lowest fails already.
-UPWARD, DOWNWARD = (0.2, 0.35, 0.5, 0.65, 0.8, 0.95, 1.15, 1.4, 1.75), (0.1, 0.05)
-STOP, ENOUGH = 0.75, 0.9
+# Rungs of the highest rate that arithmetic allows any candidate. Of a curve those are run between
+# which its attainment crosses, under each of the limits that are searched.
+LADDER = (0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95, 1.15, 1.4, 1.75)
+ENOUGH = 0.9
 # limits on the first token that arrivals go on for, as in the planner's trials
 OUTLASTS = round(1 / TOLERANCE)
 
@@ -108,27 +109,36 @@ def steps_of(case: StudyCase, known: dict[str, object]) -> Iterator[dict[str, ob
     """The runs of a case that `known` lacks; puts each into it."""
     curves: dict[str, dict[str, object]] = known.setdefault("curves", {})  # type: ignore[assignment]
     # Arithmetic over thousands of candidates takes a while: kept with the results.
-    if "candidates" not in known:
-        known["candidates"] = [as_text(candidate) for candidate, _ in case.candidates]
-        known["allowed"] = max(rate for _, rate in case.candidates)
+    if "estimates" not in known:
+        known["estimates"] = {as_text(item): rates for item, rates in case.candidates.items()}
+        texts: list[str] = known.get("candidates", [])  # type: ignore[assignment]
+        known["candidates"] = list(dict.fromkeys([*texts, *known["estimates"]]))  # type: ignore[misc]
+        known.setdefault("allowed", max(item["usual"] for item in case.candidates.values()))
     allowed: float = known["allowed"]  # type: ignore[assignment]
-    texts: list[str] = known["candidates"]  # type: ignore[assignment]
-    for candidate in map(from_text, texts):
+    estimates: dict[str, dict[str, float]] = known["estimates"]  # type: ignore[assignment]
+    for text, rates in estimates.items():
+        candidate = from_text(text)
         key = f"{candidate.mode.value}: {candidate.name}"
         curve = curves.setdefault(key, {**fields_of(candidate), "commit": commit(), "runs": []})
         runs: list[dict[str, object]] = curve["runs"]  # type: ignore[assignment]
-        for part in (*UPWARD, *DOWNWARD):
-            if _needed(part, runs):
+        for name in SEARCHED:
+            while (part := next_rung(runs, name, rates[name] / allowed)) is not None:
                 runs.append({"part": part, **measured(case, candidate, part * allowed)})
                 runs.sort(key=lambda run: run["part"])  # type: ignore[arg-type,return-value]
                 yield next(run for run in runs if run["part"] == part)
 
 
-def _needed(part: float, runs: list[dict[str, object]]) -> bool:
-    """Whether a curve lacks this rung: `runs` are in the order of rates."""
-    if any(run["part"] == part for run in runs):
-        return False
-    if part in DOWNWARD:
-        return min(runs[0]["attainment"].values()) < ENOUGH  # type: ignore[attr-defined]
-    below = [run for run in runs if run["part"] < part]  # type: ignore[operator]
-    return not below or max(below[-1]["attainment"].values()) >= STOP  # type: ignore[attr-defined]
+def next_rung(runs: Sequence[Mapping[str, object]], limits: str, estimate: float) -> float | None:
+    """The rung of LADDER that a curve lacks to say where its attainment under `limits` crosses;
+    None where it lacks none. The first is the one at or below `estimate`."""
+    kept = [run["part"] for run in runs if run["attainment"][limits] >= ENOUGH]  # type: ignore[index]
+    missed = [run["part"] for run in runs if run["part"] not in kept]
+    if not runs:
+        return max((part for part in LADDER if part <= estimate), default=LADDER[0])
+    low, high = max(kept, default=0.0), min(missed, default=math.inf)  # type: ignore[type-var]
+    between = [part for part in LADDER if low < part < high]
+    if not between:
+        return None
+    if not missed:
+        return between[0]
+    return between[-1] if not kept else between[len(between) // 2]

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import study_report
 from benchmarks.study_cases import CASES
-from benchmarks.study_runs import as_text, from_text
+from benchmarks.study_runs import LADDER, as_text, from_text, next_rung
 from jdisagg.config import Mode
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.plan_candidates import Candidate
@@ -46,6 +46,36 @@ def test_goodput_lies_where_the_curve_crosses_ninety_percent_and_says_when_it_ne
     assert [best.shown for best in found.values() if best] == ["1.5", "0", "> 2"]
     assert study_report.table(case)[2].endswith("| +33 % or so |")
     assert study_report.best_of(a_case({"unified": []}), "unified", "usual") is None
+
+
+@pytest.mark.parametrize("crossing", [0.01, 0.07, 0.4, 0.97, 9.0])
+@pytest.mark.parametrize("estimate", [0.0, 0.3, 1.2])
+def test_of_a_curve_the_rungs_on_both_sides_of_its_crossing_are_run_and_few_besides(
+    crossing: float, estimate: float
+) -> None:
+    runs: list[dict[str, object]] = []
+    while (part := next_rung(runs, "usual", estimate)) is not None:
+        runs.append({"part": part, "attainment": {"usual": 0.97 if part <= crossing else 0.4}})
+    kept = max((part for part in LADDER if part <= crossing), default=None)
+    missed = min((part for part in LADDER if part > crossing), default=None)
+    assert {kept, missed} - {None} <= {run["part"] for run in runs}
+    assert len(runs) <= len(LADDER) and len({run["part"] for run in runs}) == len(runs)
+    if kept and estimate == 0.3 and crossing == 0.4:
+        assert len(runs) <= 3
+
+
+def test_every_layout_and_chunk_of_one_pool_is_a_rival_and_the_best_under_each_limit_are_run() -> (
+    None
+):
+    """Llama on 16 H100, Azure's conversation: by arithmetic tp4 with chunks of 512 carries most, and
+    tp8 stands beside it with the chunk that is best for it under each limit."""
+    chosen = CASES[0].candidates
+    chunked = [item for item in chosen if item.mode is Mode.CHUNKED]
+    assert {item.decode for item in chunked} == {Layout(tp=4), Layout(tp=8)}
+    assert max(chunked, key=lambda item: chosen[item]["usual"]).chunk_tokens == 512
+    modes = {item.mode for item in chosen}
+    assert modes == {Mode.UNIFIED, Mode.CHUNKED, Mode.DISAGGREGATED}
+    assert CASES[0].maker.fused
 
 
 def test_a_candidate_is_written_and_read_back() -> None:
