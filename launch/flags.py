@@ -239,7 +239,7 @@ FLAGS: dict[str, Spec] = {
     "decode_stages": _count(1, "Likewise of a decode worker."),
     "fused": _yes(
         False,
-        "A chunk of chunked prefill and a decode step run as one; else in turns, as our engine does.",
+        "A chunk of chunked prefill and a decode step run as one; else in turns, as in our engine.",
     ),
     "link": _text(None, f"Between workers, beyond the fast domain: {', '.join(LINKS)}."),
     "host_devices": _count(0, "Devices that share the fast link; 0: the hardware's domain."),
@@ -260,6 +260,7 @@ FLAGS: dict[str, Spec] = {
     "modes": _list(MODES, "Modes to look at."),
     "finalists": _count(3, "Candidates of each mode that are simulated."),
     "most_requests": _count(4000, "Of one simulated run; up to eight times as many if needed."),
+    "processes": _count(None, "That simulate side by side; default: as many as there are cores."),
     "output": _text(None, "File to write."),
     "choose": _count(1, "Which row of the table --output writes."),
     "model_directory": _text("", "Checkpoint that the recipe names; default: --model."),

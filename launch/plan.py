@@ -5,17 +5,20 @@ writes a recipe of the best.
     python -m launch.plan --model=DIR --hardware=measured.json --accelerators=8 --output=plan.py
         --mixture=0.8:1000/200,0.2:8000/300 --ttft=1 --tpot=0.05
 
-Two pools are compared with the strongest engine of one pool: chunked prefill whose chunk and decode
-step are one program, at its best chunk size and layout; --nofused prices our own, which takes turns.
+Two pools are compared with the strongest engine of one pool: chunked prefill whose chunk and
+decode step are one program, at its best chunk size and layout; --nofused prices our own, which
+takes turns.
 Layouts (dp, tp, ep) of both sides, the ratio of prefill to decode instances and the chunk size are
 searched by arithmetic over all that fits, then the best few of each mode by simulation: the highest
-rate at which --attainment of the requests keep --ttft and --tpot. On stdout a table, best first,
-and which mode wins by how much; a progress bar on stderr. --output writes a recipe for
+rate at which --attainment of the requests keep --ttft and --tpot, on all cores. On stderr a first
+answer by arithmetic within seconds, then what each candidate carries as it is known; on stdout a
+table, best first, and which mode wins by how much. --output writes a recipe for
 launch.serve, launch.cluster and launch.router. Where nothing fits, one line says because of what,
 and the exit status is 1. Loads no weights and no JAX. docs/planner.md says how to read it."""
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import cast
 
@@ -26,19 +29,20 @@ from jdisagg.node.plan_output import context_for, plan_fields, plan_recipe, plan
 from jdisagg.simulator.plan_bounds import Goal
 from jdisagg.simulator.plan_fleet import FleetMaker
 from jdisagg.simulator.plan_trials import Process
-from jdisagg.simulator.planner import Plan, Planner, Search
+from jdisagg.simulator.planner import Plan, Planner, Search, Told
 from launch.console import run
 from launch.cost_inputs import find_geometry
 from launch.flags import define
 from launch.plan_inputs import check_choice, modes_of, planned_workload, site_of
-from launch.progress import described
+from launch.processes import on_cores, usable_cores
+from launch.progress import Description, described
 from launch.workload_inputs import check_output
 
 FLAGS = (
     "model", "hardware", "accelerators", "devices_per_node", "domain_devices", "link", "trace",
     "mixture", "limit", "arrivals", "ttft", "tpot", "attainment", "modes", "finalists",
-    "most_requests", "dtype", "codec", "fused", "cache_blocks", "seed", "output", "choose",
-    "model_directory", "json",
+    "most_requests", "dtype", "codec", "fused", "cache_blocks", "seed", "processes",
+    "output", "choose", "model_directory", "json",
 )  # fmt: skip
 flags = define(
     *FLAGS,
@@ -65,24 +69,19 @@ def main() -> None:
     workload, left_out = planned_workload(flags, geometry.context_tokens)
     sizes = flags.dtype, flags.codec, flags.fused, flags.cache_blocks, flags.seed, flags.hardware
     maker = FleetMaker(geometry, site, *sizes)
-    with described() as progress:
-        planner = Planner(
-            geometry,
-            site,
-            goal,
-            maker.run,
-            Search(
-                dtype=flags.dtype,
-                codec=flags.codec,
-                modes=tuple(modes),
-                finalists=flags.finalists,
-                most_requests=flags.most_requests,
-                fused=flags.fused,
-                arrivals=cast(Process, flags.arrivals),
-                seed=flags.seed,
-            ),
-            progress,
-        )
+    search = Search(
+        dtype=flags.dtype,
+        codec=flags.codec,
+        modes=tuple(modes),
+        finalists=flags.finalists,
+        most_requests=flags.most_requests,
+        fused=flags.fused,
+        arrivals=cast(Process, flags.arrivals),
+        seed=flags.seed,
+    )
+    spread = on_cores(flags.processes or usable_cores())
+    with described() as bar:
+        planner = Planner(geometry, site, goal, maker.run, search, Aloud(bar), spread)
         plan = planner.plan(workload)
     table = plan_table(plan, geometry, site, goal, flags.dtype)
     Console(width=None if sys.stdout.isatty() else 80).print(table)
@@ -105,6 +104,20 @@ def main() -> None:
             plan_recipe(chosen, sized, goal, directory, context, flags.output)
         )
         print(f"Row {flags.choose} is written to {flags.output}.")
+
+
+class Aloud(Told):
+    """Answers on stderr as they come, with the seconds since the start; how far it is on the bar
+    where that is a terminal."""
+
+    def __init__(self, bar: Description) -> None:
+        self._bar, self._began = bar, time.monotonic()
+
+    def progress(self, text: str, done: int, total: int) -> None:
+        self._bar.show(text, done, total)
+
+    def answer(self, text: str) -> None:
+        self._bar.line(f"{time.monotonic() - self._began:5.1f} s  {text}")
 
 
 def _tell(plan: Plan, left_out: int, context_tokens: int) -> None:

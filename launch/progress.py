@@ -1,7 +1,7 @@
 """Progress bars of the pages, on stderr, and only where that is a terminal."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -27,12 +27,25 @@ def progress(*columns: ProgressColumn) -> Progress:
     )
 
 
+class Description:
+    """A bar whose total and text change, and lines above it that stay."""
+
+    def __init__(self, bar: Progress) -> None:
+        self._bar, self._task = bar, bar.add_task("", total=None)
+
+    def show(self, said: str, done: int, total: int) -> None:
+        self._bar.update(self._task, description=said, completed=done, total=total)
+
+    def line(self, text: str) -> None:
+        """Also where stderr is no terminal, and there never folded."""
+        if self._bar.disable:
+            print(text, file=sys.stderr, flush=True)
+        else:
+            self._bar.console.print(text, highlight=False, markup=False)
+
+
 @contextmanager
-def described() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar whose total and text change: gives what tells it (text, done, total)."""
+def described() -> Iterator[Description]:
     columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with progress(*columns, TextColumn("{task.description}")) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda said, done, total: bar.update(
-            task, description=said, completed=done, total=total
-        )
+        yield Description(bar)

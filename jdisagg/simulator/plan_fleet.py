@@ -15,7 +15,7 @@ from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.plan_candidates import ACTIVATIONS, PAGE_TOKENS, Candidate, Site
-from jdisagg.simulator.plan_trials import Runner, TrialRun
+from jdisagg.simulator.plan_trials import Lost, Runner, TrialRun
 from jdisagg.simulator.plan_verdict import Finding
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival
@@ -29,9 +29,10 @@ MOST_SLOTS = 512
 @dataclass(frozen=True)
 class FleetMaker:
     """`fused`: a prefill chunk and a decode step of one pool run as one step, as engines of
-    Sarathi's kind do; False: in turns, as ours does. `cache_blocks`: blocks of the workload's hashes that each
-    prefilling instance keeps; 0: no prefix reuse. `hardware`: what a written configuration calls
-    the accelerator. `slots`: sequences that decode on a dp rank at once, at most."""
+    Sarathi's kind do; False: in turns, as ours does. `cache_blocks`: blocks of the workload's
+    hashes that each prefilling instance keeps; 0: no prefix reuse. `hardware`: what a written
+    configuration calls the accelerator. `slots`: sequences that decode on a dp rank at once, at
+    most."""
 
     geometry: CostGeometry
     site: Site
@@ -82,10 +83,12 @@ class FleetMaker:
             memory_reserve=ACTIVATIONS,
         )
 
-    def run(self, candidate: Candidate, arrivals: Sequence[Arrival]) -> TrialRun:
+    def run(
+        self, candidate: Candidate, arrivals: Sequence[Arrival], lost: Lost | None = None
+    ) -> TrialRun:
         """A planner's `Runner`."""
-        result = simulate(self.fleet(candidate), arrivals, self.seed)
-        return TrialRun(result.outcomes, result.usage)
+        result = simulate(self.fleet(candidate), arrivals, self.seed, enough=lost)
+        return TrialRun(result.outcomes, result.usage, result.stopped)
 
     def _pool(self, candidate: Candidate, layout: Layout, count: int) -> Pool:
         instance = replace(

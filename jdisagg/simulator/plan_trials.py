@@ -14,6 +14,9 @@ limit. So a rate is carried only where
   arrivals passes the limit, or the wait for the first token does not grow: by `GROWTH` seconds a
   second, which is the part of the arrivals that stays behind.
 
+A run whose goal is lost is not run to its end: when more of the judged requests have missed it than
+may, the rest cannot mend that.
+
 A run that can tell neither is made again with more requests, up to `EXTENDS` times `most_requests`.
 Where the workload has no more of them, or that is too few still, the trial is `short`, and its rate
 is not taken as carried.
@@ -44,13 +47,17 @@ LONGEST_SECONDS = 3600  # of virtual time
 
 @dataclass(frozen=True, slots=True)
 class TrialRun:
-    """What the simulator gives back of one run."""
+    """What the simulator gives back of one run. `stopped`: it was ended when its goal was lost; the
+    outcomes are of the requests that had ended, and their ids are places among the arrivals."""
 
     outcomes: tuple[RequestOutcome, ...]
     usage: tuple[WorkerUsage, ...] = ()
+    stopped: bool = False
 
 
-Runner = Callable[[Candidate, Sequence[Arrival]], TrialRun]
+Lost = Callable[[RequestOutcome], bool]
+# of a candidate, its arrivals, and what says after each outcome whether the goal is lost
+Runner = Callable[[Candidate, Sequence[Arrival], Lost], TrialRun]
 Process = Literal["poisson", "trace"]
 
 
@@ -79,7 +86,10 @@ class Trier:
         most = max(count, EXTENDS * self.most_requests)
         while True:
             arrivals = requests_at(self.workload, rate, count, self.arrivals, self.seed)
-            run = runner(candidate, arrivals)
+            loss = Loss(goal, arrivals, filling)
+            run = runner(candidate, arrivals, loss)
+            if run.stopped:
+                return _judged(rate, run, loss.judged, goal)
             judged = settled(run.outcomes, filling)
             trial = _judged(rate, run, judged, goal)
             if trial.attainment < goal.attainment:
@@ -99,6 +109,27 @@ class Trier:
                 told = filled and doubt <= TOLERANCE
                 return replace(trial, overload=told, short=not told)
             count = min(most, max(2 * count, 0 if filled else int(1.1 * STAYS * stay * rate)))
+
+
+class Loss:
+    """Whether a run's goal is lost for certain: more of its `judged` missed it than may."""
+
+    def __init__(self, goal: Goal, arrivals: Sequence[Arrival], filling_seconds: float) -> None:
+        first, last = arrivals[0].at_seconds, arrivals[-1].at_seconds
+        begin = first + min(filling_seconds, (last - first) / 3)
+        counted = [index for index, item in enumerate(arrivals) if item.at_seconds >= begin]
+        self.judged: list[RequestOutcome] = []
+        self._slo, self._from = goal.slo, counted[0]
+        # One more than may miss: the first of those that count may be rounded to either side.
+        self._may_miss = (1 - goal.attainment) * len(counted) + 1
+        self._missed = 0
+
+    def __call__(self, outcome: RequestOutcome) -> bool:
+        if int(outcome.request_id) < self._from:
+            return False
+        self.judged.append(outcome)
+        self._missed += not self._slo.attained(outcome)
+        return self._missed > self._may_miss
 
 
 def _judged(rate: float, run: TrialRun, judged: Sequence[RequestOutcome], goal: Goal) -> Trial:

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 from jdisagg.config import Mode
 from jdisagg.simulator.plan_bounds import Bounds, Estimator, Goal
-from jdisagg.simulator.plan_candidates import Candidate
+from jdisagg.simulator.plan_candidates import Candidate, Site
 from jdisagg.simulator.report import Report
 
 CLOSE = 0.05  # two modes within this are as good as each other
 FUSED = (
-    "Chunked prefill is priced as the strongest rival, a chunk and a decode step in one program; this"
-    " engine takes turns and carries less."
+    "Chunked prefill is priced as the strongest rival, a chunk and a decode step in one program;"
+    " this engine takes turns and carries less."
 )
 TURNS = (
-    "Chunked prefill is priced as this engine runs it, a chunk and a decode step in turns; an engine"
-    " that runs both in one program carries more."
+    "Chunked prefill is priced as this engine runs it, a chunk and a decode step in turns; an"
+    " engine that runs both in one program carries more."
 )
 MORE = (
     "give a longer workload, or one that names no blocks and may be repeated, or more requests a"
@@ -99,6 +99,18 @@ def binding_limit(trial: Trial, limits: Bounds) -> str:
     return kind if name == kind or name == "compute" else f"{kind}, by {name}"
 
 
+def first_answer(chosen: Sequence[tuple[Candidate, Bounds]], site: Site) -> str:
+    """What arithmetic says of the best of each mode, before anything is simulated; `chosen` mode by
+    mode, best first."""
+    best = {item.mode: (item, bounds) for item, bounds in reversed(chosen)}
+    lines = [
+        f"  {item.mode.value} {item.name}: up to {bounds.rate / site.accelerators:.3g} requests/s"
+        f" an accelerator, bound by {bounds.binding[0]}"
+        for item, bounds in sorted(best.values(), key=lambda pair: -pair[1].rate)
+    ]
+    return "\n".join(["By arithmetic, now to be simulated:", *lines])
+
+
 def verdict(findings: Sequence[Finding], estimator: Estimator, left_out: Sequence[str]) -> str:
     """Which mode wins, by how much, and what speaks for it; `findings` ranked."""
     said = _compared(findings, estimator, left_out)
@@ -143,8 +155,8 @@ def _compared(findings: Sequence[Finding], estimator: Estimator, left_out: Seque
         )
     if gain > 1:
         return (
-            f"Two pools win by {gain - 1:.0%} against {one.candidate.mode.value}: {_said(two)}; best"
-            f" of one pool: {_said(one)}, bound by {one.binding}."
+            f"Two pools win by {gain - 1:.0%} against {one.candidate.mode.value}: {_said(two)};"
+            f" best of one pool: {_said(one)}, bound by {one.binding}."
         )
     rival = f"best of two pools: {_said(two)}, bound by {two.binding}."
     why = _why(one, two, estimator)

@@ -3,21 +3,24 @@ the best few of each mode by simulation.
 
 `Planner.plan` lists what fits (`plan_candidates`), ranks it by its bounds (`plan_bounds`), keeps
 the best `finalists` of each mode, and finds for each of these by bisection the highest rate at
-which the goal is attained in the simulator. A `Plan` holds them ranked by that rate for each
-accelerator that the site has (idle ones count), what binds each, and the verdict in words
-(`plan_verdict`).
+which the goal is attained in the simulator (`plan_measure`); then candidates beside the best ones
+are tried at what those carry, as long as one of them carries more. A `Plan` holds all ranked by
+that rate for each accelerator that the site has (idle ones count), what binds each, and the verdict
+in words (`plan_verdict`).
 
-`plan_trials` says how one rate is judged.
+`plan_trials` says how one rate is judged, `plan_alone` which goals no rate attains.
 
 Knows the simulator only as a `Runner`; prints nothing. Deterministic by seed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from jdisagg.config import Mode
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
+from jdisagg.simulator.plan_alone import never
 from jdisagg.simulator.plan_bounds import Bounds, Demand, Estimator, Goal
 from jdisagg.simulator.plan_candidates import (
     Candidate,
@@ -28,13 +31,12 @@ from jdisagg.simulator.plan_candidates import (
     one_pool,
     two_pools,
 )
-from jdisagg.simulator.plan_trials import TOLERANCE, Process, Runner, Trier
-from jdisagg.simulator.plan_verdict import Finding, Trial, binding_limit, no_rate, verdict
-from jdisagg.simulator.report import rate_at_attainment
+from jdisagg.simulator.plan_measure import Measurer, Task
+from jdisagg.simulator.plan_trials import Process, Runner
+from jdisagg.simulator.plan_verdict import Finding, Trial, first_answer, no_rate, verdict
 from jdisagg.simulator.workloads import Arrival
 
 ALL_MODES = (Mode.DISAGGREGATED, Mode.CHUNKED, Mode.UNIFIED)
-MOST_RUNS = 14  # of one candidate
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,8 @@ class Search:
         modes: those to compare.
         finalists: candidates of each mode that are simulated.
         most_requests: of one simulated run.
-        fused: chunked prefill is priced with a chunk and a decode step in one program, the best that
-            one pool can do; not as this engine takes turns. The runner must do the same.
+        fused: chunked prefill is priced with a chunk and a decode step in one program, the best
+            that one pool can do; not as this engine takes turns. The runner must do the same.
         arrivals: the process by which requests come.
         seed: of everything drawn at random.
 
@@ -87,8 +89,29 @@ class Search:
             )
 
 
+class Told:
+    """What a planner says as it works: how far it is, and answers, each better than the one
+    before."""
+
+    def progress(self, text: str, done: int, total: int) -> None: ...
+
+    def answer(self, text: str) -> None: ...
+
+
+UNTOLD = Told()
+
+Spread = Callable[[Measurer, Sequence[Task]], Iterator[tuple[int, Finding | None]]]
+
+
+def in_turn(measurer: Measurer, tasks: Sequence[Task]) -> Iterator[tuple[int, Finding | None]]:
+    """(place among the tasks, what was found) of each as it ends."""
+    for index, task in enumerate(tasks):
+        yield index, measurer.measured(task)
+
+
 class Planner:
-    """`progress(text, done, total)` is called as work goes on."""
+    """`spread` measures candidates, on more than one core where it can; results do not depend on
+    it."""
 
     def __init__(
         self,
@@ -97,52 +120,62 @@ class Planner:
         goal: Goal,
         runner: Runner,
         search: Search = Search(),
-        progress: Callable[[str, int, int], None] = lambda text, done, total: None,
+        told: Told = UNTOLD,
+        spread: Spread = in_turn,
     ) -> None:
         self._geometry, self._site, self._goal, self._runner = geometry, site, goal, runner
-        self._search, self._progress = search, progress
+        self._search, self._told, self._spread = search, told, spread
 
     def plan(self, workload: Sequence[Arrival]) -> Plan:
         """Raises NothingFits, with the reason, where there is no candidate or none that attains the
         goal at any rate."""
-        demand = Demand.of(workload)
-        fitting = fitting_layouts(
-            self._geometry, self._site, demand.longest_tokens, self._search.dtype
-        )
-        search = self._search
+        demand, search = Demand.of(workload), self._search
+        fitting = fitting_layouts(self._geometry, self._site, demand.longest_tokens, search.dtype)
+        cached = any(item.block_hashes for item in workload)
+        if reason := never(fitting, demand, self._goal, cached):
+            raise NothingFits(reason)
         estimator = Estimator(self._site, demand, self._goal, fitting, search.codec, search.fused)
-        chosen, considered, left_out = self._chosen(fitting, estimator)
-        total = len(chosen) * MOST_RUNS
-        findings: list[Finding] = []
-        for index, (candidate, limits) in enumerate(chosen):
-            said = f"{candidate.mode.value} {candidate.name}"
-
-            def tried(runs: int, said: str = said, index: int = index) -> None:
-                self._progress(said, index * MOST_RUNS + runs, total)
-
-            findings.append(self._measured(candidate, limits, estimator, workload, tried))
-        self._progress("done", total, total)
-        findings.sort(
-            key=lambda item: (-item.per_accelerator, item.candidate.mode is Mode.DISAGGREGATED)
-        )
+        priced = self._priced(fitting, estimator)
+        chosen, left_out = self._chosen(fitting, priced)
+        self._told.answer(first_answer([item for mode in chosen for item in mode], self._site))
+        measurer, found = self._measurer(workload, demand), _Found(self._site, self._told)
+        # Round by round through the modes: their best are known first.
+        ordered = [item for row in zip_longest(*chosen) for item in row if item is not None]
+        rooms = estimator.rooms
+        tasks = [Task(candidate, limits, rooms[candidate.decode]) for candidate, limits in ordered]
+        while tasks:
+            for index, finding in self._spread(measurer, tasks):
+                found.came(tasks[index], finding)
+                self._told.progress(found.text, found.count, found.count + len(tasks) - index)
+            tasks = [
+                Task(candidate, limits, rooms[candidate.decode], rate)
+                for (candidate, limits), rate in neighbours(found, priced)
+            ]
+        self._told.progress("done", 1, 1)
+        findings = found.ranked
         if not findings[0].rate:
             raise NothingFits(no_rate(findings, self._goal))
-        return Plan(tuple(findings), considered, verdict(findings, estimator, left_out), left_out)
+        return Plan(tuple(findings), len(priced), verdict(findings, estimator, left_out), left_out)
 
-    def _chosen(
+    def _priced(
         self, fitting: list[Fitting], estimator: Estimator
-    ) -> tuple[list[tuple[Candidate, Bounds]], int, tuple[str, ...]]:
-        """The best by arithmetic of each mode (of chunked: of each layout its best chunk size
-        only)."""
+    ) -> list[tuple[Candidate, Bounds]]:
+        """All candidates, best first by arithmetic."""
         listed = [*one_pool(fitting, self._site, self._search.modes)]
         listed += two_pools(fitting, self._site) if Mode.DISAGGREGATED in self._search.modes else ()
         priced: list[tuple[Candidate, Bounds]] = []
         for index, candidate in enumerate(listed):
             if index % 50 == 0:
-                self._progress(f"{len(listed)} candidates by arithmetic", 0, len(listed))
+                self._told.progress(f"{len(listed)} candidates by arithmetic", index, len(listed))
             priced.append((candidate, estimator.bounds(candidate)))
-        priced.sort(key=lambda item: -item[1].rate)
-        chosen: list[tuple[Candidate, Bounds]] = []
+        return sorted(priced, key=lambda item: -item[1].rate)
+
+    def _chosen(
+        self, fitting: list[Fitting], priced: list[tuple[Candidate, Bounds]]
+    ) -> tuple[list[list[tuple[Candidate, Bounds]]], tuple[str, ...]]:
+        """The best by arithmetic of each mode (of chunked: of each layout its best chunk size
+        only)."""
+        chosen: list[list[tuple[Candidate, Bounds]]] = []
         left_out: list[str] = []
         chunked: dict[Layout, tuple[Candidate, Bounds]] = {}
         for item in priced:
@@ -160,61 +193,22 @@ class Planner:
                     f"{mode.value}: two pools need {needed} accelerators at least, there are"
                     f" {self._site.accelerators}"
                 )
-            chosen += best[: self._search.finalists]
-        return chosen, len(listed), tuple(left_out)
+            chosen.append(best[: self._search.finalists])
+        return chosen, tuple(left_out)
 
-    def _measured(
-        self,
-        candidate: Candidate,
-        limits: Bounds,
-        estimator: Estimator,
-        workload: Sequence[Arrival],
-        tried: Callable[[int], None],
-    ) -> Finding:
-        trials: list[Trial] = []
-
-        def trial(rate: float) -> float:
-            trials.append(self.trial(candidate, workload, estimator.demand, rate))
-            tried(len(trials))
-            return trials[-1].lasting_attainment
-
-        # A bound of 0 says that arithmetic sees no way: the simulator may still, at a low rate.
-        lowest = 2 / (
-            self._goal.ttft_seconds + estimator.demand.steps_mean * self._goal.tpot_seconds
-        )
-        rate = highest_rate(trial, max(limits.rate, lowest), self._goal.attainment)
-        wanted = self._goal.attainment
-        met = [
-            item
-            for item in trials
-            if item.lasting_attainment >= wanted and item.rate <= rate * (1 + 1e-9)
-        ]
-        shown = (
-            max(met, key=lambda item: item.rate) if met else min(trials, key=lambda item: item.rate)
-        )
-        beyond = [item for item in trials if item.lasting_attainment < wanted]
-        nearest = min(beyond, key=lambda item: item.rate, default=None)
-        binding = binding_limit(nearest, limits) if nearest else limits.binding[0]
-        kv_tokens = estimator.rooms[candidate.decode]
-        ranks = candidate.decode_instances * candidate.decode.dp
-        held = (
-            shown.rate
-            * estimator.demand.steps_mean
-            * (shown.report.tpot.mean or 0.0)
-            * estimator.demand.context_mean
-        )
-        return Finding(
-            candidate=candidate,
-            bounds=limits,
-            rate=rate,
-            per_accelerator=rate / self._site.accelerators,
-            trials=tuple(sorted(trials, key=lambda item: item.rate)),
-            report=shown.report,
-            binding=binding,
-            link_share=limits.link_share * rate,
-            kv_share=held / (kv_tokens * ranks),
-            kv_tokens=kv_tokens,
-            short=nearest is not None and nearest.short,
+    def _measurer(
+        self, workload: Sequence[Arrival], demand: Demand, runner: Runner | None = None
+    ) -> Measurer:
+        search = self._search
+        return Measurer(
+            self._goal,
+            workload,
+            demand,
+            self._site.accelerators,
+            runner or self._runner,
+            search.most_requests,
+            search.arrivals,
+            search.seed,
         )
 
     def holds(self, finding: Finding, workload: Sequence[Arrival], runner: Runner) -> bool:
@@ -223,48 +217,80 @@ class Planner:
         if not finding.rate:
             return True
         shown = next(item for item in finding.trials if item.report is finding.report)
-        again = self.trial(finding.candidate, workload, Demand.of(workload), shown.rate, runner)
+        measurer = self._measurer(workload, Demand.of(workload), runner)
+        again = measurer.trial(finding.candidate, shown.rate)
         return again.lasting_attainment >= self._goal.attainment
 
     def trial(
-        self,
-        candidate: Candidate,
-        workload: Sequence[Arrival],
-        demand: Demand,
-        rate: float,
-        runner: Runner | None = None,
+        self, candidate: Candidate, workload: Sequence[Arrival], demand: Demand, rate: float
     ) -> Trial:
         """One rate, in requests a second, judged as `plan_trials` says."""
-        search = self._search
-        tries = Trier(
-            self._goal, workload, demand, search.most_requests, search.arrivals, search.seed
+        return self._measurer(workload, demand).trial(candidate, rate)
+
+
+class _Found:
+    """What was measured so far: `tried` candidates, and of them the findings."""
+
+    def __init__(self, site: Site, told: Told) -> None:
+        self._told = told
+        self.tried: set[Candidate] = set()
+        self._findings: dict[Candidate, Finding] = {}
+        self.text, self.count = "", 0
+        self._site = site
+
+    def came(self, task: Task, finding: Finding | None) -> None:
+        candidate = task.candidate
+        self.tried.add(candidate)
+        self.count += 1
+        self.text = f"{candidate.mode.value} {candidate.name}"
+        if finding is None:
+            self._told.answer(f"{self.text}: no more than {task.rival_rate:.3g} requests/s in all")
+            return
+        self._findings[candidate] = finding
+        self._told.answer(
+            f"{self.text}: {finding.per_accelerator:.3g} requests/s an accelerator, bound by"
+            f" {finding.binding}"
         )
-        return tries.trial(runner or self._runner, candidate, rate)
+
+    @property
+    def ranked(self) -> list[Finding]:
+        """Best first; of equals, one pool, then as arithmetic ranks them."""
+        return sorted(
+            self._findings.values(),
+            key=lambda item: (
+                -item.per_accelerator,
+                item.candidate.mode is Mode.DISAGGREGATED,
+                -item.bounds.rate,
+                item.candidate.name,
+            ),
+        )
 
 
-def highest_rate(attained: Callable[[float], float], guess: float, wanted: float) -> float:
-    """The highest rate at which `attained(rate)` is at least `wanted`, within TOLERANCE, starting
-    from `guess`; 0 where it is not even at a hundredth of the guess. Assumes that attainment falls
-    with the rate; at most MOST_RUNS calls."""
-    points: list[tuple[float, float]] = []
+def neighbours(
+    found: _Found, priced: Sequence[tuple[Candidate, Bounds]]
+) -> list[tuple[tuple[Candidate, Bounds], float]]:
+    """Candidates not tried yet that lie beside the best chunked one (the next chunk sizes) and the
+    best of two pools (one prefill instance more or less), with the rate that they have to beat: the
+    arithmetic that ranked them is coarser than the simulator."""
+    chosen: list[tuple[tuple[Candidate, Bounds], float]] = []
+    for mode in (Mode.CHUNKED, Mode.DISAGGREGATED):
+        best = next((item for item in found.ranked if item.candidate.mode is mode), None)
+        if best is None or not best.rate:
+            continue
+        chosen += [
+            (item, best.rate)
+            for item in priced
+            if item[0] not in found.tried and beside(item[0], best.candidate)
+        ]
+    return chosen
 
-    def met(rate: float) -> bool:
-        points.append((rate, attained(rate)))
-        return points[-1][1] >= wanted
 
-    low, high, rate = 0.0, 0.0, 0.8 * guess
-    while len(points) < MOST_RUNS and not (low and high):
-        if met(rate):
-            low, rate = rate, rate * 1.3
-        elif rate < 0.4 * guess:
-            return 0.0
-        else:
-            high, rate = rate, rate / 1.6 if rate > 0.6 * guess else 0.01 * guess
-    while low and high > low * (1 + TOLERANCE) and len(points) < MOST_RUNS:
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if met(middle) else (low, middle)
-    return (
-        rate_at_attainment([point for point in points if point[0] in (low, high)], wanted)
-        if low
-        else 0.0
-    )
+def beside(one: Candidate, other: Candidate) -> bool:
+    """Of the same mode and layouts, a step of the chunk sizes apart, or a prefill instance."""
+    if (one.mode, one.decode, one.prefill) != (other.mode, other.decode, other.prefill):
+        return False
+    if one.mode is Mode.CHUNKED:
+        return max(one.chunk_tokens, other.chunk_tokens) == 2 * min(
+            one.chunk_tokens, other.chunk_tokens
+        )
+    return abs(one.prefill_instances - other.prefill_instances) == 1

@@ -45,6 +45,7 @@ from jdisagg.simulator.workloads import Arrival
 COLLECT_AFTER = (500_000, 50, 50)
 
 Hook = Callable[[SimulatedCluster], Awaitable[None]]
+Enough = Callable[[RequestOutcome], bool]
 Progress = Callable[[int, int], None]
 
 
@@ -53,7 +54,8 @@ class Result:
     """What became of a simulated workload. `seconds`: virtual, until the last request ended.
     `counters`: of path and workers, summed over all that ran, and tokens that prefix caches were
     asked for and knew. `pages_lost`: pages that were not free again after the run (0, or something
-    leaks)."""
+    leaks). `stopped`: its caller had seen enough; outcomes are of the requests that had ended, and
+    no page is called lost."""
 
     outcomes: tuple[RequestOutcome, ...]
     usage: tuple[WorkerUsage, ...]
@@ -61,6 +63,7 @@ class Result:
     steps: int
     counters: dict[str, int] = field(default_factory=dict)
     pages_lost: int = 0
+    stopped: bool = False
 
 
 def simulate(
@@ -73,8 +76,10 @@ def simulate(
     events: RouterEvents = NO_ROUTER_EVENTS,
     progress: Progress | None = None,
     settle_seconds: float = 0.0,
+    enough: Enough | None = None,
 ) -> Result:
-    """Runs until every request has ended, and `settle_seconds` more. `mortal`: hooks may kill
+    """Runs until every request has ended, and `settle_seconds` more; or until `enough`, asked of
+    each outcome as it comes (its id is its place among the arrivals). `mortal`: hooks may kill
     workers. `events` gets every decision of the router, as `observe/decision_log.py` writes them
     down."""
     listed = sorted(arrivals, key=lambda item: item.at_seconds)
@@ -83,6 +88,7 @@ def simulate(
 
     async def main() -> Result:
         run = _Run(fleet, listed, seed, mortal, progress, events)
+        run.enough = enough
         return await run.run(hooks, settle_seconds)
 
     threshold = gc.get_threshold()
@@ -112,6 +118,7 @@ class _Run:
         self._outcomes: list[RequestOutcome | None] = [None] * len(arrivals)
         self._left = len(arrivals)
         self._over: asyncio.Future[None] | None = None
+        self.enough: Enough | None = None
 
     async def run(self, hooks: Sequence[Hook], settle_seconds: float) -> Result:
         cluster, loop = self.cluster, asyncio.get_running_loop()
@@ -130,9 +137,12 @@ class _Run:
                     hook.result()  # what went wrong in it
         await over
         seconds = loop.time()
+        outcomes = tuple(outcome for outcome in self._outcomes if outcome is not None)
+        stopped = self._left > 0
         for hook in running:
             hook.cancel()
-        await asyncio.sleep(settle_seconds)
+        if not stopped:
+            await asyncio.sleep(settle_seconds)
         counters = Counter({**cluster.counters.snapshot(), **cluster.path.counters.snapshot()})
         for process in (*cluster.former, *cluster.processes.values()):
             counters.update(process.worker.counters.snapshot())
@@ -150,9 +160,10 @@ class _Run:
         steps = sum(
             process.mesh.steps_run for process in (*cluster.former, *cluster.processes.values())
         )
+        usage = cluster.usage()
         await cluster.stop()
-        outcomes = tuple(outcome for outcome in self._outcomes if outcome is not None)
-        return Result(outcomes, cluster.usage(), seconds, steps, dict(counters), lost)
+        lost = 0 if stopped else lost
+        return Result(outcomes, usage, seconds, steps, dict(counters), lost, stopped)
 
     def _begin(self, first: int, started: float) -> None:
         """Starts the clients from `first` on whose time has come, and sets the timer of the
@@ -211,7 +222,7 @@ class _Run:
             end, reason = "failed", error.message
         except asyncio.CancelledError:
             end, reason = "cancelled", "the client went away"
-        self._outcomes[number] = RequestOutcome(
+        outcome = self._outcomes[number] = RequestOutcome(
             str(number),
             started,
             loop.time(),
@@ -226,6 +237,11 @@ class _Run:
             reason=reason,
         )
         self._left -= 1
+        if self.enough is not None and self._left and self.enough(outcome):
+            self.enough = None
+            assert self._over is not None
+            if not self._over.done():
+                self._over.set_result(None)
         if self._progress is not None:
             self._progress(len(self._arrivals) - self._left, len(self._arrivals))
 

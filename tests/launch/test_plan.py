@@ -46,8 +46,13 @@ def test_a_plan_ranks_says_who_wins_and_writes_a_recipe_that_is_read(tmp_path: P
         f"--output={recipe}",
         f"--json={figures}",
     )
-    assert (status, err) == (0, "")
+    assert status == 0
     found = json.loads(figures.read_text())
+    answers = err.splitlines()  # arithmetic's of each mode first, then each candidate's
+    assert "By arithmetic" in answers[0] and len(answers) >= 4 + len(found["findings"])
+    assert all("requests/s" in line for line in answers[1:])
+    assert "Left at their defaults:" in out and "seed=0" in found["defaults"]
+    assert "ttft" not in found["defaults"] and "accelerators" not in found["defaults"]
     assert {item["mode"] for item in found["findings"]} == {"disaggregated", "chunked", "unified"}
     table = out[: out.index(found["verdict"])].splitlines()
     assert max(map(len, table)) <= 80 and "…" not in out and "e+" not in "".join(table)

@@ -118,11 +118,7 @@ def test_experts_lie_over_all_devices_or_are_cut():
             geometry("qwen3-235b-a22b"), Site(accelerator("gb200-nvl72"), 16), 20_000
         )
     }
-    assert {
-        Layout(dp=16, tp=1, ep=16),
-        Layout(dp=4, tp=4, ep=16),
-        Layout(tp=8),
-    } <= layouts
+    assert {Layout(dp=16, tp=1, ep=16), Layout(dp=4, tp=4, ep=16), Layout(tp=8)} <= layouts
     assert Layout(tp=8, ep=8) not in layouts  # it costs what tp=8 costs
     assert all(layout.ep in (1, layout.devices) for layout in layouts)
 

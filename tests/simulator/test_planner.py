@@ -4,6 +4,7 @@ no simulator."""
 import bisect
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 
 from jdisagg.config import Mode
@@ -13,10 +14,11 @@ from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.plan_bounds import Demand, Goal
 from jdisagg.simulator.plan_candidates import Candidate, NothingFits, Site
-from jdisagg.simulator.plan_trials import Runner, TrialRun, Trier, requests_at, settled
+from jdisagg.simulator.plan_measure import MOST_RUNS, highest_rate
+from jdisagg.simulator.plan_trials import Loss, Lost, Runner, TrialRun, Trier, requests_at, settled
 from jdisagg.simulator.plan_verdict import Finding, Trial
-from jdisagg.simulator.planner import MOST_RUNS, Plan, Planner, Search, highest_rate
-from jdisagg.simulator.report import RequestOutcome, WorkerUsage
+from jdisagg.simulator.planner import Plan, Planner, Search, Told, beside
+from jdisagg.simulator.report import RequestOutcome, WorkerUsage, attainment
 from jdisagg.simulator.workloads import Arrival, Fixed, mean_rate, poisson
 
 SITE = Site(accelerator("h100"), 8)
@@ -34,7 +36,7 @@ class Servers:
         self._capacity, self._late = capacity, late
         self.asked: list[Candidate] = []
 
-    def __call__(self, candidate: Candidate, arrivals: Sequence[Arrival]) -> TrialRun:
+    def __call__(self, candidate: Candidate, arrivals: Sequence[Arrival], lost: Lost) -> TrialRun:
         self.asked.append(candidate)
         in_time = min(1.0, self._capacity(candidate) / mean_rate(arrivals))
         outcomes = []
@@ -68,7 +70,7 @@ def one_server(seconds_each: float) -> Runner:
     """Answers of one token, one after the other: carries 1 / seconds_each a second and no more
     (Lindley's recursion)."""
 
-    def run(candidate: Candidate, arrivals: Sequence[Arrival]) -> TrialRun:
+    def run(candidate: Candidate, arrivals: Sequence[Arrival], lost: Lost) -> TrialRun:
         free, outcomes = 0.0, []
         for item in arrivals:
             free = max(free, item.at_seconds) + seconds_each
@@ -82,7 +84,7 @@ def batch(most: int, seconds: float) -> Runner:
     """Each request stays `seconds`; its tokens are late where `most` came before it within that
     time: carries most / seconds a second."""
 
-    def run(candidate: Candidate, arrivals: Sequence[Arrival]) -> TrialRun:
+    def run(candidate: Candidate, arrivals: Sequence[Arrival], lost: Lost) -> TrialRun:
         times = [item.at_seconds for item in arrivals]
         late = [
             index - bisect.bisect_left(times, at - seconds) >= most
@@ -201,27 +203,98 @@ def test_a_goal_that_nothing_attains_is_told_with_the_nearest():
         plan(lambda item: 1.0, site=Site(accelerator("l40s"), 2))
 
 
+class Noted(Told):
+    def __init__(self) -> None:
+        self.steps: list[tuple[str, int, int]] = []
+        self.answers: list[str] = []
+
+    def progress(self, text: str, done: int, total: int) -> None:
+        self.steps.append((text, done, total))
+
+    def answer(self, text: str) -> None:
+        self.answers.append(text)
+
+
 def test_only_the_best_of_each_mode_by_arithmetic_are_simulated():
     servers = Servers(lambda item: 6.0)
     found = Planner(geometry("llama-3-70b"), SITE, GOAL, servers, Search(finalists=2)).plan(
         WORKLOAD
     )
     assert len(found.findings) == 6 and found.considered > 20
-    assert len(set(servers.asked)) == 6
-    said: list[tuple[str, int, int]] = []
+    simulated = {item.candidate for item in found.findings}
+    assert all(
+        any(beside(item, other) for other in simulated)  # tried at what the best carries
+        for item in set(servers.asked) - simulated
+    )
+    said = Noted()
     Planner(
         geometry("llama-3-70b"),
         SITE,
         GOAL,
         servers,
         Search(modes=(Mode.UNIFIED,), finalists=1),
-        progress=lambda *now: said.append(now),
+        said,
     ).plan(WORKLOAD)
     assert (
-        said[-1][0] == "done"
-        and said[-1][1] == said[-1][2]
-        and any(text.startswith("unified") for text, _, _ in said)
+        said.steps[-1][0] == "done"
+        and said.steps[-1][1] == said.steps[-1][2]
+        and any(text.startswith("unified") for text, _, _ in said.steps)
     )
+
+
+def test_a_first_answer_by_arithmetic_comes_before_anything_is_simulated_and_one_for_each_after():
+    said = Noted()
+    servers = Servers(lambda item: (_ for _ in ()).throw(KeyError) if not said.answers else 6.0)
+    site, search = SITE, Search(finalists=1)
+    found = Planner(geometry("llama-3-70b"), site, GOAL, servers, search, said).plan(WORKLOAD)
+    first = said.answers[0].splitlines()
+    assert len(first) == 4 and all("requests/s an accelerator" in line for line in first[1:])
+    assert len(said.answers) > 1 + len(found.findings)  # those beside the best were tried, too
+    for item in found.findings:
+        name = f"{item.candidate.mode.value} {item.candidate.name}: {item.per_accelerator:.3g}"
+        assert any(line.startswith(name) for line in said.answers[1:])
+
+
+def test_what_lies_beside_the_best_is_tried_as_long_as_it_carries_more():
+    """Arithmetic ranks chunks of 512 first; here chunks of 2048 carry half as much again."""
+
+    def capacity(item: Candidate) -> float:
+        if item.mode is Mode.CHUNKED:
+            return {512: 6.0, 1024: 7.5, 2048: 9.0}.get(item.chunk_tokens, 3.0)
+        return 5.0
+
+    found = plan(capacity, finalists=1)
+    best = found.findings[0]
+    assert (best.candidate.mode, best.candidate.chunk_tokens) == (Mode.CHUNKED, 2048)
+    assert best.rate == pytest.approx(9.0 / 0.9, rel=0.04)
+    chunks = [
+        item.candidate.chunk_tokens
+        for item in found.findings
+        if item.candidate.mode is Mode.CHUNKED
+    ]
+    assert 4096 not in chunks and 512 in chunks
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_goal_is_called_lost_only_where_the_whole_run_misses_it(seed: int):
+    arrivals = poisson(5.0, 300, Fixed(900, 100), seed=seed)
+    bad = np.random.default_rng(seed).random(300) < 0.02 * (seed + 3)
+    outcomes = [
+        RequestOutcome(
+            str(index), item.at_seconds, item.at_seconds + 2, 900, 100, item.at_seconds + 9.0 * late
+        )
+        for index, (item, late) in enumerate(zip(arrivals, bad, strict=True))
+    ]
+    loss = Loss(GOAL, arrivals, 5.0)
+    lost = [index for index, item in enumerate(outcomes) if loss(item)]
+    kept = attainment(settled(outcomes, 5.0), GOAL.slo)
+    assert not (lost and kept >= GOAL.attainment)
+    assert lost or kept > GOAL.attainment - 0.02
+    if lost:
+        early = Loss(GOAL, arrivals, 5.0)
+        for item in outcomes[: lost[0] + 1]:
+            early(item)
+        assert attainment(early.judged, GOAL.slo) < GOAL.attainment
 
 
 def test_of_chunked_each_layout_is_simulated_with_its_best_chunk_size_alone():
@@ -240,8 +313,10 @@ def test_a_slow_link_is_named_where_it_binds():
     site = Site(accelerator("h100"), 8, domain_devices=4, scale_out=link("ethernet-10g"))
     found = plan(lambda item: 1.0 if item.mode is Mode.DISAGGREGATED else 8.0, "tpot", site)
     two = best_of(found, Mode.DISAGGREGATED)
-    assert two is not None and two.link_share == pytest.approx(
-        1.0 / 0.9 * 900 * 327_680 / (4 * 1e9), rel=0.1
+    assert two is not None and two.candidate.prefill is not None
+    side_by_side = min(two.candidate.prefill.tp, two.candidate.decode.tp)
+    assert two.link_share == pytest.approx(
+        1.0 / 0.9 * 900 * 327_680 / (side_by_side * 1e9), rel=0.1
     )
     assert (
         "ethernet-10g" in two.binding and "the link is slow for what is handed off" in found.verdict

@@ -1,0 +1,42 @@
+"""Candidates on several processes: the same plan as on one."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from jdisagg.simulator.planner import in_turn
+from launch.processes import on_cores, usable_cores
+from tests import time_scale
+
+# In a process of its own: this one has JAX and its threads, and is not to be forked.
+PROGRAM = """
+from jdisagg.costs.model_geometry import geometry
+from jdisagg.simulator.planner import Planner, Search, in_turn
+from launch.processes import on_cores
+from tests.simulator.test_planner import GOAL, SITE, WORKLOAD, Servers
+plans = [
+    Planner(
+        geometry("llama-3-70b"), SITE, GOAL, Servers(lambda item: 3.0 + len(item.name)),
+        Search(finalists=2), spread=spread,
+    ).plan(WORKLOAD)
+    for spread in (in_turn, on_cores(2))
+]
+assert plans[0] == plans[1] and len(plans[0].findings) >= 6
+print("alike")
+"""
+
+
+def test_a_plan_on_two_processes_is_the_plan_on_one() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        timeout=time_scale.seconds(60),
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout) == (0, "alike\n"), ran.stderr
+
+
+def test_one_process_is_this_one_and_there_is_a_core() -> None:
+    assert on_cores(1) is in_turn and usable_cores() >= 1
