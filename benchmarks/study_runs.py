@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from benchmarks.commits import commit
-from benchmarks.study_cases import SEARCHED, Limits, StudyCase
+from benchmarks.study_cases import Limits, StudyCase
 from jdisagg.config import Mode
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.plan_bounds import Demand
@@ -17,7 +17,7 @@ from jdisagg.simulator.plan_trials import TOLERANCE, requests_at, settled
 from jdisagg.simulator.report import RequestOutcome, SloLimits, attainment, summarise
 
 # Rungs of the highest rate that arithmetic allows any candidate. Of a curve those are run between
-# which its attainment crosses, under each of the limits that are searched.
+# which its attainment crosses, under each of the limits.
 LADDER = (0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95, 1.15, 1.4, 1.75)
 ENOUGH = 0.9
 # limits on the first token that arrivals go on for, as in the planner's trials
@@ -121,8 +121,9 @@ def steps_of(case: StudyCase, known: dict[str, object]) -> Iterator[dict[str, ob
         key = f"{candidate.mode.value}: {candidate.name}"
         curve = curves.setdefault(key, {**fields_of(candidate), "commit": commit(), "runs": []})
         runs: list[dict[str, object]] = curve["runs"]  # type: ignore[assignment]
-        for name in SEARCHED:
-            while (part := next_rung(runs, name, rates[name] / allowed)) is not None:
+        for limits in case.workload.limits:
+            name, guess = limits.name, rates.get(limits.name, rates["usual"]) / allowed
+            while (part := next_rung(runs, name, guess)) is not None:
                 runs.append({"part": part, **measured(case, candidate, part * allowed)})
                 runs.sort(key=lambda run: run["part"])  # type: ignore[arg-type,return-value]
                 yield next(run for run in runs if run["part"] == part)
