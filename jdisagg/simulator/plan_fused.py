@@ -18,8 +18,8 @@ import numpy as np
 
 from jdisagg.costs.cost_model import CostModel
 
-MOST_TOKENS = 1 << 15  # of a step, in the table of steps
-POINTS = 61
+TOKENS = np.geomspace(1, 1 << 15, 61)  # of a step, in the tables of steps
+COARSE = 16  # above as many times this, batches are counted in multiples of it
 ROUNDS = 40
 
 
@@ -41,17 +41,39 @@ class Pace:
     spent: np.ndarray
 
 
+class StepTable:
+    """Seconds of a layout's steps without attention to any context, between table points: of so
+    many tokens a chunk among them, of so many sequences without one."""
+
+    def __init__(self, model: CostModel) -> None:
+        self.model = model
+        self._mixed = np.array([_mixed(model, tokens) for tokens in TOKENS])
+        self._decode = np.array([model.decode_of(round(count), 0.0).seconds for count in TOKENS])
+
+    def mixed(self, tokens: np.ndarray | float) -> np.ndarray:
+        return np.asarray(np.interp(tokens, TOKENS, self._mixed))
+
+    def alone(self, sequences: float) -> float:
+        return float(np.interp(sequences, TOKENS, self._decode))
+
+    def decode(self, sequences: float, context: float) -> float:
+        """With so many tokens of context each."""
+        whole = max(1, math.ceil(sequences))
+        if whole > COARSE * COARSE:
+            whole = COARSE * math.ceil(whole / COARSE)  # what is remembered by batch stays small
+        return self.model.decode_of(whole, max(1.0, sequences) * context).seconds
+
+
 class FusedChunks:
     """One layout with chunks of up to `chunk` tokens, and prompts of the lengths of a sample."""
 
     def __init__(
-        self, model: CostModel, chunk: int, prompts: np.ndarray, context: float, steps: float
+        self, table: StepTable, chunk: int, prompts: np.ndarray, context: float, steps: float
     ) -> None:
-        self._model, self._chunk, self._context, self._steps = model, chunk, context, steps
+        self._table, self._chunk, self._context, self._steps = table, chunk, context, steps
+        self._ranks = table.model.layout.dp
         self._prompts = prompts.astype(float)
         self._mean = float(self._prompts.mean())
-        self._tokens = np.geomspace(1, MOST_TOKENS, POINTS)
-        self._seconds = np.array([_mixed(model, tokens) for tokens in self._tokens])
         self._attention = np.array([self._attended(int(tokens)) for tokens in prompts])
         self._known: dict[float, Pace | None] = {}
 
@@ -60,13 +82,10 @@ class FusedChunks:
         done, seconds = 0, 0.0
         while done < prompt:
             new = min(self._chunk, prompt - done)
-            alone = self._model.prefill([(new, done)]).seconds
-            seconds += max(0.0, alone - self._at(new))
+            alone = self._table.model.prefill([(new, done)]).seconds
+            seconds += max(0.0, alone - float(self._table.mixed(new)))
             done += new
         return seconds
-
-    def _at(self, tokens: float) -> float:
-        return float(np.interp(tokens, self._tokens, self._seconds))
 
     def pace(self, rate: float) -> Pace | None:
         """At `rate` requests a second of the rank; None where it cannot keep up."""
@@ -75,7 +94,10 @@ class FusedChunks:
         return self._known[rate]
 
     def _settled(self, rate: float) -> Pace | None:
-        step = self._model.decode_of(1, self._context).seconds
+        # From below: from what a lesser rate has settled at, or from one sequence.
+        lower = [known for known, pace in self._known.items() if known < rate and pace]
+        near = self._known[max(lower)] if lower else None
+        step = near.step if near else self._table.decode(1, self._context)
         found = None
         for _ in range(ROUNDS):
             found = self._after(rate, step)
@@ -89,19 +111,20 @@ class FusedChunks:
     def _after(self, rate: float, step: float) -> Pace | None:
         """What follows where steps take `step` seconds."""
         count = rate * self._steps * step
-        whole = max(1, math.ceil(count))
-        decode = self._model.decode_of(whole, max(1.0, count) * self._context).seconds
-        alone = self._model.decode_of(whole, 0.0).seconds
+        if count > 1e6:
+            return None
+        decode = self._table.decode(count, self._context)
         # Tokens of the chunk that a prompt is in, and how many such chunks it is.
         shared = np.minimum(self._chunk, np.maximum(self._prompts, rate * self._mean * step))
         parts = self._prompts / shared
-        more = np.interp(shared + count, self._tokens, self._seconds) - alone
+        more = self._table.mixed(shared + count) - self._table.alone(max(1.0, count))
         added = np.maximum(more, 0.0) * parts + self._attention
-        busy = rate * step * float(parts.mean())
-        if busy >= 1 or count > 1e6:
+        chunks = float(np.add.reduce(parts))
+        busy = rate * step * chunks / len(parts)
+        if busy >= 1:
             return None
-        met = 1 - (1 - busy) ** self._model.layout.dp
-        chunk = float(added.mean() / parts.mean())
+        met = 1 - (1 - busy) ** self._ranks
+        chunk = float(np.add.reduce(added)) / chunks
         whole_parts = np.ceil(self._prompts / self._chunk)
         return Pace(
             sequences=count,

@@ -20,7 +20,7 @@ from jdisagg.simulator.plan_candidates import (
     one_pool,
 )
 from jdisagg.simulator.plan_fleet import FleetMaker
-from jdisagg.simulator.plan_fused import FusedChunks, Pace
+from jdisagg.simulator.plan_fused import FusedChunks, Pace, StepTable
 from jdisagg.simulator.plan_trials import Trier
 from jdisagg.simulator.workloads import Fixed, poisson
 
@@ -62,7 +62,7 @@ def test_what_arithmetic_lets_a_fused_engine_carry_is_near_what_the_simulator_ca
 def test_a_mean_time_per_token_spreads_as_the_chunks_that_a_sequence_meets_by_chance():
     """Against draws of the binomial law that it stands for."""
     steps = FusedChunks(
-        fitting_layouts(MODEL, SITE, 1200)[0].model, 512, np.array([1000]), 1100.0, 199.0
+        StepTable(fitting_layouts(MODEL, SITE, 1200)[0].model), 512, np.array([1000]), 1100.0, 199.0
     )
     none = np.zeros(1)
     met, chunk, decode = 0.3, 0.08, 0.02
@@ -80,7 +80,7 @@ def test_a_mean_time_per_token_spreads_as_the_chunks_that_a_sequence_meets_by_ch
 
 def test_what_comes_faster_than_chunks_can_be_run_has_no_pace():
     model = fitting_layouts(MODEL, SITE, 1200)[0].model
-    steps = FusedChunks(model, 512, np.array([1000] * 8), 1100.0, 199.0)
+    steps = FusedChunks(StepTable(model), 512, np.array([1000] * 8), 1100.0, 199.0)
     slow, fast = steps.pace(0.5), steps.pace(4.0)
     assert slow is not None and fast is not None
     assert (fast.step, fast.sequences, fast.busy) > (slow.step, slow.sequences, slow.busy)
