@@ -23,7 +23,7 @@ from absl import app, flags
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.commits import commit
+from benchmarks.commits import commit, subject
 from benchmarks.study_cases import CASES
 from benchmarks.study_runs import steps_of
 
@@ -41,6 +41,7 @@ def main(_: list[str]) -> None:
         "python": platform.python_version(),
         "commit": commit(),
         "command": " ".join(sys.argv),
+        "commits": {**results.get("made", {}).get("commits", {}), commit(): subject(commit())},
     }
     began = time.monotonic()
     cases = [case for case in CASES if _ONLY.value in case.name]

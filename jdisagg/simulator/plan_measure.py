@@ -111,7 +111,8 @@ def highest_rate(
         points.append((rate, attained(rate)))
         return points[-1][1] >= wanted
 
-    low, high, rate, step = carried, 0.0, 1.3 * carried or 0.8 * guess, 1.3
+    low, high, step = carried, 0.0, 1.1 if carried else 1.3  # what is beside the best is near it
+    rate = step * carried or 0.8 * guess
     while len(points) < MOST_RUNS and not (low and high):
         if met(rate):
             low, rate, step = rate, rate * step, min(4.0, step**1.5)  # far off: in longer steps

@@ -44,7 +44,7 @@ def test_goodput_lies_where_the_curve_crosses_ninety_percent_and_says_when_it_ne
     )
     found = {mode: study_report.best_of(case, mode, "usual") for mode in study_report.MODES}
     assert [best.shown for best in found.values() if best] == ["1.5", "0", "> 2"]
-    assert study_report.table(case)[2].endswith("| +33 % or so |")
+    assert study_report.table(case)[2].endswith("| +33 % or so (unified) |")
     assert study_report.best_of(a_case({"unified": []}), "unified", "usual") is None
 
 

@@ -1,0 +1,53 @@
+"""The committed figures of the study are what the code gives, and are traced to their commits; in a
+cheap form: a few of the shortest runs, and the candidates of the cheapest case."""
+
+import json
+
+import pytest
+
+from benchmarks.commits import subject
+from benchmarks.study import RESULTS
+from benchmarks.study_cases import CASES, StudyCase
+from benchmarks.study_runs import as_text, from_text, measured
+
+STUDY = json.loads(RESULTS.read_text())
+CODE = next(case for case in CASES if case.name == "llama-3-70b on 16 h100 / azure-code")
+
+
+def shortest_run(case: StudyCase, mode: str) -> tuple[str, dict[str, object]]:
+    """(candidate as text, run) with the fewest requests and the least rate of a mode."""
+    known = STUDY["cases"][case.name]
+    runs = [
+        (run["requests"], run["rate"], text, run)
+        for text in known["candidates"]
+        if (candidate := from_text(text)).mode.value == mode
+        for run in known["curves"][f"{mode}: {candidate.name}"]["runs"]
+    ]
+    _, _, text, run = min(runs, key=lambda item: item[:3])
+    return text, run
+
+
+@pytest.mark.parametrize("mode", ["chunked", "disaggregated"])
+def test_a_committed_run_made_again_gives_the_committed_figures(mode: str) -> None:
+    text, run = shortest_run(CODE, mode)
+    again = measured(CODE, from_text(text), run["rate"], run["requests"])  # type: ignore[arg-type]
+    assert again["judged"] == run["judged"]
+    assert again["attainment"] == pytest.approx(run["attainment"], abs=0.005)
+    for name in ("ttft", "tpot", "slowest_tenth", "handoff_gap"):
+        assert again[name] == pytest.approx(run[name], rel=0.01), name
+
+
+def test_what_the_search_chooses_is_among_the_committed_candidates() -> None:
+    """Beside earlier ones that stay on the page."""
+    chosen = {as_text(candidate) for candidate in CODE.candidates}
+    assert chosen <= set(STUDY["cases"][CODE.name]["candidates"])
+
+
+def test_every_curve_names_a_commit_that_can_be_found_again() -> None:
+    """By its id, or where the history was written anew by its day and subject."""
+    listed = STUDY["made"]["commits"]
+    for case in STUDY["cases"].values():
+        for curve in case["curves"].values():
+            assert len(listed[curve["commit"]]) > len("2026-11-23 "), curve["name"]
+    for name, said in listed.items():
+        assert subject(name) in ("", said)
