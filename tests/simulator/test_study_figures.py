@@ -2,14 +2,15 @@
 cheap form: a few of the shortest runs, and the candidates of the cheapest case."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from benchmarks.commits import subject
-from benchmarks.study import RESULTS
 from benchmarks.study_cases import CASES, StudyCase
 from benchmarks.study_runs import as_text, from_text, measured
 
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "study.json"
 STUDY = json.loads(RESULTS.read_text())
 CODE = next(case for case in CASES if case.name == "llama-3-70b on 16 h100 / azure-code")
 
