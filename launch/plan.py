@@ -35,7 +35,7 @@ from launch.cost_inputs import find_geometry
 from launch.flags import define
 from launch.plan_inputs import check_choice, modes_of, planned_workload, site_of
 from launch.processes import on_cores, usable_cores
-from launch.progress import Description, described
+from launch.progress import DescribedBar, described
 from launch.workload_inputs import check_output
 
 FLAGS = (
@@ -110,7 +110,7 @@ class Aloud(Told):
     """Answers on stderr as they come, with the seconds since the start; how far it is on the bar
     where that is a terminal."""
 
-    def __init__(self, bar: Description) -> None:
+    def __init__(self, bar: DescribedBar) -> None:
         self._bar, self._began = bar, time.monotonic()
 
     def progress(self, text: str, done: int, total: int) -> None:

@@ -27,7 +27,7 @@ def progress(*columns: ProgressColumn) -> Progress:
     )
 
 
-class Description:
+class DescribedBar:
     """A bar whose total and text change, and lines above it that stay."""
 
     def __init__(self, bar: Progress) -> None:
@@ -45,7 +45,7 @@ class Description:
 
 
 @contextmanager
-def described() -> Iterator[Description]:
+def described() -> Iterator[DescribedBar]:
     columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with progress(*columns, TextColumn("{task.description}")) as bar:
-        yield Description(bar)
+        yield DescribedBar(bar)

@@ -22,7 +22,7 @@ from jdisagg.costs.hardware import Link
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.plan_candidates import Candidate, Fitting, Site, handoff_path
-from jdisagg.simulator.plan_fused import FusedChunks, Pace, StepTable
+from jdisagg.simulator.plan_fused import FusedChunks, FusedPace, StepTable
 from jdisagg.simulator.report import SloLimits
 from jdisagg.simulator.workloads import Arrival
 
@@ -258,19 +258,19 @@ class Estimator:
             )
         steps = self._steps[layout, chunk]
 
-        def kept(rate: float, holds: Callable[[Pace], bool]) -> bool:
+        def kept(rate: float, holds: Callable[[FusedPace], bool]) -> bool:
             pace = steps.pace(rate)
             return pace is not None and holds(pace)
 
-        def ttft_met(pace: Pace, rate: float) -> bool:
+        def ttft_met(pace: FusedPace, rate: float) -> bool:
             part = _attained(pace.held, rate, ranks, goal, pace.spent)
             return part >= goal.attainment
 
-        def tpot_met(pace: Pace) -> bool:
+        def tpot_met(pace: FusedPace) -> bool:
             part = steps.within(pace, goal.tpot_seconds, demand.sample_outputs)
             return part >= goal.attainment
 
-        def pages_met(pace: Pace) -> bool:
+        def pages_met(pace: FusedPace) -> bool:
             return pace.sequences * demand.context_mean * HEADROOM <= tokens
 
         most = 1 / float(self.prefill_seconds(layout, chunk).mean())

@@ -1,8 +1,8 @@
 """What one pool carries whose steps hold a prefill chunk and the decoding sequences together, by
 arithmetic: the rival that a planner compares two pools with.
 
-A dp rank steps at `Pace.step` seconds on average: a decode step, and in the part of the steps in
-which a chunk runs on any rank of the instance, what that chunk adds. A chunk adds less than it
+A dp rank steps at `FusedPace.step` seconds on average: a decode step, and in the part of the steps
+in which a chunk runs on any rank of the instance, what that chunk adds. A chunk adds less than it
 takes alone, because weights are read once for both and small matrices leave arithmetic idle, so
 that small chunks may carry more than large ones. It holds what waits: at least a prompt or a chunk
 of it, and at most the prompts that come during a step. A sequence's mean time per token spreads
@@ -24,7 +24,7 @@ ROUNDS = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class FusedPace:
     """Of a rank under a steady rate. `sequences` decode; a step takes `decode` seconds without a
     chunk and `step` on average; `chunk`: seconds that one adds; `busy`: part of the steps that a
     rank has a chunk in, `met`: part in which any rank of the instance has one. `held`, `spent`: of
@@ -75,7 +75,7 @@ class FusedChunks:
         self._prompts = prompts.astype(float)
         self._mean = float(self._prompts.mean())
         self._attention = np.array([self._attended(int(tokens)) for tokens in prompts])
-        self._known: dict[float, Pace | None] = {}
+        self._known: dict[float, FusedPace | None] = {}
 
     def _attended(self, prompt: int) -> float:
         """What attention to the prompt's own tokens adds to its chunks."""
@@ -87,13 +87,13 @@ class FusedChunks:
             done += new
         return seconds
 
-    def pace(self, rate: float) -> Pace | None:
+    def pace(self, rate: float) -> FusedPace | None:
         """At `rate` requests a second of the rank; None where it cannot keep up."""
         if rate not in self._known:
             self._known[rate] = self._settled(rate)
         return self._known[rate]
 
-    def _settled(self, rate: float) -> Pace | None:
+    def _settled(self, rate: float) -> FusedPace | None:
         # From below: from what a lesser rate has settled at, or from one sequence.
         lower = [known for known, pace in self._known.items() if known < rate and pace]
         near = self._known[max(lower)] if lower else None
@@ -108,7 +108,7 @@ class FusedChunks:
             step = found.step
         return found if found is not None and found.step <= 1.05 * step else None
 
-    def _after(self, rate: float, step: float) -> Pace | None:
+    def _after(self, rate: float, step: float) -> FusedPace | None:
         """What follows where steps take `step` seconds."""
         count = rate * self._steps * step
         if count > 1e6:
@@ -126,7 +126,7 @@ class FusedChunks:
         met = 1 - (1 - busy) ** self._ranks
         chunk = float(np.add.reduce(added)) / chunks
         whole_parts = np.ceil(self._prompts / self._chunk)
-        return Pace(
+        return FusedPace(
             sequences=count,
             decode=decode,
             step=decode + met * chunk,
@@ -138,7 +138,7 @@ class FusedChunks:
             spent=whole_parts * decode + added * np.maximum(1.0, 1 / parts) + step,
         )
 
-    def within(self, pace: Pace, limit: float, outputs: np.ndarray) -> float:
+    def within(self, pace: FusedPace, limit: float, outputs: np.ndarray) -> float:
         """The part of requests whose mean time per token keeps `limit`: of so many steps each, of
         which chunks lengthen the part `met`, by chance (a normal law)."""
         spread = pace.chunk * math.sqrt(pace.met * (1 - pace.met))

@@ -20,7 +20,7 @@ from jdisagg.simulator.plan_candidates import (
     one_pool,
 )
 from jdisagg.simulator.plan_fleet import FleetMaker
-from jdisagg.simulator.plan_fused import FusedChunks, Pace, StepTable
+from jdisagg.simulator.plan_fused import FusedChunks, FusedPace, StepTable
 from jdisagg.simulator.plan_trials import Trier
 from jdisagg.simulator.workloads import Fixed, poisson
 
@@ -66,7 +66,7 @@ def test_a_mean_time_per_token_spreads_as_the_chunks_that_a_sequence_meets_by_ch
     )
     none = np.zeros(1)
     met, chunk, decode = 0.3, 0.08, 0.02
-    pace = Pace(9.0, decode, decode + met * chunk, chunk, met, met, none, none)
+    pace = FusedPace(9.0, decode, decode + met * chunk, chunk, met, met, none, none)
     outputs, limit = np.array([1, 21, 201]), 0.05
     draws = np.random.default_rng(0)
     kept = [1.0] + [
@@ -74,7 +74,7 @@ def test_a_mean_time_per_token_spreads_as_the_chunks_that_a_sequence_meets_by_ch
         for count in outputs[1:] - 1
     ]
     assert steps.within(pace, limit, outputs) == pytest.approx(np.mean(kept), abs=0.03)
-    still = Pace(9.0, decode, decode, chunk, 0.0, 0.0, none, none)
+    still = FusedPace(9.0, decode, decode, chunk, 0.0, 0.0, none, none)
     assert (steps.within(still, 0.03, outputs), steps.within(still, 0.01, outputs)) == (1.0, 1 / 3)
 
 
