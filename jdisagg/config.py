@@ -286,6 +286,7 @@ class ServiceConfig:
             is none.
         http_cors_origins: of the pages whose scripts may use the HTTP door, by commas, such as
             https://chat.example.com; *: of any.
+        http_guide: the web page's guide may simulate, in a process beside this one.
 
     Raises:
         ConfigError: naming the field, its value and the rule.
@@ -295,6 +296,7 @@ class ServiceConfig:
     port: int = 8700
     http_port: int | None = None
     http_cors_origins: str = ""
+    http_guide: bool = True
     max_message_bytes: int = 16 << 20
     drain_seconds: float = 30.0
     tls_certificate: str = ""

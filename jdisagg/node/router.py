@@ -130,7 +130,7 @@ class Router:
             [registry_service(membership, tokens), cluster_roles_service(elastic, tokens)],
             wrap.request_log(self._config.log_requests, observer, lambda: path.placer.waiting),
             observer.metrics.scrape if observer else None,
-            page_sources(observer),
+            page_sources(observer, service),
         )
         signals = StopSignals(server.force)
         await server.start()

@@ -8,6 +8,7 @@ from typing import TypeVar
 from jdisagg.address import host_port
 from jdisagg.config import ServiceConfig
 from jdisagg.dispatch.frontend import Frontend
+from jdisagg.node.guide import Guide
 from jdisagg.node.signals import StopSignals
 from jdisagg.observe.observer import Observer
 from jdisagg.observe.request_log import RequestLog
@@ -33,7 +34,7 @@ async def serve_until_signalled(
     then cut short at once, so that their clients go on with the next server, and its result is
     returned."""
     scrape = observer.metrics.scrape if observer else None
-    server = GenerationServer(frontend, config, (), log, scrape, page_sources(observer))
+    server = GenerationServer(frontend, config, (), log, scrape, page_sources(observer, config))
     signals = StopSignals(server.force)
     stopping = asyncio.ensure_future(signals.first())
     breaking = asyncio.ensure_future(broken()) if broken else None
@@ -54,9 +55,10 @@ async def serve_until_signalled(
         signals.release()
 
 
-def page_sources(observer: Observer | None) -> PageSources:
+def page_sources(observer: Observer | None, config: ServiceConfig) -> PageSources:
     """What the web page shows beside the status."""
-    return PageSources(observer.recent if observer else None)
+    guide = Guide() if config.http_guide else None
+    return PageSources(observer.recent if observer else None, guide)
 
 
 def where(service: ServiceConfig) -> str:

@@ -1,5 +1,5 @@
 """The web page at `/`, and the JSON that it shows: the cluster as GetStatus tells it, the router's
-last decisions, the timelines of requests that were traced.
+last decisions, the timelines of requests that were traced, the guide's simulations.
 
 The page is files of the package (`web/`): plain HTML, CSS and JavaScript that ask this server and
 nobody else, which its content security policy holds. The files are open to all, what they show is
@@ -9,6 +9,7 @@ drew; the list of the latest is not for tokens that belong to a tenant."""
 import functools
 import importlib.resources
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
@@ -37,15 +38,24 @@ HEADERS: tuple[Header, ...] = (
 FRESH: tuple[Header, ...] = ((b"cache-control", b"no-store"),)
 SHOWN_DECISIONS = 64
 SHOWN_REQUESTS = 50
+QUESTION_BYTES = 1 << 12
 
 _encode = msgspec.json.encode
 
 
+class GuidePort(Protocol):
+    """Who simulates what the interactive guide asks. `crowded`: requests wait meanwhile."""
+
+    async def answer(self, body: bytes, crowded: bool = False) -> bytes: ...
+
+
 @dataclass(frozen=True, slots=True)
 class PageSources:
-    """What the page shows beside what the frontend knows. `recent`: timelines of requests."""
+    """What the page shows beside what the frontend knows. `recent`: timelines of requests; `guide`:
+    None where there is none."""
 
     recent: RecentRequests | None = None
+    guide: GuidePort | None = None
 
 
 class Page:
@@ -65,6 +75,7 @@ class Page:
             "/api/status": Endpoint(guard, "GET", self._status),
             "/api/timelines": Endpoint(guard, "GET", self._timelines),
             "/api/timelines/{trace}": Endpoint(guard, "GET", self._timeline),
+            "/api/guide": Endpoint(guard, "POST", self._guide),
         }
 
     async def _index(self, exchange: Exchange) -> None:
@@ -81,6 +92,7 @@ class Page:
             {
                 "version": __version__,
                 "ready": self.ready,
+                "guide": self._sources.guide is not None,
                 "model": await self._model(),
                 "waiting": routing.waiting,
                 "workers": [_worker(worker, accounts.get(worker.name)) for worker in workers],
@@ -97,6 +109,17 @@ class Page:
     async def _timeline(self, exchange: Exchange) -> None:
         recent, trace = self._sources.recent, exchange.scope["path_params"]["trace"]
         await _reply(exchange, {"spans": recent.spans(trace) if recent else ()})
+
+    async def _guide(self, exchange: Exchange) -> None:
+        if self._sources.guide is None:
+            raise HttpRefusal(
+                "the guide is off here; start the server with --set=service.http_guide=true",
+                404,
+                "not_found",
+            )
+        body = await exchange.body(QUESTION_BYTES)
+        crowded = self._frontend.routing().waiting > 0
+        await exchange.reply(await self._sources.guide.answer(body, crowded), headers=FRESH)
 
     async def _model(self) -> dict[str, object]:
         model = self._frontend.model

@@ -53,10 +53,11 @@ async def page_door(
     service: ServiceConfig | None = None,
     template: str | None = TEMPLATE,
     name: str = MODEL.name,
+    waiting: int = 7,
 ) -> AsyncIterator[HttpDoor]:
     path, observer = path or ManyWorkers(), Observer("page", recent=True)
     account = WorkerAccount("decode-1", 3, 0, 0, 0, 2.5)
-    routing = RoutingStatus(7, (PLACED, REFUSED), (account,))
+    routing = RoutingStatus(waiting, (PLACED, REFUSED), (account,))
     frontend = Frontend(
         wrap.path(path, observer),
         byte_tokenizer(template),
@@ -66,7 +67,7 @@ async def page_door(
     )
     config = replace(service or ServiceConfig(), port=0, http_port=0)
     scrape = observer.metrics.scrape
-    server = GenerationServer(frontend, config, (), None, scrape, page_sources(observer))
+    server = GenerationServer(frontend, config, (), None, scrape, page_sources(observer, config))
     await server.start()
     try:
         yield HttpDoor(path, server)

@@ -5,6 +5,7 @@ import { setModel, startChat } from "./chat.js";
 import { drawCluster } from "./cluster.js";
 import { drawDecisions } from "./decisions.js";
 import { byId, count, el, seconds } from "./dom.js";
+import { simulate, startGuide } from "./guide.js";
 import { drawTimeline } from "./timeline.js";
 
 const EVERY_MS = 1000;
@@ -90,6 +91,8 @@ async function refresh() {
     const status = await get("api/status");
     drawHead(status);
     setModel(status.model);
+    byId("guide-tab").hidden = !status.guide;
+    if (shown === "guide" && status.guide) simulate();
     if (shown === "cluster") drawCluster(status);
     if (shown === "decisions") drawDecisions(status.decisions);
     if (shown === "timelines") await drawTimelines();
@@ -106,6 +109,7 @@ async function refresh() {
 startTheme();
 startTabs();
 startChat();
+startGuide();
 show(location.hash.slice(2));
 setInterval(refresh, EVERY_MS);
 document.addEventListener("visibilitychange", refresh);

@@ -1,0 +1,91 @@
+"""Asks the simulator the guide's questions, in a process of its own: neither the event loop nor the
+interpreter of the server has work with them, and what takes too long is ended.
+
+One question at a time: who comes meanwhile is told to come again. The last answers are kept."""
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import jdisagg
+from jdisagg.errors import JdisaggError, OverloadedError
+from jdisagg.simulator.guide import GuideQuestion, parse_question
+
+SECONDS = 20.0
+KEPT_ANSWERS = 64
+PROGRAM = (sys.executable, "-m", "jdisagg.simulator.guide")
+
+
+class Guide:
+    """`program` answers a question on stdin, both JSON."""
+
+    def __init__(self, program: Sequence[str] = PROGRAM, seconds: float = SECONDS) -> None:
+        self._program = program
+        self._seconds = seconds
+        self._busy = False
+        self._answers: OrderedDict[GuideQuestion, bytes] = OrderedDict()
+
+    async def answer(self, body: bytes, crowded: bool = False) -> bytes:
+        """A question's answer, as JSON.
+
+        Args:
+          body: The question, as JSON.
+          crowded: Whether the server has better things to do: only what is kept is answered then.
+
+        Raises:
+          InvalidRequestError: naming the field.
+          OverloadedError: another question is being answered, or the server is crowded.
+        """
+        question = parse_question(body)
+        kept = self._answers.get(question)
+        if kept is not None:
+            return kept
+        if self._busy or crowded:
+            why = "requests wait for workers" if crowded else "it answers another question"
+            raise OverloadedError(
+                f"the guide does not simulate now: {why}; ask again", retry_after_seconds=1.0
+            )
+        self._busy = True
+        try:
+            answer = await self._simulated(body)
+        finally:
+            self._busy = False
+        self._answers[question] = answer
+        if len(self._answers) > KEPT_ANSWERS:
+            self._answers.popitem(last=False)
+        return answer
+
+    async def _simulated(self, body: bytes) -> bytes:
+        process = await asyncio.create_subprocess_exec(
+            *self._program,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            env=_environment(),
+        )
+        try:
+            async with asyncio.timeout(self._seconds):
+                answer, _ = await process.communicate(body or b"{}")
+        except TimeoutError:
+            raise JdisaggError(
+                f"the guide's simulation was not done within {self._seconds:g} s; ask for less"
+            ) from None
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+        if process.returncode:
+            raise JdisaggError(f"the guide's simulation ended with {process.returncode}")
+        return answer
+
+
+def _environment() -> dict[str, str]:
+    """Ours, and where this package is: it need not be installed."""
+    here = str(Path(jdisagg.__file__).resolve().parents[1])
+    paths = [here, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
