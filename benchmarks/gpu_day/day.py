@@ -1,0 +1,103 @@
+"""The rows of one part: each is run, timed and written down at once, whatever becomes of it."""
+
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Figures = Mapping[str, Any]
+ERROR_CHARACTERS = 2000
+
+
+@dataclass
+class Day:
+    """One part under way.
+
+    Args:
+        part: its name.
+        out: the folder that gets `PART.json` and what else a part leaves.
+        small: sizes for a CPU, so that all of it can be tried anywhere.
+        seconds: after which no further row is begun.
+    """
+
+    part: str
+    out: Path
+    small: bool
+    seconds: float
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def path(self) -> Path:
+        return self.out / f"{self.part}.json"
+
+    @property
+    def left(self) -> float:
+        """Seconds, at least 0."""
+        return max(0.0, self.began + self.seconds - time.monotonic())
+
+    def row(self, name: str, measure: Callable[[], Figures], *, gpu: bool = False) -> None:
+        """Runs `measure` and keeps its figures, or its error, as a row. `gpu`: it means nothing
+        elsewhere."""
+        if gpu and self.small:
+            return self._keep(name, 0.0, {"skipped": "only on a GPU"})
+        if not self.left:
+            return self._keep(name, 0.0, {"skipped": f"the part's {self.seconds:g} s were over"})
+        started = time.monotonic()
+        try:
+            figures = dict(measure())
+        except BaseException as error:
+            last = traceback.format_exc()[-ERROR_CHARACTERS:]
+            self._keep(name, time.monotonic() - started, {"error": repr(error)[:300], "at": last})
+            if not isinstance(error, Exception):  # Ctrl-C, or the end of the process
+                raise
+        else:
+            self._keep(name, time.monotonic() - started, figures)
+        return None
+
+    def write(self, machine: Mapping[str, object]) -> None:
+        """Puts the machine at the head of the file."""
+        self._machine = dict(machine)
+        self._write()
+
+    _machine: dict[str, object] = field(default_factory=dict, init=False)
+
+    def _keep(self, name: str, seconds: float, figures: Figures) -> None:
+        row = {"row": name, **figures, "seconds": round(seconds, 2)}
+        self.rows.append(row)
+        print(json.dumps(row), flush=True)
+        self._write()
+
+    def _write(self) -> None:
+        """Whole, by a rename: a part that is killed leaves the rows it had."""
+        text = json.dumps({"machine": self._machine, "rows": self.rows}, indent=1, default=str)
+        with _replaced(self.path) as file:
+            file.write_text(text + "\n")
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[Path]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    yield new
+    os.replace(new, path)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A line for each row: its name, what became of it, its figures."""
+    lines = []
+    for row in rows:
+        figures = {key: value for key, value in row.items() if key not in ("row", "seconds", "at")}
+        state = next((word for word in ("error", "skipped") if word in figures), "done")
+        shown = "  ".join(f"{key} {_short(value)}" for key, value in figures.items())
+        lines.append(f"{row['row']:44s} {state:7s} {row['seconds']:7.1f} s  {shown}")
+    return "\n".join(lines)
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)[:120]

@@ -1,0 +1,107 @@
+"""Serving over gRPC on one device: `launch.serve` in unified mode under 1, 32 and 128 streams, and
+a cluster of one prefill and one decode worker, whose greedy tokens are those of the one mesh."""
+
+import asyncio
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+from benchmarks.clusters import cluster, ready
+from benchmarks.gpu_day.day import Day, Figures
+from jdisagg.client import AsyncClient
+
+PROMPTS = ("Once upon a time", "The little dog", "One day a girl named", "In the garden")
+TOKENS, SMALL_TOKENS = 128, 16
+
+
+def run(day: Day) -> None:
+    counts = (1, 4) if day.small else (1, 32, 128)
+    texts: dict[str, list[str]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        day.row("unified", lambda: unified(day, folder, counts, texts))
+        day.row("split on one device", lambda: split(day, texts))
+
+
+@contextlib.contextmanager
+def served(log_path: str, *arguments: str) -> Iterator[str]:
+    """The address of a running `launch.serve`."""
+    with open(log_path, "w+") as log:
+        command = (sys.executable, "-u", "-m", "launch.serve", "--port=0", *arguments)
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        try:
+            assert child.stdout is not None
+            for line in child.stdout:
+                if " serves on " in line:
+                    yield line.split(" serves on ")[1].split()[0].rstrip(",;")
+                    break
+            else:
+                log.seek(0)
+                raise RuntimeError(f"launch.serve did not start: {log.read()[-1500:]}")
+        finally:
+            child.terminate()
+            child.wait(timeout=60)
+
+
+def unified(
+    day: Day, folder: str, counts: tuple[int, ...], texts: dict[str, list[str]]
+) -> Figures:
+    slots = f"--slots_per_rank={max(counts)}"
+    with served(f"{folder}/serve.log", "--mode=unified", slots) as target:
+        return asyncio.run(under_load(day, target, counts, texts))
+
+
+async def under_load(
+    day: Day, target: str, counts: tuple[int, ...], texts: dict[str, list[str]]
+) -> Figures:
+    tokens, figures = SMALL_TOKENS if day.small else TOKENS, {}
+    async with ready(target) as client:
+        texts["unified"] = await answers(client)
+        for count in counts:
+            started = time.perf_counter()
+            gaps = await asyncio.gather(*[stream(client, n, tokens) for n in range(count)])
+            seconds = time.perf_counter() - started
+            every = sorted(gap for one in gaps for gap in one)
+            figures[f"{count} streams"] = {
+                "tokens/s": count * tokens / seconds,
+                "TPOT p50 ms": 1e3 * statistics.median(every),
+                "gap p99 ms": 1e3 * every[int(0.99 * (len(every) - 1))],
+            }
+    return figures
+
+
+async def stream(client: AsyncClient, number: int, tokens: int) -> list[float]:
+    """Seconds between the events of one stream, a token each."""
+    times: list[float] = []
+    async for event in client.generate(
+        PROMPTS[number % len(PROMPTS)], max_tokens=tokens, seed=number, ignore_eos=True
+    ):
+        times += [time.perf_counter()] * len(event.token_ids)
+    return [after - before for before, after in zip(times, times[1:], strict=False)]
+
+
+async def answers(client: AsyncClient) -> list[str]:
+    """Greedy texts."""
+    return [
+        (await client.complete(prompt, max_tokens=SMALL_TOKENS, temperature=0.0)).text
+        for prompt in PROMPTS
+    ]
+
+
+def split(day: Day, texts: dict[str, list[str]]) -> Figures:
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = ".4"
+    layouts = ("--prefill_layout=tp=1", "--decode_layout=tp=1")
+    with cluster("--prefill_workers=1", "--decode_workers=1", *layouts) as target:
+
+        async def ask() -> list[str]:
+            async with ready(target) as client:
+                return await answers(client)
+
+        found = asyncio.run(ask())
+    if found != texts.get("unified"):
+        raise AssertionError(f"split: {found}, and on one mesh {texts.get('unified')}")
+    return {"greedy texts equal": len(found)}

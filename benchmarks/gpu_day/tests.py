@@ -1,0 +1,44 @@
+"""The tests that need one device, on it: `pytest -m one_device`."""
+
+import os
+import re
+import subprocess
+import sys
+
+from benchmarks.gpu_day.day import Day, Figures
+
+WORKERS = 4
+# small: enough to show that the marker selects and the summary is read
+SMALL = ("tests/ops/test_rope.py", "tests/ops/test_moe.py")
+
+
+def run(day: Day) -> None:
+    day.row("one_device", lambda: tests(day))
+
+
+def tests(day: Day) -> Figures:
+    where = SMALL if day.small else ()
+    several = () if day.small else ("-n", str(WORKERS), "--dist", "loadfile")
+    command = (sys.executable, "-m", "pytest", "-q", "-m", "one_device", "-p", "no:cacheprovider")
+    environment = dict(os.environ)
+    if not day.small:
+        environment |= {
+            "JAX_PLATFORMS": "cuda,cpu",
+            "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": ".1",
+        }
+    log = day.out / "tests.log"
+    with log.open("w") as output:
+        code = subprocess.run(
+            (*command, *several, *where), env=environment, stdout=output, stderr=output,
+            timeout=max(1.0, day.left),
+        ).returncode  # fmt: skip
+    lines = log.read_text().splitlines()
+    counted = {
+        kind: int(number)
+        for number, kind in re.findall(r"(\d+) (passed|failed|skipped|errors?)", lines[-1])
+    }
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    if code:
+        raise RuntimeError(f"pytest ended with {code}: {lines[-1]}; {failed[:20]}")
+    return counted
