@@ -7,7 +7,7 @@ kernels (each op against the same in float32), decode and prefill (our executor'
 handoff (KV between two processes on one GPU), tests (those that need one device), serve (over gRPC,
 unified and split on one GPU); `all` is each of them, in a process of its own. DIR/PART.json is
 written after every row; a row that fails is a row with its error, and nothing is begun once the
-part's minutes are over. A table comes last. Compiled programs are kept in DIR/xla.
+part's minutes are over. A table comes last. Compiled programs are kept in DIR/xla, or --programs.
 
 --small runs the same rows on the CPU, in sizes for it: what can rot without a GPU does so in a
 test. Its figures mean nothing."""
@@ -29,27 +29,31 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="Folder of the results.")
     parser.add_argument("--small", action="store_true", help="On the CPU, in small sizes.")
     parser.add_argument("--minutes", type=float, default=8.0, help="After which no row is begun.")
+    parser.add_argument("--programs", help="Folder of compiled programs; without: DIR/xla.")
     given = parser.parse_args()
     if given.part == "all":
         return max(_alone(part, sys.argv[1:]) for part in PARTS)
-    return _run(given.part, given.out, given.small, 60 * given.minutes)
+    programs = given.programs or str(given.out / "xla")
+    return _run(given.part, given.out, given.small, 60 * given.minutes, programs)
 
 
 def _alone(part: str, arguments: list[str]) -> int:
     """One part in a process of its own: each needs the device's memory."""
     rest = [part if word == "all" else word for word in arguments]
     print(f"== {part}", flush=True)
-    return subprocess.run([sys.executable, "-m", "benchmarks.gpu_day", *rest], check=False).returncode
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_day", *rest], check=False
+    ).returncode
 
 
-def _run(part: str, out: Path, small: bool, seconds: float) -> int:
+def _run(part: str, out: Path, small: bool, seconds: float, programs: str) -> int:
     """0 where no row failed."""
     if small:
         os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported, for children too
     from benchmarks.gpu_day.day import Day, table
     from jdisagg.engine.compilation import use_compilation_cache
 
-    use_compilation_cache(str(out / "xla"))
+    use_compilation_cache(programs)
     day = Day(part, out, small, seconds)
     module = importlib.import_module(f"benchmarks.gpu_day.{part}")
     if part not in ("handoff", "tests", "serve"):  # their children need the device whole

@@ -66,7 +66,11 @@ def measured(day: Day, sizes: Sizes, ceiling: float) -> None:
 
 
 def steps_of(
-    engine: Engine, variant: str, steps: int, ceiling: float, tokens: dict[str, list[tuple[int, ...]]]
+    engine: Engine,
+    variant: str,
+    steps: int,
+    ceiling: float,
+    tokens: dict[str, list[tuple[int, ...]]],
 ) -> Figures:
     sizes = engine.sizes
     dispatches = (8 if sizes.small else 64) // steps
@@ -84,9 +88,7 @@ def steps_of(
     }
 
 
-def with_capture(
-    sizes: Sizes, ceiling: float, tokens: dict[str, list[tuple[int, ...]]]
-) -> Figures:
+def with_capture(sizes: Sizes, ceiling: float, tokens: dict[str, list[tuple[int, ...]]]) -> Figures:
     """Sampled decode with its loops in the graph: the same tokens, and how long they take."""
     jax.clear_caches()
     engine = Engine(sizes, dict(CAPTURE))

@@ -172,4 +172,3 @@ class Engine:
 
     def close(self) -> None:
         self.executor.close()
-

@@ -72,7 +72,9 @@ def difference(got: jax.Array, right: jax.Array, dtype: str) -> float:
 
 def precisely(call: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
     with jax.default_matmul_precision("highest"):
-        wide = (a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in arrays)
+        wide = (
+            a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in arrays
+        )
         return jax.jit(call)(*wide)
 
 
@@ -111,7 +113,7 @@ def decode_attention(
     attend = partial(paged_attention, scale=width**-0.5, window=window)
     fast = jax.jit(partial(attend, platform=platform))
     rest = jnp.asarray(table), jnp.asarray(position_B)
-    # neither is what is tried: a CPU takes the loop, a GPU has no room for the whole of a wide table
+    # not what is tried: a CPU takes the loop, and a GPU has no room for the whole of a wide table
     other = "gather" if day.small else "loop"
     right = precisely(partial(attend, implementation=other), q, k, v, *rest)
     seconds = seconds_of(lambda: fast(q, k, v, *rest))

@@ -36,8 +36,8 @@ def served(log_path: str, *arguments: str) -> Iterator[str]:
         try:
             assert child.stdout is not None
             for line in child.stdout:
-                if " serves on " in line:
-                    yield line.split(" serves on ")[1].split()[0].rstrip(",;")
+                if line.startswith("jdisagg serves"):
+                    yield line.rsplit(" on ", 1)[1].split()[0]
                     break
             else:
                 log.seek(0)
@@ -47,9 +47,7 @@ def served(log_path: str, *arguments: str) -> Iterator[str]:
             child.wait(timeout=60)
 
 
-def unified(
-    day: Day, folder: str, counts: tuple[int, ...], texts: dict[str, list[str]]
-) -> Figures:
+def unified(day: Day, folder: str, counts: tuple[int, ...], texts: dict[str, list[str]]) -> Figures:
     slots = f"--slots_per_rank={max(counts)}"
     with served(f"{folder}/serve.log", "--mode=unified", slots) as target:
         return asyncio.run(under_load(day, target, counts, texts))

@@ -9,7 +9,7 @@ from benchmarks.gpu_day.day import Day, Figures
 
 WORKERS = 4
 # small: enough to show that the marker selects and the summary is read
-SMALL = ("tests/ops/test_rope.py", "tests/ops/test_moe.py")
+SMALL = ("tests/ops/test_rope.py", "tests/ops/test_kv_pages.py")
 
 
 def run(day: Day) -> None:

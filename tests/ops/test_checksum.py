@@ -7,6 +7,8 @@ import pytest
 
 from jdisagg.ops.checksum import fold, granule_sums, key_words, row_sums
 
+pytestmark = pytest.mark.one_device
+
 C, K, T, H = 4, 4, 64, 8
 KEY = 0x0123456789ABCDEF
 MASK = 0xFFFFFFFF

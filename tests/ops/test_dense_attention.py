@@ -6,6 +6,8 @@ import pytest
 
 from jdisagg.ops.dense_attention import dense_causal_attend
 
+pytestmark = pytest.mark.one_device
+
 
 @pytest.mark.parametrize("window", [None, 1, 3])
 def test_each_token_sees_itself_and_its_window_of_the_past(window: int | None) -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from jdisagg.ops import kv_pages
 
+pytestmark = pytest.mark.one_device
+
 PAGES, HEADS, SLOTS, WIDTH = 7, 2, 8, 4
 
 

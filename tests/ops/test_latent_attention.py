@@ -14,6 +14,8 @@ from jdisagg.ops.paged_attention import Implementation, paged_attention
 from jdisagg.ops.prefill_attention import prefill_attention
 from jdisagg.ops.quarantine import MARKER, SHOWS, seal
 
+pytestmark = pytest.mark.one_device
+
 HEADS, RANK, TURNED, NOPE, VALUE, SLOTS = 3, 10, 4, 6, 5, 8
 SCALE, TABLE = 0.3, np.array([[4, 2, 6, 1, 3]], np.int32)
 TOKENS = 37

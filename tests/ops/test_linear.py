@@ -7,6 +7,8 @@ import pytest
 
 from jdisagg.ops.linear import kernel_is_transposed, project
 
+pytestmark = pytest.mark.one_device
+
 LAYERS, WIDTH = 8, 256
 
 

@@ -10,6 +10,8 @@ import pytest
 from jdisagg.ops.paged_attention import Implementation, paged_attention
 from tests.ops.attention_oracle import case, expected
 
+pytestmark = pytest.mark.one_device
+
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("loop", "gather")
 
 

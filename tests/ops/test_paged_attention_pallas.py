@@ -10,6 +10,8 @@ import pytest
 from jdisagg.ops import paged_attention_pallas
 from tests.ops.attention_oracle import case, expected
 
+pytestmark = pytest.mark.one_device
+
 
 def run(
     arrays: tuple[np.ndarray, ...],

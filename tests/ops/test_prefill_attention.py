@@ -11,6 +11,8 @@ from jdisagg.ops import prefill_attention_cudnn
 from jdisagg.ops.prefill_attention import PastPages, prefill_attention
 from tests.ops.attention_oracle import dense
 
+pytestmark = pytest.mark.one_device
+
 
 class Chunk:
     """A random packed chunk: rows of (past tokens, new tokens), those with a past first; padding

@@ -7,6 +7,8 @@ import pytest
 
 from jdisagg.ops import quantize as q
 
+pytestmark = pytest.mark.one_device
+
 
 def rows(seed: int = 0) -> np.ndarray:
     """Rows of very different magnitudes, and among them zeros, one huge value, and equal values."""

@@ -8,6 +8,8 @@ import pytest
 from jdisagg.ops.rope import rope_angles, rotate
 from jdisagg.ops.rope_frequencies import Rope, RopeType
 
+pytestmark = pytest.mark.one_device
+
 HEAD, ORIGINAL = 16, 64
 TYPES: list[RopeType] = ["default", "linear", "llama3", "yarn"]
 

@@ -6,6 +6,8 @@ import pytest
 
 from jdisagg.ops.routing import route_by_scores
 
+pytestmark = pytest.mark.one_device
+
 TOKENS, EXPERTS = 40, 12
 
 

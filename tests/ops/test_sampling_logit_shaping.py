@@ -9,6 +9,8 @@ import pytest
 from jdisagg.ops import logit_shaping
 from jdisagg.ops.logit_shaping import ShapingRows
 
+pytestmark = pytest.mark.one_device
+
 V = 400
 shape_logits = jax.jit(logit_shaping.shape_logits)
 logprobs = jax.jit(logit_shaping.logprobs, static_argnums=2)

@@ -8,6 +8,8 @@ import pytest
 
 from jdisagg.ops import randomness
 
+pytestmark = pytest.mark.one_device
+
 COORDINATES = ["seed low", "seed high", "child", "position"]
 
 

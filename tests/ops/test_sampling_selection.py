@@ -9,6 +9,8 @@ import pytest
 
 from jdisagg.ops import selection
 
+pytestmark = pytest.mark.one_device
+
 RANDOM = np.random.default_rng(0)
 ROWS = {
     "normal": RANDOM.standard_normal((4, 1000)),
