@@ -54,7 +54,7 @@ class Day:
         except BaseException as error:
             last = traceback.format_exc()[-ERROR_CHARACTERS:]
             self._keep(name, time.monotonic() - started, {"error": repr(error)[:300], "at": last})
-            if not isinstance(error, Exception):  # Ctrl-C, or the end of the process
+            if isinstance(error, KeyboardInterrupt):
                 raise
         else:
             self._keep(name, time.monotonic() - started, figures)

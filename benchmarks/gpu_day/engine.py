@@ -52,11 +52,15 @@ class Sizes:
     small: bool = False
 
     def fields(self) -> dict[str, object]:
-        fields = {**MODELS[self.model], "num_hidden_layers": self.layers}
+        fields: dict[str, object] = {**MODELS[self.model], "num_hidden_layers": self.layers}
         if not self.small:
             return fields
         fields |= SMALL
-        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        experts: dict[str, object] = {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+        }
         return fields | experts if "num_experts" in fields else fields
 
 

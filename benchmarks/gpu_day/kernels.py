@@ -63,8 +63,8 @@ def run(day: Day) -> None:
 def difference(got: jax.Array, right: jax.Array, dtype: str) -> float:
     """The largest, over the largest magnitude of what is right. Raises WrongAnswer where that is
     too much."""
-    got, right = (np.asarray(array, np.float64) for array in (got, right))
-    worst = float(np.max(np.abs(got - right)) / np.max(np.abs(right)))
+    ours, theirs = (np.asarray(array, np.float64) for array in (got, right))
+    worst = float(np.max(np.abs(ours - theirs)) / np.max(np.abs(theirs)))
     if not worst <= TOLERANCE[dtype]:
         raise WrongAnswer(f"{worst:.3g} from the same in float32, beyond {TOLERANCE[dtype]}")
     return worst

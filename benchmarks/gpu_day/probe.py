@@ -38,7 +38,7 @@ def run(day: Day) -> None:
 def versions() -> Figures:
     return {
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": jaxlib.__version__,  # pyright: ignore[reportPrivateImportUsage]
         "numpy": np.__version__,
         "backend": jax.default_backend(),
         "devices": [device.device_kind for device in jax.devices()],
@@ -65,7 +65,7 @@ def smi() -> Figures:
 def target_config(day: Day) -> Figures:
     """Saved as it is: with it programs compile for this very GPU where there is none
     (benchmarks/gpu_devices.py)."""
-    from jax._src.lib import xla_client
+    from jaxlib import xla_client
 
     config = str(xla_client.get_topology_for_devices(jax.devices()).target_config)
     path = day.out / "target_config.txt"

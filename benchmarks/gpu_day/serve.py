@@ -92,7 +92,7 @@ async def answers(client: AsyncClient) -> list[str]:
 
 def split(day: Day, texts: dict[str, list[str]]) -> Figures:
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = ".4"
-    layouts = ("--prefill_layout=tp=1", "--decode_layout=tp=1")
+    layouts = ("--prefill=tp=1", "--decode=tp=1")
     with cluster("--prefill_workers=1", "--decode_workers=1", *layouts) as target:
 
         async def ask() -> list[str]:

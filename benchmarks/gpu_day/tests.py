@@ -19,7 +19,7 @@ def run(day: Day) -> None:
 def tests(day: Day) -> Figures:
     where = SMALL if day.small else ()
     several = () if day.small else ("-n", str(WORKERS), "--dist", "loadfile")
-    command = (sys.executable, "-m", "pytest", "-q", "-m", "one_device", "-p", "no:cacheprovider")
+    command = (sys.executable, "-m", "pytest", "-m", "one_device", "-p", "no:cacheprovider")
     environment = dict(os.environ)
     if not day.small:
         environment |= {

@@ -61,8 +61,16 @@ def test_a_row_that_is_interrupted_is_written_and_ends_the_part(tmp_path: Path) 
     assert "KeyboardInterrupt" in str(rows(tmp_path)[0]["error"])
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("part", PARTS)
+LONG = ("handoff", "serve")  # processes of their own, minutes each
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param(part, marks=getattr(pytest.mark, "slow" if part in LONG else "ci"))
+        for part in PARTS
+    ],
+)
 def test_every_part_runs_on_a_cpu_and_no_row_fails(part: str, tmp_path: Path) -> None:
     command = (
         *(sys.executable, "-m", "benchmarks.gpu_day", part, "--small", "--minutes=60"),
