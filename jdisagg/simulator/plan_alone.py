@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jdisagg.costs.cost_model import CostModel
-from jdisagg.simulator.plan_bounds import SAMPLE, Demand, Goal
+from jdisagg.simulator.plan_bounds import SAMPLE, Demand, Goal, alone_seconds
 from jdisagg.simulator.plan_candidates import WHOLE_CHUNK, Fitting, short
 
 
@@ -63,12 +63,7 @@ def _missed(
 
 
 def _first(model: CostModel, tokens: int) -> float:
-    done, seconds = 0, 0.0
-    while done < tokens:
-        new = min(WHOLE_CHUNK, tokens - done)
-        seconds += model.prefill([(new, done)]).seconds
-        done += new
-    return seconds
+    return alone_seconds(model, tokens, WHOLE_CHUNK)
 
 
 def _step(model: CostModel, tokens: int) -> float:

@@ -363,16 +363,21 @@ def _times(ranks: int, limits: tuple[tuple[str, float], ...]) -> tuple[tuple[str
     return tuple((name, ranks * rate) for name, rate in limits)
 
 
-def _prefill_one(model: CostModel, tokens: int, chunk: int) -> float:
-    if tokens <= chunk:
-        together = max(1, min(8, chunk // tokens))
-        return model.prefill([(tokens, 0)] * together).seconds / together
+def alone_seconds(model: CostModel, tokens: int, chunk: int) -> float:
+    """Of one prompt, in chunks of so many tokens with nothing beside it."""
     done, seconds = 0, 0.0
     while done < tokens:
         new = min(chunk, tokens - done)
         seconds += model.prefill([(new, done)]).seconds
         done += new
     return seconds
+
+
+def _prefill_one(model: CostModel, tokens: int, chunk: int) -> float:
+    if tokens <= chunk:
+        together = max(1, min(8, chunk // tokens))
+        return model.prefill([(tokens, 0)] * together).seconds / together
+    return alone_seconds(model, tokens, chunk)
 
 
 def _longest(times: np.ndarray, count: float) -> float:
