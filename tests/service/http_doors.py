@@ -117,6 +117,17 @@ def events(body: bytes) -> list[str]:
 
 
 @asynccontextmanager
+async def running(path: FakePath, server: GenerationServer) -> AsyncIterator[HttpDoor]:
+    """A server's HTTP door, from its start to its end."""
+    await server.start()
+    try:
+        yield HttpDoor(path, server)
+    finally:
+        server.force()
+        await server.drain()
+
+
+@asynccontextmanager
 async def http_door(
     path: FakePath | None = None,
     service: ServiceConfig | None = None,
@@ -125,9 +136,5 @@ async def http_door(
     path = path or FakePath()
     config = replace(service or ServiceConfig(), port=0, http_port=0)
     server = GenerationServer(make_frontend(path), config, log=log)
-    await server.start()
-    try:
-        yield HttpDoor(path, server)
-    finally:
-        server.force()
-        await server.drain()
+    async with running(path, server) as door:
+        yield door

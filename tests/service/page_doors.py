@@ -16,7 +16,7 @@ from jdisagg.observe import wrap
 from jdisagg.observe.observer import Observer
 from jdisagg.service.server import GenerationServer
 from tests.service.doors import MODEL, STATUS, TEMPLATE, FakePath, byte_tokenizer
-from tests.service.http_doors import HttpDoor
+from tests.service.http_doors import HttpDoor, running
 
 PLACED = PastDecision(1.5, "disaggregated", "the soonest", "prefill-0", "decode-1", 300, 0.2, 0.02)
 REFUSED = PastDecision(9.0, "refused: overload", "256 requests wait", "", "", 12)
@@ -68,9 +68,5 @@ async def page_door(
     config = replace(service or ServiceConfig(), port=0, http_port=0)
     scrape = observer.metrics.scrape
     server = GenerationServer(frontend, config, (), None, scrape, page_sources(observer, config))
-    await server.start()
-    try:
-        yield HttpDoor(path, server)
-    finally:
-        server.force()
-        await server.drain()
+    async with running(path, server) as door:
+        yield door
