@@ -60,7 +60,7 @@ class TokenStream:
 
     A stop string ends the output where it is first completed; where several are completed by the
     same character, the longest counts. Those that any of the first `min_tokens` tokens had a part
-    do not count.
+    in do not count.
 
     include_stop: the text ends after the stop string instead of before it. keep_special: special
     tokens are text, too."""

@@ -15,7 +15,7 @@ import msgspec
 
 from jdisagg import __version__, caller
 from jdisagg.dispatch.frontend import ChatMessage, ChatPrompt, Frontend
-from jdisagg.dispatch.routing_status import PastDecision, WorkerAccount
+from jdisagg.dispatch.routing_status import WorkerAccount
 from jdisagg.errors import InvalidRequestError
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.observe.recent_requests import RecentRequests
@@ -96,7 +96,7 @@ class Page:
                 "model": await self._model(),
                 "waiting": routing.waiting,
                 "workers": [_worker(worker, accounts.get(worker.name)) for worker in workers],
-                "decisions": [_decision(one) for one in routing.decisions[:SHOWN_DECISIONS]],
+                "decisions": routing.decisions[:SHOWN_DECISIONS],
             },
         )
 
@@ -165,10 +165,6 @@ def _worker(status: WorkerStatus, account: WorkerAccount | None) -> dict[str, ob
         "attempts": account.attempts if account else 0,
         "barred_seconds": account.barred_seconds if account else 0.0,
     }
-
-
-def _decision(past: PastDecision) -> dict[str, object]:
-    return {name: getattr(past, name) for name in PastDecision.__dataclass_fields__}
 
 
 async def _reply(exchange: Exchange, fields: object) -> None:
