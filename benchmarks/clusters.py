@@ -1,9 +1,10 @@
-"""A cluster of real processes to be measured: `launch.cluster` as a child, and a client that waits
-until it answers."""
+"""Real processes to be measured: `launch.cluster` or `launch.serve` as a child, and a client that
+waits until it answers."""
 
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,27 +18,33 @@ from jdisagg.errors import JdisaggError
 READY_SECONDS = 240.0
 
 
-@contextlib.contextmanager
-def cluster(*arguments: str) -> Iterator[str]:
+def cluster(*arguments: str) -> contextlib.AbstractContextManager[str]:
     """The address of a running `launch.cluster`."""
+    return _child("launch.cluster", "jdisagg cluster serves on", arguments)
+
+
+def server(*arguments: str) -> contextlib.AbstractContextManager[str]:
+    """The address of a running `launch.serve`."""
+    return _child("launch.serve", "jdisagg serves", arguments)
+
+
+@contextlib.contextmanager
+def _child(page: str, said: str, arguments: tuple[str, ...]) -> Iterator[str]:
+    """The address of a page that runs as a child: of the line that begins with `said`."""
     with tempfile.TemporaryFile("w+") as log:
-        command = [sys.executable, "-u", "-m", "launch.cluster", "--port=0", *arguments]
+        command = [sys.executable, "-u", "-m", page, "--port=0", *arguments]
         child = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
         )
         try:
             assert child.stdout is not None
             for line in child.stdout:
-                if line.startswith("jdisagg cluster serves on"):
-                    yield (
-                        line.split(" on ")[1].split(":")[0]
-                        + ":"
-                        + line.split(" on ")[1].split(":")[1]
-                    )
+                if line.startswith(said) and (address := re.search(r" on ([^\s:,]+:\d+)", line)):
+                    yield address[1]
                     break
             else:
                 log.seek(0)
-                raise SystemExit(f"the cluster did not start: {log.read()[-2000:]}")
+                raise SystemExit(f"{page} did not start: {log.read()[-2000:]}")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child.pid, signal.SIGTERM)

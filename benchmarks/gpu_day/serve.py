@@ -2,16 +2,11 @@
 a cluster of one prefill and one decode worker, whose greedy tokens are those of the one mesh."""
 
 import asyncio
-import contextlib
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
 
-from benchmarks.clusters import cluster, ready
+from benchmarks.clusters import cluster, ready, server
 from benchmarks.gpu_day.day import Day, Figures
 from jdisagg.client import AsyncClient
 
@@ -22,34 +17,13 @@ TOKENS, SMALL_TOKENS = 128, 16
 def run(day: Day) -> None:
     counts = (1, 4) if day.small else (1, 32, 128)
     texts: dict[str, list[str]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        day.row("unified", lambda: unified(day, folder, counts, texts))
-        day.row("split on one device", lambda: split(day, texts))
+    day.row("unified", lambda: unified(day, counts, texts))
+    day.row("split on one device", lambda: split(day, texts))
 
 
-@contextlib.contextmanager
-def served(log_path: str, *arguments: str) -> Iterator[str]:
-    """The address of a running `launch.serve`."""
-    with open(log_path, "w+") as log:
-        command = (sys.executable, "-u", "-m", "launch.serve", "--port=0", *arguments)
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-        try:
-            assert child.stdout is not None
-            for line in child.stdout:
-                if line.startswith("jdisagg serves"):
-                    yield line.rsplit(" on ", 1)[1].split()[0]
-                    break
-            else:
-                log.seek(0)
-                raise RuntimeError(f"launch.serve did not start: {log.read()[-1500:]}")
-        finally:
-            child.terminate()
-            child.wait(timeout=60)
-
-
-def unified(day: Day, folder: str, counts: tuple[int, ...], texts: dict[str, list[str]]) -> Figures:
+def unified(day: Day, counts: tuple[int, ...], texts: dict[str, list[str]]) -> Figures:
     slots = f"--slots_per_rank={max(counts)}"
-    with served(f"{folder}/serve.log", "--mode=unified", slots) as target:
+    with server("--mode=unified", slots) as target:
         return asyncio.run(under_load(day, target, counts, texts))
 
 
