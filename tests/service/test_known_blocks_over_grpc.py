@@ -19,6 +19,7 @@ from jdisagg.messages.kept_blocks import KeptScheme
 from jdisagg.messages.registry import ModelCard, WorkerCard
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.request import Request
+from jdisagg.router.cluster_state import OWN
 from jdisagg.router.known_blocks import KnownBlocks
 from jdisagg.scheduler.residency import BlockNames
 from jdisagg.service.registry import RegistryClient, registry_service
@@ -60,6 +61,22 @@ class Live:
         for child in range(request.sampling.n):
             assert tuple(collected.tokens[child]) == expected_tokens(request, child, CONTEXT)[0]
         return collected
+
+    async def idle(self) -> None:
+        """Returns when each worker has said, in words chosen after this call, that it holds
+        nothing: then ties fall to those with 0, and not to who reported its end first."""
+        table, rows = self.path.placer.accounts.state.table, range(len(self.workers))
+        for _ in range(2):  # what arrives first may have been on its way already
+            before = table["heard_at"][rows].copy()
+            await eventually(
+                lambda before=before: (table["heard_at"][rows] > before).all(), PATIENCE
+            )
+
+        def is_idle() -> bool:
+            busy = sum(table[name][rows].sum() for name in (*OWN, "running", "waiting"))
+            return busy == 0 and (table["free_pages"][rows] == table["total_pages"][rows]).all()
+
+        await eventually(is_idle, PATIENCE)
 
     def placed(self) -> tuple[str, str, str]:
         """The last decision: kind, prefill worker, decode worker."""
@@ -154,6 +171,7 @@ def next_turn(number: int, answer: Collected) -> Request:
 
 async def first_turns(cluster: Live) -> tuple[Collected, Collected]:
     """Of two conversations that come at once: each goes to workers of its own."""
+    await cluster.idle()
     one, other = await asyncio.gather(*(cluster.ask(first_turn(number)) for number in range(2)))
     assert cluster.placed() == ("load", "prefill1", "decode1")
     return one, other
@@ -166,6 +184,7 @@ async def test_a_conversation_goes_on_where_it_is_kept_if_the_router_was_told_so
     async with live(tells) as cluster:
         _, answer = await first_turns(cluster)
         if not tells:
+            await cluster.idle()
             again = await cluster.ask(next_turn(1, answer))
             assert cluster.placed() == ("load", "prefill0", "decode0")
             assert again.usage is not None and again.usage.cached_tokens == 0
