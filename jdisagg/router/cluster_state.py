@@ -154,6 +154,10 @@ class ClusterState:
     def row(self, name: str) -> int | None:
         return self._rows.get(name)
 
+    def row_of(self, name: str) -> int:
+        """As `row`; -1 where it is not here."""
+        return self._rows.get(name, -1)
+
     def life(self, name: str) -> int:
         """A number for this stay of a worker: one that was forgotten and came back has another. 0:
         it is not here."""

@@ -26,6 +26,7 @@ from jdisagg.router.link_costs import Indices
 # own. Where nothing runs there is its own alone.
 STEPS_TO_JOIN = 3.5
 STEPS_ALONE = 1.0
+_NOWHERE, _NOTHING = np.empty(0, np.intp), np.empty(0)
 
 
 @plain
@@ -67,12 +68,8 @@ def prefills_of(
         queue[which] = tokens[which] * per_token + pairs[which] * per_pair
         prefill[which] = speed.prefill_seconds(query.work.tokens, 0, chunk)
         chunks[which] = -(-query.work.tokens // chunk) if chunk else 1
-    known = known_at(state, rows, query)
-    if known:
-        at, cached = (
-            np.array([place for place, _ in known]),
-            np.array([float(tokens) for _, tokens in known]),
-        )
+    at, cached = known_at(state, rows, query)
+    if len(at):
         some = table.take(at)
         for speed, chunk, which in _alike(state, side, some):
             prefill[at[which]] = speed.prefills_seconds(
@@ -141,11 +138,10 @@ def transfers_of(
     """Seconds of moving what the decode side lacks, [prefill workers, decode workers]: by the
     closest that they have in common."""
     missing: Array | float = float(query.work.tokens)
-    known = known_at(state, decodes, query)
-    if known:
+    at, cached = known_at(state, decodes, query)
+    if len(at):
         missing = np.full(len(decodes), missing)
-        for at, cached in known:
-            missing[at] -= cached
+        missing[at] -= cached
     every = state.decode.rows
     there = slice(None) if decodes is every else every.searchsorted(decodes)
     return state.link_costs(far).seconds(state.prefill.rows.searchsorted(prefills), there, missing)
@@ -182,24 +178,17 @@ def known_to(worker: str, query: PlacementQuery) -> int:
     return min(query.cached.get(worker, 0), query.work.tokens - 1)
 
 
-def known_at(state: ClusterState, rows: Indices, query: PlacementQuery) -> list[tuple[int, int]]:
-    """(place among `rows`, which ascend; positions known there), for workers that know some. One
+def known_at(state: ClusterState, rows: Indices, query: PlacementQuery) -> tuple[Indices, Array]:
+    """Of workers that know some: places among `rows`, which ascend, and positions known there. One
     position at least is left to compute."""
-    if not query.cached or not len(rows):
-        return []
-    known = [
-        (row, tokens)
-        for name, tokens in query.cached.items()
-        if tokens > 0 and (row := state.row(name)) is not None
-    ]
-    wanted = np.array([row for row, _ in known], np.intp)
-    places = np.minimum(np.searchsorted(rows, wanted), len(rows) - 1)
-    most = query.work.tokens - 1
-    return [
-        (int(at), min(tokens, most))
-        for at, there, (_, tokens) in zip(places, rows[places] == wanted, known, strict=True)
-        if there
-    ]
+    cached = query.cached
+    if not cached or not len(rows):
+        return _NOWHERE, _NOTHING
+    wanted = np.fromiter(map(state.row_of, cached), np.intp, len(cached))
+    tokens = np.fromiter(cached.values(), np.float64, len(cached))
+    places = np.minimum(rows.searchsorted(wanted), len(rows) - 1)
+    here = np.flatnonzero((rows.take(places) == wanted) & (tokens > 0))
+    return places.take(here), np.minimum(tokens.take(here), query.work.tokens - 1)
 
 
 def _pages(work: Work, page: Array | float, growth_tokens: int) -> Array | float:

@@ -459,8 +459,8 @@ def _load(table: Table) -> Array:
 def _reluctance(state: ClusterState, some: Candidates, query: PlacementQuery) -> Array:
     """What decides where no seconds are predicted: load, less what is known of the prompt."""
     score = some.against + _load(some.table)
-    for at, tokens in known_at(state, some.rows, query):
-        score[at] -= WORTH_OF_KNOWN * tokens / query.work.tokens
+    at, tokens = known_at(state, some.rows, query)
+    score[at] -= WORTH_OF_KNOWN * tokens / query.work.tokens
     return score
 
 
