@@ -232,6 +232,7 @@ def test_instances_of_two_processes_each_survive_the_death_of_one_of_them(
         check_a_life(running, killed)
 
 
+@pytest.mark.ci
 def test_mixed_workers_alone_serve_too(folder: Path):
     text, _ = oracle(30)
     with cluster(folder, "--mixed_workers=1") as running:

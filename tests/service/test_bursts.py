@@ -72,6 +72,7 @@ def check(outcomes: collections.Counter[str], cluster_counts: collections.Counte
     assert outcomes == cluster_counts
 
 
+@pytest.mark.ci  # the next test asks the same door the same, with our client
 async def test_a_foreign_client_gets_an_answer_or_a_typed_refusal_to_each_call_of_a_burst() -> None:
     async with busy_server() as (target, cluster), grpc.aio.insecure_channel(target) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)

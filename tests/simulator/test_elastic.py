@@ -73,6 +73,7 @@ def check(result: Result, changes: int) -> None:
     assert result.counters["roles_switched"] == changes
 
 
+@pytest.mark.ci
 def test_long_prompts_get_a_decode_worker_to_prefill_for_them() -> None:
     result, said, roles = run(PROMPTS)
     check(result, 1)
@@ -91,6 +92,7 @@ def test_prompts_so_long_that_the_router_holds_them_get_one_too() -> None:
     )
 
 
+@pytest.mark.ci
 def test_long_answers_get_a_prefill_worker_to_decode_for_them() -> None:
     result, said, roles = run(ANSWERS)
     check(result, 1)
