@@ -24,6 +24,7 @@ from jdisagg.executor.choose import Variant
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.prefill_program import chunk_forms
 from jdisagg.layout.axes import Layout
+from jdisagg.ops.quantized_weights import checked_weights
 from jdisagg.transfer.in_process import InProcessChannel
 from models.catalog import read_config
 from models.decoder import abstract_model
@@ -83,6 +84,7 @@ class Case:
     layout: str = "dp=1,tp=1"
     layers: int = 2
     dtype: str = "bfloat16"
+    weights: str = ""
     batch: int = 32
     chunk: int = 2048
     block: int = 512
@@ -108,7 +110,13 @@ def build(case: Case, report: Callable[[Counted], None]) -> MeshExecutor:
     layout, config, device = Layout.parse(case.layout), case.config(), GPU_DEVICES[case.device]
     layout.check(config.geometry)
     mesh = topology_mesh(device, layout, config.attention.kv_heads)
-    model = abstract_model(config, dtype=case.dtype, platform="gpu", tp=layout.tp)
+    model = abstract_model(
+        config,
+        dtype=case.dtype,
+        platform="gpu",
+        tp=layout.tp,
+        weights=checked_weights(case.weights),
+    )
     instance = InstanceConfig(
         layout=layout,
         page_size=case.page,
@@ -178,8 +186,7 @@ def main() -> None:
         sys.exit(why)
     without_a_gpu()
     which = {key: getattr(case, key) for key in ("device", "model", "layout", "layers")}
-    if case.window:
-        which["window"] = case.window
+    which |= {key: getattr(case, key) for key in ("window", "weights") if getattr(case, key)}
     compile_all(case, lambda counted: print(json.dumps({**asdict(counted), **which}), flush=True))
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.layout.axes import Layout
+from jdisagg.layout.kv_spec import WEIGHT_BITS
 from jdisagg.timeouts import Timeouts
 
 _ORIGIN = re.compile(r"https?://[^/\s,]+")
@@ -34,6 +35,8 @@ class ModelConfig:
     Args:
         directory: Hugging Face or Orbax form.
         dtype: of weights and KV: float32 or bfloat16.
+        weights: what the matrices of layers are quantized to: int8, int4 or fp8; "": kept in
+            `dtype`.
         context_tokens: caps the model's own limit; None: that limit, or as much of it as one
             sequence finds memory for (engine/memory_plan.py).
 
@@ -44,10 +47,15 @@ class ModelConfig:
     directory: str = ""
     dtype: str = "float32"
     context_tokens: int | None = None
+    weights: str = ""
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"model.dtype must be float32 or bfloat16, got {self.dtype!r}")
+        if self.weights and self.weights not in WEIGHT_BITS:
+            raise ConfigError(
+                f"model.weights must be {', '.join(WEIGHT_BITS)} or empty, got {self.weights!r}"
+            )
         if self.context_tokens is not None:
             _positive("model.context_tokens", self.context_tokens)
 

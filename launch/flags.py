@@ -18,6 +18,7 @@ from absl import flags as absl
 from jdisagg.config import EngineConfig, Mode
 from jdisagg.costs.cost_model import CODEC_BITS
 from jdisagg.costs.hardware import HARDWARE, LINKS
+from jdisagg.layout.kv_spec import WEIGHT_BITS
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.observe.logs import FORMATS
 from launch.shipped import DEFAULT_RECIPE, SHIPPED_MODEL
@@ -36,9 +37,9 @@ SERVICE = (
 )  # fmt: skip
 HTTP = ("http_port", "http_cors_origins")
 ENGINE = (
-    "config", "model", "mode", "dtype", "prefill", "decode", "slots_per_rank", "chunk_tokens",
-    "page_size", "pages_per_rank", "context_tokens", "memory_fraction", "codec", "hardware",
-    "prefix_cache", "compilation_cache", "set",
+    "config", "model", "mode", "dtype", "weights", "prefill", "decode", "slots_per_rank",
+    "chunk_tokens", "page_size", "pages_per_rank", "context_tokens", "memory_fraction", "codec",
+    "hardware", "prefix_cache", "compilation_cache", "set",
 )  # fmt: skip
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos", "chat")
 
@@ -86,6 +87,11 @@ FLAGS: dict[str, Spec] = {
         None,
         "Type of weights and KV; auto: the checkpoint's own. Default: --model's own, or the"
         " recipe's.",
+    ),
+    "weights": _one_of(
+        list(WEIGHT_BITS),
+        None,
+        "Quantize the matrices of layers to it as they are read. Default: the recipe's, or no.",
     ),
     "prefill": _text(None, "Layout of a prefill mesh, such as dp=1,tp=2."),
     "decode": _text(None, "Layout of a decode mesh, or of the one mesh."),

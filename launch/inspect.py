@@ -1,6 +1,6 @@
 """Says what a checkpoint is and whether it can be served, without reading a weight.
 
-    python -m launch.inspect --model=DIR [--layout=dp=1,tp=2] [--dtype=bfloat16]
+    python -m launch.inspect --model=DIR [--layout=dp=1,tp=2] [--dtype=bfloat16] [--weights=int8]
 
 DIR is a folder, or a bare config.json. The exit status is 0 where the model loads under the layout,
 and 1 where it does not: then each thing that is missing is named."""
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jdisagg.errors import LayoutError
 from jdisagg.layout.axes import Layout
+from jdisagg.ops.quantized_weights import checked_weights
 from launch.console import run
 from launch.flags import define
 from models.inspection import Inspection, bytes_per_device, inspect, layers_by_kind
@@ -17,6 +18,7 @@ flags = define(
     "model",
     "layout",
     "dtype",
+    "weights",
     required=("model",),
     model=(None, "Checkpoint directory, or a config.json alone."),
     layout="dp=1,tp=1,ep=1",
@@ -65,10 +67,13 @@ def _lines(found: Inspection) -> list[tuple[str, str]]:
 def _under(found: Inspection, layout: Layout) -> list[tuple[str, str]]:
     """What one device holds. Raises LayoutError."""
     assert found.config is not None
-    weights, a_token = bytes_per_device(found.config, layout, flags.dtype)
+    weights, a_token = bytes_per_device(
+        found.config, layout, flags.dtype, checked_weights(flags.weights or "")
+    )
+    kinds = f"{flags.dtype}, matrices in {flags.weights}" if flags.weights else flags.dtype
     return [
         ("layout", f"{layout}, {layout.devices} devices"),
-        ("bytes a device", f"{weights:,} of weights, {a_token:,} of KV a token ({flags.dtype})"),
+        ("bytes a device", f"{weights:,} of weights, {a_token:,} of KV a token ({kinds})"),
     ]
 
 

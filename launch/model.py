@@ -2,15 +2,18 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from jdisagg.config import EngineConfig
+from jdisagg.config import EngineConfig, ModelConfig
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.engine.instance import Loaded, LoadModel
 from jdisagg.layout.axes import Layout
+from jdisagg.layout.kv_spec import WEIGHT_BITS
 from jdisagg.model_api import Device
 from jdisagg.node.deployment import Deployment, ModelSource
 from jdisagg.observe.observer import Observer
+from jdisagg.ops.quantized_weights import checked_weights
 from launch.cost_inputs import find_geometry
 from launch.shipped import SHIPPED_MODEL
 from models.checkpoint import LoadedModel, load_config, load_model
@@ -20,22 +23,26 @@ from models.tokenizer import Tokenizer
 _log = logging.getLogger(__name__)
 
 
-def loader(directory: str, dtype: str) -> LoadModel:
+def loader(directory: str, dtype: str, weights: str = "") -> LoadModel:
     """Reads the checkpoint at each call."""
+    kept = checked_weights(weights)
 
     def load(layout: Layout, devices: Sequence[Device]) -> Loaded:
-        return load_model(directory, layout, devices, dtype=dtype)
+        return load_model(directory, layout, devices, dtype=dtype, weights=kept)
 
     return load
 
 
-def model_source(directory: str, dtype: str) -> ModelSource:
+def model_source(model: ModelConfig) -> ModelSource:
     """Raises what `load_config` raises for a directory that holds no model."""
+    directory = model.directory
     family = load_config(directory).family
     name = Path(directory).resolve().name
-    return ModelSource(
-        directory, name, family, find_geometry(directory), loader(directory, dtype), _relayout
-    )
+    geometry = find_geometry(directory)
+    if model.weights:
+        geometry = replace(geometry, matrix_bits=WEIGHT_BITS[model.weights])
+    load = loader(directory, model.dtype, model.weights)
+    return ModelSource(directory, name, family, geometry, load, _relayout)
 
 
 def deployment(
@@ -48,7 +55,7 @@ def deployment(
     """An embedded cluster of the configuration's model, or of the shipped one. `tell`: as
     `Deployment`'s."""
     directory = config.model.directory or SHIPPED_MODEL
-    source = model_source(directory, config.model.dtype)
+    source = model_source(replace(config.model, directory=str(directory)))
     tokenizer = Tokenizer.from_directory(directory)
     return Deployment(config, source, tokenizer, observer, record_to, events, tell)
 

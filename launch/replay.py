@@ -38,7 +38,10 @@ def main() -> int:
     devices = sum(Layout.parse(recording.header.layout).devices for recording in recordings)
     prepare_runtime(devices, flags.compilation_cache)
     replayed = asyncio.run(
-        replay(recordings, lambda header: loader(flags.model or header.model, header.dtype))
+        replay(
+            recordings,
+            lambda header: loader(flags.model or header.model, header.dtype, header.weights),
+        )
     )
     left_out = (
         f", {replayed.left_out} commands that had failed left out" if replayed.left_out else ""

@@ -20,6 +20,7 @@ _BOTH = (
 _FIELDS = {
     "model": "model.directory",
     "dtype": "model.dtype",
+    "weights": "model.weights",
     "context_tokens": "model.context_tokens",
     "mode": "mode",
     "prefill": "prefill.layout",

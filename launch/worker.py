@@ -81,7 +81,7 @@ def main() -> None:
 
 
 async def _run(config: WorkerProcessConfig, group: ProcessGroup) -> int:
-    source = model_source(config.worker.model.directory, config.worker.model.dtype)
+    source = model_source(config.worker.model)
     observe = config.observe if group.leads else ObserveConfig()
     async with observing(config.name, observe) as observer:
         process = WorkerProcess(worker_spec(config, source), config.worker, observer)

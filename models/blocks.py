@@ -15,6 +15,7 @@ from jdisagg.ops.linear import project
 from jdisagg.ops.mlp import gated
 from jdisagg.ops.moe import ExpertWeights, Routing, route, routed_experts
 from jdisagg.ops.parameters import Axes, Make, parameter
+from jdisagg.ops.quantized_weights import KernelForm
 from jdisagg.ops.rope import query_growth, rope_angles, rotate
 from jdisagg.ops.routing import route_by_scores
 from models.decoder_config import AttentionConfig, DecoderConfig, ExpertConfig, LayerConfig
@@ -26,27 +27,17 @@ class Attention(nnx.Module):
     """Grouped-query attention with rope; what is cached, and how, is `attend`'s affair."""
 
     def __init__(
-        self, make: Make, config: DecoderConfig, layer: LayerConfig, transposed: bool
+        self, make: Make, config: DecoderConfig, layer: LayerConfig, form: KernelForm
     ) -> None:
         attention: AttentionConfig = config.attention
         width, head = config.width, attention.head_dim
         q_size, kv_size = attention.query_heads * head, attention.kv_heads * head
         bias = attention.qkv_bias
-        self.q = Linear(
-            make, (width, q_size), ("embed", "q_heads"), bias=bias, transposed=transposed
-        )
-        self.k = Linear(
-            make, (width, kv_size), ("embed", "kv_heads"), bias=bias, transposed=transposed
-        )
-        self.v = Linear(
-            make, (width, kv_size), ("embed", "kv_heads"), bias=bias, transposed=transposed
-        )
+        self.q = Linear(make, (width, q_size), ("embed", "q_heads"), bias=bias, form=form)
+        self.k = Linear(make, (width, kv_size), ("embed", "kv_heads"), bias=bias, form=form)
+        self.v = Linear(make, (width, kv_size), ("embed", "kv_heads"), bias=bias, form=form)
         self.o = Linear(
-            make,
-            (q_size, width),
-            ("q_heads", "embed"),
-            bias=attention.output_bias,
-            transposed=transposed,
+            make, (q_size, width), ("q_heads", "embed"), bias=attention.output_bias, form=form
         )
         self.norm_all = attention.qk_norm == "all"
 
@@ -105,15 +96,15 @@ class GatedMLP(nnx.Module):
     """down(act(gate(x)) * up(x)), its width sharded over tp."""
 
     def __init__(
-        self, make: Make, config: DecoderConfig, transposed: bool, ffn: int | None = None
+        self, make: Make, config: DecoderConfig, form: KernelForm, ffn: int | None = None
     ) -> None:
         """`ffn` is the model's where None."""
         ffn = config.ffn if ffn is None else ffn
         into, out = (config.width, ffn), (ffn, config.width)
         bias = config.mlp_bias
-        self.gate = Linear(make, into, ("embed", "ffn"), bias=bias, transposed=transposed)
-        self.up = Linear(make, into, ("embed", "ffn"), bias=bias, transposed=transposed)
-        self.down = Linear(make, out, ("ffn", "embed"), bias=bias, transposed=transposed)
+        self.gate = Linear(make, into, ("embed", "ffn"), bias=bias, form=form)
+        self.up = Linear(make, into, ("embed", "ffn"), bias=bias, form=form)
+        self.down = Linear(make, out, ("ffn", "embed"), bias=bias, form=form)
         self.activation: Activation = config.activation
 
     def __call__(self, x_TD: jax.Array, shards: Shards, valid_T: jax.Array | None) -> jax.Array:
@@ -121,12 +112,28 @@ class GatedMLP(nnx.Module):
         return self.down.summed(inner_TF, shards)
 
 
+_INTO_EXPERTS: Axes = ("expert", "embed", "expert_ffn")
+_OUT_OF_EXPERTS: Axes = ("expert", "expert_ffn", "embed")
+
+
+def _experts(
+    make: Make, shape: tuple[int, int, int], axes: Axes, form: KernelForm
+) -> tuple[nnx.Param[jax.Array], nnx.Param[jax.Array] | None]:
+    """A stack [E, in, out], and the scales [E, out] of its quantized values."""
+    experts, into, out = shape
+    kept = (experts, into // 2, out) if form.packed(experts=True) else shape
+    stack = parameter(make(kept, form.role(experts=True), into), axes)
+    if not form.weights:
+        return stack, None
+    return stack, parameter(make((experts, out), "float32", into), (axes[0], axes[2]))
+
+
 class SparseMLP(nnx.Module):
     """A router and experts, each a gated MLP without biases; experts whole on a device (ep > 1) or
     split inside over tp. Beside them perhaps an expert that every token takes."""
 
     def __init__(
-        self, make: Make, config: DecoderConfig, routed: ExpertConfig, transposed: bool
+        self, make: Make, config: DecoderConfig, routed: ExpertConfig, form: KernelForm
     ) -> None:
         width, experts, ffn = config.width, routed.experts, routed.ffn
         self.router = parameter(make((width, experts), "matrix", width), ("embed", "router"))
@@ -135,18 +142,10 @@ class SparseMLP(nnx.Module):
             if routed.correction
             else None
         )
-        self.gate = parameter(
-            make((experts, width, ffn), "matrix", width), ("expert", "embed", "expert_ffn")
-        )
-        self.up = parameter(
-            make((experts, width, ffn), "matrix", width), ("expert", "embed", "expert_ffn")
-        )
-        self.down = parameter(
-            make((experts, ffn, width), "matrix", ffn), ("expert", "expert_ffn", "embed")
-        )
-        self.shared = (
-            GatedMLP(make, config, transposed, routed.shared_ffn) if routed.shared_ffn else None
-        )
+        self.gate, self.gate_scale = _experts(make, (experts, width, ffn), _INTO_EXPERTS, form)
+        self.up, self.up_scale = _experts(make, (experts, width, ffn), _INTO_EXPERTS, form)
+        self.down, self.down_scale = _experts(make, (experts, ffn, width), _OUT_OF_EXPERTS, form)
+        self.shared = GatedMLP(make, config, form, routed.shared_ffn) if routed.shared_ffn else None
         self.shared_gate = (
             parameter(make((width, 1), "matrix", width), ("embed", "router"))
             if routed.shared_gate
@@ -155,7 +154,11 @@ class SparseMLP(nnx.Module):
         self.config = routed
 
     def __call__(self, x_TD: jax.Array, shards: Shards, valid_T: jax.Array | None) -> jax.Array:
-        weights = ExpertWeights(self.gate[...], self.up[...], self.down[...])
+        scales = (
+            None if scale is None else scale[...]
+            for scale in (self.gate_scale, self.up_scale, self.down_scale)
+        )
+        weights = ExpertWeights(self.gate[...], self.up[...], self.down[...], *scales)
         y_TD = routed_experts(
             x_TD,
             self._route(x_TD, shards),
@@ -196,7 +199,7 @@ class DecoderLayer(nnx.Module):
     both."""
 
     def __init__(
-        self, make: Make, config: DecoderConfig, layer: LayerConfig, transposed: bool
+        self, make: Make, config: DecoderConfig, layer: LayerConfig, form: KernelForm
     ) -> None:
         def norm(where: str) -> Norm | None:
             if config.norms not in (where, "both"):
@@ -206,13 +209,13 @@ class DecoderLayer(nnx.Module):
 
         self.attention_norm = norm("before")
         kind = MultiHeadLatentAttention if config.attention.latent else Attention
-        self.attention = kind(make, config, layer, transposed)
+        self.attention = kind(make, config, layer, form)
         self.attention_post_norm = norm("after")
         self.mlp_norm = norm("before")
         self.mlp = (
-            SparseMLP(make, config, layer.experts, transposed)
+            SparseMLP(make, config, layer.experts, form)
             if layer.experts
-            else GatedMLP(make, config, transposed)
+            else GatedMLP(make, config, form)
         )
         self.mlp_post_norm = norm("after")
         self.scale = config.residual_scale

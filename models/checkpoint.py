@@ -23,6 +23,7 @@ from jdisagg.errors import CheckpointError, ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Device
 from jdisagg.ops.parameters import layout_mesh, weight_shardings
+from jdisagg.ops.quantized_weights import Weights
 from models import orbax_checkpoint
 from models.catalog import read_config
 from models.decoder import Decoder, abstract_model
@@ -30,6 +31,7 @@ from models.decoder_config import DecoderConfig
 from models.hf_config import HfConfig
 from models.hf_weights import STEM, Source, find_source
 from models.parameter_tree import ParameterShape, parameter_shapes, with_arrays
+from models.quantized_sources import quantized_sources
 from models.safetensors_files import SafetensorsFiles
 
 # Buffers that some checkpoints store and no forward pass of ours reads.
@@ -61,9 +63,10 @@ def load_model(
     *,
     dtype: str = "float32",
     platform: str | None = None,
+    weights: Weights = "",
 ) -> LoadedModel:
     """Loads the weights in `dtype` ("float32" or "bfloat16") onto `devices`, whose number is the
-    layout's.
+    layout's. `weights`: what the matrices of layers are quantized to as they are read.
 
     `platform` (the devices' where None) decides how kernels lie. Blocks until all is read. Raises
     `CheckpointError`, `LayoutError`."""
@@ -81,12 +84,26 @@ def load_model(
         config = replace(config, tied=False)
     layout.check(config.geometry)
     mesh = layout_mesh(layout, config.attention.kv_heads, devices)
-    model = abstract_model(
-        config, dtype=dtype, platform=platform or devices[0].platform, tp=layout.tp
-    )
+    platform = platform or devices[0].platform
+    model = abstract_model(config, dtype=dtype, platform=platform, tp=layout.tp)
     if files is None:
+        if weights:
+            raise ConfigError(
+                f"weights={weights}: {directory} is in Orbax form, and weights are quantized as"
+                " they are read from safetensors files; give the Hugging Face directory"
+            )
         return LoadedModel(orbax_checkpoint.restore(directory, model, mesh, layout), mesh, layout)
-    return LoadedModel(_fill(model, files, directory, mesh, layout), mesh, layout)
+    sources = find_sources(model, files, directory)
+    if weights:
+        by_path = {
+            parameter.path: (parameter, source)
+            for parameter, source in zip(parameter_shapes(model), sources, strict=True)
+        }
+        model = abstract_model(
+            config, dtype=dtype, platform=platform, tp=layout.tp, weights=weights
+        )
+        sources = quantized_sources(model, by_path)
+    return LoadedModel(_fill(model, sources, files, directory, mesh, layout), mesh, layout)
 
 
 def open_files(directory: Path, hf: HfConfig) -> SafetensorsFiles:
@@ -119,10 +136,14 @@ def find_sources(model: Decoder, files: SafetensorsFiles, directory: Path) -> li
 
 
 def _fill(
-    model: Decoder, files: SafetensorsFiles, directory: Path, mesh: Mesh, layout: Layout
+    model: Decoder,
+    sources: Sequence[Source],
+    files: SafetensorsFiles,
+    directory: Path,
+    mesh: Mesh,
+    layout: Layout,
 ) -> Decoder:
     parameters = parameter_shapes(model)
-    sources = find_sources(model, files, directory)
     shardings = weight_shardings(model, mesh, layout)
     total = sum(part.dtype.itemsize * int(np.prod(part.shape)) for part in parameters)
     arrays = []

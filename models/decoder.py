@@ -15,7 +15,8 @@ from jdisagg.layout.axes import padded_vocabulary
 from jdisagg.model_api import Attend, Shards
 from jdisagg.ops.embedding import embed_tokens, gather_logits
 from jdisagg.ops.linear import kernel_is_transposed, project
-from jdisagg.ops.parameters import Make, Role, parameter
+from jdisagg.ops.parameters import TYPE_ROLES, Make, Role, parameter
+from jdisagg.ops.quantized_weights import KernelForm, Weights
 from models.blocks import DecoderLayer
 from models.decoder_config import DecoderConfig
 from models.linear import Linear, Norm
@@ -24,7 +25,7 @@ from models.linear import Linear, Norm
 class DecoderStem(nnx.Module):
     """Embedding [V, D], final norm, and a head of its own unless tied to the embedding."""
 
-    def __init__(self, make: Make, config: DecoderConfig, padded: int, transposed: bool) -> None:
+    def __init__(self, make: Make, config: DecoderConfig, padded: int, form: KernelForm) -> None:
         self.embedding = parameter(
             make((padded, config.width), "embedding", config.width), ("vocab", "embed")
         )
@@ -34,7 +35,7 @@ class DecoderStem(nnx.Module):
         self.head = (
             None
             if config.tied
-            else Linear(make, (config.width, padded), ("embed", "vocab"), transposed=transposed)
+            else Linear(make, (config.width, padded), ("embed", "vocab"), form=form)
         )
         self.vocabulary = config.vocabulary
         self.scale, self.divisor = config.embedding_scale, config.logits_divisor
@@ -71,14 +72,21 @@ class Decoder(nnx.Module):
     """The model that programs take apart: `stem`, `layers`, and what they need to know of it."""
 
     def __init__(
-        self, make: Make, config: DecoderConfig, *, dtype: str, platform: str, tp: int
+        self,
+        make: Make,
+        config: DecoderConfig,
+        *,
+        dtype: str,
+        platform: str,
+        tp: int,
+        weights: Weights = "",
     ) -> None:
-        transposed = kernel_is_transposed(platform, dtype)
-        self.stem = DecoderStem(make, config, padded_vocabulary(config.vocabulary, tp), transposed)
-        self.layers = nnx.List(
-            [DecoderLayer(make, config, layer, transposed) for layer in config.layers]
-        )
+        form = KernelForm(kernel_is_transposed(platform, dtype), weights, platform)
+        padded = padded_vocabulary(config.vocabulary, tp)
+        self.stem = DecoderStem(make, config, padded, form.plain())
+        self.layers = nnx.List([DecoderLayer(make, config, layer, form) for layer in config.layers])
         self.config = config
+        self.weights: Weights = weights
         self.kv_spec = config.kv_spec(dtype)
         self.geometry = config.geometry
         self.vocabulary = config.vocabulary
@@ -101,15 +109,20 @@ class Decoder(nnx.Module):
 
 
 def abstract_model(
-    config: DecoderConfig, *, dtype: str = "float32", platform: str = "cpu", tp: int = 1
+    config: DecoderConfig,
+    *,
+    dtype: str = "float32",
+    platform: str = "cpu",
+    tp: int = 1,
+    weights: Weights = "",
 ) -> Decoder:
-    """The model with shapes in place of arrays; `tp` decides only how far the vocabulary is
-    padded."""
+    """The model with shapes in place of arrays; `tp` decides only how far the vocabulary is padded.
+    `weights`: how the matrices of layers are kept, in `dtype` where ""."""
 
     def make(shape: tuple[int, ...], role: Role, fan_in: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.dtype("float32" if role == "float32" else dtype))
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(role if role in TYPE_ROLES else dtype))
 
-    return Decoder(make, config, dtype=dtype, platform=platform, tp=tp)
+    return Decoder(make, config, dtype=dtype, platform=platform, tp=tp, weights=weights)
 
 
 def init_model(

@@ -13,6 +13,7 @@ from jdisagg.costs.model_geometry import CostGeometry, from_hf_fields
 from jdisagg.errors import CheckpointError, JdisaggError
 from jdisagg.layout.axes import MESH_AXES, Layout
 from jdisagg.ops.parameters import param_specs
+from jdisagg.ops.quantized_weights import Weights
 from models import orbax_checkpoint
 from models.catalog import FAMILIES, read_config
 from models.checkpoint import find_sources, open_files
@@ -64,18 +65,20 @@ def layers_by_kind(config: DecoderConfig) -> list[tuple[str, int]]:
     return list(Counter(_kind(layer, config) for layer in config.layers).items())
 
 
-def bytes_per_device(config: DecoderConfig, layout: Layout, dtype: str) -> tuple[int, int]:
+def bytes_per_device(
+    config: DecoderConfig, layout: Layout, dtype: str, weights: Weights = ""
+) -> tuple[int, int]:
     """(weights, KV of one token of a sequence) on one device. Raises LayoutError."""
     layout.check(config.geometry)
     shape = layout.mesh_shape(config.attention.kv_heads)
     sizes: dict[str, int] = dict(zip(MESH_AXES, shape, strict=True))
-    model = abstract_model(config, dtype=dtype, tp=layout.tp)
-    weights = sum(
+    model = abstract_model(config, dtype=dtype, tp=layout.tp, weights=weights)
+    held = sum(
         parameter.dtype.itemsize
         * (prod(parameter.shape) // prod(sizes[axis] for axes in spec for axis in _tuple(axes)))
         for parameter, spec in zip(parameter_shapes(model), param_specs(model, layout), strict=True)
     )
-    return weights, model.kv_spec.bytes_per_device(sizes["kv"])
+    return held, model.kv_spec.bytes_per_device(sizes["kv"])
 
 
 def _read_strictly(found: Inspection, hf: HfConfig) -> None:

@@ -10,6 +10,7 @@ from flax import nnx
 
 from jdisagg.model_api import Attend, Latent, Shards
 from jdisagg.ops.parameters import Make, parameter
+from jdisagg.ops.quantized_weights import KernelForm
 from jdisagg.ops.rope import rope_angles, rotate
 from models.decoder_config import DecoderConfig, LayerConfig
 from models.linear import Linear, Norm, rows_of
@@ -22,7 +23,7 @@ class MultiHeadLatentAttention(nnx.Module):
     """`keys` and `values` make a head's part of key and value of the latent."""
 
     def __init__(
-        self, make: Make, config: DecoderConfig, layer: LayerConfig, transposed: bool
+        self, make: Make, config: DecoderConfig, layer: LayerConfig, form: KernelForm
     ) -> None:
         attention, latent = config.attention, config.attention.latent
         assert latent is not None
@@ -30,19 +31,13 @@ class MultiHeadLatentAttention(nnx.Module):
         q_size = heads * attention.head_dim
         if latent.query_rank:
             rank = latent.query_rank
-            self.q_a = Linear(
-                make, (width, rank), ("embed", "latent"), bias=bias, transposed=transposed
-            )
+            self.q_a = Linear(make, (width, rank), ("embed", "latent"), bias=bias, form=form)
             self.q_norm = Norm(make, rank, ("latent",), _EPSILON)
-            self.q_b = Linear(make, (rank, q_size), ("latent", "q_heads"), transposed=transposed)
+            self.q_b = Linear(make, (rank, q_size), ("latent", "q_heads"), form=form)
         else:
-            self.q = Linear(make, (width, q_size), ("embed", "q_heads"), transposed=transposed)
+            self.q = Linear(make, (width, q_size), ("embed", "q_heads"), form=form)
         self.kv_a = Linear(
-            make,
-            (width, latent.rank + latent.rope_dim),
-            ("embed", "latent"),
-            bias=bias,
-            transposed=transposed,
+            make, (width, latent.rank + latent.rope_dim), ("embed", "latent"), bias=bias, form=form
         )
         self.kv_norm = Norm(make, latent.rank, ("latent",), _EPSILON)
         axes = ("q_heads", "latent", "head")
@@ -57,7 +52,7 @@ class MultiHeadLatentAttention(nnx.Module):
             (heads * latent.value_dim, width),
             ("q_heads", "embed"),
             bias=attention.output_bias,
-            transposed=transposed,
+            form=form,
         )
         self.config, self.rope = latent, attention.rope
         self.scale = attention.head_dim**-0.5 if attention.scale is None else attention.scale

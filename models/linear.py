@@ -10,10 +10,12 @@ from jdisagg.model_api import Shards
 from jdisagg.ops.linear import project
 from jdisagg.ops.norm import rms_norm
 from jdisagg.ops.parameters import Axes, Make, parameter
+from jdisagg.ops.quantized_weights import KernelForm
 
 
 class Linear(nnx.Module):
-    """A kernel [in, out], or [out, in] where `transposed`, and perhaps a bias [out]."""
+    """A kernel [in, out], or [out, in] where `transposed`, perhaps a scale [out] of its quantized
+    values, and perhaps a bias [out]."""
 
     def __init__(
         self,
@@ -22,26 +24,37 @@ class Linear(nnx.Module):
         axes: Axes,
         *,
         bias: bool = False,
-        transposed: bool = False,
+        form: KernelForm,
     ) -> None:
-        order = slice(None, None, -1) if transposed else slice(None)
-        self.kernel = parameter(make(shape[order], "matrix", shape[0]), axes[order])
+        order = slice(None, None, -1) if form.transposed else slice(None)
+        kept = (shape[0] // 2, shape[1]) if form.packed() else shape
+        self.kernel = parameter(make(kept[order], form.role(), shape[0]), axes[order])
+        self.scale = (
+            parameter(make(shape[1:], "float32", shape[0]), axes[1:]) if form.weights else None
+        )
         self.bias = parameter(make(shape[1:], "bias", shape[0]), axes[1:]) if bias else None
-        self.transposed = transposed
+        self.transposed = form.transposed
 
     def __call__(self, x_TD: jax.Array, shards: Shards) -> jax.Array:
-        bias = None if self.bias is None else self.bias[...]
-        return project(
-            x_TD, self.kernel[...], bias, transposed=self.transposed, platform=shards.platform
-        )
+        return self._product(x_TD, shards, None if self.bias is None else self.bias[...])
 
     def summed(self, x_TD: jax.Array, shards: Shards) -> jax.Array:
         """The product of a kernel whose input dimension is sharded over tp: summed over its shards,
         then the bias."""
-        y_TD = project(x_TD, self.kernel[...], transposed=self.transposed, platform=shards.platform)
+        y_TD = self._product(x_TD, shards, None)
         if shards.tp:
             y_TD = lax.psum(y_TD, shards.tp)
         return y_TD if self.bias is None else y_TD + self.bias[...][None, :]
+
+    def _product(self, x_TD: jax.Array, shards: Shards, bias: jax.Array | None) -> jax.Array:
+        return project(
+            x_TD,
+            self.kernel[...],
+            bias,
+            transposed=self.transposed,
+            platform=shards.platform,
+            scale=None if self.scale is None else self.scale[...],
+        )
 
 
 class Norm(nnx.Module):

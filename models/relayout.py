@@ -28,7 +28,13 @@ def relayout(loaded: LoadedModel, layout: Layout, devices: Sequence[Device]) -> 
     config, dtype = loaded.model.config, loaded.model.kv_spec.dtype
     layout.check(config.geometry)
     mesh = layout_mesh(layout, config.attention.kv_heads, devices)
-    model = abstract_model(config, dtype=dtype, platform=devices[0].platform, tp=layout.tp)
+    model = abstract_model(
+        config,
+        dtype=dtype,
+        platform=devices[0].platform,
+        tp=layout.tp,
+        weights=loaded.model.weights,
+    )
     targets = [leaf.shape for leaf in jax.tree.leaves(nnx.state(model))]
     old = jax.tree.leaves(nnx.state(loaded.model))
     nnx.update(

@@ -114,6 +114,7 @@ class CostModel:
         self._multiprocessors = kernels.multiprocessors
         self.layout = layout or Layout()
         self.value_bytes, self.kv_value_bytes = dtype_bytes(dtype), dtype_bytes(kv_dtype or dtype)
+        self._matrix_bytes = geometry.matrix_bits / 8 or self.value_bytes
         self._exchange = kernels.exchange
         _check(geometry, self.layout, stages)
         self._products = self._dense_products()
@@ -232,10 +233,12 @@ class CostModel:
         one kv head whole; every dp rank has its own copy of all but the experts."""
         shape, layout = self.geometry, self.layout
         spread = layout.ep if layout.ep > 1 else layout.tp
-        embedded = shape.embedding_parameters / layout.tp + self._expert_parameters() / spread
+        embedded = shape.embedding_parameters / layout.tp
+        experts = self._expert_parameters() / spread
         return (
             sum(product.weight_bytes * product.layers for product in self._products)
             + self.value_bytes * embedded
+            + self._matrix_bytes * experts
         ) / self.stages
 
     def kv_tokens_per_rank(self, reserve: float = 0.1) -> int:
@@ -257,13 +260,14 @@ class CostModel:
         shape, tp = self.geometry, self.layout.tp
         attention = shape.attention
         dense = shape.layers - shape.expert_layers
-        # (parameters, layers, over how many devices, columns of the result on one of them)
+        # (parameters, layers, over how many devices, columns of the result on one of them, of the
+        # parameters those that are never quantized)
         if isinstance(attention, LatentAttention):
             down = shape.width * (attention.query_rank + attention.kv_values)
             up = attention.parameters(shape.width) - down
             parts = [
-                (down, shape.layers, 1, down / shape.width),
-                (up, shape.layers, tp, shape.width),
+                (down, shape.layers, 1, down / shape.width, 0),
+                (up, shape.layers, tp, shape.width, attention.unpacking_parameters),
             ]
         else:
             wide = attention.head_dim * (
@@ -271,27 +275,27 @@ class CostModel:
             )
             out = shape.width * attention.head_dim * attention.query_heads
             parts = [
-                (shape.width * wide, shape.layers, 1, wide),
-                (out, shape.layers, tp, shape.width),
+                (shape.width * wide, shape.layers, 1, wide, 0),
+                (out, shape.layers, tp, shape.width, 0),
             ]
         if dense:
             wide = shape.ffn * (shape.matrices - 1)
             parts += [
-                (shape.width * wide, dense, tp, wide / tp),
-                (shape.width * shape.ffn, dense, tp, shape.width),
+                (shape.width * wide, dense, tp, wide / tp, 0),
+                (shape.width * shape.ffn, dense, tp, shape.width, 0),
             ]
         if shape.experts:
-            parts.append(
-                (shape.width * shape.experts.count, shape.expert_layers, 1, shape.experts.count)
-            )
+            count, layers = shape.experts.count, shape.expert_layers
+            parts.append((shape.width * count, layers, 1, count, shape.width * count))
             if shape.experts.shared_ffn:
                 wide = shape.experts.shared_ffn * shape.matrices
-                parts.append((shape.width * wide, shape.expert_layers, tp, wide / tp))
+                parts.append((shape.width * wide, layers, tp, wide / tp, 0))
         products = []
-        for parameters, layers, over, columns in parts:
+        for parameters, layers, over, columns, plain in parts:
             own = parameters / over
             moved = (shape.width + own / shape.width) * self.value_bytes
-            products.append(_Product(2 * own, own * self.value_bytes, moved, layers, columns))
+            held = (parameters - plain) * self._matrix_bytes + plain * self.value_bytes
+            products.append(_Product(2 * own, held / over, moved, layers, columns))
         return tuple(products)
 
     def _layers(self, tokens: float, sampled: float, elsewhere: float | None = None) -> Cost:
@@ -376,7 +380,7 @@ class CostModel:
         each = shape.matrices * shape.width * experts.ffn
         arithmetic = 2 * each * everyone * experts.active / spread * self._seconds_per_flop
         traffic = (
-            experts.touched(everyone) * each * self.value_bytes / spread * self._seconds_per_byte
+            experts.touched(everyone) * each * self._matrix_bytes / spread * self._seconds_per_byte
         )
         layers = shape.expert_layers
         cost = Cost(overhead=3 * layers * self.accelerator.efficiency.op_seconds)

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from jdisagg.errors import ConfigError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+# of a value of a quantized weight matrix
+WEIGHT_BITS = {"int8": 8, "int4": 4, "fp8": 8}
 
 
 @dataclass(frozen=True, slots=True)

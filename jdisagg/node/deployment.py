@@ -4,7 +4,7 @@ serves or generates with."""
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 from absl import logging as absl_logging
@@ -130,7 +130,7 @@ class Deployment:
             tell(str(plan))
         self.config = config
         self.tokenizer = tokenizer
-        record = embedded_recorder(record_to, model.directory, config.model.dtype)
+        record = embedded_recorder(record_to, replace(config.model, directory=model.directory))
         self.cluster = EmbeddedCluster(
             config, model.load, tokenizer, devices, observer, record, events
         )
@@ -145,7 +145,7 @@ class Deployment:
             prefill_layout=config.prefill.layout if config.mode is Mode.DISAGGREGATED else None,
             decode_layout=config.decode.layout,
             kv_bytes_per_token=self.cluster.kv_spec.bytes_per_token,
-            version=model_fingerprint(model.directory, config.model.dtype),
+            version=model_fingerprint(model.directory, config.model.dtype, config.model.weights),
             sampling=tokenizer.sampling_defaults,
         )
         self.frontend = Frontend(

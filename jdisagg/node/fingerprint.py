@@ -1,4 +1,4 @@
-"""A model directory's fingerprint: equal where the same files are served in the same type, without
+"""A model directory's fingerprint: equal where the same files are served in the same types, without
 reading terabytes.
 
 Of each file under the directory: its path, its size, and all of it up to 64 MiB; of a larger one
@@ -16,10 +16,10 @@ _SAMPLE_BYTES = 4096
 _IGNORED = {".md", ".txt", ".gitattributes", ".py", ".png"}
 
 
-def model_fingerprint(directory: str | Path, dtype: str) -> str:
-    """32 hexadecimal digits."""
+def model_fingerprint(directory: str | Path, dtype: str, weights: str = "") -> str:
+    """32 hexadecimal digits. `weights`: what matrices are quantized to, "" where they are not."""
     root = Path(directory)
-    digest = hashlib.sha256(dtype.encode())
+    digest = hashlib.sha256(f"{dtype} weights={weights}".encode() if weights else dtype.encode())
     for path in sorted(
         path for path in root.rglob("*") if path.is_file() and not _ignored(path.relative_to(root))
     ):

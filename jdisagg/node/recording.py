@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 
+from jdisagg.config import ModelConfig
 from jdisagg.engine.embedded import Record
 from jdisagg.engine.instance import Instance, LoadModel
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
@@ -25,8 +26,7 @@ def record(
     executor: Executor,
     mesh: MeshExecutor,
     layout: Layout,
-    model: str,
-    dtype: str,
+    model: ModelConfig,
 ) -> RecordingExecutor:
     """`executor` (the mesh itself, or the leader's broadcast over it), recorded to
     `folder`/`name`.commands; a file of that name is kept, and this one numbered, since what a
@@ -36,8 +36,9 @@ def record(
     }
     header = RecordingHeader(
         name=name,
-        model=str(Path(model).resolve()),
-        dtype=dtype,
+        model=str(Path(model.directory).resolve()),
+        dtype=model.dtype,
+        weights=model.weights,
         layout=str(layout),
         prefill=mesh.role.prefill,
         decode=mesh.role.decode,
@@ -59,19 +60,13 @@ def _free(folder: Path, name: str) -> Path:
     return next(path for path in paths if not path.exists())
 
 
-def embedded_recorder(folder: str, model: str, dtype: str) -> Record | None:
+def embedded_recorder(folder: str, model: ModelConfig) -> Record | None:
     """What an embedded cluster is given to record its meshes to `folder`; None where `folder` is
     empty."""
 
     def between(name: str, instance: Instance) -> Executor:
         return record(
-            Path(folder),
-            name,
-            instance.executor,
-            instance.executor,
-            instance.config.layout,
-            model,
-            dtype,
+            Path(folder), name, instance.executor, instance.executor, instance.config.layout, model
         )
 
     return between if folder else None

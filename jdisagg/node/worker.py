@@ -98,7 +98,7 @@ def worker_spec(config: WorkerProcessConfig, source: ModelSource) -> WorkerSpec:
         routers=config.routers,
         family=source.family,
         model_name=source.name,
-        fingerprint=model_fingerprint(model.directory, model.dtype),
+        fingerprint=model_fingerprint(model.directory, model.dtype, model.weights),
         record_to=config.record_to,
         place=config.place,
         geometry=source.geometry,
@@ -377,15 +377,13 @@ class WorkerRuntime:
         """Recorded and observed, where that is asked for."""
         spec, config = self._state.spec, self._state.config
         if spec.record_to:
-            layout, model = config.instance.layout, config.model
             executor = record(
                 Path(spec.record_to),
                 spec.name,
                 executor,
                 instance.executor,
-                layout,
-                model.directory,
-                model.dtype,
+                config.instance.layout,
+                config.model,
             )
         return wrap.mesh(spec.name, executor, self._state.observer)
 

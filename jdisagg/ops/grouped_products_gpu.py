@@ -5,15 +5,16 @@ are copied out.
 Two implementations, chosen by `products`:
 - Hopper, 16-bit: JAX's own `pallas.ops.gpu.ragged_dot_mgpu`, three calls (gate, up, down), by wgmma
   and TMA.
-- elsewhere (Blackwell, float32): our own kernels (Pallas, Triton backend), two calls. Gate, up and
-  their activation are one; it reads a block's tokens by their numbers, so that they need not be
-  gathered first. A program is one block of rows and one tile of columns; blocks that do not exist
-  do nothing.
+- elsewhere (Blackwell, float32, quantized experts): our own kernels (Pallas, Triton backend), two
+  calls. Gate, up and their activation are one; it reads a block's tokens by their numbers, so that
+  they need not be gathered first. A program is one block of rows and one tile of columns; blocks
+  that do not exist do nothing. Quantized values are widened as they are read.
 
 Rows of no local expert are not computed; what stands in their places means nothing. Triton is
 imported as `paged_attention_pallas` imports it; `interpret=True` runs our kernels on CPU, for
 tests."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -23,6 +24,7 @@ from jax.experimental import pallas as pl
 
 from jdisagg.ops.mlp import gated_silu
 from jdisagg.ops.paged_attention_pallas import Ref, triton
+from jdisagg.ops.quantized_weights import halves
 
 # rows that a tensor-core product needs, and more than which a block's registers would not hold
 MIN_ROWS, MAX_ROWS = 16, 128
@@ -75,7 +77,7 @@ def by_blocks(
     expert_B: jax.Array,
     start_B: jax.Array,
     end_B: jax.Array,
-    weights: tuple[jax.Array, jax.Array, jax.Array],
+    weights: tuple[jax.Array | None, ...],
     rows: int,
     *,
     interpret: bool = False,
@@ -83,8 +85,9 @@ def by_blocks(
     """[P, D]: pair p's expert applied to token `token_P[p]`; P is padded by `rows`. Block b is
     rows start_B[b] to end_B[b], at most `rows`, of expert expert_B[b]; nothing where they are
     equal."""
-    gate_EDF, up_EDF, down_EFD = weights
-    pairs, (_, depth, ffn) = token_P.shape[0], gate_EDF.shape
+    gate_EDF, up_EDF, down_EFD, *scales = weights
+    assert gate_EDF is not None and up_EDF is not None and down_EFD is not None
+    pairs, depth, ffn = token_P.shape[0], x_TD.shape[1], gate_EDF.shape[2]
     blocks = expert_B.shape[0]
     params = triton.CompilerParams(num_warps=WARPS, num_stages=STAGES)
 
@@ -102,10 +105,12 @@ def by_blocks(
         )(*arrays)
 
     plan = (expert_B, start_B, end_B)
+    into = [scale for scale in scales[:2] if scale is not None]
+    out = [scale for scale in scales[2:] if scale is not None]
     hidden_PF = call(
-        _hidden, ffn, (*plan, token_P, x_TD, gate_EDF, up_EDF), "jdisagg_experts_hidden"
+        _hidden, ffn, (*plan, token_P, x_TD, gate_EDF, up_EDF, *into), "jdisagg_experts_hidden"
     )
-    return call(_down, depth, (*plan, hidden_PF, down_EFD), "jdisagg_experts_down")
+    return call(_down, depth, (*plan, hidden_PF, down_EFD, *out), "jdisagg_experts_down")
 
 
 def _hidden(
@@ -116,11 +121,11 @@ def _hidden(
     x_ref: Ref,
     gate_ref: Ref,
     up_ref: Ref,
-    out_ref: Ref,
-    *,
+    *scales_and_out: Ref,
     rows: int,
 ) -> None:
     """silu(x gate) * (x up) of one block and one tile."""
+    *scales, out_ref = scales_and_out
     # read here: interpreted, a branch does not know them
     block, tile = pl.program_id(0), pl.program_id(1)
 
@@ -129,7 +134,7 @@ def _hidden(
         place_R, own_R = _block(start_ref[block], end_ref[block], rows)
         token_R = triton.load(token_ref.at[place_R], mask=own_R, other=0)
         gate_RN, up_RN = _products(
-            token_R, own_R, x_ref, (gate_ref, up_ref), expert_ref[block], tile
+            token_R, own_R, x_ref, (gate_ref, up_ref), expert_ref[block], tile, scales
         )
         # in float32: Triton has no bfloat16 arithmetic
         _store(out_ref, tile, place_R, own_R, gated_silu(gate_RN, up_RN).astype(out_ref.dtype))
@@ -141,18 +146,20 @@ def _down(
     end_ref: Ref,
     hidden_ref: Ref,
     down_ref: Ref,
-    out_ref: Ref,
-    *,
+    *scales_and_out: Ref,
     rows: int,
 ) -> None:
     """hidden down, of one block and one tile."""
+    *scales, out_ref = scales_and_out
     # read here: interpreted, a branch does not know them
     block, tile = pl.program_id(0), pl.program_id(1)
 
     @pl.when(end_ref[block] > 0)
     def _() -> None:
         place_R, own_R = _block(start_ref[block], end_ref[block], rows)
-        (out_RN,) = _products(place_R, own_R, hidden_ref, (down_ref,), expert_ref[block], tile)
+        (out_RN,) = _products(
+            place_R, own_R, hidden_ref, (down_ref,), expert_ref[block], tile, scales
+        )
         _store(out_ref, tile, place_R, own_R, out_RN.astype(out_ref.dtype))
 
 
@@ -169,34 +176,53 @@ def _products(
     matrices: tuple[Ref, ...],
     expert: jax.Array,
     tile: jax.Array,
+    scales: Sequence[Ref],
 ) -> tuple[jax.Array, ...]:
-    """Rows of x by an expert's tile of columns of each matrix, summed in float32."""
-    rows, (_, depth, columns) = row_R.shape[0], matrices[0].shape
+    """Rows of x by an expert's tile of columns of each matrix, summed in float32; by the scales of
+    quantized ones."""
+    rows, (_, kept, columns) = row_R.shape[0], matrices[0].shape
+    paired = 2 if 2 * kept == x_ref.shape[1] else 1  # inputs in a byte
     column_N = tile * TILE + jnp.arange(TILE, dtype=jnp.int32)
     precision = lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
 
-    def body(step: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        depth_K = step * TILE + jnp.arange(TILE, dtype=jnp.int32)
-        x_shape, w_shape = (rows, TILE), (TILE, TILE)
-        x_RK = triton.load(
-            x_ref.at[_spread(row_R[:, None], x_shape), _spread(depth_K[None, :], x_shape)],
-            mask=_spread(own_R[:, None] & (depth_K < depth)[None, :], x_shape),
+    def rows_of_x(input_K: jax.Array, inside_K: jax.Array) -> jax.Array:
+        shape = (rows, TILE)
+        return triton.load(
+            x_ref.at[_spread(row_R[:, None], shape), _spread(input_K[None, :], shape)],
+            mask=_spread(own_R[:, None] & inside_K[None, :], shape),
             other=0.0,
         )
+
+    def body(step: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        depth_K = step * TILE + jnp.arange(TILE, dtype=jnp.int32)
+        inside_K, shape = depth_K < kept, (TILE, TILE)
+        x_parts = [rows_of_x(depth_K * paired + half, inside_K) for half in range(paired)]
         at = (
-            jnp.full(w_shape, expert, jnp.int32),
-            _spread(depth_K[:, None], w_shape),
-            _spread(column_N[None, :], w_shape),
+            jnp.full(shape, expert, jnp.int32),
+            _spread(depth_K[:, None], shape),
+            _spread(column_N[None, :], shape),
         )
-        inside = _spread((depth_K < depth)[:, None] & (column_N < columns)[None, :], w_shape)
-        parts = [triton.load(matrix.at[at], mask=inside, other=0.0) for matrix in matrices]
-        return tuple(
-            total + triton.dot(x_RK, part, precision=precision)
-            for total, part in zip(sums, parts, strict=True)
-        )
+        inside = _spread(inside_K[:, None] & (column_N < columns)[None, :], shape)
+        added = []
+        for total, matrix in zip(sums, matrices, strict=True):
+            nothing = 0.0 if jnp.issubdtype(matrix.dtype, jnp.floating) else 0
+            loaded = triton.load(matrix.at[at], mask=inside, other=nothing)
+            parts = halves(loaded) if paired == 2 else (loaded,)
+            for x_RK, part in zip(x_parts, parts, strict=True):
+                wide = part.astype(x_ref.dtype)
+                total = total + triton.dot(x_RK, wide, precision=precision)
+            added.append(total)
+        return tuple(added)
 
     zeros = tuple(jnp.zeros((rows, TILE), jnp.float32) for _ in matrices)
-    return lax.fori_loop(0, pl.cdiv(depth, TILE), body, zeros)
+    sums = lax.fori_loop(0, pl.cdiv(kept, TILE), body, zeros)
+    if not scales:
+        return sums
+    at = jnp.full((TILE,), expert, jnp.int32), column_N
+    return tuple(
+        total * triton.load(scale.at[at], mask=column_N < columns, other=0.0)[None, :]
+        for total, scale in zip(sums, scales, strict=True)
+    )
 
 
 def _store(

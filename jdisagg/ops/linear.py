@@ -3,11 +3,13 @@
 A kernel is [in, out], or [out, in] where `transposed`: on a CPU bfloat16 is about 10 % faster so,
 and float32 slower by a third in decode. The choice is made once, when a model is built
 (`kernel_is_transposed`), and is part of the module's structure. All CPU tuning of matrix products
-lives in this file; models know nothing of it."""
+lives in this file, and of quantized kernels in `quantized_weights`; models know nothing of it."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from jdisagg.ops.quantized_weights import scaled_product
 
 _UPCASTS = jax.__version_info__ < (0, 12)
 
@@ -25,9 +27,13 @@ def project(
     transposed: bool = False,
     platform: str = "cpu",
     out_dtype: jnp.dtype | None = None,
+    scale: jax.Array | None = None,
 ) -> jax.Array:
-    """x [T, in] times kernel -> [T, out] in `out_dtype` (x's where None), plus the bias."""
-    if platform == "cpu" and x_TD.dtype == jnp.bfloat16:
+    """x [T, in] times kernel -> [T, out] in `out_dtype` (x's where None), plus the bias. `scale`:
+    of a quantized kernel's outputs."""
+    if scale is not None:
+        y = scaled_product(x_TD, kernel, scale, transposed=transposed, platform=platform)
+    elif platform == "cpu" and x_TD.dtype == jnp.bfloat16:
         y = _bfloat16_on_cpu(x_TD, kernel, transposed)
     else:
         y = _product(x_TD, kernel, transposed, out_dtype)

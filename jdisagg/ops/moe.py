@@ -21,6 +21,7 @@ from jax import lax
 from jdisagg.model_api import Shards
 from jdisagg.ops import grouped_products_gpu
 from jdisagg.ops.mlp import gated_silu
+from jdisagg.ops.quantized_weights import scaled_product, widened
 
 # one bfloat16 row is slow on CPU (`ops/linear.py`); above 128 rows only padding grows
 MIN_BLOCK_ROWS, MAX_BLOCK_ROWS = 2, 128
@@ -35,11 +36,15 @@ class Routing(NamedTuple):
 
 
 class ExpertWeights(NamedTuple):
-    """The experts of this device: their number is read off the arrays."""
+    """The experts of this device: their number is read off the arrays. Scales where they are
+    quantized."""
 
     gate_EDF: jax.Array
     up_EDF: jax.Array
     down_EFD: jax.Array
+    gate_scale_EF: jax.Array | None = None
+    up_scale_EF: jax.Array | None = None
+    down_scale_ED: jax.Array | None = None
 
 
 class BlockPlan(NamedTuple):
@@ -148,10 +153,15 @@ def _combine(
     return jnp.sum(weighted_TJD, axis=1).astype(dtype)
 
 
-def _expert(
-    rows_RD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array, down_FD: jax.Array
-) -> jax.Array:
-    return gated_silu(rows_RD @ gate_DF, rows_RD @ up_DF) @ down_FD
+def _expert(rows_RD: jax.Array, expert: ExpertWeights) -> jax.Array:
+    """One expert's, whose arrays have no E."""
+
+    def product(x: jax.Array, kernel: jax.Array, scale: jax.Array | None) -> jax.Array:
+        return x @ kernel if scale is None else scaled_product(x, kernel, scale)
+
+    gate, up, down, gate_scale, up_scale, down_scale = expert
+    hidden_RF = gated_silu(product(rows_RD, gate, gate_scale), product(rows_RD, up, up_scale))
+    return product(hidden_RF, down, down_scale)
 
 
 def _token_rows(
@@ -180,9 +190,10 @@ def block_products(
     def one_block(block: jax.Array, out_PD: jax.Array) -> jax.Array:
         expert, start = plan.expert_B[block], plan.start_B[block]
         rows_RD = x_TD[lax.dynamic_slice(token_P, (start,), (rows,))]
-        y_RD = _expert(
-            rows_RD, *(lax.dynamic_index_in_dim(part, expert, keepdims=False) for part in weights)
+        own = jax.tree.map(
+            lambda part: lax.dynamic_index_in_dim(part, expert, keepdims=False), weights
         )
+        y_RD = _expert(rows_RD, own)
         return lax.dynamic_update_slice(out_PD, y_RD, (start, 0))
 
     out_PD = lax.fori_loop(
@@ -204,10 +215,11 @@ def _gpu_products(
     rows = grouped_products_gpu.block_rows(local_TJ.size, held)
     plan = plan_blocks(local_TJ.reshape(-1), held, rows)
     token_P, place_P = _token_rows(x_TD, plan, choices, rows)
-    if grouped_products_gpu.wgmma_applies(x_TD, weights.gate_EDF.shape[2], device_kind):
+    plain = weights.gate_scale_EF is None
+    if plain and grouped_products_gpu.wgmma_applies(x_TD, weights.gate_EDF.shape[2], device_kind):
         sizes_E = _sizes(local_TJ, held)
         pairs_PD = x_TD[token_P[: local_TJ.size]]
-        out_PD = grouped_products_gpu.by_wgmma(pairs_PD, sizes_E, *weights)
+        out_PD = grouped_products_gpu.by_wgmma(pairs_PD, sizes_E, *weights[:3])
     else:
         where_B = (plan.expert_B, plan.start_B, plan.end_B)
         out_PD = grouped_products_gpu.by_blocks(
@@ -229,12 +241,17 @@ def _ragged_products(
     held, choices = weights.gate_EDF.shape[0], local_TJ.shape[1]
     plan = plan_blocks(local_TJ.reshape(-1), held, rows)
     token_P, place_P = _token_rows(x_TD, plan, choices, 0)
-    sizes_E = _sizes(local_TJ, held)
-    rows_PD = x_TD[token_P]
-    hidden_PF = gated_silu(
-        lax.ragged_dot(rows_PD, weights.gate_EDF, sizes_E),
-        lax.ragged_dot(rows_PD, weights.up_EDF, sizes_E),
-    )
-    return lax.ragged_dot(hidden_PF, weights.down_EFD, sizes_E)[place_P].reshape(
-        *local_TJ.shape, -1
-    )
+    sizes_E, rows_PD = _sizes(local_TJ, held), x_TD[token_P]
+    expert_P = jnp.minimum(local_TJ.reshape(-1)[plan.order_P], held - 1)
+
+    def product(x: jax.Array, kernel: jax.Array, scale: jax.Array | None) -> jax.Array:
+        if scale is None:
+            return lax.ragged_dot(x, kernel, sizes_E)
+        sums = lax.ragged_dot(
+            x, widened(kernel, x.dtype), sizes_E, preferred_element_type=jnp.float32
+        )
+        return (sums * scale[expert_P]).astype(x.dtype)
+
+    gate, up, down, gate_scale, up_scale, down_scale = weights
+    hidden_PF = gated_silu(product(rows_PD, gate, gate_scale), product(rows_PD, up, up_scale))
+    return product(hidden_PF, down, down_scale)[place_P].reshape(*local_TJ.shape, -1)

@@ -7,7 +7,7 @@ not used: they constrain eagerly, while our programs run on local shards inside 
 order is always that of `jax.tree.leaves(nnx.state(module))`."""
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import jax
 import numpy as np
@@ -19,13 +19,15 @@ from jdisagg.layout.axes import MESH_AXES, Layout, LogicalAxis
 from jdisagg.model_api import Device
 
 Axes = tuple[LogicalAxis, ...]
-Role = Literal["matrix", "embedding", "norm", "bias", "float32"]
+# Types, kept whatever the model's is: of biases and scales, and of quantized matrices.
+TypeRole = Literal["float32", "int8", "uint8", "int4", "float8_e4m3fn"]
+TYPE_ROLES: tuple[TypeRole, ...] = get_args(TypeRole)
+Role = Literal["matrix", "embedding", "norm", "bias", TypeRole]
 
 
 class Make(Protocol):
     """Makes the value of a parameter (an array, or only its shape), so that one description serves
-    abstract models, random ones and checkpoints. `fan_in` scales random matrices. The role
-    "float32" is a bias that is kept in float32 whatever the model's type."""
+    abstract models, random ones and checkpoints. `fan_in` scales random matrices."""
 
     def __call__(
         self, shape: tuple[int, ...], role: Role, fan_in: int

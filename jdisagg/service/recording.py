@@ -49,6 +49,7 @@ class RecordingHeader:
     processes: int
     limits: dict[str, int | list[int] | None]
     versions: str = ""
+    weights: str = ""
 
 
 @dataclasses.dataclass(slots=True)

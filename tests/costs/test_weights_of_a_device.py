@@ -1,5 +1,7 @@
 """What the weights take on one device of a layout, by hand from the sizes of the models."""
 
+import dataclasses
+
 import pytest
 
 from jdisagg.costs.cost_model import CostModel
@@ -26,6 +28,10 @@ def test_a_device_holds_whole_what_tensor_parallelism_does_not_cut() -> None:
     shared = 80 * (2 * 8192 * 64 * 128 + 3 * 8192 * 28672) + 2 * 128256 * 8192
     model = CostModel(geometry("llama-3.1-70b"), accelerator("h100"), Layout(tp=16))
     assert model.weight_bytes_per_device == pytest.approx(2 * (whole + shared / 16), rel=1e-12)
+    quantized = dataclasses.replace(geometry("deepseek-v3"), matrix_bits=8)
+    plain = routers + 61 * 128 * 512 * (128 + 128) + embeddings  # routers, kv_b, stem
+    held = 61 * latent + 61 * cut + ffn + routers + experts + embeddings + plain
+    assert CostModel(quantized, accelerator("h200")).weight_bytes_per_device == held
     for shape in CATALOG.values():
         assert CostModel(shape, accelerator("h100")).weight_bytes_per_device == pytest.approx(
             2 * shape.parameters

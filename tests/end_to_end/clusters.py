@@ -19,6 +19,7 @@ from jdisagg.engine.embedded import EmbeddedCluster
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.step_commands import StepCommand
 from jdisagg.ops.dense_attention import dense_causal_attend
+from jdisagg.ops.quantized_weights import checked_weights
 from jdisagg.request import FinishReason, Request, SamplingParams, StreamEvent
 from models.checkpoint import load_model
 from models.tokenizer import Tokenizer
@@ -139,7 +140,9 @@ async def running(engine: EngineConfig, *, first_device: int = 0) -> AsyncIterat
     tokenizer = Tokenizer.from_directory(engine.model.directory)
 
     def load(layout: Layout, devices: Sequence[jax.Device]) -> object:
-        return load_model(engine.model.directory, layout, devices, dtype=engine.model.dtype)
+        model = engine.model
+        weights = checked_weights(model.weights)
+        return load_model(model.directory, layout, devices, dtype=model.dtype, weights=weights)
 
     cluster = EmbeddedCluster(engine, load, tokenizer, jax.devices()[first_device:])  # type: ignore[arg-type]
     recording = Recording()

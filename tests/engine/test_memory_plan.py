@@ -113,6 +113,14 @@ def test_a_mesh_of_more_devices_holds_less_on_each() -> None:
     assert four[1] * 4 == one[1] and one[0] / 4 <= four[0] < one[0] / 3.9
 
 
+def test_quantized_matrices_are_counted_by_their_bits() -> None:
+    whole = bytes_per_device(ONE_B, SMALL, "bfloat16")[0]
+    embedding = 2 * ONE_B.embedding_parameters
+    for bits in (8, 4):
+        found = bytes_per_device(replace(ONE_B, matrix_bits=bits), SMALL, "bfloat16")[0]
+        assert found == embedding + (whole - embedding) * bits // 16
+
+
 def test_virtual_devices_share_their_host_evenly() -> None:
     devices = jax.devices("cpu")[:2]
     half = device_memory(devices, 0.5)

@@ -32,6 +32,9 @@ CASES = [
     Case("gb200", "qwen3-30b-a3b", what="decode"),
     Case("h200", "llama-3-8b", "dp=1,tp=8", what="decode,blocks"),
     Case("h200", "qwen3-30b-a3b", "dp=4,tp=4,ep=16", what="decode"),
+    Case("h200", "llama-3-8b", weights="int4", chunk=512, what="decode,prefill"),
+    Case("h200", "llama-3-8b", weights="fp8", what="decode"),
+    Case("h200", "qwen3-30b-a3b", weights="int4", what="decode"),
 ]
 
 

@@ -9,6 +9,7 @@ import jax
 import msgspec
 import pytest
 
+from jdisagg.config import ModelConfig
 from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster
 from jdisagg.engine.instance import Instance, LoadModel
 from jdisagg.errors import ConfigError
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.ci
 
 
 def load_for(header: RecordingHeader) -> LoadModel:
-    return loader(header.model, header.dtype)
+    return loader(header.model, header.dtype, header.weights)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> list[Recording]:
     def recorded(name: str, instance: Instance) -> Executor:
         layout = instance.config.layout
         return record(
-            folder, name, instance.executor, instance.executor, layout, str(LLAMA), "float32"
+            folder, name, instance.executor, instance.executor, layout, ModelConfig(str(LLAMA))
         )
 
     async def run() -> None:

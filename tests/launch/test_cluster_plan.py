@@ -143,6 +143,8 @@ def test_copies_of_a_model_agree_and_other_weights_or_types_differ(tmp_path: Pat
     (copy / "README.md").write_text("notes are no part of the model")
     assert model_fingerprint(copy, "float32") == original
     assert model_fingerprint(copy, "bfloat16") != original
+    quantized = {model_fingerprint(copy, "float32", form) for form in ("int8", "int4", "fp8")}
+    assert len(quantized | {original}) == 4
     weights = copy / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[len(data) // 3] ^= 1

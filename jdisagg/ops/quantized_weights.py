@@ -1,0 +1,148 @@
+"""Weight matrices in fewer bits: how they are kept, and their product with activations.
+
+A matrix w [in, out] is kept as q times one float32 scale for each output, symmetric: scale =
+max|w| over the inputs / (127, 7 or 448), q = w / scale rounded to int8, int4 or fp8 (e4m3). So
+|w - q * scale| is at most max|w| / 254 (int8), max|w| / 14 (int4), and max(|w| / 16, scale / 1024)
+(fp8). The product multiplies activations by q and the float32 sums by the scales: nothing of the
+matrix's size is wanted in the activations' type.
+
+On an accelerator XLA widens q inside of its product, and q has XLA's own type. XLA:CPU writes the
+widened matrix down, and holds those of a whole program at once; there the product goes over a
+matrix in tiles of columns, q of fp8 is kept as bytes, and two adjacent inputs of int4 share a byte
+(the first in its low half), since XLA:CPU copies whole arrays of its own such types before it cuts
+a tile out. So do experts in int4 on a GPU, whose kernels know no int4."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
+
+from jdisagg.errors import ConfigError
+from jdisagg.ops.parameters import Role
+
+Weights = Literal["", "int8", "int4", "fp8"]
+LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
+# of a tile, widened: 4 MB in float32
+_TILE_VALUES = 1 << 20
+
+
+def checked_weights(text: str) -> Weights:
+    """The form of that name. Raises ConfigError where there is none."""
+    for weights in get_args(Weights):
+        if text == weights:
+            return weights
+    raise ConfigError(f"weights must be {', '.join(LARGEST)} or empty, got {text!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelForm:
+    """How matrices are kept: as [out, in] where `transposed` (experts never are); in the model's
+    type where `weights` is "", else as "int8", "int4" or "fp8"."""
+
+    transposed: bool = False
+    weights: Weights = ""
+    platform: str = "cpu"
+
+    def plain(self) -> "KernelForm":
+        """The same, in the model's type."""
+        return KernelForm(self.transposed, "", self.platform)
+
+    def packed(self, *, experts: bool = False) -> bool:
+        """Whether two inputs share a byte."""
+        by_kernels = experts and self.platform == "gpu"
+        return self.weights == "int4" and (self.platform == "cpu" or by_kernels)
+
+    def role(self, *, experts: bool = False) -> Role:
+        """What `Make` is asked for."""
+        if self.packed(experts=experts):
+            return "uint8"
+        if self.weights == "fp8":
+            return "uint8" if self.platform == "cpu" else "float8_e4m3fn"
+        return self.weights or "matrix"
+
+
+def quantized(values: np.ndarray, axis: int, weights: str) -> tuple[np.ndarray, np.ndarray]:
+    """(q in an array of its own type, of the shape of `values`; scales, float32, `axis` left out).
+    `axis`: the inputs. All zeros where an output's weights are."""
+    wide, largest = values.astype(np.float32), np.float32(LARGEST[weights])
+    scale = np.max(np.abs(wide), axis=axis) / largest
+    divisor = np.expand_dims(np.where(scale > 0, scale, np.float32(1)), axis)
+    wide /= divisor
+    if weights == "fp8":
+        return np.clip(wide, -largest, largest).astype(ml_dtypes.float8_e4m3fn), scale
+    whole = np.clip(np.rint(wide), -largest, largest).astype(np.int8)
+    return (whole.astype(ml_dtypes.int4) if weights == "int4" else whole), scale
+
+
+def pack_pairs(whole: np.ndarray, axis: int) -> np.ndarray:
+    """int4 -> bytes, half as many along `axis`: of two neighbours the first is the low half."""
+    nibbles = np.moveaxis(whole.astype(np.int8), axis, -1).view(np.uint8) & 15
+    return np.moveaxis(nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), -1, axis)
+
+
+def scaled_product(
+    x_TD: jax.Array,
+    kernel: jax.Array,
+    scale_O: jax.Array,
+    *,
+    transposed: bool = False,
+    platform: str = "cpu",
+) -> jax.Array:
+    """x [T, in] times a kept matrix -> [T, out] in x's type. Bytes that are half as many as inputs
+    are pairs of int4, as many as inputs fp8."""
+    if platform == "cpu":
+        y_TO = _by_tiles(x_TD, kernel, transposed)
+    else:
+        y_TO = _sums(x_TD, kernel, transposed)
+    return (y_TO * scale_O[None, :]).astype(x_TD.dtype)
+
+
+def widened(kernel: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """q, not in pairs, in the type of activations: exactly, for each fits."""
+    if kernel.dtype == jnp.uint8:
+        kernel = lax.bitcast_convert_type(kernel, jnp.float8_e4m3fn)
+    return kernel.astype(dtype)
+
+
+def halves(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Bytes -> int8: the low halves, and the high ones."""
+    both, four = lax.bitcast_convert_type(packed, jnp.int8), jnp.int8(4)
+    return (both << four) >> four, both >> four
+
+
+def _sums(x_TD: jax.Array, kernel: jax.Array, transposed: bool) -> jax.Array:
+    """float32 [T, out], not yet scaled."""
+    inputs = kernel.shape[1 if transposed else 0]
+    if kernel.dtype == jnp.uint8 and 2 * inputs == x_TD.shape[1]:
+        low, high = (half.astype(x_TD.dtype) for half in halves(kernel))
+        return _dot(x_TD[:, 0::2], low, transposed) + _dot(x_TD[:, 1::2], high, transposed)
+    return _dot(x_TD, widened(kernel, x_TD.dtype), transposed)
+
+
+def _dot(x_TD: jax.Array, kernel: jax.Array, transposed: bool) -> jax.Array:
+    contracted = (((1,), (1 if transposed else 0,)), ((), ()))
+    return lax.dot_general(x_TD, kernel, contracted, preferred_element_type=jnp.float32)
+
+
+def _by_tiles(x_TD: jax.Array, kernel: jax.Array, transposed: bool) -> jax.Array:
+    """The same, a tile of columns after the other; the last overlaps where they do not divide."""
+    rows, depth = x_TD.shape
+    if rows == 1:  # see `linear._bfloat16_on_cpu`
+        two_rows = lax.optimization_barrier(jnp.concatenate((x_TD, x_TD)))
+        return _by_tiles(two_rows, kernel, transposed)[:1]
+    axis = 0 if transposed else 1
+    columns, wide = kernel.shape[axis], max(1, _TILE_VALUES // depth)
+    if wide >= columns:
+        return _sums(x_TD, kernel, transposed)
+
+    def one_tile(tile: jax.Array, y_TO: jax.Array) -> jax.Array:
+        first = jnp.minimum(tile * wide, columns - wide)
+        part = _sums(x_TD, lax.dynamic_slice_in_dim(kernel, first, wide, axis), transposed)
+        return lax.dynamic_update_slice(y_TO, part, (0, first))
+
+    empty = jnp.zeros((rows, columns), jnp.float32)
+    return lax.fori_loop(0, -(-columns // wide), one_tile, empty)

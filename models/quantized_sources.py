@@ -1,0 +1,114 @@
+"""Matrices that are quantized while they are read from a float checkpoint.
+
+A scale is of all inputs of an output. So a device that keeps some of the inputs reads all of them,
+and the values do not depend on the layout. Beside the weights themselves there is room needed for
+one parameter of one process, quantized, and one matrix of it in float32."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jdisagg.ops.quantized_weights import Weights, pack_pairs, quantized
+from models.decoder import Decoder
+from models.hf_weights import Index, ReadTensor, Source
+from models.parameter_tree import ParameterPath, ParameterShape, parameter_shapes
+
+Bounds = tuple[tuple[int, int], ...]
+
+
+@dataclass
+class _Matrix:
+    """One matrix, or a stack of experts', by its float source. Keeps what was quantized until both
+    values and scales are read: by their outputs."""
+
+    source: Source
+    shape: tuple[int, ...]
+    inputs: int
+    weights: Weights
+    paired: bool
+    kept: dict[Bounds, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+
+    def of(self, tensor: ReadTensor, outputs: Index) -> tuple[np.ndarray, np.ndarray]:
+        """(values with all inputs, scales) of these outputs (and experts)."""
+        bounds = tuple((part.start, part.stop) for part in outputs)
+        if bounds not in self.kept:
+            self.kept[bounds] = self._quantized(tensor, outputs)
+        return self.kept[bounds]
+
+    def _quantized(self, tensor: ReadTensor, outputs: Index) -> tuple[np.ndarray, np.ndarray]:
+        whole = list(outputs)
+        whole.insert(self.inputs, slice(0, self.shape[self.inputs]))
+        if len(self.shape) == 2:
+            return self._one(self.source.read(tensor, tuple(whole)), self.inputs)
+        stacks = []
+        for expert in range(whole[0].start, whole[0].stop):
+            index = (slice(expert, expert + 1), *whole[1:])
+            stacks.append(self._one(self.source.read(tensor, index), self.inputs))
+        values, scales = zip(*stacks, strict=True)
+        return np.concatenate(values), np.concatenate(scales)
+
+    def _one(self, floats: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
+        values, scale = quantized(floats, axis, self.weights)
+        return (pack_pairs(values, axis) if self.paired else values), scale
+
+
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """The quantized values of a matrix. `kind`: as which type they are kept."""
+
+    matrix: _Matrix
+    kind: np.dtype
+
+    def needs(self) -> dict[str, tuple[int, ...]]:
+        return self.matrix.source.needs()
+
+    def read(self, tensor: ReadTensor, index: Index) -> np.ndarray:
+        inputs = self.matrix.inputs
+        values, _ = self.matrix.of(tensor, index[:inputs] + index[inputs + 1 :])
+        own = values[(slice(None),) * inputs + (index[inputs],)]
+        return own.view(self.kind) if self.kind == np.uint8 else own
+
+
+@dataclass(frozen=True, slots=True)
+class _Scales:
+    """Its scales, read last."""
+
+    matrix: _Matrix
+
+    def needs(self) -> dict[str, tuple[int, ...]]:
+        return self.matrix.source.needs()
+
+    def read(self, tensor: ReadTensor, index: Index) -> np.ndarray:
+        return self.matrix.of(tensor, index)[1]
+
+
+def quantized_sources(
+    model: Decoder, floats: Mapping[ParameterPath, tuple[ParameterShape, Source]]
+) -> list[Source]:
+    """Of each parameter of a quantized model, in leaf order; `floats` are those of the same model
+    in float. Values come before their scales in that order."""
+    matrices: dict[ParameterPath, _Matrix] = {}
+    sources: list[Source] = []
+    for parameter in parameter_shapes(model):
+        of = _owner(parameter.path)
+        if of in matrices:
+            sources.append(_Scales(matrices[of]))
+            continue
+        plain, source = floats[parameter.path]
+        if parameter.dtype != plain.dtype:
+            inputs = len(plain.shape) - (1 if plain.transposed else 2)
+            paired = parameter.shape != plain.shape
+            matrix = _Matrix(source, plain.shape, inputs, model.weights, paired)
+            matrices[parameter.path] = matrix
+            source = _Values(matrix, parameter.dtype)
+        sources.append(source)
+    return sources
+
+
+def _owner(path: ParameterPath) -> ParameterPath:
+    """Of scales: the path of their values."""
+    last = str(path[-1])
+    if last == "scale":
+        return (*path[:-1], "kernel")
+    return (*path[:-1], last.removesuffix("_scale")) if last.endswith("_scale") else ()
