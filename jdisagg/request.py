@@ -10,6 +10,7 @@ on them); what only processes send each other is a `Message` (`messages/`). `Tok
 workers send by the thousand, is one too."""
 
 import enum
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_EOS_IDS = 16  # of the model itself
 MAX_N = 64
 MAX_SEED = 2**63 - 1
+MAX_GRAMMAR_BYTES = 128 << 10
 
 Identity = tuple[str, str, int]
 
@@ -63,6 +65,53 @@ class FinishReason(enum.Enum):
     CANCELLED = "cancelled"
 
 
+class GrammarKind(enum.Enum):
+    """`JSON_SCHEMA`: text is a JSON Schema. `JSON_OBJECT`: any JSON object; no text. `REGEX`: the
+    whole answer matches. `CHOICE`: text is a JSON array of the possible answers. `LARK`: a grammar
+    as llguidance reads Lark's notation, with JSON schemas (%json) and regular expressions in it."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    CHOICE = "choice"
+    LARK = "lark"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the answer's text must be: its tokens are chosen among those with which that can still
+    come true, and it ends where the grammar lets it. Cut by its length it is a beginning of such a
+    text. That the text means something is found out when it is compiled (`jdisagg.grammar`)."""
+
+    kind: GrammarKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        try:
+            size_bytes = len(self.text.encode())
+        except (AttributeError, UnicodeEncodeError):
+            raise InvalidRequestError(
+                f"grammar: a {self.kind.value} must be given as UTF-8 text, got"
+                f" {type(self.text).__name__}"
+            ) from None
+        if size_bytes > MAX_GRAMMAR_BYTES:
+            raise InvalidRequestError(
+                f"grammar: the {self.kind.value} has {size_bytes} bytes; at most"
+                f" {MAX_GRAMMAR_BYTES} are taken: simplify it"
+            )
+
+    @classmethod
+    def of_choices(cls, choices: Sequence[str]) -> "Grammar":
+        """The answer is one of these. Raises InvalidRequestError where there is none."""
+        if isinstance(choices, str) or not all(isinstance(one, str) and one for one in choices):
+            raise InvalidRequestError(
+                "grammar: a choice must be a list of texts, none of them empty"
+            )
+        if not choices:
+            raise InvalidRequestError("grammar: a choice of nothing has no answer; give some texts")
+        return cls(GrammarKind.CHOICE, json.dumps(list(choices), ensure_ascii=False))
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen. `temperature` 0 is greedy: the largest logit, ties to the smallest
@@ -72,7 +121,9 @@ class SamplingParams:
     top-k, top-p (on what top-k leaves, renormalised), min-p. Penalties follow the OpenAI (presence,
     frequency: over generated tokens) and Hugging Face (repetition: over prompt and generated
     tokens) definitions. `include_stop_str_in_output` and `skip_special_tokens` are of the text
-    alone: whether it ends with the stop string that ended it, and without special tokens."""
+    alone: whether it ends with the stop string that ended it, and without special tokens.
+    `grammar`: what the answer must be; where it allows nothing but the end, the answer ends,
+    whatever min_tokens and ignore_eos say."""
 
     max_tokens: int = 256
     temperature: float = 1.0
@@ -92,6 +143,7 @@ class SamplingParams:
     n: int = 1
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
@@ -126,6 +178,10 @@ class SamplingParams:
                 "stop string bytes",
                 len(text.encode("utf-8", "surrogatepass")),
                 MAX_STOP_STRING_BYTES,
+            )
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise InvalidRequestError(
+                f"grammar must be a Grammar, got {type(self.grammar).__name__}"
             )
         at_most("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         for token_id in self.stop_token_ids:
@@ -239,7 +295,9 @@ class Request:
     def end_at(self, index: int, token_id: int, context_tokens: int) -> "FinishReason | None":
         """Why a child ends with generated token `index`, or None: the one rule that worker and path
         share."""
-        if token_id in self.stop_ids and index >= self.sampling.min_tokens:
+        if token_id in self.stop_ids and (
+            index >= self.sampling.min_tokens or self.sampling.grammar is not None
+        ):
             return FinishReason.STOP
         return FinishReason.LENGTH if index + 1 >= self.most_tokens(context_tokens) else None
 

@@ -15,6 +15,7 @@ from jdisagg.node.deployment import Deployment, ModelSource
 from jdisagg.observe.observer import Observer
 from jdisagg.ops.quantized_weights import checked_weights
 from launch.cost_inputs import find_geometry
+from launch.grammars import grammar_compiler
 from launch.shipped import SHIPPED_MODEL
 from models.checkpoint import LoadedModel, load_config, load_model
 from models.relayout import relayout
@@ -42,7 +43,8 @@ def model_source(model: ModelConfig) -> ModelSource:
     if model.weights:
         geometry = replace(geometry, matrix_bits=WEIGHT_BITS[model.weights])
     load = loader(directory, model.dtype, model.weights)
-    return ModelSource(directory, name, family, geometry, load, _relayout)
+    grammars = grammar_compiler(directory)
+    return ModelSource(directory, name, family, geometry, load, _relayout, grammars)
 
 
 def deployment(

@@ -30,6 +30,7 @@ from jdisagg.service.server import check_address
 from jdisagg.supervisor.supervisor import EXIT_CONFIG
 from launch.console import run
 from launch.flags import HTTP, OBSERVE, SERVICE, define
+from launch.grammars import grammar_compiler
 from launch.settings import elastic_config, engine_config, observe_config
 from launch.shipped import SHIPPED_MODEL
 from models.tokenizer import Tokenizer
@@ -84,7 +85,8 @@ async def _run(
 ) -> None:
     async with observing("router", config.observe) as observer:
         name = Path(config.model).resolve().name
-        await Router(config.router, tokenizer, name, observer, decisions).run()
+        grammars = grammar_compiler(config.model)
+        await Router(config.router, tokenizer, name, observer, decisions, grammars).run()
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ PURE = (
     "telemetry",
     "trace_context",
     "layout",
+    "grammar",
     "costs",
     "messages",
     "router",

@@ -26,6 +26,7 @@ from jdisagg.config import LimitsConfig, Mode
 from jdisagg.dispatch.long_texts import LongTexts
 from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import InvalidRequestError, UnauthenticatedError, UnavailableError
+from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.ports import close_stream
 from jdisagg.messages.worker_status import WorkerStatus
@@ -33,6 +34,7 @@ from jdisagg.request import (
     MAX_LOGIT_BIAS,
     MAX_SEED,
     MAX_STOP_TOKEN_IDS,
+    Grammar,
     Request,
     Resumption,
     SamplingDefaults,
@@ -160,11 +162,13 @@ class SamplingOptions(TypedDict, total=False):
     n: int | None
     include_stop_str_in_output: bool | None
     skip_special_tokens: bool | None
+    grammar: Grammar | None
 
 
 class Frontend:
     """Builds requests and streams them through the path; refuses a second running request of the
-    same tenant and id. `routing`: what the router says of itself, for whoever asks."""
+    same tenant and id. `routing`: what the router says of itself, for whoever asks. `grammars`:
+    judges structured output; without it that is refused."""
 
     def __init__(
         self,
@@ -173,8 +177,10 @@ class Frontend:
         model: ModelInfo,
         limits: LimitsConfig,
         routing: Callable[[], RoutingStatus] = RoutingStatus,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.model = model
+        self._grammars = grammars
         self.routing = routing
         self._path = path
         self._codec = codec
@@ -229,6 +235,8 @@ class Frontend:
         # The options are judged before the work of tokenizing; the default of max_tokens is known
         # only after it.
         _sampling(options, self.model.sampling, self.model.context_tokens)
+        if (grammar := options.get("grammar")) is not None:
+            await self._check_grammar(grammar)
         token_ids = await self._tokens(prompt, within_context=True)
         room_tokens = self._room(len(token_ids), options.get("max_tokens"))
         sampling = _sampling(options, self.model.sampling, room_tokens)
@@ -236,7 +244,7 @@ class Frontend:
             self._check_resumption(resumption, len(token_ids), sampling)
         stop_ids = (
             sampling.stop_token_ids
-            if sampling.ignore_eos
+            if sampling.ignore_eos and sampling.grammar is None
             else (*self._codec.eos_ids, *sampling.stop_token_ids)
         )
         return Request(
@@ -464,6 +472,14 @@ class Frontend:
             ) from None
         self._check_size("messages", size_bytes)
         return size_bytes + MESSAGE_BYTES * len(prompt.messages)
+
+    async def _check_grammar(self, grammar: Grammar) -> None:
+        if self._grammars is None:
+            raise InvalidRequestError(
+                f"grammar: {self.model.name!r} has no tokenizer.json, which structured output"
+                " needs; leave the grammar out"
+            )
+        await self._grammars.prepare(grammar, self._limits.timeouts.request.grammar_seconds)
 
     def _check_text(self, name: str, text: str) -> int:
         self._check_size(name, len(text) if isinstance(text, str) else 0)

@@ -28,6 +28,7 @@ from jdisagg.engine.instance import (
 from jdisagg.errors import LayoutError, UnavailableError
 from jdisagg.executor.mesh_executor import MeshRole
 from jdisagg.executor.warm_up import warm_up_steps
+from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.ids import random_id
 from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.messages.ports import PeerPort, PrefillPort
@@ -171,6 +172,14 @@ class EmbeddedCluster:
                 worker.counters,
                 lambda programs=programs: programs.compilations,
             )
+
+    def constrain(self, grammars: GrammarCompiler | None) -> None:
+        """Grammars of requests are compiled by this; None: such requests are refused. Before the
+        start."""
+        for instance in self.instances:
+            instance.executor.constrain(grammars)
+        for worker in self._workers:
+            worker.constrain(grammars)
 
     def describe(self, descriptions: Mapping[str, Description]) -> None:
         """Says what the workers of these names are, before the start, so that the router can

@@ -7,7 +7,9 @@ at its limit stands still. Pages, hot state and counts are donated and come back
 
 One step is one program over the whole mesh (`shard_map`): each dp rank has its own slots, page
 table and trip counts; experts are reached by the model's collectives. Layers are unrolled: a scan
-would copy each layer's weights."""
+would copy each layer's weights. Where logits are shaped or masked a step is two: the forward pass,
+which gives logits, and the choice, which is issued when the masks of its grammars are known. The
+forward pass is then under way already."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,16 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdisagg.executor.choose import Chosen, Variant, choose, logits
+from jdisagg.executor.grammar_rows import GrammarRows
 from jdisagg.executor.page_pool import LayerPages, PagePool
 from jdisagg.executor.prefill_program import RANK
 from jdisagg.executor.programs import Programs
-from jdisagg.executor.slot_state import RowFormat
+from jdisagg.executor.slot_state import BatchRows, RowFormat
 from jdisagg.executor.weights import Weights
 from jdisagg.messages.step_commands import SlotAdmit, SlotGrow
 from jdisagg.model_api import Attend, Latent, Shards
 from jdisagg.ops.kv_pages import decode_coordinates, write_tokens
 from jdisagg.ops.paged_attention import paged_attention
 from jdisagg.ops.quarantine import reveal, seal
+from jdisagg.ops.sampling import WHOLE
 from jdisagg.scheduler.executor import MeshLimits
 
 ROWS_PER_UPDATE = 8
@@ -52,9 +56,10 @@ class DecodePrograms:
         pool: PagePool,
         limits: MeshLimits,
         rows: RowFormat,
+        grammars: GrammarRows,
     ) -> None:
         self._programs, self._weights, self._shards, self._pool = programs, weights, shards, pool
-        self._limits, self._rows = limits, rows
+        self._limits, self._rows, self._grammars = limits, rows, grammars
         ranks, slots = limits.ranks, limits.slots_per_rank
         # the host's copy: growth changes part of a row
         self._ints = np.zeros((ranks, slots, rows.ints), np.int32)
@@ -85,21 +90,39 @@ class DecodePrograms:
         the order of `slots[rank]`."""
         width = max(1, max(len(row) for row in slots))
         bucket = next(size for size in self._limits.batch_buckets if size >= width)
+        batch = self._batch_array(slots, bucket)
+        if variant.shaped or variant.masked:
+            return self._step_in_two(slots, batch, variant)
         hot, ints, floats, counts = self._state
-        shaped = variant is Variant.SHAPED
-        program = self._program(bucket, variant)
-        arguments = (
+        pages, hot, chosen = self._program(bucket, variant)(
+            *self._model(), hot, ints, floats, batch
+        )
+        self._pool.put(0, pages)
+        self._state = SlotState(hot, ints, floats, counts)
+        return chosen
+
+    def _step_in_two(
+        self, slots: tuple[tuple[int, ...], ...], batch: jax.Array, variant: Variant
+    ) -> Chosen:
+        hot, ints, floats, counts = self._state
+        bucket = batch.shape[1]
+        pages, logits_BV = self._program(bucket, None)(*self._model(), hot, ints, floats, batch)
+        self._pool.put(0, pages)
+        mask = ()
+        if variant.masked:
+            mask = self._programs.put(self._grammars.masks(slots, bucket))
+        hot, chosen, counts_out = self._choice(logits_BV, batch, mask, variant)
+        self._state = SlotState(hot, ints, floats, counts_out if variant.shaped else counts)
+        if variant.masked:
+            self._grammars.issued(slots, chosen.token)
+        return chosen
+
+    def _model(self) -> tuple[Any, Any, Any]:
+        return (
             self._weights.stem.leaves,
             [layer.leaves for layer in self._weights.layers],
             self._pool.layers,
         )
-        batch = self._batch_array(slots, bucket)
-        pages, hot, chosen, counts_out = program(
-            *arguments, hot, counts if shaped else (), ints, floats, batch
-        )
-        self._pool.put(0, pages)
-        self._state = SlotState(hot, ints, floats, counts_out if shaped else counts)
-        return chosen
 
     def warm_updates(self) -> None:
         """Runs the programs of `update` without changing a row."""
@@ -116,73 +139,95 @@ class DecodePrograms:
             self._batch = (slots, self._programs.put(rows))
         return self._batch[1]
 
-    def _program(self, bucket: int, variant: Variant) -> Any:
+    def _program(self, bucket: int, variant: Variant | None) -> Any:
+        """A step that chooses its tokens itself; None: the forward pass alone."""
+
         def build() -> Any:
-            hot, ints, floats, counts = self._state
-            shaped = variant is Variant.SHAPED
-            stem, layers, pages = self._weights.stem, self._weights.layers, self._pool.layers
+            hot, ints, floats, _ = self._state
             batch = jax.ShapeDtypeStruct((self._limits.ranks, bucket), jnp.int32)
             page_specs = self._pool.specs()
-            counts_spec = RANK if shaped else ()
-            in_specs = (
-                stem.specs,
-                [layer.specs for layer in layers],
-                page_specs,
-                RANK,
-                counts_spec,
-                RANK,
-                RANK,
-                RANK,
-            )
-            chosen_spec = Chosen.specs(variant, self._programs)
-            arguments = (
-                stem.leaves,
-                [layer.leaves for layer in layers],
-                pages,
-                hot,
-                counts if shaped else (),
-                ints,
-                floats,
-                batch,
+            layer_specs = [layer.specs for layer in self._weights.layers]
+            in_specs = (self._weights.stem.specs, layer_specs, page_specs, *(RANK,) * 4)
+            out_specs = (
+                (page_specs, RANK)
+                if variant is None
+                else (page_specs, RANK, Chosen.specs(variant, self._programs))
             )
             return self._programs.compile(
                 self._step_body(variant),
-                arguments,
+                (*self._model(), hot, ints, floats, batch),
                 in_specs,
-                (page_specs, RANK, chosen_spec, counts_spec),
-                donate=(2, 3, 4),
+                out_specs,
+                donate=(2,) if variant is None else (2, 3),
             )
 
         return self._programs.get(("decode", bucket, variant), build)
 
-    def _step_body(self, variant: Variant) -> Any:
+    def _choice(self, logits_BV: jax.Array, batch: jax.Array, mask: Any, variant: Variant) -> Any:
+        """The end of a step in two: what comes of its logits [ranks, b, V]. `mask`: uint32
+        [ranks, b, W], () where none is asked for. Returns hot, the choice, counts."""
+        hot, ints, floats, counts = self._state
+        rows, shards, programs = self._rows, self._shards, self._programs
+        arguments = (hot, counts if variant.shaped else (), ints, floats, logits_BV, batch, mask)
+        counts_spec = RANK if variant.shaped else ()
+
+        def body(
+            hot: Any, counts: Any, ints: Any, floats: Any, logits_BV: Any, batch: Any, mask: Any
+        ) -> Any:
+            row = rows.batch(batch[0], hot[0], ints[0], floats[0])
+            chosen = choose(
+                variant,
+                rows,
+                logits_BV[0],
+                row.ints,
+                row.floats,
+                row.at + 1,
+                row.active,
+                jnp.take(counts[0], row.slot, axis=0, mode="clip") if variant.shaped else None,
+                WHOLE,
+                shards.platform,
+                mask[0] if variant.masked else None,
+            )
+            counts_out = (
+                counts[0].at[row.slot].set(chosen.counts, mode="drop")[None]
+                if chosen.counts is not None
+                else ()
+            )
+            hot_S2 = row.advance(hot[0], chosen.token)
+            return hot_S2[None], chosen.on_rank(programs), counts_out
+
+        def build() -> Any:
+            mask_spec = RANK if variant.masked else ()
+            return programs.compile(
+                body,
+                arguments,
+                (RANK, counts_spec, RANK, RANK, RANK, RANK, mask_spec),
+                (RANK, Chosen.specs(variant, programs), counts_spec),
+                donate=(0, 1),
+            )
+
+        return programs.get(("choice", batch.shape[1], variant), build)(*arguments)
+
+    def _step_body(self, variant: Variant | None) -> Any:
         weights, shards, rows, programs = self._weights, self._shards, self._rows, self._programs
         page_size, dummy = self._pool.page_size, self._pool.pages_per_rank
-        slots = self._limits.slots_per_rank
 
         def body(
             stem_leaves: Any,
             layer_leaves: Any,
             pages: list[LayerPages],
             hot: Any,
-            counts: Any,
             ints: Any,
             floats: Any,
             batch: Any,
         ) -> Any:
-            slot_B, hot_S2 = batch[0], hot[0]
-            ints_BI, floats_BF = (
-                jnp.take(ints[0], slot_B, axis=0, mode="clip"),
-                jnp.take(floats[0], slot_B, axis=0, mode="clip"),
-            )
-            token_B, position_B = jnp.take(hot_S2, slot_B, axis=0, mode="clip").T
-            limit_B, table_BN = rows.limit_and_table(ints_BI)
-            active_B = (slot_B < slots) & (position_B < limit_B)
-            row_B = jnp.arange(slot_B.shape[0], dtype=jnp.int32)
-            at_B = jnp.where(active_B, position_B, 0)
+            row: BatchRows = rows.batch(batch[0], hot[0], ints[0], floats[0])
+            _, table_BN = rows.limit_and_table(row.ints)
+            row_B = jnp.arange(row.slot.shape[0], dtype=jnp.int32)
+            at_B = row.at
             own_page_B, own_place_B = decode_coordinates(table_BN, at_B, slots=page_size)
-            page_B = jnp.where(active_B, own_page_B, dummy + row_B // page_size)
-            place_B = jnp.where(active_B, own_place_B, row_B % page_size)
+            page_B = jnp.where(row.active, own_page_B, dummy + row_B // page_size)
+            place_B = jnp.where(row.active, own_place_B, row_B % page_size)
             new_pages: list[LayerPages] = []
 
             def attend_with(layer_pages: LayerPages) -> Attend:
@@ -216,42 +261,28 @@ class DecodePrograms:
                 return attend
 
             stem: Any = weights.stem.merge(stem_leaves)
-            x_BD = stem.embed(token_B, shards)
+            x_BD = stem.embed(row.token, shards)
             for part, leaves, layer_pages in zip(weights.layers, layer_leaves, pages, strict=True):
                 layer: Any = part.merge(leaves)
-                x_BD = layer(x_BD, at_B, attend_with(layer_pages), shards, active_B)
-            logits_BV, shard = logits(variant, stem, reveal(x_BD), shards, rows.vocabulary)
-            counts_BV = (
-                jnp.take(counts[0], slot_B, axis=0, mode="clip")
-                if variant is Variant.SHAPED
-                else None
+                x_BD = layer(x_BD, at_B, attend_with(layer_pages), shards, row.active)
+            logits_BV, shard = logits(
+                variant or Variant.SHAPED, stem, reveal(x_BD), shards, rows.vocabulary
             )
+            if variant is None:
+                return new_pages, logits_BV[None]
             chosen = choose(
                 variant,
                 rows,
                 logits_BV,
-                ints_BI,
-                floats_BF,
+                row.ints,
+                row.floats,
                 at_B + 1,
-                active_B,
-                counts_BV,
+                row.active,
+                None,
                 shard,
                 shards.platform,
             )
-            next_B2 = jnp.stack(
-                (
-                    jnp.where(active_B, chosen.token, token_B),
-                    position_B + active_B.astype(jnp.int32),
-                ),
-                axis=1,
-            )
-            hot_S2 = hot_S2.at[slot_B].set(next_B2, mode="drop")
-            counts_out = (
-                counts[0].at[slot_B].set(chosen.counts, mode="drop")[None]
-                if chosen.counts is not None
-                else ()
-            )
-            return new_pages, hot_S2[None], chosen.on_rank(programs), counts_out
+            return new_pages, row.advance(hot[0], chosen.token)[None], chosen.on_rank(programs)
 
         return body
 

@@ -15,6 +15,7 @@ from jdisagg.executor.block_programs import BlockPrograms
 from jdisagg.executor.block_sums import ChunkSums, PrefillSums
 from jdisagg.executor.choose import Variant
 from jdisagg.executor.decode_program import DecodePrograms
+from jdisagg.executor.grammar_rows import GrammarRows
 from jdisagg.executor.page_pool import PagePool
 from jdisagg.executor.prefill_program import ChunkArrays, ChunkForm, PrefillPrograms
 from jdisagg.executor.prefill_sampler import PrefillSampler
@@ -31,6 +32,7 @@ from jdisagg.executor.results import (
 from jdisagg.executor.slot_state import RowFormat
 from jdisagg.executor.weights import Weights, mesh_shards, split_model
 from jdisagg.executor.work_threads import Waiting, WorkThreads
+from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.messages.step_commands import (
@@ -109,13 +111,20 @@ class MeshExecutor:
         self._prefill = PrefillPrograms(
             self.programs, self._weights, self._shards, self._pool, self._groups, self._sums
         )
+        self._grammars = GrammarRows(model.vocabulary)
         self._sampler = PrefillSampler(
-            self.programs, self._weights, self._shards, limits, self._rows
+            self.programs, self._weights, self._shards, limits, self._rows, self._grammars
         )
         self._blocks = BlockPrograms(self.programs, self._pool, self._groups)
         self._decode = (
             DecodePrograms(
-                self.programs, self._weights, self._shards, self._pool, limits, self._rows
+                self.programs,
+                self._weights,
+                self._shards,
+                self._pool,
+                limits,
+                self._rows,
+                self._grammars,
             )
             if role.decode
             else None
@@ -150,10 +159,20 @@ class MeshExecutor:
         names no peer means it. Before the first command."""
         self._targets.connect("", card)
 
+    def constrain(self, grammars: GrammarCompiler | None) -> None:
+        """Grammars are compiled by this; None: nobody asks for any. Before the first command."""
+        self._grammars.compiler = grammars
+
     def issue_and_wait(self, command: StepCommand) -> StepResult:
         """Runs a command on the calling thread: for warm-up and tests, while the threads are
         idle."""
         return self._issue(command).result()
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """Those that are warmed up. What grammars add is small, and compiled when the first one
+        comes."""
+        return tuple(variant for variant in Variant if not variant.masked)
 
     def warm_prefill(self, width: int, form: ChunkForm) -> None:
         """Runs a chunk of padding, and every cut that its rows may ask for."""
@@ -164,7 +183,7 @@ class MeshExecutor:
             if tokens <= width:
                 self._blocks.cut(blocks[band.start : band.stop], 0, 0, tokens)
         x.block_until_ready()
-        for variant in Variant if form.samples else ():
+        for variant in self.variants if form.samples else ():
             self._sampler.warm_up(variant, x)
 
     def warm_decode(self, size: int, variant: Variant) -> None:
@@ -269,14 +288,15 @@ class MeshExecutor:
         assert self._decode is not None, "this instance has no decode programs"
         if command.admits or command.grows:
             self._decode.update(command.admits, command.grows)
+            self._grammars.admit(command.admits)
             for admit in command.admits:
                 self._wanted_logprobs[admit.rank, admit.slot] = admit.sample.sampling.logprobs
-        variant = Variant.of(command.sampled, command.shaped)
+        variant = Variant.of(command.sampled, command.shaped, command.masked)
         chosen = [self._decode.step(command.slots, variant) for _ in range(command.steps)]
         for step in chosen:
             start_reading(step)
         wanted: tuple[tuple[int | None, ...], ...] = tuple(() for _ in command.slots)
-        if variant is Variant.SHAPED:
+        if variant.shaped:
             wanted = tuple(
                 tuple(self._wanted_logprobs.get((rank, slot)) for slot in row)
                 for rank, row in enumerate(command.slots)

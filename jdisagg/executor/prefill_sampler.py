@@ -5,13 +5,14 @@ the same row. No program here depends on the chunk bucket."""
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jdisagg.executor.choose import Chosen, Variant, choose, logits
+from jdisagg.executor.grammar_rows import GrammarRows
 from jdisagg.executor.prefill_program import RANK
 from jdisagg.executor.programs import Programs
 from jdisagg.executor.slot_state import RowFormat
@@ -20,6 +21,17 @@ from jdisagg.messages.step_commands import PrefillChunk
 from jdisagg.model_api import Shards
 from jdisagg.ops.quarantine import reveal
 from jdisagg.scheduler.executor import MeshLimits
+
+
+class _SampledRows(NamedTuple):
+    """What is known of each sample, [ranks, samples, ...]; the last two are () where the variant
+    does without."""
+
+    ints: Any
+    floats: Any
+    position: Any
+    counts: Any
+    mask: Any
 
 
 class PrefillSampler:
@@ -32,6 +44,7 @@ class PrefillSampler:
         shards: Shards,
         limits: MeshLimits,
         rows: RowFormat,
+        grammars: GrammarRows,
     ) -> None:
         self._programs, self._weights, self._shards, self._limits, self._rows = (
             programs,
@@ -40,6 +53,7 @@ class PrefillSampler:
             limits,
             rows,
         )
+        self._grammars = grammars
 
     def run(self, command: PrefillChunk, x: jax.Array) -> Chosen | None:
         """Issues the choice of the chunk's samples; None where nothing samples. x [ranks, R, D]:
@@ -48,46 +62,45 @@ class PrefillSampler:
         samples = [(row, spec) for row in command.rows for spec in row.samples]
         if not samples:
             return None
-        shaped = any(spec.sampling.shaped for _, spec in samples)
+        every = [spec.sampling for _, spec in samples]
         variant = Variant.of(
-            sampled=any(not spec.sampling.greedy for _, spec in samples), shaped=shaped
+            sampled=any(not params.greedy for params in every),
+            shaped=any(params.shaped for params in every),
+            masked=any(params.grammar is not None for params in every),
         )
         per_rank = Counter(row.rank for row, _ in samples)
-        source, ints, floats, positions, *counts = rows = self._empty(
-            variant, max(per_rank.values())
-        )
+        source, rows = self._empty(variant, max(per_rank.values()))
         rows_seen, used = [0] * self._limits.ranks, [0] * self._limits.ranks
         for row in command.rows:
             for spec in row.samples:
                 at = row.rank, used[row.rank]
                 used[row.rank] += 1
                 source[at] = rows_seen[row.rank]
-                positions[at] = row.start + len(row.tokens)
-                self._rows.pack(ints[at], floats[at], spec)
-                if counts and spec.sampling.penalised:
-                    counts[0][at] = self._rows.pack_history(spec)
+                rows.position[at] = row.start + len(row.tokens)
+                self._rows.pack(rows.ints[at], rows.floats[at], spec)
+                if variant.shaped and spec.sampling.penalised:
+                    rows.counts[at] = self._rows.pack_history(spec)
+                if variant.masked:
+                    self._grammars.first_mask(spec, rows.mask[at])
             rows_seen[row.rank] += 1
-        return self._head(variant, self._pick(x, source), tuple(rows[1:]))
+        return self._head(variant, self._pick(x, source), rows)
 
     def warm_up(self, variant: Variant, x: jax.Array) -> None:
         """Runs the programs of one variant on activations that a chunk of padding has given."""
         for samples in {1, self._limits.samples_per_chunk}:
-            source, *rows = self._empty(variant, samples)
-            jax.block_until_ready(self._head(variant, self._pick(x, source), tuple(rows)).token)
+            source, rows = self._empty(variant, samples)
+            jax.block_until_ready(self._head(variant, self._pick(x, source), rows).token)
 
-    def _empty(self, variant: Variant, samples: int) -> list[np.ndarray]:
+    def _empty(self, variant: Variant, samples: int) -> tuple[np.ndarray, _SampledRows]:
         """Arrays for so many samples a rank: one, or room for as many as a chunk may hold. (A head
         over 16 rows for the one sample of a long prompt would cost 1 % of its prefill.)"""
         shape = (self._limits.ranks, 1 if samples == 1 else self._limits.samples_per_chunk)
-        ints, floats = (
-            np.zeros((*shape, self._rows.ints), np.int32),
-            np.zeros((*shape, self._rows.floats), np.float32),
-        )
-        rows = [np.zeros(shape, np.int32), ints, floats, np.zeros(shape, np.int32)]
-        return (
-            [*rows, np.zeros((*shape, self._rows.vocabulary), np.int32)]
-            if variant is Variant.SHAPED
-            else rows
+        return np.zeros(shape, np.int32), _SampledRows(
+            ints=np.zeros((*shape, self._rows.ints), np.int32),
+            floats=np.zeros((*shape, self._rows.floats), np.float32),
+            position=np.zeros(shape, np.int32),
+            counts=np.zeros((*shape, self._rows.vocabulary), np.int32) if variant.shaped else (),
+            mask=self._grammars.empty(shape) if variant.masked else (),
         )
 
     def _pick(self, x: jax.Array, source: np.ndarray) -> jax.Array:
@@ -100,7 +113,7 @@ class PrefillSampler:
         build = lambda: self._programs.compile(body, (x, on_mesh), (RANK, RANK), RANK)  # noqa: E731
         return self._programs.get(("pick", x.shape[1], source.shape), build)(x, on_mesh)
 
-    def _head(self, variant: Variant, x: jax.Array, rows: tuple[np.ndarray, ...]) -> Chosen:
+    def _head(self, variant: Variant, x: jax.Array, rows: _SampledRows) -> Chosen:
         stem, shards, row_format, programs = (
             self._weights.stem,
             self._shards,
@@ -108,30 +121,29 @@ class PrefillSampler:
             self._programs,
         )
 
-        def body(
-            leaves: tuple[jax.Array, ...], x: jax.Array, rows: tuple[jax.Array, ...]
-        ) -> Chosen:
-            ints, floats, position_R, *counts = (array[0] for array in rows)
+        def body(leaves: tuple[jax.Array, ...], x: jax.Array, rows: _SampledRows) -> Chosen:
+            row: _SampledRows = jax.tree.map(lambda array: array[0], rows)
             head: Any = stem.merge(leaves)
             logits_RV, shard = logits(variant, head, reveal(x[0]), shards, row_format.vocabulary)
-            active_R = jnp.ones(position_R.shape, jnp.bool_)
+            active_R = jnp.ones(row.position.shape, jnp.bool_)
             return choose(
                 variant,
                 row_format,
                 logits_RV,
-                ints,
-                floats,
-                position_R,
+                row.ints,
+                row.floats,
+                row.position,
                 active_R,
-                counts[0] if counts else None,
+                row.counts if variant.shaped else None,
                 shard,
                 shards.platform,
+                row.mask if variant.masked else None,
             ).on_rank(programs)
 
         on_mesh = self._programs.put(rows)
 
         def build() -> Callable[..., Chosen]:
-            in_specs = (stem.specs, RANK, (RANK,) * len(rows))
+            in_specs = (stem.specs, RANK, jax.tree.map(lambda _: RANK, rows))
             return self._programs.compile(
                 body, (stem.leaves, x, on_mesh), in_specs, Chosen.specs(variant, programs)
             )

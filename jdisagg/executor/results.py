@@ -1,6 +1,7 @@
 """What the completion thread waits for: device arrays on their way to plain results. Reading
 blocks; issuing does not."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -183,4 +184,6 @@ class _Host:
         pairs = zip(
             top_ids[rank, row, :wanted].tolist(), top[rank, row, :wanted].tolist(), strict=True
         )
-        return TokenLogprobs(float(logprob[rank, row]), tuple(pairs))
+        # of ids that may not come, there is none
+        possible = tuple(pair for pair in pairs if pair[1] > -math.inf)
+        return TokenLogprobs(float(logprob[rank, row]), possible)

@@ -11,6 +11,7 @@ The same packing describes the rows that a prefill chunk samples. Everything her
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,9 @@ class RowFormat:
     ) -> None:
         """Fills one row, `ints` [I] and `floats` [F], in place."""
         params = spec.sampling
-        ints[:_TABLE] = (limit, params.top_k, 0, 0, spec.child, spec.min_position)
+        # a grammar's mask knows when stop ids may come
+        min_position = spec.min_position if params.grammar is None else 0
+        ints[:_TABLE] = (limit, params.top_k, 0, 0, spec.child, min_position)
         ints[_SEED : _SEED + 2] = np.array(
             [params.seed & 0xFFFFFFFF, params.seed >> 32], np.uint32
         ).view(np.int32)
@@ -101,6 +104,21 @@ class RowFormat:
             position=position_B,
         )
 
+    def batch(
+        self, slot_B: jax.Array, hot_S2: jax.Array, ints_SI: jax.Array, floats_SF: jax.Array
+    ) -> "BatchRows":
+        """The state of a step's rows; a slot out of range is nobody's."""
+        ints_BI = jnp.take(ints_SI, slot_B, axis=0, mode="clip")
+        token_B, position_B = jnp.take(hot_S2, slot_B, axis=0, mode="clip").T
+        return BatchRows(
+            slot=slot_B,
+            ints=ints_BI,
+            floats=jnp.take(floats_SF, slot_B, axis=0, mode="clip"),
+            token=token_B,
+            position=position_B,
+            active=(slot_B < hot_S2.shape[0]) & (position_B < ints_BI[:, _LIMIT]),
+        )
+
     def shaping(self, ints_BI: jax.Array, floats_BF: jax.Array) -> ShapingRows:
         return ShapingRows(
             presence=floats_BF[:, 3],
@@ -120,3 +138,30 @@ class RowFormat:
     @property
     def _bias_columns(self) -> slice:
         return slice(self._stop_columns.stop, self.ints)
+
+
+class BatchRows(NamedTuple):
+    """The slots of one step, on one dp rank. `active`: those that make one."""
+
+    slot: jax.Array  # int32 [B]
+    ints: jax.Array  # int32 [B, I]
+    floats: jax.Array  # float32 [B, F]
+    token: jax.Array  # int32 [B]
+    position: jax.Array  # int32 [B]: of `token`
+    active: jax.Array  # bool [B]
+
+    @property
+    def at(self) -> jax.Array:
+        """int32 [B]: `position`, 0 where there is no step."""
+        return jnp.where(self.active, self.position, 0)
+
+    def advance(self, hot_S2: jax.Array, chosen_B: jax.Array) -> jax.Array:
+        """`hot` after these tokens were chosen."""
+        next_B2 = jnp.stack(
+            (
+                jnp.where(self.active, chosen_B, self.token),
+                self.position + self.active.astype(jnp.int32),
+            ),
+            axis=1,
+        )
+        return hot_S2.at[self.slot].set(next_B2, mode="drop")

@@ -7,7 +7,6 @@ the graph. Runs on the dispatch thread, before there is work."""
 
 from collections.abc import Callable
 
-from jdisagg.executor.choose import Variant
 from jdisagg.executor.mesh_executor import MeshExecutor
 from jdisagg.executor.prefill_program import chunk_forms
 
@@ -30,7 +29,7 @@ def warm_up_steps(executor: MeshExecutor) -> list[Callable[[], None]]:
             for width, form in chunks
         ]
     if role.decode:
-        sizes = [(size, variant) for size in limits.batch_buckets for variant in Variant]
+        sizes = [(size, variant) for size in limits.batch_buckets for variant in executor.variants]
         steps += [
             lambda size=size, variant=variant: executor.warm_decode(size, variant)
             for size, variant in sizes

@@ -188,7 +188,7 @@ class SlotGrow(Message, frozen=True):
 
 class DecodeSteps(Message, frozen=True):
     """Admit and grow, then run `steps` decode steps over `slots[rank]`. A slot at its limit yields
-    no token (-1)."""
+    no token (-1). `masked`: some row has a grammar."""
 
     step: int
     steps: int
@@ -197,6 +197,7 @@ class DecodeSteps(Message, frozen=True):
     sampled: bool
     admits: tuple[SlotAdmit, ...] = ()
     grows: tuple[SlotGrow, ...] = ()
+    masked: bool = False
 
 
 StepCommand = (
@@ -234,7 +235,8 @@ class PrefillResult(Message, frozen=True):
 
 
 class DecodeResult(Message, frozen=True):
-    """`tokens[rank][row][k]` for row i of `slots[rank]`, NO_TOKEN and BROKEN_TOKEN included.
+    """`tokens[rank][row][k]` for row i of `slots[rank]`, NO_TOKEN, BROKEN_TOKEN and STUCK_TOKEN
+    included.
 
     `logprobs` alike where asked for, else empty.
     """
@@ -278,3 +280,4 @@ StepResult = PrefillResult | DecodeResult | PullResult | InsertResult | ExtractR
 
 NO_TOKEN = -1  # a slot that stood at its limit
 BROKEN_TOKEN = -2  # a sequence whose logits are not finite
+STUCK_TOKEN = -3  # a sequence whose grammar allows no token: it broke its compiler's limits

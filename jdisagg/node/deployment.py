@@ -20,6 +20,7 @@ from jdisagg.engine.host_settings import keep_freed_memory
 from jdisagg.engine.instance import Loaded, LoadModel
 from jdisagg.engine.memory_plan import device_memory, fit_engine
 from jdisagg.errors import ConfigError
+from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Device
 from jdisagg.node.fingerprint import model_fingerprint
@@ -39,7 +40,8 @@ Relayout = Callable[[Loaded, Layout, Sequence[Device]], Loaded]
 @dataclass(frozen=True)
 class ModelSource:
     """A checkpoint, as the entry points find it: what it is called, how its weights get onto a
-    mesh (`load`), and how they are laid out anew there (`relayout`)."""
+    mesh (`load`), how they are laid out anew there (`relayout`), and what compiles grammars for its
+    tokenizer (None: it has none)."""
 
     directory: str
     name: str
@@ -47,6 +49,7 @@ class ModelSource:
     geometry: CostGeometry
     load: LoadModel
     relayout: Relayout
+    grammars: GrammarCompiler | None = None
 
 
 def prepare_runtime(
@@ -134,6 +137,7 @@ class Deployment:
         self.cluster = EmbeddedCluster(
             config, model.load, tokenizer, devices, observer, record, events
         )
+        self.cluster.constrain(model.grammars)
         self.cluster.describe(_descriptions(config, model.geometry))
         info = ModelInfo(
             name=model.name,
@@ -154,6 +158,7 @@ class Deployment:
             info,
             config.limits,
             self.cluster.path.routing,
+            model.grammars,
         )
         self._loading: asyncio.Task[None] | None = None
 

@@ -18,6 +18,7 @@ from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.dispatch.role_switcher import RoleSwitcher
 from jdisagg.dispatch.router_events import NoRouterEvents, RouterEvents, RouterEventsList
 from jdisagg.dispatch.token_stream import TokenStream
+from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.ids import random_id
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.registry import WorkerCard
@@ -73,8 +74,10 @@ class Router:
         name: str,
         observer: Observer | None = None,
         decisions: DecisionLog | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._config = config
+        self._grammars = grammars
         self._decisions = decisions
         self._clock = MonotonicClock()
         self._name = name
@@ -122,6 +125,7 @@ class Router:
             info,
             limits,
             path.routing,
+            self._grammars,
         )
         tokens = read_tokens(service.cluster_token_file)
         server = GenerationServer(

@@ -29,6 +29,7 @@ from jdisagg.engine.instance import (
 from jdisagg.engine.memory_plan import device_memory, fit_worker
 from jdisagg.errors import HandoffError, JdisaggError, UnavailableError
 from jdisagg.executor.programs import Programs
+from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.ids import random_id
 from jdisagg.instance.followers import Followers
 from jdisagg.instance.processes import ProcessGroup
@@ -87,6 +88,7 @@ class WorkerSpec:
     geometry: CostGeometry | None = None
     hardware: Accelerator | None = None
     sharers: int = 1
+    grammars: GrammarCompiler | None = None
 
 
 def worker_spec(config: WorkerProcessConfig, source: ModelSource) -> WorkerSpec:
@@ -104,6 +106,7 @@ def worker_spec(config: WorkerProcessConfig, source: ModelSource) -> WorkerSpec:
         geometry=source.geometry,
         hardware=find_accelerator(hardware) if hardware else None,
         sharers=config.sharers,
+        grammars=source.grammars,
     )
 
 
@@ -169,6 +172,7 @@ class WorkerRuntime:
         instance = build_worker_instance(
             state.spec.name, state.spec.role, self._fitted(), load, state.devices, channel, plane
         )
+        instance.executor.constrain(state.spec.grammars)
         state.loaded = instance.loaded
         if state.roles.now in state.programs:
             instance.executor.programs.adopt(state.programs[state.roles.now])
@@ -269,6 +273,7 @@ class WorkerRuntime:
         )
         peers = wrap.peers(spec.name, self._peers.find, state.observer)
         worker = self._worker(context, executor, peers)
+        worker.constrain(spec.grammars)
         tokens = read_tokens(self._service.cluster_token_file)
         services = (
             *_services(worker, tokens, instance.loaded.model.vocabulary, state.observer),

@@ -3,8 +3,8 @@ min_tokens, logprobs.
 
 The order (vLLM's, so that the same parameters give the same distribution): logit bias, then the
 repetition penalty, then frequency, then presence; stop ids are at -inf while fewer than min_tokens
-were generated. Temperature and filters come after, in `sampling`. A row whose parameters are
-neutral keeps its logits bit for bit.
+were generated. What a grammar does not allow is at -inf after all that. Temperature and filters
+come after, in `sampling`. A row whose parameters are neutral keeps its logits bit for bit.
 
   repetition (Hugging Face; tokens of prompt or output): logit / r where positive, logit * r where
   not; frequency and presence (OpenAI; generated tokens): logit - frequency * count - presence *
@@ -56,6 +56,19 @@ def shape_logits(
 
     masked_ids = jnp.where((position_B < rows.min_position)[:, None], rows.stop_ids, -1)
     return _scatter(logits_BV, masked_ids).set(-jnp.inf, mode="drop")
+
+
+def mask_logits(logits_BV: jax.Array, mask_BW: jax.Array) -> jax.Array:
+    """-inf at ids whose bit is 0.
+
+    Args:
+      logits_BV: float32 [B, V].
+      mask_BW: uint32 [B, ceil(V / 32)]; the first id in the lowest bit of the first word.
+    """
+    id_V = jnp.arange(logits_BV.shape[1], dtype=jnp.uint32)
+    words_BV = jnp.repeat(mask_BW, 32, axis=1, total_repeat_length=32 * mask_BW.shape[1])
+    bits_BV = words_BV[:, : logits_BV.shape[1]] >> (id_V & 31)[None] & 1
+    return jnp.where(bits_BV > 0, logits_BV, -jnp.inf)
 
 
 def logprobs(

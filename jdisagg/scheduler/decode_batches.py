@@ -16,6 +16,7 @@ pages; tokens of a child are accepted once, in order."""
 from jdisagg.messages.step_commands import (
     BROKEN_TOKEN,
     NO_TOKEN,
+    STUCK_TOKEN,
     CopyPages,
     DecodeResult,
     DecodeSteps,
@@ -157,7 +158,7 @@ class DecodeBatches:
                 ),
             )
         self._issued[step] = [_issue(rank, steps) for rank in active]
-        shaped, sampled = self._sampling(active)
+        shaped, sampled, masked = self._sampling(active)
         return DecodeSteps(
             step=step,
             steps=steps,
@@ -166,14 +167,19 @@ class DecodeBatches:
             sampled=sampled,
             admits=tuple(admits),
             grows=tuple(grows),
+            masked=masked,
         )
 
-    def _sampling(self, active: list[list[Sequence]]) -> tuple[bool, bool]:
-        """Whether any of these is shaped, and any not greedy."""
-        if not self._state.shaped and not self._state.sampled:
-            return False, False
+    def _sampling(self, active: list[list[Sequence]]) -> tuple[bool, bool, bool]:
+        """Whether any of these is shaped, any not greedy, any has a grammar."""
+        if not self._state.shaped and not self._state.sampled and not self._state.masked:
+            return False, False, False
         every = [child.group.request.sampling for rank in active for child in rank]
-        return any(params.shaped for params in every), any(not params.greedy for params in every)
+        return (
+            any(params.shaped for params in every),
+            any(not params.greedy for params in every),
+            any(params.grammar is not None for params in every),
+        )
 
     def _most_steps(self) -> int:
         """As many as the sequence with the most ahead of it can use."""
@@ -183,10 +189,11 @@ class DecodeBatches:
         )
         return max(1, min(self._steps, wanted))
 
-    def apply(self, result: DecodeResult) -> list[SequenceGroup]:
-        """Accepts what was read back; news goes to the state. Returns the groups whose logits are
-        not finite, for the caller to end."""
-        broken: list[SequenceGroup] = []
+    def apply(self, result: DecodeResult) -> list[tuple[SequenceGroup, int]]:
+        """Accepts what was read back; news goes to the state. Returns the groups for which no token
+        could be chosen, for the caller to end, and what came instead: BROKEN_TOKEN or
+        STUCK_TOKEN."""
+        broken: list[tuple[SequenceGroup, int]] = []
         # rows may share their tokens: a span's are looked at once
         seen: tuple[int, ...] | None = None
         kept: tuple[int, ...] = ()
@@ -198,7 +205,7 @@ class DecodeBatches:
                 if child.stage is not running:
                     continue
                 if tokens is not seen:
-                    seen, bad = tokens, BROKEN_TOKEN in tokens
+                    seen, bad = tokens, BROKEN_TOKEN in tokens or STUCK_TOKEN in tokens
                     kept = (
                         tuple([token for token in tokens if token != NO_TOKEN])
                         if NO_TOKEN in tokens
@@ -206,7 +213,7 @@ class DecodeBatches:
                     )
                     count = len(kept)
                 if bad:
-                    broken.append(child.group)
+                    broken.append((child.group, min(tokens)))
                     continue
                 if count != due:
                     assert self._spans and count < due, (

@@ -34,7 +34,8 @@ class DecodeState:
         self.ready: list[Sequence] = []  # READY ones, oldest first
         # RUNNING ones, by slot
         self.running: list[list[Sequence]] = [[] for _ in range(limits.ranks)]
-        self.shaped = self.sampled = 0  # running ones whose logits are shaped, that are not greedy
+        # running ones whose logits are shaped, that are not greedy, that have a grammar
+        self.shaped = self.sampled = self.masked = 0
         self.living = [0] * limits.ranks  # children that have not ended
         # keys of those that will need more pages than they have
         self.growing: list[set[int]] = [set() for _ in range(limits.ranks)]
@@ -84,6 +85,7 @@ class DecodeState:
         sampling = child.group.request.sampling
         self.shaped += change * sampling.shaped
         self.sampled += change * (not sampling.greedy)
+        self.masked += change * (sampling.grammar is not None)
 
     def note_pages(self, child: Sequence) -> None:
         """What a living child holds has changed."""

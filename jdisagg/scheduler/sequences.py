@@ -19,14 +19,14 @@ from jdisagg.scheduler.residency import Chain
 def sample_spec(request: Request, child: int, generated: tuple[int, ...]) -> SampleSpec:
     """How the token after `generated` is chosen; the histories travel only where the choice depends
     on them."""
-    penalised = request.sampling.penalised
+    penalised, constrained = request.sampling.penalised, request.sampling.grammar is not None
     return SampleSpec(
         child=child,
         sampling=request.sampling,
         stop_ids=request.stop_ids,
         min_position=len(request.prompt_token_ids) + request.sampling.min_tokens,
         prompt_history=request.prompt_token_ids if penalised else (),
-        output_history=generated if penalised else (),
+        output_history=generated if penalised or constrained else (),
     )
 
 

@@ -24,12 +24,15 @@ from jdisagg.dispatch.frontend import (
 from jdisagg.dispatch.routing_status import PastDecision, RoutingStatus, WorkerAccount
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import (
+    MAX_GRAMMAR_BYTES,
     MAX_LOGIT_BIAS,
     MAX_N,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     AcceptedChild,
     FinishReason,
+    Grammar,
+    GrammarKind,
     Resumption,
     SamplingDefaults,
     StreamEvent,
@@ -355,6 +358,8 @@ def _options_to_proto(options: SamplingOptions) -> common_pb2.SamplingParams:
                 message.stop.extend((stop,) if isinstance(stop, str) else stop)
             elif name == "stop_token_ids":
                 message.stop_token_ids.extend(options.get("stop_token_ids") or ())
+            elif name == "grammar":
+                message.grammar.CopyFrom(_grammar_to_proto(options.get("grammar")))
             else:
                 setattr(message, name, value)
         except (TypeError, ValueError, OverflowError) as error:
@@ -376,9 +381,37 @@ def _options_from_proto(message: common_pb2.SamplingParams) -> SamplingOptions:
         options["stop"] = tuple(message.stop)
     if message.stop_token_ids:
         options["stop_token_ids"] = tuple(message.stop_token_ids)
+    if message.HasField("grammar"):
+        options["grammar"] = _grammar_from_proto(message.grammar)
     scalars = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
     options.update(SamplingOptions(**scalars))
     return options
+
+
+def _grammar_to_proto(grammar: Grammar | None) -> common_pb2.Grammar:
+    if not isinstance(grammar, Grammar):
+        raise TypeError(f"{type(grammar).__name__} is no grammar")
+    if grammar.kind is GrammarKind.JSON_OBJECT:
+        return common_pb2.Grammar(json_object=True)
+    if grammar.kind is GrammarKind.CHOICE:
+        texts = msgspec.json.decode(grammar.text, type=list[str])
+        return common_pb2.Grammar(choice=common_pb2.Choices(texts=texts))
+    message = common_pb2.Grammar()
+    setattr(message, grammar.kind.value, grammar.text)
+    return message
+
+
+def _grammar_from_proto(message: common_pb2.Grammar) -> Grammar:
+    kind = message.WhichOneof("kind")
+    if kind is None or (kind == "json_object" and not message.json_object):
+        known = ", ".join(one.value for one in GrammarKind)
+        raise InvalidRequestError(f"grammar is empty: set one of {known}, or leave it out")
+    if kind == "json_object":
+        return Grammar(GrammarKind.JSON_OBJECT)
+    if kind == "choice":
+        at_most("grammar.choice", len(message.choice.texts), MAX_GRAMMAR_BYTES)
+        return Grammar.of_choices(tuple(message.choice.texts))
+    return Grammar(GrammarKind(kind), getattr(message, kind))
 
 
 def _chat_to_proto(prompt: ChatPrompt) -> pb.ChatMessages:

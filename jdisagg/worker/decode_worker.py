@@ -35,6 +35,7 @@ from jdisagg.messages.ports import (
 )
 from jdisagg.messages.step_commands import (
     BROKEN_TOKEN,
+    STUCK_TOKEN,
     DecodeResult,
     DecodeSteps,
     PrefillChunk,
@@ -167,8 +168,8 @@ class DecodeWorker(MeshWorker):
                     self._join(group, tuple([one for one in result.samples if one.sequence == key]))
         else:
             assert isinstance(result, DecodeResult)
-            for group in self._batches.apply(result):
-                self.fail(group, BrokenModelError())
+            for group, token in self._batches.apply(result):
+                self.fail(group, self._unchosen(group.request, token))
         self._migration.poke()
 
     def _settle(self) -> None:
@@ -217,6 +218,7 @@ class DecodeWorker(MeshWorker):
     # ---- reservations
 
     async def reserve(self, call: ReserveCall) -> Reservation:
+        await self._compiled(call.request, call.deadline_seconds)
         self._check_serving(call.children)
         self._attempts.take(call.request, call.children, call.attempt, self._clock.now())
         self._supersede(call)
@@ -369,8 +371,9 @@ class DecodeWorker(MeshWorker):
         self._streams[group.key].announce(lost=lost)
 
     def _join(self, group: SequenceGroup, firsts: tuple[SampledToken, ...]) -> None:
-        if any(first.token == BROKEN_TOKEN for first in firsts):
-            return self.fail(group, BrokenModelError())
+        for first in firsts:
+            if first.token in (BROKEN_TOKEN, STUCK_TOKEN):
+                return self.fail(group, self._unchosen(group.request, first.token))
         copies = self._batches.ready(
             group, firsts, self._loop.next_number(), group.handoff.deadline
         )

@@ -13,9 +13,17 @@ from dataclasses import dataclass
 
 from jdisagg.clock import Clock
 from jdisagg.config import InstanceConfig, LimitsConfig
-from jdisagg.errors import HandoffError, JdisaggError, UnavailableError
+from jdisagg.errors import (
+    BrokenModelError,
+    HandoffError,
+    InvalidRequestError,
+    JdisaggError,
+    UnavailableError,
+)
+from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.messages.kept_blocks import KeptMark, KeptNews, KeptScheme
 from jdisagg.messages.ports import Child, PeerHello, PeerMessage
+from jdisagg.messages.step_commands import STUCK_TOKEN
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import Identity, Request
 from jdisagg.scheduler.executor import Executor
@@ -77,11 +85,16 @@ class MeshWorker(ABC):
             self._hello, self._loop, context.clock, limits, self.counters, ended=self._sent
         )
         self._attempts = Attempts()
+        self._grammars: GrammarCompiler | None = None
         self._sweep_seconds = min(shortest_lease_seconds / 4, limits.timeouts.handoff.sweep_seconds)
         self._sweeping: asyncio.Task[None] | None = None
         self._draining = False
         self._forgotten = 0  # blocks of KV, not for want of room
         self._quiet = asyncio.Event()
+
+    def constrain(self, grammars: GrammarCompiler | None) -> None:
+        """What its mesh compiles grammars with; None: requests that have one are refused."""
+        self._grammars = grammars
 
     async def start(self) -> None:
         self._loop.start()
@@ -192,6 +205,28 @@ class MeshWorker(ABC):
         if blocks:
             self.counters.add("prefix_blocks_evicted", blocks, cause=cause)
         return blocks
+
+    async def _compiled(self, request: Request, seconds: float) -> None:
+        """The request's grammar, if it has one, is ready for the mesh. Raises InvalidRequestError
+        where it cannot be, or not so soon."""
+        grammar = request.sampling.grammar
+        if grammar is not None:
+            if self._grammars is None:
+                raise InvalidRequestError(
+                    f"grammar: worker {self.name!r} has no tokenizer.json beside its model, which"
+                    " structured output needs; leave the grammar out, or add the file"
+                )
+            await self._grammars.prepare(grammar, seconds)
+
+    def _unchosen(self, request: Request, token: int) -> JdisaggError:
+        """Why no token could be chosen for a sequence, given what came instead."""
+        grammar = request.sampling.grammar
+        if token != STUCK_TOKEN or grammar is None:
+            return BrokenModelError()
+        return InvalidRequestError(
+            f"grammar: the {grammar.kind.value} became too complex for the text so far, or the"
+            " tokens so far do not follow it; simplify it"
+        )
 
     def _check_serving(self, children: tuple[Child, ...]) -> None:
         self._loop.check()

@@ -28,6 +28,7 @@ from jdisagg.errors import (
 from jdisagg.messages.ports import FirstToken, HandoffEnd, Offer, PrefillCall, PrefillReply
 from jdisagg.messages.step_commands import (
     BROKEN_TOKEN,
+    STUCK_TOKEN,
     ExtractBlock,
     ExtractResult,
     PrefillChunk,
@@ -258,6 +259,7 @@ class PrefillWorker(MeshWorker):
     # ---- prompts
 
     async def prefill(self, call: PrefillCall) -> PrefillReply:
+        await self._compiled(call.request, call.deadline_seconds)
         self._check(call)
         task = self._new_task(call, self._clock.now())
         self._tasks[task.prompt.key] = task
@@ -335,10 +337,13 @@ class PrefillWorker(MeshWorker):
         """Its tokens are sampled, so all that was computed of it is offered."""
         now, started = self._clock.now(), task.started_at
         assert started is not None, "its rows were planned"
-        if any(first.token == BROKEN_TOKEN for first in firsts):
-            # what it began with may be what broke it
-            self._forget_kept(task.rank, "broken")
-            self._outgoing.end(task.handoff, BrokenModelError())
+        unchosen = [one.token for one in firsts if one.token in (BROKEN_TOKEN, STUCK_TOKEN)]
+        if unchosen:
+            error = self._unchosen(task.call.request, unchosen[0])
+            if isinstance(error, BrokenModelError):
+                # what it began with may be what broke it
+                self._forget_kept(task.rank, "broken")
+            self._outgoing.end(task.handoff, error)
             return
         tokens = tuple(FirstToken(sample.child, sample.token, sample.logprobs) for sample in firsts)
         task.firsts = tokens

@@ -21,6 +21,7 @@ from jdisagg.messages.step_commands import StepCommand
 from jdisagg.ops.dense_attention import dense_causal_attend
 from jdisagg.ops.quantized_weights import checked_weights
 from jdisagg.request import FinishReason, Request, SamplingParams, StreamEvent
+from launch.grammars import grammar_compiler
 from models.checkpoint import load_model
 from models.tokenizer import Tokenizer
 
@@ -98,7 +99,8 @@ class Running:
     def request(self, prompt: str | Sequence[int], name: str = "r", **sampling: object) -> Request:
         ids = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": 32, **sampling})  # type: ignore[arg-type]
-        stops = () if params.ignore_eos else self.tokenizer.eos_ids
+        endless = params.ignore_eos and params.grammar is None
+        stops = () if endless else self.tokenizer.eos_ids
         return Request(name, ids, params, (*stops, *params.stop_token_ids))
 
 
@@ -147,6 +149,7 @@ async def running(engine: EngineConfig, *, first_device: int = 0) -> AsyncIterat
     cluster = EmbeddedCluster(engine, load, tokenizer, jax.devices()[first_device:])  # type: ignore[arg-type]
     recording = Recording()
     _record(cluster, recording)
+    cluster.constrain(grammar_compiler(engine.model.directory))
     await cluster.start()
     try:
         yield Running(cluster, tokenizer, recording)

@@ -1,0 +1,2 @@
+"""Structured output: grammars compiled for a tokenizer, and where a sequence stands in its own. No
+JAX."""

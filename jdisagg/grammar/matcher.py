@@ -1,0 +1,94 @@
+"""Where one sequence stands in its grammar, and which tokens may come next.
+
+A function of the compiled grammar and the accepted ids (rule 9 of the design): another worker makes
+the same matcher by consuming the same ids.
+
+A stop id may come where the text may end. Where a request wants to go on (`ignore_eos`,
+`min_tokens`) stop ids are kept out as long as anything else is allowed: a complete text has nothing
+to go on with."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import llguidance
+import numpy as np
+
+from jdisagg.request import SamplingParams
+
+BITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Endings:
+    """The ids that end an answer: the model's own, and all of the request's, those included."""
+
+    eos_ids: tuple[int, ...]
+    stop_ids: tuple[int, ...]
+
+
+class TokenMatcher:
+    """`inner` is this sequence's own. `words`: of a mask over the tokenizer's ids."""
+
+    def __init__(
+        self, inner: llguidance.LLMatcher, words: int, sampling: SamplingParams, endings: Endings
+    ) -> None:
+        self._inner = inner
+        self._mask = np.zeros(words, np.uint32)
+        self._min_tokens = sampling.min_tokens
+        self._generated = 0
+        self._ended = False
+        self._at_first = _bits(endings.stop_ids, words)
+        self._always = _bits(endings.eos_ids if sampling.ignore_eos else (), words)
+        self._stop_ids = frozenset(endings.stop_ids)
+
+    def consume(self, token_ids: Iterable[int]) -> None:
+        """The sequence goes on with these. What comes behind a stop id is nothing of it: a mesh
+        runs ahead."""
+        for token_id in token_ids:
+            if self._ended or token_id < 0:
+                return
+            self._generated += 1
+            if token_id in self._stop_ids:
+                self._ended = True
+            else:
+                self._inner.consume_token(token_id)
+
+    def fill(self, mask: np.ndarray) -> None:
+        """Writes a bit for each id that may come next, the first id in the lowest bit of the first
+        word.
+
+        Args:
+          mask: uint32 [words of the model's vocabulary]. All zero where the ids so far are not of
+            the grammar, or it broke its compiler's limits.
+        """
+        ours = self._mask
+        self._inner.unsafe_compute_mask_ptr(ours.ctypes.data, ours.nbytes)
+        if self._inner.is_error():
+            ours[:] = 0
+        for endings in (self._always, self._at_first):
+            if endings is self._at_first and self._generated >= self._min_tokens:
+                continue
+            others = ours & ~endings
+            if others.any():
+                ours[:] = others
+        shared = min(len(mask), len(ours))
+        mask[:shared] = ours[:shared]
+        mask[shared:] = 0
+
+    @property
+    def error(self) -> str:
+        """Why nothing can come next; empty where something can."""
+        return self._inner.get_error() if self._inner.is_error() else ""
+
+
+def mask_words(vocabulary: int) -> int:
+    """How many words a mask over so many ids has."""
+    return -(-vocabulary // BITS)
+
+
+def _bits(token_ids: Sequence[int], words: int) -> np.ndarray:
+    bits = np.zeros(words, np.uint32)
+    for token_id in token_ids:
+        if token_id < words * BITS:
+            bits[token_id // BITS] |= np.uint32(1 << (token_id % BITS))
+    return bits
