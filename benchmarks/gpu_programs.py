@@ -20,7 +20,6 @@ from benchmarks.gpu_devices import GPU_DEVICES
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import InstanceConfig, Mode
 from jdisagg.engine.limits import mesh_limits
-from jdisagg.executor.choose import Variant
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.prefill_program import chunk_forms
 from jdisagg.layout.axes import Layout
@@ -147,7 +146,7 @@ def compile_all(case: Case, report: Callable[[Counted], None]) -> int:
 
 
 def _decode(executor: MeshExecutor, case: Case) -> None:
-    for variant in Variant:
+    for variant in executor.variants:
         executor.warm_decode(case.batch, variant)
 
 

@@ -7,9 +7,9 @@ at its limit stands still. Pages, hot state and counts are donated and come back
 
 One step is one program over the whole mesh (`shard_map`): each dp rank has its own slots, page
 table and trip counts; experts are reached by the model's collectives. Layers are unrolled: a scan
-would copy each layer's weights. Where logits are shaped or masked a step is two: the forward pass,
-which gives logits, and the choice, which is issued when the masks of its grammars are known. The
-forward pass is then under way already."""
+would copy each layer's weights. Where a row has a grammar a step is two programs: the forward pass,
+which gives logits, and the choice, which is issued when the masks are known. The forward pass is
+then under way already."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from jdisagg.model_api import Attend, Latent, Shards
 from jdisagg.ops.kv_pages import decode_coordinates, write_tokens
 from jdisagg.ops.paged_attention import paged_attention
 from jdisagg.ops.quarantine import reveal, seal
-from jdisagg.ops.sampling import WHOLE
+from jdisagg.ops.sampling import WHOLE, VocabularyShard
 from jdisagg.scheduler.executor import MeshLimits
 
 ROWS_PER_UPDATE = 8
@@ -91,14 +91,14 @@ class DecodePrograms:
         width = max(1, max(len(row) for row in slots))
         bucket = next(size for size in self._limits.batch_buckets if size >= width)
         batch = self._batch_array(slots, bucket)
-        if variant.shaped or variant.masked:
+        if variant.masked:
             return self._step_in_two(slots, batch, variant)
         hot, ints, floats, counts = self._state
-        pages, hot, chosen = self._program(bucket, variant)(
-            *self._model(), hot, ints, floats, batch
+        pages, hot, chosen, counts_out = self._program(bucket, variant)(
+            *self._model(), hot, counts if variant.shaped else (), ints, floats, batch
         )
         self._pool.put(0, pages)
-        self._state = SlotState(hot, ints, floats, counts)
+        self._state = SlotState(hot, ints, floats, counts_out if variant.shaped else counts)
         return chosen
 
     def _step_in_two(
@@ -106,15 +106,13 @@ class DecodePrograms:
     ) -> Chosen:
         hot, ints, floats, counts = self._state
         bucket = batch.shape[1]
-        pages, logits_BV = self._program(bucket, None)(*self._model(), hot, ints, floats, batch)
+        pages, logits_BV = self._program(bucket, None)(*self._model(), hot, (), ints, floats, batch)
         self._pool.put(0, pages)
-        mask = ()
-        if variant.masked:
-            mask = self._programs.put(self._grammars.masks(slots, bucket))
-        hot, chosen, counts_out = self._choice(logits_BV, batch, mask, variant)
+        mask = self._programs.put(self._grammars.masks(slots, bucket))
+        arguments = (hot, counts if variant.shaped else (), ints, floats, logits_BV, batch, mask)
+        hot, chosen, counts_out = self._choice(arguments, variant)
         self._state = SlotState(hot, ints, floats, counts_out if variant.shaped else counts)
-        if variant.masked:
-            self._grammars.issued(slots, chosen.token)
+        self._grammars.issued(slots, chosen.token)
         return chosen
 
     def _model(self) -> tuple[Any, Any, Any]:
@@ -140,53 +138,81 @@ class DecodePrograms:
         return self._batch[1]
 
     def _program(self, bucket: int, variant: Variant | None) -> Any:
-        """A step that chooses its tokens itself; None: the forward pass alone."""
+        """A step that chooses its tokens itself; None: the forward pass alone, which gives logits
+        [ranks, b, V]."""
 
         def build() -> Any:
-            hot, ints, floats, _ = self._state
+            hot, ints, floats, counts = self._state
+            shaped = variant is not None and variant.shaped
             batch = jax.ShapeDtypeStruct((self._limits.ranks, bucket), jnp.int32)
             page_specs = self._pool.specs()
             layer_specs = [layer.specs for layer in self._weights.layers]
-            in_specs = (self._weights.stem.specs, layer_specs, page_specs, *(RANK,) * 4)
+            counts_spec = RANK if shaped else ()
+            in_specs = (self._weights.stem.specs, layer_specs, page_specs, RANK, counts_spec)
             out_specs = (
                 (page_specs, RANK)
                 if variant is None
-                else (page_specs, RANK, Chosen.specs(variant, self._programs))
+                else (page_specs, RANK, Chosen.specs(variant, self._programs), counts_spec)
             )
             return self._programs.compile(
                 self._step_body(variant),
-                (*self._model(), hot, ints, floats, batch),
-                in_specs,
+                (*self._model(), hot, counts if shaped else (), ints, floats, batch),
+                (*in_specs, RANK, RANK, RANK),
                 out_specs,
-                donate=(2,) if variant is None else (2, 3),
+                donate=(2,) if variant is None else (2, 3, 4),
             )
 
         return self._programs.get(("decode", bucket, variant), build)
 
-    def _choice(self, logits_BV: jax.Array, batch: jax.Array, mask: Any, variant: Variant) -> Any:
-        """The end of a step in two: what comes of its logits [ranks, b, V]. `mask`: uint32
-        [ranks, b, W], () where none is asked for. Returns hot, the choice, counts."""
-        hot, ints, floats, counts = self._state
-        rows, shards, programs = self._rows, self._shards, self._programs
-        arguments = (hot, counts if variant.shaped else (), ints, floats, logits_BV, batch, mask)
+    def _choice(self, arguments: tuple[Any, ...], variant: Variant) -> Any:
+        """The end of a step in two, of hot, counts, ints, floats, logits, batch and mask (uint32
+        [ranks, b, W]). Returns hot, the choice, counts."""
+        programs, rows, ending = self._programs, self._rows, self._ending(variant)
         counts_spec = RANK if variant.shaped else ()
 
         def body(
             hot: Any, counts: Any, ints: Any, floats: Any, logits_BV: Any, batch: Any, mask: Any
         ) -> Any:
             row = rows.batch(batch[0], hot[0], ints[0], floats[0])
+            return ending(row, hot, counts, logits_BV[0], WHOLE, mask[0])
+
+        def build() -> Any:
+            return programs.compile(
+                body,
+                arguments,
+                (RANK, counts_spec, *(RANK,) * 5),
+                (RANK, Chosen.specs(variant, programs), counts_spec),
+                donate=(0, 1),
+            )
+
+        bucket = arguments[-1].shape[1]
+        return programs.get(("choice", bucket, variant), build)(*arguments)
+
+    def _ending(self, variant: Variant) -> Any:
+        """What a program does with the logits of its rows: the new hot, the choice, the new
+        counts."""
+        rows, programs, platform = self._rows, self._programs, self._shards.platform
+
+        def end(
+            row: BatchRows,
+            hot: Any,
+            counts: Any,
+            logits_BV: jax.Array,
+            shard: VocabularyShard,
+            mask_BW: jax.Array | None = None,
+        ) -> tuple[Any, Chosen, Any]:
             chosen = choose(
                 variant,
                 rows,
-                logits_BV[0],
+                logits_BV,
                 row.ints,
                 row.floats,
                 row.at + 1,
                 row.active,
                 jnp.take(counts[0], row.slot, axis=0, mode="clip") if variant.shaped else None,
-                WHOLE,
-                shards.platform,
-                mask[0] if variant.masked else None,
+                shard,
+                platform,
+                mask_BW,
             )
             counts_out = (
                 counts[0].at[row.slot].set(chosen.counts, mode="drop")[None]
@@ -196,20 +222,11 @@ class DecodePrograms:
             hot_S2 = row.advance(hot[0], chosen.token)
             return hot_S2[None], chosen.on_rank(programs), counts_out
 
-        def build() -> Any:
-            mask_spec = RANK if variant.masked else ()
-            return programs.compile(
-                body,
-                arguments,
-                (RANK, counts_spec, RANK, RANK, RANK, RANK, mask_spec),
-                (RANK, Chosen.specs(variant, programs), counts_spec),
-                donate=(0, 1),
-            )
-
-        return programs.get(("choice", batch.shape[1], variant), build)(*arguments)
+        return end
 
     def _step_body(self, variant: Variant | None) -> Any:
-        weights, shards, rows, programs = self._weights, self._shards, self._rows, self._programs
+        weights, shards, rows = self._weights, self._shards, self._rows
+        ending = None if variant is None else self._ending(variant)
         page_size, dummy = self._pool.page_size, self._pool.pages_per_rank
 
         def body(
@@ -217,6 +234,7 @@ class DecodePrograms:
             layer_leaves: Any,
             pages: list[LayerPages],
             hot: Any,
+            counts: Any,
             ints: Any,
             floats: Any,
             batch: Any,
@@ -266,23 +284,11 @@ class DecodePrograms:
                 layer: Any = part.merge(leaves)
                 x_BD = layer(x_BD, at_B, attend_with(layer_pages), shards, row.active)
             logits_BV, shard = logits(
-                variant or Variant.SHAPED, stem, reveal(x_BD), shards, rows.vocabulary
+                variant or Variant.MASKED, stem, reveal(x_BD), shards, rows.vocabulary
             )
-            if variant is None:
+            if ending is None:
                 return new_pages, logits_BV[None]
-            chosen = choose(
-                variant,
-                rows,
-                logits_BV,
-                row.ints,
-                row.floats,
-                at_B + 1,
-                row.active,
-                None,
-                shard,
-                shards.platform,
-            )
-            return new_pages, row.advance(hot[0], chosen.token)[None], chosen.on_rank(programs)
+            return new_pages, *ending(row, hot, counts, logits_BV, shard)
 
         return body
 

@@ -160,7 +160,8 @@ class MeshExecutor:
         self._targets.connect("", card)
 
     def constrain(self, grammars: GrammarCompiler | None) -> None:
-        """Grammars are compiled by this; None: nobody asks for any. Before the first command."""
+        """Grammars are compiled by this; None: nobody asks for any. Before the first command, and
+        before warm-up."""
         self._grammars.compiler = grammars
 
     def issue_and_wait(self, command: StepCommand) -> StepResult:
@@ -170,9 +171,9 @@ class MeshExecutor:
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """Those that are warmed up. What grammars add is small, and compiled when the first one
-        comes."""
-        return tuple(variant for variant in Variant if not variant.masked)
+        """Those that may come: masked ones where grammars can be compiled."""
+        masked = self._grammars.compiler is not None
+        return tuple(variant for variant in Variant if masked or not variant.masked)
 
     def warm_prefill(self, width: int, form: ChunkForm) -> None:
         """Runs a chunk of padding, and every cut that its rows may ask for."""
