@@ -82,7 +82,8 @@ class RequestTimeouts:
         breaker: for how long a worker that fails again and again gets nothing.
         resumption_seconds: for the broken stream of a request that is resumed to be noticed here; a
             server that pings its clients notices within this time that a connection is dead.
-        grammar_seconds: for the grammar of a request to be compiled.
+        grammar_seconds: for the grammar of a request to be tried, and then to be compiled; one that
+            takes 0.8 s of a processor is refused however long this is.
     """
 
     close_seconds: float = 5.0
@@ -95,7 +96,7 @@ class RequestTimeouts:
     queue_pause_seconds: float = 0.002
     breaker: Backoff = Backoff(1.0, 30.0)
     resumption_seconds: float = 8.0
-    grammar_seconds: float = 1.0
+    grammar_seconds: float = 5.0
 
     def __post_init__(self) -> None:
         _check_positive(self)

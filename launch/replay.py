@@ -20,6 +20,7 @@ from jdisagg.node.replay import replay
 from jdisagg.service.recording import read_recording
 from launch.console import run
 from launch.flags import define
+from launch.grammars import grammar_compiler
 from launch.model import loader
 
 REFUSED = 2  # 1 is a difference
@@ -41,6 +42,7 @@ def main() -> int:
         replay(
             recordings,
             lambda header: loader(flags.model or header.model, header.dtype, header.weights),
+            lambda header: grammar_compiler(flags.model or header.model),
         )
     )
     left_out = (

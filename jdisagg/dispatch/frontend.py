@@ -479,7 +479,7 @@ class Frontend:
                 f"grammar: {self.model.name!r} has no tokenizer.json, which structured output"
                 " needs; leave the grammar out"
             )
-        await self._grammars.prepare(grammar, self._limits.timeouts.request.grammar_seconds)
+        await self._grammars.admit(grammar, self._limits.timeouts.request.grammar_seconds)
 
     def _check_text(self, name: str, text: str) -> int:
         self._check_size(name, len(text) if isinstance(text, str) else 0)

@@ -1,13 +1,12 @@
 """Grammars, compiled for one tokenizer by llguidance, and kept.
 
-Who serves grammars: the door compiles each once to judge it, workers to choose tokens with it; in
-one process they share this object and its store. `prepare` compiles in a thread, a few at a time,
-each within a second, so that a hostile grammar delays no stream; `matcher` finds it compiled then,
-and compiles on the spot where it must (the follower of an instance of several processes, a
-replay).
+Who serves grammars: the door has each tried in a process of its own (`admit`), workers choose
+tokens with them; in one process they share this object and its store. `prepare` compiles in a
+thread, a few at a time, so that no grammar delays a stream; `matcher` finds it compiled then, and
+compiles on the spot where it must (the follower of an instance of several processes, a replay).
 
-llguidance's limits bound what one grammar may cost: to compile, in memory, and for one mask. Its
-compiler lets go of the interpreter's lock."""
+llguidance's limits bound what one grammar may cost in memory and for one mask. Its compiler lets go
+of the interpreter's lock."""
 
 import asyncio
 import threading
@@ -20,14 +19,14 @@ import msgspec
 
 from jdisagg.clock import within
 from jdisagg.errors import InvalidRequestError, OverloadedError
+from jdisagg.grammar.judge import judge
 from jdisagg.grammar.matcher import Endings, TokenMatcher, mask_words
+from jdisagg.grammar.trial import limits
 from jdisagg.request import Grammar, GrammarKind, SamplingParams
 
 AT_ONCE = 2
 MOST_WAITING = 64
 KEPT = 128
-# A state of the lexer takes one or two kB. A step's fuel lasts for 15 ms.
-LEXER_STATES = 50_000
 MESSAGE_CHARACTERS = 300
 # JSON's blanks between tokens, so few that a model which got among them comes out again.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,16}"
@@ -69,20 +68,24 @@ class GrammarCompiler:
                 self._tokenizer = llguidance.LLTokenizer(text.json, eos_token=list(text.eos_ids))
             return self._tokenizer
 
+    async def admit(self, grammar: Grammar, seconds: float) -> None:
+        """As `prepare`, of a grammar that nobody has looked at: it is tried in a process of its own
+        first."""
+        if grammar not in self._known:
+            await self._a_place()
+            try:
+                fault = _first_line(await _judged(grammar, seconds))
+            finally:
+                self._at_work.release()
+            if fault:
+                self._keep(grammar, fault)
+        await self.prepare(grammar, seconds)
+
     async def prepare(self, grammar: Grammar, seconds: float) -> None:
         """Returns when the grammar is compiled. Raises InvalidRequestError where it is none, or too
         complex, or takes longer than `seconds`, and OverloadedError where too many wait."""
         if grammar not in self._known:
-            if self._waiting >= MOST_WAITING:
-                raise OverloadedError(
-                    f"{self._waiting} grammars wait to be compiled; try again later",
-                    retry_after_seconds=1.0,
-                )
-            self._waiting += 1
-            try:
-                await self._at_work.acquire()
-            finally:
-                self._waiting -= 1
+            await self._a_place()
             task = asyncio.ensure_future(asyncio.to_thread(self._find, grammar))
             task.add_done_callback(self._ended)
             try:
@@ -109,6 +112,19 @@ class GrammarCompiler:
         matcher.consume(token_ids)
         return matcher
 
+    async def _a_place(self) -> None:
+        """Until fewer than AT_ONCE are compiled; the caller gives its place back."""
+        if self._waiting >= MOST_WAITING:
+            raise OverloadedError(
+                f"{self._waiting} grammars wait to be compiled; try again later",
+                retry_after_seconds=1.0,
+            )
+        self._waiting += 1
+        try:
+            await self._at_work.acquire()
+        finally:
+            self._waiting -= 1
+
     def _ended(self, task: "asyncio.Task[llguidance.LLMatcher | str]") -> None:
         self._at_work.release()
         if not task.cancelled():
@@ -127,7 +143,11 @@ class GrammarCompiler:
             if (found := self._known.get(grammar)) is not None:
                 self._known.move_to_end(grammar)
                 return found
-        found = self._compile(grammar)
+        return self._keep(grammar, self._compile(grammar))
+
+    def _keep(
+        self, grammar: Grammar, found: llguidance.LLMatcher | str
+    ) -> llguidance.LLMatcher | str:
         with self._lock:
             self._known[grammar] = found
             while len(self._known) > KEPT:
@@ -138,16 +158,30 @@ class GrammarCompiler:
         """The grammar at its beginning, or what is wrong with it. Its first mask is tried on a
         copy: what breaks the limits there is refused, and not begun."""
         tokenizer = self.load()
-        limits = llguidance.LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
         try:
             text = _as_llguidance(grammar)
         except ValueError as error:
             return _first_line(str(error))
-        matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
+        matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits())
         tried = matcher if matcher.is_error() else matcher.deep_copy()
         if not tried.is_error():
             tried.compute_bitmask()
         return _first_line(tried.get_error() or "no reason") if tried.is_error() else matcher
+
+
+async def _judged(grammar: Grammar, seconds: float) -> str:
+    if grammar.kind is GrammarKind.JSON_OBJECT:
+        return ""
+    try:
+        return await judge(_as_llguidance(grammar), seconds)
+    except ValueError as error:
+        return str(error)
+    except TimeoutError:
+        raise OverloadedError(
+            f"grammar: the {grammar.kind.value} was not looked at within {seconds:g} s, the machine"
+            " is busy; try again later",
+            retry_after_seconds=1.0,
+        ) from None
 
 
 def _as_llguidance(grammar: Grammar) -> str:

@@ -17,6 +17,7 @@ from jdisagg.clock import MonotonicClock
 from jdisagg.engine.instance import LoadModel
 from jdisagg.errors import ConfigError
 from jdisagg.executor.mesh_executor import MeshExecutor
+from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.step_commands import (
     DecodeResult,
@@ -70,10 +71,12 @@ class _Offers:
 
 
 async def replay(
-    recordings: Sequence[Recording], load_for: Callable[[RecordingHeader], LoadModel]
+    recordings: Sequence[Recording],
+    load_for: Callable[[RecordingHeader], LoadModel],
+    grammars_for: Callable[[RecordingHeader], GrammarCompiler | None] = lambda _: None,
 ) -> Replayed:
     """Rebuilds every mesh and runs all streams at once, each in its order; blocks go from mesh to
-    mesh as they did."""
+    mesh as they did. `grammars_for`: what compiles the grammars of recorded requests."""
     offers = _offers(recordings)
     channel = InProcessChannel(MonotonicClock())
     executors: list[MeshExecutor] = []
@@ -83,6 +86,7 @@ async def replay(
             last = first + Layout.parse(recording.header.layout).devices
             load = load_for(recording.header)
             executors.append(rebuild(recording.header, jax.devices()[first:last], channel, load))
+            executors[-1].constrain(grammars_for(recording.header))
             first = last
         streams = [
             _Stream(recording, executor, offers)

@@ -4,19 +4,22 @@ runs beside it and what happens to its workers change no token."""
 import json
 
 import jsonschema
+import pytest
 
 from jdisagg.config import Mode
 from jdisagg.request import FinishReason, Grammar, GrammarKind, Request
 from tests.end_to_end.clusters import Completed, Running, config, running
 from tests.end_to_end.schemas import random_schema
 
+pytestmark = pytest.mark.ci
+
 PROMPT = "once upon a time there was a little dog"
-SCHEMAS = 20
-PLAIN = 4
+SCHEMAS = 12
+PLAIN = 3
 
 
 def constrained(run: Running, name: str, grammar: Grammar, **options: object) -> Request:
-    given = {"temperature": 1.0, "seed": sum(name.encode()), "max_tokens": 300}
+    given = {"temperature": 1.0, "seed": sum(name.encode()), "max_tokens": 160}
     return run.request(PROMPT, name, grammar=grammar, **(given | options))
 
 

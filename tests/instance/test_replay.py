@@ -13,14 +13,16 @@ from jdisagg.config import ModelConfig
 from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster
 from jdisagg.engine.instance import Instance, LoadModel
 from jdisagg.errors import ConfigError
+from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.step_commands import DecodeResult, Done, InsertBlock
 from jdisagg.model_api import Device
 from jdisagg.node.recording import record
 from jdisagg.node.replay import replay
-from jdisagg.request import Request, SamplingParams
+from jdisagg.request import Grammar, GrammarKind, Request, SamplingParams
 from jdisagg.scheduler.executor import Executor
 from jdisagg.service.recording import Recording, RecordingExecutor, RecordingHeader, read_recording
+from launch.grammars import grammar_compiler
 from launch.model import loader
 from models.checkpoint import load_model
 from models.tokenizer import Tokenizer
@@ -34,9 +36,14 @@ def load_for(header: RecordingHeader) -> LoadModel:
     return loader(header.model, header.dtype, header.weights)
 
 
+def grammars_for(header: RecordingHeader) -> GrammarCompiler | None:
+    return grammar_compiler(header.model)
+
+
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory: pytest.TempPathFactory) -> list[Recording]:
-    """Some requests through tp=2 -> dp=2: greedy, sampled, forked, longer than a chunk."""
+    """Some requests through tp=2 -> dp=2: greedy, sampled, forked, with a
+    grammar, longer than a chunk."""
     folder = tmp_path_factory.mktemp("recordings")
     engine = config(prefill="tp=2", decode="dp=2")
     tokenizer = Tokenizer.from_directory(LLAMA)
@@ -52,12 +59,16 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> list[Recording]:
 
     async def run() -> None:
         cluster = EmbeddedCluster(engine, load, tokenizer, jax.devices(), record=recorded)  # type: ignore[arg-type]
+        cluster.constrain(grammar_compiler(str(LLAMA)))
         await cluster.start()
         greedy = SamplingParams(temperature=0.0, max_tokens=12)
         sampled = SamplingParams(temperature=0.9, seed=3, max_tokens=9, n=2)
+        grammar = Grammar(GrammarKind.REGEX, "[0-9]{7}")
+        numbers = SamplingParams(max_tokens=7, seed=4, grammar=grammar)
         requests = [
             Request("a", tuple(range(20, 120)), greedy),
             Request("b", tuple(range(40, 60)), sampled),
+            Request("c", tuple(range(30, 60)), numbers, tokenizer.eos_ids),
         ]
 
         async def one(request: Request) -> None:
@@ -74,9 +85,9 @@ async def test_a_replay_gives_the_recorded_tokens(recordings: list[Recording]) -
     assert any(isinstance(entry.command, InsertBlock) for entry in recordings[1].entries), (
         "KV must have moved"
     )
-    replayed = await replay(recordings, load_for)
+    replayed = await replay(recordings, load_for, grammars_for)
     assert replayed.difference == ""
-    assert replayed.tokens >= 12 + 2 * 9, (
+    assert replayed.tokens >= 12 + 2 * 9 + 3, (
         "a step more may have been under way when a sequence ended"
     )
 
@@ -95,7 +106,7 @@ async def test_a_replay_names_the_first_token_that_differs(recordings: list[Reco
         for entry in recordings[1].entries
     ]
     replayed = await replay(
-        [recordings[0], dataclasses.replace(recordings[1], entries=changed)], load_for
+        [recordings[0], dataclasses.replace(recordings[1], entries=changed)], load_for, grammars_for
     )
     assert f"decode-0.commands, command {number} (DecodeSteps)" in replayed.difference
 

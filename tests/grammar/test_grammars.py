@@ -1,0 +1,209 @@
+"""What a grammar lets through, against Python's own `re` and `json`; and what is refused, how."""
+
+import json
+import random
+import re
+
+import jsonschema
+import numpy as np
+import pytest
+
+from jdisagg.errors import InvalidRequestError
+from jdisagg.grammar.compiler import GrammarCompiler
+from jdisagg.grammar.judge import judge
+from jdisagg.grammar.matcher import TokenMatcher, mask_words
+from jdisagg.request import Grammar, GrammarKind, SamplingParams
+from launch.grammars import grammar_compiler
+from models.tokenizer import Tokenizer
+from tests.end_to_end.clusters import LLAMA
+from tests.end_to_end.schemas import random_schema
+from tests.time_scale import seconds
+
+TOKENIZER = Tokenizer.from_directory(str(LLAMA))
+EOS = TOKENIZER.eos_ids
+WORDS = mask_words(1280)
+LONGEST = 400
+KNOWN = grammar_compiler(str(LLAMA))
+assert KNOWN is not None
+COMPILER: GrammarCompiler = KNOWN
+
+
+def begin(grammar: Grammar, consumed: list[int] | None = None, **options: object) -> TokenMatcher:
+    sampling = SamplingParams(grammar=grammar, **options)  # type: ignore[arg-type]
+    return COMPILER.matcher(grammar, sampling, EOS, consumed or [])
+
+
+def allowed(matcher: TokenMatcher) -> list[int]:
+    mask = np.zeros(WORDS, np.uint32)
+    matcher.fill(mask)
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    return np.flatnonzero(bits).tolist()
+
+
+def walk(grammar: Grammar, seed: int, **options: object) -> tuple[list[int], bool]:
+    """Ids drawn evenly among those allowed; whether the end was reached."""
+    draw, matcher = random.Random(seed), begin(grammar, **options)
+    ids: list[int] = []
+    while len(ids) < LONGEST:
+        ids.append(draw.choice(allowed(matcher)))
+        if ids[-1] in EOS:
+            return ids[:-1], True
+        matcher.consume(ids[-1:])
+    return ids, False
+
+
+def text(ids: list[int]) -> str:
+    return TOKENIZER.decode(ids)
+
+
+def ids_of(written: str) -> list[int]:
+    """Without the id that begins a prompt."""
+    return TOKENIZER.encode(written)[1:]
+
+
+REGEXES = (r"[a-c]{2,5}", r"(yes|no|maybe)( please)?", r"\d{4}-\d\d-\d\d", r"x?y+z", "äö{1,3}")
+
+
+@pytest.mark.parametrize("regex", REGEXES)
+def test_a_regex_is_matched_by_the_whole_text(regex: str) -> None:
+    texts = set()
+    for seed in range(6):
+        ids, ended = walk(Grammar(GrammarKind.REGEX, regex), seed)
+        assert not ended or re.fullmatch(regex, text(ids))
+        texts.add(text(ids))
+    assert len(texts) > 1, "one text is no choice"
+
+
+AWKWARD = [
+    "red",
+    "blue and green",
+    'with "quotes"',
+    "back\\slash",
+    "a\nline\tand /x/",
+    "naïve 🐕",
+    "%x",
+]
+
+
+def test_a_choice_is_one_of_its_texts_and_each_can_be_reached() -> None:
+    grammar = Grammar.of_choices(AWKWARD)
+    seen = {text(ids) for ids, ended in (walk(grammar, seed) for seed in range(60)) if ended}
+    assert seen == set(AWKWARD)
+
+
+LARK = """start: "sum: " NUMBER (" + " NUMBER){1,3}
+NUMBER: /[1-9][0-9]{0,2}/"""
+
+
+def test_a_lark_grammar_is_followed() -> None:
+    for seed in range(6):
+        ids, ended = walk(Grammar(GrammarKind.LARK, LARK), seed)
+        assert ended
+        assert re.fullmatch(r"sum: [1-9]\d{0,2}( \+ [1-9]\d{0,2}){1,3}", text(ids))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_schema_is_valid_for_what_it_lets_through(seed: int) -> None:
+    schema = random_schema(seed)
+    ids, ended = walk(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), seed)
+    if ended:
+        jsonschema.validate(json.loads(text(ids)), schema)
+
+
+def test_any_json_object_begins_with_a_brace_and_parses() -> None:
+    grammar = Grammar(GrammarKind.JSON_OBJECT)
+    assert {text([first])[0] for first in allowed(begin(grammar))} == {"{"}
+    matcher = begin(grammar, ids_of('{"a": [1, {"b": null}]}'))
+    assert set(EOS) & set(allowed(matcher))
+
+
+def test_a_matcher_is_a_function_of_the_ids_that_were_accepted() -> None:
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(random_schema(3)))
+    ids, _ = walk(grammar, 5)
+    steady = begin(grammar)
+    for at, token_id in enumerate(ids):
+        assert allowed(steady) == allowed(begin(grammar, ids[:at]))
+        steady.consume([token_id])
+
+
+def test_the_end_waits_for_min_tokens_and_for_ignore_eos_where_the_text_can_go_on() -> None:
+    grammar = Grammar(GrammarKind.REGEX, "a*")
+    assert set(EOS) & set(allowed(begin(grammar)))
+    assert not set(EOS) & set(allowed(begin(grammar, min_tokens=1)))
+    assert not set(EOS) & set(allowed(begin(grammar, ignore_eos=True)))
+    full = Grammar(GrammarKind.REGEX, "a")
+    at_the_end = allowed(begin(full, ids_of("a"), min_tokens=9, ignore_eos=True))
+    assert at_the_end and set(at_the_end) <= set(EOS)
+
+
+def test_ids_that_do_not_follow_the_grammar_leave_nothing_to_choose() -> None:
+    matcher = begin(Grammar(GrammarKind.REGEX, "[0-9]+"), ids_of("dog"))
+    assert allowed(matcher) == []
+
+
+REFUSED = {
+    "json that ends early": Grammar(GrammarKind.JSON_SCHEMA, '{"type":'),
+    "an unknown type": Grammar(GrammarKind.JSON_SCHEMA, '{"type": "thing"}'),
+    "a schema that is a number": Grammar(GrammarKind.JSON_SCHEMA, "3"),
+    "a reference to nothing": Grammar(GrammarKind.JSON_SCHEMA, '{"$ref": "#/$defs/x"}'),
+    "a reference to a file": Grammar(GrammarKind.JSON_SCHEMA, '{"$ref": "file:///etc/passwd"}'),
+    "a reference to a host": Grammar(GrammarKind.JSON_SCHEMA, '{"$ref": "http://localhost/x"}'),
+    "a reference to itself": Grammar(GrammarKind.JSON_SCHEMA, '{"$ref": "#"}'),
+    "what nothing satisfies": Grammar(
+        GrammarKind.JSON_SCHEMA, '{"type": "string", "minLength": 5, "maxLength": 2}'
+    ),
+    "a deep schema": Grammar(GrammarKind.JSON_SCHEMA, '{"items":' * 5000 + "{}" + "}" * 5000),
+    "a deep constant": Grammar(
+        GrammarKind.JSON_SCHEMA, '{"const":' + "[" * 60000 + "]" * 60000 + "}"
+    ),
+    "half a regex": Grammar(GrammarKind.REGEX, "(["),
+    "a look behind": Grammar(GrammarKind.REGEX, "(?<=a)b"),
+    "a deep regex": Grammar(GrammarKind.REGEX, "(" * 30000 + "a" + ")" * 30000),
+    "an unknown rule": Grammar(GrammarKind.LARK, "start: x"),
+    "rules in a circle": Grammar(GrammarKind.LARK, "start: a\na: b\nb: a"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_what_is_no_grammar_is_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^grammar: .* cannot be used: \S"):
+        await COMPILER.admit(REFUSED[name], seconds(60))
+
+
+def chain(rules: int, middle: str) -> str:
+    """Rules of which each asks for the next."""
+    some = "\n".join(middle.format(this=f"r{at}", next=f"r{at + 1}") for at in range(rules))
+    return f"start: r0\n{some}\nr{rules}: /x/"
+
+
+# Each brings down or holds up a process that compiles it without bounds.
+HOSTILE = {
+    "a long chain of rules": (GrammarKind.LARK, chain(5000, '{this}: "a" {next} "b"')),
+    "a long chain of references": (
+        GrammarKind.JSON_SCHEMA,
+        json.dumps(
+            {
+                "$ref": "#/$defs/0",
+                "$defs": {
+                    **{str(at): {"$ref": f"#/$defs/{at + 1}"} for at in range(4000)},
+                    "4000": {},
+                },
+            }
+        ),
+    ),
+    "repeated repetitions": (GrammarKind.REGEX, "((a{1000}){1000}){1000}"),
+    "many stars": (GrammarKind.REGEX, "a*" * 60000),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_a_hostile_grammar_brings_down_a_child_process_alone(name: str) -> None:
+    kind, written = HOSTILE[name]
+    with pytest.raises(InvalidRequestError, match="simplify it"):
+        await COMPILER.admit(Grammar(kind, written), seconds(60))
+    await COMPILER.admit(Grammar(GrammarKind.REGEX, "still (here|there)"), seconds(60))
+
+
+async def test_who_no_longer_waits_leaves_no_child_process() -> None:
+    with pytest.raises(TimeoutError):
+        await judge("start: /x/", 0.0)
