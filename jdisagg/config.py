@@ -6,6 +6,7 @@ pages and seconds."""
 
 import dataclasses
 import enum
+import math
 import re
 import types
 import typing
@@ -254,6 +255,10 @@ class PrefixConfig:
             multiples of it (None: the grain). With `chunk_tokens` a hit runs the programs of a
             miss on the same rows, and gives the same bits in bfloat16 too; answers are not kept
             then, for decode steps round otherwise.
+        host_gib: host memory of each prefill worker, in GiB, for blocks that its pages have no room
+            for; 0: none.
+        restores: when a block comes back from there: "priced", where that was measured to be faster
+            than computing it, or "always".
 
     Raises:
         ConfigError: naming the field, its value and the rule.
@@ -262,6 +267,17 @@ class PrefixConfig:
     reuse: bool = False
     grain_tokens: int = 128
     grid_tokens: int | None = None
+    host_gib: float = 0.0
+    restores: str = "priced"
+
+    @property
+    def host_bytes(self) -> int:
+        return int(self.host_gib * (1 << 30))
+
+    def host_tokens(self, page_size: int) -> int:
+        """Of a block in host memory, where pages are of so many tokens; 0: there is none."""
+        keeps = self.reuse and self.host_bytes
+        return math.lcm(self.grain_tokens, page_size) if keeps else 0
 
     def __post_init__(self) -> None:
         grain, grid = self.grain_tokens, self.grid_tokens
@@ -274,6 +290,15 @@ class PrefixConfig:
             raise ConfigError(
                 f"prefix.grid_tokens must be a multiple of prefix.grain_tokens={grain}, got {grid}"
             )
+        if not 0 <= self.host_gib < math.inf:
+            raise ConfigError(f"prefix.host_gib must be 0 or more GiB, got {self.host_gib}")
+        if self.host_gib and not self.reuse:
+            raise ConfigError(
+                f"prefix.host_gib={self.host_gib:g} keeps what prefix.reuse=False throws away; say"
+                " --prefix_cache, or leave it out"
+            )
+        if self.restores not in ("priced", "always"):
+            raise ConfigError(f"prefix.restores must be priced or always, got {self.restores!r}")
 
 
 @dataclass(frozen=True)
@@ -366,9 +391,13 @@ class EngineConfig:
         decode: the decode mesh's instance, or the one mesh's.
         limits: bounds and waits of requests.
         routing: how requests are placed and admitted.
+        prefix: KV that stays for later requests.
         service: where the gRPC service listens.
         warm_up: compile every bucket before serving.
         compilation_cache: folder in which compiled programs are kept.
+
+    Raises:
+        ConfigError: naming the field, its value and the rule.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -382,6 +411,14 @@ class EngineConfig:
     warm_up: bool = True
     compilation_cache: str = "~/.cache/jdisagg/xla"
 
+    def __post_init__(self) -> None:
+        if self.prefix.host_gib and self.mode is not Mode.DISAGGREGATED:
+            raise ConfigError(
+                f"prefix.host_gib={self.prefix.host_gib:g} is for prefill workers, and"
+                f" mode={self.mode.value} has none; leave --host_cache_gib out, or say"
+                " --mode=disaggregated"
+            )
+
 
 @dataclass(frozen=True)
 class WorkerConfig:
@@ -392,6 +429,7 @@ class WorkerConfig:
         mode: of a mixed worker: CHUNKED or UNIFIED; the others do not read it.
         instance: its mesh.
         limits: bounds and waits of requests.
+        prefix: KV that stays for later requests.
         service: where it listens.
         warm_up: compile every bucket before serving.
         compilation_cache: folder in which compiled programs are kept.

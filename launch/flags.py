@@ -39,7 +39,7 @@ HTTP = ("http_port", "http_cors_origins")
 ENGINE = (
     "config", "model", "mode", "dtype", "weights", "prefill", "decode", "slots_per_rank",
     "chunk_tokens", "page_size", "pages_per_rank", "context_tokens", "memory_fraction", "codec",
-    "hardware", "prefix_cache", "compilation_cache", "set",
+    "hardware", "prefix_cache", "host_cache_gib", "compilation_cache", "set",
 )  # fmt: skip
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos", "chat")
 
@@ -114,6 +114,12 @@ FLAGS: dict[str, Spec] = {
     ),
     "prefix_cache": _yes(
         None, "Keep KV for later requests that begin alike. Default: the recipe's, or no."
+    ),
+    "host_cache_gib": _real(
+        None,
+        "With --prefix_cache: GiB of host memory of each prefill worker, for KV that its pages have"
+        " no room for. Default: the recipe's, or 0.",
+        least=0.0,
     ),
     "compilation_cache": _text(None, "Folder for compiled programs; '' switches it off."),
     "devices": _count(

@@ -27,6 +27,7 @@ _FIELDS = {
     "decode": "decode.layout",
     "compilation_cache": "compilation_cache",
     "prefix_cache": "prefix.reuse",
+    "host_cache_gib": "prefix.host_gib",
     **{name: f"service.{name}" for name in (*SERVICE, *HTTP)},
 }
 _FILES = ("tls_certificate", "tls_key", "tls_client_ca", "token_file", "cluster_token_file")

@@ -108,8 +108,13 @@ class EmbeddedCluster:
         self.prefill: Instance | None = None
         if disaggregated:
             prefill_loaded = load(config.prefill.layout, prefill_devices)
-            reuse = config.prefix.reuse
-            role = MeshRole(prefill=True, decode=False, emit=True, extracts=reuse)
+            role = MeshRole(
+                prefill=True,
+                decode=False,
+                emit=True,
+                extracts=config.prefix.reuse,
+                host_tokens=config.prefix.host_tokens(config.prefill.page_size),
+            )
             self.prefill = self._instance("prefill", config.prefill, prefill_loaded, role)
             role = MeshRole(prefill=False, decode=True, codec=config.decode.codec)
         else:
@@ -137,7 +142,14 @@ class EmbeddedCluster:
         peers: dict[str, PeerPort] = {}
         if self.prefill:
             prefill_worker = PrefillWorker(
-                WorkerContext(PREFILL, self.clock, random_id, names=names),
+                WorkerContext(
+                    PREFILL,
+                    self.clock,
+                    random_id,
+                    names=names,
+                    host_bytes=config.prefix.host_bytes,
+                    restores_always=config.prefix.restores == "always",
+                ),
                 self._mesh(PREFILL, self.prefill),
                 config.prefill,
                 config.limits,

@@ -98,7 +98,12 @@ def build_worker_instance(
         config.instance,
         mode,
         loaded,
-        mesh_role(role, config.instance.codec, config.prefix.reuse),
+        mesh_role(
+            role,
+            config.instance.codec,
+            config.prefix.reuse,
+            config.prefix.host_tokens(config.instance.page_size),
+        ),
         channel,
         context_tokens(config.model, loaded.model),
         layer_groups(role, config),
@@ -116,12 +121,15 @@ def worker_mode(role: WorkerRole, asked: Mode) -> Mode:
     return asked
 
 
-def mesh_role(role: WorkerRole, codec: str, reuse: bool = False) -> MeshRole:
+def mesh_role(role: WorkerRole, codec: str, reuse: bool = False, host_tokens: int = 0) -> MeshRole:
     """`codec`: how KV comes to this instance. A worker that decodes may hand running sequences on
-    to another; one that prefills sends from its pages what it has kept (`reuse`)."""
+    to another; one that prefills sends from its pages what it has kept (`reuse`), and may keep it
+    in host memory."""
     match role:
         case WorkerRole.PREFILL:
-            return MeshRole(prefill=True, decode=False, emit=True, extracts=reuse)
+            return MeshRole(
+                prefill=True, decode=False, emit=True, extracts=reuse, host_tokens=host_tokens
+            )
         case WorkerRole.DECODE:
             return MeshRole(prefill=False, decode=True, codec=codec, extracts=True)
         case WorkerRole.MIXED:

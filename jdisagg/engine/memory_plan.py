@@ -3,14 +3,22 @@ activations, staged KV, and the pages that fit beside them.
 
 `fit_instance` makes a configuration concrete: pages for `slots_per_rank` sequences of full context,
 or as many as there is room for; a context that the user did not ask for is cut to what one sequence
-can have. What does not fit is refused with the sum. Pure, but for `device_memory`."""
+can have. What does not fit is refused with the sum. Pure, but for `device_memory` and
+`check_host_cache`."""
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig, WorkerConfig
+from jdisagg.config import (
+    EngineConfig,
+    InstanceConfig,
+    Mode,
+    ModelConfig,
+    PrefixConfig,
+    WorkerConfig,
+)
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.model_geometry import CostGeometry, LatentAttention, dtype_bytes
@@ -22,6 +30,8 @@ from jdisagg.model_api import Device
 # Of a host's memory, where the configuration does not say: the rest is for what XLA loses to
 # fragments, for Python, and for whatever else runs there.
 HOST_FRACTION = 0.5
+# With what is kept there for later.
+MOST_OF_HOST = 0.9
 # KV that has been computed and not yet fetched, or fetched and not yet inserted, in chunks.
 STAGED_CHUNKS = 4
 LEAST_CONTEXT = 256
@@ -166,6 +176,28 @@ def device_memory(
     whole, count = host_memory(), len(devices) * sharers
     shared = f" over {count} devices" if count > 1 else ""
     return DeviceMemory(int(whole * part) // count, f"{part:g} of {_gigabytes(whole)}{shared}")
+
+
+def check_host_cache(
+    prefix: PrefixConfig, device: Device, fraction: float | None, sharers: int = 1
+) -> None:
+    """Whether each of `sharers` processes of this host may keep `prefix.host_gib` of KV in its
+    memory, of which virtual devices take their `fraction`.
+
+    Raises:
+        ConfigError: there is less; the message has the sum.
+    """
+    on_cpu = device.platform == "cpu"
+    part = (HOST_FRACTION if fraction is None else fraction) if on_cpu else 0.0
+    whole = host_memory()
+    room = int(whole * max(0.0, MOST_OF_HOST - part)) // sharers
+    if prefix.host_bytes > room:
+        raise ConfigError(
+            f"prefix.host_gib={prefix.host_gib:g} does not fit: this host has {_gigabytes(whole)},"
+            f" of which {part:.0%} are for devices and {1 - MOST_OF_HOST:.0%} for all else, so that"
+            f" each of {sharers} processes may have {_gigabytes(room)}; lower --host_cache_gib"
+            + (" or --memory_fraction" if part else "")
+        )
 
 
 def host_memory() -> int:

@@ -36,6 +36,7 @@ from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.messages.step_commands import (
+    HOST,
     ConnectPeer,
     CopyPages,
     DecodeSteps,
@@ -55,6 +56,7 @@ from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.transfer.boxes import mesh_card
 from jdisagg.transfer.channel import Channel, Pull, PullTarget
 from jdisagg.transfer.codec import check_codec
+from jdisagg.transfer.host_store import HostStore
 from jdisagg.transfer.pieces import NO_CODEC, warm_pieces
 
 
@@ -62,13 +64,15 @@ from jdisagg.transfer.pieces import NO_CODEC, warm_pieces
 class MeshRole:
     """What an instance does. `emit`: prefilled KV is returned and offered. `codec`: how blocks come
     to it. `extracts`: it may send what lies in its pages: running sequences that it hands on (and
-    takes those of others), or what it has kept."""
+    takes those of others), or what it has kept. `host_tokens`: of the blocks that it keeps in host
+    memory; 0: it keeps none there."""
 
     prefill: bool
     decode: bool
     emit: bool = False
     codec: str = "none"
     extracts: bool = False
+    host_tokens: int = 0
 
 
 class MeshExecutor:
@@ -132,6 +136,7 @@ class MeshExecutor:
         self._wanted_logprobs: dict[tuple[int, int], int | None] = {}
         self._pulls: dict[int, Pull] = {}
         self._targets = PullTargets(programs, limits.kv_spec)
+        self.host = HostStore(name)
         self._threads = WorkThreads(name)
 
     @property
@@ -153,6 +158,7 @@ class MeshExecutor:
 
     def close(self) -> None:
         self._threads.close()
+        self.host.close()
 
     def expect(self, card: MeshCard) -> None:
         """Blocks will come from a mesh like this one: warm-up prepares for it, and a pull that
@@ -210,6 +216,13 @@ class MeshExecutor:
             resident = self._targets.target(pull, layers, granule).resident
             self._blocks.insert(nothing, resident * (local_heads // granule)).block_until_ready()
 
+    def warm_restore(self, band: range, tokens: int) -> None:
+        """Inserts a block from host memory of which no token is valid."""
+        groups = len(band)
+        pull = PullBlock(-1, 0, 0, band.start, tokens, 0.0, HOST, groups=groups)
+        nothing = InsertBlock(-1, 0, 0, band.start, tokens, 0, 0, (), groups=groups)
+        self._blocks.insert(nothing, (self._host_target(pull).zeros,)).block_until_ready()
+
     def warm_pieces(self, band: range, tokens: int) -> None:
         """Cuts a block of this mesh in pieces as peers of other processes may want them. (A codec's
         programs are compiled when a receiver first wants it.)"""
@@ -229,6 +242,12 @@ class MeshExecutor:
         """Where a block goes on this mesh. On the dispatch thread."""
         return self._targets.of_pull(block, self._blocks.layers(block.group, block.groups))
 
+    def _host_target(self, block: PullBlock) -> PullTarget:
+        """Of a block that lies in host memory as it lay on this mesh: in one piece a device."""
+        layers = self._blocks.layers(block.group, block.groups)
+        local_heads = self.limits.kv_spec.row_heads // self.mesh.shape["kv"]
+        return self._targets.target(block, layers, local_heads)
+
     def _issue(self, command: StepCommand) -> Waiting:
         match command:
             case PrefillChunk():
@@ -246,8 +265,9 @@ class MeshExecutor:
                     if pull := self._pulls.pop(offer_id, None):
                         pull.cancel()
             case ReleaseOffers():
+                release = self.host.forget if command.from_host else self._channel.release
                 for offer_id in command.offer_ids:
-                    self._channel.release(offer_id)
+                    release(offer_id)
             case CopyPages():
                 self._blocks.copy(command.copies)
             case ConnectPeer():
@@ -258,6 +278,12 @@ class MeshExecutor:
                 self._channel.disconnect(command.peer)
             case ExtractBlock():
                 block, found, stamp = self._blocks.extract(command)
+                if command.to_host:
+                    copy = self.host.put(command.offer_id, block, command.rank)
+                    start_reading((found,))
+                    return BlockReading(
+                        command.step, command.offer_id, found, True, in_order=False, copy=copy
+                    )
                 self._channel.offer(
                     command.offer_id, block, command.rank, stamp.of_offer(command.offer_id)
                 )
@@ -305,8 +331,12 @@ class MeshExecutor:
         return DecodeReading(command, chosen, wanted)
 
     def _run_pull(self, command: PullBlock) -> Waiting:
-        pull = self._channel.pull(
-            command.offer_id, self.pull_target(command), command.deadline_seconds
-        )
+        if command.peer == HOST:
+            target = self._host_target(command)
+            pull = self.host.pull(command.offer_id, target, command.deadline_seconds)
+        else:
+            pull = self._channel.pull(
+                command.offer_id, self.pull_target(command), command.deadline_seconds
+            )
         self._pulls[command.offer_id] = pull
         return PullReading(command.step, command.offer_id, pull)

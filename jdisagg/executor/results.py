@@ -24,6 +24,7 @@ from jdisagg.messages.step_commands import (
 )
 from jdisagg.request import TokenLogprobs
 from jdisagg.transfer.channel import Pull
+from jdisagg.transfer.host_store import HostCopy
 from jdisagg.transfer.polled_pull import is_ready
 
 
@@ -94,18 +95,22 @@ class PrefillReading:
 
 @dataclass
 class BlockReading:
-    """The sum of a block that was inserted or extracted, and whether it is broken."""
+    """The sum of a block that was inserted or extracted, and whether it is broken. `copy`: to host
+    memory, for which nothing else waits."""
 
     step: int
     offer_id: int
     found: jax.Array
     extracted: bool = False
     in_order: bool = True
+    copy: HostCopy | None = None
 
     def is_ready(self) -> bool:
-        return is_ready(self.found)
+        return is_ready(self.found) and (self.copy is None or self.copy.is_ready())
 
     def result(self) -> InsertResult | ExtractResult:
+        if self.copy is not None:
+            self.copy.done.result()
         found = Found.read(self.found)
         if self.extracted:
             return ExtractResult(self.step, BlockChecksum(self.offer_id, found.checksum))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from jdisagg.executor.mesh_executor import MeshExecutor
 from jdisagg.executor.prefill_program import chunk_forms
+from jdisagg.scheduler.blocks import split_blocks
 
 GPU_RUNS = 3
 
@@ -45,6 +46,20 @@ def warm_up_steps(executor: MeshExecutor) -> list[Callable[[], None]]:
         steps += [
             lambda band=band, tokens=tokens: executor.warm_extract(band, tokens)
             for band, tokens in limits.block_shapes()
+        ]
+    if role.host_tokens:
+        largest = limits.chunk_buckets[-1]
+        lengths = {
+            tokens
+            for first in range(0, role.host_tokens, largest)
+            for _, tokens, _ in split_blocks(
+                min(largest, role.host_tokens - first), limits.granule_tokens, limits.whole_blocks
+            )
+        }
+        steps += [
+            lambda band=band, tokens=tokens: executor.warm_restore(band, tokens)
+            for tokens in sorted(lengths)
+            for band in limits.bands(tokens)
         ]
     if executor.card.ends and (role.emit or role.extracts):
         steps += [

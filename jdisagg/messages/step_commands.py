@@ -14,6 +14,9 @@ from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.plain import Message
 from jdisagg.request import SamplingParams, TokenLogprobs
 
+# The peer of pulls from this mesh's own host memory. It is always connected.
+HOST = "host memory"
+
 
 class SampleSpec(Message, frozen=True):
     """How the next tokens of one child are chosen. `history` (prompt, generated ids) is filled only
@@ -69,16 +72,19 @@ class PrefillChunk(Message, frozen=True):
 
 
 class ReleaseOffers(Message, frozen=True):
-    """Forget offered blocks: pulled and acknowledged, or given up."""
+    """Forget offered blocks: pulled and acknowledged, or given up; or those in host memory."""
 
     step: int
     offer_ids: tuple[int, ...]
+    from_host: bool = False
 
 
 class ExtractBlock(Message, frozen=True):
     """Offer KV that lies in this mesh's pages (a running sequence moves to another worker): tokens
     [start, start + valid_tokens) of `groups` layer groups from `group` on, on dp rank `rank`, as a
-    block of `block_tokens`. `pages` as in `InsertBlock`. Gives an `ExtractResult`."""
+    block of `block_tokens`. `pages` as in `InsertBlock`. Gives an `ExtractResult`. `to_host`: keep
+    it in host memory instead, for a pull whose peer is `HOST`; the result comes when it is there,
+    and nothing waits for it."""
 
     step: int
     offer_id: int
@@ -90,6 +96,7 @@ class ExtractBlock(Message, frozen=True):
     pages: tuple[int, ...]
     checksum_key: int = 0
     groups: int = 1
+    to_host: bool = False
 
 
 class ConnectPeer(Message, frozen=True):

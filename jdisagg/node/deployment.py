@@ -18,7 +18,7 @@ from jdisagg.engine.compilation import use_compilation_cache
 from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster, devices_of
 from jdisagg.engine.host_settings import keep_freed_memory
 from jdisagg.engine.instance import Loaded, LoadModel
-from jdisagg.engine.memory_plan import device_memory, fit_engine
+from jdisagg.engine.memory_plan import check_host_cache, device_memory, fit_engine
 from jdisagg.errors import ConfigError
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.layout.axes import Layout
@@ -128,6 +128,7 @@ class Deployment:
     ) -> None:
         devices = jax.devices()
         memory = device_memory(devices[: devices_of(config)], memory_fraction(config))
+        check_host_cache(config.prefix, devices[0], memory_fraction(config))
         config, plans = fit_engine(config, model.geometry, memory)
         for plan in plans:
             tell(str(plan))

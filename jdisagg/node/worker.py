@@ -26,8 +26,8 @@ from jdisagg.engine.instance import (
     warm_up,
     worker_mode,
 )
-from jdisagg.engine.memory_plan import device_memory, fit_worker
-from jdisagg.errors import HandoffError, JdisaggError, UnavailableError
+from jdisagg.engine.memory_plan import check_host_cache, device_memory, fit_worker
+from jdisagg.errors import ConfigError, HandoffError, JdisaggError, UnavailableError
 from jdisagg.executor.programs import Programs
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.ids import random_id
@@ -179,9 +179,29 @@ class WorkerRuntime:
         state.roles.built()
         return instance
 
+    @property
+    def _host_bytes(self) -> int:
+        """Of host memory, for KV that this worker keeps there."""
+        state = self._state
+        return state.config.prefix.host_bytes if state.spec.role is WorkerRole.PREFILL else 0
+
     def _fitted(self) -> WorkerConfig:
         """With pages and context as memory has room for. Raises ConfigError."""
         spec, config = self._state.spec, self._state.config
+        if self._host_bytes:
+            if self._state.group.processes > 1:
+                raise ConfigError(
+                    f"prefix.host_gib={config.prefix.host_gib:g}: worker {spec.name} has"
+                    f" {self._state.group.processes} processes, and those of one process alone keep"
+                    " KV in host memory; leave --host_cache_gib out"
+                )
+            fraction = config.instance.memory_fraction
+            check_host_cache(config.prefix, self._state.devices[0], fraction, spec.sharers)
+            print(
+                f"worker {spec.name}: up to {config.prefix.host_gib:g} GiB of host memory for KV"
+                " that pages have no room for",
+                flush=True,
+            )
         if spec.geometry is None:
             return config
         devices = self._state.devices[: config.instance.layout.devices]
@@ -270,6 +290,8 @@ class WorkerRuntime:
                 block_secret(self._service),
                 f"{spec.fingerprint} {instance.loaded.model.kv_spec}",
             ),
+            self._host_bytes,
+            state.config.prefix.restores == "always",
         )
         peers = wrap.peers(spec.name, self._peers.find, state.observer)
         worker = self._worker(context, executor, peers)

@@ -24,8 +24,9 @@ Invariants (each is a test of the same name in tests/scheduler/test_residency.py
 - a_block_holds_what_its_name_says
 - namespaces_never_meet"""
 
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -40,6 +41,8 @@ from jdisagg.scheduler.page_ledger import LedgerError, PageLedger
 NAME_BYTES = 32
 
 Chain = tuple[bytes, ...]
+# (name, index in its chain, pages): what lies there will be written over by commands issued later
+Evicted = Callable[[bytes, int, tuple[int, ...]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +110,10 @@ class ResidencyTree:
         self._block_pages = block_pages
         self._log = log
         self._blocks: dict[bytes, tuple[int, ...]] = {}
+        self._indices: dict[bytes, int] = {}  # in their chains
         self._names: dict[int, bytes] = {}
         self.evicted_blocks = 0  # for want of room
+        self.on_evicted: Evicted | None = None
         ledger.on_given_away(self._given_away)
 
     def __len__(self) -> int:
@@ -157,6 +162,7 @@ class ResidencyTree:
                 self._ledger.keep(page)
                 self._names[page] = name
             self._blocks[name] = block
+            self._indices[name] = index
             self._log.gained(name)
         self._ledger.free(owner)
         # also those that were known, so that every block lies behind all that continue it
@@ -170,13 +176,17 @@ class ResidencyTree:
         for name in self._blocks:
             self._log.lost(name)
         self._blocks.clear()
+        self._indices.clear()
         self._names.clear()
         return blocks
 
     def _given_away(self, page: int) -> tuple[int, ...]:
         """The ledger gave a page to somebody: its block is gone."""
         name = self._names.pop(page)
-        others = tuple(other for other in self._blocks.pop(name) if other != page)
+        pages, index = self._blocks.pop(name), self._indices.pop(name)
+        if self.on_evicted is not None:
+            self.on_evicted(name, index, pages)
+        others = tuple(other for other in pages if other != page)
         for other in others:
             del self._names[other]
         self.evicted_blocks += 1
@@ -227,6 +237,16 @@ class Residency:
     def evicted_blocks(self) -> int:
         """That were given away for want of room."""
         return sum([tree.evicted_blocks for tree in self._trees])
+
+    def on_evicted(self, told: Callable[[int, bytes, int, tuple[int, ...]], None]) -> None:
+        """`told` is called with the rank, the name, the index in its chain and the pages of each
+        block that is given away for want of room, before anything is written there."""
+        for rank, tree in enumerate(self._trees):
+            tree.on_evicted = functools.partial(told, rank)
+
+    def match(self, rank: int, chain: Chain) -> int:
+        """How many blocks of the chain are known on a rank, from its first on."""
+        return self._trees[rank].match(chain) if chain else 0
 
     def chain(self, request: Request, tokens: Sequence[int], known: Chain = ()) -> Chain:
         """The names of the full blocks of a sequence of this request's, which begin with those that

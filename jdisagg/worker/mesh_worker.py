@@ -29,6 +29,7 @@ from jdisagg.request import Identity, Request
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.residency import BlockNames, Residency
 from jdisagg.telemetry import Counters
+from jdisagg.worker.host_tier import HostTier
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv
 from jdisagg.worker.peers import hello_of
 from jdisagg.worker.step_loop import DEPTH, StepLoop
@@ -39,7 +40,9 @@ class WorkerContext:
     """One start of a worker, beside its mesh and its configuration. `ids` gives fresh random 64-bit
     numbers. `address`: where its `PeerPort` listens; empty where peers know it by name.
     `loading_seconds`: for how long it will still load programs while it serves. `names`: of blocks
-    of KV that stays for later requests; None: none does."""
+    of KV that stays for later requests; None: none does. `host_bytes`: of a prefill worker's host
+    memory, for blocks that its pages have no room for; `restores_always`: they come back whatever
+    that costs."""
 
     name: str
     clock: Clock
@@ -48,6 +51,8 @@ class WorkerContext:
     address: str = ""
     loading_seconds: Callable[[], float] = float
     names: BlockNames | None = None
+    host_bytes: int = 0
+    restores_always: bool = False
 
 
 class MeshWorker(ABC):
@@ -107,6 +112,8 @@ class MeshWorker(ABC):
         if self._sweeping is not None:
             self._sweeping.cancel()
             await asyncio.gather(self._sweeping, return_exceptions=True)
+        if self._tier is not None:
+            self._tier.stop()
         await self._loop.stop()
 
     async def drain(self, deadline_seconds: float | None = None) -> None:
@@ -162,7 +169,12 @@ class MeshWorker(ABC):
     @property
     @abstractmethod
     def _kept(self) -> Residency:
-        """What stays on the mesh."""
+        """What stays in the mesh's pages."""
+
+    @property
+    def _tier(self) -> HostTier | None:
+        """What stays in host memory; None: such a worker keeps nothing there."""
+        return None
 
     @abstractmethod
     def _turn(self) -> None:
@@ -199,12 +211,15 @@ class MeshWorker(ABC):
                 self.counters.add("prefix_blocks_evicted", count, cause="room")
 
     def _forget_kept(self, rank: int | None, cause: str) -> int:
-        """Nothing that lies on a rank (None: on any) is used again; returns how many blocks."""
+        """Nothing that lies on a rank (None: on any) is used again, nor in host memory; returns how
+        many blocks."""
+        if held := self._tier.clear() if self._tier is not None else 0:
+            self.counters.add("host_blocks_dropped", held, cause=cause)
         blocks = self._kept.clear(rank)
         self._forgotten += blocks
         if blocks:
             self.counters.add("prefix_blocks_evicted", blocks, cause=cause)
-        return blocks
+        return blocks + held
 
     async def _compiled(self, request: Request, seconds: float) -> None:
         """The request's grammar, if it has one, is ready for the mesh. Raises InvalidRequestError

@@ -52,6 +52,7 @@ from jdisagg.scheduler.prefill_admission import (
 from jdisagg.scheduler.prefill_batches import PrefillBatches, PrefillJob
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.scheduler.sequences import sample_spec
+from jdisagg.worker.host_tier import HostTier
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, extraction, offers_of_pages
 
@@ -129,6 +130,15 @@ class PrefillWorker(MeshWorker):
         super().__init__(context, executor, config, limits, limits.handoff_lease_seconds, depth)
         self._ledgers = [PageLedger(mesh.pages_per_rank) for _ in range(mesh.ranks)]
         self._residency = Residency(self._ledgers, mesh.page_size, context.names)
+        self._host = HostTier(
+            self._residency,
+            self._loop,
+            mesh,
+            context.host_bytes,
+            context.ids,
+            self.counters,
+            context.restores_always,
+        )
         self._batches = PrefillBatches(mesh, context.ids, self._residency.cut_tokens)
         self._extracts: deque[tuple[PrefillTask, Offer]] = deque()
         self._extracting: dict[int, PrefillTask] = {}  # by offer, those issued
@@ -265,7 +275,8 @@ class PrefillWorker(MeshWorker):
         self._tasks[task.prompt.key] = task
         self._outgoing.open(task.handoff)
         self._backlog.add(task.prompt.key, task.prompt.tokens)
-        self._queue(task.prompt)
+        if not self._restore_first(task):
+            self._queue(task.prompt)
         self._loop.wake()
         try:
             return await within(task.reply, call.deadline_seconds)
@@ -316,19 +327,42 @@ class PrefillWorker(MeshWorker):
         self._last_key += 1
         known = call.request.prompt_token_ids + call.children[0].accepted
         chain, tokens = self._residency.chain(call.request, known), len(known)
-        cached = [
-            self._residency.cached_tokens(rank, chain, tokens - 1, to_compute=True)
-            for rank in range(self._mesh.ranks if chain else 0)
-        ]
         prompt = QueuedPrompt(
             key=self._last_key,
             arrival=now - call.age_seconds,
             destination=call.destination,
             tokens=tokens,
             pages=pages_for(tokens, self._mesh.page_size),
-            cached_tokens=tuple(cached),
+            cached_tokens=self._known_tokens(chain, tokens),
         )
         return PrefillTask(prompt, call, chain, now + call.deadline_seconds, now)
+
+    def _restore_first(self, task: PrefillTask) -> bool:
+        """Whether some of the prompt is brought back from host memory before it queues."""
+        most = task.prompt.tokens - 1
+        worth = [self._host.worth(rank, task.chain, most) for rank in range(self._mesh.ranks)]
+        tokens = max(worth)
+        if not tokens:
+            return False
+        rank = worth.index(tokens)
+        self._host.bring_back(
+            rank, task.chain, tokens, self._clock.now, lambda: self._requeue(task)
+        )
+        return True
+
+    def _requeue(self, task: PrefillTask) -> None:
+        """What could be brought back is here, or takes too long."""
+        if self._tasks.get(task.prompt.key) is task:
+            cached = self._known_tokens(task.chain, task.prompt.tokens)
+            task.prompt = msgspec.structs.replace(task.prompt, cached_tokens=cached)
+            self._queue(task.prompt)
+            self._loop.wake()
+
+    def _known_tokens(self, chain: Chain, tokens: int) -> tuple[int, ...]:
+        """By rank, positions of a prompt of so many tokens that need not be computed there."""
+        ranks = range(self._mesh.ranks if chain else 0)
+        kept = self._residency
+        return tuple([kept.cached_tokens(one, chain, tokens - 1, to_compute=True) for one in ranks])
 
     def _queue(self, prompt: QueuedPrompt) -> None:
         bisect.insort(self._waiting, prompt, key=_order)
@@ -345,6 +379,7 @@ class PrefillWorker(MeshWorker):
                 self._forget_kept(task.rank, "broken")
             self._outgoing.end(task.handoff, error)
             return
+        self._host.prices.computed_in(task.prompt.tokens - task.cached_tokens, now - started)
         tokens = tuple(FirstToken(sample.child, sample.token, sample.logprobs) for sample in firsts)
         task.firsts = tokens
         if not task.reply.done():
@@ -373,6 +408,10 @@ class PrefillWorker(MeshWorker):
     @property
     def _kept(self) -> Residency:
         return self._residency
+
+    @property
+    def _tier(self) -> HostTier:
+        return self._host
 
     def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
         task = self._tasks.pop(handoff.sequence)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from jdisagg.errors import JdisaggError, UnavailableError
-from jdisagg.messages.step_commands import PullBlock, StepCommand, StepResult
+from jdisagg.messages.step_commands import ExtractBlock, PullBlock, StepCommand, StepResult
 from jdisagg.scheduler.executor import Executor
 
 DEPTH = 2
@@ -105,8 +105,11 @@ class StepLoop:
         self.check()
         result = self._executor.run(command)
         future = result if isinstance(result, asyncio.Future) else asyncio.ensure_future(result)
-        # a pull has a deadline of its own, and blocks nothing
-        if not isinstance(command, PullBlock):
+        # a pull has a deadline of its own, and blocks nothing; nor does a copy to host memory
+        if not (
+            isinstance(command, PullBlock)
+            or (isinstance(command, ExtractBlock) and command.to_host)
+        ):
             self._forget_done()
             self._running.append((self._now(), type(command).__name__, future))
         return future

@@ -15,6 +15,7 @@ from jdisagg.engine.research import DecoderLayout, Engine, PrefillLayout
 from jdisagg.layout.axes import Layout
 from models.checkpoint import LoadedModel, load_model
 from tests.end_to_end.clusters import LLAMA, config, running
+from tests.end_to_end.test_prefix_reuse import push_out
 from tests.lanes import first_quick
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -105,15 +106,26 @@ async def test_many_at_once_with_too_few_pages_give_the_tokens_of_each_alone(mod
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("mode", [Mode.DISAGGREGATED, Mode.CHUNKED])
-async def test_latents_that_stay_serve_later_requests(model: Path, mode: Mode) -> None:
+@pytest.mark.parametrize(
+    ("mode", "host_gib"),
+    [(Mode.DISAGGREGATED, 0.0), (Mode.DISAGGREGATED, 0.1), (Mode.CHUNKED, 0.0)],
+)
+async def test_latents_that_stay_serve_later_requests(
+    model: Path, mode: Mode, host_gib: float
+) -> None:
+    """In pages, or in host memory when these have no room."""
     prompt, greedy = expected(model)
     whole = [*prompt, *greedy]
     sizes = config(
         mode, "tp=2", "dp=1,tp=2", directory=model, context=128, slots=2, chunk=32, decode_page=8
     )
     cached = []
-    async with running(replace(sizes, prefix=PrefixConfig(True, 16))) as run:
+    sizes = replace(
+        sizes,
+        prefill=replace(sizes.prefill, pages_per_rank=8),
+        prefix=PrefixConfig(True, 16, host_gib=host_gib, restores="always"),
+    )
+    async with running(sizes) as run:
         for index, start in enumerate((40, 40, 70)):
             request = run.request(
                 whole[:start], f"r{index}", max_tokens=len(whole) - start, ignore_eos=True
@@ -122,6 +134,10 @@ async def test_latents_that_stay_serve_later_requests(model: Path, mode: Mode) -
             assert done.tokens[0] == whole[start:]
             assert done.last is not None and done.last.usage is not None
             cached.append(done.last.usage.cached_tokens)
+            if host_gib:
+                await push_out(run, tokens=120)
+        if host_gib:
+            assert run.cluster._workers[0].counters["host_tokens_restored"] > 0
     assert cached[0] == 0
     assert all(count >= 16 for count in cached[1:])
 

@@ -62,16 +62,35 @@ class Conversations:
         self._histories = self._histories[:3] + self._histories[3:][-6:]
 
 
+def decode_forgets(run: Running) -> None:
+    """What the decode worker keeps is known no longer."""
+    for worker in run.cluster._workers:
+        if worker.name.startswith("decode"):
+            worker._kept.clear()
+
+
+async def push_out(run: Running, tokens: int = 500) -> None:
+    """Takes all pages of the prefill mesh for a prompt that nobody asks again, on each rank."""
+    decode_forgets(run)
+    ranks = range(run.cluster.config.prefill.layout.dp)
+    salt = random.getrandbits(30)
+    one = [run.request((3 + rank,) * tokens, f"{salt}.{rank}", max_tokens=1) for rank in ranks]
+    await run.complete_all(one)
+
+
 async def converse(
-    engine: EngineConfig, waves: int = 4, requests: int = 4
+    engine: EngineConfig, waves: int = 4, requests: int = 4, pushed_out: bool = False
 ) -> tuple[list[object], Running, int]:
-    """The streams, and how many tokens of prompts were not computed."""
+    """The streams, and how many tokens of prompts were not computed. `pushed_out`: after each wave
+    nothing is left in pages."""
     async with running(engine) as run:
         talk, streams, cached = Conversations(run, seed=11), [], 0
         for _ in range(waves):
             asked = talk.wave(requests)
             done = await run.complete_all(asked)
             talk.heard(asked, done)
+            if pushed_out:
+                await push_out(run)
             streams += [(one.tokens, one.text, one.finish) for one in done]
             for one in done:
                 assert one.last is not None and one.last.usage is not None
@@ -113,15 +132,36 @@ async def test_streams_are_those_of_a_server_that_keeps_nothing(
     assert all(worker.counters["prefix_hit_tokens"] > 0 for worker in workers)
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize(("prefill", "decode"), [("tp=2", "dp=2"), ("dp=2,tp=2", "tp=2")])
+async def test_streams_are_the_same_when_the_prefill_mesh_keeps_them_in_host_memory(
+    prefill: str, decode: str
+) -> None:
+    """Its pages have room for one long prompt, and the decode worker forgets."""
+    engine = config(Mode.DISAGGREGATED, prefill, decode, prefill_page=16)
+    engine = replace(
+        engine,
+        prefill=replace(engine.prefill, pages_per_rank=32),
+        prefix=PrefixConfig(True, 16, host_gib=0.25, restores="always"),
+    )
+    streams, run, cached = await converse(engine, pushed_out=True)
+    assert streams == await reference()
+    assert cached > 0
+    counters = run.cluster._workers[0].counters
+    assert counters["host_blocks_written"] > 0
+    assert counters["host_tokens_restored"] > 0
+    assert counters["host_blocks_broken"] == counters["host_restores_failed"] == 0
+    stored = run.cluster.prefill.executor.host  # type: ignore[union-attr]
+    assert stored.bytes == 0  # closed
+
+
 async def test_what_the_prefill_mesh_kept_is_sent_from_its_pages_and_verified() -> None:
     """The decode worker has forgotten: nothing but extracted blocks can bring it the beginning."""
     async with running(with_reuse(config(prefill="tp=2", decode="dp=2"))) as run:
         talk = Conversations(run, seed=1)
         ids = talk.words(150)
         first = await run.complete(run.request(ids, "first", max_tokens=5, ignore_eos=True))
-        for worker in run.cluster._workers:
-            if worker.name.startswith("decode"):
-                worker._state.residency.clear()  # type: ignore[union-attr]
+        decode_forgets(run)
         again = await run.complete(run.request(ids, "again", max_tokens=5, ignore_eos=True))
         assert again.tokens == first.tokens
         assert again.last is not None and again.last.usage is not None

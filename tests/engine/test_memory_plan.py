@@ -6,12 +6,13 @@ import jax
 import pytest
 
 from configs import llama3_8b_h200, qwen3_235b_h200
-from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig
+from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig, PrefixConfig
 from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention, geometry
 from jdisagg.engine.memory_plan import (
     DeviceMemory,
     bytes_per_device,
+    check_host_cache,
     device_memory,
     fit_engine,
     fit_instance,
@@ -126,6 +127,16 @@ def test_virtual_devices_share_their_host_evenly() -> None:
     half = device_memory(devices, 0.5)
     assert half.bytes == pytest.approx(host_memory() * 0.25, abs=2)
     assert device_memory(devices, 0.5, sharers=4).bytes == pytest.approx(half.bytes / 4, abs=2)
+
+
+def test_a_host_keeps_no_more_kv_than_it_has_memory_for_beside_its_devices() -> None:
+    device, whole = jax.devices("cpu")[0], host_memory() / (1 << 30)
+    check_host_cache(PrefixConfig(True, host_gib=0.39 * whole), device, None)
+    check_host_cache(PrefixConfig(True, host_gib=0.69 * whole), device, 0.2)
+    with pytest.raises(ConfigError, match=r"does not fit: .* 50% are for devices .*--host_cache"):
+        check_host_cache(PrefixConfig(True, host_gib=0.41 * whole), device, None)
+    with pytest.raises(ConfigError, match="each of 2 processes"):
+        check_host_cache(PrefixConfig(True, host_gib=0.3 * whole), device, None, sharers=2)
 
 
 @pytest.mark.parametrize(

@@ -107,10 +107,12 @@ class Cluster:
         wrap_peer: Callable[[PeerPort], PeerPort] = lambda port: port,
         wrap_mesh: Callable[[str, Executor], Executor] = lambda name, mesh: mesh,
         names: BlockNames | None = None,
+        host_bytes: int = 0,
+        restores_always: bool = True,
     ) -> None:
         """`wire`: every port call goes through the wire format and back. The wraps stand between
         path and workers, between workers, and between a worker and its mesh. `names`: KV stays for
-        later requests."""
+        later requests, in so much host memory too."""
         config = InstanceConfig(
             growth_tokens=growth_tokens,
             steps_per_dispatch=steps_per_dispatch,
@@ -126,7 +128,14 @@ class Cluster:
             prefill or toy_limits(), self.channel, prefill_faults, costs
         )
         self.prefill = PrefillWorker(
-            WorkerContext("prefill0", self.clock, self.new_id, names=names),
+            WorkerContext(
+                "prefill0",
+                self.clock,
+                self.new_id,
+                names=names,
+                host_bytes=host_bytes,
+                restores_always=restores_always,
+            ),
             wrap_mesh("prefill0", self.prefill_mesh),
             config,
             self.limits,

@@ -15,6 +15,7 @@ from jdisagg.errors import UnavailableError
 from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.messages.step_commands import (
+    HOST,
     BlockChecksum,
     ConnectPeer,
     CopyPages,
@@ -150,6 +151,7 @@ class FakeExecutor:
         self.card = MeshCard((limits.ranks, 1, 1), tuple(range(limits.ranks)), (0,) * limits.ranks)
         self.log: list[StepCommand] = []
         self.pulled: dict[int, list[Entry]] = {}
+        self.host: dict[int, tuple[range, list[Entry]]] = {}  # in host memory
         self.closed = False
         self._channel = channel
         self._faults = faults or Faults()
@@ -222,6 +224,9 @@ class FakeExecutor:
                     self._dropped.add(offer_id)
             case ReleaseOffers():
                 for offer_id in command.offer_ids:
+                    if command.from_host:
+                        del self.host[offer_id]
+                        continue
                     assert offer_id in self._channel.offered or self.gone, (
                         "released twice, or never offered"
                     )
@@ -288,9 +293,15 @@ class FakeExecutor:
             command.block_tokens % self.limits.granule_tokens == 0
             and command.start % self.limits.granule_tokens == 0
         )
-        self._read(command.rank, command.pages, end)
         band = range(command.group, command.group + command.groups)
         entries = self._entries(command.rank, command.group, command.pages, command.start, end)
+        if command.to_host:
+            assert [entry[0] for entry in entries] == list(range(command.start, end)), entries
+            assert command.offer_id not in self.host, "ids are used once"
+            self.host[command.offer_id] = (band, entries)
+            sum_ = checksum(command.checksum_key, band, entries)
+            return ExtractResult(command.step, BlockChecksum(command.offer_id, sum_))
+        self._read(command.rank, command.pages, end)
         self._channel.offer(
             self, command.offer_id, band, entries, asyncio.get_running_loop().time()
         )
@@ -328,6 +339,9 @@ class FakeExecutor:
 
     def _pull(self, command: PullBlock, future: "asyncio.Future[StepResult]") -> None:
         loop = asyncio.get_running_loop()
+        if command.peer == HOST:
+            self._pull_from_host(command, future)
+            return
         assert command.peer in self.peers, (
             f"pulled from {command.peer!r}, connected are {self.peers}"
         )
@@ -358,6 +372,19 @@ class FakeExecutor:
             _set(future, PullResult(command.step, command.offer_id, moved, error))
 
         loop.call_at(ready_at + self._costs.pull, arrive)
+
+    def _pull_from_host(self, command: PullBlock, future: "asyncio.Future[StepResult]") -> None:
+        def arrive() -> None:
+            found = self.host.get(command.offer_id)
+            error = "" if found else "not in host memory"
+            if found:
+                assert found[0] == range(command.group, command.group + command.groups)
+                assert command.offer_id not in self.pulled, "pulled twice at a time"
+                self.pulled[command.offer_id] = list(found[1])
+            _set(future, PullResult(command.step, command.offer_id, 0, error))
+
+        loop = asyncio.get_running_loop()
+        loop.call_at(loop.time() + self._costs.pull, arrive)
 
     def _insert(self, command: InsertBlock) -> InsertResult:
         entries = self.pulled.pop(command.offer_id)

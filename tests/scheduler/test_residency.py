@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from jdisagg.config import PrefixConfig
+from jdisagg.config import EngineConfig, Mode, PrefixConfig
 from jdisagg.errors import ConfigError
 from jdisagg.request import Request
 from jdisagg.scheduler.page_ledger import LedgerError, PageLedger, pages_for
@@ -254,6 +254,27 @@ def test_a_grain_that_a_hand_off_cannot_begin_at_is_refused() -> None:
         PrefixConfig(grain_tokens=24)
     with pytest.raises(ConfigError, match=r"multiple of prefix\.grain_tokens=32, got 48"):
         PrefixConfig(grain_tokens=32, grid_tokens=48)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"host_gib": 1.0}, "prefix.host_gib=1 keeps what prefix.reuse=False throws away"),
+        ({"reuse": True, "host_gib": -1.0}, "prefix.host_gib must be 0 or more GiB, got -1"),
+        ({"reuse": True, "host_gib": math.nan}, "prefix.host_gib must be 0 or more GiB, got nan"),
+        ({"reuse": True, "restores": "never"}, "must be priced or always, got 'never'"),
+    ],
+)
+def test_host_memory_that_makes_no_sense_is_refused(
+    fields: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PrefixConfig(**fields)  # type: ignore[arg-type]
+
+
+def test_a_server_without_prefill_workers_keeps_nothing_in_host_memory() -> None:
+    with pytest.raises(ConfigError, match="mode=chunked has none"):
+        EngineConfig(mode=Mode.CHUNKED, prefix=PrefixConfig(True, host_gib=1.0))
 
 
 def test_a_page_that_nobody_holds_is_not_kept() -> None:

@@ -1,0 +1,143 @@
+"""Blocks of KV in host memory: one rank's shards of each, immutable, copied out and back by a
+thread of their own.
+
+On an accelerator the copies are pinned arrays where the backend has such memory, so that they move
+by DMA; on a CPU they are NumPy arrays. Replicas are kept once and go back to each device. A block
+may come back to another rank of the same mesh than it came from. What lies here is not checked: who
+asks compares sums (executor/insert_program.py).
+
+`put`, `pull` and `forget` are called on the dispatch thread; nothing in them waits."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jdisagg.clock import MonotonicClock
+from jdisagg.errors import HandoffError
+from jdisagg.layout.reshard_plan import Box
+from jdisagg.transfer.boxes import rank_placement
+from jdisagg.transfer.channel import PullTarget
+from jdisagg.transfer.polled_pull import PolledPull
+
+PINNED = "pinned_host"
+
+HostArray = np.ndarray | jax.Array
+Shards = dict[Box, HostArray]  # by the part of the rank's block
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """A copy on its way out."""
+
+    done: "Future[None]"
+
+    def is_ready(self) -> bool:
+        return self.done.done()
+
+
+class HostStore:
+    """Of one mesh, in this process."""
+
+    def __init__(self, name: str) -> None:
+        self._clock = MonotonicClock()
+        self._name = name
+        self._thread: ThreadPoolExecutor | None = None  # made at the first use
+        self._lock = threading.Lock()  # held for a look at what follows alone
+        self._blocks: dict[int, Shards | None] = {}  # None: on their way
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def bytes(self) -> int:
+        """Of what has arrived."""
+        with self._lock:
+            shards = [shards for shards in self._blocks.values() if shards]
+        return sum([array.nbytes for arrays in shards for array in arrays.values()])
+
+    def put(self, offer_id: int, block: jax.Array, rank: int) -> HostCopy:
+        """Keeps dp rank `rank`'s part of a block [ranks, C, K, T, H], which may still be
+        computed."""
+        boxes = rank_placement(block.sharding, block.shape, rank)
+        shards = {
+            boxes[shard.device.id]: shard.data
+            for shard in block.addressable_shards
+            if shard.device.id in boxes
+        }
+        with self._lock:
+            self._blocks[offer_id] = None
+
+        def copy() -> None:
+            copied = {box: _to_host(shard) for box, shard in shards.items()}
+            with self._lock:
+                if offer_id in self._blocks:  # not forgotten meanwhile
+                    self._blocks[offer_id] = copied
+
+        return HostCopy(self._submit(copy))
+
+    def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> PolledPull:
+        """As a channel's: gives one array, of all heads. Fails with HandoffError where there is no
+        such block."""
+        pull = PolledPull(offer_id, self._clock, deadline_seconds)
+        with self._lock:
+            shards = self._blocks.get(offer_id)
+        if shards is None:
+            pull.fail(HandoffError(f"block {offer_id:#x} is not in host memory"))
+            return pull
+
+        def copy() -> None:
+            try:
+                array = _to_mesh(shards, target)
+                pull.deliver((array,), sum([one.nbytes for one in shards.values()]))
+            except Exception as error:
+                pull.fail(HandoffError(f"block {offer_id:#x} could not be copied: {error}"))
+
+        self._submit(copy)
+        return pull
+
+    def forget(self, offer_id: int) -> None:
+        """Idempotent. A copy that is on its way out or back is not harmed."""
+        with self._lock:
+            self._blocks.pop(offer_id, None)
+
+    def close(self) -> None:
+        """Ends the thread, when it is done. Idempotent."""
+        with self._lock:
+            self._blocks.clear()
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+
+    def _submit(self, work: Callable[[], None]) -> "Future[None]":
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, f"{self._name}-host")
+        return self._thread.submit(work)
+
+
+def _to_host(shard: jax.Array) -> HostArray:
+    """Blocks until it is there."""
+    (device,) = shard.devices()
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    if device.platform == "cpu" or PINNED not in kinds:
+        with jax.transfer_guard_device_to_host("allow"):
+            return np.array(shard)
+    pinned = jax.sharding.SingleDeviceSharding(device, memory_kind=PINNED)
+    return jax.block_until_ready(jax.device_put(shard, pinned))
+
+
+def _to_mesh(shards: Shards, target: PullTarget) -> jax.Array:
+    """The block on the rank that the target names; zeros on the others."""
+    zeros = target.zeros
+    boxes = rank_placement(zeros.sharding, zeros.shape, target.rank)
+    arrays: list[jax.Array] = []
+    for shard in zeros.addressable_shards:
+        box = boxes.get(shard.device.id)
+        if box is None:
+            arrays.append(shard.data)
+            continue
+        with jax.transfer_guard_host_to_device("allow"):
+            arrays.append(jax.device_put(shards[box], shard.device))
+    return jax.make_array_from_single_device_arrays(zeros.shape, zeros.sharding, arrays)

@@ -1,0 +1,149 @@
+"""The blocks in host memory against a plain model, and what is brought back at which price."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from jdisagg.scheduler.host_blocks import (
+    LOW_WATERMARK,
+    PROBE,
+    HostBlock,
+    HostBlocks,
+    HostPiece,
+    RestorePrices,
+)
+
+CAPACITY = 8
+NAMES = st.sampled_from([bytes([number]) for number in range(12)])
+
+
+def pieces(number: int) -> tuple[HostPiece, ...]:
+    return tuple(HostPiece(2 * number + at, at, 1, 0, 16, 16) for at in range(2))
+
+
+class HostBlocksMachine(RuleBasedStateMachine):
+    """Blocks come, arrive, go back, are found broken and are cleared. `order` has those that are
+    here, least recently used first, as a list that is searched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = HostBlocks(CAPACITY)
+        self.order: list[HostBlock] = []
+        self.written: set[int] = set()
+        self.held: list[HostBlock] = []
+        self.count = 0
+
+    def known(self, name: bytes) -> HostBlock | None:
+        return next((block for block in self.order if block.name == name), None)
+
+    @rule(name=NAMES)
+    def begin(self, name: bytes) -> None:
+        self.count += 1
+        block, gone = self.blocks.begin(name, pieces(self.count))
+        known = self.known(name)
+        if known is not None:
+            assert block is None and gone == ()
+            self.order.remove(known)
+            self.order.append(known)
+            return
+        movable = [one for one in self.order if id(one) in self.written and one not in self.held]
+        if len(self.order) < CAPACITY:
+            assert gone == ()
+        else:
+            low = min(CAPACITY - 1, int(CAPACITY * LOW_WATERMARK))
+            assert list(gone) == movable[: len(self.order) - low]
+        for one in gone:
+            self.order.remove(one)
+        if block is None:
+            assert len(self.order) == CAPACITY
+        else:
+            self.order.append(block)
+
+    @precondition(lambda self: self.order)
+    @rule(data=st.data())
+    def arrives(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(self.order))
+        assert self.blocks.written(block, block.pieces)
+        self.written.add(id(block))
+
+    @rule(chain=st.lists(NAMES, unique=True), first=st.integers(0, 12), back=st.booleans())
+    def match_and_hold(self, chain: list[bytes], first: int, back: bool) -> None:
+        found = 0
+        for name in chain[first:]:
+            block = self.known(name)
+            if block is None or id(block) not in self.written or block in self.held:
+                break
+            found += 1
+        assert self.blocks.match(tuple(chain), first) == found
+        if back and found:
+            self.held += self.blocks.hold(tuple(chain[first : first + found]))
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def let_go(self) -> None:
+        self.blocks.let_go(self.held)
+        for block in reversed(self.held):
+            if block in self.order:
+                self.order.remove(block)
+                self.order.append(block)
+        self.held.clear()
+
+    @precondition(lambda self: self.order)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(self.order))
+        assert self.blocks.forget(block)
+        assert not self.blocks.forget(block)
+        assert not self.blocks.written(block, block.pieces), "it was given up meanwhile"
+        self.order.remove(block)
+
+    @rule()
+    def clear(self) -> None:
+        assert list(self.blocks.clear()) == self.order
+        self.order.clear()
+
+    @invariant()
+    def never_more_than_there_is_room_for(self) -> None:
+        assert len(self.blocks) == len(self.order) <= CAPACITY
+        assert self.blocks.free == CAPACITY - len(self.order)
+        assert self.blocks.writing == sum(id(one) not in self.written for one in self.order)
+        assert all(block.name in self.blocks for block in self.order)
+
+
+HostBlocksMachine.TestCase.settings = settings(deadline=None, max_examples=60)
+TestHostBlocks = HostBlocksMachine.TestCase
+
+
+def test_with_no_capacity_nothing_is_kept() -> None:
+    blocks = HostBlocks(0)
+    assert blocks.begin(b"a", pieces(0)) == (None, ())
+    assert len(blocks) == 0
+
+
+def test_what_nobody_has_measured_is_brought_back() -> None:
+    prices = RestorePrices()
+    assert prices.worth(16) and prices.patience_seconds(16) is None
+    prices.computed_in(100, 1.0)
+    assert prices.worth(16)
+    assert prices.patience_seconds(16) == pytest.approx(0.16)
+    assert not prices.worth(0)
+
+
+def test_what_is_dearer_than_computing_is_tried_now_and_then() -> None:
+    prices = RestorePrices()
+    prices.computed_in(100, 1.0)
+    prices.restored_in(100, 2.0)
+    tries = [prices.worth(16) for _ in range(3 * PROBE)]
+    assert tries.count(True) == 3
+    for _ in range(50):
+        prices.restored_in(100, 0.1)
+    assert prices.worth(16)
+
+
+def test_whoever_says_always_is_not_asked_for_prices() -> None:
+    prices = RestorePrices(always=True)
+    prices.computed_in(100, 1.0)
+    prices.restored_in(100, 2.0)
+    assert all(prices.worth(1) for _ in range(100))
+    assert prices.patience_seconds(16) is None

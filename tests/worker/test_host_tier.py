@@ -1,0 +1,223 @@
+"""Host memory behind the pages of a prefill worker, over fake meshes that check what lies in every
+page they read: blocks whose pages were given away come back, streams are those of the oracle, and
+what is spoiled on the way is computed again."""
+
+import asyncio
+import random
+from dataclasses import replace
+
+import pytest
+
+from jdisagg.messages.step_commands import PullBlock, PullResult, StepResult
+from jdisagg.request import Request
+from jdisagg.scheduler.host_blocks import LOW_WATERMARK
+from tests.fakes.cluster import Cluster
+from tests.fakes.fake_executor import Costs
+from tests.fakes.virtual_time import run_virtually
+from tests.worker.test_prefix_reuse import NAMES, Talk, asked, limits, storm
+
+BLOCK_TOKENS, BLOCK_BYTES = 16, 16 * 16
+PIECES = 2  # of a block, a layer group each
+FAST = Costs(pull=1e-5, other=1e-5)
+
+
+def host(blocks: int = 64, **more: object) -> Cluster:
+    """Few pages at the prefill worker, and room for so many blocks in its host memory; many pages
+    at the decode worker, which keeps nothing of use to it."""
+    options: dict[str, object] = {
+        "decode": limits(pages=400),
+        "prefill": limits(pages=20),  # five blocks: one prompt of `other`
+        "names": NAMES,
+        "costs": FAST,
+        "host_bytes": blocks * BLOCK_BYTES,
+    }
+    return Cluster(**(options | more))  # type: ignore[arg-type]
+
+
+def other(number: int, tokens: int = 80) -> Request:
+    """A prompt that shares nothing with others."""
+    rng = random.Random(number)
+    return asked(number, tuple(rng.randrange(89) for _ in range(tokens)))
+
+
+async def computed(cluster: Cluster, request: Request) -> int:
+    """How many tokens of the prompt the prefill worker computed."""
+    cluster.decode._state.residency.clear()
+    before = cluster.prefill.counters["prefix_hit_tokens"]
+    collected = await cluster.collect(request)
+    cluster.check_against_oracle(request, collected)
+    known = cluster.prefill.counters["prefix_hit_tokens"] - before
+    return len(request.prompt_token_ids) - known
+
+
+def test_what_pages_had_no_room_for_comes_back_from_host_memory() -> None:
+    async def main() -> None:
+        async with host(wire=True) as cluster:
+            counters = cluster.prefill.counters
+            assert await computed(cluster, other(1)) == 80
+            assert await computed(cluster, other(2)) == 80  # in the pages of the first
+            assert counters["host_blocks_written"] > 0
+            assert await computed(cluster, replace(other(1), request_id="again")) == 80 - 64
+            assert counters["host_tokens_restored"] > 0
+            assert counters["host_blocks_broken"] == 0
+            await cluster.check_quiet()
+
+    run_virtually(main)
+
+
+def test_without_host_memory_the_same_is_computed_again() -> None:
+    async def main() -> None:
+        async with host(blocks=0) as cluster:
+            for request in (other(1), other(2), replace(other(1), request_id="again")):
+                assert await computed(cluster, request) == 80
+            assert not cluster.prefill_mesh.host
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("page_size", "ranks", "rows", "blocks"), [(4, 1, 1, 40), (8, 2, 3, 12), (32, 1, 2, 30)]
+)
+def test_streams_are_the_oracles_whatever_comes_back_and_nothing_is_left(
+    seed: int, page_size: int, ranks: int, rows: int, blocks: int
+) -> None:
+    async def main() -> None:
+        async with Cluster(
+            decode=limits(ranks, 640 // page_size, page_size),
+            prefill=limits(ranks, 320 // page_size, page_size, rows),
+            names=NAMES,
+            costs=FAST,
+            host_bytes=blocks * BLOCK_BYTES * max(1, page_size // BLOCK_TOKENS),
+            wire=True,
+            seed=seed,
+        ) as cluster:
+            talk = Talk(seed, tenants=("", "a", "b"))
+            await storm(cluster, talk, requests=60, at_once=4, cancels=0.1)
+            worker, mesh = cluster.prefill, cluster.prefill_mesh
+            tier = worker._host
+            assert worker.counters["host_blocks_written"] > 0
+            assert worker.counters["host_tokens_restored"] > 0
+            assert worker.counters["host_blocks_broken"] == 0
+            assert tier.quiet and not mesh.pulled
+            kept = list(tier.blocks._blocks.values())
+            assert all(block.written and not block.held for block in kept)
+            assert len(kept) + tier.blocks.free == tier.blocks.capacity == blocks
+            # what the mesh holds in host memory is what the worker knows of, and nothing else
+            assert set(mesh.host) == {one for block in kept for one in block.offer_ids}
+
+    run_virtually(main)
+
+
+def test_a_byte_that_flips_in_host_memory_is_a_miss_and_costs_no_token() -> None:
+    async def main() -> None:
+        async with host() as cluster:
+            await computed(cluster, other(1))
+            await computed(cluster, other(2))
+            for _, entries in cluster.prefill_mesh.host.values():
+                position, token, chain = entries[3]
+                entries[3] = (position, token, chain ^ 1)
+            again = replace(other(1), request_id="again")
+            assert await computed(cluster, again) == 80
+            counters = cluster.prefill.counters
+            assert counters["host_blocks_broken"] > 0 and counters["host_tokens_restored"] == 0
+            await cluster.check_quiet()
+
+    run_virtually(main)
+
+
+def test_a_block_that_vanished_is_a_miss() -> None:
+    async def main() -> None:
+        async with host() as cluster:
+            await computed(cluster, other(1))
+            await computed(cluster, other(2))
+
+            def lost(command: PullBlock, future: "asyncio.Future[StepResult]") -> None:
+                future.set_result(PullResult(command.step, command.offer_id, 0, "it is gone"))
+
+            cluster.prefill_mesh._pull_from_host = lost  # type: ignore[method-assign]
+            assert await computed(cluster, replace(other(1), request_id="again")) == 80
+            assert cluster.prefill.counters["host_blocks_broken"] > 0
+
+    run_virtually(main)
+
+
+def test_a_reset_empties_host_memory_too_and_copies_under_way_do_not_come_back() -> None:
+    async def main() -> None:
+        async with host() as cluster:
+            await computed(cluster, other(1))
+            await computed(cluster, other(2))
+            assert len(cluster.prefill._host.blocks) > 0
+            assert await cluster.path.reset_cache() > 0
+            assert len(cluster.prefill._host.blocks) == 0
+            await asyncio.sleep(1.0)
+            assert not cluster.prefill_mesh.host
+            again = replace(other(1), request_id="again")
+            assert await computed(cluster, again) == 80
+
+    run_virtually(main)
+
+
+def test_host_memory_holds_no_more_than_it_was_given() -> None:
+    async def main() -> None:
+        async with host(blocks=10) as cluster:
+            for number in range(12):
+                await computed(cluster, other(number))
+                assert (
+                    len(cluster.prefill_mesh.host)
+                    <= 10
+                    * len(
+                        next(iter(cluster.prefill._host.blocks._blocks.values())).pieces
+                        if cluster.prefill._host.blocks
+                        else ()
+                    )
+                    or not cluster.prefill_mesh.host
+                )
+            assert cluster.prefill.counters["host_blocks_dropped"] > 0
+            assert int(10 * LOW_WATERMARK) <= len(cluster.prefill._host.blocks) <= 10
+
+    run_virtually(main)
+
+
+def test_what_is_dearer_to_bring_back_than_to_compute_is_computed() -> None:
+    """After the first try, which measures it."""
+
+    async def main() -> None:
+        dear = Costs(pull=5.0, other=1e-5)
+        async with host(restores_always=False, costs=dear) as cluster:
+            for turn in range(4):
+                for number in (1, 2):
+                    request = replace(other(number), request_id=f"{turn} {number}")
+                    await cluster.collect(request)
+            counters = cluster.prefill.counters
+            assert counters["host_blocks_written"] > 0
+            # the prompt that tried did not wait for longer than computing takes
+            assert counters["host_restores_late"] == 1
+            await asyncio.sleep(60.0)
+            restored = counters["host_tokens_restored"]
+            for turn in range(4, 8):
+                for number in (1, 2):
+                    request = replace(other(number), request_id=f"{turn} {number}")
+                    await cluster.collect(request)
+            assert counters["host_tokens_restored"] == restored
+            await cluster.check_quiet()
+
+    run_virtually(main)
+
+
+def test_a_prompt_that_is_given_up_while_it_comes_back_leaves_nothing() -> None:
+    async def main() -> None:
+        async with host(costs=Costs(pull=5.0, other=1e-5)) as cluster:
+            await computed(cluster, other(1))
+            await computed(cluster, other(2))
+            again = replace(other(1), request_id="again")
+            running = asyncio.ensure_future(cluster.collect(again))
+            while cluster.prefill._host.quiet:
+                await asyncio.sleep(0.01)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await asyncio.sleep(30.0)
+            assert cluster.prefill._host.quiet and not cluster.prefill_mesh.pulled
+            await cluster.check_quiet()
+
+    run_virtually(main)
