@@ -8,7 +8,11 @@ then prompts that have nothing in common, four at a time. The order of the two c
 round; the first rounds only compile.
 - ttft: of turns 2 to 8, from the call to the first token.
 - conversation: all turns of one.
-- fresh: prompts without anything in common: what hashing and keeping cost."""
+- fresh: prompts without anything in common: what hashing and keeping cost.
+
+--tiers instead: a prompt is asked of two meshes as a fresh one, again while it lies in the prefill
+mesh's pages, and again when others had taken these, so that it comes back from host memory. The
+decode mesh forgets each time. Times to the first token, by length of the prompt."""
 
 import asyncio
 import statistics
@@ -35,11 +39,14 @@ from models.hf_config import HfConfig
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Measured rounds, a conversation each.")
 _MODES = flags.DEFINE_list("modes", ["chunked", "disaggregated"], "Which clusters.")
 _FRESH = flags.DEFINE_integer("fresh", 8, "Prompts without anything in common, a round.")
+_TIERS = flags.DEFINE_bool("tiers", False, "Pages and host memory instead of conversations.")
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
 
+CONTEXT = 3072
 TURNS, FIRST, TURN, ANSWER = 8, 1280, 88, 24
 WARM_ROUNDS = 1
 FRESH_TOKENS, AT_ONCE = 700, 4
+LENGTHS = (384, 1024, 2048)
 
 
 class NoText:
@@ -52,20 +59,20 @@ class NoText:
 class Contender:
     """A cluster of one device a mesh, with or without reuse."""
 
-    def __init__(self, mode: Mode, reuse: bool) -> None:
+    def __init__(self, mode: Mode, reuse: bool, host_gib: float = 0.0, pages: int = 160) -> None:
         instance = InstanceConfig(
             layout=Layout(),
             slots_per_rank=8,
             growth_tokens=ANSWER,
             min_chunk_tokens=128,
-            pages_per_rank=160,
+            pages_per_rank=pages,
         )
         config = EngineConfig(
-            model=ModelConfig(context_tokens=3072),
+            model=ModelConfig(context_tokens=CONTEXT),
             mode=mode,
             prefill=instance,
             decode=instance,
-            prefix=PrefixConfig(reuse),
+            prefix=PrefixConfig(reuse, host_gib=host_gib, restores="always"),
             warm_up=False,
         )
         self.cluster = EmbeddedCluster(config, _load, NoText(), jax.devices())
@@ -182,9 +189,60 @@ async def compare(mode: Mode) -> dict[str, object]:
     return figures
 
 
+async def tiers() -> dict[str, object]:
+    """Pages for one prompt of the whole context, host memory for all that are asked."""
+    one = Contender(Mode.DISAGGREGATED, True, host_gib=2.0, pages=CONTEXT // 16)
+    prefill, decode = one.cluster._workers
+    rng = np.random.default_rng(0)
+
+    def words(count: int) -> tuple[int, ...]:
+        return tuple(rng.integers(3, plain_loop.VOCABULARY, count).tolist())
+
+    async def ttft(prompt: tuple[int, ...]) -> float:
+        decode._kept.clear()
+        return (await one.ask(prompt, 1))[0]
+
+    figures: dict[str, object] = {}
+    await one.cluster.start()
+    try:
+        for length in LENGTHS:
+            fresh, pages, host = [], [], []
+            for number in range(WARM_ROUNDS + _ROUNDS.value):
+                prompt, restored = words(length), prefill.counters["host_tokens_restored"]
+                seconds = [await ttft(prompt), await ttft(prompt)]
+                assert prefill.counters["host_tokens_restored"] == restored
+                await ttft(words(CONTEXT - 16))
+                seconds.append(await ttft(prompt))
+                assert prefill.counters["host_tokens_restored"] > restored
+                if number >= WARM_ROUNDS:
+                    for kept, second in zip((fresh, pages, host), seconds, strict=True):
+                        kept.append(second)
+            medians = [statistics.median(one) for one in (fresh, pages, host)]
+            print(
+                f"{length} tokens: ttft {1e3 * medians[0]:.1f} ms fresh, {1e3 * medians[1]:.1f}"
+                f" from pages, {1e3 * medians[2]:.1f} from host memory"
+                f" ({medians[2] / medians[1]:.2f} x pages, {medians[0] / medians[2]:.2f} x faster"
+                " than fresh)",
+                flush=True,
+            )
+            figures[str(length)] = {
+                "host against pages": paired(host, pages),
+                "host against fresh": paired(host, fresh),
+                "pages against fresh": paired(pages, fresh),
+            }
+    finally:
+        await one.cluster.stop()
+    return figures
+
+
 def main(_: list[str]) -> None:
     jax.config.update("jax_num_cpu_devices", 2)
     use_compilation_cache("~/.cache/jdisagg/xla")
+    if _TIERS.value:
+        figures = asyncio.run(tiers())
+        if _NAME.value:
+            print(save(_NAME.value, figures))
+        return
     figures = {mode: asyncio.run(compare(Mode(mode))) for mode in _MODES.value}
     if _NAME.value:
         print(save(_NAME.value, figures))
