@@ -35,14 +35,16 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from jdisagg.dispatch.frontend import ChatMessage, ModelInfo
+from jdisagg.chat.messages import ChatMessage, ChatTool, ToolCall
+from jdisagg.dispatch.frontend import ModelInfo
 from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import InvalidRequestError, JdisaggError, UnavailableError
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import FinishReason, StreamEvent, Timings, TokenLogprobs, Usage
 from jdisagg.service import generation_pb2 as pb
 from jdisagg.service import generation_pb2_grpc, wire, wire_generation
-from jdisagg.service.client_request import GenerateOptions, Messages, asked, tokenize_request
+from jdisagg.service.client_chat import Messages
+from jdisagg.service.client_request import GenerateOptions, asked, tokenize_request
 from jdisagg.service.client_stream import ResumableStream, lost, never_sent, typed_error
 from jdisagg.service.connection import (
     NO_CREDENTIALS,
@@ -56,11 +58,13 @@ from jdisagg.trace_context import outgoing
 __all__ = [
     "AsyncClient",
     "ChatMessage",
+    "ChatTool",
     "Choice",
     "Client",
     "Completion",
     "Credentials",
     "GenerateOptions",
+    "ToolCall",
 ]
 
 MAX_MESSAGE_BYTES = 16 << 20
@@ -71,12 +75,15 @@ Options = list[tuple[str, int | str]]
 
 @dataclass(slots=True)
 class Choice:
-    """All of one child of a request."""
+    """All of one child of a request; of a chat that the server takes apart, `text` is the words,
+    beside `reasoning` and `tool_calls`."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +122,14 @@ class _Collector:
         choice.token_ids += event.token_ids
         choice.logprobs += event.logprobs
         choice.finish_reason = event.finish_reason or choice.finish_reason
+        choice.reasoning += event.reasoning
+        for call in event.tool_calls:
+            if call.name:
+                choice.tool_calls.append(ToolCall(call.name, call.arguments, call.id))
+            else:
+                known = choice.tool_calls[call.index]
+                arguments = known.arguments + call.arguments
+                choice.tool_calls[call.index] = replace(known, arguments=arguments)
         self._usage, self._timings = event.usage or self._usage, event.timings or self._timings
         self._request_id = event.request_id or self._request_id
 

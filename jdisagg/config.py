@@ -320,6 +320,9 @@ class ServiceConfig:
         http_cors_origins: of the pages whose scripts may use the HTTP door, by commas, such as
             https://chat.example.com; *: of any.
         http_guide: the web page's guide may simulate, in a process beside this one.
+        tool_parser: how the model writes calls of tools, of jdisagg.chat.formats; auto: as its chat
+            template shows, none: it writes none.
+        reasoning_parser: how it writes what it thinks before it answers, likewise.
 
     Raises:
         ConfigError: naming the field, its value and the rule.
@@ -330,6 +333,8 @@ class ServiceConfig:
     http_port: int | None = None
     http_cors_origins: str = ""
     http_guide: bool = True
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
     max_message_bytes: int = 16 << 20
     drain_seconds: float = 30.0
     tls_certificate: str = ""

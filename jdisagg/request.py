@@ -58,11 +58,12 @@ def at_most(name: str, count: int, limit: int) -> None:
 
 class FinishReason(enum.Enum):
     """Why a stream ended. `STOP`: EOS, a stop token or a stop string. `LENGTH`: max_tokens or the
-    context is full."""
+    context is full. `TOOL_CALLS`, of chats: it stopped, and what it said are calls of tools."""
 
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
+    TOOL_CALLS = "tool_calls"
 
 
 class GrammarKind(enum.Enum):
@@ -349,9 +350,20 @@ class Usage:
 
 
 @plain
+class ToolCallDelta:
+    """What is new of call `index` of an answer: its id and name where it begins, more of its
+    arguments (a JSON object's text) from there on."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@plain
 class StreamEvent:
     """One message of a stream to the client: new tokens of child `child`, from token `first_index`
-    on.
+    on. Of a chat that is taken apart, `text` is the words, beside `reasoning` and `tool_calls`.
 
     `finish_reason` is set on a child's last event; `usage` and `timings` on the last event of the
     whole stream. `request_id`: on the first event that a client receives."""
@@ -365,3 +377,5 @@ class StreamEvent:
     usage: Usage | None = None
     timings: Timings | None = None
     request_id: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()

@@ -15,6 +15,7 @@ from typing import Any
 
 from absl import flags as absl
 
+from jdisagg.chat.formats import AUTO, NONE, REASONING, TOOL_PARSERS
 from jdisagg.config import EngineConfig, Mode
 from jdisagg.costs.cost_model import CODEC_BITS
 from jdisagg.costs.hardware import HARDWARE, LINKS
@@ -35,7 +36,7 @@ SERVICE = (
     "host", "port", "drain_seconds", "tls_certificate", "tls_key", "tls_client_ca", "token_file",
     "cluster_token_file",
 )  # fmt: skip
-HTTP = ("http_port", "http_cors_origins")
+HTTP = ("http_port", "http_cors_origins", "tool_parser", "reasoning_parser")
 ENGINE = (
     "config", "model", "mode", "dtype", "weights", "prefill", "decode", "slots_per_rank",
     "chunk_tokens", "page_size", "pages_per_rank", "context_tokens", "memory_fraction", "codec",
@@ -151,6 +152,12 @@ FLAGS: dict[str, Spec] = {
     ),
     "http_cors_origins": _text(
         None, "Origins of the pages whose scripts may use the HTTP door, by commas; * is any."
+    ),
+    "tool_parser": _one_of(
+        [AUTO, NONE, *TOOL_PARSERS], None, "How the model writes calls; auto: as its template does."
+    ),
+    "reasoning_parser": _one_of(
+        [AUTO, NONE, *REASONING], None, "How it writes what it thinks first; auto: likewise."
     ),
     "drain_seconds": _real(None, "How long running requests may take at the end."),
     "tls_certificate": _text(None, "PEM file; with it every gRPC port speaks TLS alone."),

@@ -49,13 +49,14 @@ class ChatTemplate:
         add_generation_prompt: bool,
         continue_final_message: bool = False,
         arguments: Mapping[str, object] | None = None,
+        tools: Sequence[Mapping[str, object]] = (),
     ) -> str:
-        """Raises `InvalidRequestError` for messages or arguments the template does not take,
-        `CheckpointError` if it is no template."""
+        """`tools`: as OpenAI's API writes them. Raises `InvalidRequestError` for messages or
+        arguments the template does not take, `CheckpointError` if it is no template."""
         given = [dict(message) for message in messages]
         known: dict[str, object] = {
             "messages": given,
-            "tools": None,
+            "tools": [dict(tool) for tool in tools] or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             **self._special,

@@ -48,6 +48,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._chat = None if chat_template is None else ChatTemplate(chat_template, special_tokens)
+        self.chat_template = chat_template
         self.eos_ids = tuple(eos_ids)
         self.sampling_defaults = sampling_defaults
         added = backend.get_added_tokens_decoder()
@@ -132,10 +133,11 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         arguments: Mapping[str, object] | None = None,
+        tools: Sequence[Mapping[str, object]] = (),
     ) -> str:
         """The text that the model was taught to see for these messages; it holds its special tokens
         already. `continue_final_message`: it ends where the last message's words end. `arguments`:
-        what the template may ask for beside the messages."""
+        what the template may ask for beside the messages. `tools`: that the model may call."""
         if self._chat is None:
             raise InvalidRequestError(
                 "messages need a chat template and this model has none; send text or token ids"
@@ -146,6 +148,7 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             arguments=arguments or {},
+            tools=tools,
         )
 
     def encode_chat(

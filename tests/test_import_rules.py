@@ -26,6 +26,7 @@ PURE = (
     "grammar",
     "costs",
     "messages",
+    "chat",
     "router",
     "scheduler",
     "dispatch",

@@ -16,13 +16,14 @@ import math
 import secrets
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, TypedDict, Unpack
 
-import msgspec
-
 from jdisagg import caller
+from jdisagg.chat.formats import AnswerFormat
+from jdisagg.chat.messages import ChatPrompt, check_chat, json_bytes, shown_messages, texts_of
 from jdisagg.config import LimitsConfig, Mode
+from jdisagg.dispatch.answers import ChatAnswers
 from jdisagg.dispatch.long_texts import LongTexts
 from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import InvalidRequestError, UnauthenticatedError, UnavailableError
@@ -43,7 +44,6 @@ from jdisagg.request import (
     foreign_token,
 )
 
-ROLES = ("system", "user", "assistant", "tool")
 MAX_NAME_BYTES = 256
 THREAD_ABOVE_BYTES = 8 << 10
 MESSAGE_BYTES = 64  # of a chat's text, beside the message's own: its role, its frame
@@ -52,6 +52,7 @@ DEFAULT_MAX_TOKENS = 256
 PROBE_CHARACTERS = 16 << 10
 PROBE_CHARACTERS_PER_TOKEN = 32
 MAX_PRIORITY = 2**31 - 1
+PLAIN = AnswerFormat()
 
 
 class ServingPath(Protocol):
@@ -75,15 +76,18 @@ class ChatTokenizer(Protocol):
     def eos_ids(self) -> tuple[int, ...]: ...
     @property
     def sampling_defaults(self) -> SamplingDefaults: ...
+    @property
+    def chat_template(self) -> str | None: ...
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         arguments: Mapping[str, object] | None = None,
+        tools: Sequence[Mapping[str, object]] = (),
     ) -> str:
         """See `ChatPrompt`. Raises InvalidRequestError when the model has no chat template or the
         template refuses the messages."""
@@ -111,28 +115,6 @@ class ModelInfo:
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
     token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    role: str
-    content: str
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A conversation, as the model's chat template writes it down.
-
-    Args:
-      add_generation_prompt: The text ends with the beginning of the assistant's answer.
-      continue_final_message: The text ends within the last message, which the model goes on with.
-      arguments: What the template may ask for beside the messages, such as enable_thinking.
-    """
-
-    messages: tuple[ChatMessage, ...]
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    arguments: Mapping[str, object] = field(default_factory=dict)
 
 
 Prompt = str | TokenPrompt | ChatPrompt
@@ -168,7 +150,8 @@ class SamplingOptions(TypedDict, total=False):
 class Frontend:
     """Builds requests and streams them through the path; refuses a second running request of the
     same tenant and id. `routing`: what the router says of itself, for whoever asks. `grammars`:
-    judges structured output; without it that is refused."""
+    judges structured output; without it that is refused. `answers`: how the model writes reasoning
+    and calls of tools."""
 
     def __init__(
         self,
@@ -178,9 +161,11 @@ class Frontend:
         limits: LimitsConfig,
         routing: Callable[[], RoutingStatus] = RoutingStatus,
         grammars: GrammarCompiler | None = None,
+        answers: AnswerFormat = PLAIN,
     ) -> None:
         self.model = model
         self._grammars = grammars
+        self._answers = answers
         self.routing = routing
         self._path = path
         self._codec = codec
@@ -240,6 +225,9 @@ class Frontend:
         token_ids = await self._tokens(prompt, within_context=True)
         room_tokens = self._room(len(token_ids), options.get("max_tokens"))
         sampling = _sampling(options, self.model.sampling, room_tokens)
+        if isinstance(prompt, ChatPrompt) and self._answers.takes_apart(prompt.callable_tools):
+            # Markers may be special tokens.
+            sampling = dataclasses.replace(sampling, skip_special_tokens=False)
         if resumption is not None:
             self._check_resumption(resumption, len(token_ids), sampling)
         stop_ids = (
@@ -282,8 +270,20 @@ class Frontend:
         """The text of a single token, special ones too; what is no whole character is U+FFFD."""
         return self._codec.decode([token_id], skip_special_tokens=False)
 
-    async def stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]:
-        """The path's events. Closing this iterator closes the path's."""
+    def stream(
+        self, request: Request, chat: ChatPrompt | None = None
+    ) -> AsyncGenerator[StreamEvent, None]:
+        """The path's events. Closing this iterator closes the path's. `chat`: what the request was
+        made of; where it is given, the model's answers are taken apart. One that follows a
+        grammar has nothing else in it."""
+        events = self._stream(request)
+        if chat is None or request.sampling.grammar is not None:
+            return events
+        if not self._answers.takes_apart(chat.callable_tools):
+            return events
+        return ChatAnswers(request, chat, self._answers, self._codec).of(events)
+
+    async def _stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]:
         key = request.tenant, request.request_id
         if request.resumption is not None:
             await self._gone(key)
@@ -365,15 +365,13 @@ class Frontend:
         text, add_special_tokens = prompt, True
         if isinstance(prompt, ChatPrompt):
             # A chat template writes BOS itself.
-            messages = [
-                {"role": message.role, "content": message.content} for message in prompt.messages
-            ]
             add_special_tokens = False
             text = self._codec.apply_chat_template(
-                messages,
+                shown_messages(prompt.messages),
                 add_generation_prompt=prompt.add_generation_prompt,
                 continue_final_message=prompt.continue_final_message,
                 arguments=prompt.arguments,
+                tools=[tool.shown for tool in prompt.tools] if prompt.callable_tools else (),
             )
         assert isinstance(text, str)
         if within_context:
@@ -447,29 +445,14 @@ class Frontend:
 
     def _check_chat(self, prompt: ChatPrompt) -> int:
         """How many bytes of text it will make, about."""
-        if not prompt.messages:
-            raise InvalidRequestError("chat messages are empty; send at least one")
-        for index, message in enumerate(prompt.messages):
-            if message.role not in ROLES:
-                raise InvalidRequestError(
-                    f"messages[{index}].role must be one of {', '.join(ROLES)}, got"
-                    f" {message.role[:64]!r}"
-                )
-        size_bytes = sum(
-            self._check_text(f"messages[{index}].content", m.content)
-            for index, m in enumerate(prompt.messages)
+        check_chat(prompt)
+        self._check_tools(prompt)
+        size_bytes = sum(self._check_text(name, text) for name, text in texts_of(prompt))
+        size_bytes += json_bytes("chat_template_kwargs", prompt.arguments)
+        size_bytes += sum(
+            json_bytes(f"tools[{index}].function.parameters", tool.parameters)
+            for index, tool in enumerate(prompt.tools)
         )
-        if prompt.continue_final_message and prompt.add_generation_prompt:
-            raise InvalidRequestError(
-                "continue_final_message and add_generation_prompt exclude each other: the text ends"
-                " within the last message, or with the beginning of an answer; set one"
-            )
-        try:
-            size_bytes += len(msgspec.json.encode(prompt.arguments))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidRequestError(
-                f"chat_template_kwargs must be a JSON object: {error}; give plain values"
-            ) from None
         self._check_size("messages", size_bytes)
         return size_bytes + MESSAGE_BYTES * len(prompt.messages)
 
@@ -480,6 +463,18 @@ class Frontend:
                 " needs; leave the grammar out"
             )
         await self._grammars.admit(grammar, self._limits.timeouts.request.grammar_seconds)
+
+    def _check_tools(self, prompt: ChatPrompt) -> None:
+        if prompt.callable_tools and not self._answers.shows_tools:
+            raise InvalidRequestError(
+                f"tools cannot be used: the chat template of {self.model.name!r} shows none to the"
+                " model; describe them in a message"
+            )
+        if prompt.callable_tools and self._answers.tools is None:
+            raise InvalidRequestError(
+                f"tools cannot be used: how {self.model.name!r} writes calls cannot be told from"
+                " its chat template; start the server with --tool_parser"
+            )
 
     def _check_text(self, name: str, text: str) -> int:
         self._check_size(name, len(text) if isinstance(text, str) else 0)
@@ -502,6 +497,10 @@ class Frontend:
                 f"{name}[{at}]={token_ids[at]!r} is not a token id of the model; they are 0 to"
                 f" {vocabulary - 1}"
             )
+
+
+def chat_of(prompt: Prompt) -> ChatPrompt | None:
+    return prompt if isinstance(prompt, ChatPrompt) else None
 
 
 def bias_pairs(biases: Biases) -> Sequence[tuple[int, float]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import jax
 from absl import logging as absl_logging
 
+from jdisagg.chat.formats import AnswerFormat
 from jdisagg.config import EngineConfig, Mode
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.costs.speeds import Kind
@@ -160,6 +161,9 @@ class Deployment:
             config.limits,
             self.cluster.path.routing,
             model.grammars,
+            AnswerFormat.of(
+                tokenizer.chat_template, config.service.tool_parser, config.service.reasoning_parser
+            ),
         )
         self._loading: asyncio.Task[None] | None = None
 

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Unpack
 
-from jdisagg.dispatch.frontend import ChatMessage, ChatPrompt, SamplingOptions
+from jdisagg.chat.messages import ChatMessage, ChatPrompt
+from jdisagg.dispatch.frontend import SamplingOptions
 from jdisagg.errors import JdisaggError, first_error
 from jdisagg.node.deployment import Deployment
 from jdisagg.request import StreamEvent

@@ -7,6 +7,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from jdisagg.chat.formats import AnswerFormat
 from jdisagg.clock import Clock, MonotonicClock
 from jdisagg.config import LimitsConfig, Mode, RoutingConfig, ServiceConfig
 from jdisagg.dispatch.elastic_pools import ElasticPools
@@ -126,6 +127,9 @@ class Router:
             limits,
             path.routing,
             self._grammars,
+            AnswerFormat.of(
+                self._tokenizer.chat_template, service.tool_parser, service.reasoning_parser
+            ),
         )
         tokens = read_tokens(service.cluster_token_file)
         server = GenerationServer(

@@ -8,26 +8,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar, cast
 
-from jdisagg.dispatch.frontend import ChatMessage, ChatPrompt, Prompt, SamplingOptions, TokenPrompt
+from jdisagg.chat.messages import ChatPrompt
+from jdisagg.dispatch.frontend import Prompt, SamplingOptions, TokenPrompt
 from jdisagg.errors import InvalidRequestError
 from jdisagg.service import generation_pb2 as pb
 from jdisagg.service import wire_generation
+from jdisagg.service.client_chat import Messages, Tools, chat_message, chat_tools, text, tool_choice
 from jdisagg.service.wire_generation import ClientRequest
 
 Item = TypeVar("Item")
-Messages = Sequence[ChatMessage | Mapping[str, str]]
 
 
 class GenerateOptions(SamplingOptions, total=False):
     """Keyword arguments of `generate` and `complete`: instead of a text prompt `token_ids` or
     `messages` (the model goes on with the last one where `continue_final_message` says so; its chat
-    template sees `chat_template_kwargs`), what identifies and bounds the request, and the sampling
-    options. Absent or None is the default."""
+    template sees `chat_template_kwargs`; it may call `tools`), what identifies and bounds the
+    request, and the sampling options. Absent or None is the default."""
 
     token_ids: Sequence[int] | None
     messages: Messages | None
     continue_final_message: bool | None
     chat_template_kwargs: Mapping[str, object] | None
+    tools: Tools | None
+    tool_choice: str | None
+    parallel_tool_calls: bool | None
     request_id: str | None
     deadline_seconds: float | None
     tenant: str | None
@@ -38,32 +42,38 @@ class GenerateOptions(SamplingOptions, total=False):
 _REQUEST_OPTIONS = frozenset(GenerateOptions.__annotations__) - frozenset(
     SamplingOptions.__annotations__
 )
+_OF_CHATS = ("continue_final_message", "chat_template_kwargs", "tools")
 
 
 def asked(prompt: str | None, options: GenerateOptions) -> ClientRequest:
     """Raises InvalidRequestError naming the field, the kind of its value and what to give."""
     sampling = {name: value for name, value in options.items() if name not in _REQUEST_OPTIONS}
     given = _prompt(prompt, options.get("token_ids"), options.get("messages"))
-    goes_on, arguments = options.get("continue_final_message"), options.get("chat_template_kwargs")
     if isinstance(given, ChatPrompt):
-        given = replace(
-            given,
-            add_generation_prompt=not goes_on,
-            continue_final_message=bool(goes_on),
-            arguments=arguments or {},
-        )
-    elif goes_on or arguments:
-        raise InvalidRequestError(
-            "continue_final_message and chat_template_kwargs are for chats; give messages"
-        )
+        given = _with_options(given, options)
+    elif any(options.get(name) for name in _OF_CHATS):
+        raise InvalidRequestError(f"{', '.join(_OF_CHATS)} are for chats; give messages")
     return ClientRequest(
         prompt=given,
         options=cast(SamplingOptions, sampling),
-        request_id=_text("request_id", options.get("request_id") or ""),
+        request_id=text("request_id", options.get("request_id") or ""),
         deadline_seconds=options.get("deadline_seconds"),
-        tenant=_text("tenant", options.get("tenant") or ""),
+        tenant=text("tenant", options.get("tenant") or ""),
         priority=options.get("priority") or 0,
-        cache_salt=_text("cache_salt", options.get("cache_salt") or ""),
+        cache_salt=text("cache_salt", options.get("cache_salt") or ""),
+    )
+
+
+def _with_options(chat: ChatPrompt, options: GenerateOptions) -> ChatPrompt:
+    goes_on = bool(options.get("continue_final_message"))
+    return replace(
+        chat,
+        add_generation_prompt=not goes_on,
+        continue_final_message=goes_on,
+        arguments=options.get("chat_template_kwargs") or {},
+        tools=chat_tools(options.get("tools") or ()),
+        tool_choice=tool_choice(options.get("tool_choice") or "auto"),
+        parallel_tool_calls=options.get("parallel_tool_calls") is not False,
     )
 
 
@@ -85,24 +95,10 @@ def _prompt(
         )
     if messages is not None:
         given = _items("messages", messages, "give a sequence of messages; for text, pass prompt=")
-        return ChatPrompt(tuple(_message(index, message) for index, message in enumerate(given)))
-    return _text("prompt", prompt, "for ids, pass token_ids=, for a chat messages=")
-
-
-def _message(index: int, message: ChatMessage | Mapping[str, str]) -> ChatMessage:
-    if not isinstance(message, ChatMessage):
-        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
-            raise InvalidRequestError(
-                f"a chat message has a role and a content and nothing else, got {message!r:.200}"
-            )
-        message = ChatMessage(message["role"], message["content"])
-    _text(f"messages[{index}].role", message.role)
-    _text(
-        f"messages[{index}].content",
-        message.content,
-        "join its parts to one text, or leave the message out",
-    )
-    return message
+        return ChatPrompt(
+            tuple(chat_message(index, message) for index, message in enumerate(given))
+        )
+    return text("prompt", prompt, "for ids, pass token_ids=, for a chat messages=")
 
 
 def _items(name: str, given: Sequence[Item], remedy: str) -> tuple[Item, ...]:
@@ -113,16 +109,3 @@ def _items(name: str, given: Sequence[Item], remedy: str) -> tuple[Item, ...]:
             f"{name} must be several values, got {type(given).__name__}; {remedy}"
         )
     return tuple(given)
-
-
-def _text(name: str, value: object, remedy: str = "give a str") -> str:
-    if not isinstance(value, str):
-        raise InvalidRequestError(f"{name} must be text, got {type(value).__name__}; {remedy}")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            f"{name} cannot be sent: {value[error.start]!r}, its character {error.start}, is half"
-            " of a surrogate pair and no text; decode what it came from with errors='replace'"
-        ) from None
-    return value

@@ -10,7 +10,7 @@ from contextlib import aclosing
 
 import grpc.aio
 
-from jdisagg.dispatch.frontend import Frontend
+from jdisagg.dispatch.frontend import Frontend, chat_of
 from jdisagg.errors import DeadlineExceededError
 from jdisagg.observe.request_log import RequestLog, RequestRecord
 from jdisagg.service import generation_pb2 as pb
@@ -73,7 +73,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         try:
             async with (
                 asyncio.timeout(built.deadline_seconds + DEFAULT_TIMEOUTS.call.unread_seconds),
-                aclosing(self._frontend.stream(built)) as events,
+                aclosing(self._frontend.stream(built, chat_of(asked.prompt))) as events,
             ):
                 async for event in events:
                     record.seen(event)

@@ -89,6 +89,15 @@ class Fields:
     def names(self) -> tuple[str, ...]:
         return tuple(self._raw)
 
+    @property
+    def path(self) -> str:
+        """What stands before the names in errors."""
+        return self._path
+
+    def raw(self, name: str) -> msgspec.Raw:
+        """The JSON text of a field that is there."""
+        return self._raw[name]
+
     def has(self, name: str) -> bool:
         """Whether it is there and not null."""
         raw = self._raw.get(name)

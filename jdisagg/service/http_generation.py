@@ -11,10 +11,10 @@ import dataclasses
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, aclosing
 
-from jdisagg.dispatch.frontend import Frontend, Prompt, TokenPrompt
+from jdisagg.dispatch.frontend import Frontend, Prompt, TokenPrompt, chat_of
 from jdisagg.errors import DeadlineExceededError, first_error
 from jdisagg.observe.request_log import RequestLog, RequestRecord
 from jdisagg.request import Request, StreamEvent, Usage
@@ -72,7 +72,7 @@ class HttpGeneration:
             request_id = asked.request_id or _request_id(exchange)
             exchange.reply_headers.append((REQUEST_ID, _header(request_id)))
             with _watched(exchange), ExitStack() as records:
-                runs = await self._runs(asked, request_id, record, records)
+                runs = await self._runs(asked, request_id, record, records, kind.takes_apart)
                 model = self._frontend.model
                 heading = Heading(
                     prefix + request_id, int(time.time()), model.name, model.version or None
@@ -85,9 +85,14 @@ class HttpGeneration:
                     await _whole(exchange, reply, runs)
 
     async def _runs(
-        self, asked: Asked, request_id: str, record: RequestRecord, records: ExitStack
+        self,
+        asked: Asked,
+        request_id: str,
+        record: RequestRecord,
+        records: ExitStack,
+        take_apart: bool,
     ) -> "list[_Run]":
-        """All prompts are validated before the first is run."""
+        """All prompts are validated before the first is run. `take_apart`: the answers."""
         runs: list[_Run] = []
         for number, prompt in enumerate(asked.prompts):
             own_id = f"{request_id}-{number}" if number else request_id
@@ -105,7 +110,8 @@ class HttpGeneration:
             )
             record.built(built)
             echo = await self._text(prompt) if asked.echo else ""
-            runs.append(_Run(self._frontend, built, record, number, echo))
+            stream = self._frontend.stream(built, chat_of(prompt) if take_apart else None)
+            runs.append(_Run(stream, built, record, number, echo))
         return runs
 
     async def _text(self, prompt: Prompt) -> str:
@@ -119,14 +125,19 @@ class _Run:
     """One prompt: its events, and what its choices have come to."""
 
     def __init__(
-        self, frontend: Frontend, request: Request, record: RequestRecord, number: int, echo: str
+        self,
+        events: AsyncGenerator[StreamEvent, None],
+        request: Request,
+        record: RequestRecord,
+        number: int,
+        echo: str,
     ) -> None:
         count = request.sampling.n
         self.usage = Usage(len(request.prompt_token_ids), 0)
         self.choices = [
             ReplyChoice(number * count + child, request.prompt_token_ids) for child in range(count)
         ]
-        self._frontend = frontend
+        self._events = events
         self._request = request
         self._record = record
         self._echo = echo
@@ -141,7 +152,7 @@ class _Run:
         try:
             async with (
                 asyncio.timeout(seconds + DEFAULT_TIMEOUTS.call.unread_seconds),
-                aclosing(self._frontend.stream(request)) as events,
+                aclosing(self._events) as events,
             ):
                 async for event in events:
                     record.seen(event)

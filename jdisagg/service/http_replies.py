@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from jdisagg.request import FinishReason, StreamEvent, TokenLogprobs, Usage
+from jdisagg.request import FinishReason, StreamEvent, TokenLogprobs, ToolCallDelta, Usage
 from jdisagg.service.http_requests import Streaming
 
 DONE = b"data: [DONE]\n\n"
@@ -59,6 +59,8 @@ class ReplyChoice:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[tuple[ToolCallDelta, list[str]]] = field(default_factory=list)
 
     def add(self, event: StreamEvent) -> None:
         self.texts.append(event.text)
@@ -66,6 +68,12 @@ class ReplyChoice:
         self.logprobs += event.logprobs
         if event.finish_reason is not None:
             self.finish_reason = event.finish_reason.value
+        if event.reasoning:
+            self.reasoning.append(event.reasoning)
+        for call in event.tool_calls:
+            if call.name:
+                self.calls.append((call, []))
+            self.calls[call.index][1].append(call.arguments)
 
     @property
     def text(self) -> str:
@@ -78,6 +86,7 @@ class Reply:
     whole_object = ""
     chunk_object = ""
     prompt_in_choice = False  # whether a choice, or the reply, says the prompt's token ids
+    takes_apart = False  # whether it tells reasoning and calls of tools from words
 
     def __init__(
         self, heading: Heading, streaming: Streaming | None, pieces: Pieces, token_ids: bool
@@ -104,7 +113,7 @@ class Reply:
         parts = [
             self._choices,
             b"%d," % choice.index,
-            self._text(event.text, first),
+            self._new(event, first),
             b',"logprobs":',
             _encode(self._logprobs(event.token_ids, some, choice)) if some else b"null",
             b',"finish_reason":',
@@ -136,7 +145,8 @@ class Reply:
         also = {} if self.prompt_in_choice else ids
         return _encode({**self._heading, "choices": made, "usage": usage_of(usage), **also})
 
-    def _text(self, text: str, first: bool) -> bytes:
+    def _new(self, event: StreamEvent, first: bool) -> bytes:
+        """What a chunk says of an event. `first`: of its choice."""
         raise NotImplementedError
 
     def _said(self, choice: ReplyChoice) -> Json:
@@ -165,16 +175,34 @@ class Reply:
 class ChatReply(Reply):
     """Of /v1/chat/completions."""
 
+    takes_apart = True
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def _text(self, text: str, first: bool) -> bytes:
+    def _new(self, event: StreamEvent, first: bool) -> bytes:
         # The role comes with the first text: clients take the first chunk for the first token.
         start = b'"delta":{"role":"assistant","content":' if first else b'"delta":{"content":'
-        return start + _encode(text) + b"}"
+        if not event.reasoning and not event.tool_calls:
+            return start + _encode(event.text) + b"}" if event.text or first else b'"delta":{}'
+        delta: Json = {"role": "assistant"} if first else {}
+        if event.text:
+            delta["content"] = event.text
+        delta |= _reasoning(event.reasoning)
+        if event.tool_calls:
+            delta["tool_calls"] = list(map(_call_delta, event.tool_calls))
+        return b'"delta":' + _encode(delta)
 
     def _said(self, choice: ReplyChoice) -> Json:
-        return {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+        text = choice.text
+        message: Json = {
+            "role": "assistant",
+            "content": None if choice.calls and not text else text,
+            "refusal": None,
+            **_reasoning("".join(choice.reasoning)),
+        }
+        if choice.calls:
+            message["tool_calls"] = [_call(call, "".join(some)) for call, some in choice.calls]
+        return {"message": message}
 
     def _logprobs(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], choice: ReplyChoice
@@ -200,8 +228,8 @@ class CompletionReply(Reply):
     whole_object = chunk_object = "text_completion"
     prompt_in_choice = True
 
-    def _text(self, text: str, first: bool) -> bytes:
-        return b'"text":' + _encode(text)
+    def _new(self, event: StreamEvent, first: bool) -> bytes:
+        return b'"text":' + _encode(event.text)
 
     def _said(self, choice: ReplyChoice) -> Json:
         return {"text": choice.text}
@@ -226,6 +254,22 @@ class CompletionReply(Reply):
             "tokens": tokens,
             "top_logprobs": top,
         }
+
+
+def _reasoning(text: str) -> Json:
+    """Under the name that clients know, and the one that vLLM gives it now."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
+
+
+def _call(call: ToolCallDelta, arguments: str) -> Json:
+    function = {"name": call.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _call_delta(call: ToolCallDelta) -> Json:
+    if call.name:
+        return {"index": call.index, **_call(call, call.arguments)}
+    return {"index": call.index, "function": {"arguments": call.arguments}}
 
 
 def usage_of(usage: Usage) -> Json:

@@ -10,22 +10,22 @@ from dataclasses import dataclass
 
 import msgspec
 
-from jdisagg.dispatch.frontend import ChatMessage, ChatPrompt, Prompt, SamplingOptions, TokenPrompt
+from jdisagg.dispatch.frontend import Prompt, SamplingOptions, TokenPrompt
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import at_most
+from jdisagg.service.http_chat import chat_prompt
 from jdisagg.service.http_fields import (
     BIASES,
     INTEGER,
     INTEGERS,
     NUMBER,
-    PLAIN_OBJECT,
     TEXT,
     TEXTS,
     YES,
     FieldKind,
     Fields,
 )
-from jdisagg.service.wire_generation import MAX_IDS, MAX_MESSAGES
+from jdisagg.service.wire_generation import MAX_IDS
 
 MAX_PROMPTS = 256
 MAX_IGNORED_SHOWN = 16
@@ -52,10 +52,8 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "logits_processors": (([],), "use logit_bias"),
 }
 _REFUSED_OF_CHATS: dict[str, tuple[tuple[object, ...], str]] = {
-    "tools": (([],), "describe the tools in a message"),
-    "functions": (([],), "describe the functions in a message"),
-    "tool_choice": (("none", "auto"), "the server knows no tools"),
-    "function_call": (("none", "auto"), "the server knows no functions"),
+    "functions": (([],), "send them as tools"),
+    "function_call": (("none", "auto"), "send tool_choice"),
     "audio": ((), "text is all that is generated"),
     "modalities": ((["text"],), "text is all that is generated"),
     "web_search_options": ((), "the server searches nothing"),
@@ -63,14 +61,9 @@ _REFUSED_OF_CHATS: dict[str, tuple[tuple[object, ...], str]] = {
     "documents": (([],), "put them into a message"),
     "echo": ((False,), "the last message is known to you"),
 }
-_REFUSED_OF_MESSAGES: dict[str, tuple[tuple[object, ...], str]] = {
-    name: (([],), "the server knows text alone; put it into content")
-    for name in ("tool_calls", "function_call", "audio")
-}
 _WITHOUT_MEANING = (
     *("user", "safety_identifier", "metadata", "store", "service_tier", "verbosity"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction"),
-    "parallel_tool_calls",
 )
 _PROMPT = FieldKind(
     "a string, a list of strings, a list of token ids or a list of such lists",
@@ -152,25 +145,6 @@ def completion_prompts(fields: Fields) -> tuple[Prompt, ...]:
     raise InvalidRequestError("prompt mixes texts and token ids; send lists of one kind")
 
 
-def chat_prompt(fields: Fields) -> ChatPrompt:
-    """Of the field `messages`."""
-    messages = fields.parts("messages")
-    if messages is None:
-        raise InvalidRequestError("messages is missing: send a list of objects")
-    at_most("messages", len(messages), MAX_MESSAGES)
-    goes_on = bool(fields.read("continue_final_message", YES))
-    begins = fields.read("add_generation_prompt", YES)
-    arguments = dict(fields.read("chat_template_kwargs", PLAIN_OBJECT) or {})
-    if effort := fields.read("reasoning_effort", TEXT):  # templates that know it ask for it
-        arguments.setdefault("reasoning_effort", effort)
-    return ChatPrompt(
-        tuple(map(chat_message, messages)),
-        add_generation_prompt=not goes_on if begins is None else begins,
-        continue_final_message=goes_on,
-        arguments=arguments,
-    )
-
-
 def ignored_header(fields: Fields) -> bytes:
     """The fields that were passed over, for a header; empty where there are none."""
     unread = fields.unread()
@@ -182,28 +156,6 @@ def ignored_header(fields: Fields) -> bytes:
 def _ids(given: Sequence[object]) -> TokenPrompt:
     at_most("prompt token ids", len(given), MAX_IDS)
     return TokenPrompt(tuple(one for one in given if isinstance(one, int)))
-
-
-def chat_message(message: Fields) -> ChatMessage:
-    """`developer` is what OpenAI calls the system now; parts of text become its lines, as vLLM
-    does."""
-    role = message.given("role", TEXT)
-    message.refuse(_REFUSED_OF_MESSAGES)
-    try:
-        content = message.read("content", TEXT) or ""
-    except InvalidRequestError:
-        parts = message.parts("content") or []
-        content = "\n".join(map(_part, parts))
-    return ChatMessage("system" if role == "developer" else role, content)
-
-
-def _part(part: Fields) -> str:
-    kind = part.given("type", TEXT)
-    if kind not in ("text", "input_text", "output_text"):
-        raise InvalidRequestError(
-            f"content parts must have the type text, got {kind[:80]!r}; the model reads text alone"
-        )
-    return part.given("text", TEXT)
 
 
 def sampling_options(fields: Fields) -> SamplingOptions:

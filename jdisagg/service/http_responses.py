@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from jdisagg.dispatch.frontend import ChatMessage, ChatPrompt
+from jdisagg.chat.messages import ChatMessage, ChatPrompt
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import FinishReason, StreamEvent, TokenLogprobs, Usage, at_most
+from jdisagg.service.http_chat import chat_message
 from jdisagg.service.http_fields import INTEGER, TEXT, TEXTS, FieldKind, Fields
 from jdisagg.service.http_replies import ChatReply, Json, ReplyChoice
-from jdisagg.service.http_requests import Asked, asked_from, chat_message, sampling_options
-from jdisagg.service.wire_generation import MAX_MESSAGES
+from jdisagg.service.http_requests import Asked, asked_from, sampling_options
+from jdisagg.service.wire_chat import MAX_MESSAGES
 
 LOGPROBS = "message.output_text.logprobs"
 

@@ -11,12 +11,13 @@ from starlette.routing import Route, Router
 from jdisagg import __version__
 from jdisagg.dispatch.frontend import Frontend
 from jdisagg.observe.request_log import RequestLog
+from jdisagg.service.http_chat import chat_prompt
 from jdisagg.service.http_errors import HttpRefusal
 from jdisagg.service.http_exchange import Exchange
 from jdisagg.service.http_fields import INTEGERS, TEXT, YES, Fields
 from jdisagg.service.http_generation import IGNORED, HttpGeneration, check_model
 from jdisagg.service.http_guard import ANY_METHOD, Endpoint, HttpGuard
-from jdisagg.service.http_requests import chat_prompt, completion_prompts, ignored_header
+from jdisagg.service.http_requests import completion_prompts, ignored_header
 from jdisagg.service.page import Page, PageSources
 
 Scrape = Callable[[], Awaitable[bytes]]

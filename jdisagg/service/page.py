@@ -14,7 +14,8 @@ from typing import Protocol
 import msgspec
 
 from jdisagg import __version__, caller
-from jdisagg.dispatch.frontend import ChatMessage, ChatPrompt, Frontend
+from jdisagg.chat.messages import ChatMessage, ChatPrompt
+from jdisagg.dispatch.frontend import Frontend
 from jdisagg.dispatch.routing_status import WorkerAccount
 from jdisagg.errors import InvalidRequestError
 from jdisagg.messages.worker_status import WorkerStatus

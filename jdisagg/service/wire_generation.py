@@ -6,14 +6,13 @@ Knows what `wire` says. A client's request stays a prompt and options, some unse
 entries costs the event loop, which all streams share, many times what it cost its sender."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from jdisagg.config import Mode
 from jdisagg.dispatch.frontend import (
-    ChatMessage,
     ChatPrompt,
     ModelInfo,
     Prompt,
@@ -50,10 +49,15 @@ from jdisagg.service.wire import (
     layout_to_proto,
     logprobs_to_proto,
 )
+from jdisagg.service.wire_chat import (
+    call_delta_from_proto,
+    call_delta_to_proto,
+    chat_from_proto,
+    chat_to_proto,
+)
 
 # A client tries a few times a second within its own patience; a larger number is no client of ours.
 MAX_RESUMPTIONS = 1_000_000
-MAX_MESSAGES = 16_384
 MAX_IDS = 2 << 20  # more than any model's context
 
 
@@ -101,7 +105,7 @@ def client_request_to_proto(request: ClientRequest) -> pb.GenerateRequest:
         token_ids=(
             build(pb.TokenIds, ids=prompt.token_ids) if isinstance(prompt, TokenPrompt) else None
         ),
-        chat=_chat_to_proto(prompt) if isinstance(prompt, ChatPrompt) else None,
+        chat=chat_to_proto(prompt) if isinstance(prompt, ChatPrompt) else None,
         sampling=_options_to_proto(request.options),
         request_id=request.request_id,
         deadline_seconds=request.deadline_seconds,
@@ -123,7 +127,7 @@ def client_request_from_proto(message: pb.GenerateRequest) -> ClientRequest:
         at_most("token_ids", len(message.token_ids.ids), MAX_IDS)
         prompt = TokenPrompt(tuple(message.token_ids.ids))
     elif kind == "chat":
-        prompt = _chat_from_proto(message.chat)
+        prompt = chat_from_proto(message.chat)
     return ClientRequest(
         prompt=prompt,
         options=_options_from_proto(message.sampling),
@@ -198,7 +202,7 @@ def _finish_from_proto(reason: int) -> FinishReason | None:
 
 def tokenize_to_proto(prompt: str | ChatPrompt) -> pb.TokenizeRequest:
     if isinstance(prompt, ChatPrompt):
-        return build(pb.TokenizeRequest, chat=_chat_to_proto(prompt))
+        return build(pb.TokenizeRequest, chat=chat_to_proto(prompt))
     return build(pb.TokenizeRequest, text=prompt)
 
 
@@ -206,7 +210,7 @@ def tokenize_from_proto(message: pb.TokenizeRequest) -> str | ChatPrompt:
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise InvalidRequestError("prompt is missing: set one of text, chat")
-    return message.text if kind == "text" else _chat_from_proto(message.chat)
+    return message.text if kind == "text" else chat_from_proto(message.chat)
 
 
 def detokenize_to_proto(
@@ -224,7 +228,10 @@ def event_to_proto(event: StreamEvent) -> pb.GenerateResponse:
         token_ids=event.token_ids,
         text=event.text,
         request_id=event.request_id,
+        reasoning=event.reasoning,
     )
+    if event.tool_calls:
+        message.tool_calls.extend(map(call_delta_to_proto, event.tool_calls))
     if event.logprobs:
         message.logprobs.extend(map(logprobs_to_proto, event.logprobs))
     if event.finish_reason is not None:
@@ -247,6 +254,8 @@ def event_from_proto(message: pb.GenerateResponse) -> StreamEvent:
         usage=flat_from_proto(Usage, message.usage) if message.HasField("usage") else None,
         timings=flat_from_proto(Timings, message.timings) if message.HasField("timings") else None,
         request_id=message.request_id,
+        reasoning=message.reasoning,
+        tool_calls=tuple(map(call_delta_from_proto, message.tool_calls)),
     )
 
 
@@ -323,6 +332,7 @@ _FINISH_TO_PROTO = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+    FinishReason.TOOL_CALLS: pb.FINISH_REASON_TOOL_CALLS,
 }
 _FINISH_FROM_PROTO: dict[int, FinishReason] = {
     value: reason for reason, value in _FINISH_TO_PROTO.items()
@@ -412,44 +422,6 @@ def _grammar_from_proto(message: common_pb2.Grammar) -> Grammar:
         at_most("grammar.choice", len(message.choice.texts), MAX_GRAMMAR_BYTES)
         return Grammar.of_choices(tuple(message.choice.texts))
     return Grammar(GrammarKind(kind), getattr(message, kind))
-
-
-def _chat_to_proto(prompt: ChatPrompt) -> pb.ChatMessages:
-    return build(
-        pb.ChatMessages,
-        messages=[build(pb.ChatMessage, role=m.role, content=m.content) for m in prompt.messages],
-        continue_final_message=prompt.continue_final_message,
-        bare=not prompt.add_generation_prompt and not prompt.continue_final_message,
-        arguments_json=_arguments_to_json(prompt.arguments),
-    )
-
-
-def _chat_from_proto(message: pb.ChatMessages) -> ChatPrompt:
-    at_most("messages", len(message.messages), MAX_MESSAGES)
-    return ChatPrompt(
-        tuple(ChatMessage(m.role, m.content) for m in message.messages),
-        add_generation_prompt=not message.bare and not message.continue_final_message,
-        continue_final_message=message.continue_final_message,
-        arguments=_arguments_from_json(message.arguments_json),
-    )
-
-
-def _arguments_to_json(arguments: Mapping[str, object]) -> str:
-    try:
-        return msgspec.json.encode(arguments).decode() if arguments else ""
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequestError(
-            f"chat_template_kwargs cannot be sent: {error}; give a mapping of JSON's values"
-        ) from None
-
-
-def _arguments_from_json(text: str) -> dict[str, object]:
-    try:
-        return msgspec.json.decode(text, type=dict[str, object]) if text else {}
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise InvalidRequestError(
-            f"arguments_json={_short(text)} must be a JSON object: {error}; send {{...}}"
-        ) from None
 
 
 def _short(value: object) -> str:

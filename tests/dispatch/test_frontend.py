@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from jdisagg.chat.messages import ChatMessage, ChatPrompt
 from jdisagg.config import LimitsConfig
-from jdisagg.dispatch.frontend import ChatMessage, ChatPrompt, TokenPrompt
+from jdisagg.dispatch.frontend import TokenPrompt
 from jdisagg.errors import InvalidRequestError, OverloadedError, UnavailableError
 from jdisagg.request import AcceptedChild, Resumption
 from jdisagg.timeouts import RequestTimeouts, Timeouts

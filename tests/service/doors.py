@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from jdisagg.chat.formats import AnswerFormat
 from jdisagg.config import LimitsConfig, Mode
 from jdisagg.dispatch.frontend import Frontend, ModelInfo
 from jdisagg.errors import JdisaggError, OverloadedError
@@ -147,9 +148,19 @@ def text_of(tokens: tuple[int, ...]) -> str:
 
 
 def make_frontend(
-    path: FakePath, model: ModelInfo = MODEL, limits: LimitsConfig | None = None
+    path: FakePath,
+    model: ModelInfo = MODEL,
+    limits: LimitsConfig | None = None,
+    template: str = TEMPLATE,
 ) -> Frontend:
-    return Frontend(path, byte_tokenizer(), model, limits or LimitsConfig())
+    """The model writes calls and reasoning as the template shows."""
+    return Frontend(
+        path,
+        byte_tokenizer(template),
+        model,
+        limits or LimitsConfig(),
+        answers=AnswerFormat.of(template),
+    )
 
 
 @dataclass

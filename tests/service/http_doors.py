@@ -13,7 +13,7 @@ import openai
 from jdisagg.config import ServiceConfig
 from jdisagg.observe.request_log import RequestLog
 from jdisagg.service.server import GenerationServer
-from tests.service.doors import FakePath, make_frontend
+from tests.service.doors import TEMPLATE, FakePath, make_frontend
 
 
 @dataclass
@@ -132,9 +132,10 @@ async def http_door(
     path: FakePath | None = None,
     service: ServiceConfig | None = None,
     log: RequestLog | None = None,
+    template: str = TEMPLATE,
 ) -> AsyncIterator[HttpDoor]:
     path = path or FakePath()
     config = replace(service or ServiceConfig(), port=0, http_port=0)
-    server = GenerationServer(make_frontend(path), config, log=log)
+    server = GenerationServer(make_frontend(path, template=template), config, log=log)
     async with running(path, server) as door:
         yield door

@@ -137,7 +137,7 @@ def of_http(objects: list[dict[str, Any]]) -> Answered:
         )
         said = one.get("message") or one.get("delta")
         known["ids"] += one["token_ids"]
-        known["text"] += said["content"] if said is not None else one["text"]
+        known["text"] += one["text"] if said is None else said.get("content") or ""
         known["end"] = one["finish_reason"] or known["end"]
         known["logprobs"] += logprobs_of(one["logprobs"])
     usage = objects[-1]["usage"]

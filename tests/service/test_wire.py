@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from jdisagg import errors
+from jdisagg.chat.messages import ChatMessage, ChatPrompt, ChatTool, ToolCall, ToolChoice
 from jdisagg.dispatch import frontend
 from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import InvalidRequestError, JdisaggError
@@ -74,6 +75,17 @@ OPTIONS = {
     "logit_bias": st.lists(st.tuples(INT64, FLOATS), min_size=1, max_size=3).map(tuple),
 }
 
+OBJECTS = st.dictionaries(TEXT, st.none() | st.booleans() | TEXT, max_size=2)
+MESSAGES = st.builds(
+    ChatMessage,
+    TEXT,
+    TEXT,
+    TEXT,
+    st.lists(st.builds(ToolCall, TEXT, TEXT, TEXT), max_size=2).map(tuple),
+    TEXT,
+    TEXT,
+)
+
 
 @settings(max_examples=50, deadline=None)
 @given(
@@ -83,17 +95,17 @@ OPTIONS = {
             TEXT,
             st.builds(frontend.TokenPrompt, st.lists(INT64, max_size=4).map(tuple)),
             st.builds(
-                frontend.ChatPrompt,
-                st.lists(st.builds(frontend.ChatMessage, TEXT, TEXT), max_size=3).map(tuple),
+                ChatPrompt,
+                st.lists(MESSAGES, max_size=3).map(tuple),
                 st.booleans(),
-                arguments=st.dictionaries(TEXT, st.none() | st.booleans() | TEXT, max_size=2),
+                arguments=OBJECTS,
+                tools=st.lists(
+                    st.builds(ChatTool, TEXT, TEXT, st.none() | OBJECTS), max_size=2
+                ).map(tuple),
+                tool_choice=st.sampled_from(ToolChoice),
+                parallel_tool_calls=st.booleans(),
             ),
-            st.builds(
-                frontend.ChatPrompt,
-                st.builds(frontend.ChatMessage, TEXT, TEXT).map(lambda message: (message,)),
-                st.just(False),
-                st.just(True),
-            ),
+            st.builds(ChatPrompt, st.tuples(MESSAGES), st.just(False), st.just(True)),
         ),
         options=st.fixed_dictionaries({}, optional=OPTIONS),
         request_id=TEXT,

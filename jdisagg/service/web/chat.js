@@ -80,17 +80,19 @@ async function send() {
 async function receive(path, body, traceparent, controller, answer) {
   const began = performance.now();
   const list = byId("messages");
-  let [first, text, usage] = [null, "", null];
+  let [first, text, thoughts, usage] = [null, "", "", null];
   const options = { headers: { traceparent }, signal: controller.signal };
   for await (const event of stream(path, body, options)) {
     usage = event.usage || usage;
     const choice = event.choices[0];
     const piece = choice ? (choice.delta ? choice.delta.content : choice.text) : "";
-    if (!piece) continue;
+    const thought = (choice && choice.delta && choice.delta.reasoning_content) || "";
+    if (!piece && !thought) continue;
     first ??= performance.now();
-    text += piece;
+    text += piece || "";
+    thoughts += thought;
     const atEnd = list.scrollTop + list.clientHeight > list.scrollHeight - 40;
-    answer.body.textContent = text;
+    answer.body.textContent = text || `(thinking) ${thoughts}`;
     if (atEnd) list.scrollTop = list.scrollHeight;
   }
   answer.note.textContent = summary(usage, began, first, performance.now());

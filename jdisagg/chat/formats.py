@@ -1,0 +1,123 @@
+"""How a model writes calls of tools and its reasoning: by name, or guessed from its chat template;
+and the parser of an answer of it.
+
+The names are those of vLLM's flags where it has one. A guess looks for the markers that the
+template itself writes when it shows a call or reasoning of an earlier answer."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from jdisagg.chat.answer import AnswerDelta, AnswerParser
+from jdisagg.chat.marked_calls import DeepSeekParser, KimiParser
+from jdisagg.chat.reasoning import Marks, ReasoningParser
+from jdisagg.chat.tagged_calls import GlmParser, MiniMaxParser, QwenCoderParser, Schemas, SeedParser
+from jdisagg.chat.tool_parsers import HermesParser, LlamaParser, MistralParser
+from jdisagg.errors import ConfigError
+
+AUTO, NONE = "auto", "none"
+
+TOOL_PARSERS: dict[str, Callable[[Schemas], AnswerParser]] = {
+    "deepseek_v3": DeepSeekParser,
+    "glm45": GlmParser,
+    "hermes": HermesParser,
+    "kimi_k2": KimiParser,
+    "llama3_json": LlamaParser,
+    "minimax_m2": MiniMaxParser,
+    "mistral": MistralParser,
+    "qwen3_coder": QwenCoderParser,
+    "seed_oss": SeedParser,
+}
+_THINK = Marks("<think>", "</think>")
+REASONING: dict[str, Marks] = {
+    "deepseek_r1": _THINK,
+    "glm45": _THINK,
+    "qwen3": _THINK,
+    "kimi": Marks("◁think▷", "◁/think▷"),
+    "mistral": Marks("[THINK]", "[/THINK]"),
+    "seed_oss": Marks("<seed:think>", "</seed:think>"),
+}
+# The first whose marker the template writes. Those that others' markers contain come last.
+_TOOL_SIGNS = (
+    ("<｜tool▁call", "deepseek_v3"),
+    ("<|tool_call_begin|>", "kimi_k2"),
+    ("<seed:tool_call>", "seed_oss"),
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<arg_key>", "glm45"),
+    ("<function=", "qwen3_coder"),
+    ("<tool_call>", "hermes"),
+    ("<|python_tag|>", "llama3_json"),
+    ('"parameters": ', "llama3_json"),
+)
+_REASONING_SIGNS = ("seed_oss", "kimi", "mistral", "qwen3")
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """How a model writes what is no words, by the keys of `TOOL_PARSERS` and `REASONING`; None: it
+    does not. `shows_tools`: its chat template tells it of tools."""
+
+    tools: str | None = None
+    reasoning: str | None = None
+    shows_tools: bool = False
+
+    @classmethod
+    def of(
+        cls, template: str | None, tool_parser: str = AUTO, reasoning_parser: str = AUTO
+    ) -> "AnswerFormat":
+        """Of a chat template, as far as the two are left to be guessed ("auto"; "none": there is
+        none). Raises ConfigError naming the field for what is no parser."""
+        template = template or ""
+        shows_tools = "tools" in template
+        tools = _chosen("service.tool_parser", tool_parser, TOOL_PARSERS)
+        if tool_parser == AUTO and shows_tools:
+            tools = next((name for sign, name in _TOOL_SIGNS if sign in template), None)
+        reasoning = _chosen("service.reasoning_parser", reasoning_parser, REASONING)
+        if reasoning_parser == AUTO:
+            reasoning = next((n for n in _REASONING_SIGNS if REASONING[n].end in template), None)
+        return cls(tools, reasoning, shows_tools)
+
+    @property
+    def marks(self) -> Marks | None:
+        return None if self.reasoning is None else REASONING[self.reasoning]
+
+    def takes_apart(self, tools: Schemas) -> bool:
+        """Whether there is a parser of answers to a chat with these tools."""
+        return self.reasoning is not None or bool(self.tools and tools)
+
+    def parser(self, tools: Schemas, *, thinking: bool) -> AnswerParser | None:
+        """Of one answer; None: all of it is words. `tools`: those that may be called, with their
+        schemas. `thinking`: reasoning has begun in the prompt."""
+        calls = TOOL_PARSERS[self.tools](tools) if self.tools and tools else None
+        if self.marks is None:
+            return calls
+        reasoning = ReasoningParser(self.marks, begun=thinking)
+        return reasoning if calls is None else _ReasoningAndCalls(reasoning, calls)
+
+
+class _ReasoningAndCalls:
+    """An `AnswerParser`: the words after the reasoning may be calls."""
+
+    def __init__(self, reasoning: AnswerParser, calls: AnswerParser) -> None:
+        self._reasoning = reasoning
+        self._calls = calls
+
+    def push(self, text: str) -> AnswerDelta:
+        thought = self._reasoning.push(text)
+        said = self._calls.push(thought.content)
+        return AnswerDelta(said.content, thought.reasoning, said.calls)
+
+    def finish(self) -> AnswerDelta:
+        thought = self._reasoning.finish()
+        said, last = self._calls.push(thought.content), self._calls.finish()
+        return AnswerDelta(
+            said.content + last.content, thought.reasoning, (*said.calls, *last.calls)
+        )
+
+
+def _chosen(field: str, name: str, known: Mapping[str, object]) -> str | None:
+    if name in (AUTO, NONE):
+        return None
+    if name not in known:
+        raise ConfigError(f"{field} must be auto, none or one of {', '.join(known)}, got {name!r}")
+    return name

@@ -1,0 +1,196 @@
+"""JSON as a model writes it, read character by character: where a value ends, and the objects that
+name a call and its arguments.
+
+Lenient: brackets and strings are followed, what stands between them is passed on as it is."""
+
+from collections.abc import Callable
+
+import msgspec
+
+SPACE = " \t\r\n"
+_ARGUMENTS = ("arguments", "parameters")
+_KEYS = ("name", "type", "id", *_ARGUMENTS)
+_CLOSING = {"{": "}", "[": "]"}
+
+_decode = msgspec.json.Decoder().decode
+
+
+class JsonValue:
+    """Finds the end of a value that begins with the first character it is given; of a number or a
+    name, the first character that is none of it. `broken`: brackets do not match."""
+
+    def __init__(self) -> None:
+        self.broken = False
+        self._open: list[str] = []
+        self._in_string = self._escaped = self._begun = False
+
+    def take(self, character: str) -> bool:
+        """Whether the value ended with this character."""
+        if self._in_string:
+            if self._escaped:
+                self._escaped = False
+            elif character == "\\":
+                self._escaped = True
+            elif character == '"':
+                self._in_string = False
+                return not self._open
+            return False
+        self._begun = True
+        if character == '"':
+            self._in_string = True
+        elif character in _CLOSING:
+            self._open.append(_CLOSING[character])
+        elif character in "}]":
+            if not self._open or self._open.pop() != character:
+                self.broken = True
+                return True
+            return not self._open
+        return False
+
+    def ends_before(self, character: str) -> bool:
+        """Whether this character is no part of the value: of a number or a name."""
+        bare = self._begun and not self._in_string and not self._open
+        return bare and character in ",}]" + SPACE
+
+
+class CallObject:
+    """An object such as {"name": "f", "arguments": {"x": 1}}. What it finds goes to `begin` (the
+    name) and `add` (arguments, as they come).
+
+    `ended` and `broken` say how it stands; where the call has not `begun` by then, the object is
+    none. Arguments may stand before the name, may be a string of JSON, and may be absent where
+    `arguments_needed` is false. `names`: an object with another name, or with other keys than calls
+    have, is none; empty: any will do.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[str], None],
+        add: Callable[[str], None],
+        *,
+        arguments_needed: bool = False,
+        names: frozenset[str] = frozenset(),
+    ) -> None:
+        self.ended = self.broken = self.begun = False
+        self._begin, self._add = begin, add
+        self._arguments_needed = arguments_needed
+        self._names = names
+        self._name = self._key = ""
+        self._arguments: list[str] | None = None  # what was not given out yet; None: there are none
+        self._streams = False  # the value that is read is the arguments, an object
+        self._text: list[str] = []  # of the value that is read
+        self._value: JsonValue | None = None
+        self._step = self._open
+
+    def take(self, character: str) -> None:
+        """The next character of the object."""
+        if self._value is not None and self._value.ends_before(character):
+            self._value_ended()
+        if not self.broken:
+            self._step(character)
+
+    def _open(self, character: str) -> None:
+        self.broken = character != "{"
+        self._step = self._key_or_end
+
+    def _key_or_end(self, character: str) -> None:
+        if character == '"':
+            self._begin_value(character)
+            self._step = self._in_key
+        elif character == "}":
+            self._end()
+        elif character not in "," + SPACE:
+            self.broken = True
+
+    def _in_key(self, character: str) -> None:
+        assert self._value is not None
+        self._text.append(character)
+        if self._value.take(character):
+            self._value = None
+            self._key = str(_decoded("".join(self._text)))
+            self._step = self._colon
+            self.broken = bool(self._names) and self._key not in _KEYS
+
+    def _colon(self, character: str) -> None:
+        if character == ":":
+            self._step = self._first_of_value
+        elif character not in SPACE:
+            self.broken = True
+
+    def _first_of_value(self, character: str) -> None:
+        if character in SPACE:
+            return
+        if character in ",:}]":
+            self.broken = True
+            return
+        if self._key in _ARGUMENTS:
+            if self._arguments is not None:  # for the second time
+                self.broken = True
+                return
+            self._arguments = []
+            self._streams = character == "{"
+        self._begin_value("")
+        self._step = self._in_value
+        self._in_value(character)
+
+    def _in_value(self, character: str) -> None:
+        assert self._value is not None
+        if self._streams:
+            self._give(character)
+        else:
+            self._text.append(character)
+        if self._value.take(character):
+            self.broken = self._value.broken
+            if not self.broken:
+                self._value_ended()
+
+    def _begin_value(self, first: str) -> None:
+        self._value = JsonValue()
+        self._text = []
+        if first:
+            self._text.append(first)
+            self._value.take(first)
+
+    def _value_ended(self) -> None:
+        self._value = None
+        self._step = self._key_or_end
+        if self._streams:
+            self._streams = False
+            return
+        value = _decoded("".join(self._text))
+        if self._key == "name":
+            known = isinstance(value, str) and value and not self._name
+            if not known or (self._names and value not in self._names):
+                self.broken = True
+                return
+            self._name = str(value)
+            self._give("")
+        elif self._key in _ARGUMENTS:
+            self._give(value if isinstance(value, str) and value.strip() else "{}")
+
+    def _give(self, arguments: str) -> None:
+        """Passes arguments on once the name is known."""
+        if self._arguments is None:
+            return
+        self._arguments.append(arguments)
+        if not self._name:
+            return
+        if not self.begun:
+            self.begun = True
+            self._begin(self._name)
+        self._add("".join(self._arguments))
+        self._arguments.clear()
+
+    def _end(self) -> None:
+        if self._name and not self.begun and not self._arguments_needed:
+            self._arguments = []
+            self._give("{}")
+        self.ended, self.broken = True, not self.begun
+
+
+def _decoded(text: str) -> object:
+    """None of what is no JSON."""
+    try:
+        return _decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return None

@@ -1,0 +1,135 @@
+"""Calls of tools where markers stand between name and arguments, which are JSON: as DeepSeek V3 and
+Kimi K2 write them."""
+
+import re
+from collections.abc import Collection
+
+from jdisagg.chat.json_text import SPACE, JsonValue
+from jdisagg.chat.tool_parsers import LONGEST_NAME, ToolParser
+
+
+class MarkedParser(ToolParser):
+    """SECTION CALL head SEPARATOR arguments END ... SECTION_END. Of a call whose head or arguments
+    are none, what was held back is words."""
+
+    SECTION = SECTION_END = CALL = SEPARATOR = END = ""
+
+    def __init__(self, tools: Collection[str] = ()) -> None:
+        super().__init__(tools)
+        self._step_now = self._words
+        self._value = JsonValue()
+        self._held = ""  # markers that are words if no call follows
+
+    def _step(self) -> bool:
+        return self._step_now()
+
+    def _words(self) -> bool:
+        self._held = marker = self._say_until(self.SECTION, self.CALL)
+        if marker == self.SECTION:
+            self._step_now = self._in_section
+        elif marker:
+            self._step_now = self._head
+        return bool(marker)
+
+    def _in_section(self) -> bool:
+        text = self._after_space()
+        space = self._text[: len(self._text) - len(text or "")]
+        for marker, step in ((self.CALL, self._head), (self.SECTION_END, self._words)):
+            if text and text.startswith(marker):
+                self._held = self._held and self._held + space
+                if step == self._words:
+                    self._found.say(self._held and self._held + marker)
+                else:
+                    self._held += marker
+                self._text, self._step_now = text[len(marker) :], step
+                return True
+        if text is not None and _begins(text, self.CALL, self.SECTION_END):
+            return False
+        self._found.say(self._held)
+        self._step_now = self._words
+        return True
+
+    def _head(self) -> bool:
+        """Name and the beginning of the arguments."""
+        head, brace, rest = self._text.partition("{")
+        before, separated, after = head.partition(self.SEPARATOR)
+        name = self._name(before.strip(), after.strip()) if separated else ""
+        if not brace and len(head) <= LONGEST_NAME and self.END not in head:
+            return False
+        if not brace or not name or len(head) > LONGEST_NAME or self.END in head:
+            self._found.say(self._held)
+            self._step_now = self._words
+            return True
+        self._held = ""
+        self._found.begin_call(name)
+        self._text, self._step_now, self._value = brace + rest, self._arguments, JsonValue()
+        return True
+
+    def _name(self, before: str, after: str) -> str:
+        """Of what stands before and after the separator; "": it is none."""
+        raise NotImplementedError
+
+    def _arguments(self) -> bool:
+        for at, character in enumerate(self._text, 1):
+            if self._value.take(character):
+                at -= self._value.broken
+                self._found.add_arguments(self._text[:at])
+                self._text, self._step_now = self._text[at:], self._after
+                return True
+        self._found.add_arguments(self._text)
+        self._text = ""
+        return False
+
+    def _after(self) -> bool:
+        """Until the call's end, which may be left out; a fence before it is none of the answer."""
+        text = self._after_space(FENCE)
+        if text is not None and len(text) < len(self.END) and self.END.startswith(text):
+            return False
+        self._text = (text or self._text).removeprefix(self.END)
+        self._step_now = self._in_section
+        return True
+
+    def _end(self) -> None:
+        if self._step_now in (self._head, self._in_section):
+            self._found.say(self._held)
+        if self._step_now == self._in_section and not self._held:
+            if self.SECTION_END.startswith(self._text.strip()):
+                self._text = ""
+        elif self._step_now == self._after:
+            self._text = self._text.strip(FENCE)
+            if self.END.startswith(self._text):
+                self._text = ""
+        super()._end()
+
+
+def _begins(text: str, *markers: str) -> bool:
+    return any(marker.startswith(text) for marker in markers)
+
+
+class DeepSeekParser(MarkedParser):
+    """V3 and R1 write the type first, and the name with the arguments in a fence; V3.1 and later
+    name SEPARATOR arguments."""
+
+    SECTION, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    CALL, END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+    SEPARATOR = "<｜tool▁sep｜>"
+
+    def _name(self, before: str, after: str) -> str:
+        name = after.partition("\n")[0].strip() if after else before
+        return "" if set(name) & set(SPACE) else name
+
+
+class KimiParser(MarkedParser):
+    """The head is the call's id, functions.NAME:0."""
+
+    SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    CALL, END = "<|tool_call_begin|>", "<|tool_call_end|>"
+    SEPARATOR = "<|tool_call_argument_begin|>"
+
+    def _name(self, before: str, after: str) -> str:
+        known = _KIMI_ID.fullmatch(before)
+        return known[1] if known and not after else ""
+
+
+FENCE = SPACE + "`"
+_KIMI_ID = re.compile(r"(?:functions\.)?([^\s:]+)(?::\d+)?")

@@ -1,0 +1,86 @@
+"""What a model thinks before it answers, told from the answer by the markers around it."""
+
+from dataclasses import dataclass
+
+from jdisagg.chat.answer import AnswerDelta, beginning_held
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Of where reasoning begins and ends."""
+
+    begin: str
+    end: str
+
+    def open_in(self, text: str) -> bool:
+        """Whether reasoning begins in this text and does not end in it."""
+        return text.rfind(self.begin) > text.rfind(self.end)
+
+
+class ReasoningParser:
+    """An `AnswerParser` of reasoning, and words after it. It may begin in the prompt (`begun`), or
+    with the first words of the answer, or not at all. Lines' ends around it are none of it."""
+
+    def __init__(self, marks: Marks, *, begun: bool) -> None:
+        self._marks = marks
+        self._text = ""
+        self._step = self._in_reasoning if begun else self._at_beginning
+        self._said = False  # something of the reasoning, or of the words, was given out
+        self._reasoning = self._content = ""
+
+    @property
+    def thinking(self) -> bool:
+        """Whether what comes next may be reasoning."""
+        return self._step != self._in_words
+
+    def push(self, text: str) -> AnswerDelta:
+        self._text += text
+        while self._step():
+            pass
+        return self._take()
+
+    def finish(self) -> AnswerDelta:
+        if self._step == self._in_reasoning:
+            self._reasoning += self._text.rstrip("\n")
+        else:
+            self._content += self._text
+        self._text = ""
+        return self._take()
+
+    def _take(self) -> AnswerDelta:
+        delta = AnswerDelta(self._content, self._reasoning)
+        self._reasoning = self._content = ""
+        return delta
+
+    def _at_beginning(self) -> bool:
+        text = self._text.lstrip()
+        if text.startswith(self._marks.begin):
+            self._text = text.removeprefix(self._marks.begin)
+            self._step = self._in_reasoning
+            return True
+        if self._marks.begin.startswith(text):
+            return False
+        self._said = True
+        self._step = self._in_words
+        return True
+
+    def _in_reasoning(self) -> bool:
+        text, ended, rest = self._text.partition(self._marks.end)
+        if not ended:
+            text = text[: len(text) - beginning_held(text, self._marks.end)]
+            rest = self._text[len(text.rstrip("\n")) :]
+        text = text.rstrip("\n")
+        shown = text if self._said else text.lstrip("\n")
+        self._reasoning += shown
+        self._said = self._said or bool(shown)
+        self._text = rest
+        if ended:
+            self._said, self._step = False, self._in_words
+        return bool(ended)
+
+    def _in_words(self) -> bool:
+        text = self._text if self._said else self._text.lstrip("\n")
+        self._said = self._said or bool(text)
+        self._content += text
+        self._text = ""
+        return False

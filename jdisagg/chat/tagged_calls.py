@@ -1,0 +1,244 @@
+"""Calls of tools where each argument stands between tags, and no JSON is written: as GLM 4.5,
+Qwen3-Coder, Seed-OSS and MiniMax M2 write them.
+
+The arguments are made JSON here. An argument that the tool's schema calls a string is passed on as
+it comes; another one at its end, when it is known whether it is JSON of a type that the schema has:
+then it stays as the model wrote it. What is none is a string."""
+
+import json
+from collections.abc import Mapping
+
+import msgspec
+
+from jdisagg.chat.answer import LONGEST_SPACE, beginning_held
+from jdisagg.chat.tool_parsers import LONGEST_NAME, ToolParser
+
+Schemas = Mapping[str, Mapping[str, object]]
+STRING = frozenset({"string"})
+# What a JSON text that begins so is, in the schema's words; a number otherwise.
+_TYPES = {
+    "{": {"object"},
+    "[": {"array"},
+    "t": {"boolean"},
+    "f": {"boolean"},
+    "n": {"null"},
+    '"': {"string"},
+}
+_skip = msgspec.json.Decoder(msgspec.Raw).decode
+
+
+class TaggedParser(ToolParser):
+    """CALL name NAME_END (KEY key KEY_END VALUE value VALUE_END)* END, within OUTER and OUTER_END
+    where there are such. `tools`: by name, the JSON schema of its parameters."""
+
+    OUTER = OUTER_END = ""
+    CALL = NAME_END = KEY = KEY_END = VALUE = VALUE_END = END = ""
+
+    def __init__(self, tools: Schemas | None = None) -> None:
+        super().__init__(tools or {})
+        self._schemas = tools or {}
+        self._step_now = self._words
+        self._held = ""  # markers that are words if no call follows
+        self._name = ""
+        self._count = 0  # arguments so far
+        self._types: frozenset[str] = frozenset()  # that the argument may have; none: any
+        self._pieces: list[str] = []  # of an argument that may be no string
+        self._passed = False  # something of the argument was passed on
+
+    def _step(self) -> bool:
+        return self._step_now()
+
+    def _words(self) -> bool:
+        self._held = marker = self._say_until(*filter(None, (self.OUTER, self.CALL)))
+        if marker:
+            self._step_now = self._begin_name if marker == self.CALL else self._in_outer
+        return bool(marker)
+
+    def _in_outer(self) -> bool:
+        """After OUTER, or after a call: another call, or OUTER_END."""
+        text = self._after_space()
+        space = self._text[: len(self._text) - len(text or "")]
+        for marker, step in ((self.CALL, self._begin_name), (self.OUTER_END, self._words)):
+            if text and text.startswith(marker):
+                self._held = self._held and self._held + space
+                if step == self._words:
+                    self._found.say(self._held and self._held + marker)
+                else:
+                    self._held += marker
+                self._text, self._step_now = text[len(marker) :], step
+                return True
+        if text is not None and (self.CALL.startswith(text) or self.OUTER_END.startswith(text)):
+            return False
+        self._found.say(self._held)
+        self._step_now = self._words
+        return True
+
+    def _begin_name(self) -> bool:
+        ends = self.NAME_END, self.KEY, self.END
+        places = [place for end in ends if (place := self._text.find(end)) >= 0]
+        if not places and len(self._text) < LONGEST_NAME + max(map(len, ends)):
+            return False
+        at = min(places, default=-1)
+        name = self._text[:at].strip() if 0 <= at <= LONGEST_NAME else ""
+        if not name or any(c.isspace() or c in '<>"' for c in name):
+            self._found.say(self._held)
+            self._step_now = self._words
+            return True
+        self._text = self._text[at:].removeprefix(self.NAME_END)
+        self._held, self._name, self._count = "", name, 0
+        self._found.begin_call(name)
+        self._found.add_arguments("{")
+        self._step_now = self._in_call
+        return True
+
+    def _in_call(self) -> bool:
+        text = self._after_space()
+        if text is not None:
+            if text.startswith(self.END):
+                self._text = text[len(self.END) :]
+            elif text.startswith(self.KEY):
+                return self._begin_argument(text[len(self.KEY) :])
+            elif self.KEY.startswith(text) or self.END.startswith(text):
+                return False
+        self._end_call()  # something else: it is over, too
+        return True
+
+    def _end_call(self) -> None:
+        self._found.add_arguments("}")
+        self._step_now = self._in_outer if self.OUTER else self._words
+
+    def _begin_argument(self, text: str) -> bool:
+        key, closed, rest = text.partition(self.KEY_END)
+        if len(key) >= LONGEST_NAME + (0 if closed else len(self.KEY_END)):
+            self._end_call()
+            return True
+        stripped = rest.lstrip() if self.VALUE else rest
+        if len(rest) - len(stripped) <= LONGEST_SPACE:
+            rest = stripped
+        if not closed or (len(rest) < len(self.VALUE) and self.VALUE.startswith(rest)):
+            return False
+        self._text = rest.removeprefix(self.VALUE)
+        comma = ", " if self._count else ""
+        self._found.add_arguments(f"{comma}{_json(key.strip())}: ")
+        self._count += 1
+        self._types = self._types_of(key.strip())
+        self._pieces, self._passed = [], False
+        self._step_now = self._in_value
+        return True
+
+    def _in_value(self) -> bool:
+        value, ended, rest = self._text.partition(self.VALUE_END)
+        if not ended:
+            self._pass_on()
+            return False
+        if self._types == STRING:
+            value = self._trimmed(value, first=not self._passed, last=True)
+            begin = "" if self._passed else '"'
+            self._found.add_arguments(begin + _json(value)[1:-1] + '"')
+        else:
+            value = self._trimmed("".join(self._pieces) + value, first=True, last=True)
+            self._found.add_arguments(_argument(value, self._types))
+        self._text, self._step_now = rest, self._in_call
+        return True
+
+    def _pass_on(self) -> None:
+        """What of the value is certain: not a part of what may be VALUE_END, nor a line's end
+        before it."""
+        certain = len(self._text) - beginning_held(self._text, self.VALUE_END)
+        certain = len(self._text[:certain].removesuffix("\n"))
+        text, rest = self._text[:certain], self._text[certain:]
+        if self._types != STRING:
+            self._pieces.append(text)
+            self._text = rest
+            return
+        text = self._trimmed(text, first=not self._passed, last=False)
+        if text:
+            self._found.add_arguments(("" if self._passed else '"') + _json(text)[1:-1])
+            self._text, self._passed = rest, True
+
+    def _trimmed(self, value: str, *, first: bool, last: bool) -> str:
+        """The value without what stands around it."""
+        return value
+
+    def _types_of(self, key: str) -> frozenset[str]:
+        properties = self._schemas.get(self._name, {}).get("properties")
+        return _types(properties.get(key)) if isinstance(properties, Mapping) else frozenset()
+
+    def _end(self) -> None:
+        text = self._text.strip()
+        if self._step_now in (self._begin_name, self._in_outer):
+            self._found.say(self._held)
+        closing = self._step_now == self._in_outer and not self._held
+        if closing and self.OUTER_END.startswith(text):
+            self._text = ""
+        if self._step_now in (self._in_call, self._in_value):
+            self._text = ""  # it was cut off within a call
+        super()._end()
+
+
+class GlmParser(TaggedParser):
+    """<tool_call>f, a line for each <arg_key>x</arg_key> and <arg_value>1</arg_value>."""
+
+    CALL, NAME_END, END = "<tool_call>", "\n", "</tool_call>"
+    KEY, KEY_END = "<arg_key>", "</arg_key>"
+    VALUE, VALUE_END = "<arg_value>", "</arg_value>"
+
+
+class QwenCoderParser(TaggedParser):
+    """<tool_call> <function=f> <parameter=x> 1 </parameter> </function> </tool_call>, each on a
+    line of its own; values, too."""
+
+    OUTER, OUTER_END = "<tool_call>", "</tool_call>"
+    CALL, NAME_END, END = "<function=", ">", "</function>"
+    KEY, KEY_END, VALUE_END = "<parameter=", ">", "</parameter>"
+
+    def _trimmed(self, value: str, *, first: bool, last: bool) -> str:
+        value = value.removeprefix("\n") if first else value
+        return value.removesuffix("\n") if last else value
+
+
+class SeedParser(QwenCoderParser):
+    """As Qwen3-Coder's, in a tag of its own."""
+
+    OUTER, OUTER_END = "<seed:tool_call>", "</seed:tool_call>"
+
+
+class MiniMaxParser(QwenCoderParser):
+    """As Qwen3-Coder's, in tags of its own."""
+
+    OUTER, OUTER_END = "<minimax:tool_call>", "</minimax:tool_call>"
+    CALL, NAME_END, END = '<invoke name="', '">', "</invoke>"
+    KEY, KEY_END = '<parameter name="', '">'
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _types(schema: object) -> frozenset[str]:
+    """That a value may have: of the schema itself, or of its alternatives."""
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    given = schema.get("type")
+    types = given if isinstance(given, list) else [given]
+    for name in ("anyOf", "oneOf"):
+        some = schema.get(name)
+        types = (
+            types + [one.get("type") for one in some if isinstance(one, Mapping)]
+            if isinstance(some, list)
+            else types
+        )
+    return frozenset(one for one in types if isinstance(one, str))
+
+
+def _argument(text: str, types: frozenset[str]) -> str:
+    """JSON: the text itself where it is, of one of the types (none: of any); a string of it."""
+    text_or_none = text.strip()
+    try:
+        _skip(text_or_none)
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+        if types == {"boolean"} and text_or_none in ("True", "False"):  # as Python writes them
+            return text_or_none.lower()
+        return _json(text)
+    known = types & _TYPES.get(text_or_none[0], {"number", "integer"})
+    return text_or_none if known or "string" not in types else _json(text)

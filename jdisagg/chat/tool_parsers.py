@@ -1,0 +1,296 @@
+"""Calls of tools in a model's text where they are JSON: as Hermes and Qwen, Llama 3, and Mistral
+write them.
+
+Each is an `AnswerParser`. Between the marker that announces a call and the place where its name and
+the beginning of its arguments are known, text is held back; what turns out to be no call is words.
+Once a call has begun, its arguments are passed on as the model writes them."""
+
+from collections.abc import Collection
+
+from jdisagg.chat.answer import LONGEST_SPACE, AnswerDelta, Collected, beginning_held
+from jdisagg.chat.json_text import SPACE, CallObject, JsonValue
+
+LONGEST_NAME = 256  # of a tool, with what stands around it
+
+
+class ToolParser:
+    """Holds the text that is not understood yet; `_step` takes of it what it can. `tools`: the
+    names of those there are."""
+
+    def __init__(self, tools: Collection[str] = ()) -> None:
+        self._tools = frozenset(tools)
+        self._text = ""
+        self._found = Collected()
+
+    def push(self, text: str) -> AnswerDelta:
+        self._text += text
+        while self._step():
+            pass
+        return self._found.take()
+
+    def finish(self) -> AnswerDelta:
+        self._end()
+        return self._found.take(last=True)
+
+    def _step(self) -> bool:
+        """Takes something of the text; whether more may be taken."""
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        """What the end of the text means."""
+        self._found.say(self._text)
+
+    def _after_space(self, space: str | None = None) -> str | None:
+        """What follows white space; None: it is so long that none of what may follow is meant."""
+        text = self._text.lstrip(space)
+        return text if len(self._text) - len(text) <= LONGEST_SPACE else None
+
+    def _say_until(self, *markers: str) -> str:
+        """Words up to the first of the markers, which is taken and returned; "": there is none
+        yet."""
+        found = [(at, marker) for marker in markers if (at := self._text.find(marker)) >= 0]
+        if found:
+            at, marker = min(found)
+            self._found.say(self._text[:at])
+            self._text = self._text[at + len(marker) :]
+            return marker
+        words = len(self._text) - beginning_held(self._text, *markers)
+        self._found.say(self._text[:words])
+        self._text = self._text[words:]
+        return ""
+
+
+class JsonToolParser(ToolParser):
+    """A `ToolParser` that reads one `CallObject` at a time. `_raw` is what to give back as words
+    if it is none."""
+
+    def __init__(self, tools: Collection[str] = ()) -> None:
+        super().__init__(tools)
+        self._object: CallObject | None = None
+        self._raw: list[str] = []
+
+    def _expect_object(self, raw: str, *, certain: bool = True) -> None:
+        """`certain`: something announced that it is a call."""
+        self._raw = [raw]
+        self._object = CallObject(
+            self._found.begin_call,
+            self._found.add_arguments,
+            arguments_needed=not certain,
+            names=frozenset() if certain else self._tools,
+        )
+
+    def _read_object(self) -> bool | None:
+        """None while it goes on; then whether it was a call. What was none is words."""
+        one = self._object
+        assert one is not None
+        for at, character in enumerate(self._text):
+            one.take(character)
+            if one.ended or one.broken:
+                taken = at + one.ended  # a character that breaks it is none of it
+                self._raw.append(self._text[:taken])
+                self._text = self._text[taken:]
+                self._object = None
+                if not one.begun:
+                    self._found.say("".join(self._raw))
+                return one.begun
+        self._raw.append(self._text)
+        self._text = ""
+        return None
+
+    def _end(self) -> None:
+        if self._object is not None and not self._object.begun:
+            self._found.say("".join(self._raw))
+        super()._end()
+
+
+class HermesParser(JsonToolParser):
+    """<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>, any number of them (Hermes 2 and
+    3, Qwen 2.5 and 3)."""
+
+    OPEN, CLOSE = "<tool_call>", "</tool_call>"
+    _closes = False
+
+    def _step(self) -> bool:
+        if self._object is not None:
+            called = self._read_object()
+            self._closes = bool(called)
+            return called is not None
+        if self._closes:
+            return self._close()
+        if not self._say_until(self.OPEN):
+            return False
+        self._expect_object(self.OPEN)
+        return True
+
+    def _close(self) -> bool:
+        """The marker behind a call, which a model may leave out."""
+        text = self._after_space()
+        if text is not None:
+            if len(text) < len(self.CLOSE) and self.CLOSE.startswith(text):
+                return False
+            self._text = text.removeprefix(self.CLOSE)
+        self._closes = False
+        return True
+
+    def _read_object(self) -> bool | None:
+        if len(self._raw) == 1:  # white space before the object
+            stripped = self._after_space()
+            if stripped == "":
+                return None
+            if stripped is not None:
+                self._raw[0] += self._text[: len(self._text) - len(stripped)]
+                self._text = stripped
+        return super()._read_object()
+
+    def _end(self) -> None:
+        if self._closes:
+            self._text = ""  # it was cut off within the marker
+        elif self._object is not None and len(self._raw) == 1:
+            self._raw.append(self._text)
+            self._text = ""
+        super()._end()
+
+
+class LlamaParser(JsonToolParser):
+    """{"name": "f", "parameters": {"x": 1}} and nothing else, perhaps after <|python_tag|>, several
+    joined by ; (Llama 3.1 to 3.3). Without the tag it is a call where it names a tool that there
+    is."""
+
+    TAG = "<|python_tag|>"
+    _words = False  # no calls, or no more
+
+    def _step(self) -> bool:
+        if self._object is not None:
+            called = self._read_object()
+            self._words = called is False
+            return called is not None
+        if self._words:
+            self._found.say(self._text)
+            self._text = ""
+            return False
+        return self._begin()
+
+    def _begin(self) -> bool:
+        between = SPACE + ";" if self._found.calls_begun else SPACE
+        text = self._after_space(between)
+        if text is not None and self.TAG.startswith(text):  # as "" is
+            return False
+        tagged = text is not None and text.startswith(self.TAG)
+        rest = (text or "").removeprefix(self.TAG)
+        body = rest.lstrip()
+        if text is not None and not body and len(rest) <= LONGEST_SPACE:
+            return False
+        if not body.startswith("{") or len(rest) - len(body) > LONGEST_SPACE:
+            self._words = True
+            return True
+        self._expect_object(self._text[: len(self._text) - len(body)], certain=tagged)
+        self._text = body
+        return True
+
+    def _end(self) -> None:
+        if self._found.calls_begun and not self._words and self._object is None:
+            self._text = self._text.strip(SPACE + ";")
+        super()._end()
+
+
+class MistralParser(JsonToolParser):
+    """[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}, ...] and, since version 11 of its
+    tokenizer, [TOOL_CALLS]f[ARGS]{"x": 1}, each call with a marker of its own (Mistral)."""
+
+    OPEN, ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+    _in_list = False
+    _called = False  # the marker was seen
+    _held = ""  # what is words if no call follows
+    _value: JsonValue | None = None
+
+    def _step(self) -> bool:
+        if self._object is not None:
+            called = self._read_object()
+            self._in_list = self._in_list and called is not False
+            self._held = ""
+            return called is not None
+        if self._value is not None:
+            return self._read_value(self._value)
+        if self._in_list:
+            return self._next_of_list()
+        if self._called:
+            return self._begin()
+        self._held = self._say_until(self.OPEN)
+        self._called = bool(self._held)
+        return self._called
+
+    def _begin(self) -> bool:
+        body = self._hold_space(SPACE)
+        if body is None:
+            self._called = False
+            self._found.say(self._held)
+            return True
+        if not body:
+            return False
+        if body.startswith("["):
+            self._called, self._in_list = False, True
+            self._held += "["
+            self._text = body[1:]
+            return True
+        if body.startswith("{"):
+            self._called = False
+            self._expect_object(self._held)
+            return True
+        return self._begin_named(body)
+
+    def _begin_named(self, body: str) -> bool:
+        """A name, perhaps an id, and the arguments, which begin with {."""
+        head, brace, _ = body.partition("{")
+        name = head.replace(self.ARGUMENTS, "").partition(self.ID)[0].rstrip()
+        none = len(head) > LONGEST_NAME or "\n" in head.rstrip()
+        if not brace and not none:
+            return False
+        self._called = False
+        if none or not name or set(name) & set(SPACE):
+            self._found.say(self._held)
+            return True
+        self._found.begin_call(name)
+        self._text = body[len(head) :]
+        self._value = JsonValue()
+        return True
+
+    def _read_value(self, value: JsonValue) -> bool:
+        for at, character in enumerate(self._text, 1):
+            if value.take(character):
+                at -= value.broken
+                self._found.add_arguments(self._text[:at])
+                self._text, self._value = self._text[at:], None
+                return True
+        self._found.add_arguments(self._text)
+        self._text = ""
+        return False
+
+    def _next_of_list(self) -> bool:
+        body = self._hold_space(SPACE + ",")
+        if body == "":
+            return False
+        if body and body.startswith("{"):
+            self._expect_object(self._held)
+            return True
+        self._in_list = False
+        if body and body.startswith("]") and not self._held:
+            self._text = body[1:]
+        self._found.say(self._held)
+        return True
+
+    def _hold_space(self, characters: str) -> str | None:
+        """Takes what stands before the next sign, once it is there; returns what is left, as
+        `_after_space`."""
+        body = self._after_space(characters)
+        if body:
+            if self._held:
+                self._held += self._text[: len(self._text) - len(body)]
+            self._text = body
+        return body
+
+    def _end(self) -> None:
+        if self._called or (self._in_list and self._object is None):
+            self._found.say(self._held)
+            if not self._held:
+                self._text = self._text.strip(SPACE + ",")
+        super()._end()

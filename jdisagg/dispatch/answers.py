@@ -1,0 +1,114 @@
+"""The events of a chat with the model's answers taken apart: words, reasoning, calls of tools.
+
+Beside the text nothing changes: tokens, log-probabilities, usage. A parser's state is a function of
+the text so far (rule 9): where a stream is resumed it is fed what the client has already."""
+
+import asyncio
+import dataclasses
+import hashlib
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from jdisagg.chat.answer import AnswerDelta, AnswerParser
+from jdisagg.chat.formats import AnswerFormat
+from jdisagg.chat.messages import ChatPrompt
+from jdisagg.dispatch.token_stream import Detokenizer, TokenStream
+from jdisagg.request import FinishReason, Request, StreamEvent, ToolCallDelta
+
+# Of a prompt, where reasoning that has begun in it is looked for.
+TAIL_TOKENS = 16
+REPLAYED_TOKENS = 64  # at once
+CALL_ID_CHARACTERS = 24
+MISTRAL_ID_CHARACTERS = 9  # its templates refuse others
+
+
+class ChatAnswers:
+    """The answers to one request. `chat`: what it asks."""
+
+    def __init__(
+        self, request: Request, chat: ChatPrompt, form: AnswerFormat, decoder: Detokenizer
+    ) -> None:
+        self._request = request
+        self._chat = chat
+        self._form = form
+        self._decoder = decoder
+        thinking = self._thinking()
+        tools = chat.callable_tools
+        self._parsers: list[AnswerParser | None] = [
+            form.parser(tools, thinking=thinking) for _ in range(request.sampling.n)
+        ]
+        self._called: set[int] = set()  # children that called something
+
+    async def of(
+        self, events: AsyncGenerator[StreamEvent, None]
+    ) -> AsyncGenerator[StreamEvent, None]:
+        """The same events, taken apart. Closing this iterator closes theirs."""
+        async with aclosing(events):
+            await self._resume()
+            async for event in events:
+                yield self._apart(event)
+
+    def _apart(self, event: StreamEvent) -> StreamEvent:
+        child, ended = event.child, event.finish_reason
+        parser = self._parsers[child]
+        if parser is None:
+            return event
+        delta = parser.push(event.text)
+        last = parser.finish() if ended is not None else AnswerDelta()
+        calls = self._named(child, (*delta.calls, *last.calls))
+        if ended is FinishReason.STOP and child in self._called:
+            ended = FinishReason.TOOL_CALLS
+        return dataclasses.replace(
+            event,
+            text=delta.content + last.content,
+            reasoning=delta.reasoning + last.reasoning,
+            tool_calls=calls,
+            finish_reason=ended,
+        )
+
+    def _named(self, child: int, calls: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+        """With ids; where one call was allowed, the first."""
+        if not calls:
+            return ()
+        self._called.add(child)
+        return tuple(
+            dataclasses.replace(call, id=self._call_id(child, call)) if call.name else call
+            for call in calls
+            if self._chat.parallel_tool_calls or call.index == 0
+        )
+
+    def _call_id(self, child: int, call: ToolCallDelta) -> str:
+        """The same at every resumption. Kimi K2 knows its calls by name and number within the
+        conversation, as it wrote them."""
+        if self._form.tools == "kimi_k2":
+            earlier = sum(len(message.tool_calls) for message in self._chat.messages)
+            return f"functions.{call.name}:{earlier + call.index}"
+        named = "/".join(map(repr, (*self._request.identity, child, call.index)))
+        drawn = hashlib.sha256(named.encode("utf-8", "replace")).hexdigest()
+        if self._form.tools == "mistral":
+            return drawn[:MISTRAL_ID_CHARACTERS]
+        return f"call_{drawn[:CALL_ID_CHARACTERS]}"
+
+    def _thinking(self) -> bool:
+        """Whether reasoning has begun in the prompt: templates write its marker for the model."""
+        marks, chat = self._form.marks, self._chat
+        if marks is None:
+            return False
+        if chat.continue_final_message:
+            return marks.open_in(chat.messages[-1].content)
+        tail = self._request.prompt_token_ids[-TAIL_TOKENS:]
+        text = self._decoder.decode(tail, skip_special_tokens=False)
+        return text.rstrip().endswith(marks.begin)
+
+    async def _resume(self) -> None:
+        """Feeds the parsers what came before the stream broke; others have their turn meanwhile."""
+        resumption = self._request.resumption
+        for child, had in enumerate(resumption.children if resumption else ()):
+            parser, text = self._parsers[child], TokenStream.of(self._decoder, self._request)
+            if parser is None or had.finish_reason is not None:
+                continue
+            for first in range(0, len(had.token_ids), REPLAYED_TOKENS):
+                some = text.push(had.token_ids[first : first + REPLAYED_TOKENS]).text
+                if parser.push(some).calls:
+                    self._called.add(child)
+                await asyncio.sleep(0)

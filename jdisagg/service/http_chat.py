@@ -1,0 +1,115 @@
+"""A conversation as OpenAI's chat API writes it: messages, tools, calls.
+
+Only its shape is judged here; whether it is a conversation, the `Frontend` says."""
+
+from jdisagg.chat.messages import MAX_TOOLS, ChatMessage, ChatPrompt, ChatTool, ToolCall, ToolChoice
+from jdisagg.errors import InvalidRequestError
+from jdisagg.request import at_most
+from jdisagg.service.http_fields import ANYTHING, PLAIN_OBJECT, TEXT, YES, Fields, shown
+from jdisagg.service.wire_chat import MAX_MESSAGES
+
+_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+    "function_call": (([],), "send it as tool_calls"),
+    "audio": (([],), "the server knows text alone; put it into content"),
+}
+_CHOICES = {choice.value: choice for choice in ToolChoice}
+
+
+def chat_prompt(fields: Fields) -> ChatPrompt:
+    """Of the field `messages`, and of those that belong to it."""
+    messages = fields.parts("messages")
+    if messages is None:
+        raise InvalidRequestError("messages is missing: send a list of objects")
+    at_most("messages", len(messages), MAX_MESSAGES)
+    goes_on = bool(fields.read("continue_final_message", YES))
+    begins = fields.read("add_generation_prompt", YES)
+    arguments = dict(fields.read("chat_template_kwargs", PLAIN_OBJECT) or {})
+    if effort := fields.read("reasoning_effort", TEXT):  # templates that know it ask for it
+        arguments.setdefault("reasoning_effort", effort)
+    several = fields.read("parallel_tool_calls", YES)
+    return ChatPrompt(
+        tuple(map(chat_message, messages)),
+        add_generation_prompt=not goes_on if begins is None else begins,
+        continue_final_message=goes_on,
+        arguments=arguments,
+        tools=_tools(fields),
+        tool_choice=_tool_choice(fields),
+        parallel_tool_calls=several is not False,
+    )
+
+
+def chat_message(message: Fields) -> ChatMessage:
+    """`developer` is what OpenAI calls the system now; parts of text become its lines, as vLLM
+    does."""
+    role = message.given("role", TEXT)
+    message.refuse(_REFUSED)
+    try:
+        content = message.read("content", TEXT) or ""
+    except InvalidRequestError:
+        parts = message.parts("content") or []
+        content = "\n".join(map(_part, parts))
+    reasoning = message.read("reasoning_content", TEXT) or message.read("reasoning", TEXT)
+    return ChatMessage(
+        "system" if role == "developer" else role,
+        content,
+        reasoning=reasoning or "",
+        tool_calls=tuple(map(_call, message.parts("tool_calls") or ())),
+        tool_call_id=message.read("tool_call_id", TEXT) or "",
+        name=message.read("name", TEXT) or "",
+    )
+
+
+def _part(part: Fields) -> str:
+    kind = part.given("type", TEXT)
+    if kind not in ("text", "input_text", "output_text"):
+        raise InvalidRequestError(
+            f"content parts must have the type text, got {kind[:80]!r}; the model reads text alone"
+        )
+    return part.given("text", TEXT)
+
+
+def _call(call: Fields) -> ToolCall:
+    """Of an earlier answer."""
+    _check_kind(call)
+    function = call.part("function")
+    return ToolCall(
+        function.given("name", TEXT),
+        function.read("arguments", TEXT) or "",
+        call.read("id", TEXT) or "",
+    )
+
+
+def _tools(fields: Fields) -> tuple[ChatTool, ...]:
+    tools = fields.parts("tools") or []
+    at_most("tools", len(tools), MAX_TOOLS)
+    return tuple(map(_tool, tools))
+
+
+def _tool(tool: Fields) -> ChatTool:
+    _check_kind(tool)
+    function = tool.part("function")
+    return ChatTool(
+        function.given("name", TEXT),
+        function.read("description", TEXT) or "",
+        function.read("parameters", PLAIN_OBJECT),
+    )
+
+
+def _check_kind(one: Fields) -> None:
+    kind = one.read("type", TEXT) or "function"
+    if kind != "function":
+        raise InvalidRequestError(
+            f"{one.path}type must be function, got {kind[:80]!r}; the server knows no other"
+        )
+
+
+def _tool_choice(fields: Fields) -> ToolChoice:
+    if not fields.has("tool_choice"):
+        return ToolChoice.AUTO
+    given = fields.read("tool_choice", ANYTHING)
+    if isinstance(given, str) and given in _CHOICES:
+        return _CHOICES[given]
+    raise InvalidRequestError(
+        f"tool_choice={shown(fields.raw('tool_choice'))} is not supported: that one tool, or some"
+        " of them, must be called; send auto or none, and the tools that may be called"
+    )

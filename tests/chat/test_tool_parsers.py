@@ -1,0 +1,251 @@
+"""Calls of tools are found in every form that models write them in, however the text is cut, and
+what is no call is words."""
+
+import re
+from collections.abc import Callable
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from jdisagg.chat.answer import LONGEST_SPACE
+from jdisagg.chat.formats import TOOL_PARSERS
+from tests.chat.transcripts import WRITERS, Answer, Call, read
+
+FORMS = pytest.mark.parametrize(
+    ("name", "write"),
+    [(name, write) for name, writers in WRITERS.items() for write in writers],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+PARSERS = pytest.mark.parametrize("name", TOOL_PARSERS)
+SCHEMAS = {
+    "get_weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    "f-2.x": {"properties": {}},
+    "run": {},
+}
+# A value that is no string is told from text by its schema, or by being JSON.
+WORDS = st.text('ab \n"\\{}[]:,<é漢😀', max_size=12).map(lambda text: f"w{text}w")
+SCALARS = WORDS | st.integers(-9, 999) | st.booleans() | st.none()
+VALUES = SCALARS | st.lists(SCALARS, max_size=2) | st.dictionaries(WORDS, SCALARS, max_size=2)
+ARGUMENTS = st.dictionaries(st.sampled_from(["city", "days", "x"]), VALUES, max_size=3)
+CALLS = st.lists(st.tuples(st.sampled_from(sorted(SCHEMAS)), ARGUMENTS), min_size=1, max_size=3)
+
+
+def cut(data: st.DataObject, text: str) -> list[str]:
+    places = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
+    return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+@FORMS
+@given(data=st.data(), calls=CALLS)
+@settings(max_examples=60, deadline=None)
+def test_what_a_model_calls_is_found_however_its_text_is_cut(
+    name: str, write: Callable[[list[Call]], str], data: st.DataObject, calls: list[Call]
+) -> None:
+    before = "" if name == "llama3_json" else data.draw(st.sampled_from(["", "Let me see."]))
+    calls = [(called, _as_typed(name, called, given)) for called, given in calls]
+    text = before + "\n\n" + write(calls) + data.draw(st.sampled_from(["", "\n"]))
+    answer = read(TOOL_PARSERS[name](SCHEMAS), cut(data, text))
+    assert answer.parsed() == calls
+    assert answer.content == before
+
+
+def _as_typed(name: str, called: str, given: dict[str, object]) -> dict[str, object]:
+    """Between tags all is text: what the schema calls a string is one."""
+    if not issubclass(TOOL_PARSERS[name], TOOL_PARSERS["glm45"].__mro__[1]):  # type: ignore
+        return given
+    return {
+        key: str(value) if called == "get_weather" and key == "city" else value
+        for key, value in given.items()
+    }
+
+
+@FORMS
+def test_a_text_may_be_cut_at_every_place(name: str, write: Callable[[list[Call]], str]) -> None:
+    before = "" if name == "llama3_json" else "Sure.\n"
+    text = before + write([("get_weather", {"city": "Köln", "days": 3}), ("run", {})])
+    whole = read(TOOL_PARSERS[name](SCHEMAS), [text])
+    assert [called for called, _ in whole.parsed()] == ["get_weather", "run"]
+    for at in range(len(text)):
+        assert read(TOOL_PARSERS[name](SCHEMAS), [text[:at], text[at:]]) == whole
+
+
+FRAGMENTS = {
+    name: sorted(
+        {piece for write in writers for piece in re.split(r"(\W)", write([("run", {"x": "y"})]))}
+        | {'{"name": "run", "arguments": {', "}}", '"', "\\", "<", "[", "{", "```", "\n", "é"}
+        | {write([("run", {"x": 1})]) for write in writers}
+        | {
+            marker
+            for marker in vars(TOOL_PARSERS[name]).values()
+            if isinstance(marker, str) and 0 < len(marker) < 40
+        }
+    )
+    for name, writers in WRITERS.items()
+}
+
+
+@PARSERS
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_text_is_read_the_same_however_it_is_cut_and_words_are_not_lost(
+    name: str, data: st.DataObject
+) -> None:
+    text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS[name]), max_size=12)))
+    whole = read(TOOL_PARSERS[name](SCHEMAS), [text])
+    assert read(TOOL_PARSERS[name](SCHEMAS), cut(data, text)) == whole
+    if not whole.calls:
+        assert whole.content == text
+    # What was given out after some text is a function of that text.
+    one_by_one, at_once = TOOL_PARSERS[name](SCHEMAS), TOOL_PARSERS[name](SCHEMAS)
+    some, same = Answer(), Answer()
+    for character in text:
+        some.add(one_by_one.push(character))
+    same.add(at_once.push(text))
+    assert some == same
+
+
+@FORMS
+@given(data=st.data(), calls=CALLS)
+@settings(max_examples=60, deadline=None)
+def test_a_damaged_call_is_read_as_what_it_still_is(
+    name: str, write: Callable[[list[Call]], str], data: st.DataObject, calls: list[Call]
+) -> None:
+    text = write(calls)
+    for _ in range(data.draw(st.integers(1, 3))):
+        first = data.draw(st.integers(0, len(text)))
+        last = min(len(text), first + data.draw(st.integers(0, 6)))
+        instead = data.draw(st.sampled_from([*FRAGMENTS[name], text[first:last] * 2, '"\\ud800"']))
+        text = text[:first] + instead + text[last:]
+    whole = read(TOOL_PARSERS[name](SCHEMAS), [text])
+    assert read(TOOL_PARSERS[name](SCHEMAS), cut(data, text)) == whole
+    assert whole.calls or whole.content == text
+    assert str(whole).encode()
+
+
+@PARSERS
+def test_what_is_held_back_is_bounded(name: str) -> None:
+    kind = TOOL_PARSERS[name]
+    markers = [getattr(kind, name, "") for name in ("OUTER", "SECTION", "OPEN", "CALL", "TAG")]
+    flood = 2000
+    for marker in ["", *filter(None, markers)]:
+        for text in (
+            marker + " " * flood,
+            marker + "x" * flood,
+            marker + "\n" * flood,
+            marker * 50,
+        ):
+            parser = kind(SCHEMAS)
+            said = "".join(parser.push(character).content for character in text)
+            assert len(text) - len(said) < 3 * LONGEST_SPACE + 50
+            assert said + parser.finish().content == text
+
+
+@pytest.mark.parametrize(
+    ("value", "types", "argument"),
+    [
+        # As the model wrote it, where it is JSON.
+        ("1.50", None, "1.50"),
+        ("1e999", {"type": "number"}, "1e999"),
+        ("9" * 5000, {"type": "integer"}, "9" * 5000),
+        ('{"b":1, "a":[ ]}', {"type": "object"}, '{"b":1, "a":[ ]}'),
+        ("[" * 100_000, {"type": "array"}, '"' + "[" * 100_000 + '"'),
+        ("NaN", {"type": "number"}, '"NaN"'),
+        ('"\\ud800"', None, '"\\"\\\\ud800\\""'),
+        ("True", {"type": "boolean"}, "true"),
+        # What may be a string is one, unless it is of another type that it may have.
+        ("12", {"type": ["string", "null"]}, '"12"'),
+        ("null", {"type": ["string", "null"]}, "null"),
+        ("12", {"anyOf": [{"type": "string"}, {"type": "null"}]}, '"12"'),
+        ("12", {"anyOf": [{"type": "string"}, {"type": "integer"}]}, "12"),
+        ("12", {"type": "string"}, '"12"'),
+        ("12", 3, "12"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_value_between_tags_has_a_type_of_the_schema(
+    value: str, types: object, argument: str
+) -> None:
+    schemas = {"run": {"properties": {"x": types}}}
+    for name in ("glm45", "qwen3_coder"):
+        text = WRITERS[name][0]([("run", {"x": value})])
+        assert read(TOOL_PARSERS[name](schemas), [text]).calls == [["run", f'{{"x": {argument}}}']]
+
+
+@PARSERS
+def test_an_answer_without_calls_is_passed_on_at_once(name: str) -> None:
+    parser = TOOL_PARSERS[name](SCHEMAS)
+    said = [parser.push(piece).content for piece in ("Once", " upon", " a", " time.")]
+    assert said == ["Once", " upon", " a", " time."]
+    assert parser.finish().content == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "calls"),
+    [
+        # Arguments before the name, or as a string, or none.
+        (
+            "hermes",
+            '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>',
+            [["f", '{"a": 1}']],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
+            [["f", '{"a": 1}']],
+        ),
+        ("hermes", '<tool_call>\n{"name": "f"}\n</tool_call>', [["f", "{}"]]),
+        # A marker that was left out.
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}', [["f", "{}"]]),
+        # Cut off by max_tokens.
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b', [["f", '{"a": "b']]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}\n</tool', [["f", "{}"]]),
+        # JSON that is an answer, and no call of a tool that there is.
+        ("llama3_json", '{"name": "Bob", "parameters": {}}', []),
+        ("llama3_json", '{"name": "run"}', []),
+        ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}}', [["f", "{}"]]),
+        ("llama3_json", '{"type": "function", "name": "run", "parameters": {}}', [["run", "{}"]]),
+        ("mistral", '[TOOL_CALLS]run{"a": 1}', [["run", '{"a": 1}']]),
+        ("mistral", '[TOOL_CALLS]run[CALL_ID]abc[ARGS]{"a": 1}', [["run", '{"a": 1}']]),
+        ("mistral", "[TOOL_CALLS] none of this", []),
+        ("kimi_k2", "<|tool_call_begin|>odd head<|tool_call_end|>", []),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜> no", []),
+        ("glm45", "<tool_call>run</tool_call>", [["run", "{}"]]),
+        ("glm45", "<tool_call>run\n<arg_key>a</arg_key><arg_value>NaN", [["run", '{"a": ']]),
+        ("qwen3_coder", "<function=run>\n</function>", [["run", "{}"]]),
+        ("qwen3_coder", "<tool_call> or not", []),
+    ],
+)
+def test_what_models_write_beside_their_form_is_understood_or_words(
+    name: str, text: str, calls: list[list[str]]
+) -> None:
+    answer = read(TOOL_PARSERS[name](SCHEMAS), text)
+    assert answer.calls == calls
+    assert answer.content == ("" if calls else text)
+
+
+def test_arguments_come_as_the_model_writes_them() -> None:
+    parser = TOOL_PARSERS["hermes"]({})
+    pieces = ['<tool_call>{"name": "f", "arg', 'uments": {"text": "Once', " upon a ", 'time"}', "}"]
+    deltas = [parser.push(piece).calls for piece in pieces]
+    assert [[(call.name, call.arguments) for call in delta] for delta in deltas] == [
+        [],
+        [("f", '{"text": "Once')],
+        [("", " upon a ")],
+        [("", 'time"}')],
+        [],
+    ]
+    parser = TOOL_PARSERS["glm45"](SCHEMAS)
+    text = "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Pa"
+    assert "".join(call.arguments for call in parser.push(text).calls) == '{"city": "Pa'
+    assert parser.push("ri").calls[0].arguments == "ri"
+
+
+def test_a_long_answer_costs_each_character_once() -> None:
+    text = "x" * 40_000
+    for name, parser in TOOL_PARSERS.items():
+        answer = read(parser(SCHEMAS), (text[at : at + 4] for at in range(0, len(text), 4)))
+        assert len(answer.content) == len(text), name
+    call = '<tool_call>{"name": "f", "arguments": {"x": "' + text + '"}}</tool_call>'
+    pieces = (call[at : at + 4] for at in range(0, len(call), 4))
+    assert read(TOOL_PARSERS["hermes"]({}), pieces).parsed() == [("f", {"x": text})]

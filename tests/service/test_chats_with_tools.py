@@ -1,0 +1,382 @@
+"""Chats with tools and reasoning at both doors: what the model is shown, and its answers taken
+apart, whole and streamed, as OpenAI's own client and ours read them."""
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from jdisagg.chat.messages import ChatPrompt
+from jdisagg.client import AsyncClient, ChatMessage, ChatTool, ToolCall
+from jdisagg.errors import InvalidRequestError
+from jdisagg.request import (
+    AcceptedChild,
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    Request,
+    Resumption,
+    SamplingParams,
+    StreamEvent,
+    Usage,
+)
+from tests.service.doors import FakePath, make_frontend
+from tests.service.http_doors import HttpDoor, http_door
+
+# As Qwen 3 writes it, in small.
+TEMPLATE = (
+    "{% for t in tools or [] %}[{{ t | tojson }}]{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}<think>{{"
+    " m.reasoning_content }}</think>{% endif %}{{ m.content }}{% for c in m.tool_calls %}"
+    "<tool_call>{{ c.function.name }} {{ c.function.arguments.city }} {{ c.id }}</tool_call>"
+    "{% endfor %}{% if m.tool_call_id %}({{ m.tool_call_id }}){% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if enable_thinking %}<think>\n{% endif %}"
+    "{% endif %}"
+)
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER: Any = {
+    "type": "function",
+    "function": {"name": "weather", "description": "of a city", "parameters": SCHEMA},
+}
+CHAT: Any = [{"role": "user", "content": "hi"}]
+CALLS = (
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+)
+
+
+@dataclass
+class Script(FakePath):
+    """Says `text`, some characters an event, and stops; a resumed request goes on where it was. Cut
+    off, it ends by its length. The last child waits at character `held_at` for the gate."""
+
+    text: str = ""
+    characters: int = 3
+    cut: bool = False
+    held_at: int | None = None
+    held: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def stream(self, request: Request) -> AsyncIterator[StreamEvent]:
+        self.requests.append(request)
+        had = request.resumption.children if request.resumption is not None else ()
+        data, end = self.text.encode(), FinishReason.LENGTH if self.cut else FinishReason.STOP
+        for child in range(request.sampling.n):
+            first = len(had[child].token_ids) if had else 0
+            while not had or had[child].finish_reason is None:
+                if child + 1 == request.sampling.n and first == self.held_at:
+                    self.held.set()
+                    await self.gate.wait()
+                some = tuple(data[first : first + self.characters])
+                last = first + len(some) >= len(data)
+                shown = data[: first + len(some)].decode("utf-8", "ignore")
+                before = data[:first].decode("utf-8", "ignore")
+                usage = Usage(len(request.prompt_token_ids), len(data))
+                yield StreamEvent(
+                    child=child,
+                    first_index=first,
+                    token_ids=some,
+                    text=shown[len(before) :],
+                    finish_reason=end if last else None,
+                    usage=usage if last and child + 1 == request.sampling.n else None,
+                )
+                first += len(some)
+                if last:
+                    break
+
+
+@pytest.fixture
+async def door() -> AsyncIterator[HttpDoor]:
+    async with http_door(Script(), template=TEMPLATE) as one:
+        yield one
+
+
+@pytest.fixture
+async def client(door: HttpDoor) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with door.client() as one:
+        yield one
+
+
+@dataclass
+class Said:
+    """An answer, however it came."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[tuple[str, str, str]] = field(default_factory=list)
+    end: str | None = None
+
+
+async def whole(client: openai.AsyncOpenAI, **asked: Any) -> list[Said]:
+    reply = await client.chat.completions.create(model="tiny", messages=CHAT, **asked)
+    ChatCompletion.model_validate(reply.model_dump(warnings=False), strict=True)
+    return [
+        Said(
+            choice.message.content or "",
+            getattr(choice.message, "reasoning_content", ""),
+            [
+                (call.id, call.function.name, call.function.arguments)
+                for call in choice.message.tool_calls or ()
+                if call.type == "function"
+            ],
+            choice.finish_reason,
+        )
+        for choice in reply.choices
+    ]
+
+
+async def streamed(client: openai.AsyncOpenAI, **asked: Any) -> list[Said]:
+    said: dict[int, Said] = {}
+    async for chunk in await client.chat.completions.create(
+        model="tiny", messages=CHAT, stream=True, **asked
+    ):
+        ChatCompletionChunk.model_validate(chunk.model_dump(warnings=False), strict=True)
+        for choice in chunk.choices:
+            one, delta = said.setdefault(choice.index, Said()), choice.delta
+            one.content += delta.content or ""
+            one.reasoning += getattr(delta, "reasoning_content", None) or ""
+            assert getattr(delta, "reasoning", None) == getattr(delta, "reasoning_content", None)
+            one.end = choice.finish_reason or one.end
+            for call in delta.tool_calls or ():
+                assert call.function
+                if call.function.name:
+                    assert call.id and call.index == len(one.calls) and call.type == "function"
+                    one.calls.append((call.id, call.function.name, ""))
+                called, name, arguments = one.calls[call.index]
+                arguments += call.function.arguments or ""
+                one.calls[call.index] = called, name, arguments
+    return [said[index] for index in sorted(said)]
+
+
+async def over_grpc(door: HttpDoor, **asked: Any) -> list[Said]:
+    async with AsyncClient(door.target) as ours:
+        done = await ours.complete(messages=CHAT, **asked)
+    return [
+        Said(
+            choice.text,
+            choice.reasoning,
+            [(call.id, call.name, call.arguments) for call in choice.tool_calls],
+            choice.finish_reason and choice.finish_reason.value,
+        )
+        for choice in done.choices
+    ]
+
+
+@pytest.mark.parametrize("characters", [1, 3, 1000])
+@pytest.mark.parametrize("cut", [False, True])
+async def test_calls_and_reasoning_are_told_from_words_at_both_doors(
+    door: HttpDoor, client: openai.AsyncOpenAI, characters: int, cut: bool
+) -> None:
+    path = door.path
+    assert isinstance(path, Script)
+    path.text, path.characters = "<think>\nhmm\n</think>\n\nLet me see.\n" + CALLS, characters
+    path.cut = cut
+    asked: dict[str, Any] = {"tools": [WEATHER], "n": 2}
+    own = {"extra_body": {"request_id": "same"}}
+    some = await whole(client, **asked, **own), await streamed(client, **asked, **own)
+    ours = await over_grpc(door, **asked, request_id="same")
+    assert some[0] == some[1]
+    assert [(one.content, one.reasoning) for one in ours] == [("Let me see.", "hmm")] * 2
+    called = [("weather", '{"city": "Köln"}'), ("weather", "{}")]
+    for one in (*some[0], *ours):
+        assert (one.content, one.reasoning) == ("Let me see.", "hmm")
+        assert [call[1:] for call in one.calls] == called
+        assert one.end == ("length" if cut else "tool_calls")
+    ids = [call[0] for one in some[0] for call in one.calls]
+    assert len(set(ids)) == 4 and all(one.startswith("call_") for one in ids)
+    assert not any(request.sampling.skip_special_tokens for request in path.requests)
+
+
+async def test_an_answer_of_calls_alone_has_no_content(door: HttpDoor) -> None:
+    door.path.text = CALLS  # type: ignore[attr-defined]
+    asked = {"messages": CHAT, "tools": [WEATHER], "parallel_tool_calls": False}
+    message = (await door.ask("/v1/chat/completions", asked)).fields["choices"][0]["message"]
+    assert message["content"] is None and "reasoning_content" not in message
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
+
+
+@pytest.mark.parametrize("asked", [{}, {"tools": [WEATHER], "tool_choice": "none"}])
+async def test_without_tools_nothing_is_a_call(
+    door: HttpDoor, client: openai.AsyncOpenAI, asked: dict[str, Any]
+) -> None:
+    door.path.text = CALLS  # type: ignore[attr-defined]
+    for said in (
+        await whole(client, **asked),
+        await streamed(client, **asked),
+        await over_grpc(door, **asked),
+    ):
+        assert said == [Said(CALLS, end="stop")]
+    prompts = [bytes(request.prompt_token_ids).decode() for request in door.path.requests]
+    assert prompts == ["<user>hi<assistant>"] * 3
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+async def test_reasoning_may_begin_in_the_prompt(
+    door: HttpDoor, client: openai.AsyncOpenAI, thinks: bool
+) -> None:
+    door.path.text = "a\n</think>\n\nb" if thinks else "b"  # type: ignore[attr-defined]
+    kwargs = {"enable_thinking": thinks}
+    (said,) = await streamed(client, extra_body={"chat_template_kwargs": kwargs})
+    assert [said] == await over_grpc(door, chat_template_kwargs=kwargs)
+    assert said == Said("b", "a" if thinks else "", end="stop")
+
+
+async def test_the_model_is_shown_tools_calls_and_results(
+    door: HttpDoor, client: openai.AsyncOpenAI
+) -> None:
+    door.path.text = "ok"  # type: ignore[attr-defined]
+    call = {"name": "weather", "arguments": '{"city": "Rom"}'}
+    messages: Any = [
+        *CHAT,
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "hm",
+            "tool_calls": [{"id": "c1", "type": "function", "function": call}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "wet"},
+    ]
+    await client.chat.completions.create(model="tiny", messages=messages, tools=[WEATHER])
+    (await door.ask("/tokenize", {"messages": messages, "tools": [WEATHER]})).fields["tokens"]
+    async with AsyncClient(door.target) as ours:
+        messages[1]["content"] = ""
+        await ours.complete(messages=messages, tools=[WEATHER])
+        asked = (
+            ChatMessage("user", "hi"),
+            ChatMessage(
+                "assistant",
+                "",
+                reasoning="hm",
+                tool_calls=(ToolCall("weather", '{"city": "Rom"}', "c1"),),
+            ),
+            ChatMessage("tool", "wet", tool_call_id="c1"),
+        )
+        await ours.complete(messages=asked, tools=[ChatTool("weather", "of a city", SCHEMA)])
+    expected = (
+        f"[{json.dumps(WEATHER)}]<user>hi<assistant><think>hm</think>"
+        "<tool_call>weather Rom c1</tool_call><tool>wet(c1)<assistant>"
+    )
+    for request in door.path.requests:
+        assert bytes(request.prompt_token_ids).decode() == expected
+    assert len(door.path.requests) == 3
+
+
+THOUGHT = "<think>\nhmm\n</think>\n\nLet me see.\n" + CALLS
+TOOLS = (ChatTool("weather", "of a city", SCHEMA),)
+
+
+async def test_an_answer_goes_on_at_whatever_token_it_is_resumed() -> None:
+    path = Script(text=THOUGHT, characters=1)
+    frontend = make_frontend(path, template=TEMPLATE)
+    chat = ChatPrompt((ChatMessage("user", "hi"),), tools=TOOLS)
+
+    async def events(resumption: Resumption | None = None) -> list[StreamEvent]:
+        request = await frontend.build_request(chat, request_id="r", life=7, resumption=resumption)
+        return [event async for event in frontend.stream(request, chat)]
+
+    whole = await events()
+    assert len(whole) > 100 and whole[-1].finish_reason is FinishReason.TOOL_CALLS
+    for at in range(1, len(whole)):
+        had = tuple(token for event in whole[:at] for token in event.token_ids)
+        assert await events(Resumption(1, (AcceptedChild(had),))) == whole[at:]
+
+
+async def test_an_answer_by_a_grammar_is_that_and_nothing_else() -> None:
+    path = Script(text=CALLS)
+    frontend = make_frontend(path, template=TEMPLATE)
+    chat = ChatPrompt((ChatMessage("user", "hi"),), tools=TOOLS)
+    sampling = SamplingParams(max_tokens=300, grammar=Grammar(GrammarKind.JSON_OBJECT))
+    request = Request("r", (1,), sampling)
+    events = [event async for event in frontend.stream(request, chat)]
+    assert "".join(event.text for event in events) == CALLS
+    assert not any(event.tool_calls for event in events)
+
+
+async def test_a_client_whose_stream_breaks_within_a_call_gets_all_of_it() -> None:
+    second = Script(text=THOUGHT)
+    first = Script(text=THOUGHT, held_at=3 * (THOUGHT.index("K") // 3))
+    first.gate.clear()
+    async with contextlib.AsyncExitStack() as stack:
+        async with http_door(first, template=TEMPLATE) as door:
+            other = await stack.enter_async_context(http_door(second, template=TEMPLATE))
+            targets = ",".join(one.target.removeprefix("ipv4:") for one in (door, other))
+            client = await stack.enter_async_context(AsyncClient(f"ipv4:{targets}"))
+            answer = asyncio.ensure_future(client.complete(messages=CHAT, tools=TOOLS, n=2))
+            await first.held.wait()
+        done = await answer
+    (again,) = second.requests
+    assert again.resumption is not None
+    assert again.resumption.children[0].finish_reason is FinishReason.TOOL_CALLS
+    assert 0 < len(again.resumption.children[1].token_ids) < len(THOUGHT.encode())
+    for choice in done.choices:
+        assert (choice.text, choice.reasoning) == ("Let me see.", "hmm")
+        assert [json.loads(call.arguments) for call in choice.tool_calls] == [{"city": "Köln"}, {}]
+        assert choice.finish_reason is FinishReason.TOOL_CALLS
+    assert len({call.id for choice in done.choices for call in choice.tool_calls}) == 4
+
+
+@pytest.mark.parametrize(
+    ("sign", "text", "ids"),
+    [
+        (
+            "<|tool_call_begin|>",
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+            "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+            "functions[.]weather:1",
+        ),
+        ("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "weather", "arguments": {}}]', "[0-9a-f]{9}"),
+    ],
+)
+async def test_ids_are_those_that_the_models_template_takes(sign: str, text: str, ids: str) -> None:
+    call = {"function": {"name": "weather", "arguments": "{}"}}
+    earlier = {"role": "assistant", "content": None, "tool_calls": [call]}
+    template = "{# " + sign + " #}" + TEMPLATE
+    async with (
+        http_door(Script(text=text), template=template) as door,
+        AsyncClient(door.target) as ours,
+    ):
+        done = await ours.complete(messages=[*CHAT, earlier], tools=TOOLS)
+    (called,) = done.choices[0].tool_calls
+    assert re.fullmatch(ids, called.id) and called.name == "weather"
+
+
+ARGUMENTS = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "[1]"}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}]}, r"tools\[0\].type"),
+        ({"tools": [{"type": "function"}]}, r"tools\[0\].function.name is missing"),
+        ({"tools": [{"function": {"name": "a b"}}]}, r"tools\[0\].function.name"),
+        ({"tools": [WEATHER, WEATHER]}, "twice"),
+        ({"tools": [{"function": {"name": "f", "parameters": []}}]}, "parameters must be"),
+        ({"messages": [{"role": "assistant", "tool_calls": [ARGUMENTS]}]}, "arguments must be"),
+        ({"messages": [{"role": "user", "content": "", "tool_calls": [ARGUMENTS]}]}, "assistant"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "function.name is missing"),
+    ],
+)
+async def test_what_is_no_tool_and_no_call_is_refused_by_name(
+    door: HttpDoor, asked: dict[str, Any], message: str
+) -> None:
+    answer = await door.ask("/v1/chat/completions", {"messages": CHAT, **asked})
+    assert answer.status == 400
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(answer.error["message"])
+
+
+async def test_tools_that_the_model_would_not_see_are_refused() -> None:
+    async with http_door() as door:
+        answer = await door.ask("/v1/chat/completions", {"messages": CHAT, "tools": [WEATHER]})
+        assert answer.status == 400 and "shows none to the model" in answer.error["message"]
+        async with AsyncClient(door.target) as ours:
+            with pytest.raises(InvalidRequestError, match="shows none to the model"):
+                await ours.complete(messages=CHAT, tools=[WEATHER])
