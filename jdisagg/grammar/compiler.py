@@ -53,6 +53,7 @@ class GrammarCompiler:
         self._known: OrderedDict[Grammar, llguidance.LLMatcher | str] = OrderedDict()
         self._at_work = asyncio.Semaphore(AT_ONCE)
         self._waiting = 0
+        self._under_way: dict[Grammar, asyncio.Task[llguidance.LLMatcher | str]] = {}
 
     def load(self) -> llguidance.LLTokenizer:
         """Reads the tokenizer, if that is not done."""
@@ -71,31 +72,56 @@ class GrammarCompiler:
     async def admit(self, grammar: Grammar, seconds: float) -> None:
         """As `prepare`, of a grammar that nobody has looked at: it is tried in a process of its own
         first."""
-        if grammar not in self._known:
-            await self._a_place()
-            try:
-                fault = _first_line(await _judged(grammar, seconds))
-            finally:
-                self._at_work.release()
-            if fault:
-                self._keep(grammar, fault)
-        await self.prepare(grammar, seconds)
+        await self._compiled(grammar, seconds, tried=True)
 
     async def prepare(self, grammar: Grammar, seconds: float) -> None:
         """Returns when the grammar is compiled. Raises InvalidRequestError where it is none, or too
-        complex, or takes longer than `seconds`, and OverloadedError where too many wait."""
-        if grammar not in self._known:
-            await self._a_place()
-            task = asyncio.ensure_future(asyncio.to_thread(self._find, grammar))
-            task.add_done_callback(self._ended)
+        complex, and OverloadedError where too many wait or it takes longer than `seconds`."""
+        await self._compiled(grammar, seconds, tried=False)
+
+    async def _compiled(self, grammar: Grammar, seconds: float, tried: bool) -> None:
+        found = self._known.get(grammar)
+        if found is None:
+            task = self._under_way.get(grammar) or self._begin(grammar, seconds, tried)
             try:
-                await within(task, seconds)
+                found = await within(task, seconds)
             except TimeoutError:
-                raise InvalidRequestError(
-                    f"grammar: the {grammar.kind.value} is not compiled within {seconds:g} s;"
-                    " simplify it"
+                raise OverloadedError(
+                    f"grammar: the {grammar.kind.value} was not compiled within {seconds:g} s;"
+                    f" {self._waiting} others wait; try again later",
+                    retry_after_seconds=1.0,
                 ) from None
-        self._checked(grammar)
+        _usable(grammar, found)
+
+    def _begin(
+        self, grammar: Grammar, seconds: float, tried: bool
+    ) -> "asyncio.Task[llguidance.LLMatcher | str]":
+        """The one task for a grammar, whoever waits for it, and whether anybody still does."""
+        if self._waiting >= MOST_WAITING:
+            raise OverloadedError(
+                f"grammar: {self._waiting} others wait to be compiled; try again later",
+                retry_after_seconds=1.0,
+            )
+        self._waiting += 1
+        task = asyncio.ensure_future(self._work(grammar, seconds, tried))
+        self._under_way[grammar] = task
+        task.add_done_callback(lambda _: self._under_way.pop(grammar))
+        return task
+
+    async def _work(
+        self, grammar: Grammar, seconds: float, tried: bool
+    ) -> llguidance.LLMatcher | str:
+        try:
+            await self._at_work.acquire()
+        finally:
+            self._waiting -= 1
+        try:
+            fault = await _tried(grammar, seconds) if tried else ""
+            if fault:
+                return self._keep(grammar, _first_line(fault))
+            return await asyncio.to_thread(self._find, grammar)
+        finally:
+            self._at_work.release()
 
     def matcher(
         self,
@@ -106,37 +132,11 @@ class GrammarCompiler:
     ) -> TokenMatcher:
         """A sequence's place after these generated ids. Raises InvalidRequestError for what is no
         grammar."""
-        inner = self._checked(grammar).deep_copy()
+        inner = _usable(grammar, self._find(grammar)).deep_copy()
         words = mask_words(self.load().vocab_size)
         matcher = TokenMatcher(inner, words, sampling, Endings(self._eos_ids, tuple(stop_ids)))
         matcher.consume(token_ids)
         return matcher
-
-    async def _a_place(self) -> None:
-        """Until fewer than AT_ONCE are compiled; the caller gives its place back."""
-        if self._waiting >= MOST_WAITING:
-            raise OverloadedError(
-                f"{self._waiting} grammars wait to be compiled; try again later",
-                retry_after_seconds=1.0,
-            )
-        self._waiting += 1
-        try:
-            await self._at_work.acquire()
-        finally:
-            self._waiting -= 1
-
-    def _ended(self, task: "asyncio.Task[llguidance.LLMatcher | str]") -> None:
-        self._at_work.release()
-        if not task.cancelled():
-            task.exception()  # its caller may have gone, and nobody else would look
-
-    def _checked(self, grammar: Grammar) -> llguidance.LLMatcher:
-        found = self._find(grammar)
-        if isinstance(found, str):
-            raise InvalidRequestError(
-                f"grammar: {grammar.kind.value} {grammar.text[:64]!r} cannot be used: {found}"
-            )
-        return found
 
     def _find(self, grammar: Grammar) -> llguidance.LLMatcher | str:
         with self._lock:
@@ -169,19 +169,22 @@ class GrammarCompiler:
         return _first_line(tried.get_error() or "no reason") if tried.is_error() else matcher
 
 
-async def _judged(grammar: Grammar, seconds: float) -> str:
+def _usable(grammar: Grammar, found: llguidance.LLMatcher | str) -> llguidance.LLMatcher:
+    if isinstance(found, str):
+        raise InvalidRequestError(
+            f"grammar: {grammar.kind.value} {grammar.text[:64]!r} cannot be used: {found}"
+        )
+    return found
+
+
+async def _tried(grammar: Grammar, seconds: float) -> str:
+    """What is wrong with a grammar; empty where nothing is. Raises TimeoutError."""
     if grammar.kind is GrammarKind.JSON_OBJECT:
         return ""
     try:
         return await judge(_as_llguidance(grammar), seconds)
     except ValueError as error:
         return str(error)
-    except TimeoutError:
-        raise OverloadedError(
-            f"grammar: the {grammar.kind.value} was not looked at within {seconds:g} s, the machine"
-            " is busy; try again later",
-            retry_after_seconds=1.0,
-        ) from None
 
 
 def _as_llguidance(grammar: Grammar) -> str:

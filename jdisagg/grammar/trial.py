@@ -28,10 +28,9 @@ def limits() -> llguidance.LLParserLimits:
     return llguidance.LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
 
 
-def fault(text: str) -> str:
+def fault(tokenizer: llguidance.LLTokenizer, text: str) -> str:
     """What is wrong with a grammar, found by compiling it and walking along it; empty where nothing
     is."""
-    tokenizer = llguidance.LLTokenizer("byte")
     matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits())
     draw = random.Random(0)
     for _ in range(WALK_TOKENS):
@@ -48,12 +47,14 @@ def fault(text: str) -> str:
 
 def main() -> None:
     text = sys.stdin.buffer.read().decode()
+    tokenizer = llguidance.LLTokenizer("byte")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    signal.setitimer(signal.ITIMER_PROF, PROCESSOR_SECONDS)
     threading.stack_size(STACK_BYTES)
+    # from here on, so that a slow machine refuses no more than a fast one
+    signal.setitimer(signal.ITIMER_PROF, PROCESSOR_SECONDS)
     found: list[str] = []
-    thread = threading.Thread(target=lambda: found.append(fault(text)))
+    thread = threading.Thread(target=lambda: found.append(fault(tokenizer, text)))
     thread.start()
     thread.join()
     sys.stdout.write(found[0] if found else "not enough memory")

@@ -21,6 +21,7 @@ from jdisagg.request import Request, StreamEvent, Usage
 from jdisagg.service.http_errors import HttpRefusal
 from jdisagg.service.http_exchange import Exchange
 from jdisagg.service.http_fields import Fields
+from jdisagg.service.http_grammar import named_as_sent
 from jdisagg.service.http_replies import (
     ChatReply,
     CompletionReply,
@@ -72,7 +73,8 @@ class HttpGeneration:
             request_id = asked.request_id or _request_id(exchange)
             exchange.reply_headers.append((REQUEST_ID, _header(request_id)))
             with _watched(exchange), ExitStack() as records:
-                runs = await self._runs(asked, request_id, record, records, kind.takes_apart)
+                with named_as_sent(fields):
+                    runs = await self._runs(asked, request_id, record, records, kind.takes_apart)
                 model = self._frontend.model
                 heading = Heading(
                     prefix + request_id, int(time.time()), model.name, model.version or None

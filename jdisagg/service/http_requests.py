@@ -25,6 +25,7 @@ from jdisagg.service.http_fields import (
     FieldKind,
     Fields,
 )
+from jdisagg.service.http_grammar import grammar_from
 from jdisagg.service.wire_generation import MAX_IDS
 
 MAX_PROMPTS = 256
@@ -39,12 +40,6 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "use_beam_search": ((False,), "tokens are drawn; use n"),
     "length_penalty": ((1,), "it belongs to beam search; leave it out"),
     "prompt_logprobs": ((), "only tokens that are generated have log-probabilities"),
-    "response_format": (({"type": "text"},), "ask for the format in the prompt"),
-    "structured_outputs": (({},), "ask for the format in the prompt"),
-    **{
-        f"guided_{name}": ((), "ask for the format in the prompt")
-        for name in ("json", "regex", "choice", "grammar")
-    },
     "allowed_token_ids": (([],), "bias the others with logit_bias"),
     "bad_words": (([],), "bias their tokens with logit_bias"),
     "spaces_between_special_tokens": ((True, False), "leave it out"),
@@ -167,6 +162,7 @@ def sampling_options(fields: Fields) -> SamplingOptions:
         ignore_eos=fields.read("ignore_eos", YES),
         include_stop_str_in_output=fields.read("include_stop_str_in_output", YES),
         skip_special_tokens=fields.read("skip_special_tokens", YES),
+        grammar=grammar_from(fields),
     )
     numbers = {name: fields.read(name, NUMBER) for name in _NUMBERS}
     integers = {name: fields.read(name, INTEGER) for name in _INTEGERS}

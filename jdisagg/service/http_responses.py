@@ -12,6 +12,7 @@ from jdisagg.errors import InvalidRequestError
 from jdisagg.request import FinishReason, StreamEvent, TokenLogprobs, Usage, at_most
 from jdisagg.service.http_chat import chat_message
 from jdisagg.service.http_fields import INTEGER, TEXT, TEXTS, FieldKind, Fields
+from jdisagg.service.http_grammar import grammar_of_response
 from jdisagg.service.http_replies import ChatReply, Json, ReplyChoice
 from jdisagg.service.http_requests import Asked, asked_from, sampling_options
 from jdisagg.service.wire_chat import MAX_MESSAGES
@@ -33,7 +34,6 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "tool_choice": (("none", "auto"), "the server knows no tools"),
     "truncation": (("disabled",), "leave out what does not fit"),
     "context_management": (([],), "leave out what does not fit"),
-    "text": (({}, {"format": {"type": "text"}}), "ask for the format in the input"),
     "n": ((1,), "ask again"),
 }
 
@@ -51,6 +51,7 @@ def response_from(fields: Fields) -> Asked:
         at_most("input", len(given), MAX_MESSAGES)
         messages += [_item(Fields(one, f"input[{at}].")) for at, one in enumerate(given)]
     options = sampling_options(fields)
+    options["grammar"] = grammar_of_response(fields) or options.get("grammar")
     options["max_tokens"] = fields.read("max_output_tokens", INTEGER)
     top = fields.read("top_logprobs", INTEGER)
     included = fields.read("include", TEXTS) or []

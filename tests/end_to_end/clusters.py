@@ -16,6 +16,7 @@ import numpy as np
 
 from jdisagg.config import EngineConfig, InstanceConfig, LimitsConfig, Mode, ModelConfig
 from jdisagg.engine.embedded import EmbeddedCluster
+from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.step_commands import StepCommand
 from jdisagg.ops.dense_attention import dense_causal_attend
@@ -89,6 +90,7 @@ class Running:
     cluster: EmbeddedCluster
     tokenizer: Tokenizer
     recording: Recording
+    grammars: GrammarCompiler | None = None
 
     async def complete(self, request: Request) -> "Completed":
         return collect([event async for event in self.cluster.stream(request)])
@@ -149,10 +151,11 @@ async def running(engine: EngineConfig, *, first_device: int = 0) -> AsyncIterat
     cluster = EmbeddedCluster(engine, load, tokenizer, jax.devices()[first_device:])  # type: ignore[arg-type]
     recording = Recording()
     _record(cluster, recording)
-    cluster.constrain(grammar_compiler(engine.model.directory))
+    grammars = grammar_compiler(engine.model.directory)
+    cluster.constrain(grammars)
     await cluster.start()
     try:
-        yield Running(cluster, tokenizer, recording)
+        yield Running(cluster, tokenizer, recording, grammars)
         await assert_all_free(cluster)
     finally:
         await cluster.stop()

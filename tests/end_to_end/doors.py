@@ -104,7 +104,9 @@ async def served(
             decode_layout=engine.decode.layout,
             kv_bytes_per_token=run.cluster.kv_spec.bytes_per_token,
         )
-        frontend = Frontend(run.cluster.path, run.tokenizer, info, engine.limits)
+        frontend = Frontend(
+            run.cluster.path, run.tokenizer, info, engine.limits, grammars=run.grammars
+        )
         server = GenerationServer(frontend, service or ServiceConfig(port=0, drain_seconds=5.0))
         port = await server.start()
         assert run.cluster.prefill is not None

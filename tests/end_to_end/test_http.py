@@ -2,6 +2,7 @@
 freed."""
 
 import asyncio
+import json
 from typing import Any
 
 import openai
@@ -9,19 +10,25 @@ import pytest
 import pytest_asyncio
 
 from jdisagg.config import LimitsConfig, ServiceConfig
+from jdisagg.request import Grammar, GrammarKind
+from jdisagg.timeouts import RequestTimeouts, Timeouts
 from tests.end_to_end.clusters import config
 from tests.end_to_end.doors import Served, served
+from tests.end_to_end.schemas import random_schema
 from tests.end_to_end.test_service import SENTENCE, mixed_requests
 from tests.service.doors import FakePath, eventually
 from tests.service.http_doors import HttpDoor, request
 from tests.service.test_http_equals_grpc import both
+from tests.time_scale import seconds
 
 pytestmark = [pytest.mark.ci, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def door():
-    engine = config(context=256, slots=4, limits=LimitsConfig(handoff_lease_seconds=5.0))
+    patient = Timeouts(request=RequestTimeouts(grammar_seconds=seconds(60)))
+    limits = LimitsConfig(handoff_lease_seconds=5.0, timeouts=patient)
+    engine = config(context=256, slots=4, limits=limits)
     async with served(engine, ServiceConfig(port=0, http_port=0, drain_seconds=5.0)) as door:
         yield door
 
@@ -30,12 +37,36 @@ def http(door: Served) -> HttpDoor:
     return HttpDoor(FakePath(), door.server)
 
 
+def with_grammars() -> list[dict[str, Any]]:
+    grammars = (
+        Grammar(GrammarKind.JSON_SCHEMA, json.dumps(random_schema(1))),
+        Grammar(GrammarKind.JSON_OBJECT),
+        Grammar(GrammarKind.REGEX, "[0-9]{3}-[0-9]{4}"),
+        Grammar(GrammarKind.LARK, 'start: ("a" | "b")+'),
+        Grammar.of_choices(("one dog", "two dogs", "three")),
+    )
+    return [
+        {"prompt": SENTENCE, "max_tokens": 30, "seed": 7, "n": 1 + at % 2, "grammar": grammar}
+        for at, grammar in enumerate(grammars)
+    ]
+
+
+async def test_a_grammar_that_is_none_is_refused_and_the_next_one_is_followed(door: Served) -> None:
+    ask = http(door).ask
+    asked = {"prompt": SENTENCE, "max_tokens": 20, "structured_outputs": {"regex": "a{3}b?("}}
+    refused = await ask("/v1/completions", asked)
+    assert (refused.status, refused.error["param"]) == (400, "structured_outputs")
+    asked["structured_outputs"] = {"choice": ["green", "grey"]}
+    (choice,) = (await ask("/v1/completions", asked)).fields["choices"]
+    assert choice["text"] in ("green", "grey") and choice["finish_reason"] == "stop"
+
+
 async def test_both_doors_give_the_same_ids_text_and_log_probabilities(door: Served) -> None:
     chats: list[dict[str, Any]] = [
         {"messages": [{"role": "user", "content": SENTENCE}], "max_tokens": 20, "seed": seed}
         for seed in range(4)
     ]
-    requests = [*map(dict, mixed_requests(20, seed=5)), *chats]
+    requests = [*map(dict, mixed_requests(20, seed=5)), *chats, *with_grammars()]
     await asyncio.gather(
         *(
             both(http(door), door.client, asked, stream=number % 2 == 0, within=1e-3)

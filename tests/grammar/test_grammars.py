@@ -1,5 +1,6 @@
 """What a grammar lets through, against Python's own `re` and `json`; and what is refused, how."""
 
+import asyncio
 import json
 import random
 import re
@@ -8,7 +9,8 @@ import jsonschema
 import numpy as np
 import pytest
 
-from jdisagg.errors import InvalidRequestError
+from jdisagg.errors import InvalidRequestError, OverloadedError
+from jdisagg.grammar import compiler
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.grammar.judge import judge
 from jdisagg.grammar.matcher import TokenMatcher, mask_words
@@ -202,6 +204,44 @@ async def test_a_hostile_grammar_brings_down_a_child_process_alone(name: str) ->
     with pytest.raises(InvalidRequestError, match="simplify it"):
         await COMPILER.admit(Grammar(kind, written), seconds(60))
     await COMPILER.admit(Grammar(GrammarKind.REGEX, "still (here|there)"), seconds(60))
+
+
+async def test_while_grammars_wait_known_ones_are_served_and_too_many_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, begun = asyncio.Event(), 0
+
+    async def slow(text: str, seconds: float) -> str:
+        nonlocal begun
+        begun += 1
+        await gate.wait()
+        return ""
+
+    monkeypatch.setattr(compiler, "judge", slow)
+    compilers = grammar_compiler(str(LLAMA))
+    assert compilers is not None
+    known = Grammar(GrammarKind.JSON_OBJECT)
+    await compilers.admit(known, seconds(60))
+
+    def ask(count: int) -> asyncio.Task[None]:
+        return asyncio.create_task(
+            compilers.admit(Grammar(GrammarKind.REGEX, "a" * count), seconds(60))
+        )
+
+    tasks = [ask(1 + at) for at in range(compiler.AT_ONCE)]
+    while begun < compiler.AT_ONCE:
+        await asyncio.sleep(0)
+    tasks += [ask(10 + at) for at in range(compiler.MOST_WAITING)]
+    tasks.append(ask(1))  # which somebody waits for already
+    await asyncio.sleep(0)
+    await compilers.admit(known, seconds(60))
+    with pytest.raises(OverloadedError, match="64 others wait"):
+        await compilers.admit(Grammar(GrammarKind.REGEX, "b"), seconds(60))
+    assert begun == compiler.AT_ONCE
+    gate.set()
+    await asyncio.gather(*tasks)
+    assert begun == compiler.AT_ONCE + compiler.MOST_WAITING, "each once"
+    await compilers.admit(Grammar(GrammarKind.REGEX, "b"), seconds(60))
 
 
 async def test_who_no_longer_waits_leaves_no_child_process() -> None:

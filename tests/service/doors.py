@@ -12,11 +12,14 @@ from jdisagg.chat.formats import AnswerFormat
 from jdisagg.config import LimitsConfig, Mode
 from jdisagg.dispatch.frontend import Frontend, ModelInfo
 from jdisagg.errors import JdisaggError, OverloadedError
+from jdisagg.grammar.compiler import GrammarCompiler, TokenizerText
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.request import FinishReason, Request, StreamEvent, Timings, TokenLogprobs, Usage
 from jdisagg.service.server import GenerationServer
+from jdisagg.timeouts import RequestTimeouts, Timeouts
 from models.tokenizer import Tokenizer
+from tests.time_scale import seconds as seconds_of
 
 EOS = 256
 TEMPLATE = (
@@ -47,10 +50,22 @@ STATUS = WorkerStatus(
     context_tokens=512,
 )
 
+# a busy machine may take its time to try a grammar
+PATIENT = LimitsConfig(timeouts=Timeouts(request=RequestTimeouts(grammar_seconds=seconds_of(60))))
+
 
 def byte_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
     """One token per byte, ids 0 to 255 in order of the byte, and an end token: what a text becomes
     is known without it."""
+    return Tokenizer(_backend(), eos_ids=(EOS,), special_tokens={}, chat_template=template)
+
+
+def byte_grammars() -> GrammarCompiler:
+    """Of `byte_tokenizer`."""
+    return GrammarCompiler(lambda: TokenizerText(_backend().to_str(), (EOS,)))
+
+
+def _backend() -> tokenizers.Tokenizer:
     order = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     assert len(order) == 256
     backend = tokenizers.Tokenizer(
@@ -59,7 +74,7 @@ def byte_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<end>"])
-    return Tokenizer(backend, eos_ids=(EOS,), special_tokens={}, chat_template=template)
+    return backend
 
 
 def _byte_of(letter: str) -> int:
@@ -158,8 +173,9 @@ def make_frontend(
         path,
         byte_tokenizer(template),
         model,
-        limits or LimitsConfig(),
+        limits or PATIENT,
         answers=AnswerFormat.of(template),
+        grammars=byte_grammars(),
     )
 
 

@@ -82,7 +82,19 @@ WRONG_COMPLETIONS = [
     ({"suffix": "end"}, "suffix", 'suffix="end" is not supported'),
     ({"use_beam_search": True}, "use_beam_search", "is not supported"),
     ({"prompt_logprobs": 1}, "prompt_logprobs", "is not supported"),
-    ({"guided_regex": "a*"}, "guided_regex", "is not supported"),
+    ({"guided_regex": 3}, "guided_regex", "must be a string, got 3"),
+    ({"guided_choice": []}, "guided_choice", "a choice of nothing"),
+    ({"guided_json": 3}, "guided_json", "must be a JSON schema, got 3"),
+    ({"guided_regex": "a", "guided_json": {}}, None, "in 2 ways"),
+    ({"structured_outputs": {"regex": "(["}}, "structured_outputs", "invalid regex"),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "is not supported"),
+    ({"structured_outputs": {"json": "[1"}}, "structured_outputs", "cannot be used"),
+    (
+        {"structured_outputs": {"grammar": "start: " + "(" * 500 + '"a"' + ")" * 500}},
+        "structured_outputs",
+        "too deeply nested",
+    ),
+    ({"structured_outputs": {"regex": "x" * 200_000}}, "structured_outputs", "at most 131072"),
     ({"allowed_token_ids": [1]}, "allowed_token_ids", "is not supported"),
 ]
 WRONG_CHATS = [
@@ -115,7 +127,19 @@ WRONG_CHATS = [
     ({"tools": [{"type": "function"}]}, "tools", "tools[0].function.name is missing"),
     ({"tool_choice": {"type": "function"}}, "tool_choice", "is not supported"),
     ({"tool_choice": "required"}, "tool_choice", "is not supported"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "is not supported"),
+    ({"response_format": {}, "structured_outputs": {"json_object": 3}}, "structured_outputs", "3"),
+    ({"response_format": {"type": "xml"}}, "response_format", "got 'xml'"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "schema is missing"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "thing"}}}},
+        "response_format",
+        "Invalid type: thing",
+    ),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        "response_format",
+        "both say",
+    ),
     ({"modalities": ["audio"]}, "modalities", "is not supported"),
 ]
 
@@ -128,7 +152,8 @@ WRONG_RESPONSES: list[tuple[dict[str, Any], str | None, str]] = [
     ({"max_output_tokens": "x"}, "max_output_tokens", "must be an integer"),
     ({"previous_response_id": "r"}, "previous_response_id", "the server keeps nothing"),
     ({"tools": [{}]}, "tools", "is not supported"),
-    ({"text": {"format": {"type": "json_object"}}}, "text", "is not supported"),
+    ({"text": {"format": {"type": "json_schema"}}}, "text", "text.format.schema is missing"),
+    ({"text": {"format": {"type": "json_schema", "schema": {"items": 3}}}}, "text", "cannot be"),
 ]
 USUAL: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "x", "max_tokens": 1},

@@ -20,6 +20,7 @@ from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.dispatch.token_stream import TokenStream
 from jdisagg.observe.request_log import RequestLog
+from jdisagg.request import Grammar, GrammarKind
 from jdisagg.service.server import GenerationServer
 from tests.fakes.cluster import Cluster
 from tests.fakes.fake_executor import Costs
@@ -101,6 +102,8 @@ def some_request(draw: random.Random, number: int) -> dict[str, Any]:
 def as_http(asked: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The same request of OpenAI's API: its path and its fields."""
     fields = asked | {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    if (grammar := fields.pop("grammar", None)) is not None:
+        fields["structured_outputs"] = structured(grammar)
     if "messages" not in asked:
         fields["prompt"] = fields.pop("token_ids", None) or asked["prompt"]
         return "/v1/completions", fields
@@ -108,6 +111,20 @@ def as_http(asked: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         fields |= {"logprobs": True, "top_logprobs": asked["logprobs"]}
     fields["max_completion_tokens"] = fields.pop("max_tokens")
     return "/v1/chat/completions", fields
+
+
+def structured(grammar: Grammar) -> dict[str, Any]:
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return {"json": json.loads(grammar.text)}
+        case GrammarKind.CHOICE:
+            return {"choice": json.loads(grammar.text)}
+        case GrammarKind.REGEX:
+            return {"regex": grammar.text}
+        case GrammarKind.LARK:
+            return {"grammar": grammar.text}
+        case GrammarKind.JSON_OBJECT:
+            return {"json_object": True}
 
 
 Answered = dict[str, Any]
