@@ -29,6 +29,7 @@ from models import (
 )
 from models.decoder_config import DecoderConfig
 from models.hf_config import HfConfig
+from models.quantization_config import stored_quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,5 +88,6 @@ def read_config(hf: HfConfig) -> DecoderConfig:
             "only causal language models are served",
         )
     config = family.read_config(hf)
+    stored_quantization(hf)
     hf.refuse_unread()
     return config

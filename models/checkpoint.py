@@ -31,8 +31,10 @@ from models.decoder_config import DecoderConfig
 from models.hf_config import HfConfig
 from models.hf_weights import STEM, Source, find_source
 from models.parameter_tree import ParameterShape, parameter_shapes, with_arrays
+from models.quantization_config import stored_quantization
+from models.quantized_files import QuantizedFiles
 from models.quantized_sources import quantized_sources
-from models.safetensors_files import SafetensorsFiles
+from models.safetensors_files import CheckpointTensors, SafetensorsFiles
 
 # Buffers that some checkpoints store and no forward pass of ours reads.
 _HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|attn\.bias)$")
@@ -106,13 +108,16 @@ def load_model(
     return LoadedModel(_fill(model, sources, files, directory, mesh, layout), mesh, layout)
 
 
-def open_files(directory: Path, hf: HfConfig) -> SafetensorsFiles:
-    """The tensors of the model that `hf` describes, by the names of a text model."""
+def open_files(directory: Path, hf: HfConfig) -> CheckpointTensors:
+    """The tensors of the model that `hf` describes, by the names of a text model; quantized ones
+    under their usual names, in float."""
     files = SafetensorsFiles.from_directory(directory)
-    return files.text_part() if hf.nested else files
+    files = files.text_part() if hf.nested else files
+    stated = stored_quantization(hf)
+    return files if stated is None else QuantizedFiles(files, stated, str(directory))
 
 
-def _has_own_head(files: SafetensorsFiles) -> bool:
+def _has_own_head(files: CheckpointTensors) -> bool:
     """Whether there is a head that is not the embedding once more."""
     shapes = files.shapes()
     if _HEAD not in shapes or _EMBEDDING not in shapes:
@@ -126,7 +131,7 @@ def _has_own_head(files: SafetensorsFiles) -> bool:
     return False
 
 
-def find_sources(model: Decoder, files: SafetensorsFiles, directory: Path) -> list[Source]:
+def find_sources(model: Decoder, files: CheckpointTensors, directory: Path) -> list[Source]:
     """Where each parameter, in leaf order, comes from. Raises CheckpointError that lists the
     tensors that do not fit."""
     found = files.shapes()
@@ -138,7 +143,7 @@ def find_sources(model: Decoder, files: SafetensorsFiles, directory: Path) -> li
 def _fill(
     model: Decoder,
     sources: Sequence[Source],
-    files: SafetensorsFiles,
+    files: CheckpointTensors,
     directory: Path,
     mesh: Mesh,
     layout: Layout,
@@ -162,7 +167,7 @@ def _fill(
 
 
 def _read_array(
-    source: Source, files: SafetensorsFiles, parameter: ParameterShape, sharding: NamedSharding
+    source: Source, files: CheckpointTensors, parameter: ParameterShape, sharding: NamedSharding
 ) -> jax.Array:
     shape = parameter.shape
     read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # replicas share what was read

@@ -100,7 +100,7 @@ def _look_at_files(found: Inspection, directory: Path, hf: HfConfig) -> None:
         try:
             found.stored = _stored(abstract_model(found.config), directory, hf)
         except CheckpointError as error:
-            found.missing.append(error.message)
+            found.missing += [error.message] if error.message not in found.missing else []
     try:
         tokenizer = Tokenizer.from_directory(directory)
         chat = "a chat template" if tokenizer.has_chat_template else "no chat template"

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import ml_dtypes
 import numpy as np
@@ -22,6 +23,16 @@ _DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+# Of quantized checkpoints: `raw` alone knows them.
+_OTHERS = {
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+}
+_KNOWN = _DTYPES | _OTHERS
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 # As transformers 5 names them, and as it did before.
 _TEXT = (("model.language_model.", "model."), ("language_model.", ""))
@@ -38,6 +49,28 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
     end: int
+
+
+class CheckpointTensors(Protocol):
+    """The tensors of a checkpoint, by name, as numbers of a float type."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]: ...
+
+    def kinds(self, *, but: tuple[str, ...] = ()) -> set[str]:
+        """The stored types, by their names in the format: F32, BF16, ... of all tensors but those
+        whose names end so."""
+        ...
+
+    def unreadable(self) -> list[str]:
+        """Tensors of a type that `read` does not know, with it."""
+        ...
+
+    @property
+    def total_bytes(self) -> int: ...
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """The slice: valid while this object lives; copy what is kept."""
+        ...
 
 
 class SafetensorsFiles:
@@ -95,17 +128,29 @@ class SafetensorsFiles:
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """A view of the slice, in the stored dtype: valid while this object lives; copy what is
         kept."""
+        return self._view(name, _DTYPES)[index]
+
+    def raw(self, name: str) -> np.ndarray:
+        """A view of all of it, also where it is of a quantized matrix. Raises CheckpointError where
+        the type is not known."""
+        return self._view(name, _KNOWN)
+
+    def kind(self, name: str) -> str:
+        """The stored type, by its name in the format."""
+        return self._tensors[name].kind
+
+    def _view(self, name: str, dtypes: Mapping[str, np.dtype]) -> np.ndarray:
         tensor = self._tensors[name]
-        if tensor.kind not in _DTYPES:
+        if tensor.kind not in dtypes:
             raise CheckpointError(
                 f"tensor {name!r} of {tensor.path.name} has dtype {tensor.kind}, not one of"
-                f" {', '.join(_DTYPES)}; quantized checkpoints are not supported: use the"
-                " original one"
+                f" {', '.join(dtypes)}, and config.json's quantization_config says of no form that"
+                " is read that it should be; use the original checkpoint"
             )
         if tensor.path not in self._maps:
             self._maps[tensor.path] = np.memmap(tensor.path, dtype=np.uint8, mode="r")
         data = self._maps[tensor.path][tensor.start : tensor.end]
-        return data.view(_DTYPES[tensor.kind]).reshape(tensor.shape)[index]
+        return data.view(dtypes[tensor.kind]).reshape(tensor.shape)
 
 
 def _text_name(name: str) -> str:
@@ -175,6 +220,6 @@ def _stored(path: Path, base: int, entry: Mapping[str, object]) -> StoredTensor:
         raise TypeError("a tensor's entry needs dtype, shape and data_offsets")
     dimensions = tuple(int(size) for size in shape)
     start, end = (base + int(offset) for offset in offsets)
-    if kind in _DTYPES and end - start != _DTYPES[kind].itemsize * int(np.prod(dimensions)):
+    if kind in _KNOWN and end - start != _KNOWN[kind].itemsize * int(np.prod(dimensions)):
         raise ValueError(f"{end - start} bytes do not hold {kind} of shape {dimensions}")
     return StoredTensor(path, kind, dimensions, start, end)

@@ -54,7 +54,7 @@ def test_a_needed_field_that_is_missing_is_named(family: str, field: str) -> Non
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("quantization_config", {"quant_method": "gptq"}),
+        ("quantization_config", {"quant_method": "bitsandbytes"}),
         ("hidden_act", "gelu"),
         ("rope_scaling", {"rope_type": "longrope", "factor": 2.0}),
         ("rope_scaling", {"type": "mrope", "mrope_section": [1]}),
@@ -293,7 +293,7 @@ def test_latent_attention_is_read_from_configs_in_either_form() -> None:
         ("deepseek_v3", {"n_group": 3}),
         ("deepseek_v3", {"moe_layer_freq": 2}),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}),
-        ("kimi_k2", {"quantization_config": {"quant_method": "fp8"}}),
+        ("kimi_k2", {"quantization_config": {"quant_method": "mxfp4"}}),
     ],
 )
 def test_what_of_latent_families_is_not_served_is_refused_by_name(family, fields) -> None:

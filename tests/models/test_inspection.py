@@ -70,17 +70,16 @@ def test_all_that_is_missing_is_named(tmp_path: Path) -> None:
     save_file(tensors, directory / "model.safetensors")
     found = inspect(directory)
     said = "\n".join(found.missing)
-    assert found.quantization == "fp8"
-    for word in ("hidden_act", "quantization_config", "final_logit_softcapping", "model.norm"):
+    assert found.quantization == "fp8"  # which is read
+    for word in ("hidden_act", "final_logit_softcapping", "model.norm"):
         assert word in said
 
 
-def test_a_quantized_checkpoint_does_not_load(tmp_path: Path) -> None:
-    directory = _changed(
-        GOLDEN / "mistral3", tmp_path / "model", quantization_config={"quant_method": "fp8"}
-    )
+def test_a_checkpoint_quantized_in_an_unknown_form_does_not_load(tmp_path: Path) -> None:
+    stated = {"quant_method": "exl3", "bits": 4}
+    directory = _changed(GOLDEN / "mistral3", tmp_path / "model", quantization_config=stated)
     found = inspect(directory)
-    assert found.quantization == "fp8" and "quantized weights" in "".join(found.missing)
+    assert found.quantization == "exl3 4" and "quant_method must be one of" in found.missing[0]
 
 
 def test_a_family_that_is_not_served_is_named_with_what_it_needs(tmp_path: Path) -> None:

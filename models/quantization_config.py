@@ -1,0 +1,129 @@
+"""What config.json's `quantization_config` says of a checkpoint's matrices, for the forms that are
+read (`stored_forms`); every other one is refused by name.
+
+Which matrices are quantized is seen by their tensors, so lists of modules are not read. Activations
+and KV are computed in the model's type, whatever the checkpoint would like them to be."""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from jdisagg.errors import CheckpointError
+from models.hf_config import HfConfig
+from models.hf_fields import short
+
+FIELD = "quantization_config"
+_BY_GROUPS = "compressed-tensors"
+METHODS = ("fp8", "fbgemm_fp8", _BY_GROUPS, "awq", "gptq")
+_FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "pack-quantized", "dense")
+_WIDEST = ((1, 0), (0, 0))
+T = TypeVar("T", str, int)
+_REMEDY = "use the original checkpoint, or one quantized in another form"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredQuantization:
+    """`bits`: those that numbers in words may have. `blocks`: what may share a scale, outputs and
+    inputs, 0 for all of them; of several that fits. `zeros_less_one`: of gptq."""
+
+    method: str
+    bits: tuple[int, ...]
+    blocks: tuple[tuple[int, int], ...]
+    zeros_less_one: bool = False
+
+
+def stored_quantization(hf: HfConfig) -> StoredQuantization | None:
+    """None where nothing is quantized. Raises CheckpointError."""
+    stated = hf.raw(FIELD)
+    if stated is None or hf.sizes_only:
+        return None
+    found = _Stated(stated, f"{hf.where}: {FIELD}")
+    method = found.one_of("quant_method", METHODS)
+    if method == _BY_GROUPS:
+        return _compressed_tensors(found)
+    if method == "awq":
+        found.one_of("version", ("gemm", "GEMM"), "gemm")
+        bits = found.one_of("bits", (4,))
+        return StoredQuantization(method, (bits,), ((1, found.group("group_size")),))
+    if method == "gptq":
+        form = found.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+        found.nothing("dynamic", "layers of other bits")
+        bits = found.one_of("bits", (2, 4, 8))
+        blocks = ((1, found.group("group_size")),)
+        return StoredQuantization(method, (bits,), blocks, form == "gptq")
+    found.one_of("fmt", ("e4m3",), "e4m3")
+    return StoredQuantization(method, (), (*found.pair("weight_block_size"), *_WIDEST))
+
+
+def _compressed_tensors(found: "_Stated") -> StoredQuantization:
+    found.one_of("format", (*_FORMATS, "mixed-precision"), "dense")
+    found.nothing("transform_config", "rotated weights")
+    if found.fields.get("sparsity_config"):
+        found.inner("sparsity_config").one_of("format", ("dense",), "dense")
+    bits: set[int] = set()
+    blocks: list[tuple[int, int]] = []
+    groups = found.inner("config_groups")
+    for name in groups.fields:
+        group = groups.inner(name)
+        group.one_of("format", _FORMATS, "dense")
+        if group.fields.get("weights") is None:
+            continue  # of activations alone
+        weights = group.inner("weights")
+        kind = weights.one_of("type", ("int", "float"), "int")
+        bits.add(weights.one_of("num_bits", (2, 4, 8) if kind == "int" else (8,)))
+        strategy = weights.one_of("strategy", ("tensor", "channel", "group", "block"), "tensor")
+        if strategy == "group":
+            blocks.append((1, weights.group("group_size")))
+        elif strategy == "block":
+            blocks += weights.pair("block_structure")
+    return StoredQuantization(_BY_GROUPS, tuple(sorted(bits)), (*blocks, *_WIDEST))
+
+
+class _Stated:
+    """An object of config.json; `where` it is."""
+
+    def __init__(self, fields: object, where: str) -> None:
+        if not isinstance(fields, dict):
+            raise CheckpointError(f"{where} must be an object, got {short(fields)}; correct it")
+        self.fields, self._where = fields, where
+
+    def inner(self, field: str) -> "_Stated":
+        return _Stated(self.fields.get(field), f"{self._where}.{field}")
+
+    def one_of(self, field: str, known: tuple[T, ...], default: T | None = None) -> T:
+        value = self.fields.get(field)
+        value = default if value is None else value
+        for each in known:
+            if value == each and not isinstance(value, bool):
+                return each
+        of = "one of " if len(known) > 1 else ""
+        raise self._error(field, f"must be {of}{', '.join(map(str, known))}", _REMEDY)
+
+    def nothing(self, field: str, meaning: str) -> None:
+        if self.fields.get(field):
+            raise self._error(field, f"({meaning}) is not supported", _REMEDY)
+
+    def group(self, field: str) -> int:
+        """How many inputs share a scale; 0 for all of them, which is -1 there."""
+        value = self.fields.get(field)
+        if value is None or value == -1:
+            return 0
+        if not _positive(value):
+            raise self._error(field, "must be a positive integer or -1", "correct it")
+        return int(value)
+
+    def pair(self, field: str) -> tuple[tuple[int, int], ...]:
+        """At most one."""
+        value = self.fields.get(field)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or len(value) != 2 or not all(map(_positive, value)):
+            raise self._error(field, "must be two positive integers", "correct it")
+        return ((value[0], value[1]),)
+
+    def _error(self, field: str, rule: str, remedy: str) -> CheckpointError:
+        got = short(self.fields.get(field))
+        return CheckpointError(f"{self._where}.{field} {rule}, got {got}; {remedy}")
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

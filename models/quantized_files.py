@@ -1,0 +1,172 @@
+"""A checkpoint whose matrices are quantized already, read as if it were in float: under each
+matrix's usual name, slice by slice, restored to float32 on the way.
+
+Which of its tensors stand for a matrix is told by their names; what has no such tensors is read as
+it is."""
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+
+from jdisagg.errors import CheckpointError
+from models.quantization_config import StoredQuantization
+from models.safetensors_files import SafetensorsFiles
+from models.stored_forms import (
+    WORD_BITS,
+    AwqMatrix,
+    GptqMatrix,
+    PackedMatrix,
+    ScaledMatrix,
+    StoredMatrix,
+)
+
+Index = tuple[slice, ...]
+Find = Callable[[SafetensorsFiles, StoredQuantization], dict[str, StoredMatrix]]
+_EIGHT_BITS = ("I8", "F8_E4M3")
+# Of activations and KV, and shapes: no parameters.
+_BESIDE = re.compile(
+    r"(\.|_)(input_scale|input_zero_point|activation_scale|output_scale|k_scale|v_scale"
+    r"|weight_shape)$"
+)
+_LISTED = 5
+
+
+class QuantizedFiles:
+    """As `CheckpointTensors`. Raises CheckpointError that lists the tensors that a quantized matrix
+    lacks, or that have another shape."""
+
+    def __init__(self, files: SafetensorsFiles, stated: StoredQuantization, where: str) -> None:
+        self._files = files
+        self._matrices = _FINDERS[stated.method](files, stated)
+        self._shapes = files.shapes()
+        used = _checked(self._matrices, self._shapes, where)
+        self._plain = {
+            name for name in self._shapes if name not in used and not _BESIDE.search(name)
+        }
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        plain = {name: self._shapes[name] for name in self._plain}
+        return plain | {name: matrix.shape for name, matrix in self._matrices.items()}
+
+    def kinds(self, *, but: tuple[str, ...] = ()) -> set[str]:
+        return self._files.kinds(but=but)
+
+    def unreadable(self) -> list[str]:
+        found = self._files.unreadable()
+        return [text for text in found if text.rpartition(" (")[0] in self._plain]
+
+    @property
+    def total_bytes(self) -> int:
+        return self._files.total_bytes
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """In the stored type, or float32 of a quantized matrix."""
+        if name in self._plain:
+            return self._files.read(name, index)
+        matrix = self._matrices[name]
+        bounds = [part.indices(size) for part, size in zip(index, matrix.shape, strict=True)]
+        inside = tuple(slice(start, max(start, stop)) for start, stop, _ in bounds)
+        if any(part.start == part.stop for part in inside):
+            return np.zeros([part.stop - part.start for part in inside], np.float32)
+        return matrix.restored(self._files, inside)
+
+
+def _checked(
+    matrices: dict[str, StoredMatrix], shapes: dict[str, tuple[int, ...]], where: str
+) -> set[str]:
+    """The names of all their tensors."""
+    needed = {name: kept for matrix in matrices.values() for name, kept in matrix.needs().items()}
+    wrong = [
+        f"{name} is {f'of shape {shapes[name]}' if name in shapes else 'missing'}, not {kept[0]}"
+        for name, kept in needed.items()
+        if shapes.get(name) not in kept
+    ]
+    if wrong:
+        more = f" and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
+        raise CheckpointError(
+            f"{where}: quantized matrices lack what restores them: {', '.join(wrong[:_LISTED])}"
+            f"{more}; fetch the checkpoint again"
+        )
+    return set(needed)
+
+
+def _scaled(files: SafetensorsFiles, stated: StoredQuantization) -> dict[str, StoredMatrix]:
+    shapes, found = files.shapes(), {}
+    inverse = any(name.endswith("_scale_inv") for name in shapes)
+    ends = ("_scale_inv", "_scale") if inverse else ("_scale",)
+    for name, shape in shapes.items():
+        if len(shape) < 2 or files.kind(name) not in _EIGHT_BITS or "zero_point" in name:
+            continue
+        scale = next((name + end for end in ends if name + end in shapes), name + ends[0])
+        zero_point = f"{name}_zero_point"
+        several = [
+            ScaledMatrix(
+                name,
+                scale,
+                zero_point if zero_point in shapes else None,
+                shape,
+                (block[0] or shape[-2], block[1] or shape[-1]),
+            )
+            for block in stated.blocks
+        ]
+        fitting = (each for each in several if shapes.get(scale) in each.needs()[each.scale])
+        found[name] = next(fitting, several[0])
+    return found
+
+
+def _compressed(files: SafetensorsFiles, stated: StoredQuantization) -> dict[str, StoredMatrix]:
+    shapes, found = files.shapes(), _scaled(files, stated)
+    end = "weight_packed"
+    for name in [name for name in shapes if name.endswith(f".{end}") and len(shapes[name]) == 2]:
+        base, (out, words) = name.removesuffix(end), shapes[name]
+        into = words * WORD_BITS // stated.bits[0] if stated.bits else words
+        if f"{base}weight_shape" in shapes:
+            into = int(files.raw(f"{base}weight_shape").reshape(-1)[-1])
+        fits = [bits for bits in stated.bits if words == -(-into // (WORD_BITS // bits))]
+        bits = fits[0] if fits else 4
+        zeros, order = f"{base}weight_zero_point" in shapes, f"{base}weight_g_idx" in shapes
+        several = [
+            PackedMatrix(base, (out, into), bits, block[1] or into, zeros, order)
+            for block in stated.blocks
+        ]
+        scale = f"{base}weight_scale"
+        fitting = (each for each in several if shapes.get(scale) in each.needs()[scale])
+        found[f"{base}weight"] = next(fitting, several[0])
+    return found
+
+
+def _awq(files: SafetensorsFiles, stated: StoredQuantization) -> dict[str, StoredMatrix]:
+    found: dict[str, StoredMatrix] = {}
+    for base, (into, words) in _qweights(files).items():
+        found[f"{base}weight"] = AwqMatrix(base, (8 * words, into), stated.blocks[0][1] or into)
+    return found
+
+
+def _gptq(files: SafetensorsFiles, stated: StoredQuantization) -> dict[str, StoredMatrix]:
+    shapes, (bits,) = files.shapes(), stated.bits
+    found: dict[str, StoredMatrix] = {}
+    for base, (words, out) in _qweights(files).items():
+        into = words * WORD_BITS // bits
+        group, ordered = stated.blocks[0][1] or into, f"{base}g_idx" in shapes
+        added = 1 if stated.zeros_less_one else 0
+        found[f"{base}weight"] = GptqMatrix(base, (out, into), bits, group, ordered, added)
+    return found
+
+
+def _qweights(files: SafetensorsFiles) -> dict[str, tuple[int, int]]:
+    """Shapes by what stands before qweight."""
+    return {
+        name.removesuffix("qweight"): (shape[0], shape[1])
+        for name, shape in files.shapes().items()
+        if name.endswith(".qweight") and len(shape) == 2
+    }
+
+
+_FINDERS: dict[str, Find] = {
+    "fp8": _scaled,
+    "fbgemm_fp8": _scaled,
+    "compressed-tensors": _compressed,
+    "awq": _awq,
+    "gptq": _gptq,
+}

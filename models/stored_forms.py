@@ -1,0 +1,220 @@
+"""How published checkpoints keep quantized matrices, and what each value of one is.
+
+A matrix w [out, in] (of `ScaledMatrix` also a stack [E, out, in]) is kept as numbers q, scales s
+of blocks of values, and perhaps zero points z of the same blocks: w = (q - z) * s, here in float32.
+Any slice of one is restored without touching the rest. Words are int32, of which number 0 is the
+low end:
+
+- `ScaledMatrix`: q of 8 bits, int8 or fp8 (e4m3), each by itself. DeepSeek's and Qwen's fp8 with
+  blocks of 128 x 128; compressed-tensors' int-quantized and float-quantized.
+- `PackedMatrix`: compressed-tensors' pack-quantized. [out, in / n]: number i of a word is input
+  n w + i, of which q + 2^(bits - 1) is kept; zero points likewise, packed over outputs.
+- `AwqMatrix`: AutoAWQ's gemm, four bits. [in, out / 8]: number i of a word is output
+  8 w + (0, 2, 4, 6, 1, 3, 5, 7)[i]; zero points likewise, [groups, out / 8].
+- `GptqMatrix`: AutoGPTQ's. [in / n, out]: number i of a word is input n w + i; zero points [groups,
+  out / n], packed over outputs, are kept less one (but not by gptq_v2). The group of each input may
+  be given."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from jdisagg.errors import CheckpointError
+from models.safetensors_files import SafetensorsFiles
+
+Index = tuple[slice, ...]
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+WORD_BITS = 32
+
+
+class StoredMatrix(Protocol):
+    """One quantized matrix of a checkpoint. `shape`: [out, in], or [E, out, in]."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def needs(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Its tensors, and the shapes that each may have."""
+        ...
+
+    def restored(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
+        """w, float32, of a slice that lies inside."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledMatrix:
+    """`block`: outputs and inputs that share a scale; of the last ones there may be fewer."""
+
+    values: str
+    scale: str
+    zero_point: str | None
+    shape: tuple[int, ...]
+    block: tuple[int, int]
+
+    def needs(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        grid = self._grid()
+        shapes = [grid]
+        if grid[-1] == 1:
+            shapes += [grid[:-1], ()] if grid[-2] == 1 else [grid[:-1]]
+        found: dict[str, tuple[tuple[int, ...], ...]] = {self.values: (self.shape,)}
+        found[self.scale] = tuple(shapes)
+        return found | ({self.zero_point: tuple(shapes)} if self.zero_point else {})
+
+    def restored(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
+        whole = files.raw(self.values)[index].astype(np.float32)
+        if self.zero_point:
+            whole -= self._spread(files, self.zero_point, index)
+        return whole * self._spread(files, self.scale, index)
+
+    def _grid(self) -> tuple[int, ...]:
+        *stack, out, into = self.shape
+        return (*stack, -(-out // self.block[0]), -(-into // self.block[1]))
+
+    def _spread(self, files: SafetensorsFiles, name: str, index: Index) -> np.ndarray:
+        grid = files.raw(name).reshape(self._grid())[index[:-2]]
+        for axis, (part, size) in enumerate(zip(index[-2:], self.block, strict=True), -2):
+            grid = np.take(grid, _positions(part) // size, axis)
+        return grid.astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """`name`: without weight_packed and the like. `group`: inputs that share a scale."""
+
+    name: str
+    shape: tuple[int, int]
+    bits: int
+    group: int
+    zeros: bool
+    ordered: bool
+
+    def needs(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        (out, into), each = self.shape, WORD_BITS // self.bits
+        groups = -(-into // self.group)
+        found: dict[str, tuple[tuple[int, ...], ...]] = {
+            f"{self.name}weight_packed": ((out, -(-into // each)),),
+            f"{self.name}weight_scale": ((out, groups), (out,) if groups == 1 else (out, groups)),
+        }
+        if self.zeros:
+            found[f"{self.name}weight_zero_point"] = ((-(-out // each), groups),)
+        if self.ordered:
+            found[f"{self.name}weight_g_idx"] = ((into,),)
+        return found
+
+    def restored(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
+        out, into = index
+        middle = 1 << (self.bits - 1)
+        words = files.raw(f"{self.name}weight_packed")[out]
+        whole = unpacked(words, self.bits, 1, into).astype(np.float32)
+        groups = _positions(into) // self.group
+        if self.ordered:
+            groups = files.raw(f"{self.name}weight_g_idx")[into]
+        scale = files.raw(f"{self.name}weight_scale").reshape(self.shape[0], -1)
+        if self.zeros:
+            zeros = unpacked(files.raw(f"{self.name}weight_zero_point"), self.bits, 0, out)
+            whole -= _of_groups(zeros, groups, 1, self.name)
+        else:
+            whole -= middle
+        return whole * _of_groups(scale[out], groups, 1, self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class AwqMatrix:
+    """`name`: without qweight and the like. `group`: inputs that share a scale."""
+
+    name: str
+    shape: tuple[int, int]
+    group: int
+
+    def needs(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        (out, into), words = self.shape, self.shape[0] // 8
+        groups = -(-into // self.group)
+        return {
+            f"{self.name}qweight": ((into, words),),
+            f"{self.name}qzeros": ((groups, words),),
+            f"{self.name}scales": ((groups, out),),
+        }
+
+    def restored(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
+        out, into = index
+        groups = _positions(into) // self.group
+        words = files.raw(f"{self.name}qweight")[into]
+        whole = unpacked(words, 4, 1, out, _AWQ_ORDER).astype(np.float32)
+        zeros = unpacked(files.raw(f"{self.name}qzeros"), 4, 1, out, _AWQ_ORDER)
+        whole -= _of_groups(zeros, groups, 0, self.name)
+        scale = files.raw(f"{self.name}scales")[:, out]
+        return (whole * _of_groups(scale, groups, 0, self.name)).T
+
+
+@dataclass(frozen=True, slots=True)
+class GptqMatrix:
+    """`name`: without qweight and the like. `group`: inputs that share a scale where `ordered` is
+    not set, which says that `g_idx` has the group of each. `added`: what zero points lack."""
+
+    name: str
+    shape: tuple[int, int]
+    bits: int
+    group: int
+    ordered: bool
+    added: int
+
+    def needs(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        (out, into), each = self.shape, WORD_BITS // self.bits
+        groups = -(-into // self.group)
+        found: dict[str, tuple[tuple[int, ...], ...]] = {
+            f"{self.name}qweight": ((into // each, out),),
+            f"{self.name}qzeros": ((groups, out // each),),
+            f"{self.name}scales": ((groups, out),),
+        }
+        return found | ({f"{self.name}g_idx": ((into,),)} if self.ordered else {})
+
+    def restored(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
+        out, into = index
+        groups = _positions(into) // self.group
+        if self.ordered:
+            groups = files.raw(f"{self.name}g_idx")[into]
+        words = files.raw(f"{self.name}qweight")[:, out]
+        whole = unpacked(words, self.bits, 0, into).astype(np.float32)
+        zeros = unpacked(files.raw(f"{self.name}qzeros"), self.bits, 1, out) + self.added
+        whole -= _of_groups(zeros, groups, 0, self.name)
+        scale = files.raw(f"{self.name}scales")[:, out]
+        return (whole * _of_groups(scale, groups, 0, self.name)).T
+
+
+def unpacked(
+    words: np.ndarray, bits: int, axis: int, part: slice, order: tuple[int, ...] = ()
+) -> np.ndarray:
+    """int32: the numbers `part` along `axis` of words that are packed along it. `order`: where the
+    numbers of a word belong, from its low end on; in turn where empty."""
+    each = WORD_BITS // bits
+    first = part.start // each
+    cut = [slice(None)] * words.ndim
+    cut[axis] = slice(first, -(-part.stop // each))
+    shifts = np.arange(each, dtype=np.uint32) * np.uint32(bits)
+    if order:
+        shifts = shifts[np.argsort(order)]
+    mine = np.ascontiguousarray(words[tuple(cut)]).view(np.uint32)
+    numbers = (np.expand_dims(mine, axis + 1) >> shifts.reshape(each, *[1] * (1 - axis))) & (
+        (1 << bits) - 1
+    )
+    shape = list(mine.shape)
+    shape[axis] *= each
+    flat = numbers.reshape(shape).astype(np.int32)
+    cut[axis] = slice(part.start - first * each, part.stop - first * each)
+    return flat[tuple(cut)]
+
+
+def _of_groups(grid: np.ndarray, groups: np.ndarray, axis: int, name: str) -> np.ndarray:
+    """Of each input that of its group, in float32."""
+    if groups.size and not 0 <= groups.min() <= groups.max() < grid.shape[axis]:
+        raise CheckpointError(
+            f"{name}g_idx must name groups from 0 to {grid.shape[axis] - 1}, got {groups.min()} to"
+            f" {groups.max()}; fetch the checkpoint again"
+        )
+    return np.take(grid, groups, axis).astype(np.float32)
+
+
+def _positions(part: slice) -> np.ndarray:
+    return np.arange(part.start, part.stop)
