@@ -22,7 +22,8 @@ Json = dict[str, object]
 
 
 class ToolChoice(enum.Enum):
-    """Whether the model may call tools. `NONE`: it is shown none. `REQUIRED`: it must."""
+    """Whether the model may call tools. `NONE`: it is shown none. `REQUIRED`: it must, by a grammar
+    (`jdisagg.chat.forced_calls`)."""
 
     AUTO = "auto"
     NONE = "none"
@@ -88,6 +89,7 @@ class ChatPrompt:
       arguments: What the template may ask for beside the messages, such as enable_thinking.
       tools: What the model may call.
       tool_choice: Whether it does.
+      tool_name: Where it must call one: which; empty: any.
       parallel_tool_calls: Whether an answer may have more than one call.
     """
 
@@ -98,6 +100,7 @@ class ChatPrompt:
     tools: tuple[ChatTool, ...] = ()
     tool_choice: ToolChoice = ToolChoice.AUTO
     parallel_tool_calls: bool = True
+    tool_name: str = ""
 
     @property
     def callable_tools(self) -> dict[str, Mapping[str, object]]:
@@ -146,9 +149,14 @@ def _check_tools(prompt: ChatPrompt) -> None:
             )
     if len(prompt.callable_tools) < len(prompt.tools) and prompt.callable_tools:
         raise InvalidRequestError("tools name a function twice; give each a name of its own")
-    if prompt.tool_choice is ToolChoice.REQUIRED:
+    if prompt.tool_choice is ToolChoice.REQUIRED and not prompt.tools:
         raise InvalidRequestError(
-            "tool_choice: that a tool must be called is not supported; send auto or none"
+            "tool_choice: a call is required and there are no tools; send some"
+        )
+    if prompt.tool_name and prompt.tool_name not in prompt.callable_tools:
+        raise InvalidRequestError(
+            f"tool_choice names {prompt.tool_name[:64]!r}, which is none of the tools; send one of"
+            " their names"
         )
 
 

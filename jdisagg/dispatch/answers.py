@@ -10,8 +10,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from jdisagg.chat.answer import AnswerDelta, AnswerParser
+from jdisagg.chat.forced_calls import ForcedParser
 from jdisagg.chat.formats import AnswerFormat
-from jdisagg.chat.messages import ChatPrompt
+from jdisagg.chat.messages import ChatPrompt, ToolChoice
 from jdisagg.dispatch.token_stream import Detokenizer, TokenStream
 from jdisagg.request import FinishReason, Request, StreamEvent, ToolCallDelta
 
@@ -32,12 +33,15 @@ class ChatAnswers:
         self._chat = chat
         self._form = form
         self._decoder = decoder
-        thinking = self._thinking()
-        tools = chat.callable_tools
-        self._parsers: list[AnswerParser | None] = [
-            form.parser(tools, thinking=thinking) for _ in range(request.sampling.n)
-        ]
+        self._parsers = self._new_parsers()
         self._called: set[int] = set()  # children that called something
+
+    def _new_parsers(self) -> list[AnswerParser | None]:
+        children = range(self._request.sampling.n)
+        if self._chat.tool_choice is ToolChoice.REQUIRED:
+            return [ForcedParser() for _ in children]
+        tools, thinking = self._chat.callable_tools, self._thinking()
+        return [self._form.parser(tools, thinking=thinking) for _ in children]
 
     async def of(
         self, events: AsyncGenerator[StreamEvent, None]
@@ -56,7 +60,9 @@ class ChatAnswers:
         delta = parser.push(event.text)
         last = parser.finish() if ended is not None else AnswerDelta()
         calls = self._named(child, (*delta.calls, *last.calls))
-        if ended is FinishReason.STOP and child in self._called:
+        # As OpenAI, which says of a call that was named only that it stopped.
+        unnamed = not self._chat.tool_name
+        if ended is FinishReason.STOP and child in self._called and unnamed:
             ended = FinishReason.TOOL_CALLS
         return dataclasses.replace(
             event,

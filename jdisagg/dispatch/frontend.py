@@ -20,8 +20,16 @@ from dataclasses import dataclass
 from typing import Protocol, TypedDict, Unpack
 
 from jdisagg import caller
+from jdisagg.chat.forced_calls import forced_calls
 from jdisagg.chat.formats import AnswerFormat
-from jdisagg.chat.messages import ChatPrompt, check_chat, json_bytes, shown_messages, texts_of
+from jdisagg.chat.messages import (
+    ChatPrompt,
+    ToolChoice,
+    check_chat,
+    json_bytes,
+    shown_messages,
+    texts_of,
+)
 from jdisagg.config import LimitsConfig, Mode
 from jdisagg.dispatch.answers import ChatAnswers
 from jdisagg.dispatch.long_texts import LongTexts
@@ -220,8 +228,10 @@ class Frontend:
         # The options are judged before the work of tokenizing; the default of max_tokens is known
         # only after it.
         _sampling(options, self.model.sampling, self.model.context_tokens)
+        if isinstance(prompt, ChatPrompt):
+            options = self._with_forced_calls(prompt, options)
         if (grammar := options.get("grammar")) is not None:
-            await self._check_grammar(grammar)
+            await self._check_grammar(grammar, prompt)
         token_ids = await self._tokens(prompt, within_context=True)
         room_tokens = self._room(len(token_ids), options.get("max_tokens"))
         sampling = _sampling(options, self.model.sampling, room_tokens)
@@ -277,9 +287,12 @@ class Frontend:
         made of; where it is given, the model's answers are taken apart. One that follows a
         grammar has nothing else in it."""
         events = self._stream(request)
-        if chat is None or request.sampling.grammar is not None:
+        if chat is None:
             return events
-        if not self._answers.takes_apart(chat.callable_tools):
+        if chat.tool_choice is not ToolChoice.REQUIRED and (
+            request.sampling.grammar is not None
+            or not self._answers.takes_apart(chat.callable_tools)
+        ):
             return events
         return ChatAnswers(request, chat, self._answers, self._codec).of(events)
 
@@ -456,13 +469,33 @@ class Frontend:
         self._check_size("messages", size_bytes)
         return size_bytes + MESSAGE_BYTES * len(prompt.messages)
 
-    async def _check_grammar(self, grammar: Grammar) -> None:
+    def _with_forced_calls(self, prompt: ChatPrompt, options: SamplingOptions) -> SamplingOptions:
+        check_chat(prompt)
+        self._check_tools(prompt)
+        forced = forced_calls(prompt)
+        if forced is None:
+            return options
+        if options.get("grammar") is not None:
+            raise InvalidRequestError(
+                "tool_choice: an answer that must be a call cannot follow another grammar, too;"
+                " leave one out"
+            )
+        return {**options, "grammar": forced}
+
+    async def _check_grammar(self, grammar: Grammar, prompt: Prompt) -> None:
         if self._grammars is None:
             raise InvalidRequestError(
                 f"grammar: {self.model.name!r} has no tokenizer.json, which structured output"
                 " needs; leave the grammar out"
             )
-        await self._grammars.admit(grammar, self._limits.timeouts.request.grammar_seconds)
+        try:
+            await self._grammars.admit(grammar, self._limits.timeouts.request.grammar_seconds)
+        except InvalidRequestError as error:
+            chat = chat_of(prompt)
+            if chat is None or chat.tool_choice is not ToolChoice.REQUIRED:
+                raise
+            fault = error.message.removeprefix("grammar: ")
+            raise InvalidRequestError(f"tools: what they make a call be: {fault}") from None
 
     def _check_tools(self, prompt: ChatPrompt) -> None:
         if prompt.callable_tools and not self._answers.shows_tools:
@@ -470,7 +503,8 @@ class Frontend:
                 f"tools cannot be used: the chat template of {self.model.name!r} shows none to the"
                 " model; describe them in a message"
             )
-        if prompt.callable_tools and self._answers.tools is None:
+        forced = prompt.tool_choice is ToolChoice.REQUIRED
+        if prompt.callable_tools and not forced and self._answers.tools is None:
             raise InvalidRequestError(
                 f"tools cannot be used: how {self.model.name!r} writes calls cannot be told from"
                 " its chat template; start the server with --tool_parser"

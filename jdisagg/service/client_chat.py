@@ -45,14 +45,18 @@ def chat_tools(given: Tools) -> tuple[ChatTool, ...]:
     return tuple(_tool(f"tools[{at}]", one) for at, one in enumerate(_items("tools", given)))
 
 
-def tool_choice(given: str) -> ToolChoice:
-    """Likewise."""
+def tool_choice(given: str | Given) -> tuple[ToolChoice, str]:
+    """The choice, and the name of the tool that is named. Likewise."""
+    if isinstance(given, Mapping):
+        function = _object("tool_choice.function", given, "function")
+        return ToolChoice.REQUIRED, text("tool_choice.function.name", function.get("name"))
     try:
-        return ToolChoice(given)
+        return ToolChoice(given), ""
     except ValueError:
         choices = ", ".join(choice.value for choice in ToolChoice)
         raise InvalidRequestError(
-            f"tool_choice must be one of {choices}, got {given!r:.80}"
+            f"tool_choice must be one of {choices}, or a mapping that names a function, got"
+            f" {given!r:.80}"
         ) from None
 
 

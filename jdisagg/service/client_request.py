@@ -30,7 +30,7 @@ class GenerateOptions(SamplingOptions, total=False):
     continue_final_message: bool | None
     chat_template_kwargs: Mapping[str, object] | None
     tools: Tools | None
-    tool_choice: str | None
+    tool_choice: str | Mapping[str, object] | None
     parallel_tool_calls: bool | None
     request_id: str | None
     deadline_seconds: float | None
@@ -66,13 +66,15 @@ def asked(prompt: str | None, options: GenerateOptions) -> ClientRequest:
 
 def _with_options(chat: ChatPrompt, options: GenerateOptions) -> ChatPrompt:
     goes_on = bool(options.get("continue_final_message"))
+    choice, name = tool_choice(options.get("tool_choice") or "auto")
     return replace(
         chat,
         add_generation_prompt=not goes_on,
         continue_final_message=goes_on,
         arguments=options.get("chat_template_kwargs") or {},
         tools=chat_tools(options.get("tools") or ()),
-        tool_choice=tool_choice(options.get("tool_choice") or "auto"),
+        tool_choice=choice,
+        tool_name=name,
         parallel_tool_calls=options.get("parallel_tool_calls") is not False,
     )
 

@@ -27,14 +27,16 @@ def chat_prompt(fields: Fields) -> ChatPrompt:
     if effort := fields.read("reasoning_effort", TEXT):  # templates that know it ask for it
         arguments.setdefault("reasoning_effort", effort)
     several = fields.read("parallel_tool_calls", YES)
+    choice, name = _tool_choice(fields)
     return ChatPrompt(
         tuple(map(chat_message, messages)),
         add_generation_prompt=not goes_on if begins is None else begins,
         continue_final_message=goes_on,
         arguments=arguments,
         tools=_tools(fields),
-        tool_choice=_tool_choice(fields),
+        tool_choice=choice,
         parallel_tool_calls=several is not False,
+        tool_name=name,
     )
 
 
@@ -103,13 +105,14 @@ def _check_kind(one: Fields) -> None:
         )
 
 
-def _tool_choice(fields: Fields) -> ToolChoice:
-    if not fields.has("tool_choice"):
-        return ToolChoice.AUTO
-    given = fields.read("tool_choice", ANYTHING)
+def _tool_choice(fields: Fields) -> tuple[ToolChoice, str]:
+    """The choice, and the name of the tool that is named."""
+    given = fields.read("tool_choice", ANYTHING) if fields.has("tool_choice") else "auto"
     if isinstance(given, str) and given in _CHOICES:
-        return _CHOICES[given]
+        return _CHOICES[given], ""
+    if isinstance(given, dict) and given.get("type") == "function":
+        return ToolChoice.REQUIRED, fields.part("tool_choice").part("function").given("name", TEXT)
     raise InvalidRequestError(
-        f"tool_choice={shown(fields.raw('tool_choice'))} is not supported: that one tool, or some"
-        " of them, must be called; send auto or none, and the tools that may be called"
+        f"tool_choice={shown(fields.raw('tool_choice'))} is not supported; send one of"
+        f' {", ".join(_CHOICES)}, or {{"type": "function", "function": {{"name": ...}}}}'
     )

@@ -38,6 +38,7 @@ def chat_to_proto(prompt: ChatPrompt) -> pb.ChatMessages:
         tools=[_tool_to_proto(index, tool) for index, tool in enumerate(prompt.tools)],
         tool_choice=_CHOICE_TO_PROTO[prompt.tool_choice],
         single_tool_call=not prompt.parallel_tool_calls,
+        tool_name=prompt.tool_name,
     )
 
 
@@ -58,6 +59,7 @@ def chat_from_proto(message: pb.ChatMessages) -> ChatPrompt:
         tools=tuple(_tool_from_proto(index, tool) for index, tool in enumerate(message.tools)),
         tool_choice=_CHOICE_FROM_PROTO[message.tool_choice],
         parallel_tool_calls=not message.single_tool_call,
+        tool_name=message.tool_name,
     )
 
 

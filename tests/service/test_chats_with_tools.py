@@ -287,6 +287,26 @@ async def test_an_answer_goes_on_at_whatever_token_it_is_resumed() -> None:
         assert await events(Resumption(1, (AcceptedChild(had),))) == whole[at:]
 
 
+NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize(("choice", "end"), [("required", "tool_calls"), (NAMED, "stop")])
+async def test_a_call_that_is_required_is_made_one_by_a_grammar(
+    door: HttpDoor, client: openai.AsyncOpenAI, choice: Any, end: str
+) -> None:
+    door.path.text = '[{"name": "weather", "arguments": {"city":"Köln"}}]'  # type: ignore
+    asked: dict[str, Any] = {"tools": [WEATHER], "tool_choice": choice}
+    for (said,) in (
+        await whole(client, **asked),
+        await streamed(client, **asked),
+        await over_grpc(door, **asked),
+    ):
+        assert [call[1:] for call in said.calls] == [("weather", '{"city":"Köln"}')]
+        assert (said.content, said.reasoning, said.end) == ("", "", end)
+    grammars = {request.sampling.grammar for request in door.path.requests}
+    assert len(door.path.requests) == 3 and len(grammars) == 1 and None not in grammars
+
+
 async def test_an_answer_by_a_grammar_is_that_and_nothing_else() -> None:
     path = Script(text=CALLS)
     frontend = make_frontend(path, template=TEMPLATE)
@@ -352,8 +372,29 @@ ARGUMENTS = {"id": "c", "type": "function", "function": {"name": "f", "arguments
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "there are no tools"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice.function.name"),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "'f', which is none of the tools",
+        ),
+        ({"tools": [WEATHER], "tool_choice": {"type": "custom"}}, "is not supported"),
+        ({"tools": [WEATHER], "tool_choice": "any"}, "is not supported"),
+        (
+            {
+                "tools": [{"function": {"name": "f", "parameters": {"type": "thing"}}}],
+                "tool_choice": "required",
+            },
+            "tools: .*thing",
+        ),
+        (
+            {
+                "tools": [WEATHER],
+                "tool_choice": "required",
+                "response_format": {"type": "json_object"},
+            },
+            "cannot follow another grammar",
+        ),
         ({"tools": [{"type": "web_search"}]}, r"tools\[0\].type"),
         ({"tools": [{"type": "function"}]}, r"tools\[0\].function.name is missing"),
         ({"tools": [{"function": {"name": "a b"}}]}, r"tools\[0\].function.name"),

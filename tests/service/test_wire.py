@@ -104,6 +104,7 @@ MESSAGES = st.builds(
                 ).map(tuple),
                 tool_choice=st.sampled_from(ToolChoice),
                 parallel_tool_calls=st.booleans(),
+                tool_name=TEXT,
             ),
             st.builds(ChatPrompt, st.tuples(MESSAGES), st.just(False), st.just(True)),
         ),

@@ -1,0 +1,78 @@
+"""Answers that must be calls: the grammar that makes them so, and their parser.
+
+Whatever the model's own form of calls is, such an answer is a JSON array of objects with a name and
+arguments, each by the schema of its tool."""
+
+import json
+from collections.abc import Mapping
+
+from jdisagg.chat.answer import AnswerDelta
+from jdisagg.chat.messages import ChatPrompt, Json, ToolChoice
+from jdisagg.chat.tool_parsers import MistralParser
+from jdisagg.errors import InvalidRequestError
+from jdisagg.request import Grammar, GrammarKind
+
+
+def forced_calls(prompt: ChatPrompt) -> Grammar | None:
+    """What the answer must be; None: a call is not asked for. `prompt` was checked. Raises
+    InvalidRequestError for schemas that are too deep."""
+    if prompt.tool_choice is not ToolChoice.REQUIRED:
+        return None
+    called = [tool for tool in prompt.tools if prompt.tool_name in ("", tool.name)]
+    calls: list[Json] = []
+    for index, tool in enumerate(called):
+        where = f"#/items/anyOf/{index}/properties/arguments"
+        try:
+            schema = _moved(tool.parameters or {}, where)
+        except RecursionError:
+            raise InvalidRequestError(
+                f"tools[{index}].function.parameters is too deep; simplify it"
+            ) from None
+        calls.append(
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": tool.name},
+                    "arguments": {"type": "object", **_object(schema)},
+                },
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    answer: Json = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    if prompt.tool_name or not prompt.parallel_tool_calls:
+        answer["maxItems"] = 1
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(answer, ensure_ascii=False))
+
+
+class ForcedParser:
+    """An `AnswerParser` of such an answer; it has no words, whole or cut off."""
+
+    def __init__(self) -> None:
+        self._calls = MistralParser()
+        self._calls.push(MistralParser.OPEN)
+
+    def push(self, text: str) -> AnswerDelta:
+        return AnswerDelta(calls=self._calls.push(text).calls)
+
+    def finish(self) -> AnswerDelta:
+        return AnswerDelta(calls=self._calls.finish().calls)
+
+
+def _object(value: object) -> Json:
+    assert isinstance(value, dict)
+    return value
+
+
+def _moved(schema: object, where: str) -> object:
+    """The schema with its references to itself as they are where it stands."""
+    if isinstance(schema, list):
+        return [_moved(one, where) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: where + value[1:]
+        if key == "$ref" and isinstance(value, str) and value.startswith("#")
+        else _moved(value, where)
+        for key, value in schema.items()
+    }
