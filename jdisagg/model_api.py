@@ -6,7 +6,7 @@ parameters carry logical axes. All calls work on LOCAL shards inside `shard_map`
 mesh axes), or on whole arrays when `Shards()` has no axes; local sizes are read off the weights.
 Activations are flattened tokens, `x_TD`, replicated over tp."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -84,6 +84,33 @@ class Attend(Protocol):
     ) -> jax.Array: ...
 
 
+class Runs(NamedTuple):
+    """Where the sequences of a chunk lie among its tokens: row r has `count_R[r]` tokens from
+    `first_R[r]` on (perhaps none), and token t is the `index_T[t]`-th of row `row_T[t]` (-1:
+    padding). Rows begin at multiples of `grain` tokens, a power of two."""
+
+    row_T: jax.Array
+    index_T: jax.Array
+    first_R: jax.Array
+    count_R: jax.Array
+    grain: int
+
+
+State = tuple[jax.Array, ...]
+Advance = Callable[[State, Runs | None], tuple[jax.Array, State]]
+
+
+class Recur(Protocol):
+    """A layer's pass over its tokens from the state in which each sequence left it.
+
+    Calls `advance` with the layer's state of each row, local [R, heads, width] by component of its
+    KV spec (zeros where a sequence begins), and how rows lie among the tokens (None: each token is
+    a row); keeps the state that it returns, and returns its output.
+    """
+
+    def __call__(self, advance: Advance) -> jax.Array: ...
+
+
 class Layer(Protocol):
     def __call__(
         self,
@@ -93,6 +120,7 @@ class Layer(Protocol):
         shards: Shards,
         valid_T: jax.Array | None = None,
         rows_R: jax.Array | None = None,
+        recur: Recur | None = None,
     ) -> jax.Array:
         """One block.
 
@@ -105,6 +133,7 @@ class Layer(Protocol):
             rows_R: int32, indices of tokens, -1 for padding, perhaps none at all: only these leave
                 the layer. Keys and values are still those of all tokens; nothing else is computed
                 for the others. What the last layer of a prefill is asked.
+            recur: the program's state, for a layer that keeps some.
 
         Returns:
             x [T, D], or [R, D] where `rows_R` is given.

@@ -49,15 +49,18 @@ def _lines(found: Inspection) -> list[tuple[str, str]]:
         lines += [("layers", text) for text in kinds]
     if (geometry := found.geometry) is not None:
         a_token = geometry.kv_bytes_per_token(flags.dtype)
+        state = geometry.state_bytes(flags.dtype)
         context = geometry.context_tokens
         if config is None:
             lines.append(("layers", str(geometry.layers)))
         lines += [
             ("parameters", f"{geometry.parameters:,}, {geometry.active_parameters:,} active"),
             ("context", f"{context:,} tokens"),
-            ("KV a token", f"{a_token:,} bytes ({flags.dtype}); no state beside it"),
+            ("KV a token", f"{a_token:,} bytes ({flags.dtype}){_beside(state)}"),
             ("KV a sequence", f"{a_token * context:,} bytes of full context"),
         ]
+        if state:
+            lines.append(("sequence state", f"{state:,} bytes, however long it is"))
     lines.append(("weights", found.stored))
     if found.tokenizer:
         lines.append(("tokenizer", found.tokenizer))
@@ -67,14 +70,19 @@ def _lines(found: Inspection) -> list[tuple[str, str]]:
 def _under(found: Inspection, layout: Layout) -> list[tuple[str, str]]:
     """What one device holds. Raises LayoutError."""
     assert found.config is not None
-    weights, a_token = bytes_per_device(
+    weights, a_token, state = bytes_per_device(
         found.config, layout, flags.dtype, checked_weights(flags.weights or "")
     )
     kinds = f"{flags.dtype}, matrices in {flags.weights}" if flags.weights else flags.dtype
+    kept = f"{a_token:,} of KV a token" + (f", {state:,} of state a sequence" if state else "")
     return [
         ("layout", f"{layout}, {layout.devices} devices"),
-        ("bytes a device", f"{weights:,} of weights, {a_token:,} of KV a token ({kinds})"),
+        ("bytes a device", f"{weights:,} of weights, {kept} ({kinds})"),
     ]
+
+
+def _beside(state: int) -> str:
+    return "" if state else "; no state beside it"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jdisagg.model_api import Attend, Shards
+from jdisagg.model_api import Attend, Recur, Shards
 from jdisagg.ops.activations import Activation
 from jdisagg.ops.linear import project
 from jdisagg.ops.mlp import gated
@@ -19,6 +19,7 @@ from jdisagg.ops.quantized_weights import KernelForm
 from jdisagg.ops.rope import query_growth, rope_angles, rotate
 from jdisagg.ops.routing import route_by_scores
 from models.decoder_config import AttentionConfig, DecoderConfig, ExpertConfig, LayerConfig
+from models.gated_delta import GatedDeltaNet
 from models.latent_attention import MultiHeadLatentAttention
 from models.linear import Linear, Norm, rows_of
 
@@ -38,6 +39,11 @@ class Attention(nnx.Module):
         self.v = Linear(make, (width, kv_size), ("embed", "kv_heads"), bias=bias, form=form)
         self.o = Linear(
             make, (q_size, width), ("q_heads", "embed"), bias=attention.output_bias, form=form
+        )
+        self.gate = (
+            Linear(make, (width, q_size), ("embed", "q_heads"), form=form)
+            if attention.gated
+            else None
         )
         self.norm_all = attention.qk_norm == "all"
 
@@ -74,7 +80,10 @@ class Attention(nnx.Module):
         o_RNH = attend(q_RNH, k_TKH, v_TKH, scale=self.scale, window=self.window)
         if not o_RNH.shape[0]:
             return x_RD  # nothing to project, and no collective over nothing
-        return self.o.summed(o_RNH.reshape(o_RNH.shape[0], -1), shards)
+        o_RC = o_RNH.reshape(o_RNH.shape[0], -1)
+        if self.gate is not None:
+            o_RC = o_RC * jax.nn.sigmoid(self.gate(x_RD, shards))
+        return self.o.summed(o_RC, shards)
 
     def _heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(x.shape[0], x.shape[1] // self.head_dim, self.head_dim)
@@ -195,8 +204,8 @@ class SparseMLP(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and feed-forward, each with its residual, and norms before them, after them, or
-    both."""
+    """Attention (or what a layer has in its place) and feed-forward, each with its residual, and
+    norms before them, after them, or both."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, layer: LayerConfig, form: KernelForm
@@ -209,7 +218,11 @@ class DecoderLayer(nnx.Module):
 
         self.attention_norm = norm("before")
         kind = MultiHeadLatentAttention if config.attention.latent else Attention
-        self.attention = kind(make, config, layer, form)
+        self.attention = (
+            GatedDeltaNet(make, config, layer.delta, form)
+            if layer.delta
+            else kind(make, config, layer, form)
+        )
         self.attention_post_norm = norm("after")
         self.mlp_norm = norm("before")
         self.mlp = (
@@ -228,10 +241,15 @@ class DecoderLayer(nnx.Module):
         shards: Shards,
         valid_T: jax.Array | None = None,
         rows_R: jax.Array | None = None,
+        recur: Recur | None = None,
     ) -> jax.Array:
         """See `model_api.Layer`."""
         into_TD = _normed(x_TD, self.attention_norm)
-        y_RD = self.attention(into_TD, positions_T, attend, shards, rows_R)
+        if isinstance(self.attention, GatedDeltaNet):
+            assert recur is not None, "a layer with state is given one"
+            y_RD = self.attention(into_TD, recur, shards, rows_R)
+        else:
+            y_RD = self.attention(into_TD, positions_T, attend, shards, rows_R)
         if not y_RD.shape[0]:
             return y_RD
         x_RD = rows_of(x_TD, rows_R) + self._added(y_RD, self.attention_post_norm)

@@ -29,7 +29,8 @@ from models.catalog import read_config
 from models.decoder import Decoder, abstract_model
 from models.decoder_config import DecoderConfig
 from models.hf_config import HfConfig
-from models.hf_weights import STEM, Source, find_source
+from models.hf_sources import Source
+from models.hf_weights import STEM, find_source
 from models.parameter_tree import ParameterShape, parameter_shapes, with_arrays
 from models.quantization_config import stored_quantization
 from models.quantized_files import QuantizedFiles
@@ -220,6 +221,8 @@ def _check(
 
 def _behind_the_last(name: str, config: DecoderConfig) -> bool:
     """Of a layer that predicts further tokens: stored behind the model's own, and not read."""
+    if config.mtp_aside and name.startswith("mtp."):
+        return True
     number = re.match(r"model\.layers\.(\d+)\.", name)
     last = len(config.layers)
     return number is not None and last <= int(number[1]) < last + config.left_aside

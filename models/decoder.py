@@ -13,6 +13,7 @@ from flax import nnx
 
 from jdisagg.layout.axes import padded_vocabulary
 from jdisagg.model_api import Attend, Shards
+from jdisagg.ops.dense_recurrence import recur_from_the_beginning
 from jdisagg.ops.embedding import embed_tokens, gather_logits
 from jdisagg.ops.linear import kernel_is_transposed, project
 from jdisagg.ops.parameters import TYPE_ROLES, Make, Role, parameter
@@ -103,8 +104,9 @@ class Decoder(nnx.Module):
         stem and layers themselves."""
         shards = shards or Shards()
         x_TD = self.stem.embed(tokens_T, shards)
-        for layer in self.layers:
-            x_TD = layer(x_TD, positions_T, attend, shards)
+        for layer, kept in zip(self.layers, self.kv_spec.layers, strict=True):
+            recur = recur_from_the_beginning(kept.state, self.kv_spec.dtype, x_TD.shape[0])
+            x_TD = layer(x_TD, positions_T, attend, shards, recur=recur)
         return self.stem.logits(x_TD, shards)
 
 

@@ -7,9 +7,10 @@ all. Knows no JAX arrays."""
 from dataclasses import dataclass
 from typing import Literal
 
+from jdisagg.costs.linear_attention import LinearAttention
 from jdisagg.costs.model_geometry import CostGeometry, Experts, GroupedAttention, LatentAttention
 from jdisagg.layout.axes import ModelGeometry
-from jdisagg.layout.kv_spec import KVSpec
+from jdisagg.layout.kv_spec import KVComponent, KVLayer, KVSpec
 from jdisagg.ops.activations import Activation
 from jdisagg.ops.rope_frequencies import Rope
 
@@ -28,10 +29,38 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaConfig:
+    """Gated DeltaNet: `key_heads`, each for a group of value heads, and a convolution over the last
+    `taps` tokens."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @property
+    def values_per_key(self) -> int:
+        return self.value_heads // self.key_heads
+
+    @property
+    def group_channels(self) -> int:
+        """Of one key head: its queries and keys, and the values of its group."""
+        return 2 * self.key_dim + self.values_per_key * self.value_dim
+
+    def state(self) -> tuple[KVComponent, ...]:
+        """What is kept of a sequence."""
+        inputs = KVComponent("inputs", self.key_heads, (self.taps - 1) * self.group_channels)
+        size = self.key_dim * self.value_dim
+        return inputs, KVComponent("recurrent", self.value_heads, size, "float32")
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionConfig:
     """`latent`: of attention whose heads share what is cached: one kv head, and `head_dim` values
     in a query. `qk_norm`: a norm over each head of q and k before rope (Qwen3), or over all heads
-    together (OLMo 2). `scale` of the scores: None is one over the root of the head size."""
+    together (OLMo 2). `scale` of the scores: None is one over the root of the head size. `gated`:
+    what heads give is multiplied with the sigmoid of a gate."""
 
     query_heads: int
     kv_heads: int
@@ -42,6 +71,7 @@ class AttentionConfig:
     qk_norm: Literal["", "head", "all"] = ""
     scale: float | None = None
     latent: LatentConfig | None = None
+    gated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +101,13 @@ class ExpertConfig:
 class LayerConfig:
     """`experts` is None in a dense layer. `window`: positions seen, the token's own included; None
     is all of them. `rotated`: whether it has rotary positions; `rope` where they are not the
-    model's."""
+    model's. `delta`: of a layer that has it in place of attention."""
 
     window: int | None = None
     experts: ExpertConfig | None = None
     rotated: bool = True
     rope: Rope | None = None
+    delta: DeltaConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +117,8 @@ class DecoderConfig:
     both; `norms_above_one`: their weights are what is added to one, those of q and k, too. Scales:
     of embeddings, of what a block adds to the residual stream, and what logits are divided by;
     `logits_cap`: logits are bounded by it through a tanh (0: not). `left_aside`: layers behind the
-    last one, for predicting several tokens, that a checkpoint may hold and that are not read."""
+    last one, for predicting several tokens, that a checkpoint may hold and that are not read;
+    `mtp_aside`: the same, under names of their own."""
 
     family: str
     vocabulary: int
@@ -106,6 +138,11 @@ class DecoderConfig:
     logits_divisor: float = 1.0
     logits_cap: float = 0.0
     left_aside: int = 0
+    mtp_aside: bool = False
+
+    @property
+    def delta(self) -> DeltaConfig | None:
+        return next((layer.delta for layer in self.layers if layer.delta), None)
 
     @property
     def experts(self) -> ExpertConfig | None:
@@ -115,7 +152,7 @@ class DecoderConfig:
     def geometry(self) -> ModelGeometry:
         """The sizes a layout must divide; `ffn` is 0 where no layer is dense."""
         dense = any(layer.experts is None for layer in self.layers)
-        experts = self.experts
+        experts, delta = self.experts, self.delta
         return ModelGeometry(
             query_heads=self.attention.query_heads,
             kv_heads=self.attention.kv_heads,
@@ -123,11 +160,13 @@ class DecoderConfig:
             experts=experts.experts if experts else 0,
             expert_ffn=experts.ffn if experts else 0,
             shared_ffn=experts.shared_ffn if experts else 0,
+            state_key_heads=delta.key_heads if delta else 0,
+            state_value_heads=delta.value_heads if delta else 0,
         )
 
     def cost_geometry(self, name: str) -> CostGeometry:
         """The sizes that its cost depends on."""
-        attention, experts = self.attention, self.experts
+        attention, experts, delta = self.attention, self.experts, self.delta
         windows = [layer.window for layer in self.layers if layer.window]
         latent = attention.latent
         return CostGeometry(
@@ -151,6 +190,7 @@ class DecoderConfig:
                     attention.head_dim,
                     windows[0] if windows else None,
                     len(windows),
+                    attention.gated,
                 )
             ),
             ffn=self.ffn,
@@ -168,6 +208,18 @@ class DecoderConfig:
             ),
             expert_layers=sum(layer.experts is not None for layer in self.layers),
             context_tokens=self.context_tokens,
+            linear=(
+                LinearAttention(
+                    sum(layer.delta is not None for layer in self.layers),
+                    delta.key_heads,
+                    delta.value_heads,
+                    delta.key_dim,
+                    delta.value_dim,
+                    delta.taps,
+                )
+                if delta
+                else None
+            ),
         )
 
     def kv_spec(self, dtype: str) -> KVSpec:
@@ -175,6 +227,11 @@ class DecoderConfig:
         if latent := attention.latent:
             return KVSpec.latent(len(self.layers), latent.rank + latent.rope_dim, dtype)
         windows = tuple(layer.window for layer in self.layers)
-        return KVSpec.attention(
+        spec = KVSpec.attention(
             len(self.layers), attention.kv_heads, attention.head_dim, dtype, windows
         )
+        kept = [
+            KVLayer((), state=layer.delta.state()) if layer.delta else plain
+            for layer, plain in zip(self.layers, spec.layers, strict=True)
+        ]
+        return KVSpec(tuple(kept), dtype)

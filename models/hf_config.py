@@ -43,6 +43,8 @@ OUTER = {
     "mistral3": Outer("Mistral3ForConditionalGeneration", "mistral", tied=True),
     "qwen3_vl": Outer("Qwen3VLForConditionalGeneration", "qwen3_vl_text", tied=False),
     "qwen3_vl_moe": Outer("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text", tied=False),
+    "qwen3_5": Outer("Qwen3_5ForConditionalGeneration", "qwen3_5_text", tied=False),
+    "qwen3_5_moe": Outer("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text", tied=False),
 }
 
 

@@ -29,6 +29,7 @@ def read_decoder(
     qk_norm: Literal["", "head", "all"] = "",
     head_dim_default: int | None = None,
     activation: Activation = "silu",
+    ffn_default: int | None = None,
 ) -> DecoderConfig:
     """The fields that all families share; all layers dense and without a window, for the family's
     file to `replace`."""
@@ -58,7 +59,7 @@ def read_decoder(
         family=str(hf.raw("model_type")),
         vocabulary=hf.count("vocab_size"),
         width=width,
-        ffn=hf.count("intermediate_size"),
+        ffn=hf.count("intermediate_size", ffn_default),
         attention=AttentionConfig(heads, kv_heads, head_dim, rope, qkv_bias, output_bias, qk_norm),
         layers=(LayerConfig(),) * hf.count("num_hidden_layers"),
         norm_epsilon=hf.number("rms_norm_eps", defaults.norm_epsilon),

@@ -1,23 +1,16 @@
-"""Which Hugging Face tensors make each of our parameters, and how to cut a slice of one out of
-theirs.
+"""Which Hugging Face tensors make each of our parameters. Tables here are literal; how a slice is
+cut out of a tensor is `models/hf_sources.py`.
 
-Their matrices are [out, in], one tensor per expert, or experts fused in one tensor with gate and up
-side by side; queries, keys and values may be one tensor, too, and so may a dense gate and up. Ours
-are [in, out] or [out, in] and [E, in, out]. A parameter may be padded beyond its tensor in the
-vocabulary: padding reads as zeros. Tables here are literal; a slice is read without touching the
-rest."""
+Experts are one tensor each, or fused in one with gate and up side by side; queries, keys and values
+may be one tensor, too, and so may a dense gate and up."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
-
-import numpy as np
+from collections.abc import Mapping
 
 from models.decoder_config import DecoderConfig
+from models.hf_delta import delta_source
+from models.hf_sources import Fused, HeadRows, PerExpert, Rows, SomeRows, Source, Whole
 from models.parameter_tree import ParameterShape
 
-Index = tuple[slice, ...]
-ReadTensor = Callable[[str, Index], np.ndarray]
 Shapes = Mapping[str, tuple[int, ...]]
 
 STEM = {
@@ -103,123 +96,6 @@ FUSED_GATE_UP = ("mlp.gate_up_proj.weight", "shared_mlp.input_linear.weight")
 FUSED_EXPERTS_GATE_UP, FUSED_EXPERTS_DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 
-class Source(Protocol):
-    """Where one parameter comes from."""
-
-    def needs(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors."""
-        ...
-
-    def read(self, tensor: ReadTensor, index: Index) -> np.ndarray:
-        """The slice `index` of the parameter (in its own, padded coordinates), in the stored
-        dtype."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """One tensor; `flipped` where the parameter is its transpose. `shape` is the tensor's."""
-
-    name: str
-    shape: tuple[int, ...]
-    flipped: bool = False
-
-    def needs(self) -> dict[str, tuple[int, ...]]:
-        return {self.name: self.shape}
-
-    def read(self, tensor: ReadTensor, index: Index) -> np.ndarray:
-        theirs = index[::-1] if self.flipped else index
-        found = tensor(self.name, theirs)
-        lacking = tuple(
-            (0, _length(part) - size) for part, size in zip(theirs, found.shape, strict=True)
-        )
-        if any(after for _, after in lacking):
-            found = np.pad(found, lacking)
-        return found.T if self.flipped else found
-
-
-@dataclass(frozen=True, slots=True)
-class PerExpert:
-    """A stack [E, in, out] of tensors [out, in], one per expert; `pattern` holds '{expert}'."""
-
-    pattern: str
-    experts: int
-    shape: tuple[int, ...]
-
-    def needs(self) -> dict[str, tuple[int, ...]]:
-        return {self.pattern.format(expert=expert): self.shape for expert in range(self.experts)}
-
-    def read(self, tensor: ReadTensor, index: Index) -> np.ndarray:
-        first, last, _ = index[0].indices(self.experts)
-        theirs = index[:0:-1]
-        return np.stack(
-            [tensor(self.pattern.format(expert=expert), theirs).T for expert in range(first, last)]
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """A matrix that is some rows of one tensor [rows, in], from `first_row` on; `flipped` where the
-    parameter is [in, out]."""
-
-    name: str
-    shape: tuple[int, ...]
-    first_row: int
-    flipped: bool
-
-    def needs(self) -> dict[str, tuple[int, ...]]:
-        return {self.name: self.shape}
-
-    def read(self, tensor: ReadTensor, index: Index) -> np.ndarray:
-        out, into = index[::-1] if self.flipped else index
-        rows = slice(out.start + self.first_row, out.stop + self.first_row)
-        found = tensor(self.name, (rows, into))
-        return found.T if self.flipped else found
-
-
-@dataclass(frozen=True, slots=True)
-class HeadRows:
-    """A stack [N, in, out] of some rows of each head, from `first_row` on, of one tensor [N x
-    rows of a head, in]."""
-
-    name: str
-    shape: tuple[int, ...]
-    head_rows: int
-    first_row: int
-
-    def needs(self) -> dict[str, tuple[int, ...]]:
-        return {self.name: self.shape}
-
-    def read(self, tensor: ReadTensor, index: Index) -> np.ndarray:
-        heads, into, out = index
-        rows = slice(heads.start * self.head_rows, heads.stop * self.head_rows)
-        found = tensor(self.name, (rows, into))
-        found = found.reshape(-1, self.head_rows, found.shape[1])
-        mine = found[:, out.start + self.first_row : out.stop + self.first_row]
-        return np.swapaxes(mine, 1, 2)
-
-
-@dataclass(frozen=True, slots=True)
-class Fused:
-    """A stack [E, in, out] inside one tensor [E, out's, in], whose rows from `first_row` on are
-    ours; or, where `inward`, inside one [E, in, out's]."""
-
-    name: str
-    shape: tuple[int, ...]
-    first_row: int = 0
-    inward: bool = False
-
-    def needs(self) -> dict[str, tuple[int, ...]]:
-        return {self.name: self.shape}
-
-    def read(self, tensor: ReadTensor, index: Index) -> np.ndarray:
-        experts, into, out = index
-        rows = slice(out.start + self.first_row, out.stop + self.first_row)
-        if self.inward:
-            return tensor(self.name, (experts, into, rows))
-        return np.swapaxes(tensor(self.name, (experts, rows, into)), 1, 2)
-
-
 def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes) -> Source:
     """The tensors of one parameter; `found` is what the checkpoint has, which decides between the
     forms that a parameter may have."""
@@ -227,6 +103,10 @@ def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes)
     if path[0] == "stem":
         return _stem_source(parameter, config.vocabulary)
     prefix, key = f"model.layers.{path[1]}.", ".".join(str(part) for part in path[2:])
+    if config.layers[int(path[1])].delta and key.startswith("attention."):
+        return delta_source(prefix, key, config, found, parameter)
+    if config.attention.gated and key in ("attention.q.kernel", "attention.gate.kernel"):
+        return _gated_queries(prefix + LAYER["attention.q.kernel"][0], key, config, parameter)
     if key in LAYER:
         fused = _fused_matrix(prefix, key, config, found, parameter)
         if fused is not None:
@@ -266,6 +146,16 @@ def _fused_matrix(
     return None
 
 
+def _gated_queries(
+    name: str, key: str, config: DecoderConfig, parameter: ParameterShape
+) -> SomeRows:
+    """Of each head first its queries, then its gate."""
+    heads, size = config.attention.query_heads, config.attention.head_dim
+    first = size if key == "attention.gate.kernel" else 0
+    rows = tuple(2 * size * head + first + row for head in range(heads) for row in range(size))
+    return SomeRows(name, (2 * heads * size, config.width), rows, not parameter.transposed)
+
+
 def _latent_heads(name: str, key: str, config: DecoderConfig) -> HeadRows:
     """Of each head first what makes its keys, then what makes its values."""
     attention, latent = config.attention, config.attention.latent
@@ -297,7 +187,3 @@ def _matrix(name: str, shape: tuple[int, ...], transposed: bool) -> Source:
     if len(shape) == 1 or transposed:
         return Whole(name, shape)
     return Whole(name, shape[::-1], flipped=True)
-
-
-def _length(part: slice) -> int:
-    return part.stop - part.start

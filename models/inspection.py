@@ -67,8 +67,8 @@ def layers_by_kind(config: DecoderConfig) -> list[tuple[str, int]]:
 
 def bytes_per_device(
     config: DecoderConfig, layout: Layout, dtype: str, weights: Weights = ""
-) -> tuple[int, int]:
-    """(weights, KV of one token of a sequence) on one device. Raises LayoutError."""
+) -> tuple[int, int, int]:
+    """(weights, KV of one token of a sequence, its state) on one device. Raises LayoutError."""
     layout.check(config.geometry)
     shape = layout.mesh_shape(config.attention.kv_heads)
     sizes: dict[str, int] = dict(zip(MESH_AXES, shape, strict=True))
@@ -78,7 +78,8 @@ def bytes_per_device(
         * (prod(parameter.shape) // prod(sizes[axis] for axes in spec for axis in _tuple(axes)))
         for parameter, spec in zip(parameter_shapes(model), param_specs(model, layout), strict=True)
     )
-    return held, model.kv_spec.bytes_per_device(sizes["kv"])
+    spec, shards = model.kv_spec, sizes["kv"]
+    return held, spec.bytes_per_device(shards), spec.state.bytes_per_device(shards)
 
 
 def _read_strictly(found: Inspection, hf: HfConfig) -> None:
@@ -124,6 +125,8 @@ def _stored(model: Decoder, directory: Path, hf: HfConfig) -> str:
 
 def _kind(layer: LayerConfig, config: DecoderConfig) -> str:
     seen = f"window of {layer.window:,}" if layer.window else "full attention"
+    if layer.delta:
+        seen = "gated delta net"
     if latent := config.attention.latent:
         seen += f" to latents of {latent.rank} + {latent.rope_dim}"
     experts = layer.experts

@@ -11,7 +11,7 @@ import numpy as np
 
 from jdisagg.ops.quantized_weights import Weights, pack_pairs, quantized
 from models.decoder import Decoder
-from models.hf_weights import Index, ReadTensor, Source
+from models.hf_sources import Index, ReadTensor, Source
 from models.parameter_tree import ParameterPath, ParameterShape, parameter_shapes
 
 Bounds = tuple[tuple[int, int], ...]

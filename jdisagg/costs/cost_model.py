@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from jdisagg.costs.hardware import Accelerator, Link
+from jdisagg.costs.linear_attention import RUN_TOKENS
 from jdisagg.costs.model_geometry import CostGeometry, LatentAttention, dtype_bytes
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout, ModelGeometry
@@ -201,8 +202,9 @@ class CostModel:
 
     def transfer(self, tokens: int, link: Link, codec: str = "none", links: int = 1) -> Cost:
         """The KV of `tokens` tokens over `links` parallel links: packing, the wire, unpacking."""
-        values = self.geometry.layers * self.geometry.attention.kv_values * tokens
+        values = self.geometry.attention_layers * self.geometry.attention.kv_values * tokens
         wire = tokens * wire_bytes_per_token(self.geometry, self.kv_value_bytes, codec)
+        state = self.state_bytes  # which no codec packs
         memory = 0.0
         if codec != "none":
             # Each side reads one form and writes the other; every device of the instance does its
@@ -216,7 +218,7 @@ class CostModel:
         return Cost(
             memory=memory,
             communication=link.latency_seconds
-            + (link.seconds(wire) - link.latency_seconds) / links,
+            + (link.seconds(wire + state) - link.latency_seconds) / links,
         )
 
     def interval_seconds(self, cost: Cost) -> float:
@@ -250,7 +252,18 @@ class CostModel:
     @property
     def kv_bytes_per_device(self) -> float:
         """KV of one token of a sequence on one device of its rank."""
-        return self.geometry.layers * self._kv_bytes() / self.stages
+        return self.geometry.attention_layers * self._kv_bytes() / self.stages
+
+    @property
+    def state_bytes(self) -> int:
+        """What a sequence keeps however long it is."""
+        linear = self.geometry.linear
+        return linear.layers * linear.state_bytes(self.kv_value_bytes) if linear else 0
+
+    @property
+    def state_bytes_per_device(self) -> float:
+        """Of it on one device of the rank: cut as far as kv heads are."""
+        return self.state_bytes / self._kv_shards() / self.stages
 
     # ---- parts
 
@@ -271,12 +284,22 @@ class CostModel:
             ]
         else:
             wide = attention.head_dim * (
-                attention.query_heads / tp + 2 * max(1.0, attention.kv_heads / tp)
+                (1 + attention.gated) * attention.query_heads / tp
+                + 2 * max(1.0, attention.kv_heads / tp)
             )
             out = shape.width * attention.head_dim * attention.query_heads
             parts = [
-                (shape.width * wide, shape.layers, 1, wide, 0),
-                (out, shape.layers, tp, shape.width, 0),
+                (shape.width * wide, shape.attention_layers, 1, wide, 0),
+                (out, shape.attention_layers, tp, shape.width, 0),
+            ]
+        if linear := shape.linear:
+            shards = self._kv_shards()
+            scalars, taps = 2 * linear.value_heads / shards, linear.channels * linear.taps / shards
+            wide = linear.channels / shards + scalars + linear.values / tp
+            plain = shape.width * scalars + taps
+            parts += [
+                (shape.width * wide + taps, linear.layers, 1, wide, plain),
+                (shape.width * linear.values, linear.layers, tp, shape.width, 0),
             ]
         if dense:
             wide = shape.ffn * (shape.matrices - 1)
@@ -407,11 +430,22 @@ class CostModel:
         else:
             width = 2 * attention.head_dim
         heads = attention.query_heads / self.layout.tp
-        return self._attention(
-            2 * pairs * heads * width, (context_tokens + tokens) * self._kv_bytes(), shape.layers
+        cost = self._attention(
+            2 * pairs * heads * width,
+            (context_tokens + tokens) * self._kv_bytes(),
+            shape.attention_layers,
         )
+        if shape.linear:
+            cost += self._recurrence(tokens, tokens / RUN_TOKENS, chunked=True)
+        return cost
 
     def _decode_attention(self, sequences: float, context_tokens: float) -> Cost:
+        cost = self._attended(sequences, context_tokens)
+        if self.geometry.linear:
+            cost += self._recurrence(sequences, sequences, chunked=False)
+        return cost
+
+    def _attended(self, sequences: float, context_tokens: float) -> Cost:
         shape, attention = self.geometry, self.geometry.attention
         heads = attention.query_heads / self.layout.tp
         if isinstance(attention, LatentAttention):
@@ -420,14 +454,23 @@ class CostModel:
         flops = 4 * heads * attention.head_dim
         if not attention.windowed_layers or attention.window is None:
             return self._attention(
-                flops * context_tokens, context_tokens * self._kv_bytes(), shape.layers
+                flops * context_tokens, context_tokens * self._kv_bytes(), shape.attention_layers
             )
         seen = min(context_tokens, attention.window * sequences)
-        whole = shape.layers - attention.windowed_layers
+        whole = shape.attention_layers - attention.windowed_layers
         full = self._attention(flops * context_tokens, context_tokens * self._kv_bytes(), whole)
         return full + self._attention(
             flops * seen, seen * self._kv_bytes(), attention.windowed_layers
         )
+
+    def _recurrence(self, tokens: float, passes: float, *, chunked: bool) -> Cost:
+        """Of layers that keep state: it is read and written `passes` times."""
+        linear = self.geometry.linear
+        assert linear is not None
+        each = linear.chunk_flops() if chunked else linear.step_flops()
+        moved = 2 * passes * linear.state_bytes(self.kv_value_bytes)
+        shards = self._kv_shards()
+        return self._attention(tokens * each / shards, moved / shards, linear.layers)
 
     def _attention(self, flops: float, size_bytes: float, layers: int) -> Cost:
         arithmetic, traffic = (
@@ -442,11 +485,13 @@ class CostModel:
     def _kv_bytes(self) -> float:
         """Of one token and layer, as one device reads them: kv heads are cut by tp as far as they
         go, a latent is not."""
+        return self.geometry.attention.kv_values * self.kv_value_bytes / self._kv_shards()
+
+    def _kv_shards(self) -> int:
         attention = self.geometry.attention
-        shards = (
-            1 if isinstance(attention, LatentAttention) else min(self.layout.tp, attention.kv_heads)
-        )
-        return attention.kv_values * self.kv_value_bytes / shards
+        if isinstance(attention, LatentAttention):
+            return 1
+        return min(self.layout.tp, attention.kv_heads)
 
     def pairs(self, new: int, cached: int = 0) -> float:
         """Pairs of positions that attend to each other when `new` tokens follow `cached` ones
@@ -459,7 +504,7 @@ class CostModel:
         window = attention.window
         growing = max(0, min(new, window - cached))  # tokens that still see all before them
         seen = growing * cached + growing * (growing + 1) / 2 + (new - growing) * window
-        part = attention.windowed_layers / self.geometry.layers
+        part = attention.windowed_layers / self.geometry.attention_layers
         return whole * (1 - part) + seen * part
 
     def _all_reduce(self, size_bytes: float, devices: int) -> float:
@@ -517,7 +562,7 @@ def wire_bytes_per_token(geometry: CostGeometry, value_bytes: int, codec: str = 
     bits = CODEC_BITS[codec]
     rows, width = geometry.kv_row()
     packed = width * value_bytes if bits is None else -(-width * bits // 8) + SCALE_BYTES
-    return geometry.layers * rows * packed
+    return geometry.attention_layers * rows * packed
 
 
 def _check(geometry: CostGeometry, layout: Layout, stages: int) -> None:
@@ -525,12 +570,15 @@ def _check(geometry: CostGeometry, layout: Layout, stages: int) -> None:
     attention, experts = geometry.attention, geometry.experts
     # A latent is kept whole on every device: any tp that divides the query heads will do.
     kv_heads = layout.tp if isinstance(attention, LatentAttention) else attention.kv_heads
+    linear = geometry.linear
     sizes = ModelGeometry(
         attention.query_heads,
         kv_heads,
         geometry.ffn,
         experts.count if experts else 0,
         experts.ffn if experts else 0,
+        state_key_heads=linear.key_heads if linear else 0,
+        state_value_heads=linear.value_heads if linear else 0,
     )
     layout.check(sizes)
     if not 1 <= stages <= geometry.layers:

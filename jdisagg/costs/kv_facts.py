@@ -25,7 +25,7 @@ def kv_facts(
     wire = wire_bytes_per_token(shape, value_bytes, codec)
     kept = shape.kv_bytes_per_token(dtype)
     active = count_text(shape.active_parameters)
-    sizes = f"{shape.layers} layers x {shape.attention.kv_values} values x {value_bytes}"
+    sizes = f"{shape.attention_layers} layers x {shape.attention.kv_values} values x {value_bytes}"
     return [
         ("parameters", f"{count_text(shape.parameters)}, {active} active"),
         ("KV a token", f"{kept:,} bytes ({sizes})"),

@@ -10,6 +10,7 @@ layout."""
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from jdisagg.costs.linear_attention import LinearAttention
 from jdisagg.errors import ConfigError
 from jdisagg.layout.kv_spec import DTYPE_BYTES
 from jdisagg.plain import Message
@@ -17,16 +18,18 @@ from jdisagg.plain import Message
 
 class GroupedAttention(Message, frozen=True):
     """MHA, GQA and MQA by `kv_heads`. `window`: positions seen, the token's own included, in
-    `windowed_layers` of the layers."""
+    `windowed_layers` of the layers. `gated`: what heads give is multiplied with a gate."""
 
     query_heads: int
     kv_heads: int
     head_dim: int
     window: int | None = None
     windowed_layers: int = 0
+    gated: bool = False
 
     def parameters(self, width: int) -> int:
-        return width * self.head_dim * 2 * (self.query_heads + self.kv_heads)
+        matrices = 2 * (self.query_heads + self.kv_heads) + self.gated * self.query_heads
+        return width * self.head_dim * matrices
 
     @property
     def kv_values(self) -> int:
@@ -90,9 +93,10 @@ class Experts:
 @dataclass(frozen=True, slots=True)
 class CostGeometry:
     """`layers` in all, of which `expert_layers` route their tokens and the others have a dense ffn.
-    `gated`: three matrices, else two. `matrix_bits`: of a value of the layers' quantized matrices;
-    0 where these have the model's type. Their scales, a float32 an output, are not counted (below
-    0.4 % of int4 from a width of 2,048 on)."""
+    `gated`: three matrices, else two. `linear`: what some layers have in place of attention.
+    `matrix_bits`: of a value of the layers' quantized matrices; 0 where these have the model's
+    type. Their scales, a float32 an output, are not counted (below 0.4 % of int4 from a width of
+    2,048 on)."""
 
     name: str
     width: int
@@ -106,6 +110,7 @@ class CostGeometry:
     expert_layers: int = 0
     context_tokens: int = 4096
     matrix_bits: int = 0
+    linear: LinearAttention | None = None
 
     def __post_init__(self) -> None:
         for name in ("width", "layers", "vocabulary", "context_tokens"):
@@ -126,12 +131,17 @@ class CostGeometry:
             )
         if (
             isinstance(self.attention, GroupedAttention)
-            and not 0 <= self.attention.windowed_layers <= self.layers
+            and not 0 <= self.attention.windowed_layers <= self.attention_layers
         ):
             raise ConfigError(
                 f"model geometry {self.name}: windowed_layers={self.attention.windowed_layers} is"
-                f" not within 0..{self.layers}"
+                f" not within 0..{self.attention_layers}"
             )
+
+    @property
+    def attention_layers(self) -> int:
+        """Those that keep KV of each token."""
+        return self.layers - (self.linear.layers if self.linear else 0)
 
     @property
     def matrices(self) -> int:
@@ -164,12 +174,19 @@ class CostGeometry:
     @property
     def _always_read(self) -> int:
         dense = (self.layers - self.expert_layers) * self.matrices * self.width * self.ffn
-        return (
-            self.layers * self.attention.parameters(self.width) + dense + self.embedding_parameters
-        )
+        attention = self.attention_layers * self.attention.parameters(self.width)
+        if self.linear:
+            attention += self.linear.layers * self.linear.parameters(self.width)
+        return attention + dense + self.embedding_parameters
 
     def kv_bytes_per_token(self, dtype: str = "bfloat16") -> int:
-        return self.layers * self.attention.kv_values * dtype_bytes(dtype)
+        return self.attention_layers * self.attention.kv_values * dtype_bytes(dtype)
+
+    def state_bytes(self, dtype: str = "bfloat16") -> int:
+        """What a sequence keeps however long it is; 0 where all layers have attention."""
+        if not self.linear:
+            return 0
+        return self.linear.layers * self.linear.state_bytes(dtype_bytes(dtype))
 
     def kv_row(self) -> tuple[int, int]:
         """(rows, values in a row) that one layer keeps of a token: what a codec's scale is shared

@@ -25,6 +25,7 @@ from jdisagg.engine.instance import (
     build_instance,
     context_tokens,
 )
+from jdisagg.engine.limits import check_reuse
 from jdisagg.errors import LayoutError, UnavailableError
 from jdisagg.executor.mesh_executor import MeshRole
 from jdisagg.executor.warm_up import warm_up_steps
@@ -104,6 +105,7 @@ class EmbeddedCluster:
         disaggregated = config.mode is Mode.DISAGGREGATED
         decode_loaded = load(config.decode.layout, decode_devices)
         self.model = decode_loaded.model
+        check_reuse(self.model.kv_spec, config.prefix)
         self.context_tokens = context_tokens(config.model, self.model)
         self.prefill: Instance | None = None
         if disaggregated:

@@ -12,7 +12,7 @@ from typing import Protocol
 import jax
 
 from jdisagg.config import InstanceConfig, Mode, ModelConfig, WorkerConfig
-from jdisagg.engine.limits import mesh_limits
+from jdisagg.engine.limits import check_reuse, mesh_limits
 from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.programs import Programs
@@ -92,6 +92,7 @@ def build_worker_instance(
             " a smaller one, or give more"
         )
     loaded = load(layout, devices[: layout.devices])
+    check_reuse(loaded.model.kv_spec, config.prefix)
     mode = worker_mode(role, config.mode)
     instance = build_instance(
         name,

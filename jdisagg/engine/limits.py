@@ -1,10 +1,10 @@
 """From an instance's configuration and a model's KV spec to the limits that its scheduler and
 executor share. Pure."""
 
-from jdisagg.config import InstanceConfig, Mode
+from jdisagg.config import InstanceConfig, Mode, PrefixConfig
 from jdisagg.errors import ConfigError
 from jdisagg.layout.kv_spec import KVSpec
-from jdisagg.scheduler.executor import MeshLimits, buckets
+from jdisagg.scheduler.executor import MeshLimits, buckets, sequences_ahead
 
 GRANULE_TOKENS = 16
 LARGEST_WHOLE_PREFILL = 8192
@@ -77,8 +77,27 @@ def mesh_limits(
         ),
         block_cost_tokens=BLOCK_COST_BYTES / spec.bytes_per_token,
         continuing_rows=1 if platform == "gpu" else CONTINUING_ROWS,
+        state_slots_per_rank=state_slots(instance) if spec.has_state else 0,
         pack_tokens=min(instance.chunk_tokens, largest) if mode is Mode.UNIFIED else None,
     )
+
+
+def state_slots(instance: InstanceConfig) -> int:
+    """Sequences whose state a dp rank holds, of a model that keeps some: those in its slots, and
+    those ahead of them."""
+    slots = instance.slots_per_rank
+    return slots + sequences_ahead(slots, instance.ahead_sequences)
+
+
+def check_reuse(spec: KVSpec, prefix: PrefixConfig) -> None:
+    """Raises ConfigError where KV is to stay for later requests and the model keeps state: that is
+    of a sequence's end, and what begins alike would need it as of there."""
+    if prefix.reuse and spec.has_state:
+        raise ConfigError(
+            "prefix_cache is not for a model that keeps state beside KV (a recurrent one): a later"
+            " request would need the state as of where it goes on, and only the newest is kept;"
+            " leave it off"
+        )
 
 
 def largest_chunk(instance: InstanceConfig, mode: Mode, context_tokens: int) -> int:
@@ -95,7 +114,7 @@ def groups_of_layers(spec: KVSpec, asked: int | None) -> int:
     sides of a hand-off may differ in (their chunks, their meshes) does not count, for they must
     agree."""
     by_bytes = max(1, spec.bytes_per_token * GROUP_TOKENS // GROUP_BYTES)
-    return min(asked or by_bytes, len(spec.layers))
+    return min(asked or by_bytes, len(spec.positioned))
 
 
 def finer(sizes: tuple[int, ...]) -> tuple[int, ...]:

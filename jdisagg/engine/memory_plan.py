@@ -1,5 +1,6 @@
 """What an instance takes of each device's memory, worked out before anything is allocated: weights,
-activations, staged KV, and the pages that fit beside them.
+activations, staged KV, sequences' states where the model keeps some, and the pages that fit beside
+them.
 
 `fit_instance` makes a configuration concrete: pages for `slots_per_rank` sequences of full context,
 or as many as there is room for; a context that the user did not ask for is cut to what one sequence
@@ -10,6 +11,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from jdisagg.config import (
     EngineConfig,
@@ -22,7 +24,7 @@ from jdisagg.config import (
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.model_geometry import CostGeometry, LatentAttention, dtype_bytes
-from jdisagg.engine.limits import SAMPLES_PER_CHUNK, largest_chunk
+from jdisagg.engine.limits import SAMPLES_PER_CHUNK, largest_chunk, state_slots
 from jdisagg.errors import ConfigError
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device
@@ -58,17 +60,20 @@ class MemoryPlan:
     tokens_per_rank: int
     context_tokens: int
     memory: DeviceMemory
+    states: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.activations + self.staged + self.pages
+        return self.weights + self.activations + self.staged + self.states + self.pages
 
     def __str__(self) -> str:
+        states = f"{_gigabytes(self.states)} of sequences' states, " if self.states else ""
         return (
             f"{self.instance}, each device: {_gigabytes(self.weights)} of weights,"
             f" {_gigabytes(self.activations)} for activations, {_gigabytes(self.staged)} of KV on"
-            f" its way, {_gigabytes(self.pages)} of KV pages ({self.tokens_per_rank:,} tokens a"
-            f" rank); {_gigabytes(self.total)} of {_gigabytes(self.memory.bytes)}"
+            f" its way, {states}{_gigabytes(self.pages)} of KV pages"
+            f" ({self.tokens_per_rank:,} tokens a rank); {_gigabytes(self.total)} of"
+            f" {_gigabytes(self.memory.bytes)}"
             f" ({self.memory.what}); context {self.context_tokens:,} tokens"
         )
 
@@ -121,17 +126,20 @@ def fit_instance(
             sequence, where none were) exceed the memory; the message has the sum.
     """
     context = model.context_tokens or geometry.context_tokens
-    weights, token_bytes = bytes_per_device(geometry, instance, model.dtype)
+    weights, token_bytes, state_bytes = bytes_per_device(geometry, instance, model.dtype)
     chunk = largest_chunk(instance, mode, context)
+    states = state_slots(instance) * state_bytes
     plan = MemoryPlan(
         f"{role.value} ({instance.layout})",
         weights,
         _activations(geometry, instance, role, chunk, model.dtype),
-        0 if role is WorkerRole.MIXED else STAGED_CHUNKS * chunk * token_bytes,
+        # of a state as of a chunk: one that is packed, and those on their way
+        0 if role is WorkerRole.MIXED else STAGED_CHUNKS * (chunk * token_bytes + state_bytes),
         0,
         0,
         context,
         memory,
+        states,
     )
     page_bytes = instance.page_size * token_bytes
     room = max(0, (memory.bytes - plan.total) // page_bytes)
@@ -152,13 +160,22 @@ def fit_instance(
     return replace(instance, pages_per_rank=pages), plan
 
 
-def bytes_per_device(
-    geometry: CostGeometry, instance: InstanceConfig, dtype: str
-) -> tuple[int, int]:
-    """(weights, KV of one token of a sequence) on one device."""
+class DeviceBytes(NamedTuple):
+    """Of one device: weights, KV of one token of a sequence, a sequence's state."""
+
+    weights: int
+    token: int
+    state: int
+
+
+def bytes_per_device(geometry: CostGeometry, instance: InstanceConfig, dtype: str) -> DeviceBytes:
     # What the accelerator is does not matter to what lies on it.
     costs = CostModel(geometry, accelerator("h100"), instance.layout, dtype=dtype)
-    return int(costs.weight_bytes_per_device), int(costs.kv_bytes_per_device)
+    return DeviceBytes(
+        int(costs.weight_bytes_per_device),
+        int(costs.kv_bytes_per_device),
+        int(costs.state_bytes_per_device),
+    )
 
 
 def device_memory(
@@ -234,10 +251,12 @@ def _activations(
 def _refusal(name: str, plan: MemoryPlan) -> str:
     path = Path(name)  # a checkpoint's is its config.json
     name = path.parent.name if path.name == "config.json" else name
+    states = f", {_gigabytes(plan.states)} of sequences' states" if plan.states else ""
     return (
         f"model {name} does not fit, {plan.instance}: each device would hold"
         f" {_gigabytes(plan.weights)} of weights, {_gigabytes(plan.activations)} for activations,"
-        f" {_gigabytes(plan.staged)} of KV on its way and {_gigabytes(plan.pages)} of KV pages,"
+        f" {_gigabytes(plan.staged)} of KV on its way{states} and"
+        f" {_gigabytes(plan.pages)} of KV pages,"
         f" {_gigabytes(plan.total)} in all, and has {_gigabytes(plan.memory.bytes)}"
         f" ({plan.memory.what}); spread it over more devices, or lower --context_tokens,"
         " --slots_per_rank, --chunk_tokens or pages_per_rank"

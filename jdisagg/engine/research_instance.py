@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from jdisagg.engine.instance import Loaded
 from jdisagg.engine.kv_cache import KVBlock, KVCache, NextToken
-from jdisagg.errors import BrokenModelError, HandoffError, OverloadedError
+from jdisagg.errors import BrokenModelError, ConfigError, HandoffError, OverloadedError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
 from jdisagg.executor.work_threads import POLL_SECONDS
@@ -106,6 +106,11 @@ class ResearchInstance(MeshExecutor):
         limits: MeshLimits,
         channel: InProcessChannel,
     ) -> None:
+        if limits.kv_spec.has_state:
+            raise ConfigError(
+                "the research face holds KV alone, and this model keeps state beside it; serve it"
+                " by a cluster (launch.generate, launch.serve)"
+            )
         self.layout = layout
         self.vocabulary = loaded.model.vocabulary
         self.ledgers = [PageLedger(limits.pages_per_rank) for _ in range(limits.ranks)]

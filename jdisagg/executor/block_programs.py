@@ -29,10 +29,14 @@ COPIES_PER_CALL = 8
 
 
 class BlockPrograms:
-    """Used by the dispatch thread alone."""
+    """Of one pool: of pages, or of states. Used by the dispatch thread alone."""
 
-    def __init__(self, programs: Programs, pool: PagePool, groups: tuple[range, ...]) -> None:
+    def __init__(
+        self, programs: Programs, pool: PagePool, groups: tuple[range, ...], name: str = "kv"
+    ) -> None:
+        """`name`: of the pool, whose programs are its own."""
         self._programs, self._pool, self._groups = programs, pool, groups
+        self._name = name
         self._ranks = programs.mesh.shape["dp"]
 
     def cut(self, blocks: Sequence[jax.Array], rank: int, offset: int, tokens: int) -> jax.Array:
@@ -70,7 +74,15 @@ class BlockPrograms:
         if how.lossy:
             stamp = stamp.of_offer(command.offer_id)
         inputs = (held, arrays, self._place(command, stamp))
-        key = ("insert", kinds, command.block_tokens, command.codec, len(arrays), arrays[0].shape)
+        key = (
+            "insert",
+            self._name,
+            kinds,
+            command.block_tokens,
+            command.codec,
+            len(arrays),
+            arrays[0].shape,
+        )
         program = self._programs.get(key, lambda: self._build_insert(how, inputs, layers))
         pages, found = program(*inputs)
         self._pool.put(layers.start, pages)
@@ -112,7 +124,7 @@ class BlockPrograms:
         inputs = (held, self._place(command, stamp))
         tokens = command.block_tokens
         program = self._programs.get(
-            ("extract", self._kinds(layers), tokens),
+            ("extract", self._name, self._kinds(layers), tokens),
             lambda: self._build_extract(inputs, tokens, layers),
         )
         block, found = program(*inputs)
@@ -186,7 +198,7 @@ class BlockPrograms:
                 pairs[rank, :, column] = source, destination
             on_mesh = self._programs.put(pairs)
             program = self._programs.get(
-                ("copy",), lambda on_mesh=on_mesh: self._build_copy(on_mesh)
+                ("copy", self._name), lambda on_mesh=on_mesh: self._build_copy(on_mesh)
             )
             self._pool.put(0, program(self._pool.layers, on_mesh))
 

@@ -20,10 +20,11 @@ import numpy as np
 
 from jdisagg.executor.choose import Chosen, Variant, choose, logits
 from jdisagg.executor.grammar_rows import GrammarRows
-from jdisagg.executor.page_pool import LayerPages, PagePool
+from jdisagg.executor.page_pool import Kept, LayerPages, Pools
 from jdisagg.executor.prefill_program import RANK
 from jdisagg.executor.programs import Programs
 from jdisagg.executor.slot_state import BatchRows, RowFormat
+from jdisagg.executor.state_access import recur_over
 from jdisagg.executor.weights import Weights
 from jdisagg.messages.step_commands import SlotAdmit, SlotGrow
 from jdisagg.model_api import Attend, Latent, Shards
@@ -53,12 +54,12 @@ class DecodePrograms:
         programs: Programs,
         weights: Weights,
         shards: Shards,
-        pool: PagePool,
+        pools: Pools,
         limits: MeshLimits,
         rows: RowFormat,
         grammars: GrammarRows,
     ) -> None:
-        self._programs, self._weights, self._shards, self._pool = programs, weights, shards, pool
+        self._programs, self._weights, self._shards, self._pools = programs, weights, shards, pools
         self._limits, self._rows, self._grammars = limits, rows, grammars
         ranks, slots = limits.ranks, limits.slots_per_rank
         # the host's copy: growth changes part of a row
@@ -76,7 +77,7 @@ class DecodePrograms:
         call."""
         for admit in admits:
             ints, floats = self._ints[admit.rank, admit.slot], self._floats[admit.rank, admit.slot]
-            self._rows.pack(ints, floats, admit.sample, admit.pages, admit.limit)
+            self._rows.pack(ints, floats, admit.sample, admit.pages, admit.limit, admit.state)
         for grow in grows:
             self._rows.pack_pages(self._ints[grow.rank, grow.slot], grow.pages, grow.limit)
         for changed in _per_rank_groups([*admits, *grows], ROWS_PER_UPDATE):
@@ -94,10 +95,10 @@ class DecodePrograms:
         if variant.masked:
             return self._step_in_two(slots, batch, variant)
         hot, ints, floats, counts = self._state
-        pages, hot, chosen, counts_out = self._program(bucket, variant)(
+        kept, hot, chosen, counts_out = self._program(bucket, variant)(
             *self._model(), hot, counts if variant.shaped else (), ints, floats, batch
         )
-        self._pool.put(0, pages)
+        self._pools.put(0, kept)
         self._state = SlotState(hot, ints, floats, counts_out if variant.shaped else counts)
         return chosen
 
@@ -106,8 +107,8 @@ class DecodePrograms:
     ) -> Chosen:
         hot, ints, floats, counts = self._state
         bucket = batch.shape[1]
-        pages, logits_BV = self._program(bucket, None)(*self._model(), hot, (), ints, floats, batch)
-        self._pool.put(0, pages)
+        kept, logits_BV = self._program(bucket, None)(*self._model(), hot, (), ints, floats, batch)
+        self._pools.put(0, kept)
         mask = self._programs.put(self._grammars.masks(slots, bucket))
         arguments = (hot, counts if variant.shaped else (), ints, floats, logits_BV, batch, mask)
         hot, chosen, counts_out = self._choice(arguments, variant)
@@ -115,11 +116,11 @@ class DecodePrograms:
         self._grammars.issued(slots, chosen.token)
         return chosen
 
-    def _model(self) -> tuple[Any, Any, Any]:
+    def _model(self) -> tuple[Any, Any, Kept]:
         return (
             self._weights.stem.leaves,
             [layer.leaves for layer in self._weights.layers],
-            self._pool.layers,
+            self._pools.kept(),
         )
 
     def warm_updates(self) -> None:
@@ -145,14 +146,14 @@ class DecodePrograms:
             hot, ints, floats, counts = self._state
             shaped = variant is not None and variant.shaped
             batch = jax.ShapeDtypeStruct((self._limits.ranks, bucket), jnp.int32)
-            page_specs = self._pool.specs()
+            kept_specs = self._pools.specs()
             layer_specs = [layer.specs for layer in self._weights.layers]
             counts_spec = RANK if shaped else ()
-            in_specs = (self._weights.stem.specs, layer_specs, page_specs, RANK, counts_spec)
+            in_specs = (self._weights.stem.specs, layer_specs, kept_specs, RANK, counts_spec)
             out_specs = (
-                (page_specs, RANK)
+                (kept_specs, RANK)
                 if variant is None
-                else (page_specs, RANK, Chosen.specs(variant, self._programs), counts_spec)
+                else (kept_specs, RANK, Chosen.specs(variant, self._programs), counts_spec)
             )
             return self._programs.compile(
                 self._step_body(variant),
@@ -227,12 +228,13 @@ class DecodePrograms:
     def _step_body(self, variant: Variant | None) -> Any:
         weights, shards, rows = self._weights, self._shards, self._rows
         ending = None if variant is None else self._ending(variant)
-        page_size, dummy = self._pool.page_size, self._pool.pages_per_rank
+        pool, nowhere = self._pools.pages, self._pools.states.rank_rows
+        page_size, dummy = pool.page_size, pool.pages_per_rank
 
         def body(
             stem_leaves: Any,
             layer_leaves: Any,
-            pages: list[LayerPages],
+            kept: Kept,
             hot: Any,
             counts: Any,
             ints: Any,
@@ -246,7 +248,9 @@ class DecodePrograms:
             own_page_B, own_place_B = decode_coordinates(table_BN, at_B, slots=page_size)
             page_B = jnp.where(row.active, own_page_B, dummy + row_B // page_size)
             place_B = jnp.where(row.active, own_place_B, row_B % page_size)
+            state_B = jnp.where(row.active, rows.state(row.ints), nowhere)
             new_pages: list[LayerPages] = []
+            new_states: list[LayerPages] = []
 
             def attend_with(layer_pages: LayerPages) -> Attend:
                 def attend(
@@ -280,15 +284,24 @@ class DecodePrograms:
 
             stem: Any = weights.stem.merge(stem_leaves)
             x_BD = stem.embed(row.token, shards)
-            for part, leaves, layer_pages in zip(weights.layers, layer_leaves, pages, strict=True):
+            for part, leaves, layer_pages, layer_states in zip(
+                weights.layers, layer_leaves, *kept, strict=True
+            ):
                 layer: Any = part.merge(leaves)
-                x_BD = layer(x_BD, at_B, attend_with(layer_pages), shards, row.active)
+                attend = attend_with(layer_pages)
+                recur = recur_over(layer_states, state_B, None, None, new_states.append)
+                x_BD = layer(x_BD, at_B, attend, shards, row.active, recur=recur)
+                # a layer is not asked for what it does not keep
+                if not layer_pages:
+                    new_pages.append(())
+                if not layer_states:
+                    new_states.append(())
             logits_BV, shard = logits(
                 variant or Variant.MASKED, stem, reveal(x_BD), shards, rows.vocabulary
             )
             if ending is None:
-                return new_pages, logits_BV[None]
-            return new_pages, *ending(row, hot, counts, logits_BV, shard)
+                return (new_pages, new_states), logits_BV[None]
+            return (new_pages, new_states), *ending(row, hot, counts, logits_BV, shard)
 
         return body
 

@@ -16,7 +16,7 @@ from jdisagg.executor.block_sums import ChunkSums, PrefillSums
 from jdisagg.executor.choose import Variant
 from jdisagg.executor.decode_program import DecodePrograms
 from jdisagg.executor.grammar_rows import GrammarRows
-from jdisagg.executor.page_pool import PagePool
+from jdisagg.executor.page_pool import Pools
 from jdisagg.executor.prefill_program import ChunkArrays, ChunkForm, PrefillPrograms
 from jdisagg.executor.prefill_sampler import PrefillSampler
 from jdisagg.executor.programs import Programs
@@ -51,7 +51,7 @@ from jdisagg.messages.step_commands import (
     StepResult,
 )
 from jdisagg.model_api import Model
-from jdisagg.scheduler.blocks import even_runs
+from jdisagg.scheduler.blocks import layer_groups
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.transfer.boxes import mesh_card
 from jdisagg.transfer.channel import Channel, Pull, PullTarget
@@ -99,33 +99,38 @@ class MeshExecutor:
         self._weights: Weights = split_model(model, layout)
         self._shards = mesh_shards(mesh, layout, platform)
         self._rows = RowFormat(-(-limits.context_tokens // limits.page_size), model.vocabulary)
-        self._pool = PagePool(
-            programs,
-            limits.kv_spec,
-            limits.pages_per_rank,
-            limits.page_size,
-            limits.batch_buckets[-1],
-        )
-        self._groups = even_runs(len(self._weights.layers), limits.layer_groups)
+        self._pools = pools = Pools.of(programs, limits)
+        self._pool = pools.pages
+        spec = limits.kv_spec
+        self._groups = layer_groups(spec.positioned, len(spec.layers), limits.layer_groups)
         self._sums = (
             PrefillSums(self.programs, self._pool, self._groups, limits.granule_tokens)
             if role.emit
             else None
         )
         self._prefill = PrefillPrograms(
-            self.programs, self._weights, self._shards, self._pool, self._groups, self._sums
+            self.programs,
+            self._weights,
+            self._shards,
+            pools,
+            self._groups,
+            self._sums,
+            limits.granule_tokens,
         )
         self._grammars = GrammarRows(model.vocabulary)
         self._sampler = PrefillSampler(
             self.programs, self._weights, self._shards, limits, self._rows, self._grammars
         )
         self._blocks = BlockPrograms(self.programs, self._pool, self._groups)
+        # all layers' states are one group
+        everything = (range(len(spec.layers)),)
+        self._state_blocks = BlockPrograms(programs, pools.states, everything, "state")
         self._decode = (
             DecodePrograms(
                 self.programs,
                 self._weights,
                 self._shards,
-                self._pool,
+                pools,
                 limits,
                 self._rows,
                 self._grammars,
@@ -135,14 +140,15 @@ class MeshExecutor:
         )
         self._wanted_logprobs: dict[tuple[int, int], int | None] = {}
         self._pulls: dict[int, Pull] = {}
-        self._targets = PullTargets(programs, limits.kv_spec)
+        self._targets = PullTargets(programs, spec)
+        self._state_targets = PullTargets(programs, spec.state)
         self.host = HostStore(name)
         self._threads = WorkThreads(name)
 
     @property
     def pool_bytes(self) -> int:
-        """Of the pages of all layers, on all devices together."""
-        return self._pool.bytes
+        """Of the pages and states of all layers, on all devices together."""
+        return self._pools.bytes
 
     def run(self, command: StepCommand) -> asyncio.Future[StepResult]:
         return self._threads.submit(lambda: self._issue(command))
@@ -163,7 +169,7 @@ class MeshExecutor:
     def expect(self, card: MeshCard) -> None:
         """Blocks will come from a mesh like this one: warm-up prepares for it, and a pull that
         names no peer means it. Before the first command."""
-        self._targets.connect("", card)
+        self._connect("", card)
 
     def constrain(self, grammars: GrammarCompiler | None) -> None:
         """Grammars are compiled by this; None: nobody asks for any. Before the first command, and
@@ -204,6 +210,8 @@ class MeshExecutor:
         assert self._decode is not None
         self._decode.warm_updates()
         self._blocks.copy(((0, 0, self._pool.rank_rows),))
+        if self.limits.kv_spec.has_state:
+            self._state_blocks.copy(((0, 0, self._pools.states.rank_rows),))
 
     def warm_insert(self, band: range, tokens: int) -> None:
         """Inserts blocks of which no token is valid, in pieces as peers may send them."""
@@ -238,9 +246,39 @@ class MeshExecutor:
             ExtractBlock(-1, 0, 0, band.start, 0, 0, tokens, (), groups=len(band))
         )[1].block_until_ready()
 
+    def warm_states(self) -> None:
+        """What `warm_insert`, `warm_extract` and `warm_pieces` do, of states."""
+        nothing = ExtractBlock(-1, 0, 0, 0, 0, 0, 1, (), state=True)
+        if self.role.extracts or self.role.emit:
+            self._state_blocks.extract(nothing)[1].block_until_ready()
+        local_heads = self._pools.states.spec.row_heads // self.mesh.shape["kv"]
+        pull = PullBlock(-1, 0, 0, 0, 1, 0.0, state=True)
+        insert = InsertBlock(-1, 0, 0, 0, 1, 0, 0, (), state=True)
+        layers = self._state_blocks.layers(0, 1)
+        spec = self._pools.states.spec
+        shape = (spec.rows(layers), local_heads, 1, spec.row_width)
+        for granule in self._state_targets.granules():
+            if self.card.ends and (self.role.extracts or self.role.emit):
+                warm_pieces(self.mesh, shape, jnp.dtype(spec.row_dtype), granule, NO_CODEC)
+            if self.role.decode:
+                resident = self._state_targets.target(pull, layers, granule).resident
+                parts = resident * (local_heads // granule)
+                self._state_blocks.insert(insert, parts).block_until_ready()
+
     def pull_target(self, block: PullBlock) -> PullTarget:
         """Where a block goes on this mesh. On the dispatch thread."""
-        return self._targets.of_pull(block, self._blocks.layers(block.group, block.groups))
+        blocks, targets = self._blocks_of(block), self._targets
+        if block.state:
+            targets = self._state_targets
+        return targets.of_pull(block, blocks.layers(block.group, block.groups))
+
+    def _blocks_of(self, command: PullBlock | InsertBlock | ExtractBlock) -> BlockPrograms:
+        return self._state_blocks if command.state else self._blocks
+
+    def _connect(self, peer: str, card: MeshCard) -> None:
+        self._targets.connect(peer, card)
+        if self.limits.kv_spec.has_state:
+            self._state_targets.connect(peer, card)
 
     def _host_target(self, block: PullBlock) -> PullTarget:
         """Of a block that lies in host memory as it lay on this mesh: in one piece a device."""
@@ -257,7 +295,8 @@ class MeshExecutor:
             case PullBlock():
                 return self._run_pull(command)
             case InsertBlock():
-                found = self._blocks.insert(command, self._pulls.pop(command.offer_id).arrays())
+                arrays = self._pulls.pop(command.offer_id).arrays()
+                found = self._blocks_of(command).insert(command, arrays)
                 start_reading((found,))
                 return BlockReading(command.step, command.offer_id, found)
             case DropBlocks():
@@ -270,14 +309,16 @@ class MeshExecutor:
                     release(offer_id)
             case CopyPages():
                 self._blocks.copy(command.copies)
+                self._state_blocks.copy(command.states)
             case ConnectPeer():
-                self._targets.connect(command.peer, command.card)
+                self._connect(command.peer, command.card)
                 self._channel.connect(command.peer, command.card)
             case DisconnectPeer():
                 self._targets.disconnect(command.peer)
+                self._state_targets.disconnect(command.peer)
                 self._channel.disconnect(command.peer)
             case ExtractBlock():
-                block, found, stamp = self._blocks.extract(command)
+                block, found, stamp = self._blocks_of(command).extract(command)
                 if command.to_host:
                     copy = self.host.put(command.offer_id, block, command.rank)
                     start_reading((found,))

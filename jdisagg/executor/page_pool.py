@@ -7,13 +7,17 @@ arrays are donated to every program that changes them; `layers` is replaced in t
 and nobody else may keep a reference: an old reference whose shard was donated aborts the process
 when used (facts measured on JAX 0.10 and 0.12)."""
 
+from typing import NamedTuple
+
 import jax
 from jax.sharding import PartitionSpec
 
 from jdisagg.executor.programs import Programs
 from jdisagg.layout.kv_spec import KVComponent, KVSpec
+from jdisagg.scheduler.executor import MeshLimits
 
 LayerPages = tuple[jax.Array, ...]
+Kept = tuple[list[LayerPages], list[LayerPages]]  # of some layers: pages, states
 
 
 class PagePool:
@@ -52,6 +56,43 @@ class PagePool:
     def put(self, first: int, layers: list[LayerPages]) -> None:
         """Replaces layers from `first` on by what a program returned for them."""
         self.layers[first : first + len(layers)] = layers
+
+
+class Pools(NamedTuple):
+    """`pages`: of what is kept of each position. `states`: of what is kept of a sequence as a
+    whole, a slot of which is a page of one."""
+
+    pages: PagePool
+    states: PagePool
+
+    @staticmethod
+    def of(programs: Programs, limits: MeshLimits) -> "Pools":
+        spec = limits.kv_spec
+        return Pools(
+            PagePool(
+                programs, spec, limits.pages_per_rank, limits.page_size, limits.batch_buckets[-1]
+            ),
+            # padding rows write nothing there: a dummy state each would be as large as any
+            PagePool(programs, spec.state, limits.state_slots_per_rank, 1, 0),
+        )
+
+    @property
+    def bytes(self) -> int:
+        return self.pages.bytes + self.states.bytes
+
+    def kept(self, layers: range | None = None) -> Kept:
+        """What these layers (None: all) keep, as arguments of a program that changes it."""
+        layers = range(len(self.pages.layers)) if layers is None else layers
+        part = slice(layers.start, layers.stop)
+        return self.pages.layers[part], self.states.layers[part]
+
+    def specs(self, layers: range | None = None) -> tuple[list, list]:
+        return self.pages.specs(layers), self.states.specs(layers)
+
+    def put(self, first: int, kept: Kept) -> None:
+        """Replaces what the layers from `first` on keep."""
+        self.pages.put(first, kept[0])
+        self.states.put(first, kept[1])
 
 
 def _pages_spec(part: KVComponent) -> PartitionSpec:

@@ -26,8 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdisagg.executor.block_sums import PrefillSums
-from jdisagg.executor.page_pool import LayerPages, PagePool
+from jdisagg.executor.page_pool import LayerPages, Pools
 from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
+from jdisagg.executor.state_access import recur_over, runs_of
 from jdisagg.executor.weights import Weights
 from jdisagg.messages.step_commands import PrefillChunk
 from jdisagg.model_api import Attend, Latent, Shards
@@ -90,6 +91,8 @@ class ChunkArrays:
     # does not sample
     sampling: np.ndarray
     form: ChunkForm
+    # int32 as `sampling`: the slot of a row's state; at or beyond the last slot: nobody's
+    states: np.ndarray
     checksum_key: int = 0
 
     @classmethod
@@ -114,6 +117,9 @@ class ChunkArrays:
             past=np.zeros((ranks, rows), np.int32),
             continuing=np.zeros((ranks,), np.int32),
             sampling=np.full((ranks, rows if form.packed else 1), -1, np.int32),
+            states=np.full(
+                (ranks, rows if form.packed else 1), limits.state_slots_per_rank, np.int32
+            ),
             form=form,
             checksum_key=command.checksum_key,
         )
@@ -132,6 +138,7 @@ class ChunkArrays:
             chunk.table[rank, index, : len(row.pages)] = row.pages
             chunk.past[rank, index] = row.start
             chunk.continuing[rank] += row.start > 0
+            chunk.states[rank, index] = row.state
             if row.samples:
                 chunk.sampling[rank, index] = row.offset + len(row.tokens) - 1
             used[rank] += 1
@@ -152,6 +159,10 @@ def _form_of(command: PrefillChunk, limits: MeshLimits, platform: str) -> ChunkF
     return ChunkForm(packed, past, may_sample, next(enough, columns[-1]))
 
 
+# A row that has a chunk to itself goes through a recurrence by so many tokens at a time.
+_LONG_GRAIN = 64
+
+
 class PrefillPrograms:
     """Builds and runs the chain. Called by the dispatch thread alone."""
 
@@ -160,13 +171,17 @@ class PrefillPrograms:
         programs: Programs,
         weights: Weights,
         shards: Shards,
-        pool: PagePool,
+        pools: Pools,
         groups: tuple[range, ...],
         sums: PrefillSums | None,
+        granule_tokens: int,
     ) -> None:
         """`sums` where chunks are handed off: their blocks are returned and summed."""
-        self._programs, self._weights, self._shards, self._pool = programs, weights, shards, pool
+        self._programs, self._weights, self._shards = programs, weights, shards
+        self._pool, self._states = pools
         self._groups, self._sums, self._emit = groups, sums, sums is not None
+        # rows of a packed chunk begin at multiples of it; the recurrence wants a power of two
+        self._grain = granule_tokens & -granule_tokens
 
     def run(self, chunk: ChunkArrays) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
         """Issues the chain. Returns the last activations of the rows that sample [ranks, R, D],
@@ -179,6 +194,7 @@ class PrefillPrograms:
             chunk.table,
             chunk.past,
             chunk.continuing,
+            chunk.states,
             chunk.sampling,
         )
         tokens, *meta, sampling = self._programs.put(on_host)
@@ -189,8 +205,11 @@ class PrefillPrograms:
         for index, group in enumerate(self._groups):
             layers = [self._weights.layers[index].leaves for index in group]
             pages = self._pool.layers[group.start : group.stop]
-            x, new_pages, block = self._group(group, chunk)(layers, pages, x, *meta, sampling)
+            states = self._states.layers[group.start : group.stop]
+            program = self._group(group, chunk)
+            x, new_pages, new_states, block = program(layers, pages, states, x, *meta, sampling)
             self._pool.put(group.start, new_pages)
+            self._states.put(group.start, new_states)
             if self._sums and key is not None:
                 sums.append(self._sums.run(index, block[0], meta[0], meta[1], key))
             blocks.extend(block)
@@ -219,6 +238,7 @@ class PrefillPrograms:
 
         def build() -> Any:
             pages = self._pool.layers[group.start : group.stop]
+            states = self._states.layers[group.start : group.stop]
             x = jax.ShapeDtypeStruct(
                 (*chunk.tokens.shape, self._weights.width), self._weights.dtype
             )
@@ -228,14 +248,15 @@ class PrefillPrograms:
                 chunk.table,
                 chunk.past,
                 chunk.continuing,
+                chunk.states,
                 chunk.sampling,
             )
-            page_specs = self._pool.specs(group)
-            in_specs = ([part.specs for part in parts], page_specs, *(RANK,) * 7)
-            out_specs = (RANK, page_specs, [BLOCK_SPEC] if self._emit else [])
-            arguments = ([part.leaves for part in parts], pages, x, *meta)
+            page_specs, state_specs = self._pool.specs(group), self._states.specs(group)
+            in_specs = ([part.specs for part in parts], page_specs, state_specs, *(RANK,) * 8)
+            out_specs = (RANK, page_specs, state_specs, [BLOCK_SPEC] if self._emit else [])
+            arguments = ([part.leaves for part in parts], pages, states, x, *meta)
             # the last group returns fewer activations than it is given
-            donate = (1,) if last else (1, 2)
+            donate = (1, 2) if last else (1, 2, 3)
             return self._programs.compile(
                 self._group_body(group, form), arguments, in_specs, out_specs, donate=donate
             )
@@ -254,24 +275,31 @@ class PrefillPrograms:
             self._pool.rank_rows,
         )
         spec, kinds = self._pool.spec, self._pool.spec.layers[group.start : group.stop]
+        grain = self._grain if form.packed else _LONG_GRAIN
 
         def body(
             leaves: Sequence[Sequence[jax.Array]],
             pages: Sequence[LayerPages],
+            states: Sequence[LayerPages],
             x: jax.Array,
             positions: jax.Array,
             segment: jax.Array,
             table: jax.Array,
             past: jax.Array,
             continuing: jax.Array,
+            state: jax.Array,
             sampling: jax.Array,
-        ) -> tuple[jax.Array, list[LayerPages], list[jax.Array]]:
+        ) -> tuple[jax.Array, list[LayerPages], list[LayerPages], list[jax.Array]]:
             positions_T, segment_T, table_RN, past_R = positions[0], segment[0], table[0], past[0]
             rows_R = sampling[0] if form.samples else jnp.zeros((0,), jnp.int32)
             page_T, slot_T = token_coordinates(
                 table_RN, segment_T, positions_T, pages=rank_rows, slots=page_size
             )
+            slot_R = state[0]
+            begun_R = past_R[: slot_R.shape[0]]
+            runs = runs_of(segment_T, positions_T, begun_R, grain)
             new_pages: list[LayerPages] = []
+            new_states: list[LayerPages] = []
             emitted: list[tuple[jax.Array, ...]] = []
 
             def attend_with(layer_pages: LayerPages, rows_alone: bool) -> Attend:
@@ -331,8 +359,8 @@ class PrefillPrograms:
                 return attend
 
             x_TD = x[0]
-            for index, part, part_leaves, layer_pages in zip(
-                group, parts, leaves, pages, strict=True
+            for index, part, part_leaves, layer_pages, layer_states in zip(
+                group, parts, leaves, pages, states, strict=True
             ):
                 layer: Any = part.merge(part_leaves)
                 asked_R = rows_R if index == last else None
@@ -343,9 +371,17 @@ class PrefillPrograms:
                     shards,
                     segment_T >= 0,
                     asked_R,
+                    recur_over(layer_states, slot_R, begun_R == 0, runs, new_states.append),
                 )
+                # a layer is not asked for what it does not keep
+                if not layer_pages:
+                    new_pages.append(())
+                    if emit:
+                        emitted.append(())
+                if not layer_states:
+                    new_states.append(())
             waited_for = x_TD if x_TD.shape[0] else x[0, :1]
             blocks = [block_of(kinds, emitted, spec)[None]] if emit else []
-            return waited_for[None], new_pages, blocks
+            return waited_for[None], new_pages, new_states, blocks
 
         return body

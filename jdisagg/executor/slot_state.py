@@ -23,7 +23,7 @@ from jdisagg.ops.sampling import SamplingRows
 from jdisagg.request import MAX_EOS_IDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 
 STOP_COLUMNS = MAX_STOP_TOKEN_IDS + MAX_EOS_IDS  # the caller's and the model's own
-_LIMIT, _TOP_K, _SEED, _CHILD, _MIN_POSITION, _TABLE = 0, 1, 2, 4, 5, 6
+_LIMIT, _TOP_K, _SEED, _CHILD, _MIN_POSITION, _STATE, _TABLE = 0, 1, 2, 4, 5, 6, 7
 _FLOATS = 6
 
 
@@ -49,12 +49,13 @@ class RowFormat:
         spec: SampleSpec,
         pages: Iterable[int] = (),
         limit: int = 0,
+        state: int = 0,
     ) -> None:
         """Fills one row, `ints` [I] and `floats` [F], in place."""
         params = spec.sampling
         # a grammar's mask knows when stop ids may come
         min_position = spec.min_position if params.grammar is None else 0
-        ints[:_TABLE] = (limit, params.top_k, 0, 0, spec.child, min_position)
+        ints[:_TABLE] = (limit, params.top_k, 0, 0, spec.child, min_position, state)
         ints[_SEED : _SEED + 2] = np.array(
             [params.seed & 0xFFFFFFFF, params.seed >> 32], np.uint32
         ).view(np.int32)
@@ -89,6 +90,10 @@ class RowFormat:
 
     def limit_and_table(self, ints_BI: jax.Array) -> tuple[jax.Array, jax.Array]:
         return ints_BI[:, _LIMIT], ints_BI[:, _TABLE : _TABLE + self.table_columns]
+
+    def state(self, ints_BI: jax.Array) -> jax.Array:
+        """Each row's slot of state."""
+        return ints_BI[:, _STATE]
 
     def sampling(
         self, ints_BI: jax.Array, floats_BF: jax.Array, position_B: jax.Array

@@ -66,5 +66,8 @@ def warm_up_steps(executor: MeshExecutor) -> list[Callable[[], None]]:
             lambda band=band, tokens=tokens: executor.warm_pieces(band, tokens)
             for band, tokens in limits.block_shapes()
         ]
+    alone = role.prefill and role.decode and not role.extracts
+    if limits.kv_spec.has_state and not alone:
+        steps += [executor.warm_states]
     runs = GPU_RUNS if executor.platform == "gpu" else 1
     return [step for step in steps for _ in range(runs)]

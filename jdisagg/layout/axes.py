@@ -35,7 +35,8 @@ LogicalAxis = Literal[
 @dataclass(frozen=True, slots=True)
 class ModelGeometry:
     """The sizes a layout must divide. `experts` is 0 for a dense model; `shared_ffn` is the width
-    of experts that every token takes."""
+    of experts that every token takes; `state_key_heads` and `state_value_heads` are of layers that
+    keep state."""
 
     query_heads: int
     kv_heads: int
@@ -43,6 +44,8 @@ class ModelGeometry:
     experts: int = 0
     expert_ffn: int = 0
     shared_ffn: int = 0
+    state_key_heads: int = 0
+    state_value_heads: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,11 @@ class Layout:
 
     def check(self, geometry: ModelGeometry) -> None:
         """Raises `LayoutError` unless every sharded dimension of the model divides."""
-        self.mesh_shape(geometry.kv_heads)
+        _, kv, _ = self.mesh_shape(geometry.kv_heads)
+        _divides(
+            kv, geometry.state_key_heads, "share of kv heads", "key heads of layers with state"
+        )
+        _divides(self.tp, geometry.state_value_heads, "tp", "value heads of layers with state")
         _divides(self.tp, geometry.query_heads, "tp", "query heads")
         _divides(self.tp, geometry.ffn, "tp", "ffn width")
         _divides(self.tp, geometry.shared_ffn, "tp", "shared expert ffn width")

@@ -12,6 +12,11 @@ plan, channels, checksums and codecs know one shape. A component without heads b
 have some is cut along its values; each kv shard sends its part, and the receiver puts them
 together: no byte is sent twice. `ops/kv_rows.py` does the cutting.
 
+A layer may keep state instead, or as well: of a sequence as a whole and not of its positions, of
+fixed size, replaced and not appended (a recurrent layer's). The states of all layers are a spec of
+their own (`KVSpec.state`), in which one "token" is all the state of one sequence: so state is kept
+in pages of one slot, and travels as a block of one token, by the same code.
+
 Bytes per token = 2 x L x K x H x bytes per value for K and V, L x (latent + rope) x bytes per value
 for MLA. Pure: knows no JAX."""
 
@@ -45,10 +50,11 @@ class KVComponent:
 @dataclass(frozen=True, slots=True)
 class KVLayer:
     """`window` is the number of positions attended to, the token itself included; None is all of
-    them."""
+    them. `state`: what is kept of a sequence as a whole."""
 
     components: tuple[KVComponent, ...]
     window: int | None = None
+    state: tuple[KVComponent, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,25 @@ class KVSpec:
                     f" divide into {self.row_heads} parts, as many as the others' heads; choose a"
                     " width that does"
                 )
+        if any(layer.state for layer in self.layers) and not self.components:
+            raise ConfigError(
+                "KV spec: no layer has positions, all keep state alone; such a model is not served"
+            )
+
+    @functools.cached_property
+    def state(self) -> "KVSpec":
+        """What is kept of a sequence as a whole, layer by layer; a "token" of it is a sequence.
+        Without components where no layer has state."""
+        return KVSpec(tuple(KVLayer(layer.state) for layer in self.layers), self.dtype)
+
+    @property
+    def has_state(self) -> bool:
+        return bool(self.state.components)
+
+    @functools.cached_property
+    def positioned(self) -> tuple[int, ...]:
+        """The layers that keep something of each position."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.components)
 
     @functools.cached_property  # asked for with every block
     def bytes_per_token(self) -> int:

@@ -152,7 +152,8 @@ class PrefillReply(Message, frozen=True):
 class Offer(Message, frozen=True):
     """A block of KV ready to be pulled (perhaps still computing): positions [start, start +
     valid_tokens) of `groups` layer groups from `group` on, padded to `block_tokens`, on dp rank
-    `rank` of the sender."""
+    `rank` of the sender. `state`: not KV but the sequence's state in all layers, after all
+    positions of the hand-off, as a block of one token."""
 
     offer_id: int
     group: int
@@ -161,6 +162,7 @@ class Offer(Message, frozen=True):
     block_tokens: int
     rank: int
     groups: int = 1
+    state: bool = False
 
 
 class OfferChecksum(Message, frozen=True):

@@ -47,7 +47,8 @@ class PrefillRow(Message, frozen=True):
     position `start` on.
 
     `pages` covers positions [0, start + len(tokens)). `samples` is non-empty on the sequence's last
-    part: one per child."""
+    part: one per child. `state`: the slot that holds its state as of `start`, and then as of its
+    end, in a model that keeps some."""
 
     sequence: int
     rank: int
@@ -57,6 +58,7 @@ class PrefillRow(Message, frozen=True):
     pages: tuple[int, ...]
     samples: tuple[SampleSpec, ...] = ()
     offers: tuple[OfferSpec, ...] = ()
+    state: int = 0
 
 
 class PrefillChunk(Message, frozen=True):
@@ -84,7 +86,10 @@ class ExtractBlock(Message, frozen=True):
     [start, start + valid_tokens) of `groups` layer groups from `group` on, on dp rank `rank`, as a
     block of `block_tokens`. `pages` as in `InsertBlock`. Gives an `ExtractResult`. `to_host`: keep
     it in host memory instead, for a pull whose peer is `HOST`; the result comes when it is there,
-    and nothing waits for it."""
+    and nothing waits for it.
+
+    `state`: not KV but the sequence's state in all layers, which lies in the slot `pages[0]`: a
+    block of one token."""
 
     step: int
     offer_id: int
@@ -97,6 +102,7 @@ class ExtractBlock(Message, frozen=True):
     checksum_key: int = 0
     groups: int = 1
     to_host: bool = False
+    state: bool = False
 
 
 class ConnectPeer(Message, frozen=True):
@@ -120,7 +126,7 @@ class PullBlock(Message, frozen=True):
     arrived or failed.
 
     Never blocks the mesh. `codec` names how the block travels (transfer/codec.py); `source_rank` is
-    the peer's dp rank that offers it."""
+    the peer's dp rank that offers it. `state`: a block of state (`ExtractBlock`)."""
 
     step: int
     offer_id: int
@@ -132,6 +138,7 @@ class PullBlock(Message, frozen=True):
     codec: str = "none"
     source_rank: int = 0
     groups: int = 1
+    state: bool = False
 
 
 class InsertBlock(Message, frozen=True):
@@ -140,7 +147,8 @@ class InsertBlock(Message, frozen=True):
 
     `pages` covers positions [0, start + valid_tokens), as in `PrefillRow`: position p lies in
     pages[p // page_size]. Gives an `InsertResult`: what was written is read back and summed under
-    `checksum_key`."""
+    `checksum_key`. `state`: a block of state (`ExtractBlock`), which goes into the slot
+    `pages[0]`."""
 
     step: int
     offer_id: int
@@ -154,6 +162,7 @@ class InsertBlock(Message, frozen=True):
     peer: str = ""
     codec: str = "none"
     groups: int = 1
+    state: bool = False
 
 
 class DropBlocks(Message, frozen=True):
@@ -164,15 +173,17 @@ class DropBlocks(Message, frozen=True):
 
 
 class CopyPages(Message, frozen=True):
-    """Copy-on-write: (rank, source page, destination page) triples."""
+    """Copy-on-write: (rank, source page, destination page) triples; `states`: the same of slots of
+    state."""
 
     step: int
     copies: tuple[tuple[int, int, int], ...]
+    states: tuple[tuple[int, int, int], ...] = ()
 
 
 class SlotAdmit(Message, frozen=True):
     """Put a sequence into a slot. `limit`: first position that may not be written (pages or length
-    end there)."""
+    end there). `state`: the slot of its state, in a model that keeps some."""
 
     sequence: int
     rank: int
@@ -182,6 +193,7 @@ class SlotAdmit(Message, frozen=True):
     limit: int
     pages: tuple[int, ...]
     sample: SampleSpec
+    state: int = 0
 
 
 class SlotGrow(Message, frozen=True):

@@ -19,7 +19,8 @@ class WorkerStatus(Message, frozen=True):
     pairs of positions that these will attend to. rank_sequences, rank_contexts: sequences that hold
     pages and the sum of their known tokens. can_prefill: it has a prefill program, in chunks of
     chunk_tokens at most (0: whole prompts). loading_seconds: it serves, but loads programs beside,
-    for about so long still; until then whoever comes may wait for one."""
+    for about so long still; until then whoever comes may wait for one. free_states, total_states:
+    slots of state; none in a model that keeps none."""
 
     name: str
     role: WorkerRole
@@ -42,3 +43,5 @@ class WorkerStatus(Message, frozen=True):
     can_prefill: bool = False
     chunk_tokens: int = 0
     loading_seconds: float = 0.0
+    free_states: tuple[int, ...] = ()
+    total_states: tuple[int, ...] = ()

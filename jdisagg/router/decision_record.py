@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from jdisagg.costs.hardware import Link, accelerator_from_fields
+from jdisagg.costs.linear_attention import LinearAttention
 from jdisagg.costs.model_geometry import CostGeometry, Experts, GroupedAttention, LatentAttention
 from jdisagg.costs.speeds import Kind
 from jdisagg.errors import ConfigError, JdisaggError
@@ -120,7 +121,9 @@ def replay(record: Mapping[str, Any]) -> PlacementOutcome:
 
 def _kind_as_fields(kind: Kind) -> Record:
     fields = dataclasses.asdict(kind)
-    fields["geometry"]["attention"] = msgspec.structs.asdict(kind.geometry.attention)
+    shape = kind.geometry
+    fields["geometry"]["attention"] = msgspec.structs.asdict(shape.attention)
+    fields["geometry"]["linear"] = shape.linear and msgspec.structs.asdict(shape.linear)
     return fields
 
 
@@ -129,6 +132,8 @@ def _kind(fields: Mapping[str, Any]) -> Kind:
     attention = LatentAttention if "kv_rank" in shape["attention"] else GroupedAttention
     shape["attention"] = attention(**shape["attention"])
     shape["experts"] = Experts(**shape["experts"]) if shape["experts"] else None
+    linear = shape.get("linear")  # which older records lack
+    shape["linear"] = LinearAttention(**linear) if linear else None
     hardware = accelerator_from_fields(fields["hardware"], "the record's hardware")
     return Kind(
         CostGeometry(**shape),

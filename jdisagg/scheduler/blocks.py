@@ -52,6 +52,15 @@ def even_runs(count: int, runs: int) -> tuple[range, ...]:
     return tuple(range(first, last) for first, last in zip(starts[:-1], starts[1:], strict=True))
 
 
+def layer_groups(positioned: tuple[int, ...], layers: int, groups: int) -> tuple[range, ...]:
+    """`groups` consecutive ranges of `layers` layers, each with as many as can be that keep
+    something of each position (`positioned`), and so one at least: a block of none is not
+    offered."""
+    last = [positioned[run.stop - 1] + 1 for run in even_runs(len(positioned), groups)]
+    stops = [*last[:-1], layers]
+    return tuple(range(first, stop) for first, stop in zip([0, *stops[:-1]], stops, strict=True))
+
+
 @functools.lru_cache(maxsize=1024)
 def bands(groups: int, nbytes: int, least_bytes: int) -> tuple[range, ...]:
     """The layer groups of each block, where all `groups` together have `nbytes`: a power of two of

@@ -68,13 +68,21 @@ class DecodeBatches:
             key for child in group.alive for key in self._state.ledgers[group.rank].pages(child.key)
         }
         copies = tuple(copy for copy in group.copies if copy[2] in keys)
+        states = self._state_copies(group)
         self._state.advance(group, HandoffEvent.ADMIT, deadline)
         for child in group.alive:
             first = tokens[child.child]
             self._state.become_ready(child)
             self._accept(child, (first.token,), (first.logprobs,) if first.logprobs else ())
         self._state.release_root(group)
-        return CopyPages(step, copies) if copies else None
+        return CopyPages(step, copies, states) if copies or states else None
+
+    def _state_copies(self, group: SequenceGroup) -> tuple[tuple[int, int, int], ...]:
+        """From the slot that the group's state came to, to those of its other children."""
+        rank, states = group.rank, self._state.states
+        source = states.slot(rank, group.key)
+        own = [states.slot(rank, child.key) for child in group.alive]
+        return tuple([(rank, source, slot) for slot in own if slot != source])
 
     def take_over(self, group: SequenceGroup, generated: tuple[int, ...], deadline: float) -> bool:
         """The group's only child has come from another worker with all its KV and these tokens: it
@@ -299,6 +307,7 @@ class DecodeBatches:
             limit=child.issued_limit,
             pages=pages,
             sample=child.sample_spec(),
+            state=self._state.states.slot(child.rank, child.key),
         )
 
 

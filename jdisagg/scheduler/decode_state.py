@@ -17,6 +17,7 @@ from jdisagg.scheduler.handoff import HandoffEvent, HandoffState, sweep
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
 from jdisagg.scheduler.residency import BlockNames, Chain, Residency
 from jdisagg.scheduler.sequences import ChildProgress, Sequence, SequenceGroup, Stage
+from jdisagg.scheduler.state_slots import StateSlots
 
 
 class DecodeState:
@@ -26,6 +27,7 @@ class DecodeState:
     def __init__(self, limits: MeshLimits, names: BlockNames | None = None) -> None:
         self.limits = limits
         self.ledgers = [PageLedger(limits.pages_per_rank) for _ in range(limits.ranks)]
+        self.states = StateSlots(limits)
         self.residency = Residency(self.ledgers, limits.page_size, names)
         self.slots: list[list[Sequence | None]] = [
             [None] * limits.slots_per_rank for _ in range(limits.ranks)
@@ -156,6 +158,7 @@ class DecodeState:
         self.living[child.rank] -= 1
         self.growing[child.rank].discard(child.key)
         self.residency.let_go(child.rank, child.key, chain)
+        self.states.free(child.rank, child.key)
         last = self.untold(child)
         self.news.append(
             ChildProgress(
@@ -204,6 +207,7 @@ class DecodeState:
         if group.root_held:
             group.root_held = False
             self.ledgers[group.rank].free(group.key)
+            self.states.free(group.rank, group.key)
 
     def preempt_for(self, needy: Sequence) -> bool:
         """Takes the youngest holder's pages on the rank until one is free. False when `needy`

@@ -20,7 +20,8 @@ class MeshLimits:
     `pack_tokens` together; one prompt alone may fill the largest bucket. Where the two differ, only
     whole prompts are packed. A sequence may hold at most `context_tokens` positions. Offered blocks
     have power-of-two lengths of at least `granule_tokens`; rows of a packed chunk start at
-    multiples of it."""
+    multiples of it. `state_slots_per_rank`: sequences whose state a rank holds, in a model that
+    keeps some."""
 
     ranks: int
     page_size: int
@@ -44,6 +45,7 @@ class MeshLimits:
     continuing_rows: int = (
         1  # of a packed chunk, on each rank, that go on behind what lies in pages
     )
+    state_slots_per_rank: int = 0
 
     def bands(self, block_tokens: int) -> tuple[range, ...]:
         """The layer groups of each block of so many tokens."""
@@ -68,6 +70,12 @@ def buckets(smallest: int, largest: int, factor: int = 2) -> tuple[int, ...]:
         sizes.append(size)
         size *= factor
     return (*sizes, largest)
+
+
+def sequences_ahead(slots: int, asked: int | None) -> int:
+    """How many sequences get pages beyond the slots, so that a freed slot finds its next one ready:
+    a quarter of them, unless another number is asked for."""
+    return max(1, slots // 4) if asked is None else asked
 
 
 class Executor(Protocol):

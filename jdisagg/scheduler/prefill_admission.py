@@ -17,7 +17,7 @@ STALLED_TOTAL = 4
 
 class QueuedPrompt(msgspec.Struct, frozen=True, gc=False):
     """A prompt as admission sees it. `pages`: what it needs, all at once. `cached_tokens`: by rank,
-    positions that need not be computed there; empty: none."""
+    positions that need not be computed there; empty: none. `states`: slots of state it needs."""
 
     key: int
     arrival: float
@@ -25,6 +25,7 @@ class QueuedPrompt(msgspec.Struct, frozen=True, gc=False):
     tokens: int
     pages: int
     cached_tokens: tuple[int, ...] = ()
+    states: int = 0
 
     def left_tokens(self, rank: int) -> int:
         """What there is to compute of it on a rank."""
@@ -36,10 +37,12 @@ class QueuedPrompt(msgspec.Struct, frozen=True, gc=False):
 
 
 class RankLoad(msgspec.Struct, frozen=True, gc=False):
-    """One dp rank: its free pages, and the tokens placed there that are in no chunk yet."""
+    """One dp rank: its free pages, the tokens placed there that are in no chunk yet, and its free
+    slots of state."""
 
     free_pages: int
     queued_tokens: int
+    free_states: int = 0
 
 
 class AdmissionSnapshot(msgspec.Struct, frozen=True):
@@ -85,22 +88,25 @@ def admit(now: AdmissionSnapshot) -> Admission:
         return Admission(full=full) if full else _NOTHING
     free = [rank.free_pages for rank in now.ranks]
     queued = [rank.queued_tokens for rank in now.ranks]
+    states = [rank.free_states for rank in now.ranks]
     withdrawn = []
     for prompt, rank in now.unbegun if stalled else ():
         if prompt.destination in stalled:
             withdrawn.append(prompt.key)
             free[rank] += prompt.pages
+            states[rank] += prompt.states
             queued[rank] -= prompt.left_tokens(rank)
     placed, blocked = [], None
     for prompt in now.waiting:
         if prompt.destination in stalled:
             continue
-        rank = _rank_with_room(prompt, free, queued)
+        rank = _rank_with_room(prompt, free, queued, states)
         if rank is None:
             blocked = prompt.key
             break
         placed.append((prompt.key, rank))
         free[rank] -= prompt.pages
+        states[rank] -= prompt.states
         queued[rank] += prompt.left_tokens(rank)
     return Admission(tuple(placed), tuple(withdrawn), stalled, full, blocked)
 
@@ -113,9 +119,15 @@ def _stalled(offered_tokens: Mapping[str, int], most: int) -> tuple[frozenset[st
     return stalled, total >= STALLED_TOTAL * most
 
 
-def _rank_with_room(prompt: QueuedPrompt, free: list[int], queued: list[int]) -> int | None:
+def _rank_with_room(
+    prompt: QueuedPrompt, free: list[int], queued: list[int], states: list[int]
+) -> int | None:
     """The one that is done with it first; of those alike, the one with the most free pages."""
-    ranks = [rank for rank, free_pages in enumerate(free) if free_pages >= prompt.pages]
+    ranks = [
+        rank
+        for rank, free_pages in enumerate(free)
+        if free_pages >= prompt.pages and states[rank] >= prompt.states
+    ]
     return min(
         ranks, key=lambda rank: (queued[rank] + prompt.left_tokens(rank), -free[rank]), default=None
     )

@@ -26,7 +26,7 @@ class PrefillJob:
     """One sequence to prefill on `rank` into `pages`, whose first `cached_tokens` positions hold
     their KV already. `issued_tokens` of `tokens` are in commands already, or known. `offers_from`:
     the first position (a multiple of the granule) whose KV is offered to a peer, as far as it is
-    computed here; None: none is."""
+    computed here; None: none is. `state`: the slot of its state."""
 
     sequence: int
     rank: int
@@ -37,6 +37,7 @@ class PrefillJob:
     offers_from: int | None = None
     cached_tokens: int = 0
     issued_tokens: int = 0
+    state: int = 0
 
     def __post_init__(self) -> None:
         self.issued_tokens = max(self.issued_tokens, self.cached_tokens)
@@ -186,6 +187,7 @@ class PrefillBatches:
             pages=job.pages[: -(-job.issued_tokens // self._limits.page_size)],
             samples=job.samples if not job.left_tokens else (),
             offers=tuple(self._offers(offset, tokens, start, job.offers_from)),
+            state=job.state,
         )
         return row
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import Request
 from jdisagg.scheduler.decode_state import DecodeState
+from jdisagg.scheduler.executor import sequences_ahead
 from jdisagg.scheduler.handoff import Handoff, HandoffState
 from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.scheduler.residency import Chain
@@ -59,9 +60,7 @@ class Reservations:
         self._state = state
         self._computes = computes
         self._growth_tokens = growth_tokens
-        self._ahead = (
-            max(1, state.limits.slots_per_rank // 4) if ahead_sequences is None else ahead_sequences
-        )
+        self._ahead = sequences_ahead(state.limits.slots_per_rank, ahead_sequences)
         self._queue: list[WaitingReservation] = []
 
     def __len__(self) -> int:
@@ -71,6 +70,11 @@ class Reservations:
         """Raises InvalidRequestError when no quiet moment will ever have room for it."""
         limits = self._state.limits
         prompt = len(request.prompt_token_ids)
+        if self._state.states.on and len(children) > limits.state_slots_per_rank:
+            raise InvalidRequestError(
+                f"n={len(children)} exceeds the {limits.state_slots_per_rank} sequences whose state"
+                " a rank holds; ask for fewer, or give the worker more slots_per_rank"
+            )
         if prompt >= limits.context_tokens:
             raise InvalidRequestError(
                 f"prompt has {prompt} tokens; with one to generate the context holds"
@@ -163,6 +167,8 @@ class Reservations:
             need -= self._state.residency.held_pages(rank, waiting.chain, cached)
             if crowded or ledger.free_pages < need + len(self._state.growing[rank]):
                 continue
+            if not self._state.states.has_room(rank, len(waiting.children)):
+                continue
             worth = (cached if held <= quiet else 0, ledger.free_pages)
             if worth > most:
                 best, most = (rank, growth), worth
@@ -214,6 +220,8 @@ class Reservations:
             rank, group.key, group.chain, group.cached_tokens, prompt_pages
         )
         assert held is not None, "room was checked"
+        states = self._state.states
+        states.take(rank, group.key)
         for number, (index, accepted) in enumerate(waiting.children):
             limit = group.prompt_tokens + waiting.request.most_tokens(context) - 1
             child = Sequence(
@@ -226,6 +234,10 @@ class Reservations:
                 told=len(accepted),
             )
             ledger.share(group.key, child.key, prompt_pages)
+            if number:
+                states.take(rank, child.key)
+            else:
+                states.share(rank, group.key, child.key)
             if number and known % size:
                 copy = ledger.own(child.key, prompt_pages - 1)
                 assert copy is not None, "the group holds the page too"

@@ -91,7 +91,8 @@ class ModelCosts:
     ) -> None:
         self._model = model
         self._bytes_per_token = wire_bytes_per_token(model.geometry, model.kv_value_bytes, codec)
-        kept = model.geometry.layers * model.geometry.attention.kv_values * model.kv_value_bytes
+        geometry = model.geometry
+        kept = geometry.attention_layers * geometry.attention.kv_values * model.kv_value_bytes
         spread = (
             model.layout.tp
             * model.stages

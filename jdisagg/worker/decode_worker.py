@@ -345,7 +345,14 @@ class DecodeWorker(MeshWorker):
             known, cached = group.known_tokens, group.cached_tokens
             self._prefills.add(
                 PrefillJob(
-                    group.key, group.rank, known, pages, specs, group.arrival, cached_tokens=cached
+                    group.key,
+                    group.rank,
+                    known,
+                    pages,
+                    specs,
+                    group.arrival,
+                    cached_tokens=cached,
+                    state=self._state.states.slot(group.rank, group.key),
                 )
             )
             self._backlog.add(group.key, len(known), cached)
@@ -474,6 +481,8 @@ class DecodeWorker(MeshWorker):
             can_prefill=can_prefill,
             chunk_tokens=mesh.chunk_buckets[-1] if can_prefill else 0,
             loading_seconds=self._context.loading_seconds(),
+            free_states=state.states.free_by_rank(),
+            total_states=state.states.total_by_rank(),
         )
 
 

@@ -8,7 +8,7 @@ block that was pulled but will not be inserted is dropped, also when this task i
 Heartbeats keep the sender's lease, and find out a sender that does not answer.
 
 Nothing counts as received before it is verified, and the hand-off is whole only when every layer
-group got every position exactly once."""
+group got every position exactly once, and the state came once where the model keeps some."""
 
 import asyncio
 from collections.abc import Callable
@@ -49,12 +49,14 @@ class Received:
 @dataclass(frozen=True, slots=True)
 class Destination:
     """Where the blocks go: dp rank `rank`, positions from `cached_tokens` on (those below are here
-    already). `pages(n)` are those of positions [0, n), or raises HandoffError."""
+    already). `pages(n)` are those of positions [0, n), or raises HandoffError. `state()` is the
+    slot of its state; None where the model keeps none."""
 
     rank: int
     pages: Callable[[int], tuple[int, ...]]
     layer_groups: int
     cached_tokens: int = 0
+    state: Callable[[], int] | None = None
 
 
 class IncomingHandoff:
@@ -228,11 +230,23 @@ class IncomingHandoff:
             block_tokens=offer.block_tokens,
             valid_tokens=offer.valid_tokens,
             start=offer.start,
-            pages=self._to.pages(offer.start + offer.valid_tokens),
+            pages=self._pages(offer),
             checksum_key=self.line.link.checksum_key,
             peer=self.line.link.peer,
-            codec=self.line.link.codec,
+            codec=self._codec(offer),
+            state=offer.state,
         )
+
+    def _pages(self, offer: Offer) -> tuple[int, ...]:
+        if not offer.state:
+            return self._to.pages(offer.start + offer.valid_tokens)
+        if self._to.state is None:
+            raise HandoffError(f"{self.line.name}: a state came, and this model keeps none")
+        return (self._to.state(),)
+
+    def _codec(self, offer: Offer) -> str:
+        """State travels as it is: what it lost would stay in it."""
+        return "none" if offer.state else self.line.link.codec
 
     async def _insert(self, command: InsertBlock) -> StepResult:
         self.inserting += 1
@@ -254,8 +268,9 @@ class IncomingHandoff:
             block_tokens=offer.block_tokens,
             deadline_seconds=seconds,
             peer=link.peer,
-            codec=link.codec,
+            codec=self._codec(offer),
             source_rank=offer.rank,
+            state=offer.state,
         )
         future = self._loop.submit(command)
         self.pulling += 1
@@ -289,7 +304,7 @@ class IncomingHandoff:
         if not inserted.intact:
             self._counters.add("checksums_mismatched")
             return "it is not what its codec had packed"
-        if self.line.link.codec != "none":
+        if self._codec(offer) != "none":
             return ""
         expected = await self._sum(offer.offer_id)
         if expected == inserted.checksum:
@@ -335,7 +350,7 @@ class IncomingHandoff:
         blocks = [
             block
             for block in self._received.blocks
-            if block.group <= group < block.group + block.groups
+            if block.group <= group < block.group + block.groups and not block.state
         ]
         for block in sorted(blocks, key=lambda block: block.start):
             if block.start != at:
@@ -346,12 +361,18 @@ class IncomingHandoff:
     def _check_coverage(self, end: HandoffEnd) -> None:
         blocks, groups = self._received.blocks, self._to.layer_groups
         due = groups * (end.tokens - self._to.cached_tokens)
-        each = sum(block.groups * block.valid_tokens for block in blocks) == due
+        each = sum(block.groups * block.valid_tokens for block in blocks if not block.state) == due
         whole = all(self._contiguous(group) == end.tokens for group in range(groups))
         if not (each and whole and len(blocks) == end.offers):
             raise HandoffError(
                 f"{self.line.name}: {len(blocks)} blocks came, which do not cover {end.tokens}"
                 f" positions of {groups} layer groups once each"
+            )
+        states = sum(block.state for block in blocks)
+        if states != (self._to.state is not None):
+            raise HandoffError(
+                f"{self.line.name}: the state came {states} times; a model that keeps some hands it"
+                " over once, others never"
             )
 
 

@@ -145,7 +145,7 @@ class IncomingKv:
     ) -> None:
         """Receives from position `cached_tokens` on; ends in one call of `KvEvents`, unless it is
         closed."""
-        incoming = self._incoming[group.key]
+        incoming, states = self._incoming[group.key], self._state.states
         try:
             peer = self._peers.find(source)
         except JdisaggError as error:
@@ -159,6 +159,7 @@ class IncomingKv:
                 lambda tokens: self._pages(group, tokens),
                 self._state.limits.layer_groups,
                 cached_tokens,
+                (lambda: states.slot(group.rank, group.key)) if states.on else None,
             ),
             self._limits,
             self._counters,

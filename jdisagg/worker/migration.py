@@ -22,7 +22,13 @@ from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage
 from jdisagg.telemetry import Counters
 from jdisagg.timeouts import HandoffTimeouts
-from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv, extraction, offers_of_pages
+from jdisagg.worker.outgoing_kv import (
+    OutgoingHandoff,
+    OutgoingKv,
+    extraction,
+    offers_of_pages,
+    state_offers,
+)
 from jdisagg.worker.step_loop import StepLoop
 
 MOST_ROUNDS = 4
@@ -114,6 +120,7 @@ class MigrationSender:
             )
             if child.stage is not Stage.ENDED:
                 await self._offer(child, handoff, sent, child.position)
+                await self._offer_state(child, handoff)
                 tokens, generated = child.position, tuple(child.generated)
                 self._outgoing.finish(
                     handoff, lambda offers: HandoffEnd(offers, tokens, (), generated)
@@ -159,6 +166,14 @@ class MigrationSender:
             # submitted here, so that pages are still ours
             waiting.append(self._announce_sum(self._loop.submit(command), handoff))
         await asyncio.gather(*waiting)
+
+    async def _offer_state(self, child: Sequence, handoff: OutgoingHandoff) -> None:
+        """Of a sequence that stands still: its state is that after its last position."""
+        slot = self._state.states.slot(child.rank, child.key)
+        for offer in state_offers(self._state.limits, child.rank, self._ids):
+            command = extraction(self._loop.next_number(), offer, (slot,), 1, self._checksum_key)
+            handoff.announce((offer,))
+            await self._announce_sum(self._loop.submit(command), handoff)
 
     async def _announce_sum(
         self, extracting: "asyncio.Future[StepResult]", handoff: OutgoingHandoff

@@ -72,9 +72,10 @@ class OutgoingHandoff:
         until = self._handoff.deadline if deadline is None else min(deadline, self.until)
         self._handoff = self._handoff.advance(event, until)
 
-    def announce(self, offers: Iterable[Offer]) -> None:
+    def announce(self, offers: Iterable[Offer], weight_tokens: int = 0) -> None:
+        """`weight_tokens`: what each counts as while it is outstanding; 0: what it holds."""
         for offer in offers:
-            tokens = offer.groups * offer.block_tokens
+            tokens = weight_tokens or offer.groups * offer.block_tokens
             self._outstanding[offer.offer_id] = tokens
             self.outstanding_tokens += tokens
             self._messages.append(offer)
@@ -305,10 +306,26 @@ def offers_of_pages(
                 )
 
 
+def state_offers(limits: MeshLimits, rank: int, new_id: Callable[[], int]) -> tuple[Offer, ...]:
+    """What a sequence's state goes out as: one block, or nothing where the model keeps none."""
+    if not limits.kv_spec.has_state:
+        return ()
+    return (
+        Offer(new_id(), group=0, start=0, valid_tokens=1, block_tokens=1, rank=rank, state=True),
+    )
+
+
+def state_weight(limits: MeshLimits) -> int:
+    """What a state counts as among offered tokens of KV, by its bytes."""
+    spec = limits.kv_spec
+    return limits.layer_groups * -(-spec.state.bytes_per_token // spec.bytes_per_token)
+
+
 def extraction(
     step: int, offer: Offer, pages: Sequence[int], page_size: int, checksum_key: int
 ) -> ExtractBlock:
-    """What makes an offer of a sequence's `pages`, of which it reads those up to its end."""
+    """What makes an offer of a sequence's `pages`, of which it reads those up to its end; of its
+    state, whose slot is the one page."""
     covered = pages_for(offer.start + offer.valid_tokens, page_size)
     return ExtractBlock(
         step=step,
@@ -321,4 +338,5 @@ def extraction(
         block_tokens=offer.block_tokens,
         pages=tuple(pages[:covered]),
         checksum_key=checksum_key,
+        state=offer.state,
     )

@@ -194,4 +194,9 @@ def _words(layer: KVLayer) -> str:
         f"{part.name}[{part.heads},{part.width}]{part.dtype and f' {part.dtype}'}"
         for part in layer.components
     )
-    return f"({parts})" if layer.window is None else f"({parts} window {layer.window})"
+    kept = " ".join(
+        f"{part.name}[{part.heads},{part.width}]{part.dtype and f' {part.dtype}'}"
+        for part in layer.state
+    )
+    words = [parts, layer.window and f"window {layer.window}", kept and f"state {kept}"]
+    return f"({' '.join(filter(None, words))})"

@@ -52,9 +52,16 @@ from jdisagg.scheduler.prefill_admission import (
 from jdisagg.scheduler.prefill_batches import PrefillBatches, PrefillJob
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.scheduler.sequences import sample_spec
+from jdisagg.scheduler.state_slots import StateSlots
 from jdisagg.worker.host_tier import HostTier
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
-from jdisagg.worker.outgoing_kv import OutgoingHandoff, extraction, offers_of_pages
+from jdisagg.worker.outgoing_kv import (
+    OutgoingHandoff,
+    extraction,
+    offers_of_pages,
+    state_offers,
+    state_weight,
+)
 
 CHUNKS_OFFERED = 4
 
@@ -90,7 +97,7 @@ class PrefillTask:
     def tokens(self) -> tuple[int, ...]:
         return self.call.request.prompt_token_ids + self.call.children[0].accepted
 
-    def job(self, pages: tuple[int, ...]) -> PrefillJob:
+    def job(self, pages: tuple[int, ...], state: int) -> PrefillJob:
         request, children = self.call.request, self.call.children
         return PrefillJob(
             sequence=self.prompt.key,
@@ -101,6 +108,7 @@ class PrefillTask:
             arrival=self.prompt.arrival,
             offers_from=self.call.from_token,
             cached_tokens=self.cached_tokens,
+            state=state,
         )
 
     def end(self, offers: int) -> HandoffEnd:
@@ -129,6 +137,7 @@ class PrefillWorker(MeshWorker):
         depth = mesh.stages + 1  # each stage has a chunk, and one waits for the first
         super().__init__(context, executor, config, limits, limits.handoff_lease_seconds, depth)
         self._ledgers = [PageLedger(mesh.pages_per_rank) for _ in range(mesh.ranks)]
+        self._states = StateSlots(mesh)
         self._residency = Residency(self._ledgers, mesh.page_size, context.names)
         self._host = HostTier(
             self._residency,
@@ -212,7 +221,11 @@ class PrefillWorker(MeshWorker):
         )
 
     def _load(self, rank: int) -> RankLoad:
-        return RankLoad(self._ledgers[rank].free_pages, self._batches.queued_tokens(rank))
+        return RankLoad(
+            self._ledgers[rank].free_pages,
+            self._batches.queued_tokens(rank),
+            self._states.free_slots(rank),
+        )
 
     def _carry_out(self, admission: Admission) -> None:
         if admission.stalled or admission.full:
@@ -233,7 +246,8 @@ class PrefillWorker(MeshWorker):
                 self._backlog.forget(key)
                 self._backlog.add(key, task.prompt.tokens, cached)
             self._computing[key] = task
-            self._batches.add(task.job(pages))
+            self._states.take(rank, key)
+            self._batches.add(task.job(pages, self._states.slot(rank, key)))
 
     def _going_to(self, destinations: frozenset[str]) -> set[int]:
         return {
@@ -248,22 +262,27 @@ class PrefillWorker(MeshWorker):
                 task.started_at = self._clock.now()
             task.handoff.announce(_offers(row))
             if row.samples:
-                self._extracts.extend([(task, offer) for offer in self._known_blocks(task)])
+                self._extracts.extend([(task, offer) for offer in self._to_extract(task)])
         key = self._hello.checksum_key
         return msgspec.structs.replace(chunk, checksum_key=key) if key else chunk
 
-    def _known_blocks(self, task: PrefillTask) -> list[Offer]:
-        """What the decode worker lacks of what was known here, as offers to make."""
+    def _to_extract(self, task: PrefillTask) -> list[Offer]:
+        """What the decode worker lacks of what was known here, and the state after the last chunk,
+        as offers to make."""
         start, end = task.call.from_token, task.cached_tokens
         offers = list(offers_of_pages(self._mesh, task.rank, start, end, self._context.ids))
+        offers += state_offers(self._mesh, task.rank, self._context.ids)
         task.extracting.update([offer.offer_id for offer in offers])
         return offers
 
     def _extract(self, step: int, task: PrefillTask, offer: Offer) -> ExtractBlock:
-        """Offers a block of what was known; it may be asked for from now on."""
-        task.handoff.announce((offer,))
+        """Offers a block of what was known, or of state; it may be asked for from now on."""
+        key = task.prompt.key
+        task.handoff.announce((offer,), state_weight(self._mesh) if offer.state else 0)
         self._extracting[offer.offer_id] = task
-        pages = self._ledgers[offer.rank].pages(task.prompt.key)
+        pages = self._ledgers[offer.rank].pages(key)
+        if offer.state:
+            pages = (self._states.slot(offer.rank, key),)
         return extraction(step, offer, pages, self._mesh.page_size, self._hello.checksum_key)
 
     # ---- prompts
@@ -334,6 +353,7 @@ class PrefillWorker(MeshWorker):
             tokens=tokens,
             pages=pages_for(tokens, self._mesh.page_size),
             cached_tokens=self._known_tokens(chain, tokens),
+            states=int(self._states.on),
         )
         return PrefillTask(prompt, call, chain, now + call.deadline_seconds, now)
 
@@ -401,6 +421,7 @@ class PrefillWorker(MeshWorker):
         if self._computing.pop(key, None) is not None:
             self._batches.remove(key)
             self._residency.let_go(task.rank, key, chain)
+            self._states.free(task.rank, key)
             self._loop.wake()
 
     # ---- the worker
@@ -464,6 +485,8 @@ class PrefillWorker(MeshWorker):
             can_prefill=True,
             chunk_tokens=self._mesh.chunk_buckets[-1],
             loading_seconds=self._context.loading_seconds(),
+            free_states=self._states.free_by_rank(),
+            total_states=self._states.total_by_rank(),
         )
 
 

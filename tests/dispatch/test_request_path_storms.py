@@ -12,6 +12,7 @@ from jdisagg.messages.step_commands import InsertBlock, PrefillChunk
 from jdisagg.request import Request
 from tests.fakes.cluster import Cluster, toy_request
 from tests.fakes.fake_executor import Costs, toy_limits
+from tests.fakes.fake_states import Keeps, kept_as_it_is, with_state
 from tests.fakes.virtual_time import run_virtually
 
 
@@ -42,16 +43,21 @@ async def stream_all(cluster: Cluster, requests: list[Request]) -> int:
     return (await cluster.decode.status()).preemptions
 
 
+@pytest.mark.parametrize("keeps", [kept_as_it_is, with_state], ids=["kv", "state"])
 @pytest.mark.parametrize("steps_per_dispatch", [1, 4])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("mode", list(Mode))
 def test_preemption_loses_and_changes_no_token(
-    mode: Mode, ranks: int, steps_per_dispatch: int
+    mode: Mode, ranks: int, steps_per_dispatch: int, keeps: Keeps
 ) -> None:
     async def main() -> None:
-        tight = toy_limits(ranks=ranks, pages_per_rank=14, slots_per_rank=4)
+        tight = keeps(toy_limits(ranks=ranks, pages_per_rank=14, slots_per_rank=4))
         async with Cluster(
-            mode, decode=tight, growth_tokens=1, steps_per_dispatch=steps_per_dispatch
+            mode,
+            decode=tight,
+            prefill=keeps(toy_limits()),
+            growth_tokens=1,
+            steps_per_dispatch=steps_per_dispatch,
         ) as cluster:
             assert await stream_all(cluster, mixed_requests(16)) > 0
 
@@ -69,6 +75,7 @@ def test_preemption_loses_and_changes_no_token(
     prefill_pages=st.integers(12, 30),
     pull_seconds=st.sampled_from([0.0, 0.005, 0.5]),
     step_seconds=st.sampled_from([0.0001, 0.01]),
+    keeps=st.sampled_from([kept_as_it_is, with_state]),
     shapes=st.lists(
         st.tuples(st.integers(1, 24), st.integers(1, 20), st.integers(1, 4), st.floats(0, 0.5)),
         min_size=1,
@@ -85,11 +92,13 @@ def test_any_mix_in_any_room_gives_the_oracles_streams(
     prefill_pages: int,
     pull_seconds: float,
     step_seconds: float,
+    keeps: Keeps,
     shapes: list[tuple[int, int, int, float]],
 ) -> None:
     async def main() -> None:
         decode = toy_limits(pages_per_rank=pages, slots_per_rank=slots, page_size=page_size)
         prefill = toy_limits(pages_per_rank=prefill_pages, page_size=4)
+        decode, prefill = keeps(decode), keeps(prefill)
         costs = Costs(pull=pull_seconds, decode_step=step_seconds)
         async with Cluster(
             mode,

@@ -166,6 +166,7 @@ async def assert_all_free(cluster: EmbeddedCluster) -> None:
         statuses = await cluster.status()
         if (
             all(status.free_pages == status.total_pages for status in statuses)
+            and all(status.free_states == status.total_states for status in statuses)
             and cluster.channel.offered().offers == 0
         ):
             return

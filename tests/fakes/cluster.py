@@ -186,6 +186,7 @@ class Cluster:
         for worker in (self.decode, self.prefill):
             status = await worker.status()
             assert status.free_pages == status.total_pages, f"{worker.name} holds pages: {status}"
+            assert status.free_states == status.total_states, f"{worker.name} holds states"
             assert (status.running, status.waiting, status.handoffs) == (0, 0, 0), status
             assert (status.queued_tokens, status.queued_pairs, sum(status.rank_contexts)) == (
                 0,

@@ -43,6 +43,7 @@ from jdisagg.messages.step_commands import (
 from jdisagg.request import TokenLogprobs
 from jdisagg.scheduler.blocks import padded
 from jdisagg.scheduler.executor import MeshLimits
+from tests.fakes.fake_states import FakeStates
 from tests.fakes.toy_model import Entry, choose, extend
 
 
@@ -104,6 +105,7 @@ class _Slot:
     pages: tuple[int, ...]
     spec: SampleSpec
     outputs: list[int]
+    state: int
 
 
 def toy_limits(
@@ -164,6 +166,7 @@ class FakeExecutor:
             ]
             for _ in range(limits.ranks)
         ]
+        self._states = FakeStates(limits)
         self._slots: dict[tuple[int, int], _Slot] = {}
         self._dropped: set[int] = set()
         self.peers: set[str] = set()
@@ -235,6 +238,7 @@ class FakeExecutor:
                 for rank, source, destination in command.copies:
                     for group in self._pages[rank]:
                         group[destination] = list(group[source])
+                self._states.copy(command.states)
         return Done(command.step)
 
     def _read(self, rank: int, pages: tuple[int, ...], tokens: int) -> int:
@@ -264,7 +268,7 @@ class FakeExecutor:
         checksums: list[BlockChecksum] = []
         ready_at = max(self._free_at, asyncio.get_running_loop().time()) + self._cost(chunk)
         for row in chunk.rows:
-            chain = self._read(row.rank, row.pages, row.start)
+            chain = before = self._read(row.rank, row.pages, row.start)
             entries: list[Entry] = []
             for at, token in enumerate(row.tokens):
                 chain = extend(chain, token)
@@ -279,12 +283,28 @@ class FakeExecutor:
                     BlockChecksum(offer.offer_id, checksum(chunk.checksum_key, band, piece))
                 )
             end = row.start + len(row.tokens)
+            self._states.advance(row.rank, row.state, (row.start, before), (end, chain))
             for spec in row.samples:
                 token, logprobs = choose(chain, end, spec, spec.output_history)
                 samples.append(SampledToken(row.sequence, spec.child, token, logprobs))
         return PrefillResult(chunk.step, tuple(samples), tuple(checksums))
 
     def _extract(self, command: ExtractBlock) -> ExtractResult:
+        entries = self._states.extract(command) if command.state else self._kv(command)
+        band = range(command.group, command.group + command.groups)
+        sum_ = BlockChecksum(command.offer_id, checksum(command.checksum_key, band, entries))
+        if command.to_host:
+            positions = [entry[0] for entry in entries]
+            assert positions == list(range(command.start, command.start + len(entries))), entries
+            assert command.offer_id not in self.host, "ids are used once"
+            self.host[command.offer_id] = (band, entries)
+            return ExtractResult(command.step, sum_)
+        self._channel.offer(
+            self, command.offer_id, band, entries, asyncio.get_running_loop().time()
+        )
+        return ExtractResult(command.step, sum_)
+
+    def _kv(self, command: ExtractBlock) -> list[Entry]:
         end = command.start + command.valid_tokens
         assert command.valid_tokens <= command.block_tokens and len(command.pages) == -(
             -end // self.limits.page_size
@@ -293,22 +313,9 @@ class FakeExecutor:
             command.block_tokens % self.limits.granule_tokens == 0
             and command.start % self.limits.granule_tokens == 0
         )
-        band = range(command.group, command.group + command.groups)
-        entries = self._entries(command.rank, command.group, command.pages, command.start, end)
-        if command.to_host:
-            assert [entry[0] for entry in entries] == list(range(command.start, end)), entries
-            assert command.offer_id not in self.host, "ids are used once"
-            self.host[command.offer_id] = (band, entries)
-            sum_ = checksum(command.checksum_key, band, entries)
-            return ExtractResult(command.step, BlockChecksum(command.offer_id, sum_))
-        self._read(command.rank, command.pages, end)
-        self._channel.offer(
-            self, command.offer_id, band, entries, asyncio.get_running_loop().time()
-        )
-        return ExtractResult(
-            command.step,
-            BlockChecksum(command.offer_id, checksum(command.checksum_key, band, entries)),
-        )
+        if not command.to_host:
+            self._read(command.rank, command.pages, end)
+        return self._entries(command.rank, command.group, command.pages, command.start, end)
 
     def _entries(
         self, rank: int, group: int, pages: tuple[int, ...], start: int, end: int
@@ -388,6 +395,10 @@ class FakeExecutor:
 
     def _insert(self, command: InsertBlock) -> InsertResult:
         entries = self.pulled.pop(command.offer_id)
+        if command.state:
+            self._states.insert(command, entries)
+            found = checksum(command.checksum_key, range(1), entries)
+            return InsertResult(command.step, command.offer_id, found)
         assert len(entries) == command.valid_tokens <= command.block_tokens
         assert entries[0][0] == command.start
         assert len(command.pages) == -(
@@ -452,15 +463,18 @@ class FakeExecutor:
             admit.pages,
             admit.sample,
             list(admit.sample.output_history),
+            admit.state,
         )
         self._slots[admit.rank, admit.slot] = slot
 
     def _step(self, rank: int, slot: _Slot) -> tuple[int, TokenLogprobs | None]:
         if slot.position >= slot.limit:
             return -1, None
-        chain = extend(self._read(rank, slot.pages, slot.position), slot.token)
+        before = self._read(rank, slot.pages, slot.position)
+        chain = extend(before, slot.token)
         self._write(rank, slot.pages, (slot.position, slot.token, chain))
         slot.position += 1
+        self._states.advance(rank, slot.state, (slot.position - 1, before), (slot.position, chain))
         slot.token, logprobs = choose(chain, slot.position, slot.spec, tuple(slot.outputs))
         slot.outputs.append(slot.token)
         return slot.token, logprobs

@@ -100,6 +100,15 @@ LATENT = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
 }
+# Gated DeltaNet: two key heads of 8 values, each for two value heads of 12.
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "head_dim": 16,
+}
+LINEAR, FULL = "linear_attention", "full_attention"
 VARIANTS: dict[str, Variant] = {
     "llama_tied": Variant("llama", {"tie_word_embeddings": True}, torch.float32),
     "llama_biased": Variant("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}, torch.float16, legacy=True),  # noqa: E501
@@ -147,6 +156,10 @@ VARIANTS: dict[str, Variant] = {
     "deepseek_v3": Variant("deepseek_v3", LATENT | {"num_hidden_layers": 3, "n_group": 4, "topk_group": 2, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}, legacy=True),  # noqa: E501
     "kimi_k2": Variant("deepseek_v3", LATENT | {"n_group": 1, "topk_group": 1, "attention_bias": True, "n_shared_experts": 2}, called="kimi_k2"),  # noqa: E501
     "glm4_moe_lite": Variant("glm4_moe_lite", LATENT | {"num_hidden_layers": 3, "rope_interleave": False}),  # noqa: E501
+    "qwen3_next": Variant("qwen3_next", MOE | DELTA | {"num_hidden_layers": 4, "shared_expert_intermediate_size": 20, "mlp_only_layers": [1],  # noqa: E501
+                                                       "full_attention_interval": 2}),
+    "qwen3_5": Variant("qwen3_5", DELTA | {"num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR], "linear_conv_kernel_dim": 3}),  # noqa: E501
+    "qwen3_5_moe": Variant("qwen3_5_moe", MOE | DELTA | {"shared_expert_intermediate_size": 20, "layer_types": [LINEAR, FULL]}),  # noqa: E501
     "hy_v3": Variant("hy_v3", MOE | {"num_hidden_layers": 3, "router_scaling_factor": 1.5}),
 }  # fmt: skip
 EYES: dict[str, dict[str, object]] = {
@@ -164,6 +177,10 @@ EYES["gemma3"] = {
     "patch_size": 2,
 }
 EYES["qwen3_vl_moe"] = EYES["qwen3_vl"]
+EYES["qwen3_5"] = EYES["qwen3_5_moe"] = {
+    "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 32,
+    "num_position_embeddings": 4, "patch_size": 2,
+}  # fmt: skip
 
 
 def make(name: str, variant: Variant) -> None:
@@ -213,6 +230,8 @@ def random_model(variant: Variant, seed: int) -> torch.nn.Module:
             if "norm" in name:
                 least = -0.5 if variant.family.startswith("gemma3") else 0.5  # added to one
                 weight.uniform_(least, least + 1)
+            elif name.endswith("A_log"):
+                weight.uniform_(-4.0, 1.0)  # some heads remember long
             elif name.endswith("bias"):
                 weight.normal_(std=0.3)
             elif "embed_tokens" in name:

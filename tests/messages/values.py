@@ -11,6 +11,7 @@ import msgspec
 
 from jdisagg.costs import hardware, model_geometry
 from jdisagg.costs.hardware import Accelerator
+from jdisagg.costs.linear_attention import LinearAttention
 from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
@@ -109,6 +110,9 @@ MODELS = st.sampled_from(
         *model_geometry.CATALOG.values(),
         dataclasses.replace(
             model_geometry.CATALOG["tiny-llama"], attention=GroupedAttention(8, 4, 16, 64, 2)
+        ),
+        dataclasses.replace(
+            model_geometry.CATALOG["tiny-llama"], linear=LinearAttention(3, 4, 8, 16, 16, 4)
         ),
     ]
 )

@@ -15,7 +15,7 @@ from models.hf_config import HfConfig
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = [path.parent for path in sorted(ROOT.glob("tests/golden/*/config.json"))]
-OWN_WORDS = {"granite4", "hy_v3"}  # families that name their sizes as no other does
+OWN_WORDS = {"granite4", "hy_v3", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
 SIZES = {
     "hidden_size": 64,
     "num_hidden_layers": 8,

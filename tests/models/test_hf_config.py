@@ -12,7 +12,16 @@ from models.hf_config import HfConfig
 
 BASE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,  # noqa: E501
         "num_key_value_heads": 2, "rope_theta": 10000.0}  # fmt: skip
-PARTLY_ROTATED = {"phi3", "glm", "glm4", "glm4_moe", "minimax_m2"}
+PARTLY_ROTATED = {
+    "phi3",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "minimax_m2",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+}
 
 
 # What a family's config must say beside it.
@@ -21,7 +30,11 @@ BESIDE: dict[str, dict[str, object]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
 }
 # Published configs of a family leave these out.
-LEFT_OUT = {("gemma3_text", "vocab_size"), ("gemma3_text", "num_attention_heads")}
+LEFT_OUT = {
+    ("gemma3_text", "vocab_size"),
+    ("gemma3_text", "num_attention_heads"),
+    ("qwen3_5_moe_text", "intermediate_size"),  # all of its layers have experts
+}
 
 
 def _base(family: str) -> dict[str, object]:

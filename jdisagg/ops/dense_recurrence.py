@@ -1,0 +1,29 @@
+"""State for a whole sequence at once, from its beginning, kept nowhere: what
+`ops/dense_attention.py` is to attention. For tests and for looking at a model."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jdisagg.layout.kv_spec import KVComponent
+from jdisagg.model_api import Advance, Recur, Runs
+
+_GRAIN = 16
+
+
+def recur_from_the_beginning(parts: Sequence[KVComponent], dtype: str, tokens: int) -> Recur:
+    """A layer's pass over one sequence of so many tokens; its state has these parts, of `dtype`
+    where they say nothing."""
+
+    def recur(advance: Advance) -> jax.Array:
+        state = tuple(
+            jnp.zeros((1, part.heads, part.width), jnp.dtype(part.dtype or dtype)) for part in parts
+        )
+        index_T = jnp.arange(tokens, dtype=jnp.int32)
+        count_1 = jnp.full((1,), tokens, jnp.int32)
+        return advance(
+            state, Runs(jnp.zeros_like(index_T), index_T, jnp.zeros_like(count_1), count_1, _GRAIN)
+        )[0]
+
+    return recur

@@ -1,0 +1,163 @@
+"""The gated delta rule (Yang et al., 2024, arXiv 2412.06464): linear attention whose state forgets
+by a gate and corrects what it holds of a key before it writes.
+
+Of each head, with state S [dk, dv], key k, value v, query q, gate exp(g) and strength b:
+
+    u_t = b_t (v_t - exp(g_t) S_(t-1)^T k_t),
+    S_t = exp(g_t) S_(t-1) + k_t (x) u_t,   o_t = S_t^T q_t
+
+A decode step computes just that. A chunk goes run by run of `grain` tokens: within a run, with
+cumulated gates G, the u are the solution of a triangular system, (I + A) U = B (V - exp(G) K S),
+A_ij = b_i exp(G_i - G_j) k_i.k_j for j < i, so that a run is a few products of matrices and only
+the state goes from run to run. All in float32; q and k have length one."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jdisagg.model_api import Runs
+
+
+class DeltaInputs(NamedTuple):
+    """Of each token and head. `g_TN`: the logarithm of the gate, never positive; `b_TN`: the
+    strength of writing. Of padding both count as zero, so that it changes nothing."""
+
+    q_TNH: jax.Array
+    k_TNH: jax.Array
+    v_TNH: jax.Array
+    g_TN: jax.Array
+    b_TN: jax.Array
+
+
+class _Run(NamedTuple):
+    """What a run does to a state, whatever that is: u = values - keys S, o = queries S + mix u,
+    S' = decay S + writes^T u."""
+
+    values_NCV: jax.Array
+    keys_NCK: jax.Array
+    queries_NCK: jax.Array
+    mix_NCC: jax.Array
+    writes_NCK: jax.Array
+    decay_N: jax.Array
+
+    def on(self, state_NKV: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The output [N, C, dv] and the state after it."""
+        u_NCV = self.values_NCV - self.keys_NCK @ state_NKV
+        out_NCV = self.queries_NCK @ state_NKV + self.mix_NCC @ u_NCV
+        kept_NKV = self.decay_N[:, None, None] * state_NKV
+        return out_NCV, kept_NKV + jnp.swapaxes(self.writes_NCK, 1, 2) @ u_NCV
+
+
+def unit_length(x: jax.Array, epsilon: float = 1e-6) -> jax.Array:
+    """The last axis scaled to length one, in float32."""
+    wide = x.astype(jnp.float32)
+    return wide * lax.rsqrt(jnp.sum(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
+
+
+def delta_runs(
+    inputs: DeltaInputs, state_RNKV: jax.Array, runs: Runs
+) -> tuple[jax.Array, jax.Array]:
+    """The rule over a chunk's rows.
+
+    Args:
+        inputs: of T tokens.
+        state_RNKV: float32, of each row before its first token here.
+        runs: where rows lie.
+
+    Returns:
+        o [T, N, dv] in float32 (unspecified for padding), and the state after each row's last
+        token; of a row without tokens as it was.
+    """
+    tokens, heads, width = inputs.v_TNH.shape
+    grain, rows = runs.grain, state_RNKV.shape[0]
+    parts = jax.vmap(_prepare)(_in_runs(inputs, runs))
+    row_n, first_n = runs.row_T[::grain], runs.index_T[::grain] == 0
+
+    def one_row(
+        state: jax.Array, run: tuple[_Run, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        out, state = run[0].on(state)
+        return state, out
+
+    def several_rows(
+        carry: tuple[jax.Array, jax.Array], run: tuple[_Run, jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        part, row, first = run
+        before = jnp.where(first, jnp.take(state_RNKV, row, axis=0, mode="clip"), carry[0])
+        out, state = part.on(before)
+        # the last run of a row has the last word
+        return (state, carry[1].at[jnp.where(row < 0, rows, row)].set(state, mode="drop")), out
+
+    if rows == 1:
+        last, out = lax.scan(one_row, state_RNKV[0], (parts, row_n, first_n))
+        new_RNKV = last[None]
+    else:
+        (_, new_RNKV), out = lax.scan(
+            several_rows, (jnp.zeros_like(state_RNKV[0]), state_RNKV), (parts, row_n, first_n)
+        )
+    return jnp.swapaxes(out, 1, 2).reshape(-1, heads, width)[:tokens], new_RNKV
+
+
+def delta_step(inputs: DeltaInputs, state_BNKV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """As `delta_runs`, of one more token of each sequence: o [B, N, dv] and the states after it."""
+    q, k, v, g, b = (part.astype(jnp.float32) for part in inputs)
+    kept = jnp.exp(g)[..., None, None] * state_BNKV
+    u_BNV = b[..., None] * (v - jnp.einsum("bnkv,bnk->bnv", kept, k))
+    new = kept + k[..., None] * u_BNV[..., None, :]
+    return jnp.einsum("bnkv,bnk->bnv", new, q), new
+
+
+def _in_runs(inputs: DeltaInputs, runs: Runs) -> DeltaInputs:
+    """In runs [n, N, grain, ...], what belongs to nobody set to nothing."""
+    real_T, lacking = runs.row_T >= 0, -runs.row_T.shape[0] % runs.grain
+
+    def cut(part: jax.Array) -> jax.Array:
+        masked = jnp.where(
+            real_T.reshape(-1, *(1,) * (part.ndim - 1)), part.astype(jnp.float32), 0.0
+        )
+        masked = jnp.pad(masked, ((0, lacking), *((0, 0),) * (part.ndim - 1)))
+        return jnp.swapaxes(masked.reshape(-1, runs.grain, *part.shape[1:]), 1, 2)
+
+    return DeltaInputs(*map(cut, inputs))
+
+
+def _prepare(run: DeltaInputs) -> _Run:
+    """Of one run, its parts with heads first [N, C, ...]."""
+    q, k, v, g, b = run
+    size = g.shape[-1]
+    total_NC = jnp.cumsum(g, axis=-1)
+    before_CC = jnp.tril(jnp.ones((size, size), jnp.bool_), -1)
+    upto_CC = jnp.tril(jnp.ones((size, size), jnp.bool_))
+    # above the diagonal the exponent would be positive
+    gap_NCC = jnp.where(upto_CC, total_NC[:, :, None] - total_NC[:, None, :], 0.0)
+    decay_NCC = jnp.exp(gap_NCC)
+    keys_NCC = jnp.einsum("nik,njk->nij", k, k) * decay_NCC * b[:, :, None]
+    solve_NCC = _inverse(jnp.where(before_CC, keys_NCC, 0.0))
+    queries_NCC = jnp.einsum("nik,njk->nij", q, k) * decay_NCC
+    from_start, to_end = jnp.exp(total_NC), jnp.exp(total_NC[:, -1:] - total_NC)
+    return _Run(
+        values_NCV=solve_NCC @ (b[..., None] * v),
+        keys_NCK=solve_NCC @ ((b * from_start)[..., None] * k),
+        queries_NCK=from_start[..., None] * q,
+        mix_NCC=jnp.where(upto_CC, queries_NCC, 0.0),
+        writes_NCK=to_end[..., None] * k,
+        decay_N=from_start[:, -1],
+    )
+
+
+def _inverse(below_NCC: jax.Array) -> jax.Array:
+    """(I + L)^-1 of strictly lower triangular L, whose size is a power of two: of blocks twice as
+    large from blocks, [[a, 0], [c, d]]^-1 = [[a', 0], [-d' c a', d']]. As stable as substitution,
+    and no loop."""
+    size = below_NCC.shape[-1]
+    index = jnp.arange(size)
+    found = jnp.broadcast_to(jnp.eye(size, dtype=below_NCC.dtype), below_NCC.shape)
+    block = 1
+    while block < size:
+        number = index // block
+        corner_CC = (number[:, None] == number[None, :] + 1) & (number[None, :] % 2 == 0)
+        found = found - found @ jnp.where(corner_CC, below_NCC, 0.0) @ found
+        block *= 2
+    return found

@@ -1,0 +1,59 @@
+"""A causal convolution over the last few tokens of each sequence, channel by channel: its state is
+the inputs of the last K - 1 tokens, for a kernel of K.
+
+Whatever is masked is left out by a choice, never by a product with zero: a sequence whose inputs
+are not finite reaches no other. Pure; computed in float32 and rounded once."""
+
+import jax
+import jax.numpy as jnp
+
+from jdisagg.model_api import Runs
+
+
+def convolve_runs(
+    x_TC: jax.Array, kernel_CK: jax.Array, state_RSC: jax.Array, runs: Runs
+) -> tuple[jax.Array, jax.Array]:
+    """The convolution of a chunk's rows.
+
+    Args:
+        x_TC: inputs.
+        kernel_CK: the newest input's weight last.
+        state_RSC: the S = K - 1 inputs before each row, the newest last.
+        runs: where rows lie.
+
+    Returns:
+        y [T, C] in x's dtype, and the inputs that each row ends with [R, S, C].
+    """
+    taps, wide_TC = kernel_CK.shape[1], x_TC.astype(jnp.float32)
+    kernel_K1C, last = kernel_CK.astype(jnp.float32).T[:, None], state_RSC.shape[1]
+    y_TC = wide_TC * kernel_K1C[-1]
+    for back in range(1, taps):
+        earlier_TC = jnp.roll(wide_TC, back, axis=0)
+        own_T1 = (runs.index_T >= back)[:, None]
+        y_TC += jnp.where(own_T1, earlier_TC, 0.0) * kernel_K1C[-1 - back]
+    # The first tokens of a row also see what came before it.
+    state = state_RSC.astype(jnp.float32)
+    tokens = x_TC.shape[0]
+    for ahead in range(last):
+        seen_RC = sum(
+            state[:, last + ahead - back] * kernel_K1C[-1 - back] for back in range(ahead + 1, taps)
+        )
+        at_R = jnp.where(ahead < runs.count_R, runs.first_R + ahead, tokens)
+        y_TC = y_TC.at[at_R].add(seen_RC, mode="drop")
+    index_RS = runs.count_R[:, None] - last + jnp.arange(last, dtype=jnp.int32)[None, :]
+    fresh_RSC = jnp.take(x_TC, runs.first_R[:, None] + index_RS, axis=0, mode="clip")
+    kept_RSC = jnp.take_along_axis(
+        state_RSC, jnp.clip(index_RS + last, 0, last - 1)[:, :, None], axis=1
+    )
+    new_RSC = jnp.where((index_RS >= 0)[:, :, None], fresh_RSC.astype(kept_RSC.dtype), kept_RSC)
+    return y_TC.astype(x_TC.dtype), new_RSC
+
+
+def convolve_step(
+    x_BC: jax.Array, kernel_CK: jax.Array, state_BSC: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """As `convolve_runs`, of one more token of each sequence."""
+    seen_BKC = jnp.concatenate([state_BSC, x_BC[:, None].astype(state_BSC.dtype)], axis=1)
+    kernel_KC = kernel_CK.astype(jnp.float32).T
+    y_BC = jnp.sum(seen_BKC.astype(jnp.float32) * kernel_KC[None], axis=1)
+    return y_BC.astype(x_BC.dtype), seen_BKC[:, 1:]

@@ -1,0 +1,46 @@
+"""Who holds which slot of state on the ranks of one mesh: a sequence has one, from before its
+prefill until it ends. Of a model that keeps no state nobody holds any, and there is always room.
+Pure.
+
+Several owners may hold a slot: the group that it is written for, and the first of its children; the
+others have slots of their own, into which it is copied."""
+
+from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.scheduler.page_ledger import PageLedger
+
+
+class StateSlots:
+    def __init__(self, limits: MeshLimits) -> None:
+        self._each = int(limits.kv_spec.has_state)
+        self._ledgers = [PageLedger(limits.state_slots_per_rank) for _ in range(limits.ranks)]
+
+    @property
+    def on(self) -> bool:
+        return bool(self._each)
+
+    def free_slots(self, rank: int) -> int:
+        return self._ledgers[rank].free_pages
+
+    def free_by_rank(self) -> tuple[int, ...]:
+        return tuple([ledger.free_pages for ledger in self._ledgers])
+
+    def total_by_rank(self) -> tuple[int, ...]:
+        return tuple([ledger.total_pages for ledger in self._ledgers])
+
+    def has_room(self, rank: int, sequences: int) -> bool:
+        return self.free_slots(rank) >= sequences * self._each
+
+    def take(self, rank: int, owner: int) -> None:
+        """The caller has seen that there is room."""
+        taken = self._ledgers[rank].reserve(owner, self._each)
+        assert taken is not None, "room was checked"
+
+    def share(self, rank: int, owner: int, new_owner: int) -> None:
+        self._ledgers[rank].share(owner, new_owner, self._each)
+
+    def free(self, rank: int, owner: int) -> None:
+        self._ledgers[rank].free(owner)
+
+    def slot(self, rank: int, owner: int) -> int:
+        """Where an owner's state lies; 0 where there is none."""
+        return next(iter(self._ledgers[rank].pages(owner)), 0)

@@ -1,0 +1,109 @@
+"""Gated DeltaNet (Yang et al., 2024), as Qwen3-Next and Qwen3.5 have it in place of attention in
+most layers: a short convolution, the gated delta rule, and a gated norm on each head.
+
+Each key head serves a group of value heads, and what belongs to one lies together: a group's
+queries, keys and values side by side in one kernel and one convolution. Groups are sharded over kv
+heads' axis, as the state is; where tp exceeds that, the recurrence is computed on each replica, and
+only the gate and the output are split further. The state is float32; the convolution's is the
+activations' type."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jdisagg.model_api import Recur, Runs, Shards, State
+from jdisagg.ops.gated_delta import DeltaInputs, delta_runs, delta_step, unit_length
+from jdisagg.ops.norm import rms_norm
+from jdisagg.ops.parameters import Make, parameter
+from jdisagg.ops.quantized_weights import KernelForm
+from jdisagg.ops.short_convolution import convolve_runs, convolve_step
+from models.decoder_config import DecoderConfig, DeltaConfig
+from models.linear import Linear, Norm, rows_of
+
+
+class GatedDeltaNet(nnx.Module):
+    """What is kept between a sequence's tokens, and where, is `recur`'s affair."""
+
+    def __init__(
+        self, make: Make, config: DecoderConfig, delta: DeltaConfig, form: KernelForm
+    ) -> None:
+        width, heads = config.width, delta.value_heads
+        channels, values = delta.key_heads * delta.group_channels, heads * delta.value_dim
+
+        def into(size: int, form: KernelForm) -> Linear:
+            return Linear(make, (width, size), ("embed", "kv_heads"), form=form)
+
+        self.qkv = into(channels, form)
+        self.write, self.decay = into(heads, form.plain()), into(heads, form.plain())
+        self.kernel = parameter(
+            make((channels, delta.taps), "matrix", delta.taps), ("kv_heads", "head")
+        )
+        self.decay_bias = parameter(make((heads,), "float32", width), ("kv_heads",))
+        self.decay_log = parameter(make((heads,), "float32", width), ("kv_heads",))
+        self.gate = Linear(make, (width, values), ("embed", "q_heads"), form=form)
+        self.norm = Norm(make, delta.value_dim, ("head",), config.norm_epsilon)
+        self.o = Linear(make, (values, width), ("q_heads", "embed"), form=form)
+        self.delta = delta
+
+    def __call__(
+        self, x_TD: jax.Array, recur: Recur, shards: Shards, rows_R: jax.Array | None = None
+    ) -> jax.Array:
+        """[T, D], or [R, D] of these rows: the others go into the state, and that is all."""
+        mixed_TC = self.qkv(x_TD, shards)
+        write_TN = jax.nn.sigmoid(self.write(x_TD, shards).astype(jnp.float32))
+        step_TN = self.decay(x_TD, shards).astype(jnp.float32) + self.decay_bias[...][None, :]
+        decay_TN = -jnp.exp(self.decay_log[...])[None, :] * jax.nn.softplus(step_TN)
+
+        def advance(state: State, runs: Runs | None) -> tuple[jax.Array, State]:
+            inputs_RSC, kept = self._inputs(state[0]), self._matrices(state[1])
+            if runs is None:
+                y_TC, inputs_RSC = convolve_step(mixed_TC, self.kernel[...], inputs_RSC)
+                out_TNH, kept = delta_step(self._heads(y_TC, decay_TN, write_TN), kept)
+            else:
+                y_TC, inputs_RSC = convolve_runs(mixed_TC, self.kernel[...], inputs_RSC, runs)
+                out_TNH, kept = delta_runs(self._heads(y_TC, decay_TN, write_TN), kept, runs)
+            return out_TNH, (self._by_group(inputs_RSC), kept.reshape(*kept.shape[:2], -1))
+
+        out_RNH = rows_of(recur(advance).astype(x_TD.dtype), rows_R)
+        x_RD = rows_of(x_TD, rows_R)
+        if not x_RD.shape[0]:
+            return x_RD  # nothing to project, and no collective over nothing
+        gate_RNH = self.gate(x_RD, shards).reshape(x_RD.shape[0], -1, self.delta.value_dim)
+        out_RNH = _own_heads(out_RNH, gate_RNH.shape[1], shards)
+        normal_RNH = rms_norm(out_RNH, self.norm.weight[...], self.norm.epsilon)
+        gated_RNH = normal_RNH.astype(jnp.float32) * jax.nn.silu(gate_RNH.astype(jnp.float32))
+        return self.o.summed(gated_RNH.astype(x_TD.dtype).reshape(x_RD.shape[0], -1), shards)
+
+    def _heads(self, y_TC: jax.Array, decay_TN: jax.Array, write_TN: jax.Array) -> DeltaInputs:
+        """What the rule reads of the convolution's output."""
+        delta, tokens = self.delta, y_TC.shape[0]
+        group_TGC = jax.nn.silu(y_TC).reshape(tokens, -1, delta.group_channels)
+        q_TGH, k_TGH, v_TGC = jnp.split(group_TGC, (delta.key_dim, 2 * delta.key_dim), axis=2)
+        q_TNH, k_TNH = (
+            jnp.repeat(unit_length(part), delta.values_per_key, axis=1) for part in (q_TGH, k_TGH)
+        )
+        v_TNH = v_TGC.reshape(tokens, -1, delta.value_dim)
+        return DeltaInputs(q_TNH * delta.key_dim**-0.5, k_TNH, v_TNH, decay_TN, write_TN)
+
+    def _inputs(self, kept_RGX: jax.Array) -> jax.Array:
+        """The convolution's state as [R, S, C], which is kept by groups [R, G, S x channels]."""
+        rows = kept_RGX.shape[0]
+        by_group = kept_RGX.reshape(rows, -1, self.delta.taps - 1, self.delta.group_channels)
+        return by_group.swapaxes(1, 2).reshape(rows, self.delta.taps - 1, -1)
+
+    def _by_group(self, inputs_RSC: jax.Array) -> jax.Array:
+        rows, kept, _ = inputs_RSC.shape
+        by_token = inputs_RSC.reshape(rows, kept, -1, self.delta.group_channels)
+        by_group = by_token.swapaxes(1, 2)
+        return by_group.reshape(rows, by_group.shape[1], -1)
+
+    def _matrices(self, kept_RNX: jax.Array) -> jax.Array:
+        return kept_RNX.reshape(*kept_RNX.shape[:2], self.delta.key_dim, self.delta.value_dim)
+
+
+def _own_heads(out_RNH: jax.Array, heads: int, shards: Shards) -> jax.Array:
+    """Of the heads that all replicas have, this device's `heads`."""
+    if out_RNH.shape[1] == heads:
+        return out_RNH
+    return lax.dynamic_slice_in_dim(out_RNH, lax.axis_index(shards.tp[-1]) * heads, heads, axis=1)

@@ -1,0 +1,162 @@
+"""How a slice of one of our parameters is cut out of Hugging Face tensors.
+
+Their matrices are [out, in], ours [in, out] or [out, in], and [E, in, out] of experts. A parameter
+may be padded beyond its tensor in the vocabulary: padding reads as zeros. A slice is read without
+touching the rest."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+Index = tuple[slice, ...]
+ReadTensor = Callable[[str, Index], np.ndarray]
+
+
+class Source(Protocol):
+    """Where one parameter comes from."""
+
+    def needs(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors."""
+        ...
+
+    def read(self, tensor: ReadTensor, index: Index) -> np.ndarray:
+        """The slice `index` of the parameter (in its own, padded coordinates), in the stored
+        dtype."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """One tensor; `flipped` where the parameter is its transpose. `shape` is the tensor's."""
+
+    name: str
+    shape: tuple[int, ...]
+    flipped: bool = False
+
+    def needs(self) -> dict[str, tuple[int, ...]]:
+        return {self.name: self.shape}
+
+    def read(self, tensor: ReadTensor, index: Index) -> np.ndarray:
+        theirs = index[::-1] if self.flipped else index
+        found = tensor(self.name, theirs)
+        lacking = tuple(
+            (0, _length(part) - size) for part, size in zip(theirs, found.shape, strict=True)
+        )
+        if any(after for _, after in lacking):
+            found = np.pad(found, lacking)
+        return found.T if self.flipped else found
+
+
+@dataclass(frozen=True, slots=True)
+class PerExpert:
+    """A stack [E, in, out] of tensors [out, in], one per expert; `pattern` holds '{expert}'."""
+
+    pattern: str
+    experts: int
+    shape: tuple[int, ...]
+
+    def needs(self) -> dict[str, tuple[int, ...]]:
+        return {self.pattern.format(expert=expert): self.shape for expert in range(self.experts)}
+
+    def read(self, tensor: ReadTensor, index: Index) -> np.ndarray:
+        first, last, _ = index[0].indices(self.experts)
+        theirs = index[:0:-1]
+        return np.stack(
+            [tensor(self.pattern.format(expert=expert), theirs).T for expert in range(first, last)]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A matrix that is some rows of one tensor [rows, in], from `first_row` on; `flipped` where the
+    parameter is [in, out]."""
+
+    name: str
+    shape: tuple[int, ...]
+    first_row: int
+    flipped: bool
+
+    def needs(self) -> dict[str, tuple[int, ...]]:
+        return {self.name: self.shape}
+
+    def read(self, tensor: ReadTensor, index: Index) -> np.ndarray:
+        out, into = index[::-1] if self.flipped else index
+        rows = slice(out.start + self.first_row, out.stop + self.first_row)
+        found = tensor(self.name, (rows, into))
+        return found.T if self.flipped else found
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    """A stack [N, in, out] of some rows of each head, from `first_row` on, of one tensor [N x
+    rows of a head, in]."""
+
+    name: str
+    shape: tuple[int, ...]
+    head_rows: int
+    first_row: int
+
+    def needs(self) -> dict[str, tuple[int, ...]]:
+        return {self.name: self.shape}
+
+    def read(self, tensor: ReadTensor, index: Index) -> np.ndarray:
+        heads, into, out = index
+        rows = slice(heads.start * self.head_rows, heads.stop * self.head_rows)
+        found = tensor(self.name, (rows, into))
+        found = found.reshape(-1, self.head_rows, found.shape[1])
+        mine = found[:, out.start + self.first_row : out.stop + self.first_row]
+        return np.swapaxes(mine, 1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class SomeRows:
+    """A parameter that is these rows of one tensor [rows, ...], in this order; `flipped` where it
+    is [in, out]. Only they are read, run by run. What the tensor has beside rows and columns is of
+    size one."""
+
+    name: str
+    shape: tuple[int, ...]
+    rows: tuple[int, ...]
+    flipped: bool = False
+
+    def needs(self) -> dict[str, tuple[int, ...]]:
+        return {self.name: self.shape}
+
+    def read(self, tensor: ReadTensor, index: Index) -> np.ndarray:
+        out, *into = index[::-1] if self.flipped else index
+        rows = np.array(self.rows[out])
+        ends = np.flatnonzero(np.diff(rows) != 1) + 1
+        rest = (slice(0, 1),) * (len(self.shape) - len(index))
+        parts = [
+            tensor(self.name, (slice(int(run[0]), int(run[-1]) + 1), *rest, *into))
+            for run in np.split(rows, ends)
+        ]
+        found = np.concatenate(parts).reshape(len(rows), *(part.stop - part.start for part in into))
+        return found.T if self.flipped else found
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """A stack [E, in, out] inside one tensor [E, out's, in], whose rows from `first_row` on are
+    ours; or, where `inward`, inside one [E, in, out's]."""
+
+    name: str
+    shape: tuple[int, ...]
+    first_row: int = 0
+    inward: bool = False
+
+    def needs(self) -> dict[str, tuple[int, ...]]:
+        return {self.name: self.shape}
+
+    def read(self, tensor: ReadTensor, index: Index) -> np.ndarray:
+        experts, into, out = index
+        rows = slice(out.start + self.first_row, out.stop + self.first_row)
+        if self.inward:
+            return tensor(self.name, (experts, into, rows))
+        return np.swapaxes(tensor(self.name, (experts, rows, into)), 1, 2)
+
+
+def _length(part: slice) -> int:
+    return part.stop - part.start
