@@ -438,6 +438,7 @@ class FakeExecutor:
         every = [slot.spec.sampling for slots in rows for slot in slots]
         assert command.shaped == any(sampling.shaped for sampling in every)
         assert command.sampled == any(not sampling.greedy for sampling in every)
+        assert command.masked == any(sampling.grammar is not None for sampling in every)
         steps = [
             [[self._step(rank, slot) for slot in slots] for rank, slots in enumerate(rows)]
             for _ in range(command.steps)

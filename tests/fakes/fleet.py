@@ -28,6 +28,7 @@ from jdisagg.worker.prefill_worker import PrefillWorker
 from tests.fakes.cluster import Collected, ToyText
 from tests.fakes.fake_executor import Costs, FakeChannel, FakeExecutor, Faults, toy_limits
 from tests.fakes.packed_ports import packed
+from tests.fakes.toy_grammars import GRAMMARS
 from tests.fakes.toy_model import expected_tokens
 from tests.fakes.virtual_time import VirtualClock
 
@@ -148,6 +149,7 @@ class Fleet:
             self._decode_ports[name] = through(
                 DecodePort, packed(DecodePort, worker) if self._wire else worker, Crashable(crash)
             )
+        worker.constrain(GRAMMARS)
         self.processes[name] = Process(worker, mesh, crash)
         await worker.start()
 

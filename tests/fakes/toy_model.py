@@ -1,13 +1,13 @@
 """A model that one can compute by hand. Its "KV" of a token is (position, token, chain): the chain
 is a hash of the whole prefix, so KV read from a page proves for which tokens it was written; the
 next token is the chain modulo the vocabulary, moved by seed, child, position and histories where
-the sampling says so."""
+the sampling says so, and on to what a grammar allows."""
 
 from jdisagg.messages.step_commands import SampleSpec
 from jdisagg.request import Request, TokenLogprobs
 from jdisagg.scheduler.sequences import sample_spec
+from tests.fakes.toy_grammars import VOCABULARY, next_allowed
 
-VOCABULARY = 97
 Entry = tuple[int, int, int]
 
 
@@ -32,7 +32,9 @@ def choose(
     if sampling.penalised:
         number += 13 * sum(outputs) + 5 * len(outputs) + sum(spec.prompt_history)
     token = number % VOCABULARY
-    while position < spec.min_position and token in spec.stop_ids:
+    if sampling.grammar is not None:
+        token = next_allowed(token, spec, outputs)
+    while sampling.grammar is None and position < spec.min_position and token in spec.stop_ids:
         token = (token + 1) % VOCABULARY
     return token, None if sampling.logprobs is None else TokenLogprobs(-(chain % 100) / 10)
 
@@ -51,7 +53,8 @@ def expected_tokens(
             spec,
             tuple(generated),
         )
-        if token in request.stop_ids and len(generated) >= request.sampling.min_tokens:
+        early = len(generated) < request.sampling.min_tokens and request.sampling.grammar is None
+        if token in request.stop_ids and not early:
             return tuple(generated), "stop"
         generated.append(token)
         if (
