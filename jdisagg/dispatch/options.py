@@ -1,0 +1,168 @@
+"""How tokens are chosen, as a request says it: its options, and the parameters that they come to.
+
+What restricts an answer beside a grammar (calls that must be made, tokens that are allowed, words
+that are not) becomes a grammar here, so that workers know of one thing alone."""
+
+import dataclasses
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+from jdisagg.chat.forced_calls import forced_calls
+from jdisagg.chat.messages import ChatPrompt
+from jdisagg.errors import InvalidRequestError
+from jdisagg.request import (
+    MAX_SEED,
+    Grammar,
+    GrammarKind,
+    SamplingDefaults,
+    SamplingParams,
+    at_most,
+)
+
+DEFAULT_MAX_TOKENS = 256
+MAX_ALLOWED_TOKENS = 16_384
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_BYTES = 128
+
+Biases = Mapping[int, float] | Sequence[tuple[int, float]]
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Keyword arguments of a generation: the fields of `SamplingParams`, and what becomes its
+    grammar: `allowed_token_ids`, the only ones that may come, and `bad_words`, texts that the
+    answer does not have in it. Absent or None is the default, the model's own
+    (`ModelInfo.sampling`) where it has one: for `max_tokens` 256 or what room is left, whichever is
+    less; for `seed` a fresh one."""
+
+    max_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    seed: int | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
+    logit_bias: Biases | None
+    min_tokens: int | None
+    stop: Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    logprobs: int | None
+    n: int | None
+    include_stop_str_in_output: bool | None
+    skip_special_tokens: bool | None
+    grammar: Grammar | None
+    allowed_token_ids: Sequence[int] | None
+    bad_words: Sequence[str] | None
+
+
+_RESTRICTIONS = ("allowed_token_ids", "bad_words")
+
+
+def restricted(
+    prompt: ChatPrompt | None, options: SamplingOptions, eos_ids: Sequence[int]
+) -> tuple[SamplingOptions, str]:
+    """The options with what restricts the answer as their grammar, and the field that it comes
+    from; "": the grammar's own. `prompt`: a chat, which was checked. Raises InvalidRequestError
+    where two want to."""
+    found: dict[str, Grammar] = {}
+    if prompt is not None and (forced := forced_calls(prompt)) is not None:
+        found["tools"] = forced
+    allowed = tuple_of("allowed_token_ids", options.get("allowed_token_ids") or ())
+    if allowed:
+        found["allowed_token_ids"] = _of_allowed(allowed)
+    if words := tuple_of("bad_words", options.get("bad_words") or ()):
+        found["bad_words"] = _without(words)
+    if not found:
+        return options, ""
+    names = [*found, "grammar"] if options.get("grammar") is not None else [*found]
+    if len(names) > 1:
+        raise InvalidRequestError(
+            f"{names[0]} and {names[1]} cannot restrict one answer together; leave one of them out"
+        )
+    ((name, grammar),) = found.items()
+    options = {**options, "grammar": grammar}
+    if name == "allowed_token_ids" and not set(allowed) & set(eos_ids):
+        options["ignore_eos"] = True
+    return options, name
+
+
+def _of_allowed(token_ids: tuple[object, ...]) -> Grammar:
+    """Any number of these tokens."""
+    at_most("allowed_token_ids", len(token_ids), MAX_ALLOWED_TOKENS)
+    ranges: list[list[int]] = []
+    for token_id in sorted({one for one in token_ids if isinstance(one, int)}):
+        if ranges and ranges[-1][1] == token_id - 1:
+            ranges[-1][1] = token_id
+        else:
+            ranges.append([token_id, token_id])
+    shown = ",".join(f"{first}-{last}" for first, last in ranges)
+    return Grammar(GrammarKind.LARK, f"start: <[{shown}]>*")
+
+
+def _without(words: tuple[object, ...]) -> Grammar:
+    """Any text that has none of these words in it."""
+    at_most("bad_words", len(words), MAX_BAD_WORDS)
+    escaped: list[str] = []
+    for word in words:
+        if not isinstance(word, str) or not word:
+            raise InvalidRequestError(f"bad_words must hold non-empty texts, got {word!r:.80}")
+        at_most("bad_words bytes", utf8_bytes("bad_words", word), MAX_BAD_WORD_BYTES)
+        escaped.append("".join(f"\\x{{{ord(character):x}}}" for character in word))
+    bad = f"/(?s:.*)({'|'.join(escaped)})(?s:.*)/"
+    return Grammar(GrammarKind.LARK, f"start: TEXT\nTEXT: /(?s:.*)/ & ~{bad}")
+
+
+def bias_pairs(biases: Biases) -> Sequence[tuple[int, float]]:
+    """(token id, bias), of a mapping or of pairs."""
+    return tuple(biases.items()) if isinstance(biases, Mapping) else biases
+
+
+def sampling_params(
+    options: SamplingOptions, defaults: SamplingDefaults, room_tokens: int
+) -> SamplingParams:
+    """The concrete parameters; `room_tokens` bounds the default of max_tokens only."""
+    given = {
+        name: value
+        for name, value in options.items()
+        if value is not None and name not in _RESTRICTIONS
+    }
+    if (biases := options.get("logit_bias")) is not None:
+        given["logit_bias"] = bias_pairs(biases)
+    for name in ("logit_bias", "stop_token_ids", "stop"):
+        if name in given:
+            given[name] = tuple_of(name, given[name])
+    min_tokens = options.get("min_tokens") or 0
+    if options.get("max_tokens") is None and min_tokens > room_tokens:
+        raise InvalidRequestError(
+            f"min_tokens={min_tokens} exceeds the {room_tokens} tokens of context left after the"
+            " prompt; ask for fewer"
+        )
+    most_tokens = defaults.max_tokens or DEFAULT_MAX_TOKENS
+    known = defaults.given() | {"max_tokens": min(max(most_tokens, min_tokens), room_tokens)}
+    return dataclasses.replace(SamplingParams(seed=secrets.randbelow(MAX_SEED)), **(known | given))
+
+
+def tuple_of(name: str, value: object) -> tuple[object, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, Sequence):
+        raise InvalidRequestError(f"{name} must be a sequence, got {type(value).__name__}")
+    for text in value if name == "stop" else ():
+        if isinstance(text, str):
+            utf8_bytes("stop", text)
+    return tuple(value)
+
+
+def utf8_bytes(name: str, text: str) -> int:
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{name} must be text, got {type(text).__name__}")
+    try:
+        return len(text.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{name} is not valid UTF-8 at character {error.start}: {text[error.start]!r} cannot be"
+            " encoded"
+        ) from None
