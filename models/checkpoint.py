@@ -105,7 +105,7 @@ def load_model(
         model = abstract_model(
             config, dtype=dtype, platform=platform, tp=layout.tp, weights=weights
         )
-        sources = quantized_sources(model, by_path)
+        sources = quantized_sources(model, by_path, files)
     return LoadedModel(_fill(model, sources, files, directory, mesh, layout), mesh, layout)
 
 

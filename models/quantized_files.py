@@ -5,11 +5,12 @@ Which of its tensors stand for a matrix is told by their names; what has no such
 it is."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from jdisagg.errors import CheckpointError
+from jdisagg.ops.quantized_weights import Weights
 from models.quantization_config import StoredQuantization
 from models.safetensors_files import SafetensorsFiles
 from models.stored_forms import (
@@ -30,6 +31,7 @@ _BESIDE = re.compile(
     r"|weight_shape)$"
 )
 _LISTED = 5
+_AT_ONCE = 1 << 22  # values
 
 
 class QuantizedFiles:
@@ -67,9 +69,38 @@ class QuantizedFiles:
         matrix = self._matrices[name]
         bounds = [part.indices(size) for part, size in zip(index, matrix.shape, strict=True)]
         inside = tuple(slice(start, max(start, stop)) for start, stop, _ in bounds)
-        if any(part.start == part.stop for part in inside):
-            return np.zeros([part.stop - part.start for part in inside], np.float32)
-        return matrix.restored(self._files, inside)
+        whole = np.empty([part.stop - part.start for part in inside], np.float32)
+        if not whole.size:
+            return whole
+        # in pieces, since what restores a value is several times its size
+        outputs, at_once = inside[-2], max(1, _AT_ONCE // (whole.size // whole.shape[-2]))
+        for first in range(outputs.start, outputs.stop, at_once):
+            some = slice(first, min(first + at_once, outputs.stop))
+            ours = slice(some.start - outputs.start, some.stop - outputs.start)
+            part = matrix.restored(self._files, (*inside[:-2], some, inside[-1]))
+            whole[..., ours, :] = part
+        return whole
+
+    def kept(self, names: Iterable[str], weights: Weights) -> bool:
+        """Whether all these are matrices that a model of such weights may keep as they are."""
+        matrices = [self._matrices.get(name) for name in names]
+        return all(
+            isinstance(each, ScaledMatrix | PackedMatrix) and each.kept == weights
+            for each in matrices
+        )
+
+    def numbers(self, name: str, index: Index) -> np.ndarray:
+        """Of one that is kept: its numbers, fp8 or int8."""
+        return self._keepable(name).numbers(self._files, index)
+
+    def scales(self, name: str, index: Index) -> np.ndarray:
+        """Of one that is kept: what each of them is to be multiplied by, float32."""
+        return self._keepable(name).scales(self._files, index)
+
+    def _keepable(self, name: str) -> ScaledMatrix | PackedMatrix:
+        matrix = self._matrices[name]
+        assert isinstance(matrix, ScaledMatrix | PackedMatrix), f"{name} was not `kept`"
+        return matrix
 
 
 def _checked(
@@ -107,6 +138,7 @@ def _scaled(files: SafetensorsFiles, stated: StoredQuantization) -> dict[str, St
                 zero_point if zero_point in shapes else None,
                 shape,
                 (block[0] or shape[-2], block[1] or shape[-1]),
+                files.kind(name) == "F8_E4M3",
             )
             for block in stated.blocks
         ]

@@ -1,4 +1,5 @@
-"""Matrices that are quantized while they are read from a float checkpoint.
+"""Matrices that are quantized while they are read from a float checkpoint, or kept as they are
+where a checkpoint has them in that very form.
 
 A scale is of all inputs of an output. So a device that keeps some of the inputs reads all of them,
 and the values do not depend on the layout. Beside the weights themselves there is room needed for
@@ -7,12 +8,15 @@ one parameter of one process, quantized, and one matrix of it in float32."""
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import ml_dtypes
 import numpy as np
 
 from jdisagg.ops.quantized_weights import Weights, pack_pairs, quantized
 from models.decoder import Decoder
 from models.hf_sources import Index, ReadTensor, Source
 from models.parameter_tree import ParameterPath, ParameterShape, parameter_shapes
+from models.quantized_files import QuantizedFiles
+from models.safetensors_files import CheckpointTensors
 
 Bounds = tuple[tuple[int, int], ...]
 
@@ -20,13 +24,14 @@ Bounds = tuple[tuple[int, int], ...]
 @dataclass
 class _Matrix:
     """One matrix, or a stack of experts', by its float source. Keeps what was quantized until both
-    values and scales are read: by their outputs."""
+    values and scales are read: by their outputs. `stored`: a checkpoint that has it quantized."""
 
     source: Source
     shape: tuple[int, ...]
     inputs: int
     weights: Weights
     paired: bool
+    stored: QuantizedFiles | None = None
     kept: dict[Bounds, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
     def of(self, tensor: ReadTensor, outputs: Index) -> tuple[np.ndarray, np.ndarray]:
@@ -40,16 +45,22 @@ class _Matrix:
         whole = list(outputs)
         whole.insert(self.inputs, slice(0, self.shape[self.inputs]))
         if len(self.shape) == 2:
-            return self._one(self.source.read(tensor, tuple(whole)), self.inputs)
+            return self._one(tensor, tuple(whole))
         stacks = []
         for expert in range(whole[0].start, whole[0].stop):
-            index = (slice(expert, expert + 1), *whole[1:])
-            stacks.append(self._one(self.source.read(tensor, index), self.inputs))
+            stacks.append(self._one(tensor, (slice(expert, expert + 1), *whole[1:])))
         values, scales = zip(*stacks, strict=True)
         return np.concatenate(values), np.concatenate(scales)
 
-    def _one(self, floats: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
-        values, scale = quantized(floats, axis, self.weights)
+    def _one(self, tensor: ReadTensor, index: Index) -> tuple[np.ndarray, np.ndarray]:
+        axis = self.inputs
+        if self.stored is None:
+            values, scale = quantized(self.source.read(tensor, index), axis, self.weights)
+        else:
+            values = self.source.read(self.stored.numbers, index)
+            of_one_input = (*index[:axis], slice(0, 1), *index[axis + 1 :])
+            scale = self.source.read(self.stored.scales, of_one_input).squeeze(axis)
+            values = values.astype(ml_dtypes.int4) if self.weights == "int4" else values
         return (pack_pairs(values, axis) if self.paired else values), scale
 
 
@@ -84,10 +95,13 @@ class _Scales:
 
 
 def quantized_sources(
-    model: Decoder, floats: Mapping[ParameterPath, tuple[ParameterShape, Source]]
+    model: Decoder,
+    floats: Mapping[ParameterPath, tuple[ParameterShape, Source]],
+    files: CheckpointTensors,
 ) -> list[Source]:
     """Of each parameter of a quantized model, in leaf order; `floats` are those of the same model
     in float. Values come before their scales in that order."""
+    stored = files if isinstance(files, QuantizedFiles) else None
     matrices: dict[ParameterPath, _Matrix] = {}
     sources: list[Source] = []
     for parameter in parameter_shapes(model):
@@ -99,7 +113,9 @@ def quantized_sources(
         if parameter.dtype != plain.dtype:
             inputs = len(plain.shape) - (1 if plain.transposed else 2)
             paired = parameter.shape != plain.shape
-            matrix = _Matrix(source, plain.shape, inputs, model.weights, paired)
+            kept = stored and stored.kept(source.needs(), model.weights)
+            own = stored if kept else None
+            matrix = _Matrix(source, plain.shape, inputs, model.weights, paired, own)
             matrices[parameter.path] = matrix
             source = _Values(matrix, parameter.dtype)
         sources.append(source)

@@ -21,6 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from jdisagg.errors import CheckpointError
+from jdisagg.ops.quantized_weights import Weights
 from models.safetensors_files import SafetensorsFiles
 
 Index = tuple[slice, ...]
@@ -52,6 +53,7 @@ class ScaledMatrix:
     zero_point: str | None
     shape: tuple[int, ...]
     block: tuple[int, int]
+    fp8: bool
 
     def needs(self) -> dict[str, tuple[tuple[int, ...], ...]]:
         grid = self._grid()
@@ -63,10 +65,26 @@ class ScaledMatrix:
         return found | ({self.zero_point: tuple(shapes)} if self.zero_point else {})
 
     def restored(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
-        whole = files.raw(self.values)[index].astype(np.float32)
+        whole = self.numbers(files, index).astype(np.float32)
         if self.zero_point:
             whole -= self._spread(files, self.zero_point, index)
-        return whole * self._spread(files, self.scale, index)
+        return whole * self.scales(files, index)
+
+    @property
+    def kept(self) -> Weights:
+        """As what a model may keep it as it is: where each output has one scale and no zero
+        point; "" elsewhere."""
+        if self.zero_point or self.block[1] < self.shape[-1]:
+            return ""
+        return "fp8" if self.fp8 else "int8"
+
+    def numbers(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
+        """q, in its own type."""
+        return files.raw(self.values)[index]
+
+    def scales(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
+        """s, float32, of each value."""
+        return self._spread(files, self.scale, index)
 
     def _grid(self) -> tuple[int, ...]:
         *stack, out, into = self.shape
@@ -104,20 +122,39 @@ class PackedMatrix:
         return found
 
     def restored(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
-        out, into = index
-        middle = 1 << (self.bits - 1)
-        words = files.raw(f"{self.name}weight_packed")[out]
-        whole = unpacked(words, self.bits, 1, into).astype(np.float32)
-        groups = _positions(into) // self.group
-        if self.ordered:
-            groups = files.raw(f"{self.name}weight_g_idx")[into]
-        scale = files.raw(f"{self.name}weight_scale").reshape(self.shape[0], -1)
+        whole = self.numbers(files, index).astype(np.float32)
         if self.zeros:
-            zeros = unpacked(files.raw(f"{self.name}weight_zero_point"), self.bits, 0, out)
-            whole -= _of_groups(zeros, groups, 1, self.name)
-        else:
-            whole -= middle
-        return whole * _of_groups(scale[out], groups, 1, self.name)
+            zeros = unpacked(files.raw(f"{self.name}weight_zero_point"), self.bits, 0, index[0])
+            zeros = zeros.astype(np.int16) - self._middle
+            whole -= _of_groups(zeros, self._groups(files, index), 1, self.name)
+        return whole * self.scales(files, index)
+
+    @property
+    def kept(self) -> Weights:
+        """As of `ScaledMatrix`."""
+        if self.zeros or self.group < self.shape[1] or self.bits not in (4, 8):
+            return ""
+        return "int4" if self.bits == 4 else "int8"
+
+    def numbers(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
+        """q, in int8."""
+        words = files.raw(f"{self.name}weight_packed")[index[0]]
+        wide = unpacked(words, self.bits, 1, index[1]).astype(np.int16)
+        return (wide - self._middle).astype(np.int8)
+
+    def scales(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
+        """s, float32, of each value."""
+        scale = files.raw(f"{self.name}weight_scale").reshape(self.shape[0], -1)
+        return _of_groups(scale[index[0]], self._groups(files, index), 1, self.name)
+
+    @property
+    def _middle(self) -> int:
+        return 1 << (self.bits - 1)
+
+    def _groups(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
+        if self.ordered:
+            return files.raw(f"{self.name}weight_g_idx")[index[1]]
+        return _positions(index[1]) // self.group
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +214,8 @@ class GptqMatrix:
             groups = files.raw(f"{self.name}g_idx")[into]
         words = files.raw(f"{self.name}qweight")[:, out]
         whole = unpacked(words, self.bits, 0, into).astype(np.float32)
-        zeros = unpacked(files.raw(f"{self.name}qzeros"), self.bits, 1, out) + self.added
+        zeros = unpacked(files.raw(f"{self.name}qzeros"), self.bits, 1, out)
+        zeros = zeros.astype(np.int16) + self.added
         whole -= _of_groups(zeros, groups, 0, self.name)
         scale = files.raw(f"{self.name}scales")[:, out]
         return (whole * _of_groups(scale, groups, 0, self.name)).T
@@ -186,24 +224,22 @@ class GptqMatrix:
 def unpacked(
     words: np.ndarray, bits: int, axis: int, part: slice, order: tuple[int, ...] = ()
 ) -> np.ndarray:
-    """int32: the numbers `part` along `axis` of words that are packed along it. `order`: where the
-    numbers of a word belong, from its low end on; in turn where empty."""
+    """uint8: the numbers `part` along `axis` of words [rows, columns] that are packed along it.
+    `order`: where the numbers of a word belong, from its low end on; in turn where empty."""
     each = WORD_BITS // bits
     first = part.start // each
-    cut = [slice(None)] * words.ndim
-    cut[axis] = slice(first, -(-part.stop // each))
-    shifts = np.arange(each, dtype=np.uint32) * np.uint32(bits)
+    cut = slice(first, -(-part.stop // each))
+    mine = np.ascontiguousarray(words[:, cut] if axis else words[cut])
+    rows, columns = mine.shape
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    numbers = (mine.view(np.uint8).reshape(rows, columns, 4, 1) >> shifts) & ((1 << bits) - 1)
+    numbers = numbers.reshape(rows, columns, each)
     if order:
-        shifts = shifts[np.argsort(order)]
-    mine = np.ascontiguousarray(words[tuple(cut)]).view(np.uint32)
-    numbers = (np.expand_dims(mine, axis + 1) >> shifts.reshape(each, *[1] * (1 - axis))) & (
-        (1 << bits) - 1
-    )
-    shape = list(mine.shape)
-    shape[axis] *= each
-    flat = numbers.reshape(shape).astype(np.int32)
-    cut[axis] = slice(part.start - first * each, part.stop - first * each)
-    return flat[tuple(cut)]
+        numbers = numbers[..., np.argsort(order)]
+    inside = slice(part.start - first * each, part.stop - first * each)
+    if axis:
+        return numbers.reshape(rows, columns * each)[:, inside]
+    return numbers.transpose(0, 2, 1).reshape(rows * each, columns)[inside]
 
 
 def _of_groups(grid: np.ndarray, groups: np.ndarray, axis: int, name: str) -> np.ndarray:

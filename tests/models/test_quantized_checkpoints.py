@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from jdisagg.errors import CheckpointError
 from jdisagg.layout.axes import Layout
+from jdisagg.ops.quantized_weights import halves
 from models.checkpoint import load_config, load_model
 from models.inspection import inspect
 from models.parameter_tree import parameter_shapes
@@ -80,15 +81,15 @@ def _scaled(kind: type, channels: bool, zeros: bool = False) -> Keep:
     return keep
 
 
-def _packed(bits: int, *, zeros: bool = False, ordered: bool = False) -> Keep:
+def _packed(bits: int, *, zeros: bool = False, ordered: bool = False, group: int = GROUP) -> Keep:
     def keep(
         name: str, shape: tuple[int, int], random: np.random.Generator
     ) -> tuple[np.ndarray, Tensors]:
-        middle, groups = 1 << (bits - 1), shape[1] // GROUP
+        middle, groups = 1 << (bits - 1), max(1, shape[1] // group)
         q = random.integers(-middle, middle, shape)
         zero = random.integers(-middle, middle, (shape[0], groups))
         scale = _scales(random, shape[0], groups)
-        of = np.arange(shape[1]) // GROUP
+        of = np.arange(shape[1]) // group
         if ordered:
             random.shuffle(of)
         tensors = {
@@ -184,6 +185,10 @@ FORMS: dict[str, tuple[Keep, dict[str, object]]] = {
         _scaled(np.int8, channels=True, zeros=True),
         _stated("int-quantized", num_bits=8, strategy="channel"),
     ),
+    "pack-channels": (
+        _packed(4, group=1000),
+        _stated("pack-quantized", num_bits=4, strategy="channel"),
+    ),
     "pack-8": (_packed(8), _stated("pack-quantized", **BY_GROUP | {"num_bits": 8})),
     "pack-zeros": (_packed(4, zeros=True), _stated("pack-quantized", **BY_GROUP)),
     "pack-ordered": (_packed(4, ordered=True), _stated("pack-quantized", **BY_GROUP)),
@@ -256,6 +261,53 @@ def test_devices_read_their_own_slices_of_experts_and_heads_too(
     quantized, plain, _ = _written(tmp_path, fixture, form)
     expected = _loaded(plain, layout)
     for path, values in _loaded(quantized, layout).items():
+        np.testing.assert_array_equal(values, expected[path], path)
+
+
+@pytest.mark.parametrize(
+    ("form", "weights", "fixture", "layout"),
+    first_quick(
+        [
+            ("int-quantized", "int8", "llama_tied", "tp=2"),
+            ("float-quantized", "fp8", "llama_tied", ""),
+            ("fp8-tensor", "fp8", "llama_tied", ""),
+            ("pack-channels", "int4", "llama_tied", "tp=2"),
+            ("float-quantized", "fp8", "qwen3_moe", "dp=2,tp=2,ep=4"),
+            ("pack-channels", "int4", "qwen3_moe", "tp=2"),
+        ]
+    ),
+)
+def test_numbers_of_the_form_that_is_asked_for_are_kept_as_they_are(
+    form: str, weights: str, fixture: str, layout: str, tmp_path: Path
+) -> None:
+    """One scale an output, and not rounded again."""
+    quantized, plain, _ = _written(tmp_path, fixture, form)
+    expected, kept = _loaded(plain), 0
+    found = _loaded(quantized, layout, weights)
+    for path, values in found.items():
+        if path.endswith("scale") or path.startswith("stem."):
+            continue
+        suffix = ".scale" if path.endswith(".kernel") else "_scale"
+        scale = found.get(path.removesuffix(".kernel") + suffix)
+        if scale is None:
+            np.testing.assert_array_equal(values, expected[path], path)
+            continue
+        kept += 1
+        axis = values.ndim - 2
+        if weights == "int4":
+            low, high = (np.asarray(half) for half in halves(jax.numpy.asarray(values)))
+            values = np.stack([low, high], axis + 1).reshape(expected[path].shape)
+        elif weights == "fp8":
+            values = values.view(ml_dtypes.float8_e4m3fn)
+        restored = values.astype(np.float32) * np.expand_dims(scale, axis)
+        np.testing.assert_array_equal(restored, expected[path], path)
+    assert kept >= 7
+
+
+def test_other_numbers_are_rounded_once_more(tmp_path: Path) -> None:
+    quantized, plain, _ = _written(tmp_path, "llama_tied", "awq")
+    expected = _loaded(plain, weights="int8")
+    for path, values in _loaded(quantized, weights="int8").items():
         np.testing.assert_array_equal(values, expected[path], path)
 
 
