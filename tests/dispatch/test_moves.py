@@ -16,6 +16,7 @@ from jdisagg.request import Request
 from tests.dispatch.test_request_path_storms import mixed_requests
 from tests.fakes.cluster import Collected, toy_request
 from tests.fakes.fake_executor import Costs, Faults, toy_limits
+from tests.fakes.fake_states import Keeps, kept_as_it_is, with_state
 from tests.fakes.fleet import Fleet
 from tests.fakes.virtual_time import run_virtually
 
@@ -34,11 +35,15 @@ def long_requests(count: int) -> list[Request]:
     ]
 
 
+@pytest.mark.parametrize("keeps", [kept_as_it_is, with_state], ids=["kv", "state"])
 @pytest.mark.parametrize("wire", [False, True])
 @pytest.mark.parametrize("seconds", [0.0, 0.05, 0.2, 0.4])
-def test_a_draining_decode_worker_hands_its_sequences_on(seconds: float, wire: bool) -> None:
+def test_a_draining_decode_worker_hands_its_sequences_on(
+    seconds: float, wire: bool, keeps: Keeps
+) -> None:
     async def main() -> None:
-        async with Fleet(wire=wire, decode=toy_limits(pages_per_rank=200)) as fleet:
+        roomy = keeps(toy_limits(pages_per_rank=200))
+        async with Fleet(wire=wire, decode=roomy, prefill=keeps(toy_limits())) as fleet:
             streams = asyncio.create_task(fleet.collect_all(long_requests(4)))
             await asyncio.sleep(seconds)
             await fleet.decode_worker("decode0").drain(30.0)
@@ -244,6 +249,7 @@ def test_a_move_that_cannot_transfer_leaves_the_sequence_where_it_is(kind: str) 
     pull_faults=st.sampled_from([0, 13]),
     kind=st.sampled_from(["lost", "garble", "stall"]),
     pages=st.sampled_from([20, 64]),
+    keeps=st.sampled_from([kept_as_it_is, with_state]),
     seed=st.integers(0, 1000),
 )
 def test_moves_at_any_moment_and_a_death_among_them_change_no_token(
@@ -253,19 +259,20 @@ def test_moves_at_any_moment_and_a_death_among_them_change_no_token(
     pull_faults: int,
     kind: str,
     pages: int,
+    keeps: Keeps,
     seed: int,
 ) -> None:
     async def main() -> None:
         faults = Faults(
             pull_error=lambda nth: kind if pull_faults and nth % pull_faults == 3 else ""
         )
-        decode = toy_limits(pages_per_rank=pages)
         async with Fleet(
             costs=Costs(pull=pull),
             faults=lambda name: faults,
             seed=seed,
             growth_tokens=1 + seed % 8,
-            decode=decode,
+            decode=keeps(toy_limits(pages_per_rank=pages)),
+            prefill=keeps(toy_limits()),
         ) as fleet:
 
             async def move(name: str, seconds: float) -> None:

@@ -20,6 +20,7 @@ from jdisagg.router.cluster_state import Description
 from tests.dispatch.test_request_path_storms import mixed_requests
 from tests.fakes.cluster import Collected, toy_request
 from tests.fakes.fake_executor import Costs, Faults, toy_limits
+from tests.fakes.fake_states import Keeps, kept_as_it_is, with_state
 from tests.fakes.fleet import Fleet
 from tests.fakes.toy_model import expected_tokens
 from tests.fakes.virtual_time import run_virtually
@@ -214,6 +215,7 @@ def test_without_survivors_streams_end_with_a_typed_error() -> None:
     pull_faults=st.sampled_from([0, 11, 20]),
     kind=st.sampled_from(["lost", "garble", "stall"]),
     pull=st.sampled_from([0.001, 0.03]),
+    keeps=st.sampled_from([kept_as_it_is, with_state]),
     seed=st.integers(0, 1000),
 )
 def test_any_deaths_and_bad_transfers_change_no_token(
@@ -222,6 +224,7 @@ def test_any_deaths_and_bad_transfers_change_no_token(
     pull_faults: int,
     kind: str,
     pull: float,
+    keeps: Keeps,
     seed: int,
 ) -> None:
     async def main() -> None:
@@ -230,7 +233,12 @@ def test_any_deaths_and_bad_transfers_change_no_token(
         )
         costs = Costs(prefill_token=1e-3, pull=pull)
         async with Fleet(
-            costs=costs, faults=lambda name: faults, seed=seed, growth_tokens=1 + seed % 8
+            decode=keeps(toy_limits()),
+            prefill=keeps(toy_limits()),
+            costs=costs,
+            faults=lambda name: faults,
+            seed=seed,
+            growth_tokens=1 + seed % 8,
         ) as fleet:
 
             async def die(name: str, seconds: float) -> None:

@@ -189,6 +189,7 @@ class Fleet:
                 continue
             status = await process.worker.status()
             assert status.free_pages == status.total_pages, f"{name} holds pages: {status}"
+            assert status.free_states == status.total_states, f"{name} holds states: {status}"
             assert (status.running, status.waiting, status.handoffs) == (0, 0, 0), status
             assert (status.queued_tokens, status.queued_pairs, sum(status.rank_contexts)) == (
                 0,
