@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import cast
 
 from jdisagg.config import EngineConfig, Mode
-from jdisagg.dispatch.frontend import SamplingOptions
+from jdisagg.dispatch.options import SamplingOptions
 from jdisagg.errors import ConfigError
 from jdisagg.node.deployment import prepare_engine
 from jdisagg.node.prompts import PromptRun

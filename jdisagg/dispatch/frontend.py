@@ -13,14 +13,12 @@ import asyncio
 import contextlib
 import dataclasses
 import math
-import secrets
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypedDict, Unpack
+from typing import Protocol, Unpack
 
 from jdisagg import caller
-from jdisagg.chat.forced_calls import forced_calls
 from jdisagg.chat.formats import AnswerFormat
 from jdisagg.chat.messages import (
     ChatPrompt,
@@ -33,6 +31,14 @@ from jdisagg.chat.messages import (
 from jdisagg.config import LimitsConfig, Mode
 from jdisagg.dispatch.answers import ChatAnswers
 from jdisagg.dispatch.long_texts import LongTexts
+from jdisagg.dispatch.options import (
+    MAX_ALLOWED_TOKENS,
+    SamplingOptions,
+    bias_pairs,
+    restricted,
+    sampling_params,
+    utf8_bytes,
+)
 from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import InvalidRequestError, UnauthenticatedError, UnavailableError
 from jdisagg.grammar.compiler import GrammarCompiler
@@ -41,7 +47,6 @@ from jdisagg.messages.ports import close_stream
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import (
     MAX_LOGIT_BIAS,
-    MAX_SEED,
     MAX_STOP_TOKEN_IDS,
     Grammar,
     Request,
@@ -56,7 +61,6 @@ MAX_NAME_BYTES = 256
 THREAD_ABOVE_BYTES = 8 << 10
 MESSAGE_BYTES = 64  # of a chat's text, beside the message's own: its role, its frame
 LARGEST_TEXTS = 4
-DEFAULT_MAX_TOKENS = 256
 PROBE_CHARACTERS = 16 << 10
 PROBE_CHARACTERS_PER_TOKEN = 32
 MAX_PRIORITY = 2**31 - 1
@@ -126,33 +130,6 @@ class TokenPrompt:
 
 
 Prompt = str | TokenPrompt | ChatPrompt
-Biases = Mapping[int, float] | Sequence[tuple[int, float]]
-
-
-class SamplingOptions(TypedDict, total=False):
-    """Keyword arguments of a generation: the fields of `SamplingParams`. Absent or None is the
-    default, the model's own (`ModelInfo.sampling`) where it has one: for `max_tokens` 256 or what
-    room is left, whichever is less; for `seed` a fresh one."""
-
-    max_tokens: int | None
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    seed: int | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    repetition_penalty: float | None
-    logit_bias: Biases | None
-    min_tokens: int | None
-    stop: Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
-    ignore_eos: bool | None
-    logprobs: int | None
-    n: int | None
-    include_stop_str_in_output: bool | None
-    skip_special_tokens: bool | None
-    grammar: Grammar | None
 
 
 class Frontend:
@@ -219,6 +196,9 @@ class Frontend:
             "stop_token_ids", (options.get("stop_token_ids") or ())[: MAX_STOP_TOKEN_IDS + 1]
         )
         self._check_ids(
+            "allowed_token_ids", (options.get("allowed_token_ids") or ())[: MAX_ALLOWED_TOKENS + 1]
+        )
+        self._check_ids(
             "logit_bias",
             [
                 token
@@ -227,15 +207,23 @@ class Frontend:
         )
         # The options are judged before the work of tokenizing; the default of max_tokens is known
         # only after it.
-        _sampling(options, self.model.sampling, self.model.context_tokens)
-        if isinstance(prompt, ChatPrompt):
-            options = self._with_forced_calls(prompt, options)
+        sampling_params(options, self.model.sampling, self.model.context_tokens)
+        chat = chat_of(prompt)
+        if chat is not None:
+            check_chat(chat)
+            self._check_tools(chat)
+        options, origin = restricted(chat, options, self._codec.eos_ids)
         if (grammar := options.get("grammar")) is not None:
-            await self._check_grammar(grammar, prompt)
+            await self._check_grammar(grammar, origin)
         token_ids = await self._tokens(prompt, within_context=True)
         room_tokens = self._room(len(token_ids), options.get("max_tokens"))
-        sampling = _sampling(options, self.model.sampling, room_tokens)
-        if isinstance(prompt, ChatPrompt) and self._answers.takes_apart(prompt.callable_tools):
+        sampling = sampling_params(options, self.model.sampling, room_tokens)
+        if chat is not None and self._answers.takes_apart(chat.callable_tools):
+            if origin == "bad_words":
+                raise InvalidRequestError(
+                    "bad_words cannot be used in a chat whose answers have calls or reasoning told"
+                    " from words; leave them out"
+                )
             # Markers may be special tokens.
             sampling = dataclasses.replace(sampling, skip_special_tokens=False)
         if resumption is not None:
@@ -469,20 +457,7 @@ class Frontend:
         self._check_size("messages", size_bytes)
         return size_bytes + MESSAGE_BYTES * len(prompt.messages)
 
-    def _with_forced_calls(self, prompt: ChatPrompt, options: SamplingOptions) -> SamplingOptions:
-        check_chat(prompt)
-        self._check_tools(prompt)
-        forced = forced_calls(prompt)
-        if forced is None:
-            return options
-        if options.get("grammar") is not None:
-            raise InvalidRequestError(
-                "tool_choice: an answer that must be a call cannot follow another grammar, too;"
-                " leave one out"
-            )
-        return {**options, "grammar": forced}
-
-    async def _check_grammar(self, grammar: Grammar, prompt: Prompt) -> None:
+    async def _check_grammar(self, grammar: Grammar, origin: str) -> None:
         if self._grammars is None:
             raise InvalidRequestError(
                 f"grammar: {self.model.name!r} has no tokenizer.json, which structured output"
@@ -491,11 +466,10 @@ class Frontend:
         try:
             await self._grammars.admit(grammar, self._limits.timeouts.request.grammar_seconds)
         except InvalidRequestError as error:
-            chat = chat_of(prompt)
-            if chat is None or chat.tool_choice is not ToolChoice.REQUIRED:
+            if not origin:
                 raise
             fault = error.message.removeprefix("grammar: ")
-            raise InvalidRequestError(f"tools: what they make a call be: {fault}") from None
+            raise InvalidRequestError(f"{origin}: the grammar of it: {fault}") from None
 
     def _check_tools(self, prompt: ChatPrompt) -> None:
         if prompt.callable_tools and not self._answers.shows_tools:
@@ -512,7 +486,7 @@ class Frontend:
 
     def _check_text(self, name: str, text: str) -> int:
         self._check_size(name, len(text) if isinstance(text, str) else 0)
-        size_bytes = _utf8_bytes(name, text)
+        size_bytes = utf8_bytes(name, text)
         self._check_size(name, size_bytes)
         return size_bytes
 
@@ -537,57 +511,8 @@ def chat_of(prompt: Prompt) -> ChatPrompt | None:
     return prompt if isinstance(prompt, ChatPrompt) else None
 
 
-def bias_pairs(biases: Biases) -> Sequence[tuple[int, float]]:
-    """(token id, bias), of a mapping or of pairs."""
-    return tuple(biases.items()) if isinstance(biases, Mapping) else biases
-
-
-def _sampling(
-    options: SamplingOptions, defaults: SamplingDefaults, room_tokens: int
-) -> SamplingParams:
-    """The concrete parameters; `room_tokens` bounds the default of max_tokens only."""
-    given = {name: value for name, value in options.items() if value is not None}
-    if (biases := options.get("logit_bias")) is not None:
-        given["logit_bias"] = bias_pairs(biases)
-    for name in ("logit_bias", "stop_token_ids", "stop"):
-        if name in given:
-            given[name] = _tuple(name, given[name])
-    min_tokens = options.get("min_tokens") or 0
-    if options.get("max_tokens") is None and min_tokens > room_tokens:
-        raise InvalidRequestError(
-            f"min_tokens={min_tokens} exceeds the {room_tokens} tokens of context left after the"
-            " prompt; ask for fewer"
-        )
-    most_tokens = defaults.max_tokens or DEFAULT_MAX_TOKENS
-    known = defaults.given() | {"max_tokens": min(max(most_tokens, min_tokens), room_tokens)}
-    return dataclasses.replace(SamplingParams(seed=secrets.randbelow(MAX_SEED)), **(known | given))
-
-
-def _tuple(name: str, value: object) -> tuple[object, ...]:
-    if isinstance(value, str):
-        return (value,)
-    if not isinstance(value, Sequence):
-        raise InvalidRequestError(f"{name} must be a sequence, got {type(value).__name__}")
-    for text in value if name == "stop" else ():
-        if isinstance(text, str):
-            _utf8_bytes("stop", text)
-    return tuple(value)
-
-
 def _check_name(name: str, text: str) -> None:
-    if _utf8_bytes(name, text) > MAX_NAME_BYTES:
+    if utf8_bytes(name, text) > MAX_NAME_BYTES:
         raise InvalidRequestError(
             f"{name} may hold at most {MAX_NAME_BYTES} bytes, got {len(text)} characters"
         )
-
-
-def _utf8_bytes(name: str, text: str) -> int:
-    if not isinstance(text, str):
-        raise InvalidRequestError(f"{name} must be text, got {type(text).__name__}")
-    try:
-        return len(text.encode("utf-8"))
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            f"{name} is not valid UTF-8 at character {error.start}: {text[error.start]!r} cannot be"
-            " encoded"
-        ) from None

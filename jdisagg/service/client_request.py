@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import TypeVar, cast
 
 from jdisagg.chat.messages import ChatPrompt
-from jdisagg.dispatch.frontend import Prompt, SamplingOptions, TokenPrompt
+from jdisagg.dispatch.frontend import Prompt, TokenPrompt
+from jdisagg.dispatch.options import SamplingOptions
 from jdisagg.errors import InvalidRequestError
 from jdisagg.service import generation_pb2 as pb
 from jdisagg.service import wire_generation

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from jdisagg.dispatch.frontend import Prompt, SamplingOptions, TokenPrompt
+from jdisagg.dispatch.frontend import Prompt, TokenPrompt
+from jdisagg.dispatch.options import SamplingOptions
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import at_most
 from jdisagg.service.http_chat import chat_prompt
@@ -40,8 +41,6 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "use_beam_search": ((False,), "tokens are drawn; use n"),
     "length_penalty": ((1,), "it belongs to beam search; leave it out"),
     "prompt_logprobs": ((), "only tokens that are generated have log-probabilities"),
-    "allowed_token_ids": (([],), "bias the others with logit_bias"),
-    "bad_words": (([],), "bias their tokens with logit_bias"),
     "spaces_between_special_tokens": ((True, False), "leave it out"),
     "truncate_prompt_tokens": ((-1,), "cut the prompt yourself; /tokenize counts its tokens"),
     "logits_processors": (([],), "use logit_bias"),
@@ -163,6 +162,8 @@ def sampling_options(fields: Fields) -> SamplingOptions:
         include_stop_str_in_output=fields.read("include_stop_str_in_output", YES),
         skip_special_tokens=fields.read("skip_special_tokens", YES),
         grammar=grammar_from(fields),
+        allowed_token_ids=fields.read("allowed_token_ids", INTEGERS),
+        bad_words=fields.read("bad_words", TEXTS),
     )
     numbers = {name: fields.read(name, NUMBER) for name in _NUMBERS}
     integers = {name: fields.read(name, INTEGER) for name in _INTEGERS}

@@ -12,14 +12,8 @@ from dataclasses import dataclass
 import msgspec
 
 from jdisagg.config import Mode
-from jdisagg.dispatch.frontend import (
-    ChatPrompt,
-    ModelInfo,
-    Prompt,
-    SamplingOptions,
-    TokenPrompt,
-    bias_pairs,
-)
+from jdisagg.dispatch.frontend import ChatPrompt, ModelInfo, Prompt, TokenPrompt
+from jdisagg.dispatch.options import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, SamplingOptions, bias_pairs
 from jdisagg.dispatch.routing_status import PastDecision, RoutingStatus, WorkerAccount
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import (
@@ -368,6 +362,11 @@ def _options_to_proto(options: SamplingOptions) -> common_pb2.SamplingParams:
                 message.stop.extend((stop,) if isinstance(stop, str) else stop)
             elif name == "stop_token_ids":
                 message.stop_token_ids.extend(options.get("stop_token_ids") or ())
+            elif name == "allowed_token_ids":
+                message.allowed_token_ids.extend(options.get("allowed_token_ids") or ())
+            elif name == "bad_words":
+                words = options.get("bad_words") or ()
+                message.bad_words.extend((words,) if isinstance(words, str) else words)
             elif name == "grammar":
                 message.grammar.CopyFrom(_grammar_to_proto(options.get("grammar")))
             else:
@@ -385,6 +384,12 @@ def _options_from_proto(message: common_pb2.SamplingParams) -> SamplingOptions:
     at_most("logit_bias", len(message.logit_bias), MAX_LOGIT_BIAS)
     at_most("stop", len(message.stop), MAX_STOP_STRINGS)
     at_most("stop_token_ids", len(message.stop_token_ids), MAX_STOP_TOKEN_IDS)
+    at_most("allowed_token_ids", len(message.allowed_token_ids), MAX_ALLOWED_TOKENS)
+    at_most("bad_words", len(message.bad_words), MAX_BAD_WORDS)
+    if message.allowed_token_ids:
+        options["allowed_token_ids"] = tuple(message.allowed_token_ids)
+    if message.bad_words:
+        options["bad_words"] = tuple(message.bad_words)
     if message.logit_bias:
         options["logit_bias"] = tuple((entry.token_id, entry.bias) for entry in message.logit_bias)
     if message.stop:

@@ -60,6 +60,10 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"stream": "yes"}, "stream", "must be true or false"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
     ({"stream": True, "stream_options": 3}, "stream_options", "must be an object, got 3"),
+    ({"allowed_token_ids": [1, 300]}, "allowed_token_ids", "is not a token id"),
+    ({"allowed_token_ids": "ab"}, "allowed_token_ids", "must be"),
+    ({"bad_words": [""]}, "bad_words", "non-empty texts"),
+    ({"bad_words": ["x"], "allowed_token_ids": [1]}, "allowed_token_ids", "together"),
     ({"priority": 1e300}, "priority", "priority"),
     ({"user": {}, "tenant": 3}, "tenant", "must be a string, got 3"),
     ({"deadline_seconds": -3}, "deadline_seconds", "must be positive"),
@@ -95,7 +99,6 @@ WRONG_COMPLETIONS = [
         "too deeply nested",
     ),
     ({"structured_outputs": {"regex": "x" * 200_000}}, "structured_outputs", "at most 131072"),
-    ({"allowed_token_ids": [1]}, "allowed_token_ids", "is not supported"),
 ]
 WRONG_CHATS = [
     *WRONG,

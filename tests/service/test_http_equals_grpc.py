@@ -26,7 +26,7 @@ from tests.fakes.cluster import Cluster
 from tests.fakes.fake_executor import Costs
 from tests.fakes.toy_model import VOCABULARY
 from tests.service.doors import MODEL, FakePath, byte_tokenizer, eventually
-from tests.service.http_doors import HttpDoor, events, request
+from tests.service.http_doors import HttpDoor, events, http_door, request
 from tests.time_scale import seconds
 
 COSTS = Costs(prefill_token=1e-6, decode_step=1e-5, pull=1e-5, other=1e-6)
@@ -238,6 +238,18 @@ async def test_random_requests_get_the_same_at_both_doors(count: int) -> None:
                 )
             )
         await quiet(cluster)
+
+
+@pytest.mark.parametrize(
+    "options", [{"allowed_token_ids": [65, 66, 70]}, {"bad_words": ["a b", "é"]}], ids=str
+)
+async def test_what_restricts_an_answer_is_the_same_at_both_doors(options: Any) -> None:
+    async with http_door() as door, AsyncClient(door.target) as client:
+        asked: Any = {"prompt": "A", "seed": 1, "max_tokens": 4, **options}
+        await client.complete(**asked)
+        assert (await door.ask("/v1/completions", asked)).status == 200
+        one, other = (request.sampling for request in door.path.requests)
+        assert one == other and one.grammar is not None
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -72,6 +72,8 @@ OPTIONS = {
     "logprobs": INT64,
     "stop": st.lists(TEXT, min_size=1, max_size=3).map(tuple),
     "stop_token_ids": st.lists(INT64, min_size=1, max_size=3).map(tuple),
+    "allowed_token_ids": st.lists(INT64, min_size=1, max_size=3).map(tuple),
+    "bad_words": st.lists(TEXT, min_size=1, max_size=3).map(tuple),
     "logit_bias": st.lists(st.tuples(INT64, FLOATS), min_size=1, max_size=3).map(tuple),
 }
 
