@@ -393,7 +393,7 @@ ARGUMENTS = {"id": "c", "type": "function", "function": {"name": "f", "arguments
                 "tool_choice": "required",
                 "response_format": {"type": "json_object"},
             },
-            "cannot follow another grammar",
+            "tools and grammar cannot restrict one answer",
         ),
         ({"tools": [{"type": "web_search"}]}, r"tools\[0\].type"),
         ({"tools": [{"type": "function"}]}, r"tools\[0\].function.name is missing"),
