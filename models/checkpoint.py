@@ -137,7 +137,7 @@ def find_sources(model: Decoder, files: CheckpointTensors, directory: Path) -> l
     tensors that do not fit."""
     found = files.shapes()
     sources = [find_source(part, model.config, found) for part in parameter_shapes(model)]
-    _check(sources, found, model.config, directory)
+    _check(sources, files, model.config, directory)
     return sources
 
 
@@ -186,11 +186,9 @@ def _read_array(
 
 
 def _check(
-    sources: Sequence[Source],
-    found: dict[str, tuple[int, ...]],
-    config: DecoderConfig,
-    directory: Path,
+    sources: Sequence[Source], files: CheckpointTensors, config: DecoderConfig, directory: Path
 ) -> None:
+    found = files.shapes()
     needed = {name: shape for source in sources for name, shape in source.needs().items()}
     missing = [f"{name} {shape}" for name, shape in needed.items() if name not in found]
     misshapen = [
@@ -206,6 +204,7 @@ def _check(
         and name not in ignored
         and not _HARMLESS.search(name)
         and not _behind_the_last(name, config)
+        and not _adds_nothing(name, files)
     ]
     wrong = [
         _listed(*part)
@@ -217,6 +216,12 @@ def _check(
             f"{directory}: the tensors do not fit its config.json ({config.family}):"
             f" {'; '.join(wrong)}; use the config.json that the weights were saved with"
         )
+
+
+def _adds_nothing(name: str, files: CheckpointTensors) -> bool:
+    """Of a bias of zeros that the model has no place for: some quantizers write one to each
+    matrix."""
+    return name.endswith("_proj.bias") and not np.any(files.read(name, (slice(None),)))
 
 
 def _behind_the_last(name: str, config: DecoderConfig) -> bool:

@@ -4,6 +4,7 @@ read (`stored_forms`); every other one is refused by name.
 Which matrices are quantized is seen by their tensors, so lists of modules are not read. Activations
 and KV are computed in the model's type, whatever the checkpoint would like them to be."""
 
+import re
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ _BY_GROUPS = "compressed-tensors"
 METHODS = ("fp8", "fbgemm_fp8", _BY_GROUPS, "awq", "gptq")
 _FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "pack-quantized", "dense")
 _WIDEST = ((1, 0), (0, 0))
+_PAIR = re.compile(r"\d{1,6}x\d{1,6}")
 T = TypeVar("T", str, int)
 _REMEDY = "use the original checkpoint, or one quantized in another form"
 
@@ -50,7 +52,7 @@ def stored_quantization(hf: HfConfig) -> StoredQuantization | None:
         bits = found.one_of("bits", (2, 4, 8))
         blocks = ((1, found.group("group_size")),)
         return StoredQuantization(method, (bits,), blocks, form == "gptq")
-    found.one_of("fmt", ("e4m3",), "e4m3")
+    found.one_of("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     return StoredQuantization(method, (), (*found.pair("weight_block_size"), *_WIDEST))
 
 
@@ -112,10 +114,12 @@ class _Stated:
         return int(value)
 
     def pair(self, field: str) -> tuple[tuple[int, int], ...]:
-        """At most one."""
+        """At most one; a list, or as in "128x128"."""
         value = self.fields.get(field)
         if value is None:
             return ()
+        if isinstance(value, str) and _PAIR.fullmatch(value):
+            value = [int(size) for size in value.split("x")]
         if not isinstance(value, list) or len(value) != 2 or not all(map(_positive, value)):
             raise self._error(field, "must be two positive integers", "correct it")
         return ((value[0], value[1]),)
