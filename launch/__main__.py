@@ -27,6 +27,7 @@ COMMANDS = {
     "replay": "run recorded command streams again, and compare tokens",
     "replay_decisions": "make a router's logged decisions again",
     "trace": "merge timelines into one trace for Perfetto",
+    "check_config": "what is wrong with a configuration, before anything is started",
     "inspect": "what a checkpoint is, and whether it can be served",
     "convert": "a Hugging Face checkpoint to Orbax form",
 }

@@ -109,6 +109,9 @@ FLAGS: dict[str, Spec] = {
     "memory_fraction": _real(
         None, "Of a device's memory, for a mesh. Default: 0.9 of an accelerator's, 0.5 of a host's."
     ),
+    "device_gib": _real(
+        None, "Memory of each device, in GiB, of another machine. Default: this host's.", least=0.0
+    ),
     "codec": _one_of(CODECS, None, "How KV travels."),
     "hardware": _text(
         None, "What the devices are: h100, ... or a file of launch.measure_costs; for predictions."

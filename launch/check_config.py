@@ -1,0 +1,105 @@
+"""Checks a configuration without starting anything or reading a weight: what `serve`, or the
+workers of `cluster`, would refuse after minutes.
+
+    python -m launch.check_config --config=configs/llama3_8b_h200.py --model=DIR --device_gib=141
+    python -m launch.check_config --prefill=tp=4 --decode=dp=4 --model=DIR --token_file=tokens
+
+Looks at flags and recipe, at the checkpoint (as `inspect` does), at whether both layouts fit the
+model, at certificates, tokens and ports, and at what each device would hold. Memory is this host's,
+or that of devices of --device_gib each. Names all that is wrong, one a line, and ends with 1; else
+with 0."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+
+from jdisagg.config import EngineConfig, Mode
+from jdisagg.engine.embedded import devices_of
+from jdisagg.engine.limits import check_reuse
+from jdisagg.engine.memory_plan import DeviceMemory, check_host_cache, device_memory, fit_engine
+from jdisagg.errors import JdisaggError
+from jdisagg.layout.kv_spec import WEIGHT_BITS
+from jdisagg.node.deployment import memory_fraction, prepare_engine
+from jdisagg.node.gpus import DEVICE_FRACTION
+from jdisagg.ops.quantized_weights import checked_weights
+from jdisagg.service.server import check_address
+from launch.console import run
+from launch.flags import ENGINE, HTTP, SERVICE, define
+from launch.settings import engine_config
+from launch.shipped import SHIPPED_MODEL
+from models.decoder import abstract_model
+from models.inspection import Inspection, bytes_per_device, inspect
+
+flags = define(*ENGINE, *SERVICE, *HTTP, "device_gib")
+
+
+def main() -> int:
+    config, problems = engine_config(flags), list[str]()
+    found = inspect(Path(config.model.directory or SHIPPED_MODEL).expanduser())
+    problems += [f"the checkpoint cannot be served: {text}" for text in found.missing]
+    with _noting(problems):
+        check_address(config.service)
+    if _fits_layouts(config, found, problems):
+        with _noting(problems):
+            for plan in _plans(config, found):
+                print(plan)
+    for problem in problems:
+        print(f"problem: {problem}")
+    if not problems:
+        print(f"{found.where}: can be served, {config.mode.value}, {devices_of(config)} devices")
+    return 1 if problems else 0
+
+
+@contextmanager
+def _noting(problems: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except JdisaggError as error:
+        problems.append(error.message)
+
+
+def _fits_layouts(config: EngineConfig, found: Inspection, problems: list[str]) -> bool:
+    """Whether the model can be laid out so, and keeps what it is to keep."""
+    if found.config is None:
+        return False
+    before = len(problems)
+    weights = checked_weights(config.model.weights)
+    sides = [("decode", config.decode)]
+    if config.mode is Mode.DISAGGREGATED:
+        sides.insert(0, ("prefill", config.prefill))
+    for side, instance in sides:
+        try:
+            bytes_per_device(found.config, instance.layout, config.model.dtype, weights)
+        except JdisaggError as error:
+            problems.append(f"{side}: {error.message}")
+    with _noting(problems):
+        spec = abstract_model(found.config, dtype=config.model.dtype, weights=weights).kv_spec
+        check_reuse(spec, config.prefix)
+    return len(problems) == before
+
+
+def _plans(config: EngineConfig, found: Inspection) -> list[str]:
+    """What each device would hold. Raises ConfigError where it has less."""
+    if found.geometry is None:
+        return []
+    geometry = found.geometry
+    if config.model.weights:
+        geometry = replace(geometry, matrix_bits=WEIGHT_BITS[config.model.weights])
+    if flags.device_gib:
+        memory = DeviceMemory(
+            int(flags.device_gib * (1 << 30) * (memory_fraction(config) or DEVICE_FRACTION)),
+            f"of {flags.device_gib:g} GiB",
+        )
+    else:
+        prepare_engine(config, None)
+        devices = jax.devices()[: devices_of(config)]
+        check_host_cache(config.prefix, devices[0], memory_fraction(config))
+        memory = device_memory(devices, memory_fraction(config))
+    return [str(plan) for plan in fit_engine(config, geometry, memory)[1]]
+
+
+if __name__ == "__main__":
+    run(main, flags)
