@@ -28,6 +28,7 @@ from jdisagg.engine.limits import SAMPLES_PER_CHUNK, largest_chunk, state_slots
 from jdisagg.errors import ConfigError
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device
+from jdisagg.scheduler.host_blocks import MOST_WRITING
 
 # Of a host's memory, where the configuration does not say: the rest is for what XLA loses to
 # fragments, for Python, and for whatever else runs there.
@@ -91,7 +92,7 @@ def fit_engine(
     model = config.model
     for name, role in roles.items():
         made[name], plan = fit_instance(
-            getattr(config, name), role, config.mode, model, geometry, memory
+            getattr(config, name), role, config.mode, model, geometry, memory, config.prefix
         )
         plans.append(plan)
     context = min(plan.context_tokens for plan in plans)
@@ -106,7 +107,9 @@ def fit_worker(
 ) -> tuple[WorkerConfig, MemoryPlan]:
     """A worker of one role. Raises ConfigError."""
     mode = config.mode if role is WorkerRole.MIXED else Mode.DISAGGREGATED
-    instance, plan = fit_instance(config.instance, role, mode, config.model, geometry, memory)
+    instance, plan = fit_instance(
+        config.instance, role, mode, config.model, geometry, memory, config.prefix
+    )
     model = replace(config.model, context_tokens=plan.context_tokens)
     return replace(config, model=model, instance=instance), plan
 
@@ -118,6 +121,7 @@ def fit_instance(
     model: ModelConfig,
     geometry: CostGeometry,
     memory: DeviceMemory,
+    prefix: PrefixConfig | None = None,
 ) -> tuple[InstanceConfig, MemoryPlan]:
     """The instance with `pages_per_rank` stated, and what it takes.
 
@@ -129,12 +133,15 @@ def fit_instance(
     weights, token_bytes, state_bytes = bytes_per_device(geometry, instance, model.dtype)
     chunk = largest_chunk(instance, mode, context)
     states = state_slots(instance) * state_bytes
+    staged = STAGED_CHUNKS * (chunk * token_bytes + state_bytes)
+    if prefix is not None and role is WorkerRole.PREFILL:  # on their way to host memory
+        staged += MOST_WRITING * prefix.host_tokens(instance.page_size) * token_bytes
     plan = MemoryPlan(
         f"{role.value} ({instance.layout})",
         weights,
         _activations(geometry, instance, role, chunk, model.dtype),
         # of a state as of a chunk: one that is packed, and those on their way
-        0 if role is WorkerRole.MIXED else STAGED_CHUNKS * (chunk * token_bytes + state_bytes),
+        0 if role is WorkerRole.MIXED else staged,
         0,
         0,
         context,

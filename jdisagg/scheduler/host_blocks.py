@@ -23,6 +23,7 @@ from jdisagg.plain import plain
 from jdisagg.scheduler.residency import Chain
 
 LOW_WATERMARK = 0.9
+MOST_WRITING = 32  # blocks on their way out
 # of a measurement, in the mean of those before
 WEIGHT = 0.2
 PROBE = 32  # one in so many that are judged too dear is tried all the same

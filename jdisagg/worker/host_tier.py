@@ -29,13 +29,18 @@ from jdisagg.messages.step_commands import (
     StepResult,
 )
 from jdisagg.scheduler.executor import MeshLimits
-from jdisagg.scheduler.host_blocks import HostBlock, HostBlocks, HostPiece, RestorePrices
+from jdisagg.scheduler.host_blocks import (
+    MOST_WRITING,
+    HostBlock,
+    HostBlocks,
+    HostPiece,
+    RestorePrices,
+)
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.telemetry import Counters
 from jdisagg.worker.outgoing_kv import offers_of_pages
 from jdisagg.worker.step_loop import StepLoop
 
-MOST_WRITING = 32  # blocks on their way out
 BLOCKS_AT_ONCE = 4  # on their way back, of one prompt
 MOST_RESTORES = 4  # prompts
 COPY_SECONDS = 10.0  # of a piece; then the host is not what it should be

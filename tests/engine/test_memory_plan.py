@@ -108,6 +108,16 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         fit_instance(SMALL, WorkerRole.MIXED, Mode.UNIFIED, BF16, ONE_B, memory(2))
 
 
+def test_blocks_on_their_way_to_host_memory_are_room_of_a_prefill_worker() -> None:
+    config = EngineConfig(model=BF16, prefill=SMALL, decode=SMALL)
+    keeps = replace(config, prefix=PrefixConfig(True, host_gib=1.0))
+    (prefill, decode), (with_host, same) = (
+        fit_engine(one, ONE_B, memory(20))[1] for one in (config, keeps)
+    )
+    assert with_host.staged - prefill.staged == 32 * 128 * (32 << 10)
+    assert same == decode
+
+
 def test_a_mesh_of_more_devices_holds_less_on_each() -> None:
     one = bytes_per_device(ONE_B, SMALL, "bfloat16")
     four = bytes_per_device(ONE_B, replace(SMALL, layout=Layout(tp=4)), "bfloat16")
