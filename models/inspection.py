@@ -21,6 +21,7 @@ from models.decoder import Decoder, abstract_model
 from models.decoder_config import DecoderConfig, LayerConfig
 from models.hf_config import HfConfig
 from models.parameter_tree import parameter_shapes
+from models.quantized_files import QuantizedFiles
 from models.tokenizer import Tokenizer
 
 _LISTED = 5
@@ -120,7 +121,9 @@ def _stored(model: Decoder, directory: Path, hf: HfConfig) -> str:
             f" {', '.join(unreadable[:_LISTED])}"
         )
     find_sources(model, files, directory)
-    return f"{files.total_bytes:,} bytes of {', '.join(sorted(files.kinds()))}"
+    text = f"{files.total_bytes:,} bytes of {', '.join(sorted(files.kinds()))}"
+    restored = ", of which matrices are restored as they are read"
+    return text + (restored if isinstance(files, QuantizedFiles) else "")
 
 
 def _kind(layer: LayerConfig, config: DecoderConfig) -> str:

@@ -22,10 +22,12 @@ async def _streams(engine: EngineConfig, weights: str) -> list[list[int]]:
         return [done.tokens[0] for done in await run.complete_all(requests)]
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("directory", "weights", "pairs"),
-    [(LLAMA, "int8", [("tp=2", "dp=2")]), (MOE, "int4", [("dp=2,tp=2,ep=4", "tp=2")])],
+    [
+        pytest.param(MOE, "int4", [("dp=2,tp=2,ep=4", "tp=2")], marks=pytest.mark.ci),
+        pytest.param(LLAMA, "int8", [("tp=2", "dp=2")], marks=pytest.mark.slow),
+    ],
 )
 async def test_streams_do_not_depend_on_placement(directory, weights, pairs) -> None:
     one = await _streams(config(Mode.UNIFIED, decode="tp=1", directory=directory), weights)

@@ -91,6 +91,8 @@ def test_numbers_of_the_form_that_is_asked_for_are_kept_as_they_are(
 
 def test_other_numbers_are_rounded_once_more(tmp_path: Path) -> None:
     quantized, plain, _ = written(tmp_path, "llama_tied", "awq")
+    assert inspect(quantized).stored.endswith("restored as they are read")
+    assert inspect(plain).stored.endswith("bytes of F32")
     expected = loaded(plain, weights="int8")
     for path, values in loaded(quantized, weights="int8").items():
         np.testing.assert_array_equal(values, expected[path], path)
