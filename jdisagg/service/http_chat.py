@@ -27,7 +27,7 @@ def chat_prompt(fields: Fields) -> ChatPrompt:
     if effort := fields.read("reasoning_effort", TEXT):  # templates that know it ask for it
         arguments.setdefault("reasoning_effort", effort)
     several = fields.read("parallel_tool_calls", YES)
-    choice, name = _tool_choice(fields)
+    choice, name = tool_choice(fields)
     return ChatPrompt(
         tuple(map(chat_message, messages)),
         add_generation_prompt=not goes_on if begins is None else begins,
@@ -45,11 +45,7 @@ def chat_message(message: Fields) -> ChatMessage:
     does."""
     role = message.given("role", TEXT)
     message.refuse(_REFUSED)
-    try:
-        content = message.read("content", TEXT) or ""
-    except InvalidRequestError:
-        parts = message.parts("content") or []
-        content = "\n".join(map(_part, parts))
+    content = text_of(message, "content")
     reasoning = message.read("reasoning_content", TEXT) or message.read("reasoning", TEXT)
     return ChatMessage(
         "system" if role == "developer" else role,
@@ -59,6 +55,14 @@ def chat_message(message: Fields) -> ChatMessage:
         tool_call_id=message.read("tool_call_id", TEXT) or "",
         name=message.read("name", TEXT) or "",
     )
+
+
+def text_of(fields: Fields, name: str) -> str:
+    """A field that is text, or parts of text."""
+    try:
+        return fields.read(name, TEXT) or ""
+    except InvalidRequestError:
+        return "\n".join(map(_part, fields.parts(name) or []))
 
 
 def _part(part: Fields) -> str:
@@ -84,12 +88,13 @@ def _call(call: Fields) -> ToolCall:
 def _tools(fields: Fields) -> tuple[ChatTool, ...]:
     tools = fields.parts("tools") or []
     at_most("tools", len(tools), MAX_TOOLS)
-    return tuple(map(_tool, tools))
+    return tuple(chat_tool(tool, tool.part("function")) for tool in tools)
 
 
-def _tool(tool: Fields) -> ChatTool:
+def chat_tool(tool: Fields, function: Fields) -> ChatTool:
+    """`function`: the part that describes it."""
     _check_kind(tool)
-    function = tool.part("function")
+    function.ignore("strict")
     return ChatTool(
         function.given("name", TEXT),
         function.read("description", TEXT) or "",
@@ -105,14 +110,16 @@ def _check_kind(one: Fields) -> None:
         )
 
 
-def _tool_choice(fields: Fields) -> tuple[ToolChoice, str]:
-    """The choice, and the name of the tool that is named."""
+def tool_choice(fields: Fields, *, nested: bool = True) -> tuple[ToolChoice, str]:
+    """The choice, and the name of the tool that is named; `nested`: in a part of its own."""
     given = fields.read("tool_choice", ANYTHING) if fields.has("tool_choice") else "auto"
     if isinstance(given, str) and given in _CHOICES:
         return _CHOICES[given], ""
     if isinstance(given, dict) and given.get("type") == "function":
-        return ToolChoice.REQUIRED, fields.part("tool_choice").part("function").given("name", TEXT)
+        part = fields.part("tool_choice")
+        return ToolChoice.REQUIRED, (part.part("function") if nested else part).given("name", TEXT)
+    named = '"function": {"name": ...}' if nested else '"name": ...'
     raise InvalidRequestError(
         f"tool_choice={shown(fields.raw('tool_choice'))} is not supported; send one of"
-        f' {", ".join(_CHOICES)}, or {{"type": "function", "function": {{"name": ...}}}}'
+        f' {", ".join(_CHOICES)}, or {{"type": "function", {named}}}'
     )

@@ -31,7 +31,8 @@ from jdisagg.service.http_replies import (
     ReplyChoice,
 )
 from jdisagg.service.http_requests import Asked, chat_from, completion_from, ignored_header
-from jdisagg.service.http_responses import ResponseReply, response_from
+from jdisagg.service.http_response_replies import ResponseReply
+from jdisagg.service.http_responses import response_from
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
 COMMENT_SECONDS = 10.0

@@ -12,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response
 
 from jdisagg.chat.messages import ChatPrompt
 from jdisagg.client import AsyncClient, ChatMessage, ChatTool, ToolCall
@@ -305,6 +306,67 @@ async def test_a_call_that_is_required_is_made_one_by_a_grammar(
         assert (said.content, said.reasoning, said.end) == ("", "", end)
     grammars = {request.sampling.grammar for request in door.path.requests}
     assert len(door.path.requests) == 3 and len(grammars) == 1 and None not in grammars
+
+
+FLAT: Any = {
+    "type": "function",
+    "name": "weather",
+    "description": "of a city",
+    "parameters": SCHEMA,
+}
+ROUND: Any = [
+    {"role": "user", "content": "hi"},
+    {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Rom"}'},
+    {"type": "function_call_output", "call_id": "c1", "output": "wet"},
+]
+
+
+@pytest.mark.parametrize(("words", "cut"), [("Let me see.\n", False), ("", False), ("", True)])
+@pytest.mark.parametrize("characters", [3, 60, 1000])
+async def test_a_response_calls_tools_whole_and_streamed(
+    door: HttpDoor, client: openai.AsyncOpenAI, words: str, cut: bool, characters: int
+) -> None:
+    path = door.path
+    assert isinstance(path, Script)
+    path.text, path.cut, path.characters = words + CALLS, cut, characters
+    asked: dict[str, Any] = {"model": "tiny", "input": ROUND, "tools": [FLAT]}
+    reply = await client.responses.create(**asked)
+    Response.model_validate(reply.model_dump(warnings=False), strict=True)
+    called = [(item.name, item.arguments) for item in reply.output if item.type == "function_call"]
+    assert called == [("weather", '{"city": "Köln"}'), ("weather", "{}")]
+    assert reply.output_text == words.strip() and len(reply.output) == 2 + bool(words)
+    assert reply.status == ("incomplete" if cut else "completed")
+    prompt = bytes(door.path.requests[0].prompt_token_ids).decode()
+    assert prompt.endswith(
+        "<user>hi<assistant><tool_call>weather Rom c1</tool_call><tool>wet(c1)<assistant>"
+    )
+    events = [event async for event in await client.responses.create(**asked, stream=True)]
+    for event in events:
+        type(event).model_validate(event.model_dump(warnings=False), strict=True)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    last: Any = events[-1]
+    assert [(item.type, getattr(item, "arguments", None)) for item in last.response.output] == [
+        (item.type, getattr(item, "arguments", None)) for item in reply.output
+    ]
+    arguments = ["", "", ""]
+    for event in events:
+        if event.type == "response.function_call_arguments.delta":
+            arguments[event.output_index] += event.delta
+        if event.type == "response.function_call_arguments.done":
+            assert event.arguments == arguments[event.output_index]
+    kinds = [event.type.removeprefix("response.output_item.") for event in events]
+    assert [kind for kind in kinds if "." not in kind] == ["added", "done"] * len(reply.output)
+
+
+async def test_a_response_may_be_made_to_call(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
+    door.path.text = '[{"name": "weather", "arguments": {}}]'  # type: ignore[attr-defined]
+    choice: Any = {"type": "function", "name": "weather"}
+    reply = await client.responses.create(
+        model="tiny", input="hi", tools=[FLAT], tool_choice=choice
+    )
+    assert [(item.type, getattr(item, "name", "")) for item in reply.output] == [
+        ("function_call", "weather")
+    ]
 
 
 async def test_an_answer_by_a_grammar_is_that_and_nothing_else() -> None:

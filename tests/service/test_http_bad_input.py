@@ -154,7 +154,10 @@ WRONG_RESPONSES: list[tuple[dict[str, Any], str | None, str]] = [
     ({"input": [{"type": "reasoning"}]}, "input", "got 'reasoning'"),
     ({"max_output_tokens": "x"}, "max_output_tokens", "must be an integer"),
     ({"previous_response_id": "r"}, "previous_response_id", "the server keeps nothing"),
-    ({"tools": [{}]}, "tools", "is not supported"),
+    ({"tools": [{}]}, "tools", "tools[0].name is missing"),
+    ({"tools": [{"type": "web_search"}]}, "tools", "type must be function"),
+    ({"tool_choice": {"type": "file_search"}}, "tool_choice", "is not supported"),
+    ({"input": [{"type": "function_call", "name": "f"}]}, "input", "call_id is missing"),
     ({"text": {"format": {"type": "json_schema"}}}, "text", "text.format.schema is missing"),
     ({"text": {"format": {"type": "json_schema", "schema": {"items": 3}}}}, "text", "cannot be"),
 ]
