@@ -61,6 +61,14 @@ MODELS: dict[str, dict[str, object]] = {
         **_QWEN_MOE, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 64,
         "moe_intermediate_size": 1536,
     },
+    # a layer with state and one with attention
+    "qwen3.6-35b-a3b": {
+        "model_type": "qwen3_5_moe_text", "vocab_size": 248320, "hidden_size": 2048,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "num_experts": 256,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 512, "full_attention_interval": 2,
+        "shared_expert_intermediate_size": 512, "rope_theta": 1e7, "tie_word_embeddings": False,
+        "max_position_embeddings": 262144, "hidden_act": "silu",
+    },
     # a dense layer and one with experts
     "glm-4.7-flash": {
         **_LATENT, "model_type": "glm4_moe_lite", "vocab_size": 154880, "hidden_size": 2048,

@@ -62,7 +62,8 @@ class GatedDeltaNet(nnx.Module):
                 out_TNH, kept = delta_step(self._heads(y_TC, decay_TN, write_TN), kept)
             else:
                 y_TC, inputs_RSC = convolve_runs(mixed_TC, self.kernel[...], inputs_RSC, runs)
-                out_TNH, kept = delta_runs(self._heads(y_TC, decay_TN, write_TN), kept, runs)
+                heads = self._heads(y_TC, decay_TN, write_TN)
+                out_TNH, kept = delta_runs(heads, kept, runs, shards.platform)
             return out_TNH, (self._by_group(inputs_RSC), kept.reshape(*kept.shape[:2], -1))
 
         out_RNH = rows_of(recur(advance).astype(x_TD.dtype), rows_R)

@@ -44,10 +44,15 @@ class _Run(NamedTuple):
 
     def on(self, state_NKV: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The output [N, C, dv] and the state after it."""
-        u_NCV = self.values_NCV - self.keys_NCK @ state_NKV
-        out_NCV = self.queries_NCK @ state_NKV + self.mix_NCC @ u_NCV
+        u_NCV = self.values_NCV - _product(self.keys_NCK, state_NKV)
+        out_NCV = _product(self.queries_NCK, state_NKV) + _product(self.mix_NCC, u_NCV)
         kept_NKV = self.decay_N[:, None, None] * state_NKV
-        return out_NCV, kept_NKV + jnp.swapaxes(self.writes_NCK, 1, 2) @ u_NCV
+        return out_NCV, kept_NKV + _product(jnp.swapaxes(self.writes_NCK, 1, 2), u_NCV)
+
+
+def _product(left: jax.Array, right: jax.Array) -> jax.Array:
+    """Of matrices, in full float32: a GPU would round to 11 bits what it multiplies."""
+    return jnp.matmul(left, right, precision=lax.Precision.HIGHEST)
 
 
 def unit_length(x: jax.Array, epsilon: float = 1e-6) -> jax.Array:
@@ -57,7 +62,7 @@ def unit_length(x: jax.Array, epsilon: float = 1e-6) -> jax.Array:
 
 
 def delta_runs(
-    inputs: DeltaInputs, state_RNKV: jax.Array, runs: Runs
+    inputs: DeltaInputs, state_RNKV: jax.Array, runs: Runs, platform: str = "cpu"
 ) -> tuple[jax.Array, jax.Array]:
     """The rule over a chunk's rows.
 
@@ -65,15 +70,21 @@ def delta_runs(
         inputs: of T tokens.
         state_RNKV: float32, of each row before its first token here.
         runs: where rows lie.
+        platform: on a GPU there is no loop over the runs.
 
     Returns:
         o [T, N, dv] in float32 (unspecified for padding), and the state after each row's last
         token; of a row without tokens as it was.
     """
     tokens, heads, width = inputs.v_TNH.shape
-    grain, rows = runs.grain, state_RNKV.shape[0]
     parts = jax.vmap(_prepare)(_in_runs(inputs, runs))
-    row_n, first_n = runs.row_T[::grain], runs.index_T[::grain] == 0
+    out, new_RNKV = (_at_once if platform == "gpu" else _in_turn)(parts, state_RNKV, runs)
+    return jnp.swapaxes(out, 1, 2).reshape(-1, heads, width)[:tokens], new_RNKV
+
+
+def _in_turn(parts: _Run, state_RNKV: jax.Array, runs: Runs) -> tuple[jax.Array, jax.Array]:
+    """Run by run: the outputs [n, N, C, dv], and the rows' new states."""
+    rows, (row_n, first_n) = state_RNKV.shape[0], _owners(runs)
 
     def one_row(
         state: jax.Array, run: tuple[_Run, jax.Array, jax.Array]
@@ -92,21 +103,63 @@ def delta_runs(
 
     if rows == 1:
         last, out = lax.scan(one_row, state_RNKV[0], (parts, row_n, first_n))
-        new_RNKV = last[None]
-    else:
-        (_, new_RNKV), out = lax.scan(
-            several_rows, (jnp.zeros_like(state_RNKV[0]), state_RNKV), (parts, row_n, first_n)
+        return out, last[None]
+    (_, new_RNKV), out = lax.scan(
+        several_rows, (jnp.zeros_like(state_RNKV[0]), state_RNKV), (parts, row_n, first_n)
+    )
+    return out, new_RNKV
+
+
+def _at_once(parts: _Run, state_RNKV: jax.Array, runs: Runs) -> tuple[jax.Array, jax.Array]:
+    """The same without a loop, which XLA would drive from the host of a GPU: what a run does to a
+    state is linear, S' = M S + B, and so is what several do one after another (Blelloch, 1990). A
+    row's first run begins anew, by a choice and not by a product with zero."""
+    row_n, first_n = _owners(runs)
+    given_nNKV = jnp.take(state_RNKV, row_n, axis=0, mode="clip")
+    written_nNKC = jnp.swapaxes(parts.writes_NCK, 2, 3)
+    decay_nN11 = parts.decay_N[:, :, None, None]
+    keep_nNKK = decay_nN11 * jnp.eye(state_RNKV.shape[2])[None, None] - _product(
+        written_nNKC, parts.keys_NCK
+    )
+    add_nNKV = _product(written_nNKC, parts.values_NCV)
+    first_n111 = first_n[:, None, None, None]
+    add_nNKV = jnp.where(first_n111, _product(keep_nNKK, given_nNKV) + add_nNKV, add_nNKV)
+
+    def then(
+        one: tuple[jax.Array, ...], other: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        anew, keep, add = other
+        return (
+            one[0] | anew,
+            jnp.where(anew, keep, _product(keep, one[1])),
+            jnp.where(anew, add, _product(keep, one[2]) + add),
         )
-    return jnp.swapaxes(out, 1, 2).reshape(-1, heads, width)[:tokens], new_RNKV
+
+    _, _, after_nNKV = lax.associative_scan(then, (first_n111, keep_nNKK, add_nNKV))
+    earlier_nNKV = jnp.concatenate([jnp.zeros_like(after_nNKV[:1]), after_nNKV[:-1]])
+    out, _ = jax.vmap(_Run.on)(parts, jnp.where(first_n111, given_nNKV, earlier_nNKV))
+    last_R = (runs.first_R + runs.count_R - 1) // runs.grain
+    new_RNKV = jnp.take(after_nNKV, last_R, axis=0, mode="clip")
+    return out, jnp.where((runs.count_R > 0)[:, None, None, None], new_RNKV, state_RNKV)
+
+
+def _owners(runs: Runs) -> tuple[jax.Array, jax.Array]:
+    """Of each run: its row, and whether it is the row's first."""
+    return runs.row_T[:: runs.grain], runs.index_T[:: runs.grain] == 0
 
 
 def delta_step(inputs: DeltaInputs, state_BNKV: jax.Array) -> tuple[jax.Array, jax.Array]:
     """As `delta_runs`, of one more token of each sequence: o [B, N, dv] and the states after it."""
     q, k, v, g, b = (part.astype(jnp.float32) for part in inputs)
     kept = jnp.exp(g)[..., None, None] * state_BNKV
-    u_BNV = b[..., None] * (v - jnp.einsum("bnkv,bnk->bnv", kept, k))
+    u_BNV = b[..., None] * (v - _read(kept, k))
     new = kept + k[..., None] * u_BNV[..., None, :]
-    return jnp.einsum("bnkv,bnk->bnv", new, q), new
+    return _read(new, q), new
+
+
+def _read(state_BNKV: jax.Array, key_BNK: jax.Array) -> jax.Array:
+    """What a state holds of a key [B, N, dv]."""
+    return jnp.einsum("bnkv,bnk->bnv", state_BNKV, key_BNK, precision=lax.Precision.HIGHEST)
 
 
 def _in_runs(inputs: DeltaInputs, runs: Runs) -> DeltaInputs:
@@ -133,13 +186,13 @@ def _prepare(run: DeltaInputs) -> _Run:
     # above the diagonal the exponent would be positive
     gap_NCC = jnp.where(upto_CC, total_NC[:, :, None] - total_NC[:, None, :], 0.0)
     decay_NCC = jnp.exp(gap_NCC)
-    keys_NCC = jnp.einsum("nik,njk->nij", k, k) * decay_NCC * b[:, :, None]
+    keys_NCC = _product(k, jnp.swapaxes(k, 1, 2)) * decay_NCC * b[:, :, None]
     solve_NCC = _inverse(jnp.where(before_CC, keys_NCC, 0.0))
-    queries_NCC = jnp.einsum("nik,njk->nij", q, k) * decay_NCC
+    queries_NCC = _product(q, jnp.swapaxes(k, 1, 2)) * decay_NCC
     from_start, to_end = jnp.exp(total_NC), jnp.exp(total_NC[:, -1:] - total_NC)
     return _Run(
-        values_NCV=solve_NCC @ (b[..., None] * v),
-        keys_NCK=solve_NCC @ ((b * from_start)[..., None] * k),
+        values_NCV=_product(solve_NCC, b[..., None] * v),
+        keys_NCK=_product(solve_NCC, (b * from_start)[..., None] * k),
         queries_NCK=from_start[..., None] * q,
         mix_NCC=jnp.where(upto_CC, queries_NCC, 0.0),
         writes_NCK=to_end[..., None] * k,
@@ -158,6 +211,6 @@ def _inverse(below_NCC: jax.Array) -> jax.Array:
     while block < size:
         number = index // block
         corner_CC = (number[:, None] == number[None, :] + 1) & (number[None, :] % 2 == 0)
-        found = found - found @ jnp.where(corner_CC, below_NCC, 0.0) @ found
+        found = found - _product(_product(found, jnp.where(corner_CC, below_NCC, 0.0)), found)
         block *= 2
     return found

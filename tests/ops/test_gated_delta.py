@@ -1,6 +1,8 @@
 """The chunked and the one-step form of the gated delta rule and of the short convolution against
 the recurrence written out token by token, for rows packed in any way."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,11 +21,11 @@ COUNTS = st.lists(st.integers(0, 40), min_size=ROWS, max_size=ROWS).filter(
 )
 
 
-@jax.jit
+@partial(jax.jit, static_argnums=3)
 def packed_delta(
-    inputs: DeltaInputs, state: jax.Array, rows: tuple[jax.Array, ...]
+    inputs: DeltaInputs, state: jax.Array, rows: tuple[jax.Array, ...], platform: str
 ) -> tuple[jax.Array, jax.Array]:
-    return delta_runs(inputs, state, Runs(*rows, grain=GRAIN))
+    return delta_runs(inputs, state, Runs(*rows, grain=GRAIN), platform)
 
 
 @jax.jit
@@ -68,15 +70,15 @@ def by_hand(inputs: DeltaInputs, state: np.ndarray) -> tuple[np.ndarray, np.ndar
     return np.array(out).reshape(-1, HEADS, VALUE), state
 
 
-@settings(max_examples=8, deadline=None)
-@given(COUNTS, st.integers(0, 99))
+@settings(max_examples=16, deadline=None)
+@given(COUNTS, st.integers(0, 99), st.sampled_from(["cpu", "gpu"]))
 def test_packed_rows_go_on_from_their_states_as_the_recurrence_does(
-    counts: list[int], seed: int
+    counts: list[int], seed: int, platform: str
 ) -> None:
     rng = np.random.default_rng(seed)
     inputs, runs = random_inputs(rng, TOKENS), layout(counts, GRAIN, TOKENS)
     state = rng.normal(size=(ROWS, HEADS, KEY, VALUE)).astype(np.float32)
-    out, new = packed_delta(inputs, jnp.asarray(state), runs[:4])
+    out, new = packed_delta(inputs, jnp.asarray(state), runs[:4], platform)
     for row, count in enumerate(counts):
         first = int(runs.first_R[row])
         part = DeltaInputs(*(each[first : first + count] for each in inputs))
@@ -85,13 +87,16 @@ def test_packed_rows_go_on_from_their_states_as_the_recurrence_does(
         np.testing.assert_allclose(new[row], after, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("grain", [16, 64])
-def test_a_sequence_in_pieces_and_by_steps_ends_as_in_one(grain: int) -> None:
+def test_a_sequence_in_pieces_and_by_steps_ends_as_in_one(grain: int, platform: str) -> None:
     rng, tokens = np.random.default_rng(3), 128
     inputs = random_inputs(rng, tokens)
     wanted, after = by_hand(inputs, np.zeros((HEADS, KEY, VALUE)))
     state, at = jnp.zeros((1, HEADS, KEY, VALUE)), 0
-    in_runs = jax.jit(lambda part, state, rows: delta_runs(part, state, Runs(*rows, grain=grain)))
+    in_runs = jax.jit(
+        lambda part, state, rows: delta_runs(part, state, Runs(*rows, grain=grain), platform)
+    )
     one_step = jax.jit(delta_step)
     for count in (64, 37):
         part = DeltaInputs(*(each[at : at + 64] for each in inputs))
@@ -114,13 +119,14 @@ def test_keys_that_are_all_alike_stay_exact() -> None:
     np.testing.assert_allclose(out, wanted, atol=1e-5)
 
 
-def test_a_broken_row_reaches_no_other() -> None:
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_a_broken_row_reaches_no_other(platform: str) -> None:
     rng = np.random.default_rng(5)
     inputs, runs = random_inputs(rng, TOKENS), layout([20, 0, 17, 40], GRAIN, TOKENS)
     broken = inputs._replace(v_TNH=inputs.v_TNH.at[3].set(jnp.nan))
     state = jnp.asarray(rng.normal(size=(ROWS, HEADS, KEY, VALUE)), jnp.float32)
-    out, new = packed_delta(inputs, state, runs[:4])
-    broken_out, broken_new = packed_delta(broken, state, runs[:4])
+    out, new = packed_delta(inputs, state, runs[:4], platform)
+    broken_out, broken_new = packed_delta(broken, state, runs[:4], platform)
     np.testing.assert_array_equal(out[32:49], broken_out[32:49])
     np.testing.assert_array_equal(new[1:], broken_new[1:])
     np.testing.assert_array_equal(new[1], state[1])
