@@ -10,9 +10,10 @@ from jax.sharding import PartitionSpec
 from jdisagg.executor.choose import Variant, choose, logits
 from jdisagg.executor.slot_state import RowFormat
 from jdisagg.layout.axes import TP_AXES, Layout
-from jdisagg.messages.step_commands import SampleSpec
+from jdisagg.messages.step_commands import STUCK_TOKEN, SampleSpec
 from jdisagg.model_api import Shards
 from jdisagg.ops.parameters import layout_mesh, param_specs
+from jdisagg.ops.sampling import WHOLE
 from jdisagg.request import SamplingParams
 from models.catalog import read_config
 from models.decoder import init_model
@@ -83,3 +84,42 @@ def test_a_vocabulary_that_stays_on_its_devices_gives_the_tokens_of_a_gathered_o
     gathered = tokens("cpu")
     assert len(set(gathered.tolist())) > ROWS // 2
     assert tokens("gpu").tolist() == gathered.tolist()
+
+
+def test_a_mask_leaves_its_row_what_it_allows_and_other_rows_what_they_had() -> None:
+    rows, words = RowFormat(1, VOCABULARY), -(-VOCABULARY // 32)
+    ints = np.zeros((ROWS, rows.ints), np.int32)
+    floats = np.zeros((ROWS, rows.floats), np.float32)
+    for row in range(ROWS):
+        params = SamplingParams(temperature=0.9 * (row % 3 > 0), seed=70 + row, top_k=row)
+        rows.pack(ints[row], floats[row], SampleSpec(0, params))
+    logits_BV = np.random.default_rng(1).standard_normal((ROWS, VOCABULARY)).astype(np.float32)
+    mask = np.full((ROWS, words), 0xFFFFFFFF, np.uint32)
+    mask[0::4] = 0
+    mask[0::4, 7] = 0b1000  # id 7 * 32 + 3 alone
+    mask[1::4] = 0  # nothing
+
+    def tokens(variant: Variant, mask_BW: jax.Array | None) -> list[int]:
+        def body(logits_BV: jax.Array, mask_BW: jax.Array | None) -> jax.Array:
+            position_B, active_B = jnp.full(ROWS, 9, jnp.int32), jnp.ones(ROWS, jnp.bool_)
+            return choose(
+                variant,
+                rows,
+                logits_BV,
+                jnp.asarray(ints),
+                jnp.asarray(floats),
+                position_B,
+                active_B,
+                None,
+                WHOLE,
+                "cpu",
+                mask_BW,
+            ).token
+
+        return np.asarray(jax.jit(body)(logits_BV, mask_BW)).tolist()
+
+    free = tokens(Variant.SAMPLED, None)
+    masked = tokens(Variant.MASKED, jnp.asarray(mask))
+    assert masked[0::4] == [7 * 32 + 3] * 3
+    assert masked[1::4] == [STUCK_TOKEN] * 3
+    assert (masked[2::4], masked[3::4]) == (free[2::4], free[3::4])

@@ -150,3 +150,14 @@ def test_logprobs_are_those_of_a_float64_log_softmax_with_ties_by_id(top: int) -
     np.testing.assert_allclose(values, np.take_along_axis(exact, order, axis=1), atol=2e-6)
     np.testing.assert_allclose(chosen[:4], exact[np.arange(4), tokens[:4]], rtol=1e-6)
     assert np.isnan(chosen[4])
+
+
+@pytest.mark.parametrize("vocabulary", [64, V, 1001])
+def test_a_masks_first_id_is_the_lowest_bit_of_its_first_word(vocabulary: int) -> None:
+    random = np.random.default_rng(3)
+    logits = random.standard_normal((5, vocabulary)).astype(np.float32)
+    allowed = random.random((5, vocabulary)) < 0.5
+    padded = np.pad(allowed, ((0, 0), (0, -vocabulary % 32)))
+    words = np.packbits(padded, axis=1, bitorder="little").view("<u4").astype(np.uint32)
+    masked = jax.jit(logit_shaping.mask_logits)(jnp.asarray(logits), jnp.asarray(words))
+    np.testing.assert_array_equal(masked, np.where(allowed, logits, -np.inf))

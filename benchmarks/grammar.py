@@ -1,0 +1,207 @@
+"""What does a grammar cost a decode step?
+
+    python -m benchmarks.grammar --model=measured --rounds=5 [--name=grammar]
+
+The embedded cluster in unified mode, eight sequences at temperature 1, seconds a step while all of
+them decode. Against eight without a grammar, in turn: eight under a JSON schema, and one under it
+beside seven without. `measured`: the model of `benchmarks/plain_loop.py` (12 layers, 768 wide) with
+32,000 made-up tokens; `shipped`: the tiny model with its own tokenizer. Weights and texts mean
+nothing here, masks and steps do. Also timed: making one row's mask, on the host; and what a step
+takes of a processor, which a busy machine changes less."""
+
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+import tokenizers
+from absl import app, flags
+from tokenizers import decoders, models, pre_tokenizers
+
+from benchmarks.measure import paired, save
+from benchmarks.plain_loop import KV_HEADS, MEASURED_MODEL, VOCABULARY
+from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig
+from jdisagg.engine.embedded import EmbeddedCluster
+from jdisagg.engine.instance import Loaded
+from jdisagg.grammar.compiler import GrammarCompiler, TokenizerText
+from jdisagg.grammar.matcher import mask_words
+from jdisagg.layout.axes import Layout
+from jdisagg.model_api import Device
+from jdisagg.ops.parameters import layout_mesh
+from jdisagg.request import Grammar, GrammarKind, Request, SamplingParams
+from launch.grammars import grammar_compiler
+from launch.shipped import SHIPPED_MODEL
+from models.catalog import read_config
+from models.checkpoint import LoadedModel, load_model
+from models.decoder import init_model
+from models.hf_config import HfConfig
+
+_MODEL = flags.DEFINE_enum("model", "measured", ["measured", "shipped"], "Which model.")
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Interleaved rounds.")
+_NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
+
+BATCH, PROMPT, OUTPUT, END = 8, 64, 64, 0
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "kind": {"enum": ["cat", "dog", "tree"]},
+        "tags": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{2,9}$"}},
+    },
+    "required": ["name", "age", "kind", "tags"],
+    "additionalProperties": False,
+}
+# so many of them that no answer ends
+PEOPLE = {"type": "array", "items": PERSON, "minItems": 200}
+SCHEMA = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(PEOPLE))
+
+
+class NoText:
+    """A detokenizer for runs that look at tokens alone."""
+
+    def decode(self, ids: object, *, skip_special_tokens: bool = True) -> str:
+        return ""
+
+
+def made_up_tokenizer() -> TokenizerText:
+    """All bytes, then random words, half of them behind a blank."""
+    draw = np.random.default_rng(0)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = dict.fromkeys(["<end>", *letters])
+    small = np.array(list("abcdefghijklmnopqrstuvwxyz"))
+    while len(tokens) < VOCABULARY:
+        word = "".join(draw.choice(small, draw.integers(2, 8)))
+        tokens["Ġ" * int(draw.integers(2)) + word] = None
+    vocabulary = {token: at for at, token in enumerate(tokens)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    return TokenizerText(backend.to_str(), (END,))
+
+
+def made_up() -> tuple[Loaded, GrammarCompiler]:
+    config = read_config(HfConfig(MEASURED_MODEL, "the measured model"))
+    model = init_model(config, jax.random.key(0), dtype="float32")
+    mesh = layout_mesh(Layout(), KV_HEADS, jax.devices()[:1])
+    return LoadedModel(model, mesh, Layout()), GrammarCompiler(made_up_tokenizer)
+
+
+def shipped() -> tuple[Loaded, GrammarCompiler]:
+    grammars = grammar_compiler(SHIPPED_MODEL)
+    assert grammars is not None
+    return load_model(SHIPPED_MODEL, Layout(), jax.devices()[:1], dtype="float32"), grammars
+
+
+class Measured:
+    """The cluster, and batches through it."""
+
+    def __init__(self, loaded: Loaded, grammars: GrammarCompiler) -> None:
+        pages = (BATCH + 1) * (PROMPT + OUTPUT) // 16 + 8
+        config = EngineConfig(
+            model=ModelConfig(dtype="float32", context_tokens=256),
+            mode=Mode.UNIFIED,
+            decode=InstanceConfig(
+                layout=Layout(),
+                page_size=16,
+                slots_per_rank=BATCH,
+                pages_per_rank=pages,
+                growth_tokens=OUTPUT,
+                chunk_tokens=64,
+                min_chunk_tokens=64,
+            ),
+            warm_up=False,
+        )
+
+        def load(layout: Layout, devices: Sequence[Device]) -> Loaded:
+            return loaded
+
+        self.cluster = EmbeddedCluster(config, load, NoText(), jax.devices()[:1])
+        self.cluster.constrain(grammars)
+        self._vocabulary = loaded.model.vocabulary
+        self._count = 0
+
+    async def step(self, constrained: int) -> tuple[float, float]:
+        """Seconds a decode step of a batch, the first so many of which have the grammar; and
+        seconds of a processor a step, its share of the prefill included."""
+        spent = time.process_time()
+        streams = await asyncio.gather(*(self._stream(row < constrained) for row in range(BATCH)))
+        low, high = max(times[2] for times in streams), min(times[-2] for times in streams)
+        inside = [when for when in streams[-1] if low <= when <= high]
+        spent = (time.process_time() - spent) / OUTPUT
+        return (inside[-1] - inside[0]) / sum(when > inside[0] for when in inside), spent
+
+    async def _stream(self, constrained: bool) -> list[float]:
+        self._count += 1
+        draw = np.random.default_rng(self._count)
+        prompt = tuple(draw.integers(3, self._vocabulary, PROMPT).tolist())
+        sampling = SamplingParams(
+            max_tokens=OUTPUT, seed=self._count, grammar=SCHEMA if constrained else None
+        )
+        request = Request(f"r{self._count}", prompt, sampling, (END,) if constrained else ())
+        times: list[float] = []
+        async for event in self.cluster.stream(request):
+            times.extend([time.perf_counter()] * len(event.token_ids))
+        return times
+
+
+def mask_seconds(grammars: GrammarCompiler, vocabulary: int) -> list[float]:
+    """Of making masks along a walk, one token after the other."""
+    draw, seconds = np.random.default_rng(0), []
+    mask = np.zeros(mask_words(vocabulary), np.uint32)
+    matcher = grammars.matcher(SCHEMA, SamplingParams(grammar=SCHEMA), (END,), ())
+    for _ in range(200):
+        started = time.perf_counter()
+        matcher.fill(mask)
+        seconds.append(time.perf_counter() - started)
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+        matcher.consume((int(draw.choice(np.flatnonzero(bits))),))
+    return sorted(seconds)
+
+
+async def run() -> dict[str, object]:
+    loaded, grammars = made_up() if _MODEL.value == "measured" else shipped()
+    measured = Measured(loaded, grammars)
+    masks = mask_seconds(grammars, loaded.model.vocabulary)
+    figures: dict[str, object] = {
+        "model": _MODEL.value,
+        "vocabulary": loaded.model.vocabulary,
+        "mask of a row, ms": {
+            "median": 1e3 * statistics.median(masks),
+            "99th percentile": 1e3 * masks[-2],
+        },
+    }
+    await measured.cluster.start()
+    try:
+        for rows in (1, BATCH):
+            ours: list[tuple[float, float]] = []
+            theirs: list[tuple[float, float]] = []
+            for number in range(_ROUNDS.value + 1):
+                mine, other = await measured.step(rows), await measured.step(0)
+                if number:  # the first one compiles
+                    ours.append(mine)
+                    theirs.append(other)
+            for at, kind in enumerate(("of the clock", "of a processor")):
+                figures[f"{rows} of {BATCH} with a grammar, against none, seconds {kind}"] = paired(
+                    [one[at] for one in ours], [one[at] for one in theirs]
+                )
+    finally:
+        await measured.cluster.stop()
+    return figures
+
+
+def main(_: list[str]) -> None:
+    figures = asyncio.run(run())
+    print(json.dumps(figures, indent=1))
+    if _NAME.value:
+        print(Path(save(_NAME.value, figures)).name, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    app.run(main)
