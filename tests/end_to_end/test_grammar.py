@@ -14,8 +14,8 @@ from tests.end_to_end.schemas import random_schema
 pytestmark = pytest.mark.ci
 
 PROMPT = "once upon a time there was a little dog"
-SCHEMAS = 12
-PLAIN = 3
+SCHEMAS, PLAIN = 12, 3
+FEW = 6
 
 
 def constrained(run: Running, name: str, grammar: Grammar, **options: object) -> Request:
@@ -68,9 +68,13 @@ async def test_what_is_sampled_under_a_random_schema_follows_it() -> None:
     assert whole > SCHEMAS / 2, "hardly anything to judge"
 
 
-async def test_two_meshes_give_the_tokens_of_one() -> None:
-    async with running(config(prefill="tp=2", decode="dp=2")) as run:
-        done = await run.complete_all(requests(run))
-        masked = {getattr(command, "masked", False) for command in run.recording.decode}
-    assert streams(done) == streams(await reference())
-    assert masked == {True, False}, "rows without a grammar ran alone, too"
+async def test_two_meshes_that_preempt_give_the_tokens_of_one() -> None:
+    """Pages for a part of the sequences, and several steps a command."""
+    engine = config(
+        prefill="tp=2", decode="tp=1", decode_page=8, pages=30, growth=1, steps=2, slots=4
+    )
+    async with running(engine) as run:
+        done = await run.complete_all(requests(run)[:FEW])
+        preemptions = sum(status.preemptions for status in await run.cluster.status())
+    assert preemptions > 0, "the pages were not few enough"
+    assert streams(done) == streams((await reference())[:FEW])
