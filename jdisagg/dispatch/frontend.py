@@ -460,8 +460,8 @@ class Frontend:
     async def _check_grammar(self, grammar: Grammar, origin: str) -> None:
         if self._grammars is None:
             raise InvalidRequestError(
-                f"grammar: {self.model.name!r} has no tokenizer.json, which structured output"
-                " needs; leave the grammar out"
+                f"{origin or 'grammar'}: {self.model.name!r} has no tokenizer.json, which"
+                f" structured output needs; leave {origin or 'the grammar'} out"
             )
         try:
             await self._grammars.admit(grammar, self._limits.timeouts.request.grammar_seconds)
