@@ -8,6 +8,7 @@ import pytest
 from configs import llama3_8b_h200, qwen3_235b_h200
 from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig, PrefixConfig
 from jdisagg.costs.hardware import accelerator
+from jdisagg.costs.linear_attention import LinearAttention
 from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention, geometry
 from jdisagg.engine.memory_plan import (
     DeviceMemory,
@@ -116,6 +117,16 @@ def test_blocks_on_their_way_to_host_memory_are_room_of_a_prefill_worker() -> No
     )
     assert with_host.staged - prefill.staged == 32 * 128 * (32 << 10)
     assert same == decode
+
+
+def test_states_of_the_sequences_in_slots_and_of_those_ahead_are_counted_beside_pages() -> None:
+    """A quarter as many sequences are ahead as there are slots."""
+    hybrid = replace(ONE_B, linear=LinearAttention(12, 8, 8, 128, 128, 4))
+    _, plan = fit_instance(SMALL, WorkerRole.DECODE, Mode.DISAGGREGATED, BF16, hybrid, memory(20))
+    assert plan.states == (16 + 4) * hybrid.state_bytes() and "sequences' states" in str(plan)
+    assert plan.total <= plan.memory.bytes
+    with pytest.raises(ConfigError, match="of sequences' states and"):
+        fit_instance(SMALL, WorkerRole.MIXED, Mode.UNIFIED, BF16, hybrid, memory(2))
 
 
 def test_a_mesh_of_more_devices_holds_less_on_each() -> None:

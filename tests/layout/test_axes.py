@@ -118,6 +118,16 @@ def test_a_layout_that_divides_the_model_is_accepted(layout: Layout) -> None:
             ModelGeometry(8, 4, 64, experts=8, expert_ffn=30),
             "tp=4 does not divide the model's 30 expert ffn width",
         ),
+        (
+            Layout(tp=4),
+            ModelGeometry(8, 4, 64, state_key_heads=6, state_value_heads=12),
+            "share of kv heads=4 does not divide the model's 6 key heads of layers with state",
+        ),
+        (
+            Layout(tp=4),
+            ModelGeometry(8, 2, 64, state_key_heads=2, state_value_heads=6),
+            "tp=4 does not divide the model's 6 value heads of layers with state",
+        ),
     ],
 )
 def test_a_layout_that_does_not_divide_the_model_is_refused_with_the_numbers(
