@@ -26,9 +26,12 @@ def kv_facts(
     kept = shape.kv_bytes_per_token(dtype)
     active = count_text(shape.active_parameters)
     sizes = f"{shape.attention_layers} layers x {shape.attention.kv_values} values x {value_bytes}"
+    state = shape.state_bytes(dtype)  # of layers that keep no KV
+    beside = [("state a sequence", f"{bytes_text(state)}, however long it is")] if state else []
     return [
         ("parameters", f"{count_text(shape.parameters)}, {active} active"),
         ("KV a token", f"{kept:,} bytes ({sizes})"),
+        *beside,
         ("on the wire a token", f"{wire:,.0f} bytes (codec {codec}, {wire / kept:.2f} of it)"),
         (f"KV of {prompt_tokens:,} tokens", bytes_text(kept * prompt_tokens)),
         (

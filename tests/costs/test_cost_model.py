@@ -20,7 +20,6 @@ from jdisagg.costs.hardware import (
     accelerator_from_fields,
     link,
 )
-from jdisagg.costs.linear_attention import LinearAttention
 from jdisagg.costs.model_geometry import (
     CATALOG,
     CostGeometry,
@@ -182,23 +181,6 @@ def test_a_decode_step_of_one_sequence_reads_every_weight_once() -> None:
     read = DENSE.parameters - DENSE.vocabulary * DENSE.width  # the input embedding gives one row
     assert model.decode([1]).seconds == pytest.approx(2 * read / 1e12, rel=0.01)
     assert model.decode([1]).compute == 0.0
-
-
-def test_a_step_reads_and_writes_the_state_of_each_sequence_and_kv_of_the_other_layers() -> None:
-    """Of eight in ten layers: a float32 matrix of 128 x 128 a value head, and three inputs of a
-    convolution over 2 x 8 x 128 + 16 x 128 channels."""
-    hybrid = dataclasses.replace(DENSE, linear=LinearAttention(8, 8, 16, 128, 128, 4))
-    state = 8 * (16 * 128 * 128 * 4 + 3 * 4096 * 2)
-    assert hybrid.state_bytes() == state
-    assert hybrid.kv_bytes_per_token() == DENSE.kv_bytes_per_token() // 5
-    model = CostModel(hybrid, IDEAL)
-    assert CostModel(hybrid, IDEAL, Layout(tp=2)).state_bytes_per_device == state / 2
-    short, long = model.decode([1]).seconds, model.decode([1001]).seconds
-    assert long - short == pytest.approx(1000 * hybrid.kv_bytes_per_token() / 1e12, rel=1e-6)
-    read = hybrid.parameters - hybrid.vocabulary * hybrid.width
-    assert short == pytest.approx((2 * read + 2 * state) / 1e12, rel=0.01)
-    wire = Link("slow", 1e9, 0.0, 1.0)
-    assert model.transfer(0, wire).communication == pytest.approx(state / 1e9)
 
 
 def test_a_long_prefill_takes_two_flop_a_parameter_and_token_and_the_attention() -> None:

@@ -1,0 +1,32 @@
+"""What layers that keep state of a sequence in place of KV cost."""
+
+from dataclasses import replace
+
+import pytest
+
+from jdisagg.costs.cost_model import CostModel
+from jdisagg.costs.hardware import Link
+from jdisagg.costs.kv_facts import kv_facts
+from jdisagg.costs.linear_attention import LinearAttention
+from jdisagg.layout.axes import Layout
+from tests.costs.test_cost_model import DENSE, IDEAL
+
+
+def test_a_step_reads_and_writes_the_state_of_each_sequence_and_kv_of_the_other_layers() -> None:
+    """Of eight in ten layers: a float32 matrix of 128 x 128 a value head, and three inputs of a
+    convolution over 2 x 8 x 128 + 16 x 128 channels."""
+    hybrid = replace(DENSE, linear=LinearAttention(8, 8, 16, 128, 128, 4))
+    state = 8 * (16 * 128 * 128 * 4 + 3 * 4096 * 2)
+    assert hybrid.state_bytes() == state
+    assert hybrid.kv_bytes_per_token() == DENSE.kv_bytes_per_token() // 5
+    model = CostModel(hybrid, IDEAL)
+    assert CostModel(hybrid, IDEAL, Layout(tp=2)).state_bytes_per_device == state / 2
+    short, long = model.decode([1]).seconds, model.decode([1001]).seconds
+    assert long - short == pytest.approx(1000 * hybrid.kv_bytes_per_token() / 1e12, rel=1e-6)
+    read = hybrid.parameters - hybrid.vocabulary * hybrid.width
+    assert short == pytest.approx((2 * read + 2 * state) / 1e12, rel=0.01)
+    wire = Link("slow", 1e9, 0.0, 1.0)
+    assert model.transfer(0, wire).communication == pytest.approx(state / 1e9)
+    said = dict(kv_facts(hybrid, "bfloat16", "none", 1000, 1.0))
+    assert said["state a sequence"] == "8.59 MB, however long it is"
+    assert "state a sequence" not in dict(kv_facts(DENSE, "bfloat16", "none", 1000, 1.0))
