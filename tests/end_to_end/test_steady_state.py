@@ -7,8 +7,10 @@ import jax
 import pytest
 
 from jdisagg.config import Mode
+from jdisagg.request import Grammar, GrammarKind
 from tests.end_to_end.clusters import config, running
 
+REGEX = Grammar(GrammarKind.REGEX, "[0-9]{30}")
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -85,6 +87,10 @@ async def test_nothing_is_compiled_after_warm_up(mode, prefill, decode):
                 logit_bias=((9, 2.0),),
                 temperature=1.0,
                 seed=1,
+            ),
+            *(
+                run.request("a", f"g{index}", max_tokens=20, seed=2, grammar=REGEX, logprobs=wanted)
+                for index, wanted in enumerate((None, 3))
             ),
             *(
                 run.request("run " * (3 * index + 1), f"e{index}", max_tokens=50, ignore_eos=True)
