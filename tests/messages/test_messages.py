@@ -1,9 +1,12 @@
 """Every message arrives as it was sent, and bytes that are no message are an InvalidRequestError,
 in little memory, whatever is wrong with them."""
 
+import hashlib
+import json
 import tracemalloc
 import typing
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -169,3 +172,26 @@ def test_a_number_that_cannot_be_sent_is_refused() -> None:
         pack((2**64,))
     with pytest.raises(InvalidRequestError, match="cannot be sent"):
         pack(("\ud800",))
+
+
+# Whoever changes a message counts PROTOCOL up and writes down what it is now.
+WIRE = (8, "4dfb2e57ff3aeca9")
+
+
+def test_a_message_that_has_changed_is_another_protocol() -> None:
+    """Order and types of all fields, nested ones included; names do not travel."""
+    schemas, parts = msgspec.json.schema_components(list(KINDS.values()))
+    text = json.dumps([_bare(one) for one in (*schemas, parts)], sort_keys=True)
+    found = hashlib.sha256(text.encode()).hexdigest()[:16]
+    assert (PROTOCOL, found) == WIRE, "count PROTOCOL up, and write down its number and this digest"
+
+
+def _bare(schema: object) -> object:
+    """Without words for people."""
+    if isinstance(schema, dict):
+        return {
+            name: _bare(inner)
+            for name, inner in schema.items()
+            if name not in ("description", "title")
+        }
+    return [_bare(inner) for inner in schema] if isinstance(schema, list) else schema
