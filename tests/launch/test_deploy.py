@@ -40,6 +40,7 @@ def command_lines(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
                 yield word, tuple(flags)
 
 
+@pytest.mark.ci
 def test_every_flag_of_every_command_there_is_one_of_its_page() -> None:
     found = {
         path.name: list(command_lines(path.read_text()))

@@ -30,7 +30,7 @@ class HostBlocksMachine(RuleBasedStateMachine):
         super().__init__()
         self.blocks = HostBlocks(CAPACITY)
         self.order: list[HostBlock] = []
-        self.written: set[int] = set()
+        self.written: set[HostBlock] = set()
         self.held: list[HostBlock] = []
         self.count = 0
 
@@ -47,7 +47,7 @@ class HostBlocksMachine(RuleBasedStateMachine):
             self.order.remove(known)
             self.order.append(known)
             return
-        movable = [one for one in self.order if id(one) in self.written and one not in self.held]
+        movable = [one for one in self.order if one in self.written and one not in self.held]
         if len(self.order) < CAPACITY:
             assert gone == ()
         else:
@@ -65,14 +65,14 @@ class HostBlocksMachine(RuleBasedStateMachine):
     def arrives(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(self.order))
         assert self.blocks.written(block, block.pieces)
-        self.written.add(id(block))
+        self.written.add(block)
 
     @rule(chain=st.lists(NAMES, unique=True), first=st.integers(0, 12), back=st.booleans())
     def match_and_hold(self, chain: list[bytes], first: int, back: bool) -> None:
         found = 0
         for name in chain[first:]:
             block = self.known(name)
-            if block is None or id(block) not in self.written or block in self.held:
+            if block is None or block not in self.written or block in self.held:
                 break
             found += 1
         assert self.blocks.match(tuple(chain), first) == found
@@ -107,7 +107,7 @@ class HostBlocksMachine(RuleBasedStateMachine):
     def never_more_than_there_is_room_for(self) -> None:
         assert len(self.blocks) == len(self.order) <= CAPACITY
         assert self.blocks.free == CAPACITY - len(self.order)
-        assert self.blocks.writing == sum(id(one) not in self.written for one in self.order)
+        assert self.blocks.writing == sum(one not in self.written for one in self.order)
         assert all(block.name in self.blocks for block in self.order)
 
 
