@@ -98,6 +98,18 @@ class Running:
     async def complete_all(self, requests: Sequence[Request]) -> list["Completed"]:
         return list(await asyncio.gather(*(self.complete(request) for request in requests)))
 
+    async def complete_preempted(
+        self, requests: Sequence[Request], rounds: int = 6
+    ) -> tuple[list["Completed"], int]:
+        """All at once, and again until sequences were preempted: while programs are compiled, or
+        on a busy machine, too few may run together. The last round, and its preemptions."""
+        for _ in range(rounds):
+            done = await self.complete_all(requests)
+            preemptions = sum(status.preemptions for status in await self.cluster.status())
+            if preemptions:
+                return done, preemptions
+        raise AssertionError("the pages were not few enough")
+
     def request(self, prompt: str | Sequence[int], name: str = "r", **sampling: object) -> Request:
         ids = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": 32, **sampling})  # type: ignore[arg-type]

@@ -74,7 +74,5 @@ async def test_two_meshes_that_preempt_give_the_tokens_of_one() -> None:
         prefill="tp=2", decode="tp=1", decode_page=8, pages=30, growth=1, steps=2, slots=4
     )
     async with running(engine) as run:
-        done = await run.complete_all(requests(run)[:FEW])
-        preemptions = sum(status.preemptions for status in await run.cluster.status())
-    assert preemptions > 0, "the pages were not few enough"
+        done, _ = await run.complete_preempted(requests(run)[:FEW])
     assert streams(done) == streams((await reference())[:FEW])

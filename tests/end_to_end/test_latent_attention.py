@@ -99,9 +99,7 @@ async def test_many_at_once_with_too_few_pages_give_the_tokens_of_each_alone(mod
             run.request(whole[:start], f"r{index}", max_tokens=len(whole) - start, ignore_eos=True)
             for index, start in enumerate(starts)
         ]
-        done = await run.complete_all(requests)
-        preemptions = sum(status.preemptions for status in await run.cluster.status())
-    assert preemptions > 0, "the pages were not few enough"
+        done, _ = await run.complete_preempted(requests)
     assert [one.tokens[0] for one in done] == [whole[start:] for start in starts]
 
 

@@ -111,9 +111,7 @@ async def test_preempted_ones_and_several_of_one_prompt_give_the_tokens_of_each_
             run.request(whole[:start], f"r{start}", max_tokens=88 - start, ignore_eos=True, n=count)
             for start, count in zip(starts, counts, strict=True)
         ]
-        done = await run.complete_all(requests)
-        preemptions = sum(status.preemptions for status in await run.cluster.status())
-    assert preemptions > 0, "the pages were not few enough"
+        done, _ = await run.complete_preempted(requests)
     for one, start, count in zip(done, starts, counts, strict=True):
         assert one.tokens == {child: whole[start:] for child in range(count)}
 

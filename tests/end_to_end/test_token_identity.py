@@ -144,12 +144,9 @@ async def test_preemption_changes_no_stream(mode, steps):
         order = sorted(
             range(len(requests)), key=lambda index: len(requests[index].prompt_token_ids)
         )
-        completed = dict(
-            zip(order, await run.complete_all([requests[index] for index in order]), strict=True)
-        )
+        last, preemptions = await run.complete_preempted([requests[index] for index in order])
+        completed = dict(zip(order, last, strict=True))
         done = [completed[index] for index in range(len(requests))]
-        preemptions = sum(status.preemptions for status in await run.cluster.status())
-    assert preemptions > 0, "the pages were not few enough"
     noticed = sum(one.last.timings.preemptions for one in done if one.last and one.last.timings)
     assert 0 < noticed <= preemptions  # a child may be preempted just when its stop string ends it
     assert streams(done) == await reference()
