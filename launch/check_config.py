@@ -11,7 +11,6 @@ with 0."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -21,13 +20,13 @@ from jdisagg.engine.embedded import devices_of
 from jdisagg.engine.limits import check_reuse
 from jdisagg.engine.memory_plan import DeviceMemory, check_host_cache, device_memory, fit_engine
 from jdisagg.errors import JdisaggError
-from jdisagg.layout.kv_spec import WEIGHT_BITS
 from jdisagg.node.deployment import memory_fraction, prepare_engine
 from jdisagg.node.gpus import DEVICE_FRACTION
 from jdisagg.ops.quantized_weights import checked_weights
 from jdisagg.service.server import check_address
 from launch.console import run
 from launch.flags import ENGINE, HTTP, SERVICE, define
+from launch.model import as_kept
 from launch.settings import engine_config
 from launch.shipped import SHIPPED_MODEL
 from models.decoder import abstract_model
@@ -85,9 +84,7 @@ def _plans(config: EngineConfig, found: Inspection) -> list[str]:
     """What each device would hold. Raises ConfigError where it has less."""
     if found.geometry is None:
         return []
-    geometry = found.geometry
-    if config.model.weights:
-        geometry = replace(geometry, matrix_bits=WEIGHT_BITS[config.model.weights])
+    geometry = as_kept(found.geometry, config.model.weights)
     if flags.device_gib:
         memory = DeviceMemory(
             int(flags.device_gib * (1 << 30) * (memory_fraction(config) or DEVICE_FRACTION)),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from jdisagg.config import EngineConfig, ModelConfig
+from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.engine.instance import Loaded, LoadModel
 from jdisagg.layout.axes import Layout
@@ -34,14 +35,17 @@ def loader(directory: str, dtype: str, weights: str = "") -> LoadModel:
     return load
 
 
+def as_kept(geometry: CostGeometry, weights: str) -> CostGeometry:
+    """With its matrices in the form of --weights; "": as they are."""
+    return replace(geometry, matrix_bits=WEIGHT_BITS[weights]) if weights else geometry
+
+
 def model_source(model: ModelConfig) -> ModelSource:
     """Raises what `load_config` raises for a directory that holds no model."""
     directory = model.directory
     family = load_config(directory).family
     name = Path(directory).resolve().name
-    geometry = find_geometry(directory)
-    if model.weights:
-        geometry = replace(geometry, matrix_bits=WEIGHT_BITS[model.weights])
+    geometry = as_kept(find_geometry(directory), model.weights)
     load = loader(directory, model.dtype, model.weights)
     grammars = grammar_compiler(directory)
     return ModelSource(directory, name, family, geometry, load, _relayout, grammars)

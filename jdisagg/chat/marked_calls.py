@@ -5,10 +5,10 @@ import re
 from collections.abc import Collection
 
 from jdisagg.chat.json_text import SPACE, JsonValue
-from jdisagg.chat.tool_parsers import LONGEST_NAME, ToolParser
+from jdisagg.chat.tool_parsers import LONGEST_NAME, SteppedParser
 
 
-class MarkedParser(ToolParser):
+class MarkedParser(SteppedParser):
     """SECTION CALL head SEPARATOR arguments END ... SECTION_END. Of a call whose head or arguments
     are none, what was held back is words."""
 
@@ -16,12 +16,7 @@ class MarkedParser(ToolParser):
 
     def __init__(self, tools: Collection[str] = ()) -> None:
         super().__init__(tools)
-        self._step_now = self._words
         self._value = JsonValue()
-        self._held = ""  # markers that are words if no call follows
-
-    def _step(self) -> bool:
-        return self._step_now()
 
     def _words(self) -> bool:
         self._held = marker = self._say_until(self.SECTION, self.CALL)
@@ -32,22 +27,7 @@ class MarkedParser(ToolParser):
         return bool(marker)
 
     def _in_section(self) -> bool:
-        text = self._after_space()
-        space = self._text[: len(self._text) - len(text or "")]
-        for marker, step in ((self.CALL, self._head), (self.SECTION_END, self._words)):
-            if text and text.startswith(marker):
-                self._held = self._held and self._held + space
-                if step == self._words:
-                    self._found.say(self._held and self._held + marker)
-                else:
-                    self._held += marker
-                self._text, self._step_now = text[len(marker) :], step
-                return True
-        if text is not None and _begins(text, self.CALL, self.SECTION_END):
-            return False
-        self._found.say(self._held)
-        self._step_now = self._words
-        return True
+        return self._call_or_end(self.CALL, self._head, self.SECTION_END)
 
     def _head(self) -> bool:
         """Name and the beginning of the arguments."""
@@ -100,10 +80,6 @@ class MarkedParser(ToolParser):
             if self.END.startswith(self._text):
                 self._text = ""
         super()._end()
-
-
-def _begins(text: str, *markers: str) -> bool:
-    return any(marker.startswith(text) for marker in markers)
 
 
 class DeepSeekParser(MarkedParser):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import msgspec
 
 from jdisagg.chat.answer import LONGEST_SPACE, beginning_held
-from jdisagg.chat.tool_parsers import LONGEST_NAME, ToolParser
+from jdisagg.chat.tool_parsers import LONGEST_NAME, SteppedParser
 
 Schemas = Mapping[str, Mapping[str, object]]
 STRING = frozenset({"string"})
@@ -27,7 +27,7 @@ _TYPES = {
 _skip = msgspec.json.Decoder(msgspec.Raw).decode
 
 
-class TaggedParser(ToolParser):
+class TaggedParser(SteppedParser):
     """CALL name NAME_END (KEY key KEY_END VALUE value VALUE_END)* END, within OUTER and OUTER_END
     where there are such. `tools`: by name, the JSON schema of its parameters."""
 
@@ -37,16 +37,11 @@ class TaggedParser(ToolParser):
     def __init__(self, tools: Schemas | None = None) -> None:
         super().__init__(tools or {})
         self._schemas = tools or {}
-        self._step_now = self._words
-        self._held = ""  # markers that are words if no call follows
         self._name = ""
         self._count = 0  # arguments so far
         self._types: frozenset[str] = frozenset()  # that the argument may have; none: any
         self._pieces: list[str] = []  # of an argument that may be no string
         self._passed = False  # something of the argument was passed on
-
-    def _step(self) -> bool:
-        return self._step_now()
 
     def _words(self) -> bool:
         self._held = marker = self._say_until(*filter(None, (self.OUTER, self.CALL)))
@@ -55,23 +50,8 @@ class TaggedParser(ToolParser):
         return bool(marker)
 
     def _in_outer(self) -> bool:
-        """After OUTER, or after a call: another call, or OUTER_END."""
-        text = self._after_space()
-        space = self._text[: len(self._text) - len(text or "")]
-        for marker, step in ((self.CALL, self._begin_name), (self.OUTER_END, self._words)):
-            if text and text.startswith(marker):
-                self._held = self._held and self._held + space
-                if step == self._words:
-                    self._found.say(self._held and self._held + marker)
-                else:
-                    self._held += marker
-                self._text, self._step_now = text[len(marker) :], step
-                return True
-        if text is not None and (self.CALL.startswith(text) or self.OUTER_END.startswith(text)):
-            return False
-        self._found.say(self._held)
-        self._step_now = self._words
-        return True
+        """After OUTER, or after a call."""
+        return self._call_or_end(self.CALL, self._begin_name, self.OUTER_END)
 
     def _begin_name(self) -> bool:
         ends = self.NAME_END, self.KEY, self.END

@@ -5,7 +5,7 @@ Each is an `AnswerParser`. Between the marker that announces a call and the plac
 the beginning of its arguments are known, text is held back; what turns out to be no call is words.
 Once a call has begun, its arguments are passed on as the model writes them."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from jdisagg.chat.answer import LONGEST_SPACE, AnswerDelta, Collected, beginning_held
 from jdisagg.chat.json_text import SPACE, CallObject, JsonValue
@@ -58,6 +58,43 @@ class ToolParser:
         self._found.say(self._text[:words])
         self._text = self._text[words:]
         return ""
+
+
+class SteppedParser(ToolParser):
+    """A `ToolParser` of calls between markers, perhaps within markers of a section. `_step_now`
+    reads what comes next; `_held` are markers that are words if no call follows."""
+
+    def __init__(self, tools: Collection[str] = ()) -> None:
+        super().__init__(tools)
+        self._step_now: Callable[[], bool] = self._words
+        self._held = ""
+
+    def _step(self) -> bool:
+        return self._step_now()
+
+    def _words(self) -> bool:
+        """Outside of all markers."""
+        raise NotImplementedError
+
+    def _call_or_end(self, call: str, begin: Callable[[], bool], end: str) -> bool:
+        """Within a section: the marker of another call, which `begin` reads, or the section's
+        end."""
+        text = self._after_space()
+        space = self._text[: len(self._text) - len(text or "")]
+        for marker, step in ((call, begin), (end, self._words)):
+            if text and text.startswith(marker):
+                self._held = self._held and self._held + space
+                if step == self._words:
+                    self._found.say(self._held and self._held + marker)
+                else:
+                    self._held += marker
+                self._text, self._step_now = text[len(marker) :], step
+                return True
+        if text is not None and (call.startswith(text) or end.startswith(text)):
+            return False
+        self._found.say(self._held)
+        self._step_now = self._words
+        return True
 
 
 class JsonToolParser(ToolParser):

@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from jdisagg.messages.ports import Offer
 from jdisagg.plain import plain
 from jdisagg.scheduler.residency import Chain
 
@@ -31,15 +32,10 @@ PROBE = 32  # one in so many that are judged too dear is tried all the same
 
 @plain
 class HostPiece:
-    """A piece of a block: `groups` layer groups from `group` on, of the positions from `start` on.
-    `checksum`: of what was read from the pages."""
+    """A piece of a block, as it was offered on the rank that it came from. `checksum`: of what was
+    read from the pages."""
 
-    offer_id: int
-    group: int
-    groups: int
-    start: int
-    valid_tokens: int
-    block_tokens: int
+    offer: Offer
     checksum: int = 0
 
 
@@ -54,7 +50,7 @@ class HostBlock:
 
     @property
     def offer_ids(self) -> tuple[int, ...]:
-        return tuple([piece.offer_id for piece in self.pieces])
+        return tuple([piece.offer.offer_id for piece in self.pieces])
 
 
 class HostBlocks:

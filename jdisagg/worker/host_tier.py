@@ -15,11 +15,13 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 
+import msgspec
+
 from jdisagg.errors import JdisaggError
+from jdisagg.messages.ports import Offer
 from jdisagg.messages.step_commands import (
     HOST,
     DropBlocks,
-    ExtractBlock,
     ExtractResult,
     InsertBlock,
     InsertResult,
@@ -36,9 +38,10 @@ from jdisagg.scheduler.host_blocks import (
     HostPiece,
     RestorePrices,
 )
+from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.telemetry import Counters
-from jdisagg.worker.outgoing_kv import offers_of_pages
+from jdisagg.worker.outgoing_kv import extraction, offers_of_pages
 from jdisagg.worker.step_loop import StepLoop
 
 BLOCKS_AT_ONCE = 4  # on their way back, of one prompt
@@ -110,44 +113,20 @@ class HostTier:
         size, tokens = self._limits.page_size, self._kept.block_tokens
         start = index * tokens
         offers = list(offers_of_pages(self._limits, rank, start, start + tokens, self._ids))
-        pieces = tuple(
-            [
-                HostPiece(
-                    offer.offer_id,
-                    offer.group,
-                    offer.groups,
-                    offer.start,
-                    offer.valid_tokens,
-                    offer.block_tokens,
-                )
-                for offer in offers
-            ]
-        )
+        pieces = tuple(map(HostPiece, offers))
         block, gone = self.blocks.begin(name, pieces)
         self._drop(gone, "room")
         if block is None:
             return
         before = (0,) * (start // size)  # pages of the chain's beginning, which are not read
-        copies = [
-            self._loop.submit(self._extraction(piece, rank, (*before, *pages))) for piece in pieces
-        ]
+        copies = [self._extract(offer, (*before, *pages)) for offer in offers]
         self._spawn(self._written(block, copies))
 
-    def _extraction(self, piece: HostPiece, rank: int, pages: tuple[int, ...]) -> ExtractBlock:
-        covered = -(-(piece.start + piece.valid_tokens) // self._limits.page_size)
-        return ExtractBlock(
-            step=self._loop.next_number(),
-            offer_id=piece.offer_id,
-            rank=rank,
-            group=piece.group,
-            groups=piece.groups,
-            start=piece.start,
-            valid_tokens=piece.valid_tokens,
-            block_tokens=piece.block_tokens,
-            pages=pages[:covered],
-            checksum_key=self._key,
-            to_host=True,
+    def _extract(self, offer: Offer, pages: tuple[int, ...]) -> "asyncio.Future[StepResult]":
+        command = extraction(
+            self._loop.next_number(), offer, pages, self._limits.page_size, self._key
         )
+        return self._loop.submit(msgspec.structs.replace(command, to_host=True))
 
     async def _written(self, block: HostBlock, copies: "list[asyncio.Future[StepResult]]") -> None:
         try:
@@ -265,46 +244,47 @@ class HostTier:
         return False
 
     async def _piece_back(self, piece: HostPiece, rank: int, pages: tuple[int, ...]) -> bool:
+        offer = piece.offer
         pull = PullBlock(
             self._loop.next_number(),
-            piece.offer_id,
+            offer.offer_id,
             rank,
-            piece.group,
-            piece.block_tokens,
+            offer.group,
+            offer.block_tokens,
             COPY_SECONDS,
             HOST,
-            groups=piece.groups,
+            groups=offer.groups,
         )
         pulling = self._loop.submit(pull)
         try:
             pulled = await asyncio.shield(pulling)
         except asyncio.CancelledError:
             # what comes all the same is dropped
-            pulling.add_done_callback(lambda _: self._drop_pulled(piece))
+            pulling.add_done_callback(lambda _: self._drop_pulled(offer))
             raise
         assert isinstance(pulled, PullResult)
         if pulled.error:
-            self._drop_pulled(piece)
+            self._drop_pulled(offer)
             return False
-        covered = -(-(piece.start + piece.valid_tokens) // self._limits.page_size)
+        covered = pages_for(offer.start + offer.valid_tokens, self._limits.page_size)
         insertion = InsertBlock(
             self._loop.next_number(),
-            piece.offer_id,
+            offer.offer_id,
             rank,
-            piece.group,
-            piece.block_tokens,
-            piece.valid_tokens,
-            piece.start,
+            offer.group,
+            offer.block_tokens,
+            offer.valid_tokens,
+            offer.start,
             pages[:covered],
             self._key,
-            groups=piece.groups,
+            groups=offer.groups,
         )
         inserted = await asyncio.shield(self._loop.submit(insertion))
         assert isinstance(inserted, InsertResult)
         return inserted.checksum == piece.checksum and inserted.intact
 
-    def _drop_pulled(self, piece: HostPiece) -> None:
-        self._loop.fire(DropBlocks(self._loop.next_number(), (piece.offer_id,)))
+    def _drop_pulled(self, offer: Offer) -> None:
+        self._loop.fire(DropBlocks(self._loop.next_number(), (offer.offer_id,)))
 
     # ---- gone
 

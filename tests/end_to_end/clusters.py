@@ -5,6 +5,7 @@ The oracle is a dense forward pass over the whole sequence for each token: no pa
 meshes, no KV cache."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,22 @@ from models.checkpoint import load_model
 from models.tokenizer import Tokenizer
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 LLAMA, MOE = TINY / "llama", TINY / "qwen3_moe"
+
+
+def golden_copy(name: str, folder: Path) -> Path:
+    """A family's tiny checkpoint, with a tokenizer: any, for ids go in and come out."""
+    directory = Path(shutil.copytree(GOLDEN / name, folder / name))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(LLAMA / file, directory / file)
+    return directory
+
+
+def golden_greedy(directory: Path) -> tuple[list[int], list[int]]:
+    """A prompt, and what transformers says next."""
+    found = np.load(directory / "expected.npz")
+    return found["prompt"].tolist(), found["greedy"].tolist()
 
 
 # Where nothing is warmed up the first use of a program compiles it, on a busy machine for longer

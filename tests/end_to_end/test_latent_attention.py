@@ -1,7 +1,6 @@
 """A model with latent attention (DeepSeek's form) under every mode and over layouts: the tokens of
 transformers, and no more bytes on the way than its latents have."""
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,27 +13,17 @@ from jdisagg.config import Mode, PrefixConfig
 from jdisagg.engine.research import DecoderLayout, Engine, PrefillLayout
 from jdisagg.layout.axes import Layout
 from models.checkpoint import LoadedModel, load_model
-from tests.end_to_end.clusters import LLAMA, config, running
+from tests.end_to_end.clusters import GOLDEN, config, golden_copy, golden_greedy, running
 from tests.end_to_end.test_prefix_reuse import push_out
 from tests.lanes import first_quick
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 NAME = "deepseek_v3"
 CACHED, LAYERS = 20 + 6, 3  # values of a token, in each layer
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    directory = Path(shutil.copytree(GOLDEN / NAME, tmp_path / NAME))
-    for file in ("tokenizer.json", "tokenizer_config.json"):  # any: ids go in and come out
-        shutil.copy(LLAMA / file, directory / file)
-    return directory
-
-
-def expected(directory: Path) -> tuple[list[int], list[int]]:
-    """A prompt, and what transformers says next."""
-    found = np.load(directory / "expected.npz")
-    return found["prompt"].tolist(), found["greedy"].tolist()
+    return golden_copy(NAME, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +41,7 @@ async def test_latents_handed_over_give_the_tokens_of_transformers(
     model: Path, prefill: str, decode: str, chunk: int
 ) -> None:
     """With chunks of 16 the prompt's second one attends to latents in pages."""
-    prompt, greedy = expected(model)
+    prompt, greedy = golden_greedy(model)
     sizes = config(
         prefill=prefill, decode=decode, directory=model, context=128, slots=1, chunk=chunk
     )
@@ -71,7 +60,7 @@ async def test_latents_handed_over_give_the_tokens_of_transformers(
 @pytest.mark.ci
 @pytest.mark.parametrize("mode", [Mode.UNIFIED, Mode.CHUNKED])
 async def test_one_mesh_gives_the_tokens_of_transformers(model: Path, mode: Mode) -> None:
-    prompt, greedy = expected(model)
+    prompt, greedy = golden_greedy(model)
     sizes = config(mode, decode="dp=2,tp=2", directory=model, context=128, slots=2, chunk=16)
     async with running(sizes) as run:
         done = await run.complete(run.request(prompt, max_tokens=64, ignore_eos=True))
@@ -80,7 +69,7 @@ async def test_one_mesh_gives_the_tokens_of_transformers(model: Path, mode: Mode
 
 @pytest.mark.ci
 async def test_many_at_once_with_too_few_pages_give_the_tokens_of_each_alone(model: Path) -> None:
-    prompt, greedy = expected(model)
+    prompt, greedy = golden_greedy(model)
     whole = [*prompt, *greedy]
     sizes = config(
         prefill="tp=2",
@@ -112,7 +101,7 @@ async def test_latents_that_stay_serve_later_requests(
     model: Path, mode: Mode, host_gib: float
 ) -> None:
     """In pages, or in host memory when these have no room."""
-    prompt, greedy = expected(model)
+    prompt, greedy = golden_greedy(model)
     whole = [*prompt, *greedy]
     sizes = config(
         mode, "tp=2", "dp=1,tp=2", directory=model, context=128, slots=2, chunk=32, decode_page=8
@@ -142,7 +131,7 @@ async def test_latents_that_stay_serve_later_requests(
 
 @pytest.mark.ci
 def test_a_sequence_that_is_moved_midway_goes_on_as_if_it_had_not_been() -> None:
-    prompt, greedy = expected(GOLDEN / NAME)
+    prompt, greedy = golden_greedy(GOLDEN / NAME)
 
     def load(layout: Layout, devices: Sequence[jax.Device]) -> LoadedModel:
         return load_model(GOLDEN / NAME, layout, devices)

@@ -2,34 +2,18 @@
 tokens of transformers, whatever is handed over, preempted or shared, and every slot of state free
 at the end."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from jdisagg.config import Mode, PrefixConfig
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from models.checkpoint import load_config
-from tests.end_to_end.clusters import LLAMA, config, running
+from tests.end_to_end.clusters import config, golden_copy, golden_greedy, running
 
 BLOCK_TOKENS = 32  # that the prompt of 24 is handed over as
-GOLDEN = Path(__file__).parents[1] / "golden"
-
-
-def model(name: str, directory: Path) -> Path:
-    copy = Path(shutil.copytree(GOLDEN / name, directory / name))
-    for file in ("tokenizer.json", "tokenizer_config.json"):  # any: ids go in and come out
-        shutil.copy(LLAMA / file, copy / file)
-    return copy
-
-
-def expected(directory: Path) -> tuple[list[int], list[int]]:
-    """A prompt, and what transformers says next."""
-    found = np.load(directory / "expected.npz")
-    return found["prompt"].tolist(), found["greedy"].tolist()
 
 
 @pytest.mark.parametrize(
@@ -44,8 +28,8 @@ async def test_one_mesh_gives_the_tokens_of_transformers(
     name: str, mode: Mode, layout: str, tmp_path: Path
 ) -> None:
     """Three of different lengths: chunks are packed, and a prompt goes on in a second one."""
-    directory = model(name, tmp_path)
-    prompt, greedy = expected(directory)
+    directory = golden_copy(name, tmp_path)
+    prompt, greedy = golden_greedy(directory)
     whole = [*prompt, *greedy]
     sizes = config(mode, decode=layout, directory=directory, context=128, slots=2, chunk=32)
     starts = (24, 51, 40)
@@ -71,8 +55,8 @@ async def test_state_handed_over_gives_the_tokens_of_transformers(
 ) -> None:
     """With chunks of 16 the prompt's second one goes on from a state; and the bytes on the way are
     the spec's."""
-    directory = model(name, tmp_path)
-    prompt, greedy = expected(directory)
+    directory = golden_copy(name, tmp_path)
+    prompt, greedy = golden_greedy(directory)
     sizes = config(
         prefill=prefill, decode=decode, directory=directory, context=128, slots=1, chunk=16
     )
@@ -91,8 +75,8 @@ async def test_state_handed_over_gives_the_tokens_of_transformers(
 async def test_preempted_ones_and_several_of_one_prompt_give_the_tokens_of_each_alone(
     tmp_path: Path,
 ) -> None:
-    directory = model("qwen3_5", tmp_path)
-    prompt, greedy = expected(directory)
+    directory = golden_copy("qwen3_5", tmp_path)
+    prompt, greedy = golden_greedy(directory)
     whole = [*prompt, *greedy]
     sizes = config(
         prefill="dp=2",
@@ -117,7 +101,7 @@ async def test_preempted_ones_and_several_of_one_prompt_give_the_tokens_of_each_
 
 
 async def test_kv_that_stays_is_refused_for_a_model_with_state(tmp_path: Path) -> None:
-    sizes = config(directory=model("qwen3_5", tmp_path), context=128, slots=1, chunk=16)
+    sizes = config(directory=golden_copy("qwen3_5", tmp_path), context=128, slots=1, chunk=16)
     with pytest.raises(ConfigError, match="prefix_cache is not for a model that keeps state"):
         async with running(replace(sizes, prefix=PrefixConfig(True, 16))):
             raise AssertionError("unreachable")

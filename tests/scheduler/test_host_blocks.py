@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from jdisagg.messages.ports import Offer
 from jdisagg.scheduler.host_blocks import (
     LOW_WATERMARK,
     PROBE,
@@ -19,7 +20,7 @@ NAMES = st.sampled_from([bytes([number]) for number in range(12)])
 
 
 def pieces(number: int) -> tuple[HostPiece, ...]:
-    return tuple(HostPiece(2 * number + at, at, 1, 0, 16, 16) for at in range(2))
+    return tuple(HostPiece(Offer(2 * number + at, at, 0, 16, 16, rank=0)) for at in range(2))
 
 
 class HostBlocksMachine(RuleBasedStateMachine):
