@@ -13,6 +13,7 @@ import asyncio
 import math
 import statistics
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,16 +64,9 @@ def errors(
     def cache(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         found: list[tuple[jax.Array, jax.Array]] = []
 
-        def attend(
-            q_TNH: jax.Array,
-            k_TKH: jax.Array,
-            v_TKH: jax.Array,
-            *,
-            scale: float,
-            window: int | None,
-        ) -> jax.Array:
+        def attend(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, **how: Any) -> jax.Array:
             found.append((k_TKH.swapaxes(0, 1), v_TKH.swapaxes(0, 1)))
-            return dense_causal_attend(q_TNH, k_TKH, v_TKH, scale=scale, window=window)
+            return dense_causal_attend(q_TNH, k_TKH, v_TKH, **how)
 
         model(ids, jnp.arange(ids.shape[0], dtype=jnp.int32), attend)
         return jnp.stack([k for k, _ in found]), jnp.stack([v for _, v in found])

@@ -65,6 +65,9 @@ class Attend(Protocol):
             queries of these, in their order, and keys and values of all tokens.
         scale: of the scores.
         window: positions seen, the token's own included; None: all.
+        cap: scaled scores are bounded by it through a tanh (Gemma 2); 0: they are not.
+        sinks_N: of each local head a score that takes its part of the softmax and mixes nothing
+            in (gpt-oss).
         latent: of a layer that caches one vector a token: `k_TKH` is this, [T, 1, rank + rope], and
             there is no `v_TKH`.
 
@@ -80,6 +83,8 @@ class Attend(Protocol):
         *,
         scale: float,
         window: int | None,
+        cap: float = 0.0,
+        sinks_N: jax.Array | None = None,
         latent: Latent | None = None,
     ) -> jax.Array: ...
 

@@ -59,6 +59,11 @@ class Attention(nnx.Module):
         self.head_dim = head
         self.scale = head**-0.5 if attention.scale is None else attention.scale
         self.window = layer.window
+        self.cap = attention.cap
+        heads = attention.query_heads
+        self.sinks = (
+            parameter(make((heads,), "bias", heads), ("q_heads",)) if attention.sinks else None
+        )
 
     def __call__(
         self,
@@ -77,7 +82,15 @@ class Attention(nnx.Module):
         q_RNH, k_TKH = self._turned(q_RNH, positions_R), self._turned(k_TKH, positions_T)
         if self.rope is not None and self.rope.query_beta:
             q_RNH = q_RNH * query_growth(positions_R, self.rope).astype(q_RNH.dtype)
-        o_RNH = attend(q_RNH, k_TKH, v_TKH, scale=self.scale, window=self.window)
+        o_RNH = attend(
+            q_RNH,
+            k_TKH,
+            v_TKH,
+            scale=self.scale,
+            window=self.window,
+            cap=self.cap,
+            sinks_N=None if self.sinks is None else self.sinks[...],
+        )
         if not o_RNH.shape[0]:
             return x_RD  # nothing to project, and no collective over nothing
         o_RC = o_RNH.reshape(o_RNH.shape[0], -1)

@@ -59,8 +59,9 @@ class DeltaConfig:
 class AttentionConfig:
     """`latent`: of attention whose heads share what is cached: one kv head, and `head_dim` values
     in a query. `qk_norm`: a norm over each head of q and k before rope (Qwen3), or over all heads
-    together (OLMo 2). `scale` of the scores: None is one over the root of the head size. `gated`:
-    what heads give is multiplied with the sigmoid of a gate."""
+    together (OLMo 2). `scale` of the scores: None is one over the root of the head size; `cap`
+    bounds them through a tanh (0: not). `sinks`: each head has a score that takes its part of the
+    softmax. `gated`: what heads give is multiplied with the sigmoid of a gate."""
 
     query_heads: int
     kv_heads: int
@@ -70,6 +71,8 @@ class AttentionConfig:
     output_bias: bool = False
     qk_norm: Literal["", "head", "all"] = ""
     scale: float | None = None
+    cap: float = 0.0
+    sinks: bool = False
     latent: LatentConfig | None = None
     gated: bool = False
 

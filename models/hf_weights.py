@@ -37,6 +37,7 @@ LAYER: dict[str, tuple[str, ...]] = {
     "attention.o.bias": ("self_attn.o_proj.bias",),
     "attention.q_norm.weight": ("self_attn.q_norm.weight", "self_attn.q_a_layernorm.weight"),
     "attention.k_norm.weight": ("self_attn.k_norm.weight",),
+    "attention.sinks": ("self_attn.sinks",),
     "attention.q_a.kernel": ("self_attn.q_a_proj.weight",),
     "attention.q_a.bias": ("self_attn.q_a_proj.bias",),
     "attention.q_b.kernel": ("self_attn.q_b_proj.weight",),

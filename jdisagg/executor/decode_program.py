@@ -260,6 +260,8 @@ class DecodePrograms:
                     *,
                     scale: float,
                     window: int | None,
+                    cap: float = 0.0,
+                    sinks_N: jax.Array | None = None,
                     latent: Latent | None = None,
                 ) -> jax.Array:
                     sealed = seal(k_TKH, v_TKH)
@@ -276,6 +278,8 @@ class DecodePrograms:
                         at_B,
                         scale=scale,
                         window=window,
+                        cap=cap,
+                        sinks_N=sinks_N,
                         latent=latent,
                         platform=shards.platform,
                     )

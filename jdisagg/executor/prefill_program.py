@@ -310,6 +310,8 @@ class PrefillPrograms:
                     *,
                     scale: float,
                     window: int | None,
+                    cap: float = 0.0,
+                    sinks_N: jax.Array | None = None,
                     latent: Latent | None = None,
                 ) -> jax.Array:
                     sealed = seal(k_TKH, v_TKH)
@@ -325,7 +327,7 @@ class PrefillPrograms:
                     k_TKH, k_pages = sealed[0], written[0]
                     v_TKH, v_pages = (None, None) if latent else (sealed[1], written[1])
                     how = {"scale": scale, "window": window, "platform": shards.platform}
-                    how["latent"] = latent
+                    how |= {"cap": cap, "sinks_N": sinks_N, "latent": latent}
                     if rows_alone:
                         rows, at_R = rows_R.shape[0], jnp.take(positions_T, rows_R, mode="clip")
                         return (

@@ -9,6 +9,7 @@ import numpy as np
 
 from jdisagg.model_api import Latent
 from jdisagg.ops.latent_attention import expand
+from jdisagg.ops.online_softmax import capped
 
 
 def dense_causal_attend(
@@ -18,6 +19,8 @@ def dense_causal_attend(
     *,
     scale: float,
     window: int | None,
+    cap: float = 0.0,
+    sinks_N: jax.Array | None = None,
     latent: Latent | None = None,
 ) -> jax.Array:
     """An `Attend` (see `model_api`): token t attends to tokens max(0, t - window + 1) ... t."""
@@ -32,7 +35,10 @@ def dense_causal_attend(
     )
     distance_TS = np.arange(tokens)[:, None] - np.arange(tokens)[None, :]
     seen_TS = (distance_TS >= 0) & (distance_TS < (window or tokens))
-    mix_KGTS = jax.nn.softmax(
-        jnp.where(seen_TS[None, None], scores_KGTS, -jnp.inf), axis=-1
-    ).astype(v_TKH.dtype)
+    scores_KGTS = jnp.where(seen_TS[None, None], capped(scores_KGTS, cap), -jnp.inf)
+    if sinks_N is not None:  # as if of one more token
+        sinks_KG11 = sinks_N.astype(jnp.float32).reshape(kv_heads, -1, 1, 1)
+        sinks_KGT1 = jnp.broadcast_to(sinks_KG11, (*scores_KGTS.shape[:3], 1))
+        scores_KGTS = jnp.concatenate((scores_KGTS, sinks_KGT1), axis=-1)
+    mix_KGTS = jax.nn.softmax(scores_KGTS, axis=-1)[..., :tokens].astype(v_TKH.dtype)
     return jnp.einsum("kgts,skh->tkgh", mix_KGTS, v_TKH).reshape(tokens, heads, v_TKH.shape[2])

@@ -61,5 +61,22 @@ def merge(one: Softmax, other: Softmax) -> Softmax:
     )
 
 
-def finish(state: Softmax) -> jax.Array:
-    return state.mixed / state.total
+def finish(state: Softmax, sinks: jax.Array | None = None) -> jax.Array:
+    """The attention. `sinks`: as `top`, scores of nothing: they take their part of the softmax."""
+    if sinks is None:
+        return state.mixed / state.total
+    top = jnp.maximum(state.top, sinks)
+    fade = jnp.exp(state.top - top)
+    return state.mixed * fade / (state.total * fade + jnp.exp(sinks - top))
+
+
+def capped(scores: jax.Array, cap: float) -> jax.Array:
+    """Scores bounded by `cap` through a tanh (Gemma 2, arXiv 2408.00118); 0: as they are."""
+    return cap * jnp.tanh(scores / cap) if cap else scores
+
+
+def grouped_sinks(sinks_N: jax.Array | None, heads: int) -> jax.Array | None:
+    """Of query heads: float32 [K, G, 1, 1], by the kv head that they share."""
+    if sinks_N is None:
+        return None
+    return sinks_N.astype(jnp.float32).reshape(heads, -1, 1, 1)

@@ -27,7 +27,16 @@ from jdisagg.model_api import Latent
 from jdisagg.ops import latent_attention_pallas, paged_attention_pallas
 from jdisagg.ops.kv_pages import gather_columns, gather_span, span_rows
 from jdisagg.ops.latent_attention import absorb, release
-from jdisagg.ops.online_softmax import MASKED, Softmax, empty, finish, first, fold
+from jdisagg.ops.online_softmax import (
+    MASKED,
+    Softmax,
+    capped,
+    empty,
+    finish,
+    first,
+    fold,
+    grouped_sinks,
+)
 from jdisagg.ops.quarantine import seen_scores
 
 Implementation = Literal["loop", "gather", "pallas"]
@@ -47,6 +56,8 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    cap: float = 0.0,
+    sinks_N: jax.Array | None = None,
     latent: Latent | None = None,
     platform: str = "cpu",
     implementation: Implementation | None = None,
@@ -55,9 +66,10 @@ def paged_attention(
     `window` of these).
 
     q_BNH: local query heads, a multiple of the pages' kv heads. table_BN, positions_B: int32.
-    `latent`: `k_pages_PKSH` are of cached vectors, of one kv head, and there are no others.
-    Returns o_BNH in q's dtype."""
+    `cap`, `sinks_N`: see `model_api.Attend`. `latent`: `k_pages_PKSH` are of cached vectors, of one
+    kv head, and there are no others. Returns o_BNH in q's dtype."""
     if latent is not None:
+        assert not cap and sinks_N is None, "no family has both"
         rank = latent.keys_NRH.shape[1]
         q_BNH = absorb(q_BNH, latent)
         kernel = platform == "gpu" and latent_attention_pallas.applies(q_BNH, k_pages_PKSH, rank)
@@ -79,7 +91,15 @@ def paged_attention(
         implementation
     ]
     return attend(
-        q_BNH, k_pages_PKSH, v_pages_PKSH, table_BN, positions_B, scale=scale, window=window
+        q_BNH,
+        k_pages_PKSH,
+        v_pages_PKSH,
+        table_BN,
+        positions_B,
+        scale=scale,
+        window=window,
+        cap=cap,
+        sinks_N=sinks_N,
     )
 
 
@@ -98,6 +118,8 @@ def _loop(
     *,
     scale: float,
     window: int | None,
+    cap: float = 0.0,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """`values`: their pages, or how many of the keys' values they are, the first ones.
 
@@ -125,7 +147,7 @@ def _loop(
         k_BKSH, *others = (gather_span(span, table_BN, index) for span in spans[length])
         v_BKSH = others[0] if others else k_BKSH[..., :mixed_width]
         seen_BS = _seen(index * length, length, positions_B, window)
-        s_BKGS = _scores(q_BKGH, k_BKSH, seen_BS, scale, marked=not others)
+        s_BKGS = _scores(q_BKGH, k_BKSH, seen_BS, scale, cap, marked=not others)
         return fold(state, s_BKGS, partial(_mix, v_BKSH=v_BKSH))
 
     capacity = table_BN.shape[1] * slots
@@ -137,7 +159,8 @@ def _loop(
     state = lax.fori_loop(
         jnp.maximum(whole * step, begin) // part, -(-end // part), partial(fold_span, part), state
     )
-    return finish(state).astype(q_BNH.dtype).reshape(batch, query_heads, mixed_width)
+    mixed_BKGH = finish(state, _row_sinks(sinks_N, heads))
+    return mixed_BKGH.astype(q_BNH.dtype).reshape(batch, query_heads, mixed_width)
 
 
 def _gather(
@@ -149,6 +172,8 @@ def _gather(
     *,
     scale: float,
     window: int | None,
+    cap: float = 0.0,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     batch, query_heads, width = q_BNH.shape
     heads, columns = k_pages_PKSH.shape[1], table_BN.shape[1]
@@ -157,13 +182,20 @@ def _gather(
     latent = isinstance(values, int)
     v_BKSH = k_BKSH[..., :values] if latent else gather_columns(values, table_BN, 0, columns)
     seen_BS = _seen(0, k_BKSH.shape[2], positions_B, window)
-    s_BKGS = _scores(q_BKGH, k_BKSH, seen_BS, scale, marked=latent)
-    mixed_BKGH = finish(first(s_BKGS, partial(_mix, v_BKSH=v_BKSH)))
+    s_BKGS = _scores(q_BKGH, k_BKSH, seen_BS, scale, cap, marked=latent)
+    state = first(s_BKGS, partial(_mix, v_BKSH=v_BKSH))
+    mixed_BKGH = finish(state, _row_sinks(sinks_N, heads))
     return mixed_BKGH.astype(q_BNH.dtype).reshape(batch, query_heads, v_BKSH.shape[-1])
 
 
 def _scores(
-    q_BKGH: jax.Array, k_BKSH: jax.Array, seen_BS: jax.Array, scale: float, *, marked: bool
+    q_BKGH: jax.Array,
+    k_BKSH: jax.Array,
+    seen_BS: jax.Array,
+    scale: float,
+    cap: float,
+    *,
+    marked: bool,
 ) -> jax.Array:
     """`marked`: keys may be the marker of `ops/quarantine.py`."""
     s_BKGS = (
@@ -171,7 +203,13 @@ def _scores(
     )
     if marked:
         s_BKGS = seen_scores(s_BKGS)
-    return jnp.where(seen_BS[:, None, None, :], s_BKGS, MASKED)
+    return jnp.where(seen_BS[:, None, None, :], capped(s_BKGS, cap), MASKED)
+
+
+def _row_sinks(sinks_N: jax.Array | None, heads: int) -> jax.Array | None:
+    """[1, K, G, 1]: of queries [B, K, G, H]."""
+    sinks_KG11 = grouped_sinks(sinks_N, heads)
+    return None if sinks_KG11 is None else sinks_KG11[None, ..., 0]
 
 
 def _mix(p_BKGS: jax.Array, v_BKSH: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jdisagg.ops.online_softmax import MASKED
+from jdisagg.ops.online_softmax import MASKED, capped
 
 triton: Any
 try:
@@ -60,6 +60,8 @@ def paged_attention(
     *,
     scale: float,
     window: int | None,
+    cap: float = 0.0,
+    sinks_N: jax.Array | None = None,
     splits: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -76,7 +78,7 @@ def paged_attention(
     splits = min(steps, max(even, min(LONG_SPLITS, longest)))
     pool = pl.BlockSpec((pages, None, slots, width), lambda b, k, i: (0, k, 0, 0))
     mixed_BKIGH, top_BKIG, total_BKIG = pl.pallas_call(
-        partial(_kernel, scale=scale, window=window, even=even, splits=splits, size=step),
+        partial(_kernel, scale=scale, window=window, cap=cap, even=even, splits=splits, size=step),
         grid=(batch, heads, splits),
         in_specs=[
             pl.BlockSpec((None, None, groups, width), lambda b, k, i: (b, k, 0, 0)),
@@ -100,7 +102,8 @@ def paged_attention(
         name="jdisagg_paged_attention",
     )(q_BNH.reshape(batch, heads, groups, width), k_pages_PKSH, v_pages_PKSH, table_BN, positions_B)
     low_B, high_B, share_B = shares(positions_B, window, even, splits, step)
-    o_BKGH = merged(mixed_BKIGH, top_BKIG, total_BKIG, high_B - low_B, share_B)
+    sinks_KG = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(heads, groups)
+    o_BKGH = merged(mixed_BKIGH, top_BKIG, total_BKIG, high_B - low_B, share_B, sinks_KG)
     return o_BKGH.astype(q_BNH.dtype).reshape(q_BNH.shape)
 
 
@@ -110,15 +113,21 @@ def merged(
     total_BKIG: jax.Array,
     steps_B: jax.Array,
     share_B: jax.Array,
+    sinks_KG: jax.Array | None = None,
 ) -> jax.Array:
     """The attention [B, K, G, H] of what the splits I of each sequence found, of which those that
-    it had no steps for wrote nothing."""
+    it had no steps for wrote nothing. `sinks_KG`: scores that take their part of the softmax."""
     first_I = jnp.arange(mixed_BKIGH.shape[2], dtype=jnp.int32)
     used_BI = first_I[None, :] * share_B[:, None] < steps_B[:, None]
     used_BKIG = used_BI[:, None, :, None]
     top_BKIG = jnp.where(used_BKIG, top_BKIG, MASKED)
-    weight_BKIG = jnp.where(used_BKIG, jnp.exp(top_BKIG - top_BKIG.max(2, keepdims=True)), 0.0)
+    highest_BK1G = top_BKIG.max(2, keepdims=True)
+    if sinks_KG is not None:
+        highest_BK1G = jnp.maximum(highest_BK1G, sinks_KG[None, :, None, :])
+    weight_BKIG = jnp.where(used_BKIG, jnp.exp(top_BKIG - highest_BK1G), 0.0)
     total_BKG = jnp.where(used_BKIG, total_BKIG * weight_BKIG, 0.0).sum(2)
+    if sinks_KG is not None:
+        total_BKG += jnp.exp(sinks_KG[None] - highest_BK1G[:, :, 0])
     mixed_BKIGH = jnp.where(used_BKIG[..., None], mixed_BKIGH * weight_BKIG[..., None], 0.0)
     return mixed_BKIGH.sum(2) / jnp.where(total_BKG > 0, total_BKG, 1.0)[..., None]
 
@@ -148,6 +157,7 @@ def _kernel(
     *,
     scale: float,
     window: int | None,
+    cap: float,
     even: int,
     splits: int,
     size: int,
@@ -192,7 +202,7 @@ def _kernel(
         v_SH = triton.load(v_ref.at[at_SH], mask=seen_SH, other=0.0)
         s_RS = jnp.where(
             seen_S[None, :],
-            triton.dot(q_RH, k_SH, trans_b=True, precision=precision) * scale,
+            capped(triton.dot(q_RH, k_SH, trans_b=True, precision=precision) * scale, cap),
             MASKED,
         )
         new_top_R = jnp.maximum(top_R, s_RS.max(axis=-1))

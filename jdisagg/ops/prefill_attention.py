@@ -13,7 +13,8 @@ buckets, no work without a past. On GPU they go to cuDNN (`prefill_attention_cud
 
 Latent attention takes the expanded form among the chunk's tokens and the absorbed one for the past,
 whose keys would else be made anew with each chunk (`ops/latent_attention.py`); on a GPU the whole
-of the page table, in steps that are laid out one behind the other, without a loop."""
+of the page table, in steps that are laid out one behind the other, without a loop. So do, on a GPU,
+families whose scores are capped or that have sinks, which cuDNN does not know."""
 
 from functools import partial
 
@@ -26,7 +27,17 @@ from jdisagg.ops import prefill_attention_cudnn
 from jdisagg.ops.kv_pages import PastPages as PastPages
 from jdisagg.ops.kv_pages import gather_columns
 from jdisagg.ops.latent_attention import absorb, expand
-from jdisagg.ops.online_softmax import MASKED, Softmax, empty, finish, first, fold, merge
+from jdisagg.ops.online_softmax import (
+    MASKED,
+    Softmax,
+    capped,
+    empty,
+    finish,
+    first,
+    fold,
+    grouped_sinks,
+    merge,
+)
 from jdisagg.ops.quarantine import seen_scores
 
 # chunks up to here are dense over the causal prefix (measured: beyond it scores leave the cache)
@@ -48,6 +59,8 @@ def prefill_attention(
     *,
     scale: float,
     window: int | None = None,
+    cap: float = 0.0,
+    sinks_N: jax.Array | None = None,
     latent: Latent | None = None,
     platform: str = "cpu",
     query_block: int = 128,
@@ -59,12 +72,13 @@ def prefill_attention(
     positions_T: absolute positions, only read where there is both a past and a window. `window`:
     positions seen, itself included. `packed=False` promises that all valid tokens are of one
     segment, row 0, and come first. `past=None` compiles no past. `rows`: the most segments. On GPU
-    row 0 alone may have a past, and comes first. `latent`: `k_TKH` is what is cached of it, and
-    there is no `v_TKH`."""
+    row 0 alone may have a past, and comes first. `cap`, `sinks_N`: see `model_api.Attend`.
+    `latent`: `k_TKH` is what is cached of it, and there is no `v_TKH`."""
     if latent is not None:
         k_TKH, v_TKH = expand(k_TKH, latent)
     assert v_TKH is not None
-    if latent is None and prefill_attention_cudnn.applies(q_TNH, platform=platform):
+    plain = latent is None and not cap and sinks_N is None
+    if plain and prefill_attention_cudnn.applies(q_TNH, platform=platform):
         o_TNH = prefill_attention_cudnn.attend(
             q_TNH,
             k_TKH,
@@ -87,9 +101,11 @@ def prefill_attention(
             latent,
             scale=scale,
             window=window,
+            cap=cap,
+            sinks_N=sinks_N,
             query_block=query_block,
             packed=packed,
-            at_once=latent is not None and platform == "gpu",
+            at_once=not plain and platform == "gpu",
         )
     return jnp.where((segment_T >= 0)[:, None, None], o_TNH, jnp.zeros((), q_TNH.dtype))
 
@@ -105,6 +121,8 @@ def _blocks(
     *,
     scale: float,
     window: int | None,
+    cap: float,
+    sinks_N: jax.Array | None,
     query_block: int,
     packed: bool,
     at_once: bool,
@@ -121,7 +139,9 @@ def _blocks(
     q_past_KGTH = q_past_TNH.reshape(tokens, past_heads, query_heads // past_heads, -1).transpose(
         1, 2, 0, 3
     )
-    how = {"scale": scale, "window": window, "marked": latent is not None, "at_once": at_once}
+    marked = latent is not None
+    how = {"scale": scale, "window": window, "cap": cap, "marked": marked, "at_once": at_once}
+    sinks_KG11 = grouped_sinks(sinks_N, heads)
     group = tokens if past is None else PAST_QUERIES // query_block * query_block or query_block
     outputs: list[jax.Array] = []
     for low in range(0, tokens, group):
@@ -152,7 +172,7 @@ def _blocks(
                 rank = latent.keys_NRH.shape[1]
                 cached = _fold_past(empty((*rest[0].shape[:3], rank)), *rest, **how)
                 blocks = [merge(state, _released(cached, latent))]
-        outputs += [finish(block).astype(q_TNH.dtype) for block in blocks]
+        outputs += [finish(block, sinks_KG11).astype(q_TNH.dtype) for block in blocks]
     o_TKGH = jnp.concatenate(outputs, axis=2).transpose(2, 0, 1, 3)
     return o_TKGH.reshape(tokens, query_heads, -1)
 
@@ -183,6 +203,7 @@ def _self_block(
     *,
     scale: float,
     window: int | None,
+    cap: float,
     packed: bool,
     masked: bool,
     marked: bool,
@@ -201,7 +222,7 @@ def _self_block(
     if masked:
         seen_QS &= key_1S >= start_Q1
     state = first(
-        _scores(q_KGQH, k_KTH[:, begin:high], seen_QS, scale, marked),
+        _scores(q_KGQH, k_KTH[:, begin:high], seen_QS, scale, cap, marked),
         partial(_mix, v_KSH=v_KTH[:, begin:high]),
     )
     if begin == hidden:
@@ -215,6 +236,7 @@ def _self_block(
             lax.dynamic_slice(k_KTH, at, size),
             key_1S >= start_Q1 if masked else None,
             scale,
+            cap,
             marked,
         )
         return fold(state, scores, partial(_mix, v_KSH=lax.dynamic_slice(v_KTH, at, size)))
@@ -233,6 +255,7 @@ def _fold_past(
     *,
     scale: float,
     window: int | None,
+    cap: float,
     marked: bool,
     at_once: bool,
 ) -> Softmax:
@@ -261,7 +284,7 @@ def _fold_past(
             seen_QS = mine_Q1 & (position_1S < length)
             if window is not None:
                 seen_QS &= position_1S > positions_Q[:, None] - window
-            scores = _scores(q_KGQH, k_KSH, seen_QS, scale, marked)
+            scores = _scores(q_KGQH, k_KSH, seen_QS, scale, cap, marked)
             return fold(state, scores, partial(_mix, v_KSH=v_KSH))
 
         if at_once:
@@ -284,11 +307,16 @@ def _fold_past(
 
 
 def _scores(
-    q_KGQH: jax.Array, k_KSH: jax.Array, seen_QS: jax.Array | None, scale: float, marked: bool
+    q_KGQH: jax.Array,
+    k_KSH: jax.Array,
+    seen_QS: jax.Array | None,
+    scale: float,
+    cap: float,
+    marked: bool,
 ) -> jax.Array:
     """`marked`: keys may be the marker of `ops/quarantine.py`."""
     s_KGQS = jnp.einsum("kgqh,ksh->kgqs", q_KGQH, k_KSH, preferred_element_type=jnp.float32) * scale
-    s_KGQS = seen_scores(s_KGQS) if marked else s_KGQS
+    s_KGQS = capped(seen_scores(s_KGQS) if marked else s_KGQS, cap)
     return s_KGQS if seen_QS is None else jnp.where(seen_QS[None, None], s_KGQS, MASKED)
 
 

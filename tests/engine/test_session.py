@@ -7,6 +7,7 @@ marked slow."""
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -268,11 +269,9 @@ def dense_keys_and_values(tokens: list[int]) -> list[tuple[np.ndarray, np.ndarra
     model = load_model(GOLDEN / "llama_tied", Layout(), jax.devices()[:1]).model
     seen: list[tuple[np.ndarray, np.ndarray]] = []
 
-    def attend(
-        q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, *, scale: float, window: int | None
-    ) -> jax.Array:
+    def attend(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, **how: Any) -> jax.Array:
         seen.append((np.asarray(k_TKH), np.asarray(v_TKH)))
-        return dense_causal_attend(q_TNH, k_TKH, v_TKH, scale=scale, window=window)
+        return dense_causal_attend(q_TNH, k_TKH, v_TKH, **how)
 
     model(jnp.asarray(tokens, jnp.int32), jnp.arange(len(tokens), dtype=jnp.int32), attend)
     return seen

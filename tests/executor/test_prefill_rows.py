@@ -4,6 +4,7 @@ a dense pass."""
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -179,9 +180,7 @@ def test_a_layer_gives_the_rows_it_is_asked_for(name: str) -> None:
     asked = np.array([7, -1, 2, 7], np.int32)
     real, cached = asked >= 0, []
 
-    def attend(
-        q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, *, scale: float, window: int | None
-    ) -> jax.Array:
+    def attend(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, **how: Any) -> jax.Array:
         cached.append((k_TKH, v_TKH))
         if not q_TNH.shape[0]:
             return q_TNH
@@ -190,7 +189,7 @@ def test_a_layer_gives_the_rows_it_is_asked_for(name: str) -> None:
             .at[asked[real]]
             .set(q_TNH[real])
         )
-        return dense_causal_attend(q_all_TNH, k_TKH, v_TKH, scale=scale, window=window)[asked]
+        return dense_causal_attend(q_all_TNH, k_TKH, v_TKH, **how)[asked]
 
     x_TD = jax.random.normal(jax.random.key(0), (12, model.config.width))
     positions_T, valid_T = jnp.arange(12) + 3, jnp.ones(12, bool)

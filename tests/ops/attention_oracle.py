@@ -1,16 +1,28 @@
-"""Attention in float64, one query and one head at a time, and random cases for it."""
+"""Attention in float64, one query and one head at a time, and random cases for it.
+
+`cap` bounds scores through a tanh; `sinks` are of each head a score that mixes nothing in."""
 
 import numpy as np
 
 
-def dense(q_NH: np.ndarray, k_LKH: np.ndarray, v_LKH: np.ndarray, scale: float) -> np.ndarray:
+def dense(
+    q_NH: np.ndarray,
+    k_LKH: np.ndarray,
+    v_LKH: np.ndarray,
+    scale: float,
+    cap: float = 0.0,
+    sinks_N: np.ndarray | None = None,
+) -> np.ndarray:
     """One query over all of its keys, in float64."""
     groups = q_NH.shape[0] // k_LKH.shape[1]
     out = np.empty(q_NH.shape, np.float64)
     for n in range(q_NH.shape[0]):
         s = k_LKH[:, n // groups].astype(np.float64) @ q_NH[n].astype(np.float64) * scale
-        p = np.exp(s - s.max())
-        out[n] = p @ v_LKH[:, n // groups].astype(np.float64) / p.sum()
+        if cap:
+            s = np.tanh(s / cap) * cap
+        top = s.max() if sinks_N is None else max(s.max(), sinks_N[n])
+        p, sunk = np.exp(s - top), 0.0 if sinks_N is None else np.exp(float(sinks_N[n]) - top)
+        out[n] = p @ v_LKH[:, n // groups].astype(np.float64) / (p.sum() + sunk)
     return out
 
 
@@ -34,10 +46,12 @@ def expected(
     table: np.ndarray,
     positions: np.ndarray,
     window: int | None,
+    cap: float = 0.0,
+    sinks_N: np.ndarray | None = None,
 ) -> np.ndarray:
     slots, scale, rows = k.shape[2], q.shape[-1] ** -0.5, []
     for b, position in enumerate(positions):
         seen = np.arange(0 if window is None else max(0, position - window + 1), position + 1)
         at = table[b, seen // slots], slice(None), seen % slots
-        rows.append(dense(q[b], k[at], v[at], scale))
+        rows.append(dense(q[b], k[at], v[at], scale, cap, sinks_N))
     return np.stack(rows)

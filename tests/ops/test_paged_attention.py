@@ -34,6 +34,23 @@ def test_every_token_sees_exactly_its_own_past(
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("cap", [0.0, 0.7])
+def test_sinks_take_their_part_and_capped_scores_are_capped(
+    implementation: Implementation, window: int | None, cap: float
+) -> None:
+    q, k, v, table = case(batch=3, heads=2, groups=3, slots=8, columns=20, width=16)
+    positions = np.array([0, 159, 80], np.int32)
+    sinks_N = np.array([-3, 0, 1.5, 4, 60, -90], np.float32)  # the fifth leaves next to nothing
+    how = {"window": window, "cap": cap, "sinks_N": sinks_N}
+    attend = partial(paged_attention, scale=16**-0.5, implementation=implementation, **how)
+    got = jax.jit(attend)(q, k, v, table, positions)
+    want = expected(q, k, v, table, positions, **how)
+    assert np.abs(want - expected(q, k, v, table, positions, window)).max() > 0.1
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 1), (1, 7)])
 def test_bfloat16_stays_within_its_rounding(
     implementation: Implementation, heads: int, groups: int

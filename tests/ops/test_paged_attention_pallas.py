@@ -19,6 +19,8 @@ def run(
     dtype: str,
     window: int | None = None,
     splits: int | None = None,
+    cap: float = 0.0,
+    sinks_N: np.ndarray | None = None,
 ) -> jax.Array:
     q, k, v, table = arrays
     attend = functools.partial(
@@ -26,6 +28,8 @@ def run(
         scale=q.shape[-1] ** -0.5,
         window=window,
         splits=splits,
+        cap=cap,
+        sinks_N=sinks_N,
         interpret=True,
     )
     return jax.jit(attend)(
@@ -68,6 +72,15 @@ def test_the_kernel_agrees_with_dense_attention(
     np.testing.assert_allclose(
         got.astype(jnp.float32), expected(*rounded, table, positions, window), atol=tolerance
     )
+
+
+@pytest.mark.parametrize(("window", "cap"), [(None, 0.0), (None, 0.7), (50, 0.0)])
+def test_sinks_and_capped_scores_are_of_the_kernel_too(window: int | None, cap: float) -> None:
+    arrays = case(batch=3, heads=2, groups=2, slots=16, columns=10, width=16)
+    positions, sinks_N = np.array([0, 159, 70], np.int32), np.array([-2, 1, 60, 3], np.float32)
+    got = run(arrays, positions, "float32", window, 3, cap, sinks_N)
+    want = expected(*arrays, positions, window, cap, sinks_N)
+    np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 def test_a_long_sequence_in_a_batch_that_fills_the_gpu_is_walked_by_several_programs(

@@ -63,18 +63,27 @@ class Chunk:
         )
         self.past = PastPages(*map(jnp.asarray, (k_pages, v_pages, table, lengths, count)))
 
-    def expected(self, window: int | None = None) -> np.ndarray:
+    def expected(
+        self, window: int | None = None, cap: float = 0.0, sinks_N: np.ndarray | None = None
+    ) -> np.ndarray:
         out = np.zeros(self.q.shape, np.float64)
         for t, (row, position) in enumerate(zip(self.segment, self.positions, strict=True)):
             if row >= 0:
                 seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
-                out[t] = dense(
-                    self.q[t], self.full[row][0, seen], self.full[row][1, seen], self.scale
-                )
+                keys, values = self.full[row][0, seen], self.full[row][1, seen]
+                out[t] = dense(self.q[t], keys, values, self.scale, cap, sinks_N)
         return out
 
     def run(
-        self, *, past: bool, window: int | None = None, query_block: int = 128, packed: bool = True
+        self,
+        *,
+        past: bool,
+        window: int | None = None,
+        query_block: int = 128,
+        packed: bool = True,
+        cap: float = 0.0,
+        sinks_N: np.ndarray | None = None,
+        platform: str = "cpu",
     ) -> np.ndarray:
         arrays = map(jnp.asarray, (self.q, self.k, self.v, self.segment, self.positions))
         attend = functools.partial(
@@ -83,6 +92,9 @@ class Chunk:
             window=window,
             query_block=query_block,
             packed=packed,
+            cap=cap,
+            sinks_N=sinks_N,
+            platform=platform,
         )
         return np.asarray(jax.jit(attend)(*arrays, self.past if past else None))
 
@@ -110,6 +122,21 @@ def test_an_unused_past_changes_nothing() -> None:
     np.testing.assert_allclose(chunk.run(past=True), chunk.run(past=False), atol=1e-6)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])  # there without loops, of one row with a past
+@pytest.mark.parametrize(("window", "cap"), [(None, 0.7), (30, 0.0), (7, 0.7)])
+@pytest.mark.parametrize("past", [False, True])
+def test_sinks_take_their_part_and_capped_scores_are_capped(
+    past: bool, window: int | None, cap: float, platform: str
+) -> None:
+    chunk = Chunk([(90 if past else 0, 40), (0, 25)])
+    sinks_N = np.array([-3, 0, 1.5, 4, 60, -90], np.float32)  # the fifth leaves next to nothing
+    how = {"window": window, "cap": cap, "sinks_N": sinks_N}
+    want = chunk.expected(**how)
+    assert np.abs(want - chunk.expected(window)).max() > 0.1
+    got = chunk.run(past=past, query_block=48, platform=platform, **how)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("packed", "window"), [(True, None), (False, None), (True, 600), (False, 300)]
 )
@@ -119,6 +146,12 @@ def test_long_chunks_take_the_key_block_loop(packed: bool, window: int | None) -
     np.testing.assert_allclose(
         chunk.run(past=False, packed=packed, window=window, query_block=256),
         chunk.expected(window),
+        atol=1e-5,
+    )
+    sinks_N = np.array([0.5, -1], np.float32)
+    np.testing.assert_allclose(
+        chunk.run(past=False, packed=packed, window=window, cap=0.7, sinks_N=sinks_N),
+        chunk.expected(window, 0.7, sinks_N),
         atol=1e-5,
     )
 
