@@ -60,6 +60,7 @@ FAMILIES: dict[str, Family] = {
     "seed_oss": Family("SeedOssForCausalLM", seed_oss.read_config),
     "olmo2": Family("Olmo2ForCausalLM", olmo2.read_config),
     "olmo3": Family("Olmo3ForCausalLM", olmo3.read_config),
+    "gemma2": Family("Gemma2ForCausalLM", gemma.read_2_config),
     "gemma3_text": Family("Gemma3ForCausalLM", gemma.read_3_config),
     "granite": Family("GraniteForCausalLM", granite.read_config),
     "granitemoehybrid": Family("GraniteMoeHybridForCausalLM", granite.read_dense_4_config),

@@ -1,5 +1,6 @@
-"""Gemma 3, its text part: norms before and after blocks, whose weights are added to one; scaled
-embeddings, GELU; windows in most layers, with rotary positions of their own."""
+"""Gemma 2, and Gemma 3's text part: norms before and after blocks, whose weights are added to one;
+scaled embeddings, GELU; windows in some layers. Gemma 2 bounds scores and logits through a tanh
+(arXiv 2408.00118); Gemma 3's layers with windows have rotary positions of their own."""
 
 from dataclasses import replace
 
@@ -8,7 +9,20 @@ from models.hf_config import FamilyDefaults, HfConfig
 from models.hf_decoder import read_decoder, read_layer_types, with_windows
 from models.hf_rope import rope_of
 
+DEFAULTS_2 = FamilyDefaults(kv_heads=4, context_tokens=8192, tied=True)
 DEFAULTS = FamilyDefaults(kv_heads=4, context_tokens=131072, rope_theta=1e6, tied=True)
+
+
+def read_2_config(hf: HfConfig) -> DecoderConfig:
+    """What bounds scores and logits is assumed where nothing is said; null says that nothing
+    does."""
+    hf.pass_over("sliding_window_size")  # published beside `sliding_window`, and read by nobody
+    config = _read(hf, DEFAULTS_2, pattern=2, bias=hf.flag("attention_bias", False))
+    scores, logits = (
+        hf.number(field, 0.0 if field in hf.fields else assumed)
+        for field, assumed in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0))
+    )
+    return replace(config, attention=replace(config.attention, cap=scores), logits_cap=logits)
 
 
 def read_3_config(hf: HfConfig) -> DecoderConfig:

@@ -21,6 +21,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
         ("olmo3", "tp=2", "dp=2"),
         ("ministral3", "tp=1", "tp=4"),
         ("phi3", "tp=4", "dp=2"),
+        ("gemma2", "tp=2", "dp=2,tp=2"),
         ("gemma3", "tp=2", "dp=2,tp=2"),
         ("gemma3_text", "dp=2", "tp=4"),
     ],

@@ -137,6 +137,7 @@ VARIANTS: dict[str, Variant] = {
     "olmo2": Variant("olmo2", {"attention_bias": True}),
     "olmo3": Variant("olmo3", {"num_hidden_layers": 4, "sliding_window": 11, "rope_parameters": {
         "full_attention": YARN | {"rope_theta": 500000.0}, "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0}}}),  # noqa: E501
+    "gemma2": Variant("gemma2", GEMMA | {"num_hidden_layers": 3, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 12.0}),  # noqa: E501
     "gemma3": Variant("gemma3", GEMMA | {"num_hidden_layers": 3, "layer_types": None, "sliding_window_pattern": 3,  # noqa: E501
                                          "rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
     "gemma3_text": Variant("gemma3_text", GEMMA | {"final_logit_softcapping": 30.0, "attention_bias": True, "layer_types": ["full_attention", "sliding_attention"]}),  # noqa: E501
@@ -228,7 +229,7 @@ def random_model(variant: Variant, seed: int) -> torch.nn.Module:
     with torch.no_grad():
         for name, weight in [*model.named_parameters(), *corrections]:
             if "norm" in name:
-                least = -0.5 if variant.family.startswith("gemma3") else 0.5  # added to one
+                least = -0.5 if variant.family.startswith("gemma") else 0.5  # added to one
                 weight.uniform_(least, least + 1)
             elif name.endswith("A_log"):
                 weight.uniform_(-4.0, 1.0)  # some heads remember long

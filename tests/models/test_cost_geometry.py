@@ -104,8 +104,8 @@ def test_a_model_that_could_not_be_served_as_it_is_can_be_planned_for(tmp_path: 
 
 
 def test_a_family_that_is_not_served_can_be_planned_for(tmp_path: Path) -> None:
-    assert "gemma2" not in FAMILIES
-    (tmp_path / "config.json").write_text(json.dumps({**SIZES, "model_type": "gemma2"}))
+    assert "cohere2" not in FAMILIES
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, "model_type": "cohere2"}))
     assert find_geometry(str(tmp_path)).tied
 
 

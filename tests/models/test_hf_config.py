@@ -29,6 +29,8 @@ BESIDE: dict[str, dict[str, object]] = {
     "granitemoehybrid": {"layer_types": ["attention"] * 4, "num_local_experts": 0},
     "deepseek_v2": {"num_experts_per_tok": 2},
 }
+# An option that others refuse.
+READ = {("gemma2", "attn_logit_softcapping")}
 # Published configs of a family leave these out.
 LEFT_OUT = {
     ("gemma3_text", "vocab_size"),
@@ -86,8 +88,20 @@ def test_a_needed_field_that_is_missing_is_named(family: str, field: str) -> Non
 def test_an_option_we_do_not_have_is_refused_by_name(
     family: str, field: str, value: object
 ) -> None:
+    if (family, field) in READ:
+        return
     with pytest.raises(CheckpointError, match=field):
         _read(family, **{field: value})
+
+
+def test_gemma_2_bounds_what_it_is_not_told_to_leave_alone() -> None:
+    # google/gemma-2-27b states both; a config that leaves them out has them, too
+    stated = {"attn_logit_softcapping": 20.0, "final_logit_softcapping": None}
+    published = {"query_pre_attn_scalar": 144, "sliding_window": 9, "sliding_window_size": 9}
+    plain, told = _read("gemma2"), _read("gemma2", **stated, **published)
+    assert (plain.attention.cap, plain.logits_cap, plain.attention.head_dim) == (50.0, 30.0, 256)
+    assert (told.attention.cap, told.logits_cap, told.attention.scale) == (20.0, 0.0, 1 / 12)
+    assert (_windows(plain), _windows(told)) == ([4096, None] * 2, [9, None] * 2)
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - PARTLY_ROTATED))

@@ -90,9 +90,9 @@ def test_a_checkpoint_quantized_in_an_unknown_form_does_not_load(tmp_path: Path)
 def test_a_family_that_is_not_served_is_named_with_what_it_needs(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     fields = json.loads((GOLDEN / "llama_tied/config.json").read_text())
-    path.write_text(json.dumps(fields | {"model_type": "gemma2", "attn_logit_softcapping": 50.0}))
+    path.write_text(json.dumps(fields | {"model_type": "cohere2", "logit_scale": 0.25}))
     found = inspect(path)
-    assert found.missing[0] == "the family 'gemma2'" and "attn_logit_soft" in found.missing[1]
+    assert found.missing[0] == "the family 'cohere2'" and "logit_scale" in found.missing[1]
     assert found.geometry is not None and found.geometry.layers == 2
 
 
