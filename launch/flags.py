@@ -15,7 +15,7 @@ from typing import Any
 
 from absl import flags as absl
 
-from jdisagg.chat.formats import AUTO, NONE, REASONING, TOOL_PARSERS
+from jdisagg.chat.formats import AUTO, NONE, REASONING, TOOL_FORMS
 from jdisagg.config import EngineConfig, Mode
 from jdisagg.costs.cost_model import CODEC_BITS
 from jdisagg.costs.hardware import HARDWARE, LINKS
@@ -157,7 +157,7 @@ FLAGS: dict[str, Spec] = {
         None, "Origins of the pages whose scripts may use the HTTP door, by commas; * is any."
     ),
     "tool_parser": _one_of(
-        [AUTO, NONE, *TOOL_PARSERS], None, "How the model writes calls; auto: as its template does."
+        [AUTO, NONE, *TOOL_FORMS], None, "How the model writes calls; auto: as its template does."
     ),
     "reasoning_parser": _one_of(
         [AUTO, NONE, *REASONING], None, "How it writes what it thinks first; auto: likewise."

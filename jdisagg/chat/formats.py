@@ -4,10 +4,12 @@ and the parser of an answer of it.
 The names are those of vLLM's flags where it has one. A guess looks for the markers that the
 template itself writes when it shows a call or reasoning of an earlier answer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from jdisagg.chat.answer import AnswerDelta, AnswerParser
+from jdisagg.chat.harmony import CHANNEL, HarmonyParser
+from jdisagg.chat.harmony import MARKS as HARMONY_MARKS
 from jdisagg.chat.marked_calls import DeepSeekParser, KimiParser
 from jdisagg.chat.reasoning import Marks, ReasoningParser
 from jdisagg.chat.tagged_calls import GlmParser, MiniMaxParser, QwenCoderParser, Schemas, SeedParser
@@ -27,6 +29,9 @@ TOOL_PARSERS: dict[str, Callable[[Schemas], AnswerParser]] = {
     "qwen3_coder": QwenCoderParser,
     "seed_oss": SeedParser,
 }
+# Calls and reasoning are told apart by one parser, which either of the two names stands for.
+HARMONY, HARMONY_REASONING = "openai", "openai_gptoss"
+TOOL_FORMS = (*TOOL_PARSERS, HARMONY)
 _THINK = Marks("<think>", "</think>")
 REASONING: dict[str, Marks] = {
     "deepseek_r1": _THINK,
@@ -34,10 +39,12 @@ REASONING: dict[str, Marks] = {
     "qwen3": _THINK,
     "kimi": Marks("◁think▷", "◁/think▷"),
     "mistral": Marks("[THINK]", "[/THINK]"),
+    HARMONY_REASONING: HARMONY_MARKS,
     "seed_oss": Marks("<seed:think>", "</seed:think>"),
 }
 # The first whose marker the template writes. Those that others' markers contain come last.
 _TOOL_SIGNS = (
+    (CHANNEL, HARMONY),
     ("<｜tool▁call", "deepseek_v3"),
     ("<|tool_call_begin|>", "kimi_k2"),
     ("<seed:tool_call>", "seed_oss"),
@@ -49,12 +56,15 @@ _TOOL_SIGNS = (
     ("<|python_tag|>", "llama3_json"),
     ('"parameters": ', "llama3_json"),
 )
-_REASONING_SIGNS = ("seed_oss", "kimi", "mistral", "qwen3")
+_REASONING_SIGNS = (
+    (CHANNEL, HARMONY_REASONING),
+    *((REASONING[name].end, name) for name in ("seed_oss", "kimi", "mistral", "qwen3")),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How a model writes what is no words, by the keys of `TOOL_PARSERS` and `REASONING`; None: it
+    """How a model writes what is no words, by `TOOL_FORMS` and the keys of `REASONING`; None: it
     does not. `shows_tools`: its chat template tells it of tools."""
 
     tools: str | None = None
@@ -69,25 +79,33 @@ class AnswerFormat:
         none). Raises ConfigError naming the field for what is no parser."""
         template = template or ""
         shows_tools = "tools" in template
-        tools = _chosen("service.tool_parser", tool_parser, TOOL_PARSERS)
+        tools = _chosen("service.tool_parser", tool_parser, TOOL_FORMS)
         if tool_parser == AUTO and shows_tools:
             tools = next((name for sign, name in _TOOL_SIGNS if sign in template), None)
         reasoning = _chosen("service.reasoning_parser", reasoning_parser, REASONING)
         if reasoning_parser == AUTO:
-            reasoning = next((n for n in _REASONING_SIGNS if REASONING[n].end in template), None)
+            reasoning = next((name for sign, name in _REASONING_SIGNS if sign in template), None)
         return cls(tools, reasoning, shows_tools)
 
     @property
     def marks(self) -> Marks | None:
+        if self._harmony:
+            return HARMONY_MARKS
         return None if self.reasoning is None else REASONING[self.reasoning]
+
+    @property
+    def _harmony(self) -> bool:
+        return self.tools == HARMONY or self.reasoning == HARMONY_REASONING
 
     def takes_apart(self, tools: Schemas) -> bool:
         """Whether there is a parser of answers to a chat with these tools."""
-        return self.reasoning is not None or bool(self.tools and tools)
+        return self.marks is not None or bool(self.tools and tools)
 
     def parser(self, tools: Schemas, *, thinking: bool) -> AnswerParser | None:
         """Of one answer; None: all of it is words. `tools`: those that may be called, with their
         schemas. `thinking`: reasoning has begun in the prompt."""
+        if self._harmony:
+            return HarmonyParser(tools if self.tools == HARMONY else (), thinking=thinking)
         calls = TOOL_PARSERS[self.tools](tools) if self.tools and tools else None
         if self.marks is None:
             return calls
@@ -115,7 +133,7 @@ class _ReasoningAndCalls:
         )
 
 
-def _chosen(field: str, name: str, known: Mapping[str, object]) -> str | None:
+def _chosen(field: str, name: str, known: Collection[str]) -> str | None:
     if name in (AUTO, NONE):
         return None
     if name not in known:

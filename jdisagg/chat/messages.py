@@ -180,6 +180,8 @@ def _shown(message: ChatMessage) -> Json:
     shown: Json = {"role": message.role, "content": message.content}
     if message.reasoning:
         shown["reasoning_content"] = message.reasoning
+        if not message.content:  # gpt-oss has this name for it, and refuses it beside words
+            shown["thinking"] = message.reasoning
     if message.tool_call_id:
         shown["tool_call_id"] = message.tool_call_id
     if message.name:

@@ -1,8 +1,9 @@
 """/v1/responses: OpenAI's objects and events of an answer.
 
-A response is a message of text and calls of tools, in the order in which they came, each complete
-before the next begins."""
+A response is reasoning, a message of text, and calls of tools, in the order in which they came,
+each complete before the next begins."""
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -39,11 +40,15 @@ class ResponseReply(ChatReply):
                 self._frame("response.in_progress", response=begun),
             ]
         ended = event.finish_reason
-        # more of a call that is open comes before words, and those before the next call
+        # more of a call that is open comes before thoughts and words, those before the next call
         for call in event.tool_calls:
             frames += self._call(call) if not call.name else []
-        says = self._open and self._items[-1].call is None and not event.tool_calls
-        empty = ended is not None and not self._items and not event.tool_calls
+        if event.reasoning:
+            frames += self._thought(event.reasoning)
+        others = event.tool_calls or event.reasoning
+        says = self._open_kind is _Kind.MESSAGE and not others
+        answered = any(item.kind is not _Kind.REASONING for item in self._items)
+        empty = ended is not None and not answered and not event.tool_calls
         tokens = self._held + self._tokens(event.token_ids, event.logprobs)
         self._held = []
         if event.text or says or empty:
@@ -62,17 +67,28 @@ class ResponseReply(ChatReply):
     def _message(self, text: str, tokens: list[Json]) -> list[bytes]:
         """More words."""
         frames: list[bytes] = []
-        if not self._open or self._items[-1].call is not None:
-            frames += self._begin(_Item(self._item_id("msg")))
+        if self._open_kind is not _Kind.MESSAGE:
+            frames += self._begin(_Item(self._item_id("msg"), _Kind.MESSAGE))
             frames.append(self._of_part("response.content_part.added", part=_text_part("", [])))
         self._items[-1].texts.append(text)
         self._items[-1].tokens += tokens
         frames.append(self._of_part("response.output_text.delta", delta=text, logprobs=tokens))
         return frames
 
+    def _thought(self, text: str) -> list[bytes]:
+        """More reasoning."""
+        frames: list[bytes] = []
+        if self._open_kind is not _Kind.REASONING:
+            frames += self._begin(_Item(self._item_id("rs"), _Kind.REASONING))
+            frames.append(self._of_part("response.content_part.added", part=_thought_part("")))
+        self._items[-1].texts.append(text)
+        frames.append(self._of_part("response.reasoning_text.delta", delta=text))
+        return frames
+
     def _call(self, call: ToolCallDelta) -> list[bytes]:
         """A call, or more of its arguments."""
-        frames = self._begin(_Item(self._item_id("fc"), call)) if call.name else []
+        called = _Item(self._item_id("fc"), _Kind.CALL, call) if call.name else None
+        frames = self._begin(called) if called is not None else []
         if call.arguments:
             self._items[-1].texts.append(call.arguments)
             frames.append(
@@ -91,15 +107,22 @@ class ResponseReply(ChatReply):
         if not self._open:
             return []
         self._open, item = False, self._items[-1]
-        if item.call is not None:
-            arguments = self._of_item("response.function_call_arguments.done", arguments=item.text)
-            frames = [arguments]
-        else:
-            part = _text_part(item.text, item.tokens)
-            frames = [
-                self._of_part("response.output_text.done", text=item.text, logprobs=item.tokens),
-                self._of_part("response.content_part.done", part=part),
-            ]
+        match item.kind:
+            case _Kind.CALL:
+                done = "response.function_call_arguments.done"
+                frames = [self._of_item(done, arguments=item.text)]
+            case _Kind.REASONING:
+                frames = [
+                    self._of_part("response.reasoning_text.done", text=item.text),
+                    self._of_part("response.content_part.done", part=_thought_part(item.text)),
+                ]
+            case _Kind.MESSAGE:
+                said = {"text": item.text, "logprobs": item.tokens}
+                part = _text_part(item.text, item.tokens)
+                frames = [
+                    self._of_part("response.output_text.done", **said),
+                    self._of_part("response.content_part.done", part=part),
+                ]
         return [*frames, self._added("response.output_item.done", item.shown(_ended(cut)))]
 
     def end(self, usage: Usage) -> bytes:
@@ -109,11 +132,14 @@ class ResponseReply(ChatReply):
     def whole(self, choices: Sequence[ReplyChoice], usage: Usage) -> bytes:
         choice = choices[0]
         cut = choice.finish_reason == FinishReason.LENGTH.value
+        if choice.reasoning:
+            self._items.append(_Item(self._item_id("rs"), _Kind.REASONING, None, choice.reasoning))
         if choice.text or not choice.calls:
             tokens = self._tokens(choice.token_ids, choice.logprobs)
-            self._items.append(_Item(self._item_id("msg"), None, [choice.text], tokens))
+            item = _Item(self._item_id("msg"), _Kind.MESSAGE, None, [choice.text], tokens)
+            self._items.append(item)
         for call, arguments in choice.calls:
-            self._items.append(_Item(self._item_id("fc"), call, arguments))
+            self._items.append(_Item(self._item_id("fc"), _Kind.CALL, call, arguments))
         return _encode(self._finished(cut, usage))
 
     def _finished(self, cut: bool, usage: Usage) -> Json:
@@ -143,6 +169,11 @@ class ResponseReply(ChatReply):
             "store": False,
             "usage": _usage_of(usage) if usage is not None else None,
         }
+
+    @property
+    def _open_kind(self) -> "_Kind | None":
+        """Of the item that goes on."""
+        return self._items[-1].kind if self._open else None
 
     def _item_id(self, kind: str) -> str:
         """Of the next item."""
@@ -174,11 +205,18 @@ class ResponseReply(ChatReply):
         return b"event: " + kind.encode() + b"\ndata: " + _encode(event) + b"\n\n"
 
 
+class _Kind(enum.Enum):
+    REASONING = "reasoning"
+    MESSAGE = "message"
+    CALL = "function_call"
+
+
 @dataclass(slots=True)
 class _Item:
-    """What a response consists of: a message, or a call. `texts`: words, or arguments."""
+    """What a response consists of. `call`: of that kind. `texts`: thoughts, words, or arguments."""
 
     id: str
+    kind: _Kind
     call: ToolCallDelta | None = None
     texts: list[str] = field(default_factory=list)
     tokens: list[Json] = field(default_factory=list)
@@ -188,8 +226,17 @@ class _Item:
         return "".join(self.texts)
 
     def shown(self, status: str) -> Json:
+        begun = status != "in_progress"
+        if self.kind is _Kind.REASONING:
+            thoughts = [_thought_part(self.text)] if begun else []
+            return {
+                "type": "reasoning",
+                "id": self.id,
+                "status": status,
+                "summary": [],
+                "content": thoughts,
+            }
         if self.call is None:
-            begun = status != "in_progress"
             return {
                 "type": "message",
                 "id": self.id,
@@ -213,6 +260,10 @@ def _ended(cut: bool) -> str:
 
 def _text_part(text: str, tokens: list[Json]) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": tokens}
+
+
+def _thought_part(text: str) -> Json:
+    return {"type": "reasoning_text", "text": text}
 
 
 def _usage_of(usage: Usage) -> Json:

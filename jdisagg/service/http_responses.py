@@ -72,10 +72,15 @@ def _chat(fields: Fields, messages: Sequence[ChatMessage]) -> ChatPrompt:
 
 
 def _add(messages: list[ChatMessage], item: Fields) -> None:
-    """A call belongs to what the assistant said before it."""
+    """A call belongs to what the assistant said before it, and that to what it thought."""
     kind = item.read("type", TEXT) or "message"
     if kind == "message":
-        messages.append(chat_message(item))
+        message = chat_message(item)
+        if message.role == "assistant" and messages and _only_thought(messages[-1]):
+            message = replace(message, reasoning=messages.pop().reasoning)
+        messages.append(message)
+    elif kind == "reasoning":
+        messages.append(ChatMessage("assistant", "", reasoning=_thoughts(item)))
     elif kind == "function_call":
         item.ignore("id", "status")
         call = ToolCall(
@@ -92,6 +97,18 @@ def _add(messages: list[ChatMessage], item: Fields) -> None:
         messages.append(ChatMessage("tool", output, tool_call_id=item.given("call_id", TEXT)))
     else:
         raise InvalidRequestError(
-            "input items must have the type message, function_call or function_call_output, got"
-            f" {kind[:80]!r}; the server knows no other"
+            "input items must have the type message, reasoning, function_call or"
+            f" function_call_output, got {kind[:80]!r}; the server knows no other"
         )
+
+
+def _only_thought(message: ChatMessage) -> bool:
+    return message == ChatMessage("assistant", "", reasoning=message.reasoning)
+
+
+def _thoughts(item: Fields) -> str:
+    """The text of an item of reasoning, else its summary."""
+    for name in ("content", "summary"):
+        if parts := item.parts(name):
+            return "\n".join(part.given("text", TEXT) for part in parts)
+    return ""

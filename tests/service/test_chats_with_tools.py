@@ -358,6 +358,54 @@ async def test_a_response_calls_tools_whole_and_streamed(
     assert [kind for kind in kinds if "." not in kind] == ["added", "done"] * len(reply.output)
 
 
+HARMONY = (
+    "<|channel|>analysis<|message|>hmm<|end|><|start|>assistant<|channel|>commentary<|message|>"
+    "Let me see.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
+    '<|constrain|>json<|message|>{"city": "Köln"}'
+)
+
+
+@pytest.mark.parametrize("characters", [1, 7, 1000])
+async def test_a_response_shows_reasoning_words_and_calls_of_gpt_oss(characters: int) -> None:
+    path = Script(text=HARMONY, characters=characters)
+    asked: dict[str, Any] = {"model": "tiny", "input": "hi", "tools": [FLAT]}
+    async with (
+        http_door(path, template="{# <|channel|> #}" + TEMPLATE) as door,
+        door.client() as client,
+    ):
+        reply = await client.responses.create(**asked)
+        events = [event async for event in await client.responses.create(**asked, stream=True)]
+    Response.model_validate(reply.model_dump(warnings=False), strict=True)
+    thought, said, call = (item.model_dump(exclude={"id"}) for item in reply.output)
+    assert thought["content"] == [{"type": "reasoning_text", "text": "hmm"}]
+    assert (thought["type"], thought["status"]) == ("reasoning", "completed")
+    assert (said["type"], reply.output_text) == ("message", "Let me see.")
+    assert (call["name"], call["arguments"]) == ("weather", '{"city": "Köln"}')
+    for event in events:
+        type(event).model_validate(event.model_dump(warnings=False), strict=True)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    last: Any = events[-1]
+    assert [item.model_dump(exclude={"id", "call_id"}) for item in last.response.output] == [
+        item.model_dump(exclude={"id", "call_id"}) for item in reply.output
+    ]
+    thoughts = [event for event in events if event.type.startswith("response.reasoning_text")]
+    assert "".join(getattr(event, "delta", "") for event in thoughts) == "hmm"
+    assert {event.output_index for event in thoughts if hasattr(event, "output_index")} == {0}  # type: ignore
+
+
+async def test_what_was_thought_may_be_sent_back(
+    door: HttpDoor, client: openai.AsyncOpenAI
+) -> None:
+    thought: Any = {"type": "reasoning", "id": "rs_1", "summary": []}
+    thought["content"] = [{"type": "reasoning_text", "text": "hmm"}]
+    words: Any = {"type": "message", "role": "assistant", "content": "Let me see."}
+    for items in ([ROUND[0], thought, *ROUND[1:]], [ROUND[0], thought, words, *ROUND[1:]]):
+        await client.responses.create(model="tiny", input=items, tools=[FLAT])
+    prompts = [bytes(request.prompt_token_ids).decode() for request in door.path.requests]
+    for prompt, said in zip(prompts, ("", "Let me see."), strict=True):
+        assert f"<assistant><think>hmm</think>{said}<tool_call>weather Rom c1</tool_call>" in prompt
+
+
 async def test_a_response_may_be_made_to_call(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
     door.path.text = '[{"name": "weather", "arguments": {}}]'  # type: ignore[attr-defined]
     choice: Any = {"type": "function", "name": "weather"}

@@ -1,0 +1,153 @@
+"""Answers in the form of gpt-oss (OpenAI's "harmony"), of which every part names its channel.
+
+    <|channel|>analysis<|message|>thoughts<|end|><|start|>assistant<|channel|>commentary
+    to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>
+
+The prompt ends within the first header. `analysis` is reasoning, `final` and a `commentary` to
+nobody are words, what is for `functions.NAME` is a call. Channel and recipient may stand in either
+order. Parts of one kind are lines of their own. What has no header is words; so is a message to
+somebody who is no function, unless it is of the channel `analysis`: the model thinks aloud in tools
+that it was not given."""
+
+import re
+from collections.abc import Callable, Collection
+
+from jdisagg.chat.answer import AnswerDelta, Collected, beginning_held
+from jdisagg.chat.reasoning import Marks
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+# How the template writes what the model thought: where it may leave off in a prompt.
+MARKS = Marks(f"{CHANNEL}analysis{MESSAGE}", END)
+LONGEST_HEADER = 512
+
+_TO = "to="
+_BETWEEN = (START, CHANNEL, MESSAGE, END, CALL, RETURN)
+_AFTER_HEADER = (MESSAGE, START, END, CALL, RETURN)
+_AFTER_BODY = (START, CHANNEL, END, CALL, RETURN)
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
+_CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*analysis\b")
+
+
+class HarmonyParser:
+    """An `AnswerParser` of words, reasoning and calls at once. `tools`: the names of those that may
+    be called; where there are none nothing is a call. `thinking`: the prompt ends within
+    reasoning."""
+
+    def __init__(self, tools: Collection[str] = (), *, thinking: bool = False) -> None:
+        self._tools = frozenset(tools)
+        self._text = ""
+        self._found = Collected()
+        self._reasoning: list[str] = []
+        self._step: Callable[[], bool] = self._body if thinking else self._beginning
+        self._say: Callable[[str], None] = self._think if thinking else self._found.say
+        self._header = ""  # what was read of it
+        self._parted = ""  # stands before the next words of this part
+        self._thought = self._said = self._argued = False  # something of that kind was given out
+
+    def push(self, text: str) -> AnswerDelta:
+        self._text += text
+        while self._step():
+            pass
+        return self._taken(self._found.take())
+
+    def finish(self) -> AnswerDelta:
+        if self._step == self._body:
+            self._pass_on(self._text)
+            self._end_of_body()
+        elif self._step in (self._between, self._beginning):
+            self._found.say(self._text)
+        elif not self._header.lstrip().startswith((START, CHANNEL, f"{_TO}functions.")):
+            self._found.say(self._header + self._text)  # words that begin as a recipient does
+        self._text = ""
+        return self._taken(self._found.take(last=True))
+
+    def _taken(self, found: AnswerDelta) -> AnswerDelta:
+        reasoning = "".join(self._reasoning)
+        self._reasoning.clear()
+        return AnswerDelta(found.content, reasoning, found.calls)
+
+    def _beginning(self) -> bool:
+        """Within the header that the prompt has begun: a recipient may come first."""
+        text = self._text.lstrip(" ")
+        if len(self._text) - len(text) <= LONGEST_HEADER and _TO.startswith(text[: len(_TO)]):
+            if len(text) < len(_TO):
+                return False
+            self._step = self._in_header
+        else:
+            self._step = self._between
+        return True
+
+    def _between(self) -> bool:
+        """Outside of all parts: what stands here is words."""
+        found, marker = self._until(_BETWEEN)
+        self._found.say(found)
+        self._said = self._said or bool(found.strip())
+        if marker == MESSAGE:
+            self._begin_body("")
+        elif marker in (START, CHANNEL):
+            self._header, self._step = marker, self._in_header
+        return bool(marker)
+
+    def _in_header(self) -> bool:
+        found, marker = self._until(_AFTER_HEADER)
+        self._header += found
+        if len(self._header) > LONGEST_HEADER:  # it is none
+            words, rest = self._header[:LONGEST_HEADER], self._header[LONGEST_HEADER:]
+            self._found.say(words)
+            self._text = rest + marker + self._text
+            self._said, self._header, self._step = True, "", self._between
+            return True
+        if marker == MESSAGE:
+            self._begin_body(self._header)
+        elif marker:  # a part without a message says nothing
+            self._header = START if marker == START else ""
+            self._step = self._in_header if marker == START else self._between
+        return bool(marker)
+
+    def _begin_body(self, header: str) -> None:
+        self._header, self._step = "", self._body
+        to, thinks = _RECIPIENT.search(header), _CHANNEL.search(header)
+        self._parted = "\n" if (self._thought if thinks else self._said) else ""
+        self._say = self._think if thinks else self._found.say
+        name = to[1] if to else ""
+        if self._tools and name and (f"{_TO}functions.{name}" in header or name in self._tools):
+            self._parted, self._argued = "", False
+            self._say = self._found.add_arguments
+            self._found.begin_call(name)
+
+    def _body(self) -> bool:
+        found, marker = self._until(_AFTER_BODY)
+        self._pass_on(found)
+        if marker:
+            self._end_of_body()
+            opens = marker in (START, CHANNEL)  # the end may be left out
+            self._header = marker if opens else ""
+            self._step = self._in_header if opens else self._between
+        return bool(marker)
+
+    def _pass_on(self, text: str) -> None:
+        if text:
+            self._argued = True
+            self._thought = self._thought or self._say == self._think
+            self._said = self._said or self._say == self._found.say
+            self._say(self._parted + text)
+            self._parted = ""
+
+    def _end_of_body(self) -> None:
+        if self._say == self._found.add_arguments and not self._argued:
+            self._found.add_arguments("{}")
+        self._say = self._found.say
+
+    def _think(self, text: str) -> None:
+        self._reasoning.append(text)
+
+    def _until(self, markers: tuple[str, ...]) -> tuple[str, str]:
+        """Takes what stands before the first of the markers, and that one; "": there is none yet,
+        and what may be the beginning of one is left."""
+        found = [(at, marker) for marker in markers if (at := self._text.find(marker)) >= 0]
+        at, marker = min(
+            found, default=(len(self._text) - beginning_held(self._text, *markers), "")
+        )
+        text, self._text = self._text[:at], self._text[at + len(marker) :]
+        return text, marker

@@ -1,0 +1,173 @@
+"""Answers of gpt-oss are taken apart by their channels, however the text is cut."""
+
+import json
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from jdisagg.chat.formats import AnswerFormat
+from jdisagg.chat.harmony import HarmonyParser
+from tests.chat.transcripts import Answer, Call, read
+
+TOOLS = ("get_weather", "run")
+WEATHER = ("get_weather", {"city": "Köln", "days": 3})
+
+WORDS = st.text('ab \n"\\{}[]:,<|>é漢😀', max_size=10).map(lambda text: f"w{text}w")
+CALLS = st.tuples(st.sampled_from(TOOLS), st.dictionaries(st.sampled_from("xy"), WORDS, max_size=2))
+PARTS = st.lists(st.tuples(st.sampled_from(("analysis", "final", "commentary")), WORDS | CALLS))
+
+
+def written(parts: list[tuple[str, str | Call]], recipient_first: bool = False) -> str:
+    """As gpt-oss writes them behind <|start|>assistant; the last marker ends the answer, and is no
+    text."""
+    made = []
+    for channel, said in parts:
+        if isinstance(said, str):
+            made.append(f"<|channel|>{channel}<|message|>{said}<|end|>")
+        else:
+            name, arguments = said
+            head = f"<|channel|>{channel} to=functions.{name} <|constrain|>json"
+            if recipient_first:
+                head = f" to=functions.{name}<|channel|>{channel} json"
+            made.append(f"{head}<|message|>{json.dumps(arguments)}<|call|>")
+    text = "<|start|>assistant".join(made)
+    return text.removesuffix("<|end|>").removesuffix("<|call|>")
+
+
+def cut(data: st.DataObject, text: str) -> list[str]:
+    places = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
+    return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+@given(data=st.data(), parts=PARTS, first=st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_each_part_is_what_its_channel_and_recipient_say(
+    data: st.DataObject, parts: list[tuple[str, str | Call]], first: bool
+) -> None:
+    answer = read(HarmonyParser(TOOLS), cut(data, written(parts, first)))
+    thoughts = [said for channel, said in parts if channel == "analysis" and isinstance(said, str)]
+    words = [said for channel, said in parts if channel != "analysis" and isinstance(said, str)]
+    assert answer.parsed() == [said for _, said in parts if not isinstance(said, str)]
+    assert (answer.reasoning, answer.content) == ("\n".join(thoughts), "\n".join(words))
+
+
+FRAGMENTS = (
+    *("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|cons"),
+    *("assistant", "analysis", "final", "commentary", " to=", "functions.", "run", "json", " "),
+    *('{"x": 1}', "é", "\n", "<", "|>", "x" * 600, " " * 300),
+)
+
+
+@given(data=st.data(), thinking=st.booleans(), tools=st.sampled_from([TOOLS, ()]))
+@settings(max_examples=300, deadline=None)
+def test_any_text_is_read_the_same_however_it_is_cut(
+    data: st.DataObject, thinking: bool, tools: tuple[str, ...]
+) -> None:
+    text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS), max_size=14)))
+    whole = read(HarmonyParser(tools, thinking=thinking), [text])
+    assert read(HarmonyParser(tools, thinking=thinking), cut(data, text)) == whole
+    assert tools or not whole.calls
+    # What was given out after some text is a function of that text.
+    one_by_one, at_once = (HarmonyParser(tools, thinking=thinking) for _ in range(2))
+    some, same = Answer(), Answer()
+    for character in text:
+        some.add(one_by_one.push(character))
+    same.add(at_once.push(text))
+    assert some == same
+
+
+@given(data=st.data(), parts=PARTS)
+@settings(max_examples=60, deadline=None)
+def test_nothing_that_was_said_is_lost_where_a_marker_is_damaged(
+    data: st.DataObject, parts: list[tuple[str, str | Call]]
+) -> None:
+    """Whatever else becomes of them."""
+    text = written(parts)
+    at = data.draw(st.integers(0, len(text)))
+    damaged = text[:at] + data.draw(st.sampled_from(FRAGMENTS[:7])) + text[at:]
+    whole = read(HarmonyParser(TOOLS), [damaged])
+    assert read(HarmonyParser(TOOLS), cut(data, damaged)) == whole
+    assert str(whole).encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning", "calls"),
+    [
+        ("Hello.", "Hello.", "", []),
+        ("to be or not", "to be or not", "", []),
+        ("to=", "to=", "", []),
+        ("<|channel|>final<|message|>Hi<|return|>", "Hi", "", []),
+        ("<|start|>assistant<|channel|>final<|message|>Hi", "Hi", "", []),
+        # cut off by max_tokens
+        ("<|channel|>analysis<|message|>so<|end|><|start|>assis", "", "so", []),
+        ("<|channel|>commentary to=functions.run <|con", "", "", []),
+        ("<|channel|>commentary to=functions.run<|message|>", "", "", [["run", "{}"]]),
+        (' to=functions.run<|channel|>commentary json<|message|>{"x', "", "", [["run", '{"x']]),
+        # an end that was left out
+        (
+            "<|channel|>analysis<|message|>so<|start|>assistant<|channel|>final<|message|>Hi",
+            *("Hi", "so", []),
+        ),
+        # without the prefix, where there is such a tool
+        ("<|channel|>commentary to=run<|message|>{}<|call|>", "", "", [["run", "{}"]]),
+        # tools of gpt-oss itself, which it was not given
+        ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>", "", "1 + 1", []),
+        ("<|channel|>commentary to=browser.open<|message|>{}<|call|>", "{}", "", []),
+        # a function that nobody knows is called all the same, as in other forms
+        ("<|channel|>commentary to=functions.f<|message|>{}", "", "", [["f", "{}"]]),
+    ],
+)
+def test_what_gpt_oss_writes_beside_its_form_is_understood_or_words(
+    text: str, content: str, reasoning: str, calls: list[list[str]]
+) -> None:
+    for pieces in ([text], text):
+        assert read(HarmonyParser(TOOLS), pieces) == Answer(content, reasoning, calls)
+
+
+def test_words_thoughts_and_arguments_come_as_the_model_writes_them() -> None:
+    parser = HarmonyParser(TOOLS)
+    pieces = ("<|channel|>analysis<|message|>Let", " me<|e", "nd|><|start|>assistant<|channel|>")
+    assert [parser.push(piece).reasoning for piece in pieces] == ["Let", " me", ""]
+    assert [parser.push(piece).content for piece in ("final<|message|>Once", " upon")] == [
+        "Once",
+        " upon",
+    ]
+    calls = [
+        [(call.name, call.arguments) for call in parser.push(piece).calls]
+        for piece in (
+            "<|end|><|start|>assistant to=functions.run<|channel|>commentary json",
+            '<|message|>{"x":',
+            ' "y',
+            '"}<|call|>',
+        )
+    ]
+    assert calls == [[], [("run", '{"x":')], [("", ' "y')], [("", '"}')]]
+
+
+def test_what_is_held_back_is_bounded() -> None:
+    for text in ("<|channel|>" + "x" * 3000, "to=" + "x" * 3000, " " * 3000, "<|channel|>" * 300):
+        parser = HarmonyParser(TOOLS)
+        said = "".join(parser.push(character).content for character in text)
+        assert len(text) - len(said) < 900
+        said += parser.finish().content
+        assert text.startswith(said) and len(text) - len(said) <= 512, "a header, cut off, at most"
+
+
+def test_reasoning_may_begin_in_the_prompt() -> None:
+    form = AnswerFormat.of(None, "none", "openai_gptoss")
+    parser = form.parser({}, thinking=True)
+    assert parser is not None
+    text = "so<|end|><|start|>assistant<|channel|>final<|message|>Hi"
+    assert read(parser, text) == Answer("Hi", "so")
+
+
+def test_the_form_is_guessed_from_the_markers_of_the_template() -> None:
+    template = "{{ tools }}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>"
+    form = AnswerFormat.of(template)
+    assert (form.tools, form.reasoning) == ("openai", "openai_gptoss")
+    assert form.takes_apart({}) and isinstance(form.parser({}, thinking=False), HarmonyParser)
+    call = "<|channel|>commentary to=functions.run<|message|>{}"
+    for named, found in (("auto", [["run", "{}"]]), ("none", [])):
+        parser = AnswerFormat.of(template, named).parser({"run": {}}, thinking=False)
+        assert parser is not None and read(parser, [call]).calls == found
