@@ -151,8 +151,8 @@ def _experts(
 
 
 class SparseMLP(nnx.Module):
-    """A router and experts, each a gated MLP without biases; experts whole on a device (ep > 1) or
-    split inside over tp. Beside them perhaps an expert that every token takes."""
+    """A router and experts, each a gated MLP, perhaps with biases; experts whole on a device (ep >
+    1) or split inside over tp. Beside them perhaps an expert that every token takes."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, routed: ExpertConfig, form: KernelForm
@@ -167,6 +167,14 @@ class SparseMLP(nnx.Module):
         self.gate, self.gate_scale = _experts(make, (experts, width, ffn), _INTO_EXPERTS, form)
         self.up, self.up_scale = _experts(make, (experts, width, ffn), _INTO_EXPERTS, form)
         self.down, self.down_scale = _experts(make, (experts, ffn, width), _OUT_OF_EXPERTS, form)
+
+        def bias(shape: tuple[int, ...], axes: Axes) -> nnx.Param[jax.Array] | None:
+            return parameter(make(shape, "bias", width), axes) if routed.biased else None
+
+        self.router_bias = bias((experts,), ("router",))
+        self.gate_bias = bias((experts, ffn), ("expert", "expert_ffn"))
+        self.up_bias = bias((experts, ffn), ("expert", "expert_ffn"))
+        self.down_bias = bias((experts, width), ("expert", "embed"))
         self.shared = GatedMLP(make, config, form, routed.shared_ffn) if routed.shared_ffn else None
         self.shared_gate = (
             parameter(make((width, 1), "matrix", width), ("embed", "router"))
@@ -176,11 +184,10 @@ class SparseMLP(nnx.Module):
         self.config = routed
 
     def __call__(self, x_TD: jax.Array, shards: Shards, valid_T: jax.Array | None) -> jax.Array:
-        scales = (
-            None if scale is None else scale[...]
-            for scale in (self.gate_scale, self.up_scale, self.down_scale)
-        )
-        weights = ExpertWeights(self.gate[...], self.up[...], self.down[...], *scales)
+        scales = self.gate_scale, self.up_scale, self.down_scale
+        biases = self.gate_bias, self.up_bias, self.down_bias
+        more = (None if part is None else part[...] for part in (*scales, *biases))
+        weights = ExpertWeights(self.gate[...], self.up[...], self.down[...], *more)
         y_TD = routed_experts(
             x_TD,
             self._route(x_TD, shards),
@@ -188,6 +195,7 @@ class SparseMLP(nnx.Module):
             shards,
             experts=self.config.experts,
             valid_T=valid_T,
+            clamp=self.config.clamp,
         )
         if self.shared is None:
             return y_TD
@@ -200,7 +208,8 @@ class SparseMLP(nnx.Module):
     def _route(self, x_TD: jax.Array, shards: Shards) -> Routing:
         config, router_DE = self.config, self.router[...]
         if config.scores == "softmax" and not config.wide:
-            logits_TE = project(x_TD, router_DE, platform=shards.platform)
+            bias_E = None if self.router_bias is None else self.router_bias[...]
+            logits_TE = project(x_TD, router_DE, bias_E, platform=shards.platform)
             return route(logits_TE, config.experts_per_token, normalised=config.normalised)
         # In float32, as those models were trained: a choice hangs on small differences of scores.
         wide_TD, wide_DE = x_TD.astype(jnp.float32), router_DE.astype(jnp.float32)

@@ -9,6 +9,7 @@ from models import (
     gemma,
     glm4,
     glm4_moe,
+    gpt_oss,
     granite,
     hy_v3,
     llama,
@@ -72,6 +73,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family("DeepseekV3ForCausalLM", deepseek.read_v3_config),
     "kimi_k2": Family("DeepseekV3ForCausalLM", deepseek.read_v3_config),
     "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", deepseek.read_flash_config),
+    "gpt_oss": Family("GptOssForCausalLM", gpt_oss.read_config),
     "hy_v3": Family("HYV3ForCausalLM", hy_v3.read_config),
     "minimax_m2": Family("MiniMaxM2ForCausalLM", minimax_m2.read_config),
 }

@@ -11,7 +11,7 @@ from jdisagg.costs.linear_attention import LinearAttention
 from jdisagg.costs.model_geometry import CostGeometry, Experts, GroupedAttention, LatentAttention
 from jdisagg.layout.axes import ModelGeometry
 from jdisagg.layout.kv_spec import KVComponent, KVLayer, KVSpec
-from jdisagg.ops.activations import Activation
+from jdisagg.ops.activations import Activation, ClampedGate
 from jdisagg.ops.rope_frequencies import Rope
 
 
@@ -84,7 +84,8 @@ class ExpertConfig:
     for the choice alone; of `groups` of experts only the best `groups_per_token` are looked at.
     `normalised`: the chosen experts' weights are scaled to sum to one; then `scaling` holds.
     `shared_ffn`: the width of an expert that every token takes (0: none), behind a gate of its own
-    where `shared_gate`."""
+    where `shared_gate`. `biased`: experts and router have biases; `clamp`: experts are gated by
+    it, not by silu."""
 
     experts: int
     experts_per_token: int
@@ -98,6 +99,8 @@ class ExpertConfig:
     groups_per_token: int = 1
     scaling: float = 1.0
     wide: bool = False
+    biased: bool = False
+    clamp: ClampedGate | None = None
 
 
 @dataclass(frozen=True, slots=True)

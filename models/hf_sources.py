@@ -158,5 +158,22 @@ class Fused:
         return np.swapaxes(tensor(self.name, (experts, rows, into)), 1, 2)
 
 
+@dataclass(frozen=True, slots=True)
+class EverySecond:
+    """A parameter that is every second one of a tensor's columns, from `first` on."""
+
+    name: str
+    shape: tuple[int, ...]
+    first: int
+
+    def needs(self) -> dict[str, tuple[int, ...]]:
+        return {self.name: self.shape}
+
+    def read(self, tensor: ReadTensor, index: Index) -> np.ndarray:
+        *rest, columns = index
+        first, last = (2 * column + self.first for column in (columns.start, columns.stop))
+        return tensor(self.name, (*rest, slice(first, min(last, self.shape[-1]), 2)))
+
+
 def _length(part: slice) -> int:
     return part.stop - part.start

@@ -1,14 +1,15 @@
 """Which Hugging Face tensors make each of our parameters. Tables here are literal; how a slice is
 cut out of a tensor is `models/hf_sources.py`.
 
-Experts are one tensor each, or fused in one with gate and up side by side; queries, keys and values
-may be one tensor, too, and so may a dense gate and up."""
+Experts are one tensor each, or fused in one with gate and up side by side, or in turns where they
+are biased (gpt-oss); queries, keys and values may be one tensor, too, and so may a dense gate and
+up."""
 
 from collections.abc import Mapping
 
 from models.decoder_config import DecoderConfig
 from models.hf_delta import delta_source
-from models.hf_sources import Fused, HeadRows, PerExpert, Rows, SomeRows, Source, Whole
+from models.hf_sources import EverySecond, Fused, HeadRows, PerExpert, Rows, SomeRows, Source, Whole
 from models.parameter_tree import ParameterShape
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -50,7 +51,13 @@ LAYER: dict[str, tuple[str, ...]] = {
     "mlp.up.bias": ("mlp.up_proj.bias",),
     "mlp.down.kernel": ("mlp.down_proj.weight", "shared_mlp.output_linear.weight"),
     "mlp.down.bias": ("mlp.down_proj.bias",),
-    "mlp.router": ("mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.router.gate.weight"),
+    "mlp.router": (
+        "mlp.gate.weight",
+        "block_sparse_moe.gate.weight",
+        "mlp.router.gate.weight",
+        "mlp.router.weight",
+    ),
+    "mlp.router_bias": ("mlp.router.bias",),
     "mlp.correction": (
         "mlp.gate.e_score_correction_bias",
         "block_sparse_moe.e_score_correction_bias",
@@ -117,6 +124,9 @@ def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes)
         return _matrix(name, shape, parameter.transposed)
     if key in ("attention.keys", "attention.values"):
         return _latent_heads(prefix + LATENT_HEADS, key, config)
+    layer = config.layers[int(path[1])]
+    if layer.experts and layer.experts.biased:
+        return _biased_experts(prefix, key, shape)
     experts, into, out = shape
     if key == "mlp.down" and prefix + FUSED_EXPERTS_DOWN in found:
         return _fused_experts(prefix + FUSED_EXPERTS_DOWN, (experts, out, into), 0, found)
@@ -172,6 +182,16 @@ def _fused_experts(name: str, shape: tuple[int, int, int], first: int, found: Sh
     if found[name] == inward and inward != shape:
         return Fused(name, inward, first, inward=True)
     return Fused(name, shape, first)
+
+
+def _biased_experts(prefix: str, key: str, shape: tuple[int, ...]) -> Source:
+    """Stacks [E, in, out] and [E, out]; gate and up take turns in their last dimension."""
+    half, _, bias = key.removeprefix("mlp.").partition("_")
+    end = "_bias" if bias else ""
+    if half == "down":
+        return Whole(prefix + FUSED_EXPERTS_DOWN + end, shape)
+    both = (*shape[:-1], 2 * shape[-1])
+    return EverySecond(prefix + FUSED_EXPERTS_GATE_UP + end, both, 1 if half == "up" else 0)
 
 
 def _stem_source(parameter: ParameterShape, vocabulary: int) -> Source:

@@ -14,7 +14,7 @@ from models.hf_fields import short
 
 FIELD = "quantization_config"
 _BY_GROUPS = "compressed-tensors"
-METHODS = ("fp8", "fbgemm_fp8", _BY_GROUPS, "awq", "gptq")
+METHODS = ("fp8", "fbgemm_fp8", _BY_GROUPS, "awq", "gptq", "mxfp4")
 _FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "pack-quantized", "dense")
 _WIDEST = ((1, 0), (0, 0))
 _PAIR = re.compile(r"\d{1,6}x\d{1,6}")
@@ -42,6 +42,8 @@ def stored_quantization(hf: HfConfig) -> StoredQuantization | None:
     method = found.one_of("quant_method", METHODS)
     if method == _BY_GROUPS:
         return _compressed_tensors(found)
+    if method == "mxfp4":
+        return StoredQuantization(method, (4,), ((1, 32),))
     if method == "awq":
         found.one_of("version", ("gemm", "GEMM"), "gemm")
         bits = found.one_of("bits", (4,))

@@ -5,7 +5,8 @@ Which of its tensors stand for a matrix is told by their names; what has no such
 it is."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from models.stored_forms import (
     WORD_BITS,
     AwqMatrix,
     GptqMatrix,
+    Mxfp4Matrix,
     PackedMatrix,
     ScaledMatrix,
     StoredMatrix,
@@ -68,17 +70,11 @@ class QuantizedFiles:
             return self._files.read(name, index)
         matrix = self._matrices[name]
         bounds = [part.indices(size) for part, size in zip(index, matrix.shape, strict=True)]
-        inside = tuple(slice(start, max(start, stop)) for start, stop, _ in bounds)
-        whole = np.empty([part.stop - part.start for part in inside], np.float32)
-        if not whole.size:
-            return whole
-        # in pieces, since what restores a value is several times its size
-        outputs, at_once = inside[-2], max(1, _AT_ONCE // (whole.size // whole.shape[-2]))
-        for first in range(outputs.start, outputs.stop, at_once):
-            some = slice(first, min(first + at_once, outputs.stop))
-            ours = slice(some.start - outputs.start, some.stop - outputs.start)
-            part = matrix.restored(self._files, (*inside[:-2], some, inside[-1]))
-            whole[..., ours, :] = part
+        inside = tuple(slice(start, max(start, stop), step) for start, stop, step in bounds)
+        whole = np.empty([len(range(*bound)) for bound in bounds], np.float32)
+        if whole.size:
+            for ours, theirs in _pieces(inside, whole.shape):
+                whole[ours] = matrix.restored(self._files, theirs)
         return whole
 
     def kept(self, names: Iterable[str], weights: Weights) -> bool:
@@ -101,6 +97,22 @@ class QuantizedFiles:
         matrix = self._matrices[name]
         assert isinstance(matrix, ScaledMatrix | PackedMatrix), f"{name} was not `kept`"
         return matrix
+
+
+def _pieces(inside: Index, shape: tuple[int, ...]) -> Iterator[tuple[Index, Index]]:
+    """A slice bit by bit, since what restores a value is several times its size: where each bit
+    belongs, and where it comes from. Of a stack one expert at a time."""
+    experts, (rows, columns) = inside[:-2], inside[-2:]
+    at_once = max(1, _AT_ONCE // shape[-1])
+    stack = range(experts[0].start, experts[0].stop) if experts else (None,)
+    for expert, first in product(stack, range(rows.start, rows.stop, at_once)):
+        last = min(first + at_once, rows.stop)
+        ours: Index = (slice(first - rows.start, last - rows.start), slice(None))
+        theirs: Index = (slice(first, last), columns)
+        if expert is not None:
+            at = expert - experts[0].start
+            ours, theirs = (slice(at, at + 1), *ours), (slice(expert, expert + 1), *theirs)
+        yield ours, theirs
 
 
 def _checked(
@@ -186,6 +198,21 @@ def _gptq(files: SafetensorsFiles, stated: StoredQuantization) -> dict[str, Stor
     return found
 
 
+def _mxfp4(files: SafetensorsFiles, stated: StoredQuantization) -> dict[str, StoredMatrix]:
+    found: dict[str, StoredMatrix] = {}
+    for name, shape in files.shapes().items():
+        base, _, part = name.rpartition("_")
+        if (part, len(shape)) not in (("blocks", 4), ("scales", 3)):
+            continue
+        if files.kind(name) != "U8":
+            raise CheckpointError(
+                f"{name} must be bytes (U8), got {files.kind(name)}; fetch the checkpoint again"
+            )
+        experts, out, groups = shape[:3]
+        found.setdefault(base, Mxfp4Matrix(base, (experts, groups * stated.blocks[0][1], out)))
+    return found
+
+
 def _qweights(files: SafetensorsFiles) -> dict[str, tuple[int, int]]:
     """Shapes by what stands before qweight."""
     return {
@@ -201,4 +228,5 @@ _FINDERS: dict[str, Find] = {
     "compressed-tensors": _compressed,
     "awq": _awq,
     "gptq": _gptq,
+    "mxfp4": _mxfp4,
 }

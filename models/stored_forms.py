@@ -13,7 +13,11 @@ low end:
   8 w + (0, 2, 4, 6, 1, 3, 5, 7)[i]; zero points likewise, [groups, out / 8].
 - `GptqMatrix`: AutoGPTQ's. [in / n, out]: number i of a word is input n w + i; zero points [groups,
   out / n], packed over outputs, are kept less one (but not by gptq_v2). The group of each input may
-  be given."""
+  be given.
+- `Mxfp4Matrix`: gpt-oss's stacks of experts (OCP Microscaling Formats, 1.0). Bytes [E, out, in /
+  32, 16], of which each holds two neighbouring inputs, the first in its low half, as e2m1: a sign,
+  and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6. s is two to the power of a byte less 127 for each 32
+  inputs."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,11 +30,15 @@ from models.safetensors_files import SafetensorsFiles
 
 Index = tuple[slice, ...]
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+# What a half byte means, and then both halves of every byte.
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_E2M1_PAIRS = np.stack([_E2M1[np.arange(256) & 15], _E2M1[np.arange(256) >> 4]], axis=1)
+_MXFP4_GROUP = 32
 WORD_BITS = 32
 
 
 class StoredMatrix(Protocol):
-    """One quantized matrix of a checkpoint. `shape`: [out, in], or [E, out, in]."""
+    """One quantized matrix of a checkpoint. `shape`: [out, in], or of a stack, by E before it."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -40,7 +48,8 @@ class StoredMatrix(Protocol):
         ...
 
     def restored(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
-        """w, float32, of a slice that lies inside."""
+        """w, float32, of a slice that lies inside. Of `Mxfp4Matrix` the last part may have a step,
+        since gate and up take turns there."""
         ...
 
 
@@ -219,6 +228,31 @@ class GptqMatrix:
         whole -= _of_groups(zeros, groups, 0, self.name)
         scale = files.raw(f"{self.name}scales")[:, out]
         return (whole * _of_groups(scale, groups, 0, self.name)).T
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Matrix:
+    """A stack [E, in, out], other than what is kept of it. `name`: without _blocks and _scales."""
+
+    name: str
+    shape: tuple[int, int, int]
+
+    def needs(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        experts, into, out = self.shape
+        grid = (experts, out, into // _MXFP4_GROUP)
+        half = _MXFP4_GROUP // 2
+        return {f"{self.name}_blocks": ((*grid, half),), f"{self.name}_scales": (grid,)}
+
+    def restored(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
+        experts, into, out = index
+        first = into.start // _MXFP4_GROUP
+        groups = slice(first, -(-into.stop // _MXFP4_GROUP))
+        scales = files.raw(f"{self.name}_scales")[experts, out, groups]
+        wide = _E2M1_PAIRS[files.raw(f"{self.name}_blocks")[experts, out, groups]]
+        wide = wide.reshape(*scales.shape, _MXFP4_GROUP)
+        wide *= np.ldexp(np.float32(1), scales.astype(np.int32) - 127)[..., None]
+        inside = slice(into.start - first * _MXFP4_GROUP, into.stop - first * _MXFP4_GROUP)
+        return np.swapaxes(wide.reshape(*scales.shape[:2], -1)[..., inside], 1, 2)
 
 
 def unpacked(

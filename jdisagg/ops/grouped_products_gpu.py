@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jdisagg.ops.mlp import gated_silu
+from jdisagg.ops.activations import ClampedGate
+from jdisagg.ops.mlp import gated_expert
 from jdisagg.ops.paged_attention_pallas import Ref, triton
 from jdisagg.ops.quantized_weights import halves
 
@@ -55,8 +56,11 @@ def by_wgmma(
     gate_EDF: jax.Array,
     up_EDF: jax.Array,
     down_EFD: jax.Array,
+    biases_PF: tuple[jax.Array, jax.Array] | None = None,
+    clamp: ClampedGate | None = None,
 ) -> jax.Array:
-    """[P, D]: rows sorted by expert, `sizes_E` of each, and then those of none."""
+    """[P, D]: rows sorted by expert, `sizes_E` of each, and then those of none. `biases_PF`: of
+    each row's gate and up."""
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
     product = partial(
@@ -68,7 +72,10 @@ def by_wgmma(
         max_concurrent_steps=MGPU_STEPS,
         grid_block_n=1,
     )
-    return product(gated_silu(product(rows_PD, gate_EDF), product(rows_PD, up_EDF)), down_EFD)
+    gate_PF, up_PF = product(rows_PD, gate_EDF), product(rows_PD, up_EDF)
+    if biases_PF is not None:
+        gate_PF, up_PF = gate_PF + biases_PF[0], up_PF + biases_PF[1]
+    return product(gated_expert(gate_PF, up_PF, clamp), down_EFD)
 
 
 def by_blocks(
@@ -79,13 +86,14 @@ def by_blocks(
     end_B: jax.Array,
     weights: tuple[jax.Array | None, ...],
     rows: int,
+    clamp: ClampedGate | None = None,
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """[P, D]: pair p's expert applied to token `token_P[p]`; P is padded by `rows`. Block b is
-    rows start_B[b] to end_B[b], at most `rows`, of expert expert_B[b]; nothing where they are
-    equal."""
-    gate_EDF, up_EDF, down_EFD, *scales = weights
+    """[P, D], without the output's bias: pair p's expert applied to token `token_P[p]`; P is padded
+    by `rows`. Block b is rows start_B[b] to end_B[b], at most `rows`, of expert expert_B[b];
+    nothing where they are equal."""
+    gate_EDF, up_EDF, down_EFD, *scales = weights[:6]
     assert gate_EDF is not None and up_EDF is not None and down_EFD is not None
     pairs, depth, ffn = token_P.shape[0], x_TD.shape[1], gate_EDF.shape[2]
     blocks = expert_B.shape[0]
@@ -105,10 +113,12 @@ def by_blocks(
         )(*arrays)
 
     plan = (expert_B, start_B, end_B)
-    into = [scale for scale in scales[:2] if scale is not None]
+    biases = [bias for bias in weights[6:8] if bias is not None]
+    into = [scale for scale in scales[:2] if scale is not None] + biases
     out = [scale for scale in scales[2:] if scale is not None]
+    hidden = partial(_hidden, clamp=clamp, biased=bool(biases))
     hidden_PF = call(
-        _hidden, ffn, (*plan, token_P, x_TD, gate_EDF, up_EDF, *into), "jdisagg_experts_hidden"
+        hidden, ffn, (*plan, token_P, x_TD, gate_EDF, up_EDF, *into), "jdisagg_experts_hidden"
     )
     return call(_down, depth, (*plan, hidden_PF, down_EFD, *out), "jdisagg_experts_down")
 
@@ -121,11 +131,14 @@ def _hidden(
     x_ref: Ref,
     gate_ref: Ref,
     up_ref: Ref,
-    *scales_and_out: Ref,
+    *more_and_out: Ref,
     rows: int,
+    clamp: ClampedGate | None,
+    biased: bool,
 ) -> None:
-    """silu(x gate) * (x up) of one block and one tile."""
-    *scales, out_ref = scales_and_out
+    """silu(x gate) * (x up) of one block and one tile. The last: scales, biases, the output."""
+    *scales, out_ref = more_and_out
+    scales, biases = (scales[:-2], scales[-2:]) if biased else (scales, [])
     # read here: interpreted, a branch does not know them
     block, tile = pl.program_id(0), pl.program_id(1)
 
@@ -133,11 +146,14 @@ def _hidden(
     def _() -> None:
         place_R, own_R = _block(start_ref[block], end_ref[block], rows)
         token_R = triton.load(token_ref.at[place_R], mask=own_R, other=0)
-        gate_RN, up_RN = _products(
-            token_R, own_R, x_ref, (gate_ref, up_ref), expert_ref[block], tile, scales
-        )
+        expert = expert_ref[block]
+        gate_RN, up_RN = _products(token_R, own_R, x_ref, (gate_ref, up_ref), expert, tile, scales)
+        if biased:
+            gate_RN = gate_RN + _tile_of(biases[0], expert, tile)
+            up_RN = up_RN + _tile_of(biases[1], expert, tile)
         # in float32: Triton has no bfloat16 arithmetic
-        _store(out_ref, tile, place_R, own_R, gated_silu(gate_RN, up_RN).astype(out_ref.dtype))
+        hidden_RN = gated_expert(gate_RN, up_RN, clamp)
+        _store(out_ref, tile, place_R, own_R, hidden_RN.astype(out_ref.dtype))
 
 
 def _down(
@@ -218,11 +234,17 @@ def _products(
     sums = lax.fori_loop(0, pl.cdiv(kept, TILE), body, zeros)
     if not scales:
         return sums
-    at = jnp.full((TILE,), expert, jnp.int32), column_N
     return tuple(
-        total * triton.load(scale.at[at], mask=column_N < columns, other=0.0)[None, :]
-        for total, scale in zip(sums, scales, strict=True)
+        total * _tile_of(scale, expert, tile) for total, scale in zip(sums, scales, strict=True)
     )
+
+
+def _tile_of(of_EN: Ref, expert: jax.Array, tile: jax.Array) -> jax.Array:
+    """float32 [1, TILE]: an expert's scales or biases of one tile of columns."""
+    column_N = tile * TILE + jnp.arange(TILE, dtype=jnp.int32)
+    at = jnp.full((TILE,), expert, jnp.int32), column_N
+    loaded_N = triton.load(of_EN.at[at], mask=column_N < of_EN.shape[1], other=0.0)
+    return loaded_N.astype(jnp.float32)[None, :]
 
 
 def _store(

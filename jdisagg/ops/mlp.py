@@ -2,8 +2,9 @@
 of GELU (Shazeer, 2020)."""
 
 import jax
+import jax.numpy as jnp
 
-from jdisagg.ops.activations import Activation
+from jdisagg.ops.activations import Activation, ClampedGate
 
 
 def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
@@ -16,3 +17,11 @@ def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
 def gated_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """Elementwise, in the inputs' dtype."""
     return jax.nn.silu(gate) * up
+
+
+def gated_expert(gate: jax.Array, up: jax.Array, clamp: ClampedGate | None) -> jax.Array:
+    """Of an expert: by silu, or as `clamp` says."""
+    if clamp is None:
+        return gated_silu(gate, up)
+    gate, up = jnp.minimum(gate, clamp.limit), jnp.clip(up, -clamp.limit, clamp.limit)
+    return (up + 1) * (gate * jax.nn.sigmoid(clamp.alpha * gate))

@@ -20,7 +20,8 @@ from jax import lax
 
 from jdisagg.model_api import Shards
 from jdisagg.ops import grouped_products_gpu
-from jdisagg.ops.mlp import gated_silu
+from jdisagg.ops.activations import ClampedGate
+from jdisagg.ops.mlp import gated_expert
 from jdisagg.ops.quantized_weights import scaled_product, widened
 
 # one bfloat16 row is slow on CPU (`ops/linear.py`); above 128 rows only padding grows
@@ -37,7 +38,7 @@ class Routing(NamedTuple):
 
 class ExpertWeights(NamedTuple):
     """The experts of this device: their number is read off the arrays. Scales where they are
-    quantized."""
+    quantized, biases where they have them."""
 
     gate_EDF: jax.Array
     up_EDF: jax.Array
@@ -45,6 +46,9 @@ class ExpertWeights(NamedTuple):
     gate_scale_EF: jax.Array | None = None
     up_scale_EF: jax.Array | None = None
     down_scale_ED: jax.Array | None = None
+    gate_bias_EF: jax.Array | None = None
+    up_bias_EF: jax.Array | None = None
+    down_bias_ED: jax.Array | None = None
 
 
 class BlockPlan(NamedTuple):
@@ -111,9 +115,10 @@ def routed_experts(
     *,
     experts: int,
     valid_T: jax.Array | None = None,
+    clamp: ClampedGate | None = None,
 ) -> jax.Array:
     """Weighted sum of each token's experts: [T, D] in x's dtype, replicated over tp. `experts` is
-    the number on all devices."""
+    the number on all devices. `clamp`: how they are gated, by silu where None."""
     experts_TJ = routing.experts_TJ
     if valid_T is not None:
         experts_TJ = jnp.where(valid_T[:, None], experts_TJ, experts)
@@ -131,15 +136,24 @@ def routed_experts(
     rows = block_rows(local_TJ.size, experts)
     match shards.platform:
         case "gpu":
-            y_TJD = _gpu_products(x_TD, local_TJ, weights, shards.device_kind)
+            y_TJD = _gpu_products(x_TD, local_TJ, weights, shards.device_kind, clamp)
         case "tpu":
-            y_TJD = _ragged_products(x_TD, local_TJ, weights, rows)
+            y_TJD = _ragged_products(x_TD, local_TJ, weights, rows, clamp)
         case _:
-            y_TJD = block_products(x_TD, local_TJ, weights, rows)
+            y_TJD = block_products(x_TD, local_TJ, weights, rows, clamp)
+    if weights.down_bias_ED is not None:
+        y_TJD = y_TJD + _output_bias(weights.down_bias_ED, shards)[jnp.minimum(local_TJ, held - 1)]
     y_TD = _combine(y_TJD, local_TJ < held, weights_TJ, x_TD.dtype)
     if gathered:
         y_TD = lax.psum_scatter(y_TD, gathered, scatter_dimension=0, tiled=True)
     return lax.psum(y_TD, shards.tp) if shards.tp else y_TD
+
+
+def _output_bias(bias_ED: jax.Array, shards: Shards) -> jax.Array:
+    """Added on one device alone where each expert is split over several, whose parts are summed."""
+    if not shards.tp or shards.ep:
+        return bias_ED
+    return jnp.where(lax.axis_index(shards.tp) == 0, bias_ED, jnp.zeros((), bias_ED.dtype))
 
 
 def _combine(
@@ -153,14 +167,18 @@ def _combine(
     return jnp.sum(weighted_TJD, axis=1).astype(dtype)
 
 
-def _expert(rows_RD: jax.Array, expert: ExpertWeights) -> jax.Array:
-    """One expert's, whose arrays have no E."""
+def _expert(rows_RD: jax.Array, expert: ExpertWeights, clamp: ClampedGate | None) -> jax.Array:
+    """One expert's, whose arrays have no E; without the output's bias."""
 
-    def product(x: jax.Array, kernel: jax.Array, scale: jax.Array | None) -> jax.Array:
-        return x @ kernel if scale is None else scaled_product(x, kernel, scale)
+    def product(
+        x: jax.Array, kernel: jax.Array, scale: jax.Array | None, bias: jax.Array | None = None
+    ) -> jax.Array:
+        y = x @ kernel if scale is None else scaled_product(x, kernel, scale)
+        return y if bias is None else y + bias[None, :]
 
-    gate, up, down, gate_scale, up_scale, down_scale = expert
-    hidden_RF = gated_silu(product(rows_RD, gate, gate_scale), product(rows_RD, up, up_scale))
+    gate, up, down, gate_scale, up_scale, down_scale, gate_bias, up_bias, _ = expert
+    gate_RF = product(rows_RD, gate, gate_scale, gate_bias)
+    hidden_RF = gated_expert(gate_RF, product(rows_RD, up, up_scale, up_bias), clamp)
     return product(hidden_RF, down, down_scale)
 
 
@@ -179,10 +197,14 @@ def _token_rows(
 
 
 def block_products(
-    x_TD: jax.Array, local_TJ: jax.Array, weights: ExpertWeights, rows: int
+    x_TD: jax.Array,
+    local_TJ: jax.Array,
+    weights: ExpertWeights,
+    rows: int,
+    clamp: ClampedGate | None = None,
 ) -> jax.Array:
-    """Each pair's expert applied to its token: [T, J, D]; what stands where local_TJ names no local
-    expert means nothing."""
+    """Each pair's expert applied to its token, without the output's bias: [T, J, D]; what stands
+    where local_TJ names no local expert means nothing."""
     choices = local_TJ.shape[1]
     plan = plan_blocks(local_TJ.reshape(-1), weights.gate_EDF.shape[0], rows)
     token_P, place_P = _token_rows(x_TD, plan, choices, rows)
@@ -193,7 +215,7 @@ def block_products(
         own = jax.tree.map(
             lambda part: lax.dynamic_index_in_dim(part, expert, keepdims=False), weights
         )
-        y_RD = _expert(rows_RD, own)
+        y_RD = _expert(rows_RD, own, clamp)
         return lax.dynamic_update_slice(out_PD, y_RD, (start, 0))
 
     out_PD = lax.fori_loop(
@@ -207,6 +229,7 @@ def _gpu_products(
     local_TJ: jax.Array,
     weights: ExpertWeights,
     device_kind: str,
+    clamp: ClampedGate | None = None,
     *,
     interpret: bool = False,
 ) -> jax.Array:
@@ -219,11 +242,13 @@ def _gpu_products(
     if plain and grouped_products_gpu.wgmma_applies(x_TD, weights.gate_EDF.shape[2], device_kind):
         sizes_E = _sizes(local_TJ, held)
         pairs_PD = x_TD[token_P[: local_TJ.size]]
-        out_PD = grouped_products_gpu.by_wgmma(pairs_PD, sizes_E, *weights[:3])
+        gate_PF, up_PF = (_of_pairs(bias, local_TJ, plan) for bias in weights[6:8])
+        into = None if gate_PF is None or up_PF is None else (gate_PF, up_PF)
+        out_PD = grouped_products_gpu.by_wgmma(pairs_PD, sizes_E, *weights[:3], into, clamp)
     else:
         where_B = (plan.expert_B, plan.start_B, plan.end_B)
         out_PD = grouped_products_gpu.by_blocks(
-            x_TD, token_P, *where_B, weights, rows, interpret=interpret
+            x_TD, token_P, *where_B, weights, rows, clamp, interpret=interpret
         )
     return out_PD[place_P].reshape(*local_TJ.shape, -1)
 
@@ -234,24 +259,40 @@ def _sizes(local_TJ: jax.Array, held: int) -> jax.Array:
     return jnp.sum(local_TJ.reshape(-1)[:, None] == expert_E[None, :], axis=0, dtype=jnp.int32)
 
 
+def _of_pairs(of_EF: jax.Array | None, local_TJ: jax.Array, plan: BlockPlan) -> jax.Array | None:
+    """Of each sorted pair that of its expert; anything for those of no local expert."""
+    if of_EF is None:
+        return None
+    return of_EF[jnp.minimum(local_TJ.reshape(-1)[plan.order_P], of_EF.shape[0] - 1)]
+
+
 def _ragged_products(
-    x_TD: jax.Array, local_TJ: jax.Array, weights: ExpertWeights, rows: int
+    x_TD: jax.Array,
+    local_TJ: jax.Array,
+    weights: ExpertWeights,
+    rows: int,
+    clamp: ClampedGate | None = None,
 ) -> jax.Array:
     """The same by `lax.ragged_dot`, for platforms where that is a grouped product."""
     held, choices = weights.gate_EDF.shape[0], local_TJ.shape[1]
     plan = plan_blocks(local_TJ.reshape(-1), held, rows)
     token_P, place_P = _token_rows(x_TD, plan, choices, 0)
     sizes_E, rows_PD = _sizes(local_TJ, held), x_TD[token_P]
-    expert_P = jnp.minimum(local_TJ.reshape(-1)[plan.order_P], held - 1)
 
-    def product(x: jax.Array, kernel: jax.Array, scale: jax.Array | None) -> jax.Array:
-        if scale is None:
-            return lax.ragged_dot(x, kernel, sizes_E)
-        sums = lax.ragged_dot(
-            x, widened(kernel, x.dtype), sizes_E, preferred_element_type=jnp.float32
-        )
-        return (sums * scale[expert_P]).astype(x.dtype)
+    def product(
+        x: jax.Array, kernel: jax.Array, scale: jax.Array | None, bias: jax.Array | None = None
+    ) -> jax.Array:
+        scale_P, bias_P = (_of_pairs(part, local_TJ, plan) for part in (scale, bias))
+        if scale_P is None:
+            y = lax.ragged_dot(x, kernel, sizes_E)
+        else:
+            sums = lax.ragged_dot(
+                x, widened(kernel, x.dtype), sizes_E, preferred_element_type=jnp.float32
+            )
+            y = (sums * scale_P).astype(x.dtype)
+        return y if bias_P is None else y + bias_P
 
-    gate, up, down, gate_scale, up_scale, down_scale = weights
-    hidden_PF = gated_silu(product(rows_PD, gate, gate_scale), product(rows_PD, up, up_scale))
+    gate, up, down, gate_scale, up_scale, down_scale, gate_bias, up_bias, _ = weights
+    gate_PF = product(rows_PD, gate, gate_scale, gate_bias)
+    hidden_PF = gated_expert(gate_PF, product(rows_PD, up, up_scale, up_bias), clamp)
     return product(hidden_PF, down, down_scale)[place_P].reshape(*local_TJ.shape, -1)

@@ -18,6 +18,8 @@ GOLDEN = Path(__file__).parents[1] / "golden"
     [
         ("glm4_moe_groups", "tp=2,ep=2", "dp=2,tp=2,ep=4"),
         ("minimax_m2", "dp=2", "tp=4,ep=4"),
+        ("gpt_oss", "tp=2,ep=2", "dp=2,tp=2"),
+        ("gpt_oss_mxfp4", "dp=2", "dp=2,tp=2,ep=4"),
         ("olmo3", "tp=2", "dp=2"),
         ("ministral3", "tp=1", "tp=4"),
         ("phi3", "tp=4", "dp=2"),

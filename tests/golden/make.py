@@ -17,7 +17,9 @@ from pathlib import Path
 
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText  # pyright: ignore[reportMissingImports]
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # pyright: ignore[reportMissingImports]
 
 HERE = Path(__file__).parent
 PROMPT_TOKENS, GREEDY_TOKENS, LEAST_MARGIN, LEAST_DIFFERENT = 24, 64, 0.01, 20
@@ -39,7 +41,7 @@ COMMON = {
 class Variant:
     """`family` is the model_type. `legacy`: config.json is written in the form of transformers 4
     (rope_theta, rope_scaling). `called`: the model_type that config.json states, of a family that
-    transformers has no class for."""
+    transformers has no class for. `mxfp4`: experts are kept so, as gpt-oss publishes them."""
 
     family: str
     fields: Mapping[str, object] = field(default_factory=dict)
@@ -47,6 +49,7 @@ class Variant:
     legacy: bool = False
     called: str = ""
     shard_size: str = "5GB"
+    mxfp4: bool = False
 
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,  # noqa: E501
@@ -108,6 +111,16 @@ DELTA = {
     "linear_value_head_dim": 12,
     "head_dim": 16,
 }
+GPT_OSS = {
+    "head_dim": 12,
+    "intermediate_size": 24,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": 9,
+    "swiglu_limit": 0.8,
+    "rope_parameters": YARN
+    | {"rope_theta": 150000.0, "original_max_position_embeddings": 16, "truncate": False},
+}
 LINEAR, FULL = "linear_attention", "full_attention"
 VARIANTS: dict[str, Variant] = {
     "llama_tied": Variant("llama", {"tie_word_embeddings": True}, torch.float32),
@@ -161,6 +174,8 @@ VARIANTS: dict[str, Variant] = {
                                                        "full_attention_interval": 2}),
     "qwen3_5": Variant("qwen3_5", DELTA | {"num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR], "linear_conv_kernel_dim": 3}),  # noqa: E501
     "qwen3_5_moe": Variant("qwen3_5_moe", MOE | DELTA | {"shared_expert_intermediate_size": 20, "layer_types": [LINEAR, FULL]}),  # noqa: E501
+    "gpt_oss": Variant("gpt_oss", GPT_OSS, legacy=True),
+    "gpt_oss_mxfp4": Variant("gpt_oss", GPT_OSS | {"num_hidden_layers": 3, "intermediate_size": 64}, mxfp4=True),  # noqa: E501
     "hy_v3": Variant("hy_v3", MOE | {"num_hidden_layers": 3, "router_scaling_factor": 1.5}),
 }  # fmt: skip
 EYES: dict[str, dict[str, object]] = {
@@ -198,8 +213,11 @@ def make(name: str, variant: Variant) -> None:
             f"{name}: no seed gives margins of {LEAST_MARGIN} and {LEAST_DIFFERENT} different"
             " tokens"
         )
+    kept = kept_experts(model) if variant.mxfp4 else {}
     model.to(variant.dtype).save_pretrained(directory, max_shard_size=variant.shard_size)
     (directory / "generation_config.json").unlink(missing_ok=True)
+    if variant.mxfp4:
+        to_mxfp4(directory, kept)
     if variant.called:
         path = directory / "config.json"
         path.write_text(path.read_text().replace(f'"{variant.family}"', f'"{variant.called}"'))
@@ -240,7 +258,46 @@ def random_model(variant: Variant, seed: int) -> torch.nn.Module:
             else:
                 weight.normal_(std=1.6 / weight.shape[-1] ** 0.5)
             weight.copy_(weight.to(variant.dtype).float())
+    if variant.mxfp4:
+        draw_mxfp4(model)
     return model.float()
+
+
+def restored(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """What transformers makes of them."""
+    return convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+
+
+@torch.no_grad()
+def draw_mxfp4(model: torch.nn.Module) -> None:
+    """Experts of four bits, drawn as such; beside each what it was restored from."""
+    for module in model.modules():
+        for name in ("gate_up_proj", "down_proj"):
+            if not isinstance(weight := getattr(module, name, None), torch.nn.Parameter):
+                continue
+            experts, into, out = weight.shape
+            blocks = torch.randint(0, 256, (experts, out, into // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(122, 125, blocks.shape[:-1], dtype=torch.uint8)
+            weight.copy_(restored(blocks, scales))
+            weight.kept = {"_blocks": blocks, "_scales": scales}
+
+
+def kept_experts(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name + end: values
+        for name, weight in model.named_parameters()
+        for end, values in getattr(weight, "kept", {}).items()
+    }
+
+
+def to_mxfp4(directory: Path, kept: Mapping[str, torch.Tensor]) -> None:
+    """Puts these in the place of the experts that they are restored to."""
+    path = directory / "model.safetensors"
+    tensors = {name: each for name, each in load_file(path).items() if f"{name}_blocks" not in kept}
+    save_file(tensors | dict(kept), path, {"format": "pt"})
+    path = directory / "config.json"
+    fields = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    path.write_text(json.dumps(fields, indent=2) + "\n")
 
 
 @torch.no_grad()

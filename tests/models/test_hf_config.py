@@ -6,6 +6,7 @@ import math
 import pytest
 
 from jdisagg.errors import CheckpointError
+from jdisagg.ops.activations import ClampedGate
 from models.catalog import FAMILIES, read_config
 from models.decoder_config import DecoderConfig
 from models.hf_config import HfConfig
@@ -102,6 +103,29 @@ def test_gemma_2_bounds_what_it_is_not_told_to_leave_alone() -> None:
     assert (plain.attention.cap, plain.logits_cap, plain.attention.head_dim) == (50.0, 30.0, 256)
     assert (told.attention.cap, told.logits_cap, told.attention.scale) == (20.0, 0.0, 1 / 12)
     assert (_windows(plain), _windows(told)) == ([4096, None] * 2, [9, None] * 2)
+
+
+def test_gpt_oss_is_read_as_its_published_configs_state_it() -> None:
+    # openai/gpt-oss-20b, and what transformers takes where nothing is said
+    yarn = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn"}
+    yarn |= {"original_max_position_embeddings": 4096, "truncate": False}
+    said = {"num_local_experts": 32, "experts_per_token": 4, "initial_context_length": 4096}
+    said |= {"swiglu_limit": 7.0, "rope_theta": 150000, "rope_scaling": yarn}
+    said |= {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["x"]}}
+    silent = {field: value for field, value in BASE.items() if field != "rope_theta"}
+    told = read_config(HfConfig({"model_type": "gpt_oss", **silent, **said}))
+    plain = read_config(HfConfig({"model_type": "gpt_oss", **silent}))
+    assert told.attention == plain.attention and told.context_tokens == 131072
+    assert (plain.attention.sinks, plain.attention.head_dim) == (True, 64)
+    assert (plain.attention.rope.factor, plain.attention.rope.theta) == (32.0, 150000.0)
+    assert _windows(plain) == [128, None] * 2
+    experts = told.experts
+    assert experts is not None and (experts.experts, experts.experts_per_token) == (32, 4)
+    assert experts.clamp == ClampedGate(7.0, 1.702) and experts.biased
+    with pytest.raises(CheckpointError, match="swiglu_limit must be above zero, got -1"):
+        _read("gpt_oss", swiglu_limit=-1.0)
+    with pytest.raises(CheckpointError, match="num_experts_per_tok must be at most 3"):
+        _read("gpt_oss", num_local_experts=3)
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - PARTLY_ROTATED))
@@ -320,7 +344,7 @@ def test_latent_attention_is_read_from_configs_in_either_form() -> None:
         ("deepseek_v3", {"n_group": 3}),
         ("deepseek_v3", {"moe_layer_freq": 2}),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}),
-        ("kimi_k2", {"quantization_config": {"quant_method": "mxfp4"}}),
+        ("kimi_k2", {"quantization_config": {"quant_method": "nvfp4"}}),
     ],
 )
 def test_what_of_latent_families_is_not_served_is_refused_by_name(family, fields) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints that are quantized already are the models that their formats' definitions say: value
 by value, whatever the layout, and what a format lacks or adds is said by name."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from jdisagg.errors import CheckpointError
 from jdisagg.layout.axes import Layout
 from jdisagg.ops.quantized_weights import halves
+from models import quantized_files
 from models.checkpoint import load_model
 from models.inspection import inspect
 from tests.lanes import first_quick
@@ -133,6 +135,76 @@ def test_a_matrix_that_lacks_what_restores_it_is_named(
         with pytest.raises(CheckpointError, match=f"{re.escape(name)}.*{said}"):
             load_model(path, Layout(), jax.devices()[:1])
         assert name in "".join(inspect(path).missing)
+
+
+def _e2m1(half: int) -> float:
+    """A sign, two bits of an exponent, one of a mantissa; no infinities."""
+    exponent, mantissa = (half >> 1) & 3, half & 1
+    size = (1 + mantissa / 2) * 2.0 ** (exponent - 1) if exponent else mantissa / 2
+    return -size if half & 8 else size
+
+
+@pytest.fixture(scope="module")
+def experts_in_float(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`gpt_oss_mxfp4` with its experts restored one number after the other."""
+    path = tmp_path_factory.mktemp("gpt_oss") / "plain"
+    shutil.copytree(GOLDEN / "gpt_oss_mxfp4", path)
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_blocks")]:
+        base, blocks = name.removesuffix("_blocks"), tensors.pop(name)
+        scales = tensors.pop(f"{base}_scales")
+        whole = np.empty((*blocks.shape[:-1], 32), np.float32)
+        for at, byte in np.ndenumerate(blocks):
+            scale = 2.0 ** (int(scales[at[:-1]]) - 127)
+            whole[*at[:-1], 2 * at[-1]] = scale * _e2m1(byte & 15)
+            whole[*at[:-1], 2 * at[-1] + 1] = scale * _e2m1(byte >> 4)
+        tensors[base] = np.swapaxes(whole.reshape(*blocks.shape[:2], -1), 1, 2).copy()
+    save_file(tensors, path / "model.safetensors")
+    fields = json.loads((path / "config.json").read_text())
+    del fields["quantization_config"]
+    (path / "config.json").write_text(json.dumps(fields))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("layout", "weights"),
+    first_quick([("dp=2,tp=2", ""), ("dp=2,tp=2,ep=4", ""), ("tp=2", "int4")]),
+)
+def test_experts_in_mxfp4_are_those_that_the_format_defines(
+    layout: str, weights: str, experts_in_float: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where they are restored in small pieces."""
+    expected = loaded(experts_in_float, layout, weights)
+    monkeypatch.setattr(quantized_files, "_AT_ONCE", 200)
+    for path, values in loaded(GOLDEN / "gpt_oss_mxfp4", layout, weights).items():
+        np.testing.assert_array_equal(values, expected[path], path)
+
+
+@pytest.mark.parametrize("half", ["gate_up_proj", "down_proj"])
+def test_experts_in_mxfp4_that_lack_something_are_named(half: str, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(GOLDEN / "gpt_oss_mxfp4", tmp_path / "model"))
+    whole = load_file(path / "model.safetensors")
+    base = f"model.layers.1.mlp.experts.{half}"
+    scales, blocks = whole[f"{base}_scales"], whole[f"{base}_blocks"]
+    bad = [
+        ({f"{base}_scales": None}, f"{base}_scales is missing"),
+        ({f"{base}_scales": scales[:-1].copy()}, f"{base}_scales is of shape"),
+        ({f"{base}_blocks": blocks[..., :-1].copy()}, f"{base}_blocks is of shape"),
+        ({f"{base}_blocks": None}, f"{base}_blocks is missing"),
+        ({f"{base}_blocks": blocks.astype(np.int32)}, f"{base}_blocks must be bytes (U8), got I32"),
+        ({f"{base}_blocks": None, f"{base}_scales": None}, f"missing: {base} "),
+        ({f"{base}_bias": None}, f"missing: {base}_bias"),
+    ]
+    for change, said in bad:
+        tensors = {name: each for name, each in (whole | change).items() if each is not None}
+        save_file(tensors, path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=re.escape(said)):
+            load_model(path, Layout(), jax.devices()[:1])
+        assert said in "".join(inspect(path).missing)
+    data = (GOLDEN / "gpt_oss_mxfp4/model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(data[:-100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated"):
+        load_model(path, Layout(), jax.devices()[:1])
 
 
 def test_a_group_that_does_not_exist_is_refused_by_its_name(tmp_path: Path) -> None:

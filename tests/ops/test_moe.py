@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jdisagg.layout.axes import TP_AXES, Layout
 from jdisagg.model_api import Shards
+from jdisagg.ops.activations import ClampedGate
 from jdisagg.ops.moe import (
     ExpertWeights,
     Routing,
@@ -39,10 +40,25 @@ def _inputs(seed: int = 0, dtype: str = "float32") -> tuple[jax.Array, jax.Array
     return x_TD, logits_TE.astype(jnp.float32), ExpertWeights(*weights)
 
 
+def _biased(weights: ExpertWeights) -> ExpertWeights:
+    random, dtype = np.random.default_rng(9), weights.gate_EDF.dtype
+    biases = (jnp.asarray(random.normal(size=(EXPERTS, n)), dtype) for n in (FFN, FFN, WIDTH))
+    return ExpertWeights(*weights[:6], *biases)
+
+
 def _loop_over_experts(
-    x_TD: jax.Array, routing: Routing, weights: ExpertWeights, valid_T: np.ndarray
+    x_TD: jax.Array,
+    routing: Routing,
+    weights: ExpertWeights,
+    valid_T: np.ndarray,
+    clamp: ClampedGate | None = None,
 ) -> np.ndarray:
     x, gate, up, down = (np.asarray(part, np.float64) for part in (x_TD, *weights[:3]))
+    biases = [np.zeros(())] * 3 if weights.gate_bias_EF is None else weights[6:]
+    gate_bias, up_bias, down_bias = (
+        np.broadcast_to(np.asarray(bias, np.float64), (EXPERTS, n))
+        for bias, n in zip(biases, (FFN, FFN, WIDTH), strict=True)
+    )
     out = np.zeros_like(x)
     for token in np.flatnonzero(valid_T):
         for expert, weight in zip(
@@ -50,20 +66,24 @@ def _loop_over_experts(
             np.asarray(routing.weights_TJ)[token],
             strict=True,
         ):
-            hidden = x[token] @ gate[expert]
-            out[token] += weight * (
-                (hidden / (1 + np.exp(-hidden)) * (x[token] @ up[expert])) @ down[expert]
-            )
+            hidden = x[token] @ gate[expert] + gate_bias[expert]
+            other, alpha = x[token] @ up[expert] + up_bias[expert], 1.0
+            if clamp:
+                hidden, alpha = np.minimum(hidden, clamp.limit), clamp.alpha
+                other = 1 + np.maximum(-clamp.limit, np.minimum(other, clamp.limit))
+            hidden = hidden / (1 + np.exp(-alpha * hidden)) * other
+            out[token] += weight * (hidden @ down[expert] + down_bias[expert])
     return out
 
 
-def _sharded(layout: Layout, platform: str = "cpu"):
+def _sharded(layout: Layout, platform: str = "cpu", clamp: ClampedGate | None = None):
     mesh = layout_mesh(layout, 2, jax.devices()[: layout.devices])
     shards = Shards(tp=TP_AXES, dp=("dp",), ep=layout.expert_axes(), platform=platform)
     table = layout.axis_table()
     whole, split = table["expert"] or None, table["expert_ffn"] or None
     inward, outward = PartitionSpec(whole, None, split), PartitionSpec(whole, split, None)
-    specs = ExpertWeights(inward, inward, outward)  # pyright: ignore[reportArgumentType]
+    biases = (PartitionSpec(whole, split),) * 2 + (PartitionSpec(whole),) if clamp else ()
+    specs = ExpertWeights(inward, inward, outward, None, None, None, *biases)  # pyright: ignore[reportArgumentType]
 
     @jax.jit
     @partial(
@@ -83,6 +103,7 @@ def _sharded(layout: Layout, platform: str = "cpu"):
             shards,
             experts=EXPERTS,
             valid_T=valid_T,
+            clamp=clamp,
         )
 
     return mesh, specs, run
@@ -107,6 +128,24 @@ def test_every_placement_gives_the_sum_of_the_routed_experts(layout: str, platfo
     valid_T = np.arange(TOKENS) % 5 != 3
     _, _, run = _sharded(Layout.parse(layout), platform)
     expected = _loop_over_experts(x_TD, route(logits_TE, CHOSEN, normalised=True), weights, valid_T)
+    got = np.asarray(run(x_TD, logits_TE, jnp.asarray(valid_T), weights))
+    np.testing.assert_allclose(got[valid_T], expected[valid_T], atol=2e-4)
+    np.testing.assert_array_equal(got[~valid_T], 0)
+
+
+CLAMP = ClampedGate(limit=1.2, alpha=1.702)
+
+
+@pytest.mark.parametrize(
+    ("layout", "platform"),
+    [("dp=1,tp=1,ep=1", "cpu"), ("dp=2,tp=4,ep=1", "cpu"), ("dp=2,tp=2,ep=4", "tpu")],
+)
+def test_biases_count_once_and_clamped_gates_are_clamped(layout: str, platform: str) -> None:
+    x_TD, logits_TE, weights = _inputs()
+    weights, valid_T = _biased(weights), np.arange(TOKENS) % 5 != 3
+    _, _, run = _sharded(Layout.parse(layout), platform, CLAMP)
+    routing = route(logits_TE, CHOSEN, normalised=True)
+    expected = _loop_over_experts(x_TD, routing, weights, valid_T, CLAMP)
     got = np.asarray(run(x_TD, logits_TE, jnp.asarray(valid_T), weights))
     np.testing.assert_allclose(got[valid_T], expected[valid_T], atol=2e-4)
     np.testing.assert_array_equal(got[~valid_T], 0)
@@ -194,17 +233,22 @@ def test_routing_weights_sum_to_one_only_where_normalised() -> None:
     np.testing.assert_allclose(plain, np.sort(probabilities, axis=1)[:, -CHOSEN:], rtol=1e-5)
 
 
+@pytest.mark.parametrize("clamp", [None, CLAMP])
 @pytest.mark.parametrize("tokens", [1, 5, TOKENS])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_gpu_s_kernels_give_what_the_loop_over_blocks_gives(tokens: int, dtype: str) -> None:
-    """Pairs of no local expert included; an expert without any, too."""
+def test_the_gpu_s_kernels_give_what_the_loop_over_blocks_gives(
+    tokens: int, dtype: str, clamp: ClampedGate | None
+) -> None:
+    """Pairs of no local expert included; an expert without any, too. Biases with the clamp."""
     x_TD, _, weights = _inputs(3, dtype)
+    weights = _biased(weights) if clamp else weights
     choices = np.random.default_rng(tokens).integers(0, EXPERTS + 1, (tokens, CHOSEN))
     choices[choices == 2] = 5
     local_TJ = jnp.asarray(choices, jnp.int32)
     rows = block_rows(local_TJ.size, EXPERTS)
-    expected = jax.jit(block_products, static_argnums=3)(x_TD[:tokens], local_TJ, weights, rows)
-    kernels = jax.jit(partial(_gpu_products, device_kind="a GPU", interpret=True))
+    loop = jax.jit(block_products, static_argnums=(3, 4))
+    expected = loop(x_TD[:tokens], local_TJ, weights, rows, clamp)
+    kernels = jax.jit(partial(_gpu_products, device_kind="a GPU", clamp=clamp, interpret=True))
     got = kernels(x_TD[:tokens], local_TJ, weights)
     here = choices < EXPERTS
     difference = np.abs(np.asarray(got, np.float32) - np.asarray(expected, np.float32))[here]
