@@ -19,6 +19,7 @@ import msgspec
 
 from jdisagg.clock import within
 from jdisagg.errors import InvalidRequestError, OverloadedError
+from jdisagg.grammar.json_blanks import WHITESPACE, says_itself
 from jdisagg.grammar.judge import judge
 from jdisagg.grammar.matcher import Endings, TokenMatcher, mask_words
 from jdisagg.grammar.trial import limits
@@ -28,8 +29,6 @@ AT_ONCE = 2
 MOST_WAITING = 64
 KEPT = 128
 MESSAGE_CHARACTERS = 300
-# JSON's blanks between tokens, so few that a model which got among them comes out again.
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,16}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +194,7 @@ def _as_llguidance(grammar: Grammar) -> str:
             if text in ("true", "false"):  # schemas, too: of anything, of nothing
                 text = "{}" if text == "true" else '{"enum": []}'
             return llguidance.LLMatcher.grammar_from_json_schema(
-                text, overrides={"whitespace_pattern": WHITESPACE}
+                text, overrides={} if says_itself(text) else {"whitespace_pattern": WHITESPACE}
             )
         case GrammarKind.JSON_OBJECT:
             return llguidance.LLMatcher.grammar_from_json_schema(

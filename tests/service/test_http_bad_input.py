@@ -91,7 +91,12 @@ WRONG_COMPLETIONS = [
     ({"guided_json": 3}, "guided_json", "must be a JSON schema, got 3"),
     ({"guided_regex": "a", "guided_json": {}}, None, "in 2 ways"),
     ({"structured_outputs": {"regex": "(["}}, "structured_outputs", "invalid regex"),
-    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "is not supported"),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "a structural tag"),
+    (
+        {"response_format": {"type": "structural_tag", "format": {"type": "x"}}},
+        "response_format",
+        "format.type must be one of const_string",
+    ),
     ({"structured_outputs": {"json": "[1"}}, "structured_outputs", "cannot be used"),
     (
         {"structured_outputs": {"grammar": "start: " + "(" * 500 + '"a"' + ")" * 500}},
@@ -151,7 +156,7 @@ RESPONSES = "/v1/responses"
 WRONG_RESPONSES: list[tuple[dict[str, Any], str | None, str]] = [
     ({"input": None}, "input", "input is missing"),
     ({"input": 3}, "input", "a string or a list of messages"),
-    ({"input": [{"type": "reasoning"}]}, "input", "got 'reasoning'"),
+    ({"input": [{"type": "computer_call"}]}, "input", "got 'computer_call'"),
     ({"max_output_tokens": "x"}, "max_output_tokens", "must be an integer"),
     ({"previous_response_id": "r"}, "previous_response_id", "the server keeps nothing"),
     ({"tools": [{}]}, "tools", "tools[0].name is missing"),

@@ -8,6 +8,8 @@ import openai
 import pytest
 
 from jdisagg.client import AsyncClient
+from jdisagg.grammar.json_blanks import without
+from jdisagg.grammar.structural_tags import structural_lark
 from jdisagg.request import Grammar, GrammarKind
 from tests.service.http_doors import http_door
 
@@ -37,6 +39,25 @@ CASES: list[tuple[str, dict[str, Any], Grammar]] = [
     (COMPLETIONS, {"guided_regex": "a+"}, AS_REGEX),
     (CHATS, {"guided_choice": ["yes", "nö"]}, AS_CHOICE),
     (CHATS, {"guided_grammar": 'start: "a" | "b"'}, AS_LARK),
+]
+
+STRUCTURES = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
+NEW_TAG = {"format": {"type": "const_string", "value": "a"}}
+AS_TAG = Grammar(GrammarKind.LARK, structural_lark(STRUCTURES))
+CASES += [
+    (CHATS, {"response_format": {"type": "structural_tag", **STRUCTURES}}, AS_TAG),
+    (RESPONSES, {"text": {"format": {"type": "structural_tag", **STRUCTURES}}}, AS_TAG),
+    (COMPLETIONS, {"structured_outputs": {"structural_tag": json.dumps(STRUCTURES)}}, AS_TAG),
+    (
+        COMPLETIONS,
+        {"structured_outputs": {"structural_tag": NEW_TAG}},
+        Grammar(GrammarKind.LARK, structural_lark(NEW_TAG)),
+    ),
+    (
+        CHATS,
+        {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+        Grammar(GrammarKind.JSON_SCHEMA, without(WRITTEN)),
+    ),
 ]
 
 

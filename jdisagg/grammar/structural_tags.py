@@ -1,0 +1,174 @@
+"""Structural tags, as vLLM and xgrammar write them, as a Lark grammar: free text in which certain
+beginnings oblige the model to go on with a certain form.
+
+    {"triggers": ["<function="],
+     "structures": [{"begin": "<function=f>", "schema": {...}, "end": "</function>"}]}
+
+or, newer, {"format": F} where F is made of the types in `_FORMATS`. A trigger is written as text: a
+model for which it is a special token writes it in other tokens here. Free text ends where a trigger
+or the end of its tag is complete (llguidance's `lazy`), so it stands before one of those, or last.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+from jdisagg.errors import InvalidRequestError
+from jdisagg.grammar.json_blanks import with_few
+
+Json = Mapping[str, object]
+_TEXT = "TEXT: /(.|\\n)*/"
+_NO: Json = {"enum": []}  # what nothing satisfies
+MOST_PARTS = 512
+
+
+def structural_lark(tag: Json) -> str:
+    """The grammar of a `structural_tag`. Raises InvalidRequestError naming the part."""
+    rules = _Rules()
+    try:
+        if "format" in tag:
+            start = rules.of(tag["format"], "format")
+        else:
+            tags = {"tags": _list(tag, "structures", ""), "triggers": tag.get("triggers")}
+            start = rules.triggered(tags, "")
+    except RecursionError:
+        raise InvalidRequestError("structural_tag is nested too deeply; simplify it") from None
+    return "\n".join(("%llguidance {}", f"start: {start}", *rules.lines, _TEXT))
+
+
+class _Rules:
+    """`lines`: of the rules that were needed."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._parts = 0
+
+    def of(self, part: object, where: str, *, ends: str | None = None) -> str:
+        """An expression of one format. `ends`: what comes next, where that is a text; free text
+        takes it with itself."""
+        self._parts += 1
+        if self._parts > MOST_PARTS:
+            raise InvalidRequestError(f"{where}: more than {MOST_PARTS} parts; simplify it")
+        kind = part.get("type") if isinstance(part, dict) else None
+        make = _FORMATS.get(kind) if isinstance(kind, str) else None
+        if make is None:
+            raise InvalidRequestError(
+                f"{where}.type must be one of {', '.join(_FORMATS)}, got {str(kind)[:80]!r}; send"
+                " one of those, or a grammar"
+            )
+        found = make(self, cast(Json, part), where)
+        if kind == "any_text" and ends:
+            return self._rule(f"TEXT {_quoted(ends)}", lazy=True)
+        return f"{found} {_quoted(ends)}" if ends else found
+
+    def constant(self, part: Json, where: str) -> str:
+        return _quoted(_text(part, "value", where))
+
+    def schema(self, part: Json, where: str) -> str:
+        schema = part.get("json_schema", part.get("schema"))
+        if not isinstance(schema, dict | bool):
+            raise InvalidRequestError(f"{where}.json_schema must be a JSON schema; send one")
+        shown = with_few(schema) if isinstance(schema, dict) else with_few({} if schema else _NO)
+        return f"%json {json.dumps(shown)}"
+
+    def regex(self, part: Json, where: str) -> str:
+        pattern = _text(part, "pattern", where).replace("\n", "\\n")
+        # a slash ends an expression in Lark
+        escaped = re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", pattern)
+        return self._rule(f"/{escaped}/", terminal=True)
+
+    def text(self, part: Json, where: str) -> str:
+        return "TEXT"
+
+    def sequence(self, part: Json, where: str) -> str:
+        elements = _list(part, "elements", where)
+        for at, element in enumerate(elements[:-1]):
+            if isinstance(element, dict) and element.get("type") in ("any_text", "triggered_tags"):
+                raise InvalidRequestError(
+                    f"{where}.elements[{at}] is free text and not the last: where it ends cannot be"
+                    " told; put it last, or into a tag that has an end"
+                )
+        return " ".join(
+            f"({self.of(element, f'{where}.elements[{at}]')})"
+            for at, element in enumerate(elements)
+        )
+
+    def either(self, part: Json, where: str) -> str:
+        elements = _list(part, "elements", where)
+        found = [self.of(one, f"{where}.elements[{at}]") for at, one in enumerate(elements)]
+        return f"({' | '.join(found)})"
+
+    def tag(self, part: Json, where: str, begun: str = "") -> str:
+        """`begun`: the beginning of its `begin`, which has been written."""
+        begin, end = _text(part, "begin", where), _text(part, "end", where, empty=True)
+        content = part.get("content")
+        if content is None and "schema" in part:
+            content = {"type": "json_schema", "json_schema": part["schema"]}
+        rest = begin.removeprefix(begun)
+        inner = self.of(content, f"{where}.content".lstrip("."), ends=end or None)
+        return self._rule(" ".join(filter(None, (_quoted(rest) if rest else "", inner))))
+
+    def triggered(self, part: Json, where: str) -> str:
+        tags, dot = _list(part, "tags", where), f"{where}." if where else ""
+        triggers = part.get("triggers")
+        if not isinstance(triggers, list) or not all(isinstance(one, str) for one in triggers):
+            raise InvalidRequestError(f"{dot}triggers must be a list of strings; send one")
+        by_trigger: dict[str, list[str]] = {}
+        for at, tag in enumerate(tags):
+            name = f"{dot}tags[{at}]"
+            begin = _text(tag, "begin", name) if isinstance(tag, dict) else ""
+            trigger = next((one for one in triggers if one and begin.startswith(one)), None)
+            if trigger is None:
+                raise InvalidRequestError(
+                    f"{name}.begin must begin with one of the triggers, got {begin[:80]!r}; add its"
+                    " beginning to them"
+                )
+            by_trigger.setdefault(trigger, []).append(self.tag(cast(Json, tag), name, trigger))
+        called = [
+            f"{self._rule(f'TEXT {_quoted(trigger)}', lazy=True)} ({' | '.join(some)})"
+            for trigger, some in by_trigger.items()
+        ]
+        if not called:
+            return "TEXT"
+        one = self._rule(" | ".join(called))
+        last = "" if part.get("stop_after_first") is True else " TEXT"
+        if last:
+            return f"{one}{'+' if part.get('at_least_one') is True else '*'}{last}"
+        return one if part.get("at_least_one") is True else f"({one} | TEXT)"
+
+    def _rule(self, body: str, *, lazy: bool = False, terminal: bool = False) -> str:
+        name = f"{'T' if terminal else 'r'}{len(self.lines)}"
+        self.lines.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
+        return name
+
+
+_FORMATS: dict[str, Callable[[_Rules, Json, str], str]] = {
+    "const_string": _Rules.constant,
+    "json_schema": _Rules.schema,
+    "regex": _Rules.regex,
+    "any_text": _Rules.text,
+    "sequence": _Rules.sequence,
+    "or": _Rules.either,
+    "tag": _Rules.tag,
+    "triggered_tags": _Rules.triggered,
+}
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _text(part: Json, name: str, where: str, *, empty: bool = False) -> str:
+    value = part.get(name)
+    if not isinstance(value, str) or not (value or empty):
+        raise InvalidRequestError(f"{where}.{name} must be a text; send one")
+    return value
+
+
+def _list(part: Json, name: str, where: str) -> Sequence[object]:
+    value = part.get(name)
+    if not isinstance(value, list) or not value:
+        dot = f"{where}." if where else ""
+        raise InvalidRequestError(f"{dot}{name} must be a list that is not empty; send one")
+    return value

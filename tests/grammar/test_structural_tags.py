@@ -1,0 +1,142 @@
+"""What structural tags let through, and at which places an answer may end; against texts that were
+judged by hand."""
+
+import json
+import re
+
+import pytest
+
+from jdisagg.errors import InvalidRequestError
+from jdisagg.grammar.json_blanks import with_few, without
+from jdisagg.grammar.structural_tags import structural_lark
+from jdisagg.request import Grammar, GrammarKind
+from tests.grammar.test_grammars import COMPILER, EOS, allowed, begin, ids_of, text, walk
+from tests.time_scale import seconds
+
+AGE = {
+    "type": "object",
+    "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["age"],
+    "additionalProperties": False,
+}
+EMPTY = {"type": "object", "additionalProperties": False}
+CALLS = {
+    "triggers": ["<function="],
+    "structures": [
+        {"begin": "<function=f>", "schema": AGE, "end": "</function>"},
+        {"begin": "<function=g>", "schema": EMPTY, "end": "</function>"},
+    ],
+}
+THINKING = {
+    "format": {
+        "type": "sequence",
+        "elements": [
+            {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"},
+            {
+                "type": "or",
+                "elements": [
+                    {"type": "const_string", "value": 'say "no"'},
+                    {"type": "regex", "pattern": r"[0-9]{2}/\d"},
+                ],
+            },
+        ],
+    }
+}
+AGE_TAG = {
+    "type": "tag",
+    "begin": "<age>",
+    "content": {"type": "json_schema", "json_schema": AGE},
+    "end": "</age>",
+}
+
+
+def once(**options: bool) -> dict[str, object]:
+    tags = {"type": "triggered_tags", "triggers": ["<age>"], "tags": [AGE_TAG]}
+    return {"format": tags | options}
+
+
+MUST = once(at_least_one=True, stop_after_first=True)
+MAY = once(stop_after_first=True)
+
+# None: no answer begins like this; else whether one may end here.
+CASES: list[tuple[dict[str, object], str, bool | None]] = [
+    (CALLS, "Hello.", True),
+    (CALLS, "a <function", True),
+    (CALLS, 'x <function=f>{"age": 7}</function> y <function=g>{}</function> z', True),
+    (CALLS, "x <function=f>", False),
+    (CALLS, 'x <function=f>{"age": 7}', False),
+    (CALLS, 'x <function=f>{"age": 7}</function>', True),
+    (CALLS, "x <function=h", None),
+    (CALLS, 'x <function=f>{"b', None),
+    (CALLS, 'x <function=f>{"age": 777', None),
+    (THINKING, "<t>so", False),
+    (THINKING, "<t>so</t>", False),
+    (THINKING, '<t>so</t>say "no"', True),
+    (THINKING, "<t>so</t>12/3", True),
+    (THINKING, "<t>so</t>1x", None),
+    (THINKING, "12", None),
+    (MUST, "so", False),
+    (MUST, 'so <age>{"age":3}</age>', True),
+    (MUST, 'so <age>{"age":3}</age>!', None),
+    (MAY, "so", True),
+    (MAY, 'so <age>{"age":3}</age>!', None),
+    (once(at_least_one=True), 'so <age>{"age":3}</age>! <age>{"age":4}</age>', True),
+    (once(at_least_one=True), "so!", False),
+]
+
+
+@pytest.mark.parametrize(("tag", "said", "may_end"), CASES)
+def test_a_trigger_obliges_and_free_text_is_free(
+    tag: dict[str, object], said: str, may_end: bool | None
+) -> None:
+    found = allowed(begin(Grammar(GrammarKind.LARK, structural_lark(tag)), ids_of(said)))
+    assert (bool(set(EOS) & set(found)) if found else None) == may_end
+
+
+@pytest.mark.parametrize("tag", [CALLS, THINKING, MUST, MAY])
+async def test_the_door_takes_it_for_a_grammar(tag: dict[str, object]) -> None:
+    await COMPILER.admit(Grammar(GrammarKind.LARK, structural_lark(tag)), seconds(60))
+
+
+@pytest.mark.parametrize(
+    ("tag", "message"),
+    [
+        ({}, "structures must be a list"),
+        ({"structures": [{}], "triggers": 3}, "triggers must be a list of strings"),
+        ({"structures": [{"begin": "a"}], "triggers": ["b"]}, r"tags\[0\].begin must begin with"),
+        ({"format": {"type": "tags_with_separator"}}, "format.type must be one of const_string"),
+        ({"format": {"type": "or", "elements": []}}, "format.elements must be a list"),
+        ({"format": {"type": "regex"}}, "format.pattern must be a text"),
+        (
+            {"format": {"type": "sequence", "elements": [{"type": "any_text"}] * 2}},
+            r"format.elements\[0\] is free text and not the last",
+        ),
+        ({"format": {"type": "json_schema"}}, "format.json_schema must be a JSON schema"),
+    ],
+)
+def test_what_is_no_structural_tag_is_refused_by_its_part(
+    tag: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        structural_lark(tag)
+
+
+def test_a_deep_tag_is_refused() -> None:
+    part: dict[str, object] = {"type": "any_text"}
+    for _ in range(5000):
+        part = {"type": "or", "elements": [part]}
+    with pytest.raises(InvalidRequestError, match="simplify it"):
+        structural_lark({"format": part})
+
+
+def test_json_without_blanks_has_none_and_else_few() -> None:
+    for schema in ('{"type": "object"}', " {}", json.dumps(AGE)):
+        ids, _ = walk(Grammar(GrammarKind.JSON_SCHEMA, without(schema)), 3)
+        assert not re.search(r"\s", re.sub(r'"([^"\\]|\\.)*("|$)', "", text(ids)))
+    assert allowed(begin(Grammar(GrammarKind.JSON_SCHEMA, without(json.dumps(AGE))), ids_of("{")))
+    assert not allowed(
+        begin(Grammar(GrammarKind.JSON_SCHEMA, without(json.dumps(AGE))), ids_of('{ "age"'))
+    )
+    own = {"x-guidance": {"whitespace_flexible": True}}
+    assert with_few(own) == own and without(json.dumps(own)) == json.dumps(own)
+    assert without("true") == "true"
