@@ -69,6 +69,16 @@ MODELS: dict[str, dict[str, object]] = {
         "shared_expert_intermediate_size": 512, "rope_theta": 1e7, "tie_word_embeddings": False,
         "max_position_embeddings": 262144, "hidden_act": "silu",
     },
+    # a layer with a window and one that sees everything
+    "gpt-oss-120b": {
+        "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880,
+        "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "num_local_experts": 128,
+    },
+    "gemma-2-9b": {
+        "model_type": "gemma2", "vocab_size": 256000, "hidden_size": 3584, "head_dim": 256,
+        "intermediate_size": 14336, "num_attention_heads": 16, "num_key_value_heads": 8,
+    },
     # a dense layer and one with experts
     "glm-4.7-flash": {
         **_LATENT, "model_type": "glm4_moe_lite", "vocab_size": 154880, "hidden_size": 2048,

@@ -14,7 +14,8 @@ buckets, no work without a past. On GPU they go to cuDNN (`prefill_attention_cud
 Latent attention takes the expanded form among the chunk's tokens and the absorbed one for the past,
 whose keys would else be made anew with each chunk (`ops/latent_attention.py`); on a GPU the whole
 of the page table, in steps that are laid out one behind the other, without a loop. So do, on a GPU,
-families whose scores are capped or that have sinks, which cuDNN does not know."""
+families whose scores are capped, which cuDNN does not know, and packed chunks of families with
+sinks, but for their past."""
 
 from functools import partial
 
@@ -77,21 +78,12 @@ def prefill_attention(
     if latent is not None:
         k_TKH, v_TKH = expand(k_TKH, latent)
     assert v_TKH is not None
+    by_cudnn = latent is None and not cap
+    by_cudnn = by_cudnn and prefill_attention_cudnn.applies(q_TNH, platform=platform)
     plain = latent is None and not cap and sinks_N is None
-    if plain and prefill_attention_cudnn.applies(q_TNH, platform=platform):
-        o_TNH = prefill_attention_cudnn.attend(
-            q_TNH,
-            k_TKH,
-            v_TKH,
-            segment_T,
-            past,
-            scale=scale,
-            window=window,
-            packed=packed,
-            rows=rows,
-        )
-    else:
-        o_TNH = _blocks(
+
+    def by_blocks(past: PastPages | None) -> jax.Array:
+        return _blocks(
             q_TNH,
             k_TKH,
             v_TKH,
@@ -107,6 +99,23 @@ def prefill_attention(
             packed=packed,
             at_once=not plain and platform == "gpu",
         )
+
+    if by_cudnn:
+        o_TNH = prefill_attention_cudnn.attend(
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            segment_T,
+            past,
+            scale=scale,
+            window=window,
+            packed=packed,
+            rows=rows,
+            sinks_N=sinks_N,
+            alone_TNH=by_blocks(None) if packed and not plain else None,
+        )
+    else:
+        o_TNH = by_blocks(past)
     return jnp.where((segment_T >= 0)[:, None, None], o_TNH, jnp.zeros((), q_TNH.dtype))
 
 

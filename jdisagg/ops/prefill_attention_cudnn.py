@@ -13,6 +13,10 @@ call does.
 Packed prompts are one call by segment offsets (Hopper and later). The first of them alone may have
 a past (`scheduler/prefill_batches.py`); then it is computed as one sequence is.
 
+A sink takes its part of the softmax at the end, by the log-sum-exp of all that was seen. Packed
+segments have none that we know of, so of families with sinks their attention comes from elsewhere
+(`alone_TNH`).
+
 Float32 and heads of more than 128 take the XLA form: `applies` says no. The same recipes run on any
 platform with `implementation="xla"`, which is how they are tested without a GPU."""
 
@@ -45,19 +49,27 @@ def attend(
     window: int | None,
     packed: bool,
     rows: int,
+    sinks_N: jax.Array | None = None,
+    alone_TNH: jax.Array | None = None,
     implementation: Implementation = "cudnn",
 ) -> jax.Array:
     """Attention of a chunk as `ops.prefill_attention.prefill_attention`, undefined for padding.
-    `rows`: the most segments. Segment 0, which alone may have a past, comes first."""
+    `rows`: the most segments. Segment 0, which alone may have a past, comes first. `alone_TNH`:
+    what a packed chunk with sinks gives without its past."""
     how = {"scale": scale, "window": window, "implementation": implementation}
     first = jnp.sum(segment_T == 0, dtype=jnp.int32)
     if not packed:
-        return one_sequence(q_TNH, k_TKH, v_TKH, first, past, **how)
-    o_TNH = _segments(q_TNH, k_TKH, v_TKH, segment_T, rows, **how)
+        return one_sequence(q_TNH, k_TKH, v_TKH, first, past, sinks_N, **how)
+    if sinks_N is None:
+        o_TNH = _segments(q_TNH, k_TKH, v_TKH, segment_T, rows, **how)
+    else:
+        assert alone_TNH is not None, "a packed chunk with sinks"
+        o_TNH = alone_TNH
     if past is None:
         return o_TNH
     begun = past.count > 0
-    begun_TNH = one_sequence(q_TNH, k_TKH, v_TKH, jnp.where(begun, first, 0), past, **how)
+    tokens = jnp.where(begun, first, 0)
+    begun_TNH = one_sequence(q_TNH, k_TKH, v_TKH, tokens, past, sinks_N, **how)
     return jnp.where(((segment_T == 0) & begun)[:, None, None], begun_TNH, o_TNH)
 
 
@@ -67,6 +79,7 @@ def one_sequence(
     v_TKH: jax.Array,
     tokens: jax.Array,
     past: PastPages | None,
+    sinks_N: jax.Array | None = None,
     *,
     scale: float,
     window: int | None,
@@ -74,6 +87,14 @@ def one_sequence(
 ) -> jax.Array:
     """Attention of the first `tokens` rows of the chunk; the other rows are undefined. Without
     a window the whole page table of the past is gathered: give it no wider than need be."""
+    partial = _cudnn if implementation == "cudnn" else _xla
+    sinks_1N1 = None if sinks_N is None else sinks_N.astype(jnp.float32)[None, :, None]
+    if past is None and sinks_1N1 is not None:
+        o_TNH, seen_TN1 = partial(
+            q_TNH, k_TKH, v_TKH, tokens, tokens, scale=scale, causal=True, window=window
+        )
+        left_TN1 = jax.nn.sigmoid(seen_TN1 - sinks_1N1)  # of the softmax, but for the sink
+        return (left_TN1 * o_TNH.astype(jnp.float32)).astype(q_TNH.dtype)
     if past is None:
         return jax.nn.dot_product_attention(
             q_TNH[None],
@@ -90,7 +111,7 @@ def one_sequence(
     length = jnp.where(past.count > 0, past.lengths_R[0], 0)
     if window is not None:
         return _within_window(
-            q_TNH, k_TKH, v_TKH, tokens, past, length, scale, window, implementation
+            q_TNH, k_TKH, v_TKH, tokens, past, length, scale, window, sinks_N, implementation
         )
     k_LKH, v_LKH = (
         gather_columns(
@@ -98,17 +119,19 @@ def one_sequence(
         )[0].swapaxes(0, 1)
         for pages in (past.k_pages_PKSH, past.v_pages_PKSH)
     )
-    partial = _cudnn if implementation == "cudnn" else _xla
     old_TNH, old_TN1 = partial(q_TNH, k_LKH, v_LKH, tokens, length, scale=scale, causal=False)
     new_TNH, new_TN1 = partial(q_TNH, k_TKH, v_TKH, tokens, tokens, scale=scale, causal=True)
     old_TN1 = jnp.where(length > 0, old_TN1, -jnp.inf)
     top_TN1 = jnp.maximum(old_TN1, new_TN1)
+    if sinks_1N1 is not None:
+        top_TN1 = jnp.maximum(top_TN1, sinks_1N1)
     old_weight, new_weight = jnp.exp(old_TN1 - top_TN1), jnp.exp(new_TN1 - top_TN1)
+    total = old_weight + new_weight
+    if sinks_1N1 is not None:
+        total = total + jnp.exp(sinks_1N1 - top_TN1)
     # an empty past may have given NaN
     old = jnp.where(old_weight > 0, old_weight * old_TNH.astype(jnp.float32), 0.0)
-    return ((old + new_weight * new_TNH.astype(jnp.float32)) / (old_weight + new_weight)).astype(
-        q_TNH.dtype
-    )
+    return ((old + new_weight * new_TNH.astype(jnp.float32)) / total).astype(q_TNH.dtype)
 
 
 def _within_window(
@@ -120,6 +143,7 @@ def _within_window(
     length: jax.Array,
     scale: float,
     window: int,
+    sinks_N: jax.Array | None,
     implementation: Implementation,
 ) -> jax.Array:
     """A chunk behind the last tokens of its past that its window may reach."""
@@ -128,7 +152,7 @@ def _within_window(
     reach = min(-(-(window - 1) // slots), past.table_RN.shape[1]) * slots
     if reach == 0:
         return one_sequence(
-            q_TNH, k_TKH, v_TKH, tokens, None, scale=scale, window=window,
+            q_TNH, k_TKH, v_TKH, tokens, None, sinks_N, scale=scale, window=window,
             implementation=implementation,
         )  # fmt: skip
     kept = jnp.minimum(length, reach)
@@ -148,7 +172,7 @@ def _within_window(
     q_UNH = behind(jnp.zeros((reach, *q_TNH.shape[1:]), q_TNH.dtype), q_TNH)
     o_UNH = one_sequence(
         q_UNH, behind(old_k, k_TKH), behind(old_v, v_TKH),
-        jnp.where(tokens > 0, kept + tokens, 0), None,
+        jnp.where(tokens > 0, kept + tokens, 0), None, sinks_N,
         scale=scale, window=window, implementation=implementation,
     )  # fmt: skip
     return lax.dynamic_slice_in_dim(o_UNH, kept, q_TNH.shape[0])
@@ -208,6 +232,7 @@ def _cudnn(
     *,
     scale: float,
     causal: bool,
+    window: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Partial attention and its log-sum-exp in float32: [T, N, H], [T, N, 1]."""
     # private: the public one rounds the residual
@@ -221,6 +246,7 @@ def _cudnn(
         kv_seqlen=length[None],
         scale=scale,
         mask_type=MaskType.PADDING_CAUSAL if causal else MaskType.PADDING,
+        sliding_window_length=window,
         return_residual=True,
     )
     o_1TNH, lse_1NT = outputs[0], outputs[1]  # pyright: ignore[reportIndexIssue]  # the private function is typed `object`
@@ -236,6 +262,7 @@ def _xla(
     *,
     scale: float,
     causal: bool,
+    window: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     o_1TNH, lse_1TN = jax.nn.dot_product_attention(
         q_TNH[None],
@@ -245,6 +272,7 @@ def _xla(
         is_causal=causal,
         query_seq_lengths=tokens[None],
         key_value_seq_lengths=length[None],
+        local_window_size=None if window is None else (window - 1, 0),
         implementation="xla",
         return_residual=True,
     )

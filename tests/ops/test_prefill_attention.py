@@ -205,6 +205,25 @@ def test_the_cudnn_recipe_without_a_past_keeps_the_window(window: int | None) ->
     np.testing.assert_allclose(got[:20], chunk.expected(window)[:20], atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 1, 30])
+@pytest.mark.parametrize("rows", [[(100, 33)], [(0, 17)], [(40, 9), (0, 1), (0, 30)]])
+def test_the_cudnn_recipes_give_sinks_their_part(
+    rows: list[tuple[int, int]], window: int | None
+) -> None:
+    chunk = Chunk(rows)
+    sinks_N = np.array([-3, 0, 1.5, 4, 60, -90], np.float32)
+    arrays = [jnp.asarray(part) for part in (chunk.q, chunk.k, chunk.v, chunk.segment)]
+    how = {"scale": chunk.scale, "window": window, "sinks_N": jnp.asarray(sinks_N)}
+    alone = prefill_attention(*arrays, jnp.asarray(chunk.positions), **how)
+    attend = functools.partial(
+        prefill_attention_cudnn.attend, packed=len(rows) > 1, rows=16, implementation="xla", **how
+    )
+    past = None if rows == [(0, 17)] else chunk.past
+    got = np.asarray(jax.jit(attend)(*arrays, past, alone_TNH=alone))
+    real = chunk.segment >= 0
+    np.testing.assert_allclose(got[real], chunk.expected(window, sinks_N=sinks_N)[real], atol=1e-5)
+
+
 @pytest.mark.parametrize("window", [None, 1, 6, 30, 400])
 @pytest.mark.parametrize(
     "rows", [[(100, 33)], [(3, 20)], [(0, 17)], [(40, 9), (0, 1), (0, 30)], [(0, 12), (0, 25)]]
