@@ -16,7 +16,8 @@ from pathlib import Path
 from absl import app, flags
 
 from benchmarks.measure import save
-from jdisagg.scheduler.prefix_tree import PrefixIndex, PrefixTree
+from jdisagg.router.prefix_index import PrefixIndex
+from jdisagg.scheduler.prefix_tree import PrefixTree
 
 _TRACES = flags.DEFINE_string("traces", None, "Folder with the Mooncake traces.", required=True)
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")

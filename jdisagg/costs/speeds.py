@@ -103,13 +103,16 @@ class Speed:
             )
         whole = new_tokens // chunk_tokens
         rest = new_tokens - whole * chunk_tokens
-        full, last = (
-            np.full(len(whole), float(chunk_tokens)),
-            cached_tokens + np.maximum(0.0, whole - 1) * chunk_tokens,
-        )
-        ends, following = self._chunk(full, last), cached_tokens + whole * chunk_tokens
-        seconds = whole * (self._chunk(full, cached_tokens) + ends) / 2
-        left = np.where(rest > 0, self._chunk(np.maximum(1.0, rest), following), 0.0)
+        full = np.full(len(whole), float(chunk_tokens))
+        last = cached_tokens + np.maximum(0.0, whole - 1) * chunk_tokens
+        following = cached_tokens + whole * chunk_tokens
+        # all three at once: what a lookup costs hardly depends on how many there are
+        begins, ends, short = self._chunk(
+            np.concatenate((full, full, np.maximum(1.0, rest))),
+            np.concatenate((cached_tokens, last, following)),
+        ).reshape(3, -1)
+        seconds = whole * (begins + ends) / 2
+        left = np.where(rest > 0, short, 0.0)
         return self._behind_each_other(seconds + left, np.where(rest > 0, left, ends))
 
     def _chunk(self, tokens: Array, cached: Array) -> Array:

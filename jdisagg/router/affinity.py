@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from jdisagg.request import Request
-from jdisagg.scheduler.prefix_tree import PrefixEvent, PrefixIndex
+from jdisagg.router.prefix_index import ByWorker, PrefixIndex
+from jdisagg.scheduler.prefix_tree import PrefixEvent
 
 # Positions that each worker knows now, from the first on; workers that know none are left out.
 Known = Callable[[], Mapping[str, int]]
@@ -57,9 +58,6 @@ class PrefixAffinity:
         self._index.forget(worker)
 
 
-def matched_tokens(
-    index: PrefixIndex, hashes: Sequence[int], page_tokens: int
-) -> Mapping[str, int]:
+def matched_tokens(index: PrefixIndex, hashes: Sequence[int], page_tokens: int) -> ByWorker:
     """Positions of a chain of pages that each worker knows."""
-    matches = index.matches(hashes) if hashes else {}
-    return {worker: pages * page_tokens for worker, pages in matches.items()}
+    return index.matches(hashes) * page_tokens

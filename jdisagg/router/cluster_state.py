@@ -21,6 +21,7 @@ from jdisagg.costs.hardware import Link
 from jdisagg.costs.speeds import Array, Kind, Speed, speed_of
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.link_costs import Indices, LinkCosts, LinkSide
+from jdisagg.router.prefix_index import Roster
 
 PARTS = ("rack", "host", "domain", "process")
 UNKNOWN = -1  # no speed: the worker's hardware or model is not described
@@ -137,6 +138,7 @@ class ClusterState:
         self._descriptions: dict[str, Description] = {}
         self._kinds: dict[Kind, int] = {}
         self._lives: dict[str, int] = {}
+        self._roster_rows: tuple[Roster, Indices] | None = None  # as long as the rows are the same
         self._last_life = 0
         # as long as nobody comes, goes or becomes another
         self._sides: tuple[Side, Side] | None = None
@@ -157,6 +159,13 @@ class ClusterState:
     def row_of(self, name: str) -> int:
         """As `row`; -1 where it is not here."""
         return self._rows.get(name, -1)
+
+    def rows_of(self, roster: Roster) -> Indices:
+        """As `row_of`, of the workers of a roster. Not to be changed."""
+        if self._roster_rows is None or self._roster_rows[0] is not roster:
+            rows = np.fromiter(map(self.row_of, roster.names), np.intp, len(roster.names))
+            self._roster_rows = roster, rows
+        return self._roster_rows[1]
 
     def life(self, name: str) -> int:
         """A number for this stay of a worker: one that was forgotten and came back has another. 0:
@@ -243,6 +252,7 @@ class ClusterState:
         cells[:, count - 1] = 0
         del self._names[row]
         self._rows = {other: index for index, other in enumerate(self._names)}
+        self._roster_rows = None
         self._change_form()
 
     def numbers(self, name: str) -> dict[str, float]:
@@ -270,6 +280,7 @@ class ClusterState:
             )
         self._names.append(name)
         self._rows[name] = row
+        self._roster_rows = None
         self._last_life += 1
         self._lives[name] = self._last_life
         self._place(row, self.description(name))

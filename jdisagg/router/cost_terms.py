@@ -19,6 +19,7 @@ from jdisagg.router.accounts import GROWTH_TOKENS, Work
 from jdisagg.router.cluster_state import ClusterState, Flags, Side, Table
 from jdisagg.router.decision import PlacementPolicy, PlacementQuery
 from jdisagg.router.link_costs import Indices
+from jdisagg.router.prefix_index import ByWorker
 
 # From the KV's arrival to the first token that is decoded from it, in steps. The loop of a mesh at
 # work has a step under way and one issued behind it (worker/step_loop.py): half of the one and the
@@ -184,11 +185,15 @@ def known_at(state: ClusterState, rows: Indices, query: PlacementQuery) -> tuple
     cached = query.cached
     if not cached or not len(rows):
         return _NOWHERE, _NOTHING
-    wanted = np.fromiter(map(state.row_of, cached), np.intp, len(cached))
-    tokens = np.fromiter(cached.values(), np.float64, len(cached))
+    if isinstance(cached, ByWorker):
+        wanted, tokens = state.rows_of(cached.roster), cached.counts
+    else:
+        wanted = np.fromiter(map(state.row_of, cached), np.intp, len(cached))
+        tokens = np.fromiter(cached.values(), np.int64, len(cached))
     places = np.minimum(rows.searchsorted(wanted), len(rows) - 1)
     here = np.flatnonzero((rows.take(places) == wanted) & (tokens > 0))
-    return places.take(here), np.minimum(tokens.take(here), query.work.tokens - 1)
+    known = np.minimum(tokens.take(here), query.work.tokens - 1)
+    return places.take(here), known.astype(np.float64)
 
 
 def _pages(work: Work, page: Array | float, growth_tokens: int) -> Array | float:

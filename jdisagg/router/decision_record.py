@@ -69,7 +69,7 @@ def record_of(
         workers.append(
             {"name": name, "place": description.place, "kind": kind, "numbers": state.numbers(name)}
         )
-    cached = {name: tokens for name, tokens in query.cached.items() if name in mattered}
+    cached = {name: query.cached[name] for name in names if name in query.cached}
     asked = dataclasses.asdict(dataclasses.replace(query, cached=cached)) | {
         "avoid": sorted(query.avoid & mattered)
     }

@@ -16,7 +16,8 @@ from jdisagg.errors import InvalidRequestError
 from jdisagg.messages.kept_blocks import TOLD_BYTES, KeptMark, KeptNews, KeptScheme
 from jdisagg.request import Request
 from jdisagg.router.affinity import Known, matched_tokens
-from jdisagg.scheduler.prefix_tree import PrefixEvent, PrefixIndex
+from jdisagg.router.prefix_index import ByWorker, Numbering, PrefixIndex
+from jdisagg.scheduler.prefix_tree import PrefixEvent
 from jdisagg.scheduler.residency import BlockNames
 
 # some 300 bytes each (benchmarks/LOG.md): half a gigabyte
@@ -33,6 +34,7 @@ class KnownBlocks:
         self._schemes: dict[str, KeptScheme] = {}
         self._epochs: dict[str, int] = {}
         self._indices: dict[KeptScheme, PrefixIndex] = {}
+        self._numbering = Numbering()
 
     def __len__(self) -> int:
         """Blocks known of anyone."""
@@ -49,7 +51,7 @@ class KnownBlocks:
         if scheme is not None:
             _check(worker, scheme)
             self._schemes[worker] = scheme
-            self._indices.setdefault(scheme, PrefixIndex(self._most_blocks))
+            self._indices.setdefault(scheme, PrefixIndex(self._most_blocks, self._numbering))
 
     def forget(self, worker: str) -> None:
         """It is gone. Idempotent."""
@@ -90,7 +92,7 @@ class KnownBlocks:
         chains: dict[tuple[str, int], Sequence[int]] = {}
 
         def now() -> Mapping[str, int]:
-            found: dict[str, int] = {}
+            found: ByWorker | None = None
             for scheme, index in self._indices.items():
                 if not len(index):
                     continue
@@ -98,10 +100,12 @@ class KnownBlocks:
                 if named not in chains:
                     chains[named] = self._chain(request, *named)
                 every = scheme.block_tokens // scheme.grain_tokens
-                found |= matched_tokens(
+                these = matched_tokens(
                     index, chains[named][every - 1 :: every], scheme.block_tokens
                 )
-            return found
+                # a worker is in one index, and all number them alike
+                found = found + these if found else these
+            return found if found is not None else {}
 
         return now
 

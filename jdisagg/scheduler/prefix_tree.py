@@ -12,7 +12,7 @@ needs no look at parents and children, and never cuts a chain in its middle. `ch
 is the plain LRU of a block store, for comparison: front to back, and gaps may hide what follows
 them.
 
-Events (`PrefixEvent`) tell a router's index (`PrefixIndex`) what a tree gained and lost.
+Events (`PrefixEvent`) tell a router's index (`router/prefix_index.py`) what a tree gained and lost.
 
 Invariants (each is a test of the same name in tests/scheduler/test_prefix_tree.py):
 - references_are_never_negative: releasing what is not held is a `PrefixError`, our own bug
@@ -22,7 +22,7 @@ Invariants (each is a test of the same name in tests/scheduler/test_prefix_tree.
 - events_replayed_give_the_same_pages"""
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -200,111 +200,3 @@ class PrefixTree:
         if len(self._events) >= EVENT_LIMIT:
             self._events.clear()
         self._events.append(PrefixEvent(self._last_event, page_hash, added))
-
-
-class PrefixIndex:
-    """Which of many workers know how much of a chain: the router's mirror of their trees. One
-    integer of bits for each page, a bit for each worker, so that a thousand workers are matched
-    with one operation a page. May lag behind: a wrong match costs time, no truth. `most_pages`:
-    what all workers gain beyond so many, each counted for each worker, is not noted."""
-
-    def __init__(self, most_pages: int | None = None) -> None:
-        self.refused_pages = 0
-        self._most = most_pages
-        self._count = 0
-        self._bits: dict[str, int] = {}
-        self._names: dict[int, str] = {}
-        self._holders: dict[int, int] = {}
-        self._pages: dict[str, set[int]] = {}
-        self._last: dict[str, int] = {}
-
-    def __len__(self) -> int:
-        """Pages known of anyone."""
-        return len(self._holders)
-
-    def pages(self, worker: str) -> int:
-        """Pages known of one."""
-        return len(self._pages.get(worker, ()))
-
-    def last(self, worker: str) -> int:
-        """The number of its last event that was taken."""
-        return self._last.get(worker, 0)
-
-    def apply(self, worker: str, events: Sequence[PrefixEvent]) -> bool:
-        """Takes a worker's next events. False: some are missing, nothing more was taken; ask the
-        worker for a snapshot."""
-        self._know(worker)
-        for event in events:
-            if event.number <= self._last[worker]:
-                continue
-            if event.number != self._last[worker] + 1:
-                return False
-            self._last[worker] = event.number
-            (self._gain if event.added else self._lose)(worker, event.page_hash)
-        return True
-
-    def replace(self, worker: str, snapshot: tuple[int, frozenset[int]]) -> None:
-        """Takes all that a worker has instead of what was known of it."""
-        self._know(worker)
-        number, hashes = snapshot
-        for page_hash in self._pages[worker] - hashes:
-            self._lose(worker, page_hash)
-        for page_hash in hashes - self._pages[worker]:
-            self._gain(worker, page_hash)
-        self._last[worker] = number
-
-    def forget(self, worker: str) -> None:
-        """A worker is gone, or was started anew: its tree counts from 1 again."""
-        if worker not in self._bits:
-            return
-        for page_hash in tuple(self._pages[worker]):
-            self._lose(worker, page_hash)
-        del self._names[self._bits.pop(worker)], self._pages[worker], self._last[worker]
-
-    def matches(self, hashes: Sequence[int]) -> Mapping[str, int]:
-        """Pages of the chain that each worker knows from the first on; workers that know none are
-        left out."""
-        found: dict[str, int] = {}
-        knowing = self._holders.get(hashes[0], 0) if hashes else 0
-        count = 1
-        while knowing:
-            still = knowing & self._holders.get(hashes[count], 0) if count < len(hashes) else 0
-            ended = knowing & ~still
-            while ended:
-                bit = ended & -ended
-                found[self._names[bit]] = count
-                ended ^= bit
-            knowing, count = still, count + 1
-        return found
-
-    def _know(self, worker: str) -> None:
-        if worker in self._bits:
-            return
-        bit = 1
-        while bit in self._names:
-            bit <<= 1
-        self._bits[worker], self._names[bit] = bit, worker
-        self._pages[worker], self._last[worker] = set(), 0
-
-    def _gain(self, worker: str, page_hash: int) -> None:
-        pages = self._pages[worker]
-        if page_hash in pages:
-            return
-        if self._most is not None and self._count >= self._most:
-            self.refused_pages += 1
-            return
-        self._count += 1
-        pages.add(page_hash)
-        self._holders[page_hash] = self._holders.get(page_hash, 0) | self._bits[worker]
-
-    def _lose(self, worker: str, page_hash: int) -> None:
-        pages = self._pages[worker]
-        if page_hash not in pages:
-            return
-        self._count -= 1
-        pages.remove(page_hash)
-        left = self._holders.get(page_hash, 0) & ~self._bits[worker]
-        if left:
-            self._holders[page_hash] = left
-        else:
-            self._holders.pop(page_hash, None)

@@ -8,13 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from jdisagg.scheduler.prefix_tree import (
-    EVENT_LIMIT,
-    PrefixError,
-    PrefixIndex,
-    PrefixTree,
-    page_hashes,
-)
+from jdisagg.router.prefix_index import Numbering, PrefixIndex
+from jdisagg.scheduler.prefix_tree import EVENT_LIMIT, PrefixError, PrefixTree, page_hashes
 
 BLOCKS = (
     Path(__file__).resolve().parents[2] / "benchmarks" / "data" / "mooncake_synthetic_blocks.csv.gz"
@@ -243,6 +238,25 @@ def test_a_forgotten_worker_leaves_nothing_and_its_place_is_used_again() -> None
     index.forget("b")
     index.forget("c")
     assert len(index) == 0
+
+
+def test_indices_of_one_numbering_give_each_worker_a_number_of_its_own() -> None:
+    numbering = Numbering()
+    one, other = PrefixIndex(numbering=numbering), PrefixIndex(numbering=numbering)
+    one.replace("a", (1, frozenset(chain("xy"))))
+    other.replace("b", (1, frozenset(chain("x"))))
+    one.replace("c", (1, frozenset(chain("xyz"))))
+    found, rest = one.matches(chain("xyz")), other.matches(chain("xyz"))
+    assert (found, rest) == ({"a": 2, "c": 3}, {"b": 1})
+    assert found.roster is rest.roster
+    assert (found + rest).counts.tolist() == [2, 1, 3]
+    one.forget("a")
+    other.replace("d", (1, frozenset(chain("xy"))))
+    assert other.matches(chain("xy")).roster.names == ("d", "b", "c")
+    assert found == {"a": 2, "c": 3}, "what was found before is as it was"
+    assert found.get("a") == 2 and "d" not in found and found.get("nobody", 7) == 7
+    with pytest.raises(KeyError):
+        found["b"]
 
 
 def naive_hits(requests: list[list[int]], capacity: int, children_first: bool) -> int:
