@@ -13,13 +13,13 @@ run. All run in one context: what one sets of a context variable, the others see
 import asyncio
 import contextlib
 import contextvars
-import heapq
 import sys
 import typing
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
+from heapq import heapify, heappop, heappush
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -46,8 +46,9 @@ class _Handle(list[typing.Any]):
     def cancel(self) -> None:
         if self[_CALLBACK] is not _nothing:
             self[_CALLBACK], self[_ARGUMENTS] = _nothing, ()  # lets go of what it held
-            if self[_LOOP] is not None:
-                self[_LOOP].count_cancelled()
+            loop = self[_LOOP]
+            if loop is not None:
+                loop.count_cancelled()
 
     def cancelled(self) -> bool:
         return self[_CALLBACK] is _nothing
@@ -99,7 +100,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         *args: object,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        return self.call_at(self._now + delay, callback, *args)
+        self._scheduled += 1
+        handle = _Handle((self._now + delay, self._scheduled, callback, args, self))
+        heappush(self._timers, handle)
+        return handle  # type: ignore[return-value]
 
     def call_at(
         self,
@@ -110,7 +114,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.TimerHandle:
         self._scheduled += 1
         handle = _Handle((when, self._scheduled, callback, args, self))
-        heapq.heappush(self._timers, handle)
+        heappush(self._timers, handle)
         return handle  # type: ignore[return-value]
 
     def count_cancelled(self) -> None:
@@ -118,7 +122,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._cancelled += 1
         if self._cancelled > MOST_CANCELLED and 2 * self._cancelled > len(self._timers):
             self._timers = [handle for handle in self._timers if handle[_CALLBACK] is not _nothing]
-            heapq.heapify(self._timers)
+            heapify(self._timers)
             self._cancelled = 0
 
     def create_future(self) -> "asyncio.Future[typing.Any]":
@@ -144,44 +148,56 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         asyncio._set_running_loop(self)
         self._running = True
         try:
-            while not self._stopping:
-                self._run_ready()
+            self._run_until_stopped()
         finally:
             self._stopping = self._running = False
             asyncio._set_running_loop(None)
             sys.set_asyncgen_hooks(*hooks)
 
-    def _run_ready(self) -> None:
-        """All that is ready now; or, when nothing is, time goes on to the next timer."""
-        timers = self._timers
-        if not self._ready:
-            while timers and timers[0][_CALLBACK] is _nothing:
-                heapq.heappop(timers)
-                self._cancelled -= 1
-            if not timers:
+    def _run_until_stopped(self) -> None:
+        """In rounds: all that is ready; where nothing is, time goes on to the next timer."""
+        while not self._stopping:
+            timers = self._timers
+            if timers:
+                if not self._ready:
+                    self._go_on(timers)
+                now = self._now
+                while timers and timers[0][0] <= now:
+                    handle = heappop(timers)
+                    if handle[_CALLBACK] is _nothing:
+                        self._cancelled -= 1
+                    else:
+                        handle[_LOOP] = None
+                        self._ready.append(handle)
+            elif not self._ready:
                 raise Stuck("no task can run and no timer is set")
-            self._now = max(self._now, timers[0][0])
-            if self._now > self._limit_seconds:
-                raise Stuck(f"virtual time passed {self._limit_seconds} s")
-        now = self._now
-        while timers and timers[0][0] <= now:
-            handle = heapq.heappop(timers)
-            if handle[_CALLBACK] is _nothing:
-                self._cancelled -= 1
-            else:
-                handle[_LOOP] = None
-                self._ready.append(handle)
-        ready, self._ready = self._ready, []
-        for at, handle in enumerate(ready):
-            try:
-                handle[_CALLBACK](*handle[_ARGUMENTS])
-            except (SystemExit, KeyboardInterrupt):
-                self._ready[:0] = ready[at + 1 :]
-                raise
-            except BaseException as error:
-                self.call_exception_handler(
-                    {"message": f"exception in {handle!r}", "exception": error, "handle": handle}
-                )
+            left = iter(self._ready)
+            self._ready = []
+            for handle in left:
+                try:
+                    handle[_CALLBACK](*handle[_ARGUMENTS])
+                except (SystemExit, KeyboardInterrupt):
+                    self._ready[:0] = left
+                    raise
+                except BaseException as error:
+                    self.call_exception_handler(
+                        {
+                            "message": f"exception in {handle!r}",
+                            "exception": error,
+                            "handle": handle,
+                        }
+                    )
+
+    def _go_on(self, timers: list[_Handle]) -> None:
+        """To the instant of the next timer that was not cancelled."""
+        while timers and timers[0][_CALLBACK] is _nothing:
+            heappop(timers)
+            self._cancelled -= 1
+        if not timers:
+            raise Stuck("no task can run and no timer is set")
+        self._now = max(self._now, timers[0][0])
+        if self._now > self._limit_seconds:
+            raise Stuck(f"virtual time passed {self._limit_seconds} s")
 
     def run_until_complete(
         self,
@@ -213,8 +229,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._ready.clear()
         self._timers.clear()
 
-    def get_debug(self) -> bool:
-        return False
+    # Asked for each future that is made: `bool()` is False. There is no debugging mode.
+    get_debug = staticmethod(bool)  # type: ignore[assignment]
 
     def set_debug(self, enabled: bool) -> None:
         """There is no debugging mode."""
@@ -260,15 +276,15 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
 
 class VirtualClock:
-    """The clock of the running loop."""
+    """The clock of the loop that runs where it is made, or else where it is first asked."""
 
     def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
+        if _runs_a_loop():
+            self.now = asyncio.get_running_loop().time
 
     def now(self) -> float:
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-        return self._loop.time()
+        self.now = asyncio.get_running_loop().time
+        return self.now()
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
