@@ -151,24 +151,31 @@ class _Grid:
     each time, so what does not depend on the question is worked out once."""
 
     def __init__(self, values: Array, rows: Array, columns: Array) -> None:
-        self._rows, self._columns = rows, columns
-        self._row_gaps, self._column_gaps = rows[1:] - rows[:-1], columns[1:] - columns[:-1]
-        self._values = values.ravel()
-        self._rises = self._values[1:] - self._values[:-1]
+        self._last, self._width = columns[-1], len(columns)
+        # Within the ends the search gives the cell at once.
+        self._inner_rows, self._inner_columns = rows[1:-1], columns[1:-1]
+        self._row_cells = np.array([rows[:-1], rows[1:] - rows[:-1]])
+        self._column_cells = np.array([columns[:-1], columns[1:] - columns[:-1]])
+        flat = values.ravel()
+        rises = flat[1:] - flat[:-1]
+        above = slice(len(flat) - len(columns) - 1)
+        # of each place: its value, its rise to the next column, and both one row further down
+        self._corners = np.array(
+            [flat[above], rises[above], flat[len(columns) : -1], rises[len(columns) :]]
+        )
 
     def between(self, at_row: Array, at_column: Array) -> Array:
         """At places within the rows, and columns beyond whose ends the end counts."""
-        rows, columns = self._rows, self._columns
-        at_column = np.minimum(np.maximum(at_column, columns[0]), columns[-1])
-        row = np.minimum(rows.searchsorted(at_row, "right") - 1, len(rows) - 2)
-        column = np.minimum(columns.searchsorted(at_column, "right") - 1, len(columns) - 2)
-        down = (at_row - rows.take(row)) / self._row_gaps.take(row)
-        right = (at_column - columns.take(column)) / self._column_gaps.take(column)
-        place = row * len(columns) + column
-        above = self._values.take(place) + self._rises.take(place) * right
-        place += len(columns)
-        below = self._values.take(place) + self._rises.take(place) * right
-        return above + (below - above) * down
+        at_column = np.minimum(np.maximum(at_column, self._column_cells[0, 0]), self._last)
+        row = self._inner_rows.searchsorted(at_row, "right")
+        column = self._inner_columns.searchsorted(at_column, "right")
+        begin, gap = self._row_cells.take(row, axis=1)
+        down = (at_row - begin) / gap
+        begin, gap = self._column_cells.take(column, axis=1)
+        right = (at_column - begin) / gap
+        value, rise, below, below_rise = self._corners.take(row * self._width + column, axis=1)
+        above = value + rise * right
+        return above + (below + below_rise * right - above) * down
 
 
 @functools.lru_cache(maxsize=256)

@@ -104,21 +104,21 @@ class Accounts:
 
     def bar(self, worker: str, until: float) -> None:
         """Nothing is placed there before that instant, while there are others."""
-        self._write(worker, "barred_until", until)
+        row = self.state.row(worker)
+        if row is not None:
+            self.state.bar(row, until)
 
     def pace(self, worker: str, until: float) -> None:
         """Who prefills and decodes gets the next prompt then (`pacing`)."""
-        self._write(worker, "paced_until", until)
+        row = self.state.row(worker)
+        if row is not None:
+            self.state.table["paced_until"][row] = until
 
     def excuse(self, worker: str, heard_at: float) -> None:
         """Its silence until then is nobody's fault."""
-        self._write(worker, "heard_at", heard_at)
-
-    def _write(self, worker: str, column: str, instant: float) -> None:
-        """Where the worker is still here."""
         row = self.state.row(worker)
         if row is not None:
-            self.state.table[column][row] = instant
+            self.state.hear(row, heard_at)
 
     def forget(self, name: str) -> None:
         self._fresh.pop(name, None)

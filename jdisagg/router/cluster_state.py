@@ -11,6 +11,7 @@ Sums are over a worker's dp ranks unless the column's name says which: `best_` i
 most free pages, which takes the next sequence; `most_` of the fullest."""
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -112,17 +113,22 @@ class Side:
     may be given, a few more than there are slots, so that a freed slot finds its next sequence
     ready (scheduler/reservations.py). What holds for all of them: `speed`, `chunk_tokens`,
     `page_size`, each None where they differ; and whether there is any of unknown speed, mixed, able
-    to prefill."""
+    to prefill, of several dp ranks, that drains, that loads programs. `zeros`: as many; nobody
+    writes there."""
 
     rows: Indices
     span: Indices | slice
     room: Array
+    zeros: Array
     speed: Speed | None
     chunk_tokens: int | None
     page_size: float | None
     unknown: bool
     mixed: bool
     can_prefill: bool
+    several_ranks: bool
+    draining: bool
+    loading: bool
 
 
 class ClusterState:
@@ -135,6 +141,7 @@ class ClusterState:
         self._names: list[str] = []
         self._rows: dict[str, int] = {}
         self._statuses: dict[str, WorkerStatus] = {}
+        self._forms: dict[str, object] = {}
         self._descriptions: dict[str, Description] = {}
         self._kinds: dict[Kind, int] = {}
         self._lives: dict[str, int] = {}
@@ -142,6 +149,8 @@ class ClusterState:
         self._last_life = 0
         # as long as nobody comes, goes or becomes another
         self._sides: tuple[Side, Side] | None = None
+        self._heard_since = -math.inf  # an instant after which all were heard of
+        self.barred_until = 0.0  # no worker is barred for longer
         self._link_costs: dict[Link, LinkCosts] = {}  # likewise
 
     def __len__(self) -> int:
@@ -214,12 +223,13 @@ class ClusterState:
             row = self._add(status.name)
         decodes, ranks = status.role is not WorkerRole.PREFILL, max(1, len(status.total_pages))
         cells = self.table.cells
-        before = self._statuses.get(status.name)
-        if before is None or _form(before) != _form(status):
+        form = _form(status)
+        if self._forms.get(status.name) != form:
+            self._forms[status.name] = form
             self._change_form()
         self._statuses[status.name] = status
         free, sequences, contexts = status.free_pages, status.rank_sequences, status.rank_contexts
-        best = max(range(len(free)), key=free.__getitem__, default=0)
+        best = max(range(len(free)), key=free.__getitem__) if len(free) > 1 else 0
         # an older worker says no more than their number
         if len(sequences) != ranks or len(contexts) != ranks:
             sequences, contexts = (status.running / ranks,) * ranks, (0.0,) * ranks
@@ -237,11 +247,13 @@ class ClusterState:
             ),
         )
         cells[COLUMNS["spoke"], row] = True
+        self._heard_since = min(self._heard_since, now)
 
     def forget(self, name: str) -> None:
         """A worker is gone. Rows behind its own move up; names are what lasts. Idempotent."""
         row = self._rows.pop(name, None)
         self._statuses.pop(name, None)
+        self._forms.pop(name, None)
         self._lives.pop(name, None)
         self._descriptions.pop(name, None)
         if row is None:
@@ -270,7 +282,26 @@ class ClusterState:
             row = self._add(name)
         for column, number in numbers.items():
             self.table[column][row] = number
+        self.bar(row, float(self.table["barred_until"][row]))
+        self._forms.pop(name, None)
         self._change_form()
+
+    def bar(self, row: int, until: float) -> None:
+        """Nothing is placed there before that instant, while there are others."""
+        self.table["barred_until"][row] = until
+        self.barred_until = max(self.barred_until, until)
+
+    def hear(self, row: int, at: float) -> None:
+        """As if it had spoken then."""
+        self.table["heard_at"][row] = at
+        self._heard_since = min(self._heard_since, at)
+
+    def silent_for(self, now: float, most: float) -> bool:
+        """Whether any worker may not have been heard of for more than `most` seconds."""
+        if now - self._heard_since > most:
+            heard = [self.table["heard_at"][side.span] for side in self._both()]
+            self._heard_since = min(float(column.min(initial=now)) for column in heard)
+        return now - self._heard_since > most
 
     def _add(self, name: str) -> int:
         row = len(self._names)
@@ -305,7 +336,7 @@ class ClusterState:
         return self._kinds[kind]
 
     def _change_form(self) -> None:
-        self._sides = None
+        self._sides, self._heard_since = None, -math.inf
         self._link_costs.clear()
 
     def _both(self) -> tuple[Side, Side]:
@@ -334,17 +365,21 @@ class ClusterState:
             table["slots"]
             + table["ranks"]
             * np.maximum(1.0, table["slots"] // np.maximum(1.0, table["ranks"]) // 4),
+            np.zeros(len(rows)),
             None if speed is None or speed == UNKNOWN else self.speeds[int(speed)],
             None if chunk is None else int(chunk),
             page,
             bool((table["speed"] == UNKNOWN).any()),
             bool(table.flag("mixed").any()),
             bool(table.flag("can_prefill").any()),
+            bool((table["ranks"] != 1.0).any()),
+            bool(table.flag("draining").any()),
+            bool(table.flag("loading_seconds").any()),
         )
 
 
-def _form(status: WorkerStatus) -> tuple[WorkerRole, int, int, bool, int, int]:
-    """What of a status says what the worker is, and not how it fares."""
+def _form(status: WorkerStatus) -> object:
+    """What of a status says what the worker is, and what it seldom says of how it fares."""
     return (
         status.role,
         status.page_size,
@@ -352,6 +387,8 @@ def _form(status: WorkerStatus) -> tuple[WorkerRole, int, int, bool, int, int]:
         status.can_prefill,
         status.slots,
         len(status.total_pages),
+        status.draining,
+        status.loading_seconds != 0,
     )
 
 

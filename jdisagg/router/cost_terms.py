@@ -10,6 +10,8 @@ that this router has there, nobody waiting in front, and a step within the bound
 missing, sequences must leave first: they do so at the rate of Little's law, running / (mean length
 x step)."""
 
+import math
+
 import numpy as np
 
 from jdisagg.costs.hardware import Link
@@ -27,7 +29,7 @@ from jdisagg.router.prefix_index import ByWorker
 # own. Where nothing runs there is its own alone.
 STEPS_TO_JOIN = 3.5
 STEPS_ALONE = 1.0
-_NOWHERE, _NOTHING = np.empty(0, np.intp), np.empty(0)
+_NOWHERE, _NOTHING, _NO_FLAG = np.empty(0, np.intp), np.empty(0), np.zeros(1, bool)
 
 
 @plain
@@ -44,17 +46,22 @@ class PrefillCosts:
 @plain
 class DecodeCosts:
     """Of decode workers `rows`: seconds until there is room, and of a step then; whether anything
-    runs there that would notice."""
+    runs there that would notice. `room`: there is some everywhere, so that no queue is."""
 
     rows: Indices
     queue: Array
     step: Array
     busy: Flags
+    room: bool = False
 
     @property
     def join(self) -> Array:
         """Seconds from the KV's arrival to the first token that is decoded from it."""
         return np.where(self.busy, STEPS_TO_JOIN, STEPS_ALONE) * self.step
+
+    def join_of(self, which: int) -> float:
+        """The same of one of them."""
+        return (STEPS_TO_JOIN if self.busy[which] else STEPS_ALONE) * float(self.step[which])
 
 
 def prefills_of(
@@ -63,12 +70,21 @@ def prefills_of(
     """Of workers `rows`, some or all of `side`."""
     tokens = table["queued_tokens"] + table["own_tokens"]
     pairs = table["queued_pairs"] + table["own_pairs"]
-    queue, prefill, chunks = np.empty(len(rows)), np.empty(len(rows)), np.empty(len(rows))
-    for speed, chunk, which in _alike(state, side, table):
-        per_token, per_pair = speed.backlog_rates(chunk)
-        queue[which] = tokens[which] * per_token + pairs[which] * per_pair
-        prefill[which] = speed.prefill_seconds(query.work.tokens, 0, chunk)
-        chunks[which] = -(-query.work.tokens // chunk) if chunk else 1
+    if side.speed is not None and side.chunk_tokens is not None and len(rows):
+        per_token, per_pair = side.speed.backlog_rates(side.chunk_tokens)
+        queue = tokens * per_token + pairs * per_pair
+        zeros = side.zeros if rows is side.rows else np.zeros(len(rows))
+        prefill = zeros + side.speed.prefill_seconds(query.work.tokens, 0, side.chunk_tokens)
+        chunks = zeros + _chunks(query.work.tokens, side.chunk_tokens)
+    else:
+        queue, prefill, chunks = np.empty(len(rows)), np.empty(len(rows)), np.empty(len(rows))
+        for speed, chunk, which in _alike(state, side, table):
+            per_token, per_pair = speed.backlog_rates(chunk)
+            queue[which] = tokens[which] * per_token + pairs[which] * per_pair
+            prefill[which] = speed.prefill_seconds(query.work.tokens, 0, chunk)
+            chunks[which] = _chunks(query.work.tokens, chunk)
+    if side.several_ranks:
+        queue = queue / table["ranks"]
     at, cached = known_at(state, rows, query)
     if len(at):
         some = table.take(at)
@@ -76,7 +92,7 @@ def prefills_of(
             prefill[at[which]] = speed.prefills_seconds(
                 query.work.tokens - cached[which], cached[which], chunk
             )
-    return PrefillCosts(rows, queue / table["ranks"], prefill, chunks)
+    return PrefillCosts(rows, queue, prefill, chunks)
 
 
 def decodes_of(
@@ -88,19 +104,25 @@ def decodes_of(
     policy: PlacementPolicy,
 ) -> DecodeCosts:
     """Of workers `rows`, some or all of `side`."""
-    work, ranks = query.work, table["ranks"]
+    work = query.work
+    ranks = table["ranks"] if side.several_ranks else 1
     ours, waiting = table["own_sequences"], table["waiting"]
     here = table["running"] + ours
     busy = here > 0
-    sequences = table["best_sequences"] + ours / ranks + work.children
-    contexts = table["best_contexts"] + table["own_contexts"] / ranks + work.children * work.tokens
+    sequences = table["best_sequences"] + _each(ours, ranks) + work.children
+    contexts = (
+        table["best_contexts"] + _each(table["own_contexts"], ranks) + work.children * work.tokens
+    )
     sequences, contexts = (
         np.maximum(sequences, table["most_sequences"]),
         np.maximum(contexts, table["most_contexts"]),
     )
-    step = np.empty(len(rows))
-    for speed, _, which in _alike(state, side, table, chunks=False):
-        step[which] = speed.step_seconds(sequences[which], contexts[which])
+    if side.speed is not None and len(rows):
+        step = side.speed.step_seconds(sequences, contexts)
+    else:
+        step = np.empty(len(rows))
+        for speed, _, which in _alike(state, side, table, chunks=False):
+            step[which] = speed.step_seconds(sequences[which], contexts[which])
     page = (
         max(1.0, side.page_size)
         if side.page_size is not None
@@ -108,7 +130,9 @@ def decodes_of(
     )
     total, own_pages = table["total_pages"], table["own_pages"]
     used = total - table["free_pages"] + own_pages
-    now_short = _pages(work, page, GROWTH_TOKENS) - table["best_free_pages"] + own_pages / ranks
+    now_short = (
+        _pages(work, page, GROWTH_TOKENS) - table["best_free_pages"] + _each(own_pages, ranks)
+    )
     later_short = (
         np.maximum(used, table["committed_pages"])
         + _pages(work, page, work.expected_tokens)
@@ -119,10 +143,16 @@ def decodes_of(
         + work.children
         - (side.room if rows is side.rows else side.room.take(side.rows.searchsorted(rows)))
     )
+    later_short = _each(later_short, ranks)
+    slow = step > policy.tpot_slo_seconds if policy.tpot_slo_seconds < np.inf else _NO_FLAG
+    shortest = np.maximum(np.maximum(now_short, later_short), slots_short)
+    late = np.count_nonzero(slow) or np.count_nonzero(waiting)
+    if not late and np.maximum.reduce(shortest, initial=0.0) <= 0:
+        zeros = side.zeros if rows is side.rows else np.zeros(len(rows))
+        return DecodeCosts(rows, zeros, step, busy, room=True)
     some = np.maximum(1.0, here)
     each = np.maximum(1.0, used / some)
-    leaving = np.maximum(np.maximum(now_short, later_short / ranks) / each, slots_short) + waiting
-    slow = step > policy.tpot_slo_seconds
+    leaving = np.maximum(np.maximum(now_short, later_short) / each, slots_short) + waiting
     if np.count_nonzero(slow):
         leaving = np.where(slow & (leaving < 1.0), 1.0, leaving)
     # An empty worker has all the room that it will ever have: it says itself what it cannot do.
@@ -134,10 +164,16 @@ def decodes_of(
 
 
 def transfers_of(
-    state: ClusterState, prefills: Indices, decodes: Indices, query: PlacementQuery, far: Link
+    state: ClusterState,
+    prefills: Indices,
+    decodes: Indices,
+    query: PlacementQuery,
+    far: Link,
+    places: Indices | None = None,
 ) -> Array:
     """Seconds of moving what the decode side lacks, [prefill workers, decode workers]: by the
-    closest that they have in common."""
+    closest that they have in common. `places`: of the prefill workers among all of them, where
+    that is known."""
     missing: Array | float = float(query.work.tokens)
     at, cached = known_at(state, decodes, query)
     if len(at):
@@ -145,7 +181,9 @@ def transfers_of(
         missing[at] -= cached
     every = state.decode.rows
     there = slice(None) if decodes is every else every.searchsorted(decodes)
-    return state.link_costs(far).seconds(state.prefill.rows.searchsorted(prefills), there, missing)
+    if places is None:
+        places = state.prefill.rows.searchsorted(prefills)
+    return state.link_costs(far).seconds(places, there, missing)
 
 
 def exposed(transfer: Array, prefill: Array, chunks: Array) -> Array:
@@ -197,9 +235,21 @@ def known_at(state: ClusterState, rows: Indices, query: PlacementQuery) -> tuple
 
 
 def _pages(work: Work, page: Array | float, growth_tokens: int) -> Array | float:
-    shared = np.ceil(work.tokens / page)
     grown = work.tokens + min(growth_tokens, work.expected_tokens)
+    if isinstance(page, float):
+        alike = math.ceil(work.tokens / page)
+        return float(alike + work.children * (math.ceil(grown / page) - alike))
+    shared = np.ceil(work.tokens / page)
     return shared + work.children * (np.ceil(grown / page) - shared)
+
+
+def _chunks(tokens: int, chunk_tokens: int) -> int:
+    return -(-tokens // chunk_tokens) if chunk_tokens else 1
+
+
+def _each(column: Array, ranks: Array | int) -> Array:
+    """Of each dp rank."""
+    return column if isinstance(ranks, int) else column / ranks
 
 
 def _alike(

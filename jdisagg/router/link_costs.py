@@ -43,24 +43,19 @@ class LinkCosts:
             prefill.speeds
         ]
         shape = (len(prefill.speeds), len(decode.speeds))
-        self._known = np.zeros(shape[0], bool)
-        self._latency, self._per_byte, self._lanes = (
-            np.empty(shape),
-            np.empty(shape),
-            np.empty(shape),
-        )
+        self._known, self._unknown = np.zeros(shape[0], bool), shape[0]
+        # latency, lanes, seconds a byte
+        self._terms = np.empty((3, *shape))
 
     def seconds(self, prefills: Indices, decodes: Indices | slice, missing: Array | float) -> Array:
         """Of moving `missing` tokens (of each decode worker, or of all) between workers at these
         places: [prefills, decodes]."""
-        new = prefills[~self._known.take(prefills)]
-        if len(new):
-            self._find(new)
+        if self._unknown:
+            new = prefills[~self._known.take(prefills)]
+            if len(new):
+                self._find(new)
         size_bytes = self._wire_bytes.take(prefills)[:, None] * missing
-        latency, per_byte, lanes = [
-            matrix.take(prefills, axis=0)[:, decodes]
-            for matrix in (self._latency, self._per_byte, self._lanes)
-        ]
+        latency, lanes, per_byte = self._terms.take(prefills, axis=1)[:, :, decodes]
         return latency + size_bytes / lanes * per_byte
 
     def _find(self, prefills: Indices) -> None:
@@ -71,9 +66,11 @@ class LinkCosts:
             closeness += (ours[:, None] == theirs) & (ours != 0)[:, None]
         for at, near in zip(prefills, closeness, strict=True):
             latency, per_byte = self._links[self._prefill.speeds[at]]
-            self._latency[at], self._per_byte[at] = latency[near], per_byte[near]
-        self._lanes[prefills] = np.minimum(self._from_lanes[prefills][:, None], self._to_lanes)
+            self._terms[0, at], self._terms[2, at] = latency[near], per_byte[near]
+        lanes = np.minimum(self._from_lanes[prefills][:, None], self._to_lanes)
+        self._terms[1, prefills] = lanes
         self._known[prefills] = True
+        self._unknown -= len(prefills)
 
 
 @functools.lru_cache(maxsize=1024)

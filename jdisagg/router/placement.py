@@ -72,6 +72,14 @@ class Candidates:
         )
 
     @property
+    def penalties(self) -> Array | None:
+        """What speaks against each, in seconds, those among it until its programs are loaded; None:
+        nothing does against any."""
+        if self.against is self.side.zeros and not self.side.loading:
+            return None
+        return self.against + self.table["loading_seconds"]
+
+    @property
     def unknown(self) -> bool:
         """Whether one's speed is not known."""
         return self.side.unknown and bool((self.table["speed"] == UNKNOWN).any())
@@ -161,30 +169,34 @@ def weigh(
     policy: PlacementPolicy,
 ) -> Weighed:
     every = prefills_of(state, prefills.side, prefills.rows, prefills.table, query)
-    against = prefills.against + prefills.table["loading_seconds"]
+    against, places = prefills.penalties, None
     if len(prefills) > MOST_PREFILLS:
-        few = (every.queue + every.prefill + against).argsort(kind="stable")[:MOST_PREFILLS]
+        seconds = every.queue + every.prefill
+        if against is not None:
+            seconds = seconds + against
+        few = seconds.argsort(kind="stable")[:MOST_PREFILLS]
         few.sort()
+        places = few if prefills.rows is prefills.side.rows else None
         every = PrefillCosts(
             every.rows.take(few),
             every.queue.take(few),
             every.prefill.take(few),
             every.chunks.take(few),
         )
-        against = against.take(few)
+        against = None if against is None else against.take(few)
     side = decodes_of(state, decodes.side, decodes.rows, decodes.table, query, policy)
-    transfer = transfers_of(state, every.rows, decodes.rows, query, policy.far)
+    transfer = transfers_of(state, every.rows, decodes.rows, query, policy.far, places)
     transfer = exposed(transfer, every.prefill[:, None], every.chunks[:, None])
-    rest = (
-        max(0, query.work.expected_tokens - 1) * side.step
-        + decodes.against
-        + decodes.table["loading_seconds"]
-    )
-    before, after = (
-        (side.queue, 0.0) if policy.decode_first else (np.zeros(len(decodes)), side.queue)
-    )
-    ttft = np.maximum(every.queue[:, None], before[None, :]) + every.prefill[:, None]
-    pairs = ttft + transfer + (side.join + rest + after)[None, :] + against[:, None]
+    rest = max(0, query.work.expected_tokens - 1) * side.step
+    if decodes.penalties is not None:
+        rest = rest + decodes.against + decodes.table["loading_seconds"]
+    ttft = _ttft(every, side, policy)
+    after = side.join + rest
+    if not policy.decode_first:
+        after = after + side.queue
+    pairs = ttft + transfer + after[None, :]
+    if against is not None:
+        pairs = pairs + against[:, None]
     late = ttft + query.age_seconds > query.limit_seconds
     if np.count_nonzero(late):
         pairs += np.where(late, LATE, 0.0)
@@ -194,6 +206,14 @@ def weigh(
     if decodes.side.can_prefill and decodes.table.flag("can_prefill").any():
         local, alone = _weigh_alone(state, side, decodes, query, now, policy, rest)
     return Weighed(every, side, transfer, pairs, local, alone)
+
+
+def _ttft(prefills: PrefillCosts, decodes: DecodeCosts, policy: PlacementPolicy) -> Array:
+    """Seconds to the first token of pairs: [prefill workers, decode workers], or where these make
+    no difference [prefill workers, 1]."""
+    if decodes.room or not policy.decode_first:
+        return (np.maximum(prefills.queue, 0.0) + prefills.prefill)[:, None]
+    return np.maximum(prefills.queue[:, None], decodes.queue[None, :]) + prefills.prefill[:, None]
 
 
 def _weigh_alone(
@@ -297,7 +317,7 @@ def _pair(
     prefill, decode = state.name(int(prefills.rows[which])), state.name(int(decodes.rows[other]))
     cached, held = known_to(prefill, query), known_to(decode, query)
     kind = "prefix" if cached or held else "seconds"
-    first, gap = terms.prefill_queue, terms.transfer + float(side.join[other])
+    first, gap = terms.prefill_queue, terms.transfer + side.join_of(other)
     if policy.decode_first:
         first = max(first, terms.decode_queue)
     else:
@@ -425,6 +445,9 @@ def _usable(
 ) -> Candidates:
     """Those that are heard of, and what speaks against each."""
     rows, table = side.rows, state.table.take(side.span)
+    all_well = not (side.draining or query.avoid) and now >= state.barred_until
+    if all_well and not state.silent_for(now, min(policy.suspect_seconds, policy.gone_seconds)):
+        return Candidates(side, rows, table, side.zeros)
     silent = now - table["heard_at"]
     leaving = table.flag("draining") | (silent > policy.suspect_seconds)
     out = silent > policy.gone_seconds
