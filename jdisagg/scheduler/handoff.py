@@ -34,6 +34,8 @@ class HandoffState(enum.Enum):
     FREED = "freed"
     ABORTED = "aborted"
 
+    __hash__ = object.__hash__  # one object each: looked up at every move
+
     @property
     def final(self) -> bool:
         return self is HandoffState.FREED or self is HandoffState.ABORTED
@@ -49,6 +51,8 @@ class HandoffEvent(enum.Enum):
     ADMIT = "the sequence joined the batch"
     FREE = "what was held is given back"
     ABORT = "one side gave up"
+
+    __hash__ = object.__hash__
 
 
 S, E = HandoffState, HandoffEvent

@@ -56,10 +56,10 @@ class PageLedger:
 
     def count(self, owner: int) -> int:
         """How many pages `owner` holds."""
-        return len(self._holding(owner))
+        return len(self._held.get(owner) or self._holding(owner))
 
     def pages(self, owner: int) -> tuple[int, ...]:
-        return tuple(self._holding(owner))
+        return tuple(self._held.get(owner) or self._holding(owner))
 
     def reserve(self, owner: int, count: int) -> tuple[int, ...] | None:
         """Makes `owner` with `count` fresh pages; None when there are not so many."""
@@ -88,12 +88,17 @@ class PageLedger:
         """Appends `count` fresh pages to what `owner` holds and returns all of it; None when there
         are not so many."""
         held = self._holding(owner)
-        if count > self.free_pages:
-            return None
-        for _ in range(count):
-            page = self._take()
-            self._references[page] = 1
-            held.append(page)
+        if count > len(self._free):
+            if count > self.free_pages:
+                return None
+            pages = [self._take() for _ in range(count)]
+        else:
+            give = self._free.popleft
+            pages = [give() for _ in range(count)]
+        references = self._references
+        for page in pages:
+            references[page] = 1
+        held += pages
         return tuple(held)
 
     def share(self, owner: int, new_owner: int, count: int) -> tuple[int, ...]:
@@ -130,15 +135,17 @@ class PageLedger:
     def free(self, owner: int) -> int:
         """Drops `owner`; returns how many pages became free. They may be given again to commands
         issued from now on."""
-        let_go: list[int] = []
-        for page in self._holding(owner):
-            self._references[page] -= 1
-            if not self._references[page]:
-                let_go.append(page)
-        self._free.extend([page for page in let_go if page not in self._kept])
-        for page in reversed(let_go):
-            if page in self._kept:
-                self._idle[page] = None
+        held, references, kept = self._holding(owner), self._references, self._kept
+        for page in held:
+            references[page] -= 1
+        let_go = [page for page in held if not references[page]]
+        if kept:
+            self._free.extend([page for page in let_go if page not in kept])
+            for page in reversed(let_go):
+                if page in kept:
+                    self._idle[page] = None
+        else:
+            self._free.extend(let_go)
         del self._held[owner]
         return len(let_go)
 
@@ -178,9 +185,10 @@ class PageLedger:
         return page
 
     def _holding(self, owner: int) -> list[int]:
-        if owner not in self._held:
+        held = self._held.get(owner)
+        if held is None:
             raise LedgerError(f"owner {owner} holds no pages: freed twice, or never reserved")
-        return self._held[owner]
+        return held
 
 
 def pages_for(tokens: int, page_size: int) -> int:

@@ -13,6 +13,7 @@ class StateSlots:
     def __init__(self, limits: MeshLimits) -> None:
         self._each = int(limits.kv_spec.has_state)
         self._ledgers = [PageLedger(limits.state_slots_per_rank) for _ in range(limits.ranks)]
+        self._totals = tuple([ledger.total_pages for ledger in self._ledgers])
 
     @property
     def on(self) -> bool:
@@ -22,25 +23,31 @@ class StateSlots:
         return self._ledgers[rank].free_pages
 
     def free_by_rank(self) -> tuple[int, ...]:
+        if not self._each:
+            return self._totals
         return tuple([ledger.free_pages for ledger in self._ledgers])
 
     def total_by_rank(self) -> tuple[int, ...]:
-        return tuple([ledger.total_pages for ledger in self._ledgers])
+        return self._totals
 
     def has_room(self, rank: int, sequences: int) -> bool:
-        return self.free_slots(rank) >= sequences * self._each
+        return not self._each or self.free_slots(rank) >= sequences
 
     def take(self, rank: int, owner: int) -> None:
         """The caller has seen that there is room."""
+        if not self._each:
+            return
         taken = self._ledgers[rank].reserve(owner, self._each)
         assert taken is not None, "room was checked"
 
     def share(self, rank: int, owner: int, new_owner: int) -> None:
-        self._ledgers[rank].share(owner, new_owner, self._each)
+        if self._each:
+            self._ledgers[rank].share(owner, new_owner, self._each)
 
     def free(self, rank: int, owner: int) -> None:
-        self._ledgers[rank].free(owner)
+        if self._each:
+            self._ledgers[rank].free(owner)
 
     def slot(self, rank: int, owner: int) -> int:
         """Where an owner's state lies; 0 where there is none."""
-        return next(iter(self._ledgers[rank].pages(owner)), 0)
+        return self._ledgers[rank].pages(owner)[0] if self._each else 0
