@@ -126,8 +126,8 @@ class CostModel:
         peak = accelerator.peak_flops * (2 / max(2, self.value_bytes))
         self._seconds_per_flop = 1 / (peak * reached.gemm_compute)
         self._seconds_per_byte = 1 / (accelerator.memory_bytes_per_second * reached.gemm_memory)
-        self._attention_per_flop = 1 / (peak * reached.attention_compute)
-        self._attention_per_byte = 1 / (
+        self.attention_per_flop = 1 / (peak * reached.attention_compute)
+        self.attention_per_byte = 1 / (
             accelerator.memory_bytes_per_second * reached.attention_memory
         )
 
@@ -165,11 +165,15 @@ class CostModel:
         if not sequences:
             return Cost()
         reached = self.accelerator.efficiency
+        cost = self.decode_layers(sequences) + self._decode_attention(sequences, context_tokens)
+        return self._issued(cost, reached.launch_seconds, self.host_seconds(sequences))
+
+    def decode_layers(self, sequences: int) -> Cost:
+        """All of a step but attention and the host's part."""
         layers = self._decode_layers.get(sequences)
         if layers is None:
             layers = self._decode_layers[sequences] = self._layers(sequences, sequences)
-        cost = layers + self._decode_attention(sequences, context_tokens)
-        return self._issued(cost, reached.launch_seconds, self.host_seconds(sequences))
+        return layers
 
     def host_seconds(self, sequences: int) -> float:
         """The part of a decode step that no device works in."""
@@ -447,21 +451,25 @@ class CostModel:
 
     def _attended(self, sequences: float, context_tokens: float) -> Cost:
         shape, attention = self.geometry, self.geometry.attention
-        heads = attention.query_heads / self.layout.tp
-        if isinstance(attention, LatentAttention):
-            flops = 2 * heads * (2 * attention.kv_rank + attention.rope_dim) * context_tokens
-            return self._attention(flops, context_tokens * self._kv_bytes(), shape.layers)
-        flops = 4 * heads * attention.head_dim
-        if not attention.windowed_layers or attention.window is None:
-            return self._attention(
-                flops * context_tokens, context_tokens * self._kv_bytes(), shape.attention_layers
-            )
+        flops, size_bytes, layers = self.attention_of_token()
+        if isinstance(attention, LatentAttention) or attention.window is None:
+            return self._attention(flops * context_tokens, context_tokens * size_bytes, layers)
         seen = min(context_tokens, attention.window * sequences)
         whole = shape.attention_layers - attention.windowed_layers
         full = self._attention(flops * context_tokens, context_tokens * self._kv_bytes(), whole)
         return full + self._attention(
             flops * seen, seen * self._kv_bytes(), attention.windowed_layers
         )
+
+    def attention_of_token(self) -> tuple[float, float, int]:
+        """Of attending to one token of context in a decode step: FLOP and bytes, and in how many
+        layers."""
+        shape, attention = self.geometry, self.geometry.attention
+        heads = attention.query_heads / self.layout.tp
+        if isinstance(attention, LatentAttention):
+            flops = 2 * heads * (2 * attention.kv_rank + attention.rope_dim)
+            return flops, self._kv_bytes(), shape.layers
+        return 4 * heads * attention.head_dim, self._kv_bytes(), shape.attention_layers
 
     def _recurrence(self, tokens: float, passes: float, *, chunked: bool) -> Cost:
         """Of layers that keep state: it is read and written `passes` times."""
@@ -474,8 +482,8 @@ class CostModel:
 
     def _attention(self, flops: float, size_bytes: float, layers: int) -> Cost:
         arithmetic, traffic = (
-            flops * self._attention_per_flop,
-            size_bytes * self._attention_per_byte,
+            flops * self.attention_per_flop,
+            size_bytes * self.attention_per_byte,
         )
         overhead = layers * self.accelerator.efficiency.attention_seconds
         if arithmetic > traffic:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jdisagg.costs.cost_model import CostModel, wire_bytes_per_token
+from jdisagg.costs.decode_seconds import DecodeSeconds
 from jdisagg.plain import plain
 
 MOST_REMEMBERED = 1 << 16  # prefills whose seconds are known: lengths come again
@@ -105,6 +106,7 @@ class ModelCosts:
             self._insert_seconds_per_token = self._bytes_per_token / (
                 model.layout.tp * model.stages * insert_bytes_per_second
             )
+        self._decode_seconds = DecodeSeconds(model)
         self._prefills: dict[tuple[tuple[int, int], ...], tuple[float, float]] = {}
 
     def prefill(self, rows: Sequence[tuple[int, int]]) -> tuple[float, float]:
@@ -118,10 +120,11 @@ class ModelCosts:
         return known
 
     def decode(self, sequences: int, context_tokens: float, steps: int) -> Pace:
-        first = self._model.decode_of(sequences, context_tokens).seconds
+        seconds = self._decode_seconds
+        first = seconds(sequences, context_tokens)
         if steps == 1:
             return Pace(first)
-        last = self._model.decode_of(sequences, context_tokens + sequences * (steps - 1)).seconds
+        last = seconds(sequences, context_tokens + sequences * (steps - 1))
         return Pace(first, (last - first) / (steps - 1))
 
     def host(self, sequences: int) -> float:
