@@ -64,10 +64,10 @@ def gap_runs(timelines: Sequence[Timeline], tokens: Sequence[int]) -> list[tuple
     for begin, end, count in _spans(timelines, tokens):
         if before is not None:
             gap = begin - before
-            if times and len(gaps) and abs(gap - seconds) <= 0.01 * seconds:
+            if times and gaps and -(near := 0.01 * seconds) <= gap - seconds <= near:
                 # No pause: the whole span goes at one pace.
                 mean = (end - before) / count
-                if abs(mean - seconds) <= 0.01 * seconds:
+                if -near <= mean - seconds <= near:
                     seconds = (seconds * times + mean * count) / (times + count)
                     times += count
                     before = end
@@ -77,7 +77,7 @@ def gap_runs(timelines: Sequence[Timeline], tokens: Sequence[int]) -> list[tuple
             seconds, times = gap, 1
         if count > 1:
             mean = (end - begin) / (count - 1)
-            if times and len(gaps) and abs(mean - seconds) <= 0.01 * seconds:
+            if times and gaps and -(near := 0.01 * seconds) <= mean - seconds <= near:
                 seconds, times = (
                     (seconds * times + mean * (count - 1)) / (times + count - 1),
                     times + count - 1,
@@ -96,8 +96,8 @@ def _spans(timelines: Sequence[Timeline], tokens: Sequence[int]) -> list[tuple[f
     """Of tokens that may come from several meshes one after the other. Numbers of one mesh need not
     follow each other without a gap: a prefill's token is one of its own."""
     spans: list[tuple[float, float, int]] = []
-    at = 0
-    while at < len(tokens):
+    at, total = 0, len(tokens)
+    while at < total:
         count = _consecutive(tokens, at)
         spans += timelines[tokens[at] >> NUMBER_BITS].spans(tokens[at], count)
         at += count
