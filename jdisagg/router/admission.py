@@ -5,13 +5,14 @@ Four reasons: too many wait for their first token (`admit`), a tenant's quota is
 the first token would come after its limit (`placement.decide`, with what it would wait in this
 router from `Drain`), and no worker takes requests. Instants are arguments."""
 
+import bisect
 import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jdisagg.errors import OverloadedError, QuotaExceededError
-from jdisagg.router.quantiles import quantile
+from jdisagg.router.quantiles import of_sorted
 
 MIN_RETRY_SECONDS = 0.1
 MAX_RETRY_SECONDS = 60.0
@@ -157,17 +158,26 @@ class Lateness:
     come too late, and with them all that wait for their limit."""
 
     def __init__(self) -> None:
-        self._errors: deque[tuple[float, float]] = deque(maxlen=ERRORS)
+        self._errors: deque[tuple[float, float]] = deque()
+        self._ranked: list[float] = []  # their seconds
 
     def observe(self, seconds: float, now: float) -> None:
         """A first token came so much later than was predicted when its workers were chosen; sooner:
         negative."""
+        if len(self._errors) == ERRORS:
+            self._forget_oldest()
         self._errors.append((now, seconds))
+        bisect.insort(self._ranked, seconds)
 
     def seconds(self, now: float, limit_seconds: float) -> float:
         """What to count on beyond a prediction, so that `IN_TIME` of all do come by then; 0 while
         little is known. Half the limit at most: who is refused shows nothing, and what made others
         late may be over."""
-        errors = [seconds for at, seconds in self._errors if at >= now - ERRORS_SECONDS]
-        late = quantile(errors, IN_TIME) if len(errors) >= ERRORS_LEAST else 0.0
+        while self._errors and self._errors[0][0] < now - ERRORS_SECONDS:
+            self._forget_oldest()
+        late = of_sorted(self._ranked, IN_TIME) if len(self._ranked) >= ERRORS_LEAST else 0.0
         return min(max(0.0, late), limit_seconds / 2)
+
+    def _forget_oldest(self) -> None:
+        _, seconds = self._errors.popleft()
+        del self._ranked[bisect.bisect_left(self._ranked, seconds)]
