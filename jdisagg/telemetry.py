@@ -21,7 +21,8 @@ class Counters:
         assert amount >= 0, f"counter {name} only grows, got {amount}"
         self._values[name] = self._values.get(name, 0) + amount
         if labels:
-            key = (name, tuple(sorted(labels.items())))
+            pairs = labels.items()
+            key = (name, tuple(sorted(pairs) if len(labels) > 1 else pairs))
             self._labelled[key] = self._labelled.get(key, 0) + amount
 
     def __getitem__(self, name: str) -> int:

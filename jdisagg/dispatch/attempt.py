@@ -15,7 +15,7 @@ task frees everything that it holds on both sides."""
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 
 import msgspec
 
@@ -24,7 +24,13 @@ from jdisagg.dispatch.migration import Migration, reserve
 from jdisagg.dispatch.placer import PlacementHandle
 from jdisagg.dispatch.request_context import RequestContext, ReservationHandle, quietly
 from jdisagg.dispatch.request_run import RequestRun
-from jdisagg.errors import HandoffError, InvalidRequestError, OverloadedError, UnavailableError
+from jdisagg.errors import (
+    HandoffError,
+    InvalidRequestError,
+    JdisaggError,
+    OverloadedError,
+    UnavailableError,
+)
 from jdisagg.messages.ports import (
     FirstToken,
     GenerateCall,
@@ -85,10 +91,13 @@ class Attempt:
         self._placement = placement
         decision = placement.decision
         began = self._context.clock.now()
-        with self._blaming(decision.decode):
+        try:
             held = self._held = await reserve(
                 self._context, self._run, decision.decode, self.children, self.number
             )
+        except JdisaggError as error:
+            self._blame(decision.decode, error)
+            raise
         self._run.queue_seconds += self._context.clock.now() - began
         try:
             if decision.prefill is None:
@@ -173,14 +182,16 @@ class Attempt:
             await asyncio.sleep(self._times.source_retry.seconds(self._sources - 1))
         call = ResumeCall(held.key, held.attempt, source, tuple(self._firsts.values()))
         try:
-            with self._blaming(held.worker):
-                kept = await held.port.resume_source(call)
+            kept = await held.port.resume_source(call)
         except HandoffError:
             # The reservation has ended, and its stream says why.
             await asyncio.wait({decoding}, timeout=self._times.close_seconds)
             if not decoding.done():
                 raise
             return
+        except JdisaggError as error:
+            self._blame(held.worker, error)
+            raise
         self._deviated("sources_replaced")
         if kept is not None:
             self._prefilling = self._begin(self._prefill(held, source, kept))
@@ -220,8 +231,11 @@ class Attempt:
         )
         try:
             while True:
-                with self._blaming(held.worker):
+                try:
                     moved = await self._follow(held, spans)
+                except JdisaggError as error:
+                    self._blame(held.worker, error)
+                    raise
                 if not moved:
                     break
                 await close_stream(spans)
@@ -330,20 +344,13 @@ class Attempt:
         task.add_done_callback(lambda _: self._news.set())
         return task
 
-    @contextlib.contextmanager
-    def _blaming(self, worker: str) -> Iterator[None]:
+    def _blame(self, worker: str, error: JdisaggError) -> None:
         """A worker that is gone is avoided from now on; a hand-off that failed says nothing about
         the worker that reports it."""
-        try:
-            yield
-        except HandoffError:
-            raise
-        except UnavailableError:
-            self.failed.add(worker)
-            raise
-        except InvalidRequestError:
+        if isinstance(error, InvalidRequestError):
             self.refused.add(worker)
-            raise
+        elif isinstance(error, UnavailableError) and not isinstance(error, HandoffError):
+            self.failed.add(worker)
 
     # ---- the end
 

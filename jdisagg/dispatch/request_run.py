@@ -230,7 +230,7 @@ class RequestRun:
             self.first_token_at = now
         if kept:
             child.count(len(kept), now)
-        event = StreamEvent(index, first_index, kept, text, logprobs[: len(kept)], child.finish)
+        usage = timings = None
         if child.finish is not None:
             self._unfinished -= 1
             if not self._unfinished:
@@ -238,7 +238,10 @@ class RequestRun:
                 usage = Usage(
                     prompt_tokens, self.output_tokens, min(prompt_tokens, self._cached_tokens or 0)
                 )
-                event = replace(event, usage=usage, timings=self.timings(now))
+                timings = self.timings(now)
+        event = StreamEvent(
+            index, first_index, kept, text, logprobs[: len(kept)], child.finish, usage, timings
+        )
         self._events.put_nowait(event)
 
     # ---- what the client gets
