@@ -119,15 +119,11 @@ class DecodeBatches:
     def interrupting(self) -> bool:
         """Whether a span under way keeps something waiting: a sequence that could take a slot, or
         one that is to stand still."""
-        if any(
-            [
-                not child.frozen and None in self._state.slots[child.rank]
-                for child in self._state.ready
-            ]
-        ):
-            return True
+        for child in self._state.ready:
+            if not child.frozen and None in self._state.slots[child.rank]:
+                return True
         frozen = [child for rank in self._state.running for child in rank if child.frozen]
-        return any([child.issued_position > child.position for child in frozen])
+        return bool(frozen) and any([child.issued_position > child.position for child in frozen])
 
     def _waiting(self) -> bool:
         return any(not child.frozen for child in self._state.ready)

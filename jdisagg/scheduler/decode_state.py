@@ -98,20 +98,19 @@ class DecodeState:
 
     def contexts(self) -> tuple[int, ...]:
         """By rank, the sum of the living children's known tokens."""
-        contexts = [0] * self.limits.ranks
+        contexts, ended = [0] * self.limits.ranks, Stage.ENDED
         for group in self.groups.values():
+            prompt = len(group.request.prompt_token_ids)
             for child in group.children:
-                if child.stage is not Stage.ENDED:
-                    contexts[group.rank] += len(group.request.prompt_token_ids) + len(
-                        child.generated
-                    )
+                if child.stage is not ended:
+                    contexts[group.rank] += prompt + len(child.generated)
         return tuple(contexts)
 
     def reserved_pages(self) -> tuple[int, ...]:
         """By rank, the pages of sequences whose KV has not all come."""
         pages: list[set[int]] = [set() for _ in self.ledgers]
         for group in self.groups.values():
-            for child in group.children:
+            for child in group.children if group.root_held else ():
                 if child.stage is Stage.RESERVED:
                     pages[group.rank].update(self.ledgers[group.rank].pages(child.key))
         return tuple(map(len, pages))

@@ -114,7 +114,7 @@ class Reservations:
         """Queues a checked request and returns its ticket. `whole`: nothing that is known here is
         of use to it."""
         ticket = self._state.new_key()
-        known = (*request.prompt_token_ids, *children[0][1])
+        known = request.prompt_token_ids + children[0][1]
         chain = () if whole else self._state.residency.chain(request, known)
         bisect.insort(
             self._queue,
@@ -180,14 +180,14 @@ class Reservations:
 
     def _pages(self, waiting: WaitingReservation, growth_tokens: int) -> int:
         """Fresh pages of all children together, the shared ones once."""
-        size = self._state.limits.page_size
+        size, children = self._state.limits.page_size, len(waiting.children)
         known = waiting.known_tokens
-        own = pages_for(self._covered(waiting, growth_tokens), size) - pages_for(known, size)
-        copies = (len(waiting.children) - 1) * (known % size != 0)
-        return pages_for(known, size) + copies + len(waiting.children) * own
+        shared = pages_for(known, size)
+        own = pages_for(self._covered(waiting, known, growth_tokens), size) - shared
+        copies = (children - 1) * (known % size != 0)
+        return shared + copies + children * own
 
-    def _covered(self, waiting: WaitingReservation, growth_tokens: int) -> int:
-        known = waiting.known_tokens
+    def _covered(self, waiting: WaitingReservation, known: int, growth_tokens: int) -> int:
         limit = (
             len(waiting.request.prompt_token_ids)
             + waiting.request.most_tokens(self._state.limits.context_tokens)
@@ -213,7 +213,7 @@ class Reservations:
         )
         known = waiting.known_tokens
         prompt_pages = pages_for(known, size)
-        own_pages = pages_for(self._covered(waiting, growth_tokens), size) - prompt_pages
+        own_pages = pages_for(self._covered(waiting, known, growth_tokens), size) - prompt_pages
         group.chain, group.cached_tokens = waiting.chain, self._cached_tokens(waiting, rank)
         group.epoch = self._state.residency.epoch
         held = self._state.residency.reserve(

@@ -19,7 +19,7 @@ Knows no requests, pages or schedulers. Invariant: what was asked ends in the or
 asked, pulls excepted."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jdisagg.errors import UnavailableError
@@ -128,28 +128,21 @@ class SimulatedExecutor:
         self._positions = [[0] * limits.slots_per_rank for _ in range(limits.ranks)]
         self._limit = [[0] * limits.slots_per_rank for _ in range(limits.ranks)]
         self._broken = self._hanging = False
+        self._ways: dict[type, Callable[..., None]] = {
+            DecodeSteps: self._decode,
+            PullBlock: self._pull,
+            InsertBlock: self._insert,
+            PrefillChunk: self._prefill,
+            ExtractBlock: self._extract,
+            ReleaseOffers: self._release,
+        }
 
     def run(self, command: StepCommand) -> Result:
         future: Result = self._loop.create_future()
         if self._broken:
             self._loop.call_soon(_fail, future)
-        elif self._hanging:
-            pass
-        elif isinstance(command, DecodeSteps):
-            self._decode(command, future)
-        elif isinstance(command, PullBlock):
-            self._pull(command, future)
-        elif isinstance(command, InsertBlock):
-            self._insert(command, future)
-        elif isinstance(command, PrefillChunk):
-            self._prefill(command, future)
-        elif isinstance(command, ExtractBlock):
-            self._extract(command, future)
-        else:
-            if isinstance(command, ReleaseOffers):
-                for offer_id in command.offer_ids:
-                    self._channel.offered.pop(offer_id, None)
-            future.set_result(Done(command.step))
+        elif not self._hanging:
+            self._ways.get(type(command), _do_nothing)(command, future)
         return future
 
     def interrupt(self) -> None:
@@ -342,16 +335,13 @@ class SimulatedExecutor:
         for positions, limits, slots in zip(
             self._positions, self._limit, command.slots, strict=True
         ):
-            rows: list[tuple[int, ...]] = []
-            for slot in slots:
-                position = positions[slot] + steps
+            rows = [made] * len(slots)
+            for row, slot in enumerate(slots):
+                position = positions[slot] = positions[slot] + steps
                 if position > limits[slot]:
-                    position = limits[slot]
-                    room = position - positions[slot]
-                    rows.append(made[:room] + (NO_TOKEN,) * (steps - room))
-                else:
-                    rows.append(made)
-                positions[slot] = position
+                    over = position - limits[slot]
+                    rows[row] = made[: steps - over] + (NO_TOKEN,) * over
+                    positions[slot] = limits[slot]
             tokens.append(tuple(rows))
         span.future.set_result(DecodeResult(command.step, tuple(tokens)))
 
@@ -374,6 +364,11 @@ class SimulatedExecutor:
             future.set_result(result)
 
     # ---- hand-off
+
+    def _release(self, command: ReleaseOffers, future: Result) -> None:
+        for offer_id in command.offer_ids:
+            self._channel.offered.pop(offer_id, None)
+        future.set_result(Done(command.step))
 
     def _pull(self, command: PullBlock, future: Result) -> None:
         offered = self._channel.offered.get(command.offer_id)
@@ -448,6 +443,11 @@ class SimulatedExecutor:
 
 def _admitted(command: DecodeSteps, rank: int) -> list[int]:
     return [admit.slot for admit in command.admits if admit.rank == rank]
+
+
+def _do_nothing(command: StepCommand, future: Result) -> None:
+    """What has no effect on a simulated mesh takes no time."""
+    future.set_result(Done(command.step))
 
 
 def _fail(future: Result) -> None:

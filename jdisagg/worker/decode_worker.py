@@ -127,9 +127,10 @@ class DecodeWorker(MeshWorker):
     # ---- the loop
 
     def _turn(self) -> None:
-        for command, result in self._loop.finished():
-            self._apply(command, result)
-            self._settle()
+        if self._loop.has_finished():
+            for command, result in self._loop.finished():
+                self._apply(command, result)
+                self._settle()
         while self._loop.is_room():
             command = self._plan(self._loop.next_number())
             if self._state.news:

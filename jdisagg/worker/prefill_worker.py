@@ -163,8 +163,9 @@ class PrefillWorker(MeshWorker):
     # ---- the loop
 
     def _turn(self) -> None:
-        for command, result in self._loop.finished():
-            self._apply(command, result)
+        if self._loop.has_finished():
+            for command, result in self._loop.finished():
+                self._apply(command, result)
         while self._loop.is_room():
             command = self._plan(self._loop.next_number())
             if command is None:

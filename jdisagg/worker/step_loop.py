@@ -40,8 +40,8 @@ class StepLoop:
         self._steps = 0
         self._turn_due = False
         self._flight: deque[tuple[StepCommand, asyncio.Future[StepResult]]] = deque()
-        # all commands but pulls that have not ended: when each was issued, and its name
-        self._running: deque[tuple[float, str, asyncio.Future[StepResult]]] = deque()
+        # all commands but pulls that have not ended: when each was issued, and its kind
+        self._running: deque[tuple[float, type, asyncio.Future[StepResult]]] = deque()
         self._ended_at = 0.0  # when one of them was last seen to have ended
         self._events: asyncio.AbstractEventLoop | None = None  # while it is started
         self.failure: UnavailableError | None = None
@@ -60,6 +60,10 @@ class StepLoop:
         if not self._turn_due and self._events is not None:
             self._turn_due = True
             self._events.call_soon(self._take_turn)
+
+    def has_finished(self) -> bool:
+        """Whether `finished` has any to tell of."""
+        return bool(self._flight) and self._flight[0][1].done()
 
     def finished(self) -> Iterator[tuple[StepCommand, StepResult]]:
         """Planned commands that have ended, in order of issue, each taken out of flight. What wakes
@@ -91,9 +95,10 @@ class StepLoop:
     def newest(self, kind: type) -> int:
         """The number of the planned command of this kind that was issued last and is in flight; 0:
         there is none."""
-        return max(
-            [command.step for command, _ in self._flight if isinstance(command, kind)], default=0
-        )
+        for command, _ in reversed(self._flight):
+            if isinstance(command, kind):
+                return command.step
+        return 0
 
     def check(self) -> None:
         """Raises what broke the mesh, if it is broken: a fresh error for each caller."""
@@ -102,16 +107,15 @@ class StepLoop:
 
     def submit(self, command: StepCommand) -> "asyncio.Future[StepResult]":
         """Enqueues a command now; the future gives its result or raises."""
-        self.check()
+        if self.failure is not None:
+            self.check()
         result = self._executor.run(command)
         future = result if isinstance(result, asyncio.Future) else asyncio.ensure_future(result)
         # a pull has a deadline of its own, and blocks nothing; nor does a copy to host memory
-        if not (
-            isinstance(command, PullBlock)
-            or (isinstance(command, ExtractBlock) and command.to_host)
-        ):
+        kind = type(command)
+        if kind is not PullBlock and not (isinstance(command, ExtractBlock) and command.to_host):
             self._forget_done()
-            self._running.append((self._now(), type(command).__name__, future))
+            self._running.append((self._now(), kind, future))
         return future
 
     def break_if_stalled(self, seconds: float) -> None:
@@ -119,10 +123,9 @@ class StepLoop:
         with it. How long it waited behind others does not count."""
         self._forget_done()
         if self._running and self._now() - max(self._running[0][0], self._ended_at) > seconds:
+            name = self._running[0][1].__name__
             self.break_down(
-                UnavailableError(
-                    f"{self._running[0][1]} did not end within {seconds:g} s (limits.step_seconds)"
-                )
+                UnavailableError(f"{name} did not end within {seconds:g} s (limits.step_seconds)")
             )
 
     def behind(self, instant: float) -> bool:
@@ -133,8 +136,10 @@ class StepLoop:
 
     def _forget_done(self) -> None:
         """Commands end in their order, but for a few."""
-        while self._running and self._running[0][2].done():
-            self._running.popleft()
+        running = self._running
+        if running and running[0][2].done():
+            while running and running[0][2].done():
+                running.popleft()
             self._ended_at = self._now()
 
     def fire(self, command: StepCommand) -> None:
