@@ -89,6 +89,13 @@ CHANGING: dict[str, str] = {
     "partial_rotary_factor": "partly rotated heads",
     "rotary_dim": "partly rotated heads",
     "kv_lora_rank": "latent attention",
+    "global_head_dim": "heads of another size in some layers",
+    "num_global_key_value_heads": "other kv heads in some layers",
+    "attention_k_eq_v": "keys that are values, too",
+    "num_kv_shared_layers": "layers that share keys and values",
+    "hidden_size_per_layer_input": "embeddings of each layer",
+    "enable_moe_block": "experts beside a dense block",
+    "use_double_wide_mlp": "dense blocks of several widths",
 }
 
 # What says the same as an absent field, beside null, false, 0 and empty.

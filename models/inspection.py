@@ -52,6 +52,9 @@ def inspect(path: Path) -> Inspection:
     if hf.raw("model_type") in FAMILIES:
         _read_strictly(found, hf)
     else:
+        text = hf.fields.get("text_config")  # what a model that sees would be served by
+        if isinstance(text, dict):
+            hf = HfConfig({**hf.fields, **text, "model_type": found.family}, hf.where)
         found.missing = [f"the family {found.family!r}", *hf.unread(known_only=True)]
         try:
             found.geometry = from_hf_fields(hf.fields, hf.where)

@@ -357,6 +357,15 @@ CATALOG: dict[str, CostGeometry] = {
             "qwen3-235b-a22b", 4096, 94, 151936, GroupedAttention(64, 4, 128), 12288,
             experts=Experts(128, 8, 1536), expert_layers=94, context_tokens=40960,
         ),
+        # openai/gpt-oss-20b and -120b: every second layer has a window
+        CostGeometry(
+            "gpt-oss-20b", 2880, 24, 201088, GroupedAttention(64, 8, 64, 128, 12), 2880,
+            experts=Experts(32, 4, 2880), expert_layers=24, context_tokens=131072,
+        ),
+        CostGeometry(
+            "gpt-oss-120b", 2880, 36, 201088, GroupedAttention(64, 8, 64, 128, 18), 2880,
+            experts=Experts(128, 4, 2880), expert_layers=36, context_tokens=131072,
+        ),
         # deepseek-ai/DeepSeek-V3: MLA, the first three layers dense, one shared expert
         CostGeometry(
             "deepseek-v3", 7168, 61, 129280, LatentAttention(128, 1536, 512, 64, 128, 128), 18432,

@@ -50,6 +50,8 @@ DENSE = CostGeometry("dense", 1024, 10, 32000, GroupedAttention(16, 4, 64), 4096
         ("mixtral-8x7b", 46.70, 12.88),
         ("qwen3-235b-a22b", 235.1, 22.2),
         ("deepseek-v3", 671.0, 37.6),
+        ("gpt-oss-20b", 20.91, 3.61 + 0.58),  # which count no embedding as active
+        ("gpt-oss-120b", 116.83, 5.13 + 0.58),
     ],
 )
 def test_a_catalogued_model_has_the_parameters_its_makers_state(
@@ -65,6 +67,7 @@ def test_a_catalogued_model_has_the_parameters_its_makers_state(
         ("llama-3-70b", 320),
         ("qwen3-235b-a22b", 188),
         ("deepseek-v3", 68.625),
+        ("gpt-oss-120b", 72),
         ("opt-13b", 800),
         ("bloom-176b", 3920),
     ],

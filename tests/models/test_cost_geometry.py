@@ -130,3 +130,15 @@ def test_a_catalogue_model_equals_its_published_config() -> None:
         decoder_sparse_step=1,
     )
     assert dataclasses.replace(found, name="qwen3-235b-a22b") == CATALOG["qwen3-235b-a22b"]
+    windowed = geometry_of(
+        model_type="gpt_oss",
+        hidden_size=2880,
+        num_hidden_layers=36,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        intermediate_size=2880,
+        vocab_size=201088,
+        num_local_experts=128,
+        tie_word_embeddings=False,
+    )
+    assert dataclasses.replace(windowed, name="gpt-oss-120b") == CATALOG["gpt-oss-120b"]

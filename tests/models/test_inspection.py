@@ -96,6 +96,24 @@ def test_a_family_that_is_not_served_is_named_with_what_it_needs(tmp_path: Path)
     assert found.geometry is not None and found.geometry.layers == 2
 
 
+def test_a_model_that_sees_of_such_a_family_is_named_with_what_its_text_part_needs(
+    tmp_path: Path,
+) -> None:
+    text = {"hidden_size": 2816, "num_hidden_layers": 30, "num_attention_heads": 16}
+    text |= {"vocab_size": 262144, "intermediate_size": 2112, "head_dim": 256}
+    text |= {"global_head_dim": 512, "attention_k_eq_v": True, "num_kv_shared_layers": 0}
+    path = tmp_path / "config.json"
+    whole = {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text", **text}}
+    path.write_text(json.dumps(whole))
+    found = inspect(path)
+    assert found.missing == [
+        "the family 'gemma4'",
+        "global_head_dim=512 (heads of another size in some layers)",
+        "attention_k_eq_v=True (keys that are values, too)",
+    ]
+    assert found.geometry is not None and found.geometry.layers == 30
+
+
 def test_tensors_of_a_type_that_is_not_read_are_named(tmp_path: Path) -> None:
     directory = _changed(GOLDEN / "llama_tied", tmp_path / "model")
     tensors = load_file(directory / "model.safetensors")
