@@ -1,7 +1,24 @@
-"""Which commit a figure is of. Imports nothing heavy, so that what only simulates can ask."""
+"""Which commit a figure is of, and whether it can still be found. Imports nothing heavy, so that
+what only simulates can ask.
 
+    python -m benchmarks.commits     # when figures were recorded: what their ids are called
+
+An id says nothing any more where a history is written anew (a rebase is enough). So
+`results/commits.json` has the subject of each commit whose id stands in the results: by that it is
+found again. Where neither is there any more, the record's `commit` is the one that brought its
+figures into this history, and `commit_then` the id that it had. `tests/docs/test_commits.py` holds
+that each can be found."""
+
+import json
+import re
 import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+TABLE = "commits.json"
+_ID = re.compile(r"\b[0-9a-f]{7,40}\b")
 
 
 def commit() -> str:
@@ -15,8 +32,84 @@ def subject(name: str) -> str:
     return _git("log", "-1", "--format=%cs %s", name)
 
 
+def recorded(folder: Path = RESULTS) -> dict[str, list[str]]:
+    """The ids that stand under `commit` in the results, with the files in which they do."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(folder.glob("*.json")):
+        if file.name != TABLE:
+            for name in dict.fromkeys(_ids(json.loads(file.read_text()))):
+                found.setdefault(name, []).append(file.name)
+    return found
+
+
+def table(folder: Path = RESULTS) -> dict[str, str]:
+    """The subjects of commits by the ids that results know them by; under "after" that of the
+    commit on which this was written down."""
+    return json.loads((folder / TABLE).read_text())
+
+
+def history() -> dict[str, str] | None:
+    """The subjects of this checkout's commits by their whole ids; None where it has no history, or
+    a part of it."""
+    if _git("rev-parse", "--is-shallow-repository") != "false":
+        return None
+    lines = _git("log", "--format=%H %s").splitlines()
+    return dict(line.split(" ", 1) for line in lines if " " in line)
+
+
+def lost(
+    ids: Mapping[str, object], subjects: Mapping[str, str], past: Mapping[str, str]
+) -> list[str]:
+    """Those that can be found neither by their id nor by their subject."""
+    said = set(past.values())
+    return [
+        name
+        for name in ids
+        if subjects.get(name) not in said and not any(one.startswith(name) for one in past)
+    ]
+
+
+def main() -> None:
+    past, known = history(), table()
+    if past is None:
+        sys.exit("this checkout does not have its history: fetch all of it first")
+    ids = recorded()
+    for name in ids:
+        whole = next((one for one in past if one.startswith(name)), None)
+        if whole is not None:
+            known[name] = past[whole]
+    for name in lost(ids, known, past):
+        print(f"{name} in {', '.join(ids[name])}: this history has neither it nor its subject")
+    kept = {"after": past[_git("rev-parse", "HEAD")]}
+    kept |= {name: known[name] for name in sorted(ids) if name in known}
+    (RESULTS / TABLE).write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def _ids(value: object) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, held in value.items():
+            if key == "commit" and isinstance(held, str):
+                yield from _ID.findall(held)
+            else:
+                yield from _ids(held)
+    elif isinstance(value, list):
+        for held in value:
+            yield from _ids(held)
+
+
 def _git(*arguments: str) -> str:
-    done = subprocess.run(
-        ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
+    try:
+        done = subprocess.run(
+            ["git", *arguments],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except FileNotFoundError:
+        return ""
     return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    main()
