@@ -259,6 +259,9 @@ class PrefixConfig:
             for; 0: none.
         restores: when a block comes back from there: "priced", where that was measured to be faster
             than computing it, or "always".
+        disk_dir: folder on disk of the prefill workers of this host, for blocks that were used
+            twice; they go there and come back through host memory. "": none.
+        disk_gib: of it, for each prefill worker, in GiB.
 
     Raises:
         ConfigError: naming the field, its value and the rule.
@@ -269,10 +272,16 @@ class PrefixConfig:
     grid_tokens: int | None = None
     host_gib: float = 0.0
     restores: str = "priced"
+    disk_dir: str = ""
+    disk_gib: float = 0.0
 
     @property
     def host_bytes(self) -> int:
         return int(self.host_gib * (1 << 30))
+
+    @property
+    def disk_bytes(self) -> int:
+        return int(self.disk_gib * (1 << 30))
 
     def host_tokens(self, page_size: int) -> int:
         """Of a block in host memory, where pages are of so many tokens; 0: there is none."""
@@ -299,6 +308,18 @@ class PrefixConfig:
             )
         if self.restores not in ("priced", "always"):
             raise ConfigError(f"prefix.restores must be priced or always, got {self.restores!r}")
+        if not 0 <= self.disk_gib < math.inf:
+            raise ConfigError(f"prefix.disk_gib must be 0 or more GiB, got {self.disk_gib}")
+        if bool(self.disk_dir) != bool(self.disk_gib):
+            raise ConfigError(
+                f"prefix.disk_dir={self.disk_dir!r} and prefix.disk_gib={self.disk_gib:g} go"
+                " together; give --disk_cache_dir and --disk_cache_gib, or neither"
+            )
+        if self.disk_gib and not self.host_gib:
+            raise ConfigError(
+                f"prefix.disk_gib={self.disk_gib:g}: blocks go to disk and come back through host"
+                " memory, and prefix.host_gib=0 has none; give --host_cache_gib, too"
+            )
 
 
 @dataclass(frozen=True)
@@ -420,8 +441,8 @@ class EngineConfig:
         if self.prefix.host_gib and self.mode is not Mode.DISAGGREGATED:
             raise ConfigError(
                 f"prefix.host_gib={self.prefix.host_gib:g} is for prefill workers, and"
-                f" mode={self.mode.value} has none; leave --host_cache_gib out, or say"
-                " --mode=disaggregated"
+                f" mode={self.mode.value} has none; leave --host_cache_gib (and --disk_cache_dir)"
+                " out, or say --mode=disaggregated"
             )
 
 

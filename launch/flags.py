@@ -40,7 +40,8 @@ HTTP = ("http_port", "http_cors_origins", "tool_parser", "reasoning_parser")
 ENGINE = (
     "config", "model", "mode", "dtype", "weights", "prefill", "decode", "slots_per_rank",
     "chunk_tokens", "page_size", "pages_per_rank", "context_tokens", "memory_fraction", "codec",
-    "hardware", "prefix_cache", "host_cache_gib", "compilation_cache", "set",
+    "hardware", "prefix_cache", "host_cache_gib", "disk_cache_dir",
+    "disk_cache_gib", "compilation_cache", "set",
 )  # fmt: skip
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos", "chat")
 
@@ -124,6 +125,14 @@ FLAGS: dict[str, Spec] = {
         "With --prefix_cache: GiB of host memory of each prefill worker, for KV that its pages have"
         " no room for. Default: the recipe's, or 0.",
         least=0.0,
+    ),
+    "disk_cache_dir": _text(
+        None,
+        "With --host_cache_gib: folder of this host's prefill workers for KV that was used twice,"
+        " which outlives them. Default: the recipe's, or none.",
+    ),
+    "disk_cache_gib": _real(
+        None, "GiB of it, for each prefill worker. Default: the recipe's, or 0.", least=0.0
     ),
     "compilation_cache": _text(None, "Folder for compiled programs; '' switches it off."),
     "devices": _count(

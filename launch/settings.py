@@ -28,6 +28,8 @@ _FIELDS = {
     "compilation_cache": "compilation_cache",
     "prefix_cache": "prefix.reuse",
     "host_cache_gib": "prefix.host_gib",
+    "disk_cache_dir": "prefix.disk_dir",
+    "disk_cache_gib": "prefix.disk_gib",
     **{name: f"service.{name}" for name in (*SERVICE, *HTTP)},
 }
 _FILES = ("tls_certificate", "tls_key", "tls_client_ca", "token_file", "cluster_token_file")

@@ -3,7 +3,7 @@
 import pytest
 
 from configs import tiny_cpu
-from jdisagg.config import EngineConfig, InstanceConfig, Mode, ServiceConfig, override
+from jdisagg.config import EngineConfig, InstanceConfig, Mode, PrefixConfig, ServiceConfig, override
 from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.layout.axes import Layout
 
@@ -85,3 +85,24 @@ def test_a_layout_that_cannot_be_read_is_a_layout_error():
 def test_a_service_that_cannot_be_is_refused(fields: dict[str, float]):
     with pytest.raises(ConfigError, match=f"service.{next(iter(fields))}"):
         ServiceConfig(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"disk_dir": "/kv"}, "prefix.disk_dir='/kv' and prefix.disk_gib=0 go together"),
+        ({"disk_gib": 1.0}, "prefix.disk_dir='' and prefix.disk_gib=1 go together"),
+        ({"disk_gib": -1.0}, "prefix.disk_gib must be 0 or more"),
+        ({"disk_dir": "/kv", "disk_gib": 1.0, "host_gib": 0.0}, "give --host_cache_gib, too"),
+    ],
+)
+def test_a_disk_for_kv_that_cannot_be_is_refused(fields: dict[str, object], message: str):
+    with pytest.raises(ConfigError, match=message):
+        PrefixConfig(**({"reuse": True, "host_gib": 1.0} | fields))  # type: ignore[arg-type]
+
+
+def test_a_disk_for_kv_is_refused_where_there_is_no_prefill_worker():
+    prefix = PrefixConfig(True, host_gib=1.0, disk_dir="/kv", disk_gib=1.0)
+    assert EngineConfig(prefix=prefix).prefix.disk_bytes == 1 << 30
+    with pytest.raises(ConfigError, match="leave --host_cache_gib .and --disk_cache_dir. out"):
+        EngineConfig(mode=Mode.CHUNKED, prefix=prefix)

@@ -209,6 +209,16 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                 ("late", rate("jdisagg_host_restores_late_total")),
             ),
         ),
+        Panel(
+            "Disk",
+            "short",
+            (
+                ("written", rate("jdisagg_disk_blocks_written_total")),
+                ("brought back", rate("jdisagg_disk_blocks_restored_total")),
+                ("given up, {{cause}}", rate("jdisagg_disk_blocks_dropped_total", "cause")),
+                ("errors, {{cause}}", rate("jdisagg_disk_errors_total", "cause")),
+            ),
+        ),
     ),
 }
 

@@ -17,6 +17,7 @@ from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents, RouterEventsList
 from jdisagg.dispatch.token_stream import Detokenizer, TokenStream
+from jdisagg.engine.fingerprint import model_fingerprint
 from jdisagg.engine.instance import (
     Instance,
     Loaded,
@@ -26,7 +27,8 @@ from jdisagg.engine.instance import (
     context_tokens,
 )
 from jdisagg.engine.limits import check_reuse
-from jdisagg.errors import LayoutError, UnavailableError
+from jdisagg.engine.memory_plan import tier_room
+from jdisagg.errors import ConfigError, LayoutError, UnavailableError
 from jdisagg.executor.mesh_executor import MeshRole
 from jdisagg.executor.warm_up import warm_up_steps
 from jdisagg.grammar.compiler import GrammarCompiler
@@ -42,6 +44,7 @@ from jdisagg.request import Request, StreamEvent
 from jdisagg.router.cluster_state import Description
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.residency import BlockNames
+from jdisagg.transfer.disk_store import directory_secret
 from jdisagg.transfer.in_process import InProcessChannel
 from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.mesh_worker import WorkerContext
@@ -116,6 +119,7 @@ class EmbeddedCluster:
                 emit=True,
                 extracts=config.prefix.reuse,
                 host_tokens=config.prefix.host_tokens(config.prefill.page_size),
+                disk=config.prefix.disk_dir,
             )
             self.prefill = self._instance("prefill", config.prefill, prefill_loaded, role)
             role = MeshRole(prefill=False, decode=True, codec=config.decode.codec)
@@ -139,18 +143,13 @@ class EmbeddedCluster:
     def _make_ports(self) -> ClusterPorts:
         """Makes the workers; the ports by which the path reaches them."""
         config, observer = self.config, self._observer
-        names = BlockNames.of(config.prefix, secrets.token_bytes(32), config.model.dtype)
+        names = self._block_names()
         prefill_ports: dict[str, PrefillPort] = {}
         peers: dict[str, PeerPort] = {}
         if self.prefill:
             prefill_worker = PrefillWorker(
                 WorkerContext(
-                    PREFILL,
-                    self.clock,
-                    random_id,
-                    names=names,
-                    host_bytes=config.prefix.host_bytes,
-                    restores_always=config.prefix.restores == "always",
+                    PREFILL, self.clock, random_id, names=names, tiers=tier_room(config.prefix)
                 ),
                 self._mesh(PREFILL, self.prefill),
                 config.prefill,
@@ -169,6 +168,22 @@ class EmbeddedCluster:
         )
         self._workers.append(decode_worker)
         return ClusterPorts(prefill_ports, {DECODE: wrap.decode(DECODE, decode_worker, observer)})
+
+    def _block_names(self) -> BlockNames | None:
+        """Under a secret of this process; where blocks outlive it, under one that lies beside them,
+        and told apart from those of other models."""
+        config = self.config
+        if not config.prefix.disk_dir:
+            return BlockNames.of(config.prefix, secrets.token_bytes(32), config.model.dtype)
+        model = config.model
+        if not model.directory:
+            raise ConfigError(
+                "prefix.disk_dir keeps KV of a model that later processes must know again, and"
+                " model.directory is empty; name the folder of its files"
+            )
+        fingerprint = model_fingerprint(model.directory, model.dtype, model.weights)
+        secret = directory_secret(config.prefix.disk_dir)
+        return BlockNames.of(config.prefix, secret, f"{fingerprint} {self.kv_spec}")
 
     def _mesh(self, name: str, instance: Instance) -> Executor:
         """The instance's executor with what records and measures it around."""

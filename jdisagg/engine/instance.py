@@ -104,6 +104,7 @@ def build_worker_instance(
             config.instance.codec,
             config.prefix.reuse,
             config.prefix.host_tokens(config.instance.page_size),
+            config.prefix.disk_dir,
         ),
         channel,
         context_tokens(config.model, loaded.model),
@@ -122,14 +123,21 @@ def worker_mode(role: WorkerRole, asked: Mode) -> Mode:
     return asked
 
 
-def mesh_role(role: WorkerRole, codec: str, reuse: bool = False, host_tokens: int = 0) -> MeshRole:
+def mesh_role(
+    role: WorkerRole, codec: str, reuse: bool = False, host_tokens: int = 0, disk: str = ""
+) -> MeshRole:
     """`codec`: how KV comes to this instance. A worker that decodes may hand running sequences on
     to another; one that prefills sends from its pages what it has kept (`reuse`), and may keep it
-    in host memory."""
+    in host memory and on disk."""
     match role:
         case WorkerRole.PREFILL:
             return MeshRole(
-                prefill=True, decode=False, emit=True, extracts=reuse, host_tokens=host_tokens
+                prefill=True,
+                decode=False,
+                emit=True,
+                extracts=reuse,
+                host_tokens=host_tokens,
+                disk=disk,
             )
         case WorkerRole.DECODE:
             return MeshRole(prefill=False, decode=True, codec=codec, extracts=True)

@@ -28,7 +28,7 @@ from jdisagg.engine.limits import SAMPLES_PER_CHUNK, largest_chunk, state_slots
 from jdisagg.errors import ConfigError
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device
-from jdisagg.scheduler.host_blocks import MOST_WRITING
+from jdisagg.scheduler.host_blocks import MOST_WRITING, TierRoom
 
 # Of a host's memory, where the configuration does not say: the rest is for what XLA loses to
 # fragments, for Python, and for whatever else runs there.
@@ -222,6 +222,20 @@ def check_host_cache(
             f" each of {sharers} processes may have {_gigabytes(room)}; lower --host_cache_gib"
             + (" or --memory_fraction" if part else "")
         )
+
+
+def describe_tiers(prefix: PrefixConfig) -> str:
+    """What a prefill worker keeps behind its pages."""
+    disk = (
+        f", and up to {prefix.disk_gib:g} GiB in {prefix.disk_dir} for what was used twice"
+        if prefix.disk_dir
+        else ""
+    )
+    return f"up to {prefix.host_gib:g} GiB of host memory for KV that pages have no room for{disk}"
+
+
+def tier_room(prefix: PrefixConfig) -> TierRoom:
+    return TierRoom(prefix.host_bytes, prefix.disk_bytes, prefix.restores == "always")
 
 
 def host_memory() -> int:

@@ -29,6 +29,7 @@ from jdisagg.executor.results import (
     PullReading,
     start_reading,
 )
+from jdisagg.executor.saved_blocks import SavedBlocks
 from jdisagg.executor.slot_state import RowFormat
 from jdisagg.executor.weights import Weights, mesh_shards, split_model
 from jdisagg.executor.work_threads import Waiting, WorkThreads
@@ -43,10 +44,14 @@ from jdisagg.messages.step_commands import (
     DisconnectPeer,
     DropBlocks,
     ExtractBlock,
+    FindSaved,
     InsertBlock,
+    LoadBlock,
     PrefillChunk,
     PullBlock,
     ReleaseOffers,
+    RemoveSaved,
+    SaveBlock,
     StepCommand,
     StepResult,
 )
@@ -65,7 +70,8 @@ class MeshRole:
     """What an instance does. `emit`: prefilled KV is returned and offered. `codec`: how blocks come
     to it. `extracts`: it may send what lies in its pages: running sequences that it hands on (and
     takes those of others), or what it has kept. `host_tokens`: of the blocks that it keeps in host
-    memory; 0: it keeps none there."""
+    memory; 0: it keeps none there. `disk`: the directory of those that it keeps on disk; empty:
+    none."""
 
     prefill: bool
     decode: bool
@@ -73,6 +79,7 @@ class MeshRole:
     codec: str = "none"
     extracts: bool = False
     host_tokens: int = 0
+    disk: str = ""
 
 
 class MeshExecutor:
@@ -143,6 +150,7 @@ class MeshExecutor:
         self._targets = PullTargets(programs, spec)
         self._state_targets = PullTargets(programs, spec.state)
         self.host = HostStore(name)
+        self._saved = SavedBlocks(role.disk, name, self.host, mesh.shape["kv"])
         self._threads = WorkThreads(name)
 
     @property
@@ -163,6 +171,7 @@ class MeshExecutor:
         return self._threads.submit(issue)
 
     def close(self) -> None:
+        self._saved.close()
         self._threads.close()
         self.host.close()
 
@@ -307,6 +316,8 @@ class MeshExecutor:
                 release = self.host.forget if command.from_host else self._channel.release
                 for offer_id in command.offer_ids:
                     release(offer_id)
+            case FindSaved() | SaveBlock() | LoadBlock() | RemoveSaved():
+                return self._saved.issue(command)
             case CopyPages():
                 self._blocks.copy(command.copies)
                 self._state_blocks.copy(command.states)

@@ -16,6 +16,7 @@ from jdisagg.request import SamplingParams, TokenLogprobs
 
 # The peer of pulls from this mesh's own host memory. It is always connected.
 HOST = "host memory"
+SLOW = "slow"  # of a `DiskResult`: its deadline passed
 
 
 class SampleSpec(Message, frozen=True):
@@ -219,6 +220,53 @@ class DecodeSteps(Message, frozen=True):
     masked: bool = False
 
 
+class FindSaved(Message, frozen=True):
+    """Opens what this mesh keeps on disk and looks at what lies there of `namespace`: what must be
+    equal for KV to be, beside the names of blocks. Before any other command on disk. Gives a
+    `DiskResult` with names, used longest ago first.
+
+    No command on disk blocks the mesh; each gives a `DiskResult`, after `deadline_seconds` at the
+    latest."""
+
+    step: int
+    namespace: bytes
+    deadline_seconds: float
+
+
+class SaveBlock(Message, frozen=True):
+    """Write the `index`-th block of its chain, which lies in host memory as these offers with these
+    sums, to disk."""
+
+    step: int
+    name: bytes
+    index: int
+    offer_ids: tuple[int, ...]
+    checksums: tuple[int, ...]
+    deadline_seconds: float
+
+
+class LoadBlock(Message, frozen=True):
+    """Read a block from disk into host memory, as these offers. Gives their sums."""
+
+    step: int
+    name: bytes
+    index: int
+    offer_ids: tuple[int, ...]
+    deadline_seconds: float
+
+
+class RemoveSaved(Message, frozen=True):
+    """Remove blocks from disk; `everything`: all of the namespace, those of workers that are gone
+    among them."""
+
+    step: int
+    names: tuple[bytes, ...]
+    deadline_seconds: float
+    everything: bool = False
+
+
+DiskCommand = FindSaved | SaveBlock | LoadBlock | RemoveSaved
+
 StepCommand = (
     PrefillChunk
     | ReleaseOffers
@@ -230,6 +278,10 @@ StepCommand = (
     | DropBlocks
     | CopyPages
     | DecodeSteps
+    | FindSaved
+    | SaveBlock
+    | LoadBlock
+    | RemoveSaved
 )
 
 
@@ -290,11 +342,25 @@ class ExtractResult(Message, frozen=True):
     checksum: BlockChecksum
 
 
+class DiskResult(Message, frozen=True):
+    """`error`: why not, in a word of a small fixed set (transfer/block_file.py); empty on success.
+    `skipped`: files that hold no block, by the same words. `bytes_moved`: of the file."""
+
+    step: int
+    error: str = ""
+    names: tuple[bytes, ...] = ()
+    checksums: tuple[int, ...] = ()
+    skipped: tuple[tuple[str, int], ...] = ()
+    bytes_moved: int = 0
+
+
 class Done(Message, frozen=True):
     step: int
 
 
-StepResult = PrefillResult | DecodeResult | PullResult | InsertResult | ExtractResult | Done
+StepResult = (
+    PrefillResult | DecodeResult | PullResult | InsertResult | ExtractResult | DiskResult | Done
+)
 
 
 NO_TOKEN = -1  # a slot that stood at its limit

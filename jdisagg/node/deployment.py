@@ -17,14 +17,14 @@ from jdisagg.dispatch.frontend import ChatTokenizer, Frontend, ModelInfo
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.engine.compilation import use_compilation_cache
 from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster, devices_of
+from jdisagg.engine.fingerprint import model_fingerprint
 from jdisagg.engine.host_settings import keep_freed_memory
 from jdisagg.engine.instance import Loaded, LoadModel
-from jdisagg.engine.memory_plan import check_host_cache, device_memory, fit_engine
+from jdisagg.engine.memory_plan import check_host_cache, describe_tiers, device_memory, fit_engine
 from jdisagg.errors import ConfigError
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Device
-from jdisagg.node.fingerprint import model_fingerprint
 from jdisagg.node.gpus import DEVICE_FRACTION, set_memory_fraction
 from jdisagg.node.hardware_files import find_accelerator
 from jdisagg.node.recording import embedded_recorder
@@ -133,11 +133,19 @@ class Deployment:
         config, plans = fit_engine(config, model.geometry, memory)
         for plan in plans:
             tell(str(plan))
+        if config.prefix.host_bytes:
+            tell(f"prefill: {describe_tiers(config.prefix)}")
         self.config = config
         self.tokenizer = tokenizer
         record = embedded_recorder(record_to, replace(config.model, directory=model.directory))
         self.cluster = EmbeddedCluster(
-            config, model.load, tokenizer, devices, observer, record, events
+            replace(config, model=replace(config.model, directory=str(model.directory))),
+            model.load,
+            tokenizer,
+            devices,
+            observer,
+            record,
+            events,
         )
         self.cluster.constrain(model.grammars)
         self.cluster.describe(_descriptions(config, model.geometry))

@@ -17,6 +17,7 @@ from jdisagg.clock import Clock
 from jdisagg.config import WorkerConfig
 from jdisagg.costs.hardware import Accelerator
 from jdisagg.costs.model_geometry import CostGeometry
+from jdisagg.engine.fingerprint import model_fingerprint
 from jdisagg.engine.instance import (
     Instance,
     KvPlane,
@@ -26,7 +27,13 @@ from jdisagg.engine.instance import (
     warm_up,
     worker_mode,
 )
-from jdisagg.engine.memory_plan import check_host_cache, device_memory, fit_worker
+from jdisagg.engine.memory_plan import (
+    check_host_cache,
+    describe_tiers,
+    device_memory,
+    fit_worker,
+    tier_room,
+)
 from jdisagg.errors import ConfigError, HandoffError, JdisaggError, UnavailableError
 from jdisagg.executor.programs import Programs
 from jdisagg.grammar.compiler import GrammarCompiler
@@ -39,7 +46,6 @@ from jdisagg.messages.registry import ModelCard, WorkerCard
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device
 from jdisagg.node.deployment import ModelSource
-from jdisagg.node.fingerprint import model_fingerprint
 from jdisagg.node.hardware_files import find_accelerator
 from jdisagg.node.instance_group import follow, lead
 from jdisagg.node.recording import record
@@ -50,6 +56,7 @@ from jdisagg.node.warm_up import Loading, WarmedBefore, progress_bar
 from jdisagg.observe import wrap
 from jdisagg.observe.observer import Observer
 from jdisagg.scheduler.executor import Executor
+from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.residency import BlockNames
 from jdisagg.service.connection import Credentials
 from jdisagg.service.guard import Service
@@ -193,15 +200,12 @@ class WorkerRuntime:
                 raise ConfigError(
                     f"prefix.host_gib={config.prefix.host_gib:g}: worker {spec.name} has"
                     f" {self._state.group.processes} processes, and those of one process alone keep"
-                    " KV in host memory; leave --host_cache_gib out"
+                    " KV in host memory or on disk; leave --host_cache_gib (and --disk_cache_dir)"
+                    " out"
                 )
             fraction = config.instance.memory_fraction
             check_host_cache(config.prefix, self._state.devices[0], fraction, spec.sharers)
-            print(
-                f"worker {spec.name}: up to {config.prefix.host_gib:g} GiB of host memory for KV"
-                " that pages have no room for",
-                flush=True,
-            )
+            print(f"worker {spec.name}: {describe_tiers(config.prefix)}", flush=True)
         if spec.geometry is None:
             return config
         devices = self._state.devices[: config.instance.layout.devices]
@@ -290,8 +294,7 @@ class WorkerRuntime:
                 block_secret(self._service),
                 f"{spec.fingerprint} {instance.loaded.model.kv_spec}",
             ),
-            self._host_bytes,
-            state.config.prefix.restores == "always",
+            tier_room(state.config.prefix) if self._host_bytes else TierRoom(),
         )
         peers = wrap.peers(spec.name, self._peers.find, state.observer)
         worker = self._worker(context, executor, peers)

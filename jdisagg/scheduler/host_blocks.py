@@ -31,6 +31,16 @@ PROBE = 32  # one in so many that are judged too dear is tried all the same
 
 
 @plain
+class TierRoom:
+    """Bytes of host memory and of disk behind the pages of a mesh; on disk lies only what went
+    through host memory. `always`: what lies there comes back whatever that costs."""
+
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    always: bool = False
+
+
+@plain
 class HostPiece:
     """A piece of a block, as it was offered on the rank that it came from. `checksum`: of what was
     read from the pages."""
@@ -96,6 +106,11 @@ class HostBlocks:
         block.pieces, block.written = pieces, True
         return True
 
+    def arrived(self, name: bytes) -> HostBlock | None:
+        """The block of this name, if it lies here whole."""
+        block = self._blocks.get(name)
+        return block if block is not None and block.written else None
+
     def match(self, chain: Chain, first: int) -> int:
         """How many blocks of the chain can be brought back, from its `first` on."""
         for count, name in enumerate(chain[first:]):
@@ -144,34 +159,45 @@ class HostBlocks:
 
 
 class RestorePrices:
-    """Seconds a token, of computing and of bringing back: means of what was measured, of which the
-    latest count most. `always`: nothing is compared."""
+    """Seconds a token, of computing and of bringing back from host memory or from disk (through
+    host memory, all the way): means of what was measured, of which the latest count most. `always`:
+    nothing is compared."""
 
     def __init__(self, always: bool = False) -> None:
         self._always = always
-        self._declined = 0
+        self._declined = self._declined_disk = 0
         self.computed: float | None = None
         self.restored: float | None = None
+        self.from_disk: float | None = None
 
     def computed_in(self, tokens: int, seconds: float) -> None:
         """So many tokens of a prompt were computed."""
         if tokens > 0:
             self.computed = _mean(self.computed, seconds / tokens)
 
-    def restored_in(self, tokens: int, seconds: float) -> None:
-        """So many were brought back."""
-        if tokens > 0:
+    def restored_in(self, tokens: int, seconds: float, disk_tokens: int = 0) -> None:
+        """So many were brought back, or tried to be, `disk_tokens` of them from disk: what the
+        others do not cost is the disk's."""
+        if disk_tokens > 0:
+            others = (tokens - disk_tokens) * (self.restored or 0.0)
+            self.from_disk = _mean(self.from_disk, max(0.0, seconds - others) / disk_tokens)
+        elif tokens > 0:
             self.restored = _mean(self.restored, seconds / tokens)
 
-    def worth(self, tokens: int) -> bool:
-        """Whether so many tokens are better brought back than computed. What nobody has measured
-        yet, and now and then what seemed too dear, is tried."""
+    def worth(self, tokens: int, disk_tokens: int = 0) -> bool:
+        """Whether so many tokens, `disk_tokens` of them on disk, are better brought back than
+        computed. What nobody has measured yet, and now and then what seemed too dear, is tried."""
         if tokens < 1:
             return False
-        if self._always or self.computed is None or self.restored is None:
+        disk = self.from_disk if disk_tokens else 0.0
+        host = self.restored if tokens > disk_tokens else 0.0
+        if self._always or self.computed is None or disk is None or host is None:
             return True
-        if self.restored < self.computed:
+        if disk_tokens * disk + (tokens - disk_tokens) * host < tokens * self.computed:
             return True
+        if disk_tokens:
+            self._declined_disk += 1
+            return self._declined_disk % PROBE == 0
         self._declined += 1
         return self._declined % PROBE == 0
 

@@ -91,15 +91,19 @@ class BlockNames:
             names.append(link)
         return (*known, *names[every - 1 :: every])
 
-    def _root(self, request: Request) -> bytes:
-        """The namespace. Each part is told with its length, so that no two lists of parts read
-        alike."""
-        root = blake2b(key=self.secret, digest_size=NAME_BYTES, person=b"jdisagg kv")
-        parts = (self.model, str(self.grain_tokens), request.tenant, request.cache_scope)
-        for part in parts:
+    def digest(self, purpose: bytes, *parts: str) -> bytes:
+        """Of what distinguishes this model's blocks and these parts, under the secret, up to 16
+        bytes of purpose apart. Each part is told with its length, so that no two lists of parts
+        read alike."""
+        root = blake2b(key=self.secret, digest_size=NAME_BYTES, person=purpose)
+        for part in (self.model, str(self.grain_tokens), *parts):
             text = part.encode("utf-8", "surrogatepass")
             root.update(len(text).to_bytes(8, "little") + text)
         return root.digest()
+
+    def _root(self, request: Request) -> bytes:
+        """The namespace."""
+        return self.digest(b"jdisagg kv", request.tenant, request.cache_scope)
 
 
 class ResidencyTree:
@@ -227,6 +231,16 @@ class Residency:
         if self._names is None:
             return None
         return KeptScheme(self._names.model, self._names.grain_tokens, self.block_tokens)
+
+    def digest(self, purpose: bytes, *parts: str) -> bytes:
+        """As `BlockNames.digest`; the same in each life of a worker whose secret is."""
+        assert self._names is not None, "nothing stays"
+        return self._names.digest(purpose, *parts)
+
+    def pages(self, rank: int, name: bytes) -> tuple[int, ...]:
+        """Of a block, where it is known on a rank; else none."""
+        tree = self._trees[rank]
+        return tree.pages((name,)) if name in tree else ()
 
     @property
     def kept_pages(self) -> tuple[int, ...]:

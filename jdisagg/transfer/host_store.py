@@ -99,6 +99,22 @@ class HostStore:
         self._submit(copy)
         return pull
 
+    def expect(self, offer_id: int) -> None:
+        """A block will be delivered here that was never on the mesh."""
+        with self._lock:
+            self._blocks[offer_id] = None
+
+    def deliver(self, offer_id: int, shards: Shards) -> None:
+        """An expected block, unless it was forgotten meanwhile. From any thread."""
+        with self._lock:
+            if offer_id in self._blocks:
+                self._blocks[offer_id] = shards
+
+    def shards(self, offer_id: int) -> Shards | None:
+        """Of a block that has arrived; they never change."""
+        with self._lock:
+            return self._blocks.get(offer_id)
+
     def forget(self, offer_id: int) -> None:
         """Idempotent. A copy that is on its way out or back is not harmed."""
         with self._lock:

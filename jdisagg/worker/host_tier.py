@@ -9,7 +9,7 @@ own, is read back and summed, and is kept there like any block; one whose sum di
 a miss.
 
 Nothing waits for a copy but the prompt that wants it, and that no longer than computing would
-take."""
+take. What lies on disk (`worker/disk_tier.py`) comes back through host memory, and went there."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -21,6 +21,7 @@ from jdisagg.errors import JdisaggError
 from jdisagg.messages.ports import Offer
 from jdisagg.messages.step_commands import (
     HOST,
+    SLOW,
     DropBlocks,
     ExtractResult,
     InsertBlock,
@@ -30,6 +31,8 @@ from jdisagg.messages.step_commands import (
     ReleaseOffers,
     StepResult,
 )
+from jdisagg.plain import plain
+from jdisagg.scheduler.disk_blocks import DiskBlock, sources, worth_bringing
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.host_blocks import (
     MOST_WRITING,
@@ -37,10 +40,12 @@ from jdisagg.scheduler.host_blocks import (
     HostBlocks,
     HostPiece,
     RestorePrices,
+    TierRoom,
 )
 from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.telemetry import Counters
+from jdisagg.worker.disk_tier import DiskTier
 from jdisagg.worker.outgoing_kv import extraction, offers_of_pages
 from jdisagg.worker.step_loop import StepLoop
 
@@ -49,33 +54,51 @@ MOST_RESTORES = 4  # prompts
 COPY_SECONDS = 10.0  # of a piece; then the host is not what it should be
 
 
+@plain
+class Turn:
+    """A block's on its way back: which of its chain it is, and when nobody waits any more."""
+
+    index: int
+    given_up: asyncio.Event
+
+
 class HostTier:
-    """`kept`: what stays in the mesh's pages. `bytes_`: of host memory. `ids`: fresh random
-    numbers."""
+    """`kept`: what stays in the mesh's pages. `ids`: fresh random numbers."""
 
     def __init__(
         self,
         kept: Residency,
         loop: StepLoop,
         limits: MeshLimits,
-        bytes_: int,
+        room: TierRoom,
         ids: Callable[[], int],
         counters: Counters,
-        always: bool = False,
     ) -> None:
         block_bytes = kept.block_tokens * limits.kv_spec.bytes_per_token
-        self.blocks = HostBlocks(bytes_ // block_bytes if block_bytes else 0)
-        self.prices = RestorePrices(always)
+        self.blocks = HostBlocks(room.host_bytes // block_bytes if block_bytes else 0)
+        self.prices = RestorePrices(room.always)
         self._kept = kept
         self._loop = loop
         self._limits = limits
         self._ids = ids
         self._counters = counters
-        self._key = ids()  # of the sums: nobody else reads them
         self._last_owner = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._copies: dict[bytes, asyncio.Task[None]] = {}  # on their way out
         self._restores = 0
+        self._key = 0  # of the sums: nobody else reads them
+        self.disk = DiskTier(
+            kept,
+            loop,
+            self._copied,
+            counters,
+            room.disk_bytes if self.on else 0,
+            block_bytes,
+            self._geometry(),
+        )
         if self.on:
+            # the same in the next life, which reads what is on disk
+            self._key = int.from_bytes(kept.digest(b"jdisagg sums")[:8], "little") >> 1
             kept.on_evicted(self._copy_out)
 
     @property
@@ -85,21 +108,33 @@ class HostTier:
     @property
     def quiet(self) -> bool:
         """Nothing is on its way."""
-        return not self._tasks
+        return not self._tasks and self.disk.quiet
 
-    def clear(self) -> int:
-        """Nothing that lies here is used again; returns how many blocks there were. Before the
-        pages are cleared, with which a new epoch begins."""
+    async def start(self) -> None:
+        await self.disk.start()
+
+    def clear(self) -> tuple[int, int]:
+        """Nothing that lies here or on disk is used again; returns how many blocks there were.
+        Before the pages are cleared, with which a new epoch begins."""
         gone = self.blocks.clear()
         for block in gone:
             if block.written:
                 self._kept.log.lost(block.name)
         self._release(gone)
-        return len(gone)
+        return len(gone), self.disk.clear()
 
     def stop(self) -> None:
         for task in list(self._tasks):
             task.cancel()
+        self.disk.stop()
+
+    def _geometry(self) -> str:
+        """How a block is cut into pieces."""
+        if not self.on:
+            return ""
+        offers = offers_of_pages(self._limits, 0, 0, self._kept.block_tokens, int)
+        cuts = [(o.group, o.groups, o.start, o.valid_tokens, o.block_tokens) for o in offers]
+        return f"blocks of {self._kept.block_tokens} tokens as {cuts}"
 
     # ---- out
 
@@ -120,7 +155,22 @@ class HostTier:
             return
         before = (0,) * (start // size)  # pages of the chain's beginning, which are not read
         copies = [self._extract(offer, (*before, *pages)) for offer in offers]
-        self._spawn(self._written(block, copies))
+        task = self._copies[name] = self._spawn(self._written(block, copies))
+        task.add_done_callback(lambda _: self._copied_out(name, task))
+
+    def _copied_out(self, name: bytes, task: "asyncio.Task[None]") -> None:
+        if self._copies.get(name) is task:
+            del self._copies[name]
+
+    async def _copied(self, rank: int, name: bytes, index: int) -> HostBlock | None:
+        """A block in host memory, copied there if it is known in pages alone; None: it is not
+        there."""
+        pages = self._kept.pages(rank, name)
+        if pages:
+            self._copy_out(rank, name, index, pages)
+        if (task := self._copies.get(name)) is not None:
+            await asyncio.wait({task})
+        return self.blocks.arrived(name)
 
     def _extract(self, offer: Offer, pages: tuple[int, ...]) -> "asyncio.Future[StepResult]":
         command = extraction(
@@ -154,8 +204,9 @@ class HostTier:
         size = self._kept.block_tokens
         chain = chain[: most_tokens // size]
         known = self._kept.match(rank, chain)
-        found = self.blocks.match(chain, known)
-        return (known + found) * size if found and self.prices.worth(found * size) else 0
+        found = sources(chain[known:], self.blocks, self.disk.blocks)
+        worth = worth_bringing(found, size, self.prices)
+        return (known + worth) * size if worth else 0
 
     def bring_back(
         self,
@@ -165,8 +216,9 @@ class HostTier:
         now: Callable[[], float],
         done: Callable[[], None],
     ) -> None:
-        """Begins `restore`. `done` is called once: when it is over, or when computing would be."""
-        told = False
+        """Begins `restore`. `done` is called once: when it is over, or when computing would be;
+        then nothing more is read from disk, whose pages others could use."""
+        told, given_up = False, asyncio.Event()
 
         def tell() -> None:
             nonlocal told
@@ -181,7 +233,7 @@ class HostTier:
             if patience is not None:
                 timer = asyncio.get_running_loop().call_later(patience, late)
             try:
-                await self.restore(rank, chain, tokens, now)
+                await self.restore(rank, chain, tokens, now, given_up)
             except JdisaggError:
                 self._counters.add("host_restores_failed")
             finally:
@@ -192,50 +244,127 @@ class HostTier:
         def late() -> None:
             if not told:
                 self._counters.add("host_restores_late")
+            given_up.set()
             tell()
 
         self._spawn(bring())
 
-    async def restore(self, rank: int, chain: Chain, tokens: int, now: Callable[[], float]) -> int:
+    async def restore(
+        self,
+        rank: int,
+        chain: Chain,
+        tokens: int,
+        now: Callable[[], float],
+        given_up: asyncio.Event,
+    ) -> int:
         """Brings the first `tokens` tokens of a chain into pages, those that are not known there;
-        returns how many are. `tokens` is what `worth` said, just now."""
+        returns how many are. `tokens` is what `worth` said, just now. From disk nothing comes once
+        it is `given_up`."""
         size, page_size = self._kept.block_tokens, self._limits.page_size
         chain = chain[: tokens // size]
         known = self._kept.match(rank, chain)
-        chain = chain[: known + self.blocks.match(chain, known)]
-        blocks = self.blocks.hold(chain[known:])
+        found = sources(chain[known:], self.blocks, self.disk.blocks)
+        chain = chain[: known + len(found)]
+        names = tuple(zip(chain[known:], found, strict=True))
+        blocks = self.blocks.hold(tuple([name for name, on_disk in names if not on_disk]))
+        saved = [self.disk.blocks.hold(name) for name, on_disk in names if on_disk]
         self._last_owner -= 1  # sequences count upwards
         owner, back, count = self._last_owner, known, len(chain) * size // page_size
         pages = self._kept.reserve(rank, owner, chain, known * size, count)
         if pages is None:
             self.blocks.let_go(blocks)
+            self.disk.blocks.let_go(saved)
             return known * size
         epoch, began = self._kept.epoch, now()
         self._restores += 1
+        held = {block.name: block for block in (*blocks, *saved)}
         try:
             slots = asyncio.Semaphore(BLOCKS_AT_ONCE)
             came = await asyncio.gather(
-                *(self._back(block, rank, pages, slots) for block in blocks)
+                *(
+                    self._back(held[name], rank, pages, slots, Turn(known + at, given_up))
+                    for at, (name, _) in enumerate(names)
+                )
             )
             back += next((at for at, one in enumerate(came) if not one), len(came))
         finally:
             self._restores -= 1
             self.blocks.let_go(blocks)
+            self.disk.blocks.let_go(saved)
             fresh = epoch == self._kept.epoch
             self._kept.let_go(rank, owner, chain[:back] if fresh else ())
-        self.prices.restored_in((back - known) * size, now() - began)
-        self._counters.add("host_blocks_restored", back - known)
-        self._counters.add("host_tokens_restored", (back - known) * size)
+        # what was given up would have taken longer still
+        seconds = (now() - began) * (2 if given_up.is_set() and back < len(chain) else 1)
+        self._count(found, back - known, seconds)
         return back * size if fresh else 0
 
+    def _count(self, found: tuple[bool, ...], back: int, seconds: float) -> None:
+        """Of these blocks, from disk or from host memory, the first `back` came."""
+        size, on_disk = self._kept.block_tokens, sum(found)
+        # a disk that fails slowly is dear, too
+        tokens = (len(found) if on_disk else back) * size
+        self.prices.restored_in(tokens, seconds, on_disk * size)
+        read = sum(found[:back])
+        self._counters.add("host_blocks_restored", back - read)
+        self._counters.add("host_tokens_restored", (back - read) * size)
+        self._counters.add("disk_blocks_restored", read)
+        self._counters.add("disk_tokens_restored", read * size)
+
     async def _back(
-        self, block: HostBlock, rank: int, pages: tuple[int, ...], slots: asyncio.Semaphore
+        self,
+        block: HostBlock | DiskBlock,
+        rank: int,
+        pages: tuple[int, ...],
+        slots: asyncio.Semaphore,
+        turn: Turn,
     ) -> bool:
         """Whether a block is in its pages, as it was when it was copied out."""
         async with slots:
-            found = await asyncio.gather(
-                *(self._piece_back(piece, rank, pages) for piece in block.pieces)
-            )
+            if isinstance(block, HostBlock):
+                return await self._from_host(block, rank, pages)
+            loaded = await self._load(block, rank, turn)
+            if loaded is None:
+                return False
+            try:
+                intact = await self._from_host(loaded, rank, pages)
+            finally:
+                self.blocks.let_go((loaded,))
+            if not intact:
+                self.disk.forget(block)
+            return intact
+
+    async def _load(self, block: DiskBlock, rank: int, turn: Turn) -> HostBlock | None:
+        """Reads a block from disk into host memory, where it is held from then on."""
+        tokens = self._kept.block_tokens
+        start = turn.index * tokens
+        offers = offers_of_pages(self._limits, rank, start, start + tokens, self._ids)
+        pieces = tuple(map(HostPiece, offers))
+        loading, gone = self.blocks.begin(block.name, pieces)
+        self._drop(gone, "room")
+        if loading is None:
+            return None
+        arrived = False
+        try:
+            read = await self.disk.load(block, turn.index, loading.offer_ids, turn.given_up)
+            if read.error == SLOW:
+                turn.given_up.set()  # what comes behind it would be of no use
+            elif not read.error:
+                sums = zip(pieces, read.checksums, strict=True)
+                pieces = tuple([replace(piece, checksum=sum_) for piece, sum_ in sums])
+                arrived = self.blocks.written(loading, pieces)
+        finally:
+            if not arrived and self.blocks.forget(loading):
+                self._release((loading,))
+        if not arrived:
+            return None
+        self._kept.log.gained(block.name)
+        (held,) = self.blocks.hold((block.name,))
+        return held
+
+    async def _from_host(self, block: HostBlock, rank: int, pages: tuple[int, ...]) -> bool:
+        found = await asyncio.gather(
+            *(self._piece_back(piece, rank, pages) for piece in block.pieces)
+        )
         if all(found):
             return True
         if self.blocks.forget(block):
@@ -300,7 +429,8 @@ class HostTier:
         if ids:
             self._loop.fire(ReleaseOffers(self._loop.next_number(), ids, from_host=True))
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+    def _spawn(self, work: Coroutine[None, None, None]) -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task

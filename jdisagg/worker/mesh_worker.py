@@ -27,6 +27,7 @@ from jdisagg.messages.step_commands import STUCK_TOKEN
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import Identity, Request
 from jdisagg.scheduler.executor import Executor
+from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.residency import BlockNames, Residency
 from jdisagg.telemetry import Counters
 from jdisagg.worker.host_tier import HostTier
@@ -40,9 +41,8 @@ class WorkerContext:
     """One start of a worker, beside its mesh and its configuration. `ids` gives fresh random 64-bit
     numbers. `address`: where its `PeerPort` listens; empty where peers know it by name.
     `loading_seconds`: for how long it will still load programs while it serves. `names`: of blocks
-    of KV that stays for later requests; None: none does. `host_bytes`: of a prefill worker's host
-    memory, for blocks that its pages have no room for; `restores_always`: they come back whatever
-    that costs."""
+    of KV that stays for later requests; None: none does. `tiers`: room of a prefill worker for
+    blocks that its pages have none for."""
 
     name: str
     clock: Clock
@@ -51,8 +51,7 @@ class WorkerContext:
     address: str = ""
     loading_seconds: Callable[[], float] = float
     names: BlockNames | None = None
-    host_bytes: int = 0
-    restores_always: bool = False
+    tiers: TierRoom = TierRoom()  # plain data
 
 
 class MeshWorker(ABC):
@@ -103,6 +102,8 @@ class MeshWorker(ABC):
 
     async def start(self) -> None:
         self._loop.start()
+        if self._tier is not None:
+            await self._tier.start()
         self._sweeping = asyncio.get_running_loop().create_task(self._keep_sweeping())
 
     async def stop(self) -> None:
@@ -135,7 +136,10 @@ class MeshWorker(ABC):
             )
 
     async def reset_cache(self) -> int:
-        return self._forget_kept(None, "reset")
+        blocks = self._forget_kept(None, "reset")
+        if self._tier is not None and self._tier.disk.on:
+            await self._tier.disk.empty()
+        return blocks
 
     async def status(self) -> WorkerStatus:
         return self.status_now()
@@ -173,7 +177,7 @@ class MeshWorker(ABC):
 
     @property
     def _tier(self) -> HostTier | None:
-        """What stays in host memory; None: such a worker keeps nothing there."""
+        """What stays in host memory and on disk; None: such a worker keeps nothing there."""
         return None
 
     @abstractmethod
@@ -211,15 +215,18 @@ class MeshWorker(ABC):
                 self.counters.add("prefix_blocks_evicted", count, cause="room")
 
     def _forget_kept(self, rank: int | None, cause: str) -> int:
-        """Nothing that lies on a rank (None: on any) is used again, nor in host memory; returns how
-        many blocks."""
-        if held := self._tier.clear() if self._tier is not None else 0:
+        """Nothing that lies on a rank (None: on any) is used again, nor in host memory or on disk,
+        whose files are not removed yet; returns how many blocks."""
+        held, saved = self._tier.clear() if self._tier is not None else (0, 0)
+        if held:
             self.counters.add("host_blocks_dropped", held, cause=cause)
+        if saved:
+            self.counters.add("disk_blocks_dropped", saved, cause=cause)
         blocks = self._kept.clear(rank)
         self._forgotten += blocks
         if blocks:
             self.counters.add("prefix_blocks_evicted", blocks, cause=cause)
-        return blocks + held
+        return blocks + held + saved
 
     async def _compiled(self, request: Request, seconds: float) -> None:
         """The request's grammar, if it has one, is ready for the mesh. Raises InvalidRequestError

@@ -140,13 +140,7 @@ class PrefillWorker(MeshWorker):
         self._states = StateSlots(mesh)
         self._residency = Residency(self._ledgers, mesh.page_size, context.names)
         self._host = HostTier(
-            self._residency,
-            self._loop,
-            mesh,
-            context.host_bytes,
-            context.ids,
-            self.counters,
-            context.restores_always,
+            self._residency, self._loop, mesh, context.tiers, context.ids, self.counters
         )
         self._batches = PrefillBatches(mesh, context.ids, self._residency.cut_tokens)
         self._extracts: deque[tuple[PrefillTask, Offer]] = deque()
@@ -244,6 +238,7 @@ class PrefillWorker(MeshWorker):
             task.rank, task.cached_tokens, task.epoch = rank, cached, self._residency.epoch
             self._count_reuse(task.prompt.tokens, cached)
             if cached:
+                self._host.disk.use(rank, task.chain[: cached // self._residency.block_tokens])
                 self._backlog.forget(key)
                 self._backlog.add(key, task.prompt.tokens, cached)
             self._computing[key] = task
@@ -398,6 +393,7 @@ class PrefillWorker(MeshWorker):
             if isinstance(error, BrokenModelError):
                 # what it began with may be what broke it
                 self._forget_kept(task.rank, "broken")
+                self._host.disk.empty_later()
             self._outgoing.end(task.handoff, error)
             return
         self._host.prices.computed_in(task.prompt.tokens - task.cached_tokens, now - started)

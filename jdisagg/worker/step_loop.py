@@ -10,12 +10,20 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import get_args
 
 from jdisagg.errors import JdisaggError, UnavailableError
-from jdisagg.messages.step_commands import ExtractBlock, PullBlock, StepCommand, StepResult
+from jdisagg.messages.step_commands import (
+    DiskCommand,
+    ExtractBlock,
+    PullBlock,
+    StepCommand,
+    StepResult,
+)
 from jdisagg.scheduler.executor import Executor
 
 DEPTH = 2
+_IN_BACKGROUND = frozenset((PullBlock, *get_args(DiskCommand)))
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +48,8 @@ class StepLoop:
         self._steps = 0
         self._turn_due = False
         self._flight: deque[tuple[StepCommand, asyncio.Future[StepResult]]] = deque()
-        # all commands but pulls that have not ended: when each was issued, and its kind
+        # all commands but those in the background that have not ended: when each was issued, and
+        # its kind
         self._running: deque[tuple[float, type, asyncio.Future[StepResult]]] = deque()
         self._ended_at = 0.0  # when one of them was last seen to have ended
         self._events: asyncio.AbstractEventLoop | None = None  # while it is started
@@ -111,9 +120,11 @@ class StepLoop:
             self.check()
         result = self._executor.run(command)
         future = result if isinstance(result, asyncio.Future) else asyncio.ensure_future(result)
-        # a pull has a deadline of its own, and blocks nothing; nor does a copy to host memory
+        # these have deadlines of their own, and block nothing; nor does a copy to host memory
         kind = type(command)
-        if kind is not PullBlock and not (isinstance(command, ExtractBlock) and command.to_host):
+        if kind not in _IN_BACKGROUND and not (
+            isinstance(command, ExtractBlock) and command.to_host
+        ):
             self._forget_done()
             self._running.append((self._now(), kind, future))
         return future

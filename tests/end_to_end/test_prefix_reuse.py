@@ -4,15 +4,18 @@ server that keeps nothing.
 The requests of a conversation come in waves, a turn each, so that later turns find what earlier
 ones left; within a wave they are mixed."""
 
+import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from jdisagg.config import EngineConfig, Mode, PrefixConfig
 from jdisagg.messages.step_commands import ExtractBlock
 from jdisagg.request import Request
+from tests import time_scale
 from tests.end_to_end.clusters import Completed, Running, config, running
 
 WORDS = ("once upon a time there was a little dog who lived in the forest").split()  # noqa: SIM905
@@ -193,3 +196,63 @@ async def test_on_a_grid_of_whole_chunks_a_hit_gives_the_bits_of_a_miss(mode: Mo
         assert (cached > 0) == reuse
         heard.append(said)
     assert heard[0] == heard[1]
+
+
+def on_disk(folder: Path) -> EngineConfig:
+    """Pages for one long prompt, and a disk behind host memory."""
+    engine = config(prefill_page=16)
+    prefix = PrefixConfig(
+        True, 16, host_gib=0.25, restores="always", disk_dir=str(folder), disk_gib=0.25
+    )
+    return replace(engine, prefill=replace(engine.prefill, pages_per_rank=32), prefix=prefix)
+
+
+async def on_disk_alone(run: Running) -> None:
+    """What was known is, where it was used twice, on disk and nowhere else."""
+    await push_out(run)
+    tier = run.cluster._workers[0]._host  # type: ignore[union-attr]
+    async with asyncio.timeout(time_scale.seconds(60)):
+        while not tier.quiet:
+            await asyncio.sleep(0.01)
+    tier._drop(tier.blocks.clear(), "room")
+
+
+@pytest.mark.ci
+async def test_streams_are_the_same_when_they_come_back_from_disk_and_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    """What was asked is asked again, which brings it to disk, and once more of the same server and
+    of one that is started anew on the folder."""
+    engine, waves, cached = on_disk(tmp_path / "kv"), list[list[Request]](), list[int]()
+
+    async def ask_again(run: Running, name: str) -> int:
+        """How many tokens were not computed; streams are those of before."""
+        streams, known = [], 0
+        for asked in waves[2:]:
+            await on_disk_alone(run)
+            named = [replace(one, request_id=f"{name} {one.request_id}") for one in asked]
+            for one in await run.complete_all(named):
+                streams.append((one.tokens, one.text, one.finish))
+                assert one.last is not None and one.last.usage is not None
+                known += one.last.usage.cached_tokens
+        await on_disk_alone(run)
+        assert streams == (await reference())[8:]
+        counters = run.cluster._workers[0].counters
+        assert counters["disk_errors"] == counters["host_blocks_broken"] == 0
+        return known
+
+    async with running(engine) as run:
+        talk = Conversations(run, seed=11)
+        for _ in range(4):
+            waves.append(talk.wave(4))
+            talk.heard(waves[-1], await run.complete_all(waves[-1]))
+        await ask_again(run, "second")
+        counters = run.cluster._workers[0].counters
+        before = counters["disk_tokens_restored"]
+        cached.append(await ask_again(run, "third"))
+        assert counters["disk_tokens_restored"] > before
+    async with running(engine) as run:
+        cached.append(await ask_again(run, "anew"))
+        counters = run.cluster._workers[0].counters
+        assert counters["disk_blocks_found"] > 0 and counters["disk_tokens_restored"] > 0
+    assert cached[1] >= 0.9 * cached[0] > 0

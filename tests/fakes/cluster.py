@@ -27,6 +27,7 @@ from jdisagg.request import (
     Usage,
 )
 from jdisagg.scheduler.executor import Executor, MeshLimits
+from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.residency import BlockNames
 from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.mesh_worker import WorkerContext
@@ -107,12 +108,11 @@ class Cluster:
         wrap_peer: Callable[[PeerPort], PeerPort] = lambda port: port,
         wrap_mesh: Callable[[str, Executor], Executor] = lambda name, mesh: mesh,
         names: BlockNames | None = None,
-        host_bytes: int = 0,
-        restores_always: bool = True,
+        tiers: TierRoom | None = None,
     ) -> None:
         """`wire`: every port call goes through the wire format and back. The wraps stand between
         path and workers, between workers, and between a worker and its mesh. `names`: KV stays for
-        later requests, in so much host memory too."""
+        later requests, in other places too."""
         config = InstanceConfig(
             growth_tokens=growth_tokens,
             steps_per_dispatch=steps_per_dispatch,
@@ -129,12 +129,7 @@ class Cluster:
         )
         self.prefill = PrefillWorker(
             WorkerContext(
-                "prefill0",
-                self.clock,
-                self.new_id,
-                names=names,
-                host_bytes=host_bytes,
-                restores_always=restores_always,
+                "prefill0", self.clock, self.new_id, names=names, tiers=tiers or TierRoom()
             ),
             wrap_mesh("prefill0", self.prefill_mesh),
             config,

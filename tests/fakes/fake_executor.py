@@ -26,16 +26,20 @@ from jdisagg.messages.step_commands import (
     DropBlocks,
     ExtractBlock,
     ExtractResult,
+    FindSaved,
     InsertBlock,
     InsertResult,
+    LoadBlock,
     PrefillChunk,
     PrefillResult,
     PrefillRow,
     PullBlock,
     PullResult,
     ReleaseOffers,
+    RemoveSaved,
     SampledToken,
     SampleSpec,
+    SaveBlock,
     SlotAdmit,
     StepCommand,
     StepResult,
@@ -43,6 +47,7 @@ from jdisagg.messages.step_commands import (
 from jdisagg.request import TokenLogprobs
 from jdisagg.scheduler.blocks import padded
 from jdisagg.scheduler.executor import MeshLimits
+from tests.fakes.fake_disk import FakeDisk, no_disk
 from tests.fakes.fake_states import FakeStates
 from tests.fakes.toy_model import Entry, choose, extend
 
@@ -154,6 +159,7 @@ class FakeExecutor:
         self.log: list[StepCommand] = []
         self.pulled: dict[int, list[Entry]] = {}
         self.host: dict[int, tuple[range, list[Entry]]] = {}  # in host memory
+        self.disk: FakeDisk | None = None
         self.closed = False
         self._channel = channel
         self._faults = faults or Faults()
@@ -228,12 +234,14 @@ class FakeExecutor:
             case ReleaseOffers():
                 for offer_id in command.offer_ids:
                     if command.from_host:
-                        del self.host[offer_id]
+                        self.host.pop(offer_id, None)
                         continue
                     assert offer_id in self._channel.offered or self.gone, (
                         "released twice, or never offered"
                     )
                     self._channel.offered.pop(offer_id, None)
+            case FindSaved() | SaveBlock() | LoadBlock() | RemoveSaved():
+                return self.disk.run(command, self.host) if self.disk else no_disk(command)
             case CopyPages():
                 for rank, source, destination in command.copies:
                     for group in self._pages[rank]:

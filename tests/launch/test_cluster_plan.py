@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from jdisagg.config import EngineConfig, override
+from jdisagg.engine.fingerprint import model_fingerprint
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
@@ -19,7 +20,6 @@ from jdisagg.node.cluster_plan import (
     plan_cluster,
     plan_instances,
 )
-from jdisagg.node.fingerprint import model_fingerprint
 from jdisagg.node.recipes import ClusterShape
 from jdisagg.node.run_files import RouterProcessConfig, WorkerProcessConfig, read_config
 from jdisagg.observe.process import ObserveConfig

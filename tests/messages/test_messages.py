@@ -175,7 +175,7 @@ def test_a_number_that_cannot_be_sent_is_refused() -> None:
 
 
 # Whoever changes a message counts PROTOCOL up and writes down what it is now.
-WIRE = (8, "4dfb2e57ff3aeca9")
+WIRE = (9, "7f1e9e26807cd75d")
 
 
 def test_a_message_that_has_changed_is_another_protocol() -> None:

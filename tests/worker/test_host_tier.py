@@ -10,7 +10,7 @@ import pytest
 
 from jdisagg.messages.step_commands import PullBlock, PullResult, StepResult
 from jdisagg.request import Request
-from jdisagg.scheduler.host_blocks import LOW_WATERMARK
+from jdisagg.scheduler.host_blocks import LOW_WATERMARK, TierRoom
 from tests.fakes.cluster import Cluster
 from tests.fakes.fake_executor import Costs
 from tests.fakes.virtual_time import run_virtually
@@ -21,7 +21,7 @@ PIECES = 2  # of a block, a layer group each
 FAST = Costs(pull=1e-5, other=1e-5)
 
 
-def host(blocks: int = 64, **more: object) -> Cluster:
+def host(blocks: int = 64, always: bool = True, **more: object) -> Cluster:
     """Few pages at the prefill worker, and room for so many blocks in its host memory; many pages
     at the decode worker, which keeps nothing of use to it."""
     options: dict[str, object] = {
@@ -29,7 +29,7 @@ def host(blocks: int = 64, **more: object) -> Cluster:
         "prefill": limits(pages=20),  # five blocks: one prompt of `other`
         "names": NAMES,
         "costs": FAST,
-        "host_bytes": blocks * BLOCK_BYTES,
+        "tiers": TierRoom(blocks * BLOCK_BYTES, always=always),
     }
     return Cluster(**(options | more))  # type: ignore[arg-type]
 
@@ -88,7 +88,7 @@ def test_streams_are_the_oracles_whatever_comes_back_and_nothing_is_left(
             prefill=limits(ranks, 320 // page_size, page_size, rows),
             names=NAMES,
             costs=FAST,
-            host_bytes=blocks * BLOCK_BYTES * max(1, page_size // BLOCK_TOKENS),
+            tiers=TierRoom(blocks * BLOCK_BYTES * max(1, page_size // BLOCK_TOKENS), always=True),
             wire=True,
             seed=seed,
         ) as cluster:
@@ -184,7 +184,7 @@ def test_what_is_dearer_to_bring_back_than_to_compute_is_computed() -> None:
 
     async def main() -> None:
         dear = Costs(pull=5.0, other=1e-5)
-        async with host(restores_always=False, costs=dear) as cluster:
+        async with host(always=False, costs=dear) as cluster:
             for turn in range(4):
                 for number in (1, 2):
                     request = replace(other(number), request_id=f"{turn} {number}")

@@ -1,0 +1,187 @@
+"""A block of KV as a file: a header, then the bytes of its arrays one behind the other.
+
+The header says the version of the format, the namespace and the name of the block, where each
+array lies in it (piece, box, type), the sums of its pieces and a digest of all that follows; it
+has a digest of its own. A file is written under another name and renamed into place, so that one
+whose writer was killed is never taken for a block. It is not forced to the disk: what a power
+failure leaves of it does not pass its digest, and is a miss.
+
+Whatever is wrong with a file is one of a few words (`cause`). Knows NumPy, no JAX, no threads."""
+
+import errno
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import BinaryIO
+
+import ml_dtypes  # noqa: F401  # np.dtype knows bfloat16 and the like from here on
+import msgspec
+import numpy as np
+
+from jdisagg.layout.reshard_plan import Box
+from jdisagg.plain import Message
+
+MAGIC, VERSION = b"jdisagg KV block", 1
+SUFFIX, UNFINISHED = ".kv", ".unfinished"
+DIGEST_BYTES = 32
+MOST_HEADER_BYTES = 1 << 20
+_FRONT = struct.Struct("<16sHI")  # magic, version, bytes of the header
+
+# causes
+FULL, READ_ONLY, GONE, FAILED = "full", "read_only", "gone", "failed"
+FORMAT, VERSION_DIFFERS, FOREIGN, TRUNCATED = "format", "version", "foreign", "truncated"
+SPOILED, KILLED, LOCKED = "spoiled", "unfinished", "locked"
+_CAUSES = {
+    FULL: (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    READ_ONLY: (errno.EROFS, errno.EACCES, errno.EPERM),
+    GONE: (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ESTALE, errno.ENODEV),
+}
+
+
+class SpoiledFileError(Exception):
+    """A file that holds no block, or not the one that was asked for. `cause`: a word."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+def cause_of(error: Exception) -> str:
+    """Why something could not be done to a file, in a word."""
+    if isinstance(error, SpoiledFileError):
+        return error.cause
+    if isinstance(error, OSError):
+        found = [cause for cause, numbers in _CAUSES.items() if error.errno in numbers]
+        return found[0] if found else FAILED
+    return FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class SavedArray:
+    """The part `box` of the block's `piece`-th piece."""
+
+    piece: int
+    box: Box
+    array: np.ndarray
+
+
+class _Place(Message, frozen=True):
+    """Where an array lies in its block."""
+
+    piece: int
+    box: tuple[tuple[int, int], ...]
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple([stop - start for start, stop in self.box])
+
+    @property
+    def bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+
+class BlockHeader(Message, frozen=True):
+    """What a file says of itself. `digest`: of the arrays."""
+
+    namespace: bytes
+    name: bytes
+    checksums: tuple[int, ...]
+    places: tuple[_Place, ...]
+    digest: bytes
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum([place.bytes for place in self.places])
+
+
+def write_block(
+    path: Path,
+    namespace: bytes,
+    name: bytes,
+    arrays: Sequence[SavedArray],
+    checksums: tuple[int, ...],
+) -> int:
+    """Puts a block at `path`, whole or not at all; returns its bytes. Raises OSError."""
+    views = [np.ascontiguousarray(one.array).reshape(-1).view(np.uint8) for one in arrays]
+    digest = blake2b(digest_size=DIGEST_BYTES)
+    for view in views:
+        digest.update(view.data)
+    places = tuple([_Place(one.piece, one.box, one.array.dtype.name) for one in arrays])
+    header = msgspec.msgpack.encode(
+        BlockHeader(namespace, name, checksums, places, digest.digest())
+    )
+    front = _FRONT.pack(MAGIC, VERSION, len(header)) + header
+    unfinished = path.with_suffix(UNFINISHED)
+    try:
+        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(front + _digest(front))
+            for view in views:
+                file.write(view.data)
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    return len(front) + DIGEST_BYTES + sum([view.nbytes for view in views])
+
+
+def read_header(file: BinaryIO, namespace: bytes) -> BlockHeader:
+    """What the file says of itself, which is true of its length. Raises SpoiledFileError,
+    OSError."""
+    front = file.read(_FRONT.size)
+    if len(front) < _FRONT.size:
+        raise SpoiledFileError(TRUNCATED)
+    magic, version, length = _FRONT.unpack(front)
+    if magic != MAGIC or length > MOST_HEADER_BYTES:
+        raise SpoiledFileError(FORMAT)
+    if version != VERSION:
+        raise SpoiledFileError(VERSION_DIFFERS)
+    content, digest = file.read(length), file.read(DIGEST_BYTES)
+    if len(content) < length or len(digest) < DIGEST_BYTES:
+        raise SpoiledFileError(TRUNCATED)
+    if _digest(front + content) != digest:
+        raise SpoiledFileError(SPOILED)
+    try:
+        header = msgspec.msgpack.decode(content, type=BlockHeader)
+        payload = header.payload_bytes
+    except (msgspec.DecodeError, TypeError) as error:
+        raise SpoiledFileError(FORMAT) from error
+    if header.namespace != namespace:
+        raise SpoiledFileError(FOREIGN)
+    if os.fstat(file.fileno()).st_size != file.tell() + payload:
+        raise SpoiledFileError(TRUNCATED)
+    return header
+
+
+def read_block(
+    path: Path, namespace: bytes, name: bytes
+) -> tuple[tuple[SavedArray, ...], tuple[int, ...], int]:
+    """The arrays of a block, the sums of its pieces, and its bytes. Raises SpoiledFileError where
+    the file is not what was written, OSError."""
+    with path.open("rb", buffering=0) as file:
+        header = read_header(file, namespace)
+        if header.name != name:
+            raise SpoiledFileError(FOREIGN)
+        payload = np.empty(header.payload_bytes, np.uint8)
+        view, read = payload.data, 0
+        while read < len(view):
+            count = file.readinto(view[read:])
+            if not count:
+                raise SpoiledFileError(TRUNCATED)
+            read += count
+        bytes_ = file.tell()
+    if _digest(payload.data) != header.digest:
+        raise SpoiledFileError(SPOILED)
+    arrays, at = [], 0
+    for place in header.places:
+        part = payload[at : at + place.bytes].view(np.dtype(place.dtype)).reshape(place.shape)
+        arrays.append(SavedArray(place.piece, place.box, part))
+        at += place.bytes
+    return tuple(arrays), header.checksums, bytes_
+
+
+def _digest(content: bytes | memoryview) -> bytes:
+    return blake2b(content, digest_size=DIGEST_BYTES).digest()

@@ -1,0 +1,206 @@
+"""Which blocks lie on disk, against a plain list of what was used when; and what is brought back
+from where."""
+
+import random
+
+import pytest
+
+from jdisagg.messages.ports import Offer
+from jdisagg.scheduler.disk_blocks import (
+    MOST_SAVING,
+    MOST_WANTED,
+    DiskBlock,
+    DiskBlocks,
+    sources,
+    worth_bringing,
+)
+from jdisagg.scheduler.host_blocks import PROBE, HostBlocks, HostPiece, RestorePrices
+
+
+def name(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+def chain(*numbers: int) -> tuple[bytes, ...]:
+    return tuple(map(name, numbers))
+
+
+def write_all(blocks: DiskBlocks) -> list[bytes]:
+    """Everything that is wanted is written; what had to go for it."""
+    gone: list[bytes] = []
+    while True:
+        block, went = blocks.take()
+        gone += went
+        if block is None:
+            return gone
+        assert blocks.written(block)
+
+
+def lie_there(blocks: DiskBlocks) -> list[bytes]:
+    return [one for one in map(name, range(200)) if blocks.readable(one)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_more_lie_there_than_there_is_room_for(seed: int) -> None:
+    rng, blocks = random.Random(seed), DiskBlocks(10)
+    writing: list[DiskBlock] = []
+    model: set[bytes] = set()  # that lie there
+    for _ in range(2000):
+        deed = rng.randrange(5)
+        if deed == 0:
+            start = rng.randrange(60)
+            blocks.use(0, chain(*range(start, start + rng.randrange(5))))
+        elif deed == 1:
+            block, gone = blocks.take()
+            assert set(gone) <= model
+            model -= set(gone)
+            if block is not None:
+                assert block.name not in model
+                writing.append(block)
+        elif deed == 2 and writing:
+            block = writing.pop(rng.randrange(len(writing)))
+            if rng.random() < 0.2:
+                assert blocks.not_written(block, failed=rng.random() < 0.5)
+            else:
+                assert blocks.written(block)
+                model.add(block.name)
+        elif deed == 3 and model:
+            one = rng.choice(sorted(model))
+            if rng.random() < 0.3:
+                assert blocks.forget(blocks.hold(one))
+                model.discard(one)
+            else:
+                blocks.let_go([blocks.hold(one)])
+        assert len(blocks) == len(model) + len(writing) <= 10
+        assert blocks.writing == len(writing) <= MOST_SAVING
+        assert set(lie_there(blocks)) == model
+
+
+def test_the_least_recently_used_goes_and_of_a_chain_its_end_first() -> None:
+    blocks = DiskBlocks(6)
+    blocks.use(0, chain(1, 2, 3))
+    blocks.use(0, chain(4, 5, 6))
+    assert write_all(blocks) == []
+    blocks.use(0, chain(4, 5, 6))
+    blocks.use(0, chain(1, 2, 3))
+    blocks.use(0, chain(7, 8))
+    assert write_all(blocks) == list(chain(6, 5))
+
+
+def test_a_block_that_is_read_is_not_given_up() -> None:
+    blocks = DiskBlocks(2)
+    blocks.use(0, chain(1, 2))
+    write_all(blocks)
+    held = [blocks.hold(name(1)), blocks.hold(name(2))]
+    blocks.use(0, chain(3))
+    assert blocks.take() == (None, ())
+    blocks.let_go(held)
+    blocks.use(0, chain(3))
+    assert write_all(blocks) == [name(2)]
+
+
+def test_a_block_is_written_once() -> None:
+    blocks = DiskBlocks(8)
+    blocks.use(0, chain(1, 2))
+    first, _ = blocks.take()
+    blocks.use(0, chain(1, 2))
+    assert first is not None and blocks.wanted == 1
+    assert blocks.written(first)
+    blocks.use(1, chain(1, 2))
+    write_all(blocks)
+    assert blocks.wanted == 0 and len(blocks) == 2
+
+
+def test_what_was_cleared_is_not_known_again() -> None:
+    blocks = DiskBlocks(8)
+    blocks.use(0, chain(1, 2, 3))
+    under_way, _ = blocks.take()
+    assert under_way is not None
+    assert under_way in blocks.clear()
+    assert not blocks.written(under_way) and not blocks.not_written(under_way, failed=True)
+    assert len(blocks) == blocks.writing == blocks.wanted == 0
+    blocks.use(0, chain(1))
+    again, _ = blocks.take()
+    assert again is not None and again is not under_way
+
+
+def test_what_lay_there_is_known_and_of_too_much_the_oldest_goes() -> None:
+    blocks = DiskBlocks(3)
+    blocks.use(0, chain(5))  # wanted before anybody had looked
+    assert blocks.found(chain(1, 2, 3, 4)) == (chain(2, 3, 4), chain(1))
+    assert write_all(blocks) == [name(2)]
+    assert lie_there(blocks) == list(chain(3, 4, 5))
+
+
+def test_few_are_on_their_way_and_what_is_wanted_meanwhile_waits_in_a_bounded_queue() -> None:
+    blocks = DiskBlocks(10 * MOST_WANTED)
+    assert blocks.use(0, chain(*range(MOST_WANTED + 7))) == 7
+    taken = [blocks.take()[0] for _ in range(MOST_SAVING + 1)]
+    assert taken[-1] is None and all(taken[:-1])
+    assert [one.name for one in taken if one] == list(chain(*range(MOST_SAVING)))
+
+
+def test_after_a_write_that_failed_one_block_in_so_many_is_tried_until_one_is_written() -> None:
+    blocks = DiskBlocks(1000)
+    blocks.use(0, chain(*range(1 + 2 * PROBE + 5)))
+    first, _ = blocks.take()
+    assert first is not None and blocks.not_written(first, failed=True)
+    second, _ = blocks.take()
+    assert second is not None and second.name == name(PROBE)
+    assert blocks.not_written(second, failed=True)
+    third, _ = blocks.take()
+    assert third is not None and third.name == name(2 * PROBE)
+    assert blocks.written(third)
+    assert write_all(blocks) == [] and blocks.readable(name(2 * PROBE + 5))
+
+
+def host_with(*numbers: int) -> HostBlocks:
+    host = HostBlocks(100)
+    for number in numbers:
+        piece = HostPiece(Offer(number, 0, 0, 1, 1, 0))
+        block, _ = host.begin(name(number), (piece,))
+        assert block is not None and host.written(block, (piece,))
+    return host
+
+
+def test_a_chain_comes_back_from_wherever_its_blocks_lie_up_to_the_first_gap() -> None:
+    host, disk = host_with(1, 4), DiskBlocks(100)
+    disk.found(chain(1, 2, 3, 6))
+    assert sources(chain(1, 2, 3, 4, 5, 6), host, disk) == (False, True, True, False)
+    host.hold(chain(4))  # another prompt's
+    assert sources(chain(1, 2, 3, 4), host, disk) == (False, True, True)
+    assert sources(chain(9), host, disk) == ()
+
+
+@pytest.mark.parametrize(
+    ("computed", "restored", "from_disk", "blocks"),
+    [
+        (None, None, None, 4),  # nobody knows
+        (1.0, 0.1, None, 4),  # nobody knows the disk
+        (1.0, 0.1, 0.5, 4),
+        (1.0, 0.1, 9.0, 2),  # the disk is dearer than computing, host memory is not
+        (1.0, 1.5, 9.0, 0),
+        (1.0, 1.5, 0.1, 4),  # all of it together is cheaper
+    ],
+)
+def test_what_is_brought_back_is_cheaper_than_computing(
+    computed: float | None, restored: float | None, from_disk: float | None, blocks: int
+) -> None:
+    prices = RestorePrices()
+    prices.computed, prices.restored, prices.from_disk = computed, restored, from_disk
+    assert worth_bringing((False, False, True, True), 16, prices) == blocks
+
+
+def test_the_disks_price_is_what_the_others_did_not_cost() -> None:
+    prices = RestorePrices()
+    prices.restored_in(10, 1.0)
+    prices.restored_in(30, 9.0, disk_tokens=20)
+    assert prices.restored == pytest.approx(0.1)
+    assert prices.from_disk == pytest.approx(0.4)
+
+
+def test_a_disk_that_seemed_too_dear_is_tried_now_and_then() -> None:
+    prices = RestorePrices()
+    prices.computed, prices.restored, prices.from_disk = 1.0, 9.0, 9.0
+    tried = [worth_bringing((True,), 16, prices) for _ in range(3 * PROBE)]
+    assert sum(tried) == 3

@@ -1,0 +1,389 @@
+"""Blocks as files, over real folders: what was written comes back bit for bit, in this process or
+in a later one, and whatever happens to a file or to its disk is a miss with a word of why."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jdisagg.transfer import block_file, disk_store
+from jdisagg.transfer.block_file import SavedArray, read_block, write_block
+from jdisagg.transfer.disk_store import DiskOutcome, DiskStore, directory_secret
+from tests import time_scale
+
+SPACE, OTHER_SPACE = b"n" * 32, b"m" * 32
+
+
+def name(number: int) -> bytes:
+    return bytes([number]) * 32
+
+
+def block(number: int) -> tuple[SavedArray, ...]:
+    """Two pieces over two shards, one in bfloat16."""
+    rng = np.random.default_rng(number)
+    return tuple(
+        SavedArray(
+            piece,
+            ((0, 1), (0, 2), (2 * shard, 2 * shard + 2), (0, 16), (0, 4)),
+            rng.standard_normal((1, 2, 2, 16, 4)).astype(dtype),
+        )
+        for piece, dtype in enumerate((np.float32, ml_dtypes.bfloat16))
+        for shard in range(2)
+    )
+
+
+SUMS = (7, 1 << 62)
+
+
+def equal(one: tuple[SavedArray, ...], other: tuple[SavedArray, ...]) -> bool:
+    return len(one) == len(other) and all(
+        (a.piece, a.box, a.array.dtype, a.array.tobytes())
+        == (b.piece, b.box, b.array.dtype, b.array.tobytes())
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+class Disk:
+    """A store that is waited for."""
+
+    def __init__(self, folder: Path, space: bytes = SPACE) -> None:
+        self.store = DiskStore(str(folder), "test")
+        self.found = self.store.find(space).result(time_scale.seconds(30))
+
+    def write(self, number: int, index: int = 0) -> DiskOutcome:
+        future = self.store.write(name(number), index, lambda: block(number), SUMS)
+        return future.result(time_scale.seconds(30))
+
+    def read(self, number: int) -> DiskOutcome:
+        return self.store.read(name(number), 0).result(time_scale.seconds(30))
+
+    def remove(self, *numbers: int) -> DiskOutcome:
+        return self.store.remove([name(one) for one in numbers]).result(time_scale.seconds(30))
+
+    def remove_all(self) -> DiskOutcome:
+        return self.store.remove_all().result(time_scale.seconds(30))
+
+    def close(self) -> None:
+        self.store.close()
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Callable[..., Disk]]:
+    disks: list[Disk] = []
+
+    def open_(space: bytes = SPACE) -> Disk:
+        disks.append(Disk(tmp_path / "kv", space))
+        return disks[-1]
+
+    yield open_
+    for one in disks:
+        one.close()
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted((folder / "kv").rglob("*.kv"))
+
+
+def test_what_was_written_comes_back_bit_for_bit_here_and_in_a_later_store(
+    opened: Callable[..., Disk], tmp_path: Path
+) -> None:
+    disk = opened()
+    assert disk.found == DiskOutcome()
+    assert disk.write(1).error == disk.write(2).error == ""
+    for _ in range(2):
+        came = disk.read(1)
+        assert came.error == "" and came.checksums == SUMS and equal(came.arrays, block(1))
+        disk.close()
+        disk = opened()
+        assert sorted(disk.found.names) == [name(1), name(2)] and not disk.found.skipped
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in files(tmp_path))
+
+
+def test_blocks_are_found_in_the_order_of_their_last_use_and_a_chains_end_before_its_beginning(
+    opened: Callable[..., Disk],
+) -> None:
+    disk = opened()
+    for number in range(4):
+        disk.write(number, index=1000 * number)
+    disk.read(3)  # as a first block
+    disk.close()
+    assert opened().found.names == (name(2), name(1), name(0), name(3))
+
+
+def test_a_namespace_finds_nothing_of_another_and_touches_none_of_it(
+    opened: Callable[..., Disk], tmp_path: Path
+) -> None:
+    disk = opened()
+    disk.write(1)
+    other = opened(OTHER_SPACE)
+    assert other.found == DiskOutcome() and other.read(1).error == "gone"
+    assert other.remove_all().error == ""
+    assert disk.read(1).error == ""
+    # a file of the one in the folder of the other is skipped, and left
+    (path,) = files(tmp_path)
+    other.write(2)
+    (ours,) = [one for one in files(tmp_path) if one != path]
+    copied = ours.with_name(path.name)
+    copied.write_bytes(path.read_bytes())
+    assert other.read(1).error == "foreign"
+    other.close()
+    other = opened(OTHER_SPACE)
+    assert other.found.names == (name(2),) and other.found.skipped == (("foreign", 1),)
+    assert copied.exists()
+
+
+def test_a_file_under_another_blocks_name_is_not_taken_for_it(
+    opened: Callable[..., Disk], tmp_path: Path
+) -> None:
+    disk = opened()
+    disk.write(1)
+    (path,) = files(tmp_path)
+    path.rename(path.with_name(name(2).hex() + ".kv"))
+    assert disk.read(2).error == "foreign"
+    assert disk.read(1).error == "gone"
+
+
+@pytest.mark.parametrize("part", ["front", "header", "digest", "payload", "end"])
+def test_a_byte_that_flips_is_a_miss(
+    part: str, opened: Callable[..., Disk], tmp_path: Path
+) -> None:
+    disk = opened()
+    disk.write(1)
+    (path,) = files(tmp_path)
+    content = bytearray(path.read_bytes())
+    payload = sum(one.array.nbytes for one in block(1))
+    first = len(content) - payload
+    at = {"front": 3, "header": 40, "digest": first - 1, "payload": first, "end": -1}[part]
+    content[at] ^= 0x10
+    path.write_bytes(content)
+    came = disk.read(1)
+    assert came.error in ("format", "spoiled") and not came.arrays
+    disk.close()
+    found = opened().found
+    if part in ("payload", "end"):  # which is looked at when it is read
+        assert found.names == (name(1),)
+    else:
+        assert not found.names and sum(count for _, count in found.skipped) == 1
+        assert not path.exists()
+
+
+def test_every_truncation_is_a_miss_and_removed_at_the_next_start(tmp_path: Path) -> None:
+    path = tmp_path / "one.kv"
+    write_block(path, SPACE, name(1), block(1), SUMS)
+    whole = path.read_bytes()
+    for length in [*range(0, 700, 9), *range(700, len(whole), 97), len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(block_file.SpoiledFileError) as caught:
+            read_block(path, SPACE, name(1))
+        assert caught.value.cause == "truncated"
+    path.write_bytes(whole + b"x")
+    with pytest.raises(block_file.SpoiledFileError):
+        read_block(path, SPACE, name(1))
+
+
+def test_a_truncated_file_is_counted_and_removed_at_the_next_start(
+    opened: Callable[..., Disk], tmp_path: Path
+) -> None:
+    disk = opened()
+    disk.write(1)
+    disk.write(2)
+    os.truncate(files(tmp_path)[0], 500)
+    disk.close()
+    disk = opened()
+    assert disk.found.names == (name(2),) and disk.found.skipped == (("truncated", 1),)
+    assert len(files(tmp_path)) == 1
+
+
+def test_a_file_of_another_version_is_left_for_whoever_reads_it(
+    opened: Callable[..., Disk], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = opened()
+    disk.write(1)
+    monkeypatch.setattr(block_file, "VERSION", 2)
+    assert disk.read(1).error == "version"
+    disk.close()
+    assert opened().found.skipped == (("version", 1),)
+    assert len(files(tmp_path)) == 1
+
+
+def test_what_is_no_file_of_ours_is_skipped(opened: Callable[..., Disk], tmp_path: Path) -> None:
+    disk = opened()
+    disk.write(1)
+    folder = files(tmp_path)[0].parent
+    disk.close()
+    (folder / ("ab" * 32 + ".kv")).mkdir()
+    (folder / "notes.txt").write_text("mine")
+    (folder / ("cd" * 32 + ".kv")).write_bytes(b"no block at all, but long enough" * 9)
+    found = opened().found
+    assert found.names == (name(1),)
+    assert dict(found.skipped) == {"failed": 1, "format": 1}
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_a_folder_that_vanishes_is_a_disk_that_is_gone(
+    opened: Callable[..., Disk], tmp_path: Path
+) -> None:
+    disk = opened()
+    disk.write(1)
+    (tmp_path / "kv").rename(tmp_path / "away")
+    assert disk.read(1).error == disk.write(2).error == "gone"
+    assert disk.remove(1).error == disk.remove_all().error == ""  # nothing is there
+    assert not (tmp_path / "kv").exists()
+    (tmp_path / "away").rename(tmp_path / "kv")
+    assert disk.read(1).error == disk.write(2).error == ""
+
+
+@pytest.mark.parametrize("in_place_of", ["", "kv"])
+def test_a_file_in_place_of_the_folder_is_no_disk(in_place_of: str, tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("in the way")
+    disk = Disk(tmp_path / "kv" / in_place_of)
+    assert disk.found.error == "gone"
+    assert disk.write(1).error == disk.read(1).error == "gone"
+    disk.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "word"), [(errno.ENOSPC, "full"), (errno.EROFS, "read_only"), (errno.EIO, "failed")]
+)
+def test_a_disk_that_takes_nothing_leaves_nothing_behind_and_goes_on_when_it_is_well(
+    number: int,
+    word: str,
+    opened: Callable[..., Disk],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    disk = opened()
+    disk.write(1)
+    refused = []
+
+    def refuse(*_: object) -> None:
+        refused.append(1)
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(block_file.os, "replace", refuse)
+        assert disk.write(2).error == word and refused
+        assert not list(files(tmp_path)[0].parent.glob("*.unfinished"))
+    assert disk.read(1).error == disk.write(2).error == disk.read(2).error == ""
+
+
+def test_a_disk_that_cannot_be_emptied_says_so(
+    opened: Callable[..., Disk], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = opened()
+    disk.write(1)
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "read-only")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refuse)
+        assert disk.remove_all().error == "read_only"
+        assert len(files(tmp_path)) == 1
+    assert disk.remove_all().error == "" and not files(tmp_path)
+
+
+def test_two_workers_of_a_directory_have_a_folder_each_and_one_empties_those_who_are_gone(
+    opened: Callable[..., Disk], tmp_path: Path
+) -> None:
+    first, second = opened(), opened()
+    first.write(1)
+    second.write(1)
+    second.write(2)
+    assert len({path.parent for path in files(tmp_path)}) == 2
+    assert first.remove_all().error == ""  # the second lives
+    assert [path.stem for path in files(tmp_path)] == [name(1).hex(), name(2).hex()]
+    second.close()
+    assert first.remove_all().error == "" and not files(tmp_path)
+
+
+def test_a_slow_disk_holds_up_reads_no_more_than_itself(opened: Callable[..., Disk]) -> None:
+    """Writes wait for the disk; reads go on, and so does whoever closes."""
+    disk, stuck, go_on = opened(), threading.Event(), threading.Event()
+    disk.write(1)
+
+    def slow() -> tuple[SavedArray, ...]:
+        stuck.set()
+        go_on.wait(time_scale.seconds(60))
+        return block(2)
+
+    writing = disk.store.write(name(2), 0, slow, SUMS)
+    assert stuck.wait(time_scale.seconds(30))
+    assert disk.read(1).error == "" and not writing.done()
+    waiting = disk.store.remove([name(1)])
+    go_on.set()
+    disk.close()
+    assert writing.result(time_scale.seconds(30)).error == ""
+    assert waiting.result(time_scale.seconds(30)).error in ("", "gone")
+    assert disk.read(1).error == disk.write(3).error == "gone"  # closed
+
+
+CHILD = """
+import os, sys, threading
+from pathlib import Path
+from tests.transfer.test_disk_store import Disk
+from jdisagg.transfer import block_file
+disk = Disk(Path(sys.argv[1]))
+disk.write(1)
+def never(*_):
+    print("writing", flush=True)
+    threading.Event().wait()
+block_file.os.replace = never
+disk.write(2)
+"""
+
+
+def test_kill_9_in_the_midst_of_a_write_leaves_what_was_written_before(
+    opened: Callable[..., Disk], tmp_path: Path
+) -> None:
+    root = Path(__file__).resolve().parents[2]
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path / "kv")],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert child.stdout is not None and child.stdout.readline() == "writing\n"
+        folder = files(tmp_path)[0].parent
+        assert len(list(folder.glob("*.unfinished"))) == 1
+        assert opened().write(3).error == ""  # in a folder of its own, while the child lives
+        assert len(list(folder.glob("*.kv"))) == 1
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        if child.stdout is not None:
+            child.stdout.close()
+    disk = opened()
+    assert disk.found.names == (name(1),) and disk.found.skipped == (("unfinished", 1),)
+    assert equal(disk.read(1).arrays, block(1))
+    assert not list(folder.glob("*.unfinished"))
+
+
+def test_the_secret_beside_the_blocks_is_the_same_in_each_process_and_nobody_elses_to_read(
+    tmp_path: Path,
+) -> None:
+    folder = str(tmp_path / "kv")
+    secret = directory_secret(folder)
+    path = tmp_path / "kv" / disk_store.SECRET
+    assert len(secret) == 32 and directory_secret(folder) == secret
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [one.name for one in (tmp_path / "kv").iterdir()] == [disk_store.SECRET]
+    path.write_bytes(b"short")
+    assert len(directory_secret(folder)) == 32
+    assert directory_secret(folder) == directory_secret(folder) != secret
+
+
+def test_where_no_secret_can_be_kept_there_is_one_for_this_process(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("in the way")
+    one, other = (directory_secret(str(tmp_path / "kv")) for _ in range(2))
+    assert len(one) == 32 and one != other
