@@ -137,6 +137,20 @@ class _Rules:
             return f"{one}{'+' if part.get('at_least_one') is True else '*'}{last}"
         return one if part.get("at_least_one") is True else f"({one} | TEXT)"
 
+    def separated(self, part: Json, where: str) -> str:
+        """Tags, and nothing but the separator between them."""
+        some: list[str] = []
+        for at, tag in enumerate(_list(part, "tags", where)):
+            name = f"{where}.tags[{at}]"
+            if not isinstance(tag, dict):
+                raise InvalidRequestError(f"{name} must be a tag; send one")
+            some.append(self.tag(tag, name))
+        one = self._rule(" | ".join(some))
+        separator = _text(part, "separator", where, empty=True)
+        more = f" ({_quoted(separator)} {one})*" if separator else f" {one}*"
+        found = one if part.get("stop_after_first") is True else f"{one}{more}"
+        return found if part.get("at_least_one") is True else f"({found})?"
+
     def _rule(self, body: str, *, lazy: bool = False, terminal: bool = False) -> str:
         name = f"{'T' if terminal else 'r'}{len(self.lines)}"
         self.lines.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
@@ -152,6 +166,7 @@ _FORMATS: dict[str, Callable[[_Rules, Json, str], str]] = {
     "or": _Rules.either,
     "tag": _Rules.tag,
     "triggered_tags": _Rules.triggered,
+    "tags_with_separator": _Rules.separated,
 }
 
 

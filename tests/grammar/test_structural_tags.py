@@ -58,6 +58,8 @@ def once(**options: bool) -> dict[str, object]:
 MUST = once(at_least_one=True, stop_after_first=True)
 MAY = once(stop_after_first=True)
 
+AGES = {"format": {"type": "tags_with_separator", "tags": [AGE_TAG], "separator": "; "}}
+
 # None: no answer begins like this; else whether one may end here.
 CASES: list[tuple[dict[str, object], str, bool | None]] = [
     (CALLS, "Hello.", True),
@@ -82,6 +84,12 @@ CASES: list[tuple[dict[str, object], str, bool | None]] = [
     (MAY, 'so <age>{"age":3}</age>!', None),
     (once(at_least_one=True), 'so <age>{"age":3}</age>! <age>{"age":4}</age>', True),
     (once(at_least_one=True), "so!", False),
+    (AGES, "", True),
+    (AGES, '<age>{"age":3}</age>', True),
+    (AGES, '<age>{"age":3}</age>; ', False),
+    (AGES, '<age>{"age":3}</age>; <age>{"age":4}</age>', True),
+    (AGES, '<age>{"age":3}</age><', None),
+    (AGES, "so", None),
 ]
 
 
@@ -104,7 +112,7 @@ async def test_the_door_takes_it_for_a_grammar(tag: dict[str, object]) -> None:
         ({}, "structures must be a list"),
         ({"structures": [{}], "triggers": 3}, "triggers must be a list of strings"),
         ({"structures": [{"begin": "a"}], "triggers": ["b"]}, r"tags\[0\].begin must begin with"),
-        ({"format": {"type": "tags_with_separator"}}, "format.type must be one of const_string"),
+        ({"format": {"type": "grammar"}}, "format.type must be one of const_string"),
         ({"format": {"type": "or", "elements": []}}, "format.elements must be a list"),
         ({"format": {"type": "regex"}}, "format.pattern must be a text"),
         (
