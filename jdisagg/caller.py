@@ -8,7 +8,22 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """What may be used with one token, at each router: None is without bound.
+
+    Args:
+        streams: that run at a time.
+        requests_per_second: on average.
+        tokens_per_second: of prompts and answers together, on average.
+    """
+
+    streams: int | None = None
+    requests_per_second: float | None = None
+    tokens_per_second: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +34,14 @@ class Caller:
         tenant: whom its token belongs to; empty where the token file does not say.
         token: a digest of the token, where tokens are asked for and this one names no tenant:
             then each token is somebody by itself.
+        key: a digest of the token, whoever it belongs to; empty where none is asked for. It and
+            `limits` say nothing of who somebody is.
     """
 
     tenant: str = ""
     token: str = ""
+    key: str = field(default="", compare=False)
+    limits: KeyLimits = field(default=KeyLimits(), compare=False)
 
     def tenant_of(self, said: str) -> str:
         """The tenant of a request whose message says `said`."""

@@ -334,7 +334,8 @@ class ServiceConfig:
         tls_certificate: PEM file; with it and `tls_key` the port speaks TLS alone.
         tls_key: PEM file.
         tls_client_ca: PEM file; clients, too, must show a certificate that it signed.
-        token_file: bearer tokens of clients, one a line; `TOKEN tenant=NAME` says whose it is.
+        token_file: bearer tokens of clients, one a line; behind it whose it is and how much
+            it may use (docs/security.md).
         cluster_token_file: the token that our processes show each other.
         http_port: of the OpenAI-compatible door, with the same host, TLS and tokens; None: there
             is none.

@@ -28,8 +28,10 @@ from jdisagg.chat.messages import (
     shown_messages,
     texts_of,
 )
+from jdisagg.clock import MonotonicClock
 from jdisagg.config import LimitsConfig, Mode
 from jdisagg.dispatch.answers import ChatAnswers
+from jdisagg.dispatch.key_limits import KeyUse
 from jdisagg.dispatch.long_texts import LongTexts
 from jdisagg.dispatch.options import (
     MAX_ALLOWED_TOKENS,
@@ -156,6 +158,8 @@ class Frontend:
         self._codec = codec
         self._limits = limits
         self._running: dict[tuple[str, str], asyncio.Event] = {}
+        self._key_use = KeyUse()
+        self._clock = MonotonicClock()
         # where that is small: a chat of many messages
         self._long_texts = LongTexts(LARGEST_TEXTS * max(limits.max_prompt_bytes, 1 << 20))
 
@@ -299,17 +303,22 @@ class Frontend:
                 f"request_id {request.request_id!r} is that of a request still running; choose"
                 " another or leave it empty"
             )
-        over = self._running[key] = asyncio.Event()
-        events = self._path.stream(request)
-        try:
-            async for event in events:
-                yield event
-        finally:
+        prompt_tokens, resumed = len(request.prompt_token_ids), request.resumption is not None
+        with self._key_use.stream(
+            caller.current(), prompt_tokens, self._clock.now(), resumed
+        ) as used:
+            over = self._running[key] = asyncio.Event()
+            events = self._path.stream(request)
             try:
-                await close_stream(events)
+                async for event in events:
+                    used(len(event.token_ids))
+                    yield event
             finally:
-                del self._running[key]
-                over.set()
+                try:
+                    await close_stream(events)
+                finally:
+                    del self._running[key]
+                    over.set()
 
     async def _gone(self, key: tuple[str, str]) -> None:
         """Waits until the broken stream of a request that is resumed has been noticed here too."""

@@ -9,7 +9,6 @@ import bisect
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from jdisagg.errors import OverloadedError, QuotaExceededError
 from jdisagg.router.quantiles import of_sorted
@@ -64,10 +63,25 @@ def limit_seconds(ttft_slo_seconds: float | None, deadline_seconds: float) -> fl
     return deadline_seconds if ttft_slo_seconds is None else min(ttft_slo_seconds, deadline_seconds)
 
 
-@dataclass(slots=True)
-class _Bucket:
-    tokens: float
-    at: float
+class Bucket:
+    """A token bucket: gains `rate` a second and never holds more than `full`, what it begins with;
+    may be in debt."""
+
+    def __init__(self, full: float, now: float) -> None:
+        self._held = full
+        self._at = now
+
+    def seconds_until(self, amount: float, rate: float, full: float, now: float) -> float:
+        """Until so much can be taken, or where that is more than it ever holds, until it is full; 0
+        or less: now."""
+        self._held, self._at = min(full, self._held + (now - self._at) * rate), now
+        return (min(amount, full) - self._held) / rate
+
+    def take(self, amount: float) -> None:
+        self._held -= amount
+
+    def give_back(self, amount: float, full: float) -> None:
+        self._held = min(full, self._held + amount)
 
 
 class Quotas:
@@ -78,7 +92,7 @@ class Quotas:
     def __init__(self, tokens_per_second: Mapping[str, float], burst_seconds: float) -> None:
         self._rates = dict(tokens_per_second)
         self._burst_seconds = burst_seconds
-        self._buckets: dict[str, _Bucket] = {}
+        self._buckets: dict[str, Bucket] = {}
 
     def take(self, tenant: str, tokens: float, now: float) -> None:
         """Raises QuotaExceededError where the tenant has used its share up. Tenants without a quota
@@ -87,24 +101,23 @@ class Quotas:
         if rate is None:
             return
         full = rate * self._burst_seconds
-        bucket = self._buckets.setdefault(tenant, _Bucket(full, now))
-        bucket.tokens, bucket.at = min(full, bucket.tokens + (now - bucket.at) * rate), now
-        missing = min(tokens, full) - bucket.tokens
-        if missing > 0:
-            wait_seconds = retry_after(missing / rate)
+        bucket = self._buckets.setdefault(tenant, Bucket(full, now))
+        seconds = bucket.seconds_until(tokens, rate, full, now)
+        if seconds > 0:
+            wait_seconds = retry_after(seconds)
             raise QuotaExceededError(
                 f"tenant {tenant!r} has used up its {rate:g} tokens a second"
                 f" (routing.tenant_quotas); {tokens:g} more are there in {wait_seconds:.1f} s: try"
                 " again then",
                 retry_after_seconds=wait_seconds,
             )
-        bucket.tokens -= tokens
+        bucket.take(tokens)
 
     def give_back(self, tenant: str, tokens: float) -> None:
         """They were taken for a request that was then refused."""
         bucket = self._buckets.get(tenant)
         if bucket is not None:
-            bucket.tokens = min(self._rates[tenant] * self._burst_seconds, bucket.tokens + tokens)
+            bucket.give_back(tokens, self._rates[tenant] * self._burst_seconds)
 
 
 class Drain:

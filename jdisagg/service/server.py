@@ -211,7 +211,7 @@ def read_tokens(path: str) -> tuple[str, ...]:
 
 
 def read_clients(path: str) -> tuple[str, ...]:
-    """As `read_tokens`, with what stands behind each token: the tenant to whom it belongs."""
+    """As `read_tokens`, with what stands behind each token (`service/bearer.py`)."""
     if not path:
         return ()
     tokens = tuple(
@@ -221,6 +221,11 @@ def read_clients(path: str) -> tuple[str, ...]:
     )
     if not tokens:
         raise ConfigError(f"token file {path!r} holds no token; write one a line")
+    for number, line in enumerate(tokens, 1):
+        try:
+            token_of(line)
+        except ConfigError as error:  # without the token
+            raise ConfigError(f"token file {path!r}, token {number}: {error}") from None
     return tokens
 
 

@@ -8,13 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.caller import Caller, calling, current
+from jdisagg.caller import Caller, KeyLimits, calling, current
 from jdisagg.client import AsyncClient
 from jdisagg.config import ServiceConfig
-from jdisagg.errors import UnauthenticatedError
+from jdisagg.errors import ConfigError, QuotaExceededError, UnauthenticatedError
 from jdisagg.request import Request
 from jdisagg.scheduler.residency import BlockNames
+from jdisagg.service import reread
 from jdisagg.service.bearer import identify, token_of
+from jdisagg.service.server import read_clients
 from tests.service.http_doors import http_door
 
 LINES = ("one tenant=acme", "two tenant=acme", "three tenant=globex", "four", "five five")
@@ -28,6 +30,41 @@ def test_a_line_may_say_whose_its_token_is() -> None:
     assert four and five and four.token != five.token and not four.tenant
     assert identify(LINES, "Bearer acme") is None and identify(LINES, "") is None
     assert identify((), "Bearer whatever") == Caller(), "nobody is asked for a token"
+
+
+def test_a_line_may_say_how_much_its_token_may_use_in_any_order() -> None:
+    lines = (
+        "one streams=2 tenant=acme tokens_per_second=1e3",
+        "two requests_per_second=.5",
+        "pad== x=",
+    )
+    assert [token_of(line) for line in lines] == ["one", "two", "pad== x="]
+    one, two = identify(lines, "Bearer one"), identify(lines, "Bearer two")
+    assert one and one.tenant == "acme" and one.limits == KeyLimits(2, None, 1000.0)
+    assert two and two.token and two.limits == KeyLimits(requests_per_second=0.5)
+    assert one.key != two.key == two.token
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("secret stream=2", "'stream', which is no field; there may be tenant, streams"),
+        ("secret streams=2 streams=3", "'streams', which is there twice"),
+        ("secret streams=2.5", "streams must be a whole number above 0, got '2.5'"),
+        ("secret streams=0", "streams must be a whole number above 0"),
+        ("secret tokens_per_second=inf", "tokens_per_second must be a number above 0"),
+        ("secret requests_per_second=-1 tenant=a", "requests_per_second must be a number above 0"),
+    ],
+)
+def test_what_is_wrong_in_a_token_file_is_named_without_the_token(
+    line: str, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(f"first\n{line}\n")
+    with pytest.raises(ConfigError) as caught:
+        read_clients(str(file))
+    assert f"token file {str(file)!r}, token 2:" in str(caught.value)
+    assert message in str(caught.value) and "secret" not in str(caught.value)
 
 
 names = st.text(max_size=3)
@@ -108,3 +145,36 @@ async def test_blocks_of_two_tenants_have_no_name_in_common_whatever_they_send(
                 assert not common, (one, two)
             shared += bool(common)
     assert shared > len(wanted), "the two doors agree, and tokens of one tenant share"
+
+
+async def test_a_token_that_used_up_its_streams_is_refused_at_both_doors_until_one_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reread, "LOOK_SECONDS", 0.0)
+    file = tmp_path / "tokens"
+    file.write_text("one tenant=acme streams=1\ntwo tenant=acme\n")
+    asked = {"prompt": "x", "max_tokens": 3}
+    async with http_door(service=ServiceConfig(token_file=str(file))) as door:
+        door.path.gate.clear()
+        async with (
+            AsyncClient(door.target, token="one") as client,
+            AsyncClient(door.target, token="two") as other,
+        ):
+            stream = client.generate("x", max_tokens=3)
+            await anext(stream)
+            refused = await door.ask("/v1/completions", asked, authorization="Bearer one")
+            assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+            assert "1 streams of this token run" in refused.error["message"]
+            with pytest.raises(QuotaExceededError, match="1 streams of this token") as caught:
+                await client.complete("x", max_tokens=3)
+            assert caught.value.retry_after_seconds == 1.0
+            assert len(door.path.requests) == 1, "neither reached the path"
+            file.write_text("one tenant=acme streams=2\ntwo tenant=acme\n")
+            second = client.generate("x", max_tokens=3)
+            await anext(second)
+            door.path.gate.set()
+            for running in (second, stream):
+                assert sum([len(event.token_ids) async for event in running]) == 2
+            await other.complete("x", max_tokens=3)
+        again = await door.ask("/v1/completions", asked, authorization="Bearer one")
+        assert again.status == 200

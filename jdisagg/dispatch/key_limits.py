@@ -1,0 +1,89 @@
+"""What may be used with one token of the token file (`KeyLimits`): streams at a time, requests and
+tokens a second. Each router counts for itself. Knows no clock; on one event loop."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from jdisagg.caller import Caller
+from jdisagg.errors import QuotaExceededError
+from jdisagg.router.admission import Bucket, retry_after
+
+BURST_SECONDS = 10.0  # of a rate that may be used at once
+STREAM_RETRY_SECONDS = 1.0
+
+Used = Callable[[int], None]
+
+
+class KeyUse:
+    """Streams that run with each token, and what each has used lately."""
+
+    def __init__(self) -> None:
+        self._streams: Counter[str] = Counter()
+        self._requests: dict[str, Bucket] = {}
+        self._tokens: dict[str, Bucket] = {}
+
+    @contextmanager
+    def stream(
+        self, who: Caller, prompt_tokens: int, now: float, resumed: bool = False
+    ) -> Iterator[Used]:
+        """As long as it is entered, one more stream runs; what it yields is told of tokens as they
+        are generated, which the token pays for when it asks again: whoever is in debt waits.
+
+        Args:
+            who: who asked for it; one without a token is not bounded.
+            prompt_tokens: are paid before.
+            now: seconds of a monotonic clock.
+            resumed: it was paid before, at this router or another, and is a stream alone.
+
+        Raises:
+            QuotaExceededError: the token has used up what it may; says which limit, and when there
+                is more.
+        """
+        limits, key = who.limits, who.key
+        if limits.streams is not None and self._streams[key] >= limits.streams:
+            raise QuotaExceededError(
+                f"{limits.streams} streams of this token run, which is its limit (streams in the"
+                " token file); try again when one of them has ended",
+                retry_after_seconds=STREAM_RETRY_SECONDS,
+            )
+        if not resumed:
+            paid = (
+                (self._requests, "requests_per_second", limits.requests_per_second, 1),
+                (self._tokens, "tokens_per_second", limits.tokens_per_second, prompt_tokens),
+            )
+            for buckets, name, rate, cost in paid:
+                _check(buckets, key, name, rate, cost, now)
+            for buckets, _, _, cost in paid:
+                if key in buckets:
+                    buckets[key].take(cost)
+        self._streams[key] += 1
+        try:
+            yield lambda tokens: self._generated(key, tokens)
+        finally:
+            self._streams[key] -= 1
+            if not self._streams[key]:
+                del self._streams[key]
+
+    def _generated(self, key: str, tokens: int) -> None:
+        bucket = self._tokens.get(key)
+        if bucket is not None:
+            bucket.take(tokens)
+
+
+def _check(
+    buckets: dict[str, Bucket], key: str, name: str, rate: float | None, cost: int, now: float
+) -> None:
+    """Raises QuotaExceededError where the key's bucket does not hold enough."""
+    if rate is None:
+        buckets.pop(key, None)  # its limit was taken back
+        return
+    full = max(1.0, rate * BURST_SECONDS)
+    seconds = buckets.setdefault(key, Bucket(full, now)).seconds_until(cost, rate, full, now)
+    if seconds > 0:
+        wait_seconds = retry_after(seconds)
+        raise QuotaExceededError(
+            f"this token has used up its {rate:g} {name.replace('_', ' ')} ({name} in the token"
+            f" file); there is more in {wait_seconds:.1f} s: try again then",
+            retry_after_seconds=wait_seconds,
+        )

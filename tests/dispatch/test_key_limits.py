@@ -1,0 +1,98 @@
+"""What a token may use: streams at a time, requests and tokens a second, against plain counting."""
+
+import contextlib
+import random
+
+import pytest
+
+from jdisagg.caller import Caller, KeyLimits
+from jdisagg.dispatch.key_limits import BURST_SECONDS, KeyUse
+from jdisagg.errors import QuotaExceededError
+
+
+def who(key: str = "k", **limits: float) -> Caller:
+    return Caller(key=key, limits=KeyLimits(**limits))  # type: ignore[arg-type]
+
+
+def test_streams_at_a_time_are_bounded_and_one_that_ends_makes_room() -> None:
+    use, two = KeyUse(), who(streams=2)
+    with use.stream(two, 1, 0.0):
+        with use.stream(two, 1, 0.0):
+            with pytest.raises(QuotaExceededError, match="2 streams of this token run") as caught:
+                use.stream(two, 1, 0.0).__enter__()
+            assert caught.value.retry_after_seconds == 1.0
+            with use.stream(who("other", streams=2), 1, 0.0):
+                pass
+        with contextlib.suppress(RuntimeError), use.stream(two, 1, 0.0):
+            raise RuntimeError("it broke")
+        with use.stream(two, 1, 0.0):
+            pass
+    assert not use._streams
+
+
+def test_who_is_not_bounded_is_not() -> None:
+    use = KeyUse()
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(use.stream(Caller(), 10**6, 0.0))(10**6)
+
+
+def test_over_a_long_time_requests_are_their_rate() -> None:
+    use, one, draw, let_in = KeyUse(), who(requests_per_second=2.0), random.Random(0), 0
+    now = 0.0
+    for _ in range(5000):
+        now += draw.expovariate(5.0)
+        try:
+            with use.stream(one, 1000, now):
+                let_in += 1
+        except QuotaExceededError as error:
+            assert "2 requests per second (requests_per_second in the token file)" in str(error)
+    assert let_in == pytest.approx(2.0 * (now + BURST_SECONDS), rel=0.01)
+
+
+def test_prompts_and_answers_are_paid_and_who_is_in_debt_waits() -> None:
+    use, one = KeyUse(), who(tokens_per_second=10.0)  # 100 at once
+    with use.stream(one, 60, 0.0) as used:
+        for _ in range(30):
+            used(5)  # a stream that runs is not cut short
+    with pytest.raises(QuotaExceededError) as caught:
+        use.stream(one, 5, 0.0).__enter__()
+    assert caught.value.retry_after_seconds == pytest.approx((60 + 150 + 5 - 100) / 10)
+    with use.stream(one, 5, 11.6):
+        pass
+
+
+def test_a_refused_request_pays_nothing() -> None:
+    use, one = KeyUse(), who(requests_per_second=0.2, tokens_per_second=10.0)
+    with use.stream(one, 90, 0.0):
+        pass
+    for _ in range(9):
+        with pytest.raises(QuotaExceededError, match="10 tokens per second"):
+            use.stream(one, 11, 0.0).__enter__()
+    with use.stream(one, 10, 0.0):
+        pass
+
+
+def test_what_is_resumed_was_paid_before_but_is_a_stream() -> None:
+    use, one = KeyUse(), who(requests_per_second=0.1, streams=1)
+    with use.stream(one, 5, 0.0):
+        pass
+    with (
+        use.stream(one, 5, 0.0, resumed=True),
+        pytest.raises(QuotaExceededError, match="1 streams"),
+    ):
+        use.stream(one, 5, 0.0, resumed=True).__enter__()
+    with pytest.raises(QuotaExceededError, match="requests per second"):
+        use.stream(one, 5, 0.0).__enter__()
+
+
+def test_a_limit_that_is_taken_back_no_longer_holds() -> None:
+    use = KeyUse()
+    with use.stream(who(tokens_per_second=1.0), 500, 0.0):
+        pass
+    with pytest.raises(QuotaExceededError):
+        use.stream(who(tokens_per_second=1.0), 1, 0.0).__enter__()
+    with use.stream(who(), 500, 0.0) as used:
+        used(10**6)
+    with use.stream(who(tokens_per_second=1.0), 1, 0.0):
+        pass
