@@ -190,8 +190,20 @@ class DecodeWorker(MeshWorker):
                 self._count_reuse(known, group.cached_tokens)
                 self._streams[group.key] = SpanStream(group)
                 self._tickets.pop(group.key).set_result(group)
-        self._loop.wake()
+        if not self._span_goes_on():
+            self._loop.wake()
         self._quiet.set()
+
+    def _span_goes_on(self) -> bool:
+        """Whether a turn would find nothing but a span under way for whose end nothing waits: most
+        changes are of that kind."""
+        return (
+            self._interruptible is not None
+            and self._loop.newest(DecodeSteps) > 0
+            and not self._loop.has_finished()
+            and not self._prefills
+            and not self._batches.interrupting()
+        )
 
     def _snapshot(self) -> StepSnapshot:
         """What the policy does not read is left out: it is asked between any two steps."""

@@ -271,7 +271,6 @@ class OutgoingKv:
     def _release(self, offer_ids: tuple[int, ...]) -> None:
         if offer_ids:
             self._loop.fire(ReleaseOffers(self._loop.next_number(), offer_ids))
-            self._loop.wake()
 
     def _forget_if_fetched(self, handoff: OutgoingHandoff) -> None:
         if handoff.handoff.state is HandoffState.ACKED:

@@ -281,6 +281,11 @@ class PrefillWorker(MeshWorker):
             pages = (self._states.slot(offer.rank, key),)
         return extraction(step, offer, pages, self._mesh.page_size, self._hello.checksum_key)
 
+    def _look(self) -> None:
+        """A turn is taken soon, where there is anything to plan."""
+        if self._waiting or self._extracts or self._batches:
+            self._loop.wake()
+
     # ---- prompts
 
     async def prefill(self, call: PrefillCall) -> PrefillReply:
@@ -292,7 +297,7 @@ class PrefillWorker(MeshWorker):
         self._backlog.add(task.prompt.key, task.prompt.tokens)
         if not self._restore_first(task):
             self._queue(task.prompt)
-        self._loop.wake()
+        self._look()
         try:
             return await within(task.reply, call.deadline_seconds)
         except TimeoutError:
@@ -372,7 +377,7 @@ class PrefillWorker(MeshWorker):
             cached = self._known_tokens(task.chain, task.prompt.tokens)
             task.prompt = msgspec.structs.replace(task.prompt, cached_tokens=cached)
             self._queue(task.prompt)
-            self._loop.wake()
+            self._look()
 
     def _known_tokens(self, chain: Chain, tokens: int) -> tuple[int, ...]:
         """By rank, positions of a prompt of so many tokens that need not be computed there."""
@@ -419,7 +424,7 @@ class PrefillWorker(MeshWorker):
             self._batches.remove(key)
             self._residency.let_go(task.rank, key, chain)
             self._states.free(task.rank, key)
-            self._loop.wake()
+            self._look()
 
     # ---- the worker
 
@@ -440,7 +445,7 @@ class PrefillWorker(MeshWorker):
         self._stop_computing(task)
         if error is not None:
             task.fail(error)
-        self._loop.wake()  # those behind it may go
+        self._look()  # those behind it may go
         self._quiet.set()
 
     def _forget_extracts(self, task: PrefillTask) -> None:
@@ -452,7 +457,7 @@ class PrefillWorker(MeshWorker):
 
     async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
         await super().acknowledge(handoff_id, offer_ids)
-        self._loop.wake()
+        self._look()
 
     def _busy(self) -> bool:
         return len(self._outgoing) > 0
