@@ -78,12 +78,16 @@ class Table:
 
     def __init__(self, cells: Array) -> None:
         self.cells = cells
+        self._views: dict[str, Array] = {}
 
     def __len__(self) -> int:
         return self.cells.shape[1]
 
     def __getitem__(self, column: str) -> Array:
-        return self.cells[COLUMNS[column]]
+        view = self._views.get(column)
+        if view is None:
+            view = self._views[column] = self.cells[COLUMNS[column]]
+        return view
 
     def flag(self, column: str) -> Flags:
         return self.cells[COLUMNS[column]] != 0
@@ -113,11 +117,12 @@ class Side:
     may be given, a few more than there are slots, so that a freed slot finds its next sequence
     ready (scheduler/reservations.py). What holds for all of them: `speed`, `chunk_tokens`,
     `page_size`, each None where they differ; and whether there is any of unknown speed, mixed, able
-    to prefill, of several dp ranks, that drains, that loads programs. `zeros`: as many; nobody
-    writes there."""
+    to prefill, of several dp ranks, that drains, that loads programs. `table`: their numbers as
+    they are at any time, where the rows lie together. `zeros`: as many; nobody writes there."""
 
     rows: Indices
     span: Indices | slice
+    table: Table | None
     room: Array
     zeros: Array
     speed: Speed | None
@@ -362,6 +367,7 @@ class ClusterState:
         return Side(
             rows,
             span,
+            table if isinstance(span, slice) else None,
             table["slots"]
             + table["ranks"]
             * np.maximum(1.0, table["slots"] // np.maximum(1.0, table["ranks"]) // 4),

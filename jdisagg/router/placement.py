@@ -444,7 +444,7 @@ def _usable(
     state: ClusterState, side: Side, query: PlacementQuery, now: float, policy: PlacementPolicy
 ) -> Candidates:
     """Those that are heard of, and what speaks against each."""
-    rows, table = side.rows, state.table.take(side.span)
+    rows, table = side.rows, side.table or state.table.take(side.span)
     all_well = not (side.draining or query.avoid) and now >= state.barred_until
     if all_well and not state.silent_for(now, min(policy.suspect_seconds, policy.gone_seconds)):
         return Candidates(side, rows, table, side.zeros)
