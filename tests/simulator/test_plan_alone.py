@@ -1,6 +1,8 @@
 """Goals that a single request on idle accelerators misses, and runs that end when their goal is
 lost: against the simulator."""
 
+import gc
+
 import pytest
 
 from jdisagg.config import Mode
@@ -15,6 +17,7 @@ from jdisagg.simulator.planner import Planner
 from jdisagg.simulator.report import RequestOutcome
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival, Fixed, poisson
+from tests.simulator.test_conservation import LENGTHS, small_fleet
 
 MODEL = geometry("llama-3.1-8b")
 SITE = Site(accelerator("h100"), 2)
@@ -80,3 +83,18 @@ def test_a_run_that_is_stopped_says_of_its_requests_what_the_whole_run_says(cand
     assert part.stopped and not whole.stopped and part.seconds < whole.seconds
     assert 40 <= len(part.outcomes) < 200 and set(seen) <= set(part.outcomes)
     assert set(part.outcomes) <= set(whole.outcomes)
+
+
+def test_a_run_that_is_stopped_says_nothing_of_what_it_cut_short(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ended: list[RequestOutcome] = []
+
+    def enough(outcome: RequestOutcome) -> bool:
+        ended.append(outcome)
+        return len(ended) == 60
+
+    arrivals = poisson(12.0, 150, LENGTHS, seed=1)
+    assert simulate(small_fleet(pages=48), arrivals, enough=enough).stopped
+    gc.collect()  # tasks say when they are collected that nobody asked how they ended
+    assert not caplog.records
