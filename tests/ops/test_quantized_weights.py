@@ -85,20 +85,25 @@ def test_a_product_is_that_of_the_restored_matrix(
 
 
 @pytest.mark.parametrize("weights", FORMS)
-@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize(
+    ("platform", "biased"),
+    [("cpu", False), ("cpu", True), ("gpu", False), ("gpu", True), ("tpu", True)],
+)
 def test_quantized_experts_give_what_their_restored_matrices_give(
-    weights: Weights, platform: str
+    weights: Weights, platform: str, biased: bool
 ) -> None:
     """Pairs of no local expert included. The GPU's kernels are interpreted."""
     experts, width, ffn, tokens = 4, 32, 48, 9
     floats = [_matrix(experts, width, ffn), -_matrix(experts, width, ffn)]
     floats.append(_matrix(experts, ffn, width) / 5)
     kept = [_kept(part, 1, weights, platform) for part in floats]
-    parts = ExpertWeights(*(jnp.asarray(q) for q, _ in kept), *(jnp.asarray(s) for _, s in kept))
-    plain = ExpertWeights(
-        *(jnp.asarray(_restored(part, 1, weights), jnp.float32) for part in floats)
-    )
     random = np.random.default_rng(1)
+    sizes = (experts, ffn), (experts, ffn), (experts, width)
+    biases = [jnp.asarray(random.normal(size=size), jnp.float32) for size in sizes]
+    quantized = [jnp.asarray(q) for q, _ in kept] + [jnp.asarray(s) for _, s in kept]
+    parts = ExpertWeights(*quantized, *(biases if biased else ()))
+    restored = [jnp.asarray(_restored(part, 1, weights), jnp.float32) for part in floats]
+    plain = ExpertWeights(*restored, None, None, None, *(biases if biased else ()))
     x_TD = jnp.asarray(random.normal(size=(tokens, width)), jnp.float32)
     local_TJ = jnp.asarray(random.integers(0, experts + 1, (tokens, 2)), jnp.int32)
     expected = np.asarray(block_products(x_TD, local_TJ, plain, 4))
