@@ -4,7 +4,7 @@ import json
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 
 from jdisagg.chat.formats import AnswerFormat
 from jdisagg.chat.harmony import HarmonyParser
@@ -15,7 +15,10 @@ WEATHER = ("get_weather", {"city": "Köln", "days": 3})
 
 WORDS = st.text('ab \n"\\{}[]:,<|>é漢😀', max_size=10).map(lambda text: f"w{text}w")
 CALLS = st.tuples(st.sampled_from(TOOLS), st.dictionaries(st.sampled_from("xy"), WORDS, max_size=2))
-PARTS = st.lists(st.tuples(st.sampled_from(("analysis", "final", "commentary")), WORDS | CALLS))
+PARTS = st.lists(
+    st.tuples(st.sampled_from(("analysis", "final", "commentary")), WORDS | CALLS), max_size=5
+)
+PATIENT = [HealthCheck.too_slow]  # a busy machine is no fault of the examples
 
 
 def written(parts: list[tuple[str, str | Call]], recipient_first: bool = False) -> str:
@@ -41,7 +44,7 @@ def cut(data: st.DataObject, text: str) -> list[str]:
 
 
 @given(data=st.data(), parts=PARTS, first=st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=PATIENT)
 def test_each_part_is_what_its_channel_and_recipient_say(
     data: st.DataObject, parts: list[tuple[str, str | Call]], first: bool
 ) -> None:
@@ -60,7 +63,7 @@ FRAGMENTS = (
 
 
 @given(data=st.data(), thinking=st.booleans(), tools=st.sampled_from([TOOLS, ()]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=PATIENT)
 def test_any_text_is_read_the_same_however_it_is_cut(
     data: st.DataObject, thinking: bool, tools: tuple[str, ...]
 ) -> None:
@@ -78,7 +81,7 @@ def test_any_text_is_read_the_same_however_it_is_cut(
 
 
 @given(data=st.data(), parts=PARTS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=PATIENT)
 def test_nothing_that_was_said_is_lost_where_a_marker_is_damaged(
     data: st.DataObject, parts: list[tuple[str, str | Call]]
 ) -> None:

@@ -194,7 +194,8 @@ class _Maker:
                 }
             case _:
                 longest = self._rng.randint(10, 60)
-                return {"type": "string"} | ({"maxLength": longest} if self._chance(0.8) else {})
+                found: Schema = {"type": "string"}
+                return found | ({"maxLength": longest} if self._chance(0.8) else {})
 
     def _number(self) -> Schema:
         low, width = self._rng.uniform(-100, 100), self._rng.choice((0.5, 1.0, 10.0, 1e6))
@@ -236,7 +237,8 @@ class _Maker:
         if self._chance(0.2):
             return {"type": self._rng.sample(kinds, 2), "maxLength": 40}
         kind = self._rng.choice(kinds)
-        return {"type": kind} | ({"maxLength": 40} if kind == "string" else {})
+        found: Schema = {"type": kind}
+        return found | ({"maxLength": 40} if kind == "string" else {})
 
 
 def _pointer(where: str, name: str) -> str:

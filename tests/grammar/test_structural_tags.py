@@ -3,6 +3,7 @@ judged by hand."""
 
 import json
 import re
+from typing import Any
 
 import pytest
 
@@ -61,7 +62,7 @@ MAY = once(stop_after_first=True)
 AGES = {"format": {"type": "tags_with_separator", "tags": [AGE_TAG], "separator": "; "}}
 
 # None: no answer begins like this; else whether one may end here.
-CASES: list[tuple[dict[str, object], str, bool | None]] = [
+CASES: list[tuple[Any, str, bool | None]] = [
     (CALLS, "Hello.", True),
     (CALLS, "a <function", True),
     (CALLS, 'x <function=f>{"age": 7}</function> y <function=g>{}</function> z', True),
