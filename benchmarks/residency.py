@@ -11,11 +11,14 @@ round; the first rounds only compile.
 - fresh: prompts without anything in common: what hashing and keeping cost.
 
 --tiers instead: a prompt is asked of two meshes as a fresh one, again while it lies in the prefill
-mesh's pages, and again when others had taken these, so that it comes back from host memory. The
-decode mesh forgets each time. Times to the first token, by length of the prompt."""
+mesh's pages, again when others had taken these, so that it comes back from host memory, and again
+when host memory has forgotten it, too, so that it comes from disk (a folder of --disk; what was
+just written there lies in the system's cache of files). The decode mesh forgets each time. Times to
+the first token, by length of the prompt."""
 
 import asyncio
 import statistics
+import tempfile
 import time
 
 import jax
@@ -31,6 +34,7 @@ from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Device
 from jdisagg.ops.parameters import layout_mesh
 from jdisagg.request import Request, SamplingParams
+from jdisagg.worker.prefill_worker import PrefillWorker
 from models.catalog import read_config
 from models.checkpoint import LoadedModel
 from models.decoder import init_model
@@ -40,6 +44,7 @@ _ROUNDS = flags.DEFINE_integer("rounds", 5, "Measured rounds, a conversation eac
 _MODES = flags.DEFINE_list("modes", ["chunked", "disaggregated"], "Which clusters.")
 _FRESH = flags.DEFINE_integer("fresh", 8, "Prompts without anything in common, a round.")
 _TIERS = flags.DEFINE_bool("tiers", False, "Pages and host memory instead of conversations.")
+_DISK = flags.DEFINE_string("disk", "", "Folder of the tier on disk; '': a temporary one.")
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
 
 CONTEXT = 3072
@@ -59,7 +64,10 @@ class NoText:
 class Contender:
     """A cluster of one device a mesh, with or without reuse."""
 
-    def __init__(self, mode: Mode, reuse: bool, host_gib: float = 0.0, pages: int = 160) -> None:
+    def __init__(
+        self, mode: Mode, reuse: bool, host_gib: float = 0.0, pages: int = 160, disk: str = ""
+    ) -> None:
+        """`disk`: a folder, which also stands for the model's."""
         instance = InstanceConfig(
             layout=Layout(),
             slots_per_rank=8,
@@ -68,11 +76,17 @@ class Contender:
             pages_per_rank=pages,
         )
         config = EngineConfig(
-            model=ModelConfig(context_tokens=CONTEXT),
+            model=ModelConfig(disk, context_tokens=CONTEXT),
             mode=mode,
             prefill=instance,
             decode=instance,
-            prefix=PrefixConfig(reuse, host_gib=host_gib, restores="always"),
+            prefix=PrefixConfig(
+                reuse,
+                host_gib=host_gib,
+                restores="always",
+                disk_dir=disk and f"{disk}/kv",
+                disk_gib=host_gib if disk else 0.0,
+            ),
             warm_up=False,
         )
         self.cluster = EmbeddedCluster(config, _load, NoText(), jax.devices())
@@ -190,9 +204,12 @@ async def compare(mode: Mode) -> dict[str, object]:
 
 
 async def tiers() -> dict[str, object]:
-    """Pages for one prompt of the whole context, host memory for all that are asked."""
-    one = Contender(Mode.DISAGGREGATED, True, host_gib=2.0, pages=CONTEXT // 16)
+    """Pages for one prompt of the whole context, host memory and disk for all that are asked."""
+    disk = tempfile.TemporaryDirectory(dir=_DISK.value or None)
+    one = Contender(Mode.DISAGGREGATED, True, 2.0, CONTEXT // 16, disk.name)
     prefill, decode = one.cluster._workers
+    assert isinstance(prefill, PrefillWorker)
+    tier, counters = prefill._host, prefill.counters
     rng = np.random.default_rng(0)
 
     def words(count: int) -> tuple[int, ...]:
@@ -200,38 +217,50 @@ async def tiers() -> dict[str, object]:
 
     async def ttft(prompt: tuple[int, ...]) -> float:
         decode._kept.clear()
-        return (await one.ask(prompt, 1))[0]
+        seconds = (await one.ask(prompt, 1))[0]
+        while not tier.quiet:
+            await asyncio.sleep(0.01)
+        return seconds
 
     figures: dict[str, object] = {}
     await one.cluster.start()
     try:
         for length in LENGTHS:
-            fresh, pages, host = [], [], []
+            fresh, pages, host, saved = [], [], [], []
             for number in range(WARM_ROUNDS + _ROUNDS.value):
-                prompt, restored = words(length), prefill.counters["host_tokens_restored"]
+                prompt, restored = words(length), counters["host_tokens_restored"]
                 seconds = [await ttft(prompt), await ttft(prompt)]
-                assert prefill.counters["host_tokens_restored"] == restored
+                assert counters["host_tokens_restored"] == restored
                 await ttft(words(CONTEXT - 16))
                 seconds.append(await ttft(prompt))
-                assert prefill.counters["host_tokens_restored"] > restored
+                assert counters["host_tokens_restored"] > restored
+                await ttft(words(CONTEXT - 16))
+                tier._drop(tier.blocks.clear(), "room")
+                restored = counters["disk_tokens_restored"]
+                seconds.append(await ttft(prompt))
+                assert counters["disk_tokens_restored"] > restored
                 if number >= WARM_ROUNDS:
-                    for kept, second in zip((fresh, pages, host), seconds, strict=True):
+                    for kept, second in zip((fresh, pages, host, saved), seconds, strict=True):
                         kept.append(second)
-            medians = [statistics.median(one) for one in (fresh, pages, host)]
+            medians = [statistics.median(one) for one in (fresh, pages, host, saved)]
             print(
                 f"{length} tokens: ttft {1e3 * medians[0]:.1f} ms fresh, {1e3 * medians[1]:.1f}"
                 f" from pages, {1e3 * medians[2]:.1f} from host memory"
                 f" ({medians[2] / medians[1]:.2f} x pages, {medians[0] / medians[2]:.2f} x faster"
-                " than fresh)",
+                f" than fresh), {1e3 * medians[3]:.1f} from disk ({medians[3] / medians[2]:.2f} x"
+                f" host memory, {medians[0] / medians[3]:.2f} x faster than fresh)",
                 flush=True,
             )
             figures[str(length)] = {
                 "host against pages": paired(host, pages),
                 "host against fresh": paired(host, fresh),
+                "disk against host": paired(saved, host),
+                "disk against fresh": paired(saved, fresh),
                 "pages against fresh": paired(pages, fresh),
             }
     finally:
         await one.cluster.stop()
+        disk.cleanup()
     return figures
 
 

@@ -76,7 +76,8 @@ class Disk:
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Callable[..., Disk]]:
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Disk]]:
+    monkeypatch.setattr(disk_store, "CLOSE_SECONDS", time_scale.seconds(60))  # then it is closed
     disks: list[Disk] = []
 
     def open_(space: bytes = SPACE) -> Disk:
