@@ -206,7 +206,8 @@ async def compare(mode: Mode) -> dict[str, object]:
 async def tiers() -> dict[str, object]:
     """Pages for one prompt of the whole context, host memory and disk for all that are asked."""
     disk = tempfile.TemporaryDirectory(dir=_DISK.value or None)
-    one = Contender(Mode.DISAGGREGATED, True, 2.0, CONTEXT // 16, disk.name)
+    pages = CONTEXT // InstanceConfig.page_size
+    one = Contender(Mode.DISAGGREGATED, True, 2.0, pages, disk.name)
     prefill, decode = one.cluster._workers
     assert isinstance(prefill, PrefillWorker)
     tier, counters = prefill._host, prefill.counters
