@@ -68,6 +68,10 @@ COLUMNS = {
     )
 }
 DESCRIBED = ("speed", *PARTS)
+HEARD_AT = COLUMNS["heard_at"]
+# what a worker seldom says anew, and what each of its words says
+FORM = slice(COLUMNS["decodes"], COLUMNS["chunk_tokens"] + 1)
+FARES = slice(COLUMNS["running"], COLUMNS["loading_seconds"] + 1)
 
 Flags = npt.NDArray[np.bool_]
 
@@ -226,30 +230,28 @@ class ClusterState:
         row = self._rows.get(status.name)
         if row is None:
             row = self._add(status.name)
-        decodes, ranks = status.role is not WorkerRole.PREFILL, max(1, len(status.total_pages))
-        cells = self.table.cells
+        ranks, cells = max(1, len(status.total_pages)), self.table.cells
         form = _form(status)
         if self._forms.get(status.name) != form:
             self._forms[status.name] = form
             self._change_form()
+            decodes, mixed = status.role is not WorkerRole.PREFILL, status.role is WorkerRole.MIXED
+            cells[FORM, row] = (
+                *(decodes, mixed, status.can_prefill, status.draining, ranks, status.slots),
+                *(status.page_size, status.context_tokens, status.chunk_tokens),
+            )
         self._statuses[status.name] = status
         free, sequences, contexts = status.free_pages, status.rank_sequences, status.rank_contexts
         best = max(range(len(free)), key=free.__getitem__) if len(free) > 1 else 0
         # an older worker says no more than their number
         if len(sequences) != ranks or len(contexts) != ranks:
             sequences, contexts = (status.running / ranks,) * ranks, (0.0,) * ranks
-        cells[: len(SAID), row] = (
-            *(now, decodes, status.role is WorkerRole.MIXED, status.can_prefill, status.draining),
-            *(ranks, status.slots, status.page_size, status.context_tokens, status.chunk_tokens),
+        cells[HEARD_AT, row] = now
+        cells[FARES, row] = (
             *(status.running, status.waiting, status.queued_tokens, status.queued_pairs),
             *(free[best] if free else 0, sum(free), sum(status.total_pages)),
-            *(
-                sequences[best],
-                contexts[best],
-                max(sequences),
-                max(contexts),
-                status.loading_seconds,
-            ),
+            *(sequences[best], contexts[best], max(sequences), max(contexts)),
+            status.loading_seconds,
         )
         cells[COLUMNS["spoke"], row] = True
         self._heard_since = min(self._heard_since, now)
@@ -393,6 +395,7 @@ def _form(status: WorkerStatus) -> object:
         status.can_prefill,
         status.slots,
         len(status.total_pages),
+        status.context_tokens,
         status.draining,
         status.loading_seconds != 0,
     )

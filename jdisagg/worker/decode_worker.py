@@ -475,9 +475,9 @@ class DecodeWorker(MeshWorker):
         return WorkerStatus(
             name=self.name,
             role=WorkerRole.MIXED if can_prefill else WorkerRole.DECODE,
-            layout=str(self._config.layout),
-            free_pages=tuple(ledger.free_pages for ledger in state.ledgers),
-            total_pages=tuple(ledger.total_pages for ledger in state.ledgers),
+            layout=self._layout,
+            free_pages=tuple([ledger.free_pages for ledger in state.ledgers]),
+            total_pages=tuple([ledger.total_pages for ledger in state.ledgers]),
             running=sum(state.living),
             waiting=len(self._reservations),
             slots=mesh.ranks * mesh.slots_per_rank,

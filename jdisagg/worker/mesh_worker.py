@@ -76,6 +76,7 @@ class MeshWorker(ABC):
         self._limits = limits
         self._clock = context.clock
         self._mesh = executor.limits
+        self._layout = str(config.layout)
         self._loop = StepLoop(executor, self._turn, self._break_down, context.clock.now, depth)
         self._hello = hello_of(
             context.name,

@@ -472,9 +472,9 @@ class PrefillWorker(MeshWorker):
         return WorkerStatus(
             name=self.name,
             role=WorkerRole.PREFILL,
-            layout=str(self._config.layout),
-            free_pages=tuple(ledger.free_pages for ledger in self._ledgers),
-            total_pages=tuple(ledger.total_pages for ledger in self._ledgers),
+            layout=self._layout,
+            free_pages=tuple([ledger.free_pages for ledger in self._ledgers]),
+            total_pages=tuple([ledger.total_pages for ledger in self._ledgers]),
             running=len(self._computing),
             waiting=len(self._waiting),
             slots=self._mesh.ranks * self._mesh.rows_per_chunk,
