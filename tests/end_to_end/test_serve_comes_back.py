@@ -1,15 +1,20 @@
 """A server that was warm on this machine before serves at once when it is started again."""
 
 import asyncio
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jdisagg.config import EngineConfig, Mode
+from jdisagg.executor.programs import Programs
 from jdisagg.request import Request, SamplingParams
 from launch.model import deployment
-from tests.end_to_end.clusters import LLAMA, collect, config, dense_greedy
+from tests import time_scale
+from tests.end_to_end.clusters import collect, config, dense_greedy, golden_copy
 
 pytestmark = pytest.mark.ci
 
@@ -23,20 +28,38 @@ async def first_tokens(served: object) -> list[int]:
     return collect([event async for event in stream]).tokens[0]
 
 
-async def test_programs_are_loaded_while_it_serves_and_every_one_is(tmp_path: Path) -> None:
+async def test_programs_are_loaded_while_it_serves_and_every_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = golden_copy("llama_tied", tmp_path)  # of two layers: all of it is compiled twice
     sizes = config(
-        Mode.UNIFIED, decode="tp=1", chunk=64, slots=1, pages=16, context=128, warm_up=True
+        Mode.UNIFIED,
+        decode="tp=1",
+        directory=directory,
+        chunk=64,
+        slots=1,
+        pages=16,
+        context=128,
+        warm_up=True,
     )
     engine: EngineConfig = replace(sizes, compilation_cache=str(tmp_path))
-    expected = dense_greedy(LLAMA, (5, 6, 7, 8), 8)
+    expected = dense_greedy(directory, (5, 6, 7, 8), 8)
     first = deployment(engine)
     await first.start(at_once=True)
     everything = first.cluster.compilations
     assert everything > 4
     await first.stop()
+    compile_, go_on = Programs.compile, threading.Event()
+
+    def held(*args: Any, **named: Any) -> Callable[..., Any]:
+        assert go_on.wait(time_scale.seconds(60))
+        return compile_(*args, **named)
+
+    monkeypatch.setattr(Programs, "compile", held)
     again = deployment(engine)
     await again.start(at_once=True)
     assert again.cluster.compilations < everything, "it serves before all are loaded"
+    go_on.set()
     assert await first_tokens(again) == expected
     while again.cluster.compilations < everything:
         await asyncio.sleep(0.05)

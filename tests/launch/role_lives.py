@@ -31,8 +31,9 @@ from jdisagg.service.role_services import worker_roles
 from models.checkpoint import LoadedModel, load_model
 from models.relayout import relayout
 from tests import time_scale
-from tests.end_to_end.clusters import LLAMA
+from tests.end_to_end.clusters import GOLDEN
 
+MODEL = GOLDEN / "llama_tied"  # of two layers: every life compiles programs of its own
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
 
 
@@ -76,7 +77,7 @@ async def worker(
 ) -> AsyncIterator[Running]:
     port = free_ports("127.0.0.1", 1)[0]
     config = WorkerConfig(
-        model=ModelConfig(str(LLAMA), context_tokens=512),
+        model=ModelConfig(str(MODEL), context_tokens=256),
         instance=InstanceConfig(
             layout=Layout.parse(layout),
             page_size=16,
@@ -93,7 +94,7 @@ async def worker(
 
     def load(layout: Layout, devices: Sequence[Device]) -> Loaded:
         loads.append(str(layout))
-        return load_model(LLAMA, layout, devices)
+        return load_model(MODEL, layout, devices)
 
     process = WorkerProcess(WorkerSpec("w", role, (), "llama", "tiny", "f00"), config)
     task = asyncio.create_task(process.run(ProcessGroup(0, 1), load, jax.devices()[:2], relay))
