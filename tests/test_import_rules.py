@@ -20,6 +20,7 @@ PURE = (
     "errors",
     "clock",
     "timeouts",
+    "token_bucket",
     "telemetry",
     "trace_context",
     "layout",

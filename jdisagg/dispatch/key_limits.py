@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from jdisagg.caller import Caller
 from jdisagg.errors import QuotaExceededError
-from jdisagg.router.admission import Bucket, retry_after
+from jdisagg.token_bucket import Bucket, retry_after
 
 BURST_SECONDS = 10.0  # of a rate that may be used at once
 STREAM_RETRY_SECONDS = 1.0

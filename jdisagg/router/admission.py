@@ -12,9 +12,8 @@ from collections.abc import Mapping
 
 from jdisagg.errors import OverloadedError, QuotaExceededError
 from jdisagg.router.quantiles import of_sorted
+from jdisagg.token_bucket import MAX_RETRY_SECONDS, Bucket, retry_after
 
-MIN_RETRY_SECONDS = 0.1
-MAX_RETRY_SECONDS = 60.0
 UNKNOWN_WAIT_SECONDS = 5.0  # of a full queue of which nothing has been served yet
 DRAIN_SECONDS = 5.0  # over how long the speed of the queue is averaged
 DRAIN_LEAST_SECONDS = 0.25  # what must have been seen of it
@@ -52,36 +51,10 @@ def admit(
     )
 
 
-def retry_after(seconds: float) -> float:
-    """A hint that a client can follow."""
-    return min(max(seconds, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
-
-
 def limit_seconds(ttft_slo_seconds: float | None, deadline_seconds: float) -> float:
     """Until when after its arrival a request's first token must come: its deadline at the
     latest."""
     return deadline_seconds if ttft_slo_seconds is None else min(ttft_slo_seconds, deadline_seconds)
-
-
-class Bucket:
-    """A token bucket: gains `rate` a second and never holds more than `full`, what it begins with;
-    may be in debt."""
-
-    def __init__(self, full: float, now: float) -> None:
-        self._held = full
-        self._at = now
-
-    def seconds_until(self, amount: float, rate: float, full: float, now: float) -> float:
-        """Until so much can be taken, or where that is more than it ever holds, until it is full; 0
-        or less: now."""
-        self._held, self._at = min(full, self._held + (now - self._at) * rate), now
-        return (min(amount, full) - self._held) / rate
-
-    def take(self, amount: float) -> None:
-        self._held -= amount
-
-    def give_back(self, amount: float, full: float) -> None:
-        self._held = min(full, self._held + amount)
 
 
 class Quotas:

@@ -19,7 +19,6 @@ from jdisagg.costs.speeds import Array
 from jdisagg.errors import UnavailableError
 from jdisagg.plain import plain
 from jdisagg.router.accounts import Work
-from jdisagg.router.admission import retry_after
 from jdisagg.router.cluster_state import UNKNOWN, ClusterState, Flags, Side, Table
 from jdisagg.router.cost_terms import (
     DecodeCosts,
@@ -42,6 +41,7 @@ from jdisagg.router.decision import (
     Refusal,
 )
 from jdisagg.router.link_costs import Indices
+from jdisagg.token_bucket import retry_after
 
 MOST_PREFILLS = 6  # prefill workers that pairs are weighed for
 # seconds: more than any prediction, in this order

@@ -30,8 +30,8 @@ def model(tmp_path: Path) -> Path:
     ("prefill", "decode", "chunk"),
     first_quick(
         [
-            ("tp=2,ep=2", "dp=2,tp=2,ep=4", 16),
             ("tp=1", "tp=4", 64),
+            ("tp=2,ep=2", "dp=2,tp=2,ep=4", 16),
             ("tp=4,ep=4", "dp=4,ep=4", 16),
             ("dp=2,tp=2", "tp=1", 16),
         ]

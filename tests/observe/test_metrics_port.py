@@ -87,6 +87,7 @@ async def test_other_callers_disturb_nobody(asked: bytes, status: bytes) -> None
         assert b"jdisagg_process_info" in await asyncio.to_thread(get, port)
 
 
+@pytest.mark.ci
 async def test_callers_that_say_nothing_hold_nobody_up() -> None:
     async with serving(Metrics("p")) as port:
         crowd = [socket.create_connection(("127.0.0.1", port)) for _ in range(50)]

@@ -97,6 +97,7 @@ async def test_a_foreign_client_gets_an_answer_or_a_typed_refusal_to_each_call_o
         check(outcomes, await counted(cluster))
 
 
+@pytest.mark.ci
 async def test_our_client_gets_an_answer_or_a_typed_refusal_to_each_call_of_a_burst() -> None:
     async with busy_server() as (target, cluster), AsyncClient(target) as client:
 

@@ -183,6 +183,7 @@ async def test_several_servers_over_tls_are_believed_by_the_name_that_they_share
         assert len(await ask(f"ipv4:{one},{other}", ours.credentials(server_name="127.0.0.1"))) == 3
 
 
+@pytest.mark.ci
 async def test_launch_ask_believes_a_server_by_the_name_it_is_told(ours: CertificateFiles) -> None:
     async with door(ServiceConfig(tls_certificate=ours.certificate, tls_key=ours.key)) as target:
         by_name = target.replace("127.0.0.1", "localhost")  # which the certificate does not bear

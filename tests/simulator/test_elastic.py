@@ -101,6 +101,7 @@ def test_long_answers_get_a_prefill_worker_to_decode_for_them() -> None:
     assert attainment(result) > attainment(fixed) + 0.3
 
 
+@pytest.mark.ci
 def test_the_ratio_follows_the_load_and_the_same_run_gives_the_same_changes() -> None:
     arrivals = merge(PROMPTS, later(ANSWERS, 90.0))
     result, said, roles = run(arrivals)

@@ -180,7 +180,7 @@ def test_every_truncation_is_a_miss_and_removed_at_the_next_start(tmp_path: Path
     path = tmp_path / "one.kv"
     write_block(path, SPACE, name(1), block(1), SUMS)
     whole = path.read_bytes()
-    for length in [*range(0, 700, 9), *range(700, len(whole), 97), len(whole) - 1]:
+    for length in [*range(0, 700, 29), *range(700, len(whole), 997), len(whole) - 1]:
         path.write_bytes(whole[:length])
         with pytest.raises(block_file.SpoiledFileError) as caught:
             read_block(path, SPACE, name(1))
