@@ -57,6 +57,7 @@ def others(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if not path.name.endswith("-cache")]
 
 
+@pytest.mark.ci
 def test_processes_that_start_cold_together_compile_each_program_once(tmp_path: Path) -> None:
     processes = [compiling(tmp_path, 12) for _ in range(3)]
     for process in processes:

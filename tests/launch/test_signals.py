@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests import time_scale
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +32,7 @@ console.run(serve.main, serve.flags)
 """
 
 
+@pytest.mark.ci
 def test_a_server_that_still_compiles_ends_at_once_and_without_a_word_at_either_signal() -> None:
     started = [
         subprocess.Popen(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import time_scale
+from tests.lanes import first_quick
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -80,36 +81,39 @@ def test_a_trace_in_one_pool_with_a_fault_gives_the_same_twice(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("flags", "said"),
-    [
-        (("--trace=/nowhere/trace.csv",), "/nowhere/trace.csv"),
-        (("--model=llama-9",), "llama-9"),
-        (("--prefill_hardware=abacus",), "abacus"),
-        (("--prefill=tp=3",), "tp=3"),
-        (("--prefill=tp=1",), "no room for KV"),
-        (("--prefill_workers=0",), "at least 1"),
-        (("--rate=-1",), "positive"),
-        (("--prompt_tokens=0",), "at least 1"),
-        (("--fault=flood:decode-0:1",), "the forms are"),
-        (("--fault=death:decode-9:1",), "decode-9"),
-        (("--fault=cancels:1:7",), "(0, 1], got 7"),
-        (("--fault=cancels:1:nan",), "(0, 1], got nan"),
-        (("--elastic", "--switch_seconds=-5"), "--switch_seconds must be 0 or more, got -5"),
-        (("--set=limits.nonsense=1",), "nonsense"),
-        (("--link=string",), "string"),
-        (("--ttft=-1",), "positive"),
-        (("--rate=0",), "--rate must be a positive number, got 0"),
-        (("--chunk_tokens=0",), "chunk_tokens"),
-        (
-            ("--mode=chunked", "--prefill_workers=3"),
-            "--prefill_workers=3 means nothing in mode chunked",
-        ),
-        (
-            ("--mode=unified", "--prefill_stages=2"),
-            "--prefill_stages=2 means nothing in mode unified",
-        ),
-        (("--speed=2",), "--speed=2 is of a trace's times, and there is no --trace"),
-        (("--spread_tick_seconds=3",), "--spread_tick_seconds=3 is of a trace's times"),
-    ],
+    first_quick(
+        [
+            (("--trace=/nowhere/trace.csv",), "/nowhere/trace.csv"),
+            (("--model=llama-9",), "llama-9"),
+            (("--prefill_hardware=abacus",), "abacus"),
+            (("--prefill=tp=3",), "tp=3"),
+            (("--prefill=tp=1",), "no room for KV"),
+            (("--prefill_workers=0",), "at least 1"),
+            (("--rate=-1",), "positive"),
+            (("--prompt_tokens=0",), "at least 1"),
+            (("--fault=flood:decode-0:1",), "the forms are"),
+            (("--fault=death:decode-9:1",), "decode-9"),
+            (("--fault=cancels:1:7",), "(0, 1], got 7"),
+            (("--fault=cancels:1:nan",), "(0, 1], got nan"),
+            (("--elastic", "--switch_seconds=-5"), "--switch_seconds must be 0 or more, got -5"),
+            (("--set=limits.nonsense=1",), "nonsense"),
+            (("--link=string",), "string"),
+            (("--ttft=-1",), "positive"),
+            (("--rate=0",), "--rate must be a positive number, got 0"),
+            (("--chunk_tokens=0",), "chunk_tokens"),
+            (
+                ("--mode=chunked", "--prefill_workers=3"),
+                "--prefill_workers=3 means nothing in mode chunked",
+            ),
+            (
+                ("--mode=unified", "--prefill_stages=2"),
+                "--prefill_stages=2 means nothing in mode unified",
+            ),
+            (("--speed=2",), "--speed=2 is of a trace's times, and there is no --trace"),
+            (("--spread_tick_seconds=3",), "--spread_tick_seconds=3 is of a trace's times"),
+        ],
+        quick=7,
+    ),
 )
 def test_what_cannot_be_is_refused_in_a_line(flags: tuple[str, ...], said: str) -> None:
     done = run(*flags, "--requests=3")

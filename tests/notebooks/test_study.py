@@ -86,6 +86,7 @@ def test_a_candidate_is_written_and_read_back() -> None:
         assert from_text(as_text(candidate)) == candidate
 
 
+@pytest.mark.ci
 def test_the_committed_page_is_what_the_committed_results_say(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the notebooks extra is not installed")
     results = json.loads((RESULTS / "study.json").read_text())
