@@ -7,7 +7,7 @@ against codec "none". Error: of the model's own keys and values over held-out te
 unpacked, against full precision. Tokens: greedy streams of an embedded cluster whose KV came by the
 codec, against the same cluster without: how many streams are the same, how many tokens pass until
 they part, and how close the choice was where they parted (log-probability of the first over the
-second token)."""
+second token). `kept_fp8` is no codec: KV is kept in fp8 on both sides (`--kv_dtype=fp8`)."""
 
 import asyncio
 import math
@@ -26,9 +26,11 @@ from jdisagg.engine.compilation import use_compilation_cache
 from jdisagg.engine.embedded import EmbeddedCluster
 from jdisagg.layout.axes import Layout
 from jdisagg.ops.dense_attention import dense_causal_attend
+from jdisagg.ops.kv_pages import as_kept, as_read
 from jdisagg.request import Request, SamplingParams, TokenLogprobs
 from jdisagg.transfer.channel import BlockStamp
-from jdisagg.transfer.codec import CODECS, Codec, codec, stamp_array
+from jdisagg.transfer.codec import CODECS, codec, stamp_array
+from launch.model import loader
 from models.checkpoint import load_model
 from models.tokenizer import Tokenizer
 from tools.tiny_models.corpus import document
@@ -42,6 +44,7 @@ MODELS = ("llama", "qwen3_moe")
 DTYPES = ("float32", "bfloat16")
 PROMPT_TOKENS = 96
 LOSSY = tuple(name for name in CODECS if name != "none")
+KEPT_FP8 = "kept_fp8"
 
 
 def prompts(tokenizer: Tokenizer) -> list[tuple[int, ...]]:
@@ -73,12 +76,12 @@ def errors(
 
     parts = [cache(jnp.asarray(text, jnp.int32)) for text in texts]
     result: dict[str, dict[str, float]] = {}
-    for name in LOSSY:
+    for name in (*LOSSY, KEPT_FP8):
         figures: dict[str, float] = {}
         for side, which in (("keys", 0), ("values", 1)):
             exact = np.stack([np.asarray(part[which], np.float32) for part in parts])
             packed = np.stack(
-                [np.asarray(through(codec(name), part[which]), np.float32) for part in parts]
+                [np.asarray(through(name, part[which]), np.float32) for part in parts]
             )
             error = packed - exact
             figures[f"{side}_rms"] = math.sqrt(float(np.mean(error**2)) / float(np.mean(exact**2)))
@@ -89,7 +92,10 @@ def errors(
     return result
 
 
-def through(how: Codec, block_CKTH: jax.Array) -> jax.Array:
+def through(name: str, block_CKTH: jax.Array) -> jax.Array:
+    if name == KEPT_FP8:
+        return as_read(as_kept(block_CKTH, jnp.dtype(jnp.uint8)), block_CKTH.dtype)
+    how = codec(name)
     stamp = stamp_array(BlockStamp(valid_tokens=block_CKTH.shape[2]))
     return how.decode(
         how.encode(block_CKTH[None], jnp.asarray(stamp), jnp.int32(0)), block_CKTH.dtype
@@ -105,12 +111,16 @@ async def streams(
     """Greedy tokens with their log-probabilities, and the bytes moved for a token of a prompt."""
     common = InstanceConfig(page_size=16, chunk_tokens=128, min_chunk_tokens=128, slots_per_rank=8)
     decode = InstanceConfig(
-        page_size=16, chunk_tokens=128, min_chunk_tokens=128, slots_per_rank=8, codec=name
+        page_size=16,
+        chunk_tokens=128,
+        min_chunk_tokens=128,
+        slots_per_rank=8,
+        codec="none" if name == KEPT_FP8 else name,
     )
-    config = EngineConfig(
-        ModelConfig(str(directory), dtype, 512), prefill=common, decode=decode, warm_up=False
-    )
-    load = lambda layout, devices: load_model(directory, layout, devices, dtype=dtype)  # noqa: E731
+    kept = "fp8" if name == KEPT_FP8 else ""
+    model = ModelConfig(str(directory), dtype, 512, kv_dtype=kept)
+    config = EngineConfig(model, prefill=common, decode=decode, warm_up=False)
+    load = loader(str(directory), dtype, kv_dtype=kept)
     cluster = EmbeddedCluster(config, load, tokenizer, jax.devices())
     await cluster.start()
     moved: list[int] = []
@@ -174,7 +184,7 @@ async def run() -> dict[str, object]:
             error = errors(directory, dtype, texts)
             expected, whole = await streams(directory, dtype, "none", texts, tokenizer)
             result: dict[str, object] = {"none": {"bytes_per_token": whole}}
-            for name in LOSSY:
+            for name in (*LOSSY, KEPT_FP8):
                 tokens, moved = await streams(directory, dtype, name, texts, tokenizer)
                 bytes_ = {"bytes_per_token": moved, "of_none": moved / whole}
                 result[name] = {**bytes_, **error[name], **parting(expected, tokens)}

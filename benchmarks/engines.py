@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jdisagg.config import InstanceConfig, Mode
+from jdisagg.config import InstanceConfig, Mode, PrefixConfig
 from jdisagg.costs.cost_model import CostModel, Kernels
 from jdisagg.costs.hardware import Accelerator, Link, accelerator
 from jdisagg.costs.model_geometry import CostGeometry, geometry
@@ -33,7 +33,7 @@ GIBI = float(1 << 30)
 PATIENT = replace(
     LIMITS, handoff_lease_seconds=3600.0, reservation_lease_seconds=3600.0, pull_seconds=600.0
 )
-BLOCK_TOKENS = 64  # of prefix caches
+BLOCK_TOKENS = 16  # of its prefix cache
 OPT = geometry("opt-13b")
 A100_MULTIPROCESSORS = 108
 INSTANT = Link("none", 1e18, 0.0, 1.0)
@@ -128,7 +128,7 @@ class SimulatedEngine:
         return replace(
             fleet,
             decode=pool,
-            cache_blocks=self.kv_tokens // BLOCK_TOKENS,
+            prefix=PrefixConfig(reuse=True, grain_tokens=BLOCK_TOKENS),
             block_tokens=BLOCK_TOKENS,
         )
 
@@ -203,8 +203,8 @@ class SimulatedEngine:
 
 
 def _own_blocks(number: int, arrival: Arrival) -> tuple[int, ...]:
-    """Names that no other request has."""
-    count = -(-arrival.prompt_tokens // BLOCK_TOKENS)
+    """Names that no other request has, of prompt and answer."""
+    count = -(-(arrival.prompt_tokens + arrival.output_tokens) // BLOCK_TOKENS)
     return tuple(range(1 + (number << 20), 1 + (number << 20) + count))
 
 

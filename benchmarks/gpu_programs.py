@@ -79,6 +79,15 @@ MODELS: dict[str, dict[str, object]] = {
         "model_type": "gemma2", "vocab_size": 256000, "hidden_size": 3584, "head_dim": 256,
         "intermediate_size": 14336, "num_attention_heads": 16, "num_key_value_heads": 8,
     },
+    # a layer with a window and one without, whose kv heads and head sizes differ
+    "gemma-4-31b": {
+        "model_type": "gemma4_text", "vocab_size": 262144, "hidden_size": 5376, "head_dim": 256,
+        "intermediate_size": 21504, "num_attention_heads": 32, "num_key_value_heads": 16,
+        "global_head_dim": 512, "num_global_key_value_heads": 4, "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0, "sliding_window": 1024, "final_logit_softcapping": 30.0,
+        "max_position_embeddings": 262144,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     # a dense layer and one with experts
     "glm-4.7-flash": {
         **_LATENT, "model_type": "glm4_moe_lite", "vocab_size": 154880, "hidden_size": 2048,
@@ -102,6 +111,7 @@ class Case:
     layers: int = 2
     dtype: str = "bfloat16"
     weights: str = ""
+    kv_dtype: str = ""
     batch: int = 32
     chunk: int = 2048
     block: int = 512
@@ -114,7 +124,7 @@ class Case:
 
     def config(self) -> DecoderConfig:
         fields = {**MODELS[self.model], "num_hidden_layers": self.layers}
-        config = read_config(HfConfig(fields))
+        config = replace(read_config(HfConfig(fields)), kv_dtype=self.kv_dtype)
         if not self.window:
             return config
         layers = tuple(replace(layer, window=self.window) for layer in config.layers)
@@ -123,10 +133,11 @@ class Case:
 
 def build(case: Case, report: Callable[[Counted], None]) -> MeshExecutor:
     """The executor of an instance that prefills, hands off and decodes, on a mesh of devices that
-    are only described. What it compiles goes to `report`."""
+    are only described. What it compiles goes to `report`. Layers with a window beside others
+    without one lie in rings where nothing is prefilled, as on a decode worker."""
     layout, config, device = Layout.parse(case.layout), case.config(), GPU_DEVICES[case.device]
     layout.check(config.geometry)
-    mesh = topology_mesh(device, layout, config.attention.kv_heads)
+    mesh = topology_mesh(device, layout, config.kv_heads)
     model = abstract_model(
         config,
         dtype=case.dtype,
@@ -142,7 +153,17 @@ def build(case: Case, report: Callable[[Counted], None]) -> MeshExecutor:
         chunk_tokens=case.chunk,
         min_chunk_tokens=min(case.chunk, 512),
     )
-    limits = mesh_limits(instance, Mode.DISAGGREGATED, model.kv_spec, case.context, 1, "gpu")
+    apart = model.kv_spec.can_part
+    limits = mesh_limits(
+        instance,
+        Mode.DISAGGREGATED,
+        model.kv_spec,
+        case.context,
+        1,
+        "gpu",
+        windows_apart=apart,
+        rings=apart and "prefill" not in case.what,
+    )
     role = MeshRole(prefill=True, decode=True, emit=True, extracts=True)
     programs = DevicelessPrograms(mesh, device, report)
     channel = InProcessChannel(MonotonicClock())
@@ -181,6 +202,9 @@ def _blocks(executor: MeshExecutor, case: Case) -> None:
     bands = executor.limits.bands(case.block)
     executor.warm_insert(bands[0], case.block)
     executor.warm_extract(bands[0], case.block)
+    for band, tokens in executor.limits.window_shapes()[-1:]:
+        executor.warm_insert(band, tokens, window=True)
+        executor.warm_extract(band, tokens, window=True)
 
 
 _STEPS: dict[str, Callable[[MeshExecutor, Case], None]] = {
@@ -203,7 +227,9 @@ def main() -> None:
         sys.exit(why)
     without_a_gpu()
     which = {key: getattr(case, key) for key in ("device", "model", "layout", "layers")}
-    which |= {key: getattr(case, key) for key in ("window", "weights") if getattr(case, key)}
+    which |= {
+        key: getattr(case, key) for key in ("window", "weights", "kv_dtype") if getattr(case, key)
+    }
     compile_all(case, lambda counted: print(json.dumps({**asdict(counted), **which}), flush=True))
 
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 
 from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.layout.axes import Layout
-from jdisagg.layout.kv_spec import WEIGHT_BITS
+from jdisagg.layout.kv_spec import KEPT_DTYPES, WEIGHT_BITS
 from jdisagg.timeouts import Timeouts
 
+KV_CHANNELS = ("auto", "engine", "nixl")
 _ORIGIN = re.compile(r"https?://[^/\s,]+")
 
 
@@ -38,6 +39,7 @@ class ModelConfig:
         dtype: of weights and KV: float32 or bfloat16.
         weights: what the matrices of layers are quantized to: int8, int4 or fp8; "": kept in
             `dtype`.
+        kv_dtype: what KV is kept and sent in: fp8; "": in `dtype`.
         context_tokens: caps the model's own limit; None: that limit, or as much of it as one
             sequence finds memory for (engine/memory_plan.py).
 
@@ -49,6 +51,7 @@ class ModelConfig:
     dtype: str = "float32"
     context_tokens: int | None = None
     weights: str = ""
+    kv_dtype: str = ""
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16"):
@@ -56,6 +59,10 @@ class ModelConfig:
         if self.weights and self.weights not in WEIGHT_BITS:
             raise ConfigError(
                 f"model.weights must be {', '.join(WEIGHT_BITS)} or empty, got {self.weights!r}"
+            )
+        if self.kv_dtype and self.kv_dtype not in KEPT_DTYPES:
+            raise ConfigError(
+                f"model.kv_dtype must be {', '.join(KEPT_DTYPES)} or empty, got {self.kv_dtype!r}"
             )
         if self.context_tokens is not None:
             _positive("model.context_tokens", self.context_tokens)
@@ -208,6 +215,7 @@ class RoutingConfig:
         tenant_weights: "name=number,name=number": shares under load; 1 where none is given.
         tenant_quotas: the same form: tokens a second; no bound where none is given.
         quota_burst_seconds: of a quota that may be used at once.
+        peer_fetch: prefill workers fetch what others keep; fetch_from_decode: decode workers, too.
 
     Raises:
         ConfigError: naming the field, its value and the rule.
@@ -222,6 +230,8 @@ class RoutingConfig:
     tenant_weights: str = ""
     tenant_quotas: str = ""
     quota_burst_seconds: float = 10.0
+    peer_fetch: bool = False
+    fetch_from_decode: bool = True
 
     def __post_init__(self) -> None:
         for name in ("ttft_slo_seconds", "tpot_slo_seconds", "hold_seconds", "quota_burst_seconds"):
@@ -262,6 +272,7 @@ class PrefixConfig:
         disk_dir: folder on disk of the prefill workers of this host, for blocks that were used
             twice; they go there and come back through host memory. "": none.
         disk_gib: of it, for each prefill worker, in GiB.
+        peer_fetch: as `routing.peer_fetch`, of workers. None: no; of a cluster: where any gives.
 
     Raises:
         ConfigError: naming the field, its value and the rule.
@@ -274,6 +285,7 @@ class PrefixConfig:
     restores: str = "priced"
     disk_dir: str = ""
     disk_gib: float = 0.0
+    peer_fetch: bool | None = None
 
     @property
     def host_bytes(self) -> int:
@@ -287,6 +299,10 @@ class PrefixConfig:
         """Of a block in host memory, where pages are of so many tokens; 0: there is none."""
         keeps = self.reuse and self.host_bytes
         return math.lcm(self.grain_tokens, page_size) if keeps else 0
+
+    def peer_tokens(self, page_size: int) -> int:
+        """Of a block that another worker gives, where pages are of so many tokens; 0: none does."""
+        return math.lcm(self.grain_tokens, page_size) if self.reuse and self.peer_fetch else 0
 
     def __post_init__(self) -> None:
         grain, grid = self.grain_tokens, self.grid_tokens
@@ -337,6 +353,8 @@ class ServiceConfig:
         token_file: bearer tokens of clients, one a line; behind it whose it is and how much
             it may use (docs/security.md).
         cluster_token_file: the token that our processes show each other.
+        kv_channel: how KV comes from other processes. auto: by shared memory on one host, else NIXL
+            where both have it and RDMA, else JAX's engine; engine: not by NIXL; nixl: by it always.
         http_port: of the OpenAI-compatible door, with the same host, TLS and tokens; None: there
             is none.
         http_cors_origins: of the pages whose scripts may use the HTTP door, by commas, such as
@@ -364,8 +382,11 @@ class ServiceConfig:
     tls_client_ca: str = ""
     token_file: str = ""
     cluster_token_file: str = ""
+    kv_channel: str = "auto"
 
     def __post_init__(self) -> None:
+        if self.kv_channel not in KV_CHANNELS:
+            raise ConfigError(f"service.kv_channel must be in {KV_CHANNELS}: {self.kv_channel!r}")
         if bool(self.tls_certificate) != bool(self.tls_key):
             raise ConfigError(
                 "service.tls_certificate and service.tls_key go together; give both or none"

@@ -18,6 +18,7 @@ from typing import Any
 
 from jdisagg.errors import InvalidRequestError
 from jdisagg.plain import Message, plain
+from jdisagg.prompt_logprobs import PromptLogprobs
 
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 512
@@ -123,8 +124,9 @@ class SamplingParams:
     frequency: over generated tokens) and Hugging Face (repetition: over prompt and generated
     tokens) definitions. `include_stop_str_in_output` and `skip_special_tokens` are of the text
     alone: whether it ends with the stop string that ended it, and without special tokens.
-    `grammar`: what the answer must be; where it allows nothing but the end, the answer ends,
-    whatever min_tokens and ignore_eos say."""
+    `prompt_logprobs`: those of the prompt's own tokens are told, each with so many of the most
+    likely ones. `grammar`: what the answer must be; where it allows nothing but the end, the answer
+    ends, whatever min_tokens and ignore_eos say."""
 
     max_tokens: int = 256
     temperature: float = 1.0
@@ -145,6 +147,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     grammar: Grammar | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
@@ -163,6 +166,8 @@ class SamplingParams:
         _in_range("n", self.n, 1, MAX_N)
         if self.logprobs is not None:
             _in_range("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _in_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
         at_most("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
         for token_id, bias in self.logit_bias:
             _in_range("logit_bias token id", token_id, 0, 2**31 - 1)
@@ -342,11 +347,13 @@ class Timings:
 
 @plain
 class Usage:
-    """`cached_tokens`: of the prompt's, those whose KV was known and not computed again."""
+    """`cached_tokens`: of the prompt's, those whose KV was known and not computed again.
+    `reasoning_tokens`: of the completion's; None where nobody tells reasoning from words."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    reasoning_tokens: int | None = None
 
 
 @plain
@@ -366,7 +373,8 @@ class StreamEvent:
     on. Of a chat that is taken apart, `text` is the words, beside `reasoning` and `tool_calls`.
 
     `finish_reason` is set on a child's last event; `usage` and `timings` on the last event of the
-    whole stream. `request_id`: on the first event that a client receives."""
+    whole stream. `request_id` and, where they were asked for, `prompt_logprobs`: on the first event
+    that a client receives."""
 
     child: int
     first_index: int
@@ -379,3 +387,4 @@ class StreamEvent:
     request_id: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None

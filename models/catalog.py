@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from models import (
     deepseek,
     gemma,
+    gemma4,
     glm4,
     glm4_moe,
     gpt_oss,
@@ -17,6 +18,7 @@ from models import (
     ministral,
     mistral,
     mixtral,
+    nemotron_h,
     olmo2,
     olmo3,
     phi3,
@@ -63,8 +65,9 @@ FAMILIES: dict[str, Family] = {
     "olmo3": Family("Olmo3ForCausalLM", olmo3.read_config),
     "gemma2": Family("Gemma2ForCausalLM", gemma.read_2_config),
     "gemma3_text": Family("Gemma3ForCausalLM", gemma.read_3_config),
+    "gemma4_text": Family("Gemma4ForCausalLM", gemma4.read_config),
     "granite": Family("GraniteForCausalLM", granite.read_config),
-    "granitemoehybrid": Family("GraniteMoeHybridForCausalLM", granite.read_dense_4_config),
+    "granitemoehybrid": Family("GraniteMoeHybridForCausalLM", granite.read_4_config),
     "phi3": Family("Phi3ForCausalLM", phi3.read_config),
     "glm": Family("GlmForCausalLM", glm4.read_glm_config),
     "glm4": Family("Glm4ForCausalLM", glm4.read_config),
@@ -75,6 +78,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", deepseek.read_flash_config),
     "gpt_oss": Family("GptOssForCausalLM", gpt_oss.read_config),
     "hy_v3": Family("HYV3ForCausalLM", hy_v3.read_config),
+    "nemotron_h": Family("NemotronHForCausalLM", nemotron_h.read_config),
     "minimax_m2": Family("MiniMaxM2ForCausalLM", minimax_m2.read_config),
 }
 

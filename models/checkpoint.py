@@ -30,7 +30,7 @@ from models.decoder import Decoder, abstract_model
 from models.decoder_config import DecoderConfig
 from models.hf_config import HfConfig
 from models.hf_sources import Source
-from models.hf_weights import STEM, find_source
+from models.hf_weights import RENAMED, STEM, find_source
 from models.parameter_tree import ParameterShape, parameter_shapes, with_arrays
 from models.quantization_config import stored_quantization
 from models.quantized_files import QuantizedFiles
@@ -67,9 +67,11 @@ def load_model(
     dtype: str = "float32",
     platform: str | None = None,
     weights: Weights = "",
+    kv_dtype: str = "",
 ) -> LoadedModel:
     """Loads the weights in `dtype` ("float32" or "bfloat16") onto `devices`, whose number is the
     layout's. `weights`: what the matrices of layers are quantized to as they are read.
+    `kv_dtype`: what KV is kept in (`KEPT_DTYPES`), "" for `dtype`.
 
     `platform` (the devices' where None) decides how kernels lie. Blocks until all is read. Raises
     `CheckpointError`, `LayoutError`."""
@@ -77,7 +79,7 @@ def load_model(
         raise ConfigError(f"dtype must be 'float32' or 'bfloat16', got {dtype!r}")
     directory = Path(directory)
     hf = HfConfig.from_directory(directory)
-    config = read_config(hf)
+    config = replace(read_config(hf), kv_dtype=kv_dtype)
     files = None if orbax_checkpoint.is_orbax(directory) else open_files(directory, hf)
     if files is not None and config.tied and _has_own_head(files):
         _log.warning(
@@ -86,7 +88,7 @@ def load_model(
         )
         config = replace(config, tied=False)
     layout.check(config.geometry)
-    mesh = layout_mesh(layout, config.attention.kv_heads, devices)
+    mesh = layout_mesh(layout, config.kv_heads, devices)
     platform = platform or devices[0].platform
     model = abstract_model(config, dtype=dtype, platform=platform, tp=layout.tp)
     if files is None:
@@ -114,6 +116,7 @@ def open_files(directory: Path, hf: HfConfig) -> CheckpointTensors:
     under their usual names, in float."""
     files = SafetensorsFiles.from_directory(directory)
     files = files.text_part() if hf.nested else files
+    files = files.renamed(RENAMED.get(str(hf.fields.get("model_type")), ()))
     stated = stored_quantization(hf)
     return files if stated is None else QuantizedFiles(files, stated, str(directory))
 

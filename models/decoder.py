@@ -105,7 +105,7 @@ class Decoder(nnx.Module):
         shards = shards or Shards()
         x_TD = self.stem.embed(tokens_T, shards)
         for layer, kept in zip(self.layers, self.kv_spec.layers, strict=True):
-            recur = recur_from_the_beginning(kept.state, self.kv_spec.dtype, x_TD.shape[0])
+            recur = recur_from_the_beginning(kept.state, self.kv_spec.dtype, x_TD.shape[0], shards)
             x_TD = layer(x_TD, positions_T, attend, shards, recur=recur)
         return self.stem.logits(x_TD, shards)
 

@@ -10,7 +10,6 @@ activations' type."""
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from jdisagg.model_api import Recur, Runs, Shards, State
 from jdisagg.ops.gated_delta import DeltaInputs, delta_runs, delta_step, unit_length
@@ -19,7 +18,7 @@ from jdisagg.ops.parameters import Make, parameter
 from jdisagg.ops.quantized_weights import KernelForm
 from jdisagg.ops.short_convolution import convolve_runs, convolve_step
 from models.decoder_config import DecoderConfig, DeltaConfig
-from models.linear import Linear, Norm, rows_of
+from models.linear import Linear, Norm, own_heads, rows_of
 
 
 class GatedDeltaNet(nnx.Module):
@@ -71,7 +70,7 @@ class GatedDeltaNet(nnx.Module):
         if not x_RD.shape[0]:
             return x_RD  # nothing to project, and no collective over nothing
         gate_RNH = self.gate(x_RD, shards).reshape(x_RD.shape[0], -1, self.delta.value_dim)
-        out_RNH = _own_heads(out_RNH, gate_RNH.shape[1], shards)
+        out_RNH = own_heads(out_RNH, gate_RNH.shape[1], shards)
         normal_RNH = rms_norm(out_RNH, self.norm.weight[...], self.norm.epsilon)
         gated_RNH = normal_RNH.astype(jnp.float32) * jax.nn.silu(gate_RNH.astype(jnp.float32))
         return self.o.summed(gated_RNH.astype(x_TD.dtype).reshape(x_RD.shape[0], -1), shards)
@@ -101,10 +100,3 @@ class GatedDeltaNet(nnx.Module):
 
     def _matrices(self, kept_RNX: jax.Array) -> jax.Array:
         return kept_RNX.reshape(*kept_RNX.shape[:2], self.delta.key_dim, self.delta.value_dim)
-
-
-def _own_heads(out_RNH: jax.Array, heads: int, shards: Shards) -> jax.Array:
-    """Of the heads that all replicas have, this device's `heads`."""
-    if out_RNH.shape[1] == heads:
-        return out_RNH
-    return lax.dynamic_slice_in_dim(out_RNH, lax.axis_index(shards.tp[-1]) * heads, heads, axis=1)

@@ -1,16 +1,19 @@
-"""Granite 3 and 4, dense: Llama with scales on embeddings, residuals, attention scores and logits.
-Granite 4's dense models come in the form of its hybrids, without experts and without Mamba."""
+"""Granite 3 and 4: Llama with scales on embeddings, residuals, attention scores and logits. Granite
+4 has one form for its dense models and its hybrids: Mamba-2 in most layers, perhaps experts, beside
+a feed-forward block that every token takes; rotary positions where it says so."""
 
 from dataclasses import replace
 
 from models import llama
-from models.decoder_config import DecoderConfig
+from models.decoder_config import DecoderConfig, ExpertConfig, LayerConfig, MambaConfig
 from models.hf_config import HfConfig
+from models.hf_hybrid import checked_mamba, hybrid_layers, read_kinds
 
+# Of initialization, of how others cut a prompt, and what dense models say of a Mamba they lack.
 _OF_HYBRIDS = (
     "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv",
     "mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit",
-    "time_step_min", "time_step_max", "time_step_floor", "num_experts_per_tok", "intermediate_size",
+    "time_step_min", "time_step_max", "time_step_floor",
 )  # fmt: skip
 
 
@@ -25,18 +28,45 @@ def read_config(hf: HfConfig) -> DecoderConfig:
     )
 
 
-def read_dense_4_config(hf: HfConfig) -> DecoderConfig:
-    hf.count("intermediate_size")
-    layers = hf.count("num_hidden_layers")
-    kinds = hf.names("layer_types") or ("linear_attention",) * layers
-    if any(kind not in ("attention", "full_attention") for kind in kinds) and not hf.sizes_only:
-        raise hf.error("layer_types", "must be attention throughout", "Mamba is not supported")
-    if hf.count("num_local_experts", 8, least=0) and not hf.sizes_only:
-        raise hf.error("num_local_experts", "must be 0", "experts are not supported in this family")
-    hf.pass_over(*_OF_HYBRIDS)
+def read_4_config(hf: HfConfig) -> DecoderConfig:
+    ffn, shared = hf.count("intermediate_size"), hf.count("shared_intermediate_size", 1024)
     if hf.raw("normalization_function") not in (None, "rmsnorm") and not hf.sizes_only:
         raise hf.error("normalization_function", "must be 'rmsnorm'", "others are not supported")
-    ffn = hf.count("shared_intermediate_size", 1024)
-    config = read_config(hf.changed(intermediate_size=ffn, layer_types=None))
-    rotated = hf.raw("position_embedding_type") == "rope"
-    return replace(config, layers=tuple(replace(x, rotated=rotated) for x in config.layers))
+    count, chosen = (
+        hf.count("num_local_experts", 8, least=0),
+        hf.count("num_experts_per_tok", 2, least=0),
+    )
+    if count and not 1 <= chosen <= count:
+        raise hf.error("num_experts_per_tok", f"must be 1 to {count}", "correct it")
+    experts = ExpertConfig(count, chosen, ffn, True, shared_ffn=shared) if count else None
+    config = read_config(hf.changed(intermediate_size=shared, layer_types=None))
+    plain = LayerConfig(experts=experts, rotated=hf.raw("position_embedding_type") == "rope")
+    kinds = read_kinds(hf, "layer_types", ("mamba", "attention"))
+    kinds = kinds or ("mamba",) * len(config.layers)
+    if len(kinds) != len(config.layers):
+        raise hf.error("layer_types", f"must name {len(config.layers)} layers", "correct it")
+    hf.pass_over(*_OF_HYBRIDS)
+    mamba = _mamba(hf, config) if "mamba" in kinds else None
+    layers = {"attention": plain, "mamba": replace(plain, mamba=mamba)}
+    return replace(config, layers=hybrid_layers(hf, "layer_types", kinds, layers))
+
+
+def _mamba(hf: HfConfig, config: DecoderConfig) -> MambaConfig:
+    heads, inner = hf.count("mamba_n_heads", 128), hf.count("mamba_expand", 2) * config.width
+    size = inner // heads if hf.raw("mamba_d_head") in (None, "auto") else hf.count("mamba_d_head")
+    if heads * size != inner:
+        raise hf.error(
+            "mamba_n_heads",
+            f"times mamba_d_head={size} must be mamba_expand times hidden_size, {inner}",
+            "correct it",
+        )
+    mamba = MambaConfig(
+        heads=heads,
+        head_dim=size,
+        groups=hf.count("mamba_n_groups", 1),
+        state_dim=hf.count("mamba_d_state", 256),
+        taps=hf.count("mamba_d_conv", 4, least=2),
+        convolution_bias=hf.flag("mamba_conv_bias", True),
+        bias=hf.flag("mamba_proj_bias", False),
+    )
+    return checked_mamba(hf, mamba, config.attention.kv_heads, "mamba_n_groups")

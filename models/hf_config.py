@@ -40,6 +40,7 @@ class Outer:
 
 OUTER = {
     "gemma3": Outer("Gemma3ForConditionalGeneration", "gemma3_text", tied=True),
+    "gemma4": Outer("Gemma4ForConditionalGeneration", "gemma4_text", tied=True),
     "mistral3": Outer("Mistral3ForConditionalGeneration", "mistral", tied=True),
     "qwen3_vl": Outer("Qwen3VLForConditionalGeneration", "qwen3_vl_text", tied=False),
     "qwen3_vl_moe": Outer("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text", tied=False),

@@ -17,6 +17,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 ACTIVATIONS: dict[Activation, tuple[str, ...]] = {
     "silu": ("silu", "swish"),
     "gelu_tanh": ("gelu_pytorch_tanh",),
+    "relu2": ("relu2",),
 }
 
 

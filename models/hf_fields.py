@@ -44,6 +44,7 @@ VISION = names("""
     vision_start_token_id vision_end_token_id vision_feature_layer vision_feature_select_strategy
     spatial_merge_size multimodal_projector_bias projector_hidden_act image_seq_length
     architectures boi_token_index eoi_token_index boi_token_id eoi_token_id mm_tokens_per_image
+    boa_token_id eoa_token_id eoa_token_index audio_token_id vision_soft_tokens_per_image
 """)
 
 # Options of some family that change the output, and what each means. A reader that has one takes
@@ -94,6 +95,7 @@ CHANGING: dict[str, str] = {
     "attention_k_eq_v": "keys that are values, too",
     "num_kv_shared_layers": "layers that share keys and values",
     "hidden_size_per_layer_input": "embeddings of each layer",
+    "per_layer_config": "layers of several sizes",
     "enable_moe_block": "experts beside a dense block",
     "use_double_wide_mlp": "dense blocks of several widths",
 }

@@ -15,7 +15,7 @@ from jdisagg.ops.rope_frequencies import Rope
 from models.hf_config import FamilyDefaults, HfConfig, checked_number
 from models.hf_fields import names, short
 
-_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 # What a set of parameters may hold; what a type does not use changes nothing in transformers.
 _KNOWN = names("""
     rope_type type rope_theta factor original_max_position_embeddings max_position_embeddings
@@ -66,6 +66,8 @@ def rope_of(
             f"has rope_type {kind!r}, which is not one of {', '.join(_TYPES)}",
             "use a checkpoint without it",
         )
+    if kind == "proportional":
+        return _proportional(hf, number, head_dim, defaults)
     rotated = _rotated(number("partial_rotary_factor", 0.0), hf, head_dim, defaults)
     original = (
         hf.raw("original_max_position_embeddings")
@@ -137,6 +139,22 @@ def extended_context(context: int, rope: Rope) -> int:
             return rope.original_tokens
         case _:
             return context
+
+
+def _proportional(
+    hf: HfConfig, number: Callable[[str, float], float], head_dim: int, defaults: FamilyDefaults
+) -> Rope:
+    """Part of the pairs of a whole head turn, rounded as transformers does."""
+    part = number("partial_rotary_factor", 1.0)
+    theta, factor = number("rope_theta", defaults.rope_theta), number("factor", 1.0)
+    pairs = int(part * head_dim // 2)
+    if not (0 < pairs <= head_dim // 2 and theta > 0 and factor > 0):
+        raise CheckpointError(
+            f"{hf.where}: proportional rope must have a positive rope_theta and factor, and a"
+            f" partial_rotary_factor above 0 and up to 1 that turns a pair of {head_dim} values,"
+            f" got {part:g}; correct it"
+        )
+    return Rope(head_dim, theta, "proportional", factor, turned_pairs=pairs)
 
 
 def _rotated(given: float, hf: HfConfig, head_dim: int, defaults: FamilyDefaults) -> int:

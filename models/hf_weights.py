@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from models.decoder_config import DecoderConfig
 from models.hf_delta import delta_source
+from models.hf_mamba import mamba_source
 from models.hf_sources import EverySecond, Fused, HeadRows, PerExpert, Rows, SomeRows, Source, Whole
 from models.parameter_tree import ParameterShape
 
@@ -19,22 +20,34 @@ STEM = {
     "norm.weight": "model.norm.weight",
     "head.kernel": "lm_head.weight",
 }
+# What a family calls otherwise: the beginnings of names, and of ours.
+RENAMED = {
+    "nemotron_h": (
+        ("backbone.", "model."),
+        ("model.embeddings.", "model.embed_tokens."),
+        ("model.norm_f.", "model.norm."),
+    )
+}
 # The names that families give one parameter. Of several that a layer has, the last is meant.
 LAYER: dict[str, tuple[str, ...]] = {
-    "attention_norm.weight": ("input_layernorm.weight",),
+    "attention_norm.weight": ("input_layernorm.weight", "norm.weight"),
     "attention_post_norm.weight": (
         "post_attention_layernorm.weight",
         "post_self_attn_layernorm.weight",
     ),
-    "mlp_norm.weight": ("post_attention_layernorm.weight", "pre_feedforward_layernorm.weight"),
+    "mlp_norm.weight": (
+        "post_attention_layernorm.weight",
+        "pre_feedforward_layernorm.weight",
+        "norm.weight",
+    ),
     "mlp_post_norm.weight": ("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight"),
-    "attention.q.kernel": ("self_attn.q_proj.weight",),
+    "attention.q.kernel": ("self_attn.q_proj.weight", "mixer.q_proj.weight"),
     "attention.q.bias": ("self_attn.q_proj.bias",),
-    "attention.k.kernel": ("self_attn.k_proj.weight",),
+    "attention.k.kernel": ("self_attn.k_proj.weight", "mixer.k_proj.weight"),
     "attention.k.bias": ("self_attn.k_proj.bias",),
-    "attention.v.kernel": ("self_attn.v_proj.weight",),
+    "attention.v.kernel": ("self_attn.v_proj.weight", "mixer.v_proj.weight"),
     "attention.v.bias": ("self_attn.v_proj.bias",),
-    "attention.o.kernel": ("self_attn.o_proj.weight",),
+    "attention.o.kernel": ("self_attn.o_proj.weight", "mixer.o_proj.weight"),
     "attention.o.bias": ("self_attn.o_proj.bias",),
     "attention.q_norm.weight": ("self_attn.q_norm.weight", "self_attn.q_a_layernorm.weight"),
     "attention.k_norm.weight": ("self_attn.k_norm.weight",),
@@ -47,22 +60,37 @@ LAYER: dict[str, tuple[str, ...]] = {
     "attention.kv_norm.weight": ("self_attn.kv_a_layernorm.weight",),
     "mlp.gate.kernel": ("mlp.gate_proj.weight",),
     "mlp.gate.bias": ("mlp.gate_proj.bias",),
-    "mlp.up.kernel": ("mlp.up_proj.weight",),
-    "mlp.up.bias": ("mlp.up_proj.bias",),
-    "mlp.down.kernel": ("mlp.down_proj.weight", "shared_mlp.output_linear.weight"),
-    "mlp.down.bias": ("mlp.down_proj.bias",),
+    "mlp.up.kernel": ("mlp.up_proj.weight", "mixer.up_proj.weight"),
+    "mlp.up.bias": ("mlp.up_proj.bias", "mixer.up_proj.bias"),
+    "mlp.down.kernel": (
+        "mlp.down_proj.weight",
+        "shared_mlp.output_linear.weight",
+        "mixer.down_proj.weight",
+    ),
+    "mlp.down.bias": ("mlp.down_proj.bias", "mixer.down_proj.bias"),
     "mlp.router": (
         "mlp.gate.weight",
         "block_sparse_moe.gate.weight",
         "mlp.router.gate.weight",
         "mlp.router.weight",
+        "block_sparse_moe.router.weight",
+        "block_sparse_moe.router.layer.weight",
+        "mixer.gate.weight",
+        "router.proj.weight",
     ),
+    "mlp.router_scale": ("router.scale",),
+    "mlp.expert_scale": ("router.per_expert_scale",),
+    "mlp.dense_norm.weight": ("post_feedforward_layernorm_1.weight",),
+    "mlp.routed_norm.weight": ("pre_feedforward_layernorm_2.weight",),
+    "mlp.routed_post_norm.weight": ("post_feedforward_layernorm_2.weight",),
+    "layer_scale": ("layer_scalar",),
     "mlp.router_bias": ("mlp.router.bias",),
     "mlp.correction": (
         "mlp.gate.e_score_correction_bias",
         "block_sparse_moe.e_score_correction_bias",
         "mlp.e_score_correction_bias",
         "mlp.expert_bias",
+        "mixer.gate.e_score_correction_bias",
     ),
     "mlp.shared.gate.kernel": (
         "mlp.shared_expert.gate_proj.weight",
@@ -73,13 +101,22 @@ LAYER: dict[str, tuple[str, ...]] = {
         "mlp.shared_expert.up_proj.weight",
         "mlp.shared_experts.up_proj.weight",
         "mlp.shared_mlp.up_proj.weight",
+        "mixer.shared_experts.up_proj.weight",
     ),
     "mlp.shared.down.kernel": (
         "mlp.shared_expert.down_proj.weight",
         "mlp.shared_experts.down_proj.weight",
         "mlp.shared_mlp.down_proj.weight",
+        "shared_mlp.output_linear.weight",
+        "mixer.shared_experts.down_proj.weight",
     ),
+    "mlp.shared.up.bias": ("mixer.shared_experts.up_proj.bias",),
+    "mlp.shared.down.bias": ("mixer.shared_experts.down_proj.bias",),
     "mlp.shared_gate": ("mlp.shared_expert_gate.weight",),
+    "mlp.narrow.kernel": ("mixer.fc1_latent_proj.weight",),
+    "mlp.narrow.bias": ("mixer.fc1_latent_proj.bias",),
+    "mlp.widen.kernel": ("mixer.fc2_latent_proj.weight",),
+    "mlp.widen.bias": ("mixer.fc2_latent_proj.bias",),
 }
 EXPERTS: dict[str, tuple[str, ...]] = {
     "mlp.gate": (
@@ -89,10 +126,12 @@ EXPERTS: dict[str, tuple[str, ...]] = {
     "mlp.up": (
         "mlp.experts.{expert}.up_proj.weight",
         "block_sparse_moe.experts.{expert}.w3.weight",
+        "mixer.experts.{expert}.up_proj.weight",
     ),
     "mlp.down": (
         "mlp.experts.{expert}.down_proj.weight",
         "block_sparse_moe.experts.{expert}.w2.weight",
+        "mixer.experts.{expert}.down_proj.weight",
     ),
 }
 # Kept in float32 whatever the model's type.
@@ -101,7 +140,18 @@ IN_FLOAT32 = LAYER["mlp.correction"]
 LATENT_HEADS = "self_attn.kv_b_proj.weight"
 FUSED_QKV = "self_attn.qkv_proj.weight"
 FUSED_GATE_UP = ("mlp.gate_up_proj.weight", "shared_mlp.input_linear.weight")
-FUSED_EXPERTS_GATE_UP, FUSED_EXPERTS_DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+FUSED_EXPERTS_GATE_UP = (
+    "mlp.experts.gate_up_proj",
+    "block_sparse_moe.experts.gate_up_proj",
+    "block_sparse_moe.input_linear.weight",
+    "experts.gate_up_proj",
+)
+FUSED_EXPERTS_DOWN = (
+    "mlp.experts.down_proj",
+    "block_sparse_moe.experts.down_proj",
+    "block_sparse_moe.output_linear.weight",
+    "experts.down_proj",
+)
 
 
 def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes) -> Source:
@@ -111,8 +161,12 @@ def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes)
     if path[0] == "stem":
         return _stem_source(parameter, config.vocabulary)
     prefix, key = f"model.layers.{path[1]}.", ".".join(str(part) for part in path[2:])
+    # a dense block and experts beside it have the names of either
+    key = key.replace("mlp.dense.", "mlp.").replace("mlp.routed.", "mlp.")
     if config.layers[int(path[1])].delta and key.startswith("attention."):
         return delta_source(prefix, key, config, found, parameter)
+    if config.layers[int(path[1])].mamba and key.startswith("attention."):
+        return mamba_source(prefix, key, config, found, parameter)
     if config.attention.gated and key in ("attention.q.kernel", "attention.gate.kernel"):
         return _gated_queries(prefix + LAYER["attention.q.kernel"][0], key, config, parameter)
     if key in LAYER:
@@ -128,13 +182,11 @@ def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes)
     if layer.experts and layer.experts.biased:
         return _biased_experts(prefix, key, shape)
     experts, into, out = shape
-    if key == "mlp.down" and prefix + FUSED_EXPERTS_DOWN in found:
-        return _fused_experts(prefix + FUSED_EXPERTS_DOWN, (experts, out, into), 0, found)
-    if key in ("mlp.gate", "mlp.up") and prefix + FUSED_EXPERTS_GATE_UP in found:
+    if key == "mlp.down" and (name := _first(prefix, FUSED_EXPERTS_DOWN, found)):
+        return _fused_experts(name, (experts, out, into), 0, found)
+    if key in ("mlp.gate", "mlp.up") and (name := _first(prefix, FUSED_EXPERTS_GATE_UP, found)):
         first = out if key == "mlp.up" else 0
-        return _fused_experts(
-            prefix + FUSED_EXPERTS_GATE_UP, (experts, 2 * out, into), first, found
-        )
+        return _fused_experts(name, (experts, 2 * out, into), first, found)
     patterns = [prefix + pattern for pattern in EXPERTS[key]]
     pattern = next((each for each in patterns if each.format(expert=0) in found), patterns[0])
     return PerExpert(pattern, experts, (out, into))
@@ -143,18 +195,25 @@ def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes)
 def _fused_matrix(
     prefix: str, key: str, config: DecoderConfig, found: Shapes, parameter: ParameterShape
 ) -> Rows | None:
-    attention, flipped = config.attention, not parameter.transposed
+    attention = config.attention_of(config.layers[int(parameter.path[1])])
+    flipped = not parameter.transposed
     q = attention.query_heads * attention.head_dim
     kv = attention.kv_heads * attention.head_dim
     first = {"attention.q.kernel": 0, "attention.k.kernel": q, "attention.v.kernel": q + kv}
     if key in first and prefix + FUSED_QKV in found:
         shape = (q + 2 * kv, config.width)
         return Rows(prefix + FUSED_QKV, shape, first[key], flipped)
-    names = [prefix + name for name in FUSED_GATE_UP if prefix + name in found]
-    if key in ("mlp.gate.kernel", "mlp.up.kernel") and names:
-        row = config.ffn if key == "mlp.up.kernel" else 0
-        return Rows(names[0], (2 * config.ffn, config.width), row, flipped)
+    name = _first(prefix, FUSED_GATE_UP, found)
+    if name and key.endswith((".gate.kernel", ".up.kernel")):
+        ffn = parameter.shape[0 if parameter.transposed else 1]
+        row = ffn if key.endswith(".up.kernel") else 0
+        return Rows(name, (2 * ffn, config.width), row, flipped)
     return None
+
+
+def _first(prefix: str, names: tuple[str, ...], found: Shapes) -> str:
+    """Of these names of a layer's tensor the one that the checkpoint has; "" where it has none."""
+    return next((prefix + name for name in names if prefix + name in found), "")
 
 
 def _gated_queries(
@@ -189,9 +248,9 @@ def _biased_experts(prefix: str, key: str, shape: tuple[int, ...]) -> Source:
     half, _, bias = key.removeprefix("mlp.").partition("_")
     end = "_bias" if bias else ""
     if half == "down":
-        return Whole(prefix + FUSED_EXPERTS_DOWN + end, shape)
+        return Whole(prefix + FUSED_EXPERTS_DOWN[0] + end, shape)
     both = (*shape[:-1], 2 * shape[-1])
-    return EverySecond(prefix + FUSED_EXPERTS_GATE_UP + end, both, 1 if half == "up" else 0)
+    return EverySecond(prefix + FUSED_EXPERTS_GATE_UP[0] + end, both, 1 if half == "up" else 0)
 
 
 def _stem_source(parameter: ParameterShape, vocabulary: int) -> Source:

@@ -12,6 +12,7 @@ from pathlib import Path
 from jdisagg.costs.model_geometry import CostGeometry, from_hf_fields
 from jdisagg.errors import CheckpointError, JdisaggError
 from jdisagg.layout.axes import MESH_AXES, Layout
+from jdisagg.layout.kv_spec import KVLayer, KVSpec
 from jdisagg.ops.parameters import param_specs
 from jdisagg.ops.quantized_weights import Weights
 from models import orbax_checkpoint
@@ -69,12 +70,21 @@ def layers_by_kind(config: DecoderConfig) -> list[tuple[str, int]]:
     return list(Counter(_kind(layer, config) for layer in config.layers).items())
 
 
+def kv_by_kind(config: DecoderConfig, dtype: str) -> dict[str, int]:
+    """Bytes that one layer of each kind keeps of a token; 0 of those that keep none."""
+    kept = zip(config.layers, config.kv_spec(dtype).layers, strict=True)
+    return {
+        _kind(layer, config): KVSpec((KVLayer(of_layer.components),), dtype).bytes_per_token
+        for layer, of_layer in kept
+    }
+
+
 def bytes_per_device(
     config: DecoderConfig, layout: Layout, dtype: str, weights: Weights = ""
 ) -> tuple[int, int, int]:
     """(weights, KV of one token of a sequence, its state) on one device. Raises LayoutError."""
     layout.check(config.geometry)
-    shape = layout.mesh_shape(config.attention.kv_heads)
+    shape = layout.mesh_shape(config.kv_heads)
     sizes: dict[str, int] = dict(zip(MESH_AXES, shape, strict=True))
     model = abstract_model(config, dtype=dtype, tp=layout.tp, weights=weights)
     held = sum(
@@ -130,15 +140,20 @@ def _stored(model: Decoder, directory: Path, hf: HfConfig) -> str:
 
 
 def _kind(layer: LayerConfig, config: DecoderConfig) -> str:
+    experts = layer.experts
+    fed = f"{experts.experts_per_token} of {experts.experts} experts" if experts else "dense"
+    if layer.parts == "ffn":
+        return f"{fed}, nothing else" if experts else "dense feed-forward, nothing else"
     seen = f"window of {layer.window:,}" if layer.window else "full attention"
-    if layer.delta:
-        seen = "gated delta net"
+    if layer.recurrent:
+        seen = "gated delta net" if layer.delta else "Mamba-2"
     if latent := config.attention.latent:
         seen += f" to latents of {latent.rank} + {latent.rope_dim}"
-    experts = layer.experts
-    return f"{seen}, " + (
-        f"{experts.experts_per_token} of {experts.experts} experts" if experts else "dense"
-    )
+    if any(each.attention for each in config.layers):
+        attention = config.attention_of(layer)
+        seen += f" with {attention.kv_heads} kv heads of {attention.head_dim}"
+        fed += " beside a dense block" if experts and experts.beside else ""
+    return f"{seen}, nothing else" if layer.parts == "mixer" else f"{seen}, {fed}"
 
 
 def _quantization(stated: object) -> str:

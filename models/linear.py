@@ -72,6 +72,13 @@ class Norm(nnx.Module):
         return rms_norm(x, self.weight[...], self.epsilon, over, above_one=self.above_one)
 
 
+def own_heads(out_RNH: jax.Array, heads: int, shards: Shards) -> jax.Array:
+    """Of the heads that all replicas have, this device's `heads`."""
+    if out_RNH.shape[1] == heads:
+        return out_RNH
+    return lax.dynamic_slice_in_dim(out_RNH, lax.axis_index(shards.tp[-1]) * heads, heads, axis=1)
+
+
 def rows_of(of_T: jax.Array, rows_R: jax.Array | None) -> jax.Array:
     """The rows asked for (token 0 stands in for padding), or all."""
     return of_T if rows_R is None else jnp.take(of_T, rows_R, axis=0, mode="clip")

@@ -27,7 +27,7 @@ def relayout(loaded: LoadedModel, layout: Layout, devices: Sequence[Device]) -> 
     Raises `LayoutError` before anything is moved."""
     config, dtype = loaded.model.config, loaded.model.kv_spec.dtype
     layout.check(config.geometry)
-    mesh = layout_mesh(layout, config.attention.kv_heads, devices)
+    mesh = layout_mesh(layout, config.kv_heads, devices)
     model = abstract_model(
         config,
         dtype=dtype,

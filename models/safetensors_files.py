@@ -8,7 +8,7 @@ nothing of models."""
 import json
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -36,7 +36,7 @@ _KNOWN = _DTYPES | _OTHERS
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 # As transformers 5 names them, and as it did before.
 _TEXT = (("model.language_model.", "model."), ("language_model.", ""))
-_EYES = re.compile(r"^(model\.)?(visual|vision_tower|multi_modal_projector)\.")
+_EYES = re.compile(r"^(model\.)?(visual|vision_tower|multi_modal_projector|embed_vision)\.")
 _LARGEST_HEADER_BYTES = 100_000_000
 
 
@@ -104,6 +104,15 @@ class SafetensorsFiles:
                 if not _EYES.match(name)
             }
         )
+
+    def renamed(self, beginnings: Sequence[tuple[str, str]]) -> "SafetensorsFiles":
+        """The same under other names: each beginning in turn replaced by another."""
+        names = {name: name for name in self._tensors}
+        for old, new in beginnings:
+            for name, called in names.items():
+                if called.startswith(old):
+                    names[name] = new + called.removeprefix(old)
+        return SafetensorsFiles({names[name]: each for name, each in self._tensors.items()})
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self._tensors.items()}

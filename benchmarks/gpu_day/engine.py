@@ -73,7 +73,7 @@ class Engine:
         dtype = "float32" if sizes.small else "bfloat16"
         platform = jax.default_backend()
         model = init_model(self.config, jax.random.key(0), dtype=dtype, platform=platform)
-        mesh = layout_mesh(Layout(), self.config.attention.kv_heads, jax.devices()[:1])
+        mesh = layout_mesh(Layout(), self.config.kv_heads, jax.devices()[:1])
         instance = InstanceConfig(
             page_size=PAGE,
             pages_per_rank=sizes.batch * self.columns,

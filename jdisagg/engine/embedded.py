@@ -9,6 +9,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import EngineConfig, InstanceConfig, Mode
@@ -26,7 +27,7 @@ from jdisagg.engine.instance import (
     build_instance,
     context_tokens,
 )
-from jdisagg.engine.limits import check_reuse
+from jdisagg.engine.limits import check_reuse, hands_windows_apart
 from jdisagg.engine.memory_plan import tier_room
 from jdisagg.errors import ConfigError, LayoutError, UnavailableError
 from jdisagg.executor.mesh_executor import MeshRole
@@ -181,7 +182,7 @@ class EmbeddedCluster:
                 "prefix.disk_dir keeps KV of a model that later processes must know again, and"
                 " model.directory is empty; name the folder of its files"
             )
-        fingerprint = model_fingerprint(model.directory, model.dtype, model.weights)
+        fingerprint = model_fingerprint(model.directory, model.dtype, model.weights, model.kv_dtype)
         secret = directory_secret(config.prefix.disk_dir)
         return BlockNames.of(config.prefix, secret, f"{fingerprint} {self.kv_spec}")
 
@@ -262,16 +263,23 @@ class EmbeddedCluster:
             self.decode.executor,
             self.config.decode.codec,
         )
-        heads = self.kv_spec.row_heads
-        shapes = self.prefill.executor.limits.block_shapes()
+        limits = self.prefill.executor.limits
         blocks = [
-            PullBlock(-1, 0, 0, band.start, tokens, 0.0, codec=codec, groups=len(band))
+            (spec.row_heads, window, band, tokens)
+            for spec, window, shapes in (
+                (limits.sent, False, limits.block_shapes()),
+                (limits.kv_spec.windowed, True, limits.window_shapes()),
+            )
             for band, tokens in shapes
         ]
-        return [
-            lambda block=block: self.channel.warm_up(source, executor.pull_target(block), heads)
-            for block in blocks
-        ]
+
+        def warm(heads: int, window: bool, band: range, tokens: int) -> None:
+            block = PullBlock(
+                -1, 0, 0, band.start, tokens, 0.0, codec=codec, groups=len(band), window=window
+            )
+            self.channel.warm_up(source, executor.pull_target(block), heads)
+
+        return [partial(warm, *block) for block in blocks]
 
     def stream(self, request: Request) -> AsyncIterator[StreamEvent]:
         return self.observed_path.stream(request)
@@ -310,5 +318,13 @@ class EmbeddedCluster:
         # both sides of a hand-off cut alike
         config = replace(config, block_bytes=self.config.prefill.block_bytes)
         return build_instance(
-            name, config, self.config.mode, loaded, role, self.channel, self.context_tokens, groups
+            name,
+            config,
+            self.config.mode,
+            loaded,
+            role,
+            self.channel,
+            self.context_tokens,
+            groups,
+            hands_windows_apart(self.kv_spec.can_part, self.config.mode, self.config.prefix),
         )

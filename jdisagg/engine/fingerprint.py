@@ -16,10 +16,16 @@ _SAMPLE_BYTES = 4096
 _IGNORED = {".md", ".txt", ".gitattributes", ".py", ".png"}
 
 
-def model_fingerprint(directory: str | Path, dtype: str, weights: str = "") -> str:
-    """32 hexadecimal digits. `weights`: what matrices are quantized to, "" where they are not."""
+def model_fingerprint(
+    directory: str | Path, dtype: str, weights: str = "", kv_dtype: str = ""
+) -> str:
+    """32 hexadecimal digits. `weights`: what matrices are quantized to, "" where they are not;
+    `kv_dtype`: what KV is kept in, "" where it is `dtype`."""
     root = Path(directory)
-    digest = hashlib.sha256(f"{dtype} weights={weights}".encode() if weights else dtype.encode())
+    kinds = (
+        dtype + (f" weights={weights}" if weights else "") + (f" kv={kv_dtype}" * bool(kv_dtype))
+    )
+    digest = hashlib.sha256(kinds.encode())
     for path in sorted(
         path for path in root.rglob("*") if path.is_file() and not _ignored(path.relative_to(root))
     ):

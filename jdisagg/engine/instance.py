@@ -12,7 +12,7 @@ from typing import Protocol
 import jax
 
 from jdisagg.config import InstanceConfig, Mode, ModelConfig, WorkerConfig
-from jdisagg.engine.limits import check_reuse, mesh_limits
+from jdisagg.engine.limits import check_reuse, hands_windows_apart, mesh_limits
 from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.programs import Programs
@@ -64,10 +64,20 @@ def build_instance(
     channel: Channel,
     context_tokens: int,
     layer_groups: int | None,
+    windows_apart: bool = False,
 ) -> Instance:
     """`layer_groups` is the prefill side's: both sides of a hand-off cut layers alike."""
     platform = str(loaded.mesh.devices.flat[0].platform)
-    limits = mesh_limits(config, mode, loaded.model.kv_spec, context_tokens, layer_groups, platform)
+    limits = mesh_limits(
+        config,
+        mode,
+        loaded.model.kv_spec,
+        context_tokens,
+        layer_groups,
+        platform,
+        windows_apart=windows_apart,
+        rings=windows_apart and role.decode,
+    )
     executor = MeshExecutor(
         name, loaded.model, Programs(loaded.mesh), config.layout, limits, role, channel
     )
@@ -105,10 +115,12 @@ def build_worker_instance(
             config.prefix.reuse,
             config.prefix.host_tokens(config.instance.page_size),
             config.prefix.disk_dir,
+            config.prefix.peer_tokens(config.instance.page_size),
         ),
         channel,
         context_tokens(config.model, loaded.model),
         layer_groups(role, config),
+        hands_windows_apart(loaded.model.kv_spec.can_part, mode, config.prefix),
     )
     executor = instance.executor
     executor.card = replace(executor.card, ends=plane.ends, transports=plane.transports)
@@ -124,11 +136,16 @@ def worker_mode(role: WorkerRole, asked: Mode) -> Mode:
 
 
 def mesh_role(
-    role: WorkerRole, codec: str, reuse: bool = False, host_tokens: int = 0, disk: str = ""
+    role: WorkerRole,
+    codec: str,
+    reuse: bool = False,
+    host_tokens: int = 0,
+    disk: str = "",
+    peer_tokens: int = 0,
 ) -> MeshRole:
     """`codec`: how KV comes to this instance. A worker that decodes may hand running sequences on
-    to another; one that prefills sends from its pages what it has kept (`reuse`), and may keep it
-    in host memory and on disk."""
+    to another; one that prefills sends from its pages what it has kept (`reuse`), may keep it
+    in host memory and on disk, and fetch it from others."""
     match role:
         case WorkerRole.PREFILL:
             return MeshRole(
@@ -138,6 +155,7 @@ def mesh_role(
                 extracts=reuse,
                 host_tokens=host_tokens,
                 disk=disk,
+                peer_tokens=peer_tokens,
             )
         case WorkerRole.DECODE:
             return MeshRole(prefill=False, decode=True, codec=codec, extracts=True)

@@ -3,7 +3,7 @@ executor share. Pure."""
 
 from jdisagg.config import InstanceConfig, Mode, PrefixConfig
 from jdisagg.errors import ConfigError
-from jdisagg.layout.kv_spec import KVSpec
+from jdisagg.layout.kv_spec import KVSpec, ring_pages
 from jdisagg.scheduler.executor import MeshLimits, buckets, sequences_ahead
 
 GRANULE_TOKENS = 16
@@ -26,13 +26,17 @@ def mesh_limits(
     context_tokens: int,
     layer_groups: int | None,
     platform: str = "cpu",
+    *,
+    windows_apart: bool = False,
+    rings: bool = False,
 ) -> MeshLimits:
     """The buckets of a GPU: batches from 8 rows on (one row is multiplied in another way, through
     memory, and rounded otherwise), and four chunk lengths a doubling, 8 % of padding in the mean
     instead of 25. A CPU would compile four times as much for them.
 
     `layer_groups` is the prefill side's, as is the instance's `block_bytes`: both sides of a
-    hand-off cut alike.
+    hand-off cut alike. `windows_apart` and `rings`: as in `MeshLimits`, see
+    `hands_windows_apart`.
 
     Unified mode prefills a prompt whole, whatever its length, but packs short ones only up to
     `chunk_tokens`: on a CPU a chunk of several thousand tokens leaves the caches and is slower a
@@ -51,7 +55,8 @@ def mesh_limits(
             f"min_chunk_tokens={smallest} must be a multiple of {GRANULE_TOKENS}, the smallest"
             " block that a hand-off sends"
         )
-    groups = groups_of_layers(spec, layer_groups)
+    ring = min(ring_pages(spec.widest_window, instance.page_size), pages_per_sequence)
+    sent = spec.unwindowed if windows_apart else spec
     return MeshLimits(
         ranks=instance.layout.dp,
         page_size=instance.page_size,
@@ -65,7 +70,7 @@ def mesh_limits(
             min(GPU_BATCH, instance.slots_per_rank) if platform == "gpu" else 1,
             instance.slots_per_rank,
         ),
-        layer_groups=groups,
+        layer_groups=groups_of_layers(sent, layer_groups),
         granule_tokens=GRANULE_TOKENS,
         rows_per_chunk=ROWS_PER_CHUNK,
         samples_per_chunk=SAMPLES_PER_CHUNK,
@@ -75,9 +80,11 @@ def mesh_limits(
             if instance.block_bytes is None
             else instance.block_bytes
         ),
-        block_cost_tokens=BLOCK_COST_BYTES / spec.bytes_per_token,
+        block_cost_tokens=BLOCK_COST_BYTES / sent.bytes_per_token,
         continuing_rows=1 if platform == "gpu" else CONTINUING_ROWS,
-        state_slots_per_rank=state_slots(instance) if spec.has_state else 0,
+        state_slots_per_rank=state_slots(instance) if spec.has_state or rings else 0,
+        windows_apart=windows_apart,
+        ring_pages=ring if rings else 0,
         pack_tokens=min(instance.chunk_tokens, largest) if mode is Mode.UNIFIED else None,
     )
 
@@ -87,6 +94,16 @@ def state_slots(instance: InstanceConfig) -> int:
     those ahead of them."""
     slots = instance.slots_per_rank
     return slots + sequences_ahead(slots, instance.ahead_sequences)
+
+
+def hands_windows_apart(can_part: bool, mode: Mode, prefix: PrefixConfig) -> bool:
+    """Whether layers with a window are handed over apart from those without, as far as they are
+    still seen, and decode meshes keep them in rings. `can_part`: of the model's `KVSpec`.
+
+    Not where KV stays for later requests: what begins alike would need what the window saw there,
+    which nobody has any more. And not on a mesh that prefills and decodes: a chunk is longer than a
+    ring."""
+    return can_part and mode is Mode.DISAGGREGATED and not prefix.reuse
 
 
 def check_reuse(spec: KVSpec, prefix: PrefixConfig) -> None:

@@ -1,6 +1,6 @@
 """What an instance takes of each device's memory, worked out before anything is allocated: weights,
-activations, staged KV, sequences' states where the model keeps some, and the pages that fit beside
-them.
+activations, staged KV, sequences' states where the model keeps some, rings of pages where layers
+have a window, and the pages that fit beside them.
 
 `fit_instance` makes a configuration concrete: pages for `slots_per_rank` sequences of full context,
 or as many as there is room for; a context that the user did not ask for is cut to what one sequence
@@ -24,11 +24,14 @@ from jdisagg.config import (
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.model_geometry import CostGeometry, LatentAttention, dtype_bytes
-from jdisagg.engine.limits import SAMPLES_PER_CHUNK, largest_chunk, state_slots
+from jdisagg.engine.limits import SAMPLES_PER_CHUNK, hands_windows_apart, largest_chunk, state_slots
 from jdisagg.errors import ConfigError
+from jdisagg.layout.kv_spec import ring_pages
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device
+from jdisagg.scheduler.fetch_prices import MOST_CHUNKS, MOST_CHUNKS_OF_DECODE, MOST_FETCHES
 from jdisagg.scheduler.host_blocks import MOST_WRITING, TierRoom
+from jdisagg.worker.incoming_handoff import BLOCKS_IN_FLIGHT
 
 # Of a host's memory, where the configuration does not say: the rest is for what XLA loses to
 # fragments, for Python, and for whatever else runs there.
@@ -62,13 +65,16 @@ class MemoryPlan:
     context_tokens: int
     memory: DeviceMemory
     states: int = 0
+    rings: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.activations + self.staged + self.states + self.pages
+        beside = self.states + self.rings
+        return self.weights + self.activations + self.staged + beside + self.pages
 
     def __str__(self) -> str:
         states = f"{_gigabytes(self.states)} of sequences' states, " if self.states else ""
+        states += f"{_gigabytes(self.rings)} of what windows see, " if self.rings else ""
         return (
             f"{self.instance}, each device: {_gigabytes(self.weights)} of weights,"
             f" {_gigabytes(self.activations)} for activations, {_gigabytes(self.staged)} of KV on"
@@ -130,12 +136,18 @@ def fit_instance(
             sequence, where none were) exceed the memory; the message has the sum.
     """
     context = model.context_tokens or geometry.context_tokens
-    weights, token_bytes, state_bytes = bytes_per_device(geometry, instance, model.dtype)
+    weights, token_bytes, state_bytes, windowed = bytes_per_device(geometry, instance, model.dtype)
     chunk = largest_chunk(instance, mode, context)
     states = state_slots(instance) * state_bytes
     staged = STAGED_CHUNKS * (chunk * token_bytes + state_bytes)
+    fetched = prefix.peer_tokens(instance.page_size) if prefix is not None else 0
     if prefix is not None and role is WorkerRole.PREFILL:  # on their way to host memory
         staged += MOST_WRITING * prefix.host_tokens(instance.page_size) * token_bytes
+        if fetched:  # given to others, and from them
+            given = MOST_CHUNKS * chunk
+            staged += (given + MOST_FETCHES * BLOCKS_IN_FLIGHT * fetched) * token_bytes
+    elif fetched and instance.codec == "none":
+        staged += MOST_CHUNKS_OF_DECODE * chunk * token_bytes
     plan = MemoryPlan(
         f"{role.value} ({instance.layout})",
         weights,
@@ -149,6 +161,13 @@ def fit_instance(
         states,
     )
     page_bytes = instance.page_size * token_bytes
+    parts = geometry.windowed_part > 0 and role is WorkerRole.DECODE
+    if hands_windows_apart(parts, mode, prefix or PrefixConfig()):
+        most = -(-context // instance.page_size)
+        ring = min(ring_pages(geometry.widest_window, instance.page_size), most)
+        held = state_slots(instance) * ring * instance.page_size
+        plan = replace(plan, rings=held * windowed)
+        page_bytes -= instance.page_size * windowed
     room = max(0, (memory.bytes - plan.total) // page_bytes)
     a_sequence = -(-context // instance.page_size)
     pages = instance.pages_per_rank or min(room, instance.slots_per_rank * a_sequence)
@@ -168,11 +187,13 @@ def fit_instance(
 
 
 class DeviceBytes(NamedTuple):
-    """Of one device: weights, KV of one token of a sequence, a sequence's state."""
+    """Of one device: weights, KV of one token of a sequence, a sequence's state, and of the token's
+    what layers with a window keep, where others have none."""
 
     weights: int
     token: int
     state: int
+    windowed: int
 
 
 def bytes_per_device(geometry: CostGeometry, instance: InstanceConfig, dtype: str) -> DeviceBytes:
@@ -182,6 +203,7 @@ def bytes_per_device(geometry: CostGeometry, instance: InstanceConfig, dtype: st
         int(costs.weight_bytes_per_device),
         int(costs.kv_bytes_per_device),
         int(costs.state_bytes_per_device),
+        round(costs.kv_bytes_per_device * geometry.windowed_part),
     )
 
 
@@ -257,7 +279,7 @@ def _activations(
     heads = (
         attention.query_heads * (attention.nope_dim + attention.rope_dim + attention.value_dim)
         if isinstance(attention, LatentAttention)
-        else 2 * attention.query_heads * attention.head_dim
+        else 2 * attention.query_heads * max(attention.head_dim, attention.full_head_dim)
     )
     inner = geometry.width * 6 + (3 * ffn + 2 * heads) / tp
     rows = 0
@@ -273,6 +295,7 @@ def _refusal(name: str, plan: MemoryPlan) -> str:
     path = Path(name)  # a checkpoint's is its config.json
     name = path.parent.name if path.name == "config.json" else name
     states = f", {_gigabytes(plan.states)} of sequences' states" if plan.states else ""
+    states += f", {_gigabytes(plan.rings)} of what windows see" if plan.rings else ""
     return (
         f"model {name} does not fit, {plan.instance}: each device would hold"
         f" {_gigabytes(plan.weights)} of weights, {_gigabytes(plan.activations)} for activations,"

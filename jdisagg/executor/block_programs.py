@@ -16,7 +16,7 @@ from jax import lax
 
 from jdisagg.executor.block_sums import STAMP_WORDS, found_in, found_spec, local_sum, rank_stamps
 from jdisagg.executor.insert_program import BlockForm, Places, write_and_read, write_whole
-from jdisagg.executor.page_pool import LayerPages, PagePool
+from jdisagg.executor.page_pool import LayerPages, PagePool, PageView
 from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
 from jdisagg.layout.kv_spec import KVLayer
 from jdisagg.messages.step_commands import ExtractBlock, InsertBlock
@@ -29,10 +29,15 @@ COPIES_PER_CALL = 8
 
 
 class BlockPrograms:
-    """Of one pool: of pages, or of states. Used by the dispatch thread alone."""
+    """Of one pool: of pages, of states, or of the pages of layers with a window. Used by the
+    dispatch thread alone."""
 
     def __init__(
-        self, programs: Programs, pool: PagePool, groups: tuple[range, ...], name: str = "kv"
+        self,
+        programs: Programs,
+        pool: PagePool | PageView,
+        groups: tuple[range, ...],
+        name: str = "kv",
     ) -> None:
         """`name`: of the pool, whose programs are its own."""
         self._programs, self._pool, self._groups = programs, pool, groups

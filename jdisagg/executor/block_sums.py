@@ -20,9 +20,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jdisagg.executor.page_pool import PagePool
 from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
 from jdisagg.layout.axes import MESH_AXES
+from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.messages.step_commands import BlockChecksum, OfferSpec, PrefillChunk
 from jdisagg.ops.checksum import fold, granule_sums, key_words, row_sums
 from jdisagg.transfer.channel import BlockStamp
@@ -112,11 +112,13 @@ class PrefillSums:
     is cut into. On the dispatch thread."""
 
     def __init__(
-        self, programs: Programs, pool: PagePool, groups: tuple[range, ...], granule_tokens: int
+        self, programs: Programs, spec: KVSpec, groups: tuple[range, ...], granule_tokens: int
     ) -> None:
+        """`spec`: what blocks are of."""
+        self.spec = spec
         self._programs, self._granule = programs, granule_tokens
         ranks = programs.mesh.shape["dp"]
-        self._components = [pool.spec.first_row(group.start) for group in groups]
+        self._components = [spec.first_row(group.start) for group in groups]
         self._places = [
             programs.put(np.full((ranks, 1), component, np.uint32))
             for component in self._components

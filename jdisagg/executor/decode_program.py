@@ -7,7 +7,9 @@ at its limit stands still. Pages, hot state and counts are donated and come back
 
 One step is one program over the whole mesh (`shard_map`): each dp rank has its own slots, page
 table and trip counts; experts are reached by the model's collectives. Layers are unrolled: a scan
-would copy each layer's weights. Where a row has a grammar a step is two programs: the forward pass,
+would copy each layer's weights. A layer whose pages are a ring of each slot's has a page table that
+is worked out from the slot: the ring, over and over, so that a position writes over one that no
+window reaches any more. Where a row has a grammar a step is two programs: the forward pass,
 which gives logits, and the choice, which is issued when the masks are known. The forward pass is
 then under way already."""
 
@@ -20,7 +22,7 @@ import numpy as np
 
 from jdisagg.executor.choose import Chosen, Variant, choose, logits
 from jdisagg.executor.grammar_rows import GrammarRows
-from jdisagg.executor.page_pool import Kept, LayerPages, Pools
+from jdisagg.executor.page_pool import Kept, LayerPages, PagePool, Pools
 from jdisagg.executor.prefill_program import RANK
 from jdisagg.executor.programs import Programs
 from jdisagg.executor.slot_state import BatchRows, RowFormat
@@ -35,6 +37,31 @@ from jdisagg.ops.sampling import WHOLE, VocabularyShard
 from jdisagg.scheduler.executor import MeshLimits
 
 ROWS_PER_UPDATE = 8
+
+
+class _Places(NamedTuple):
+    """Where a step's rows read and write in one pool."""
+
+    table_BN: jax.Array
+    page_B: jax.Array
+    slot_B: jax.Array
+
+
+def _places(table_BN: jax.Array, row: BatchRows, pool: PagePool) -> _Places:
+    """Those that make no step write to the pool's dummy pages."""
+    size, row_B = pool.page_size, jnp.arange(row.slot.shape[0], dtype=jnp.int32)
+    page_B, slot_B = decode_coordinates(table_BN, row.at, slots=size)
+    return _Places(
+        table_BN,
+        jnp.where(row.active, page_B, pool.pages_per_rank + row_B // size),
+        jnp.where(row.active, slot_B, row_B % size),
+    )
+
+
+def _ring_table(slot_B: jax.Array, columns: int, ring_pages: int) -> jax.Array:
+    """The pages of each row's ring, over and over (`MeshLimits.ring`)."""
+    turn_N = jnp.arange(columns, dtype=jnp.int32) % max(1, ring_pages)
+    return slot_B[:, None] * ring_pages + turn_N[None, :]
 
 
 class SlotState(NamedTuple):
@@ -109,9 +136,11 @@ class DecodePrograms:
         bucket = batch.shape[1]
         kept, logits_BV = self._program(bucket, None)(*self._model(), hot, (), ints, floats, batch)
         self._pools.put(0, kept)
-        mask = self._programs.put(self._grammars.masks(slots, bucket))
+        mask = self._programs.argument(self._grammars.masks(slots, bucket))
         arguments = (hot, counts if variant.shaped else (), ints, floats, logits_BV, batch, mask)
-        hot, chosen, counts_out = self._choice(arguments, variant)
+        # the mask may go up within the call
+        with jax.transfer_guard_host_to_device("allow"):
+            hot, chosen, counts_out = self._choice(arguments, variant)
         self._state = SlotState(hot, ints, floats, counts_out if variant.shaped else counts)
         self._grammars.issued(slots, chosen.token)
         return chosen
@@ -228,8 +257,7 @@ class DecodePrograms:
     def _step_body(self, variant: Variant | None) -> Any:
         weights, shards, rows = self._weights, self._shards, self._rows
         ending = None if variant is None else self._ending(variant)
-        pool, nowhere = self._pools.pages, self._pools.states.rank_rows
-        page_size, dummy = pool.page_size, pool.pages_per_rank
+        pools, nowhere, ring = self._pools, self._pools.states.rank_rows, self._limits.ring_pages
 
         def body(
             stem_leaves: Any,
@@ -243,16 +271,17 @@ class DecodePrograms:
         ) -> Any:
             row: BatchRows = rows.batch(batch[0], hot[0], ints[0], floats[0])
             _, table_BN = rows.limit_and_table(row.ints)
-            row_B = jnp.arange(row.slot.shape[0], dtype=jnp.int32)
-            at_B = row.at
-            own_page_B, own_place_B = decode_coordinates(table_BN, at_B, slots=page_size)
-            page_B = jnp.where(row.active, own_page_B, dummy + row_B // page_size)
-            place_B = jnp.where(row.active, own_place_B, row_B % page_size)
-            state_B = jnp.where(row.active, rows.state(row.ints), nowhere)
+            at_B, slot_B = row.at, rows.state(row.ints)
+            in_pages = _places(table_BN, row, pools.pages)
+            in_rings = _places(_ring_table(slot_B, table_BN.shape[1], ring), row, pools.rings)
+            state_B = jnp.where(row.active, slot_B, nowhere)
             new_pages: list[LayerPages] = []
             new_states: list[LayerPages] = []
+            new_rings: list[LayerPages] = []
 
-            def attend_with(layer_pages: LayerPages) -> Attend:
+            def attend_with(
+                layer_pages: LayerPages, places: _Places, keep: list[LayerPages]
+            ) -> Attend:
                 def attend(
                     q_TNH: jax.Array,
                     k_TKH: jax.Array,
@@ -266,15 +295,15 @@ class DecodePrograms:
                 ) -> jax.Array:
                     sealed = seal(k_TKH, v_TKH)
                     written = tuple(
-                        write_tokens(pages, part, page_B, place_B, unique=True)
+                        write_tokens(pages, part, places.page_B, places.slot_B, unique=True)
                         for pages, part in zip(layer_pages, sealed, strict=True)
                     )
-                    new_pages.append(written)
+                    keep.append(written)
                     return paged_attention(
                         q_TNH,
                         written[0],
                         None if latent else written[1],
-                        table_BN,
+                        places.table_BN,
                         at_B,
                         scale=scale,
                         window=window,
@@ -288,11 +317,15 @@ class DecodePrograms:
 
             stem: Any = weights.stem.merge(stem_leaves)
             x_BD = stem.embed(row.token, shards)
-            for part, leaves, layer_pages, layer_states in zip(
+            for part, leaves, layer_pages, layer_states, layer_rings in zip(
                 weights.layers, layer_leaves, *kept, strict=True
             ):
                 layer: Any = part.merge(leaves)
-                attend = attend_with(layer_pages)
+                attend = (
+                    attend_with(layer_rings, in_rings, new_rings)
+                    if layer_rings
+                    else attend_with(layer_pages, in_pages, new_pages)
+                )
                 recur = recur_over(layer_states, state_B, None, None, new_states.append)
                 x_BD = layer(x_BD, at_B, attend, shards, row.active, recur=recur)
                 # a layer is not asked for what it does not keep
@@ -300,12 +333,15 @@ class DecodePrograms:
                     new_pages.append(())
                 if not layer_states:
                     new_states.append(())
+                if not layer_rings:
+                    new_rings.append(())
             logits_BV, shard = logits(
                 variant or Variant.MASKED, stem, reveal(x_BD), shards, rows.vocabulary
             )
             if ending is None:
-                return (new_pages, new_states), logits_BV[None]
-            return (new_pages, new_states), *ending(row, hot, counts, logits_BV, shard)
+                return (new_pages, new_states, new_rings), logits_BV[None]
+            kept = (new_pages, new_states, new_rings)
+            return kept, *ending(row, hot, counts, logits_BV, shard)
 
         return body
 

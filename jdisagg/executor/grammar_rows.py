@@ -78,9 +78,9 @@ class GrammarRows:
         for token, rows in issued:
             # beside `start_reading`, which has begun the copy, the one place that reads back
             with jax.transfer_guard_device_to_host("allow"):
-                host = jax.device_get(token)
+                host = np.asarray(token).tolist()
             for rank, index, matcher in rows:
-                matcher.consume((int(host[rank, index]),))
+                matcher.consume((host[rank][index],))
 
     def _matcher(self, spec: SampleSpec) -> TokenMatcher | None:
         params = spec.sampling

@@ -1,9 +1,10 @@
 """Inside the insert program, on one device: a block's tokens go into their pages, are read back,
 and are summed.
 
-On a CPU (`write_and_read`) all of it a run of tokens at a time, so that what is read lies in a
-core's cache still. A run is a piece of one page, which moves as one (by rows it took three times as
-long); what is left at a block's two ends goes row by row. Ranks that take no part do nothing. On a
+On a CPU (`write_and_read`) a run of tokens at a time: a piece of one page, which moves as one (by
+rows it took three times as long); what is left at a block's two ends goes row by row. All is
+written before anything is read: where one loop did both, XLA of JAX 0.10 made one fusion of a run's
+writing and reading, which copied the pool, twice a run. Ranks that take no part do nothing. On a
 GPU (`write_whole`) the whole block at once.
 
 Invariants: a block's pages differ from each other, so that what was read back stays as it was read;
@@ -25,10 +26,9 @@ from jdisagg.ops.kv_pages import gather_tokens, insert_block, insert_run, read_r
 from jdisagg.ops.kv_rows import block_of, components_of
 from jdisagg.transfer.codec import Codec
 
-# At most so much at a time: what is read back then lies in a core's cache (4 MB at a time took half
-# as long again; 256 KB a third).
+# At most so much at a time, of all layers (1 MB: half as long again).
 RUN_TOKENS = 128
-RUN_BYTES = 1 << 20
+RUN_BYTES = 4 << 20
 
 
 class Places(NamedTuple):
@@ -87,7 +87,8 @@ class BlockForm(NamedTuple):
     ) -> list[LayerPages]:
         """The pages with each component of the block, which `insert` puts into its own."""
         parts = components_of(block_CKTH, self.layers, self.spec)
-        mixed = self.spec.row_dtype not in {part.dtype for layer in pages for part in layer}
+        kept = {self.spec.dtype_of(part) for layer in self.layers for part in layer.components}
+        mixed = self.spec.row_dtype not in kept
         fresh = map(_finite, parts) if mixed else parts  # else its values are finite already
         return [tuple(insert(part, next(fresh)) for part in layer) for layer in pages]
 
@@ -97,6 +98,7 @@ class BlockForm(NamedTuple):
         return block_of(self.layers, parts, self.spec)
 
 
+Sums = tuple[jax.Array, jax.Array]  # of what was read back, and whether it is what was packed
 Inserted = tuple[list[LayerPages], jax.Array, jax.Array]
 
 
@@ -113,47 +115,52 @@ def write_and_read(
     runs = (valid - head) // run
     tail = head + runs * run
 
-    def read_back(
-        carry: Inserted,
-        read_CKTH: jax.Array,
-        block_CKTH: jax.Array,
-        token_T: jax.Array,
-        counts_T: jax.Array,
-    ) -> Inserted:
-        pages, sum_2, intact = carry
-        if form.lossy:
-            intact &= jnp.all(
-                (bits_of(read_CKTH) == bits_of(block_CKTH)) | ~counts_T[None, None, :, None]
-            )
-        return pages, sum_2 + local_sum(read_CKTH, places.stamp_5, token_T, counts_T), intact
-
-    def put_run(index: jax.Array, carry: Inserted) -> Inserted:
+    def in_run(index: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         token_T = head + index * run + jnp.arange(run, dtype=jnp.int32)
-        (page, slot), block_CKTH = places.at(token_T[0]), _heads(parts, token_T[0], run)
-        put = lambda part, new: insert_run(part, new, page, slot)  # noqa: E731
-        pages = form.write(carry[0], block_CKTH, put)
-        pages = lax.optimization_barrier(pages)  # what is summed has been in the pages
-        read = form.read(pages, lambda part: read_run(part, page, slot, run))
-        return read_back(
-            (pages, *carry[1:]), read, block_CKTH, token_T, jnp.ones((run,), jnp.bool_)
-        )
+        return token_T, places.at(token_T[0])
 
-    def put_end(which: jax.Array, carry: Inserted) -> Inserted:
+    def at_end(which: jax.Array) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
         first, last = jnp.where(which == 0, 0, tail), jnp.where(which == 0, head, valid)
         token_T = jnp.minimum(first, tokens - run) + jnp.arange(run, dtype=jnp.int32)
         counts_T = (token_T >= first) & (token_T < last)
-        (page_T, slot_T), block_CKTH = (
-            places.some(token_T, counts_T),
-            _heads(parts, token_T[0], run),
-        )
-        put = lambda part, new: insert_block(part, new, page_T, slot_T)  # noqa: E731
-        pages = form.write(carry[0], block_CKTH, put)
-        pages = lax.optimization_barrier(pages)
-        read = form.read(pages, lambda part: gather_tokens(part, page_T, slot_T))
-        return read_back((pages, *carry[1:]), read, block_CKTH, token_T, counts_T)
+        return token_T, counts_T, places.some(token_T, counts_T)
 
-    carry = lax.fori_loop(0, runs, put_run, (pages, jnp.zeros(2, jnp.uint32), intact))
-    return lax.fori_loop(jnp.where(head > 0, 0, 1), jnp.where(tail < valid, 2, 1), put_end, carry)
+    def write_run(index: jax.Array, pages: list[LayerPages]) -> list[LayerPages]:
+        token_T, place = in_run(index)
+        put = lambda part, new: insert_run(part, new, *place)  # noqa: E731
+        return form.write(pages, _heads(parts, token_T[0], run), put)
+
+    def write_end(which: jax.Array, pages: list[LayerPages]) -> list[LayerPages]:
+        token_T, _, place_T = at_end(which)
+        put = lambda part, new: insert_block(part, new, *place_T)  # noqa: E731
+        return form.write(pages, _heads(parts, token_T[0], run), put)
+
+    ends = jnp.where(head > 0, 0, 1), jnp.where(tail < valid, 2, 1)
+    pages = lax.fori_loop(0, runs, write_run, pages)
+    pages = lax.fori_loop(*ends, write_end, pages)
+    pages = lax.optimization_barrier(pages)  # what is summed has been in the pages
+
+    def read_back(
+        found: Sums, read_CKTH: jax.Array, token_T: jax.Array, counts_T: jax.Array
+    ) -> Sums:
+        sum_2, intact = found
+        if form.lossy:
+            same_CKTH = bits_of(read_CKTH) == bits_of(_heads(parts, token_T[0], run))
+            intact &= jnp.all(same_CKTH | ~counts_T[None, None, :, None])
+        return sum_2 + local_sum(read_CKTH, places.stamp_5, token_T, counts_T), intact
+
+    def sum_run(index: jax.Array, found: Sums) -> Sums:
+        token_T, place = in_run(index)
+        read_CKTH = form.read(pages, lambda part: read_run(part, *place, run))
+        return read_back(found, read_CKTH, token_T, jnp.ones((run,), jnp.bool_))
+
+    def sum_end(which: jax.Array, found: Sums) -> Sums:
+        token_T, counts_T, place_T = at_end(which)
+        read_CKTH = form.read(pages, lambda part: gather_tokens(part, *place_T))
+        return read_back(found, read_CKTH, token_T, counts_T)
+
+    found = lax.fori_loop(0, runs, sum_run, (jnp.zeros(2, jnp.uint32), intact))
+    return pages, *lax.fori_loop(*ends, sum_end, found)
 
 
 def write_whole(

@@ -20,6 +20,7 @@ from jdisagg.executor.page_pool import Pools
 from jdisagg.executor.prefill_program import ChunkArrays, ChunkForm, PrefillPrograms
 from jdisagg.executor.prefill_sampler import PrefillSampler
 from jdisagg.executor.programs import Programs
+from jdisagg.executor.prompt_scorer import PromptScorer
 from jdisagg.executor.pull_targets import PullTargets
 from jdisagg.executor.results import (
     BlockReading,
@@ -71,7 +72,8 @@ class MeshRole:
     to it. `extracts`: it may send what lies in its pages: running sequences that it hands on (and
     takes those of others), or what it has kept. `host_tokens`: of the blocks that it keeps in host
     memory; 0: it keeps none there. `disk`: the directory of those that it keeps on disk; empty:
-    none."""
+    none. `peer_tokens`: of the blocks that a mesh which does not decode fetches from others; 0: it
+    fetches none."""
 
     prefill: bool
     decode: bool
@@ -80,6 +82,7 @@ class MeshRole:
     extracts: bool = False
     host_tokens: int = 0
     disk: str = ""
+    peer_tokens: int = 0
 
 
 class MeshExecutor:
@@ -99,7 +102,7 @@ class MeshExecutor:
         self.role = role
         self.mesh = mesh = programs.mesh
         self.card = mesh_card(mesh)
-        check_codec(role.codec, limits.kv_spec)  # not at the first pull
+        check_codec(role.codec, limits.kv_spec)  # not at the first pull, and so for all its parts
         self.platform = platform = programs.platform
         self.programs = programs
         self._channel = channel
@@ -109,9 +112,9 @@ class MeshExecutor:
         self._pools = pools = Pools.of(programs, limits)
         self._pool = pools.pages
         spec = limits.kv_spec
-        self._groups = layer_groups(spec.positioned, len(spec.layers), limits.layer_groups)
+        self._groups = layer_groups(limits.sent.positioned, len(spec.layers), limits.layer_groups)
         self._sums = (
-            PrefillSums(self.programs, self._pool, self._groups, limits.granule_tokens)
+            PrefillSums(self.programs, limits.sent, self._groups, limits.granule_tokens)
             if role.emit
             else None
         )
@@ -128,10 +131,20 @@ class MeshExecutor:
         self._sampler = PrefillSampler(
             self.programs, self._weights, self._shards, limits, self._rows, self._grammars
         )
-        self._blocks = BlockPrograms(self.programs, self._pool, self._groups)
+        self._scorer = PromptScorer(self.programs, self._weights, self._shards, model.vocabulary)
+        self._blocks = BlockPrograms(programs, self._pool.view(limits.sent), self._groups)
         # all layers' states are one group
         everything = (range(len(spec.layers)),)
         self._state_blocks = BlockPrograms(programs, pools.states, everything, "state")
+        # without components where they are not sent apart
+        windowed = spec.windowed if limits.windows_apart else limits.nothing
+        held = pools.rings if limits.ring_pages else pools.pages.view(windowed)
+        groups = (
+            layer_groups(windowed.positioned, len(spec.layers), limits.window_groups)
+            if limits.windows_apart
+            else ()
+        )
+        self._window_blocks = BlockPrograms(programs, held, groups, "window")
         self._decode = (
             DecodePrograms(
                 self.programs,
@@ -147,15 +160,16 @@ class MeshExecutor:
         )
         self._wanted_logprobs: dict[tuple[int, int], int | None] = {}
         self._pulls: dict[int, Pull] = {}
-        self._targets = PullTargets(programs, spec)
+        self._targets = PullTargets(programs, limits.sent)
         self._state_targets = PullTargets(programs, spec.state)
+        self._window_targets = PullTargets(programs, windowed)
         self.host = HostStore(name)
         self._saved = SavedBlocks(role.disk, name, self.host, mesh.shape["kv"])
         self._threads = WorkThreads(name)
 
     @property
     def pool_bytes(self) -> int:
-        """Of the pages and states of all layers, on all devices together."""
+        """Of the pages, states and rings of all layers, on all devices together."""
         return self._pools.bytes
 
     def run(self, command: StepCommand) -> asyncio.Future[StepResult]:
@@ -221,17 +235,25 @@ class MeshExecutor:
         self._blocks.copy(((0, 0, self._pool.rank_rows),))
         if self.limits.kv_spec.has_state:
             self._state_blocks.copy(((0, 0, self._pools.states.rank_rows),))
+        if self.limits.ring_pages:
+            self._window_blocks.copy(((0, 0, self._pools.rings.rank_rows),))
 
-    def warm_insert(self, band: range, tokens: int) -> None:
-        """Inserts blocks of which no token is valid, in pieces as peers may send them."""
-        local_heads = self.limits.kv_spec.row_heads // self.mesh.shape["kv"]
-        layers = self._blocks.layers(band.start, len(band))
+    def warm_insert(self, band: range, tokens: int, window: bool = False) -> None:
+        """Inserts blocks of which no token is valid, in pieces as peers may send them. `window`: of
+        the layers with a window."""
         codec, groups = self.role.codec, len(band)
-        pull = PullBlock(-1, 0, 0, band.start, tokens, 0.0, codec=codec, groups=groups)
-        nothing = InsertBlock(-1, 0, 0, band.start, tokens, 0, 0, (), codec=codec, groups=groups)
-        for granule in self._targets.granules():
-            resident = self._targets.target(pull, layers, granule).resident
-            self._blocks.insert(nothing, resident * (local_heads // granule)).block_until_ready()
+        pull = PullBlock(
+            -1, 0, 0, band.start, tokens, 0.0, codec=codec, groups=groups, window=window
+        )
+        nothing = InsertBlock(
+            -1, 0, 0, band.start, tokens, 0, 0, (), codec=codec, groups=groups, window=window
+        )
+        blocks, targets = self._blocks_of(pull), self._targets_of(pull)
+        local_heads = targets.spec.row_heads // self.mesh.shape["kv"]
+        layers = blocks.layers(band.start, len(band))
+        for granule in targets.granules():
+            resident = targets.target(pull, layers, granule).resident
+            blocks.insert(nothing, resident * (local_heads // granule)).block_until_ready()
 
     def warm_restore(self, band: range, tokens: int) -> None:
         """Inserts a block from host memory of which no token is valid."""
@@ -240,20 +262,23 @@ class MeshExecutor:
         nothing = InsertBlock(-1, 0, 0, band.start, tokens, 0, 0, (), groups=groups)
         self._blocks.insert(nothing, (self._host_target(pull).zeros,)).block_until_ready()
 
-    def warm_pieces(self, band: range, tokens: int) -> None:
+    def warm_pieces(self, band: range, tokens: int, window: bool = False) -> None:
         """Cuts a block of this mesh in pieces as peers of other processes may want them. (A codec's
         programs are compiled when a receiver first wants it.)"""
-        spec = self.limits.kv_spec
-        rows = spec.rows(self._blocks.layers(band.start, len(band)))
+        blocks = self._window_blocks if window else self._blocks
+        targets = self._window_targets if window else self._targets
+        spec = targets.spec
+        rows = spec.rows(blocks.layers(band.start, len(band)))
         shape = (rows, spec.row_heads // self.mesh.shape["kv"], tokens, spec.row_width)
-        for granule in self._targets.granules():
+        for granule in targets.granules():
             warm_pieces(self.mesh, shape, jnp.dtype(spec.row_dtype), granule, NO_CODEC)
 
-    def warm_extract(self, band: range, tokens: int) -> None:
+    def warm_extract(self, band: range, tokens: int, window: bool = False) -> None:
         """Extracts a block of which no token is valid."""
-        self._blocks.extract(
-            ExtractBlock(-1, 0, 0, band.start, 0, 0, tokens, (), groups=len(band))
-        )[1].block_until_ready()
+        command = ExtractBlock(
+            -1, 0, 0, band.start, 0, 0, tokens, (), groups=len(band), window=window
+        )
+        self._blocks_of(command).extract(command)[1].block_until_ready()
 
     def warm_states(self) -> None:
         """What `warm_insert`, `warm_extract` and `warm_pieces` do, of states."""
@@ -276,18 +301,25 @@ class MeshExecutor:
 
     def pull_target(self, block: PullBlock) -> PullTarget:
         """Where a block goes on this mesh. On the dispatch thread."""
-        blocks, targets = self._blocks_of(block), self._targets
-        if block.state:
-            targets = self._state_targets
-        return targets.of_pull(block, blocks.layers(block.group, block.groups))
+        layers = self._blocks_of(block).layers(block.group, block.groups)
+        return self._targets_of(block).of_pull(block, layers)
 
     def _blocks_of(self, command: PullBlock | InsertBlock | ExtractBlock) -> BlockPrograms:
+        if command.window:
+            return self._window_blocks
         return self._state_blocks if command.state else self._blocks
+
+    def _targets_of(self, command: PullBlock) -> PullTargets:
+        if command.window:
+            return self._window_targets
+        return self._state_targets if command.state else self._targets
 
     def _connect(self, peer: str, card: MeshCard) -> None:
         self._targets.connect(peer, card)
         if self.limits.kv_spec.has_state:
             self._state_targets.connect(peer, card)
+        if self.limits.windows_apart:
+            self._window_targets.connect(peer, card)
 
     def _host_target(self, block: PullBlock) -> PullTarget:
         """Of a block that lies in host memory as it lay on this mesh: in one piece a device."""
@@ -320,13 +352,16 @@ class MeshExecutor:
                 return self._saved.issue(command)
             case CopyPages():
                 self._blocks.copy(command.copies)
-                self._state_blocks.copy(command.states)
+                if self.limits.kv_spec.has_state:
+                    self._state_blocks.copy(command.states)
+                self._window_blocks.copy(self._ring_copies(command))
             case ConnectPeer():
                 self._connect(command.peer, command.card)
                 self._channel.connect(command.peer, command.card)
             case DisconnectPeer():
                 self._targets.disconnect(command.peer)
                 self._state_targets.disconnect(command.peer)
+                self._window_targets.disconnect(command.peer)
                 self._channel.disconnect(command.peer)
             case ExtractBlock():
                 block, found, stamp = self._blocks_of(command).extract(command)
@@ -343,13 +378,22 @@ class MeshExecutor:
                 return BlockReading(command.step, command.offer_id, found, extracted=True)
         return Finished(command.step)
 
-    def _run_prefill(self, command: PrefillChunk) -> Waiting:
-        x, blocks, sums = self._prefill.run(
-            ChunkArrays.build(command, self.limits, platform=self.platform)
+    def _ring_copies(self, command: CopyPages) -> tuple[tuple[int, int, int], ...]:
+        """The pages of the slots that are copied."""
+        size = self.limits.ring_pages
+        return tuple(
+            (rank, source * size + page, destination * size + page)
+            for rank, source, destination in command.states
+            for page in range(size)
         )
+
+    def _run_prefill(self, command: PrefillChunk) -> Waiting:
+        chunk = ChunkArrays.build(command, self.limits, platform=self.platform)
+        x, blocks, sums = self._prefill.run(chunk)
         # before all that is offered: somebody waits for the first token
-        chosen = self._sampler.run(command, x)
-        start_reading((*(chosen or ()), *sums))
+        chosen = self._sampler.run(command, x, chunk.form.every_token)
+        scores = self._scorer.run(command, x) if chunk.form.every_token else None
+        start_reading((*(chosen or ()), *sums, *(scores or ())))
         for row in command.rows:
             for offer in row.offers:
                 assert self._sums is not None, "this instance hands nothing off"
@@ -360,7 +404,7 @@ class MeshExecutor:
                 stamp = self._sums.stamp(offer.group, command.checksum_key, row.start + at, valid)
                 self._channel.offer(offer.offer_id, block, row.rank, stamp.of_offer(offer.offer_id))
         return PrefillReading(
-            command, x, chosen, ChunkSums(command, self.limits.granule_tokens, sums)
+            command, x, chosen, ChunkSums(command, self.limits.granule_tokens, sums), scores=scores
         )
 
     def _run_decode(self, command: DecodeSteps) -> Waiting:

@@ -14,10 +14,12 @@ from jax.sharding import PartitionSpec
 
 from jdisagg.executor.programs import Programs
 from jdisagg.layout.kv_spec import KVComponent, KVSpec
+from jdisagg.ops.kv_pages import kept_dtype
 from jdisagg.scheduler.executor import MeshLimits
 
 LayerPages = tuple[jax.Array, ...]
-Kept = tuple[list[LayerPages], list[LayerPages]]  # of some layers: pages, states
+# of some layers: pages, states, rings
+Kept = tuple[list[LayerPages], list[LayerPages], list[LayerPages]]
 
 
 class PagePool:
@@ -35,7 +37,8 @@ class PagePool:
         def pages(part: KVComponent) -> jax.Array:
             # they must always hold finite values: masked attention multiplies them by zero
             shape = (rows, max(1, part.heads), page_size, part.width)
-            return programs.zeros(shape, spec.dtype_of(part), _pages_spec(part))
+            dtype = kept_dtype(spec.dtype_of(part), programs.platform)
+            return programs.zeros(shape, dtype, _pages_spec(part))
 
         self.layers: list[LayerPages] = [
             tuple(pages(part) for part in layer.components) for layer in spec.layers
@@ -45,54 +48,86 @@ class PagePool:
     def bytes(self) -> int:
         return sum(array.nbytes for layer in self.layers for array in layer)
 
+    def view(self, spec: KVSpec) -> "PagePool | PageView":
+        """The pages of the layers of which `spec` is, the others empty."""
+        return self if spec == self.spec else PageView(self, spec)
+
     def specs(self, layers: range | None = None) -> list[tuple[PartitionSpec, ...]]:
         """How the pages of these layers lie, or of all."""
-        wanted = slice(None) if layers is None else slice(layers.start, layers.stop)
-        return [
-            tuple(_pages_spec(part) for part in layer.components)
-            for layer in self.spec.layers[wanted]
-        ]
+        return _layer_specs(self.spec, layers)
 
     def put(self, first: int, layers: list[LayerPages]) -> None:
         """Replaces layers from `first` on by what a program returned for them."""
         self.layers[first : first + len(layers)] = layers
 
 
+class PageView:
+    """Some layers of a pool, as if there were no others. It keeps no array."""
+
+    def __init__(self, pool: PagePool, spec: KVSpec) -> None:
+        self._pool = pool
+        self.spec = spec
+        self.page_size, self.rank_rows = pool.page_size, pool.rank_rows
+
+    @property
+    def layers(self) -> list[LayerPages]:
+        return [
+            pages if kind.components else ()
+            for pages, kind in zip(self._pool.layers, self.spec.layers, strict=True)
+        ]
+
+    def specs(self, layers: range | None = None) -> list[tuple[PartitionSpec, ...]]:
+        return _layer_specs(self.spec, layers)
+
+    def put(self, first: int, layers: list[LayerPages]) -> None:
+        for index, pages in enumerate(layers, first):
+            if self.spec.layers[index].components:
+                self._pool.put(index, [pages])
+
+
 class Pools(NamedTuple):
     """`pages`: of what is kept of each position. `states`: of what is kept of a sequence as a
-    whole, a slot of which is a page of one."""
+    whole, a slot of which is a page of one. `rings`: of layers with a window, where these have
+    pages apart: each slot so many, one behind the other."""
 
     pages: PagePool
     states: PagePool
+    rings: PagePool
 
     @staticmethod
     def of(programs: Programs, limits: MeshLimits) -> "Pools":
-        spec = limits.kv_spec
+        spec, size, padding = limits.kv_spec, limits.page_size, limits.batch_buckets[-1]
+        rings = limits.state_slots_per_rank * limits.ring_pages
         return Pools(
-            PagePool(
-                programs, spec, limits.pages_per_rank, limits.page_size, limits.batch_buckets[-1]
-            ),
+            PagePool(programs, limits.paged, limits.pages_per_rank, size, padding),
             # padding rows write nothing there: a dummy state each would be as large as any
             PagePool(programs, spec.state, limits.state_slots_per_rank, 1, 0),
+            PagePool(programs, spec.windowed if rings else limits.nothing, rings, size, padding),
         )
 
     @property
     def bytes(self) -> int:
-        return self.pages.bytes + self.states.bytes
+        return self.pages.bytes + self.states.bytes + self.rings.bytes
 
     def kept(self, layers: range | None = None) -> Kept:
         """What these layers (None: all) keep, as arguments of a program that changes it."""
         layers = range(len(self.pages.layers)) if layers is None else layers
         part = slice(layers.start, layers.stop)
-        return self.pages.layers[part], self.states.layers[part]
+        return self.pages.layers[part], self.states.layers[part], self.rings.layers[part]
 
-    def specs(self, layers: range | None = None) -> tuple[list, list]:
-        return self.pages.specs(layers), self.states.specs(layers)
+    def specs(self, layers: range | None = None) -> tuple[list, list, list]:
+        return self.pages.specs(layers), self.states.specs(layers), self.rings.specs(layers)
 
     def put(self, first: int, kept: Kept) -> None:
         """Replaces what the layers from `first` on keep."""
         self.pages.put(first, kept[0])
         self.states.put(first, kept[1])
+        self.rings.put(first, kept[2])
+
+
+def _layer_specs(spec: KVSpec, layers: range | None) -> list[tuple[PartitionSpec, ...]]:
+    wanted = slice(None) if layers is None else slice(layers.start, layers.stop)
+    return [tuple(_pages_spec(part) for part in layer.components) for layer in spec.layers[wanted]]
 
 
 def _pages_spec(part: KVComponent) -> PartitionSpec:

@@ -5,12 +5,15 @@ its keys and values into this mesh's pages (donated; for the later chunks of the
 and, where the instance hands off, RETURNS them as one block [ranks, C, K, T, H] (C: the rows of the
 group's layers, see `layout/kv_spec.py`, one after the other), so that the block is ready, and can
 leave, while the next group computes; a small program sums each block for its checksum. Page arrays
-themselves are never offered.
+themselves are never offered. Layers with a window that are sent apart are left out of blocks: most
+of what they compute is never seen again, and the rest is extracted from the pages behind the last
+chunk.
 
 Of the model's last layer only keys and values are needed of every token. The rest of it is computed
 for the last tokens of the rows that sample, which attend as a decode step does, to pages alone:
 their keys have just been written. A chunk that samples nothing (the earlier part of a long prompt)
-does without. This saves up to 1 / layers of a prefill.
+does without. This saves up to 1 / layers of a prefill. Where log-probabilities of prompts are
+wanted it is computed for all tokens, by a program that is compiled when they first are.
 
 Groups of equal structure, other than the last, share one executable; there is one per chunk bucket.
 Inside `shard_map` each dp rank sees its own chunk and its own pages; tensor parallelism is in the
@@ -32,7 +35,7 @@ from jdisagg.executor.state_access import recur_over, runs_of
 from jdisagg.executor.weights import Weights
 from jdisagg.messages.step_commands import PrefillChunk
 from jdisagg.model_api import Attend, Latent, Shards
-from jdisagg.ops.kv_pages import token_coordinates, write_tokens
+from jdisagg.ops.kv_pages import as_kept, as_read, token_coordinates, write_tokens
 from jdisagg.ops.kv_rows import block_of
 from jdisagg.ops.paged_attention import paged_attention
 from jdisagg.ops.prefill_attention import PastPages, prefill_attention
@@ -46,12 +49,14 @@ class ChunkForm:
     or one that does not come first. `past`: rows may go on with earlier chunks (a packed chunk's
     always may on a CPU; a whole fresh prompt is 1 % faster without). `samples`: rows may sample
     (only chunks of the largest bucket are compiled without: the earlier part of a prompt fills
-    one). `columns`: of the page table that the past may reach; 0: all of them."""
+    one). `columns`: of the page table that the past may reach; 0: all of them. `every_token`: all
+    of them leave the last layer, and not those alone that sample."""
 
     packed: bool = False
     past: bool = False
     samples: bool = True
     columns: int = 0
+    every_token: bool = False
 
 
 def past_columns(limits: MeshLimits, platform: str) -> tuple[int, ...]:
@@ -156,7 +161,17 @@ def _form_of(command: PrefillChunk, limits: MeshLimits, platform: str) -> ChunkF
     past = reach > 0 or (packed and platform != "gpu")
     columns = past_columns(limits, platform) if past else (0,)
     enough = (count for count in columns if count * limits.page_size >= reach)
-    return ChunkForm(packed, past, may_sample, next(enough, columns[-1]))
+    form = ChunkForm(packed, past, may_sample, next(enough, columns[-1]))
+    if asks_of_prompts(command):
+        # the most general forms, for each is compiled while others wait: of a CPU one a bucket
+        past = platform != "gpu" or form.past
+        return dataclasses.replace(form, packed=True, past=past, samples=True, every_token=True)
+    return form
+
+
+def asks_of_prompts(command: PrefillChunk) -> bool:
+    """Whether log-probabilities of some prompt's tokens are wanted."""
+    return any(row.prompt_logprobs is not None for row in command.rows)
 
 
 # A row that has a chunk to itself goes through a recurrence by so many tokens at a time.
@@ -178,15 +193,16 @@ class PrefillPrograms:
     ) -> None:
         """`sums` where chunks are handed off: their blocks are returned and summed."""
         self._programs, self._weights, self._shards = programs, weights, shards
-        self._pool, self._states = pools
+        self._pool, self._states = pools.pages, pools.states
         self._groups, self._sums, self._emit = groups, sums, sums is not None
         # rows of a packed chunk begin at multiples of it; the recurrence wants a power of two
         self._grain = granule_tokens & -granule_tokens
 
     def run(self, chunk: ChunkArrays) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
         """Issues the chain. Returns the last activations of the rows that sample [ranks, R, D],
-        numbered as in `ChunkArrays.sampling` (something to wait for where none may), and, where
-        emitting, one KV block per group and its sums."""
+        numbered as in `ChunkArrays.sampling` (something to wait for where none may), or those of
+        every token [ranks, T, D] where the form says so, and, where emitting, one KV block per
+        group and its sums."""
         on_host = (
             chunk.tokens,
             chunk.positions,
@@ -232,7 +248,9 @@ class PrefillPrograms:
         parts = [self._weights.layers[index] for index in group]
         width, last = chunk.tokens.shape[1], group.stop == len(self._weights.layers)
         # the others are one program, whoever samples
-        form = chunk.form if last else dataclasses.replace(chunk.form, samples=True)
+        form = chunk.form
+        if not last:
+            form = dataclasses.replace(form, samples=True, every_token=False)
         kinds = self._pool.spec.layers[group.start : group.stop]
         key = ("group", width, form, last, tuple(part.structure for part in parts), kinds)
 
@@ -274,7 +292,8 @@ class PrefillPrograms:
             self._pool.page_size,
             self._pool.rank_rows,
         )
-        spec, kinds = self._pool.spec, self._pool.spec.layers[group.start : group.stop]
+        spec = self._sums.spec if self._sums else self._pool.spec
+        kinds = spec.layers[group.start : group.stop]
         grain = self._grain if form.packed else _LONG_GRAIN
 
         def body(
@@ -302,7 +321,7 @@ class PrefillPrograms:
             new_states: list[LayerPages] = []
             emitted: list[tuple[jax.Array, ...]] = []
 
-            def attend_with(layer_pages: LayerPages, rows_alone: bool) -> Attend:
+            def attend_with(layer_pages: LayerPages, rows_alone: bool, sends: bool) -> Attend:
                 def attend(
                     q_TNH: jax.Array,
                     k_TKH: jax.Array,
@@ -314,18 +333,22 @@ class PrefillPrograms:
                     sinks_N: jax.Array | None = None,
                     latent: Latent | None = None,
                 ) -> jax.Array:
-                    sealed = seal(k_TKH, v_TKH)
+                    kept = tuple(
+                        as_kept(part, pages.dtype)
+                        for part, pages in zip(seal(k_TKH, v_TKH), layer_pages, strict=True)
+                    )
                     # Written before they are read, so that the scatter is ordered before the loop
                     # over pages without a copy.
                     written = tuple(
                         write_tokens(pages, part, page_T, slot_T, unique=False)
-                        for pages, part in zip(layer_pages, sealed, strict=True)
+                        for pages, part in zip(layer_pages, kept, strict=True)
                     )
                     new_pages.append(written)
                     if emit:
-                        emitted.append(tuple(part.swapaxes(0, 1) for part in sealed))
-                    k_TKH, k_pages = sealed[0], written[0]
-                    v_TKH, v_pages = (None, None) if latent else (sealed[1], written[1])
+                        emitted.append(tuple(part.swapaxes(0, 1) for part in kept if sends))
+                    seen = [as_read(part, k_TKH.dtype) for part in kept]
+                    k_TKH, k_pages = seen[0], written[0]
+                    v_TKH, v_pages = (None, None) if latent else (seen[1], written[1])
                     how = {"scale": scale, "window": window, "platform": shards.platform}
                     how |= {"cap": cap, "sinks_N": sinks_N, "latent": latent}
                     if rows_alone:
@@ -361,15 +384,15 @@ class PrefillPrograms:
                 return attend
 
             x_TD = x[0]
-            for index, part, part_leaves, layer_pages, layer_states in zip(
-                group, parts, leaves, pages, states, strict=True
+            for index, part, part_leaves, layer_pages, layer_states, kind in zip(
+                group, parts, leaves, pages, states, kinds, strict=True
             ):
                 layer: Any = part.merge(part_leaves)
-                asked_R = rows_R if index == last else None
+                asked_R = rows_R if index == last and not form.every_token else None
                 x_TD = layer(
                     x_TD,
                     positions_T,
-                    attend_with(layer_pages, asked_R is not None),
+                    attend_with(layer_pages, asked_R is not None, bool(kind.components)),
                     shards,
                     segment_T >= 0,
                     asked_R,

@@ -55,10 +55,10 @@ class PrefillSampler:
         )
         self._grammars = grammars
 
-    def run(self, command: PrefillChunk, x: jax.Array) -> Chosen | None:
+    def run(self, command: PrefillChunk, x: jax.Array, every_token: bool = False) -> Chosen | None:
         """Issues the choice of the chunk's samples; None where nothing samples. x [ranks, R, D]:
         the last activations of each row's last token, rows numbered on their rank in the command's
-        order."""
+        order; or, with `every_token`, those of all tokens [ranks, T, D]."""
         samples = [(row, spec) for row in command.rows for spec in row.samples]
         if not samples:
             return None
@@ -75,7 +75,8 @@ class PrefillSampler:
             for spec in row.samples:
                 at = row.rank, used[row.rank]
                 used[row.rank] += 1
-                source[at] = rows_seen[row.rank]
+                last = row.offset + len(row.tokens) - 1
+                source[at] = last if every_token else rows_seen[row.rank]
                 rows.position[at] = row.start + len(row.tokens)
                 self._rows.pack(rows.ints[at], rows.floats[at], spec)
                 if variant.shaped and spec.sampling.penalised:

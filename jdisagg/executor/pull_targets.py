@@ -18,8 +18,9 @@ from jdisagg.transfer.codec import codec
 
 class PullTargets:
     def __init__(self, programs: Programs, spec: KVSpec) -> None:
+        """`spec`: what blocks are of."""
         self._programs, self._mesh = programs, programs.mesh
-        self._spec = spec
+        self.spec = spec
         self._granules: dict[str, int] = {}
         self._zeros: dict[tuple[int, int, int], jax.Array] = {}
         self._leaves: dict[tuple[int, int, int, str], tuple[jax.Array, ...]] = {}
@@ -28,7 +29,7 @@ class PullTargets:
         """Blocks will come from `peer`. "": a mesh for which warm-up prepares, and which a pull
         that names no peer means."""
         self._granules[peer] = head_granule(
-            self._spec.row_heads, card.head_shards, self._mesh.shape["kv"]
+            self.spec.row_heads, card.head_shards, self._mesh.shape["kv"]
         )
 
     def disconnect(self, peer: str) -> None:
@@ -37,7 +38,7 @@ class PullTargets:
     def granules(self) -> set[int]:
         """Heads of a piece, of all connected peers; while none is connected, of all that there can
         be."""
-        heads = self._spec.row_heads
+        heads = self.spec.row_heads
         shards = (count for count in range(1, heads + 1) if heads % count == 0)
         return set(self._granules.values()) or {
             head_granule(heads, count, self._mesh.shape["kv"]) for count in shards
@@ -53,7 +54,7 @@ class PullTargets:
 
     def target(self, block: PullBlock, layers: range, granule: int) -> PullTarget:
         """As `of_pull`, in pieces of `granule` heads."""
-        spec, how = self._spec, codec(block.codec)
+        spec, how = self.spec, codec(block.codec)
         rows, width = spec.rows(layers), spec.row_width
         key = (rows, block.block_tokens, granule)
         if key not in self._zeros:

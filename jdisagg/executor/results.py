@@ -10,6 +10,7 @@ import numpy as np
 
 from jdisagg.executor.block_sums import ChunkSums, Found
 from jdisagg.executor.choose import Chosen
+from jdisagg.executor.prompt_scorer import read_scores
 from jdisagg.messages.step_commands import (
     BlockChecksum,
     DecodeResult,
@@ -22,6 +23,7 @@ from jdisagg.messages.step_commands import (
     PullResult,
     SampledToken,
 )
+from jdisagg.ops.token_scores import TokenScores
 from jdisagg.request import TokenLogprobs
 from jdisagg.transfer.channel import Pull
 from jdisagg.transfer.host_store import HostCopy
@@ -53,27 +55,26 @@ class Finished:
 
 @dataclass
 class PrefillReading:
-    """The tokens sampled at the end of a chunk, and the checksums of what it offers. A chunk that
-    samples nothing is over when its last activations are there."""
+    """The tokens sampled at the end of a chunk, the checksums of what it offers, and what was asked
+    of its prompts. A chunk that samples nothing is over when its last activations are there."""
 
     command: PrefillChunk
     last: jax.Array
     chosen: Chosen | None
     sums: ChunkSums
     in_order: bool = True
+    scores: TokenScores | None = None
 
     def is_ready(self) -> bool:
-        return all(
-            map(
-                is_ready,
-                (self.last if self.chosen is None else self.chosen.token, *self.sums.groups),
-            )
-        )
+        last = self.last if self.chosen is None else self.chosen.token
+        scored = self.scores[:1] if self.scores else ()
+        return all(map(is_ready, (last, *self.sums.groups, *scored)))
 
     def result(self) -> PrefillResult:
+        prompts = read_scores(self.command, self.scores) if self.scores else ()
         if self.chosen is None:
             self.last.block_until_ready()
-            return PrefillResult(self.command.step, (), self.sums.read())
+            return PrefillResult(self.command.step, (), self.sums.read(), prompts)
         host = _Host(self.chosen)
         samples: list[SampledToken] = []
         used: dict[int, int] = {}
@@ -90,7 +91,7 @@ class PrefillReading:
                         host.logprobs(row.rank, column, spec.sampling.logprobs),
                     )
                 )
-        return PrefillResult(self.command.step, tuple(samples), self.sums.read())
+        return PrefillResult(self.command.step, tuple(samples), self.sums.read(), prompts)
 
 
 @dataclass

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jdisagg.executor.page_pool import LayerPages
 from jdisagg.model_api import Advance, Recur, Runs
+from jdisagg.ops.kv_pages import as_kept, as_read
 
 
 def recur_over(
@@ -31,7 +32,7 @@ def recur_over(
     """
 
     def read(part_PK1H: jax.Array) -> jax.Array:
-        state_RKH = part_PK1H.at[slot_R, :, 0].get(mode="clip")
+        state_RKH = as_read(part_PK1H.at[slot_R, :, 0].get(mode="clip"), jnp.dtype("bfloat16"))
         if fresh_R is None:
             return state_RKH
         return jnp.where(fresh_R[:, None, None], jnp.zeros((), state_RKH.dtype), state_RKH)
@@ -40,7 +41,7 @@ def recur_over(
         out, state = advance(tuple(map(read, pages)), runs)
         keep(
             tuple(
-                part.at[slot_R, :, 0].set(new.astype(part.dtype), mode="drop")
+                part.at[slot_R, :, 0].set(as_kept(new, part.dtype), mode="drop")
                 for part, new in zip(pages, state, strict=True)
             )
         )

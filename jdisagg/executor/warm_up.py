@@ -6,10 +6,12 @@ of no valid token. On a GPU it is run three times, since the second run of a com
 the graph. Runs on the dispatch thread, before there is work."""
 
 from collections.abc import Callable
+from functools import partial
 
 from jdisagg.executor.mesh_executor import MeshExecutor
 from jdisagg.executor.prefill_program import chunk_forms
 from jdisagg.scheduler.blocks import split_blocks
+from jdisagg.scheduler.executor import MeshLimits
 
 GPU_RUNS = 3
 
@@ -47,20 +49,14 @@ def warm_up_steps(executor: MeshExecutor) -> list[Callable[[], None]]:
             lambda band=band, tokens=tokens: executor.warm_extract(band, tokens)
             for band, tokens in limits.block_shapes()
         ]
-    if role.host_tokens:
-        largest = limits.chunk_buckets[-1]
-        lengths = {
-            tokens
-            for first in range(0, role.host_tokens, largest)
-            for _, tokens, _ in split_blocks(
-                min(largest, role.host_tokens - first), limits.granule_tokens, limits.whole_blocks
-            )
-        }
-        steps += [
-            lambda band=band, tokens=tokens: executor.warm_restore(band, tokens)
-            for tokens in sorted(lengths)
-            for band in limits.bands(tokens)
-        ]
+    steps += [
+        partial(executor.warm_restore, band, tokens)
+        for band, tokens in _shapes_of(limits, role.host_tokens)
+    ]
+    steps += [
+        partial(executor.warm_insert, band, tokens)
+        for band, tokens in _shapes_of(limits, role.peer_tokens)
+    ]
     if executor.card.ends and (role.emit or role.extracts):
         steps += [
             lambda band=band, tokens=tokens: executor.warm_pieces(band, tokens)
@@ -69,5 +65,25 @@ def warm_up_steps(executor: MeshExecutor) -> list[Callable[[], None]]:
     alone = role.prefill and role.decode and not role.extracts
     if limits.kv_spec.has_state and not alone:
         steps += [executor.warm_states]
+    for band, tokens in limits.window_shapes():
+        if role.decode:
+            steps += [partial(executor.warm_insert, band, tokens, True)]
+        if role.extracts or role.emit:
+            steps += [partial(executor.warm_extract, band, tokens, True)]
+            if executor.card.ends:
+                steps += [partial(executor.warm_pieces, band, tokens, True)]
     runs = GPU_RUNS if executor.platform == "gpu" else 1
     return [step for step in steps for _ in range(runs)]
+
+
+def _shapes_of(limits: MeshLimits, tokens: int) -> list[tuple[range, int]]:
+    """The blocks that so many kept tokens go out and come back as; 0: none."""
+    largest = limits.chunk_buckets[-1]
+    lengths = {
+        length
+        for first in range(0, tokens, largest)
+        for _, length, _ in split_blocks(
+            min(largest, tokens - first), limits.granule_tokens, limits.whole_blocks
+        )
+    }
+    return [(band, length) for length in sorted(lengths) for band in limits.bands(length)]

@@ -17,6 +17,9 @@ fixed size, replaced and not appended (a recurrent layer's). The states of all l
 their own (`KVSpec.state`), in which one "token" is all the state of one sequence: so state is kept
 in pages of one slot, and travels as a block of one token, by the same code.
 
+Where only some layers have a window, the two kinds may be kept and sent apart (`can_part`): each is
+a spec of its own then, of as many layers, those of the other kind empty.
+
 Bytes per token = 2 x L x K x H x bytes per value for K and V, L x (latent + rope) x bytes per value
 for MLA. Pure: knows no JAX."""
 
@@ -27,9 +30,19 @@ from dataclasses import dataclass
 
 from jdisagg.errors import ConfigError
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}
+# What KV may be kept in, in place of the model's type, and the type of its arrays: e4m3 is kept as
+# its bytes (`ops/kv_pages.py`).
+KEPT_DTYPES = {"fp8": "uint8"}
+KEPT_NAMES = {dtype: name for name, dtype in KEPT_DTYPES.items()}
 # of a value of a quantized weight matrix
 WEIGHT_BITS = {"int8": 8, "int4": 4, "fp8": 8}
+
+
+def ring_pages(widest_window: int, page_size: int) -> int:
+    """Pages in which a sequence's KV of layers with a window can go round: with the token that is
+    being computed the widest window reaches over so many, wherever it ends."""
+    return -(-(widest_window - 1) // page_size) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +99,40 @@ class KVSpec:
         """What is kept of a sequence as a whole, layer by layer; a "token" of it is a sequence.
         Without components where no layer has state."""
         return KVSpec(tuple(KVLayer(layer.state) for layer in self.layers), self.dtype)
+
+    @functools.cached_property
+    def windowed(self) -> "KVSpec":
+        """What the layers with a window keep of each position."""
+        return self._of([layer.window is not None for layer in self.layers])
+
+    @functools.cached_property
+    def unwindowed(self) -> "KVSpec":
+        """What the layers without one do."""
+        return self._of([layer.window is None for layer in self.layers])
+
+    @functools.cached_property
+    def widest_window(self) -> int:
+        """Positions, the token's own included; 0 where no layer has a window."""
+        return max((layer.window or 0 for layer in self.layers), default=0)
+
+    @functools.cached_property
+    def can_part(self) -> bool:
+        """Whether layers with a window and layers without one can be kept and sent apart: there are
+        both, and whatever this spec's heads are sharded over, so can be those of each kind."""
+        try:
+            kinds = (self.windowed, self.unwindowed)
+        except ConfigError:
+            return False
+        return all(kind.components and kind.row_heads % self.row_heads == 0 for kind in kinds)
+
+    def _of(self, wanted: list[bool]) -> "KVSpec":
+        return KVSpec(
+            tuple(
+                KVLayer(layer.components, layer.window) if keep else KVLayer(())
+                for layer, keep in zip(self.layers, wanted, strict=True)
+            ),
+            self.dtype,
+        )
 
     @property
     def has_state(self) -> bool:
@@ -179,14 +226,16 @@ class KVSpec:
         head_dim: int,
         dtype: str,
         windows: tuple[int | None, ...] | None = None,
+        kept: str = "",
     ) -> "KVSpec":
-        """Ordinary attention: K and V of `kv_heads` heads of `head_dim` in each layer."""
-        components = (KVComponent("k", kv_heads, head_dim), KVComponent("v", kv_heads, head_dim))
+        """Ordinary attention: K and V of `kv_heads` heads of `head_dim` in each layer. `kept`:
+        their type, where it is not the state's."""
+        components = tuple(KVComponent(name, kv_heads, head_dim, kept) for name in ("k", "v"))
         windows = windows or (None,) * layers
         return cls(tuple(KVLayer(components, window) for window in windows), dtype)
 
     @classmethod
-    def latent(cls, layers: int, width: int, dtype: str) -> "KVSpec":
+    def latent(cls, layers: int, width: int, dtype: str, kept: str = "") -> "KVSpec":
         """MLA: of each token one vector a layer, latent and rope key together, which all heads
-        share."""
-        return cls((KVLayer((KVComponent("latent", 0, width),)),) * layers, dtype)
+        share. `kept` as in `attention`."""
+        return cls((KVLayer((KVComponent("latent", 0, width, kept),)),) * layers, dtype)

@@ -15,11 +15,13 @@ class KvEnd:
     """One process of an instance on the KV plane. `control`: where it takes `KvPlane` messages
     (host:port); `boot_id`: random at each start, so that a process restarted at the same address is
     not taken for the old one. `memory`: the name of its shared memory
-    (transfer/shared_memory.py), by which processes of its host reach it; "": it has none."""
+    (transfer/shared_memory.py), by which processes of its host reach it; "": it has none. `nixl`:
+    whether its memory can be read over NIXL (transfer/nixl_memory.py)."""
 
     control: str
     boot_id: int
     memory: str = ""
+    nixl: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ A pull ahead: R, who knows where from and which pieces, pulls on the data plane 
 anything is posted, perhaps before the offer is made. S then posts without a word; where it refuses,
 or is told to withdraw, it posts an error under the id, so that nothing stays parked in the engine.
 By shared memory, where R can map S's: R says so in its request, S answers once the bytes are
-written there, and R says Pulled once it needs them no more.
+written there, and R says Pulled once it needs them no more. Over NIXL, where both have it:
+likewise; R reads what S wrote, and says Pulled when it has.
 Any message may be lost, late or doubled: ids are used once and deadlines decide. Devices are
 numbers of the side that names them."""
 
@@ -74,7 +75,8 @@ class PullRequest(Message, frozen=True):
         its devices are served.
     turn: which replica of the sender begins. address: of a pull ahead, the transfer server from
     which `pieces`, in this order, are being pulled already; "" and () otherwise. shared: the
-    receiver maps the sender's shared memory, and wants them there."""
+    receiver maps the sender's shared memory, and wants them there. nixl: it reads the sender's
+    registered memory, and wants them there."""
 
     pull_id: int
     offer_id: int
@@ -95,14 +97,26 @@ class PullRequest(Message, frozen=True):
     address: str = ""
     pieces: tuple[PostedPiece, ...] = ()
     shared: bool = False
+    nixl: bool = False
 
 
 class InMemory(Message, frozen=True):
-    """Where pieces lie in the sender's shared memory: the descriptor and inode of their region, and
-    at which byte each leaf begins."""
+    """Where pieces lie in the sender's shared memory, or will lie once its first byte says so: the
+    descriptor and inode of their region, and at which byte each leaf begins."""
 
     descriptor: int
     inode: int
+    offsets: tuple[int, ...]
+
+
+class InRegistered(Message, frozen=True):
+    """Where pieces lie in memory that the sender has registered with NIXL: what its agent says of
+    the region, the region's address, how many bytes of it are theirs, and at which byte each leaf
+    begins."""
+
+    metadata: bytes
+    address: int
+    size: int
     offsets: tuple[int, ...]
 
 
@@ -111,14 +125,14 @@ class Posted(Message, frozen=True):
     order, each as its codec's leaves.
 
     heads: kv heads of the whole block. pieces: may be empty, then nothing waits and `address` says
-    nothing. memory: where they lie instead, if shared memory was asked for."""
+    nothing. memory: where they lie instead, if shared or registered memory was asked for."""
 
     pull_id: int
     link: int
     address: str
     heads: int
     pieces: tuple[PostedPiece, ...]
-    memory: InMemory | None = None
+    memory: InMemory | InRegistered | None = None
 
 
 class Refused(Message, frozen=True):
@@ -130,8 +144,8 @@ class Refused(Message, frozen=True):
 
 
 class Pulled(Message, frozen=True):
-    """All that this sender process posted under the id has arrived; what lay in shared memory is
-    not needed any more."""
+    """All that this sender process posted under the id has arrived; what lay in shared or
+    registered memory is not needed any more."""
 
     pull_id: int
 

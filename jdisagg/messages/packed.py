@@ -15,7 +15,7 @@ import msgspec
 from jdisagg.errors import IncompatiblePeerError, InvalidRequestError, JdisaggError
 
 # Counts up whenever a message changes its bytes or its meaning.
-PROTOCOL = 9
+PROTOCOL = 17
 
 T = TypeVar("T")
 

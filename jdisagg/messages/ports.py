@@ -12,6 +12,7 @@ from typing import Protocol
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.plain import Message
+from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.request import Request, TokenLogprobs
 
 
@@ -101,7 +102,8 @@ class Span(Message, frozen=True):
     step or span of steps.
 
     On `STOP` the stop id itself is the last token. Set on the first span: `kv_bytes_moved` counts
-    what the hand-off moved, `exposed_transfer_seconds` what it took beyond the prefill. `lost` and
+    what the hand-off moved, `exposed_transfer_seconds` what it took beyond the prefill;
+    `prompt_logprobs`, where they were asked for. `lost` and
     `moving` are news of the whole reservation, without tokens: the KV's source failed; the sequence
     can be taken over from this worker under that hand-off."""
 
@@ -114,6 +116,7 @@ class Span(Message, frozen=True):
     exposed_transfer_seconds: float = 0.0
     lost: SourceLost | None = None
     moving: HandoffSource | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ResumeCall(Message, frozen=True):
@@ -128,7 +131,8 @@ class ResumeCall(Message, frozen=True):
 
 class PrefillCall(Message, frozen=True):
     """Computes prompt + accepted tokens, samples one token per child, and offers the KV from
-    `from_token` on under `handoff_id`: none where that is all of them."""
+    `from_token` on under `handoff_id`: none where that is all of them. `peer`: a hint that another
+    worker keeps the first `peer_tokens` of them, and gives them under that hand-off."""
 
     request: Request
     attempt: int
@@ -138,22 +142,48 @@ class PrefillCall(Message, frozen=True):
     from_token: int
     deadline_seconds: float
     age_seconds: float = 0.0
+    peer: HandoffSource | None = None
+    peer_tokens: int = 0
 
 
 class PrefillReply(Message, frozen=True):
-    """`cached_tokens`: positions that were known and not computed."""
+    """`cached_tokens`: positions that were known and not computed. `prompt_logprobs`: where they
+    were asked for."""
 
     tokens: tuple[FirstToken, ...]
     queue_seconds: float
     prefill_seconds: float
     cached_tokens: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class FetchCall(Message, frozen=True):
+    """Asks a worker for KV that it keeps: of the blocks of `block_tokens` positions that `names`
+    are, a chain from the first position on, those from the `first` on. Offered under `handoff_id`,
+    to worker `asker`, for `deadline_seconds` at the most. Names are keyed and say whose tenant a
+    block is: who can name one may have it."""
+
+    handoff_id: int
+    asker: str
+    names: tuple[bytes, ...]
+    first: int
+    block_tokens: int
+    deadline_seconds: float
+
+
+class FetchReply(Message, frozen=True):
+    """So many blocks, from the `first` on, are offered: all that were asked for, fewer, or none,
+    and then no hand-off was begun."""
+
+    blocks: int = 0
 
 
 class Offer(Message, frozen=True):
     """A block of KV ready to be pulled (perhaps still computing): positions [start, start +
     valid_tokens) of `groups` layer groups from `group` on, padded to `block_tokens`, on dp rank
     `rank` of the sender. `state`: not KV but the sequence's state in all layers, after all
-    positions of the hand-off, as a block of one token."""
+    positions of the hand-off, as a block of one token. `window`: positions that the layers with a
+    window still see, of their own groups, after all others of the hand-off too."""
 
     offer_id: int
     group: int
@@ -163,6 +193,7 @@ class Offer(Message, frozen=True):
     rank: int
     groups: int = 1
     state: bool = False
+    window: bool = False
 
 
 class OfferChecksum(Message, frozen=True):
@@ -174,7 +205,7 @@ class OfferChecksum(Message, frozen=True):
 
 class HandoffEnd(Message, frozen=True):
     """All is offered: how many offers there were, how many positions, and the tokens sampled at the
-    end.
+    end. `prompt_logprobs` again, as in `PrefillReply`, which may not arrive.
 
     Of a running sequence that moves, `moved` holds all tokens generated so far; the newest one's KV
     is not among the positions."""
@@ -183,6 +214,7 @@ class HandoffEnd(Message, frozen=True):
     tokens: int
     firsts: tuple[FirstToken, ...]
     moved: tuple[int, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 PeerMessage = Offer | OfferChecksum | HandoffEnd
@@ -191,6 +223,8 @@ PeerMessage = Offer | OfferChecksum | HandoffEnd
 class PeerHello(Message, frozen=True):
     """What must match before two workers hand over KV. `kv_layers` is the KV spec in words;
     differing fields are refused by name.
+
+    `windows_apart`: layers with a window are handed over apart, as far as they are still seen.
 
     `worker`, `boot_id`, `checksum_key` and `mesh` are each side's own (of the mesh, `transports`
     must match). `checksum_key` keys the checksums of what this side offers: a secret, told over
@@ -206,6 +240,7 @@ class PeerHello(Message, frozen=True):
     checksum_key: int = 0
     mesh: MeshCard | None = None
     block_bytes: int = 0
+    windows_apart: bool = False
 
 
 async def close_stream(items: object) -> None:
@@ -266,11 +301,17 @@ class DecodePort(Protocol):
 
 
 class PeerPort(Protocol):
-    """The worker that KV comes from, as a decode worker sees it during a hand-off: a prefill
-    worker, or a decode worker that hands a running sequence on."""
+    """The worker that KV comes from, as its receiver sees it: at a hand-off a prefill worker, or a
+    decode worker that hands a running sequence on; at a fetch the worker that keeps what a prefill
+    worker wants."""
 
     async def hello(self, hello: PeerHello) -> PeerHello:
         """Raises IncompatiblePeerError naming the field that differs and both values."""
+        ...
+
+    async def fetch(self, call: FetchCall) -> FetchReply:
+        """Begins a hand-off of kept blocks, as far as they are here and may go now. The holder
+        decides: what its caller believes is a hint."""
         ...
 
     def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:

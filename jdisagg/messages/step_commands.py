@@ -12,6 +12,7 @@ and moves on, while position < limit."""
 
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.plain import Message
+from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.request import SamplingParams, TokenLogprobs
 
 # The peer of pulls from this mesh's own host memory. It is always connected.
@@ -49,7 +50,11 @@ class PrefillRow(Message, frozen=True):
 
     `pages` covers positions [0, start + len(tokens)). `samples` is non-empty on the sequence's last
     part: one per child. `state`: the slot that holds its state as of `start`, and then as of its
-    end, in a model that keeps some."""
+    end, in a model that keeps some.
+
+    `prompt_logprobs`: of each token that follows one of `tokens` its log-probability is wanted,
+    with so many of the most likely ones; `following`: the token behind the last of them, -1 where
+    the prompt ends."""
 
     sequence: int
     rank: int
@@ -60,6 +65,8 @@ class PrefillRow(Message, frozen=True):
     samples: tuple[SampleSpec, ...] = ()
     offers: tuple[OfferSpec, ...] = ()
     state: int = 0
+    prompt_logprobs: int | None = None
+    following: int = -1
 
 
 class PrefillChunk(Message, frozen=True):
@@ -90,7 +97,8 @@ class ExtractBlock(Message, frozen=True):
     and nothing waits for it.
 
     `state`: not KV but the sequence's state in all layers, which lies in the slot `pages[0]`: a
-    block of one token."""
+    block of one token. `window`: KV of the layers with a window, where that is sent apart; groups
+    are then those that these layers alone are cut into, and `pages` those that they lie in."""
 
     step: int
     offer_id: int
@@ -104,6 +112,7 @@ class ExtractBlock(Message, frozen=True):
     groups: int = 1
     to_host: bool = False
     state: bool = False
+    window: bool = False
 
 
 class ConnectPeer(Message, frozen=True):
@@ -127,7 +136,7 @@ class PullBlock(Message, frozen=True):
     arrived or failed.
 
     Never blocks the mesh. `codec` names how the block travels (transfer/codec.py); `source_rank` is
-    the peer's dp rank that offers it. `state`: a block of state (`ExtractBlock`)."""
+    the peer's dp rank that offers it. `state`, `window`: a block of these (`ExtractBlock`)."""
 
     step: int
     offer_id: int
@@ -140,6 +149,7 @@ class PullBlock(Message, frozen=True):
     source_rank: int = 0
     groups: int = 1
     state: bool = False
+    window: bool = False
 
 
 class InsertBlock(Message, frozen=True):
@@ -149,7 +159,7 @@ class InsertBlock(Message, frozen=True):
     `pages` covers positions [0, start + valid_tokens), as in `PrefillRow`: position p lies in
     pages[p // page_size]. Gives an `InsertResult`: what was written is read back and summed under
     `checksum_key`. `state`: a block of state (`ExtractBlock`), which goes into the slot
-    `pages[0]`."""
+    `pages[0]`; `window`: one of KV of the layers with a window, and `pages` those of their own."""
 
     step: int
     offer_id: int
@@ -164,6 +174,7 @@ class InsertBlock(Message, frozen=True):
     codec: str = "none"
     groups: int = 1
     state: bool = False
+    window: bool = False
 
 
 class DropBlocks(Message, frozen=True):
@@ -175,7 +186,7 @@ class DropBlocks(Message, frozen=True):
 
 class CopyPages(Message, frozen=True):
     """Copy-on-write: (rank, source page, destination page) triples; `states`: the same of slots of
-    state."""
+    state, and of their rings of pages."""
 
     step: int
     copies: tuple[tuple[int, int, int], ...]
@@ -300,9 +311,12 @@ class BlockChecksum(Message, frozen=True):
 
 
 class PrefillResult(Message, frozen=True):
+    """`prompts`: of the rows that ask for them, by sequence, those of the row's part."""
+
     step: int
     samples: tuple[SampledToken, ...]
     checksums: tuple[BlockChecksum, ...] = ()
+    prompts: tuple[tuple[int, PromptLogprobs], ...] = ()
 
 
 class DecodeResult(Message, frozen=True):

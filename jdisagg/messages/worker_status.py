@@ -20,7 +20,9 @@ class WorkerStatus(Message, frozen=True):
     pages and the sum of their known tokens. can_prefill: it has a prefill program, in chunks of
     chunk_tokens at most (0: whole prompts). loading_seconds: it serves, but loads programs beside,
     for about so long still; until then whoever comes may wait for one. free_states, total_states:
-    slots of state; none in a model that keeps none."""
+    slots of state; none in a model that keeps none. kv_channels: by what KV comes from each process
+    of other workers that was asked for some, as "address channel"; of an instance of several
+    processes, to the one that leads."""
 
     name: str
     role: WorkerRole
@@ -45,3 +47,4 @@ class WorkerStatus(Message, frozen=True):
     loading_seconds: float = 0.0
     free_states: tuple[int, ...] = ()
     total_states: tuple[int, ...] = ()
+    kv_channels: tuple[str, ...] = ()

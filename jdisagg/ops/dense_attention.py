@@ -9,7 +9,7 @@ import numpy as np
 
 from jdisagg.model_api import Latent
 from jdisagg.ops.latent_attention import expand
-from jdisagg.ops.online_softmax import capped
+from jdisagg.ops.online_softmax import capped, grouped_sinks
 
 
 def dense_causal_attend(
@@ -36,8 +36,7 @@ def dense_causal_attend(
     distance_TS = np.arange(tokens)[:, None] - np.arange(tokens)[None, :]
     seen_TS = (distance_TS >= 0) & (distance_TS < (window or tokens))
     scores_KGTS = jnp.where(seen_TS[None, None], capped(scores_KGTS, cap), -jnp.inf)
-    if sinks_N is not None:  # as if of one more token
-        sinks_KG11 = sinks_N.astype(jnp.float32).reshape(kv_heads, -1, 1, 1)
+    if (sinks_KG11 := grouped_sinks(sinks_N, kv_heads)) is not None:  # as if of one more token
         sinks_KGT1 = jnp.broadcast_to(sinks_KG11, (*scores_KGTS.shape[:3], 1))
         scores_KGTS = jnp.concatenate((scores_KGTS, sinks_KGT1), axis=-1)
     mix_KGTS = jax.nn.softmax(scores_KGTS, axis=-1)[..., :tokens].astype(v_TKH.dtype)

@@ -5,20 +5,25 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jdisagg.layout.kv_spec import KVComponent
-from jdisagg.model_api import Advance, Recur, Runs
+from jdisagg.model_api import Advance, Recur, Runs, Shards
 
 _GRAIN = 16
 
 
-def recur_from_the_beginning(parts: Sequence[KVComponent], dtype: str, tokens: int) -> Recur:
+def recur_from_the_beginning(
+    parts: Sequence[KVComponent], dtype: str, tokens: int, shards: Shards
+) -> Recur:
     """A layer's pass over one sequence of so many tokens; its state has these parts, of `dtype`
-    where they say nothing."""
+    where they say nothing, and heads of a device's share."""
+    over = lax.axis_size(shards.tp[0]) if shards.tp else 1
 
     def recur(advance: Advance) -> jax.Array:
         state = tuple(
-            jnp.zeros((1, part.heads, part.width), jnp.dtype(part.dtype or dtype)) for part in parts
+            jnp.zeros((1, part.heads // over, part.width), jnp.dtype(part.dtype or dtype))
+            for part in parts
         )
         index_T = jnp.arange(tokens, dtype=jnp.int32)
         count_1 = jnp.full((1,), tokens, jnp.int32)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdisagg.model_api import Runs
+from jdisagg.ops.recurrent_runs import at_once, cut_into_runs, in_turn
 
 
 class DeltaInputs(NamedTuple):
@@ -77,75 +78,21 @@ def delta_runs(
         token; of a row without tokens as it was.
     """
     tokens, heads, width = inputs.v_TNH.shape
-    parts = jax.vmap(_prepare)(_in_runs(inputs, runs))
-    out, new_RNKV = (_at_once if platform == "gpu" else _in_turn)(parts, state_RNKV, runs)
+    parts = jax.vmap(_prepare)(DeltaInputs(*(cut_into_runs(part, runs) for part in inputs)))
+    out, new_RNKV = (_at_once if platform == "gpu" else in_turn)(parts, state_RNKV, runs)
     return jnp.swapaxes(out, 1, 2).reshape(-1, heads, width)[:tokens], new_RNKV
 
 
-def _in_turn(parts: _Run, state_RNKV: jax.Array, runs: Runs) -> tuple[jax.Array, jax.Array]:
-    """Run by run: the outputs [n, N, C, dv], and the rows' new states."""
-    rows, (row_n, first_n) = state_RNKV.shape[0], _owners(runs)
-
-    def one_row(
-        state: jax.Array, run: tuple[_Run, jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        out, state = run[0].on(state)
-        return state, out
-
-    def several_rows(
-        carry: tuple[jax.Array, jax.Array], run: tuple[_Run, jax.Array, jax.Array]
-    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        part, row, first = run
-        before = jnp.where(first, jnp.take(state_RNKV, row, axis=0, mode="clip"), carry[0])
-        out, state = part.on(before)
-        # the last run of a row has the last word
-        return (state, carry[1].at[jnp.where(row < 0, rows, row)].set(state, mode="drop")), out
-
-    if rows == 1:
-        last, out = lax.scan(one_row, state_RNKV[0], (parts, row_n, first_n))
-        return out, last[None]
-    (_, new_RNKV), out = lax.scan(
-        several_rows, (jnp.zeros_like(state_RNKV[0]), state_RNKV), (parts, row_n, first_n)
-    )
-    return out, new_RNKV
-
-
 def _at_once(parts: _Run, state_RNKV: jax.Array, runs: Runs) -> tuple[jax.Array, jax.Array]:
-    """The same without a loop, which XLA would drive from the host of a GPU: what a run does to a
-    state is linear, S' = M S + B, and so is what several do one after another (Blelloch, 1990). A
-    row's first run begins anew, by a choice and not by a product with zero."""
-    row_n, first_n = _owners(runs)
-    given_nNKV = jnp.take(state_RNKV, row_n, axis=0, mode="clip")
+    """Without a loop, for more arithmetic: what a run does to a state is a matrix."""
     written_nNKC = jnp.swapaxes(parts.writes_NCK, 2, 3)
-    decay_nN11 = parts.decay_N[:, :, None, None]
-    keep_nNKK = decay_nN11 * jnp.eye(state_RNKV.shape[2])[None, None] - _product(
-        written_nNKC, parts.keys_NCK
-    )
+    keep_nNKK = parts.decay_N[:, :, None, None] * jnp.eye(state_RNKV.shape[2])[
+        None, None
+    ] - _product(written_nNKC, parts.keys_NCK)
     add_nNKV = _product(written_nNKC, parts.values_NCV)
-    first_n111 = first_n[:, None, None, None]
-    add_nNKV = jnp.where(first_n111, _product(keep_nNKK, given_nNKV) + add_nNKV, add_nNKV)
-
-    def then(
-        one: tuple[jax.Array, ...], other: tuple[jax.Array, ...]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        anew, keep, add = other
-        return (
-            one[0] | anew,
-            jnp.where(anew, keep, _product(keep, one[1])),
-            jnp.where(anew, add, _product(keep, one[2]) + add),
-        )
-
-    _, _, after_nNKV = lax.associative_scan(then, (first_n111, keep_nNKK, add_nNKV))
-    earlier_nNKV = jnp.concatenate([jnp.zeros_like(after_nNKV[:1]), after_nNKV[:-1]])
-    out, _ = jax.vmap(_Run.on)(parts, jnp.where(first_n111, given_nNKV, earlier_nNKV))
-    last_R = (runs.first_R + runs.count_R - 1) // runs.grain
-    new_RNKV = jnp.take(after_nNKV, last_R, axis=0, mode="clip")
-    return out, jnp.where((runs.count_R > 0)[:, None, None, None], new_RNKV, state_RNKV)
-
-
-def _owners(runs: Runs) -> tuple[jax.Array, jax.Array]:
-    """Of each run: its row, and whether it is the row's first."""
-    return runs.row_T[:: runs.grain], runs.index_T[:: runs.grain] == 0
+    before_nNKV, new_RNKV = at_once(keep_nNKK, add_nNKV, state_RNKV, runs, _product)
+    out, _ = jax.vmap(_Run.on)(parts, before_nNKV)
+    return out, new_RNKV
 
 
 def delta_step(inputs: DeltaInputs, state_BNKV: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -160,20 +107,6 @@ def delta_step(inputs: DeltaInputs, state_BNKV: jax.Array) -> tuple[jax.Array, j
 def _read(state_BNKV: jax.Array, key_BNK: jax.Array) -> jax.Array:
     """What a state holds of a key [B, N, dv]."""
     return jnp.einsum("bnkv,bnk->bnv", state_BNKV, key_BNK, precision=lax.Precision.HIGHEST)
-
-
-def _in_runs(inputs: DeltaInputs, runs: Runs) -> DeltaInputs:
-    """In runs [n, N, grain, ...], what belongs to nobody set to nothing."""
-    real_T, lacking = runs.row_T >= 0, -runs.row_T.shape[0] % runs.grain
-
-    def cut(part: jax.Array) -> jax.Array:
-        masked = jnp.where(
-            real_T.reshape(-1, *(1,) * (part.ndim - 1)), part.astype(jnp.float32), 0.0
-        )
-        masked = jnp.pad(masked, ((0, lacking), *((0, 0),) * (part.ndim - 1)))
-        return jnp.swapaxes(masked.reshape(-1, runs.grain, *part.shape[1:]), 1, 2)
-
-    return DeltaInputs(*map(cut, inputs))
 
 
 def _prepare(run: DeltaInputs) -> _Run:

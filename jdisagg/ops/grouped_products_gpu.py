@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jdisagg.ops.activations import ClampedGate
+from jdisagg.ops.activations import ExpertGate, SquaredRelu
 from jdisagg.ops.mlp import gated_expert
 from jdisagg.ops.paged_attention_pallas import Ref, triton
 from jdisagg.ops.quantized_weights import halves
@@ -57,7 +57,7 @@ def by_wgmma(
     up_EDF: jax.Array,
     down_EFD: jax.Array,
     biases_PF: tuple[jax.Array, jax.Array] | None = None,
-    clamp: ClampedGate | None = None,
+    clamp: ExpertGate | None = None,
 ) -> jax.Array:
     """[P, D]: rows sorted by expert, `sizes_E` of each, and then those of none. `biases_PF`: of
     each row's gate and up."""
@@ -72,7 +72,9 @@ def by_wgmma(
         max_concurrent_steps=MGPU_STEPS,
         grid_block_n=1,
     )
-    gate_PF, up_PF = product(rows_PD, gate_EDF), product(rows_PD, up_EDF)
+    gate_PF = up_PF = product(rows_PD, up_EDF)
+    if not isinstance(clamp, SquaredRelu):
+        gate_PF = product(rows_PD, gate_EDF)
     if biases_PF is not None:
         gate_PF, up_PF = gate_PF + biases_PF[0], up_PF + biases_PF[1]
     return product(gated_expert(gate_PF, up_PF, clamp), down_EFD)
@@ -86,7 +88,7 @@ def by_blocks(
     end_B: jax.Array,
     weights: tuple[jax.Array | None, ...],
     rows: int,
-    clamp: ClampedGate | None = None,
+    clamp: ExpertGate | None = None,
     *,
     interpret: bool = False,
 ) -> jax.Array:
@@ -133,7 +135,7 @@ def _hidden(
     up_ref: Ref,
     *more_and_out: Ref,
     rows: int,
-    clamp: ClampedGate | None,
+    clamp: ExpertGate | None,
     biased: bool,
 ) -> None:
     """silu(x gate) * (x up) of one block and one tile. The last: scales, biases, the output."""

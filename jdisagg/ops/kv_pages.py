@@ -7,13 +7,55 @@ nothing of sequences beyond the coordinates given.
 
 Invariants: a page id of `P` or more means "nowhere": the row is dropped (padding). Negative ids are
 not allowed: they would count from the end. Pages must only ever hold finite values: attention
-multiplies stale slots by zero."""
+multiplies stale slots by zero.
+
+Pages may be of a narrower type than the model computes in (fp8, as bytes). What is written is
+rounded to it first (`as_kept`), and what is read, from pages or from the chunk at hand, is what was
+kept (`as_read`): so tokens do not depend on how a prompt is cut, nor on where it is computed. On a
+CPU pages of bfloat16 are kept as their bits (`kept_dtype`)."""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from jdisagg.ops.quantize import FP8_LARGEST
+from jdisagg.ops.quarantine import MARKER, SHOWS
+
+
+def kept_dtype(dtype: str, platform: str) -> jnp.dtype:
+    """The type of the arrays in which KV of `dtype` is kept: bfloat16 as its bits on a CPU. XLA of
+    JAX before 0.12 computes there in float32 what it is asked for in bfloat16, writes too: one of a
+    row converted the whole pool, and converted it back."""
+    return jnp.dtype("uint16" if (dtype, platform) == ("bfloat16", "cpu") else dtype)
+
+
+def as_kept(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Finite values in the type of pages. 16 bits are bfloat16's (`kept_dtype`). Bytes are fp8
+    (e4m3fn: 3 bits of mantissa, 2^-9 the smallest), in which values beyond +-448 are 448, and the
+    marker of a broken sequence, which it has no room for, is its NaN. They are kept as bytes for
+    XLA widens arrays of fp8 for nearly all that it does with them: a write of one row was a copy of
+    the pool."""
+    if values.dtype == dtype:
+        return values
+    if dtype == jnp.uint16:
+        return lax.bitcast_convert_type(values.astype(jnp.bfloat16), dtype)
+    if dtype != jnp.uint8:
+        return values.astype(dtype)
+    limited = jnp.clip(values, -FP8_LARGEST, FP8_LARGEST)
+    limited = jnp.where(jnp.abs(values) > SHOWS, jnp.nan, limited)
+    return lax.bitcast_convert_type(limited.astype(jnp.float8_e4m3fn), jnp.uint8)
+
+
+def as_read(kept: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """What attention takes of kept values: finite, in `dtype`."""
+    if kept.dtype == jnp.uint16:
+        return lax.bitcast_convert_type(kept, jnp.bfloat16).astype(dtype)
+    if kept.dtype != jnp.uint8:
+        return kept
+    values = lax.bitcast_convert_type(kept, jnp.float8_e4m3fn).astype(dtype)
+    return jnp.where(jnp.isnan(values), jnp.asarray(MARKER, dtype), values)
 
 
 class PastPages(NamedTuple):
@@ -62,7 +104,7 @@ def write_tokens(
     `unique=True` promises that all coordinates are in range and differ from each other (decode:
     padding rows of the batch own distinct dummy rows). `unique=False` drops rows whose page is out
     of range; of rows that share a coordinate any one wins."""
-    kv_TKH = kv_TKH.astype(pages_PKSH.dtype)
+    kv_TKH = as_kept(kv_TKH, pages_PKSH.dtype)
     rows = pages_PKSH.at[page_T, :, slot_T]
     if unique:
         return rows.set(kv_TKH, mode="promise_in_bounds", unique_indices=True)
@@ -76,7 +118,7 @@ def insert_block(
     are dropped. By rows of H values: on a CPU a third as fast as `insert_run`."""
     head_K1 = jnp.arange(pages_PKSH.shape[1], dtype=jnp.int32)[:, None]
     return pages_PKSH.at[page_T[None, :], head_K1, slot_T[None, :]].set(
-        block_KTH.astype(pages_PKSH.dtype), mode="drop"
+        as_kept(block_KTH, pages_PKSH.dtype), mode="drop"
     )
 
 
@@ -86,7 +128,7 @@ def insert_run(
     """Inserts heads-first rows [K, T, H] into slots [slot, slot + T) of one page; both must be in
     range."""
     return lax.dynamic_update_slice(
-        pages_PKSH, run_KTH[None].astype(pages_PKSH.dtype), (page, 0, slot, 0)
+        pages_PKSH, as_kept(run_KTH, pages_PKSH.dtype)[None], (page, 0, slot, 0)
     )
 
 

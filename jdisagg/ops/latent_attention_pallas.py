@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jdisagg.ops.kv_pages import as_read
 from jdisagg.ops.online_softmax import MASKED
 from jdisagg.ops.paged_attention_pallas import (
     LONG_SPLITS,
@@ -34,7 +35,7 @@ def applies(q_BNH: jax.Array, pages_P1SH: jax.Array, rank: int) -> bool:
     turned = q_BNH.shape[-1] - rank
     return (
         triton is not None
-        and q_BNH.dtype == pages_P1SH.dtype
+        and pages_P1SH.dtype in (q_BNH.dtype, jnp.uint8)
         and q_BNH.dtype != jnp.float32  # its blocks would not fit a multiprocessor
         and 16 <= rank <= 512
         and turned >= 16
@@ -146,7 +147,8 @@ def _kernel(
             page_SH, at_SH = grid(page_S, values_H)
             slot_SH, _ = grid(key_S % slots, values_H)
             seen_SH = jnp.broadcast_to(seen_S[:, None], at_SH.shape)
-            return triton.load(pages_ref.at[page_SH, slot_SH, at_SH], mask=seen_SH, other=0.0)
+            kept_SH = triton.load(pages_ref.at[page_SH, slot_SH, at_SH], mask=seen_SH, other=0.0)
+            return as_read(kept_SH, q_ref.dtype)
 
         inner_SH = cached(inner_H)
         s_RS = triton.dot(q_RH, inner_SH, trans_b=True)

@@ -1,10 +1,10 @@
-"""The gated feed-forward block's activation: silu(gate) * up, or gelu(gate) * up with the tanh form
-of GELU (Shazeer, 2020)."""
+"""The feed-forward block's activation: silu(gate) * up, or gelu(gate) * up with the tanh form of
+GELU (Shazeer, 2020); without a gate relu(up)^2 (So et al., 2021)."""
 
 import jax
 import jax.numpy as jnp
 
-from jdisagg.ops.activations import Activation, ClampedGate
+from jdisagg.ops.activations import Activation, ExpertGate, GeluGate, SquaredRelu
 
 
 def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
@@ -14,14 +14,23 @@ def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
     return gated_silu(gate, up)
 
 
+def squared_relu(up: jax.Array) -> jax.Array:
+    """Elementwise, in the input's dtype."""
+    return jnp.square(jnp.maximum(up, 0))
+
+
 def gated_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """Elementwise, in the inputs' dtype."""
     return jax.nn.silu(gate) * up
 
 
-def gated_expert(gate: jax.Array, up: jax.Array, clamp: ClampedGate | None) -> jax.Array:
+def gated_expert(gate: jax.Array, up: jax.Array, clamp: ExpertGate | None) -> jax.Array:
     """Of an expert: by silu, or as `clamp` says."""
     if clamp is None:
         return gated_silu(gate, up)
+    if isinstance(clamp, SquaredRelu):
+        return jnp.maximum(gate, 0) * up
+    if isinstance(clamp, GeluGate):
+        return gated(gate, up, "gelu_tanh")
     gate, up = jnp.minimum(gate, clamp.limit), jnp.clip(up, -clamp.limit, clamp.limit)
     return (up + 1) * (gate * jax.nn.sigmoid(clamp.alpha * gate))

@@ -20,7 +20,7 @@ from jax import lax
 
 from jdisagg.model_api import Shards
 from jdisagg.ops import grouped_products_gpu
-from jdisagg.ops.activations import ClampedGate
+from jdisagg.ops.activations import ExpertGate, SquaredRelu
 from jdisagg.ops.mlp import gated_expert
 from jdisagg.ops.quantized_weights import scaled_product, widened
 
@@ -38,7 +38,8 @@ class Routing(NamedTuple):
 
 class ExpertWeights(NamedTuple):
     """The experts of this device: their number is read off the arrays. Scales where they are
-    quantized, biases where they have them."""
+    quantized, biases where they have them. Where they have no gate (`SquaredRelu`), `up_EDF` stands
+    in both places."""
 
     gate_EDF: jax.Array
     up_EDF: jax.Array
@@ -115,7 +116,7 @@ def routed_experts(
     *,
     experts: int,
     valid_T: jax.Array | None = None,
-    clamp: ClampedGate | None = None,
+    clamp: ExpertGate | None = None,
 ) -> jax.Array:
     """Weighted sum of each token's experts: [T, D] in x's dtype, replicated over tp. `experts` is
     the number on all devices. `clamp`: how they are gated, by silu where None."""
@@ -167,7 +168,7 @@ def _combine(
     return jnp.sum(weighted_TJD, axis=1).astype(dtype)
 
 
-def _expert(rows_RD: jax.Array, expert: ExpertWeights, clamp: ClampedGate | None) -> jax.Array:
+def _expert(rows_RD: jax.Array, expert: ExpertWeights, clamp: ExpertGate | None) -> jax.Array:
     """One expert's, whose arrays have no E; without the output's bias."""
 
     def product(
@@ -177,8 +178,10 @@ def _expert(rows_RD: jax.Array, expert: ExpertWeights, clamp: ClampedGate | None
         return y if bias is None else y + bias[None, :]
 
     gate, up, down, gate_scale, up_scale, down_scale, gate_bias, up_bias, _ = expert
-    gate_RF = product(rows_RD, gate, gate_scale, gate_bias)
-    hidden_RF = gated_expert(gate_RF, product(rows_RD, up, up_scale, up_bias), clamp)
+    gate_RF = up_RF = product(rows_RD, up, up_scale, up_bias)
+    if not isinstance(clamp, SquaredRelu):
+        gate_RF = product(rows_RD, gate, gate_scale, gate_bias)
+    hidden_RF = gated_expert(gate_RF, up_RF, clamp)
     return product(hidden_RF, down, down_scale)
 
 
@@ -201,7 +204,7 @@ def block_products(
     local_TJ: jax.Array,
     weights: ExpertWeights,
     rows: int,
-    clamp: ClampedGate | None = None,
+    clamp: ExpertGate | None = None,
 ) -> jax.Array:
     """Each pair's expert applied to its token, without the output's bias: [T, J, D]; what stands
     where local_TJ names no local expert means nothing."""
@@ -229,7 +232,7 @@ def _gpu_products(
     local_TJ: jax.Array,
     weights: ExpertWeights,
     device_kind: str,
-    clamp: ClampedGate | None = None,
+    clamp: ExpertGate | None = None,
     *,
     interpret: bool = False,
 ) -> jax.Array:
@@ -271,7 +274,7 @@ def _ragged_products(
     local_TJ: jax.Array,
     weights: ExpertWeights,
     rows: int,
-    clamp: ClampedGate | None = None,
+    clamp: ExpertGate | None = None,
 ) -> jax.Array:
     """The same by `lax.ragged_dot`, for platforms where that is a grouped product."""
     held, choices = weights.gate_EDF.shape[0], local_TJ.shape[1]
@@ -293,6 +296,8 @@ def _ragged_products(
         return y if bias_P is None else y + bias_P
 
     gate, up, down, gate_scale, up_scale, down_scale, gate_bias, up_bias, _ = weights
-    gate_PF = product(rows_PD, gate, gate_scale, gate_bias)
-    hidden_PF = gated_expert(gate_PF, product(rows_PD, up, up_scale, up_bias), clamp)
+    gate_PF = up_PF = product(rows_PD, up, up_scale, up_bias)
+    if not isinstance(clamp, SquaredRelu):
+        gate_PF = product(rows_PD, gate, gate_scale, gate_bias)
+    hidden_PF = gated_expert(gate_PF, up_PF, clamp)
     return product(hidden_PF, down, down_scale)[place_P].reshape(*local_TJ.shape, -1)

@@ -9,7 +9,7 @@ from jax import lax
 
 def rms_norm(
     x: jax.Array,
-    weight_D: jax.Array,
+    weight_D: jax.Array | None,
     epsilon: float,
     over: tuple[str, ...] = (),
     *,
@@ -17,12 +17,14 @@ def rms_norm(
 ) -> jax.Array:
     """Normalises the last axis of x [..., D]; returns x's dtype. `over`: mesh axes that the last
     axis is sharded over, in equal parts (or replicated, which leaves the mean as it is).
-    `above_one`: the scale is one plus the weight."""
+    `above_one`: the scale is one plus the weight; `weight_D` None: one."""
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     if over:
         mean_square = lax.pmean(mean_square, over)
     normal = wide * lax.rsqrt(mean_square + epsilon)
+    if weight_D is None:
+        return normal.astype(x.dtype)
     weight = weight_D.reshape((1,) * (x.ndim - 1) + weight_D.shape)
     if above_one:
         return (normal * (1 + weight.astype(jnp.float32))).astype(x.dtype)

@@ -25,7 +25,7 @@ from jax import lax
 
 from jdisagg.model_api import Latent
 from jdisagg.ops import latent_attention_pallas, paged_attention_pallas
-from jdisagg.ops.kv_pages import gather_columns, gather_span, span_rows
+from jdisagg.ops.kv_pages import as_read, gather_columns, gather_span, span_rows
 from jdisagg.ops.latent_attention import absorb, release
 from jdisagg.ops.online_softmax import (
     MASKED,
@@ -144,7 +144,9 @@ def _loop(
     mixed_width = values if isinstance(values, int) else values.shape[-1]
 
     def fold_span(length: int, index: jax.Array, state: Softmax) -> Softmax:
-        k_BKSH, *others = (gather_span(span, table_BN, index) for span in spans[length])
+        k_BKSH, *others = (
+            as_read(gather_span(span, table_BN, index), q_BNH.dtype) for span in spans[length]
+        )
         v_BKSH = others[0] if others else k_BKSH[..., :mixed_width]
         seen_BS = _seen(index * length, length, positions_B, window)
         s_BKGS = _scores(q_BKGH, k_BKSH, seen_BS, scale, cap, marked=not others)
@@ -178,9 +180,13 @@ def _gather(
     batch, query_heads, width = q_BNH.shape
     heads, columns = k_pages_PKSH.shape[1], table_BN.shape[1]
     q_BKGH = q_BNH.reshape(batch, heads, query_heads // heads, width)
-    k_BKSH = gather_columns(k_pages_PKSH, table_BN, 0, columns)
+    k_BKSH = as_read(gather_columns(k_pages_PKSH, table_BN, 0, columns), q_BNH.dtype)
     latent = isinstance(values, int)
-    v_BKSH = k_BKSH[..., :values] if latent else gather_columns(values, table_BN, 0, columns)
+    v_BKSH = (
+        k_BKSH[..., :values]
+        if latent
+        else as_read(gather_columns(values, table_BN, 0, columns), q_BNH.dtype)
+    )
     seen_BS = _seen(0, k_BKSH.shape[2], positions_B, window)
     s_BKGS = _scores(q_BKGH, k_BKSH, seen_BS, scale, cap, marked=latent)
     state = first(s_BKGS, partial(_mix, v_BKSH=v_BKSH))

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jdisagg.ops.kv_pages import as_read
 from jdisagg.ops.online_softmax import MASKED, capped
 
 triton: Any
@@ -45,7 +46,7 @@ def applies(q_BNH: jax.Array, k_pages_PKSH: jax.Array) -> bool:
     width = q_BNH.shape[-1]
     return (
         triton is not None
-        and q_BNH.dtype == k_pages_PKSH.dtype
+        and k_pages_PKSH.dtype in (q_BNH.dtype, jnp.uint8)
         and 16 <= width <= 256
         and width & (width - 1) == 0
     )
@@ -198,8 +199,10 @@ def _kernel(
             jnp.broadcast_to(head_H[None, :], shape),
         )
         seen_SH = jnp.broadcast_to(seen_S[:, None], shape)
-        k_SH = triton.load(k_ref.at[at_SH], mask=seen_SH, other=0.0)
-        v_SH = triton.load(v_ref.at[at_SH], mask=seen_SH, other=0.0)
+        k_SH, v_SH = (
+            as_read(triton.load(pages.at[at_SH], mask=seen_SH, other=0.0), q_ref.dtype)
+            for pages in (k_ref, v_ref)
+        )
         s_RS = jnp.where(
             seen_S[None, :],
             capped(triton.dot(q_RH, k_SH, trans_b=True, precision=precision) * scale, cap),

@@ -26,7 +26,7 @@ from jax import lax
 from jdisagg.model_api import Latent
 from jdisagg.ops import prefill_attention_cudnn
 from jdisagg.ops.kv_pages import PastPages as PastPages
-from jdisagg.ops.kv_pages import gather_columns
+from jdisagg.ops.kv_pages import as_read, gather_columns
 from jdisagg.ops.latent_attention import absorb, expand
 from jdisagg.ops.online_softmax import (
     MASKED,
@@ -283,12 +283,16 @@ def _fold_past(
         length = past.lengths_R[index]
         mine_Q1 = (segment_Q == index)[:, None]
 
+        def some(pages_PKSH: jax.Array, number: jax.Array) -> jax.Array:
+            found = gather_columns(pages_PKSH, table_1N, number * columns, columns)[0]
+            return as_read(found, q_KGQH.dtype)
+
         def column(number: jax.Array, state: Softmax) -> Softmax:
-            k_KSH = gather_columns(past.k_pages_PKSH, table_1N, number * columns, columns)[0]
+            k_KSH = some(past.k_pages_PKSH, number)
             if past.v_pages_PKSH is None:
                 v_KSH = k_KSH[..., : state.mixed.shape[-1]]
             else:
-                v_KSH = gather_columns(past.v_pages_PKSH, table_1N, number * columns, columns)[0]
+                v_KSH = some(past.v_pages_PKSH, number)
             position_1S = (number * step + jnp.arange(step, dtype=jnp.int32))[None, :]
             seen_QS = mine_Q1 & (position_1S < length)
             if window is not None:

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdisagg.ops.kv_pages import PastPages, gather_columns
+from jdisagg.ops.kv_pages import PastPages, as_read, gather_columns
 
 LARGEST_HEAD = 128
 Implementation = Literal["cudnn", "xla"]
@@ -114,9 +114,12 @@ def one_sequence(
             q_TNH, k_TKH, v_TKH, tokens, past, length, scale, window, sinks_N, implementation
         )
     k_LKH, v_LKH = (
-        gather_columns(
-            pages, jnp.clip(past.table_RN[:1], 0, pages.shape[0] - 1), 0, past.table_RN.shape[1]
-        )[0].swapaxes(0, 1)
+        as_read(
+            gather_columns(
+                pages, jnp.clip(past.table_RN[:1], 0, pages.shape[0] - 1), 0, past.table_RN.shape[1]
+            )[0],
+            q_TNH.dtype,
+        ).swapaxes(0, 1)
         for pages in (past.k_pages_PKSH, past.v_pages_PKSH)
     )
     old_TNH, old_TN1 = partial(q_TNH, k_LKH, v_LKH, tokens, length, scale=scale, causal=False)
@@ -166,7 +169,7 @@ def _within_window(
         return lax.dynamic_slice_in_dim(whole, reach - kept, reach + chunk.shape[0])
 
     old_k, old_v = (
-        part.at[page_W, :, position_W % slots].get(mode="promise_in_bounds")
+        as_read(part.at[page_W, :, position_W % slots].get(mode="promise_in_bounds"), q_TNH.dtype)
         for part in (past.k_pages_PKSH, past.v_pages_PKSH)
     )
     q_UNH = behind(jnp.zeros((reach, *q_TNH.shape[1:]), q_TNH.dtype), q_TNH)

@@ -4,7 +4,8 @@ what came after it.
 
 Types: default; linear (positions divided); llama3 (long wavelengths divided, with a smooth
 passage); yarn (Peng et al., 2023: the same by rotations, and a factor on the attention
-temperature); longrope (Ding et al., 2024: each wavelength divided by its own factor)."""
+temperature); longrope (Ding et al., 2024: each wavelength divided by its own factor); proportional
+(Gemma 4: only the first pairs turn, at the wavelengths that they would have if all did)."""
 
 import jax
 import jax.numpy as jnp

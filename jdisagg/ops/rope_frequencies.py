@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
+RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,8 @@ class Rope:
 
     `head_dim`: the dimensions of a head that are rotated, the first ones. `interleaved`: pairs are
     neighbours, and not half of them apart. `query_beta`: queries grow with their position
-    (`rope.query_growth`). `divisors`: of longrope, one a pair."""
+    (`rope.query_growth`). `divisors`: of longrope, one a pair. `turned_pairs`: of proportional,
+    whose other pairs stand still."""
 
     head_dim: int
     theta: float
@@ -34,6 +35,7 @@ class Rope:
     interleaved: bool = False
     query_beta: float = 0.0
     divisors: tuple[float, ...] = ()
+    turned_pairs: int = 0
 
     def frequencies(self) -> np.ndarray:
         """Radians per position of each pair of dimensions: float32 [R / 2]."""
@@ -50,6 +52,9 @@ class Rope:
                 return self._yarn(plain)
             case "longrope":
                 return (plain / np.asarray(self.divisors, np.float32)).astype(np.float32)
+            case "proportional":
+                turned = np.arange(plain.size) < self.turned_pairs
+                return np.where(turned, plain / np.float32(self.factor), np.float32(0))
 
     def _llama3(self, plain: np.ndarray) -> np.ndarray:
         # rotations within the original context

@@ -11,7 +11,11 @@ from jdisagg.model_api import Runs
 
 
 def convolve_runs(
-    x_TC: jax.Array, kernel_CK: jax.Array, state_RSC: jax.Array, runs: Runs
+    x_TC: jax.Array,
+    kernel_CK: jax.Array,
+    state_RSC: jax.Array,
+    runs: Runs,
+    bias_C: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The convolution of a chunk's rows.
 
@@ -20,6 +24,7 @@ def convolve_runs(
         kernel_CK: the newest input's weight last.
         state_RSC: the S = K - 1 inputs before each row, the newest last.
         runs: where rows lie.
+        bias_C: added to each output.
 
     Returns:
         y [T, C] in x's dtype, and the inputs that each row ends with [R, S, C].
@@ -40,6 +45,8 @@ def convolve_runs(
         )
         at_R = jnp.where(ahead < runs.count_R, runs.first_R + ahead, tokens)
         y_TC = y_TC.at[at_R].add(seen_RC, mode="drop")
+    if bias_C is not None:
+        y_TC += bias_C.astype(jnp.float32)[None]
     index_RS = runs.count_R[:, None] - last + jnp.arange(last, dtype=jnp.int32)[None, :]
     fresh_RSC = jnp.take(x_TC, runs.first_R[:, None] + index_RS, axis=0, mode="clip")
     kept_RSC = jnp.take_along_axis(
@@ -50,10 +57,12 @@ def convolve_runs(
 
 
 def convolve_step(
-    x_BC: jax.Array, kernel_CK: jax.Array, state_BSC: jax.Array
+    x_BC: jax.Array, kernel_CK: jax.Array, state_BSC: jax.Array, bias_C: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """As `convolve_runs`, of one more token of each sequence."""
     seen_BKC = jnp.concatenate([state_BSC, x_BC[:, None].astype(state_BSC.dtype)], axis=1)
     kernel_KC = kernel_CK.astype(jnp.float32).T
     y_BC = jnp.sum(seen_BKC.astype(jnp.float32) * kernel_KC[None], axis=1)
+    if bias_C is not None:
+        y_BC += bias_C.astype(jnp.float32)[None]
     return y_BC.astype(x_BC.dtype), seen_BKC[:, 1:]

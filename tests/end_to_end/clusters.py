@@ -166,17 +166,25 @@ def collect(events: Sequence[StreamEvent]) -> Completed:
 
 
 @asynccontextmanager
-async def running(engine: EngineConfig, *, first_device: int = 0) -> AsyncIterator[Running]:
+async def running(
+    engine: EngineConfig, *, first_device: int = 0, kind: type[EmbeddedCluster] = EmbeddedCluster
+) -> AsyncIterator[Running]:
     """A started cluster; on leaving, once quiet, every page must be free again and nothing be on
     offer (rule 6)."""
     tokenizer = Tokenizer.from_directory(engine.model.directory)
 
     def load(layout: Layout, devices: Sequence[jax.Device]) -> object:
         model = engine.model
-        weights = checked_weights(model.weights)
-        return load_model(model.directory, layout, devices, dtype=model.dtype, weights=weights)
+        return load_model(
+            model.directory,
+            layout,
+            devices,
+            dtype=model.dtype,
+            weights=checked_weights(model.weights),
+            kv_dtype=model.kv_dtype,
+        )
 
-    cluster = EmbeddedCluster(engine, load, tokenizer, jax.devices()[first_device:])  # type: ignore[arg-type]
+    cluster = kind(engine, load, tokenizer, jax.devices()[first_device:])  # type: ignore[arg-type]
     recording = Recording()
     _record(cluster, recording)
     grammars = grammar_compiler(engine.model.directory)

@@ -26,6 +26,9 @@ GOLDEN = Path(__file__).parents[1] / "golden"
         ("gemma2", "tp=2", "dp=2,tp=2"),
         ("gemma3", "tp=2", "dp=2,tp=2"),
         ("gemma3_text", "dp=2", "tp=4"),
+        # more devices than kv heads that all of its layers could be cut by
+        ("gemma4", "tp=4", "dp=2,tp=2"),
+        pytest.param("gemma4_moe", "tp=4", "dp=2,tp=2,ep=4", marks=pytest.mark.slow),
     ],
 )
 async def test_a_family_gives_the_tokens_of_transformers(

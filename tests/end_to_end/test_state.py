@@ -1,6 +1,6 @@
-"""Models that keep state beside KV (Gated DeltaNet hybrids) under every mode and over layouts: the
-tokens of transformers, whatever is handed over, preempted or shared, and every slot of state free
-at the end."""
+"""Models that keep state beside KV (hybrids of Gated DeltaNet, or of Mamba-2) under every mode and
+over layouts: the tokens of transformers, whatever is handed over, preempted or shared, and every
+slot of state free at the end."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,10 @@ BLOCK_TOKENS = 32  # that the prompt of 24 is handed over as
     ("name", "mode", "layout"),
     [
         pytest.param("qwen3_next", Mode.CHUNKED, "dp=1,tp=2", marks=pytest.mark.ci),
+        pytest.param("granite4_moe", Mode.CHUNKED, "dp=2,tp=2", marks=pytest.mark.slow),
+        pytest.param("granite4_hybrid", Mode.UNIFIED, "tp=2", marks=pytest.mark.slow),
+        pytest.param("nemotron_h", Mode.UNIFIED, "dp=2", marks=pytest.mark.slow),
+        pytest.param("nemotron_h_moe", Mode.CHUNKED, "tp=2,ep=2", marks=pytest.mark.slow),
         pytest.param("qwen3_5", Mode.UNIFIED, "dp=2,tp=2", marks=pytest.mark.slow),
         pytest.param("qwen3_5_moe", Mode.UNIFIED, "tp=4", marks=pytest.mark.slow),
     ],
@@ -46,6 +50,10 @@ async def test_one_mesh_gives_the_tokens_of_transformers(
     ("name", "prefill", "decode"),
     [
         ("qwen3_5", "tp=2", "dp=2,tp=1"),
+        pytest.param("granite4_moe", "tp=2", "dp=2,tp=1", marks=pytest.mark.ci),
+        pytest.param("granite4_hybrid", "tp=1", "tp=4", marks=pytest.mark.slow),
+        pytest.param("nemotron_h_moe", "tp=1", "tp=2", marks=pytest.mark.ci),
+        pytest.param("nemotron_h", "dp=2", "tp=4", marks=pytest.mark.slow),
         pytest.param("qwen3_next", "tp=1", "tp=4", marks=pytest.mark.slow),
         pytest.param("qwen3_next", "tp=4,ep=4", "dp=2,tp=2,ep=4", marks=pytest.mark.slow),
     ],
@@ -71,11 +79,18 @@ async def test_state_handed_over_gives_the_tokens_of_transformers(
     assert moved == replicas * each
 
 
-@pytest.mark.ci
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("qwen3_5", marks=pytest.mark.ci),
+        pytest.param("granite4_moe", marks=pytest.mark.slow),
+        pytest.param("nemotron_h_moe", marks=pytest.mark.slow),
+    ],
+)
 async def test_preempted_ones_and_several_of_one_prompt_give_the_tokens_of_each_alone(
-    tmp_path: Path,
+    name: str, tmp_path: Path
 ) -> None:
-    directory = golden_copy("qwen3_5", tmp_path)
+    directory = golden_copy(name, tmp_path)
     prompt, greedy = golden_greedy(directory)
     whole = [*prompt, *greedy]
     sizes = config(

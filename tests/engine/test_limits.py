@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.config import InstanceConfig, Mode
-from jdisagg.engine.limits import groups_of_layers, mesh_limits
+from jdisagg.config import InstanceConfig, Mode, PrefixConfig
+from jdisagg.engine.limits import groups_of_layers, hands_windows_apart, mesh_limits
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KVSpec
@@ -107,3 +107,38 @@ def test_a_gpu_s_buckets_waste_less_than_a_tenth_and_its_batches_begin_at_eight(
         return sum(1 - n / size for n, size in zip(lengths, sizes, strict=True)) / len(lengths)
 
     assert waste(gpu.chunk_buckets) < 0.1 < 0.2 < waste(cpu.chunk_buckets)
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 8, 9, 128])
+@pytest.mark.parametrize("page_size", [1, 4, 8, 16])
+def test_a_ring_holds_window_and_page_and_never_writes_over_what_is_seen(
+    window: int, page_size: int
+) -> None:
+    spec = KVSpec.attention(2, 2, 16, "float32", (None, window))
+    limits = mesh_limits(
+        InstanceConfig(page_size=page_size),
+        Mode.DISAGGREGATED,
+        spec,
+        512,
+        None,
+        windows_apart=True,
+        rings=True,
+    )
+    in_pages = -(-(window - 1) // page_size) * page_size
+    assert limits.ring_pages * page_size == in_pages + page_size
+    slot, size = 3, limits.ring_pages
+    pages = limits.ring(slot, 512)
+    assert set(pages) == set(range(slot * size, (slot + 1) * size))
+    for position in range(512):
+        first = max(0, position - window + 1)
+        assert limits.seen_from(position) == first or window == 1
+        seen = pages[first // page_size : position // page_size + 1]
+        assert len(set(seen)) == len(seen)
+
+
+def test_windows_go_apart_only_between_two_meshes_and_where_nothing_stays() -> None:
+    apart = hands_windows_apart
+    assert apart(True, Mode.DISAGGREGATED, PrefixConfig())
+    assert not apart(False, Mode.DISAGGREGATED, PrefixConfig())
+    assert not apart(True, Mode.CHUNKED, PrefixConfig())
+    assert not apart(True, Mode.DISAGGREGATED, PrefixConfig(True))

@@ -119,6 +119,19 @@ def test_blocks_on_their_way_to_host_memory_are_room_of_a_prefill_worker() -> No
     assert same == decode
 
 
+@pytest.mark.parametrize(("codec", "chunks"), [("none", 1), ("fp8", 0)])
+def test_what_a_decode_worker_has_given_and_is_not_fetched_is_room_of_it(
+    codec: str, chunks: int
+) -> None:
+    decode = replace(SMALL, codec=codec)
+    how = (WorkerRole.DECODE, Mode.DISAGGREGATED, BF16, ONE_B, memory(20))
+    alone, gives = (
+        fit_instance(decode, *how, PrefixConfig(True, peer_fetch=fetches))[1]
+        for fetches in (False, True)
+    )
+    assert gives.staged - alone.staged == chunks * SMALL.chunk_tokens * (32 << 10)
+
+
 def test_states_of_the_sequences_in_slots_and_of_those_ahead_are_counted_beside_pages() -> None:
     """A quarter as many sequences are ahead as there are slots."""
     hybrid = replace(ONE_B, linear=LinearAttention(12, 8, 8, 128, 128, 4))
@@ -127,6 +140,25 @@ def test_states_of_the_sequences_in_slots_and_of_those_ahead_are_counted_beside_
     assert plan.total <= plan.memory.bytes
     with pytest.raises(ConfigError, match="of sequences' states and"):
         fit_instance(SMALL, WorkerRole.MIXED, Mode.UNIFIED, BF16, hybrid, memory(2))
+
+
+def test_layers_with_a_window_hold_window_and_page_of_each_sequence_on_a_decode_mesh() -> None:
+    """At 32K of context, five of six layers with a window: a sixth of the pages' bytes."""
+    some = replace(ONE_B, layers=18, attention=GroupedAttention(32, 8, 64, 1024, 15))
+    model, layer = replace(BF16, context_tokens=32_768), 2 * 8 * 64 * 2
+    how = (Mode.DISAGGREGATED, model, some, memory(40))
+    instance, plan = fit_instance(SMALL, WorkerRole.DECODE, *how)
+    assert instance.pages_per_rank == 16 * 256
+    assert plan.pages == 16 * 32_768 * 3 * layer
+    assert plan.rings == (16 + 4) * (1024 + 128) * 15 * layer and "windows see" in str(plan)
+    for role, prefix in (
+        (WorkerRole.PREFILL, None),
+        (WorkerRole.MIXED, None),
+        (WorkerRole.DECODE, PrefixConfig(True)),
+    ):
+        mode = Mode.UNIFIED if role is WorkerRole.MIXED else Mode.DISAGGREGATED
+        same, whole = fit_instance(SMALL, role, mode, *how[1:], prefix)
+        assert not whole.rings and whole.pages == same.pages_per_rank * 128 * 18 * layer  # type: ignore[operator]
 
 
 def test_a_mesh_of_more_devices_holds_less_on_each() -> None:

@@ -2,10 +2,12 @@
 and insert, for layouts that cut them differently, against the pages themselves."""
 
 import dataclasses
+import re
 import time
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,8 +21,10 @@ from jdisagg.executor.pull_targets import PullTargets
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KVComponent, KVLayer, KVSpec
 from jdisagg.messages.step_commands import ExtractBlock, InsertBlock, PullBlock
+from jdisagg.ops.kv_pages import as_kept
 from jdisagg.ops.parameters import layout_mesh
 from jdisagg.transfer.boxes import mesh_card
+from jdisagg.transfer.channel import block_sharding
 from jdisagg.transfer.codec import check_codec
 from jdisagg.transfer.in_process import InProcessChannel
 from tests.lanes import first_quick
@@ -62,7 +66,7 @@ def fill(pool: PagePool) -> None:
     rng = np.random.default_rng(7)
     pool.layers = [
         tuple(
-            jax.device_put(rng.standard_normal(part.shape).astype(part.dtype), part.sharding)
+            jax.device_put(as_kept(rng.standard_normal(part.shape), part.dtype), part.sharding)
             for part in layer
         )
         for layer in pool.layers
@@ -144,3 +148,27 @@ def test_kv_of_several_types_is_not_packed() -> None:
 def test_a_field_of_a_component_is_part_of_what_workers_compare() -> None:
     narrow = dataclasses.replace(SPECS["latent"].components[0], dtype="bfloat16")
     assert KVSpec((KVLayer((narrow,)),) * 2, "float32") != SPECS["latent"]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_block_that_is_inserted_copies_no_pool(dtype: str) -> None:
+    """In a model whose tokens are large, so that a run is less than a page: as XLA compiled it, no
+    component's pages are copied, nor made wider and narrower again."""
+    spec = KVSpec.attention(12, 12, 64, dtype)
+    mesh = layout_mesh(Layout(), spec.row_heads, jax.devices()[:1])
+    programs = Programs(mesh)
+    pool = PagePool(programs, spec, 30, 16, 1)
+    blocks = BlockPrograms(programs, pool, (range(12),))
+    ones = np.ones((1, 24, 12, 64, 64), jnp.dtype(dtype))
+    arrays = (jax.device_put(ones, block_sharding(mesh)),)
+    before = [part for layer in pool.layers for part in layer]
+    command = InsertBlock(1, 1, 0, 0, 64, 60, 3, (5, 9, 2, 4), KEY)
+    assert Found.read(blocks.insert(command, arrays)).intact
+    assert all(part.is_deleted() for part in before)  # the program has taken them over
+    (program,) = programs._built.values()
+    text = program.as_text()  # type: ignore[attr-defined]
+    shape = ",".join(map(str, before[0].shape))
+    kept = {"float32": "f32", "bfloat16": "u16"}[dtype]
+    assert f"{kept}[{shape}]" in text
+    assert not re.findall(rf"= \w+\[{shape}\]\S* (copy|convert)\(", text)

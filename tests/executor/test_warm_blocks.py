@@ -10,11 +10,13 @@ from jdisagg.executor.warm_up import warm_up_steps
 from jdisagg.messages.step_commands import (
     ConnectPeer,
     ExtractBlock,
+    ExtractResult,
     InsertBlock,
     InsertResult,
     PullBlock,
 )
 from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.worker.outgoing_kv import extraction, offers_of_pages
 from tests.executor.meshes import PEER, HandChannel, Pair, executor
 
 KEY = 99
@@ -82,6 +84,46 @@ async def test_nothing_is_built_when_a_sequence_moves_between_mixed_workers_that
                 )
             )
             assert isinstance(inserted, InsertResult) and inserted.intact
+        assert (sender.programs.compilations, receiver.programs.compilations) == before
+    finally:
+        sender.close()
+        receiver.close()
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("holder", "asker"), [("tp=2", "tp=2"), ("tp=4", "tp=1")])
+async def test_nothing_is_built_when_a_prefill_worker_fetches_what_another_one_keeps(holder, asker):
+    channel, role = HandChannel(), mesh_role(WorkerRole.PREFILL, "none", True, peer_tokens=48)
+    sender, receiver = (
+        executor(name, layout, role, channel, first, page=16, dtype="float32")
+        for name, layout, first in (("p-0", holder, 0), ("p-1", asker, 4))
+    )
+    try:
+        for one in (sender, receiver):
+            one.warm_prefill = lambda *_: None  # type: ignore[method-assign]  # no part of it
+            for step in warm_up_steps(one):
+                step()
+        before = sender.programs.compilations, receiver.programs.compilations
+        await receiver.run(ConnectPeer(1, PEER, sender.card))
+        offers = list(offers_of_pages(sender.limits, 0, 48, 96, iter(range(70, 99)).__next__))
+        for offer in offers:
+            extract = extraction(2, offer, tuple(range(6)), 16, KEY)
+            sent = await sender.run(extract)
+            await receiver.run(
+                PullBlock(
+                    3, offer.offer_id, 0, offer.group, offer.block_tokens, 10.0, PEER,
+                    groups=offer.groups,
+                )
+            )  # fmt: skip
+            inserted = await receiver.run(
+                InsertBlock(
+                    4, offer.offer_id, 0, offer.group, offer.block_tokens, offer.valid_tokens,
+                    offer.start, extract.pages, KEY, PEER, groups=offer.groups,
+                )
+            )  # fmt: skip
+            assert isinstance(sent, ExtractResult) and isinstance(inserted, InsertResult)
+            assert inserted.checksum == sent.checksum.checksum
+        assert len(offers) > 1
         assert (sender.programs.compilations, receiver.programs.compilations) == before
     finally:
         sender.close()

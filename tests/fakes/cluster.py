@@ -17,6 +17,7 @@ from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.dispatch.token_stream import TextDelta
 from jdisagg.messages.ports import DecodePort, PeerPort, PrefillPort
+from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.request import (
     FinishReason,
     Request,
@@ -34,7 +35,7 @@ from jdisagg.worker.mesh_worker import WorkerContext
 from jdisagg.worker.prefill_worker import PrefillWorker
 from tests.fakes.fake_executor import Costs, FakeChannel, FakeExecutor, Faults, toy_limits
 from tests.fakes.packed_ports import packed
-from tests.fakes.toy_model import expected_tokens
+from tests.fakes.toy_model import expected_scores, expected_tokens
 from tests.fakes.virtual_time import VirtualClock
 
 
@@ -70,10 +71,14 @@ class Collected:
     finish: dict[int, FinishReason] = field(default_factory=dict)
     usage: Usage | None = None
     timings: Timings | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
     def add(self, event: StreamEvent) -> None:
         assert self.usage is None, "nothing follows the last event"
         assert event.child not in self.finish, "nothing follows a child's end"
+        if event.prompt_logprobs is not None:
+            assert not self.tokens, "they come with the first event, and once"
+            self.prompt_logprobs = event.prompt_logprobs
         tokens = self.tokens.setdefault(event.child, [])
         assert event.first_index == len(tokens), "each token once, in order"
         tokens += event.token_ids
@@ -197,6 +202,10 @@ class Cluster:
             tokens, reason = expected_tokens(request, child, context_tokens)
             assert tuple(collected.tokens[child]) == tokens
             assert collected.finish[child].value == reason
+        wanted = request.sampling.prompt_logprobs
+        prompt = request.prompt_token_ids
+        scores = None if wanted is None else expected_scores(prompt, wanted)
+        assert collected.prompt_logprobs == scores
         assert collected.usage is not None
         assert collected.usage.completion_tokens == sum(
             len(tokens) for tokens in collected.tokens.values()

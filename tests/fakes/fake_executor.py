@@ -44,12 +44,13 @@ from jdisagg.messages.step_commands import (
     StepCommand,
     StepResult,
 )
+from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.request import TokenLogprobs
 from jdisagg.scheduler.blocks import padded
 from jdisagg.scheduler.executor import MeshLimits
 from tests.fakes.fake_disk import FakeDisk, no_disk
 from tests.fakes.fake_states import FakeStates
-from tests.fakes.toy_model import Entry, choose, extend
+from tests.fakes.toy_model import Entry, choose, extend, score
 
 
 @dataclass
@@ -274,6 +275,7 @@ class FakeExecutor:
         self._check_chunk(chunk)
         samples: list[SampledToken] = []
         checksums: list[BlockChecksum] = []
+        prompts: list[tuple[int, PromptLogprobs]] = []
         ready_at = max(self._free_at, asyncio.get_running_loop().time()) + self._cost(chunk)
         for row in chunk.rows:
             chain = before = self._read(row.rank, row.pages, row.start)
@@ -290,12 +292,14 @@ class FakeExecutor:
                 checksums.append(
                     BlockChecksum(offer.offer_id, checksum(chunk.checksum_key, band, piece))
                 )
+            if row.prompt_logprobs is not None:
+                prompts.append((row.sequence, scores(row, before)))
             end = row.start + len(row.tokens)
             self._states.advance(row.rank, row.state, (row.start, before), (end, chain))
             for spec in row.samples:
                 token, logprobs = choose(chain, end, spec, spec.output_history)
                 samples.append(SampledToken(row.sequence, spec.child, token, logprobs))
-        return PrefillResult(chunk.step, tuple(samples), tuple(checksums))
+        return PrefillResult(chunk.step, tuple(samples), tuple(checksums), tuple(prompts))
 
     def _extract(self, command: ExtractBlock) -> ExtractResult:
         entries = self._states.extract(command) if command.state else self._kv(command)
@@ -519,3 +523,14 @@ def _fail(future: "asyncio.Future[StepResult]", error: Exception) -> None:
 def _set(future: "asyncio.Future[StepResult]", result: StepResult) -> None:
     if not future.done():
         future.set_result(result)
+
+
+def scores(row: PrefillRow, chain: int) -> PromptLogprobs:
+    """`chain`: of what comes before the row."""
+    top, found = row.prompt_logprobs or 0, []
+    following = (row.following,) if row.following >= 0 else ()
+    assert bool(following) != bool(row.samples), "the last part samples, and only it"
+    for token, after in zip(row.tokens, (*row.tokens[1:], *following), strict=False):
+        chain = extend(chain, token)
+        found.append(score(chain, after, top))
+    return PromptLogprobs.of(top, found)

@@ -6,8 +6,10 @@ says reaches anybody. `check_quiet` is rule 6 of the design for those that live.
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+
+import msgspec
 
 from jdisagg.config import InstanceConfig, LimitsConfig, RoutingConfig
 from jdisagg.dispatch.placer import PlacerSettings
@@ -15,11 +17,19 @@ from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.errors import HandoffError
-from jdisagg.messages.ports import DecodePort, HandoffSource, PeerPort, PrefillPort
+from jdisagg.messages.ports import (
+    DecodePort,
+    HandoffSource,
+    PeerPort,
+    PrefillCall,
+    PrefillPort,
+    PrefillReply,
+)
 from jdisagg.messages.ports_middleware import through
 from jdisagg.request import Request
 from jdisagg.router.affinity import Affinity
 from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.residency import BlockNames
 from jdisagg.simulator.crashable import Crash, Crashable
 from jdisagg.worker.decode_worker import DecodeWorker
@@ -62,9 +72,15 @@ class Fleet:
         events: RouterEvents = NO_ROUTER_EVENTS,
         names: BlockNames | None = None,
         affinity: Affinity | None = None,
+        tiers: TierRoom | None = None,
+        hints: bool = False,
+        hinted: str = "p",
     ) -> None:
         """`fingerprint`: of the model that a worker of this name serves. `names`: KV stays for
-        later requests; `affinity`: what the router knows of that."""
+        later requests; `affinity`: what the router knows of that. `tiers`: of prefill workers.
+        `hints`: each prompt comes with the name of the other worker that keeps most of it, as if
+        the router knew all that is kept at that moment; `hinted`: of those whose names begin with
+        one of these letters."""
         self.channel = FakeChannel()
         self.clock = VirtualClock()
         self.limits = limits or LimitsConfig()
@@ -81,6 +97,9 @@ class Fleet:
         self._events = events
         self._block_names = names
         self._affinity = affinity
+        self._tiers = tiers or TierRoom()
+        self._hints = hints
+        self.hinted = hinted
         self._names = [f"prefill{number}" for number in range(prefills)] + [
             f"decode{number}" for number in range(decodes)
         ]
@@ -88,10 +107,15 @@ class Fleet:
         self._decode_ports: dict[str, DecodePort] = {}
         self.path = self.new_path()
 
-    def new_path(self) -> RequestPath:
-        """Of another router, to the same workers."""
+    def new_path(self, prefill: str = "", decode: str = "") -> RequestPath:
+        """Of another router, to the same workers; `prefill`, `decode`: to this one alone."""
+        ports, decodes = self._prefill_ports, self._decode_ports
         return RequestPath(
-            ClusterPorts(self._prefill_ports, self._decode_ports, lambda name: f"{name}:1"),
+            ClusterPorts(
+                {prefill: ports[prefill]} if prefill else ports,
+                {decode: decodes[decode]} if decode else decodes,
+                lambda name: f"{name}:1",
+            ),
             lambda request: ToyText(request.sampling.stop),
             self.limits,
             self.clock,
@@ -135,13 +159,18 @@ class Fleet:
             self._fingerprint(name),
             address=f"{name}:1",
             names=self._block_names,
+            tiers=self._tiers if name.startswith("p") else TierRoom(),
         )
         worker: PrefillWorker | DecodeWorker
         if name.startswith("p"):
-            worker = PrefillWorker(context, mesh, self._config, self.limits)
-            self._prefill_ports[name] = through(
+            worker = PrefillWorker(
+                context, mesh, self._config, self.limits, lambda source: self._peer(source, crash)
+            )
+            port = through(
                 PrefillPort, packed(PrefillPort, worker) if self._wire else worker, Crashable(crash)
             )
+            hinted = through(PrefillPort, port, _Hints(self, name)) if self._hints else port
+            self._prefill_ports[name] = hinted
         else:
             worker = DecodeWorker(
                 context, mesh, self._config, self.limits, lambda source: self._peer(source, crash)
@@ -152,6 +181,11 @@ class Fleet:
         worker.constrain(GRAMMARS)
         self.processes[name] = Process(worker, mesh, crash)
         await worker.start()
+
+    def prefill_worker(self, name: str) -> PrefillWorker:
+        worker = self.processes[name].worker
+        assert isinstance(worker, PrefillWorker)
+        return worker
 
     async def kill(self, name: str) -> None:
         """As `kill -9`: from one moment to the next nothing of it answers."""
@@ -209,3 +243,30 @@ class Fleet:
         return through(
             PeerPort, packed(PeerPort, peer) if self._wire else peer, Crashable(process.crash, ours)
         )
+
+
+class _Hints:
+    """Before the port of prefill worker `name`."""
+
+    def __init__(self, fleet: Fleet, name: str) -> None:
+        self._fleet = fleet
+        self._name = name
+
+    async def prefill(
+        self, proceed: Callable[[PrefillCall], Awaitable[PrefillReply]], call: PrefillCall
+    ) -> PrefillReply:
+        known = call.request.prompt_token_ids + call.children[0].accepted
+        found: dict[str, int] = {}
+        for name, process in self._fleet.processes.items():
+            if name[0] in self._fleet.hinted and name != self._name:
+                worker, kept = process.worker, process.worker._kept
+                chain = kept.chain(call.request, known)
+                count = max(kept.match(rank, chain) for rank in range(len(kept.kept_pages)))
+                if isinstance(worker, PrefillWorker):
+                    count += worker._host.blocks.match(chain, count)
+                found[name] = count * kept.block_tokens
+        best = max(found, key=lambda name: found[name], default="")
+        if found.get(best):
+            source = HandoffSource(best, self._fleet.new_id(), f"{best}:1")
+            call = msgspec.structs.replace(call, peer=source, peer_tokens=found[best])
+        return await proceed(call)

@@ -4,6 +4,7 @@ next token is the chain modulo the vocabulary, moved by seed, child, position an
 the sampling says so, and on to what a grammar allows."""
 
 from jdisagg.messages.step_commands import SampleSpec
+from jdisagg.prompt_logprobs import PromptLogprobs, PromptToken
 from jdisagg.request import Request, TokenLogprobs
 from jdisagg.scheduler.sequences import sample_spec
 from tests.fakes.toy_grammars import VOCABULARY, next_allowed
@@ -37,6 +38,18 @@ def choose(
     while sampling.grammar is None and position < spec.min_position and token in spec.stop_ids:
         token = (token + 1) % VOCABULARY
     return token, None if sampling.logprobs is None else TokenLogprobs(-(chain % 100) / 10)
+
+
+def score(chain: int, token: int, top: int) -> PromptToken:
+    """What the model held of a token of a prompt, given the chain of all before it."""
+    likely = tuple((at, -float((chain + at) % 50)) for at in range(top))
+    return PromptToken(-((chain + token) % 64) / 8, 1 + (chain + token) % VOCABULARY, likely)
+
+
+def expected_scores(prompt: tuple[int, ...], top: int) -> PromptLogprobs:
+    """The oracle of a prompt's log-probabilities."""
+    scores = [score(chain_of(prompt[:at]), prompt[at], top) for at in range(1, len(prompt))]
+    return PromptLogprobs.of(top, scores)
 
 
 def expected_tokens(

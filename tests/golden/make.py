@@ -88,6 +88,20 @@ GEMMA = {
     "sliding_window": 9,
     "query_pre_attn_scalar": 7,
 }
+# Other kv heads of another size where there is no window; of 20 values 4 are turned.
+GEMMA4 = {
+    "tie_word_embeddings": False,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "sliding_window": 9,
+    "head_dim": 12,
+    "global_head_dim": 20,
+    "num_key_value_heads": 4,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 12.0,
+}
 # Heads of 10 + 6 values for scores and 12 for values; of each token 20 + 6 are cached.
 LATENT = {
     "num_key_value_heads": 4,
@@ -111,6 +125,22 @@ DELTA = {
     "linear_value_head_dim": 12,
     "head_dim": 16,
 }
+# The same, and layers of one part each.
+NEMOTRON = {
+    "head_dim": 12,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 12,
+    "n_groups": 2,
+    "chunk_size": 8,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
 GPT_OSS = {
     "head_dim": 12,
     "intermediate_size": 24,
@@ -122,6 +152,18 @@ GPT_OSS = {
     | {"rope_theta": 150000.0, "original_max_position_embeddings": 16, "truncate": False},
 }
 LINEAR, FULL = "linear_attention", "full_attention"
+# Mamba-2: four heads of 16 values with a state of 12 each.
+GRANITE_HYBRID = {
+    "num_hidden_layers": 3,
+    "layer_types": [LINEAR, FULL, LINEAR],
+    "shared_intermediate_size": 40,
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.8,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 12,
+    "mamba_chunk_size": 8,
+}
 VARIANTS: dict[str, Variant] = {
     "llama_tied": Variant("llama", {"tie_word_embeddings": True}, torch.float32),
     "llama_biased": Variant("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}, torch.float16, legacy=True),  # noqa: E501
@@ -154,6 +196,10 @@ VARIANTS: dict[str, Variant] = {
     "gemma3": Variant("gemma3", GEMMA | {"num_hidden_layers": 3, "layer_types": None, "sliding_window_pattern": 3,  # noqa: E501
                                          "rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
     "gemma3_text": Variant("gemma3_text", GEMMA | {"final_logit_softcapping": 30.0, "attention_bias": True, "layer_types": ["full_attention", "sliding_attention"]}),  # noqa: E501
+    "gemma4": Variant("gemma4", GEMMA4 | {"use_bidirectional_attention": "vision"}),
+    "gemma4_moe": Variant("gemma4_text", GEMMA4 | {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "attention_k_eq_v": False,  # noqa: E501
+                                                   "num_attention_heads": 8, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3,  # noqa: E501
+                                                   "moe_intermediate_size": 24, "intermediate_size": 40}),  # noqa: E501
     "granite": Variant("granite", {"attention_multiplier": 0.3, "embedding_multiplier": 2.0, "residual_multiplier": 1.3, "logits_scaling": 0.5}),  # noqa: E501
     "phi3": Variant("phi3", {"sliding_window": 13, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),  # noqa: E501
     "phi3_longrope": Variant("phi3", {"original_max_position_embeddings": 128, "max_position_embeddings": 512,  # noqa: E501
@@ -165,6 +211,15 @@ VARIANTS: dict[str, Variant] = {
     "minimax_m2": Variant("minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 12, "rotary_dim": 6, "intermediate_size": 24}),  # noqa: E501
     "granite4": Variant("granitemoehybrid", {"layer_types": ["attention"] * 2, "num_local_experts": 0, "shared_intermediate_size": 40,  # noqa: E501
                                              "position_embedding_type": "rope", "attention_multiplier": 0.3, "mamba_n_heads": 4}),  # noqa: E501
+    "granite4_hybrid": Variant("granitemoehybrid", GRANITE_HYBRID | {"num_local_experts": 0, "position_embedding_type": "rope",  # noqa: E501
+                                                                     "mamba_proj_bias": True, "mamba_n_groups": 2}),  # noqa: E501
+    "granite4_moe": Variant("granitemoehybrid", GRANITE_HYBRID | {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24,  # noqa: E501
+                                                                  "mamba_d_conv": 3, "mamba_conv_bias": False, "tie_word_embeddings": True,  # noqa: E501
+                                                                  "logits_scaling": 2.0}, legacy=True),  # noqa: E501
+    "nemotron_h": Variant("nemotron_h", NEMOTRON | {"layers_block_type": [LINEAR, "mlp", LINEAR, FULL, "mlp"], "mlp_bias": True,  # noqa: E501
+                                                    "use_bias": True}),
+    "nemotron_h_moe": Variant("nemotron_h", NEMOTRON | {"layers_block_type": [LINEAR, "moe", FULL, LINEAR, "moe"], "n_groups": 1,  # noqa: E501
+                                                        "use_conv_bias": False, "conv_kernel": 3, "moe_latent_size": 20}),  # noqa: E501
     "deepseek_v2": Variant("deepseek_v2", LATENT | {"q_lora_rank": None, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}}, legacy=True),  # noqa: E501
     "deepseek_v2_groups": Variant("deepseek_v2", LATENT | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),  # noqa: E501
     "deepseek_v3": Variant("deepseek_v3", LATENT | {"num_hidden_layers": 3, "n_group": 4, "topk_group": 2, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}, legacy=True),  # noqa: E501
@@ -191,6 +246,11 @@ EYES["gemma3"] = {
     "num_attention_heads": 2,
     "image_size": 4,
     "patch_size": 2,
+}
+EYES["gemma4"] = EYES["gemma3"] | {
+    "head_dim": 4,
+    "num_key_value_heads": 2,
+    "position_embedding_size": 16,
 }
 EYES["qwen3_vl_moe"] = EYES["qwen3_vl"]
 EYES["qwen3_5"] = EYES["qwen3_5_moe"] = {
@@ -243,17 +303,27 @@ def random_model(variant: Variant, seed: int) -> torch.nn.Module:
             variant.family, text_config=fields, vision_config=eyes, tie_word_embeddings=False
         )
         model = AutoModelForImageTextToText.from_config(config).eval()
-    corrections = [each for each in model.named_buffers() if "correction_bias" in each[0]]
+    if variant.family == "nemotron_h":
+        # transformers 5.23 bounds steps from below by time_step_min in prompts, and not in steps;
+        # published code has time_step_limit (huggingface/transformers pull request 48989).
+        for module in model.modules():
+            if hasattr(module, "time_step_limit"):
+                module.time_step_limit = tuple(config.time_step_limit)
+    stored = ("correction_bias", "layer_scalar")
+    buffers = [each for each in model.named_buffers() if each[0].endswith(stored)]
+    added_to_one = variant.family.startswith("gemma") and not variant.family.startswith("gemma4")
     with torch.no_grad():
-        for name, weight in [*model.named_parameters(), *corrections]:
-            if "norm" in name:
-                least = -0.5 if variant.family.startswith("gemma") else 0.5  # added to one
+        for name, weight in [*model.named_parameters(), *buffers]:
+            if "norm" in name or name.endswith(("scale", "layer_scalar")):
+                least = -0.5 if added_to_one else 0.5
                 weight.uniform_(least, least + 1)
             elif name.endswith("A_log"):
                 weight.uniform_(-4.0, 1.0)  # some heads remember long
+            elif name.endswith("dt_bias"):
+                weight.uniform_(-4.0, 1.0)
             elif name.endswith("bias"):
                 weight.normal_(std=0.3)
-            elif "embed_tokens" in name:
+            elif "embed_tokens" in name or name == "model.embeddings.weight":
                 weight.normal_(std=0.7)
             else:
                 weight.normal_(std=1.6 / weight.shape[-1] ** 0.5)

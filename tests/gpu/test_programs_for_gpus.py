@@ -27,6 +27,7 @@ SMALLEST_GRAPH = 5
 CASES = [
     Case("h200", "llama-3-8b"),
     Case("gb200", "llama-3-8b", what="decode,blocks"),
+    Case("h200", "llama-3-8b", kv_dtype="fp8"),
     Case("h200", "llama-3-8b", chunk=512, window=4096, what="decode,prefill"),
     Case("h200", "qwen3-30b-a3b", chunk=512, what="decode,prefill"),
     Case("gb200", "qwen3-30b-a3b", what="decode"),

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.ci
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA, MOE = (str(ROOT / "models" / "tiny" / name) for name in ("llama", "qwen3_moe"))
-SECONDS = time_scale.seconds(120)
+SECONDS = time_scale.seconds(300)
 
 
 def start(task: Task, log: Path) -> subprocess.Popen[bytes]:

@@ -110,3 +110,60 @@ def test_a_component_without_heads_that_cannot_be_cut_is_refused() -> None:
     layer = KVLayer((KVComponent("k", 4, 8), KVComponent("latent", 0, 6)))
     with pytest.raises(ConfigError, match="'latent' has no heads and 6 values.* into 4 parts"):
         KVSpec((layer,), "float32")
+
+
+@pytest.mark.parametrize(
+    ("windows", "can_part"),
+    [
+        ((None, 8, 8, None), True),
+        ((None, 8, 16, None), True),
+        ((None,) * 4, False),
+        ((8,) * 4, False),
+    ],
+)
+def test_layers_with_a_window_can_be_kept_apart_from_others_without_one(
+    windows: tuple[int | None, ...], can_part: bool
+) -> None:
+    spec = KVSpec.attention(4, 2, 16, "float32", windows)
+    assert spec.can_part == can_part
+    kinds = (spec.windowed, spec.unwindowed)
+    assert sum(kind.bytes_per_token for kind in kinds) == spec.bytes_per_token
+    layers = sorted(index for kind in kinds for index in kind.positioned)
+    assert layers == [0, 1, 2, 3] and spec.widest_window == max(one or 0 for one in windows)
+
+
+@UNHURRIED
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 3), st.integers(1, 20), st.sampled_from([None, 8, 16])),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(1, 4),
+)
+def test_kinds_of_layers_that_are_kept_apart_keep_each_byte_once(kinds, shards) -> None:
+    """Heads and widths of their own, with a window or without one; sharded as both can be."""
+    layers = tuple(
+        KVLayer(
+            (KVComponent("k", heads * shards, width), KVComponent("v", heads * shards, width)),
+            window,
+        )
+        for heads, width, window in kinds
+    )
+    spec = KVSpec(layers, "bfloat16")
+    apart = (spec.windowed, spec.unwindowed)
+    assert spec.can_part == all(kind.components for kind in apart)
+    assert sum(kind.bytes_per_token for kind in apart) == spec.bytes_per_token
+    everything = range(len(layers))
+    for kind in (kind for kind in apart if kind.components):
+        row_bytes = kind.row_heads * kind.row_width * ROW_BYTES[kind.row_dtype]
+        assert kind.rows(everything) * row_bytes == kind.bytes_per_token
+        assert kind.row_heads % spec.row_heads == 0
+    held = [kind.bytes_per_device(shards) for kind in apart]
+    assert sum(held) * shards == spec.bytes_per_token
+
+
+def test_layers_whose_heads_divide_otherwise_apart_than_together_stay_together() -> None:
+    window = KVLayer((KVComponent("k", 4, 8), KVComponent("latent", 0, 6)), 8)
+    spec = KVSpec((window, KVLayer((KVComponent("k", 2, 8),))), "float32")
+    assert not spec.can_part

@@ -54,10 +54,14 @@ def _changes(tree: ast.Module) -> Iterator[tuple[ast.Call, bool]]:
     ):
         names["replace"] = False
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and node.keywords:
+        if isinstance(node, ast.Call) and node.keywords and _last_name(node.func) == "replace":
             name = ast.unparse(node.func)
             if name in names:
                 yield node, names[name]
+
+
+def _last_name(node: ast.expr) -> str:
+    return getattr(node, "attr", "") or getattr(node, "id", "")
 
 
 def test_fields_are_changed_by_the_function_for_their_kind() -> None:

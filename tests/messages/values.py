@@ -15,6 +15,7 @@ from jdisagg.costs.linear_attention import LinearAttention
 from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
+from jdisagg.prompt_logprobs import PromptLogprobs, PromptToken
 from jdisagg.request import Request, SamplingParams
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -42,6 +43,7 @@ def of_annotation(kind: typing.Any) -> st.SearchStrategy[typing.Any]:
         MeshCard: CARDS,
         Accelerator: HARDWARE,
         CostGeometry: MODELS,
+        PromptLogprobs: PROMPTS,
     }
     if kind in known:
         return known[kind]
@@ -115,6 +117,19 @@ MODELS = st.sampled_from(
             model_geometry.CATALOG["tiny-llama"], linear=LinearAttention(3, 4, 8, 16, 16, 4)
         ),
     ]
+)
+PROMPTS = st.builds(
+    PromptLogprobs.of,
+    st.just(2),
+    st.lists(
+        st.builds(
+            PromptToken,
+            st.floats(-40, 0, width=32),
+            IDS,
+            st.lists(st.tuples(IDS, st.floats(-40, 0, width=32)), max_size=2).map(tuple),
+        ),
+        max_size=3,
+    ),
 )
 SAMPLING = st.builds(
     SamplingParams,

@@ -19,8 +19,8 @@ from safetensors.numpy import load_file, save_file
 from jdisagg.errors import CheckpointError, ConfigError, LayoutError
 from jdisagg.layout.axes import Layout
 from launch.convert import convert
-from models.blocks import SparseMLP
 from models.checkpoint import load_model
+from models.feed_forward import SparseMLP
 from models.safetensors_files import SafetensorsFiles
 from tests import time_scale
 from tests.lanes import first_quick
@@ -41,6 +41,11 @@ LAYOUTS = {
     "glm4_moe_groups": ["dp=2,tp=2,ep=4", "tp=4"],
     "qwen2_moe": ["dp=2,tp=2,ep=2"],
     "phi3": ["tp=2"],
+    # a norm over heads of two devices; what all heads share on both
+    "granite4_hybrid": ["tp=4"],
+    "granite4_moe": ["dp=2,tp=2,ep=2"],
+    "nemotron_h": ["tp=4"],
+    "nemotron_h_moe": ["dp=2,tp=2,ep=4"],
 }
 
 
@@ -166,7 +171,7 @@ LOAD_ALL = """
 import sys, jax
 from jdisagg.errors import CheckpointError
 from jdisagg.layout.axes import Layout
-from models.blocks import SparseMLP
+from models.feed_forward import SparseMLP
 from models.checkpoint import load_model
 for directory in sys.argv[1:]:
     try:

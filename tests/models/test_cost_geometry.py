@@ -15,7 +15,19 @@ from models.hf_config import HfConfig
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = [path.parent for path in sorted(ROOT.glob("tests/golden/*/config.json"))]
-OWN_WORDS = {"granite4", "hy_v3", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
+OWN_WORDS = {
+    "gemma4",
+    "gemma4_moe",
+    "granite4",
+    "granite4_hybrid",
+    "granite4_moe",
+    "hy_v3",
+    "nemotron_h",
+    "nemotron_h_moe",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+}
 SIZES = {
     "hidden_size": 64,
     "num_hidden_layers": 8,
@@ -77,7 +89,7 @@ def test_sparse_steps_and_dense_layers_leave_the_expert_layers_that_are_served()
 
 @pytest.mark.parametrize("family", ["mistral", "mixtral"])
 def test_kv_heads_that_a_config_leaves_out_are_the_familys(family: str) -> None:
-    assert geometry_of(model_type=family).kv_row()[0] == 2 * 8
+    assert geometry_of(model_type=family).kv_rows()[0][0] == 8 * 2 * 8
 
 
 @pytest.mark.parametrize(
@@ -102,7 +114,7 @@ def test_windows_that_a_config_leaves_out_are_the_familys(
 def test_a_model_that_could_not_be_served_as_it_is_can_be_planned_for(tmp_path: Path) -> None:
     fields = {**SIZES, "model_type": "mistral", "quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    assert find_geometry(str(tmp_path)).kv_row()[0] == 2 * 8
+    assert find_geometry(str(tmp_path)).kv_rows()[0][0] == 8 * 2 * 8
 
 
 def test_a_family_that_is_not_served_can_be_planned_for(tmp_path: Path) -> None:

@@ -29,6 +29,12 @@ PARTLY_ROTATED = {
 BESIDE: dict[str, dict[str, object]] = {
     "granitemoehybrid": {"layer_types": ["attention"] * 4, "num_local_experts": 0},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "nemotron_h": {"hybrid_override_pattern": "ME*-", "mamba_num_heads": 8, "n_groups": 2},
+    # by default the last layer must be one without a window, and there are six to a pattern
+    "gemma4_text": {
+        "hidden_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
 }
 # An option that others refuse.
 READ = {("gemma2", "attn_logit_softcapping")}
@@ -37,6 +43,7 @@ LEFT_OUT = {
     ("gemma3_text", "vocab_size"),
     ("gemma3_text", "num_attention_heads"),
     ("qwen3_5_moe_text", "intermediate_size"),  # all of its layers have experts
+    ("nemotron_h", "num_hidden_layers"),  # as many as its pattern
 }
 
 
@@ -134,7 +141,7 @@ def test_families_that_rotate_whole_heads_refuse_a_part(family: str) -> None:
         _read(family, partial_rotary_factor=0.5)
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"olmo3", "gemma3_text"}))
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"olmo3", "gemma3_text", "gemma4_text"}))
 def test_families_whose_layers_rotate_alike_refuse_rope_by_layer(family: str) -> None:
     with pytest.raises(CheckpointError, match="rope_parameters"):
         _read(family, rope_parameters={"full_attention": {"rope_type": "default"}})
@@ -196,10 +203,63 @@ def test_all_that_is_not_supported_is_named_at_once_and_briefly() -> None:
     assert len(message) < 400
 
 
-def test_mamba_layers_and_experts_of_granite_4_are_refused_by_name() -> None:
-    for field, value in (("layer_types", ["mamba"] * 4), ("num_local_experts", 8)):
-        with pytest.raises(CheckpointError, match=field):
-            _read("granitemoehybrid", **{field: value})
+HYBRID = {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 4, "num_local_experts": 8}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("layer_types", ["mamba"] * 4),  # nobody attends
+        ("layer_types", ["mamba", "attention"]),
+        ("layer_types", ["mamba", "conv"] * 2),
+        ("mamba_n_heads", 5),
+        ("mamba_n_groups", 3),
+        ("mamba_d_conv", 1),
+        ("num_experts_per_tok", 9),
+        ("time_step_limit", [0.1]),
+        ("time_step_limit", [0.2, 0.1]),
+    ],
+)
+def test_a_hybrid_that_does_not_fit_itself_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(CheckpointError, match=field):
+        _read("granitemoehybrid", **(HYBRID | {field: value}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hybrid_override_pattern", "ME*X"),
+        ("hybrid_override_pattern", "ME--"),  # nobody attends
+        ("num_hidden_layers", 5),
+        ("layers_block_type", ["mamba", "conv"]),
+        ("n_groups", 3),
+        ("mlp_hidden_act", "silu"),
+        ("mamba_hidden_act", "relu"),
+        ("norm_eps", 1e-3),
+        ("n_shared_experts", 2),
+        ("n_group", 3),
+        ("residual_in_fp32", True),
+    ],
+)
+def test_a_pattern_that_does_not_fit_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(CheckpointError, match=field):
+        _read("nemotron_h", **{field: value})
+
+
+def test_a_pattern_and_a_list_say_the_same_layers() -> None:
+    kinds = ["mamba", "moe", "attention", "mlp"]
+    new = ["linear_attention", "moe", "full_attention", "mlp"]
+    listed = [_read("nemotron_h", layers_block_type=each) for each in (kinds, new)]
+    assert listed[0] == listed[1] == _read("nemotron_h")
+    assert [layer.parts for layer in listed[0].layers] == ["mixer", "ffn", "mixer", "ffn"]
+
+
+def test_a_hybrid_says_the_limits_of_its_steps_in_any_form() -> None:
+    forms = (None, [0, math.inf], [0.0, {"__float__": "Infinity"}])
+    read = [_read("granitemoehybrid", **HYBRID, time_step_limit=form) for form in forms]
+    assert {each.layers[0].mamba for each in read} == {read[0].layers[0].mamba}
+    some = _read("granitemoehybrid", **HYBRID, time_step_limit=[0.001, 0.1]).mamba
+    assert some and some.step_limits == (0.001, 0.1)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama4", None, 7])

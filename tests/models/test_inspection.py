@@ -14,7 +14,7 @@ from jdisagg.errors import CheckpointError
 from jdisagg.layout.axes import Layout
 from launch.shipped import SHIPPED_MODEL
 from models.checkpoint import load_model
-from models.inspection import bytes_per_device, inspect, layers_by_kind
+from models.inspection import bytes_per_device, inspect, kv_by_kind, layers_by_kind
 from tests.launch.script_ends import ends
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -35,6 +35,7 @@ def _changed(directory: Path, to: Path, **fields: object) -> Path:
         ("llama_tied", "tp=4"),
         ("deepseek_v3", "tp=4"),
         ("qwen3_next", "tp=4"),
+        ("granite4_moe", "tp=4"),
     ],
 )
 def test_bytes_of_a_device_are_those_that_it_holds(name: str, layout: str) -> None:
@@ -53,13 +54,32 @@ def test_bytes_of_a_device_are_those_that_it_holds(name: str, layout: str) -> No
     if name == "qwen3_next":  # two layers have KV, two state: three inputs, a matrix a value head
         a_token //= 2
         a_state = 2 * (3 * (2 * 2 * 8 + 4 * 12) + 4 * 8 * 12) * 4 // 2
+    if name == "granite4_moe":
+        # of three layers one has KV, two state: of two heads each, and of both heads' shared part
+        a_token //= 3
+        a_state = 2 * (2 * (2 * 16 + 12 * 16) + 2 * 2 * 12) * 4
     assert bytes_per_device(config, parsed, "float32") == (held, a_token, a_state)
 
 
-def test_layers_are_counted_by_kind() -> None:
-    config = inspect(GOLDEN / "qwen2_windows").config
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("qwen2_windows", [("full attention, dense", 1), ("window of 9, dense", 1)]),
+        ("granite4_moe", [("Mamba-2, 2 of 6 experts", 2), ("full attention, 2 of 6 experts", 1)]),
+        (
+            "nemotron_h",
+            [
+                ("Mamba-2, nothing else", 2),
+                ("dense feed-forward, nothing else", 2),
+                ("full attention, nothing else", 1),
+            ],
+        ),
+    ],
+)
+def test_layers_are_counted_by_kind(name: str, kinds: list[tuple[str, int]]) -> None:
+    config = inspect(GOLDEN / name).config
     assert config is not None
-    assert layers_by_kind(config) == [("full attention, dense", 1), ("window of 9, dense", 1)]
+    assert layers_by_kind(config) == kinds
 
 
 def test_all_that_is_missing_is_named(tmp_path: Path) -> None:
@@ -103,15 +123,39 @@ def test_a_model_that_sees_of_such_a_family_is_named_with_what_its_text_part_nee
     text |= {"vocab_size": 262144, "intermediate_size": 2112, "head_dim": 256}
     text |= {"global_head_dim": 512, "attention_k_eq_v": True, "num_kv_shared_layers": 0}
     path = tmp_path / "config.json"
-    whole = {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text", **text}}
+    whole = {"model_type": "gemma9", "text_config": {"model_type": "gemma9_text", **text}}
     path.write_text(json.dumps(whole))
     found = inspect(path)
     assert found.missing == [
-        "the family 'gemma4'",
+        "the family 'gemma9'",
         "global_head_dim=512 (heads of another size in some layers)",
         "attention_k_eq_v=True (keys that are values, too)",
     ]
     assert found.geometry is not None and found.geometry.layers == 30
+
+
+def test_all_that_a_small_gemma_4_has_beyond_what_is_served_is_named(tmp_path: Path) -> None:
+    fields = json.loads((GOLDEN / "gemma4/config.json").read_text())
+    fields["text_config"] |= {"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    found = inspect(tmp_path / "config.json")
+    said = "\n".join(found.missing)
+    for words in ("embeddings of each layer", "layers that share keys and values"):
+        assert words in said
+    assert found.geometry is None  # rather than one that leaves them out
+
+
+def test_layers_of_several_sizes_are_told_apart_with_what_each_keeps_of_a_token() -> None:
+    config = inspect(GOLDEN / "gemma4/config.json").config
+    assert config is not None
+    windowed, full = "window of 9 with 4 kv heads of 12", "full attention with 2 kv heads of 20"
+    assert kv_by_kind(config, "bfloat16") == {
+        f"{windowed}, dense": 2 * 4 * 12 * 2,
+        f"{full}, dense": 2 * 2 * 20 * 2,
+    }
+    routed = inspect(GOLDEN / "gemma4_moe/config.json").config
+    assert routed is not None
+    assert layers_by_kind(routed)[0][0].endswith("3 of 8 experts beside a dense block")
 
 
 def test_tensors_of_a_type_that_is_not_read_are_named(tmp_path: Path) -> None:
@@ -141,3 +185,33 @@ def test_the_page_ends_with_whether_it_loads(tmp_path: Path) -> None:
     ]
     assert layout.status == 1 and "layout tp=3 does not divide" in layout.out
     assert bad.status == 1 and "clip_qkv=8.0 (clipped" in bad.out
+
+
+@pytest.mark.parametrize(
+    ("name", "mamba", "attention", "billions", "active", "a_token"),
+    [
+        ("granite-4.0-h-small", 36, 4, 32.2, 8.8, 16384),
+        ("granite-4.0-h-tiny", 36, 4, 6.9, 1.5, 8192),
+        ("granite-4.0-h-micro", 36, 4, 3.2, 3.2, 8192),
+        ("NVIDIA-Nemotron-Nano-9B-v2", 27, 4, 8.9, 8.9, 16384),
+        ("NVIDIA-Nemotron-3-Nano-30B-A3B", 23, 6, 31.6, 3.6, 6144),
+    ],
+)
+def test_published_hybrids_load_with_the_sizes_that_their_cards_say(
+    name: str, mamba: int, attention: int, billions: float, active: float, a_token: int
+) -> None:
+    """The fields of config.json in ibm-granite/granite-4.0-h-* and nvidia/NVIDIA-Nemotron-*-Nano-*
+    on Hugging Face, as others cite them; the cards say 32B with 9B active, 7B with 1B, 3B; 8.9B;
+    and 31.6B with 3.6B."""
+    found = inspect(Path(__file__).parent / "published" / f"{name}.json")
+    assert found.missing == [] and found.config is not None and found.geometry is not None
+    layers = found.config.layers
+    assert sum(layer.mamba is not None for layer in layers) == mamba
+    assert sum(layer.mamba is None and layer.parts != "ffn" for layer in layers) == attention
+    sizes = (found.geometry.parameters, found.geometry.active_parameters)
+    assert [round(each / 1e9, 1) for each in sizes] == [billions, active]
+    assert found.geometry.kv_bytes_per_token() == a_token
+    assert found.geometry.state_bytes() == found.config.kv_spec("bfloat16").state.bytes_per_token
+    assert bytes_per_device(found.config, Layout(tp=2), "bfloat16")[2] * 2 == (
+        found.geometry.state_bytes()
+    )

@@ -13,12 +13,9 @@ from hypothesis import strategies as st
 from jdisagg.model_api import Runs
 from jdisagg.ops.gated_delta import DeltaInputs, delta_runs, delta_step, unit_length
 from jdisagg.ops.short_convolution import convolve_runs, convolve_step
+from tests.ops.packed_rows import COUNTS, GRAIN, ROWS, TOKENS, layout
 
 HEADS, KEY, VALUE, CHANNELS, TAPS = 3, 8, 5, 6, 4
-ROWS, TOKENS, GRAIN = 4, 160, 16
-COUNTS = st.lists(st.integers(0, 40), min_size=ROWS, max_size=ROWS).filter(
-    lambda counts: sum(-(-count // GRAIN) * GRAIN for count in counts) <= TOKENS
-)
 
 
 @partial(jax.jit, static_argnums=3)
@@ -33,18 +30,6 @@ def packed_convolution(
     x: jax.Array, kernel: jax.Array, state: jax.Array, rows: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array]:
     return convolve_runs(x, kernel, state, Runs(*rows, grain=GRAIN))
-
-
-def layout(counts: list[int], grain: int, tokens: int) -> Runs:
-    """Rows of these lengths, each at the next multiple of the grain."""
-    row, index = np.full(tokens, -1, np.int32), np.full(tokens, -1, np.int32)
-    first, at = [], 0
-    for number, count in enumerate(counts):
-        first.append(at)
-        row[at : at + count], index[at : at + count] = number, np.arange(count)
-        at += -(-count // grain) * grain
-    arrays = (row, index, np.array(first, np.int32), np.array(counts))
-    return Runs(*map(jnp.asarray, arrays), grain=grain)
 
 
 def random_inputs(rng: np.random.Generator, tokens: int) -> DeltaInputs:

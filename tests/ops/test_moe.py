@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jdisagg.layout.axes import TP_AXES, Layout
 from jdisagg.model_api import Shards
-from jdisagg.ops.activations import ClampedGate
+from jdisagg.ops.activations import ClampedGate, ExpertGate, SquaredRelu
 from jdisagg.ops.moe import (
     ExpertWeights,
     Routing,
@@ -233,14 +233,38 @@ def test_routing_weights_sum_to_one_only_where_normalised() -> None:
     np.testing.assert_allclose(plain, np.sort(probabilities, axis=1)[:, -CHOSEN:], rtol=1e-5)
 
 
-@pytest.mark.parametrize(("tokens", "clamp"), [(1, None), (5, None), (TOKENS, None), (5, CLAMP)])
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_experts_without_a_gate_square_what_is_positive(platform: str) -> None:
+    x_TD, logits_TE, weights = _inputs()
+    routing = route(logits_TE, CHOSEN, normalised=True)
+    ungated = weights._replace(gate_EDF=weights.up_EDF)
+    shards = Shards(platform=platform)
+    run = partial(routed_experts, shards=shards, experts=EXPERTS, clamp=SquaredRelu())
+    got = jax.jit(run)(x_TD, routing, ungated)
+    x, up, down = (np.asarray(part, np.float64) for part in (x_TD, *weights[1:3]))
+    inner_TEF = np.maximum(np.einsum("td,edf->tef", x, up), 0) ** 2
+    each_TED = np.einsum("tef,efd->ted", inner_TEF, down)
+    chosen = np.asarray(routing.experts_TJ)[:, :, None]
+    expected = np.sum(
+        np.take_along_axis(each_TED, chosen, axis=1) * np.asarray(routing.weights_TJ)[:, :, None],
+        axis=1,
+    )
+    np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "clamp"), [(1, None), (5, None), (TOKENS, None), (5, CLAMP), (5, SquaredRelu())]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_gpu_s_kernels_give_what_the_loop_over_blocks_gives(
-    tokens: int, dtype: str, clamp: ClampedGate | None
+    tokens: int, dtype: str, clamp: ExpertGate | None
 ) -> None:
-    """Pairs of no local expert included; an expert without any, too. Biases with the clamp."""
+    """Pairs of no local expert included; an expert without any, too. Biases with the clamp; without
+    a gate the other half in its place."""
     x_TD, _, weights = _inputs(3, dtype)
-    weights = _biased(weights) if clamp else weights
+    weights = _biased(weights) if clamp is CLAMP else weights
+    if isinstance(clamp, SquaredRelu):
+        weights = weights._replace(gate_EDF=weights.up_EDF)
     choices = np.random.default_rng(tokens).integers(0, EXPERTS + 1, (tokens, CHOSEN))
     choices[choices == 2] = 5
     local_TJ = jnp.asarray(choices, jnp.int32)

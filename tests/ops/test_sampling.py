@@ -128,7 +128,7 @@ def by_shards(logits_BV: np.ndarray, rows: list[Row], devices: int = 4) -> jax.A
     return jax.jit(sharded)(padded_BV, pack(rows))
 
 
-@pytest.fixture(params=["loops", "passes", "shards"])
+@pytest.fixture(params=["loops", "passes", pytest.param("shards", marks=pytest.mark.ci)])
 def choose(request: pytest.FixtureRequest) -> Choose:
     """The CPU's form, the GPU's, and that of a sharded vocabulary."""
     return {

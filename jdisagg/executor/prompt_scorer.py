@@ -1,0 +1,105 @@
+"""Log-probabilities of a chunk's own tokens: the head, over all tokens of a chunk instead of those
+that sample.
+
+It runs in blocks of tokens, so that logits of a whole chunk never exist, and each device keeps its
+part of the vocabulary. One program a chunk bucket, compiled when it is first asked for unless
+warm-up has: most instances never are."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jdisagg.executor.programs import RANK, Programs
+from jdisagg.executor.weights import Weights
+from jdisagg.messages.step_commands import PrefillChunk, PrefillRow
+from jdisagg.model_api import Shards
+from jdisagg.ops.quarantine import reveal
+from jdisagg.ops.sampling import WHOLE, VocabularyShard
+from jdisagg.ops.token_scores import TokenScores, token_scores
+from jdisagg.prompt_logprobs import PromptLogprobs
+from jdisagg.request import MAX_TOP_LOGPROBS
+
+# Of logits in float32: 32 MB for a vocabulary of 128k that one device holds.
+BLOCK_TOKENS = 64
+
+
+class PromptScorer:
+    """Called by the dispatch thread alone."""
+
+    def __init__(
+        self, programs: Programs, weights: Weights, shards: Shards, vocabulary: int
+    ) -> None:
+        self._programs, self._weights, self._shards = programs, weights, shards
+        self._vocabulary = vocabulary
+
+    def run(self, command: PrefillChunk, x: jax.Array) -> TokenScores:
+        """Of each token's successor. x [ranks, T, D]: the last activations of all tokens."""
+        following = np.zeros(x.shape[:2], np.int32)
+        for row in command.rows:
+            span = slice(row.offset, row.offset + len(row.tokens))
+            following[row.rank, span] = (*row.tokens[1:], max(row.following, 0))
+        return self._program(x)(self._weights.stem.leaves, x, self._programs.put(following))
+
+    def _program(self, x: jax.Array) -> Callable[..., TokenScores]:
+        stem, shards, programs = self._weights.stem, self._shards, self._programs
+        ranks, width, _ = x.shape
+        block = min(BLOCK_TOKENS, width)
+        vocabulary = self._vocabulary
+
+        def of_block(
+            leaves: tuple[jax.Array, ...], x_TD: jax.Array, token_T: jax.Array
+        ) -> TokenScores:
+            head: Any = stem.merge(leaves)
+            logits_TV = head.logits(reveal(x_TD), replace(shards, tp=()))
+            shard = WHOLE
+            if shards.tp:
+                shard = VocabularyShard(shards.tp, lax.axis_index(shards.tp) * logits_TV.shape[1])
+            id_V = shard.first + jnp.arange(logits_TV.shape[1], dtype=jnp.int32)
+            logits_TV = jnp.where((id_V < vocabulary)[None], logits_TV, -jnp.inf)
+            return token_scores(logits_TV, token_T, shard, MAX_TOP_LOGPROBS)
+
+        def body(leaves: tuple[jax.Array, ...], x: jax.Array, following: jax.Array) -> Any:
+            padding = -width % block
+            x_nTD = jnp.pad(x[0], ((0, padding), (0, 0))).reshape(-1, block, x.shape[2])
+            token_nT = jnp.pad(following[0], (0, padding)).reshape(-1, block)
+            scores = lax.map(lambda one: of_block(leaves, *one), (x_nTD, token_nT))
+            flat = jax.tree.map(
+                lambda part: part.reshape(-1, *part.shape[2:])[None, :width], scores
+            )
+            return programs.readable(flat)
+
+        def build() -> Callable[..., TokenScores]:
+            arguments = (stem.leaves, x, jax.ShapeDtypeStruct((ranks, width), jnp.int32))
+            readable = TokenScores(*(programs.readable_spec,) * 4)  # type: ignore[arg-type]
+            return programs.compile(body, arguments, (stem.specs, RANK, RANK), readable)
+
+        return programs.get(("prompt scores", width), build)
+
+
+def read_scores(
+    command: PrefillChunk, scores: TokenScores
+) -> tuple[tuple[int, PromptLogprobs], ...]:
+    """What the rows of a chunk have asked for. Blocks until it is computed."""
+    host = TokenScores(*map(jax.device_get, scores))
+    return tuple(
+        (row.sequence, _of_row(row, row.prompt_logprobs, host))
+        for row in command.rows
+        if row.prompt_logprobs is not None
+    )
+
+
+def _of_row(row: PrefillRow, top: int, host: TokenScores) -> PromptLogprobs:
+    count = len(row.tokens) - (row.following < 0)
+    at = (row.rank, slice(row.offset, row.offset + count))
+    return PromptLogprobs(
+        top,
+        np.asarray(host.logprob[at], np.float32).tobytes(),
+        np.asarray(host.rank[at], np.int32).tobytes(),
+        np.asarray(host.top_ids[at][:, :top], np.int32).tobytes(),
+        np.asarray(host.top_logprobs[at][:, :top], np.float32).tobytes(),
+    )

@@ -1,0 +1,103 @@
+"""A chunk's rows through a recurrence, run by run of `grain` tokens: what is within a run is a few
+products of matrices, and only the state goes from run to run. What a run does to a state is the
+recurrence's own affair (`gated_delta`, `state_space`); how runs follow each other is told here.
+
+A row's first run takes the row's own state, by a choice and never by a product with zero: a row
+that is not finite reaches no other."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jdisagg.model_api import Runs
+
+
+class OnState(Protocol):
+    """What one run does: a NamedTuple of arrays, so that JAX can stack it."""
+
+    def on(self, state: jax.Array, /) -> tuple[jax.Array, jax.Array]:
+        """The output of the run, and the state after it."""
+        ...
+
+
+def cut_into_runs(part_TX: jax.Array, runs: Runs) -> jax.Array:
+    """[n, X, grain, ...] in float32, what belongs to nobody set to zero."""
+    real_T, lacking = runs.row_T >= 0, -runs.row_T.shape[0] % runs.grain
+    masked = jnp.where(
+        real_T.reshape(-1, *(1,) * (part_TX.ndim - 1)), part_TX.astype(jnp.float32), 0.0
+    )
+    masked = jnp.pad(masked, ((0, lacking), *((0, 0),) * (part_TX.ndim - 1)))
+    return jnp.swapaxes(masked.reshape(-1, runs.grain, *part_TX.shape[1:]), 1, 2)
+
+
+def owners(runs: Runs) -> tuple[jax.Array, jax.Array]:
+    """Of each run: its row, and whether it is the row's first."""
+    return runs.row_T[:: runs.grain], runs.index_T[:: runs.grain] == 0
+
+
+def in_turn(parts: OnState, state_R: jax.Array, runs: Runs) -> tuple[jax.Array, jax.Array]:
+    """Run by run: the outputs [n, ...], and the rows' new states."""
+    rows, (row_n, first_n) = state_R.shape[0], owners(runs)
+
+    def one_row(
+        state: jax.Array, run: tuple[OnState, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        out, state = run[0].on(state)
+        return state, out
+
+    def several_rows(
+        carry: tuple[jax.Array, jax.Array], run: tuple[OnState, jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        part, row, first = run
+        before = jnp.where(first, jnp.take(state_R, row, axis=0, mode="clip"), carry[0])
+        out, state = part.on(before)
+        # the last run of a row has the last word
+        return (state, carry[1].at[jnp.where(row < 0, rows, row)].set(state, mode="drop")), out
+
+    if rows == 1:
+        last, out = lax.scan(one_row, state_R[0], (parts, row_n, first_n))
+        return out, last[None]
+    (_, new_R), out = lax.scan(
+        several_rows, (jnp.zeros_like(state_R[0]), state_R), (parts, row_n, first_n)
+    )
+    return out, new_R
+
+
+def at_once(
+    keep_n: jax.Array,
+    add_n: jax.Array,
+    state_R: jax.Array,
+    runs: Runs,
+    product: Callable[[jax.Array, jax.Array], jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    """The same without a loop, which XLA would drive from the host of a GPU: where what a run does
+    to a state is linear, S' = product(keep, S) + add, so is what several do one after another
+    (Blelloch, 1990). `product` is associative.
+
+    Returns:
+        the state before each run, and the rows' new states.
+    """
+    row_n, first_n = owners(runs)
+    given_n = jnp.take(state_R, row_n, axis=0, mode="clip")
+    first = first_n.reshape(-1, *(1,) * (state_R.ndim - 1))
+    add_n = jnp.where(first, product(keep_n, given_n) + add_n, add_n)
+
+    def then(
+        one: tuple[jax.Array, ...], other: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        anew, keep, add = other
+        return (
+            one[0] | anew,
+            jnp.where(anew, keep, product(keep, one[1])),
+            jnp.where(anew, add, product(keep, one[2]) + add),
+        )
+
+    _, _, after_n = lax.associative_scan(then, (first, keep_n, add_n))
+    earlier_n = jnp.concatenate([jnp.zeros_like(after_n[:1]), after_n[:-1]])
+    last_R = (runs.first_R + runs.count_R - 1) // runs.grain
+    new_R = jnp.take(after_n, last_R, axis=0, mode="clip")
+    some_R = (runs.count_R > 0).reshape(-1, *(1,) * (state_R.ndim - 1))
+    return jnp.where(first, given_n, earlier_n), jnp.where(some_R, new_R, state_R)

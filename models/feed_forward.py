@@ -1,0 +1,233 @@
+"""The feed-forward blocks of all families: a dense gated MLP, one without a gate, experts behind a
+router, and experts beside a dense block (see `models/blocks.py`, whose layers are fed by them)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jdisagg.model_api import Shards
+from jdisagg.ops.activations import Activation, SquaredRelu
+from jdisagg.ops.linear import project
+from jdisagg.ops.mlp import gated, squared_relu
+from jdisagg.ops.moe import ExpertWeights, Routing, route, routed_experts
+from jdisagg.ops.norm import rms_norm
+from jdisagg.ops.parameters import Axes, Make, parameter
+from jdisagg.ops.quantized_weights import KernelForm
+from jdisagg.ops.routing import route_by_scores
+from models.decoder_config import DecoderConfig, ExpertConfig, LayerConfig
+from models.linear import Linear, Norm
+
+
+class GatedMLP(nnx.Module):
+    """down(act(gate(x)) * up(x)), its width sharded over tp."""
+
+    def __init__(
+        self, make: Make, config: DecoderConfig, form: KernelForm, ffn: int | None = None
+    ) -> None:
+        """`ffn` is the model's where None."""
+        ffn = config.ffn if ffn is None else ffn
+        into, out = (config.width, ffn), (ffn, config.width)
+        bias = config.mlp_bias
+        self.gate = Linear(make, into, ("embed", "ffn"), bias=bias, form=form)
+        self.up = Linear(make, into, ("embed", "ffn"), bias=bias, form=form)
+        self.down = Linear(make, out, ("ffn", "embed"), bias=bias, form=form)
+        self.activation: Activation = config.activation
+
+    def __call__(self, x_TD: jax.Array, shards: Shards, valid_T: jax.Array | None) -> jax.Array:
+        inner_TF = gated(self.gate(x_TD, shards), self.up(x_TD, shards), self.activation)
+        return self.down.summed(inner_TF, shards)
+
+
+class PlainMLP(nnx.Module):
+    """down(relu(up(x))^2), its width sharded over tp."""
+
+    def __init__(
+        self, make: Make, config: DecoderConfig, form: KernelForm, ffn: int | None = None
+    ) -> None:
+        """`ffn` is the model's where None."""
+        ffn, bias = config.ffn if ffn is None else ffn, config.mlp_bias
+        self.up = Linear(make, (config.width, ffn), ("embed", "ffn"), bias=bias, form=form)
+        self.down = Linear(make, (ffn, config.width), ("ffn", "embed"), bias=bias, form=form)
+
+    def __call__(self, x_TD: jax.Array, shards: Shards, valid_T: jax.Array | None) -> jax.Array:
+        return self.down.summed(squared_relu(self.up(x_TD, shards)), shards)
+
+
+def _dense(
+    make: Make, config: DecoderConfig, form: KernelForm, ffn: int | None = None
+) -> GatedMLP | PlainMLP:
+    kind = PlainMLP if config.activation == "relu2" else GatedMLP
+    return kind(make, config, form, ffn)
+
+
+_INTO_EXPERTS: Axes = ("expert", "embed", "expert_ffn")
+_OUT_OF_EXPERTS: Axes = ("expert", "expert_ffn", "embed")
+
+
+def _experts(
+    make: Make, shape: tuple[int, int, int], axes: Axes, form: KernelForm
+) -> tuple[nnx.Param[jax.Array], nnx.Param[jax.Array] | None]:
+    """A stack [E, in, out], and the scales [E, out] of its quantized values."""
+    experts, into, out = shape
+    kept = (experts, into // 2, out) if form.packed(experts=True) else shape
+    stack = parameter(make(kept, form.role(experts=True), into), axes)
+    if not form.weights:
+        return stack, None
+    return stack, parameter(make((experts, out), "float32", into), (axes[0], axes[2]))
+
+
+class SparseMLP(nnx.Module):
+    """A router and experts, each a gated MLP, perhaps with biases; experts whole on a device (ep >
+    1) or split inside over tp. Beside them perhaps an expert that every token takes."""
+
+    def __init__(
+        self, make: Make, config: DecoderConfig, routed: ExpertConfig, form: KernelForm
+    ) -> None:
+        width, experts, ffn = config.width, routed.experts, routed.ffn
+        self.router = parameter(make((width, experts), "matrix", width), ("embed", "router"))
+        self.correction = (
+            parameter(make((experts,), "float32", width), ("router",))
+            if routed.correction
+            else None
+        )
+        into = (experts, routed.latent or width, ffn)
+        out = (experts, ffn, routed.latent or width)
+        self.gate, self.gate_scale = (
+            (None, None)
+            if isinstance(routed.clamp, SquaredRelu)
+            else _experts(make, into, _INTO_EXPERTS, form)
+        )
+        self.up, self.up_scale = _experts(make, into, _INTO_EXPERTS, form)
+        self.down, self.down_scale = _experts(make, out, _OUT_OF_EXPERTS, form)
+        self.narrow, self.widen = _latent(make, config, routed, form)
+
+        def bias(shape: tuple[int, ...], axes: Axes) -> nnx.Param[jax.Array] | None:
+            return parameter(make(shape, "bias", width), axes) if routed.biased else None
+
+        self.router_bias = bias((experts,), ("router",))
+        self.gate_bias = bias((experts, ffn), ("expert", "expert_ffn"))
+        self.up_bias = bias((experts, ffn), ("expert", "expert_ffn"))
+        self.down_bias = bias((experts, width), ("expert", "embed"))
+        own = routed.shared_ffn and not routed.beside
+        self.shared = _dense(make, config, form, routed.shared_ffn) if own else None
+        # Gemma 4's router normalises what it sees, and weighs each expert
+        beside = routed.beside
+        self.router_scale = parameter(make((width,), "norm", width), ("embed",)) if beside else None
+        self.expert_scale = (
+            parameter(make((experts,), "norm", width), ("router",)) if beside else None
+        )
+        self.epsilon = config.norm_epsilon
+        self.shared_gate = (
+            parameter(make((width, 1), "matrix", width), ("embed", "router"))
+            if routed.shared_gate
+            else None
+        )
+        self.config = routed
+
+    def __call__(
+        self,
+        x_TD: jax.Array,
+        shards: Shards,
+        valid_T: jax.Array | None,
+        chosen_by_TD: jax.Array | None = None,
+    ) -> jax.Array:
+        """`chosen_by_TD`: what the router sees, where it is not what the experts are given."""
+        # what has no gate has `up` in its place
+        gate = self.up if self.gate is None else self.gate
+        gate_scale = self.up_scale if self.gate is None else self.gate_scale
+        scales = gate_scale, self.up_scale, self.down_scale
+        biases = self.gate_bias, self.up_bias, self.down_bias
+        more = (None if part is None else part[...] for part in (*scales, *biases))
+        weights = ExpertWeights(gate[...], self.up[...], self.down[...], *more)
+        y_TD = routed_experts(
+            x_TD if self.narrow is None else self.narrow(x_TD, shards),
+            self._route(x_TD if chosen_by_TD is None else chosen_by_TD, shards),
+            weights,
+            shards,
+            experts=self.config.experts,
+            valid_T=valid_T,
+            clamp=self.config.clamp,
+        )
+        if self.widen is not None:
+            y_TD = self.widen(y_TD, shards)
+        if self.shared is None:
+            return y_TD
+        shared_TD = self.shared(x_TD, shards, valid_T)
+        if self.shared_gate is not None:
+            gate_T1 = project(x_TD, self.shared_gate[...], platform=shards.platform)
+            shared_TD = jax.nn.sigmoid(gate_T1) * shared_TD
+        return y_TD + shared_TD
+
+    def _route(self, x_TD: jax.Array, shards: Shards) -> Routing:
+        config, router_DE = self.config, self.router[...]
+        if config.scores == "softmax" and not config.wide:
+            bias_E = None if self.router_bias is None else self.router_bias[...]
+            logits_TE = project(x_TD, router_DE, bias_E, platform=shards.platform)
+            return route(logits_TE, config.experts_per_token, normalised=config.normalised)
+        # In float32, as those models were trained: a choice hangs on small differences of scores.
+        wide_TD, wide_DE = x_TD.astype(jnp.float32), router_DE.astype(jnp.float32)
+        if self.router_scale is not None:
+            scale_D = self.router_scale[...].astype(jnp.float32) * wide_DE.shape[0] ** -0.5
+            wide_TD = rms_norm(wide_TD, scale_D, self.epsilon)
+        routing = route_by_scores(
+            project(wide_TD, wide_DE, platform=shards.platform),
+            None if self.correction is None else self.correction[...],
+            config.experts_per_token,
+            scores=config.scores,
+            groups=config.groups,
+            groups_per_token=config.groups_per_token,
+            normalised=config.normalised,
+            scaling=config.scaling,
+        )
+        if self.expert_scale is None:
+            return routing
+        scale_TJ = self.expert_scale[...].astype(jnp.float32)[routing.experts_TJ]
+        return routing._replace(weights_TJ=routing.weights_TJ * scale_TJ)
+
+
+def _latent(
+    make: Make, config: DecoderConfig, routed: ExpertConfig, form: KernelForm
+) -> tuple[Linear, Linear] | tuple[None, None]:
+    """What takes tokens into the space of the experts and back, on each device whole."""
+    if not routed.latent:
+        return None, None
+    into, out = (config.width, routed.latent), (routed.latent, config.width)
+    return (
+        Linear(make, into, ("embed", "latent"), bias=config.mlp_bias, form=form),
+        Linear(make, out, ("latent", "embed"), bias=config.mlp_bias, form=form),
+    )
+
+
+class ParallelMLP(nnx.Module):
+    """A dense block and experts beside it, each with norms of its own: the dense one is given what
+    the layer normalises, the experts and their router make their own of the residual stream."""
+
+    def __init__(
+        self, make: Make, config: DecoderConfig, routed: ExpertConfig, form: KernelForm
+    ) -> None:
+        def norm() -> Norm:
+            above_one = config.norms_above_one
+            return Norm(make, config.width, ("embed",), config.norm_epsilon, above_one=above_one)
+
+        self.dense = _dense(make, config, form, routed.shared_ffn)
+        self.dense_norm = norm()
+        self.routed = SparseMLP(make, config, routed, form)
+        self.routed_norm, self.routed_post_norm = norm(), norm()
+
+    def __call__(
+        self, into_TD: jax.Array, x_TD: jax.Array, shards: Shards, valid_T: jax.Array | None
+    ) -> jax.Array:
+        """`into_TD`: of the residual stream `x_TD`, normalised."""
+        dense_TD = self.dense_norm(self.dense(into_TD, shards, valid_T))
+        routed_TD = self.routed(self.routed_norm(x_TD), shards, valid_T, chosen_by_TD=x_TD)
+        return dense_TD + self.routed_post_norm(routed_TD)
+
+
+def feed_forward(
+    make: Make, config: DecoderConfig, layer: LayerConfig, form: KernelForm
+) -> SparseMLP | ParallelMLP | GatedMLP | PlainMLP:
+    """What a layer has."""
+    if layer.experts:
+        kind = ParallelMLP if layer.experts.beside else SparseMLP
+        return kind(make, config, layer.experts, form)
+    return _dense(make, config, form)

@@ -1,0 +1,174 @@
+"""Gemma 4's text part (31B, 26B-A4B): layers with a window, and layers without one whose heads are
+of another size, with kv heads of their own, whose values may be made by the keys' matrix, and of
+which a part of the pairs turns. Norms of queries, keys and values, and on both sides of a block; a
+number that each layer's output is multiplied with; in 26B-A4B experts beside each dense block.
+
+What E2B and E4B have beyond it, embeddings of each layer and layers that share keys and values, is
+refused by name."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from jdisagg.errors import CheckpointError
+from jdisagg.ops.activations import GeluGate
+from jdisagg.ops.rope_frequencies import Rope
+from models.decoder_config import AttentionConfig, DecoderConfig, ExpertConfig, LayerConfig
+from models.hf_config import FamilyDefaults, HfConfig
+from models.hf_decoder import read_decoder, read_layer_types
+from models.hf_rope import rope_of
+
+DEFAULTS = FamilyDefaults(kv_heads=4, context_tokens=131072, tied=True)
+_ROPES: dict[str, dict[str, object]] = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {
+        "rope_type": "proportional",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.25,
+    },
+}
+
+
+# Of E2B and E4B.
+_BEYOND = ("hidden_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp")
+
+
+def read_config(hf: HfConfig) -> DecoderConfig:
+    """As published, and as transformers 5 writes it. Raises CheckpointError."""
+    _refuse_what_the_small_ones_have(hf)
+    given = hf.raw("rope_parameters")
+    if given is not None and not (isinstance(given, dict) and given.keys() <= _ROPES.keys()):
+        raise hf.error(
+            "rope_parameters", f"must be objects under {', '.join(_ROPES)}", "correct it"
+        )
+    ropes = dict(given or _ROPES)
+    bias = hf.flag("attention_bias", False)
+    config = read_decoder(
+        hf.changed(rope_parameters=None),
+        DEFAULTS,
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm="head",
+        head_dim_default=256,
+        activation="gelu_tanh",
+    )
+    count = len(config.layers)
+    windows = read_layer_types(
+        hf, count, hf.count("sliding_window", 512), [at % 6 != 0 for at in range(1, count + 1)]
+    )
+    if windows[-1] is not None:
+        raise hf.error("layer_types", "must end with full_attention", "correct it")
+    windowed = replace(config.attention, scale=1.0, value_norm=True)
+    full = _full(hf, windowed, windows)
+    windowed = replace(windowed, rope=_rope(hf, ropes, "sliding_attention", windowed, config))
+    full = replace(full, rope=_rope(hf, ropes, "full_attention", full, config))
+    plain = windowed if any(windows) else full
+    experts = _experts(hf, config.ffn)
+    return replace(
+        config,
+        attention=plain,
+        layers=tuple(
+            LayerConfig(window, experts, attention=None if window or plain is full else full)
+            for window in windows
+        ),
+        norms="both",
+        embedding_scale=config.width**0.5,
+        logits_cap=hf.number("final_logit_softcapping", 0.0),
+        layer_scales=True,
+    )
+
+
+def _refuse_what_the_small_ones_have(hf: HfConfig) -> None:
+    """What is stated is refused by name as all that no reader asks for; here what is assumed, and
+    what must be known of sizes."""
+    if "hidden_size_per_layer_input" not in hf.fields:
+        raise hf.error(
+            "hidden_size_per_layer_input",
+            "must be stated (left out it means 256, embeddings of each layer, which are not"
+            " supported)",
+            "set it to 0 where the model has none",
+        )
+    if hf.sizes_only and any(hf.fields.get(field) for field in _BEYOND):
+        raise CheckpointError(
+            f"{hf.where}: the sizes of a Gemma 4 with any of {', '.join(_BEYOND)} are not known;"
+            " use 31B or 26B-A4B"
+        )
+    hf.pass_over("vocab_size_per_layer_input")
+    if hf.has("rope_scaling"):
+        raise hf.error("rope_scaling", "must not be set", "state rope_parameters by kind of layer")
+    if hf.raw("use_bidirectional_attention") not in (None, "vision") and not hf.sizes_only:
+        # "vision": within an image, and there is none
+        raise hf.error(
+            "use_bidirectional_attention",
+            "must be null or 'vision'",
+            "attention to later tokens is not supported",
+        )
+
+
+def _full(
+    hf: HfConfig, windowed: AttentionConfig, windows: tuple[int | None, ...]
+) -> AttentionConfig:
+    """Of the layers without a window: sizes as published, or, as transformers 5 writes them, by the
+    number of each layer."""
+    same = hf.flag("attention_k_eq_v", False)
+    heads, size = windowed.kv_heads, hf.count("global_head_dim", 512)
+    given = hf.count("num_global_key_value_heads", heads)
+    if same:
+        heads = given
+    by_layer = hf.raw("per_layer_config")
+    if by_layer is not None:
+        wanted = {str(at) for at, window in enumerate(windows) if window is None}
+        by_layer = by_layer if isinstance(by_layer, dict) else {}
+        sizes = next(iter(by_layer.values()), None)
+        if not (
+            isinstance(sizes, dict)
+            and sizes.keys() <= {"head_dim", "num_key_value_heads"}
+            and all(each == sizes for each in by_layer.values())
+            and set(by_layer) == wanted
+        ):
+            raise hf.error(
+                "per_layer_config",
+                "must give head_dim and num_key_value_heads of the layers without a window, the"
+                " same to each",
+                "other sizes by layer are not supported",
+            )
+        own = HfConfig(sizes, f"{hf.where}: per_layer_config")
+        size = own.count("head_dim", windowed.head_dim)
+        heads = own.count("num_key_value_heads", windowed.kv_heads)
+    if windowed.query_heads % heads or size % 2:
+        raise hf.error(
+            "num_global_key_value_heads",
+            f"must divide num_attention_heads={windowed.query_heads}, and heads be of an even size"
+            f" ({heads} kv heads of {size})",
+            "correct it",
+        )
+    return replace(windowed, kv_heads=heads, head_dim=size, keys_are_values=same)
+
+
+def _rope(
+    hf: HfConfig,
+    ropes: Mapping[str, object],
+    kind: str,
+    attention: AttentionConfig,
+    config: DecoderConfig,
+) -> Rope:
+    given = ropes.get(kind) or _ROPES[kind]
+    if not isinstance(given, dict) or "rope_theta" not in given:
+        raise hf.error(
+            "rope_parameters", f"must have an object with rope_theta under {kind}", "correct it"
+        )
+    return rope_of(
+        hf, f"rope_parameters.{kind}", given, attention.head_dim, config.context_tokens, DEFAULTS
+    )
+
+
+def _experts(hf: HfConfig, ffn: int) -> ExpertConfig | None:
+    sizes = ("num_experts", "top_k_experts", "moe_intermediate_size")
+    if not hf.flag("enable_moe_block", False):
+        hf.pass_over(*sizes)
+        return None
+    total, chosen, width = (hf.count(field) for field in sizes)
+    if chosen > total:
+        raise hf.error("top_k_experts", f"must be at most {total}, all experts", "correct it")
+    return ExpertConfig(
+        total, chosen, width, True, shared_ffn=ffn, wide=True, clamp=GeluGate(), beside=True
+    )
