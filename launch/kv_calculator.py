@@ -15,7 +15,7 @@ from rich.table import Table
 
 from jdisagg.costs.cost_model import CostModel, wire_bytes_per_token
 from jdisagg.costs.hardware import LINKS, Link, link
-from jdisagg.costs.kv_facts import catalog_rows, instance_facts, kv_facts, link_rows
+from jdisagg.costs.kv_facts import catalog_rows, instance_facts, kv_facts, link_rows, sent_part
 from jdisagg.costs.model_geometry import CostGeometry, dtype_bytes
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
@@ -27,6 +27,7 @@ from launch.flags import define
 flags = define(
     "model",
     "dtype",
+    "kv_dtype",
     "prompt_tokens",
     "tokens_per_second",
     "codec",
@@ -47,13 +48,20 @@ def main() -> None:
     if flags.model == "help":
         _show(("model", "parameters", "KV bytes a token"), catalog_rows())
         return
-    shape = find_geometry(flags.model)
+    shape = find_geometry(flags.model, flags.kv_dtype)
     prompt, rate, links = _checked(shape)
+    kept = shape.kv_dtype or flags.dtype
+    if shape.kv_dtype and flags.codec != "none":
+        raise ConfigError(
+            f"--codec={flags.codec} packs values of 2 or 4 bytes, and --kv_dtype={flags.kv_dtype}"
+            " keeps them in one; leave one of the two out"
+        )
     facts = kv_facts(shape, flags.dtype, flags.codec, prompt, rate)
     if flags.hardware:
         layout, hardware = Layout.parse(flags.layout), find_accelerator(flags.hardware)
-        facts += instance_facts(CostModel(shape, hardware, layout, kv_dtype=flags.dtype), prompt)
-    wire = wire_bytes_per_token(shape, dtype_bytes(flags.dtype), flags.codec)
+        facts += instance_facts(CostModel(shape, hardware, layout, kv_dtype=kept), prompt)
+    wire = wire_bytes_per_token(shape, dtype_bytes(kept), flags.codec)
+    wire *= sent_part(shape, prompt)
     head = ("link", "GB/s", f"reached by {flags.parallel_links}", "ms a prompt")
     rows = link_rows(links, flags.parallel_links, wire, prompt, rate)
     _show((shape.name, ""), facts)

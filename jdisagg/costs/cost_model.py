@@ -14,60 +14,25 @@ in a few microseconds, so that simulators can ask at every event."""
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass
 
+from jdisagg.costs.cost import Cost
 from jdisagg.costs.hardware import Accelerator, Link
+from jdisagg.costs.kernels import OURS, Kernels
+from jdisagg.costs.layout_fit import check_layout
 from jdisagg.costs.linear_attention import RUN_TOKENS
-from jdisagg.costs.model_geometry import CostGeometry, LatentAttention, dtype_bytes
+from jdisagg.costs.model_geometry import (
+    CostGeometry,
+    GroupedAttention,
+    LatentAttention,
+    dtype_bytes,
+)
 from jdisagg.errors import ConfigError
-from jdisagg.layout.axes import Layout, ModelGeometry
+from jdisagg.layout.axes import Layout
 
 # bits of a value; transfer/codec.py
 CODEC_BITS: dict[str, int | None] = {"none": None, "int8": 8, "fp8": 8, "int4": 4}
 SCALE_BYTES = 4  # a float32 for each head and token of a component
-# What one multiprocessor makes of a product's result at a time, and what of its best speed it
-# reaches: libraries choose among such tiles.
-# (tokens, columns, speed)
-TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.75), (64, 64, 0.6))
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Seconds by cause. `compute`, `memory`: operations bound by either. `communication`:
-    all-reduces of tensor parallelism and hand-ons between stages, or the link of a move;
-    `exchange`: of tokens among experts. `overhead`: starts of operations and the host's part."""
-
-    compute: float = 0.0
-    memory: float = 0.0
-    communication: float = 0.0
-    exchange: float = 0.0
-    overhead: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        return self.compute + self.memory + self.communication + self.exchange + self.overhead
-
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(
-            self.compute + other.compute,
-            self.memory + other.memory,
-            self.communication + other.communication,
-            self.exchange + other.exchange,
-            self.overhead + other.overhead,
-        )
-
-    def __mul__(self, factor: float) -> "Cost":
-        return Cost(*(getattr(self, spec.name) * factor for spec in fields(Cost)))
-
-    def explain(self) -> str:
-        """Its terms in words, largest first, nothing that is zero."""
-        terms = sorted(
-            ((getattr(self, spec.name), spec.name) for spec in fields(Cost)), reverse=True
-        )
-        return f"{_milliseconds(self.seconds)}: " + ", ".join(
-            f"{name} {_milliseconds(value)}" for value, name in terms if value
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +45,6 @@ class _Product:
     activation_bytes: float
     layers: int
     columns: float
-
-
-@dataclass(frozen=True, slots=True)
-class Kernels:
-    """How an instance's programs work. `exchange`: how tokens reach experts of other ranks:
-    "gather" as our programs do, "all_to_all" as specialised kernels do. `multiprocessors` of a
-    device, where the staircase of its dense products matters: they make tiles in waves, and a last
-    wave takes as long as a full one. 0: time grows evenly."""
-
-    exchange: Literal["gather", "all_to_all"] = "gather"
-    multiprocessors: int = 0
 
 
 class CostModel:
@@ -109,22 +63,29 @@ class CostModel:
         *,
         dtype: str = "bfloat16",
         kv_dtype: str = "",
-        kernels: Kernels = Kernels(),
+        kernels: Kernels = OURS,
     ) -> None:
         self.geometry, self.accelerator, self.stages = geometry, accelerator, stages
-        self._multiprocessors = kernels.multiprocessors
+        self._kernels = kernels
         self.layout = layout or Layout()
-        self.value_bytes, self.kv_value_bytes = dtype_bytes(dtype), dtype_bytes(kv_dtype or dtype)
+        self.value_bytes = dtype_bytes(dtype)
+        self.kv_value_bytes = dtype_bytes(kv_dtype or geometry.kv_dtype or dtype)
         self._matrix_bytes = geometry.matrix_bits / 8 or self.value_bytes
-        self._exchange = kernels.exchange
-        _check(geometry, self.layout, stages)
+        self._expert_bytes = kernels.expert_bits / 8 or self._matrix_bytes
+        check_layout(geometry, self.layout, stages)
+        # of a layer with attention, the mean where they differ
+        layers = max(1, geometry.attention_layers)
+        self._mean_values, self._mean_head = (
+            geometry.kv_values / layers,
+            geometry.head_sizes / layers,
+        )
         self._products = self._dense_products()
         self._decode_layers: dict[int, Cost] = {}  # of a step of so many sequences, attention aside
         reached = accelerator.efficiency
-        # bfloat16 is what peaks are stated for; float32 runs on the same units at half the rate at
-        # best.
+        # Peaks are stated for bfloat16; float32 runs on the same units at half the rate at best.
         peak = accelerator.peak_flops * (2 / max(2, self.value_bytes))
         self._seconds_per_flop = 1 / (peak * reached.gemm_compute)
+        self._op_seconds = reached.op_seconds
         self._seconds_per_byte = 1 / (accelerator.memory_bytes_per_second * reached.gemm_memory)
         self.attention_per_flop = 1 / (peak * reached.attention_compute)
         self.attention_per_byte = 1 / (
@@ -151,7 +112,7 @@ class CostModel:
         cost = self._layers(tokens, rows) + self._prefill_attention(tokens, pairs, context_tokens)
         return self._issued(
             cost,
-            reached.prefill_launch_seconds,
+            self._prefill_launch(tokens),
             reached.prefill_seconds + reached.sequence_seconds * rows,
         )
 
@@ -202,11 +163,12 @@ class CostModel:
         if sequences:
             cost += self._decode_attention(sequences, decode_context_tokens)
         host = reached.prefill_seconds + reached.sequence_seconds * (rows + sequences)
-        return self._issued(cost, max(reached.prefill_launch_seconds, reached.launch_seconds), host)
+        launch = max(self._prefill_launch(tokens + sequences), reached.launch_seconds)
+        return self._issued(cost, launch, host)
 
     def transfer(self, tokens: int, link: Link, codec: str = "none", links: int = 1) -> Cost:
         """The KV of `tokens` tokens over `links` parallel links: packing, the wire, unpacking."""
-        values = self.geometry.attention_layers * self.geometry.attention.kv_values * tokens
+        values = self.geometry.kv_values * tokens
         wire = tokens * wire_bytes_per_token(self.geometry, self.kv_value_bytes, codec)
         state = self.state_bytes  # which no codec packs
         memory = 0.0
@@ -244,7 +206,7 @@ class CostModel:
         return (
             sum(product.weight_bytes * product.layers for product in self._products)
             + self.value_bytes * embedded
-            + self._matrix_bytes * experts
+            + self._expert_bytes * experts
         ) / self.stages
 
     def kv_tokens_per_rank(self, reserve: float = 0.1) -> int:
@@ -276,7 +238,7 @@ class CostModel:
         ffn's, the shared expert's, the router."""
         shape, tp = self.geometry, self.layout.tp
         attention = shape.attention
-        dense = shape.layers - shape.expert_layers
+        dense = shape.dense_layers
         # (parameters, layers, over how many devices, columns of the result on one of them, of the
         # parameters those that are never quantized)
         if isinstance(attention, LatentAttention):
@@ -287,19 +249,13 @@ class CostModel:
                 (up, shape.layers, tp, shape.width, attention.unpacking_parameters),
             ]
         else:
-            wide = attention.head_dim * (
-                (1 + attention.gated) * attention.query_heads / tp
-                + 2 * max(1.0, attention.kv_heads / tp)
-            )
-            out = shape.width * attention.head_dim * attention.query_heads
-            parts = [
-                (shape.width * wide, shape.attention_layers, 1, wide, 0),
-                (out, shape.attention_layers, tp, shape.width, 0),
-            ]
+            parts = self._projections()
         if linear := shape.linear:
             shards = self._kv_shards()
-            scalars, taps = 2 * linear.value_heads / shards, linear.channels * linear.taps / shards
-            wide = linear.channels / shards + scalars + linear.values / tp
+            keys = linear.key_channels / (1 if linear.key_copies else shards)
+            channels, scalars = linear.values / shards + keys, linear.scalars / shards
+            taps = channels * linear.taps
+            wide = channels + scalars + linear.values / tp
             plain = shape.width * scalars + taps
             parts += [
                 (shape.width * wide + taps, linear.layers, 1, wide, plain),
@@ -314,6 +270,8 @@ class CostModel:
         if shape.experts:
             count, layers = shape.experts.count, shape.expert_layers
             parts.append((shape.width * count, layers, 1, count, shape.width * count))
+            if latent := shape.experts.latent:
+                parts.append((2 * shape.width * latent, layers, 1, shape.width + latent, 0))
             if shape.experts.shared_ffn:
                 wide = shape.experts.shared_ffn * shape.matrices
                 parts.append((shape.width * wide, layers, tp, wide / tp, 0))
@@ -325,17 +283,36 @@ class CostModel:
             products.append(_Product(2 * own, held / over, moved, layers, columns))
         return tuple(products)
 
+    def _projections(self) -> list[tuple[float, int, int, float, float]]:
+        """Of attention to keys and values, by kind of layer, as `_dense_products` has its parts. A
+        device that has more kv heads than all layers could be cut by makes the queries of all of
+        them (`models/blocks.py`)."""
+        shape, tp, shards, parts = self.geometry, self.layout.tp, self._kv_shards(), []
+        for kind, layers in shape.attention_kinds:
+            assert not isinstance(kind, LatentAttention)
+            queries = tp if kind.kv_heads == self._most_kv_shards() else shards
+            wide = kind.head_dim * (
+                kind.query_heads / queries
+                + kind.gated * kind.query_heads / tp
+                + kind.made_heads / shards
+            )
+            out = shape.width * kind.head_dim * kind.query_heads
+            parts.append((shape.width * wide, layers, 1, wide, 0))
+            parts.append((out, layers, tp, shape.width, 0))
+        return parts
+
     def _layers(self, tokens: float, sampled: float, elsewhere: float | None = None) -> Cost:
         """All but attention itself: products, what moves between them, experts, all-reduces, the
         head, stages."""
-        shape, reached = self.geometry, self.accelerator.efficiency
+        shape = self.geometry
         compute = memory = 0.0
         operations = 0
-        per_flop, per_byte = self._seconds_per_flop, self._seconds_per_byte
+        kernels, per_flop, per_byte = self._kernels, self._seconds_per_flop, self._seconds_per_byte
         for product in self._products:
-            arithmetic = product.flops * self._tiled(tokens, product.columns) * per_flop
+            tiled = kernels.tiled(tokens, product.columns)
+            arithmetic = product.flops * tiled * per_flop / kernels.matrix_speed
             traffic = (product.weight_bytes + product.activation_bytes * tokens) * per_byte
-            operations += product.layers
+            operations += product.layers * (1 + kernels.quantizes)
             if arithmetic > traffic:
                 compute += arithmetic * product.layers
             else:
@@ -345,43 +322,38 @@ class CostModel:
         compute, memory = (
             (compute + arithmetic, memory) if arithmetic > traffic else (compute, memory + traffic)
         )
+        blocks = shape.blocks / (2 * shape.layers)  # of a layer, as a part of two
         # Norms, residuals, rope and the gate read and write activations: about eight passes over
         # the width, three over the ffn.
         memory += (
             shape.layers
             * tokens
             * self.value_bytes
-            * (8 * shape.width + 3 * self._ffn_of_token() / self.layout.tp)
+            * (8 * blocks * shape.width + 3 * self._ffn_of_token() / self.layout.tp)
             * per_byte
         )
         # Two norms, two residuals, the activation, and where the ffn is gated (so are the families
         # with rope) rope with the gate.
-        operations += (6 if shape.gated else 5) * shape.layers + 2
-        communication = (
-            2
-            * shape.layers
-            * self._all_reduce(tokens * shape.width * self.value_bytes, self.layout.tp)
+        operations += (3 if kernels.fused else 6 if shape.gated else 5) * shape.blocks / 2 + 2
+        communication = shape.blocks * self._all_reduce(
+            tokens * shape.width * self.value_bytes, self.layout.tp
         )
         communication += self._hand_ons(tokens * shape.width * self.value_bytes)
-        base = Cost(compute, memory, communication, 0.0, operations * reached.op_seconds)
+        base = Cost(compute, memory, communication, 0.0, operations * self._op_seconds)
         return base + self._experts(tokens, elsewhere) if shape.experts else base
-
-    def _tiled(self, tokens: float, columns: float) -> float:
-        """As many tokens as would take as long if every multiprocessor had work all the time, with
-        the best of the tiles."""
-        if not self._multiprocessors:
-            return tokens
-        at_once, best = self._multiprocessors, math.inf
-        for rows, wide, speed in TILES:
-            waves = math.ceil(math.ceil(tokens / rows) * math.ceil(columns / wide) / at_once)
-            best = min(best, waves * at_once * rows * wide / columns / speed)
-        return best
 
     def _issued(self, device: Cost, launch_seconds: float, host_seconds: float) -> Cost:
         """With the host's part: it issues layers ahead of the device, so only what exceeds the
         device's time is seen."""
-        waited = max(0.0, launch_seconds * self.geometry.layers - device.seconds)
+        waited = max(0.0, launch_seconds * self.geometry.blocks / 2 - device.seconds)
         return device + Cost(overhead=waited + host_seconds)
+
+    def _prefill_launch(self, tokens: int) -> float:
+        """To issue a layer of a step of so many tokens that carries prompts."""
+        reached = self.accelerator.efficiency
+        if tokens <= self._kernels.captured_tokens:
+            return reached.launch_seconds
+        return reached.prefill_launch_seconds
 
     def _ffn_of_token(self) -> float:
         shape = self.geometry
@@ -390,9 +362,7 @@ class CostModel:
             if shape.experts
             else 0
         )
-        return (
-            (shape.layers - shape.expert_layers) * shape.ffn + shape.expert_layers * routed
-        ) / shape.layers
+        return (shape.dense_layers * shape.ffn + shape.expert_layers * routed) / shape.layers
 
     def _experts(self, tokens: float, elsewhere: float | None = None) -> Cost:
         """Routed products of one device, and the exchange where experts lie beyond the
@@ -404,26 +374,36 @@ class CostModel:
         everyone = tokens + (others if across else 0)
         # experts whole over ep, or each cut by tp
         spread = layout.ep if layout.ep > 1 else layout.tp
-        each = shape.matrices * shape.width * experts.ffn
-        arithmetic = 2 * each * everyone * experts.active / spread * self._seconds_per_flop
+        each = shape.matrices * experts.routed_width(shape.width) * experts.ffn
+        kernels, per_flop = self._kernels, self._seconds_per_flop
+        speed = kernels.expert_speed or kernels.matrix_speed
+        arithmetic = 2 * each * everyone * experts.active / spread * per_flop / speed
         traffic = (
-            experts.touched(everyone) * each * self._matrix_bytes / spread * self._seconds_per_byte
-        )
+            experts.touched(everyone) * each * self._expert_bytes / spread * self._seconds_per_byte
+        ) / kernels.expert_memory
         layers = shape.expert_layers
-        cost = Cost(overhead=3 * layers * self.accelerator.efficiency.op_seconds)
-        cost += (
-            Cost(compute=arithmetic * layers)
-            if arithmetic > traffic
-            else Cost(memory=traffic * layers)
-        )
+        cost = Cost(overhead=kernels.expert_operations * layers * self._op_seconds)
+        if kernels.gathers:
+            # Rows of tokens are copied to their experts (read, write), go through the activation,
+            # and are read again to be summed.
+            rows = everyone * experts.active / (layout.ep if layout.ep > 1 else 1)
+            inner = experts.ffn / (1 if layout.ep > 1 else layout.tp)
+            copied = rows * 3 * (experts.routed_width(shape.width) + inner) * self.value_bytes
+            cost += Cost(memory=copied * self._seconds_per_byte * layers)
+        if kernels.expert_serial:
+            cost += Cost(compute=arithmetic * layers, memory=traffic * layers)
+        elif arithmetic > traffic:
+            cost += Cost(compute=arithmetic * layers)
+        else:
+            cost += Cost(memory=traffic * layers)
         if across:
             row = shape.width * self.value_bytes
-            if self._exchange == "gather":
+            if self._kernels.exchange == "gather":
                 # in a ring, each device's way out
                 sent = (layout.dp - 1) / layout.dp * everyone * row
             else:
                 sent = tokens / layout.tp * min(experts.active, layout.ep - 1) * row
-            ways = layout.ep if self._exchange == "all_to_all" else layout.dp
+            ways = layout.ep if self._kernels.exchange == "all_to_all" else layout.dp
             cost += Cost(exchange=2 * layers * self._collective(sent, ways, layout.devices))
         return cost
 
@@ -432,7 +412,7 @@ class CostModel:
         if isinstance(attention, LatentAttention):
             width = attention.nope_dim + attention.rope_dim + attention.value_dim
         else:
-            width = 2 * attention.head_dim
+            width = 2 * self._mean_head
         heads = attention.query_heads / self.layout.tp
         cost = self._attention(
             2 * pairs * heads * width,
@@ -456,9 +436,13 @@ class CostModel:
             return self._attention(flops * context_tokens, context_tokens * size_bytes, layers)
         seen = min(context_tokens, attention.window * sequences)
         whole = shape.attention_layers - attention.windowed_layers
-        full = self._attention(flops * context_tokens, context_tokens * self._kv_bytes(), whole)
-        return full + self._attention(
-            flops * seen, seen * self._kv_bytes(), attention.windowed_layers
+        other = attention.full or attention
+        full, windowed = (self._kv_bytes(kind) for kind in (other, attention))
+        flops /= self._mean_head
+        return self._attention(
+            flops * other.head_dim * context_tokens, context_tokens * full, whole
+        ) + self._attention(
+            flops * attention.head_dim * seen, seen * windowed, attention.windowed_layers
         )
 
     def attention_of_token(self) -> tuple[float, float, int]:
@@ -469,7 +453,7 @@ class CostModel:
         if isinstance(attention, LatentAttention):
             flops = 2 * heads * (2 * attention.kv_rank + attention.rope_dim)
             return flops, self._kv_bytes(), shape.layers
-        return 4 * heads * attention.head_dim, self._kv_bytes(), shape.attention_layers
+        return 4 * heads * self._mean_head, self._kv_bytes(), shape.attention_layers
 
     def _recurrence(self, tokens: float, passes: float, *, chunked: bool) -> Cost:
         """Of layers that keep state: it is read and written `passes` times."""
@@ -490,16 +474,18 @@ class CostModel:
             return Cost(compute=arithmetic * layers, overhead=overhead)
         return Cost(memory=traffic * layers, overhead=overhead)
 
-    def _kv_bytes(self) -> float:
-        """Of one token and layer, as one device reads them: kv heads are cut by tp as far as they
-        go, a latent is not."""
-        return self.geometry.attention.kv_values * self.kv_value_bytes / self._kv_shards()
+    def _kv_bytes(self, kind: GroupedAttention | None = None) -> float:
+        """Of one token and layer (of this kind; a mean where None), as one device reads them: kv
+        heads are cut by tp as far as they go, a latent is not."""
+        values = kind.kv_values if kind else self._mean_values
+        return values * self.kv_value_bytes / self._kv_shards()
 
     def _kv_shards(self) -> int:
+        return min(self.layout.tp, self._most_kv_shards())
+
+    def _most_kv_shards(self) -> int:
         attention = self.geometry.attention
-        if isinstance(attention, LatentAttention):
-            return 1
-        return min(self.layout.tp, attention.kv_heads)
+        return 1 if isinstance(attention, LatentAttention) else attention.shared_kv_heads
 
     def pairs(self, new: int, cached: int = 0) -> float:
         """Pairs of positions that attend to each other when `new` tokens follow `cached` ones
@@ -512,7 +498,9 @@ class CostModel:
         window = attention.window
         growing = max(0, min(new, window - cached))  # tokens that still see all before them
         seen = growing * cached + growing * (growing + 1) / 2 + (new - growing) * window
-        part = attention.windowed_layers / self.geometry.attention_layers
+        # by what each layer computes of a pair
+        part = attention.windowed_layers * attention.head_dim / self._mean_head
+        part /= self.geometry.attention_layers
         return whole * (1 - part) + seen * part
 
     def _all_reduce(self, size_bytes: float, devices: int) -> float:
@@ -536,9 +524,8 @@ class CostModel:
             if message_bytes >= reached.large_bytes
             else reached.collective_bandwidth
         )
-        return reached.collective_seconds * math.log2(devices) + sent_bytes / (
-            path.bytes_per_second * part
-        )
+        hops = 1 if self._kernels.direct and path is accelerator.scale_up else math.log2(devices)
+        return reached.collective_seconds * hops + sent_bytes / (path.bytes_per_second * part)
 
     def _hand_ons(self, size_bytes: float) -> float:
         """From each stage to the next: within a domain as far as it holds whole stages, then to
@@ -554,7 +541,7 @@ class CostModel:
         return (
             shape.expert_layers
             * shape.matrices
-            * shape.width
+            * shape.experts.routed_width(shape.width)
             * shape.experts.count
             * shape.experts.ffn
             if shape.experts
@@ -568,33 +555,7 @@ def wire_bytes_per_token(geometry: CostGeometry, value_bytes: int, codec: str = 
     if codec not in CODEC_BITS:
         raise ConfigError(f"no codec named {codec!r}; there are {', '.join(CODEC_BITS)}")
     bits = CODEC_BITS[codec]
-    rows, width = geometry.kv_row()
-    packed = width * value_bytes if bits is None else -(-width * bits // 8) + SCALE_BYTES
-    return geometry.attention_layers * rows * packed
-
-
-def _check(geometry: CostGeometry, layout: Layout, stages: int) -> None:
-    """Raises LayoutError or ConfigError for a layout that does not divide the model."""
-    attention, experts = geometry.attention, geometry.experts
-    # A latent is kept whole on every device: any tp that divides the query heads will do.
-    kv_heads = layout.tp if isinstance(attention, LatentAttention) else attention.kv_heads
-    linear = geometry.linear
-    sizes = ModelGeometry(
-        attention.query_heads,
-        kv_heads,
-        geometry.ffn,
-        experts.count if experts else 0,
-        experts.ffn if experts else 0,
-        state_key_heads=linear.key_heads if linear else 0,
-        state_value_heads=linear.value_heads if linear else 0,
+    return sum(
+        rows * (width * value_bytes if bits is None else -(-width * bits // 8) + SCALE_BYTES)
+        for rows, width in geometry.kv_rows()
     )
-    layout.check(sizes)
-    if not 1 <= stages <= geometry.layers:
-        raise ConfigError(
-            f"{stages} pipeline stages do not fit a model of {geometry.layers} layers; choose 1 to"
-            f" {geometry.layers}"
-        )
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"

@@ -167,7 +167,8 @@ _V6E = Efficiency(0.786, 0.949, 0.484, 0.769, 4.5e-6, 12.4e-6)
 
 # Peak, bandwidth, memory: NVIDIA data sheets (A100 80GB SXM 312 TFLOP/s, 2.039 TB/s; H100 SXM 989,
 # 3.35; H200 SXM 989, 4.8, 141 GB; HGX B200 4.5 PFLOP/s sparse = 2250 dense, 8 TB/s, 180 GB usable;
-# GB200 NVL72 360 PFLOP/s sparse, 576 TB/s, 13.4 TB over 72; L40S 362, 864 GB/s, 48 GB, no NVLink;
+# GB200 NVL72 360 PFLOP/s sparse, 576 TB/s, 13.4 TB over 72; HGX B300 2.1 TB over 8, GB300 NVL72 20
+# TB over 72, speeds in bfloat16 as of the 200s; L40S 362, 864 GB/s, 48 GB, no NVLink;
 # GeForce RTX 4090 165.2 with float32 accumulation, 1008 GB/s, 24 GB; RTX PRO 6000 Blackwell 503.8,
 # 1792 GB/s, 96 GB: its peak stands in one source only) and cloud.google.com/tpu/docs (v5e 197
 # TFLOP/s, 819 GB/s, 16 GB; v5p 459, 2765, 95 GB; v6e 918, 1638, 32 GB). Dollars an
@@ -197,6 +198,14 @@ HARDWARE: dict[str, Accelerator] = {
         Accelerator(
             "gb200-nvl72", 2500 * TERA, 8 * TERA, 186 * GIGA, 72,
             LINKS["nvlink5"], LINKS["nvlink-c2c"], LINKS["infiniband-ndr"], _H200,
+        ),
+        Accelerator(
+            "b300", 2250 * TERA, 8 * TERA, 262 * GIGA, 8,
+            LINKS["nvlink5"], LINKS["pcie6"], LINKS["infiniband-xdr"], _H200,
+        ),
+        Accelerator(
+            "gb300-nvl72", 2500 * TERA, 8 * TERA, 279 * GIGA, 72,
+            LINKS["nvlink5"], LINKS["nvlink-c2c"], LINKS["infiniband-xdr"], _H200,
         ),
         # Nobody's measurements: the fractions of the A100, whose generation of kernels it runs.
         Accelerator(

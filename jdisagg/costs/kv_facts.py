@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from jdisagg.costs.cost_model import CostModel, wire_bytes_per_token
 from jdisagg.costs.hardware import Link
 from jdisagg.costs.model_geometry import CATALOG, CostGeometry, dtype_bytes
+from jdisagg.layout.kv_spec import ring_pages
 
 Row = tuple[str, ...]
 
@@ -17,17 +18,50 @@ def catalog_rows() -> list[Row]:
     ]
 
 
+def sent_part(shape: CostGeometry, prompt_tokens: int) -> float:
+    """Of a prompt's KV, what is handed over: layers with a window, beside others without one, send
+    what is still seen. (All is sent where KV stays for later requests.)"""
+    seen = min(prompt_tokens, max(0, shape.widest_window - 1))
+    return 1 - shape.windowed_part * (1 - seen / prompt_tokens)
+
+
+def held_bytes(shape: CostGeometry, dtype: str, tokens: int, page_size: int) -> int:
+    """Of a sequence of so many tokens on a decode worker, in whole pages: of layers with a window,
+    beside others without one, at most a ring."""
+    pages, windowed = -(-tokens // page_size), shape.windowed_bytes_per_token(dtype)
+    ring = min(pages, ring_pages(shape.widest_window, page_size))
+    whole = shape.kv_bytes_per_token(dtype) - windowed
+    return page_size * (pages * whole + ring * windowed)
+
+
 def kv_facts(
-    shape: CostGeometry, dtype: str, codec: str, prompt_tokens: int, tokens_per_second: float
+    shape: CostGeometry,
+    dtype: str,
+    codec: str,
+    prompt_tokens: int,
+    tokens_per_second: float,
+    page_size: int = 128,
 ) -> list[Row]:
     """Of the model, a token, a prompt, and a rate of prompt tokens."""
-    value_bytes = dtype_bytes(dtype)
+    value_bytes = dtype_bytes(shape.kv_dtype or dtype)
     wire = wire_bytes_per_token(shape, value_bytes, codec)
     kept = shape.kv_bytes_per_token(dtype)
     active = count_text(shape.active_parameters)
-    sizes = f"{shape.attention_layers} layers x {shape.attention.kv_values} values x {value_bytes}"
+    kinds = (f"{layers} layers x {kind.kv_values} values" for kind, layers in shape.attention_kinds)
+    sizes = f"{' and '.join(kinds)} x {value_bytes}"
     state = shape.state_bytes(dtype)  # of layers that keep no KV
     beside = [("state a sequence", f"{bytes_text(state)}, however long it is")] if state else []
+    part = sent_part(shape, prompt_tokens)
+    if windowed := shape.windowed_bytes_per_token(dtype):
+        held = bytes_text(held_bytes(shape, dtype, prompt_tokens, page_size))
+        beside += [
+            ("of it with a window", f"{windowed:,} bytes, of {shape.widest_window:,} positions"),
+            (
+                f"of {prompt_tokens:,} tokens",
+                f"{held} held by a decode worker (pages of {page_size}), {part:.2f} handed over;"
+                " all with --prefix_cache",
+            ),
+        ]
     return [
         ("parameters", f"{count_text(shape.parameters)}, {active} active"),
         ("KV a token", f"{kept:,} bytes ({sizes})"),
@@ -36,7 +70,7 @@ def kv_facts(
         (f"KV of {prompt_tokens:,} tokens", bytes_text(kept * prompt_tokens)),
         (
             f"bandwidth for {tokens_per_second:,.0f} tokens/s",
-            f"{bytes_text(wire * tokens_per_second)}/s",
+            f"{bytes_text(wire * part * tokens_per_second)}/s",
         ),
     ]
 

@@ -7,6 +7,7 @@ simulation need no weights. What is derived here (parameters, KV bytes) is exact
 sizes, small tensors (norms, biases, the positions of OPT) left out. Knows no hardware and no
 layout."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -18,7 +19,10 @@ from jdisagg.plain import Message
 
 class GroupedAttention(Message, frozen=True):
     """MHA, GQA and MQA by `kv_heads`. `window`: positions seen, the token's own included, in
-    `windowed_layers` of the layers. `gated`: what heads give is multiplied with a gate."""
+    `windowed_layers` of the layers. `gated`: what heads give is multiplied with a gate.
+    `full_kv_heads`, `full_head_dim`: of the layers without a window where they differ (0: they do
+    not), and `keys_are_values`: one matrix makes both there (or in all layers, where they do not
+    differ)."""
 
     query_heads: int
     kv_heads: int
@@ -26,9 +30,36 @@ class GroupedAttention(Message, frozen=True):
     window: int | None = None
     windowed_layers: int = 0
     gated: bool = False
+    full_kv_heads: int = 0
+    full_head_dim: int = 0
+    keys_are_values: bool = False
+
+    @property
+    def full(self) -> "GroupedAttention | None":
+        """That of the layers without a window, where it is of another size."""
+        if not self.full_kv_heads:
+            return None
+        return GroupedAttention(
+            self.query_heads,
+            self.full_kv_heads,
+            self.full_head_dim,
+            gated=self.gated,
+            keys_are_values=self.keys_are_values,
+        )
+
+    @property
+    def made_heads(self) -> int:
+        """Heads of keys and values that matrices make."""
+        return self.kv_heads * (1 if self.keys_are_values and not self.full_kv_heads else 2)
+
+    @property
+    def shared_kv_heads(self) -> int:
+        """Over how many shards kv heads of all layers can lie at most."""
+        return math.gcd(self.kv_heads, self.full_kv_heads)
 
     def parameters(self, width: int) -> int:
-        matrices = 2 * (self.query_heads + self.kv_heads) + self.gated * self.query_heads
+        """Of a layer that is as `kv_heads` and `head_dim` say."""
+        matrices = (2 + self.gated) * self.query_heads + self.made_heads
         return width * self.head_dim * matrices
 
     @property
@@ -70,13 +101,15 @@ class LatentAttention(Message, frozen=True):
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A routed feed-forward: `active` of `count` experts of `ffn` for each token, and one of
-    `shared_ffn` for all (0: none), perhaps behind a gate of its own."""
+    `shared_ffn` for all (0: none), perhaps behind a gate of its own. `latent`: routed ones work on
+    so many values, made of a token's, and back (0: on the token's own)."""
 
     count: int
     active: int
     ffn: int
     shared_ffn: int = 0
     shared_gate: bool = False
+    latent: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.active <= self.count:
@@ -84,6 +117,10 @@ class Experts:
                 f"model geometry: {self.active} active experts of {self.count}; active must be"
                 " between 1 and all"
             )
+
+    def routed_width(self, width: int) -> int:
+        """What goes into a routed one, of a model of `width`."""
+        return self.latent or width
 
     def touched(self, tokens: float) -> float:
         """How many experts `tokens` tokens need, if each chooses evenly and independently."""
@@ -94,9 +131,11 @@ class Experts:
 class CostGeometry:
     """`layers` in all, of which `expert_layers` route their tokens and the others have a dense ffn.
     `gated`: three matrices, else two. `linear`: what some layers have in place of attention.
+    `without_mixer`, `without_ffn`: layers that have neither of these, and those that are not fed
+    forward.
     `matrix_bits`: of a value of the layers' quantized matrices; 0 where these have the model's
     type. Their scales, a float32 an output, are not counted (below 0.4 % of int4 from a width of
-    2,048 on)."""
+    2,048 on). `kv_dtype`: what KV is kept in, where it is not the model's type."""
 
     name: str
     width: int
@@ -111,6 +150,9 @@ class CostGeometry:
     context_tokens: int = 4096
     matrix_bits: int = 0
     linear: LinearAttention | None = None
+    without_mixer: int = 0
+    without_ffn: int = 0
+    kv_dtype: str = ""
 
     def __post_init__(self) -> None:
         for name in ("width", "layers", "vocabulary", "context_tokens"):
@@ -139,9 +181,42 @@ class CostGeometry:
             )
 
     @property
+    def attention_kinds(self) -> tuple[tuple[GroupedAttention | LatentAttention, int], ...]:
+        """What the layers that keep KV have, and how many of them: those with a window first, where
+        the others differ."""
+        attention, layers = self.attention, self.attention_layers
+        full = attention.full if isinstance(attention, GroupedAttention) else None
+        if not isinstance(attention, GroupedAttention) or full is None:
+            return ((attention, layers),)
+        return (attention, attention.windowed_layers), (full, layers - attention.windowed_layers)
+
+    @property
+    def kv_values(self) -> int:
+        """Values that all layers keep of one token."""
+        return sum(layers * kind.kv_values for kind, layers in self.attention_kinds)
+
+    @property
+    def head_sizes(self) -> int:
+        """Summed over the layers with heads of keys and values."""
+        kinds = self.attention_kinds
+        return sum(
+            layers * kind.head_dim for kind, layers in kinds if isinstance(kind, GroupedAttention)
+        )
+
+    @property
     def attention_layers(self) -> int:
         """Those that keep KV of each token."""
-        return self.layers - (self.linear.layers if self.linear else 0)
+        return self.layers - self.without_mixer - (self.linear.layers if self.linear else 0)
+
+    @property
+    def dense_layers(self) -> int:
+        """Those whose feed-forward block every token takes whole."""
+        return self.layers - self.without_ffn - self.expert_layers
+
+    @property
+    def blocks(self) -> int:
+        """Mixers and feed-forward blocks: two a layer, of most models."""
+        return 2 * self.layers - self.without_mixer - self.without_ffn
 
     @property
     def matrices(self) -> int:
@@ -161,9 +236,10 @@ class CostGeometry:
         """The weights of so many routed experts a layer, with the shared ones and the router."""
         if not self.experts:
             return 0
-        ffn = count * self.experts.ffn + self.experts.shared_ffn
-        each = self.matrices * self.width * ffn
-        gates = self.experts.count + self.experts.shared_gate
+        wide = self.experts.routed_width(self.width)
+        routed, shared = count * wide * self.experts.ffn, self.width * self.experts.shared_ffn
+        each = self.matrices * (routed + shared)
+        gates = self.experts.count + self.experts.shared_gate + 2 * self.experts.latent
         return self.expert_layers * (each + self.width * gates)
 
     @property
@@ -173,14 +249,32 @@ class CostGeometry:
 
     @property
     def _always_read(self) -> int:
-        dense = (self.layers - self.expert_layers) * self.matrices * self.width * self.ffn
-        attention = self.attention_layers * self.attention.parameters(self.width)
+        dense = self.dense_layers * self.matrices * self.width * self.ffn
+        kinds = self.attention_kinds
+        attention = sum(layers * kind.parameters(self.width) for kind, layers in kinds)
         if self.linear:
             attention += self.linear.layers * self.linear.parameters(self.width)
         return attention + dense + self.embedding_parameters
 
     def kv_bytes_per_token(self, dtype: str = "bfloat16") -> int:
-        return self.attention_layers * self.attention.kv_values * dtype_bytes(dtype)
+        return self.kv_values * dtype_bytes(self.kv_dtype or dtype)
+
+    def windowed_bytes_per_token(self, dtype: str = "bfloat16") -> int:
+        """Of it, what layers with a window keep; 0 where none has, or all have."""
+        return round(self.kv_bytes_per_token(dtype) * self.windowed_part)
+
+    @property
+    def widest_window(self) -> int:
+        """Positions, the token's own included; 0 where no layer has a window."""
+        return 0 if isinstance(self.attention, LatentAttention) else self.attention.window or 0
+
+    @property
+    def windowed_part(self) -> float:
+        """Of a token's KV, what layers with a window keep; 0 where none has one, or all have."""
+        if isinstance(self.attention, LatentAttention) or not self.widest_window:
+            return 0.0
+        part = self.attention.windowed_layers * self.attention.kv_values / self.kv_values
+        return part if part < 1 else 0.0
 
     def state_bytes(self, dtype: str = "bfloat16") -> int:
         """What a sequence keeps however long it is; 0 where all layers have attention."""
@@ -188,12 +282,15 @@ class CostGeometry:
             return 0
         return self.linear.layers * self.linear.state_bytes(dtype_bytes(dtype))
 
-    def kv_row(self) -> tuple[int, int]:
-        """(rows, values in a row) that one layer keeps of a token: what a codec's scale is shared
-        by. MLA: latent and rope together."""
-        if isinstance(self.attention, LatentAttention):
-            return 1, self.attention.kv_values
-        return 2 * self.attention.kv_heads, self.attention.head_dim
+    def kv_rows(self) -> list[tuple[int, int]]:
+        """(rows, values in a row) that all layers of each kind keep of a token: what a codec's
+        scale is shared by. MLA: latent and rope together."""
+        return [
+            (layers, kind.kv_values)
+            if isinstance(kind, LatentAttention)
+            else (layers * 2 * kind.kv_heads, kind.head_dim)
+            for kind, layers in self.attention_kinds
+        ]
 
 
 def dtype_bytes(dtype: str) -> int:
@@ -309,7 +406,15 @@ def _windowed_layers(fields: Mapping[str, object], layers: int, count: Callable[
 CATALOG: dict[str, CostGeometry] = {
     geometry.name: geometry
     for geometry in (
-        # meta-llama/Llama-2-70b-hf
+        # meta-llama/Llama-2-7b-hf and -70b-hf, codellama/CodeLlama-34b-Instruct-hf
+        CostGeometry(
+            "llama-2-7b", 4096, 32, 32000, GroupedAttention(32, 32, 128), 11008,
+            context_tokens=4096,
+        ),
+        CostGeometry(
+            "codellama-34b", 8192, 48, 32000, GroupedAttention(64, 8, 128), 22016,
+            context_tokens=16384,
+        ),
         CostGeometry(
             "llama-2-70b", 8192, 80, 32000, GroupedAttention(64, 8, 128), 28672,
             context_tokens=4096,
@@ -342,7 +447,20 @@ CATALOG: dict[str, CostGeometry] = {
             "opt-13b", 5120, 40, 50272, GroupedAttention(40, 40, 128), 20480,
             gated=False, tied=True, context_tokens=2048,
         ),
-        # mistralai/Mixtral-8x7B-v0.1
+        # 01-ai/Yi-34B, mistralai/Mistral-Nemo-Instruct-2407
+        CostGeometry(
+            "yi-34b", 7168, 60, 64000, GroupedAttention(56, 8, 128), 20480,
+            context_tokens=4096,
+        ),
+        CostGeometry(
+            "mistral-nemo-12b", 5120, 40, 131072, GroupedAttention(32, 8, 128), 14336,
+            context_tokens=131072,
+        ),
+        # mistralai/Mixtral-8x22B-v0.1 and -8x7B-v0.1
+        CostGeometry(
+            "mixtral-8x22b", 6144, 56, 32000, GroupedAttention(48, 8, 128), 16384,
+            experts=Experts(8, 2, 16384), expert_layers=56, context_tokens=65536,
+        ),
         CostGeometry(
             "mixtral-8x7b", 4096, 32, 32000, GroupedAttention(32, 8, 128), 14336,
             experts=Experts(8, 2, 14336), expert_layers=32, context_tokens=32768,
@@ -370,6 +488,35 @@ CATALOG: dict[str, CostGeometry] = {
         CostGeometry(
             "deepseek-v3", 7168, 61, 129280, LatentAttention(128, 1536, 512, 64, 128, 128), 18432,
             experts=Experts(256, 8, 2048, 2048), expert_layers=58, context_tokens=163840,
+        ),
+        # Qwen/Qwen2.5-7B-Instruct, Qwen/Qwen3-14B and -32B
+        CostGeometry(
+            "qwen2.5-7b", 3584, 28, 152064, GroupedAttention(28, 4, 128), 18944,
+            context_tokens=32768,
+        ),
+        CostGeometry(
+            "qwen3-14b", 5120, 40, 151936, GroupedAttention(40, 8, 128), 17408,
+            context_tokens=40960,
+        ),
+        CostGeometry(
+            "qwen3-32b", 5120, 64, 151936, GroupedAttention(64, 8, 128), 25600,
+            context_tokens=40960,
+        ),
+        # Qwen/Qwen3.5-397B-A17B: every fourth layer has attention, the others keep state
+        CostGeometry(
+            "qwen3.5-397b-a17b", 4096, 60, 248320, GroupedAttention(32, 2, 256, gated=True), 1024,
+            experts=Experts(512, 10, 1024, 1024, True), expert_layers=60, context_tokens=262144,
+            linear=LinearAttention(45, 16, 64, 128, 128, 4),
+        ),
+        # MiniMaxAI/MiniMax-M2.5
+        CostGeometry(
+            "minimax-m2.5", 3072, 62, 200064, GroupedAttention(48, 8, 128), 1536,
+            experts=Experts(256, 8, 1536), expert_layers=62, context_tokens=196608,
+        ),
+        # moonshotai/Kimi-K2.5, its language model: MLA, the first layer dense, one shared expert
+        CostGeometry(
+            "kimi-k2.5", 7168, 61, 163840, LatentAttention(64, 1536, 512, 64, 128, 128), 18432,
+            experts=Experts(384, 8, 2048, 2048), expert_layers=60, context_tokens=262144,
         ),
         # models/tiny/llama and models/tiny/qwen3_moe of this repository
         CostGeometry(

@@ -37,6 +37,12 @@ def test_a_prompt_of_a_known_model_is_priced_on_each_link() -> None:
     assert "pcie5" in out and "nvlink" not in out
 
 
+def test_kv_that_is_kept_in_fp8_has_half_the_bytes() -> None:
+    status, out, err = run("--model=llama-3-70b", "--kv_dtype=fp8", "--links=pcie5")
+    assert (status, err) == (0, "")
+    assert "163,840 bytes (80 layers x 2048 values x 1)" in out
+
+
 def test_a_model_directory_does_as_well_as_a_name() -> None:
     status, out, err = run(f"--model={SHIPPED_MODEL}", "--dtype=float32", "--hardware=a100")
     assert (status, err) == (0, "")
@@ -54,6 +60,7 @@ def test_a_model_directory_does_as_well_as_a_name() -> None:
         ),
         (("--model=opt-13b", "--prompt_tokens=4096"), "context of 2048, got 4096"),
         (("--model=opt-13b", "--links=string"), "no link named 'string'"),
+        (("--model=opt-13b", "--kv_dtype=fp8", "--codec=int8"), "--kv_dtype=fp8 keeps them in one"),
         (("--model=opt-13b", "--codec=zip"), "--codec=zip: value should be one of"),
         (("--model=opt-13b", "--hardware=l40s", "--layout=tp=3"), "layout tp=3 does not divide"),
     ],

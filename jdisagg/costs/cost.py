@@ -1,0 +1,46 @@
+"""Seconds by cause: what the cost model answers with, so that a decision can state its reason. Pure
+data."""
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds by cause. `compute`, `memory`: operations bound by either. `communication`:
+    all-reduces of tensor parallelism and hand-ons between stages, or the link of a move;
+    `exchange`: of tokens among experts. `overhead`: starts of operations and the host's part."""
+
+    compute: float = 0.0
+    memory: float = 0.0
+    communication: float = 0.0
+    exchange: float = 0.0
+    overhead: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.memory + self.communication + self.exchange + self.overhead
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            self.compute + other.compute,
+            self.memory + other.memory,
+            self.communication + other.communication,
+            self.exchange + other.exchange,
+            self.overhead + other.overhead,
+        )
+
+    def __mul__(self, factor: float) -> "Cost":
+        return Cost(*(getattr(self, spec.name) * factor for spec in fields(Cost)))
+
+    def explain(self) -> str:
+        """Its terms in words, largest first, nothing that is zero."""
+        terms = sorted(
+            ((getattr(self, spec.name), spec.name) for spec in fields(Cost)), reverse=True
+        )
+        return f"{_milliseconds(self.seconds)}: " + ", ".join(
+            f"{name} {_milliseconds(value)}" for value, name in terms if value
+        )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

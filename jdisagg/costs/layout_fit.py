@@ -1,0 +1,28 @@
+"""Whether a layout divides a model, of which only the sizes are known."""
+
+from jdisagg.costs.model_geometry import CostGeometry, LatentAttention
+from jdisagg.errors import ConfigError
+from jdisagg.layout.axes import Layout, ModelGeometry
+
+
+def check_layout(geometry: CostGeometry, layout: Layout, stages: int) -> None:
+    """Raises LayoutError or ConfigError for a layout that does not divide the model."""
+    attention, experts = geometry.attention, geometry.experts
+    # A latent is kept whole on every device: any tp that divides the query heads will do.
+    kv_heads = layout.tp if isinstance(attention, LatentAttention) else attention.shared_kv_heads
+    linear = geometry.linear
+    sizes = ModelGeometry(
+        attention.query_heads,
+        kv_heads,
+        geometry.ffn,
+        experts.count if experts else 0,
+        experts.ffn if experts else 0,
+        state_key_heads=linear.sharded_key_heads if linear else 0,
+        state_value_heads=linear.value_heads if linear else 0,
+    )
+    layout.check(sizes)
+    if not 1 <= stages <= geometry.layers:
+        raise ConfigError(
+            f"{stages} pipeline stages do not fit a model of {geometry.layers} layers; choose 1 to"
+            f" {geometry.layers}"
+        )
