@@ -25,7 +25,10 @@ from benchmarks.measure import RESULTS, save
 from benchmarks.measured_runs import (
     FITTED_REQUESTS,
     FITTED_RUNS,
+    TPOT_SLO,
+    TTFT_SLO,
     MeasuredRun,
+    attainment,
     distserve_runs,
     vllm_runs,
 )
@@ -47,14 +50,8 @@ _FIT = flags.DEFINE_bool(
 )
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
 
-TTFT_SLO, TPOT_SLO = 0.2, 0.1  # DistServe's for OPT-13B and ShareGPT
 SHORT_OF_MEMORY = "RTX4090/Llama-3.1-8B"  # its first requests fill it
 Figures = dict[str, object]
-
-
-def attainment(ttft: np.ndarray, tpot: np.ndarray) -> float:
-    """In percent; a request of one token has no TPOT to miss."""
-    return 100 * float(np.mean((ttft <= TTFT_SLO) & (np.nan_to_num(tpot) <= TPOT_SLO)))
 
 
 def summary(ttft: np.ndarray, tpot: np.ndarray) -> dict[str, float]:

@@ -24,6 +24,18 @@ DATA = Path(__file__).resolve().parent / "data"
 
 FITTED_RUNS = {"distserve": "distserve-c21d11-300-3", "vllm": "vllm-100-1"}
 FITTED_REQUESTS = 100  # of each vLLM 0.19 run
+TTFT_SLO, TPOT_SLO = 0.2, 0.1  # seconds: DistServe's for OPT-13B and ShareGPT
+
+
+def attainment(ttft: np.ndarray, tpot: np.ndarray) -> float:
+    """Percent of the requests within both of DistServe's limits; a request of one token has no TPOT
+    to miss.
+
+    Args:
+        ttft: [requests] seconds.
+        tpot: [requests] seconds, nan where there was one token.
+    """
+    return 100 * float(np.mean((ttft <= TTFT_SLO) & (np.nan_to_num(tpot) <= TPOT_SLO)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from jdisagg.config import Mode
+from jdisagg.config import Mode, PrefixConfig
 from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.model_geometry import geometry
 from jdisagg.dispatch.router_events import NoRouterEvents
@@ -30,15 +30,15 @@ from jdisagg.router.elastic import ElasticConfig
 from jdisagg.router.elastic_signals import SloTarget
 from jdisagg.simulator.elastic import elastic
 from jdisagg.simulator.faults import Broken, Cancels, Death, SlowLink, Stall, schedule
-from jdisagg.simulator.fleet import INSTANCE, LIMITS, Fleet, Pool
+from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.run import Result, simulate
 from jdisagg.simulator.trace_files import read_trace
-from jdisagg.simulator.workloads import Arrival, Fixed, LogNormal, at_rate, merge, poisson
+from jdisagg.simulator.workloads import Arrival, Fixed, at_rate, merge, poisson
+from tests.simulator.fleets import LENGTHS, small_fleet
 
 _ONLY = flags.DEFINE_list("only", None, "These runs alone.")
 _CALLS = flags.DEFINE_boolean("calls", False, "Count Python calls: takes three times as long.")
 
-LENGTHS = LogNormal(400, 1.0, 60, 1.0, longest=2000)
 Simulation = Callable[["Decisions"], tuple[Result, int]]
 
 
@@ -77,28 +77,6 @@ def trace(events: NoRouterEvents) -> tuple[Result, int]:
     return simulate(fleet, arrivals, events=events), len(arrivals)
 
 
-def small(mode: Mode = Mode.DISAGGREGATED, pages: int = 64) -> Fleet:
-    """Two instances of each role, short of pages, that a client may wait two minutes for."""
-    instance = replace(
-        INSTANCE,
-        chunk_tokens=2048,
-        slots_per_rank=16,
-        pages_per_rank=pages,
-        growth_tokens=64,
-        stream_tokens=16,
-    )
-    pool = Pool(2, accelerator("l40s"), instance)
-    limits = replace(
-        LIMITS,
-        step_seconds=2.0,
-        handoff_lease_seconds=5.0,
-        pull_seconds=2.0,
-        default_deadline_seconds=120.0,
-    )
-    prefill = pool if mode is Mode.DISAGGREGATED else None
-    return Fleet(geometry("llama-3-8b"), pool, prefill, mode, limits=limits)
-
-
 def ranks(fleet: Fleet) -> Fleet:
     """Its instances of two dp ranks each."""
     wide = replace(fleet.decode, instance=replace(fleet.decode.instance, layout=Layout(dp=2)))
@@ -111,7 +89,7 @@ def plain(fleet: Fleet, rate: float, count: int = 200) -> Simulation:
 
 
 def reuse(events: NoRouterEvents) -> tuple[Result, int]:
-    fleet = replace(small(pages=512), cache_blocks=64)
+    fleet = replace(small_fleet(pages=512), prefix=PrefixConfig(reuse=True, host_gib=1.0))
     arrivals = [
         Arrival(0.3 * number, 1024 + 512 * (number % 4), 8 + number % 5, (1, number % 3, 9, 11, 12))
         for number in range(120)
@@ -128,7 +106,7 @@ def struck(events: NoRouterEvents) -> tuple[Result, int]:
         Cancels(15.0, 0.3),
         Broken("decode-0", 20.0, 4.0),
     ]
-    fleet = small()
+    fleet = small_fleet()
     hooks = [schedule(faults)]
     result = simulate(fleet, arrivals, hooks=hooks, mortal=True, events=events, settle_seconds=30.0)
     return result, len(arrivals)
@@ -144,7 +122,7 @@ def roles(events: NoRouterEvents) -> tuple[Result, int]:
         slo=slo, window_seconds=10, patience_seconds=2, cooldown_seconds=5, horizon_seconds=60
     )
     result = simulate(
-        small(pages=512),
+        small_fleet(pages=512),
         merge(prompts, answers),
         hooks=[elastic(config, 5.0)],
         events=events,
@@ -155,13 +133,13 @@ def roles(events: NoRouterEvents) -> tuple[Result, int]:
 
 RUNS: dict[str, Simulation] = {
     "trace": trace,
-    "short of pages": plain(small(), 5.0),
-    "two ranks": plain(ranks(small(pages=256)), 12.0),
-    "chunked": plain(small(Mode.CHUNKED), 5.0),
-    "chunked, two ranks": plain(ranks(small(Mode.CHUNKED, 256)), 12.0),
-    "fused": plain(replace(small(Mode.CHUNKED, 256), fused=True), 8.0),
-    "unified": plain(small(Mode.UNIFIED, 256), 5.0),
-    "late": plain(replace(small(pages=256), late_reservation=True, drains=True), 5.0),
+    "short of pages": plain(small_fleet(), 5.0),
+    "two ranks": plain(ranks(small_fleet(pages=256)), 12.0),
+    "chunked": plain(small_fleet(Mode.CHUNKED), 5.0),
+    "chunked, two ranks": plain(ranks(small_fleet(Mode.CHUNKED, 256)), 12.0),
+    "fused": plain(replace(small_fleet(Mode.CHUNKED, 256), fused=True), 8.0),
+    "unified": plain(small_fleet(Mode.UNIFIED, 256), 5.0),
+    "late": plain(replace(small_fleet(pages=256), late_reservation=True, drains=True), 5.0),
     "reuse": reuse,
     "faults": struck,
     "roles": roles,

@@ -4,7 +4,7 @@ import math
 import sys
 from dataclasses import dataclass, replace
 
-from jdisagg.config import LimitsConfig, Mode, RoutingConfig, override
+from jdisagg.config import LimitsConfig, Mode, PrefixConfig, RoutingConfig, override
 from jdisagg.costs.hardware import link
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
@@ -25,6 +25,7 @@ class SimulationSettings:
     limits: LimitsConfig = LIMITS
     routing: RoutingConfig = RoutingConfig()
     elastic: ElasticConfig = ElasticConfig()
+    prefix: PrefixConfig = PrefixConfig()
 
 
 def simulated_fleet(flags: Given) -> Fleet:
@@ -49,7 +50,7 @@ def simulated_fleet(flags: Given) -> Fleet:
     decode = replace(instance, layout=Layout.parse(flags.decode or flags.prefill))
     settings = override(SimulationSettings(), flags.set)
     return Fleet(
-        find_geometry(flags.model),
+        find_geometry(flags.model, flags.kv_dtype),
         Pool(flags.decode_workers, second, decode, flags.decode_stages),
         (
             Pool(flags.prefill_workers, first, prefill, flags.prefill_stages)
@@ -63,9 +64,16 @@ def simulated_fleet(flags: Given) -> Fleet:
         host_devices=flags.host_devices,
         link=link(flags.link) if flags.link else None,
         fused=flags.fused,
-        cache_blocks=flags.cache_blocks,
+        prefix=_prefix(settings.prefix, flags),
         block_tokens=flags.block_tokens,
     )
+
+
+def _prefix(settings: PrefixConfig, flags: Given) -> PrefixConfig:
+    """What stays, by flags where they are given, else by --set."""
+    reuse = flags.prefix_cache if flags.present("prefix_cache") else settings.reuse
+    host = flags.host_cache_gib if flags.present("host_cache_gib") else settings.host_gib
+    return replace(settings, reuse=reuse, host_gib=host)
 
 
 def controllers(flags: Given, slo: SloLimits | None) -> list[Hook]:

@@ -41,8 +41,8 @@ from launch.workload_inputs import check_output
 FLAGS = (
     "model", "hardware", "accelerators", "devices_per_node", "domain_devices", "link", "trace",
     "mixture", "limit", "arrivals", "ttft", "tpot", "attainment", "modes", "finalists",
-    "most_requests", "dtype", "codec", "fused", "cache_blocks", "seed", "processes",
-    "output", "choose", "model_directory", "json",
+    "most_requests", "dtype", "kv_dtype", "codec", "fused", "prefix_cache", "seed",
+    "processes", "output", "choose", "model_directory", "json",
 )  # fmt: skip
 flags = define(
     *FLAGS,
@@ -54,12 +54,13 @@ flags = define(
     modes=[mode.value for mode in Mode],
     dtype="bfloat16",
     codec="none",
+    prefix_cache=False,
     seed=0,
 )
 
 
 def main() -> None:
-    geometry = find_geometry(flags.model)
+    geometry = find_geometry(flags.model, flags.kv_dtype)
     site = site_of(flags)
     goal = Goal(flags.ttft, flags.tpot, flags.attainment)
     check_output(flags.output, ".py")
@@ -67,7 +68,7 @@ def main() -> None:
     modes = modes_of(flags)
     check_choice(flags, flags.finalists * len(modes))
     workload, left_out = planned_workload(flags, geometry.context_tokens)
-    sizes = flags.dtype, flags.codec, flags.fused, flags.cache_blocks, flags.seed, flags.hardware
+    sizes = flags.dtype, flags.codec, flags.fused, flags.prefix_cache, flags.seed, flags.hardware
     maker = FleetMaker(geometry, site, *sizes)
     search = Search(
         dtype=flags.dtype,

@@ -4,12 +4,15 @@ that take the cost model's seconds.
     python -m launch.simulate --trace=conversation.csv.gz --prefill_workers=2 --decode_workers=2
     python -m launch.simulate --rate=6 --requests=2000 --mode=chunked --ttft=0.5 --tpot=0.05
     python -m launch.simulate --trace=mooncake.jsonl.gz --spread_tick_seconds=3 --out=run/
+    python -m launch.simulate --trace=mooncake.jsonl.gz --prefix_cache --host_cache_gib=200
+    python -m launch.simulate --turns=6 --system_tokens=2048 --prefix_cache
+    python -m launch.simulate --concurrency=64 --prompt_tokens=4096
 
 Without --trace arrivals are a Poisson process (--variation: gamma gaps, bursts above 1) of one
-length. On stdout the report: what was simulated, TTFT, TPOT and TBT percentiles, goodput at the
-SLO, utilisation, cost a million tokens; --out writes one row a request, the figures as JSON and
-pictures. The same flags give the same result. docs/simulator.md says what is modelled and what is
-not."""
+length, or come from a closed loop of --concurrency users. On stdout the report: what was simulated,
+TTFT, TPOT and TBT percentiles, goodput at the SLO, utilisation, cost a million tokens; --out writes
+one row a request, the figures as JSON and pictures. The same flags give the same result.
+docs/simulator.md says what is modelled and what is not."""
 
 import sys
 import time
@@ -24,7 +27,7 @@ from jdisagg.simulator.fleet import INSTANCE
 from jdisagg.simulator.report import summarise
 from jdisagg.simulator.result_files import ResultFolder, can_draw
 from jdisagg.simulator.run import simulate
-from jdisagg.simulator.tables import fleet_text, text_of
+from jdisagg.simulator.tables import fleet_text, reuse_text, text_of
 from launch.console import run
 from launch.flags import define
 from launch.fleet_inputs import controllers, simulated_fleet
@@ -34,10 +37,11 @@ from launch.workload_inputs import arrivals_of, reasons, slo_limits
 FLAGS = (
     "trace", "mode", "prefill_workers", "decode_workers", "model", "prefill_hardware",
     "decode_hardware", "prefill", "decode", "prefill_stages", "decode_stages", "chunk_tokens",
-    "slots_per_rank", "fused", "dtype", "codec", "link", "host_devices", "cache_blocks",
-    "block_tokens", "rate", "speed", "requests", "spread_tick_seconds", "variation",
-    "prompt_tokens", "output_tokens", "ttft", "tpot", "seed", "elastic", "switch_seconds", "fault",
-    "set", "decision_log", "out", "format", "plots",
+    "slots_per_rank", "fused", "dtype", "kv_dtype", "codec", "link", "host_devices",
+    "prefix_cache", "host_cache_gib", "block_tokens", "rate", "speed", "requests",
+    "spread_tick_seconds", "variation", "turns", "think_seconds", "system_tokens",
+    "concurrency", "prompt_tokens", "output_tokens", "ttft", "tpot", "seed", "elastic",
+    "switch_seconds", "fault", "set", "decision_log", "out", "format", "plots",
 )  # fmt: skip
 flags = define(
     *FLAGS,
@@ -50,6 +54,8 @@ flags = define(
     slots_per_rank=INSTANCE.slots_per_rank,
     dtype="bfloat16",
     codec="none",
+    prefix_cache=False,
+    host_cache_gib=0.0,
     requests=None,
     prompt_tokens=1024,
     seed=0,
@@ -58,7 +64,8 @@ flags = define(
 
 def main() -> None:
     slo = slo_limits(flags)
-    arrivals, fleet = arrivals_of(flags), simulated_fleet(flags)
+    fleet = simulated_fleet(flags)
+    arrivals = arrivals_of(flags, fleet.context)
     faults = [parse_fault(text) for text in flags.fault]
     out = ResultFolder(flags.out, flags.format) if flags.out is not None else None
     pictures = out is not None and flags.plots and can_draw(asked=flags.present("plots"))
@@ -82,11 +89,14 @@ def main() -> None:
             mortal=bool(faults),
             events=log or NO_ROUTER_EVENTS,
             progress=progress,
+            concurrency=flags.concurrency,
         )
     seconds = time.monotonic() - began
     report = summarise(result.outcomes, slo, result.usage)
     print(fleet_text(fleet))
     print(text_of(report))
+    if fleet.prefix.reuse:
+        print(reuse_text(result.counters))
     per_second = len(arrivals) / seconds if seconds else 0.0
     print(
         f"simulated {result.seconds:.1f} s in {seconds:.1f} s ({per_second:.0f} requests a second)"

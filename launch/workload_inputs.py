@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from jdisagg.errors import ConfigError, WorkloadError
+from jdisagg.simulator.conversations import ConversationTurns, conversations
 from jdisagg.simulator.report import RequestOutcome, SloLimits
 from jdisagg.simulator.trace_files import read_trace
 from jdisagg.simulator.workloads import (
@@ -59,8 +60,9 @@ def slo_limits(flags: Given) -> SloLimits | None:
     return SloLimits(flags.ttft, flags.tpot) if given else None
 
 
-def arrivals_of(flags: Given) -> list[Arrival]:
-    """The arrivals of a simulation as its flags want them. Raises ConfigError, WorkloadError."""
+def arrivals_of(flags: Given, context_tokens: int | None = None) -> list[Arrival]:
+    """The arrivals of a simulation as its flags want them; conversations end where the model's
+    context does. Raises ConfigError, WorkloadError."""
     if flags.rate is not None and flags.speed is not None:
         raise ConfigError(TWICE.format(flags.speed, flags.rate))
     if flags.requests is not None and flags.requests < 1:
@@ -73,10 +75,32 @@ def arrivals_of(flags: Given) -> list[Arrival]:
                 f"--{name}={value:g} is of a trace's times, and there is no --trace; give"
                 " one, or leave it out"
             )
+    for name in ("turns", "think_seconds", "system_tokens"):
+        if flags.present(name) and (flags.trace is not None or flags.turns is None):
+            raise ConfigError(
+                f"--{name}={getattr(flags, name)} is of conversations that are made up: give"
+                " --turns and no --trace, or leave it out"
+            )
+    for name in ("rate", "speed", "variation", "spread_tick_seconds", "turns"):
+        if flags.concurrency is not None and flags.present(name):
+            raise ConfigError(
+                f"--{name}={getattr(flags, name)} says when requests come, and with"
+                f" --concurrency={flags.concurrency} they come when others end; give one of them"
+            )
     if flags.trace is None:
         lengths = Fixed(flags.prompt_tokens, flags.output_tokens)
         rate = 1.0 if flags.rate is None else flags.rate
-        return gamma(rate, flags.requests or 1000, lengths, flags.variation, flags.seed)
+        count = flags.requests or 1000
+        if flags.turns is None:
+            return gamma(rate, count, lengths, flags.variation, flags.seed)
+        turns = ConversationTurns(
+            flags.turns,
+            flags.think_seconds,
+            flags.system_tokens,
+            flags.block_tokens,
+            context_tokens,
+        )
+        return conversations(rate, count, lengths, turns, flags.seed)
     arrivals = traced(flags, flags.requests)
     return faster(arrivals, flags.speed) if flags.rate is None and flags.speed else arrivals
 

@@ -75,9 +75,7 @@ class Quotas:
             return
         full = rate * self._burst_seconds
         bucket = self._buckets.setdefault(tenant, Bucket(full, now))
-        seconds = bucket.seconds_until(tokens, rate, full, now)
-        if seconds > 0:
-            wait_seconds = retry_after(seconds)
+        if wait_seconds := bucket.wait_seconds(tokens, rate, full, now):
             raise QuotaExceededError(
                 f"tenant {tenant!r} has used up its {rate:g} tokens a second"
                 f" (routing.tenant_quotas); {tokens:g} more are there in {wait_seconds:.1f} s: try"

@@ -1,13 +1,13 @@
 """Which workers know how much of a request's beginning already: the router's index of what they
 keep, asked for each placement.
 
-`PrefixAffinity` is fed by whoever sees the workers' trees, as a simulated cluster does:
+`PrefixAffinity` is fed by whoever sees the workers' trees:
 
     affinity = PrefixAffinity(lambda request: page_hashes(request.prompt_token_ids, 128,
     request.tenant), page_tokens=128) if not
     affinity.heard("prefill-0", events): affinity.replace("prefill-0", tree.snapshot())
 
-`router/known_blocks.py` is fed by what live workers tell. Either may lag behind the workers: a
+`router/known_blocks.py` is fed by what workers tell. Either may lag behind the workers: a
 wrong match costs time and never truth. It knows hashes alone; how a request's are made is given."""
 
 from collections.abc import Callable, Mapping, Sequence

@@ -161,6 +161,8 @@ class ClusterState:
         self._heard_since = -math.inf  # an instant after which all were heard of
         self.barred_until = 0.0  # no worker is barred for longer
         self._link_costs: dict[Link, LinkCosts] = {}  # likewise
+        self._peer_costs: dict[Link, LinkCosts] = {}
+        self._return_costs: dict[Link, LinkCosts] = {}
 
     def __len__(self) -> int:
         return len(self._names)
@@ -210,6 +212,22 @@ class ClusterState:
             prefill, decode = (self._ends(side) for side in self._both())
             link_costs = self._link_costs[far] = LinkCosts(prefill, decode, self.speeds, far)
         return link_costs
+
+    def peer_costs(self, far: Link) -> LinkCosts:
+        """Between the prefill workers, all of known speed."""
+        peer_costs = self._peer_costs.get(far)
+        if peer_costs is None:
+            prefill = self._ends(self._both()[0])
+            peer_costs = self._peer_costs[far] = LinkCosts(prefill, prefill, self.speeds, far)
+        return peer_costs
+
+    def return_costs(self, far: Link) -> LinkCosts:
+        """From the decode workers to the prefill workers, all of known speed."""
+        return_costs = self._return_costs.get(far)
+        if return_costs is None:
+            prefill, decode = (self._ends(side) for side in self._both())
+            return_costs = self._return_costs[far] = LinkCosts(decode, prefill, self.speeds, far)
+        return return_costs
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
         """What the workers said last, in their own words."""
@@ -345,6 +363,8 @@ class ClusterState:
     def _change_form(self) -> None:
         self._sides, self._heard_since = None, -math.inf
         self._link_costs.clear()
+        self._peer_costs.clear()
+        self._return_costs.clear()
 
     def _both(self) -> tuple[Side, Side]:
         if self._sides is None:

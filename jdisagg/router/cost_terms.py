@@ -11,6 +11,7 @@ missing, sequences must leave first: they do so at the rate of Little's law, run
 x step)."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -33,14 +34,42 @@ _NOWHERE, _NOTHING, _NO_FLAG = np.empty(0, np.intp), np.empty(0), np.zeros(1, bo
 
 
 @plain
+class Holder:
+    """A worker that prefill workers may fetch from, in row `row` of the snapshot: how much it knows
+    of the prompt, and seconds until what its mesh has issued is done. `decodes`: it is a decode
+    worker."""
+
+    row: int
+    tokens: int
+    issued_seconds: float
+    decodes: bool = False
+
+
+@plain
 class PrefillCosts:
-    """Of prefill workers `rows`: the backlog's seconds, the prompt's own, and what they know of
-    it."""
+    """Of prefill workers `rows`: the backlog's seconds, the prompt's own. `known`: places of those
+    that know some of it, and how much. `fetches`: from which of the `holders` each fetches, -1:
+    from none; None: nobody does."""
 
     rows: Indices
     queue: Array
     prefill: Array
     chunks: Array
+    known: tuple[Indices, Array]
+    holders: tuple[Holder, ...] = ()
+    fetches: Indices | None = None
+
+    def few(self, places: Indices) -> "PrefillCosts":
+        """Of workers at these places, among which `known` is not told."""
+        return PrefillCosts(
+            self.rows.take(places),
+            self.queue.take(places),
+            self.prefill.take(places),
+            self.chunks.take(places),
+            (_NOWHERE, _NOTHING),
+            self.holders,
+            None if self.fetches is None else self.fetches.take(places),
+        )
 
 
 @plain
@@ -78,7 +107,7 @@ def prefills_of(
         chunks = zeros + _chunks(query.work.tokens, side.chunk_tokens)
     else:
         queue, prefill, chunks = np.empty(len(rows)), np.empty(len(rows)), np.empty(len(rows))
-        for speed, chunk, which in _alike(state, side, table):
+        for speed, chunk, which in alike(state, side, table):
             per_token, per_pair = speed.backlog_rates(chunk)
             queue[which] = tokens[which] * per_token + pairs[which] * per_pair
             prefill[which] = speed.prefill_seconds(query.work.tokens, 0, chunk)
@@ -88,11 +117,11 @@ def prefills_of(
     at, cached = known_at(state, rows, query)
     if len(at):
         some = table.take(at)
-        for speed, chunk, which in _alike(state, side, some):
+        for speed, chunk, which in alike(state, side, some):
             prefill[at[which]] = speed.prefills_seconds(
                 query.work.tokens - cached[which], cached[which], chunk
             )
-    return PrefillCosts(rows, queue, prefill, chunks)
+    return PrefillCosts(rows, queue, prefill, chunks, (at, cached))
 
 
 def decodes_of(
@@ -121,7 +150,7 @@ def decodes_of(
         step = side.speed.step_seconds(sequences, contexts)
     else:
         step = np.empty(len(rows))
-        for speed, _, which in _alike(state, side, table, chunks=False):
+        for speed, _, which in alike(state, side, table, chunks=False):
             step[which] = speed.step_seconds(sequences[which], contexts[which])
     page = (
         max(1.0, side.page_size)
@@ -209,7 +238,7 @@ def local_prefills(
     turns = np.where(decodes.busy, alone.chunks * decodes.step, 0.0)
     longest = alone.prefill / alone.chunks + decodes.step
     queue = np.maximum(alone.queue, np.where(decodes.busy, table["paced_until"] - now, 0.0))
-    return PrefillCosts(alone.rows, queue, alone.prefill + turns, alone.chunks), longest
+    return replace(alone, queue=queue, prefill=alone.prefill + turns), longest
 
 
 def known_to(worker: str, query: PlacementQuery) -> int:
@@ -252,7 +281,7 @@ def _each(column: Array, ranks: Array | int) -> Array:
     return column if isinstance(ranks, int) else column / ranks
 
 
-def _alike(
+def alike(
     state: ClusterState, side: Side, table: Table, chunks: bool = True
 ) -> list[tuple[Speed, int, Indices | slice]]:
     """Workers of one speed (and one chunk) together: mostly that is all of them. `table`: of some

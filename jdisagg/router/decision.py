@@ -42,7 +42,8 @@ class PlacementPolicy:
     the link between workers that share not even a rack. decode_first: pages for decoding are
     reserved before the prefill begins, so that waiting for them delays the first token and not the
     second. suspect_seconds, gone_seconds: silence after which a worker gets nothing new, or
-    nothing."""
+    nothing. peer_fetch: prefill workers fetch what others know of a prompt; fetch_from_decode: what
+    decode workers know, too."""
 
     tpot_slo_seconds: float = math.inf
     hold_seconds: float = 0.5
@@ -51,6 +52,8 @@ class PlacementPolicy:
     decode_first: bool = True
     suspect_seconds: float = DEFAULT_TIMEOUTS.membership.suspect_seconds
     gone_seconds: float = DEFAULT_TIMEOUTS.membership.gone_seconds
+    peer_fetch: bool = False
+    fetch_from_decode: bool = False
 
 
 @plain
@@ -70,7 +73,8 @@ class CostTerms:
 class Decision:
     """`prefill` None: the decode worker prefills by itself. `context_tokens` is the decode worker's
     limit. `kind`: a reason of a small fixed set, for counting; `terms` None: chosen by load,
-    nothing was predicted. `cached_tokens`: what the prefilling worker knows."""
+    nothing was predicted. `cached_tokens`: what the prefilling worker knows; `peer_tokens`: what
+    worker `peer` knows, from which it may fetch the rest of that; "": from nobody."""
 
     prefill: str | None
     decode: str
@@ -82,6 +86,8 @@ class Decision:
     handoff_gap_seconds: float | None = None
     tpot_seconds: float | None = None
     cached_tokens: int = 0
+    peer: str = ""
+    peer_tokens: int = 0
 
 
 @plain

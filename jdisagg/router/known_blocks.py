@@ -10,7 +10,7 @@ each worker, is not noted.
 Workers of one scheme and one size of blocks share an index, the same as of simulated ones. Pure; on
 one event loop."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jdisagg.errors import InvalidRequestError
 from jdisagg.messages.kept_blocks import TOLD_BYTES, KeptMark, KeptNews, KeptScheme
@@ -26,10 +26,16 @@ MOST_BLOCKS = 1 << 21
 
 class KnownBlocks:
     """`secret`: keys the names of blocks (`BlockNames`); with another than the workers' no block is
-    ever found."""
+    ever found. `names`: how blocks are named under a secret, for a model and a grain."""
 
-    def __init__(self, secret: bytes, most_blocks: int = MOST_BLOCKS) -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        most_blocks: int = MOST_BLOCKS,
+        names: Callable[[bytes, str, int], BlockNames] = BlockNames,
+    ) -> None:
         self._secret = secret
+        self._names = names
         self._most_blocks = most_blocks
         self._schemes: dict[str, KeptScheme] = {}
         self._epochs: dict[str, int] = {}
@@ -110,7 +116,7 @@ class KnownBlocks:
         return now
 
     def _chain(self, request: Request, model: str, grain_tokens: int) -> Sequence[int]:
-        names = BlockNames(self._secret, model, grain_tokens)
+        names = self._names(self._secret, model, grain_tokens)
         chain = names.chain(request, request.prompt_token_ids, grain_tokens)
         return [int.from_bytes(name[:TOLD_BYTES], "little") for name in chain]
 

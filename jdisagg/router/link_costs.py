@@ -1,5 +1,5 @@
-"""How KV goes from each prefill worker to each decode worker: the closest link that their places
-have in common, and how many lanes of it.
+"""How KV goes from each prefill worker to each decode worker (or between others): the closest link
+that their places have in common, and how many lanes of it.
 
 It follows from what the workers are, not from what they do, so it is worked out once for each
 prefill worker that is ever weighed, and kept until a worker comes, goes or is described anew

@@ -41,6 +41,7 @@ from jdisagg.router.decision import (
     Refusal,
 )
 from jdisagg.router.link_costs import Indices
+from jdisagg.router.peer_terms import Trusted, with_fetches
 from jdisagg.token_bucket import retry_after
 
 MOST_PREFILLS = 6  # prefill workers that pairs are weighed for
@@ -104,10 +105,10 @@ def decide(
     """The workers of an attempt, or that it must wait here, or that it would come too late."""
     prefills, decodes = _candidates(state, query, now, policy)
     if prefills.unknown or decodes.unknown:
-        return _by_load(state, prefills, decodes, query)
+        return _by_load(state, prefills, decodes, query, policy)
     weighed = weigh(state, prefills, decodes, query, now, policy)
     decision = _choose(state, weighed, decodes, query, policy)
-    return decision if query.under_way else _admitted(decision, query, policy)
+    return decision if query.under_way else _admitted(decision, weighed, query, policy)
 
 
 def another_prefill(
@@ -148,6 +149,8 @@ def witnesses(
             for some in (prefills, decodes)
             for row in some.rows[np.argsort(_reluctance(state, some, query), kind="stable")[:most]]
         ]
+        source, tokens = _source(state, prefills, decodes, query, policy)
+        rows += [source] if tokens else []
         # One of unknown speed, so that among them nothing is predicted either.
         rows += [
             some.rows[np.argmin(some.table["speed"])] for some in (prefills, decodes) if len(some)
@@ -156,6 +159,7 @@ def witnesses(
         weighed = weigh(state, prefills, decodes, query, now, policy)
         best = np.minimum(weighed.pairs.min(axis=0, initial=np.inf), weighed.alone)
         rows = [*weighed.prefills.rows, *decodes.rows[np.argsort(best, kind="stable")[:most]]]
+        rows += [holder.row for holder in weighed.prefills.holders]
         rows += [*decodes.rows[np.argsort(weighed.alone, kind="stable")[:most]]]
     return frozenset(state.name(int(row)) for row in rows)
 
@@ -169,6 +173,12 @@ def weigh(
     policy: PlacementPolicy,
 ) -> Weighed:
     every = prefills_of(state, prefills.side, prefills.rows, prefills.table, query)
+    side = decodes_of(state, decodes.side, decodes.rows, decodes.table, query, policy)
+    if policy.peer_fetch and query.cached:
+        trusted = Trusted(_trusted(prefills), _trusted(decodes))
+        every = with_fetches(
+            state, prefills.side, every, prefills.table, side, trusted, query, policy
+        )
     against, places = prefills.penalties, None
     if len(prefills) > MOST_PREFILLS:
         seconds = every.queue + every.prefill
@@ -177,19 +187,13 @@ def weigh(
         few = seconds.argsort(kind="stable")[:MOST_PREFILLS]
         few.sort()
         places = few if prefills.rows is prefills.side.rows else None
-        every = PrefillCosts(
-            every.rows.take(few),
-            every.queue.take(few),
-            every.prefill.take(few),
-            every.chunks.take(few),
-        )
+        every = every.few(few)
         against = None if against is None else against.take(few)
-    side = decodes_of(state, decodes.side, decodes.rows, decodes.table, query, policy)
     transfer = transfers_of(state, every.rows, decodes.rows, query, policy.far, places)
     transfer = exposed(transfer, every.prefill[:, None], every.chunks[:, None])
     rest = max(0, query.work.expected_tokens - 1) * side.step
-    if decodes.penalties is not None:
-        rest = rest + decodes.against + decodes.table["loading_seconds"]
+    if (penalties := decodes.penalties) is not None:
+        rest = rest + penalties
     ttft = _ttft(every, side, policy)
     after = side.join + rest
     if not policy.decode_first:
@@ -316,16 +320,26 @@ def _pair(
     )
     prefill, decode = state.name(int(prefills.rows[which])), state.name(int(decodes.rows[other]))
     cached, held = known_to(prefill, query), known_to(decode, query)
-    kind = "prefix" if cached or held else "seconds"
+    source = -1 if prefills.fetches is None else int(prefills.fetches[which])
+    kind = "prefix" if cached or held or source >= 0 else "seconds"
     first, gap = terms.prefill_queue, terms.transfer + side.join_of(other)
     if policy.decode_first:
         first = max(first, terms.decode_queue)
     else:
         gap += terms.decode_queue
-    return (
-        _decision(prefill, decode, decodes, other, terms, first + terms.prefill, gap, kind, cached),
-        cost,
+    found = _decision(
+        prefill, decode, decodes, other, terms, first + terms.prefill, gap, kind, cached
     )
+    if source >= 0:
+        holder = prefills.holders[source]
+        found = _fetching(found, state.name(holder.row), holder.tokens)
+    return found, cost
+
+
+def _fetching(decision: Decision, peer: str, tokens: int) -> Decision:
+    """Its prefill worker may fetch what the peer knows."""
+    reason = f"{decision.reason}; it fetches {tokens - decision.cached_tokens} tokens from {peer}"
+    return replace(decision, reason=reason, peer=peer, peer_tokens=tokens)
 
 
 def _alone(
@@ -377,9 +391,10 @@ def _decision(
 
 
 def _admitted(
-    decision: Decision, query: PlacementQuery, policy: PlacementPolicy
+    decision: Decision, weighed: Weighed, query: PlacementQuery, policy: PlacementPolicy
 ) -> PlacementOutcome:
-    """Whether it comes in time, and whether it can begin now."""
+    """Whether it comes in time, and whether it can begin now. Who is chosen for what it knows may
+    have a queue while others have none: that holds nobody back."""
     assert decision.terms is not None and decision.ttft_seconds is not None
     ttft = query.age_seconds + query.ahead_seconds + decision.ttft_seconds
     if ttft > query.limit_seconds:
@@ -392,15 +407,20 @@ def _admitted(
         return Deferred(
             f"no decode worker has room; the first in {_ms(decision.terms.decode_queue)}"
         )
-    if decision.terms.prefill_queue > policy.hold_seconds:
-        return Deferred(
-            f"every prefill worker has work for {_ms(decision.terms.prefill_queue)} or more"
-        )
+    queue = decision.terms.prefill_queue
+    if decision.prefill is not None and decision.cached_tokens:
+        queue = min(queue, float(weighed.prefills.queue.min()))
+    if queue > policy.hold_seconds:
+        return Deferred(f"every prefill worker has work for {_ms(queue)} or more")
     return decision
 
 
 def _by_load(
-    state: ClusterState, prefills: Candidates, decodes: Candidates, query: PlacementQuery
+    state: ClusterState,
+    prefills: Candidates,
+    decodes: Candidates,
+    query: PlacementQuery,
+    policy: PlacementPolicy,
 ) -> Decision:
     loads = _load(decodes.table)
     unable = (
@@ -425,7 +445,35 @@ def _by_load(
         f" ({loads[at]:.2f}{_known(held)}); their speed is not known"
     )
     kind = "prefix" if cached or held else "load"
-    return Decision(prefill, decode, context, reason, kind, cached_tokens=cached)
+    chosen = Decision(prefill, decode, context, reason, kind, cached_tokens=cached)
+    source, tokens = _source(state, prefills, decodes, query, policy)
+    return _fetching(chosen, state.name(source), tokens) if tokens > cached else chosen
+
+
+def _source(
+    state: ClusterState,
+    prefills: Candidates,
+    decodes: Candidates,
+    query: PlacementQuery,
+    policy: PlacementPolicy,
+) -> tuple[int, int]:
+    """Where no seconds are predicted: the row of the worker to fetch from, and how much it knows;
+    nothing where there is none. A decode worker is one that knows more than any prefill worker."""
+    found = -1, 0
+    kinds = (prefills, decodes) if policy.fetch_from_decode else (prefills,)
+    for some in kinds if policy.peer_fetch else ():
+        at, tokens = known_at(state, some.rows, query)
+        tokens = np.where(some.against[at] < BARRED, tokens, 0.0)
+        most = int(tokens.max(initial=0.0))
+        if most > found[1]:
+            # in whatever order they were told
+            found = int(some.rows[at[tokens == most].min()]), most
+    return found
+
+
+def _trusted(some: Candidates) -> Flags | None:
+    """Who may be asked for what it knows; None: all."""
+    return None if some.against is some.side.zeros else some.against < BARRED
 
 
 def _candidates(

@@ -10,6 +10,7 @@ Invariants (tests/scheduler/test_decode_batches.py): an ended child owns no slot
 group without living children holds nothing; after all groups ended every ledger is full."""
 
 import bisect
+from collections.abc import Callable
 
 from jdisagg.request import FinishReason, Identity
 from jdisagg.scheduler.executor import MeshLimits
@@ -44,6 +45,8 @@ class DecodeState:
         self._named: dict[Identity, list[SequenceGroup]] = {}
         self.news: list[ChildProgress] = []
         self.preemptions = 0
+        # whoever holds pages of a rank, and is no sequence, lets some go; False: nobody does
+        self.give_way: Callable[[int], bool] = lambda rank: False
         self._last_key = 0
 
     def new_key(self) -> int:
@@ -209,13 +212,15 @@ class DecodeState:
             self.states.free(group.rank, group.key)
 
     def preempt_for(self, needy: Sequence) -> bool:
-        """Takes the youngest holder's pages on the rank until one is free. False when `needy`
-        itself was the youngest.
+        """Takes the pages of guests, then the youngest holder's, on the rank until one is free.
+        False when `needy` itself was the youngest.
 
         A child whose KV is still to come shares its fate with its whole group: nobody would read
         what arrives."""
         ledger = self.ledgers[needy.rank]
         while not ledger.free_pages:
+            if self.give_way(needy.rank):
+                continue
             victim = max(
                 (
                     child

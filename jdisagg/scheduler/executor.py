@@ -4,7 +4,7 @@ mesh."""
 from collections.abc import Awaitable
 from typing import Protocol, runtime_checkable
 
-from jdisagg.layout.kv_spec import KVSpec
+from jdisagg.layout.kv_spec import KVLayer, KVSpec
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.messages.step_commands import StepCommand, StepResult
 from jdisagg.plain import plain
@@ -21,7 +21,12 @@ class MeshLimits:
     whole prompts are packed. A sequence may hold at most `context_tokens` positions. Offered blocks
     have power-of-two lengths of at least `granule_tokens`; rows of a packed chunk start at
     multiples of it. `state_slots_per_rank`: sequences whose state a rank holds, in a model that
-    keeps some."""
+    keeps some, or that have a ring.
+
+    `windows_apart`: blocks of positions are of the layers without a window alone; what those with
+    one still see of a sequence follows behind the last, apart. `ring_pages`: so many pages of the
+    layers with a window belong to each slot of state, in which a sequence's KV goes round; 0: these
+    layers lie in pages as all do."""
 
     ranks: int
     page_size: int
@@ -46,20 +51,69 @@ class MeshLimits:
         1  # of a packed chunk, on each rank, that go on behind what lies in pages
     )
     state_slots_per_rank: int = 0
+    windows_apart: bool = False
+    ring_pages: int = 0
+
+    @property
+    def sent(self) -> KVSpec:
+        """What blocks of positions are of."""
+        return self.kv_spec.unwindowed if self.windows_apart else self.kv_spec
+
+    @property
+    def paged(self) -> KVSpec:
+        """What lies in the pages that the ledger counts."""
+        return self.kv_spec.unwindowed if self.ring_pages else self.kv_spec
+
+    @property
+    def nothing(self) -> KVSpec:
+        """Of as many layers, which keep nothing."""
+        return KVSpec((KVLayer(()),) * len(self.kv_spec.layers), self.kv_spec.dtype)
+
+    def seen_from(self, end: int) -> int:
+        """The first of the positions below `end` that a window still reaches from there on."""
+        return max(0, end - max(0, self.kv_spec.widest_window - 1))
+
+    def ring(self, slot: int, tokens: int) -> tuple[int, ...]:
+        """The pages of the layers with a window for positions [0, tokens), of which the last ones
+        hold something: those of a slot's ring, over and over."""
+        first, size = slot * self.ring_pages, self.ring_pages
+        return tuple([first + column % size for column in range(-(-tokens // self.page_size))])
 
     def bands(self, block_tokens: int) -> tuple[range, ...]:
         """The layer groups of each block of so many tokens."""
-        return bands(
-            self.layer_groups, block_tokens * self.kv_spec.bytes_per_token, self.block_bytes
-        )
+        return bands(self.layer_groups, block_tokens * self.sent.bytes_per_token, self.block_bytes)
+
+    @property
+    def window_groups(self) -> int:
+        """Into how many groups the layers with a window are cut where they are sent apart."""
+        count = len(self.kv_spec.windowed.positioned) if self.windows_apart else 0
+        return min(self.layer_groups, count)
+
+    def window_bands(self, block_tokens: int) -> tuple[range, ...]:
+        """As `bands`, of the layers with a window."""
+        nbytes = block_tokens * self.kv_spec.windowed.bytes_per_token
+        return bands(self.window_groups, nbytes, self.block_bytes)
+
+    def window_shapes(self) -> list[tuple[range, int]]:
+        """As `block_shapes`, of the blocks in which those go out."""
+        if not self.windows_apart:
+            return []
+        longest = min(self.kv_spec.widest_window - 1, self.context_tokens)
+        lengths = [
+            tokens for tokens in self._block_lengths() if tokens < longest + self.granule_tokens
+        ]
+        return [(band, tokens) for tokens in lengths for band in self.window_bands(tokens)]
 
     def block_shapes(self) -> list[tuple[range, int]]:
         """The layer groups and the length of every block that can be offered: powers of two from
         the granule to the largest chunk."""
+        return [(band, tokens) for tokens in self._block_lengths() for band in self.bands(tokens)]
+
+    def _block_lengths(self) -> list[int]:
         lengths = [self.granule_tokens]
         while lengths[-1] * 2 <= self.chunk_buckets[-1]:
             lengths.append(lengths[-1] * 2)
-        return [(band, tokens) for tokens in lengths for band in self.bands(tokens)]
+        return lengths
 
 
 def buckets(smallest: int, largest: int, factor: int = 2) -> tuple[int, ...]:

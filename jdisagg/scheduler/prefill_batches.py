@@ -26,7 +26,8 @@ class PrefillJob:
     """One sequence to prefill on `rank` into `pages`, whose first `cached_tokens` positions hold
     their KV already. `issued_tokens` of `tokens` are in commands already, or known. `offers_from`:
     the first position (a multiple of the granule) whose KV is offered to a peer, as far as it is
-    computed here; None: none is. `state`: the slot of its state."""
+    computed here; None: none is. `state`: the slot of its state. `prompt_logprobs`: what its rows
+    ask for; nothing is known of it then."""
 
     sequence: int
     rank: int
@@ -38,6 +39,7 @@ class PrefillJob:
     cached_tokens: int = 0
     issued_tokens: int = 0
     state: int = 0
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         self.issued_tokens = max(self.issued_tokens, self.cached_tokens)
@@ -189,7 +191,12 @@ class PrefillBatches:
             offers=tuple(self._offers(offset, tokens, start, job.offers_from)),
             state=job.state,
         )
-        return row
+        if job.prompt_logprobs is None:
+            return row
+        following = job.tokens[job.issued_tokens] if job.left_tokens else -1
+        return msgspec.structs.replace(
+            row, prompt_logprobs=job.prompt_logprobs, following=following
+        )
 
     def _offers(
         self, offset: int, tokens: int, start: int, offers_from: int | None

@@ -22,7 +22,7 @@ from jdisagg.scheduler.executor import sequences_ahead
 from jdisagg.scheduler.handoff import Handoff, HandoffState
 from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.scheduler.residency import Chain
-from jdisagg.scheduler.sequences import Sequence, SequenceGroup
+from jdisagg.scheduler.sequences import Sequence, SequenceGroup, wanted_of_prompt
 
 
 @dataclass(slots=True)
@@ -176,6 +176,8 @@ class Reservations:
 
     def _cached_tokens(self, waiting: WaitingReservation, rank: int) -> int:
         most = waiting.known_tokens - self._computes
+        if self._computes and wanted_of_prompt(waiting.request, waiting.children[0][1]) is not None:
+            return 0  # every token's logits are wanted
         return self._state.residency.cached_tokens(rank, waiting.chain, most, self._computes)
 
     def _pages(self, waiting: WaitingReservation, growth_tokens: int) -> int:

@@ -214,6 +214,7 @@ class Residency:
             [ResidencyTree(ledger, block_pages, self.log) for ledger in ledgers] if names else []
         )
         self.cut_tokens = names.cut_tokens if names else None
+        self._guests = 0
         self.epoch = 0  # counts how often it was cleared: what began before is not kept either
 
     @property
@@ -252,6 +253,15 @@ class Residency:
         """That were given away for want of room."""
         return sum([tree.evicted_blocks for tree in self._trees])
 
+    def guest(self) -> int:
+        """An owner of pages that is no sequence: those count upwards."""
+        self._guests -= 1
+        return self._guests
+
+    def hold(self, rank: int, owner: int, chain: Chain) -> tuple[int, ...]:
+        """Makes `owner` hold the pages of known blocks, so that they stay until it lets go."""
+        return self._trees[rank].adopt(owner, chain)
+
     def on_evicted(self, told: Callable[[int, bytes, int, tuple[int, ...]], None]) -> None:
         """`told` is called with the rank, the name, the index in its chain and the pages of each
         block that is given away for want of room, before anything is written there."""
@@ -274,8 +284,13 @@ class Residency:
         computing goes on behind them, where a chunk may begin."""
         if not chain:
             return 0
+        known = min(most, self._trees[rank].match(chain) * self.block_tokens)
+        return self.usable_tokens(known, to_compute)
+
+    def usable_tokens(self, tokens: int, to_compute: bool) -> int:
+        """Of so many positions from the first on, those that are whole blocks, behind which
+        computing goes on if it is `to_compute`."""
         multiple = math.lcm(self.block_tokens, self.cut_tokens or 1) if to_compute else 1
-        tokens = min(most, self._trees[rank].match(chain) * self.block_tokens)
         return tokens // multiple * multiple // self.block_tokens * self.block_tokens
 
     def held_pages(self, rank: int, chain: Chain, tokens: int) -> int:

@@ -30,6 +30,12 @@ def sample_spec(request: Request, child: int, generated: tuple[int, ...]) -> Sam
     )
 
 
+def wanted_of_prompt(request: Request, accepted: tuple[int, ...]) -> int | None:
+    """What a prefill says of the prompt's tokens (`SamplingParams.prompt_logprobs`). Who has
+    accepted tokens has that too: it comes with the first of them."""
+    return None if accepted else request.sampling.prompt_logprobs
+
+
 class Stage(enum.Enum):
     """RESERVED: pages held, KV still to come. READY: all KV in place, waits for a slot. RUNNING: in
     a slot. ENDED: holds nothing."""

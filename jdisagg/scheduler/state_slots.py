@@ -1,6 +1,6 @@
 """Who holds which slot of state on the ranks of one mesh: a sequence has one, from before its
-prefill until it ends. Of a model that keeps no state nobody holds any, and there is always room.
-Pure.
+prefill until it ends. Of a model that keeps no state, on a mesh without rings of pages
+(`MeshLimits.ring_pages`), nobody holds any, and there is always room. Pure.
 
 Several owners may hold a slot: the group that it is written for, and the first of its children; the
 others have slots of their own, into which it is copied."""
@@ -11,7 +11,7 @@ from jdisagg.scheduler.page_ledger import PageLedger
 
 class StateSlots:
     def __init__(self, limits: MeshLimits) -> None:
-        self._each = int(limits.kv_spec.has_state)
+        self._each = int(limits.kv_spec.has_state or limits.ring_pages > 0)
         self._ledgers = [PageLedger(limits.state_slots_per_rank) for _ in range(limits.ranks)]
         self._totals = tuple([ledger.total_pages for ledger in self._ledgers])
 

@@ -17,18 +17,21 @@ from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.dispatch.token_stream import TextDelta
 from jdisagg.errors import ConfigError, HandoffError, UnavailableError
+from jdisagg.messages.kept_blocks import KeptMark
 from jdisagg.messages.ports import DecodePort, HandoffSource, PeerPort, PrefillPort
 from jdisagg.messages.ports_middleware import through
 from jdisagg.messages.registry import ModelCard, WorkerCard
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.request import Request
-from jdisagg.router.affinity import PrefixAffinity
+from jdisagg.router.known_blocks import KnownBlocks
+from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.simulator.channel import ChannelEnd, SimulatedChannel
 from jdisagg.simulator.crashable import Crash, Crashable
 from jdisagg.simulator.deferred_reservation import ComputedPrompts, DeferredReservation
 from jdisagg.simulator.executor import EngineTraits, SimulatedExecutor
 from jdisagg.simulator.fleet import Fleet, Pool
-from jdisagg.simulator.prefix_cache import PrefixCache, blocks_of
+from jdisagg.simulator.host_memory import HostMemory
+from jdisagg.simulator.prompt_names import PromptBook, PromptNames
 from jdisagg.simulator.report import WorkerUsage
 from jdisagg.simulator.timeline import Timeline
 from jdisagg.telemetry import Counters
@@ -37,6 +40,8 @@ from jdisagg.worker.mesh_worker import WorkerContext
 from jdisagg.worker.prefill_worker import PrefillWorker
 
 SWEEP_SECONDS = 0.5
+SECRET = b"simulated"  # nobody guesses here what was asked
+NEWS_A_BEAT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +62,15 @@ _NOTHING, _NO_TEXT = TextDelta("", 0, False), _NoText()
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """One start of one worker. `crash` None: it cannot die."""
+    """One start of one worker. `crash` None: it cannot die. `mark`: how far the router knows what
+    it keeps."""
 
     worker: PrefillWorker | DecodeWorker
     mesh: SimulatedExecutor
     card: WorkerCard
     crash: Crash | None
     beating: asyncio.TimerHandle | None = None
+    mark: KeptMark = KeptMark()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +120,16 @@ class SimulatedCluster:
             for role, pool, places in zip(roles, fleet.pools, fleet.places(), strict=True)
             for index, place in enumerate(places)
         }
-        self.membership = Membership(clock, self._open_ports)
-        self.affinity = PrefixAffinity(
-            lambda request: blocks_of(request.prompt_token_ids, fleet.block_tokens),
-            fleet.block_tokens,
-        )
+        self.book = PromptBook(fleet.block_tokens)
+        self._names = _names(fleet, self.book)
+        self.known = KnownBlocks(SECRET, names=self._named) if self._names else None
+        self.membership = Membership(clock, self._open_ports, known=self.known)
         policy = rules_of(fleet.routing, fleet.limits.timeouts)
         settings = PlacerSettings(
             fleet.routing,
             # The router is to expect the network that there is.
             replace(policy, decode_first=not fleet.late_reservation, far=fleet.far),
-            self.affinity if fleet.cache_blocks else None,
+            self.known,
             events,
         )
         self.path = RequestPath(
@@ -162,13 +168,7 @@ class SimulatedCluster:
         )
         self.channel.gone.discard(name)
         self.channel.stalled.discard(name)
-        self.affinity.forget(name)
         fleet, instance = self.fleet, seat.pool.instance
-        cache = (
-            PrefixCache(fleet.cache_blocks, fleet.block_tokens)
-            if fleet.cache_blocks and seat.role is not WorkerRole.DECODE
-            else None
-        )
         longest = min(30.0, fleet.limits.step_seconds / 4)
         mesh = SimulatedExecutor(
             name,
@@ -177,7 +177,7 @@ class SimulatedCluster:
             self.channel,
             timeline,
             EngineTraits(fleet.run_ahead, fleet.fused, seat.pool.stages, fleet.drains, longest),
-            cache,
+            self._host_memory(seat),
         )
         crash = Crash() if self._mortal else None
         worker = self._worker(name, seat.role, mesh, instance, crash)
@@ -192,6 +192,7 @@ class SimulatedCluster:
             seat.place,
             hardware,
             seat.pool.stages,
+            worker.kept_scheme,
         )
         process = self.processes[name] = Process(worker, mesh, card, crash)
         await worker.start()
@@ -207,7 +208,6 @@ class SimulatedCluster:
         if process.beating is not None:
             process.beating.cancel()
         self.channel.lose(name)
-        self.affinity.forget(name)
         await asyncio.sleep(0)
         await process.worker.stop()
 
@@ -237,17 +237,28 @@ class SimulatedCluster:
         crash: Crash | None,
     ) -> PrefillWorker | DecodeWorker:
         limits = self.fleet.limits
-        context = WorkerContext(name, self.clock, self.new_id, address=f"{name}:1")
-        if role is WorkerRole.PREFILL:
-            return PrefillWorker(context, mesh, instance, limits)
-        return DecodeWorker(
-            context,
-            mesh,
-            instance,
-            limits,
-            lambda source: self._peer(source, crash),
-            self.fleet.mode,
+
+        def peers(source: HandoffSource) -> PeerPort:
+            return self._peer(source, crash)
+
+        context = WorkerContext(
+            name,
+            self.clock,
+            self.new_id,
+            address=f"{name}:1",
+            names=self._names,
+            tiers=self.fleet.tiers if role is WorkerRole.PREFILL else TierRoom(),
         )
+        if role is WorkerRole.PREFILL:
+            fetches = self._names is not None and self.fleet.routing.peer_fetch
+            return PrefillWorker(context, mesh, instance, limits, peers if fetches else None)
+        return DecodeWorker(context, mesh, instance, limits, peers, self.fleet.mode)
+
+    def _host_memory(self, seat: Seat) -> HostMemory | None:
+        """Of a worker that keeps blocks there."""
+        if seat.role is not WorkerRole.PREFILL or not self.fleet.tiers.host_bytes:
+            return None
+        return HostMemory(self.fleet.host_link(seat.pool), seat.pool.instance.layout.dp)
 
     def _peer(self, source: HandoffSource, ours: Crash | None) -> PeerPort:
         process = self.processes.get(source.worker)
@@ -297,7 +308,6 @@ class SimulatedCluster:
         if process.beating is not None:
             process.beating.cancel()
         self.membership.deregister(name, process.worker.boot_id)
-        self.affinity.forget(name)
         await process.worker.stop()
         await self.clock.sleep(seconds)
         self._check_still_there(name, process)
@@ -327,15 +337,35 @@ class SimulatedCluster:
         except UnavailableError:
             return  # its mesh failed: it says nothing any more
         self.membership.heartbeat(process.worker.boot_id, status)
-        name, cache = process.worker.name, process.mesh.cache
-        if cache is not None and not self.affinity.heard(name, cache.tree.take_events()):
-            self.affinity.replace(name, cache.tree.snapshot())
+        if self._names is not None:
+            self._tell_kept(process)
         self._beat_later(process)
+
+    def _tell_kept(self, process: Process) -> None:
+        """What the worker keeps has changed since it was told; a beat says so much, as live."""
+        for _ in range(NEWS_A_BEAT):
+            news = process.worker.kept_news(process.mark)
+            if news is None:
+                return
+            process.mark = self.membership.kept(process.worker.boot_id, news)
+
+    def _named(self, secret: bytes, model: str, grain_tokens: int) -> PromptNames:
+        assert self._names is not None, "who keeps nothing is not asked"
+        return self._names
 
     async def _sweep(self) -> None:
         while True:
             await self.clock.sleep(SWEEP_SECONDS)
             self.membership.sweep()
+
+
+def _names(fleet: Fleet, book: PromptBook) -> PromptNames | None:
+    """None where nothing stays."""
+    prefix = fleet.prefix
+    if not prefix.reuse:
+        return None
+    model = f"{fleet.geometry.name} {fleet.kept_dtype}"
+    return PromptNames(SECRET, model, prefix.grain_tokens, prefix.grid_tokens, book)
 
 
 def _no_text(request: Request) -> _NoText:
@@ -344,7 +374,7 @@ def _no_text(request: Request) -> _NoText:
 
 def _model_card(fleet: Fleet) -> ModelCard:
     geometry, dtype = fleet.geometry, fleet.dtype
-    kept = geometry.kv_bytes_per_token(fleet.kv_dtype or dtype)
+    kept = geometry.kv_bytes_per_token(fleet.kept_dtype)
     return ModelCard(
         geometry.name,
         "simulated",

@@ -43,7 +43,7 @@ class Crashable:
         self._check()
         return await self._during(proceed(*args, **kw))
 
-    prefill = reserve = resume_source = _long
+    prefill = reserve = resume_source = fetch = _long
 
     async def stream(
         self, proceed: Callable[P, AsyncIterator[T]], *args: P.args, **kw: P.kwargs

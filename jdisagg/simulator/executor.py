@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from jdisagg.errors import UnavailableError
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.messages.step_commands import (
+    HOST,
     NO_TOKEN,
     BlockChecksum,
     DecodeResult,
@@ -46,7 +47,7 @@ from jdisagg.messages.step_commands import (
 )
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.simulator.channel import SimulatedChannel, SimulatedOffer
-from jdisagg.simulator.prefix_cache import PrefixCache
+from jdisagg.simulator.host_memory import HostMemory
 from jdisagg.simulator.serial_loop import SerialLoop
 from jdisagg.simulator.step_costs import Pace, StepCosts
 from jdisagg.simulator.timeline import Timeline
@@ -102,13 +103,13 @@ class SimulatedExecutor:
         channel: SimulatedChannel,
         timeline: Timeline,
         engine: EngineTraits = EngineTraits(),
-        cache: PrefixCache | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         self.name = name
         self.limits = limits
         self.card = MeshCard((limits.ranks, 1, 1), tuple(range(limits.ranks)), (0,) * limits.ranks)
         self.timeline = timeline
-        self.cache = cache
+        self.host = host
         self.busy_seconds = 0.0
         self.steps_run = 0
         self._costs = costs
@@ -123,6 +124,7 @@ class SimulatedExecutor:
         self._loops = [SerialLoop(stages, self._step_parts) for _ in range(serial)]
         self._loop = asyncio.get_running_loop()
         self._free_at = 0.0
+        self._prefills = False  # chunks have run here
         self._span: _Span | None = None
         self._held: tuple[PrefillChunk, Result] | None = None
         self._positions = [[0] * limits.slots_per_rank for _ in range(limits.ranks)]
@@ -202,6 +204,7 @@ class SimulatedExecutor:
     ) -> None:
         start = max(self._loop.time(), self._free_at)
         self._free_at = start + interval
+        self._prefills = True
         self.busy_seconds += interval
         self._offer(command.rows, start, start + seconds)
         self._loop.call_at(start + seconds, self._end_chunk, command, future, start, seconds)
@@ -217,9 +220,6 @@ class SimulatedExecutor:
             for row in command.rows
             for spec in row.samples
         )
-        if self.cache is not None:
-            for row in command.rows:
-                self.cache.computed(row)
         future.set_result(PrefillResult(command.step, samples))
 
     def _offer(self, rows: Sequence[PrefillRow], begins_at: float, ready_at: float) -> None:
@@ -232,25 +232,11 @@ class SimulatedExecutor:
     def _prefill_seconds(self, command: PrefillChunk) -> tuple[float, float]:
         """Of the rank that takes longest."""
         if self.limits.ranks == 1:
-            return self._costs.prefill(self._uncached(command.rows))
+            return self._costs.prefill(_sizes(command.rows))
         ranks: dict[int, list[PrefillRow]] = {}
         for row in command.rows:
             ranks.setdefault(row.rank, []).append(row)
-        return max(self._costs.prefill(self._uncached(rows)) for rows in ranks.values())
-
-    def _uncached(self, rows: Sequence[PrefillRow]) -> list[tuple[int, int]]:
-        """(tokens to compute, tokens before them) of each row; cached ones cost nothing but their
-        reading."""
-        if self.cache is None:
-            return [(len(row.tokens), row.start) for row in rows]
-        found = []
-        for row in rows:
-            end = row.start + len(row.tokens)
-            cached = max(
-                row.start, min(self.cache.cached_tokens(row), end - (1 if row.samples else 0))
-            )
-            found.append((end - cached, cached))
-        return found
+        return max(self._costs.prefill(_sizes(rows)) for rows in ranks.values())
 
     # ---- decode
 
@@ -298,7 +284,7 @@ class SimulatedExecutor:
         chunk, future = self._held
         self._held = None
         chunks: list[list[tuple[int, int]]] = [[] for _ in loads]
-        for row, sizes in zip(chunk.rows, self._uncached(chunk.rows), strict=True):
+        for row, sizes in zip(chunk.rows, _sizes(chunk.rows), strict=True):
             chunks[row.rank].append(sizes)
         tokens = [
             sum(new for new, _ in rows) + sequences
@@ -366,11 +352,16 @@ class SimulatedExecutor:
     # ---- hand-off
 
     def _release(self, command: ReleaseOffers, future: Result) -> None:
-        for offer_id in command.offer_ids:
+        if command.from_host and self.host is not None:
+            self.host.release(command.offer_ids)
+        for offer_id in () if command.from_host else command.offer_ids:
             self._channel.offered.pop(offer_id, None)
         future.set_result(Done(command.step))
 
     def _pull(self, command: PullBlock, future: Result) -> None:
+        if command.peer == HOST:
+            self._pull_from_host(command, future)
+            return
         offered = self._channel.offered.get(command.offer_id)
         if offered is None:
             self._loop.call_soon(
@@ -386,6 +377,15 @@ class SimulatedExecutor:
                 self._end(future, PullResult(command.step, command.offer_id, int(size_bytes)))
 
         self._channel.pull(offered, self.name, size_bytes, arrived)
+
+    def _pull_from_host(self, command: PullBlock, future: Result) -> None:
+        assert self.host is not None, "nothing lies in host memory that there is not"
+        now = self._loop.time()
+        at = self.host.copied_back(command.offer_id, command.rank, now)
+        size_bytes = int(self._costs.wire_bytes(command.block_tokens)) if at is not None else 0
+        error = "" if at is not None else "no such block"
+        result = PullResult(command.step, command.offer_id, size_bytes, error)
+        self._loop.call_at(now if at is None else at, self._end, future, result)
 
     def _insert(self, command: InsertBlock, future: Result) -> None:
         seconds = self._costs.insert(command.valid_tokens)
@@ -428,17 +428,31 @@ class SimulatedExecutor:
             self._reschedule(span)
 
     def _extract(self, command: ExtractBlock, future: Result) -> None:
-        """A running sequence's pages are copied out between steps."""
-        ready_at = self._loop.time() + self._costs.insert(command.valid_tokens)
+        """A running sequence's pages are copied out between steps, those of a prompt behind the
+        chunks that were issued before."""
+        start, seconds = self._loop.time(), self._costs.insert(command.valid_tokens)
+        if self._prefills:
+            start = max(start, self._free_at)
+            self._free_at = start + seconds
+            self.busy_seconds += seconds
+        ready_at = start + seconds
+        result = ExtractResult(command.step, BlockChecksum(command.offer_id, 0))
+        if command.to_host:
+            assert self.host is not None, "a mesh without host memory keeps nothing there"
+            at = self.host.copied_out(
+                command.offer_id, command.rank, command.valid_tokens, ready_at
+            )
+            self._loop.call_at(at, self._end, future, result)
+            return
         self._channel.offered[command.offer_id] = SimulatedOffer(
-            self.name, command.block_tokens, self._loop.time(), ready_at
+            self.name, command.block_tokens, start, ready_at
         )
-        self._loop.call_at(
-            ready_at,
-            self._end,
-            future,
-            ExtractResult(command.step, BlockChecksum(command.offer_id, 0)),
-        )
+        self._loop.call_at(ready_at, self._end, future, result)
+
+
+def _sizes(rows: Sequence[PrefillRow]) -> list[tuple[int, int]]:
+    """(tokens to compute, tokens before them) of each row."""
+    return [(len(row.tokens), row.start) for row in rows]
 
 
 def _admitted(command: DecodeSteps, rank: int) -> list[int]:

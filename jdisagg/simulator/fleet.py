@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from jdisagg.config import InstanceConfig, LimitsConfig, Mode, RoutingConfig
+from jdisagg.config import InstanceConfig, LimitsConfig, Mode, PrefixConfig, RoutingConfig
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.hardware import Accelerator, Link
 from jdisagg.costs.model_geometry import CostGeometry, LatentAttention
@@ -17,6 +17,8 @@ from jdisagg.engine.limits import mesh_limits
 from jdisagg.errors import ConfigError
 from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.scheduler.host_blocks import TierRoom
+from jdisagg.simulator.host_memory import HostLink
 from jdisagg.simulator.step_costs import ModelCosts, StepCosts
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
@@ -65,9 +67,9 @@ class Fleet:
     host_devices: devices that share the fast link (0: as the hardware's domain). link: between any
     two instances (None: scale-up within a host, scale-out beyond). overlap: layer groups of a
     hand-off (`channel`). run_ahead, fused, drains: as in `executor`. late_reservation: pages for
-    decoding are asked for after the prefill (`late`). cache_blocks: blocks of block_tokens that
-    each prefilling instance keeps for prefix reuse (0: none). memory_reserve: the part of memory
-    left to activations."""
+    decoding are asked for after the prefill (`late`). prefix: KV that stays in the workers' pages
+    and in host memory, as live workers keep it; the workload names blocks of block_tokens.
+    memory_reserve: the part of memory left to activations."""
 
     geometry: CostGeometry
     decode: Pool
@@ -86,8 +88,8 @@ class Fleet:
     drains: bool = False
     late_reservation: bool = False
     context_tokens: int | None = None
-    cache_blocks: int = 0
     block_tokens: int = 512
+    prefix: PrefixConfig = PrefixConfig()
     memory_reserve: float = 0.1
     heartbeat_seconds: float = DEFAULT_TIMEOUTS.membership.heartbeat_seconds
 
@@ -100,15 +102,24 @@ class Fleet:
         for name in ("overlap", "hosts_per_rack", "block_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("run_ahead", "cache_blocks", "host_devices"):
+        for name in ("run_ahead", "host_devices"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.prefix.disk_gib:
+            raise ConfigError(
+                f"prefix.disk_gib={self.prefix.disk_gib:g}: the simulator has no disk; leave it out"
+            )
         for pool in self.pools:
             self.limits_of(pool)
 
     @property
     def pools(self) -> tuple[Pool, ...]:
         return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
+
+    @property
+    def kept_dtype(self) -> str:
+        """The type of KV."""
+        return self.kv_dtype or self.geometry.kv_dtype or self.dtype
 
     def check_roles_change(self) -> None:
         """Raises ConfigError unless a worker of either pool can take a seat of the other: as many
@@ -152,7 +163,7 @@ class Fleet:
             layout,
             pool.stages,
             dtype=self.dtype,
-            kv_dtype=self.kv_dtype,
+            kv_dtype=self.kept_dtype,
         )
 
     def costs_of(self, pool: Pool) -> StepCosts:
@@ -173,17 +184,28 @@ class Fleet:
                     f" for KV in its {pool.hardware.memory_bytes / 1e9:.0f} GB; use more devices an"
                     " instance, or another accelerator"
                 )
-            # More than all slots can use need no bookkeeping.
+            # More than all slots can use need no bookkeeping, unless what they held stays.
             most = instance.slots_per_rank * math.ceil(self.context / instance.page_size)
-            instance = replace(instance, pages_per_rank=min(pages, most))
+            kept = pages if self.prefix.reuse else min(pages, most)
+            instance = replace(instance, pages_per_rank=kept)
         limits = mesh_limits(
             instance,
             self.mode,
-            kv_spec(self.geometry, self.kv_dtype or self.dtype),
+            kv_spec(self.geometry, self.kept_dtype),
             self.context,
             layer_groups=1,
         )
         return replace(limits, whole_blocks=True, stages=pool.stages)
+
+    @property
+    def tiers(self) -> TierRoom:
+        """Of each prefill worker."""
+        return TierRoom(self.prefix.host_bytes, always=self.prefix.restores == "always")
+
+    def host_link(self, pool: Pool) -> HostLink:
+        """Between a dp rank's devices and their host."""
+        kept = self.geometry.kv_bytes_per_token(self.kept_dtype)
+        return HostLink(pool.hardware.host, pool.devices // pool.instance.layout.dp, kept)
 
     def places(self) -> tuple[tuple[str, ...], ...]:
         """For each pool the places of its instances, "rack/host/domain/process". Instances of the
@@ -234,4 +256,9 @@ def kv_spec(geometry: CostGeometry, dtype: str) -> KVSpec:
     attention = geometry.attention
     if isinstance(attention, LatentAttention):
         return KVSpec.latent(geometry.layers, attention.kv_values, dtype)
-    return KVSpec.attention(geometry.layers, attention.kv_heads, attention.head_dim, dtype)
+    spec = KVSpec.attention(geometry.layers, attention.kv_heads, attention.head_dim, dtype)
+    if (full := attention.full) is None:
+        return spec
+    count = geometry.attention_layers - attention.windowed_layers
+    others = KVSpec.attention(count, full.kv_heads, full.head_dim, dtype)
+    return KVSpec(spec.layers[: attention.windowed_layers] + others.layers, dtype)

@@ -9,10 +9,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig
+from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig, PrefixConfig
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.layout.axes import Layout
+from jdisagg.layout.kv_spec import KEPT_NAMES
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.plan_candidates import ACTIVATIONS, PAGE_TOKENS, Candidate, Site
 from jdisagg.simulator.plan_trials import Lost, Runner, TrialRun
@@ -29,17 +30,16 @@ MOST_SLOTS = 512
 @dataclass(frozen=True)
 class FleetMaker:
     """`fused`: a prefill chunk and a decode step of one pool run as one step, as engines of
-    Sarathi's kind do; False: in turns, as ours does. `cache_blocks`: blocks of the workload's
-    hashes that each prefilling instance keeps; 0: no prefix reuse. `hardware`: what a written
-    configuration calls the accelerator. `slots`: sequences that decode on a dp rank at once, at
-    most."""
+    Sarathi's kind do; False: in turns, as ours does. `reuse`: KV stays for prompts that the
+    workload says begin alike. `hardware`: what a written configuration calls the accelerator.
+    `slots`: sequences that decode on a dp rank at once, at most."""
 
     geometry: CostGeometry
     site: Site
     dtype: str = "bfloat16"
     codec: str = "none"
     fused: bool = True
-    cache_blocks: int = 0
+    reuse: bool = False
     seed: int = 0
     hardware: str = ""
     slots: int = MOST_SLOTS
@@ -79,7 +79,7 @@ class FleetMaker:
             host_devices=self.site.domain,
             overlap=LAYER_GROUPS,
             fused=self.fused and candidate.mode is Mode.CHUNKED,
-            cache_blocks=self.cache_blocks,
+            prefix=PrefixConfig(reuse=self.reuse),
             memory_reserve=ACTIVATIONS,
         )
 
@@ -112,8 +112,15 @@ class FleetMaker:
             if candidate.prefill
             else InstanceConfig()
         )
-        model = ModelConfig(model_directory, self.dtype, context_tokens)
-        return EngineConfig(model=model, mode=candidate.mode, prefill=prefill, decode=decode)
+        kept = KEPT_NAMES.get(self.geometry.kv_dtype, "")
+        model = ModelConfig(model_directory, self.dtype, context_tokens, kv_dtype=kept)
+        return EngineConfig(
+            model=model,
+            mode=candidate.mode,
+            prefill=prefill,
+            decode=decode,
+            prefix=PrefixConfig(reuse=self.reuse),
+        )
 
     def _instance(self, candidate: Candidate, layout: Layout, slots: int) -> InstanceConfig:
         room = CostModel(

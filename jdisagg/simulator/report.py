@@ -14,7 +14,7 @@ Pure data, seconds throughout; knows no cluster."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Literal, get_args
 
 import numpy as np
@@ -32,7 +32,8 @@ PERCENTILES = (50, 90, 95, 99)
 class RequestOutcome:
     """One request that ended. Times in seconds on the run's clock; `first_token` None: none came.
     `output_tokens`: delivered. `reason`: why it did not finish, or why it was placed as it was;
-    `prefill`, `decode`: names of workers, "" where unknown."""
+    `prefill`, `decode`: names of workers, "" where unknown. Of one that finished: `queue_seconds`
+    that it waited before it was prefilled, `cached_tokens` of its prompt that were known."""
 
     request_id: str
     arrival: float
@@ -46,6 +47,9 @@ class RequestOutcome:
     prefill: str = ""
     decode: str = ""
     reason: str = ""
+    # digests of runs are made of what is told here, and told of older commits too
+    queue_seconds: float = field(default=0.0, repr=False)
+    cached_tokens: int = field(default=0, repr=False)
 
     @property
     def ttft(self) -> float | None:

@@ -18,7 +18,7 @@ import functools
 import gc
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
@@ -30,11 +30,11 @@ from jdisagg.errors import (
     UnavailableError,
     WorkloadError,
 )
-from jdisagg.request import Request, SamplingParams
+from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.request import Request, SamplingParams, Timings
 from jdisagg.simulator.cluster import SimulatedCluster
 from jdisagg.simulator.fleet import Fleet
 from jdisagg.simulator.gaps import Gaps
-from jdisagg.simulator.prefix_cache import prompt_of
 from jdisagg.simulator.report import End, RequestOutcome, WorkerUsage
 from jdisagg.simulator.timeline import NUMBER_BITS, gap_runs
 from jdisagg.simulator.virtual_time import VirtualClock, run_virtually
@@ -53,9 +53,9 @@ Progress = Callable[[int, int], None]
 class Result:
     """What became of a simulated workload. `seconds`: virtual, until the last request ended.
     `counters`: of path and workers, summed over all that ran, and tokens that prefix caches were
-    asked for and knew. `pages_lost`: pages that were not free again after the run (0, or something
-    leaks). `stopped`: its caller had seen enough; outcomes are of the requests that had ended, and
-    no page is called lost."""
+    asked for and knew, those of decode workers apart. `pages_lost`: pages that were not free again
+    after the run (0, or something leaks). `stopped`: its caller had seen enough; outcomes are of
+    the requests that had ended, and no page is called lost."""
 
     outcomes: tuple[RequestOutcome, ...]
     usage: tuple[WorkerUsage, ...]
@@ -77,18 +77,23 @@ def simulate(
     progress: Progress | None = None,
     settle_seconds: float = 0.0,
     enough: Enough | None = None,
+    concurrency: int | None = None,
 ) -> Result:
     """Runs until every request has ended, and `settle_seconds` more; or until `enough`, asked of
     each outcome as it comes (its id is its place among the arrivals). `mortal`: hooks may kill
     workers. `events` gets every decision of the router, as `observe/decision_log.py` writes them
-    down."""
+    down. `concurrency`: a closed loop of so many users, as benchmarks of servers run: each asks for
+    the next request as soon as its last one has ended, in the order of the arrivals, whose times
+    mean nothing."""
     listed = sorted(arrivals, key=lambda item: item.at_seconds)
     if not listed:
         raise WorkloadError("the workload is empty; give at least one request")
+    if concurrency is not None and concurrency < 1:
+        raise WorkloadError(f"a closed loop must have 1 user or more, got {concurrency}")
 
     async def main() -> Result:
         run = _Run(fleet, listed, seed, mortal, progress, events)
-        run.enough = enough
+        run.enough, run.users = enough, concurrency
         return await run.run(hooks, settle_seconds)
 
     threshold = gc.get_threshold()
@@ -119,6 +124,8 @@ class _Run:
         self._left = len(arrivals)
         self._over: asyncio.Future[None] | None = None
         self.enough: Enough | None = None
+        self.users: int | None = None
+        self._begun = 0  # requests, of a closed loop
 
     async def run(self, hooks: Sequence[Hook], settle_seconds: float) -> Result:
         cluster, loop = self.cluster, asyncio.get_running_loop()
@@ -126,7 +133,11 @@ class _Run:
         gc.freeze()  # the workers stay until the end: nothing to look for in them
         running = [asyncio.ensure_future(hook(cluster)) for hook in hooks]
         over = self._over = loop.create_future()
-        self._begin(0, loop.time())
+        if self.users is None:
+            self._begin(0, loop.time())
+        else:
+            for _ in range(min(self.users, len(self._arrivals))):
+                self._begin_next()
         while not over.done():
             await asyncio.wait(
                 [over, *(hook for hook in running if not hook.done())],
@@ -147,11 +158,7 @@ class _Run:
             await asyncio.sleep(settle_seconds)
         counters = Counter({**cluster.counters.snapshot(), **cluster.path.counters.snapshot()})
         for process in (*cluster.former, *cluster.processes.values()):
-            counters.update(process.worker.counters.snapshot())
-            if (cache := process.mesh.cache) is not None:
-                counters.update(
-                    prefix_hit_tokens=cache.hit_tokens, prefix_asked_tokens=cache.asked_tokens
-                )
+            counters.update(_counted(process.card.role, process.worker.counters.snapshot()))
         lost = 0
         for process in cluster.processes.values():
             if process.crash is None or not process.crash.dead.is_set():
@@ -176,9 +183,18 @@ class _Run:
             if started + arrival.at_seconds > loop.time():
                 loop.call_at(started + arrival.at_seconds, self._begin, number, started)
                 return
-            task = loop.create_task(self._client(number, arrival))
-            self.cluster.clients[task] = None
-            task.add_done_callback(functools.partial(self._gone, number))
+            self._start(number)
+
+    def _begin_next(self) -> None:
+        """A user of a closed loop asks for the first request that nobody has asked for."""
+        self._begun += 1
+        self._start(self._begun - 1)
+
+    def _start(self, number: int) -> None:
+        client = self._client(number, self._arrivals[number])
+        task = asyncio.get_running_loop().create_task(client)
+        self.cluster.clients[task] = None
+        task.add_done_callback(functools.partial(self._gone, number))
 
     def _gone(self, number: int, client: "asyncio.Task[None]") -> None:
         """The last one ends the run; so does one that met what no client should."""
@@ -195,6 +211,7 @@ class _Run:
             )
             self._left -= 1
         self.cluster.clients.pop(client, None)
+        self.cluster.book.forget(str(number))
         assert self._over is not None
         if self._over.done():
             return
@@ -202,6 +219,8 @@ class _Run:
             self._over.set_exception(error)
         elif not self._left:
             self._over.set_result(None)
+        elif self.users is not None and self._begun < len(self._arrivals):
+            self._begin_next()
 
     async def _client(self, number: int, arrival: Arrival) -> None:
         loop = asyncio.get_running_loop()
@@ -210,12 +229,15 @@ class _Run:
         tokens: list[int] = []
         end: End = "finished"
         reason = ""
+        timings, usage = Timings(), None
         try:
             async for event in self.cluster.front.stream(self._request(number, arrival)):
                 if event.token_ids:
                     if first is None:
                         first = loop.time()
                     tokens += event.token_ids
+                if event.timings is not None:
+                    timings, usage = event.timings, event.usage
         except OverloadedError as error:
             end, reason = "refused", error.message
         except DeadlineExceededError as error:
@@ -237,6 +259,8 @@ class _Run:
             prefill=self._made_by(tokens[0]) if tokens else "",
             decode=self._made_by(tokens[-1]) if tokens else "",
             reason=reason,
+            queue_seconds=timings.queue_seconds,
+            cached_tokens=usage.cached_tokens if usage is not None else 0,
         )
         self._left -= 1
         if self.enough is not None and self._left and self.enough(outcome):
@@ -260,16 +284,24 @@ class _Run:
                 f"prompt has {arrival.prompt_tokens} tokens; with one to generate the context holds"
                 f" {context}: shorten it"
             )
-        if arrival.block_hashes and self._fleet.cache_blocks:
-            prompt = prompt_of(
-                arrival.block_hashes, arrival.prompt_tokens, self._fleet.block_tokens
-            )
-        else:
-            prompt = (0,) * arrival.prompt_tokens
+        if self._fleet.prefix.reuse:
+            self.cluster.book.add(str(number), arrival)
+        prompt = (0,) * arrival.prompt_tokens
         sampling = _sampling(arrival.output_tokens)
         return Request(
             str(number), prompt, sampling, (), arrival.deadline, arrival.tenant, arrival.priority
         )
+
+
+def _counted(role: WorkerRole, counters: Mapping[str, int]) -> Mapping[str, int]:
+    """What a decode worker found of prompts is counted apart: there a hit is not moved, elsewhere
+    it is not computed."""
+    if role is not WorkerRole.DECODE:
+        return counters
+    return {
+        f"decode_{name}" if name.startswith("prefix_") else name: count
+        for name, count in counters.items()
+    }
 
 
 @functools.lru_cache(maxsize=1 << 14)

@@ -93,7 +93,7 @@ class ModelCosts:
         self._model = model
         self._bytes_per_token = wire_bytes_per_token(model.geometry, model.kv_value_bytes, codec)
         geometry = model.geometry
-        kept = geometry.attention_layers * geometry.attention.kv_values * model.kv_value_bytes
+        kept = geometry.kv_values * model.kv_value_bytes
         spread = (
             model.layout.tp
             * model.stages

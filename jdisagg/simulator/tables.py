@@ -8,10 +8,11 @@ only when asked for. Numbers are written with nine digits: a trace of a day keep
 import csv
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jdisagg.errors import ConfigError
+from jdisagg.layout.kv_spec import KEPT_NAMES
 from jdisagg.simulator.fleet import Fleet
 from jdisagg.simulator.report import Percentiles, Report, RequestOutcome, SloLimits
 
@@ -19,7 +20,7 @@ COLUMNS = (
     "request_id", "tenant", "arrival_seconds", "first_token_seconds", "finish_seconds",
     "prompt_tokens", "output_tokens", "ttft_seconds", "tpot_seconds", "handoff_gap_seconds",
     "longest_gap_seconds", "slowest_tenth_seconds", "end", "attained", "prefill", "decode",
-    "reason",
+    "reason", "queue_seconds", "cached_tokens",
 )  # fmt: skip
 
 
@@ -33,7 +34,7 @@ def row_of(
         item.prompt_tokens, item.output_tokens, item.ttft, item.tpot,
         gaps.first if gaps else None, gaps.longest if gaps else None,
         gaps.slowest_tenth if gaps else None, item.end, slo.attained(item) if slo else None,
-        item.prefill, item.decode, item.reason,
+        item.prefill, item.decode, item.reason, item.queue_seconds, item.cached_tokens,
     )  # fmt: skip
 
 
@@ -68,6 +69,22 @@ def check_table(path: Path) -> None:
         )
 
 
+def reuse_text(counters: Mapping[str, int]) -> str:
+    """How much of their prompts workers knew already, of all tokens that sequences began with."""
+
+    def part(prefix: str) -> str:
+        asked = counters.get(f"{prefix}prefix_asked_tokens", 0)
+        known = counters.get(f"{prefix}prefix_hit_tokens", 0)
+        return f"{known / asked:.1%} of {asked} tokens" if asked else "nothing was asked"
+
+    said = f"prefix reuse: not computed {part('')}"
+    if "decode_prefix_asked_tokens" in counters:
+        said += f"; not moved {part('decode_')}"
+    if restored := counters.get("host_tokens_restored", 0):
+        said += f"; {restored} tokens came back from host memory"
+    return said
+
+
 def fleet_text(fleet: Fleet) -> str:
     """What is simulated, on one line: model, mode, and each pool's instances."""
     pools = {
@@ -80,7 +97,9 @@ def fleet_text(fleet: Fleet) -> str:
         for role, pool in pools.items()
         if pool is not None
     ]
-    return f"{fleet.geometry.name} {fleet.dtype}, {fleet.mode.value}: {'; '.join(told)}"
+    kept = KEPT_NAMES.get(fleet.kept_dtype)
+    types = fleet.dtype + (f" (KV in {kept})" if kept else "")
+    return f"{fleet.geometry.name} {types}, {fleet.mode.value}: {'; '.join(told)}"
 
 
 def text_of(report: Report) -> str:

@@ -3,8 +3,9 @@
 It is mixed-capable: `generate` without a source prefills in the same pages (modes CHUNKED and
 UNIFIED); in mode DISAGGREGATED KV comes from a prefill worker. Which command goes next is
 `scheduler/step_policy.py`'s decision, pages and slots those of `scheduler/reservations.py` and
-`decode_batches.py`. Running sequences move to another decode worker through `PeerPort`. A source of
-KV that fails does not end a reservation: it waits for another.
+`decode_batches.py`. Through `PeerPort` running sequences move to another decode worker, and prefill
+workers fetch what is kept of those that ended. A source of KV that fails does not end a
+reservation: it waits for another.
 
 `_settle` runs after each change: it hands news to the streams, grants freed pages to waiting
 reservations, and wakes the loop."""
@@ -24,6 +25,8 @@ from jdisagg.errors import (
     UnavailableError,
 )
 from jdisagg.messages.ports import (
+    FetchCall,
+    FetchReply,
     GenerateCall,
     HandoffSource,
     PeerPort,
@@ -54,8 +57,9 @@ from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
 from jdisagg.scheduler.prefill_batches import PrefillBatches, PrefillJob
 from jdisagg.scheduler.reservations import Reservations
 from jdisagg.scheduler.residency import Residency
-from jdisagg.scheduler.sequences import SequenceGroup
+from jdisagg.scheduler.sequences import SequenceGroup, wanted_of_prompt
 from jdisagg.scheduler.step_policy import Action, StepSnapshot, next_step
+from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.incoming_handoff import Received
 from jdisagg.worker.incoming_kv import IncomingKv
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
@@ -123,6 +127,9 @@ class DecodeWorker(MeshWorker):
             timeouts,
             self.counters,
         )
+        kept, mesh = self._state.residency, executor.limits
+        self._given = GivenKv(kept, None, self._outgoing, self._loop, mesh, context, self.counters)
+        self._state.give_way = self._given.give_way
 
     # ---- the loop
 
@@ -162,6 +169,9 @@ class DecodeWorker(MeshWorker):
     def _apply(self, command: StepCommand, result: StepResult) -> None:
         if isinstance(command, PrefillChunk):
             assert isinstance(result, PrefillResult)
+            for key, of_part in result.prompts:
+                if (stream := self._streams.get(key)) is not None:
+                    stream.prompt_logprobs.append(of_part)
             for row in command.rows:
                 self._backlog.computed(row.sequence, len(row.tokens))
                 if row.samples and (group := self._state.groups.get(row.sequence)) is not None:
@@ -366,6 +376,9 @@ class DecodeWorker(MeshWorker):
                     group.arrival,
                     cached_tokens=cached,
                     state=self._state.states.slot(group.rank, group.key),
+                    prompt_logprobs=wanted_of_prompt(
+                        group.request, tuple(group.children[0].generated)
+                    ),
                 )
             )
             self._backlog.add(group.key, len(known), cached)
@@ -376,6 +389,8 @@ class DecodeWorker(MeshWorker):
         stream = self._streams[group.key]
         stream.kv_bytes_moved = received.bytes_moved
         stream.exposed_seconds = received.exposed_seconds
+        if received.prompt_logprobs is not None:
+            stream.prompt_logprobs = [received.prompt_logprobs]
         if not received.moved:
             firsts = [
                 SampledToken(group.key, first.child, first.token_id, first.logprobs)
@@ -428,19 +443,36 @@ class DecodeWorker(MeshWorker):
         return self._state.residency
 
     async def stop(self) -> None:
+        self._given.stop()
         await super().stop()
         await self._incoming.stop()
 
     async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
         await super().acknowledge(handoff_id, offer_ids)
         self._migration.poke()
+        self._given.moved()
+
+    async def fetch(self, call: FetchCall) -> FetchReply:
+        # what a codec has changed differs from what the asker would compute
+        if self._draining or self._config.codec != "none":
+            return FetchReply()
+        return await self._given.give(call)
+
+    def _forget_kept(self, rank: int | None, cause: str) -> int:
+        # as long as a reset of all workers may take
+        self._given.close_for(self._limits.timeouts.request.status_seconds)
+        return super()._forget_kept(rank, cause)
 
     def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
-        if self._migration.ended(handoff.sequence, error):
+        if self._given.ended(handoff.sequence):
+            # not at once: pages may have been taken from it in the midst of a plan
+            asyncio.get_running_loop().call_soon(self._settle)
+        elif self._migration.ended(handoff.sequence, error):
             self._settle()
 
     def _busy(self) -> bool:
-        return bool(self._state.groups or len(self._reservations) or self._streams)
+        given = len(self._given)
+        return bool(self._state.groups or len(self._reservations) or self._streams or given)
 
     def _hand_on(self) -> None:
         """Running sequences are offered to other decode workers, a few times each."""
@@ -457,6 +489,7 @@ class DecodeWorker(MeshWorker):
         self._tickets.clear()
         for group in list(self._state.groups.values()):
             self.fail(group, UnavailableError(error.message))
+        self._outgoing.end_all(error)
 
     def _sweep(self, now: float) -> None:
         for group in self._state.overdue(now):
@@ -496,6 +529,7 @@ class DecodeWorker(MeshWorker):
             loading_seconds=self._context.loading_seconds(),
             free_states=state.states.free_by_rank(),
             total_states=state.states.total_by_rank(),
+            kv_channels=self._context.kv_channels(),
         )
 
 

@@ -9,7 +9,7 @@ computed. Only `reset` raises: what it cannot remove would be served after a res
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from jdisagg.errors import JdisaggError, UnavailableError
 from jdisagg.messages.step_commands import (
@@ -26,6 +26,7 @@ from jdisagg.scheduler.disk_blocks import FILE_EXTRA_BYTES, DiskBlock, DiskBlock
 from jdisagg.scheduler.host_blocks import HostBlock
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.telemetry import Counters
+from jdisagg.worker.background import BackgroundTasks
 from jdisagg.worker.step_loop import StepLoop
 
 FILE_SECONDS = 10.0  # for a block; then the disk is not what it should be
@@ -58,7 +59,7 @@ class DiskTier:
         self._geometry = geometry
         self._open = False
         self._epoch = 0  # of what was found and what was cleared
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
 
     @property
     def on(self) -> bool:
@@ -66,16 +67,15 @@ class DiskTier:
 
     @property
     def quiet(self) -> bool:
-        return not self._tasks
+        return self._tasks.quiet
 
     async def start(self) -> None:
         """Looks at what lies there; what takes longer than a start may is found meanwhile."""
         if self.on:
-            await asyncio.wait({self._spawn(self._find())}, timeout=START_SECONDS)
+            await asyncio.wait({self._tasks.spawn(self._find())}, timeout=START_SECONDS)
 
     def stop(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
+        self._tasks.cancel()
 
     async def _find(self) -> None:
         epoch = self._epoch
@@ -107,7 +107,7 @@ class DiskTier:
             self._gone(gone, "room")
             if block is None:
                 return
-            self._spawn(self._write(block))
+            self._tasks.spawn(self._write(block))
 
     async def _write(self, block: DiskBlock) -> None:
         error, done = "", False
@@ -198,7 +198,7 @@ class DiskTier:
             with contextlib.suppress(UnavailableError):  # counted
                 await self.empty()
 
-        self._spawn(empty())
+        self._tasks.spawn(empty())
 
     def _gone(self, names: Iterable[bytes], cause: str) -> None:
         """They are not known any more."""
@@ -219,7 +219,7 @@ class DiskTier:
         async def remove() -> None:
             await self._end(command, running)
 
-        self._spawn(remove())
+        self._tasks.spawn(remove())
 
     # ---- the commands
 
@@ -244,9 +244,3 @@ class DiskTier:
         if result.error:
             self._counters.add("disk_errors", cause=result.error)
         return result
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> "asyncio.Task[None]":
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task

@@ -12,7 +12,7 @@ Nothing waits for a copy but the prompt that wants it, and that no longer than c
 take. What lies on disk (`worker/disk_tier.py`) comes back through host memory, and went there."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -45,6 +45,7 @@ from jdisagg.scheduler.host_blocks import (
 from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.telemetry import Counters
+from jdisagg.worker.background import BackgroundTasks
 from jdisagg.worker.disk_tier import DiskTier
 from jdisagg.worker.outgoing_kv import extraction, offers_of_pages
 from jdisagg.worker.step_loop import StepLoop
@@ -82,8 +83,7 @@ class HostTier:
         self._limits = limits
         self._ids = ids
         self._counters = counters
-        self._last_owner = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._copies: dict[bytes, asyncio.Task[None]] = {}  # on their way out
         self._restores = 0
         self._key = 0  # of the sums: nobody else reads them
@@ -108,7 +108,7 @@ class HostTier:
     @property
     def quiet(self) -> bool:
         """Nothing is on its way."""
-        return not self._tasks and self.disk.quiet
+        return self._tasks.quiet and self.disk.quiet
 
     async def start(self) -> None:
         await self.disk.start()
@@ -124,8 +124,7 @@ class HostTier:
         return len(gone), self.disk.clear()
 
     def stop(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
+        self._tasks.cancel()
         self.disk.stop()
 
     def _geometry(self) -> str:
@@ -155,7 +154,7 @@ class HostTier:
             return
         before = (0,) * (start // size)  # pages of the chain's beginning, which are not read
         copies = [self._extract(offer, (*before, *pages)) for offer in offers]
-        task = self._copies[name] = self._spawn(self._written(block, copies))
+        task = self._copies[name] = self._tasks.spawn(self._written(block, copies))
         task.add_done_callback(lambda _: self._copied_out(name, task))
 
     def _copied_out(self, name: bytes, task: "asyncio.Task[None]") -> None:
@@ -247,7 +246,7 @@ class HostTier:
             given_up.set()
             tell()
 
-        self._spawn(bring())
+        self._tasks.spawn(bring())
 
     async def restore(
         self,
@@ -268,8 +267,7 @@ class HostTier:
         names = tuple(zip(chain[known:], found, strict=True))
         blocks = self.blocks.hold(tuple([name for name, on_disk in names if not on_disk]))
         saved = [self.disk.blocks.hold(name) for name, on_disk in names if on_disk]
-        self._last_owner -= 1  # sequences count upwards
-        owner, back, count = self._last_owner, known, len(chain) * size // page_size
+        owner, back, count = self._kept.guest(), known, len(chain) * size // page_size
         pages = self._kept.reserve(rank, owner, chain, known * size, count)
         if pages is None:
             self.blocks.let_go(blocks)
@@ -428,9 +426,3 @@ class HostTier:
         ids = tuple([offer_id for block in gone for offer_id in block.offer_ids])
         if ids:
             self._loop.fire(ReleaseOffers(self._loop.next_number(), ids, from_host=True))
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> "asyncio.Task[None]":
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task

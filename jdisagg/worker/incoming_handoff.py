@@ -8,7 +8,8 @@ block that was pulled but will not be inserted is dropped, also when this task i
 Heartbeats keep the sender's lease, and find out a sender that does not answer.
 
 Nothing counts as received before it is verified, and the hand-off is whole only when every layer
-group got every position exactly once, and the state came once where the model keeps some."""
+group got every position exactly once (of layers with a window that come apart, every position that
+they still see), and the state came once where the model keeps some."""
 
 import asyncio
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from jdisagg.messages.step_commands import (
     PullResult,
     StepResult,
 )
+from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.telemetry import Counters
 from jdisagg.worker.sender_line import SenderLine
 from jdisagg.worker.step_loop import StepLoop
@@ -43,6 +45,7 @@ class Received:
     moved: tuple[int, ...] = ()
     bytes_moved: int = 0
     exposed_seconds: float = 0.0
+    prompt_logprobs: PromptLogprobs | None = None
     blocks: list[Offer] = field(default_factory=list)
 
 
@@ -50,13 +53,25 @@ class Received:
 class Destination:
     """Where the blocks go: dp rank `rank`, positions from `cached_tokens` on (those below are here
     already). `pages(n)` are those of positions [0, n), or raises HandoffError. `state()` is the
-    slot of its state; None where the model keeps none."""
+    slot of its state; None where the model keeps none. `windows`: of the layers with a window,
+    where these come apart."""
 
     rank: int
     pages: Callable[[int], tuple[int, ...]]
     layer_groups: int
     cached_tokens: int = 0
     state: Callable[[], int] | None = None
+    windows: "WindowDestination | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class WindowDestination:
+    """Where layers with a window go that come apart, in `layer_groups` groups of their own, and
+    from which position on they are due of a sequence that ends at one."""
+
+    pages: Callable[[int], tuple[int, ...]]
+    layer_groups: int
+    seen_from: Callable[[int], int]
 
 
 class IncomingHandoff:
@@ -76,6 +91,7 @@ class IncomingHandoff:
         self.inserting = 0
         self.last_insertion = 0
         self.closed = False
+        self.spoiled = False  # something came that was not what its sender had computed
         self._loop = loop
         self._to = to
         self._pull_seconds = limits.pull_seconds
@@ -104,7 +120,8 @@ class IncomingHandoff:
 
     def kept_tokens(self) -> int:
         """Positions [0, n) that are here in every layer group."""
-        return min(self._contiguous(group) for group in range(self._to.layer_groups))
+        blocks = [one for one in self._received.blocks if not (one.state or one.window)]
+        return _reach(blocks, self._to.layer_groups, self._to.cached_tokens)
 
     async def receive(self) -> Received:
         """Returns when all KV is in its pages. Raises HandoffError, or UnavailableError when a mesh
@@ -135,6 +152,7 @@ class IncomingHandoff:
         received = self._received
         self._check_coverage(end)
         received.firsts, received.moved = end.firsts, end.moved
+        received.prompt_logprobs = end.prompt_logprobs
         received.exposed_seconds = self._now() - ended_at
         if end.moved or not received.blocks:
             self.line.acknowledge_all(tuple(block.offer_id for block in received.blocks))
@@ -235,9 +253,14 @@ class IncomingHandoff:
             peer=self.line.link.peer,
             codec=self._codec(offer),
             state=offer.state,
+            window=offer.window,
         )
 
     def _pages(self, offer: Offer) -> tuple[int, ...]:
+        if offer.window:
+            if self._to.windows is None:
+                raise HandoffError(f"{self.line.name}: layers with a window came apart")
+            return self._to.windows.pages(offer.start + offer.valid_tokens)
         if not offer.state:
             return self._to.pages(offer.start + offer.valid_tokens)
         if self._to.state is None:
@@ -271,6 +294,7 @@ class IncomingHandoff:
             codec=self._codec(offer),
             source_rank=offer.rank,
             state=offer.state,
+            window=offer.window,
         )
         future = self._loop.submit(command)
         self.pulling += 1
@@ -302,18 +326,22 @@ class IncomingHandoff:
             "a mesh that is asked to verify sums what it inserts"
         )
         if not inserted.intact:
-            self._counters.add("checksums_mismatched")
+            self._mismatched()
             return "it is not what its codec had packed"
         if self._codec(offer) != "none":
             return ""
         expected = await self._sum(offer.offer_id)
         if expected == inserted.checksum:
             return ""
-        self._counters.add("checksums_mismatched")
+        self._mismatched()
         return (
             f"its checksum is {inserted.checksum:#x} after insertion, and was {expected:#x} where"
             " it was computed"
         )
+
+    def _mismatched(self) -> None:
+        self.spoiled = True
+        self._counters.add("checksums_mismatched")
 
     def _sum(self, offer_id: int) -> "asyncio.Future[int]":
         if offer_id not in self._sums:
@@ -345,28 +373,23 @@ class IncomingHandoff:
             pull.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._loop.fire(DropBlocks(self._loop.next_number(), (offer.offer_id,)))
 
-    def _contiguous(self, group: int) -> int:
-        at = self._to.cached_tokens
-        blocks = [
-            block
-            for block in self._received.blocks
-            if block.group <= group < block.group + block.groups and not block.state
-        ]
-        for block in sorted(blocks, key=lambda block: block.start):
-            if block.start != at:
-                break
-            at += block.valid_tokens
-        return at
-
     def _check_coverage(self, end: HandoffEnd) -> None:
-        blocks, groups = self._received.blocks, self._to.layer_groups
-        due = groups * (end.tokens - self._to.cached_tokens)
-        each = sum(block.groups * block.valid_tokens for block in blocks if not block.state) == due
-        whole = all(self._contiguous(group) == end.tokens for group in range(groups))
-        if not (each and whole and len(blocks) == end.offers):
+        blocks, groups, windows = self._received.blocks, self._to.layer_groups, self._to.windows
+        whole = _covers(
+            [block for block in blocks if not (block.state or block.window)],
+            groups,
+            self._to.cached_tokens,
+            end.tokens,
+        )
+        if windows is not None:
+            seen = [block for block in blocks if block.window]
+            from_ = windows.seen_from(end.tokens)
+            whole &= _covers(seen, windows.layer_groups, from_, end.tokens)
+        if not whole or len(blocks) != end.offers:
             raise HandoffError(
                 f"{self.line.name}: {len(blocks)} blocks came, which do not cover {end.tokens}"
                 f" positions of {groups} layer groups once each"
+                + (", or not what windows see" if windows else "")
             )
         states = sum(block.state for block in blocks)
         if states != (self._to.state is not None):
@@ -374,6 +397,26 @@ class IncomingHandoff:
                 f"{self.line.name}: the state came {states} times; a model that keeps some hands it"
                 " over once, others never"
             )
+
+
+def _reach(blocks: list[Offer], groups: int, start: int) -> int:
+    """Up to which position, from `start` on, all groups have all."""
+    return min([_contiguous(blocks, group, start) for group in range(groups)])
+
+
+def _contiguous(blocks: list[Offer], group: int, at: int) -> int:
+    mine = [block for block in blocks if block.group <= group < block.group + block.groups]
+    for block in sorted(mine, key=lambda block: block.start):
+        if block.start != at:
+            break
+        at += block.valid_tokens
+    return at
+
+
+def _covers(blocks: list[Offer], groups: int, start: int, end: int) -> bool:
+    """Whether each group got positions [start, end) once."""
+    tokens = sum(block.groups * block.valid_tokens for block in blocks)
+    return tokens == groups * (end - start) and _reach(blocks, groups, start) == end
 
 
 def _typed(group: BaseExceptionGroup[BaseException]) -> JdisaggError:

@@ -18,7 +18,12 @@ from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
 from jdisagg.scheduler.sequences import SequenceGroup
 from jdisagg.telemetry import Counters
-from jdisagg.worker.incoming_handoff import Destination, IncomingHandoff, Received
+from jdisagg.worker.incoming_handoff import (
+    Destination,
+    IncomingHandoff,
+    Received,
+    WindowDestination,
+)
 from jdisagg.worker.peers import Peers
 from jdisagg.worker.sender_line import SenderLine, SideCalls
 from jdisagg.worker.step_loop import StepLoop
@@ -145,7 +150,11 @@ class IncomingKv:
     ) -> None:
         """Receives from position `cached_tokens` on; ends in one call of `KvEvents`, unless it is
         closed."""
-        incoming, states = self._incoming[group.key], self._state.states
+        incoming, limits = self._incoming[group.key], self._state.limits
+
+        def slot() -> int:
+            return self._state.states.slot(group.rank, group.key)
+
         try:
             peer = self._peers.find(source)
         except JdisaggError as error:
@@ -157,9 +166,16 @@ class IncomingKv:
             Destination(
                 group.rank,
                 lambda tokens: self._pages(group, tokens),
-                self._state.limits.layer_groups,
+                limits.layer_groups,
                 cached_tokens,
-                (lambda: states.slot(group.rank, group.key)) if states.on else None,
+                slot if limits.kv_spec.has_state else None,
+                WindowDestination(
+                    lambda tokens: limits.ring(slot(), tokens),
+                    limits.window_groups,
+                    limits.seen_from,
+                )
+                if limits.windows_apart
+                else None,
             ),
             self._limits,
             self._counters,

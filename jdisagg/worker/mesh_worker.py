@@ -22,7 +22,7 @@ from jdisagg.errors import (
 )
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.messages.kept_blocks import KeptMark, KeptNews, KeptScheme
-from jdisagg.messages.ports import Child, PeerHello, PeerMessage
+from jdisagg.messages.ports import Child, FetchCall, FetchReply, PeerHello, PeerMessage
 from jdisagg.messages.step_commands import STUCK_TOKEN
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import Identity, Request
@@ -42,7 +42,7 @@ class WorkerContext:
     numbers. `address`: where its `PeerPort` listens; empty where peers know it by name.
     `loading_seconds`: for how long it will still load programs while it serves. `names`: of blocks
     of KV that stays for later requests; None: none does. `tiers`: room of a prefill worker for
-    blocks that its pages have none for."""
+    blocks that its pages have none for. `kv_channels`: as in its status."""
 
     name: str
     clock: Clock
@@ -52,6 +52,7 @@ class WorkerContext:
     loading_seconds: Callable[[], float] = float
     names: BlockNames | None = None
     tiers: TierRoom = TierRoom()  # plain data
+    kv_channels: Callable[[], tuple[str, ...]] = tuple
 
 
 class MeshWorker(ABC):
@@ -161,6 +162,9 @@ class MeshWorker(ABC):
 
     async def hello(self, hello: PeerHello) -> PeerHello:
         return await self._outgoing.hello(hello)
+
+    @abstractmethod
+    async def fetch(self, call: FetchCall) -> FetchReply: ...
 
     def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:
         return self._outgoing.offers(handoff_id, attempt)

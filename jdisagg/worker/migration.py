@@ -28,6 +28,7 @@ from jdisagg.worker.outgoing_kv import (
     extraction,
     offers_of_pages,
     state_offers,
+    window_offers,
 )
 from jdisagg.worker.step_loop import StepLoop
 
@@ -120,7 +121,7 @@ class MigrationSender:
             )
             if child.stage is not Stage.ENDED:
                 await self._offer(child, handoff, sent, child.position)
-                await self._offer_state(child, handoff)
+                await self._offer_whole(child, handoff)
                 tokens, generated = child.position, tuple(child.generated)
                 self._outgoing.finish(
                     handoff, lambda offers: HandoffEnd(offers, tokens, (), generated)
@@ -167,11 +168,17 @@ class MigrationSender:
             waiting.append(self._announce_sum(self._loop.submit(command), handoff))
         await asyncio.gather(*waiting)
 
-    async def _offer_state(self, child: Sequence, handoff: OutgoingHandoff) -> None:
-        """Of a sequence that stands still: its state is that after its last position."""
-        slot = self._state.states.slot(child.rank, child.key)
-        for offer in state_offers(self._state.limits, child.rank, self._ids):
-            command = extraction(self._loop.next_number(), offer, (slot,), 1, self._checksum_key)
+    async def _offer_whole(self, child: Sequence, handoff: OutgoingHandoff) -> None:
+        """What changes with each step, of a sequence that stands still: what its windows see and
+        its state, as of its last position."""
+        limits, key, rank = self._state.limits, self._checksum_key, child.rank
+        slot = self._state.states.slot(rank, child.key)
+        for offer in (
+            *window_offers(limits, rank, child.position, self._ids),
+            *state_offers(limits, rank, self._ids),
+        ):
+            pages = limits.ring(slot, child.position) if offer.window else (slot,)
+            command = extraction(self._loop.next_number(), offer, pages, limits.page_size, key)
             handoff.announce((offer,))
             await self._announce_sum(self._loop.submit(command), handoff)
 

@@ -166,6 +166,11 @@ class OutgoingKv:
     def __len__(self) -> int:
         return len(self._handoffs)
 
+    @property
+    def checksum_key(self) -> int:
+        """Of the sums of what is offered; 0: nothing is summed."""
+        return self._hello.checksum_key
+
     def __contains__(self, handoff_id: int) -> bool:
         return handoff_id in self._handoffs
 
@@ -177,9 +182,12 @@ class OutgoingKv:
             offered[name] = offered.get(name, 0) + handoff.outstanding_tokens
         return offered
 
-    def open(self, handoff: OutgoingHandoff) -> None:
+    def open(self, handoff: OutgoingHandoff, awaits: bool = False) -> None:
+        """`awaits`: its receiver has asked for it and must come within the lease."""
         assert handoff.handoff_id not in self._handoffs, "ids are used once"
         self._handoffs[handoff.handoff_id] = handoff
+        if awaits:
+            handoff.expect_receiver(self._lease(handoff))
         for came in self._awaited.pop(handoff.handoff_id, ()):
             came.set()
 
@@ -284,16 +292,21 @@ class OutgoingKv:
 
 
 def offers_of_pages(
-    limits: MeshLimits, rank: int, start: int, end: int, new_id: Callable[[], int]
+    limits: MeshLimits,
+    rank: int,
+    start: int,
+    end: int,
+    new_id: Callable[[], int],
+    window: bool = False,
 ) -> Iterator[Offer]:
     """The blocks that positions [start, end) of a sequence whose KV lies in pages of `rank` go out
-    as, in all layer groups."""
-    largest = limits.chunk_buckets[-1]
+    as, in all layer groups; `window`: in those of the layers with a window."""
+    largest, bands = limits.chunk_buckets[-1], limits.window_bands if window else limits.bands
     for first in range(start, end, largest):
         for at, block_tokens, valid_tokens in split_blocks(
             min(largest, end - first), limits.granule_tokens, limits.whole_blocks
         ):
-            for band in limits.bands(block_tokens):
+            for band in bands(block_tokens):
                 yield Offer(
                     offer_id=new_id(),
                     group=band.start,
@@ -302,7 +315,18 @@ def offers_of_pages(
                     valid_tokens=valid_tokens,
                     block_tokens=block_tokens,
                     rank=rank,
+                    window=window,
                 )
+
+
+def window_offers(
+    limits: MeshLimits, rank: int, end: int, new_id: Callable[[], int]
+) -> Iterator[Offer]:
+    """What the layers with a window still see of a sequence of `end` positions goes out as, where
+    it is sent apart."""
+    if not limits.windows_apart:
+        return
+    yield from offers_of_pages(limits, rank, limits.seen_from(end), end, new_id, window=True)
 
 
 def state_offers(limits: MeshLimits, rank: int, new_id: Callable[[], int]) -> tuple[Offer, ...]:
@@ -338,4 +362,5 @@ def extraction(
         pages=tuple(pages[:covered]),
         checksum_key=checksum_key,
         state=offer.state,
+        window=offer.window,
     )

@@ -31,6 +31,7 @@ _COMPARED = (
     "kv_dtype",
     "layer_groups",
     "block_bytes",
+    "windows_apart",
 )
 
 PeerResolver = Callable[[HandoffSource], PeerPort]
@@ -162,12 +163,13 @@ def hello_of(
         worker=worker,
         model_fingerprint=model_fingerprint,
         kv_layers=layers,
-        kv_dtype=limits.kv_spec.dtype,
+        kv_dtype=limits.kv_spec.row_dtype,
         layer_groups=limits.layer_groups,
         boot_id=boot_id,
         checksum_key=checksum_key,
         mesh=card,
         block_bytes=limits.block_bytes,
+        windows_apart=limits.windows_apart,
     )
 
 

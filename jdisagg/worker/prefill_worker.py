@@ -11,6 +11,7 @@ memory."""
 import asyncio
 import bisect
 from collections import deque
+from collections.abc import Mapping
 
 import msgspec
 
@@ -25,7 +26,15 @@ from jdisagg.errors import (
     OverloadedError,
     UnavailableError,
 )
-from jdisagg.messages.ports import FirstToken, HandoffEnd, Offer, PrefillCall, PrefillReply
+from jdisagg.messages.ports import (
+    FetchCall,
+    FetchReply,
+    FirstToken,
+    Offer,
+    PeerPort,
+    PrefillCall,
+    PrefillReply,
+)
 from jdisagg.messages.step_commands import (
     BROKEN_TOKEN,
     STUCK_TOKEN,
@@ -49,10 +58,12 @@ from jdisagg.scheduler.prefill_admission import (
     RankLoad,
     admit,
 )
-from jdisagg.scheduler.prefill_batches import PrefillBatches, PrefillJob
+from jdisagg.scheduler.prefill_batches import PrefillBatches
 from jdisagg.scheduler.residency import Chain, Residency
-from jdisagg.scheduler.sequences import sample_spec
+from jdisagg.scheduler.sequences import wanted_of_prompt
 from jdisagg.scheduler.state_slots import StateSlots
+from jdisagg.worker.fetched_kv import FetchedKv
+from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.host_tier import HostTier
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.outgoing_kv import (
@@ -61,70 +72,18 @@ from jdisagg.worker.outgoing_kv import (
     offers_of_pages,
     state_offers,
     state_weight,
+    window_offers,
 )
+from jdisagg.worker.peers import PeerResolver, Peers
+from jdisagg.worker.prefill_task import PrefillTask
 
 CHUNKS_OFFERED = 4
 
 
-class PrefillTask:
-    """One prompt, from the call until its KV is fetched. `rank`: where it has pages; -1: nowhere
-    (yet, or any more). `chain`: its blocks that may be known. `cached_tokens`: positions that were,
-    when it got its pages. `extracting`: offers that are made of these and not out yet. `firsts`:
-    its tokens, once they are sampled."""
-
-    def __init__(
-        self, prompt: QueuedPrompt, call: PrefillCall, chain: Chain, until: float, now: float
-    ) -> None:
-        self.prompt = prompt
-        self.call = call
-        self.chain = chain
-        self.cached_tokens = self.epoch = 0
-        self.extracting: set[int] = set()
-        self.firsts: tuple[FirstToken, ...] | None = None
-        self.handoff = OutgoingHandoff(
-            call.handoff_id, call.attempt, prompt.key, until, call.destination
-        )
-        self.queued_at = now
-        self.started_at: float | None = None
-        self.rank = -1
-        self.reply: asyncio.Future[PrefillReply] = asyncio.get_running_loop().create_future()
-
-    @property
-    def begun(self) -> bool:
-        return self.started_at is not None
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        return self.call.request.prompt_token_ids + self.call.children[0].accepted
-
-    def job(self, pages: tuple[int, ...], state: int) -> PrefillJob:
-        request, children = self.call.request, self.call.children
-        return PrefillJob(
-            sequence=self.prompt.key,
-            rank=self.rank,
-            tokens=self.tokens,
-            pages=pages,
-            samples=tuple([sample_spec(request, one.index, one.accepted) for one in children]),
-            arrival=self.prompt.arrival,
-            offers_from=self.call.from_token,
-            cached_tokens=self.cached_tokens,
-            state=state,
-        )
-
-    def end(self, offers: int) -> HandoffEnd:
-        """The last message of the hand-off, once its tokens are known."""
-        assert self.firsts is not None
-        return HandoffEnd(offers, self.prompt.tokens, self.firsts)
-
-    def fail(self, error: JdisaggError) -> None:
-        if not self.reply.done():
-            self.reply.set_exception(error)
-            self.reply.exception()
-
-
 class PrefillWorker(MeshWorker):
     """Implements `PrefillPort`. At most `CHUNKS_OFFERED` full chunks of KV may be offered to one
-    decode worker and not yet fetched."""
+    decode worker and not yet fetched. `peers`: the prefill workers that it may fetch kept blocks
+    from, by name, or a resolver by address; None: it fetches none."""
 
     def __init__(
         self,
@@ -132,6 +91,7 @@ class PrefillWorker(MeshWorker):
         executor: Executor,
         config: InstanceConfig,
         limits: LimitsConfig,
+        peers: Mapping[str, PeerPort] | PeerResolver | None = None,
     ) -> None:
         mesh = executor.limits
         depth = mesh.stages + 1  # each stage has a chunk, and one waits for the first
@@ -142,6 +102,10 @@ class PrefillWorker(MeshWorker):
         self._host = HostTier(
             self._residency, self._loop, mesh, context.tiers, context.ids, self.counters
         )
+        self._given = GivenKv(
+            self._residency, self._host, self._outgoing, self._loop, mesh, context, self.counters
+        )
+        self._fetched = self._fetches_from(peers) if peers is not None else None
         self._batches = PrefillBatches(mesh, context.ids, self._residency.cut_tokens)
         self._extracts: deque[tuple[PrefillTask, Offer]] = deque()
         self._extracting: dict[int, PrefillTask] = {}  # by offer, those issued
@@ -191,6 +155,9 @@ class PrefillWorker(MeshWorker):
             return
         assert isinstance(command, PrefillChunk) and isinstance(result, PrefillResult)
         sums = {entry.offer_id: entry for entry in result.checksums}
+        for key, of_part in result.prompts:
+            if (task := self._computing.get(key)) is not None:
+                task.prompt_logprobs.append(of_part)
         for row in command.rows:
             task = self._computing.get(row.sequence)
             if task is None:
@@ -229,7 +196,7 @@ class PrefillWorker(MeshWorker):
             self._stop_computing(self._tasks[key])
             self._queue(self._tasks[key].prompt)
         for key, rank in admission.placed:
-            task, most = self._tasks[key], self._tasks[key].prompt.tokens - 1
+            task, most = self._tasks[key], self._tasks[key].most_known
             cached = self._residency.cached_tokens(rank, task.chain, most, to_compute=True)
             pages = self._residency.reserve(rank, key, task.chain, cached, task.prompt.pages)
             if pages is None:
@@ -263,10 +230,11 @@ class PrefillWorker(MeshWorker):
         return msgspec.structs.replace(chunk, checksum_key=key) if key else chunk
 
     def _to_extract(self, task: PrefillTask) -> list[Offer]:
-        """What the decode worker lacks of what was known here, and the state after the last chunk,
-        as offers to make."""
+        """What the decode worker lacks of what was known here, and what windows see and the state
+        after the last chunk, as offers to make."""
         start, end = task.call.from_token, task.cached_tokens
         offers = list(offers_of_pages(self._mesh, task.rank, start, end, self._context.ids))
+        offers += window_offers(self._mesh, task.rank, task.prompt.tokens, self._context.ids)
         offers += state_offers(self._mesh, task.rank, self._context.ids)
         task.extracting.update([offer.offer_id for offer in offers])
         return offers
@@ -295,7 +263,7 @@ class PrefillWorker(MeshWorker):
         self._tasks[task.prompt.key] = task
         self._outgoing.open(task.handoff)
         self._backlog.add(task.prompt.key, task.prompt.tokens)
-        if not self._restore_first(task):
+        if not self._restore_first(task) and not self._fetch_first(task):
             self._queue(task.prompt)
         self._look()
         try:
@@ -347,29 +315,45 @@ class PrefillWorker(MeshWorker):
         self._last_key += 1
         known = call.request.prompt_token_ids + call.children[0].accepted
         chain, tokens = self._residency.chain(call.request, known), len(known)
+        every_token = wanted_of_prompt(call.request, call.children[0].accepted) is not None
         prompt = QueuedPrompt(
             key=self._last_key,
             arrival=now - call.age_seconds,
             destination=call.destination,
             tokens=tokens,
             pages=pages_for(tokens, self._mesh.page_size),
-            cached_tokens=self._known_tokens(chain, tokens),
+            cached_tokens=self._known_tokens(() if every_token else chain, tokens),
             states=int(self._states.on),
         )
         return PrefillTask(prompt, call, chain, now + call.deadline_seconds, now)
 
     def _restore_first(self, task: PrefillTask) -> bool:
         """Whether some of the prompt is brought back from host memory before it queues."""
-        most = task.prompt.tokens - 1
+        most = task.most_known
         worth = [self._host.worth(rank, task.chain, most) for rank in range(self._mesh.ranks)]
         tokens = max(worth)
         if not tokens:
             return False
         rank = worth.index(tokens)
         self._host.bring_back(
-            rank, task.chain, tokens, self._clock.now, lambda: self._requeue(task)
+            rank, task.chain, tokens, self._clock.now, lambda: self._restored(task)
         )
         return True
+
+    def _restored(self, task: PrefillTask) -> None:
+        if self._tasks.get(task.prompt.key) is task and not self._fetch_first(task):
+            self._requeue(task)
+
+    def _fetch_first(self, task: PrefillTask) -> bool:
+        """Whether some of the prompt is fetched from another worker before it queues."""
+        if self._fetched is None:
+            return False
+        hinted = min(task.call.peer_tokens, task.most_known)
+        ahead = max(0, self._backlog.tokens - task.prompt.tokens)
+        wanted = self._fetched.worth(task.chain, task.call.peer, hinted, ahead)
+        if wanted is not None:
+            task.fetching = self._fetched.begin(wanted, lambda: self._requeue(task))
+        return wanted is not None
 
     def _requeue(self, task: PrefillTask) -> None:
         """What could be brought back is here, or takes too long."""
@@ -401,12 +385,15 @@ class PrefillWorker(MeshWorker):
                 self._host.disk.empty_later()
             self._outgoing.end(task.handoff, error)
             return
-        self._host.prices.computed_in(task.prompt.tokens - task.cached_tokens, now - started)
+        for tier in (self._host, self._fetched) if self._fetched else (self._host,):
+            tier.prices.computed_in(task.prompt.tokens - task.cached_tokens, now - started)
         tokens = tuple(FirstToken(sample.child, sample.token, sample.logprobs) for sample in firsts)
         task.firsts = tokens
         if not task.reply.done():
             task.reply.set_result(
-                PrefillReply(tokens, started - task.queued_at, now - started, task.cached_tokens)
+                PrefillReply(
+                    tokens, started - task.queued_at, now - started, task.cached_tokens, task.scores
+                )
             )
         self._end_if_done(task)
 
@@ -437,7 +424,12 @@ class PrefillWorker(MeshWorker):
         return self._host
 
     def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
+        if self._given.ended(handoff.sequence):
+            self._quiet.set()
+            return
         task = self._tasks.pop(handoff.sequence)
+        if task.fetching is not None:
+            task.fetching.cancel()
         if task.prompt in self._waiting:
             self._waiting.remove(task.prompt)
         self._backlog.forget(handoff.sequence)
@@ -457,7 +449,43 @@ class PrefillWorker(MeshWorker):
 
     async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
         await super().acknowledge(handoff_id, offer_ids)
+        self._given.moved()
         self._look()
+
+    async def fetch(self, call: FetchCall) -> FetchReply:
+        return await self._given.give(call)
+
+    def _fetches_from(self, peers: Mapping[str, PeerPort] | PeerResolver) -> FetchedKv:
+        now, timeouts = self._clock.now, self._limits.timeouts.handoff
+        known = Peers(peers, self._hello, self._loop, "none", now, timeouts)
+        return FetchedKv(
+            self._residency,
+            self._loop,
+            self._mesh,
+            known,
+            self._limits,
+            self._context,
+            self.counters,
+        )
+
+    def _forget_kept(self, rank: int | None, cause: str) -> int:
+        # as long as a reset of all workers may take
+        seconds = self._limits.timeouts.request.status_seconds
+        self._given.close_for(seconds)
+        if self._fetched is not None:
+            self._fetched.close_for(seconds)
+        return super()._forget_kept(rank, cause)
+
+    def _sweep(self, now: float) -> None:
+        super()._sweep(now)
+        if self._fetched is not None:
+            self._fetched.sweep(now)
+
+    async def stop(self) -> None:
+        self._given.stop()
+        await super().stop()
+        if self._fetched is not None:
+            await self._fetched.stop()
 
     def _busy(self) -> bool:
         return len(self._outgoing) > 0
@@ -489,6 +517,7 @@ class PrefillWorker(MeshWorker):
             loading_seconds=self._context.loading_seconds(),
             free_states=self._states.free_by_rank(),
             total_states=self._states.total_by_rank(),
+            kv_channels=self._context.kv_channels(),
         )
 
 

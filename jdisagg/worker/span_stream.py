@@ -11,6 +11,7 @@ import asyncio
 from jdisagg.errors import JdisaggError
 from jdisagg.mailbox import Mailbox
 from jdisagg.messages.ports import HandoffSource, SourceLost, Span, SpanEnd
+from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.request import FinishReason
 from jdisagg.scheduler.sequences import ChildProgress, SequenceGroup
 
@@ -18,8 +19,9 @@ _ENDS = {FinishReason.STOP: SpanEnd.STOP, FinishReason.LENGTH: SpanEnd.LENGTH}
 
 
 class SpanStream:
-    """`taken`: its caller has come; until `lease_until` it may. `kv_bytes_moved` and
-    `exposed_seconds` go with the next span. `moves`: how often it was offered to other workers."""
+    """`taken`: its caller has come; until `lease_until` it may. `kv_bytes_moved`,
+    `exposed_seconds` and `prompt_logprobs` (of the prompt's parts) go with the next span. `moves`:
+    how often it was offered to other workers."""
 
     def __init__(self, group: SequenceGroup) -> None:
         self.attempt = group.attempt
@@ -29,6 +31,7 @@ class SpanStream:
         self.begun = asyncio.Event()
         self.kv_bytes_moved = 0
         self.exposed_seconds = 0.0
+        self.prompt_logprobs: list[PromptLogprobs] = []
         self._open = {child.child for child in group.children}
         self._spans: Mailbox[Span | JdisaggError | None] = Mailbox()
 
@@ -46,8 +49,12 @@ class SpanStream:
                 end=end,
                 kv_bytes_moved=self.kv_bytes_moved,
                 exposed_transfer_seconds=self.exposed_seconds,
+                prompt_logprobs=(
+                    PromptLogprobs.joined(self.prompt_logprobs) if self.prompt_logprobs else None
+                ),
             )
             self._spans.put_nowait(span)
+            self.prompt_logprobs = []
             self.kv_bytes_moved, self.exposed_seconds = 0, 0.0
         if end or progress.finish:
             self._open.discard(progress.child)

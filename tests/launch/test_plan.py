@@ -37,6 +37,7 @@ def plan(*given: str) -> tuple[int, str, str]:
     return ran.returncode, ran.stdout, ran.stderr
 
 
+@pytest.mark.ci
 def test_a_plan_ranks_says_who_wins_and_writes_a_recipe_that_is_read(tmp_path: Path):
     recipe, figures = tmp_path / "best.py", tmp_path / "plan.json"
     status, out, err = plan(

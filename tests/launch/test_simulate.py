@@ -110,7 +110,11 @@ def test_a_trace_in_one_pool_with_a_fault_gives_the_same_twice(tmp_path: Path) -
                 "--prefill_stages=2 means nothing in mode unified",
             ),
             (("--speed=2",), "--speed=2 is of a trace's times, and there is no --trace"),
+            (("--host_cache_gib=2",), "--prefix_cache"),
+            (("--think_seconds=2",), "--think_seconds=2.0 is of conversations that are made up"),
+            (("--turns=0.5",), "1 turn or more"),
             (("--spread_tick_seconds=3",), "--spread_tick_seconds=3 is of a trace's times"),
+            (("--concurrency=2", "--rate=3"), "with --concurrency=2 they come when others end"),
         ],
         quick=7,
     ),
@@ -121,6 +125,20 @@ def test_what_cannot_be_is_refused_in_a_line(flags: tuple[str, ...], said: str) 
     assert (
         said in done.stderr and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
     )
+
+
+@pytest.mark.ci
+def test_what_was_found_of_prompts_that_begin_alike_is_told(tmp_path: Path) -> None:
+    trace = tmp_path / "turns.jsonl"
+    row = '{{"timestamp": {}, "input_length": 1024, "output_length": 4, "hash_ids": [1, 2]}}'
+    trace.write_text("\n".join(row.format(9000 * number) for number in range(5)))
+    done = run(f"--trace={trace}", "--prefix_cache", "--host_cache_gib=1")
+    assert done.returncode == 0, done.stderr
+    # four of five prompts, but for the last block, one token of which is computed
+    assert "prefix reuse: not computed 70.0% of 5120 tokens; not moved 80.0%" in done.stdout
+    done = run("--turns=4", "--requests=40", "--prefix_cache", "--think_seconds=60")
+    assert done.returncode == 0, done.stderr
+    assert "prefix reuse: not computed" in done.stdout and " 0.0%" not in done.stdout
 
 
 def test_why_requests_did_not_finish_is_told() -> None:

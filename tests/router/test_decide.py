@@ -304,6 +304,19 @@ def test_more_work_than_the_bound_at_every_prefill_worker_holds_new_requests_her
     )
 
 
+def test_who_is_chosen_for_what_it_knows_holds_nobody_back_while_another_is_free() -> None:
+    """Else all behind it would wait, too, beside workers that have nothing to do."""
+    policy = PlacementPolicy(hold_seconds=0.01)
+    query = PlacementQuery(Work(20_000, expected_tokens=10), cached={"p0": 19_000})
+    busy = prefill_status("p0", queued_tokens=4000)
+    free = state_of(busy, prefill_status("p1"), decode_status("d0"))
+    chosen = decision(free, query, policy)
+    assert chosen.prefill == "p0" and chosen.terms is not None
+    assert chosen.terms.prefill_queue > policy.hold_seconds
+    both = state_of(busy, prefill_status("p1", queued_tokens=9000), decode_status("d0"))
+    assert isinstance(decide(both, query, 0.0, policy), Deferred)
+
+
 def test_a_short_prompt_is_prefilled_where_it_is_decoded_when_that_is_cheaper_by_enough() -> None:
     """The prefill workers have much to do, and the decode worker says that it can."""
     able, unable = decode_status("d0", can_prefill=True), decode_status("d0")

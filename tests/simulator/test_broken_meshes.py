@@ -28,7 +28,7 @@ from jdisagg.simulator.run import Hook, Result, simulate
 from jdisagg.simulator.timeline import Timeline
 from jdisagg.simulator.virtual_time import run_virtually
 from jdisagg.simulator.workloads import Arrival, Fixed, poisson
-from tests.simulator.test_conservation import small_fleet
+from tests.simulator.fleets import small_fleet
 
 SAMPLE = SampleSpec(0, SamplingParams())
 PROMPT = PrefillRow(1, 0, 0, (0,) * 1000, 0, (), (SAMPLE,))

@@ -14,6 +14,7 @@ import pytest
 from jdisagg.config import Mode, RoutingConfig
 from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.model_geometry import geometry
+from jdisagg.errors import WorkloadError
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.run import Result, simulate
 from jdisagg.simulator.step_costs import ConstantCosts
@@ -50,6 +51,27 @@ def test_every_single_wait_is_lindleys(mode: Mode, variation: float) -> None:
     assert waits(simulate(one_server(mode), arrivals)) == pytest.approx(
         lindley([item.at_seconds for item in arrivals]), abs=1e-6
     )
+
+
+@pytest.mark.parametrize("mode", [Mode.DISAGGREGATED, Mode.CHUNKED])
+@pytest.mark.parametrize("users", [1, 4, 50])
+def test_users_of_a_closed_loop_wait_for_each_of_the_others_once(mode: Mode, users: int) -> None:
+    """One server, first come first served, nobody thinks: request n ends after n + 1 services, and
+    the user whose request that was asks again at once."""
+    arrivals = gamma(6.0, 30, Fixed(CHUNK, 1), 1.0, seed=3)
+    found = simulate(one_server(mode), arrivals, concurrency=users).outcomes
+    began = [SERVICE * max(0, number - users + 1) for number in range(30)]
+    assert [item.arrival for item in found] == pytest.approx(began, abs=1e-6)
+    ended = [SERVICE * (number + 1) for number in range(30)]
+    assert [item.finish for item in found] == pytest.approx(ended, abs=1e-6)
+
+
+def test_a_closed_loop_goes_on_when_a_request_is_refused() -> None:
+    arrivals = [Arrival(0.0, tokens, 1) for tokens in (CHUNK, 1 << 20, CHUNK)]
+    found = simulate(one_server(Mode.DISAGGREGATED), arrivals, concurrency=1).outcomes
+    assert [item.end for item in found] == ["finished", "failed", "finished"]
+    with pytest.raises(WorkloadError, match="1 user or more, got 0"):
+        simulate(one_server(Mode.DISAGGREGATED), arrivals, concurrency=0)
 
 
 @dataclass(frozen=True, slots=True)

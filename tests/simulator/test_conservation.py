@@ -10,8 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jdisagg.config import Mode
-from jdisagg.costs.hardware import accelerator
-from jdisagg.costs.model_geometry import geometry
 from jdisagg.errors import ConfigError
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.simulator.cluster import SimulatedCluster
@@ -25,39 +23,10 @@ from jdisagg.simulator.faults import (
     parse_fault,
     schedule,
 )
-from jdisagg.simulator.fleet import INSTANCE, LIMITS, Fleet, Pool
+from jdisagg.simulator.fleet import Fleet
 from jdisagg.simulator.run import Result, simulate
-from jdisagg.simulator.workloads import Arrival, Fixed, LogNormal, poisson
-
-LENGTHS = LogNormal(400, 1.0, 60, 1.0, longest=2000)
-
-
-def small_fleet(mode: Mode = Mode.DISAGGREGATED, pages: int = 64) -> Fleet:
-    """Two instances of each role, short of pages, whose mesh is found to hang within two
-    seconds."""
-    instance = replace(
-        INSTANCE,
-        chunk_tokens=2048,
-        slots_per_rank=16,
-        pages_per_rank=pages,
-        growth_tokens=64,
-        stream_tokens=16,
-    )
-    pool = Pool(2, accelerator("l40s"), instance)
-    limits = replace(
-        LIMITS,
-        step_seconds=2.0,
-        handoff_lease_seconds=5.0,
-        pull_seconds=2.0,
-        default_deadline_seconds=120.0,
-    )
-    return Fleet(
-        geometry("llama-3-8b"),
-        pool,
-        pool if mode is Mode.DISAGGREGATED else None,
-        mode,
-        limits=limits,
-    )
+from jdisagg.simulator.workloads import Arrival, Fixed, poisson
+from tests.simulator.fleets import LENGTHS, small_fleet
 
 
 def random_faults(

@@ -15,7 +15,7 @@ from jdisagg.router.decision_record import Record, answer_of, record_of, replay
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival, poisson
-from tests.simulator.test_conservation import LENGTHS, small_fleet
+from tests.simulator.fleets import LENGTHS, small_fleet
 
 
 def test_a_simulated_routers_decisions_replay_to_themselves() -> None:

@@ -15,7 +15,7 @@ from jdisagg.simulator.faults import Death, schedule
 from jdisagg.simulator.fleet import Fleet
 from jdisagg.simulator.run import Hook, Result, simulate
 from jdisagg.simulator.workloads import Arrival, Fixed, merge, poisson
-from tests.simulator.test_conservation import small_fleet
+from tests.simulator.fleets import small_fleet
 
 SLO = SloTarget(ttft_seconds=2.0, tpot_seconds=0.2)
 CONFIG = ElasticConfig(

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.engines import SimulatedEngine, starts
-from benchmarks.fidelity import attainment
 from benchmarks.measure import RESULTS
-from benchmarks.measured_runs import FITTED_RUNS, MeasuredRun, distserve_runs, vllm_runs
+from benchmarks.measured_runs import FITTED_RUNS, MeasuredRun, attainment, distserve_runs, vllm_runs
 from benchmarks.run_fitting import from_lone_steps, from_report, kv_tokens_seen, report_constants
 
 

@@ -17,7 +17,7 @@ from jdisagg.simulator.planner import Planner
 from jdisagg.simulator.report import RequestOutcome
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival, Fixed, poisson
-from tests.simulator.test_conservation import LENGTHS, small_fleet
+from tests.simulator.fleets import LENGTHS, small_fleet
 
 MODEL = geometry("llama-3.1-8b")
 SITE = Site(accelerator("h100"), 2)

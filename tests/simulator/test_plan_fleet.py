@@ -92,6 +92,18 @@ def test_more_than_the_prefill_can_compute_is_not_carried_however_generous_the_l
     assert under.lasting_attainment == 1
 
 
+def test_kv_in_fp8_is_planned_for_twice_the_pages_and_configured_so() -> None:
+    site = Site(accelerator("h100"), 4)
+    candidate = Candidate(Mode.DISAGGREGATED, Layout(tp=2), 1, 4096, Layout(), 2)
+    plain, kept = (FleetMaker(replace(MODEL, kv_dtype=dtype), site) for dtype in ("", "uint8"))
+    one, other = (maker.engine(candidate, "DIR", 8192) for maker in (plain, kept))
+    assert (one.model.kv_dtype, other.model.kv_dtype) == ("", "fp8")
+    assert one.decode.pages_per_rank and other.decode.pages_per_rank
+    assert other.decode.pages_per_rank // 2 == one.decode.pages_per_rank
+    spec = kept.fleet(candidate).limits_of(kept.fleet(candidate).decode).kv_spec
+    assert spec.bytes_per_token == MODEL.kv_bytes_per_token("bfloat16") // 2
+
+
 def test_what_is_predicted_is_what_is_configured():
     site = Site(accelerator("h100"), 4)
     maker = FleetMaker(MODEL, site, codec="int8", hardware="h100", slots=64)

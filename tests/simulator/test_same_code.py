@@ -39,11 +39,15 @@ MUST = (
     "jdisagg.dispatch.membership",
     "jdisagg.router.placement",
     "jdisagg.router.admission",
+    "jdisagg.router.known_blocks",
+    "jdisagg.router.prefix_index",
     "jdisagg.costs.cost_model",
     "jdisagg.scheduler.decode_batches",
     "jdisagg.scheduler.prefill_batches",
     "jdisagg.scheduler.reservations",
     "jdisagg.scheduler.handoff",
+    "jdisagg.scheduler.residency",
+    "jdisagg.scheduler.host_blocks",
     "jdisagg.scheduler.prefill_admission",
     "jdisagg.scheduler.step_policy",
     "jdisagg.worker.decode_worker",
@@ -53,6 +57,7 @@ MUST = (
     "jdisagg.worker.incoming_handoff",
     "jdisagg.worker.outgoing_kv",
     "jdisagg.worker.migration",
+    "jdisagg.worker.host_tier",
     "jdisagg.worker.step_loop",
 )
 

@@ -233,7 +233,13 @@ def test_a_source_that_does_not_match_is_lost_by_the_field_that_differs() -> Non
     async def main() -> None:
         async with Cluster() as cluster:
             other = DecodeWorker(
-                WorkerContext("decode1", cluster.clock, cluster.new_id, "another model"),
+                WorkerContext(
+                    "decode1",
+                    cluster.clock,
+                    cluster.new_id,
+                    "another model",
+                    kv_channels=lambda: ("prefill0 NIXL",),
+                ),
                 cluster.decode_mesh,
                 InstanceConfig(),
                 cluster.limits,
@@ -251,6 +257,7 @@ def test_a_source_that_does_not_match_is_lost_by_the_field_that_differs() -> Non
             )
             await other.cancel(reservation.reservation_id)
             assert (await other.status()).free_pages == (64,)
+            assert (await other.status()).kv_channels == ("prefill0 NIXL",)
 
     run_virtually(main)
 

@@ -170,7 +170,8 @@ def test_streams_are_the_oracles_whatever_comes_back_and_nothing_is_left(
                 worker, mesh = cluster.prefill, cluster.prefill_mesh
                 tier = worker._host
                 assert worker.counters["disk_blocks_written"] > 0
-                assert worker.counters["disk_tokens_restored"] > 0
+                # the first life begins with an empty disk and may never need what it puts there
+                assert worker.counters["disk_tokens_restored"] > 0 or not life
                 assert worker.counters["disk_errors"] == worker.counters["host_blocks_broken"] == 0
                 assert (worker.counters["disk_blocks_found"] > 0) == (life > 0)
                 assert not mesh.pulled

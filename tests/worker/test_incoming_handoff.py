@@ -2,6 +2,7 @@
 complete."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -20,7 +21,12 @@ from jdisagg.messages.ports import (
 )
 from jdisagg.messages.step_commands import CopyPages, DropBlocks, InsertBlock
 from jdisagg.telemetry import Counters
-from jdisagg.worker.incoming_handoff import Destination, IncomingHandoff, Received
+from jdisagg.worker.incoming_handoff import (
+    Destination,
+    IncomingHandoff,
+    Received,
+    WindowDestination,
+)
 from jdisagg.worker.peers import PeerLink
 from jdisagg.worker.sender_line import SenderLine, SideCalls
 from jdisagg.worker.step_loop import StepLoop
@@ -126,6 +132,34 @@ def test_a_block_of_several_layer_groups_counts_for_each_and_must_not_overlap_an
                     FakeExecutor(toy_limits(), channel),
                     ScriptedPeer([*wrong, HandoffEnd(count, 10, ())]),
                 ).receive()
+
+    run_virtually(main)
+
+
+def test_what_windows_see_must_come_whole_and_may_come_in_any_order() -> None:
+    """Of eleven positions those from the eighth on, of one group."""
+
+    async def main() -> None:
+        receiving = Receiving(FakeExecutor(toy_limits(), FakeChannel()), ScriptedPeer([]))
+        handoff = receiving.handoff
+        windows = WindowDestination(lambda _: (), 1, lambda end: end - 3)
+        handoff._to = dataclasses.replace(handoff._to, windows=windows)
+        all_of_it = [Offer(1, 0, 0, 11, 12, 0, 2)]
+        seen = [Offer(2, 0, start, 1, 4, 0, window=True) for start in (9, 8, 10)]
+        for blocks, whole in (
+            ([*seen, *all_of_it], True),
+            (all_of_it, False),
+            ([*all_of_it, *seen[:2]], False),
+            ([*all_of_it, *seen[:2], seen[0]], False),
+        ):
+            handoff._received.blocks = list(blocks)
+            assert handoff.kept_tokens() == 11
+            end = HandoffEnd(len(blocks), 11, ())
+            if whole:
+                handoff._check_coverage(end)
+            else:
+                with pytest.raises(HandoffError, match="or not what windows see"):
+                    handoff._check_coverage(end)
 
     run_virtually(main)
 

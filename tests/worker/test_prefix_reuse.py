@@ -58,6 +58,7 @@ class Talk:
             n=self.random.choice((1, 1, 1, 3)),
             repetition_penalty=self.random.choice((1.0, 1.0, 1.3)),
             logprobs=self.random.choice((None, None, 0)),
+            prompt_logprobs=None if self.count % 4 else 1,
         )
         stop_ids = self.random.choice(((), (), (3, 5, 8, 13, 21, 34, 55)))
         return Request(f"r{self.count}", prompt, params, stop_ids, tenant=tenant)
@@ -201,6 +202,21 @@ def test_usage_says_how_much_of_the_prompt_was_not_computed() -> None:
             assert await cached_of(cluster, asked(2, prompt(50))) == 48
             assert await cached_of(cluster, asked(3, prompt(50, tail=20))) == 48
             assert await cached_of(cluster, asked(4, prompt(31))) == 16
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_a_prompt_whose_logprobs_are_asked_for_is_computed_whole_and_kept(mode: Mode) -> None:
+    async def main() -> None:
+        async with Cluster(mode, decode=limits(), prefill=limits(), names=NAMES) as cluster:
+            for number, (wanted, hit) in enumerate(((1, 0), (0, 0), (None, 48))):
+                request = asked(number, prompt(50))
+                sampling = replace(request.sampling, prompt_logprobs=wanted)
+                request = replace(request, sampling=sampling)
+                collected = await cluster.collect(request)
+                cluster.check_against_oracle(request, collected)
+                assert collected.usage is not None and collected.usage.cached_tokens == hit
 
     run_virtually(main)
 

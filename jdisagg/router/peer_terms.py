@@ -1,0 +1,119 @@
+"""What a prefill worker may fetch of a prompt from a worker that knows more of it
+(`worker/fetched_kv.py`), and what that does to the predicted seconds of each candidate.
+
+A holder is the prefill worker that knows most, of several the one with the least to do; another is
+the decode worker that knows most (`PlacementPolicy.fetch_from_decode`), of several the one with the
+shortest steps under way. Each candidate pays the least of computing what it does not know itself,
+and, from either holder, moving that over what the two share, behind what either mesh has issued,
+while its own queue passes, and computing what that holder does not know. Pure arithmetic on the
+match that exists; the holder decides what it gives when it is asked."""
+
+import numpy as np
+
+from jdisagg.costs.speeds import Array
+from jdisagg.plain import plain
+from jdisagg.router.cluster_state import ClusterState, Flags, Side, Table
+from jdisagg.router.cost_terms import DecodeCosts, Holder, PrefillCosts, alike, known_at
+from jdisagg.router.decision import PlacementPolicy, PlacementQuery
+from jdisagg.router.link_costs import Indices
+
+# of a mesh at work: what is extracted or inserted comes behind them (worker/step_loop.py)
+CHUNKS_ISSUED = STEPS_ISSUED = 2
+
+
+@plain
+class Trusted:
+    """Which of the prefill workers and of the decode workers that are weighed may be asked; None:
+    all of them."""
+
+    prefills: Flags | None = None
+    decodes: Flags | None = None
+
+
+def with_fetches(
+    state: ClusterState,
+    side: Side,
+    costs: PrefillCosts,
+    table: Table,
+    decodes: DecodeCosts,
+    trusted: Trusted,
+    query: PlacementQuery,
+    policy: PlacementPolicy,
+) -> PrefillCosts:
+    """The costs of prefill workers, some or all of `side`, where each may fetch."""
+    queue = np.maximum(0.0, costs.queue)
+    waiting = np.minimum(queue, _issued(state, side, table))
+    holders = _prefill_holders(costs, waiting, trusted)
+    if policy.fetch_from_decode:
+        holders += _decode_holders(state, decodes, trusted, query)
+    if not holders:
+        return costs
+    every = state.prefill.rows
+    places = slice(None) if costs.rows is every else every.searchsorted(costs.rows)
+    best, chosen = costs.prefill, np.full(len(costs.rows), -1)
+    for which, holder in enumerate(holders):
+        missing = np.full(len(costs.rows), float(holder.tokens))
+        missing[costs.known[0]] -= costs.known[1]
+        if holder.decodes:
+            links, among = state.return_costs(policy.far), state.decode.rows
+        else:
+            links, among = state.peer_costs(policy.far), every
+        source = among.searchsorted(np.array([holder.row]))
+        moving = links.seconds(source, places, missing)[0] + holder.issued_seconds + waiting
+        fetched = np.maximum(0.0, moving - queue) + _computing(state, side, table, query, holder)
+        pays = (fetched < best) & (missing > 0)
+        if np.count_nonzero(pays):
+            best, chosen = np.where(pays, fetched, best), np.where(pays, which, chosen)
+    return PrefillCosts(costs.rows, costs.queue, best, costs.chunks, costs.known, holders, chosen)
+
+
+def _prefill_holders(costs: PrefillCosts, waiting: Array, trusted: Trusted) -> tuple[Holder, ...]:
+    """One or none. `waiting`: by worker, seconds until what it has issued is done."""
+    at, known = _asked(costs.known, trusted.prefills)
+    if not len(at) or len(costs.rows) < 2:
+        return ()
+    tokens = known.max()
+    most = np.sort(at[known == tokens])  # in whatever order they were told
+    place = int(most[costs.queue[most].argmin()])
+    return (Holder(int(costs.rows[place]), int(tokens), float(waiting[place])),)
+
+
+def _decode_holders(
+    state: ClusterState, costs: DecodeCosts, trusted: Trusted, query: PlacementQuery
+) -> tuple[Holder, ...]:
+    """One or none."""
+    at, known = _asked(known_at(state, costs.rows, query), trusted.decodes)
+    if not len(at):
+        return ()
+    tokens = known.max()
+    most = np.sort(at[known == tokens])
+    waits = np.where(costs.busy[most], STEPS_ISSUED * costs.step[most], 0.0)
+    best = int(waits.argmin())
+    return (Holder(int(costs.rows[most[best]]), int(tokens), float(waits[best]), decodes=True),)
+
+
+def _asked(known: tuple[Indices, Array], trusted: Flags | None) -> tuple[Indices, Array]:
+    at, tokens = known
+    if trusted is not None and len(at):
+        asked = np.flatnonzero(trusted[at])
+        at, tokens = at[asked], tokens[asked]
+    return at, tokens
+
+
+def _issued(state: ClusterState, side: Side, table: Table) -> Array:
+    """Seconds that each prefill worker at work takes for the chunks that it has issued."""
+    seconds = np.empty(len(table))
+    for speed, chunk, which in alike(state, side, table):
+        seconds[which] = CHUNKS_ISSUED * speed.backlog_rates(chunk)[0] * chunk
+    return seconds
+
+
+def _computing(
+    state: ClusterState, side: Side, table: Table, query: PlacementQuery, holder: Holder
+) -> Array:
+    """Seconds of each prefill worker for what the holder does not know."""
+    seconds = np.empty(len(table))
+    new, known = np.array([query.work.tokens - holder.tokens]), np.array([holder.tokens])
+    for speed, chunk, which in alike(state, side, table):
+        seconds[which] = speed.prefills_seconds(new.astype(float), known.astype(float), chunk)[0]
+    return seconds

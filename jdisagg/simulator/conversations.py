@@ -1,0 +1,96 @@
+"""Conversations: turns that come one after the other, each with all that was said before as the
+beginning of its prompt.
+
+The blocks of each arrival are named, those of its answer too, so that whoever keeps KV finds what
+earlier turns left. All conversations may begin with one system prompt. Times are open: a turn comes
+its think time after the one before came, however long that took. As `workloads`, whose kind of
+lists these are."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from jdisagg.errors import WorkloadError
+from jdisagg.simulator.workloads import Arrival, Lengths, poisson
+
+BLOCKS_OF_ONE = 24  # bits: blocks of one conversation
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationTurns:
+    """How conversations go.
+
+    Args:
+        mean: turns of one, geometric, at least 1.
+        think_seconds: from a turn's arrival to the next one's, exponential.
+        system_tokens: what all conversations begin with.
+        block_tokens: of a named block.
+        context_tokens: a turn that would not fit with its answer ends its conversation; None: none
+            does.
+
+    Raises:
+        WorkloadError: naming what cannot be.
+    """
+
+    mean: float = 5.0
+    think_seconds: float = 30.0
+    system_tokens: int = 0
+    block_tokens: int = 512
+    context_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.mean) and self.mean >= 1):
+            raise WorkloadError(
+                f"conversations must have 1 turn or more on average, got {self.mean!r}"
+            )
+        if not (math.isfinite(self.think_seconds) and self.think_seconds >= 0):
+            raise WorkloadError(
+                f"think time must be 0 or more seconds, got {self.think_seconds!r}; give how long"
+                " a user takes"
+            )
+        if self.system_tokens < 0 or self.block_tokens < 1:
+            raise WorkloadError(
+                f"a system prompt of {self.system_tokens} tokens in blocks of {self.block_tokens}:"
+                " must be 0 or more in blocks of 1 or more"
+            )
+
+
+def conversations(
+    rate: float,
+    count: int,
+    lengths: Lengths,
+    turns: ConversationTurns = ConversationTurns(),
+    seed: int = 0,
+) -> list[Arrival]:
+    """`count` requests at about `rate` a second, once the first conversations have ended; new ones
+    begin as a Poisson process. `lengths`: of a user's words and of an answer."""
+    begins = poisson(rate / turns.mean, count, lengths, seed)
+    random = np.random.default_rng((seed, 1))
+    found: list[Arrival] = []
+    for number, begin in enumerate(begins):
+        many = int(random.geometric(1 / turns.mean))
+        thought = random.exponential(turns.think_seconds, many - 1) if many > 1 else np.zeros(0)
+        times = begin.at_seconds + np.concatenate([[0.0], np.cumsum(thought)])
+        words, answers = lengths.draw(random, many)
+        found += _conversation(number, times, words, answers, turns)
+    found.sort(key=lambda item: item.at_seconds)
+    return found[:count]
+
+
+def _conversation(
+    number: int, times: np.ndarray, words: np.ndarray, answers: np.ndarray, turns: ConversationTurns
+) -> list[Arrival]:
+    size, shared = turns.block_tokens, turns.system_tokens // turns.block_tokens
+    said, found = turns.system_tokens, []
+    for at, asked, answered in zip(times.tolist(), words.tolist(), answers.tolist(), strict=True):
+        prompt, end = said + asked, said + asked + answered
+        if turns.context_tokens is not None and end > turns.context_tokens:
+            break
+        blocks = tuple(
+            block if block < shared else (number + 1) << BLOCKS_OF_ONE | block
+            for block in range(-(-end // size))
+        )
+        found.append(Arrival(at, prompt, answered, blocks))
+        said = end
+    return found

@@ -1,0 +1,88 @@
+"""One prompt at a prefill worker, from the call until its KV is fetched: what it needs, where it
+has pages, what is known of it, and the hand-off by which it leaves. Decides nothing."""
+
+import asyncio
+
+from jdisagg.errors import JdisaggError
+from jdisagg.messages.ports import FirstToken, HandoffEnd, PrefillCall, PrefillReply
+from jdisagg.prompt_logprobs import PromptLogprobs
+from jdisagg.scheduler.prefill_admission import QueuedPrompt
+from jdisagg.scheduler.prefill_batches import PrefillJob
+from jdisagg.scheduler.residency import Chain
+from jdisagg.scheduler.sequences import sample_spec, wanted_of_prompt
+from jdisagg.worker.outgoing_kv import OutgoingHandoff
+
+
+class PrefillTask:
+    """One prompt, from the call until its KV is fetched. `rank`: where it has pages; -1: nowhere
+    (yet, or any more). `chain`: its blocks that may be known. `cached_tokens`: positions that were,
+    when it got its pages. `extracting`: offers that are made of these and not out yet. `firsts`:
+    its tokens, once they are sampled."""
+
+    def __init__(
+        self, prompt: QueuedPrompt, call: PrefillCall, chain: Chain, until: float, now: float
+    ) -> None:
+        self.prompt = prompt
+        self.call = call
+        self.chain = chain
+        self.cached_tokens = self.epoch = 0
+        self.extracting: set[int] = set()
+        self.firsts: tuple[FirstToken, ...] | None = None
+        self.fetching: asyncio.Task[None] | None = None  # what another worker keeps of it
+        self.prompt_logprobs: list[PromptLogprobs] = []  # of its parts so far
+        self.handoff = OutgoingHandoff(
+            call.handoff_id, call.attempt, prompt.key, until, call.destination
+        )
+        self.queued_at = now
+        self.started_at: float | None = None
+        self.rank = -1
+        self.reply: asyncio.Future[PrefillReply] = asyncio.get_running_loop().create_future()
+
+    @property
+    def begun(self) -> bool:
+        return self.started_at is not None
+
+    @property
+    def of_prompt(self) -> int | None:
+        return wanted_of_prompt(self.call.request, self.call.children[0].accepted)
+
+    @property
+    def most_known(self) -> int:
+        """Positions that need not be computed where they are known: all but the last, or none
+        where each token's logits are wanted."""
+        return self.prompt.tokens - 1 if self.of_prompt is None else 0
+
+    @property
+    def scores(self) -> PromptLogprobs | None:
+        """Log-probabilities of the prompt, where they were asked for."""
+        return PromptLogprobs.joined(self.prompt_logprobs) if self.prompt_logprobs else None
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.call.request.prompt_token_ids + self.call.children[0].accepted
+
+    def job(self, pages: tuple[int, ...], state: int) -> PrefillJob:
+        request, children = self.call.request, self.call.children
+        return PrefillJob(
+            sequence=self.prompt.key,
+            rank=self.rank,
+            tokens=self.tokens,
+            pages=pages,
+            samples=tuple([sample_spec(request, one.index, one.accepted) for one in children]),
+            arrival=self.prompt.arrival,
+            offers_from=self.call.from_token,
+            cached_tokens=self.cached_tokens,
+            state=state,
+            prompt_logprobs=self.of_prompt,
+        )
+
+    def end(self, offers: int) -> HandoffEnd:
+        """The last message of the hand-off, once its tokens are known."""
+        assert self.firsts is not None
+        scores = self.scores
+        return HandoffEnd(offers, self.prompt.tokens, self.firsts, prompt_logprobs=scores)
+
+    def fail(self, error: JdisaggError) -> None:
+        if not self.reply.done():
+            self.reply.set_exception(error)
+            self.reply.exception()

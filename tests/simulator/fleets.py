@@ -1,0 +1,39 @@
+"""A fleet so small and short of pages that everything happens in it, and prompts for it."""
+
+from dataclasses import replace
+
+from jdisagg.config import Mode
+from jdisagg.costs.hardware import accelerator
+from jdisagg.costs.model_geometry import geometry
+from jdisagg.simulator.fleet import INSTANCE, LIMITS, Fleet, Pool
+from jdisagg.simulator.workloads import LogNormal
+
+LENGTHS = LogNormal(400, 1.0, 60, 1.0, longest=2000)
+
+
+def small_fleet(mode: Mode = Mode.DISAGGREGATED, pages: int = 64) -> Fleet:
+    """Two instances of each role, short of pages, whose mesh is found to hang within two
+    seconds."""
+    instance = replace(
+        INSTANCE,
+        chunk_tokens=2048,
+        slots_per_rank=16,
+        pages_per_rank=pages,
+        growth_tokens=64,
+        stream_tokens=16,
+    )
+    pool = Pool(2, accelerator("l40s"), instance)
+    limits = replace(
+        LIMITS,
+        step_seconds=2.0,
+        handoff_lease_seconds=5.0,
+        pull_seconds=2.0,
+        default_deadline_seconds=120.0,
+    )
+    return Fleet(
+        geometry("llama-3-8b"),
+        pool,
+        pool if mode is Mode.DISAGGREGATED else None,
+        mode,
+        limits=limits,
+    )

@@ -1,0 +1,382 @@
+"""What one prefill worker keeps another one fetches, over fake meshes that check what lies in every
+page they read: streams are those of the oracle whatever becomes of holder, asker and blocks on
+their way, and afterwards every page is free on both sides."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from jdisagg.config import RoutingConfig
+from jdisagg.errors import InvalidRequestError
+from jdisagg.messages.ports import FetchCall, FetchReply
+from jdisagg.request import Request
+from jdisagg.scheduler.host_blocks import TierRoom
+from jdisagg.scheduler.residency import BlockNames
+from tests.fakes.fake_executor import Costs, Faults
+from tests.fakes.fleet import Fleet
+from tests.fakes.virtual_time import run_virtually
+from tests.worker.test_host_tier import BLOCK_BYTES, BLOCK_TOKENS, FAST, other
+from tests.worker.test_prefix_reuse import NAMES, Talk, limits
+
+ALWAYS = TierRoom(always=True)
+PROMPT = other(1)  # 80 tokens: four blocks may be known, one more token at least is computed
+FETCHED = 64
+
+
+def fleet(**more: object) -> Fleet:
+    options: dict[str, object] = {
+        "decode": limits(pages=400),
+        "prefill": limits(),
+        "names": NAMES,
+        "costs": FAST,
+        "tiers": ALWAYS,
+        "hints": True,
+        "decodes": 1,
+    }
+    return Fleet(**(options | more))  # type: ignore[arg-type]
+
+
+def faults_of(name: str, faults: Faults) -> Callable[[str], Faults]:
+    return lambda other: faults if other == name else Faults()
+
+
+async def at(fleet: Fleet, name: str, request: Request = PROMPT) -> int:
+    """Sends a prompt to this prefill worker; returns how many of its tokens were computed."""
+    fleet.decode_worker("decode0")._state.residency.clear()
+    again = replace(request, request_id=str(fleet.new_id()))
+    collected = await fleet.collect(again, fleet.new_path(name))
+    fleet.check(again, collected)
+    assert collected.usage is not None
+    return len(request.prompt_token_ids) - collected.usage.cached_tokens
+
+
+def counted(fleet: Fleet, name: str) -> Callable[[str], int]:
+    return lambda counter: fleet.prefill_worker(name).counters[counter]
+
+
+def failed(fleet: Fleet, name: str) -> dict[str, int]:
+    """Fetches that brought less than was wanted, by cause."""
+    labelled = fleet.prefill_worker(name).counters.labelled()
+    return {
+        dict(labels)["cause"]: count
+        for (counter, labels), count in labelled.items()
+        if counter == "peer_fetch_failed" and labels
+    }
+
+
+def test_what_another_worker_keeps_is_fetched_and_not_computed() -> None:
+    async def main() -> None:
+        async with fleet(wire=True) as both:
+            assert await at(both, "prefill0") == 80
+            assert await at(both, "prefill1") == 80 - FETCHED
+            asker = counted(both, "prefill1")
+            assert asker("peer_blocks_fetched") == 4
+            assert asker("peer_tokens_restored") == FETCHED
+            assert asker("peer_fetch_failed") == 0
+            assert counted(both, "prefill0")("peer_blocks_given") == 4
+            # it is the asker's now
+            await both.kill("prefill0")
+            assert await at(both, "prefill1") == 80 - FETCHED
+            await both.check_quiet()
+
+    run_virtually(main)
+
+
+def test_what_the_holder_has_in_host_memory_alone_it_gives_too() -> None:
+    async def main() -> None:
+        room = TierRoom(64 * BLOCK_BYTES, always=True)
+        async with fleet(prefill=limits(pages=20), tiers=room) as both:
+            assert await at(both, "prefill0") == 80
+            holder = both.prefill_worker("prefill0")
+            await at(both, "prefill0", other(2))  # takes the pages
+            assert holder.counters["host_blocks_written"] > 0
+            assert await at(both, "prefill1") == 80 - FETCHED
+            assert holder.counters["host_tokens_restored"] > 0
+            await both.check_quiet()
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize(
+    ("seed", "page_size", "ranks", "rows", "host"),
+    [(0, 4, 1, 1, 0), (1, 8, 2, 3, 12), (2, 32, 1, 2, 0)],
+)
+def test_streams_are_the_oracles_whatever_is_fetched_and_nothing_is_left(
+    seed: int, page_size: int, ranks: int, rows: int, host: int
+) -> None:
+    async def main() -> None:
+        rng = random.Random(seed)
+        faults = {
+            name: Faults(
+                pull_error=lambda _: rng.choice(["", "", "", "", "", "garble", "no route", "stall"])
+            )
+            for name in ("prefill0", "prefill1")
+        }
+        async with fleet(
+            decode=limits(ranks, 640 // page_size, page_size),
+            prefill=limits(ranks, 320 // page_size, page_size, rows),
+            tiers=TierRoom(host * BLOCK_BYTES * page_size // BLOCK_TOKENS, always=True),
+            faults=lambda name: faults.get(name, Faults()),
+            wire=True,
+            decodes=2,
+            seed=seed,
+        ) as both:
+            await storm(both, Talk(seed, tenants=("", "a", "b")), requests=50)
+            assert both.counted("peer_blocks_fetched") > 0
+            assert both.counted("peer_fetch_failed") > 0
+            assert both.counted("checksums_mismatched") > 0
+            await settled(both)
+
+    run_virtually(main)
+
+
+async def storm(fleet: Fleet, talk: Talk, requests: int, at_once: int = 4) -> None:
+    left = requests
+
+    async def user() -> None:
+        nonlocal left
+        while left > 0:
+            left -= 1
+            request = talk.next()
+            answer = asyncio.ensure_future(fleet.collect(request))
+            if talk.random.random() < 0.1:
+                await asyncio.sleep(talk.random.random() * 0.3)
+                answer.cancel()
+            try:
+                collected = await answer
+            except asyncio.CancelledError:
+                continue
+            fleet.check(request, collected)
+            talk.heard(request, collected)
+
+    await asyncio.gather(*(user() for _ in range(at_once)))
+
+
+async def settled(fleet: Fleet) -> None:
+    """Once leases are over nothing is on its way, and every page is free."""
+    await fleet.check_quiet(settle_seconds=30.0)
+    for name in ("prefill0", "prefill1"):
+        if not fleet.processes[name].crash.dead.is_set():
+            worker = fleet.prefill_worker(name)
+            assert worker._fetched is not None and worker._fetched.quiet
+            assert not len(worker._given)
+
+
+def test_a_holder_that_dies_midway_costs_no_token_and_what_has_come_stays() -> None:
+    async def main() -> None:
+        pulls = 0
+
+        def slow_after_two_blocks(_: int) -> str:
+            nonlocal pulls
+            pulls += 1
+            return "" if pulls <= 4 else "stall"  # two pieces a block
+
+        faults = faults_of("prefill1", Faults(pull_error=slow_after_two_blocks))
+        async with fleet(faults=faults) as both:
+            assert await at(both, "prefill0") == 80
+            running = asyncio.ensure_future(at(both, "prefill1"))
+            while pulls <= 4:
+                await asyncio.sleep(1e-3)
+            await both.kill("prefill0")
+            assert await running == 80 - 32
+            assert failed(both, "prefill1") == {"lost": 1}
+            assert counted(both, "prefill1")("peer_blocks_fetched") == 2
+            await settled(both)
+
+    run_virtually(main)
+
+
+def test_a_byte_that_is_spoiled_on_the_way_is_computed_again() -> None:
+    async def main() -> None:
+        faults = faults_of("prefill1", Faults(pull_error=lambda _: "garble"))
+        async with fleet(faults=faults) as both:
+            assert await at(both, "prefill0") == 80
+            assert await at(both, "prefill1") == 80
+            assert failed(both, "prefill1") == {"spoiled": 1}
+            assert counted(both, "prefill1")("peer_blocks_fetched") == 0
+            await settled(both)
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize("left", [0, 1, 3])
+def test_what_the_holder_has_given_away_is_computed(left: int) -> None:
+    """The hint promises four blocks, of which the first `left` are there."""
+
+    async def main() -> None:
+        async with fleet() as both:
+            assert await at(both, "prefill0") == 80
+            holder = both.prefill_worker("prefill0")
+            given = holder._given.give
+
+            async def stale(call: FetchCall) -> FetchReply:
+                chain = call.names[:left]
+                if not chain:
+                    return FetchReply()
+                return await given(msgspec.structs.replace(call, names=chain))
+
+            holder._given.give = stale  # type: ignore[method-assign]
+            assert await at(both, "prefill1") == 80 - 16 * left
+            assert failed(both, "prefill1") == {"gone": 1}
+            assert counted(both, "prefill1")("peer_blocks_fetched") == left
+            await settled(both)
+
+    run_virtually(main)
+
+
+def test_a_fetch_that_is_dearer_than_computing_is_given_up_in_time() -> None:
+    async def main() -> None:
+        async with fleet(costs=Costs(pull=5.0, other=1e-5), tiers=TierRoom()) as both:
+            await at(both, "prefill1", other(2))  # learns what computing costs
+            assert await at(both, "prefill0") == 80
+            assert await at(both, "prefill1") == 80
+            assert failed(both, "prefill1") == {"late": 1}
+            await settled(both)
+
+    run_virtually(main)
+
+
+def test_a_prompt_that_is_given_up_ends_its_fetch_and_the_holder_lets_go() -> None:
+    async def main() -> None:
+        async with fleet(costs=Costs(pull=2.0, other=1e-5)) as both:
+            assert await at(both, "prefill0") == 80
+            holder, asker = both.prefill_worker("prefill0"), both.prefill_worker("prefill1")
+            running = asyncio.ensure_future(at(both, "prefill1"))
+            while not len(holder._given):
+                await asyncio.sleep(1e-3)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await asyncio.sleep(1.0)
+            assert not len(holder._given)  # long before its lease ends
+            assert asker._fetched is not None and asker._fetched.quiet
+            assert failed(both, "prefill1") == {"unwanted": 1}
+            await settled(both)
+
+    run_virtually(main)
+
+
+def test_an_asker_that_dies_midway_leaves_the_holder_all_its_pages() -> None:
+    async def main() -> None:
+        async with fleet(costs=Costs(pull=2.0, other=1e-5)) as both:
+            assert await at(both, "prefill0") == 80
+            holder = both.prefill_worker("prefill0")
+            running = asyncio.ensure_future(at(both, "prefill1"))
+            while not len(holder._given):
+                await asyncio.sleep(1e-3)
+            await both.kill("prefill1")
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await settled(both)
+            assert holder.counters["leases_expired"] == 1
+            assert await at(both, "prefill0") == 80 - FETCHED
+
+    run_virtually(main)
+
+
+def test_a_worker_of_another_model_is_not_asked() -> None:
+    async def main() -> None:
+        async with fleet() as both:
+            assert await at(both, "prefill0") == 80
+            holder = both.prefill_worker("prefill0")
+            theirs = msgspec.structs.replace(holder._hello, model_fingerprint="another")
+            holder._outgoing._hello = theirs
+            assert await at(both, "prefill1") == 80
+            assert failed(both, "prefill1") == {"refused": 1}
+            await settled(both)
+
+    run_virtually(main)
+
+
+def test_nobody_is_given_what_he_cannot_name() -> None:
+    async def main() -> None:
+        async with fleet() as both:
+            holder = both.prefill_worker("prefill0")
+            await at(both, "prefill0")
+            names = holder._residency.chain(PROMPT, PROMPT.prompt_token_ids)
+            wanted = FetchCall(1, "prefill1", names, 0, 32, 1.0)
+            assert await holder.fetch(wanted) == FetchReply()  # of 32 tokens, not of 16
+            stranger = BlockNames(b"another secret", "toy", 16)
+            names = stranger.chain(PROMPT, PROMPT.prompt_token_ids, 16)
+            assert await holder.fetch(FetchCall(1, "p", names, 0, 16, 1.0)) == FetchReply()
+            theirs = replace(PROMPT, tenant="another")
+            names = holder._residency.chain(theirs, PROMPT.prompt_token_ids)
+            assert await holder.fetch(FetchCall(1, "p", names, 0, 16, 1.0)) == FetchReply()
+            with pytest.raises(InvalidRequestError, match="names"):
+                await holder.fetch(FetchCall(1, "p", (), 0, 16, 1.0))
+            await settled(both)
+
+    run_virtually(main)
+
+
+def test_after_a_reset_nothing_that_was_fetched_before_is_used() -> None:
+    """Neither what is on its way, nor what a worker that was not reset yet would give."""
+
+    async def main() -> None:
+        async with fleet(costs=Costs(pull=0.5, other=1e-5)) as both:
+            assert await at(both, "prefill0") == 80
+            running = asyncio.ensure_future(at(both, "prefill1"))
+            while not len(both.prefill_worker("prefill0")._given):
+                await asyncio.sleep(1e-3)
+            await both.prefill_worker("prefill1").reset_cache()
+            assert await running == 80
+            assert failed(both, "prefill1") == {"reset": 1}
+            await both.prefill_worker("prefill1").reset_cache()  # again: the prompt has ended
+            assert await at(both, "prefill1") == 80
+            assert both.counted("peer_blocks_fetched") == 0
+            await settled(both)
+
+    run_virtually(main)
+
+
+def test_a_mesh_without_pages_for_it_fetches_nothing_and_computes_in_its_turn() -> None:
+    async def main() -> None:
+        async with fleet(prefill=limits(pages=20)) as both:
+            assert await at(both, "prefill0") == 80
+            asker = both.prefill_worker("prefill1")
+            pages = asker._ledgers[0].reserve(-1000, 10)
+            assert pages is not None
+            running = asyncio.ensure_future(at(both, "prefill1"))
+            while not failed(both, "prefill1"):
+                await asyncio.sleep(1e-3)
+            assert failed(both, "prefill1") == {"room": 1}
+            asker._ledgers[0].free(-1000)
+            asker._look()
+            assert await running == 80
+            await settled(both)
+
+    run_virtually(main)
+
+
+class AllKnown:
+    """A router's index that is always right about the prefill workers."""
+
+    fleet: Fleet
+
+    def known(self, request: Request) -> Callable[[], dict[str, int]]:
+        def now() -> dict[str, int]:
+            found = {}
+            for name in ("prefill0", "prefill1"):
+                kept = self.fleet.prefill_worker(name)._residency
+                chain = kept.chain(request, request.prompt_token_ids)
+                found[name] = kept.match(0, chain) * kept.block_tokens
+            return {name: tokens for name, tokens in found.items() if tokens}
+
+        return now
+
+
+def test_the_router_says_who_keeps_more_where_it_places_elsewhere() -> None:
+    async def main() -> None:
+        index, routing = AllKnown(), RoutingConfig(peer_fetch=True)
+        async with fleet(hints=False, affinity=index, routing=routing, decodes=2) as both:
+            index.fleet = both
+            await storm(both, Talk(4), requests=50, at_once=6)
+            assert both.counted("peer_blocks_fetched") > 0
+            placed = [one.answer for one in both.path.placer._entries]
+            assert any(getattr(answer, "peer", "") for answer in placed)
+            await settled(both)
+
+    run_virtually(main)
