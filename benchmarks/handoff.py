@@ -75,7 +75,10 @@ _PAIRS = flags.DEFINE_list(
 )
 _HIDDEN = flags.DEFINE_list("hidden", ["4", "8", "16", "32"], "Layer groups of part 2.")
 _CHANNEL = flags.DEFINE_enum(
-    "channel", "memory", ["memory", "engine"], "Shared memory, as on one host, or the engine."
+    "channel",
+    "memory",
+    ["memory", "engine", "nixl"],
+    "Shared memory, as on one host, or the engine, or NIXL (UCX_TLS=tcp: as between hosts).",
 )
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
 
@@ -304,17 +307,16 @@ def main(_: list[str]) -> None:
     jax.config.update("jax_num_cpu_devices", 4)
     keep_freed_memory()
     hand_over_quickly()
-    shares = _CHANNEL.value == "memory"
     with Listener(("127.0.0.1", 0)) as listener:
         port = listener.address[1]  # type: ignore[misc]
-        program = f"from benchmarks.handoff_sender import main; main({port}, {shares})"
+        program = f"from benchmarks.handoff_sender import main; main({port}, {_CHANNEL.value!r})"
         child = subprocess.Popen([sys.executable, "-c", program])
         try:
             sender = listener.accept()
             _, bare_address, tcp_port = sender.recv()
             receiver = Receiver(
                 sender,
-                LinkThread(shares),
+                LinkThread(_CHANNEL.value),
                 bare_address,
                 socket.create_connection(("127.0.0.1", tcp_port)),
             )

@@ -28,6 +28,7 @@ from jdisagg.service.kv_link import GrpcKvLink
 from jdisagg.service.server import GrpcServer
 from jdisagg.transfer.channel import BlockStamp, block_sharding
 from jdisagg.transfer.jax_transfer import JaxTransferChannel
+from jdisagg.transfer.nixl_memory import nixl_memory
 from jdisagg.transfer.shared_memory import SharedMemory
 from jdisagg.transfer.transfer_engine import EngineOptions
 
@@ -112,10 +113,11 @@ class Tcp:
 
 class LinkThread:
     """An event loop in a thread with this process's KV link and its server, and the channel on
-    it. `shares`: it shares memory, as workers of one host do."""
+    it. `channel`: how its KV can be had: "memory", shared as by workers of one host; "nixl"; else
+    through the engine."""
 
-    def __init__(self, shares: bool) -> None:
-        self._shares = shares
+    def __init__(self, channel: str) -> None:
+        self._channel = channel
         self._ready = threading.Event()
         threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True).start()
         self._ready.wait()
@@ -123,12 +125,13 @@ class LinkThread:
     async def _serve(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        memory = SharedMemory() if self._shares else None
+        memory = SharedMemory() if self._channel == "memory" else None
+        nixl = nixl_memory(self._channel, "127.0.0.1") if self._channel == "nixl" else None
         name = memory.name if memory else ""
-        self.end = KvEnd(f"127.0.0.1:{port}", secrets.randbits(64), name)
+        self.end = KvEnd(f"127.0.0.1:{port}", secrets.randbits(64), name, nixl is not None)
         link = GrpcKvLink(self.end)
         self.channel = JaxTransferChannel(
-            MonotonicClock(), self.end, link, transports=TRANSPORTS, memory=memory
+            MonotonicClock(), self.end, link, transports=TRANSPORTS, memory=memory, nixl=nixl
         )
         link.deliver_to(self.channel)
         server = GrpcServer((link.service(),), ServiceConfig(port=port), self.end.boot_id)
@@ -143,12 +146,12 @@ def card(mesh: jax.sharding.Mesh, end: KvEnd) -> MeshCard:
     return MeshCard((dp, kv, rep), devices, (0,) * len(devices), (end,), TRANSPORTS)
 
 
-def main(port: int, shares: bool) -> None:
+def main(port: int, channel: str) -> None:
     jax.config.update("jax_num_cpu_devices", 4)
     keep_freed_memory()
     hand_over_quickly()
     parent = Client(("127.0.0.1", port))
-    link = LinkThread(shares)
+    link = LinkThread(channel)
     bare = EngineOptions(transports=TRANSPORTS).start_server()
     plain = socket.create_server(("127.0.0.1", 0))
     parent.send((link.end, bare.address(), plain.getsockname()[1]))

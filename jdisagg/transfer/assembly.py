@@ -5,6 +5,7 @@ Knows a `PullTarget` and what the senders announce; moves nothing. What they ann
 each own device of the receiving rank gets each part once, and nothing else comes."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 
@@ -13,6 +14,7 @@ from jdisagg.messages.kv_plane import PostedPiece, Wanted
 from jdisagg.transfer.boxes import HEAD_DIMENSION, rank_placement
 from jdisagg.transfer.channel import PullTarget
 from jdisagg.transfer.pieces import check_leaves
+from jdisagg.transfer.shared_memory import LeafInMemory
 
 
 class Assembly:
@@ -30,7 +32,7 @@ class Assembly:
         self._leaves = check_leaves(target)
         self._parts: int | None = None
         self._announced: set[tuple[int, int]] = set()
-        self._coming: dict[tuple[int, int], list[jax.Array]] = {}
+        self._coming: dict[tuple[int, int], Sequence[jax.Array | LeafInMemory]] = {}
 
     @staticmethod
     def of(target: PullTarget) -> "Assembly":
@@ -63,7 +65,9 @@ class Assembly:
             ]
         return avals
 
-    def coming(self, pieces: tuple[PostedPiece, ...], arrays: list[jax.Array]) -> None:
+    def coming(
+        self, pieces: tuple[PostedPiece, ...], arrays: Sequence[jax.Array | LeafInMemory]
+    ) -> None:
         """The arrays of `expect`, on their way."""
         count = len(self._leaves)
         for index, piece in enumerate(pieces):
@@ -81,7 +85,7 @@ class Assembly:
         return self._parts is not None and len(self._coming) == self._parts * len(self._own)
 
     @property
-    def flat(self) -> tuple[jax.Array, ...]:
+    def flat(self) -> tuple[jax.Array | LeafInMemory, ...]:
         return tuple(leaf for key in sorted(self._coming) for leaf in self._coming[key])
 
     @property

@@ -22,18 +22,18 @@ class ChannelThread:
 
     def __init__(self, name: str, regularly: Callable[[], float]) -> None:
         self._regularly = regularly
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._closed = False
         self._pause = 0.25
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, job: Callable[[], None]) -> None:
+    def submit(self, job: Callable[[], object]) -> None:
         """From any thread; never blocks. After `close` jobs are dropped."""
         if not self._closed:
             self._jobs.put(job)
 
-    def close(self, last: Callable[[], None]) -> None:
+    def close(self, last: Callable[[], object]) -> None:
         """Runs what is queued, then `last`, and ends. Idempotent. Waits for it, for a while."""
         if not self._closed:
             self._jobs.put(last)
@@ -59,7 +59,7 @@ class ChannelThread:
     def _regular(self) -> None:
         self._pause = self._regularly()
 
-    def _guarded(self, job: Callable[[], None]) -> None:
+    def _guarded(self, job: Callable[[], object]) -> None:
         try:
             job()
         except Exception:
@@ -72,13 +72,15 @@ class ComputeWait:
     waiting that is there."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.PriorityQueue[tuple[float, int, Sequence[jax.Array], Callable[[], None]]]
+        self._jobs: queue.PriorityQueue[
+            tuple[float, int, Sequence[jax.Array], Callable[[], object]]
+        ]
         self._jobs = queue.PriorityQueue()
         self._count = itertools.count()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def then(self, number: int, arrays: Sequence[jax.Array], job: Callable[[], None]) -> None:
+    def then(self, number: int, arrays: Sequence[jax.Array], job: Callable[[], object]) -> None:
         """From any thread; never blocks. `job` must be quick, and is called also where the
         computation failed."""
         self._jobs.put((number, next(self._count), arrays, job))

@@ -194,6 +194,6 @@ def check_codec(name: str, spec: KVSpec) -> None:
     spec."""
     if codec(name).lossy and not jnp.issubdtype(jnp.dtype(spec.row_dtype), jnp.floating):
         raise ConfigError(
-            f"codec {name!r} packs values of one floating type, and this model's KV has several;"
-            " choose none"
+            f"codec {name!r} packs values of one floating type, and this model's KV has several, or"
+            " is kept in fp8 already; choose none"
         )

@@ -1,5 +1,5 @@
-"""The channel between processes: control messages over a `KvLink`, bytes over
-`jax.experimental.transfer`.
+"""The channel between processes: control messages over a `KvLink`, bytes by what the two have in
+common: shared memory on one host, else NIXL where both have it, else `jax.experimental.transfer`.
 
 One of these a process. Its sending half (kv_sender.py) holds offers and posts the pieces that are
 asked for; its receiving half (kv_puller.py) asks, pulls and puts together; the engine itself is
@@ -16,6 +16,7 @@ from jdisagg.transfer.channel import BlockStamp, Offered, PullTarget
 from jdisagg.transfer.kv_link import KvLink
 from jdisagg.transfer.kv_puller import KvPuller
 from jdisagg.transfer.kv_sender import KvSender
+from jdisagg.transfer.nixl_memory import NixlMemory
 from jdisagg.transfer.pieces import warm_pieces
 from jdisagg.transfer.polled_pull import PolledPull
 from jdisagg.transfer.shared_memory import SharedMemory
@@ -30,7 +31,8 @@ class JaxTransferChannel:
     end: this process's own, as its card shows it. host: the one interface on which the engine
     listens; never all, for it has no authentication. transports: as in the card; the same on all
     workers. memory: this process's, whose name `end` has; it is closed with the channel. None: all
-    goes through the engine."""
+    goes through the engine or over NIXL. nixl: registered memory of this process, which `end` says
+    that it has; closed with the channel, too. None: nothing goes over NIXL."""
 
     def __init__(
         self,
@@ -40,12 +42,13 @@ class JaxTransferChannel:
         *,
         host: str = "127.0.0.1",
         transports: int = 4,
-        transfer_size: int = 1 << 20,
         memory: SharedMemory | None = None,
+        nixl: NixlMemory | None = None,
     ) -> None:
-        options = EngineOptions(host, transports, transfer_size)
-        self._sender = KvSender(clock, end, link, options, memory)
-        self._puller = KvPuller(clock, link, options, shares=memory is not None)
+        options = EngineOptions(host, transports)
+        self._nixl = nixl
+        self._sender = KvSender(clock, end, link, options, memory, nixl)
+        self._puller = KvPuller(clock, link, options, shares=memory is not None, nixl=nixl)
 
     def handle(self, sender: KvEnd, message: KvMessage) -> None:
         """What came over the link from `sender`. From any thread; never blocks."""
@@ -98,6 +101,10 @@ class JaxTransferChannel:
         once all is quiet."""
         return self._puller.under_way()
 
+    def channels(self) -> tuple[str, ...]:
+        """By what KV comes from each process that was asked for some: "address channel"."""
+        return self._puller.channels()
+
     def bytes_per_pair(self) -> dict[tuple[int, int], int]:
         return self._puller.bytes_per_pair()
 
@@ -105,3 +112,5 @@ class JaxTransferChannel:
         """Ends threads, connections and servers; pulls under way fail. Idempotent."""
         self._puller.close()
         self._sender.close()
+        if self._nixl is not None:
+            self._nixl.close()

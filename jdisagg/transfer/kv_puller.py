@@ -13,6 +13,8 @@ Invariants:
   a program;
 - of a sender whose shared memory can be mapped here (shared_memory.py) nothing goes through the
   engine: its answer says where the pieces lie, and they are arrays at once;
+- nor of one whose registered memory can be read over NIXL (nixl_memory.py), which is read where its
+  answer says. Where that fails before anything ever came so, the next pull goes through the engine;
 - a pull ends at its deadline whoever is silent. What it asked for is withdrawn, and where bytes
   were on their way on a connection that moves nothing else, the connection is poisoned and dropped;
   the next pull makes a new one;
@@ -26,6 +28,7 @@ import logging
 import secrets
 import threading
 import time
+from collections.abc import Sequence
 
 import jax
 import msgspec
@@ -35,6 +38,7 @@ from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.messages.kv_plane import (
     InMemory,
+    InRegistered,
     Leave,
     Open,
     Opened,
@@ -55,23 +59,33 @@ from jdisagg.transfer.kv_requests import (
     pieces_by_sender,
     request_of,
 )
+from jdisagg.transfer.nixl_memory import NixlMemory, NixlSender
 from jdisagg.transfer.pieces import add_counts
 from jdisagg.transfer.polled_pull import PolledPull, is_ready
 from jdisagg.transfer.said_errors import heard, named_error
-from jdisagg.transfer.shared_memory import SenderMemory, reachable
+from jdisagg.transfer.shared_memory import LeafInMemory, SenderMemory, reachable
 from jdisagg.transfer.transfer_engine import ID_BITS, EngineOptions, Inlet, is_dead_connection
 
 _log = logging.getLogger(__name__)
+_WAYS = {SenderMemory: "shared memory", NixlSender: "NIXL", type(None): "transfer engine"}
 
 
 class KvPuller:
-    """See the module's docstring. `_peers`, `_connections` and `_requests` are under the lock;
-    `_watched` and `_stuck` belong to the thread."""
+    """See the module's docstring. `_peers`, `_connections`, `_unread` (ends that NIXL does not
+    reach) and `_requests` are under the lock; `_watched`, `_stuck` and `_proven` (ends that NIXL
+    has reached) belong to the thread."""
 
     def __init__(
-        self, clock: Clock, link: KvLink, options: EngineOptions, shares: bool = False
+        self,
+        clock: Clock,
+        link: KvLink,
+        options: EngineOptions,
+        shares: bool = False,
+        nixl: NixlMemory | None = None,
     ) -> None:
-        self._shares = shares
+        self._shares, self._nixl = shares, nixl
+        self._unread: set[KvEnd] = set()
+        self._proven: set[KvEnd] = set()
         self._clock, self._link, self._options = clock, link, options
         self._timeouts = options.timeouts
         self._lock = threading.Lock()
@@ -136,6 +150,11 @@ class KvPuller:
     def bytes_per_pair(self) -> dict[tuple[int, int], int]:
         with self._lock:
             return dict(self._moved)
+
+    def channels(self) -> tuple[str, ...]:
+        with self._lock:
+            ways = [(end.control, each.memory) for end, each in self._connections.items()]
+        return tuple(sorted(f"{control} {_WAYS[type(memory)]}" for control, memory in ways))
 
     def close(self) -> None:
         self._thread.close(self._close_all)
@@ -202,16 +221,21 @@ class KvPuller:
     def _connection(self, end: KvEnd) -> SenderConnection:
         """Under the lock."""
         if end not in self._connections:
-            shared = bool(end.memory) and self._shares and reachable(end.memory)
+            memory = self._memory_of(end)
             self._connections[end] = SenderConnection(
-                end,
-                next(self._numbers),
-                moved=self._clock.now(),
-                memory=SenderMemory(end.memory) if shared else None,
+                end, next(self._numbers), moved=self._clock.now(), memory=memory
             )
-            way = "shared memory" if shared else "the transfer engine"
-            _log.info("KV from %s comes through %s", end.control, way)
+            _log.info("KV from %s comes by %s", end.control, _WAYS[type(memory)])
         return self._connections[end]
+
+    def _memory_of(self, end: KvEnd) -> SenderMemory | NixlSender | None:
+        """What of its memory can be had here; None: its KV comes through the engine."""
+        nixl = self._nixl if end.nixl and end not in self._unread else None
+        if nixl is not None and nixl.first:
+            return NixlSender(nixl)
+        if end.memory and self._shares and reachable(end.memory):
+            return SenderMemory(end.memory)
+        return NixlSender(nixl) if nixl is not None else None
 
     # From here on: on the thread.
 
@@ -290,18 +314,28 @@ class KvPuller:
             assembly.coming(pieces, arrays)
         sent.arrays, sent.address = arrays, address
 
-    def _map(self, sent: SentRequest, message: Posted, memory: InMemory) -> None:
-        """Takes what lies in the sender's shared memory. Raises where that was taken back."""
+    def _map(self, sent: SentRequest, message: Posted, memory: InMemory | InRegistered) -> None:
+        """Takes what lies in the sender's shared memory, or is still to be written there; begins to
+        read what lies in its registered memory. Raises where that was taken back."""
         connection, assembly = sent.connection, sent.transfer.assembly
-        if connection.memory is None:
-            raise HandoffError(
-                f"{connection.end.control} answered with memory that was not asked for"
-            )
         avals = assembly.expect(message.heads, message.pieces)
-        told = functools.partial(self._tell_pulled, connection.end, sent.pull_id, 0.0)
-        arrays = connection.memory.arrays(memory, avals, lambda: self._thread.submit(told))
-        assembly.coming(message.pieces, arrays)
-        sent.arrays = arrays
+        match connection.memory, memory:
+            case SenderMemory() as mapped, InMemory():
+                told = functools.partial(self._tell_pulled, connection.end, sent.pull_id, 0.0)
+                leaves = mapped.leaves(memory, avals, lambda: self._thread.submit(told))
+            case NixlSender() as registered, InRegistered():
+                deadline = sent.transfer.pull.deadline
+                try:
+                    leaves = registered.leaves(memory, avals, lambda: self._clock.now() < deadline)
+                except HandoffError:
+                    sent.unread = True
+                    raise
+            case _:
+                raise HandoffError(
+                    f"{connection.end.control} answered with memory that was not asked for"
+                )
+        assembly.coming(message.pieces, leaves)
+        sent.arrays = leaves
 
     def _tell_pulled(self, end: KvEnd, pull_id: int, seconds: float) -> None:
         """Within so many seconds, together with others."""
@@ -385,11 +419,15 @@ class KvPuller:
 
     def _ask_again(self, transfer: Transfer) -> None:
         """A message may be lost: those who have not answered are asked again, under the same id.
-        (Bytes answer a pull ahead.)"""
+        (Bytes answer a pull ahead, and one whose memory is still to be written.)"""
         now = self._clock.now()
         for sent in transfer.requests:
             if (
-                (sent.arrays is None or sent.ahead)
+                (
+                    sent.arrays is None
+                    or sent.ahead
+                    or isinstance(sent.connection.memory, SenderMemory)
+                )
                 and sent.request is not None
                 and now - sent.sent_at >= self._timeouts.ask_again_seconds
             ):
@@ -411,8 +449,14 @@ class KvPuller:
                 error = _error_of(sent.arrays)
                 if error is None and sent.arrays:
                     sent.connection.moved = self._clock.now()
-                    if sent.connection.memory is None:  # else it is told when nothing needs it
+                    if isinstance(sent.connection.memory, NixlSender):
+                        self._proven.add(end)
+                    # of shared memory it is told when nothing needs it
+                    if not isinstance(sent.connection.memory, SenderMemory):
                         self._tell_pulled(end, sent.pull_id, self._timeouts.pulled_seconds)
+                elif error is not None and isinstance(sent.connection.memory, NixlSender):
+                    self._link.send(end, Withdraw(sent.pull_id))
+                    self._lose_nixl(sent.connection)
                 elif (
                     error is not None
                     and is_dead_connection(error)
@@ -420,14 +464,36 @@ class KvPuller:
                 ):
                     self._drop(sent.connection)
             elif not arrived:
+                if isinstance(sent.connection.memory, NixlSender) and (
+                    sent.unread or (sent.arrays is not None and self._is_unproven_at(transfer, end))
+                ):
+                    self._lose_nixl(sent.connection)
                 if not sent.refused:  # who refuses has withdrawn it, or never had it
                     self._link.send(end, Withdraw(sent.pull_id, bool(sent.ahead)))
-                if sent.arrays is not None:
+                if sent.arrays is not None and sent.connection.memory is None:
                     flushed = (
                         self._clock.now() + self._timeouts.flush_seconds if sent.ahead else 0.0
                     )
                     self._stuck.append((sent, max(transfer.pull.deadline, flushed)))
         transfer.requests.clear()
+
+    def _is_unproven_at(self, transfer: Transfer, end: KvEnd) -> bool:
+        """Whether the deadline came before anything did from there over NIXL. (One that stalls
+        later will go on, or its reads will fail.)"""
+        return end not in self._proven and self._clock.now() >= transfer.pull.deadline
+
+    def _lose_nixl(self, connection: SenderConnection) -> None:
+        """Drops a connection over which something could not be read; where nothing ever could, the
+        next goes through the engine."""
+        if connection.end not in self._proven:
+            with self._lock:
+                self._unread.add(connection.end)
+            _log.warning(
+                "KV from %s cannot be read over NIXL; from now on it comes through the transfer"
+                " engine",
+                connection.end.control,
+            )
+        self._drop(connection)
 
     def _drop(self, connection: SenderConnection) -> None:
         """Poisons and forgets a connection; the next pull makes another. Pulls under way on it
@@ -457,7 +523,9 @@ class KvPuller:
             if transfer.peer == peer:
                 transfer.pull.fail(HandoffError(f"peer {peer!r} was disconnected"))
         for end in ends:
+            self._proven.discard(end)
             with self._lock:
+                self._unread.discard(end)
                 connection = self._connections.get(end)
             if connection is not None:
                 self._drop(connection)
@@ -476,8 +544,11 @@ class KvPuller:
             self._peers.clear()
 
 
-def _error_of(arrays: list[jax.Array]) -> str | None:
+def _error_of(arrays: Sequence[jax.Array | LeafInMemory]) -> str | None:
     """Of arrays that are ready."""
+    for array in arrays:
+        if isinstance(array, LeafInMemory) and array.error:
+            return array.error
     try:
         jax.block_until_ready(arrays)
     except Exception as error:

@@ -4,6 +4,7 @@ connection, and for which pieces.
 Records, and how requests are made of a target; nothing is sent or pulled here. Whoever keeps them
 says which thread may touch what."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -13,9 +14,10 @@ from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.messages.kv_plane import PostedPiece, PullRequest
 from jdisagg.transfer.assembly import Assembly
 from jdisagg.transfer.channel import PullTarget
+from jdisagg.transfer.nixl_memory import NixlSender
 from jdisagg.transfer.pieces import plan_ahead
 from jdisagg.transfer.polled_pull import PolledPull
-from jdisagg.transfer.shared_memory import SenderMemory
+from jdisagg.transfer.shared_memory import LeafInMemory, SenderMemory
 from jdisagg.transfer.transfer_engine import Inlet
 
 
@@ -23,8 +25,8 @@ from jdisagg.transfer.transfer_engine import Inlet
 class SenderConnection:
     """To one sender process. `number` grows with each new one. `address`: of the sender's outlet,
     once it has said so; `used`: when something was last asked there. `moved`: when something last
-    arrived. `memory`: its shared memory, where that can be mapped; nothing goes through the engine
-    then."""
+    arrived. `memory`: its shared memory, where that can be mapped, or its registered memory, where
+    both sides have NIXL; nothing goes through the engine then."""
 
     end: KvEnd
     number: int
@@ -32,22 +34,23 @@ class SenderConnection:
     address: str = ""
     used: float = 0.0
     moved: float = 0.0
-    memory: SenderMemory | None = None
+    memory: SenderMemory | NixlSender | None = None
 
 
 @dataclass(slots=True, eq=False)
 class SentRequest:
     """What one sender process was asked for one pull, and when last. `arrays` once they are on
-    their way from its outlet at `address`."""
+    their way from its outlet at `address`, or have a place in its memory."""
 
     pull_id: int
     connection: SenderConnection
     transfer: "Transfer"
     sent_at: float
     request: PullRequest | None = None
-    arrays: list[jax.Array] | None = None
+    arrays: Sequence[jax.Array | LeafInMemory] | None = None
     address: str = ""
     refused: bool = False
+    unread: bool = False
     ahead: tuple[PostedPiece, ...] = ()
 
 
@@ -111,5 +114,6 @@ def request_of(
         turn=turn,
         address=sent.connection.address if sent.ahead else "",
         pieces=sent.ahead,
-        shared=sent.connection.memory is not None,
+        shared=isinstance(sent.connection.memory, SenderMemory),
+        nixl=isinstance(sent.connection.memory, NixlSender),
     )

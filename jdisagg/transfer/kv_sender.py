@@ -12,6 +12,8 @@ waiting for anything. Invariants:
 - a request for an offer that is not made yet waits, within its deadline;
 - to a receiver that maps this process's shared memory (shared_memory.py) nothing is posted in the
   engine: once a block is computed its pieces are written there, and the answer says where;
+- likewise to one that reads this process's registered memory (nixl_memory.py), whose answer comes
+  when they are written, for it looks at nothing before;
 - a pull ahead, which waits in the engine already, always meets something there: the pieces, or an
   error."""
 
@@ -22,9 +24,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import jax
+import msgspec
 
 from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError
@@ -45,7 +48,9 @@ from jdisagg.transfer.channel import BlockStamp, Offered
 from jdisagg.transfer.channel_thread import ChannelThread, ComputeWait
 from jdisagg.transfer.ended_offers import REMEMBERED_IDS, EndedOffers
 from jdisagg.transfer.kv_link import KvLink
+from jdisagg.transfer.nixl_memory import NixlMemory, NixlOutlet
 from jdisagg.transfer.pieces import (
+    HostLeaves,
     OfferedBlock,
     PlannedPiece,
     check_geometry,
@@ -79,7 +84,7 @@ class _Posting:
     offer_id: int
     leaves: int
     until: float
-    answer: Posted | None  # None: what is to lie in shared memory is not computed yet
+    answer: Posted
 
 
 @dataclass(slots=True)
@@ -87,7 +92,7 @@ class _Door:
     """What is kept for one receiver process."""
 
     link: int
-    outlet: Outlet | MemoryOutlet
+    outlet: Outlet | MemoryOutlet | NixlOutlet
     used: float
     postings: dict[int, _Posting] = field(default_factory=dict)
 
@@ -103,11 +108,12 @@ class KvSender:
         link: KvLink,
         options: EngineOptions,
         memory: SharedMemory | None = None,
+        nixl: NixlMemory | None = None,
     ) -> None:
         self._clock, self._end, self._link, self._options = clock, end, link, options
-        self._memory = memory
+        self._memory, self._nixl = memory, nixl
         self._numbers = itertools.count()
-        self._computing = ComputeWait("kv-wait") if memory else None
+        self._computing = ComputeWait("kv-wait") if memory or nixl else None
         self._timeouts = options.timeouts
         self._lock = threading.Lock()
         self._offers: dict[int, OfferedBlock] = {}
@@ -178,11 +184,13 @@ class KvSender:
             case Pulled():
                 if door is not None:
                     door.postings.pop(message.pull_id, None)
-                    if isinstance(door.outlet, MemoryOutlet):
+                    if isinstance(door.outlet, MemoryOutlet | NixlOutlet):
                         door.outlet.pulled(message.pull_id)
             case Withdraw():
                 self._note_seen(message.pull_id)  # a request that comes later still comes too late
                 self._stop_waiting(receiver, message.pull_id)
+                if door is not None and isinstance(door.outlet, NixlOutlet):
+                    door.outlet.pulled(message.pull_id)  # whatever it reads, it keeps nothing
                 if (
                     door is not None
                     and not _withdraw(door, message.pull_id, GIVEN_UP)
@@ -260,67 +268,65 @@ class KvSender:
             return self._link.send(
                 receiver, Posted(request.pull_id, request.link, "", offer.shape[HEAD_DIMENSION], ())
             )
-        door = self._door(receiver, request.link, request.shared)
+        door = self._door(receiver, request.link, request)
         if request.address and door.outlet.address != request.address:
             raise HandoffError(CLOSED)
         seconds += self._timeouts.slack_seconds
-        if isinstance(door.outlet, MemoryOutlet):
-            leaves = len(pieces) * leaves_of(request.codec)
-            door.postings[request.pull_id] = _Posting(
-                receiver, request.offer_id, leaves, self._clock.now() + seconds, None
-            )
-            return self._share_once_computed(receiver, request, offer, pieces, posted)
+        until, heads = self._clock.now() + seconds, offer.shape[HEAD_DIMENSION]
+        answer = Posted(request.pull_id, request.link, door.outlet.address, heads, posted)
+        if isinstance(door.outlet, MemoryOutlet | NixlOutlet):
+            leaves = host_leaves(offer, pieces, request.granule, request.codec)
+            memory = door.outlet.reserve(request.pull_id, leaves.sizes, leaves.places, seconds)
+            answer = msgspec.structs.replace(answer, memory=memory)
+            posting = _Posting(receiver, request.offer_id, len(leaves.places), until, answer)
+            door.postings[request.pull_id] = posting
+            return self._write_once_computed(receiver, request, answer, offer.number, leaves)
         arrays = encoded_pieces(offer, pieces, request.granule, request.codec)
         door.outlet.post(request.pull_id, arrays, seconds)
-        answer = Posted(
-            request.pull_id, request.link, door.outlet.address, offer.shape[HEAD_DIMENSION], posted
-        )
-        door.postings[request.pull_id] = _Posting(
-            receiver, request.offer_id, len(arrays), self._clock.now() + seconds, answer
-        )
+        posting = _Posting(receiver, request.offer_id, len(arrays), until, answer)
+        door.postings[request.pull_id] = posting
         if not request.address:
             self._link.send(receiver, answer)
 
-    def _share_once_computed(
-        self,
-        receiver: KvEnd,
-        request: PullRequest,
-        offer: OfferedBlock,
-        pieces: tuple[PlannedPiece, ...],
-        posted: tuple[PostedPiece, ...],
+    def _write_once_computed(
+        self, receiver: KvEnd, request: PullRequest, answer: Posted, number: int, leaves: HostLeaves
     ) -> None:
-        shards = [offer.shards[source] for source in {piece.source for piece in pieces}]
-        if self._computing is None or all(map(is_ready, shards)):
-            return self._share(receiver, request, offer, pieces, posted)
-        share = functools.partial(self._share, receiver, request, offer, pieces, posted)
-        self._computing.then(offer.number, shards, lambda: self._thread.submit(share))
+        """Writes the pieces to memory when they are there, and says where they lie; where in shared
+        memory at once, for what lies there says itself whether it is written."""
+        early = isinstance(self._doors[receiver].outlet, MemoryOutlet)
 
-    def _share(
-        self,
-        receiver: KvEnd,
-        request: PullRequest,
-        offer: OfferedBlock,
-        pieces: tuple[PlannedPiece, ...],
-        posted: tuple[PostedPiece, ...],
-    ) -> None:
-        """Writes into shared memory what is computed, and says where."""
+        def write_and_say() -> None:
+            if self._write(receiver, request, leaves):
+                self._link.send(receiver, answer)
+
+        if self._computing is None or all(map(is_ready, leaves.sources)):
+            return write_and_say()
+        if early:
+            self._link.send(receiver, answer)
+        write = (
+            functools.partial(self._write, receiver, request, leaves) if early else write_and_say
+        )
+        self._computing.then(number, leaves.sources, lambda: self._thread.submit(write))
+
+    def _write(self, receiver: KvEnd, request: PullRequest, leaves: HostLeaves) -> bool:
+        """Whether it did."""
         door = self._doors.get(receiver)
-        posting = door.postings.get(request.pull_id) if door is not None else None
-        if door is None or posting is None or not isinstance(door.outlet, MemoryOutlet):
-            return  # taken back meanwhile
+        if (
+            door is None
+            or request.pull_id not in door.postings
+            or not isinstance(door.outlet, MemoryOutlet | NixlOutlet)
+        ):
+            return False  # taken back meanwhile
         try:
-            arrays, places = host_leaves(offer, pieces, request.granule, request.codec)
-            memory = door.outlet.post(request.pull_id, arrays, places)
+            door.outlet.write(request.pull_id, leaves.arrays())
         except Exception as error:
             _withdraw(door, request.pull_id, "")
             broken = HandoffError(
                 f"the pieces of offer {request.offer_id:#x} could not be computed or moved: {error}"
             )
-            return self._refuse(receiver, request, broken)
-        heads = offer.shape[HEAD_DIMENSION]
-        answer = Posted(request.pull_id, request.link, "", heads, posted, memory)
-        door.postings[request.pull_id] = replace(posting, answer=answer)
-        self._link.send(receiver, answer)
+            self._refuse(receiver, request, broken)
+            return False
+        return True
 
     def _answer_again(self, receiver: KvEnd, request: PullRequest) -> None:
         """The first answer may have been lost. Nothing is posted a second time: the id may have
@@ -329,8 +335,8 @@ class KvSender:
         posting = door.postings.get(request.pull_id) if door is not None else None
         with self._lock:
             offer, ended = self._offers.get(request.offer_id), self._ended.how(request.offer_id)
-        if posting is not None:
-            if posting.answer is not None:
+        if door is not None and posting is not None:
+            if not isinstance(door.outlet, NixlOutlet) or door.outlet.has_written(request.pull_id):
                 self._link.send(receiver, posting.answer)
         elif ended is not None:
             self._link.send(
@@ -347,7 +353,7 @@ class KvSender:
             except JdisaggError as error:
                 self._link.send(receiver, _refusal(request, error))
 
-    def _door(self, receiver: KvEnd, link: int, shared: bool = False) -> _Door:
+    def _door(self, receiver: KvEnd, link: int, request: PullRequest | None = None) -> _Door:
         door = self._doors.get(receiver)
         if door is not None and link < door.link:
             raise HandoffError(f"connection {link} was replaced by {door.link}; pull again")
@@ -355,16 +361,18 @@ class KvSender:
             for other in [end for end in self._doors if end.control == receiver.control]:
                 # an older connection, or an older life, of the same receiver
                 self._close_door(other)
-            door = self._doors[receiver] = _Door(link, self._outlet(shared), 0.0)
+            door = self._doors[receiver] = _Door(link, self._outlet(request), 0.0)
         door.used = time.monotonic()
         return door
 
-    def _outlet(self, shared: bool) -> Outlet | MemoryOutlet:
-        if not shared:
+    def _outlet(self, request: PullRequest | None) -> Outlet | MemoryOutlet | NixlOutlet:
+        if request is None or not (request.shared or request.nixl):
             return Outlet(self._options)
-        if self._memory is None:
-            raise HandoffError("this process shares no memory; pull again without")
-        return MemoryOutlet(self._memory)
+        if request.shared and self._memory is not None:
+            return MemoryOutlet(self._memory)
+        if request.nixl and self._nixl is not None:
+            return NixlOutlet(self._nixl)
+        raise HandoffError("this process has no such memory to read; pull again without")
 
     def _open(self, receiver: KvEnd, link: int) -> HandoffError | None:
         """Says where the outlet is; returns why there is none."""

@@ -238,25 +238,62 @@ def encoded_pieces(
     return leaves
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HostLeaves:
+    """What `encoded_pieces` gives, for reading in the host's memory.
+
+    sources: the arrays on devices from which it is read, perhaps still computed. cuts: each array
+    once, as the place of its source and which heads of it (None: all). places: for each leaf of
+    each piece in turn its place among the cuts."""
+
+    sources: tuple[jax.Array, ...]
+    cuts: tuple[tuple[int, slice | None], ...]
+    places: tuple[int, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each array."""
+        return [
+            self.sources[source].nbytes
+            if heads is None
+            else self.sources[source].nbytes
+            // self.sources[source].shape[HEAD_DIMENSION]
+            * (heads.stop - heads.start)
+            for source, heads in self.cuts
+        ]
+
+    def arrays(self) -> list[np.ndarray]:
+        """Waits until all is computed. On CPU they are views of the devices' memory."""
+        read = [np.asarray(source) for source in self.sources]
+        return [
+            read[source] if heads is None else read[source][:, :, heads]
+            for source, heads in self.cuts
+        ]
+
+
 def host_leaves(
     offer: OfferedBlock, pieces: Sequence[PlannedPiece], granule: int, codec_name: str
-) -> tuple[list[np.ndarray], list[int]]:
-    """What `encoded_pieces` gives, in the host's memory: each array once, and for each leaf of each
-    piece in turn its place among them. Waits until all is computed. On CPU arrays are views of the
-    devices' memory; pieces without a codec are views of their shard, cut by nobody."""
+) -> HostLeaves:
+    """The pieces for the host. Waits for nothing; pieces without a codec are views of their shard,
+    cut by nobody."""
     if codec_name != NO_CODEC:
         encoded = encoded_pieces(offer, pieces, granule, codec_name)
-        once = list({id(leaf): leaf for leaf in encoded}.values())
+        once = tuple({id(leaf): leaf for leaf in encoded}.values())
         order = {id(leaf): place for place, leaf in enumerate(once)}
-        return [np.asarray(leaf) for leaf in once], [order[id(leaf)] for leaf in encoded]
+        cuts = tuple((place, None) for place in range(len(once)))
+        return HostLeaves(once, cuts, tuple(order[id(leaf)] for leaf in encoded))
     places: dict[tuple[int, int], int] = {}
     for piece in pieces:
         places.setdefault((piece.source, piece.source_part), len(places))
-    shards = {source: np.asarray(offer.shards[source]) for source, _ in places}
-    arrays = [
-        shards[source][:, :, part * granule : (part + 1) * granule] for source, part in places
-    ]
-    return arrays, [places[piece.source, piece.source_part] for piece in pieces]
+    sources = {source: place for place, source in enumerate(sorted({key[0] for key in places}))}
+    return HostLeaves(
+        tuple(offer.shards[source] for source in sources),
+        tuple(
+            (sources[source], slice(part * granule, (part + 1) * granule))
+            for source, part in places
+        ),
+        tuple(places[piece.source, piece.source_part] for piece in pieces),
+    )
 
 
 def encode(

@@ -6,12 +6,13 @@ revokes, the completion thread polls), so every change happens under its lock; n
 under it. An ended pull keeps no array alive."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 
 from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, JdisaggError
+from jdisagg.transfer.shared_memory import LeafInMemory
 
 Assemble = Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
 Explain = Callable[[str], JdisaggError | None]
@@ -27,6 +28,7 @@ class PolledPull:
         self._deadline_seconds = deadline_seconds
         self._deadline = clock.now() + deadline_seconds
         self._lock = threading.Lock()
+        self._coming: Sequence[jax.Array | LeafInMemory] | None = None
         self._arrays: tuple[jax.Array, ...] | None = None
         self._assemble: Assemble | None = None
         self._explain: Explain = lambda error: None
@@ -47,7 +49,7 @@ class PolledPull:
             elif self._clock.now() >= self._deadline:
                 state = (
                     "was not made (or its id is unknown)"
-                    if self._arrays is None
+                    if self._coming is None
                     else "has not arrived"
                 )
                 self._end(
@@ -84,7 +86,7 @@ class PolledPull:
 
     def deliver(
         self,
-        arrays: tuple[jax.Array, ...],
+        arrays: Sequence[jax.Array | LeafInMemory],
         bytes_moved: int,
         assemble: Assemble | None = None,
         explain: Explain = lambda error: None,
@@ -94,11 +96,11 @@ class PolledPull:
         `explain`: what an array's error says, where the sender said it. Only the first delivery
         counts: another thread may be done with it."""
         with self._lock:
-            if self._arrays is not None:
+            if self._coming is not None:
                 return
             self._bytes_moved = bytes_moved
             if not self._error:
-                self._arrays, self._assemble, self._explain = arrays, assemble, explain
+                self._coming, self._assemble, self._explain = arrays, assemble, explain
 
     def fail(self, error: JdisaggError) -> None:
         """Ends a pull that is under way; one that has arrived stays so."""
@@ -108,12 +110,18 @@ class PolledPull:
 
     def _have_come(self) -> bool:
         try:
-            if self._arrays is None or not all(map(is_ready, self._arrays)):
+            if self._coming is None or not all(map(is_ready, self._coming)):
                 return False
+            arrays = tuple(
+                leaf.array() if isinstance(leaf, LeafInMemory) else leaf for leaf in self._coming
+            )
+            self._coming = arrays
+            if not all(map(is_ready, arrays)):
+                return False  # on their way to the devices
             # all are ready: this raises where the computation or the copy failed
-            jax.block_until_ready(self._arrays)
-            if self._assemble is not None:
-                self._arrays, self._assemble = self._assemble(self._arrays), None
+            jax.block_until_ready(arrays)
+            self._arrays = self._assemble(arrays) if self._assemble is not None else arrays
+            self._coming, self._assemble = (), None
         except Exception as error:
             broken = HandoffError(
                 f"offer {self._offer_id:#x}: its block could not be computed or moved: {error}"
@@ -123,10 +131,11 @@ class PolledPull:
 
     def _end(self, error: JdisaggError) -> None:
         self._error, self._arrays, self._assemble, self._arrived = error, None, None, False
+        self._coming = None
         self._explain = lambda error: None
 
 
-def is_ready(array: jax.Array) -> bool:
+def is_ready(array: jax.Array | LeafInMemory) -> bool:
     """Whether it has arrived or failed; never waits."""
     # It is public, but missing in the abstract class's stub.
     return array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]

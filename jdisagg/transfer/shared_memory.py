@@ -4,9 +4,12 @@ a copy through the network stack.
 The sender writes the pieces of a pull into a `Region` (a memfd, which has no name and no owner but
 the processes that hold it) and says which one; the receiver opens it through `/proc/PID/fd`, maps
 it read-only and makes arrays of the mapping, on CPU without another copy. Invariants:
-- a region is written once, before anybody hears of it, and again only after its receiver said that
-  it keeps nothing of it; one that was taken back is closed, never filled anew. So what is mapped
-  does not change, whoever is late;
+- a receiver hears of a region when its pull is accepted, which may be before the pieces are
+  computed, and maps it meanwhile. Its first byte says whether they are written, and nothing else
+  of it is looked at before: what follows the computation is one copy and one byte, no message;
+- a region is written once, and again only after its receiver said that it keeps nothing of it; one
+  that was taken back is closed, never filled anew. So what was read does not change, whoever is
+  late;
 - nothing outlives its processes: the kernel frees a memfd with its last holder, `kill -9` included;
 - who can map is whom the kernel lets look into the sender: the same user, in the same PID
   namespace. `SharedMemory.name` holds a secret that lies in a probe region: who reads it there is
@@ -19,6 +22,7 @@ import secrets
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -27,6 +31,7 @@ from jdisagg.errors import HandoffError
 from jdisagg.messages.kv_plane import InMemory
 
 ALIGNMENT = 64  # bytes: XLA:CPU takes a buffer as it is where it begins at a multiple of it
+_WRITTEN = 1  # a region's first byte, once all that follows it is there
 SPARE_BYTES = 256 << 20  # of regions, or mappings, that wait for their next use
 _SECRET_BYTES = 16
 
@@ -52,19 +57,25 @@ class Region:
             place = np.frombuffer(self._map, array.dtype, array.size, offset)
             np.copyto(place.reshape(array.shape), array)
 
+    def say(self, written: bool) -> None:
+        """To who maps it. The locks that the interpreter takes between a copy and this, and a
+        reader between seeing this and reading, keep them in order on every processor."""
+        self._map[0] = _WRITTEN if written else 0
+
     def close(self) -> None:
         """This process's hold on it; who has mapped it keeps what it has."""
         self._map.close()
         os.close(self.descriptor)
 
 
-def offsets_of(arrays: Sequence[np.ndarray]) -> tuple[tuple[int, ...], int]:
-    """Where arrays lie in a region, one after another, and its size in bytes."""
+def offsets_of(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Where arrays of so many bytes lie in a region, one after another behind the byte that says
+    that they are there, and its size in bytes."""
     offsets: list[int] = []
-    end = 0
-    for array in arrays:
+    end = ALIGNMENT
+    for size in sizes:
         offsets.append(end)
-        end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        end += -(-size // ALIGNMENT) * ALIGNMENT
     return tuple(offsets), end
 
 
@@ -128,26 +139,35 @@ class MemoryOutlet:
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
-        self._posted: dict[int, Region] = {}
+        self._posted: dict[int, tuple[Region, tuple[int, ...]]] = {}
 
-    def post(self, pull_id: int, arrays: Sequence[np.ndarray], places: Sequence[int]) -> InMemory:
-        """Writes `arrays`, and says where they lie: leaf i is the `places[i]`-th of them."""
-        offsets, size = offsets_of(arrays)
+    def reserve(
+        self, pull_id: int, sizes: Sequence[int], places: Sequence[int], seconds: float = 0.0
+    ) -> InMemory:
+        """Where arrays of so many bytes will lie: leaf i is the `places[i]`-th of them."""
+        del seconds  # a mapping keeps what it has for as long as it likes
+        offsets, size = offsets_of(sizes)
         region = self._memory.take(size)
-        self._posted[pull_id] = region
-        region.write(arrays, offsets)
+        region.say(written=False)
+        self._posted[pull_id] = region, offsets
         return InMemory(region.descriptor, region.inode, tuple(offsets[place] for place in places))
+
+    def write(self, pull_id: int, arrays: Sequence[np.ndarray]) -> None:
+        """What was reserved for."""
+        region, offsets = self._posted[pull_id]
+        region.write(arrays, offsets)
+        region.say(written=True)
 
     def pulled(self, pull_id: int) -> None:
         """Its receiver keeps nothing of it."""
-        if region := self._posted.pop(pull_id, None):
-            self._memory.give_back(region)
+        if posted := self._posted.pop(pull_id, None):
+            self._memory.give_back(posted[0])
 
     def withdraw(self, pull_id: int, leaves: int, reason: str) -> None:
         """Its receiver may keep it: the region is not used again."""
         del leaves, reason
-        if region := self._posted.pop(pull_id, None):
-            region.close()
+        if posted := self._posted.pop(pull_id, None):
+            posted[0].close()
 
     def refuse(self, pull_id: int, leaves: int, reason: str) -> None:
         """Nothing waits here before it is posted."""
@@ -157,7 +177,7 @@ class MemoryOutlet:
 
     def close(self, in_flight: bool) -> None:
         del in_flight
-        for region in self._posted.values():
+        for region, _ in self._posted.values():
             region.close()
         self._posted.clear()
 
@@ -172,6 +192,56 @@ def reachable(name: str) -> bool:
         return False
 
 
+class LeafArrival(Protocol):
+    """What is to happen before a region's bytes are there."""
+
+    error: str | None
+
+    def is_over(self) -> bool:
+        """Whether it has happened or has failed; never waits."""
+        ...
+
+
+class LeafInMemory:
+    """An array in a region of memory, which may still have to come there. `arrival`: how, where its
+    first byte does not say so."""
+
+    __slots__ = ("_arrival", "_aval", "_bytes", "_region")
+
+    def __init__(
+        self,
+        region: np.ndarray,
+        bytes_: tuple[int, int],
+        aval: jax.ShapeDtypeStruct,
+        arrival: LeafArrival | None = None,
+    ) -> None:
+        self._region, self._bytes, self._aval, self._arrival = region, bytes_, aval, arrival
+
+    @property
+    def nbytes(self) -> int:
+        return self._bytes[1] - self._bytes[0]
+
+    def is_ready(self) -> bool:
+        """Whether it is there or will never be; never waits."""
+        if self._arrival is not None:
+            return self._arrival.is_over()
+        return bool(self._region[0] == _WRITTEN)
+
+    @property
+    def error(self) -> str | None:
+        """Why it will never be there. Only once it is ready."""
+        return self._arrival.error if self._arrival is not None else None
+
+    def array(self) -> jax.Array:
+        """It, on the device that its `aval`'s sharding names; on CPU it is the region's own
+        memory. Only once it is ready; raises HandoffError where it will never be."""
+        if self.error:
+            raise HandoffError(self.error)
+        first, end = self._bytes
+        view = self._region[first:end].view(self._aval.dtype).reshape(self._aval.shape)
+        return jax.device_put(view, self._aval.sharding)
+
+
 class SenderMemory:
     """The shared memory of another process, by its name. One thread uses it.
 
@@ -183,11 +253,10 @@ class SenderMemory:
         self._mapped: OrderedDict[int, mmap.mmap] = OrderedDict()
         self._bytes = 0
 
-    def arrays(
+    def leaves(
         self, lies: InMemory, avals: Sequence[jax.ShapeDtypeStruct], unused: Callable[[], None]
-    ) -> list[jax.Array]:
-        """The arrays of a region, each on the device that its `aval`'s sharding names; on CPU they
-        are the region's own memory.
+    ) -> list[LeafInMemory]:
+        """The arrays of a region, which may still have to be written.
 
         Args:
           lies: where they lie.
@@ -205,13 +274,10 @@ class SenderMemory:
             (offset, offset + int(np.prod(aval.shape)) * aval.dtype.itemsize)
             for aval, offset in zip(avals, lies.offsets, strict=True)
         ]
-        if not all(0 <= first <= end <= region.size for first, end in places):
+        if not all(ALIGNMENT <= first <= end <= region.size for first, end in places):
             raise HandoffError(f"a sender announced bytes {places} of a region of {region.size}")
         weakref.finalize(region, unused).atexit = False
-        return [
-            jax.device_put(region[first:end].view(aval.dtype).reshape(aval.shape), aval.sharding)
-            for aval, (first, end) in zip(avals, places, strict=True)
-        ]
+        return [LeafInMemory(region, *leaf) for leaf in zip(places, avals, strict=True)]
 
     def close(self) -> None:
         """Arrays that live keep what they need."""

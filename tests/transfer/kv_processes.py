@@ -101,9 +101,11 @@ class Post:
         if handle := self._places.get(end):
             handle(sender, message)
 
-    def start(self, devices: int, count: int = 1, shares: bool = False) -> list["Process"]:
+    def start(
+        self, devices: int, count: int = 1, shares: bool = False, nixl: bool = False
+    ) -> list["Process"]:
         """`count` processes of one job, each with so many devices; ready when this returns.
-        `shares`: they share memory with who can map it."""
+        `shares`: they share memory with who can map it. `nixl`: theirs can be read over NIXL."""
         with Listener(("127.0.0.1", 0)) as free:
             coordinator = f"127.0.0.1:{free.address[1]}"  # type: ignore[misc]
         port = self._listener.address[1]  # type: ignore[misc]
@@ -111,7 +113,7 @@ class Post:
         for number in range(count):
             program = (
                 f"from tests.transfer.kv_processes import child; child({port}, {devices}, {number},"
-                f" {count}, {coordinator!r}, {shares})"
+                f" {count}, {coordinator!r}, {shares}, {nixl})"
             )
             children.append(
                 subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[2])
@@ -218,13 +220,17 @@ class _Sending:
             self._connection.send(self._outgoing.get())
 
 
-def child(port: int, devices: int, number: int, count: int, coordinator: str, shares: bool) -> None:
+def child(
+    port: int, devices: int, number: int, count: int, coordinator: str, shares: bool, nixl: bool
+) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
     import jax
 
     from jdisagg.clock import MonotonicClock
     from jdisagg.transfer.jax_transfer import JaxTransferChannel
+    from jdisagg.transfer.nixl_agent import NixlAgent
+    from jdisagg.transfer.nixl_memory import NixlMemory
     from jdisagg.transfer.shared_memory import SharedMemory
 
     if count > 1:
@@ -234,9 +240,12 @@ def child(port: int, devices: int, number: int, count: int, coordinator: str, sh
     connection = Client(("127.0.0.1", port))
     memory = SharedMemory.of_host() if shares else None
     name = memory.name if memory else ""
-    end = KvEnd(f"process {os.getpid()}", secrets.randbits(64), name)
+    registered = NixlMemory(NixlAgent("127.0.0.1")) if nixl else None
+    end = KvEnd(f"process {os.getpid()}", secrets.randbits(64), name, nixl)
     link = _Sending(connection)
-    channel = JaxTransferChannel(MonotonicClock(), end, link, transports=TRANSPORTS, memory=memory)
+    channel = JaxTransferChannel(
+        MonotonicClock(), end, link, transports=TRANSPORTS, memory=memory, nixl=registered
+    )
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
     def obey() -> None:

@@ -17,6 +17,8 @@ import pytest
 
 from tests import time_scale
 
+pytestmark = pytest.mark.ci
+
 PENDING = "pending"
 WHOLE = [5.0] * 8
 TOGETHER = (

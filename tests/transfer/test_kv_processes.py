@@ -79,6 +79,7 @@ def pull_here(
     )
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("processes", [1, 2])
 def test_each_process_sends_and_receives_its_own_shards(world: World, processes: int) -> None:
     """tp=4 and dp=2,tp=2 of a job of one or two processes, in both directions."""
@@ -133,6 +134,7 @@ def merged(answers: list[Arrived]) -> dict[int, np.ndarray]:
     return shards
 
 
+@pytest.mark.ci
 def test_a_killed_sender_fails_its_pulls_and_its_successor_serves_under_a_new_name(
     world: World,
 ) -> None:
@@ -153,6 +155,7 @@ def test_a_killed_sender_fails_its_pulls_and_its_successor_serves_under_a_new_na
     pull_here(world, 1, "second", "tp=2")
 
 
+@pytest.mark.ci
 def test_pulls_from_a_stopped_sender_end_at_their_deadline_and_it_serves_again_when_it_goes_on(
     world: World,
 ) -> None:
@@ -177,6 +180,7 @@ def test_pulls_from_a_stopped_sender_end_at_their_deadline_and_it_serves_again_w
     pull_here(world, 1, "peer", "tp=2")
 
 
+@pytest.mark.ci
 def test_a_receiver_that_stalls_in_the_middle_of_its_bytes_does_not_slow_another(
     world: World,
 ) -> None:

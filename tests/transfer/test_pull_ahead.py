@@ -75,9 +75,13 @@ class Ahead:
             card, heads, rank = self._blocks[offer_id]
             name, before = next(self._names), self.opened
             self.inner.connect(name, card)
-            settled(lambda: self.opened > before)
+            settled(lambda: self.opened > before and self._knows_where())
             target = dataclasses.replace(target, peer=name, heads=heads, source_rank=rank)
         return self.inner.pull(offer_id, target, deadline_seconds)
+
+    def _knows_where(self) -> bool:
+        connection = self.inner._puller._connections.get(SENDER)
+        return connection is not None and connection.address != ""
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner if name == "bytes_per_pair" else self._sender, name)

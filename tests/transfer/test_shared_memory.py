@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -26,8 +26,15 @@ from jdisagg.messages.kv_plane import (
 )
 from jdisagg.transfer import shared_memory
 from jdisagg.transfer.channel import PullTarget
+from jdisagg.transfer.channel_thread import ComputeWait
 from jdisagg.transfer.jax_transfer import JaxTransferChannel
-from jdisagg.transfer.shared_memory import Region, SenderMemory, SharedMemory, reachable
+from jdisagg.transfer.shared_memory import (
+    MemoryOutlet,
+    Region,
+    SenderMemory,
+    SharedMemory,
+    reachable,
+)
 from tests.transfer.conformance import (
     LONG_SECONDS,
     Case,
@@ -113,6 +120,7 @@ def test_the_answer_says_where_the_pieces_lie_and_the_engine_is_not_used(
     ends.sender.offer(7, block.block, 0)
     for device, shard in expected_shards(block, 0, 0).items():
         np.testing.assert_array_equal(pull_of(ends, 7, block)[device], shard)
+    assert list(loopback.channels.values())[1].channels() == (f"{SENDER.control} shared memory",)
     answers = [message for message in messages if isinstance(message, Posted)]
     assert answers
     assert all(answer.memory is not None for answer in answers)
@@ -176,7 +184,47 @@ def test_a_block_that_is_still_computed_is_written_when_it_is_there_and_keeps_no
     assert sorted(set(answered)) == sorted(set(asked))
 
 
-def test_a_withdrawn_pull_of_a_block_that_is_still_computed_takes_no_memory(
+def test_where_a_block_will_lie_is_said_before_it_is_computed_and_no_message_after(
+    ends: Ends, loopback: Loopback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The computation is held in this test's hand."""
+    computed: list[Callable[[], object]] = []
+    monkeypatch.setattr("jdisagg.transfer.kv_sender.is_ready", lambda array: False)
+    monkeypatch.setattr(ComputeWait, "then", lambda self, number, arrays, job: computed.append(job))
+    messages, block = heard(loopback), case("tp=2", "tp=2")
+    ends.sender.offer(1, block.block, 0)
+    pull = ends.receiver.pull(1, block.target(0), LONG_SECONDS)
+    settled(lambda: any(isinstance(message, Posted) for message in messages) and bool(computed))
+    assert not pull.is_ready()
+    before = list(messages)
+    for job in computed:
+        job()
+    for device, shard in expected_shards(block, 0, 0).items():
+        np.testing.assert_array_equal(received_shards(finished(pull), block, 0)[device], shard)
+    assert messages == before
+
+
+def test_a_region_that_is_used_again_holds_nothing_until_it_is_written() -> None:
+    memory = SharedMemory()
+    outlet, reader = MemoryOutlet(memory), SenderMemory(memory.name)
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    aval = jax.ShapeDtypeStruct((16,), np.float32, sharding=place)
+    inodes = set()
+    for pull_id in range(2):
+        lies = outlet.reserve(pull_id, [64], [0])
+        (leaf,) = reader.leaves(lies, [aval], lambda: None)
+        assert not leaf.is_ready()
+        outlet.write(pull_id, [np.full(16, pull_id, np.float32)])
+        assert leaf.is_ready()
+        np.testing.assert_array_equal(leaf.array(), np.full(16, pull_id, np.float32))
+        outlet.pulled(pull_id)
+        inodes.add(lies.inode)
+    assert len(inodes) == 1
+    reader.close()
+    memory.close()
+
+
+def test_a_withdrawn_pull_of_a_block_that_is_still_computed_keeps_no_memory(
     ends: Ends, loopback: Loopback
 ) -> None:
     messages, block = heard(loopback), case("tp=2", "tp=2")
@@ -236,6 +284,7 @@ def test_an_answer_that_names_memory_which_is_not_there_fails_the_pull_and_the_n
     "lies",
     [
         lambda region: InMemory(region.descriptor, region.inode, (region.size,)),
+        lambda region: InMemory(region.descriptor, region.inode, (0,)),  # where its state is
         lambda region: InMemory(region.descriptor, region.inode, ()),
         lambda region: InMemory(10**6, region.inode, (0,)),
     ],
@@ -246,7 +295,7 @@ def test_leaves_beyond_a_region_or_of_none_are_refused(lies) -> None:
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     aval = jax.ShapeDtypeStruct((16,), np.float32, sharding=device)
     with pytest.raises(HandoffError):
-        SenderMemory(memory.name).arrays(lies(region), [aval], lambda: None)
+        SenderMemory(memory.name).leaves(lies(region), [aval], lambda: None)
     region.close()
     memory.close()
 
@@ -273,6 +322,7 @@ def test_who_cannot_map_the_sender_pulls_through_the_engine(loopback: Loopback) 
     pull_of(Ends(sender, receiver, clock), 7, block)
     assert any(isinstance(message, Opened) for message in messages)
     assert all(each.memory is None for each in messages if isinstance(each, Posted))
+    assert receiver.channels() == (f"{elsewhere.control} transfer engine",)
     receiver.close()
     sender.close()
 

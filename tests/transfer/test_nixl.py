@@ -1,0 +1,452 @@
+"""KV over NIXL: the channel's rules hold, nothing passes through the transfer engine, whoever dies
+or lies harms nobody else, and no memory is used twice at once.
+
+UCX goes over TCP on loopback here, as it does between hosts without RDMA."""
+
+import dataclasses
+import gc
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import msgspec
+import numpy as np
+import pytest
+
+from jdisagg.clock import MonotonicClock
+from jdisagg.errors import ConfigError, HandoffError
+from jdisagg.layout.mesh_card import KvEnd
+from jdisagg.messages.kv_plane import InRegistered, KvMessage, Opened, Posted
+from jdisagg.transfer import nixl_agent
+from jdisagg.transfer import nixl_memory as nixl_memory_module
+from jdisagg.transfer.channel import PullTarget
+from jdisagg.transfer.jax_transfer import JaxTransferChannel
+from jdisagg.transfer.nixl_agent import INSTALL, NixlAgent, nixl_bindings, ucx_devices
+from jdisagg.transfer.nixl_memory import NixlMemory, NixlOutlet, NixlSender, nixl_memory
+from tests import time_scale
+from tests.transfer.conformance import (
+    LONG_SECONDS,
+    Case,
+    ChannelConformance,
+    Ends,
+    ManualClock,
+    case,
+    expected_shards,
+    finished,
+    received_shards,
+    settled,
+)
+from tests.transfer.kv_processes import (
+    TRANSPORTS,
+    Block,
+    Introduce,
+    MakeOffer,
+    MakePull,
+    Post,
+    Process,
+)
+from tests.transfer.loopback import RECEIVER, SENDER, Loopback, card
+from tests.transfer.test_kv_processes import PATIENCE_SECONDS
+from tests.transfer.test_kv_processes import card as process_card
+
+
+def installed() -> bool:
+    try:
+        nixl_bindings()
+    except ConfigError:
+        return False
+    return True
+
+
+needs_nixl = pytest.mark.skipif(not installed(), reason=f"NIXL is not installed: {INSTALL}")
+
+
+@pytest.fixture(autouse=True)
+def _as_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+
+
+@pytest.fixture
+def memories() -> Iterator[tuple[NixlMemory, NixlMemory]]:
+    sender, receiver = (NixlMemory(NixlAgent("127.0.0.1")) for _ in range(2))
+    yield sender, receiver
+    sender.close()
+    receiver.close()
+
+
+@pytest.fixture
+def ends(loopback: Loopback, memories: tuple[NixlMemory, NixlMemory]) -> Iterator[Ends]:
+    clock = ManualClock()
+    channels: list[JaxTransferChannel] = []
+    for end, memory in zip((SENDER, RECEIVER), memories, strict=True):
+        end = dataclasses.replace(end, nixl=True)
+        channel = JaxTransferChannel(clock, end, loopback.of(end), transports=2, nixl=memory)
+        loopback.channels[end] = channel
+        channels.append(channel)
+    sender, receiver = channels
+    receiver.connect("", card(next(iter(loopback.channels))))
+    yield Ends(sender, receiver, clock)
+    for channel in channels:
+        channel.close()
+
+
+@needs_nixl
+class TestNixlChannel(ChannelConformance):
+    pass
+
+
+OVER_NIXL = dataclasses.replace(RECEIVER, nixl=True)
+
+
+def heard(loopback: Loopback) -> list[KvMessage]:
+    messages: list[KvMessage] = []
+
+    def note(message: KvMessage) -> list[KvMessage]:
+        messages.append(message)
+        return [message]
+
+    loopback.tamper = note
+    return messages
+
+
+def pull_of(ends: Ends, offer_id: int, block: Case) -> dict[int, np.ndarray]:
+    return received_shards(
+        finished(ends.receiver.pull(offer_id, block.target(0), LONG_SECONDS)), block, 0
+    )
+
+
+def is_whole(received: dict[int, np.ndarray], block: Case) -> None:
+    expected = expected_shards(block, 0, 0)
+    assert received.keys() == expected.keys()
+    for device, shard in expected.items():
+        np.testing.assert_array_equal(received[device], shard)
+
+
+@needs_nixl
+def test_the_answer_says_where_the_pieces_lie_and_the_engine_is_not_used(
+    ends: Ends, loopback: Loopback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages, block = heard(loopback), case("tp=2", "tp=4")
+    monkeypatch.setattr("jdisagg.transfer.kv_puller.Inlet", None)
+    ends.sender.offer(7, block.block, 0)
+    is_whole(pull_of(ends, 7, block), block)
+    assert loopback.channels[OVER_NIXL].channels() == (f"{SENDER.control} NIXL",)
+    answers = [message for message in messages if isinstance(message, Posted)]
+    assert answers
+    assert all(isinstance(answer.memory, InRegistered) for answer in answers)
+    assert not any(isinstance(message, Opened) for message in messages)
+
+
+@needs_nixl
+def test_who_has_no_nixl_is_served_through_the_engine(
+    loopback: Loopback, memories: tuple[NixlMemory, NixlMemory]
+) -> None:
+    clock, messages = ManualClock(), heard(loopback)
+    has = dataclasses.replace(SENDER, nixl=True)
+    sender = JaxTransferChannel(clock, has, loopback.of(has), transports=2, nixl=memories[0])
+    receiver = JaxTransferChannel(clock, RECEIVER, loopback.of(RECEIVER), transports=2)
+    loopback.channels |= {has: sender, RECEIVER: receiver}
+    receiver.connect("", card(has))
+    block = case("tp=2", "tp=2")
+    sender.offer(7, block.block, 0)
+    is_whole(pull_of(Ends(sender, receiver, clock), 7, block), block)
+    assert all(each.memory is None for each in messages if isinstance(each, Posted))
+    assert receiver.channels() == (f"{SENDER.control} transfer engine",)
+    receiver.close()
+    sender.close()
+
+
+@needs_nixl
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda lies: msgspec.structs.replace(lies, metadata=b""),
+        lambda lies: msgspec.structs.replace(lies, metadata=lies.metadata[:-1]),
+        lambda lies: msgspec.structs.replace(lies, metadata=bytes(len(lies.metadata))),
+        lambda lies: msgspec.structs.replace(lies, metadata=nixl_agent._digest(b"no") + b"no"),
+        lambda lies: msgspec.structs.replace(lies, address=lies.address + (1 << 40)),
+        lambda lies: msgspec.structs.replace(lies, size=1 << 50),
+        lambda lies: msgspec.structs.replace(lies, offsets=()),
+        lambda lies: msgspec.structs.replace(lies, offsets=(0,)),
+    ],
+)
+def test_an_answer_that_cannot_be_read_fails_its_pull_and_the_next_one_comes_through_the_engine(
+    ends: Ends, loopback: Loopback, spoil: Callable[[InRegistered], InRegistered]
+) -> None:
+    block, seen = case("tp=1", "tp=1"), heard(loopback)
+
+    def tamper(message: KvMessage) -> list[KvMessage]:
+        seen.append(message)
+        if isinstance(message, Posted) and isinstance(message.memory, InRegistered):
+            return [msgspec.structs.replace(message, memory=spoil(message.memory))]
+        return [message]
+
+    loopback.tamper = tamper
+    ends.sender.offer(1, block.block, 0)
+    with pytest.raises(HandoffError):
+        pull_of(ends, 1, block)
+    settled(lambda: loopback.channels[OVER_NIXL].under_way() == 0)
+    is_whole(pull_of(ends, 1, block), block)
+    answers = [message for message in seen if isinstance(message, Posted)]
+    assert isinstance(answers[0].memory, InRegistered)
+    assert answers[-1].memory is None
+
+
+@needs_nixl
+def test_regions_are_used_again_once_nobody_needs_them_and_not_before(
+    ends: Ends, memories: tuple[NixlMemory, NixlMemory]
+) -> None:
+    block = case("tp=1", "tp=1")
+    other = dataclasses.replace(block, block=block.block + 1, values=block.values + 1)
+    ends.sender.offer(1, block.block, 0)
+    ends.sender.offer(2, other.block, 0)
+    kept = finished(ends.receiver.pull(1, block.target(0), LONG_SECONDS))
+    for _ in range(4):
+        is_whole(pull_of(ends, 2, other), other)
+    is_whole(received_shards(kept, block, 0), block)
+    del kept
+    for memory in memories:
+        settled(lambda memory=memory: gc.collect() >= 0 and memory.regions()[1] == 0)
+        assert memory.regions()[0] <= 6
+
+
+@needs_nixl
+def test_a_posting_past_its_deadline_keeps_its_region_from_others_until_then(
+    memories: tuple[NixlMemory, NixlMemory],
+) -> None:
+    """The receiver may be reading it; what was read or given up is free at once."""
+    memory, _ = memories
+    outlet = NixlOutlet(memory)
+    for pull_id, seconds in ((1, 1000.0), (2, 0.0), (3, 1000.0)):
+        outlet.reserve(pull_id, [64], [0], seconds)
+    assert memory.regions() == (3, 3)
+    outlet.withdraw(1, 1, "revoked")
+    outlet.withdraw(2, 1, "too late")
+    outlet.pulled(3)
+    assert memory.regions() == (3, 1)
+    outlet.close(in_flight=True)
+
+
+@needs_nixl
+def test_what_is_read_after_the_deadline_counts_for_nothing(
+    memories: tuple[NixlMemory, NixlMemory],
+) -> None:
+    """By then the sender may have written something else there."""
+    outlet, sender = NixlOutlet(memories[0]), NixlSender(memories[1])
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    aval = jax.ShapeDtypeStruct((16,), np.float32, sharding=place)
+    for pull_id, in_time in ((1, True), (2, False)):
+        lies = outlet.reserve(pull_id, [64], [0], 1000.0)
+        assert not outlet.has_written(pull_id)
+        outlet.write(pull_id, [np.full(16, pull_id, np.float32)])
+        (leaf,) = sender.leaves(lies, [aval], lambda in_time=in_time: in_time)
+        settled(leaf.is_ready)
+        if in_time:
+            np.testing.assert_array_equal(leaf.array(), np.full(16, pull_id, np.float32))
+        else:
+            with pytest.raises(HandoffError, match="after the pull's deadline"):
+                leaf.array()
+
+
+class NixlWorld:
+    """This process's channel and processes that have NIXL, too."""
+
+    def __init__(self) -> None:
+        self.post = Post()
+        self.here = KvEnd("the test", 0x7E59, nixl=True)
+        self.memory = NixlMemory(NixlAgent("127.0.0.1"))
+        self.channel = JaxTransferChannel(
+            MonotonicClock(),
+            self.here,
+            self.post.of(self.here),
+            transports=TRANSPORTS,
+            nixl=self.memory,
+        )
+        self.post.join(self.here, self.channel.handle)
+
+    def start(self, name: str) -> Process:
+        """A process of four devices with offer 1, connected under the name."""
+        (process,) = self.post.start(devices=4, nixl=True)
+        self.channel.connect(name, process_card(process.end))
+        process.do(MakeOffer(1, Block("tp=4"), 0))
+        assert process.answer().error == ""
+        return process
+
+    def pull(self, name: str, seconds: float = PATIENCE_SECONDS):
+        block = case("tp=4", "tp=2")
+        return self.channel.pull(1, PullTarget(block.zeros, 0, name), seconds)
+
+    def is_pulled_from(self, name: str) -> None:
+        block = case("tp=4", "tp=2")
+        is_whole(received_shards(finished(self.pull(name)), block, 0), block)
+
+    def stopped_at_its_answer(
+        self, process: Process, receiver: KvEnd | None = None
+    ) -> list[Posted]:
+        """From now on the process is stopped as its answer to `receiver` (here) goes out: what it
+        announced cannot be read to the end."""
+        answers: list[Posted] = []
+        deliver = self.post.deliver
+
+        def stop(sender: KvEnd, end: KvEnd, message: KvMessage) -> None:
+            if isinstance(message, Posted) and end == (receiver or self.here) and not answers:
+                process.signal(signal.SIGSTOP)
+                settled(lambda: is_stopped(process.pid))
+                answers.append(message)
+            deliver(sender, end, message)
+
+        self.post.deliver = stop
+        return answers
+
+    def close(self) -> None:
+        self.channel.close()
+        self.post.close()
+
+
+@pytest.fixture
+def nixl_world() -> Iterator[NixlWorld]:
+    world = NixlWorld()
+    yield world
+    world.close()
+
+
+@needs_nixl
+def test_a_sender_that_is_killed_while_it_is_read_fails_the_pull_and_its_successor_serves(
+    nixl_world: NixlWorld,
+) -> None:
+    first = nixl_world.start("first")
+    nixl_world.is_pulled_from("first")
+    answers = nixl_world.stopped_at_its_answer(first)
+    pull = nixl_world.pull("first")
+    settled(lambda: bool(answers))
+    assert isinstance(answers[0].memory, InRegistered)
+    assert not pull.is_ready()
+    first.end_it()
+    with pytest.raises(HandoffError, match="NIXL"):
+        finished(pull).arrays()
+    nixl_world.channel.disconnect("first")
+    nixl_world.start("second")
+    nixl_world.is_pulled_from("second")
+    del pull
+    settled(lambda: gc.collect() >= 0 and nixl_world.memory.regions()[1] == 0)
+
+
+@needs_nixl
+def test_a_sender_that_is_stopped_while_it_is_read_ends_the_pull_at_its_deadline_and_goes_on_later(
+    nixl_world: NixlWorld,
+) -> None:
+    sender = nixl_world.start("peer")
+    nixl_world.is_pulled_from("peer")
+    answers = nixl_world.stopped_at_its_answer(sender)
+    pull = nixl_world.pull("peer", seconds=1.0)
+    with pytest.raises(HandoffError, match="within the deadline"):
+        finished(pull).arrays()
+    assert answers
+    assert nixl_world.memory.regions()[1] >= 1, "the sender may still write there"
+    sender.signal(signal.SIGCONT)
+    nixl_world.is_pulled_from("peer")
+    del pull
+    settled(lambda: gc.collect() >= 0 and nixl_world.memory.regions()[1] == 0)
+
+
+@needs_nixl
+def test_a_receiver_that_is_killed_while_it_reads_harms_neither_its_sender_nor_other_receivers(
+    nixl_world: NixlWorld,
+) -> None:
+    sender = nixl_world.start("sender")
+    (receiver,) = nixl_world.post.start(devices=4, nixl=True)
+    receiver.do(Introduce("sender", process_card(sender.end)))
+    assert receiver.answer().error == ""
+    answers = nixl_world.stopped_at_its_answer(sender, receiver.end)
+    receiver.do(MakePull(1, "sender", Block("tp=2"), 0, 1, PATIENCE_SECONDS))
+    settled(lambda: bool(answers))
+    receiver.end_it()
+    sender.signal(signal.SIGCONT)
+    for _ in range(3):
+        nixl_world.is_pulled_from("sender")
+
+
+@needs_nixl
+def test_garbage_on_its_ports_harms_no_process_and_it_listens_on_loopback_alone(
+    nixl_world: NixlWorld,
+) -> None:
+    sender = nixl_world.start("peer")
+    places = listening(sender.pid)
+    assert places
+    for host, port in places:
+        assert host == "127.0.0.1"
+        for garbage in (b"", bytes(8), b"GET / HTTP/1.1\r\n\r\n", os.urandom(1 << 16)):
+            with socket.create_connection((host, port)) as connection:
+                connection.settimeout(time_scale.seconds(5.0))
+                try:
+                    connection.sendall(garbage)
+                    connection.shutdown(socket.SHUT_WR)
+                    connection.recv(64)
+                except OSError:
+                    continue  # it has hung up
+    for _ in range(3):
+        nixl_world.is_pulled_from("peer")
+
+
+def is_stopped(pid: int) -> bool:
+    """All of its threads."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/stat")
+    return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+
+
+def listening(pid: int) -> list[tuple[str, int]]:
+    """Where a process takes TCP connections."""
+    links = [os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()]
+    inodes = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+    found = []
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and fields[9] in inodes:
+            address, port = fields[1].split(":")
+            found.append((socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)))
+    return found
+
+
+def test_without_the_wheel_the_error_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(nixl_agent.importlib, "import_module", missing)
+    with pytest.raises(ConfigError, match=r"pip install --no-deps nixl-cu12"):
+        NixlAgent("127.0.0.1")
+
+
+def test_nixl_is_used_by_itself_where_there_is_rdma_and_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none() -> None:
+        raise ConfigError("NIXL is missing")
+
+    made: list[str] = []
+    monkeypatch.setattr(nixl_memory_module, "NixlAgent", made.append)
+    monkeypatch.setattr(nixl_memory_module, "nixl_bindings", lambda: None)
+    for rdma in ((), ("mlx5_0:1",)):
+        monkeypatch.setattr(nixl_memory_module, "rdma_devices", lambda rdma=rdma: rdma)
+        assert nixl_memory("engine", "198.51.100.7") is None
+        assert nixl_memory("auto", "127.0.0.1") is None
+        asked = nixl_memory("nixl", "127.0.0.1")
+        assert asked is not None and asked.first
+        found = nixl_memory("auto", "198.51.100.7")
+        assert (found is not None) == bool(rdma)
+        assert found is None or not found.first
+    assert made == ["127.0.0.1", "127.0.0.1", "198.51.100.7"]
+    monkeypatch.setattr(nixl_memory_module, "nixl_bindings", none)
+    assert nixl_memory("auto", "198.51.100.7") is None
+
+
+def test_a_host_that_is_no_interface_of_this_machine_is_refused() -> None:
+    assert ucx_devices("127.0.0.1") == ("lo",)
+    with pytest.raises(ConfigError, match=r"no network interface .* 198\.51\.100\.7"):
+        ucx_devices("198.51.100.7")
+    with pytest.raises(ConfigError, match="no IPv4 address"):
+        ucx_devices("::1")
