@@ -40,6 +40,7 @@ from jdisagg.dispatch.frontend import ModelInfo
 from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import InvalidRequestError, JdisaggError, UnavailableError
 from jdisagg.messages.worker_status import WorkerStatus
+from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.request import FinishReason, StreamEvent, Timings, TokenLogprobs, Usage
 from jdisagg.service import generation_pb2 as pb
 from jdisagg.service import generation_pb2_grpc, wire, wire_generation
@@ -89,12 +90,14 @@ class Choice:
 @dataclass(frozen=True, slots=True)
 class Completion:
     """The whole answer; `text` is that of the first of `choices`. `request_id`: what the server
-    calls the request, in its logs and timelines."""
+    calls the request, in its logs and timelines. `prompt_logprobs`: where they were asked for, an
+    entry for each token of the prompt but the first."""
 
     choices: tuple[Choice, ...]
     usage: Usage | None
     timings: Timings | None
     request_id: str = ""
+    prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def text(self) -> str:
@@ -110,6 +113,7 @@ class _Collector:
         self._usage: Usage | None = None
         self._timings: Timings | None = None
         self._request_id = ""
+        self._prompt_logprobs: PromptLogprobs | None = None
 
     def add(self, event: StreamEvent) -> None:
         choice = self._choices.setdefault(event.child, Choice())
@@ -132,6 +136,7 @@ class _Collector:
                 choice.tool_calls[call.index] = replace(known, arguments=arguments)
         self._usage, self._timings = event.usage or self._usage, event.timings or self._timings
         self._request_id = event.request_id or self._request_id
+        self._prompt_logprobs = event.prompt_logprobs or self._prompt_logprobs
 
     def completion(self) -> Completion:
         if not self._choices:
@@ -141,6 +146,7 @@ class _Collector:
             self._usage,
             self._timings,
             self._request_id,
+            self._prompt_logprobs,
         )
 
 

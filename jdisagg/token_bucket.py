@@ -18,11 +18,12 @@ class Bucket:
         self._held = full
         self._at = now
 
-    def seconds_until(self, amount: float, rate: float, full: float, now: float) -> float:
-        """Until so much can be taken, or where that is more than it ever holds, until it is full; 0
-        or less: now."""
+    def wait_seconds(self, amount: float, rate: float, full: float, now: float) -> float:
+        """A hint when so much can be taken, or where that is more than it ever holds, when it is
+        full; 0: now."""
         self._held, self._at = min(full, self._held + (now - self._at) * rate), now
-        return (min(amount, full) - self._held) / rate
+        missing = min(amount, full) - self._held
+        return retry_after(missing / rate) if missing > 0 else 0.0
 
     def take(self, amount: float) -> None:
         self._held -= amount

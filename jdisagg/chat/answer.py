@@ -63,7 +63,7 @@ class Collected:
         """Empties it. `last`: nothing follows, so that white space after words is theirs."""
         if last and not self.calls_begun:
             self._content.append(self._space)
-        delta = AnswerDelta("".join(self._content), calls=_joined(self._calls))
+        delta = AnswerDelta("".join(self._content), calls=joined_calls(self._calls))
         self._content.clear()
         self._calls.clear()
         return delta
@@ -81,7 +81,7 @@ def beginning_held(text: str, *markers: str) -> int:
     return 0
 
 
-def _joined(calls: list[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+def joined_calls(calls: list[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
     """One entry a call."""
     joined: list[ToolCallDelta] = []
     for call in calls:

@@ -116,9 +116,17 @@ class AnswerFormat:
 class _ReasoningAndCalls:
     """An `AnswerParser`: the words after the reasoning may be calls."""
 
-    def __init__(self, reasoning: AnswerParser, calls: AnswerParser) -> None:
+    def __init__(self, reasoning: ReasoningParser, calls: AnswerParser) -> None:
         self._reasoning = reasoning
         self._calls = calls
+
+    @property
+    def reasons(self) -> bool:
+        return self._reasoning.reasons
+
+    @property
+    def undecided(self) -> bool:
+        return self._reasoning.undecided
 
     def push(self, text: str) -> AnswerDelta:
         thought = self._reasoning.push(text)

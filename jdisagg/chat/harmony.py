@@ -45,6 +45,14 @@ class HarmonyParser:
         self._parted = ""  # stands before the next words of this part
         self._thought = self._said = self._argued = False  # something of that kind was given out
 
+    @property
+    def reasons(self) -> bool:
+        return self._step == self._body and self._say == self._think
+
+    @property
+    def undecided(self) -> bool:
+        return self._step != self._body
+
     def push(self, text: str) -> AnswerDelta:
         self._text += text
         while self._step():

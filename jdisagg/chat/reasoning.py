@@ -29,9 +29,12 @@ class ReasoningParser:
         self._reasoning = self._content = ""
 
     @property
-    def thinking(self) -> bool:
-        """Whether what comes next may be reasoning."""
-        return self._step != self._in_words
+    def reasons(self) -> bool:
+        return self._step == self._in_reasoning
+
+    @property
+    def undecided(self) -> bool:
+        return self._step == self._at_beginning
 
     def push(self, text: str) -> AnswerDelta:
         self._text += text

@@ -1,7 +1,8 @@
 """The events of a chat with the model's answers taken apart: words, reasoning, calls of tools.
 
-Beside the text nothing changes: tokens, log-probabilities, usage. A parser's state is a function of
-the text so far (rule 9): where a stream is resumed it is fed what the client has already."""
+Beside the text nothing changes, but that usage says how many tokens were reasoning. A parser's
+state is a function of the text so far (rule 9): where a stream is resumed it is fed what the client
+has already."""
 
 import asyncio
 import dataclasses
@@ -13,8 +14,9 @@ from jdisagg.chat.answer import AnswerDelta, AnswerParser
 from jdisagg.chat.forced_calls import ForcedParser
 from jdisagg.chat.formats import AnswerFormat
 from jdisagg.chat.messages import ChatPrompt, ToolChoice
+from jdisagg.chat.reasoning_count import CountingParser, cut_by_token
 from jdisagg.dispatch.token_stream import Detokenizer, TokenStream
-from jdisagg.request import FinishReason, Request, StreamEvent, ToolCallDelta
+from jdisagg.request import FinishReason, Request, StreamEvent, ToolCallDelta, Usage
 
 # Of a prompt, where reasoning that has begun in it is looked for.
 TAIL_TOKENS = 16
@@ -33,7 +35,9 @@ class ChatAnswers:
         self._chat = chat
         self._form = form
         self._decoder = decoder
-        self._parsers = self._new_parsers()
+        self._parsers = [
+            None if parser is None else CountingParser(parser) for parser in self._new_parsers()
+        ]
         self._called: set[int] = set()  # children that called something
 
     def _new_parsers(self) -> list[AnswerParser | None]:
@@ -57,8 +61,10 @@ class ChatAnswers:
         parser = self._parsers[child]
         if parser is None:
             return event
-        delta = parser.push(event.text)
-        last = parser.finish() if ended is not None else AnswerDelta()
+        delta = parser.push(self._by_token(event) if event.token_ids else [])
+        if not event.token_ids and event.text:  # was held back
+            delta = parser.parser.push(event.text)
+        last = parser.parser.finish() if ended is not None else AnswerDelta()
         calls = self._named(child, (*delta.calls, *last.calls))
         # As OpenAI, which says of a call that was named only that it stopped.
         unnamed = not self._chat.tool_name
@@ -70,7 +76,20 @@ class ChatAnswers:
             reasoning=delta.reasoning + last.reasoning,
             tool_calls=calls,
             finish_reason=ended,
+            usage=event.usage and self._with_reasoning(event.usage),
         )
+
+    def _by_token(self, event: StreamEvent) -> list[str]:
+        """Of each token its part of the event's text."""
+        if len(event.token_ids) == 1:
+            return [event.text]
+        decode = self._decoder.decode
+        pieces = [decode([one], skip_special_tokens=False) for one in event.token_ids]
+        return cut_by_token(pieces, event.text)
+
+    def _with_reasoning(self, usage: Usage) -> Usage:
+        found = [one.tokens for one in self._parsers if one and one.tokens is not None]
+        return dataclasses.replace(usage, reasoning_tokens=sum(found)) if found else usage
 
     def _named(self, child: int, calls: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
         """With ids; where one call was allowed, the first."""
@@ -111,10 +130,10 @@ class ChatAnswers:
         resumption = self._request.resumption
         for child, had in enumerate(resumption.children if resumption else ()):
             parser, text = self._parsers[child], TokenStream.of(self._decoder, self._request)
-            if parser is None or had.finish_reason is not None:
+            if parser is None:
                 continue
             for first in range(0, len(had.token_ids), REPLAYED_TOKENS):
-                some = text.push(had.token_ids[first : first + REPLAYED_TOKENS]).text
-                if parser.push(some).calls:
+                some = had.token_ids[first : first + REPLAYED_TOKENS]
+                if parser.push([text.push((one,)).text for one in some]).calls:
                     self._called.add(child)
                 await asyncio.sleep(0)

@@ -200,6 +200,7 @@ class Attempt:
         self, held: ReservationHandle, source: HandoffSource, from_token: int
     ) -> None:
         """Computes the prompt; its reply brings each child's first token."""
+        peer, peer_tokens = self._peer_of(source.worker)
         call = PrefillCall(
             request=self._run.request,
             attempt=self.number,
@@ -209,11 +210,14 @@ class Attempt:
             from_token=from_token,
             deadline_seconds=self._run.remaining_seconds(),
             age_seconds=self._run.age_seconds(),
+            peer=peer,
+            peer_tokens=peer_tokens,
         )
         self._placement.prefill_sent()
         reply = await self._context.cluster.prefill_port(source.worker).prefill(call)
         self._run.queue_seconds += reply.queue_seconds
         self._run.note_cached(reply.cached_tokens)
+        self._run.accept_prompt(reply.prompt_logprobs)
         for first in reply.tokens:
             # A child that was preempted meanwhile gets its first token elsewhere.
             if first.child in self.open:
@@ -290,6 +294,7 @@ class Attempt:
             self._ended.add(span.child)
         self._run.kv_bytes_moved += span.kv_bytes_moved
         self._run.exposed_transfer_seconds += span.exposed_transfer_seconds
+        self._run.accept_prompt(span.prompt_logprobs)
         if span.token_ids:
             own = span.first_index + len(span.token_ids) > self._had[span.child] + 1
             if own and not self._joined:
@@ -332,11 +337,22 @@ class Attempt:
     # ---- workers
 
     def _name_source(self, worker: str) -> HandoffSource:
+        self._source = self._new_source(worker)
+        return self._source
+
+    def _peer_of(self, worker: str) -> tuple[HandoffSource | None, int]:
+        """From whom this prefill worker may fetch what it does not know of the prompt, and how much
+        is known there."""
+        decision = self._placement.decision
+        if decision.prefill != worker or not decision.peer or decision.peer in self.failed:
+            return None, 0
+        return self._new_source(decision.peer), decision.peer_tokens
+
+    def _new_source(self, worker: str) -> HandoffSource:
         cluster = self._context.cluster
-        self._source = HandoffSource(
+        return HandoffSource(
             worker, self._context.new_id(), cluster.address(worker), cluster.boot_id(worker)
         )
-        return self._source
 
     def _begin(self, part: Coroutine[object, object, None]) -> Part:
         """A task whose end is news."""

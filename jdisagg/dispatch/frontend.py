@@ -37,6 +37,8 @@ from jdisagg.dispatch.options import (
     MAX_ALLOWED_TOKENS,
     SamplingOptions,
     bias_pairs,
+    check_prompt_numbers,
+    prompt_numbers,
     restricted,
     sampling_params,
     utf8_bytes,
@@ -222,6 +224,7 @@ class Frontend:
         token_ids = await self._tokens(prompt, within_context=True)
         room_tokens = self._room(len(token_ids), options.get("max_tokens"))
         sampling = sampling_params(options, self.model.sampling, room_tokens)
+        check_prompt_numbers(prompt_numbers(len(token_ids), sampling))
         if chat is not None and self._answers.takes_apart(chat.callable_tools):
             if origin == "bad_words":
                 raise InvalidRequestError(

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from jdisagg.caller import Caller
 from jdisagg.errors import QuotaExceededError
-from jdisagg.token_bucket import Bucket, retry_after
+from jdisagg.token_bucket import Bucket
 
 BURST_SECONDS = 10.0  # of a rate that may be used at once
 STREAM_RETRY_SECONDS = 1.0
@@ -79,9 +79,8 @@ def _check(
         buckets.pop(key, None)  # its limit was taken back
         return
     full = max(1.0, rate * BURST_SECONDS)
-    seconds = buckets.setdefault(key, Bucket(full, now)).seconds_until(cost, rate, full, now)
-    if seconds > 0:
-        wait_seconds = retry_after(seconds)
+    bucket = buckets.setdefault(key, Bucket(full, now))
+    if wait_seconds := bucket.wait_seconds(cost, rate, full, now):
         raise QuotaExceededError(
             f"this token has used up its {rate:g} {name.replace('_', ' ')} ({name} in the token"
             f" file); there is more in {wait_seconds:.1f} s: try again then",

@@ -11,6 +11,7 @@ from typing import TypedDict
 from jdisagg.chat.forced_calls import forced_calls
 from jdisagg.chat.messages import ChatPrompt
 from jdisagg.errors import InvalidRequestError
+from jdisagg.prompt_logprobs import MAX_PROMPT_LOGPROBS
 from jdisagg.request import (
     MAX_SEED,
     Grammar,
@@ -56,6 +57,7 @@ class SamplingOptions(TypedDict, total=False):
     grammar: Grammar | None
     allowed_token_ids: Sequence[int] | None
     bad_words: Sequence[str] | None
+    prompt_logprobs: int | None
 
 
 _RESTRICTIONS = ("allowed_token_ids", "bad_words")
@@ -143,6 +145,22 @@ def sampling_params(
     most_tokens = defaults.max_tokens or DEFAULT_MAX_TOKENS
     known = defaults.given() | {"max_tokens": min(max(most_tokens, min_tokens), room_tokens)}
     return dataclasses.replace(SamplingParams(seed=secrets.randbelow(MAX_SEED)), **(known | given))
+
+
+def prompt_numbers(prompt_tokens: int, sampling: SamplingParams) -> int:
+    """How many log-probabilities of its prompt a request asks to be told."""
+    top = sampling.prompt_logprobs
+    return 0 if top is None else prompt_tokens * (1 + top) * sampling.n
+
+
+def check_prompt_numbers(numbers: int) -> None:
+    """Raises InvalidRequestError where they are too many for one reply."""
+    if numbers > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"prompt_logprobs: {numbers} numbers are asked for (of each token, its own and the"
+            f" likely ones; of each of n answers), and at most {MAX_PROMPT_LOGPROBS} are told; ask"
+            " for fewer of the likely ones, or send less at a time"
+        )
 
 
 def tuple_of(name: str, value: object) -> tuple[object, ...]:

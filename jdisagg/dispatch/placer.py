@@ -55,6 +55,8 @@ def rules_of(config: RoutingConfig, timeouts: Timeouts = DEFAULT_TIMEOUTS) -> Pl
         far=link(config.far_link),
         suspect_seconds=timeouts.membership.suspect_seconds,
         gone_seconds=timeouts.membership.gone_seconds,
+        peer_fetch=config.peer_fetch,
+        fetch_from_decode=config.fetch_from_decode,
     )
 
 
@@ -217,7 +219,8 @@ class Placer:
         UnavailableError where there are none."""
         await self._renew()
         request, now = asked.request, self.now()
-        known = self._affinity.known(request) if self._affinity else _nobody_knows
+        whole = request.sampling.prompt_logprobs is not None  # it is computed, whoever knows it
+        known = self._affinity.known(request) if self._affinity and not whole else _nobody_knows
         sized = _Sized(asked, self._work(asked), known)
         if asked.under_way:
             handle = self._try(sized, now)
@@ -347,7 +350,7 @@ class Placer:
             self.accounts.pace(decision.decode, until)
         work = Work(
             query.work.tokens,
-            decision.cached_tokens,
+            max(decision.cached_tokens, decision.peer_tokens),
             query.work.children,
             query.work.expected_tokens,
         )

@@ -20,6 +20,7 @@ from jdisagg.dispatch.token_stream import TextDelta
 from jdisagg.errors import DeadlineExceededError, UnavailableError
 from jdisagg.mailbox import Mailbox
 from jdisagg.messages.ports import Child
+from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.request import FinishReason, Request, StreamEvent, Timings, TokenLogprobs, Usage
 
 REPLAYED_TOKENS = 64  # at once, when a stream is resumed
@@ -109,6 +110,10 @@ class RequestRun:
         self.preemptions = 0
         self._cached_tokens: int | None = None
         self._had = resumption.children if resumption else ()
+        # they come with the first event, so who has had one has them
+        self._prompt_logprobs: PromptLogprobs | None = None
+        if any(had.token_ids or had.finish_reason for had in self._had):
+            self._ask_no_more_of_prompt()
         self._attempt = (resumption.number if resumption else 0) << RESUMPTION_BITS
         self._clock = clock
         self._events: Mailbox[StreamEvent | Exception] = Mailbox()
@@ -132,6 +137,10 @@ class RequestRun:
         )
 
     # ---- children
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
 
     @property
     def output_tokens(self) -> int:
@@ -187,6 +196,18 @@ class RequestRun:
         self._had = ()
         self._unfinished = len(self.open_children)
 
+    def accept_prompt(self, logprobs: PromptLogprobs | None) -> None:
+        """Takes the prompt's log-probabilities, once and whole; they go with the next event. What
+        is asked of workers from now on is tokens alone."""
+        wanted = self.request.sampling.prompt_logprobs is not None
+        if logprobs is not None and wanted and len(logprobs) + 1 == self.prompt_tokens:
+            self._prompt_logprobs = logprobs
+            self._ask_no_more_of_prompt()
+
+    def _ask_no_more_of_prompt(self) -> None:
+        sampling = replace(self.request.sampling, prompt_logprobs=None)
+        self.request = replace(self.request, sampling=sampling)
+
     def accept(
         self,
         index: int,
@@ -234,14 +255,15 @@ class RequestRun:
         if child.finish is not None:
             self._unfinished -= 1
             if not self._unfinished:
-                prompt_tokens = len(self.request.prompt_token_ids)
-                usage = Usage(
-                    prompt_tokens, self.output_tokens, min(prompt_tokens, self._cached_tokens or 0)
-                )
+                cached = min(self.prompt_tokens, self._cached_tokens or 0)
+                usage = Usage(self.prompt_tokens, self.output_tokens, cached)
                 timings = self.timings(now)
         event = StreamEvent(
             index, first_index, kept, text, logprobs[: len(kept)], child.finish, usage, timings
         )
+        if self._prompt_logprobs is not None:
+            event = replace(event, prompt_logprobs=self._prompt_logprobs)
+            self._prompt_logprobs = None
         self._events.put_nowait(event)
 
     # ---- what the client gets

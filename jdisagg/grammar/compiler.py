@@ -18,7 +18,7 @@ import llguidance
 import msgspec
 
 from jdisagg.clock import within
-from jdisagg.errors import InvalidRequestError, OverloadedError
+from jdisagg.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 from jdisagg.grammar.json_blanks import WHITESPACE, says_itself
 from jdisagg.grammar.judge import judge
 from jdisagg.grammar.matcher import Endings, TokenMatcher, mask_words
@@ -70,12 +70,13 @@ class GrammarCompiler:
 
     async def admit(self, grammar: Grammar, seconds: float) -> None:
         """As `prepare`, of a grammar that nobody has looked at: it is tried in a process of its own
-        first."""
+        first. Raises OverloadedError where too many wait, or it takes longer than `seconds`."""
         await self._compiled(grammar, seconds, tried=True)
 
     async def prepare(self, grammar: Grammar, seconds: float) -> None:
-        """Returns when the grammar is compiled. Raises InvalidRequestError where it is none, or too
-        complex, and OverloadedError where too many wait or it takes longer than `seconds`."""
+        """Returns when the grammar is compiled, of a request that a door has admitted: however many
+        wait, it does too, as it does for pages. Raises InvalidRequestError where it is none, or too
+        complex, and DeadlineExceededError where it takes longer than `seconds`."""
         await self._compiled(grammar, seconds, tried=False)
 
     async def _compiled(self, grammar: Grammar, seconds: float, tried: bool) -> None:
@@ -85,10 +86,11 @@ class GrammarCompiler:
             try:
                 found = await within(task, seconds)
             except TimeoutError:
+                late = f"grammar: the {grammar.kind.value} was not compiled within {seconds:g} s"
+                if not tried:
+                    raise DeadlineExceededError(f"{late}, the request's") from None
                 raise OverloadedError(
-                    f"grammar: the {grammar.kind.value} was not compiled within {seconds:g} s;"
-                    f" {self._waiting} others wait; try again later",
-                    retry_after_seconds=1.0,
+                    f"{late}; {self._waiting} others wait; try again later", retry_after_seconds=1.0
                 ) from None
         _usable(grammar, found)
 
@@ -96,7 +98,7 @@ class GrammarCompiler:
         self, grammar: Grammar, seconds: float, tried: bool
     ) -> "asyncio.Task[llguidance.LLMatcher | str]":
         """The one task for a grammar, whoever waits for it, and whether anybody still does."""
-        if self._waiting >= MOST_WAITING:
+        if tried and self._waiting >= MOST_WAITING:
             raise OverloadedError(
                 f"grammar: {self._waiting} others wait to be compiled; try again later",
                 retry_after_seconds=1.0,

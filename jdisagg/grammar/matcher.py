@@ -33,12 +33,13 @@ class TokenMatcher:
         self, inner: llguidance.LLMatcher, words: int, sampling: SamplingParams, endings: Endings
     ) -> None:
         self._inner = inner
-        self._mask = np.zeros(words, np.uint32)
+        self._words = words
         self._min_tokens = sampling.min_tokens
         self._generated = 0
         self._ended = False
-        self._at_first = _bits(endings.stop_ids, words)
-        self._always = _bits(endings.eos_ids if sampling.ignore_eos else (), words)
+        # None: nothing is kept out
+        self._at_first = _bits(endings.stop_ids, words) if sampling.min_tokens else None
+        self._always = _bits(endings.eos_ids, words) if sampling.ignore_eos else None
         self._stop_ids = frozenset(endings.stop_ids)
 
     def consume(self, token_ids: Iterable[int]) -> None:
@@ -58,27 +59,35 @@ class TokenMatcher:
         word.
 
         Args:
-          mask: uint32 [words of the model's vocabulary]. All zero where the ids so far are not of
-            the grammar, or it broke its compiler's limits.
+          mask: uint32 [words of the model's vocabulary], without gaps. All zero where the ids so
+            far are not of the grammar, or it broke its compiler's limits.
         """
-        ours = self._mask
-        self._inner.unsafe_compute_mask_ptr(ours.ctypes.data, ours.nbytes)
+        words = self._words
+        # written in place, but where a model knows fewer ids than its tokenizer
+        ours = mask if len(mask) >= words else np.empty(words, np.uint32)
+        self._inner.unsafe_compute_mask_ptr(ours.ctypes.data, words * ours.itemsize)
         if self._inner.is_error():
-            ours[:] = 0
-        for endings in (self._always, self._at_first):
-            if endings is self._at_first and self._generated >= self._min_tokens:
-                continue
-            others = ours & ~endings
-            if others.any():
-                ours[:] = others
-        shared = min(len(mask), len(ours))
-        mask[:shared] = ours[:shared]
-        mask[shared:] = 0
+            ours[:words] = 0
+        if self._always is not None:
+            _keep_out(self._always, ours[:words])
+        if self._at_first is not None and self._generated < self._min_tokens:
+            _keep_out(self._at_first, ours[:words])
+        if ours is mask:
+            mask[words:] = 0
+        else:
+            mask[:] = ours[: len(mask)]
 
     @property
     def error(self) -> str:
         """Why nothing can come next; empty where something can."""
         return self._inner.get_error() if self._inner.is_error() else ""
+
+
+def _keep_out(endings: np.ndarray, mask: np.ndarray) -> None:
+    """Takes these ids out, as long as others are left."""
+    others = mask & ~endings
+    if others.any():
+        mask[:] = others
 
 
 def mask_words(vocabulary: int) -> int:

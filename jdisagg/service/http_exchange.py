@@ -1,8 +1,9 @@
 """One HTTP request and its answer: the body within limits of size and time, the reply, a stream of
 frames, and whether the client is still there.
 
-Over ASGI's `receive` and `send`. Every wait on a slow client is a wait here: `send` returns when
-the connection takes more. Knows no route and no model."""
+Over ASGI's `receive` and `send`; a frame of a stream goes straight to its connection while that
+takes more. Every wait on a slow client is a wait here: `send` returns when the connection takes
+more. Knows no route and no model."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
@@ -17,9 +18,11 @@ Send = Callable[[Message], Awaitable[None]]
 
 BODY_SECONDS = 60.0
 JSON = b"application/json"
-ABORT = (
-    "jdisagg.abort"  # what closes the connection, in the scope's state; the server puts it there
-)
+# In the scope's state, where the server puts them: what closes the connection, and what writes a
+# chunk of a body that has begun, if the connection takes it now.
+ABORT = "jdisagg.abort"
+WRITE = "jdisagg.write"
+Write = Callable[[bytes], bool]
 
 
 class Exchange:
@@ -36,6 +39,7 @@ class Exchange:
         self.begun = self.ended = self.disconnected = False
         self._receive = receive
         self._send = send
+        self._write: Write = scope.get("state", {}).get(WRITE, _never)
 
     async def body(self, limit_bytes: int) -> bytes:
         """All of it. Raises HttpRefusal where it is too large, too slow, or no JSON."""
@@ -86,7 +90,8 @@ class Exchange:
 
     async def frame(self, data: bytes) -> None:
         """One or several server-sent events, as they stand on the wire."""
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        if not self._write(data):
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end_stream(self, data: bytes = b"") -> None:
         """After `data`, its last frames."""
@@ -120,6 +125,11 @@ class Exchange:
             pieces.append(message["body"])
             if not message.get("more_body", False):
                 return b"".join(pieces)
+
+
+def _never(data: bytes) -> bool:
+    """Where nobody says how to write."""
+    return False
 
 
 def _check_size(size_bytes: int, limit_bytes: int) -> None:

@@ -8,6 +8,7 @@ errors are left to the guard."""
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import re
 import secrets
 import time
@@ -15,9 +16,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iter
 from contextlib import ExitStack, aclosing
 
 from jdisagg.dispatch.frontend import Frontend, Prompt, TokenPrompt, chat_of
+from jdisagg.dispatch.options import check_prompt_numbers, prompt_numbers
 from jdisagg.errors import DeadlineExceededError, first_error
 from jdisagg.observe.request_log import RequestLog, RequestRecord
-from jdisagg.request import Request, StreamEvent, Usage
+from jdisagg.request import FinishReason, Request, StreamEvent, Usage
 from jdisagg.service.http_errors import HttpRefusal
 from jdisagg.service.http_exchange import Exchange
 from jdisagg.service.http_fields import Fields
@@ -36,6 +38,7 @@ from jdisagg.service.http_responses import response_from
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
 COMMENT_SECONDS = 10.0
+THREAD_ABOVE_TOKENS = 64
 COMMENT = b": waiting\n\n"
 REQUEST_ID = b"x-request-id"
 IGNORED = b"jdisagg-ignored-fields"
@@ -97,6 +100,7 @@ class HttpGeneration:
     ) -> "list[_Run]":
         """All prompts are validated before the first is run. `take_apart`: the answers."""
         runs: list[_Run] = []
+        numbers = 0
         for number, prompt in enumerate(asked.prompts):
             own_id = f"{request_id}-{number}" if number else request_id
             if number:
@@ -112,9 +116,11 @@ class HttpGeneration:
                 **asked.options,
             )
             record.built(built)
+            numbers += prompt_numbers(len(built.prompt_token_ids), built.sampling)
+            check_prompt_numbers(numbers)
             echo = await self._text(prompt) if asked.echo else ""
             stream = self._frontend.stream(built, chat_of(prompt) if take_apart else None)
-            runs.append(_Run(stream, built, record, number, echo))
+            runs.append(_Run(stream, built, record, asked, number, echo))
         return runs
 
     async def _text(self, prompt: Prompt) -> str:
@@ -132,26 +138,34 @@ class _Run:
         events: AsyncGenerator[StreamEvent, None],
         request: Request,
         record: RequestRecord,
+        asked: Asked,
         number: int,
         echo: str,
     ) -> None:
         count = request.sampling.n
-        self.usage = Usage(len(request.prompt_token_ids), 0)
+        self._usage: Usage | None = None  # what the path said, with the last event
+        self._made_tokens = 0
         self.choices = [
-            ReplyChoice(number * count + child, request.prompt_token_ids) for child in range(count)
+            ReplyChoice(number * count + child, request.prompt_token_ids, echo, asked.of_prompt)
+            for child in range(count)
         ]
         self._events = events
         self._request = request
         self._record = record
         self._echo = echo
+        self._answerless = asked.answerless
         self._begun: set[int] = set()
+
+    @property
+    def usage(self) -> Usage:
+        """Until now."""
+        return self._usage or Usage(len(self._request.prompt_token_ids), self._made_tokens)
 
     async def run(self, take: Callable[[ReplyChoice, StreamEvent, bool], Awaitable[None]]) -> None:
         """Gives each event to `take`, with its choice, and whether it is the choice's first."""
         request, record, begun = self._request, self._record, self._begun
         seconds = request.deadline_seconds
         assert seconds is not None, "the front gives every request one"
-        prompt_tokens, made_tokens = self.usage.prompt_tokens, 0
         try:
             async with (
                 asyncio.timeout(seconds + DEFAULT_TIMEOUTS.call.unread_seconds),
@@ -159,13 +173,18 @@ class _Run:
             ):
                 async for event in events:
                     record.seen(event)
+                    if event.prompt_logprobs is not None:
+                        for choice in self.choices:
+                            choice.prompt_logprobs = event.prompt_logprobs
+                    if self._answerless:
+                        event = _without_answer(event)
                     first = event.child not in begun
                     if first:
                         begun.add(event.child)
                         if self._echo:
                             event = dataclasses.replace(event, text=self._echo + event.text)
-                    made_tokens += len(event.token_ids)
-                    self.usage = event.usage or Usage(prompt_tokens, made_tokens)
+                    self._made_tokens += len(event.token_ids)
+                    self._usage = event.usage
                     await take(self.choices[event.child], event, first)
         except TimeoutError:
             raise DeadlineExceededError(
@@ -174,18 +193,34 @@ class _Run:
             ) from None
 
 
+def _without_answer(event: StreamEvent) -> StreamEvent:
+    usage = event.usage and dataclasses.replace(event.usage, completion_tokens=0)
+    reason = event.finish_reason and FinishReason.LENGTH
+    return dataclasses.replace(
+        event, token_ids=(), text="", logprobs=(), finish_reason=reason, usage=usage
+    )
+
+
+async def _made(choices: Sequence[ReplyChoice], make: Callable[[], bytes]) -> bytes:
+    """Of a long prompt's log-probabilities there is much to write: in a thread, so that it delays
+    no other stream."""
+    numbers = [len(choice.prompt_logprobs) for choice in choices if choice.prompt_logprobs]
+    return await asyncio.to_thread(make) if sum(numbers) > THREAD_ABOVE_TOKENS else make()
+
+
 async def _whole(exchange: Exchange, reply: Reply, runs: Sequence[_Run]) -> None:
     async def take(choice: ReplyChoice, event: StreamEvent, first: bool) -> None:
         choice.add(event)
 
     await _together([run.run(take) for run in runs])
     choices = [choice for run in runs for choice in run.choices]
-    await exchange.reply(reply.whole(choices, _sum(runs)))
+    await exchange.reply(await _made(choices, lambda: reply.whole(choices, _sum(runs))))
 
 
 async def _stream(exchange: Exchange, reply: Reply, runs: Sequence[_Run]) -> None:
     began, opening, opened = asyncio.Event(), asyncio.Lock(), False
     comments = asyncio.ensure_future(_comments(exchange, began))
+    until_now = functools.partial(_sum, runs)
 
     async def take(choice: ReplyChoice, event: StreamEvent, first: bool) -> None:
         nonlocal opened
@@ -196,7 +231,12 @@ async def _stream(exchange: Exchange, reply: Reply, runs: Sequence[_Run]) -> Non
                 if not exchange.begun:
                     await exchange.begin_stream()
                 opened = True
-        await exchange.frame(reply.chunk(choice, event, first, _sum(runs)))
+        if first:
+            usage = until_now()
+            made = await _made([choice], lambda: reply.chunk(choice, event, first, lambda: usage))
+        else:
+            made = reply.chunk(choice, event, first, until_now)
+        await exchange.frame(made)
 
     try:
         await _together([run.run(take) for run in runs])

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.request import FinishReason, StreamEvent, TokenLogprobs, ToolCallDelta, Usage
-from jdisagg.service.http_requests import Streaming
+from jdisagg.service.http_prompt_logprobs import EchoedPrompt, echoed, field_of, top_by_text
+from jdisagg.service.http_requests import OfPrompt, Streaming
 
 DONE = b"data: [DONE]\n\n"
 UNREADABLE = "\ufffd"
@@ -49,11 +51,15 @@ class Heading:
 
 @dataclass(slots=True)
 class ReplyChoice:
-    """What one answer has come to. `prompt`: the token ids that it follows; `offset`: where its
-    next token stands in its text, in characters."""
+    """What one answer has come to. `prompt`: the token ids that it follows, `prompt_logprobs`
+    theirs, of which `of_prompt` is told; `echo`: the prompt's text, where it stands before the
+    answer's. `offset`: where its next token stands in its text, in characters."""
 
     index: int
     prompt: Sequence[int] = ()
+    echo: str = ""
+    of_prompt: OfPrompt = OfPrompt()
+    prompt_logprobs: PromptLogprobs | None = None
     offset: int = 0
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -78,6 +84,26 @@ class ReplyChoice:
     @property
     def text(self) -> str:
         return "".join(self.texts)
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the prompt's tokens stand before the answer's."""
+        return self.of_prompt.echoed is not None and self.prompt_logprobs is not None
+
+    def echoed(self, piece: Callable[[int], str]) -> EchoedPrompt | None:
+        """The prompt's tokens; the answer's stand behind its text."""
+        found, top = self.prompt_logprobs, self.of_prompt.echoed
+        if found is None or top is None:
+            return None
+        self.offset = len(self.echo)
+        return echoed(self.prompt, self.echo, found, top, piece)
+
+    def told(self, piece: Callable[[int], str]) -> Json:
+        """The field `prompt_logprobs`, where it was asked for."""
+        found, top = self.prompt_logprobs, self.of_prompt.told
+        if found is None or top is None:
+            return {}
+        return {"prompt_logprobs": field_of(self.prompt, found, top, piece)}
 
 
 class Reply:
@@ -106,27 +132,37 @@ class Reply:
         self._start = b"data: " + _encode(self._heading)[:-1]
         self._choices = self._start + b',"choices":[{"index":'
         self._end = b'}],"usage":null}\n\n' if streaming.usage else b"}]}\n\n"
+        # Most events are words alone: what then stands behind them.
+        self._plain = not token_ids and not self._continuous
+        self._rest = b',"logprobs":null,"finish_reason":null' + self._end
 
-    def chunk(self, choice: ReplyChoice, event: StreamEvent, first: bool, usage: Usage) -> bytes:
+    def chunk(
+        self, choice: ReplyChoice, event: StreamEvent, first: bool, usage: Callable[[], Usage]
+    ) -> bytes:
         """The frame of one event. `first`: of this choice; `usage`: until now."""
         reason, some = event.finish_reason, event.logprobs
+        if self._plain and not first and not some and reason is None:
+            return b"%b%d,%b%b" % (self._choices, choice.index, self._new(event, first), self._rest)
+        echoed = choice.echoed(self._pieces) if first else None
         parts = [
             self._choices,
             b"%d," % choice.index,
             self._new(event, first),
             b',"logprobs":',
-            _encode(self._logprobs(event.token_ids, some, choice)) if some else b"null",
+            _encode(self._logprobs(event.token_ids, some, choice, echoed))
+            if some or echoed
+            else b"null",
             b',"finish_reason":',
             _FINISHED[reason] if reason is not None else b"null",
         ]
         end = self._end
+        if self._continuous:
+            end = end.replace(b"null", _encode(usage_of(usage())), 1)
         if self._token_ids:
             parts.append(b',"token_ids":' + _encode(event.token_ids))
-            if first:
-                ids = b',"prompt_token_ids":' + _encode(choice.prompt)
-                end = ids + end if self.prompt_in_choice else end.replace(b"}]", b"}]" + ids, 1)
-        if self._continuous:
-            end = end.replace(b"null", _encode(usage_of(usage)), 1)
+        if first and (prompt := self._of_prompt(choice)):
+            made = b"," + _encode(prompt)[1:-1]
+            end = made + end if self.prompt_in_choice else end.replace(b"}]", b"}]" + made, 1)
         parts.append(end)
         return b"".join(parts)
 
@@ -141,9 +177,13 @@ class Reply:
     def whole(self, choices: Sequence[ReplyChoice], usage: Usage) -> bytes:
         """The reply that is not streamed."""
         made = [self._choice(choice) for choice in choices]
-        ids = {"prompt_token_ids": choices[0].prompt} if self._token_ids else {}
-        also = {} if self.prompt_in_choice else ids
+        also = {} if self.prompt_in_choice else self._of_prompt(choices[0])
         return _encode({**self._heading, "choices": made, "usage": usage_of(usage), **also})
+
+    def _of_prompt(self, choice: ReplyChoice) -> Json:
+        """What is said of the prompt."""
+        ids: Json = {"prompt_token_ids": choice.prompt} if self._token_ids else {}
+        return ids | choice.told(self._pieces)
 
     def _new(self, event: StreamEvent, first: bool) -> bytes:
         """What a chunk says of an event. `first`: of its choice."""
@@ -153,23 +193,28 @@ class Reply:
         raise NotImplementedError
 
     def _logprobs(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], choice: ReplyChoice
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        choice: ReplyChoice,
+        echoed: EchoedPrompt | None,
     ) -> Json:
+        """`echoed`: what stands before these."""
         raise NotImplementedError
 
     def _choice(self, choice: ReplyChoice) -> Json:
-        some = choice.logprobs
+        some, echoed = choice.logprobs, choice.echoed(self._pieces)
         made: Json = {
             "index": choice.index,
             **self._said(choice),
-            "logprobs": self._logprobs(choice.token_ids, some, choice) if some else None,
+            "logprobs": (
+                self._logprobs(choice.token_ids, some, choice, echoed) if some or echoed else None
+            ),
             "finish_reason": choice.finish_reason,
         }
         if self._token_ids:
             made["token_ids"] = choice.token_ids
-            if self.prompt_in_choice:
-                made["prompt_token_ids"] = choice.prompt
-        return made
+        return made | self._of_prompt(choice) if self.prompt_in_choice else made
 
 
 class ChatReply(Reply):
@@ -205,7 +250,11 @@ class ChatReply(Reply):
         return {"message": message}
 
     def _logprobs(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], choice: ReplyChoice
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        choice: ReplyChoice,
+        echoed: EchoedPrompt | None,
     ) -> Json:
         content = [
             {
@@ -235,24 +284,28 @@ class CompletionReply(Reply):
         return {"text": choice.text}
 
     def _logprobs(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], choice: ReplyChoice
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        choice: ReplyChoice,
+        echoed: EchoedPrompt | None,
     ) -> Json:
         tokens = [self._pieces(token_id) for token_id in token_ids]
         offsets: list[int] = []
         for text in tokens:
             offsets.append(choice.offset)
             choice.offset += len(text)
-        # As OpenAI: the chosen token is among the likely ones, be it likely or not. Where two have
-        # one text, the likelier one's probability stands.
         top = [
-            {text: one.logprob, **{self._pieces(other): value for other, value in one.top[::-1]}}
+            top_by_text(text, one.logprob, one.top, self._pieces)
             for text, one in zip(tokens, logprobs, strict=True)
         ]
+        values = [one.logprob for one in logprobs]
+        before = echoed or EchoedPrompt([], [], [], [])
         return {
-            "text_offset": offsets,
-            "token_logprobs": [one.logprob for one in logprobs],
-            "tokens": tokens,
-            "top_logprobs": top,
+            "text_offset": before.offsets + offsets,
+            "token_logprobs": [*before.logprobs, *values],
+            "tokens": before.tokens + tokens,
+            "top_logprobs": [*before.top, *top],
         }
 
 
@@ -274,9 +327,12 @@ def _call_delta(call: ToolCallDelta) -> Json:
 
 def usage_of(usage: Usage) -> Json:
     total = usage.prompt_tokens + usage.completion_tokens
+    reasoning = usage.reasoning_tokens
+    details = {} if reasoning is None else {"reasoning_tokens": reasoning}
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": total,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        **({"completion_tokens_details": details} if details else {}),
     }

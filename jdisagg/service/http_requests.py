@@ -6,7 +6,7 @@ judge. The names are OpenAI's, and vLLM's for what OpenAI's API lacks."""
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -34,13 +34,12 @@ MAX_IGNORED_SHOWN = 16
 
 _NUMBERS = ("temperature", "top_p", "min_p")
 _NUMBERS += ("presence_penalty", "frequency_penalty", "repetition_penalty")
-_INTEGERS = ("top_k", "seed", "min_tokens", "n")
+_INTEGERS = ("top_k", "seed", "min_tokens", "n", "prompt_logprobs")
 # A field that is refused: the values that ask for nothing, and what to do instead.
 _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "suffix": (("",), "put all of the text before what is to be written into the prompt"),
     "use_beam_search": ((False,), "tokens are drawn; use n"),
     "length_penalty": ((1,), "it belongs to beam search; leave it out"),
-    "prompt_logprobs": ((), "only tokens that are generated have log-probabilities"),
     "spaces_between_special_tokens": ((True, False), "leave it out"),
     "truncate_prompt_tokens": ((-1,), "cut the prompt yourself; /tokenize counts its tokens"),
     "logits_processors": (([],), "use logit_bias"),
@@ -75,9 +74,20 @@ class Streaming:
 
 
 @dataclass(frozen=True, slots=True)
+class OfPrompt:
+    """How many of the most likely tokens are named beside each of the prompt's: `told` in the field
+    `prompt_logprobs`, `echoed` before the answer's `logprobs`; None: that is not there."""
+
+    told: int | None = None
+    echoed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Asked:
     """One request. `streaming` None: the reply comes whole. `echo`: the prompt stands before the
-    text. `token_ids`: the reply has them; `tokens_as_ids`: log-probabilities name tokens so."""
+    text. `token_ids`: the reply has them; `tokens_as_ids`: log-probabilities name tokens so.
+    `of_prompt`: what the reply says of the prompt's own. `answerless`: of the one token that is
+    generated nothing is said."""
 
     prompts: tuple[Prompt, ...]
     options: SamplingOptions
@@ -91,20 +101,27 @@ class Asked:
     token_ids: bool = False
     tokens_as_ids: bool = False
     echo: bool = False
+    of_prompt: OfPrompt = OfPrompt()
+    answerless: bool = False
 
 
 def completion_from(fields: Fields) -> Asked:
     """A body of /v1/completions. Raises InvalidRequestError naming the field."""
     options = sampling_options(fields)
-    options["max_tokens"] = fields.read("max_tokens", INTEGER)
+    options["max_tokens"] = most = fields.read("max_tokens", INTEGER)
     options["logprobs"] = fields.read("logprobs", INTEGER)
     echo = bool(fields.read("echo", YES))
-    if echo and options["logprobs"] is not None:
-        raise InvalidRequestError(
-            "echo with logprobs is not supported: only tokens that are generated have"
-            " log-probabilities; leave one of the two out"
-        )
-    return asked_from(fields, completion_prompts(fields), options, echo)
+    told, scored = options.get("prompt_logprobs"), options["logprobs"] if echo else None
+    answerless = echo and most == 0
+    if answerless:
+        options["max_tokens"] = 1
+    if scored is not None:
+        options["prompt_logprobs"] = max(scored, told or 0)
+        if most in (0, 1):
+            # Whoever scores a prompt counts on a token behind it, the end of a text too.
+            options["ignore_eos"] = True
+    asked = asked_from(fields, completion_prompts(fields), options, echo)
+    return replace(asked, of_prompt=OfPrompt(told, scored), answerless=answerless)
 
 
 def chat_from(fields: Fields) -> Asked:
@@ -203,4 +220,5 @@ def asked_from(
         token_ids=bool(fields.read("return_token_ids", YES)),
         tokens_as_ids=bool(fields.read("return_tokens_as_token_ids", YES)),
         echo=echo,
+        of_prompt=OfPrompt(options.get("prompt_logprobs")),
     )

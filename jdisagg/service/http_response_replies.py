@@ -4,7 +4,7 @@ A response is reasoning, a message of text, and calls of tools, in the order in 
 each complete before the next begins."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -30,7 +30,9 @@ class ResponseReply(ChatReply):
         self._open = False  # the last of them
         self._held: list[Json] = []  # tokens that have given nothing yet
 
-    def chunk(self, choice: ReplyChoice, event: StreamEvent, first: bool, usage: Usage) -> bytes:
+    def chunk(
+        self, choice: ReplyChoice, event: StreamEvent, first: bool, usage: Callable[[], Usage]
+    ) -> bytes:
         """The events of one event: at the first those that begin, at the last those that end."""
         frames: list[bytes] = []
         if first:
@@ -60,7 +62,7 @@ class ResponseReply(ChatReply):
         if ended is not None:
             cut = ended is FinishReason.LENGTH
             frames += self._close(cut)
-            finished = self._finished(cut, usage)
+            finished = self._finished(cut, usage())
             frames.append(self._frame(f"response.{finished['status']}", response=finished))
         return b"".join(frames)
 
@@ -271,6 +273,6 @@ def _usage_of(usage: Usage) -> Json:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }

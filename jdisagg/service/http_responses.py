@@ -28,6 +28,7 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "previous_response_id": ((), _STATELESS),
     "conversation": ((), _STATELESS),
     "prompt": ((), _STATELESS),
+    "prompt_logprobs": ((), "ask /v1/chat/completions for them"),
     "background": ((False,), "wait for the reply"),
     "truncation": (("disabled",), "leave out what does not fit"),
     "context_management": (([],), "leave out what does not fit"),

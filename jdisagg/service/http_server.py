@@ -24,7 +24,7 @@ from jdisagg.errors import ConfigError
 from jdisagg.observe.request_log import RequestLog
 from jdisagg.service.bearer import Tokens
 from jdisagg.service.http_errors import HttpRefusal, error_body
-from jdisagg.service.http_exchange import ABORT
+from jdisagg.service.http_exchange import ABORT, WRITE
 from jdisagg.service.http_guard import HttpGuard
 from jdisagg.service.http_routes import HttpRoutes, Scrape
 from jdisagg.service.page import PageSources
@@ -144,7 +144,8 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["state"][ABORT] = self.transport.abort  # type: ignore[typeddict-item]
+        state = self.scope["state"]  # type: ignore[typeddict-item]
+        state[ABORT], state[WRITE] = self.transport.abort, self._write
         if self._due is None:
             self._head_bytes = 0
             self._expect_head()
@@ -158,6 +159,14 @@ class _Protocol(HttpToolsProtocol):
             HttpRefusal("the request is no valid HTTP/1.1; send HTTP", 400, "bad_http"),
             b"400 Bad Request",
         )
+
+    def _write(self, data: bytes) -> bool:
+        """As uvicorn writes a chunk of a reply that has begun: all that it checks for each was
+        checked when the reply began. Not where it would wait, or has nothing to write to."""
+        if not data or self.flow.write_paused or self.transport.is_closing():
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def _expect_head(self) -> None:
         self._due = self.loop.call_later(HEAD_SECONDS, self._late)

@@ -161,6 +161,7 @@ def _worker(status: WorkerStatus, account: WorkerAccount | None) -> dict[str, ob
         "queued_tokens": status.queued_tokens,
         "draining": status.draining,
         "loading_seconds": status.loading_seconds,
+        "kv_channels": list(status.kv_channels),
         "page_size": status.page_size,
         "pages": pages,
         "attempts": account.attempts if account else 0,

@@ -50,6 +50,7 @@ class RecordingHeader:
     limits: dict[str, int | list[int] | None]
     versions: str = ""
     weights: str = ""
+    kv_dtype: str = ""
 
 
 @dataclasses.dataclass(slots=True)

@@ -68,7 +68,7 @@ class _Session:
         ends: dict[int, ReservationSpans] = {}
         while self.news and room > 0:
             news = self.news.popleft()
-            room -= max(1, sum([len(span.token_ids) for span in news.spans]))
+            room -= max(1, sum([_weight(span) for span in news.spans]))
             spans.setdefault(news.reservation_id, []).extend(news.spans)
             if news.ended or news.error is not None:
                 ends[news.reservation_id] = news
@@ -187,3 +187,9 @@ def _entry(
 
 def _error_end(reservation_id: int, error: JdisaggError) -> ReservationSpans:
     return ReservationSpans(reservation_id, error=wire.error_to_status(error))
+
+
+def _weight(span: Span) -> int:
+    """In tokens."""
+    prompt = span.prompt_logprobs
+    return len(span.token_ids) + (len(prompt) if prompt is not None else 0)

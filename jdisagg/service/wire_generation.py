@@ -6,6 +6,7 @@ Knows what `wire` says. A client's request stays a prompt and options, some unse
 entries costs the event loop, which all streams share, many times what it cost its sender."""
 
 import dataclasses
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from jdisagg.dispatch.frontend import ChatPrompt, ModelInfo, Prompt, TokenPrompt
 from jdisagg.dispatch.options import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, SamplingOptions, bias_pairs
 from jdisagg.dispatch.routing_status import PastDecision, RoutingStatus, WorkerAccount
 from jdisagg.errors import InvalidRequestError
+from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.request import (
     MAX_GRAMMAR_BYTES,
     MAX_LOGIT_BIAS,
@@ -86,6 +88,7 @@ _SCALARS = (
     "n",
     "include_stop_str_in_output",
     "skip_special_tokens",
+    "prompt_logprobs",
 )
 
 
@@ -228,6 +231,8 @@ def event_to_proto(event: StreamEvent) -> pb.GenerateResponse:
         message.tool_calls.extend(map(call_delta_to_proto, event.tool_calls))
     if event.logprobs:
         message.logprobs.extend(map(logprobs_to_proto, event.logprobs))
+    if event.prompt_logprobs is not None:
+        message.prompt_logprobs.CopyFrom(_prompt_to_proto(event.prompt_logprobs))
     if event.finish_reason is not None:
         message.finish_reason = _FINISH_TO_PROTO[event.finish_reason]
     if event.usage is not None:
@@ -250,6 +255,31 @@ def event_from_proto(message: pb.GenerateResponse) -> StreamEvent:
         request_id=message.request_id,
         reasoning=message.reasoning,
         tool_calls=tuple(map(call_delta_from_proto, message.tool_calls)),
+        prompt_logprobs=(
+            _prompt_from_proto(message.prompt_logprobs)
+            if message.HasField("prompt_logprobs")
+            else None
+        ),
+    )
+
+
+def _prompt_to_proto(logprobs: PromptLogprobs) -> pb.PromptLogprobs:
+    return pb.PromptLogprobs(
+        top=logprobs.top,
+        logprobs=array("f", logprobs.logprobs),
+        ranks=array("i", logprobs.ranks),
+        top_ids=array("i", logprobs.top_ids),
+        top_logprobs=array("f", logprobs.top_logprobs),
+    )
+
+
+def _prompt_from_proto(message: pb.PromptLogprobs) -> PromptLogprobs:
+    return PromptLogprobs(
+        message.top,
+        array("f", message.logprobs).tobytes(),
+        array("i", message.ranks).tobytes(),
+        array("i", message.top_ids).tobytes(),
+        array("f", message.top_logprobs).tobytes(),
     )
 
 

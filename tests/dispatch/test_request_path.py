@@ -43,6 +43,7 @@ def test_many_requests_at_once_give_each_its_own_tokens(mode: Mode, ranks: int) 
                     n=1 + number % 3,
                     presence_penalty=0.5 * (number % 5 == 0),
                     min_tokens=number % 4,
+                    prompt_logprobs=(None, 0, 2)[number % 3],
                 )
                 for number in range(24)
             ]

@@ -28,6 +28,7 @@ def mixed_requests(count: int, max_tokens: int = 24) -> list[Request]:
             n=1 + (number % 4 == 3),
             repetition_penalty=1.0 + 0.1 * (number % 3 == 0),
             min_tokens=number % 4,
+            prompt_logprobs=(None, 0, 2)[number % 3],
         )
         for number in range(count)
     ]

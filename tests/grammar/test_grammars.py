@@ -4,12 +4,13 @@ import asyncio
 import json
 import random
 import re
+import threading
 
 import jsonschema
 import numpy as np
 import pytest
 
-from jdisagg.errors import InvalidRequestError, OverloadedError
+from jdisagg.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 from jdisagg.grammar import compiler
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.grammar.judge import judge
@@ -138,6 +139,20 @@ def test_the_end_waits_for_min_tokens_and_for_ignore_eos_where_the_text_can_go_o
     assert at_the_end and set(at_the_end) <= set(EOS)
 
 
+@pytest.mark.parametrize("more", [-3, 0, 3])
+@pytest.mark.parametrize("options", [{}, {"ignore_eos": True}, {"min_tokens": 9}])
+def test_a_model_may_know_more_ids_than_its_tokenizer_or_fewer(
+    more: int, options: dict[str, object]
+) -> None:
+    """What the tokenizer has no token for never comes; the mask's memory may hold anything."""
+    grammar = Grammar(GrammarKind.REGEX, "[ -~]*")
+    exact = np.zeros(WORDS, np.uint32)
+    begin(grammar, **options).fill(exact)
+    mask = np.full(WORDS + more, 0x5A5A5A5A, np.uint32)
+    begin(grammar, **options).fill(mask)
+    assert mask.tolist() == [*exact.tolist(), *[0] * more][: len(mask)]
+
+
 def test_ids_that_do_not_follow_the_grammar_leave_nothing_to_choose() -> None:
     matcher = begin(Grammar(GrammarKind.REGEX, "[0-9]+"), ids_of("dog"))
     assert allowed(matcher) == []
@@ -242,6 +257,30 @@ async def test_while_grammars_wait_known_ones_are_served_and_too_many_are_refuse
     await asyncio.gather(*tasks)
     assert begun == compiler.AT_ONCE + compiler.MOST_WAITING, "each once"
     await compilers.admit(Grammar(GrammarKind.REGEX, "b"), seconds(60))
+
+
+async def test_a_worker_turns_no_grammar_away_that_a_door_has_admitted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Doors admit a few at a time, and workers may then be asked for all of them at once; what a
+    worker cannot do in time has missed its deadline, and nobody is told to try again."""
+    gate = threading.Event()
+    compilers = grammar_compiler(str(LLAMA))
+    assert compilers is not None
+    find = compilers._find
+    monkeypatch.setattr(compilers, "_find", lambda grammar: gate.wait() and find(grammar))
+    grammars = [
+        Grammar(GrammarKind.REGEX, "a" * (1 + at)) for at in range(compiler.MOST_WAITING + 10)
+    ]
+    tasks = [asyncio.create_task(compilers.prepare(one, seconds(60))) for one in grammars]
+    try:
+        await asyncio.sleep(0)
+        with pytest.raises(DeadlineExceededError, match="was not compiled within 0.01 s"):
+            await compilers.prepare(Grammar(GrammarKind.REGEX, "b"), 0.01)
+        assert not any(task.done() for task in tasks)
+    finally:
+        gate.set()
+    await asyncio.gather(*tasks)
 
 
 async def test_who_no_longer_waits_leaves_no_child_process() -> None:

@@ -15,6 +15,7 @@ from jdisagg.errors import JdisaggError, OverloadedError
 from jdisagg.grammar.compiler import GrammarCompiler, TokenizerText
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
+from jdisagg.prompt_logprobs import PromptLogprobs, PromptToken
 from jdisagg.request import FinishReason, Request, StreamEvent, Timings, TokenLogprobs, Usage
 from jdisagg.service.server import GenerationServer
 from jdisagg.timeouts import RequestTimeouts, Timeouts
@@ -124,6 +125,7 @@ class FakePath:
                     token = expected_tokens(request, child)[index]
                     last = index + 1 == sampling.max_tokens
                     end = last and child + 1 == sampling.n
+                    asks = sampling.prompt_logprobs is not None and index == child == 0
                     self.made_events += 1
                     yield StreamEvent(
                         child=child,
@@ -142,6 +144,7 @@ class FakePath:
                             else None
                         ),
                         timings=Timings(ttft_seconds=0.25, kv_bytes_moved=640) if end else None,
+                        prompt_logprobs=scores_of(request) if asks else None,
                     )
                 await self.gate.wait()
                 if request.tenant == "bug" and index == 1:
@@ -156,6 +159,16 @@ class FakePath:
 
     async def reset_cache(self) -> int:
         return 7
+
+
+def scores_of(request: Request) -> PromptLogprobs:
+    """The letter behind each is likelier than it, and is named first."""
+    top = request.sampling.prompt_logprobs or 0
+    tokens = [
+        PromptToken(-1.5, 2, ((after + 1, -0.25), (after, -1.5), (98, -4.0))[:top])
+        for after in request.prompt_token_ids[1:]
+    ]
+    return PromptLogprobs.of(top, tokens)
 
 
 def text_of(tokens: tuple[int, ...]) -> str:

@@ -194,6 +194,21 @@ async def test_calls_and_reasoning_are_told_from_words_at_both_doors(
     assert not any(request.sampling.skip_special_tokens for request in path.requests)
 
 
+@pytest.mark.parametrize("characters", [1, 1000])
+async def test_usage_says_how_many_tokens_were_reasoning(door: HttpDoor, characters: int) -> None:
+    """Of bytes each."""
+    path = door.path
+    assert isinstance(path, Script)
+    path.text, path.characters = "<think>hm</think>yes", characters
+    usage = (await door.ask("/v1/chat/completions", {"messages": CHAT})).fields["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 17}
+    response = (await door.ask("/v1/responses", {"input": "hi"})).fields
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 17}
+    async with AsyncClient(door.target) as ours:
+        done = await ours.complete(messages=CHAT)
+    assert done.usage is not None and done.usage.reasoning_tokens == 17
+
+
 async def test_an_answer_of_calls_alone_has_no_content(door: HttpDoor) -> None:
     door.path.text = CALLS  # type: ignore[attr-defined]
     asked = {"messages": CHAT, "tools": [WEATHER], "parallel_tool_calls": False}

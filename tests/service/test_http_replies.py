@@ -1,6 +1,7 @@
 """The OpenAI-compatible door by OpenAI's own client: every reply is what its types say, and holds
 what the path made."""
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,6 +11,16 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 
+from jdisagg.request import FinishReason, StreamEvent, Usage
+from jdisagg.service.http_replies import (
+    ChatReply,
+    CompletionReply,
+    Heading,
+    Pieces,
+    Reply,
+    ReplyChoice,
+)
+from jdisagg.service.http_requests import Streaming
 from tests.service.doors import FakePath, expected_tokens, text_of
 from tests.service.http_doors import HttpDoor, events, http_door
 
@@ -35,6 +46,51 @@ def strict(reply: Any, kind: type) -> None:
 
 def made(path: FakePath, child: int = 0, request: int = 0) -> str:
     return text_of(expected_tokens(path.requests[request], child))
+
+
+@pytest.mark.parametrize("token_ids", [False, True])
+@pytest.mark.parametrize("usage", [None, False, True], ids=["unsaid", "at the end", "each"])
+@pytest.mark.parametrize("kind", [ChatReply, CompletionReply])
+def test_a_frame_is_the_same_to_the_byte_whatever_it_has_to_say(
+    kind: type[Reply], usage: bool | None, token_ids: bool
+) -> None:
+    """Held against the object written down as a whole."""
+    streaming = Streaming(usage is not None, bool(usage))
+    reply = kind(
+        Heading("x-1", 7, "tiny", None), streaming, Pieces(lambda one: "", {}, False), token_ids
+    )
+    choice = ReplyChoice(2, (3, 4))
+    for number, (text, reason) in enumerate(
+        [(" a", None), (' "\n\u00e4', None), ("", None), ("z", FinishReason.STOP)]
+    ):
+        event = StreamEvent(0, number, (5, 6), text, finish_reason=reason)
+        frame = reply.chunk(choice, event, number == 0, lambda: Usage(2, 9))
+        chat = kind is ChatReply
+        said: Any = {"text": text}
+        if chat:
+            role = {"role": "assistant"} if number == 0 else {}
+            said = {"delta": role | ({"content": text} if text else {})}
+        rest: dict[str, Any] = {"logprobs": None, "finish_reason": reason and reason.value}
+        rest |= {"token_ids": [5, 6]} if token_ids else {}
+        prompt = {"prompt_token_ids": [3, 4]} if token_ids and number == 0 else {}
+        used = {
+            "prompt_tokens": 2,
+            "completion_tokens": 9,
+            "total_tokens": 11,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+        whole = {
+            "id": "x-1",
+            "object": "chat.completion.chunk" if chat else "text_completion",
+            "created": 7,
+            "model": "tiny",
+            "system_fingerprint": None,
+            "choices": [{"index": 2, **said, **rest, **({} if chat else prompt)}],
+            **(prompt if chat else {}),
+            **({} if usage is None else {"usage": used if usage else None}),
+        }
+        written = json.dumps(whole, ensure_ascii=False, separators=(",", ":"))
+        assert frame.decode() == f"data: {written}\n\n"
 
 
 async def test_the_model_that_is_served_is_listed(client: openai.AsyncOpenAI) -> None:

@@ -123,6 +123,7 @@ async def test_each_child_goes_on_where_it_was() -> None:
     ]
 
 
+@pytest.mark.ci
 async def test_the_blocking_client_goes_on_when_the_servers_process_is_killed_and_started_again() -> (  # noqa: E501
     None
 ):

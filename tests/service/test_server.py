@@ -3,6 +3,7 @@
 import asyncio
 import pathlib
 import signal
+import subprocess
 import sys
 
 import grpc
@@ -18,6 +19,7 @@ from jdisagg.config import ServiceConfig
 from jdisagg.errors import ConfigError, UnavailableError
 from jdisagg.service.server import GenerationServer
 from tests.service.doors import Door, FakePath, eventually, make_frontend
+from tests.time_scale import seconds
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -125,3 +127,30 @@ async def test_streams_that_end_make_a_drain_end(door: Door) -> None:
         door.path.gate.set()
         assert len((await answer).choices[0].token_ids) == 5
         await asyncio.wait_for(draining, 20)
+
+
+SERVES = """
+import asyncio, gc, os, signal
+from jdisagg.config import ServiceConfig
+from jdisagg.node.serving import serve_until_signalled
+from tests.service.doors import FakePath, make_frontend
+
+def ready(service):
+    print(gc.get_freeze_count() > 10_000)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+asyncio.run(serve_until_signalled(make_frontend(FakePath()), ServiceConfig(port=0), ready))
+"""
+
+
+def test_a_server_that_is_ready_is_looked_through_for_garbage_no_more() -> None:
+    """In a process of its own: what is kept so is kept for good."""
+    done = subprocess.run(
+        [sys.executable, "-c", SERVES],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=seconds(120),
+        check=False,
+    )
+    assert done.stdout.split() == ["True"], done.stderr

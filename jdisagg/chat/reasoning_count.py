@@ -1,0 +1,78 @@
+"""How many tokens of an answer are reasoning, the marks around it among them."""
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from jdisagg.chat.answer import AnswerDelta, AnswerParser, joined_calls
+
+_REACH = 8  # characters, in which a text goes on behind a token that has none of its own
+
+
+@runtime_checkable
+class Thinker(Protocol):
+    """A parser that tells reasoning."""
+
+    @property
+    def reasons(self) -> bool:
+        """Whether what comes next is reasoning, or ends it."""
+        ...
+
+    @property
+    def undecided(self) -> bool:
+        """Whether what comes next may begin reasoning."""
+        ...
+
+
+class CountingParser:
+    """Feeds a parser the text of each token by itself. Tokens that may begin reasoning belong to
+    what comes after them."""
+
+    def __init__(self, parser: AnswerParser) -> None:
+        self.parser = parser
+        self.tokens: int | None = 0 if isinstance(parser, Thinker) else None
+        self._undecided = 0
+
+    def push(self, texts: Sequence[str]) -> AnswerDelta:
+        """What these tokens give together."""
+        deltas = [self._push(text) for text in texts]
+        return AnswerDelta(
+            "".join([delta.content for delta in deltas]),
+            "".join([delta.reasoning for delta in deltas]),
+            joined_calls([call for delta in deltas for call in delta.calls]),
+        )
+
+    def _push(self, text: str) -> AnswerDelta:
+        parser = self.parser
+        if not isinstance(parser, Thinker) or self.tokens is None:
+            return parser.push(text)
+        before, undecided = parser.reasons, parser.undecided
+        delta = parser.push(text)
+        if before or parser.reasons or delta.reasoning:
+            self.tokens += 1 + self._undecided
+            self._undecided = 0
+        elif delta.content or delta.calls:
+            self._undecided = 0
+        else:
+            self._undecided += undecided
+        return delta
+
+
+def token_places(pieces: Sequence[str], text: str) -> list[tuple[int, int]]:
+    """Where the text of each token, alone `pieces`, begins and ends in their text together. One
+    that has none there (a special one, a part of a character) stands where the next begins."""
+    places: list[tuple[int, int]] = []
+    at = 0
+    for piece in pieces:
+        found = text.find(piece, at, at + len(piece) + _REACH) if piece else -1
+        begin = at if found < 0 else found
+        at = at if found < 0 else found + len(piece)
+        places.append((begin, at))
+    return places
+
+
+def cut_by_token(pieces: Sequence[str], text: str) -> list[str]:
+    """A text as what each of its tokens has brought; what nothing else says is the last one's."""
+    if len(pieces) <= 1:
+        return [text] * len(pieces)
+    ends = [end for _, end in token_places(pieces, text)[:-1]]
+    return [text[begin:end] for begin, end in zip([0, *ends], [*ends, len(text)], strict=True)]

@@ -1,0 +1,56 @@
+"""Log-probabilities of prompts over the real engine, through both doors: those of a dense pass over
+the prompt, in every mode."""
+
+import numpy as np
+import pytest
+
+from jdisagg.config import Mode, ServiceConfig
+from jdisagg.prompt_logprobs import PromptLogprobs
+from tests.end_to_end.clusters import LLAMA, config, running
+from tests.end_to_end.doors import served
+from tests.executor.test_prefill_rows import dense
+from tests.executor.test_prompt_logprobs import NEAR, TOP, check_prompt
+from tests.service.doors import FakePath
+from tests.service.http_doors import HttpDoor
+
+TEXT = "Once upon a time there was a little girl who lived in a house by the sea. " * 4
+
+
+def wanted(ids: tuple[int, ...]) -> list[float]:
+    of_all_TV = np.asarray(dense(LLAMA)(np.pad(np.array(ids, np.int32), (0, 128 - len(ids)))))
+    return [float(of_all_TV[at, after]) for at, after in enumerate(ids[1:])]
+
+
+@pytest.mark.ci
+async def test_both_doors_tell_what_a_dense_pass_gives() -> None:
+    """Twice: the second time both meshes know the prompt."""
+    engine = config(context=256, slots=4)
+    async with served(engine, ServiceConfig(port=0, http_port=0, drain_seconds=5.0)) as door:
+        ids = await door.client.tokenize(TEXT)
+        assert 64 < len(ids) < 128, "of two chunks"
+        for n in (1, 2):
+            said = await door.client.complete(
+                token_ids=ids, max_tokens=3, prompt_logprobs=TOP, n=n, temperature=0
+            )
+            assert said.prompt_logprobs is not None
+            check_prompt(LLAMA, tuple(ids), said.prompt_logprobs)
+        plain = await door.client.complete(token_ids=ids, max_tokens=3, temperature=0)
+        assert plain.prompt_logprobs is None
+        assert plain.choices[0].token_ids == said.choices[0].token_ids
+        asked = {"prompt": [list(ids), list(ids[:9])], "echo": True, "logprobs": 1, "max_tokens": 1}
+        answer = await HttpDoor(FakePath(), door.server).ask("/v1/completions", asked)
+        for one, prompt in zip(answer.fields["choices"], (ids, ids[:9]), strict=True):
+            first, *others = one["logprobs"]["token_logprobs"]
+            assert first is None and len(others) == len(prompt)
+            np.testing.assert_allclose(others[:-1], wanted(tuple(prompt)), atol=NEAR)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [Mode.CHUNKED, Mode.UNIFIED])
+async def test_a_mesh_that_does_both_tells_the_same(mode: Mode) -> None:
+    async with running(config(mode, decode="dp=2,tp=2", context=256, slots=4)) as run:
+        request = run.request(TEXT, max_tokens=3, prompt_logprobs=TOP)
+        done = [event async for event in run.cluster.stream(request)]
+        found = [event.prompt_logprobs for event in done]
+        assert isinstance(found[0], PromptLogprobs) and not any(found[1:])
+        check_prompt(LLAMA, request.prompt_token_ids, found[0])
