@@ -14,11 +14,14 @@ import jaxlib
 
 from benchmarks.commits import commit
 
+# The widest first: one name of processor may stand for machines that differ in them.
+VECTORS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "asimd")
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def machine() -> dict[str, object]:
-    """Processor, cores, load, versions and commit: what a figure means nothing without."""
+    """Processor, its widest vectors, cores, load, versions and commit: what a figure means nothing
+    without."""
     model = next(
         (
             line.split(":", 1)[1].strip()
@@ -27,8 +30,10 @@ def machine() -> dict[str, object]:
         ),
         platform.processor(),
     )
+    flags = set(_read("/proc/cpuinfo").partition("\nflags")[2].partition("\n")[0].split())
     return {
         "processor": model,
+        "vectors": next((name for name in VECTORS if name in flags), "unknown"),
         "cores": os.cpu_count(),
         "load_average": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),

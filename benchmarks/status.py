@@ -12,6 +12,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.peers.servers import KINDS
+
 RESULTS = Path(__file__).resolve().parent / "results"
 PAGE = Path(__file__).resolve().parent / "STATUS.md"
 
@@ -20,7 +22,8 @@ class Metric(NamedTuple):
     """Where a figure is: `path` leads through the keys of `results/<results>.json`, by patterns.
 
     A `goal` bounds every value that the path leads to. With `minus`, a second path, the values are
-    differences. The steps of a path are separated by "|"; -1 is the last of a list.
+    differences. The steps of a path are separated by "|"; -1 is the last of a list. What is
+    not there was not measured yet, and the page says so.
     """
 
     name: str
@@ -47,8 +50,12 @@ def page(results: Path = RESULTS) -> str:
 
 
 def _row(metric: Metric, results: Path) -> str:
+    unit = f" {metric.unit}" if metric.unit else ""
+    goal = f"{metric.goal}{unit}" if metric.goal else "-"
     figures = _read(results, metric.results)
     values = [*_values(figures, metric.path.split("|"))]
+    if not values:
+        return f"| {metric.name} | {goal} | not measured | - | {metric.results} |"
     if metric.minus:
         limits = _values(figures, metric.minus.split("|"))
         values = [value - limit for value, limit in zip(values, limits, strict=True)]
@@ -61,8 +68,6 @@ def _row(metric: Metric, results: Path) -> str:
         shown = [float(_digits(value)) for value in values]
         count = sum(v >= float(bound) if kind == "at least" else v <= float(bound) for v in shown)
         met = "yes" if count == len(values) else "no" if not count else f"{count} of {len(values)}"
-    unit = f" {metric.unit}" if metric.unit else ""
-    goal = f"{metric.goal}{unit}" if metric.goal else "-"
     return f"| {metric.name} | {goal} | {latest}{unit} | {met} | {metric.results} |"
 
 
@@ -81,14 +86,19 @@ def _values(node: object, steps: list[str]) -> Iterator[float]:
 
 def _source(name: str, script: str, results: Path) -> str:
     figures = _read(results, name)
+    if figures is None:
+        return f"| {name} | `{script}` | not measured | - | - |"
     made = {**figures.get("machine", {}), **figures.get("made", {})}
     if name == "chaos":  # its runs are of several commits; the page shows the last one
         last = figures["random, ten minutes, seed 1"][-1]
         made = {**made, "commit": last["commit"], "load_average": last["load_average"], "date": ""}
     words = [made.get("processor", "").replace("(R)", "").replace(" Processor", "")]
+    words += [made["vectors"]] if "vectors" in made else []
     words += [f"{made[key]} {word}" for key, word in [("cores", "cores")] if key in made]
     words += [f"load {made['load_average']}"] if "load_average" in made else []
     words += [f"JAX {made['jax']}"] if "jax" in made else []
+    peer = figures.get("peer", {}).get("versions", {})
+    words += [" ".join(item) for item in peer.items() if item[0] != "python"]
     date, commit = made.get("date") or "not recorded", made.get("commit", "not recorded")
     machine = ", ".join(word for word in words if word) or "not recorded"
     return f"| [{name}](results/{name}.json) | `{script}` | {date} | {commit} | {machine} |"
@@ -98,8 +108,9 @@ def _digits(value: float) -> str:
     return f"{value:,.0f}".replace(",", "") if abs(value) >= 100 else f"{value:.3g}"
 
 
-def _read(results: Path, name: str) -> dict:
-    return json.loads((results / f"{name}.json").read_text())
+def _read(results: Path, name: str) -> dict | None:
+    file = results / f"{name}.json"
+    return json.loads(file.read_text()) if file.exists() else None
 
 
 def _throughput(dtype: str, batch_32: float) -> list[Metric]:
@@ -110,6 +121,33 @@ def _throughput(dtype: str, batch_32: float) -> list[Metric]:
         Metric(f"decode B=8, {dtype}", "at least 0.85", "", results, "decode B=8|speed"),
         Metric(f"decode B=32, {dtype}", f"at least {batch_32}", "", results, "decode B=32|speed"),
         Metric(f"32 x (512 in, 64 out), {dtype}", "at least 0.952", "", results, "offline*|speed"),
+    ]
+
+
+def _peer(dtype: str) -> list[Metric]:
+    """No goals: what is wanted is said against the plain loop."""
+    parts = [*(f"prefill {n}" for n in (512, 2048)), *(f"decode B={n}" for n in (1, 8, 32))]
+    paths = {part: part for part in parts} | {"32 x (512 in, 64 out)": "offline*"}
+    return [
+        Metric(f"{name}, {dtype}", "", "", f"vllm_{dtype}", f"{path}|speed")
+        for name, path in paths.items()
+    ]
+
+
+def _beside(server: str) -> list[Metric]:
+    rates, storm = f"poisson|rate [0-9]*|{server}|", f"storm|{server}|"
+    rows = [
+        ("all at once", "tokens/s", f"poisson|rate inf|{server}|tokens_per_second"),
+        ("TTFT p99, by rates", "ms", f"{rates}ttft_p99_ms"),
+        ("TBT p50, by rates", "ms", f"{rates}tbt_p50_ms"),
+        ("TBT p99, by rates", "ms", f"{rates}tbt_p99_ms"),
+        ("TBT p99 in a storm of prompts", "ms", f"{storm}storm|tbt_p99_ms"),
+        ("that, of its idle TBT p99", "", f"{storm}p99_of_idle"),
+    ]
+    files = {"poisson": "side_by_side_float32", "storm": "storm_float32"}
+    return [
+        Metric(f"{server}: {name}", "", unit, files[path.partition("|")[0]], path)
+        for name, unit, path in rows
     ]
 
 
@@ -126,12 +164,21 @@ def _handoff(size: str) -> list[Metric]:
 _CHAOS = "random, ten minutes, seed 1|-1|total|"
 _HELD_OUT = "*fitted to llama-2-70b|held_out|"
 _RMSE = "attainment_rmse_points|"
+_BLIS = "records|all|all"
+_HALF = "errors|all|held out"
 _LARGE = "1,000 instances, 100,000 requests|"
 
 METRICS = {
     "The engine against a plain loop (its seconds / ours)": [
         *_throughput("float32", 0.82),
         *_throughput("bfloat16", 0.78),
+    ],
+    "The engine against vLLM for CPUs, the same model, tokens and cores (its seconds / ours)": [
+        *_peer("float32"),
+        *_peer("bfloat16"),
+    ],
+    "Servers side by side on two cores, one client (disaggregated: a core each role), float32": [
+        metric for server in KINDS for metric in _beside(server)
     ],
     "Sampling and the service": [
         Metric(
@@ -226,6 +273,29 @@ METRICS = {
         Metric("DistServe c21d12", "", "points", "fidelity", f"{_RMSE}*c21d12|ours"),
         Metric("vLLM", "at most 6.3", "points", "fidelity", f"{_RMSE}vllm-|ours"),
     ],
+    "Cost model against public measurements, nothing fitted, held out": [
+        Metric("TPOT, median error", "at most 10", "%", "public_runs", f"{_HALF}|tpot_median"),
+        Metric("TPOT, p90", "at most 35", "%", "public_runs", f"{_HALF}|tpot_p90"),
+        Metric("TTFT, median error", "at most 25", "%", "public_runs", f"{_HALF}|ttft_median"),
+        Metric(
+            "points asked for, of models in the catalogue",
+            "at least 90",
+            "%",
+            "public_runs",
+            "coverage|of_models*",
+        ),
+        Metric(
+            "of those whose deployment is stated",
+            "at least 90",
+            "%",
+            "public_runs",
+            "coverage|of_those*",
+        ),
+    ],
+    "Cost model against BLIS's runs, nothing fitted": [
+        Metric("TTFT, mean error", "at most 15", "%", "blis_runs", f"{_BLIS}|ttft_mape"),
+        Metric("end to end, mean error", "at most 10", "%", "blis_runs", f"{_BLIS}|e2e_mape"),
+    ],
     "Messages between processes, against protocol buffers (times as fast)": [
         Metric("encode and decode", "at least 5", "", "messages", "messages|*|times_as_fast")
     ],
@@ -247,6 +317,10 @@ METRICS = {
 SCRIPTS = {
     "throughput_float32": "benchmarks.throughput",
     "throughput_bfloat16": "benchmarks.throughput",
+    "vllm_float32": "benchmarks.throughput --peer=vllm",
+    "vllm_bfloat16": "benchmarks.throughput --peer=vllm",
+    "side_by_side_float32": "benchmarks.side_by_side --parts=poisson",
+    "storm_float32": "benchmarks.side_by_side --parts=storm",
     "sampled_grpc_float32": "benchmarks.throughput",
     "http_door": "benchmarks.http_door",
     "handoff": "benchmarks.handoff",
@@ -260,6 +334,8 @@ SCRIPTS = {
     "elastic_live": "benchmarks.elastic_live",
     "cost_model": "benchmarks.cost_model",
     "fidelity": "benchmarks.fidelity",
+    "public_runs": "benchmarks.public_runs",
+    "blis_runs": "benchmarks.blis_runs",
     "simulator_speed": "benchmarks.simulator_speed",
 }
 

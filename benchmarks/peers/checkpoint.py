@@ -1,0 +1,96 @@
+"""The measured model as a Hugging Face folder, which every engine reads: config.json, random
+weights in float32 from one seed, and a tokenizer whose words are w3, w4, ... with the ids 3, 4, ...
+
+Matrices have the variance 1 / fan-in, the embedding the deviation 0.02, norms are one, as
+`models.decoder.init_model` has them. Any list of ids decodes to a text that encodes to the same
+ids, so that benchmark clients that send text send exactly as many tokens as they mean to."""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from benchmarks.plain_loop import MEASURED_MODEL
+
+FOLDER = Path("~/.cache/jdisagg/measured_model").expanduser()
+SPECIAL = ("<unk>", "<s>", "</s>")
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
+
+
+def measured_checkpoint(
+    folder: Path = FOLDER, config: dict[str, object] = MEASURED_MODEL, seed: int = 0
+) -> Path:
+    """The folder, written where it is not there yet."""
+    if (folder / "config.json").is_file():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        new = Path(scratch) / folder.name
+        new.mkdir()
+        save_file(_tensors(config, seed), new / "model.safetensors", metadata={"format": "pt"})
+        _write_tokenizer(new, int(str(config["vocab_size"])), config["max_position_embeddings"])
+        special = {"bos_token_id": SPECIAL.index("<s>"), "eos_token_id": SPECIAL.index("</s>")}
+        _write(new / "generation_config.json", special)
+        _write(new / "config.json", {**config, **special, "torch_dtype": "float32"})
+        os.replace(new, folder)
+    return folder
+
+
+def _tensors(config: dict[str, object], seed: int) -> dict[str, np.ndarray]:
+    """All weights under their published names, kernels [out, in]."""
+    names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    width, heads, kv_heads, head = (int(str(config[name])) for name in names)
+    ffn, vocabulary = int(str(config["intermediate_size"])), int(str(config["vocab_size"]))
+    rng = np.random.default_rng(seed)
+
+    def kernel(rows: int, columns: int, deviation: float | None = None) -> np.ndarray:
+        values = rng.standard_normal((rows, columns), dtype=np.float32)
+        return values * np.float32(columns**-0.5 if deviation is None else deviation)
+
+    one = np.ones(width, np.float32)
+    named = {"model.embed_tokens.weight": kernel(vocabulary, width, 0.02)}
+    named |= {"model.norm.weight": one, "lm_head.weight": kernel(vocabulary, width)}
+    for number in range(int(str(config["num_hidden_layers"]))):
+        layer = {
+            "input_layernorm": one,
+            "post_attention_layernorm": one,
+            "self_attn.q_proj": kernel(heads * head, width),
+            "self_attn.k_proj": kernel(kv_heads * head, width),
+            "self_attn.v_proj": kernel(kv_heads * head, width),
+            "self_attn.o_proj": kernel(width, heads * head),
+            "mlp.gate_proj": kernel(ffn, width),
+            "mlp.up_proj": kernel(ffn, width),
+            "mlp.down_proj": kernel(width, ffn),
+        }
+        named |= {f"model.layers.{number}.{name}.weight": value for name, value in layer.items()}
+    return named
+
+
+def _write_tokenizer(folder: Path, vocabulary: int, context: object) -> None:
+    words = [*SPECIAL, *(f"w{number}" for number in range(len(SPECIAL), vocabulary))]
+    ids = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    # Each token is " w123" in a text: pieces of a stream join without knowing their neighbours.
+    tokenizer.decoder = decoders.Replace("w", " w")
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": context,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    _write(folder / "tokenizer_config.json", settings)
+
+
+def _write(path: Path, content: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n")
