@@ -11,6 +11,7 @@ with 0."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -32,7 +33,7 @@ from launch.shipped import SHIPPED_MODEL
 from models.decoder import abstract_model
 from models.inspection import Inspection, bytes_per_device, inspect
 
-flags = define(*ENGINE, *SERVICE, *HTTP, "device_gib")
+flags = define(*ENGINE, *SERVICE, *HTTP, "kv_channel", "device_gib")
 
 
 def main() -> int:
@@ -66,16 +67,17 @@ def _fits_layouts(config: EngineConfig, found: Inspection, problems: list[str]) 
         return False
     before = len(problems)
     weights = checked_weights(config.model.weights)
+    kept = replace(found.config, kv_dtype=config.model.kv_dtype)
     sides = [("decode", config.decode)]
     if config.mode is Mode.DISAGGREGATED:
         sides.insert(0, ("prefill", config.prefill))
     for side, instance in sides:
         try:
-            bytes_per_device(found.config, instance.layout, config.model.dtype, weights)
+            bytes_per_device(kept, instance.layout, config.model.dtype, weights)
         except JdisaggError as error:
             problems.append(f"{side}: {error.message}")
     with _noting(problems):
-        spec = abstract_model(found.config, dtype=config.model.dtype, weights=weights).kv_spec
+        spec = abstract_model(kept, dtype=config.model.dtype, weights=weights).kv_spec
         check_reuse(spec, config.prefix)
     return len(problems) == before
 
@@ -84,7 +86,7 @@ def _plans(config: EngineConfig, found: Inspection) -> list[str]:
     """What each device would hold. Raises ConfigError where it has less."""
     if found.geometry is None:
         return []
-    geometry = as_kept(found.geometry, config.model.weights)
+    geometry = as_kept(found.geometry, config.model)
     if flags.device_gib:
         memory = DeviceMemory(
             int(flags.device_gib * (1 << 30) * (memory_fraction(config) or DEVICE_FRACTION)),

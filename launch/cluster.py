@@ -47,7 +47,7 @@ flags = define(
     *ENGINE,
     *SERVICE,
     *HTTP,
-    *("canary_seconds", "elastic", "decision_log", "record", "cluster_log_dir"),
+    *("kv_channel", "canary_seconds", "elastic", "decision_log", "record", "cluster_log_dir"),
     "table",
     *OBSERVE,
 )

@@ -16,10 +16,10 @@ from typing import Any
 from absl import flags as absl
 
 from jdisagg.chat.formats import AUTO, NONE, REASONING, TOOL_FORMS
-from jdisagg.config import EngineConfig, Mode
+from jdisagg.config import KV_CHANNELS, EngineConfig, Mode
 from jdisagg.costs.cost_model import CODEC_BITS
 from jdisagg.costs.hardware import HARDWARE, LINKS
-from jdisagg.layout.kv_spec import WEIGHT_BITS
+from jdisagg.layout.kv_spec import KEPT_DTYPES, WEIGHT_BITS
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.observe.logs import FORMATS
 from launch.shipped import DEFAULT_RECIPE, SHIPPED_MODEL
@@ -38,10 +38,10 @@ SERVICE = (
 )  # fmt: skip
 HTTP = ("http_port", "http_cors_origins", "tool_parser", "reasoning_parser")
 ENGINE = (
-    "config", "model", "mode", "dtype", "weights", "prefill", "decode", "slots_per_rank",
-    "chunk_tokens", "page_size", "pages_per_rank", "context_tokens", "memory_fraction", "codec",
-    "hardware", "prefix_cache", "host_cache_gib", "disk_cache_dir",
-    "disk_cache_gib", "compilation_cache", "set",
+    "config", "model", "mode", "dtype", "weights", "kv_dtype", "prefill", "decode",
+    "slots_per_rank", "chunk_tokens", "page_size", "pages_per_rank", "context_tokens",
+    "memory_fraction", "codec", "hardware", "prefix_cache", "host_cache_gib", "disk_cache_dir",
+    "disk_cache_gib", "peer_fetch", "compilation_cache", "set",
 )  # fmt: skip
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos", "chat")
 
@@ -95,6 +95,12 @@ FLAGS: dict[str, Spec] = {
         None,
         "Quantize the matrices of layers to it as they are read. Default: the recipe's, or no.",
     ),
+    "kv_dtype": _one_of(
+        list(KEPT_DTYPES),
+        None,
+        "Keep and send KV in it: half of bfloat16's memory and bytes. Default: the recipe's, or the"
+        " type of the weights.",
+    ),
     "prefill": _text(None, "Layout of a prefill mesh, such as dp=1,tp=2."),
     "decode": _text(None, "Layout of a decode mesh, or of the one mesh."),
     "layout": _text(None, "Layout of the mesh, such as dp=1,tp=2."),
@@ -133,6 +139,11 @@ FLAGS: dict[str, Spec] = {
     ),
     "disk_cache_gib": _real(
         None, "GiB of it, for each prefill worker. Default: the recipe's, or 0.", least=0.0
+    ),
+    "peer_fetch": _yes(
+        None,
+        "With --prefix_cache: prefill workers fetch what others keep, prefill and decode workers."
+        " Default: the recipe's; launch.cluster: yes.",
     ),
     "compilation_cache": _text(None, "Folder for compiled programs; '' switches it off."),
     "devices": _count(
@@ -179,6 +190,13 @@ FLAGS: dict[str, Spec] = {
     ),
     "token_file": _text(None, "File of bearer tokens, one a line; a client shows the first."),
     "cluster_token_file": _text(None, "File of the token that router and workers show each other."),
+    "kv_channel": _one_of(
+        KV_CHANNELS,
+        None,
+        "By what KV comes from other processes. Default: shared memory on one host, else NIXL where"
+        " both sides have it and RDMA, else JAX's transfer engine; engine: without NIXL; nixl: by"
+        " NIXL from all that have it, over TCP and on one host, too.",
+    ),
     # a worker
     "role": _one_of([role.value for role in WorkerRole], None, "What the worker does."),
     "name": _text(None, "Its name."),
@@ -250,6 +268,19 @@ FLAGS: dict[str, Spec] = {
     "variation": _real(
         1.0, "Without a trace: variation of the gaps; 0 even, 1 Poisson, above bursts."
     ),
+    "turns": _real(
+        None,
+        "Without a trace: conversations of so many turns on average, of which --prompt_tokens and"
+        " --output_tokens are a turn's own.",
+    ),
+    "think_seconds": _real(30.0, "With --turns: on average from a turn to the next one."),
+    "system_tokens": _count(0, "With --turns: what all conversations begin with.", least=0),
+    "concurrency": _count(
+        None,
+        "A closed loop of so many users, each of whom asks for the next request when its last one"
+        " has ended; a trace gives lengths and order alone.",
+        least=1,
+    ),
     "prompt_tokens": _count(None, "Tokens of a prompt."),
     "output_tokens": _count(128, "Tokens of an answer."),
     "max_prompt_tokens": _count(None, "Cut longer prompts."),
@@ -274,9 +305,6 @@ FLAGS: dict[str, Spec] = {
     ),
     "link": _text(None, f"Between workers, beyond the fast domain: {', '.join(LINKS)}."),
     "host_devices": _count(0, "Devices that share the fast link; 0: the hardware's domain."),
-    "cache_blocks": _count(
-        0, "Prefix reuse: blocks of the trace that each prefilling worker keeps."
-    ),
     "switch_seconds": _real(20.0, "With --elastic: how long a drained worker needs to come back."),
     "fault": _many(
         "death:decode-0:10:5, stall:W:at:back, slow:W:at:factor:seconds, cancels:at:part."

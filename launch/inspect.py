@@ -1,24 +1,28 @@
 """Says what a checkpoint is and whether it can be served, without reading a weight.
 
     python -m launch.inspect --model=DIR [--layout=dp=1,tp=2] [--dtype=bfloat16] [--weights=int8]
+        [--kv_dtype=fp8]
 
 DIR is a folder, or a bare config.json. The exit status is 0 where the model loads under the layout,
 and 1 where it does not: then each thing that is missing is named."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from jdisagg.errors import LayoutError
 from jdisagg.layout.axes import Layout
+from jdisagg.layout.kv_spec import KEPT_DTYPES
 from jdisagg.ops.quantized_weights import checked_weights
 from launch.console import run
 from launch.flags import define
-from models.inspection import Inspection, bytes_per_device, inspect, layers_by_kind
+from models.inspection import Inspection, bytes_per_device, inspect, kv_by_kind, layers_by_kind
 
 flags = define(
     "model",
     "layout",
     "dtype",
     "weights",
+    "kv_dtype",
     required=("model",),
     model=(None, "Checkpoint directory, or a config.json alone."),
     layout="dp=1,tp=1,ep=1",
@@ -45,9 +49,12 @@ def main() -> int:
 def _lines(found: Inspection) -> list[tuple[str, str]]:
     lines = [("family", found.family), ("quantization", found.quantization)]
     if (config := found.config) is not None:
-        kinds = [f"{count} x {kind}" for kind, count in layers_by_kind(config)]
-        lines += [("layers", text) for text in kinds]
+        kept = kv_by_kind(replace(config, kv_dtype=flags.kv_dtype or ""), flags.dtype)
+        for kind, count in layers_by_kind(config):
+            each = f": {kept[kind]:,} bytes of KV a token each" if kept[kind] else ""
+            lines.append(("layers", f"{count} x {kind}{each}"))
     if (geometry := found.geometry) is not None:
+        geometry = replace(geometry, kv_dtype=KEPT_DTYPES.get(flags.kv_dtype or "", ""))
         a_token = geometry.kv_bytes_per_token(flags.dtype)
         state = geometry.state_bytes(flags.dtype)
         context = geometry.context_tokens
@@ -56,7 +63,7 @@ def _lines(found: Inspection) -> list[tuple[str, str]]:
         lines += [
             ("parameters", f"{geometry.parameters:,}, {geometry.active_parameters:,} active"),
             ("context", f"{context:,} tokens"),
-            ("KV a token", f"{a_token:,} bytes ({flags.dtype}){_beside(state)}"),
+            ("KV a token", f"{a_token:,} bytes ({flags.kv_dtype or flags.dtype}){_beside(state)}"),
             ("KV a sequence", f"{a_token * context:,} bytes of full context"),
         ]
         if state:
@@ -70,10 +77,12 @@ def _lines(found: Inspection) -> list[tuple[str, str]]:
 def _under(found: Inspection, layout: Layout) -> list[tuple[str, str]]:
     """What one device holds. Raises LayoutError."""
     assert found.config is not None
+    kept_in = replace(found.config, kv_dtype=flags.kv_dtype or "")
     weights, a_token, state = bytes_per_device(
-        found.config, layout, flags.dtype, checked_weights(flags.weights or "")
+        kept_in, layout, flags.dtype, checked_weights(flags.weights or "")
     )
     kinds = f"{flags.dtype}, matrices in {flags.weights}" if flags.weights else flags.dtype
+    kinds += f", KV in {flags.kv_dtype}" if flags.kv_dtype else ""
     kept = f"{a_token:,} of KV a token" + (f", {state:,} of state a sequence" if state else "")
     return [
         ("layout", f"{layout}, {layout.devices} devices"),

@@ -10,7 +10,7 @@ from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.engine.instance import Loaded, LoadModel
 from jdisagg.layout.axes import Layout
-from jdisagg.layout.kv_spec import WEIGHT_BITS
+from jdisagg.layout.kv_spec import KEPT_DTYPES, WEIGHT_BITS
 from jdisagg.model_api import Device
 from jdisagg.node.deployment import Deployment, ModelSource
 from jdisagg.observe.observer import Observer
@@ -25,19 +25,23 @@ from models.tokenizer import Tokenizer
 _log = logging.getLogger(__name__)
 
 
-def loader(directory: str, dtype: str, weights: str = "") -> LoadModel:
+def loader(directory: str, dtype: str, weights: str = "", kv_dtype: str = "") -> LoadModel:
     """Reads the checkpoint at each call."""
     kept = checked_weights(weights)
 
     def load(layout: Layout, devices: Sequence[Device]) -> Loaded:
-        return load_model(directory, layout, devices, dtype=dtype, weights=kept)
+        return load_model(directory, layout, devices, dtype=dtype, weights=kept, kv_dtype=kv_dtype)
 
     return load
 
 
-def as_kept(geometry: CostGeometry, weights: str) -> CostGeometry:
-    """With its matrices in the form of --weights; "": as they are."""
-    return replace(geometry, matrix_bits=WEIGHT_BITS[weights]) if weights else geometry
+def as_kept(geometry: CostGeometry, model: ModelConfig) -> CostGeometry:
+    """With its matrices in the form of --weights and its KV in --kv_dtype."""
+    return replace(
+        geometry,
+        matrix_bits=WEIGHT_BITS[model.weights] if model.weights else 0,
+        kv_dtype=KEPT_DTYPES.get(model.kv_dtype, ""),
+    )
 
 
 def model_source(model: ModelConfig) -> ModelSource:
@@ -45,8 +49,8 @@ def model_source(model: ModelConfig) -> ModelSource:
     directory = model.directory
     family = load_config(directory).family
     name = Path(directory).resolve().name
-    geometry = as_kept(find_geometry(directory), model.weights)
-    load = loader(directory, model.dtype, model.weights)
+    geometry = as_kept(find_geometry(directory), model)
+    load = loader(directory, model.dtype, model.weights, model.kv_dtype)
     grammars = grammar_compiler(directory)
     return ModelSource(directory, name, family, geometry, load, _relayout, grammars)
 

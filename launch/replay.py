@@ -41,7 +41,9 @@ def main() -> int:
     replayed = asyncio.run(
         replay(
             recordings,
-            lambda header: loader(flags.model or header.model, header.dtype, header.weights),
+            lambda header: loader(
+                flags.model or header.model, header.dtype, header.weights, header.kv_dtype
+            ),
             lambda header: grammar_compiler(flags.model or header.model),
         )
     )

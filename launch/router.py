@@ -23,6 +23,7 @@ from pathlib import Path
 from jdisagg.errors import ConfigError
 from jdisagg.node.router import Router, RouterConfig
 from jdisagg.node.run_files import RouterProcessConfig, read_config
+from jdisagg.node.serving import keep_for_good
 from jdisagg.observe.decision_log import DecisionLog
 from jdisagg.observe.logs import start_logging
 from jdisagg.observe.process import observing
@@ -54,6 +55,7 @@ def main() -> None:
     tokenizer = Tokenizer.from_directory(config.model)
     start_logging(config.observe.log_format, "router")
     log = DecisionLog(config.decision_log) if config.decision_log else contextlib.nullcontext()
+    keep_for_good()
     with log as decisions:
         asyncio.run(_run(config, tokenizer, decisions))
 

@@ -21,6 +21,7 @@ _FIELDS = {
     "model": "model.directory",
     "dtype": "model.dtype",
     "weights": "model.weights",
+    "kv_dtype": "model.kv_dtype",
     "context_tokens": "model.context_tokens",
     "mode": "mode",
     "prefill": "prefill.layout",
@@ -30,6 +31,8 @@ _FIELDS = {
     "host_cache_gib": "prefix.host_gib",
     "disk_cache_dir": "prefix.disk_dir",
     "disk_cache_gib": "prefix.disk_gib",
+    "peer_fetch": "prefix.peer_fetch",
+    "kv_channel": "service.kv_channel",
     **{name: f"service.{name}" for name in (*SERVICE, *HTTP)},
 }
 _FILES = ("tls_certificate", "tls_key", "tls_client_ca", "token_file", "cluster_token_file")
@@ -43,6 +46,8 @@ def engine_config(given: Given) -> EngineConfig:
     recipe = load_recipe(given.config)
     changes: list[str] = []
     said = given.given()
+    if said.get("peer_fetch") is not None:
+        changes.append(f"routing.peer_fetch={said['peer_fetch']}")
     asked = "dtype" in given.names and ("model" in said or "dtype" in said)
     if asked and said.get("dtype", "auto") == "auto":
         directory = str(said.get("model") or recipe.model.directory or SHIPPED_MODEL)

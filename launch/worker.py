@@ -49,7 +49,16 @@ flags = define(
     *("role", "layout", "router", "name"),
     *(name for name in ENGINE if name not in ("prefill", "decode")),
     *SERVICE,
-    *("devices", "gpus", "place", "num_processes", "process_id", "coordinator", "record"),
+    *(
+        "kv_channel",
+        "devices",
+        "gpus",
+        "place",
+        "num_processes",
+        "process_id",
+        "coordinator",
+        "record",
+    ),
     *("config_file", *OBSERVE),
     port=0,
 )

@@ -143,7 +143,7 @@ class ClusterPlan:
         return RouterProcessConfig(
             RouterConfig(
                 engine.limits,
-                engine.routing,
+                replace(engine.routing, peer_fetch=self._fetches, fetch_from_decode=self._returns),
                 service,
                 config.elastic,
                 config.changes_roles and index == 0,
@@ -171,6 +171,7 @@ class ClusterPlan:
                     made,
                     model=replace(made.model, directory=config.model),
                     instance=replace(made.instance, layout=instance.layout),
+                    prefix=replace(made.prefix, peer_fetch=self._fetches),
                     service=replace(made.service, port=port, http_port=None),
                 ),
                 devices_of_process(instance, self.instances),
@@ -182,6 +183,21 @@ class ClusterPlan:
             )
             for index, port in enumerate(instance.ports)
         )
+
+    @property
+    def _fetches(self) -> bool:
+        """Whether prefill workers fetch what others keep."""
+        prefix = self.config.engine.prefix
+        prefills = sum([one.role is WorkerRole.PREFILL for one in self.instances])
+        may = prefills > 1 or (prefills > 0 and self._returns)
+        asked = prefix.peer_fetch
+        return prefix.reuse and (may if asked is None else asked)
+
+    @property
+    def _returns(self) -> bool:
+        """Whether they fetch from decode workers too, which give nothing that a codec changed."""
+        engine = self.config.engine
+        return engine.routing.fetch_from_decode and engine.decode.codec == "none"
 
     def _router(self, name: str, index: int) -> Command:
         return self._command(name, "router", self.router_config(index))

@@ -159,7 +159,9 @@ class Deployment:
             prefill_layout=config.prefill.layout if config.mode is Mode.DISAGGREGATED else None,
             decode_layout=config.decode.layout,
             kv_bytes_per_token=self.cluster.kv_spec.bytes_per_token,
-            version=model_fingerprint(model.directory, config.model.dtype, config.model.weights),
+            version=model_fingerprint(
+                model.directory, config.model.dtype, config.model.weights, config.model.kv_dtype
+            ),
             sampling=tokenizer.sampling_defaults,
         )
         self.frontend = Frontend(

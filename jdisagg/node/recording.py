@@ -39,6 +39,7 @@ def record(
         model=str(Path(model.directory).resolve()),
         dtype=model.dtype,
         weights=model.weights,
+        kv_dtype=model.kv_dtype,
         layout=str(layout),
         prefill=mesh.role.prefill,
         decode=mesh.role.decode,

@@ -8,7 +8,7 @@ another may begin in the same process, on the same devices."""
 import asyncio
 import contextlib
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,6 +69,7 @@ from jdisagg.service.worker_service import decode_service, peer_service, prefill
 from jdisagg.supervisor.supervisor import EXIT_BROKEN, EXIT_CONFIG
 from jdisagg.timeouts import CallTimeouts
 from jdisagg.transfer.jax_transfer import JaxTransferChannel
+from jdisagg.transfer.nixl_memory import nixl_memory
 from jdisagg.transfer.shared_memory import SharedMemory
 from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.mesh_worker import WorkerContext
@@ -107,7 +108,7 @@ def worker_spec(config: WorkerProcessConfig, source: ModelSource) -> WorkerSpec:
         routers=config.routers,
         family=source.family,
         model_name=source.name,
-        fingerprint=model_fingerprint(model.directory, model.dtype, model.weights),
+        fingerprint=model_fingerprint(model.directory, model.dtype, model.weights, model.kv_dtype),
         record_to=config.record_to,
         place=config.place,
         geometry=source.geometry,
@@ -145,10 +146,13 @@ class WorkerRuntime:
         self._address = host_port(self._service.host, self._service.port)
         credentials = cluster_credentials(self._service)
         self._memory = SharedMemory.of_host()
+        self._nixl = nixl_memory(self._service.kv_channel, self._service.host)
         memory = self._memory.name if self._memory else ""
-        self._link = GrpcKvLink(KvEnd(self._address, random_id(), memory), credentials)
+        end = KvEnd(self._address, random_id(), memory, self._nixl is not None)
+        self._link = GrpcKvLink(end, credentials)
         self._peers = PeerPorts(credentials, state.clock, state.config.limits.timeouts.call)
         self._followers: Followers | None = None
+        self._kv_channels: Callable[[], tuple[str, ...]] = tuple
 
     async def live(self, load: LoadModel) -> int:
         """From its programs to its farewell. 0: it ended as it was asked to. Raises when it could
@@ -161,8 +165,10 @@ class WorkerRuntime:
             host=self._service.host,
             transports=TRANSPORTS,
             memory=self._memory,
+            nixl=self._nixl,
         )
         self._link.deliver_to(channel)
+        self._kv_channels = channel.channels
         try:
             return (
                 await self._led(load, channel, end)
@@ -191,6 +197,10 @@ class WorkerRuntime:
         """Of host memory, for KV that this worker keeps there."""
         state = self._state
         return state.config.prefix.host_bytes if state.spec.role is WorkerRole.PREFILL else 0
+
+    def _tiers(self) -> TierRoom:
+        room = tier_room(self._state.config.prefix)
+        return room if self._host_bytes else TierRoom(always=room.always)
 
     def _fitted(self) -> WorkerConfig:
         """With pages and context as memory has room for. Raises ConfigError."""
@@ -294,7 +304,8 @@ class WorkerRuntime:
                 block_secret(self._service),
                 f"{spec.fingerprint} {instance.loaded.model.kv_spec}",
             ),
-            tier_room(state.config.prefix) if self._host_bytes else TierRoom(),
+            self._tiers(),
+            self._kv_channels,
         )
         peers = wrap.peers(spec.name, self._peers.find, state.observer)
         worker = self._worker(context, executor, peers)
@@ -422,7 +433,8 @@ class WorkerRuntime:
     ) -> PrefillWorker | DecodeWorker:
         spec, config = self._state.spec, self._state.config
         if spec.role is WorkerRole.PREFILL:
-            return PrefillWorker(context, executor, config.instance, config.limits)
+            peers = find_peer if config.prefix.reuse and config.prefix.peer_fetch else None
+            return PrefillWorker(context, executor, config.instance, config.limits, peers)
         mode = worker_mode(spec.role, config.mode)
         return DecodeWorker(context, executor, config.instance, config.limits, find_peer, mode)
 

@@ -94,6 +94,28 @@ def test_of_several_routers_one_changes_roles(tmp_path: Path):
     assert [spec.name for spec in plan.routers()] == ["router", "router-1"]
 
 
+@pytest.mark.parametrize(
+    ("shape", "changes", "fetches", "returns"),
+    [
+        ((1, 1), (), True, True),
+        ((2, 1), (), True, True),
+        ((1, 1), ("decode.codec=fp8",), False, False),
+        ((2, 1), ("decode.codec=fp8",), True, False),
+        ((2, 1), ("routing.fetch_from_decode=false",), True, False),
+        ((2, 1), ("prefix.peer_fetch=false",), False, True),
+        ((1, 1), ("prefix.reuse=false",), False, True),
+    ],
+)
+def test_prefill_workers_fetch_where_anybody_gives(
+    tmp_path: Path, shape: tuple[int, int], changes: tuple[str, ...], fetches: bool, returns: bool
+) -> None:
+    engine = override(config().engine, ["prefix.reuse=true", *changes])
+    plan = plan_cluster(config(engine=engine, shape=ClusterShape(*shape)), tmp_path)
+    routing = plan.router_config(0).router.routing
+    assert (routing.peer_fetch, routing.fetch_from_decode) == (fetches, returns)
+    assert {one.worker.prefix.peer_fetch for one in workers(plan)} == {fetches}
+
+
 def test_http_ports_of_routers_follow_each_other_and_workers_have_none(tmp_path: Path):
     engine = override(EngineConfig(), ["service.http_port=8000"])
     plan = plan_cluster(config(engine=engine, routers=2), tmp_path)

@@ -44,6 +44,7 @@ def test_this_machine_is_measured_into_a_file_that_others_read(tmp_path: Path) -
     assert len(json.loads(path.read_text())["measured"]["steps"]) == 2 + 2 * 2
 
 
+@pytest.mark.ci
 def test_bad_input_is_one_line_that_names_it_before_anything_is_measured() -> None:
     refused = (
         (

@@ -53,6 +53,7 @@ def test_a_router_that_could_not_write_down_what_it_should_does_not_listen(nowhe
     assert timelines.err.startswith("error: timelines: folder '") and timelines.err.count("\n") == 1
 
 
+@pytest.mark.ci
 def test_a_worker_whose_programs_cannot_be_kept_or_whom_nobody_would_find_is_not_started_again(
     nowhere: str,
 ) -> None:

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from jdisagg.simulator.planner import in_turn
 from launch.processes import on_cores, usable_cores
 from tests import time_scale
@@ -26,6 +28,7 @@ print("alike")
 """
 
 
+@pytest.mark.ci
 def test_a_plan_on_two_processes_is_the_plan_on_one() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM],

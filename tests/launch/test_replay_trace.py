@@ -88,6 +88,7 @@ def test_what_the_context_does_not_hold_is_cut_and_said():
 # ---- over a real server
 
 
+@pytest.mark.ci
 @pytest.mark.asyncio(loop_scope="module")
 async def test_every_arrival_is_served_with_its_lengths_and_its_times_are_in_order(door: Served):
     arrivals = [
@@ -119,6 +120,7 @@ async def test_every_arrival_is_served_with_its_lengths_and_its_times_are_in_ord
     await door.quiet()
 
 
+@pytest.mark.ci
 @pytest.mark.asyncio(loop_scope="module")
 async def test_twice_the_speed_halves_the_times_at_which_requests_are_due(door: Served):
     outcomes = await TraceSender(door.client, maker(door), speed=2.0, name="fast").run(
@@ -129,6 +131,7 @@ async def test_twice_the_speed_halves_the_times_at_which_requests_are_due(door: 
     await door.quiet()
 
 
+@pytest.mark.ci
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_request_that_cannot_make_its_deadline_is_an_outcome_and_not_an_end_of_the_replay(
     door: Served,
@@ -152,6 +155,7 @@ async def test_a_request_that_cannot_make_its_deadline_is_an_outcome_and_not_an_
     await door.quiet()
 
 
+@pytest.mark.ci
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_command_reports_writes_and_ends_well(door: Served, tmp_path: Path):
     trace, table, figures = (
@@ -186,6 +190,7 @@ async def test_the_command_reports_writes_and_ends_well(door: Served, tmp_path: 
     await door.quiet()
 
 
+@pytest.mark.ci
 @pytest.mark.asyncio(loop_scope="module")
 async def test_bad_input_is_one_line_that_names_it(door: Served, tmp_path: Path):
     empty, columns = tmp_path / "empty.csv", tmp_path / "columns.csv"

@@ -39,6 +39,7 @@ async def role_of(running: Running, role: WorkerRole) -> tuple[str, str]:
         await remote.aclose()
 
 
+@pytest.mark.ci
 async def test_a_worker_changes_its_role_and_back_without_reading_its_files_again() -> None:
     async with worker() as running:
         first = await running.report()
@@ -79,6 +80,7 @@ async def test_memory_on_the_devices_does_not_grow_with_changes_of_role_and_prog
     assert 0 < counts[0] < counts[1] == counts[-1], f"compiled once for each role: {counts}"
 
 
+@pytest.mark.ci
 async def test_a_change_that_fails_midway_brings_the_old_role_back() -> None:
     async with worker(failing) as running:
         report = await running.switch(7, DECODE, "dp=2")
@@ -94,6 +96,7 @@ async def test_a_change_that_fails_midway_brings_the_old_role_back() -> None:
         )  # type: ignore[attr-defined]
 
 
+@pytest.mark.ci
 async def test_a_life_that_fails_as_it_warms_up_keeps_neither_threads_nor_pages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -113,6 +116,7 @@ async def test_a_life_that_fails_as_it_warms_up_keeps_neither_threads_nor_pages(
         assert len([thread for thread in threading.enumerate() if thread.name == "w-dispatch"]) == 1
 
 
+@pytest.mark.ci
 async def test_a_worker_that_cannot_come_back_ends_so_that_it_is_started_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -42,6 +42,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(folder.glob("*.whl"))
 
 
+@pytest.mark.ci
 def test_the_wheel_holds_all_modules_weights_and_recipes_and_no_generic_name(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = set(archive.namelist())
@@ -61,6 +62,7 @@ def test_the_wheel_holds_all_modules_weights_and_recipes_and_no_generic_name(whe
     assert wanted | {"jdisagg/py.typed"} <= held, sorted(wanted - held)
 
 
+@pytest.mark.ci
 def test_the_command_of_the_wheel_finds_its_pages_from_an_empty_folder(
     wheel: Path, tmp_path: Path
 ) -> None:

@@ -37,3 +37,11 @@ def executed(notebook: Path, folder: Path) -> list[nbformat.NotebookNode]:
 def figures(cells: list[nbformat.NotebookNode]) -> int:
     outputs = [output for cell in cells for output in cell.outputs]
     return sum("image/png" in output.get("data", {}) for output in outputs)
+
+
+def printed(cell: nbformat.NotebookNode, stream: str) -> str:
+    return "".join(
+        output.text
+        for output in cell.outputs
+        if output.output_type == "stream" and output.name == stream
+    )

@@ -4,7 +4,7 @@ shows."""
 import nbformat
 import pytest
 
-from tests.notebooks.runs import ROOT, code_cells, executed, figures
+from tests.notebooks.runs import ROOT, code_cells, executed, figures, printed
 
 NOTEBOOK = ROOT / "notebooks" / "first_steps.ipynb"
 
@@ -33,11 +33,3 @@ def test_the_committed_texts_are_what_everybody_gets(fresh: list[nbformat.Notebo
     for committed, cell in zip(code_cells(NOTEBOOK), fresh, strict=True):
         if "timings" not in cell.metadata.get("tags", ()):
             assert printed(cell, "stdout") == printed(committed, "stdout"), cell.source
-
-
-def printed(cell: nbformat.NotebookNode, stream: str) -> str:
-    return "".join(
-        output.text
-        for output in cell.outputs
-        if output.output_type == "stream" and output.name == stream
-    )

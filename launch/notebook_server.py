@@ -1,0 +1,95 @@
+"""A server beside a notebook: `server = await start_server("--mode=unified")` in a cell.
+
+It is `python -m launch.serve` in a process of its own, on loopback, at ports that the system
+chooses: the kernel stays free of JAX, of the server's threads and of its share of the interpreter,
+so that what a cell measures is what any client would see. It ends with `stop`, or with the
+kernel."""
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from jdisagg.errors import ConfigError, DeadlineExceededError
+from jdisagg.supervisor.child_process import ChildProcess, Command
+
+ROOT = Path(__file__).resolve().parent.parent
+SERVE = (sys.executable, "-m", "launch.serve", "--port=0", "--http_port=0")
+START_SECONDS = 1800.0  # all programs are compiled first, where the cache has none
+STOP_SECONDS = 30.0
+LAST_LINES = 12
+
+_READY = re.compile(r"jdisagg serves (\S+) .* and (https?://\S+)$")
+
+
+class NotebookServer:
+    """A server that serves. `url`: of its HTTP door (`url + "/v1"` is a client's `base_url`);
+    `model`: the name of what it serves."""
+
+    def __init__(self, url: str, model: str, process: ChildProcess) -> None:
+        self.url = url
+        self.model = model
+        self._process = process
+
+    async def stop(self) -> None:
+        """Lets running requests end first; what does not end in 30 seconds is killed."""
+        await _end(self._process)
+
+
+async def start_server(
+    *flags: str, program: Sequence[str] = SERVE, seconds: float = START_SECONDS
+) -> NotebookServer:
+    """Returns when it serves.
+
+    Args:
+      flags: of `launch.serve`, such as "--mode=unified"; its recipe is the shipped model, prefill
+        and decode apart.
+      program: what is started with them.
+      seconds: how long to wait; the first start of a layout compiles its programs.
+
+    Raises:
+      ConfigError: it ended instead; with its last words.
+      DeadlineExceededError: it did not serve in time, and was stopped."""
+    lines: deque[str] = deque(maxlen=LAST_LINES)
+    ready: asyncio.Future[re.Match[str]] = asyncio.get_running_loop().create_future()
+
+    def take(_: str, line: str) -> None:
+        lines.append(line)
+        if (found := _READY.search(line)) and not ready.done():
+            ready.set_result(found)
+
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    process = await ChildProcess.start(Command("serve", (*program, *flags), environment), take)
+    ended = asyncio.ensure_future(process.ended())
+    try:
+        await asyncio.wait({ready, ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    except BaseException:  # the cell was interrupted
+        process.kill()
+        raise
+    if ready.done():
+        return NotebookServer(ready.result()[2], ready.result()[1], process)
+    said = "\n".join(lines)
+    if ended.done():
+        raise ConfigError(
+            f"the server ended with status {ended.result()} before it served; its last words:"
+            f"\n{said}"
+        )
+    await _end(process)
+    raise DeadlineExceededError(
+        f"the server did not serve within {seconds:g} s; give it more (seconds=); its last words:"
+        f"\n{said}"
+    )
+
+
+async def _end(process: ChildProcess) -> None:
+    process.signal(signal.SIGTERM)
+    try:
+        await asyncio.wait_for(process.ended(), STOP_SECONDS)
+    except TimeoutError:
+        process.kill()
+        await process.ended()
