@@ -62,10 +62,8 @@ def imported_names(path: Path, module: str) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def import_graph() -> dict[str, set[str]]:
-    files = [
-        path for package in ("jdisagg", *sorted(CLIENTS)) for path in (ROOT / package).rglob("*.py")
-    ]
+def import_graph(*packages: str) -> dict[str, set[str]]:
+    files = [path for package in packages for path in (ROOT / package).rglob("*.py")]
     return {module_name(path): set(imported_names(path, module_name(path))) for path in files}
 
 
@@ -92,7 +90,7 @@ def reached(graph: dict[str, set[str]], start: str) -> tuple[set[str], dict[str,
     return ours, foreign
 
 
-GRAPH = import_graph()
+GRAPH = import_graph("jdisagg", *sorted(CLIENTS))
 
 
 def rooms(names: tuple[str, ...]) -> list[str]:
@@ -159,6 +157,30 @@ def test_what_is_shipped_imports_nothing_that_only_makes_or_measures_it() -> Non
         for target in targets
         if target.split(".")[0] in outside
     }
+
+
+def flags_defined(path: Path) -> set[str]:
+    return {
+        str(node.args[0].value)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr.startswith("DEFINE_")
+        and isinstance(node.args[0], ast.Constant)
+    }
+
+
+def test_benchmarks_that_tests_load_define_no_flag_twice() -> None:
+    """One process of pytest loads all of them, and absl refuses a flag's second definition."""
+    graph = import_graph("tests", "benchmarks")
+    loaded = set().union(*(reached(graph, name)[0] for name in graph if name.startswith("tests.")))
+    owners: dict[str, list[str]] = {}
+    for path in (ROOT / "benchmarks").rglob("*.py"):
+        if module_name(path) in loaded:
+            for flag in flags_defined(path):
+                owners.setdefault(flag, []).append(module_name(path))
+    assert "benchmarks.public_runs" in owners["name"], "the check sees what tests load"
+    assert not {flag: names for flag, names in owners.items() if len(names) > 1}
 
 
 def test_the_rules_see_what_they_guard() -> None:

@@ -4,6 +4,7 @@ lose nothing."""
 import asyncio
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -48,9 +49,13 @@ def poison(run: Running) -> None:
         object.__setattr__(stem, "leaves", (poisoned, *stem.leaves[1:]))
 
 
-@pytest.mark.parametrize("mode", [Mode.DISAGGREGATED, Mode.CHUNKED])
-async def test_a_sequence_without_finite_logits_ends_alone(mode, tmp_path):
-    async with running(config(mode, "tp=1", "tp=1", directory=untied(tmp_path / "model"))) as run:
+@pytest.mark.parametrize(
+    ("mode", "kv_dtype"),
+    [(Mode.DISAGGREGATED, ""), (Mode.CHUNKED, ""), (Mode.DISAGGREGATED, "fp8")],
+)
+async def test_a_sequence_without_finite_logits_ends_alone(mode, kv_dtype, tmp_path):
+    sizes = config(mode, "tp=1", "tp=1", directory=untied(tmp_path / "model"))
+    async with running(replace(sizes, model=replace(sizes.model, kv_dtype=kv_dtype))) as run:
         spared = {"max_tokens": 60, "ignore_eos": True, "logit_bias": ((POISON, -100.0),)}
         good = [run.request(f"a dog and {name}", name, **spared) for name in ("x", "y")]
         alone = [await run.complete(request) for request in good]

@@ -30,8 +30,10 @@ async def test_an_embedded_cluster_is_seen_from_the_first_token_to_the_last(tmp_
         chunk_tokens=32,
         min_chunk_tokens=32,
     )
-    # Programs are compiled on the way: a pull that waits for one is not given up.
-    patient = LimitsConfig(pull_seconds=120.0, handoff_lease_seconds=120.0)
+    # Programs are compiled on the way: nothing that waits for one is given up and tried again.
+    patient = LimitsConfig(
+        pull_seconds=120.0, handoff_lease_seconds=120.0, reservation_lease_seconds=120.0
+    )
     config = EngineConfig(
         ModelConfig(SHIPPED_MODEL, context_tokens=256),
         limits=patient,
