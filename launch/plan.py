@@ -18,7 +18,6 @@ and the exit status is 1. Loads no weights and no JAX. docs/planner.md says how 
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import cast
 
@@ -29,13 +28,13 @@ from jdisagg.node.plan_output import context_for, plan_fields, plan_recipe, plan
 from jdisagg.simulator.plan_bounds import Goal
 from jdisagg.simulator.plan_fleet import FleetMaker
 from jdisagg.simulator.plan_trials import Process
-from jdisagg.simulator.planner import Plan, Planner, Search, Told
+from jdisagg.simulator.planner import Plan, Planner, Search
 from launch.console import run
 from launch.cost_inputs import find_geometry
 from launch.flags import define
 from launch.plan_inputs import check_choice, modes_of, planned_workload, site_of
 from launch.processes import on_cores, usable_cores
-from launch.progress import DescribedBar, described
+from launch.progress import aloud
 from launch.workload_inputs import check_output
 
 FLAGS = (
@@ -81,20 +80,16 @@ def main() -> None:
         seed=flags.seed,
     )
     spread = on_cores(flags.processes or usable_cores())
-    with described() as bar:
-        planner = Planner(geometry, site, goal, maker.run, search, Aloud(bar), spread)
+    with aloud() as told:
+        planner = Planner(geometry, site, goal, maker.run, search, told, spread)
         plan = planner.plan(workload)
     table = plan_table(plan, geometry, site, goal, flags.dtype)
     Console(width=None if sys.stdout.isatty() else 80).print(table)
     _tell(plan, left_out, geometry.context_tokens)
     if flags.json:
-        Path(flags.json).write_text(
-            json.dumps(
-                {**plan_fields(plan, geometry, site, goal), "defaults": flags.defaults_text()},
-                indent=1,
-            )
-            + "\n"
-        )
+        fields = plan_fields(plan, geometry, site, goal)
+        fields["defaults"] = flags.defaults_text()
+        Path(flags.json).write_text(json.dumps(fields, indent=1) + "\n")
     if flags.output:
         check_choice(flags, len(plan.findings))
         directory = flags.model_directory or (flags.model if Path(flags.model).is_dir() else "")
@@ -105,20 +100,6 @@ def main() -> None:
             plan_recipe(chosen, sized, goal, directory, context, flags.output)
         )
         print(f"Row {flags.choose} is written to {flags.output}.")
-
-
-class Aloud(Told):
-    """Answers on stderr as they come, with the seconds since the start; how far it is on the bar
-    where that is a terminal."""
-
-    def __init__(self, bar: DescribedBar) -> None:
-        self._bar, self._began = bar, time.monotonic()
-
-    def progress(self, text: str, done: int, total: int) -> None:
-        self._bar.show(text, done, total)
-
-    def answer(self, text: str) -> None:
-        self._bar.line(f"{time.monotonic() - self._began:5.1f} s  {text}")
 
 
 def _tell(plan: Plan, left_out: int, context_tokens: int) -> None:

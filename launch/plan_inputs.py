@@ -1,14 +1,16 @@
 """What the flags of a plan mean: its site, its modes, its workload."""
 
+import math
+from collections.abc import Sequence
+
 from jdisagg.config import Mode
 from jdisagg.costs.hardware import link
-from jdisagg.errors import ConfigError
+from jdisagg.errors import ConfigError, WorkloadError
 from jdisagg.node.hardware_files import find_accelerator
 from jdisagg.simulator.plan_candidates import Site
 from jdisagg.simulator.trace_files import read_trace
-from jdisagg.simulator.workloads import Arrival, poisson, within_context
+from jdisagg.simulator.workloads import Arrival, Fixed, Mixture, poisson, within_context
 from launch.flags import Given
-from launch.workload_inputs import mixture
 
 
 def site_of(flags: Given) -> Site:
@@ -53,3 +55,26 @@ def planned_workload(flags: Given, context_tokens: int) -> tuple[list[Arrival], 
     )
     kept = within_context(listed, context_tokens)
     return kept, len(listed) - len(kept)
+
+
+def mixture(parts: Sequence[str]) -> Mixture:
+    """Reads weight:prompt/output of each part; raises WorkloadError."""
+    read: list[tuple[float, Fixed]] = []
+    for part in parts:
+        try:
+            weight, _, lengths = part.partition(":")
+            prompt, _, output = lengths.partition("/")
+            made = (float(weight), Fixed(int(prompt), int(output)))
+        except ValueError:
+            raise WorkloadError(
+                f"--mixture: {part!r} must have the form weight:prompt/output, such as 0.8:1000/200"
+            ) from None
+        if not (
+            math.isfinite(made[0])
+            and made[0] > 0
+            and made[1].prompt_tokens > 0
+            and made[1].output_tokens > 0
+        ):
+            raise WorkloadError(f"--mixture: {part!r}: weight, prompt and output must be positive")
+        read.append(made)
+    return Mixture(tuple(read))

@@ -1,6 +1,7 @@
 """Progress bars of the pages, on stderr, and only where that is a terminal."""
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from jdisagg.simulator.planner import Told
+
 
 def counted(label: str, *more: ProgressColumn) -> Progress:
     """A bar with how many of how many are done, and `more` columns behind."""
@@ -27,25 +30,28 @@ def progress(*columns: ProgressColumn) -> Progress:
     )
 
 
-class DescribedBar:
-    """A bar whose total and text change, and lines above it that stay."""
+class Aloud(Told):
+    """Answers as they come, with the seconds since the start, in lines that stay; how far the
+    search is on the bar below them."""
 
     def __init__(self, bar: Progress) -> None:
         self._bar, self._task = bar, bar.add_task("", total=None)
+        self._began = time.monotonic()
 
-    def show(self, said: str, done: int, total: int) -> None:
-        self._bar.update(self._task, description=said, completed=done, total=total)
+    def progress(self, text: str, done: int, total: int) -> None:
+        self._bar.update(self._task, description=text, completed=done, total=total)
 
-    def line(self, text: str) -> None:
+    def answer(self, text: str) -> None:
         """Also where stderr is no terminal, and there never folded."""
+        line = f"{time.monotonic() - self._began:5.1f} s  {text}"
         if self._bar.disable:
-            print(text, file=sys.stderr, flush=True)
+            print(line, file=sys.stderr, flush=True)
         else:
-            self._bar.console.print(text, highlight=False, markup=False)
+            self._bar.console.print(line, highlight=False, markup=False)
 
 
 @contextmanager
-def described() -> Iterator[DescribedBar]:
+def aloud() -> Iterator[Aloud]:
     columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with progress(*columns, TextColumn("{task.description}")) as bar:
-        yield DescribedBar(bar)
+        yield Aloud(bar)

@@ -1,5 +1,4 @@
-"""A worker: one instance of a role on this process's devices, serving gRPC, registered with its
-routers.
+"""A worker: one instance of a role on this process's devices, registered with its routers.
 
     python -m launch.worker --role=prefill --layout=dp=1,tp=2 --router=localhost:8700 --port=8701
     python -m launch.worker --role=decode --layout=dp=2,tp=1 --router=localhost:8700 --port=8702
@@ -12,8 +11,8 @@ sequences have ended; then it leaves and ends with 0. A second signal ends it no
 when its mesh broke, so that its supervisor starts it again, and with 78 when it cannot work as it
 is configured.
 
-A worker of several processes: the same command for each, with --num_processes, --process_id,
---coordinator (host:port where they meet) and a port of its own. They start and end as one."""
+Of several processes: the same command for each, with --num_processes, --process_id, --coordinator
+(host:port where they meet) and a port of its own. They start and end as one."""
 
 import asyncio
 import os
@@ -49,17 +48,8 @@ flags = define(
     *("role", "layout", "router", "name"),
     *(name for name in ENGINE if name not in ("prefill", "decode")),
     *SERVICE,
-    *(
-        "kv_channel",
-        "devices",
-        "gpus",
-        "place",
-        "num_processes",
-        "process_id",
-        "coordinator",
-        "record",
-    ),
-    *("config_file", *OBSERVE),
+    *("kv_channel", "devices", "gpus", "place", "num_processes", "process_id", "coordinator"),
+    *("record", "config_file", *OBSERVE),
     port=0,
 )
 

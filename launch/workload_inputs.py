@@ -4,48 +4,17 @@ said of requests that did not finish."""
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
-from jdisagg.errors import ConfigError, WorkloadError
+from jdisagg.errors import ConfigError
 from jdisagg.simulator.conversations import ConversationTurns, conversations
 from jdisagg.simulator.report import RequestOutcome, SloLimits
 from jdisagg.simulator.trace_files import read_trace
-from jdisagg.simulator.workloads import (
-    Arrival,
-    Fixed,
-    Mixture,
-    at_rate,
-    faster,
-    gamma,
-    spread_ticks,
-)
+from jdisagg.simulator.workloads import Arrival, Fixed, at_rate, faster, gamma, spread_ticks
 from launch.flags import Given
 
 TWICE = "--speed={:g} and --rate={:g} say the same thing twice; give one of them"
-
-
-def mixture(parts: Sequence[str]) -> Mixture:
-    """Reads weight:prompt/output of each part; raises WorkloadError."""
-    read: list[tuple[float, Fixed]] = []
-    for part in parts:
-        try:
-            weight, _, lengths = part.partition(":")
-            prompt, _, output = lengths.partition("/")
-            made = (float(weight), Fixed(int(prompt), int(output)))
-        except ValueError:
-            raise WorkloadError(
-                f"--mixture: {part!r} must have the form weight:prompt/output, such as 0.8:1000/200"
-            ) from None
-        if not (
-            math.isfinite(made[0])
-            and made[0] > 0
-            and made[1].prompt_tokens > 0
-            and made[1].output_tokens > 0
-        ):
-            raise WorkloadError(f"--mixture: {part!r}: weight, prompt and output must be positive")
-        read.append(made)
-    return Mixture(tuple(read))
 
 
 def check_positive(name: str, value: float | None) -> None:

@@ -11,7 +11,8 @@ import pytest
 from jdisagg.config import Mode
 from jdisagg.errors import ConfigError, WorkloadError
 from jdisagg.node.recipes import load_recipe, load_shape
-from launch.workload_inputs import check_output, mixture
+from launch.plan_inputs import mixture
+from launch.workload_inputs import check_output
 from tests import time_scale
 
 ROOT = Path(__file__).resolve().parents[2]
