@@ -97,6 +97,29 @@ MODELS: dict[str, dict[str, object]] = {
         **_LATENT, "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168,
         "intermediate_size": 18432, "num_attention_heads": 128, "moe_intermediate_size": 2048,
     },
+    "kimi-k2.5": {
+        **_LATENT, "model_type": "deepseek_v3", "vocab_size": 163840, "hidden_size": 7168,
+        "intermediate_size": 18432, "num_attention_heads": 64, "moe_intermediate_size": 2048,
+        "n_routed_experts": 384, "n_group": 1, "topk_group": 1,
+    },
+    "glm-4.6": {
+        "model_type": "glm4_moe", "vocab_size": 151552, "hidden_size": 5120,
+        "intermediate_size": 12288, "num_attention_heads": 96, "num_key_value_heads": 8,
+        "head_dim": 128, "moe_intermediate_size": 1536, "n_routed_experts": 160,
+        "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+        "partial_rotary_factor": 0.5, "rope_theta": 1e6, "rms_norm_eps": 1e-5,
+        "attention_bias": True, "use_qk_norm": True, "tie_word_embeddings": False,
+        "max_position_embeddings": 202752, "hidden_act": "silu",
+    },
+    "minimax-m2.5": {
+        "model_type": "minimax_m2", "vocab_size": 200064, "hidden_size": 3072,
+        "intermediate_size": 1536, "num_attention_heads": 48, "num_key_value_heads": 8,
+        "head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8, "rotary_dim": 64,
+        "use_qk_norm": True, "scoring_func": "sigmoid", "use_routing_bias": True,
+        "rope_theta": 5e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+        "max_position_embeddings": 196608, "hidden_act": "silu",
+    },
 }  # fmt: skip
 WHAT = ("decode", "updates", "prefill", "blocks")
 

@@ -518,6 +518,24 @@ CATALOG: dict[str, CostGeometry] = {
             "kimi-k2.5", 7168, 61, 163840, LatentAttention(64, 1536, 512, 64, 128, 128), 18432,
             experts=Experts(384, 8, 2048, 2048), expert_layers=60, context_tokens=262144,
         ),
+        # zai-org/GLM-4.6: the first three layers dense, one shared expert
+        CostGeometry(
+            "glm-4.6", 5120, 92, 151552, GroupedAttention(96, 8, 128), 12288,
+            experts=Experts(160, 8, 1536, 1536), expert_layers=89, context_tokens=202752,
+        ),
+        # Qwen/Qwen3.6-35B-A3B: every fourth layer has attention, the others keep state
+        CostGeometry(
+            "qwen3.6-35b-a3b", 2048, 40, 248320, GroupedAttention(16, 2, 256, gated=True), 512,
+            experts=Experts(256, 8, 512, 512, True), expert_layers=40, context_tokens=262144,
+            linear=LinearAttention(30, 16, 32, 128, 128, 4),
+        ),
+        # google/gemma-4-31B-it, its language model: every sixth layer sees the whole context, with
+        # heads of another size whose values are their keys
+        CostGeometry(
+            "gemma-4-31b", 5376, 60, 262144,
+            GroupedAttention(32, 16, 256, 1024, 50, False, 4, 512, True), 21504,
+            tied=True, context_tokens=262144,
+        ),
         # models/tiny/llama and models/tiny/qwen3_moe of this repository
         CostGeometry(
             "tiny-llama", 128, 4, 1280, GroupedAttention(8, 4, 16), 320,

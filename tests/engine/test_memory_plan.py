@@ -1,13 +1,14 @@
 """What fits is worked out before anything is allocated: the sums, what is cut, what is refused."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import pytest
 
-from configs import llama3_8b_h200, qwen3_235b_h200
 from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig, PrefixConfig
 from jdisagg.costs.hardware import accelerator
+from jdisagg.costs.layout_fit import check_layout
 from jdisagg.costs.linear_attention import LinearAttention
 from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention, geometry
 from jdisagg.engine.memory_plan import (
@@ -22,7 +23,10 @@ from jdisagg.engine.memory_plan import (
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.node.recipes import load_recipe
+from launch.model import as_kept
 
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 # Shapes of a 1.2B Llama: 32 KiB of KV a token in bfloat16, 2.5 GB of weights.
 ONE_B = CostGeometry(
     "one-b",
@@ -193,12 +197,33 @@ def test_a_host_keeps_no_more_kv_than_it_has_memory_for_beside_its_devices() -> 
 
 
 @pytest.mark.parametrize(
-    ("recipe", "model"), [(llama3_8b_h200, "llama-3-8b"), (qwen3_235b_h200, "qwen3-235b-a22b")]
+    ("recipe", "model"),
+    [
+        ("llama3_8b_h200", "llama-3-8b"),
+        ("qwen3_235b_h200", "qwen3-235b-a22b"),
+        ("deepseek_v3_h200", "deepseek-v3"),
+        ("kimi_k2_h200", "kimi-k2.5"),
+        ("glm_4_6_h200", "glm-4.6"),
+        ("minimax_m2_h200", "minimax-m2.5"),
+        ("qwen3_6_35b_h200", "qwen3.6-35b-a3b"),
+        ("gpt_oss_120b_h200", "gpt-oss-120b"),
+        ("gemma_4_31b_h200", "gemma-4-31b"),
+    ],
 )
-def test_the_recipes_for_an_h200_fit_one(recipe, model: str) -> None:
+def test_the_recipes_for_an_h200_fit_one(recipe: str, model: str) -> None:
     device = DeviceMemory(int(0.9 * accelerator("h200").memory_bytes), "0.9 of an H200")
-    config, plans = fit_engine(recipe.get_config(), geometry(model), device)
+    asked = load_recipe(str(CONFIGS / f"{recipe}.py"))
+    kept = as_kept(geometry(model), asked.model)
+    config, plans = fit_engine(asked, kept, device)
+    for instance in (asked.prefill, asked.decode):
+        check_layout(kept, instance.layout, 1)
     for plan in plans:
-        print(plan)
         assert plan.total <= device.bytes
-    assert config.model.context_tokens == recipe.get_config().model.context_tokens
+        assert plan.tokens_per_rank >= 2 * plan.context_tokens, "room for two of the longest"
+    assert config.model.context_tokens == asked.model.context_tokens
+
+
+def test_every_recipe_for_an_h200_is_added_up() -> None:
+    marks = test_the_recipes_for_an_h200_fit_one.pytestmark  # type: ignore[attr-defined]
+    tried = {recipe for recipe, _ in marks[0].args[1]}
+    assert tried == {path.stem for path in CONFIGS.glob("*_h200.py")}

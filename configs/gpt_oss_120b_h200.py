@@ -1,0 +1,32 @@
+"""gpt-oss-120b with matrices in fp8, on one host with four H200: prefill TP=2 + EP=2, decode DP=2 +
+EP=2.
+
+    python -m launch.serve --config=configs/gpt_oss_120b_h200.py --model=DIR
+
+NOT TESTED on such hardware: layouts and sizes follow from arithmetic
+(tests/engine/test_memory_plan.py adds them up), not from a run. 117 GB of matrices, restored from
+mxfp4, are half as much a device. KV takes 73,728 bytes a token (2 x 36 layers x 8 kv heads x 64 x
+2), of which decode workers keep half, that of the layers that see all: those with a window of 128
+hold three pages a sequence."""
+
+from jdisagg.config import EngineConfig, InstanceConfig, ModelConfig
+from jdisagg.layout.axes import Layout
+
+
+def get_config() -> EngineConfig:
+    prefill = InstanceConfig(
+        layout=Layout(dp=1, tp=2, ep=2),
+        page_size=64,
+        slots_per_rank=16,
+        chunk_tokens=8192,
+        min_chunk_tokens=1024,
+    )
+    decode = InstanceConfig(
+        layout=Layout(dp=2, tp=1, ep=2),
+        page_size=64,
+        slots_per_rank=128,
+        chunk_tokens=8192,
+        steps_per_dispatch=4,
+    )
+    model = ModelConfig(dtype="bfloat16", weights="fp8", context_tokens=131072)
+    return EngineConfig(model=model, prefill=prefill, decode=decode)

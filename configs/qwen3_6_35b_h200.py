@@ -1,0 +1,31 @@
+"""Qwen3.6-35B-A3B in bfloat16 on one host with four H200: prefill TP=2 + EP=2, decode DP=2 + EP=2.
+
+    python -m launch.serve --config=configs/qwen3_6_35b_h200.py --model=DIR
+
+NOT TESTED on such hardware: layouts and sizes follow from arithmetic
+(tests/engine/test_memory_plan.py adds them up), not from a run. 69 GB of weights are half as much a
+device. KV takes 20,480 bytes a token (2 x 10 layers x 2 kv heads x 256 x 2); the other 30 layers
+keep a state of 64 MB a sequence, so that it is slots, not pages, that fill a decode device: 128 and
+a quarter ahead are 10 GB."""
+
+from jdisagg.config import EngineConfig, InstanceConfig, ModelConfig
+from jdisagg.layout.axes import Layout
+
+
+def get_config() -> EngineConfig:
+    prefill = InstanceConfig(
+        layout=Layout(dp=1, tp=2, ep=2),
+        page_size=64,
+        slots_per_rank=16,
+        chunk_tokens=8192,
+        min_chunk_tokens=1024,
+    )
+    decode = InstanceConfig(
+        layout=Layout(dp=2, tp=1, ep=2),
+        page_size=64,
+        slots_per_rank=128,
+        chunk_tokens=8192,
+        steps_per_dispatch=4,
+    )
+    model = ModelConfig(dtype="bfloat16", context_tokens=131072)
+    return EngineConfig(model=model, prefill=prefill, decode=decode)
