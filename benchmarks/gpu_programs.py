@@ -6,8 +6,8 @@ Prints a JSON line for each program that the executor's own warm-up builds (`dev
 CUDA graphs, loops that the host drives, kernels, copies, bytes. A program is right for a GPU when
 it is one graph (or too small to be one), drives no loop from the host, copies neither weights nor
 pages, and holds them in place (`alias_bytes` is at least the pool's). --what takes some of decode,
-updates, prefill, blocks; --window=N gives every layer a window. Needs
-`pip install jax[cuda13]`."""
+updates, prefill, blocks, or greedy (of decode that alone); --window=N gives every layer a window.
+Needs `pip install jax[cuda13]`."""
 
 import argparse
 import json
@@ -212,6 +212,10 @@ def _decode(executor: MeshExecutor, case: Case) -> None:
         executor.warm_decode(case.batch, variant)
 
 
+def _greedy(executor: MeshExecutor, case: Case) -> None:
+    executor.warm_decode(case.batch, executor.variants[0])
+
+
 def _updates(executor: MeshExecutor, case: Case) -> None:
     executor.warm_updates()
 
@@ -232,6 +236,7 @@ def _blocks(executor: MeshExecutor, case: Case) -> None:
 
 _STEPS: dict[str, Callable[[MeshExecutor, Case], None]] = {
     "decode": _decode,
+    "greedy": _greedy,
     "updates": _updates,
     "prefill": _prefill,
     "blocks": _blocks,
