@@ -345,15 +345,44 @@ class Timings:
     exposed_transfer_seconds: float = 0.0
 
 
+class CachedTokens(Message, frozen=True):
+    """Tokens of a prompt whose KV was known and not computed again, by where it was when the
+    request came: in the device's pages, in host memory, on disk, at another worker (peer). What was
+    not in pages was brought there for this request."""
+
+    pages: int = 0
+    host: int = 0
+    disk: int = 0
+    peer: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.pages + self.host + self.disk + self.peer
+
+    def __add__(self, other: "CachedTokens") -> "CachedTokens":
+        return CachedTokens(
+            self.pages + other.pages,
+            self.host + other.host,
+            self.disk + other.disk,
+            self.peer + other.peer,
+        )
+
+    def by_tier(self) -> dict[str, int]:
+        """Under the names by which usage, traces and metrics tell them."""
+        return {"pages": self.pages, "host": self.host, "disk": self.disk, "peer": self.peer}
+
+
 @plain
 class Usage:
     """`cached_tokens`: of the prompt's, those whose KV was known and not computed again.
-    `reasoning_tokens`: of the completion's; None where nobody tells reasoning from words."""
+    `reasoning_tokens`: of the completion's; None where nobody tells reasoning from words.
+    `cached_by_tier`: `cached_tokens`, by where they were found; None where nobody says."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
     reasoning_tokens: int | None = None
+    cached_by_tier: CachedTokens | None = None
 
 
 @plain

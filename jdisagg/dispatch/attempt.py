@@ -42,7 +42,7 @@ from jdisagg.messages.ports import (
     SpanEnd,
     close_stream,
 )
-from jdisagg.request import TokenLogprobs
+from jdisagg.request import CachedTokens, TokenLogprobs
 
 Part = asyncio.Task[None]  # prefilling or decoding, at the same time
 
@@ -102,7 +102,8 @@ class Attempt:
         try:
             if decision.prefill is None:
                 placement.prefill_sent()
-                self._run.note_cached(held.reservation.cached_tokens)
+                known = min(self._run.prompt_tokens, held.reservation.cached_tokens)
+                self._run.note_cached(CachedTokens(pages=known))
                 await self._decode(held, None)
             else:
                 await self._hand_off(held, decision.prefill)
@@ -216,7 +217,7 @@ class Attempt:
         self._placement.prefill_sent()
         reply = await self._context.cluster.prefill_port(source.worker).prefill(call)
         self._run.queue_seconds += reply.queue_seconds
-        self._run.note_cached(reply.cached_tokens)
+        self._run.note_cached(reply.cached)
         self._run.accept_prompt(reply.prompt_logprobs)
         for first in reply.tokens:
             # A child that was preempted meanwhile gets its first token elsewhere.

@@ -21,7 +21,15 @@ from jdisagg.errors import DeadlineExceededError, UnavailableError
 from jdisagg.mailbox import Mailbox
 from jdisagg.messages.ports import Child
 from jdisagg.prompt_logprobs import PromptLogprobs
-from jdisagg.request import FinishReason, Request, StreamEvent, Timings, TokenLogprobs, Usage
+from jdisagg.request import (
+    CachedTokens,
+    FinishReason,
+    Request,
+    StreamEvent,
+    Timings,
+    TokenLogprobs,
+    Usage,
+)
 
 REPLAYED_TOKENS = 64  # at once, when a stream is resumed
 RESUMPTION_BITS = 20  # attempts of a request between two resumptions of it by its client
@@ -108,7 +116,7 @@ class RequestRun:
         self.kv_bytes_moved = 0
         self.exposed_transfer_seconds = 0.0
         self.preemptions = 0
-        self._cached_tokens: int | None = None
+        self._cached: CachedTokens | None = None
         self._had = resumption.children if resumption else ()
         # they come with the first event, so who has had one has them
         self._prompt_logprobs: PromptLogprobs | None = None
@@ -173,11 +181,11 @@ class RequestRun:
         self.first_placement = self.first_placement or placement
         self.context_tokens = placement.decision.context_tokens
 
-    def note_cached(self, tokens: int) -> None:
+    def note_cached(self, tokens: CachedTokens) -> None:
         """So much of the prompt's KV was known when it was prefilled. What later attempts find,
         which begin where this one failed, does not count."""
-        if self._cached_tokens is None:
-            self._cached_tokens = tokens
+        if self._cached is None:
+            self._cached = tokens
 
     def next_attempt(self) -> int:
         self._attempt += 1
@@ -255,8 +263,10 @@ class RequestRun:
         if child.finish is not None:
             self._unfinished -= 1
             if not self._unfinished:
-                cached = min(self.prompt_tokens, self._cached_tokens or 0)
-                usage = Usage(self.prompt_tokens, self.output_tokens, cached)
+                cached = self._cached or CachedTokens()
+                usage = Usage(
+                    self.prompt_tokens, self.output_tokens, cached.total, cached_by_tier=cached
+                )
                 timings = self.timings(now)
         event = StreamEvent(
             index, first_index, kept, text, logprobs[: len(kept)], child.finish, usage, timings

@@ -13,7 +13,7 @@ from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.plain import Message
 from jdisagg.prompt_logprobs import PromptLogprobs
-from jdisagg.request import Request, TokenLogprobs
+from jdisagg.request import CachedTokens, Request, TokenLogprobs
 
 
 class Child(Message, frozen=True):
@@ -147,13 +147,13 @@ class PrefillCall(Message, frozen=True):
 
 
 class PrefillReply(Message, frozen=True):
-    """`cached_tokens`: positions that were known and not computed. `prompt_logprobs`: where they
-    were asked for."""
+    """`cached`: tokens of the prompt itself that were known and not computed, by where they were.
+    `prompt_logprobs`: where they were asked for."""
 
     tokens: tuple[FirstToken, ...]
     queue_seconds: float
     prefill_seconds: float
-    cached_tokens: int = 0
+    cached: CachedTokens = CachedTokens()
     prompt_logprobs: PromptLogprobs | None = None
 
 

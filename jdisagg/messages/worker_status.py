@@ -11,6 +11,16 @@ class WorkerRole(enum.Enum):
     MIXED = "mixed"
 
 
+class KeptTier(Message, frozen=True):
+    """KV that a worker keeps for later requests in one place: `tier` is "pages" (those that
+    sequences hold among them), "host" or "disk". `room_bytes`: what there is for it."""
+
+    tier: str
+    blocks: int
+    bytes: int
+    room_bytes: int
+
+
 class WorkerStatus(Message, frozen=True):
     """A snapshot, per worker; lists are per dp rank. `reserved_pages` are held for KV that has not
     all come; empty where none ever are.
@@ -22,7 +32,7 @@ class WorkerStatus(Message, frozen=True):
     for about so long still; until then whoever comes may wait for one. free_states, total_states:
     slots of state; none in a model that keeps none. kv_channels: by what KV comes from each process
     of other workers that was asked for some, as "address channel"; of an instance of several
-    processes, to the one that leads."""
+    processes, to the one that leads. kept: where KV stays, what lies where."""
 
     name: str
     role: WorkerRole
@@ -48,3 +58,4 @@ class WorkerStatus(Message, frozen=True):
     free_states: tuple[int, ...] = ()
     total_states: tuple[int, ...] = ()
     kv_channels: tuple[str, ...] = ()
+    kept: tuple[KeptTier, ...] = ()

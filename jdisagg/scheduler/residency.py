@@ -249,6 +249,11 @@ class Residency:
         return tuple([ledger.idle_pages for ledger in self._ledgers])
 
     @property
+    def blocks(self) -> int:
+        """Known, on all ranks."""
+        return sum([len(tree) for tree in self._trees])
+
+    @property
     def evicted_blocks(self) -> int:
         """That were given away for want of room."""
         return sum([tree.evicted_blocks for tree in self._trees])

@@ -121,7 +121,7 @@ class Layout(_message.Message):
     def __init__(self, dp: _Optional[int] = ..., tp: _Optional[int] = ..., ep: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("name", "role", "layout", "free_pages", "total_pages", "running", "waiting", "slots", "page_size", "context_tokens", "draining", "handoffs", "preemptions", "reserved_pages", "queued_tokens", "queued_pairs", "rank_sequences", "rank_contexts", "can_prefill", "chunk_tokens", "loading_seconds", "free_states", "total_states", "kv_channels")
+    __slots__ = ("name", "role", "layout", "free_pages", "total_pages", "running", "waiting", "slots", "page_size", "context_tokens", "draining", "handoffs", "preemptions", "reserved_pages", "queued_tokens", "queued_pairs", "rank_sequences", "rank_contexts", "can_prefill", "chunk_tokens", "loading_seconds", "free_states", "total_states", "kv_channels", "kept")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -146,6 +146,7 @@ class WorkerStatus(_message.Message):
     FREE_STATES_FIELD_NUMBER: _ClassVar[int]
     TOTAL_STATES_FIELD_NUMBER: _ClassVar[int]
     KV_CHANNELS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: WorkerRole
     layout: str
@@ -170,4 +171,17 @@ class WorkerStatus(_message.Message):
     free_states: _containers.RepeatedScalarFieldContainer[int]
     total_states: _containers.RepeatedScalarFieldContainer[int]
     kv_channels: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., layout: _Optional[str] = ..., free_pages: _Optional[_Iterable[int]] = ..., total_pages: _Optional[_Iterable[int]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots: _Optional[int] = ..., page_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., handoffs: _Optional[int] = ..., preemptions: _Optional[int] = ..., reserved_pages: _Optional[_Iterable[int]] = ..., queued_tokens: _Optional[int] = ..., queued_pairs: _Optional[float] = ..., rank_sequences: _Optional[_Iterable[int]] = ..., rank_contexts: _Optional[_Iterable[int]] = ..., can_prefill: _Optional[bool] = ..., chunk_tokens: _Optional[int] = ..., loading_seconds: _Optional[float] = ..., free_states: _Optional[_Iterable[int]] = ..., total_states: _Optional[_Iterable[int]] = ..., kv_channels: _Optional[_Iterable[str]] = ...) -> None: ...
+    kept: _containers.RepeatedCompositeFieldContainer[KeptTier]
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., layout: _Optional[str] = ..., free_pages: _Optional[_Iterable[int]] = ..., total_pages: _Optional[_Iterable[int]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots: _Optional[int] = ..., page_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., handoffs: _Optional[int] = ..., preemptions: _Optional[int] = ..., reserved_pages: _Optional[_Iterable[int]] = ..., queued_tokens: _Optional[int] = ..., queued_pairs: _Optional[float] = ..., rank_sequences: _Optional[_Iterable[int]] = ..., rank_contexts: _Optional[_Iterable[int]] = ..., can_prefill: _Optional[bool] = ..., chunk_tokens: _Optional[int] = ..., loading_seconds: _Optional[float] = ..., free_states: _Optional[_Iterable[int]] = ..., total_states: _Optional[_Iterable[int]] = ..., kv_channels: _Optional[_Iterable[str]] = ..., kept: _Optional[_Iterable[_Union[KeptTier, _Mapping]]] = ...) -> None: ...
+
+class KeptTier(_message.Message):
+    __slots__ = ("tier", "blocks", "bytes", "room_bytes")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    ROOM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    blocks: int
+    bytes: int
+    room_bytes: int
+    def __init__(self, tier: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., room_bytes: _Optional[int] = ...) -> None: ...

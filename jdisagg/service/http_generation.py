@@ -19,7 +19,7 @@ from jdisagg.dispatch.frontend import Frontend, Prompt, TokenPrompt, chat_of
 from jdisagg.dispatch.options import check_prompt_numbers, prompt_numbers
 from jdisagg.errors import DeadlineExceededError, first_error
 from jdisagg.observe.request_log import RequestLog, RequestRecord
-from jdisagg.request import FinishReason, Request, StreamEvent, Usage
+from jdisagg.request import CachedTokens, FinishReason, Request, StreamEvent, Usage
 from jdisagg.service.http_errors import HttpRefusal
 from jdisagg.service.http_exchange import Exchange
 from jdisagg.service.http_fields import Fields
@@ -286,10 +286,12 @@ def _watched(exchange: Exchange) -> Iterator[None]:
 def _sum(runs: Sequence[_Run]) -> Usage:
     if len(runs) == 1:
         return runs[0].usage
+    told = [run.usage.cached_by_tier or CachedTokens() for run in runs]
     return Usage(
         sum(run.usage.prompt_tokens for run in runs),
         sum(run.usage.completion_tokens for run in runs),
         sum(run.usage.cached_tokens for run in runs),
+        cached_by_tier=sum(told, CachedTokens()),
     )
 
 

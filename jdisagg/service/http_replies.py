@@ -325,6 +325,14 @@ def _call_delta(call: ToolCallDelta) -> Json:
     return {"index": call.index, "function": {"arguments": call.arguments}}
 
 
+def cached_of(usage: Usage) -> Json:
+    """What of the prompt was not computed; beside OpenAI's field ours, where it is known: it adds
+    up to the other."""
+    tiers = usage.cached_by_tier
+    ours = {} if tiers is None else {"cached_tokens_by_tier": tiers.by_tier()}
+    return {"cached_tokens": usage.cached_tokens, **ours}
+
+
 def usage_of(usage: Usage) -> Json:
     total = usage.prompt_tokens + usage.completion_tokens
     reasoning = usage.reasoning_tokens
@@ -333,6 +341,6 @@ def usage_of(usage: Usage) -> Json:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": total,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens_details": cached_of(usage),
         **({"completion_tokens_details": details} if details else {}),
     }

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from jdisagg.request import FinishReason, StreamEvent, TokenLogprobs, ToolCallDelta, Usage
-from jdisagg.service.http_replies import ChatReply, Heading, Json, Pieces, ReplyChoice
+from jdisagg.service.http_replies import ChatReply, Heading, Json, Pieces, ReplyChoice, cached_of
 from jdisagg.service.http_requests import Streaming
 
 _encode = msgspec.json.encode
@@ -271,7 +271,7 @@ def _thought_part(text: str) -> Json:
 def _usage_of(usage: Usage) -> Json:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "input_tokens_details": {**cached_of(usage), "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

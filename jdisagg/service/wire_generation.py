@@ -25,6 +25,7 @@ from jdisagg.request import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     AcceptedChild,
+    CachedTokens,
     FinishReason,
     Grammar,
     GrammarKind,
@@ -236,10 +237,27 @@ def event_to_proto(event: StreamEvent) -> pb.GenerateResponse:
     if event.finish_reason is not None:
         message.finish_reason = _FINISH_TO_PROTO[event.finish_reason]
     if event.usage is not None:
-        message.usage.CopyFrom(pb.Usage(**dataclasses.asdict(event.usage)))
+        message.usage.CopyFrom(_usage_to_proto(event.usage))
     if event.timings is not None:
         message.timings.CopyFrom(pb.Timings(**dataclasses.asdict(event.timings)))
     return message
+
+
+def _usage_to_proto(usage: Usage) -> pb.Usage:
+    tiers = usage.cached_by_tier
+    return pb.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        reasoning_tokens=usage.reasoning_tokens,
+        cached_by_tier=None if tiers is None else pb.CachedTokens(**tiers.by_tier()),
+    )
+
+
+def _usage_from_proto(message: pb.Usage) -> Usage:
+    told = message.HasField("cached_by_tier")
+    tiers = flat_from_proto(CachedTokens, message.cached_by_tier) if told else None
+    return flat_from_proto(Usage, message, cached_by_tier=tiers)
 
 
 def event_from_proto(message: pb.GenerateResponse) -> StreamEvent:
@@ -250,7 +268,7 @@ def event_from_proto(message: pb.GenerateResponse) -> StreamEvent:
         text=message.text,
         logprobs=all_logprobs_from_proto(message.logprobs),
         finish_reason=_FINISH_FROM_PROTO.get(message.finish_reason),
-        usage=flat_from_proto(Usage, message.usage) if message.HasField("usage") else None,
+        usage=_usage_from_proto(message.usage) if message.HasField("usage") else None,
         timings=flat_from_proto(Timings, message.timings) if message.HasField("timings") else None,
         request_id=message.request_id,
         reasoning=message.reasoning,

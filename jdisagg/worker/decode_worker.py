@@ -48,7 +48,7 @@ from jdisagg.messages.step_commands import (
     StepResult,
 )
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
-from jdisagg.request import FinishReason
+from jdisagg.request import CachedTokens, FinishReason
 from jdisagg.scheduler.backlog import Backlog
 from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.decode_state import DecodeState
@@ -197,7 +197,7 @@ class DecodeWorker(MeshWorker):
             lease_until = self._clock.now() + self._limits.reservation_lease_seconds
             for group in self._reservations.grant(lease_until):
                 known = len(group.known_tokens)
-                self._count_reuse(known, group.cached_tokens)
+                self._count_reuse(known, CachedTokens(pages=group.cached_tokens))
                 self._streams[group.key] = SpanStream(group)
                 self._tickets.pop(group.key).set_result(group)
         if not self._span_goes_on():
@@ -530,6 +530,7 @@ class DecodeWorker(MeshWorker):
             free_states=state.states.free_by_rank(),
             total_states=state.states.total_by_rank(),
             kv_channels=self._context.kv_channels(),
+            kept=self._kept_tiers(),
         )
 
 

@@ -22,6 +22,7 @@ from jdisagg.messages.step_commands import (
     SaveBlock,
     StepResult,
 )
+from jdisagg.messages.worker_status import KeptTier
 from jdisagg.scheduler.disk_blocks import FILE_EXTRA_BYTES, DiskBlock, DiskBlocks
 from jdisagg.scheduler.host_blocks import HostBlock
 from jdisagg.scheduler.residency import Chain, Residency
@@ -51,7 +52,8 @@ class DiskTier:
         block_bytes: int,
         geometry: str,
     ) -> None:
-        self.blocks = DiskBlocks(bytes_ // (block_bytes + FILE_EXTRA_BYTES) if kept.on else 0)
+        self._file_bytes = block_bytes + FILE_EXTRA_BYTES
+        self.blocks = DiskBlocks(bytes_ // self._file_bytes if kept.on else 0)
         self._kept = kept
         self._loop = loop
         self._copied = copied
@@ -68,6 +70,13 @@ class DiskTier:
     @property
     def quiet(self) -> bool:
         return self._tasks.quiet
+
+    def kept_tiers(self) -> tuple[KeptTier, ...]:
+        """What lies here; nothing where it is not on."""
+        if not self.on:
+            return ()
+        blocks, size = self.blocks, self._file_bytes
+        return (KeptTier("disk", len(blocks), len(blocks) * size, blocks.capacity * size),)
 
     async def start(self) -> None:
         """Looks at what lies there; what takes longer than a start may is found meanwhile."""

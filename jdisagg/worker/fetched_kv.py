@@ -17,6 +17,7 @@ from jdisagg.config import LimitsConfig
 from jdisagg.errors import IncompatiblePeerError, JdisaggError
 from jdisagg.messages.ports import FetchCall, HandoffSource
 from jdisagg.plain import plain
+from jdisagg.scheduler.brought_blocks import BroughtBlocks
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.fetch_prices import MOST_FETCHES, FetchPrices
 from jdisagg.scheduler.page_ledger import pages_for
@@ -102,12 +103,16 @@ class FetchedKv:
             return None
         return FetchPlan(known.index(most), chain, source, ahead_tokens)
 
-    def begin(self, wanted: FetchPlan, done: Callable[[], None]) -> "asyncio.Task[None]":
+    def begin(
+        self, wanted: FetchPlan, brought: BroughtBlocks, done: Callable[[], None]
+    ) -> "asyncio.Task[None]":
         """Fetches. `done` is called once, when it is over, or when computing would be. Whoever
-        cancels the task wants it no more."""
-        return self._tasks.spawn(self._bring(wanted, done))
+        cancels the task wants it no more. What has come is written down in `brought`."""
+        return self._tasks.spawn(self._bring(wanted, brought, done))
 
-    async def _bring(self, wanted: FetchPlan, done: Callable[[], None]) -> None:
+    async def _bring(
+        self, wanted: FetchPlan, brought: BroughtBlocks, done: Callable[[], None]
+    ) -> None:
         known = self._kept.match(wanted.rank, wanted.chain)
         tokens = (len(wanted.chain) - known) * self._kept.block_tokens
         patience = self.prices.patience_seconds(tokens, wanted.ahead_tokens)
@@ -116,7 +121,7 @@ class FetchedKv:
         self._fetching += 1
         try:
             async with asyncio.timeout(seconds):
-                cause = await self._fetch(wanted, seconds)
+                cause = await self._fetch(wanted, brought, seconds)
         except TimeoutError:
             cause = "late"
             # what was given up would have taken longer still
@@ -135,7 +140,7 @@ class FetchedKv:
         """That a fetch may take where nobody knows what computing takes."""
         return self._limits.pull_seconds * self._limits.timeouts.handoff.pull_tries
 
-    async def _fetch(self, wanted: FetchPlan, seconds: float) -> str:
+    async def _fetch(self, wanted: FetchPlan, brought: BroughtBlocks, seconds: float) -> str:
         """Why not all came that was wanted, if not."""
         kept, rank, chain = self._kept, wanted.rank, wanted.chain
         size, page_size = kept.block_tokens, self._mesh.page_size
@@ -158,6 +163,7 @@ class FetchedKv:
             fresh = epoch == kept.epoch
             kept.let_go(rank, owner, chain[:back] if fresh else ())
             if fresh:
+                brought.add(rank, known, ["peer" for _ in range(back - known)])
                 self._counters.add("peer_blocks_fetched", back - known)
                 self._counters.add("peer_tokens_restored", (back - known) * size)
         if cause or not fresh:

@@ -19,12 +19,13 @@ import asyncio
 from jdisagg.errors import HandoffError, InvalidRequestError, JdisaggError
 from jdisagg.messages.ports import FetchCall, FetchReply, HandoffEnd, Offer
 from jdisagg.messages.step_commands import ExtractResult, StepResult
+from jdisagg.scheduler.brought_blocks import BroughtBlocks
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.fetch_prices import MOST_CHUNKS, MOST_CHUNKS_OF_DECODE
 from jdisagg.scheduler.residency import Residency
 from jdisagg.telemetry import Counters
 from jdisagg.worker.background import BackgroundTasks
-from jdisagg.worker.host_tier import HostTier
+from jdisagg.worker.host_tier import HostTier, RestorePlan
 from jdisagg.worker.mesh_worker import WorkerContext
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv, extraction, offers_of_pages
 from jdisagg.worker.step_loop import StepLoop
@@ -157,7 +158,8 @@ class GivenKv:
         tokens = max(worth)
         rank = worth.index(tokens)
         if tokens > known[rank] * size:
-            await host.restore(rank, call.names, tokens, self._context.clock.now, asyncio.Event())
+            plan, nobody = RestorePlan(rank, call.names, tokens), BroughtBlocks(size)
+            await host.restore(plan, self._context.clock.now, nobody, asyncio.Event())
         return rank
 
     async def _offer(

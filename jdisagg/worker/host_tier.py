@@ -31,7 +31,9 @@ from jdisagg.messages.step_commands import (
     ReleaseOffers,
     StepResult,
 )
+from jdisagg.messages.worker_status import KeptTier
 from jdisagg.plain import plain
+from jdisagg.scheduler.brought_blocks import BroughtBlocks, Origin
 from jdisagg.scheduler.disk_blocks import DiskBlock, sources, worth_bringing
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.host_blocks import (
@@ -63,6 +65,15 @@ class Turn:
     given_up: asyncio.Event
 
 
+@plain
+class RestorePlan:
+    """The first `tokens` of a chain, which are to be known on a rank."""
+
+    rank: int
+    chain: Chain
+    tokens: int
+
+
 class HostTier:
     """`kept`: what stays in the mesh's pages. `ids`: fresh random numbers."""
 
@@ -75,7 +86,7 @@ class HostTier:
         ids: Callable[[], int],
         counters: Counters,
     ) -> None:
-        block_bytes = kept.block_tokens * limits.kv_spec.bytes_per_token
+        self._block_bytes = block_bytes = kept.block_tokens * limits.kv_spec.bytes_per_token
         self.blocks = HostBlocks(room.host_bytes // block_bytes if block_bytes else 0)
         self.prices = RestorePrices(room.always)
         self._kept = kept
@@ -109,6 +120,14 @@ class HostTier:
     def quiet(self) -> bool:
         """Nothing is on its way."""
         return self._tasks.quiet and self.disk.quiet
+
+    def kept_tiers(self) -> tuple[KeptTier, ...]:
+        """What lies here and on disk; nothing where it is not on."""
+        if not self.on:
+            return ()
+        host, size = self.blocks, self._block_bytes
+        here = KeptTier("host", len(host), len(host) * size, host.capacity * size)
+        return (here, *self.disk.kept_tiers())
 
     async def start(self) -> None:
         await self.disk.start()
@@ -209,14 +228,14 @@ class HostTier:
 
     def bring_back(
         self,
-        rank: int,
-        chain: Chain,
-        tokens: int,
+        wanted: RestorePlan,
         now: Callable[[], float],
+        brought: BroughtBlocks,
         done: Callable[[], None],
     ) -> None:
         """Begins `restore`. `done` is called once: when it is over, or when computing would be;
-        then nothing more is read from disk, whose pages others could use."""
+        then nothing more is read from disk, whose pages others could use. What has come is written
+        down in `brought`."""
         told, given_up = False, asyncio.Event()
 
         def tell() -> None:
@@ -226,13 +245,13 @@ class HostTier:
                 done()
 
         async def bring() -> None:
-            known = self._kept.match(rank, chain) * self._kept.block_tokens
-            patience = self.prices.patience_seconds(tokens - known)
+            known = self._kept.match(wanted.rank, wanted.chain) * self._kept.block_tokens
+            patience = self.prices.patience_seconds(wanted.tokens - known)
             timer = None
             if patience is not None:
                 timer = asyncio.get_running_loop().call_later(patience, late)
             try:
-                await self.restore(rank, chain, tokens, now, given_up)
+                await self.restore(wanted, now, brought, given_up)
             except JdisaggError:
                 self._counters.add("host_restores_failed")
             finally:
@@ -250,17 +269,16 @@ class HostTier:
 
     async def restore(
         self,
-        rank: int,
-        chain: Chain,
-        tokens: int,
+        wanted: RestorePlan,
         now: Callable[[], float],
+        brought: BroughtBlocks,
         given_up: asyncio.Event,
     ) -> int:
-        """Brings the first `tokens` tokens of a chain into pages, those that are not known there;
-        returns how many are. `tokens` is what `worth` said, just now. From disk nothing comes once
-        it is `given_up`."""
+        """Brings the first tokens of a chain into pages, those that are not known there; returns
+        how many are. How many are `wanted` is what `worth` said, just now. From disk nothing comes
+        once it is `given_up`."""
         size, page_size = self._kept.block_tokens, self._limits.page_size
-        chain = chain[: tokens // size]
+        rank, chain = wanted.rank, wanted.chain[: wanted.tokens // size]
         known = self._kept.match(rank, chain)
         found = sources(chain[known:], self.blocks, self.disk.blocks)
         chain = chain[: known + len(found)]
@@ -291,6 +309,9 @@ class HostTier:
             self.disk.blocks.let_go(saved)
             fresh = epoch == self._kept.epoch
             self._kept.let_go(rank, owner, chain[:back] if fresh else ())
+            if fresh:
+                came_from: list[Origin] = ["disk" if disk else "host" for disk in found]
+                brought.add(rank, known, came_from[: back - known])
         # what was given up would have taken longer still
         seconds = (now() - began) * (2 if given_up.is_set() and back < len(chain) else 1)
         self._count(found, back - known, seconds)

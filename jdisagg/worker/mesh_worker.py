@@ -24,8 +24,8 @@ from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.messages.kept_blocks import KeptMark, KeptNews, KeptScheme
 from jdisagg.messages.ports import Child, FetchCall, FetchReply, PeerHello, PeerMessage
 from jdisagg.messages.step_commands import STUCK_TOKEN
-from jdisagg.messages.worker_status import WorkerStatus
-from jdisagg.request import Identity, Request
+from jdisagg.messages.worker_status import KeptTier, WorkerStatus
+from jdisagg.request import CachedTokens, Identity, Request
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.residency import BlockNames, Residency
@@ -208,12 +208,25 @@ class MeshWorker(ABC):
     def _hand_on(self) -> None:
         """Gives running work to other workers, where that is possible."""
 
-    def _count_reuse(self, tokens: int, cached_tokens: int) -> None:
+    def _kept_tiers(self) -> tuple[KeptTier, ...]:
+        """What lies where, for the status."""
+        kept, mesh = self._kept, self._mesh
+        if not kept.on:
+            return ()
+        of_token = mesh.kv_spec.bytes_per_token
+        room = mesh.ranks * mesh.pages_per_rank * mesh.page_size * of_token
+        blocks = kept.blocks
+        pages = KeptTier("pages", blocks, blocks * kept.block_tokens * of_token, room)
+        return (pages, *(self._tier.kept_tiers() if self._tier is not None else ()))
+
+    def _count_reuse(self, tokens: int, cached: CachedTokens) -> None:
         """A sequence of so many known tokens got its pages."""
         kept = self._kept
         if kept.on:
             self.counters.add("prefix_asked_tokens", tokens)
-            self.counters.add("prefix_hit_tokens", cached_tokens)
+            for tier, count in cached.by_tier().items():
+                if count or tier == "pages":
+                    self.counters.add("prefix_hit_tokens", count, tier=tier)
             known = self.counters["prefix_blocks_evicted"] - self._forgotten
             if kept.evicted_blocks > known:
                 count = kept.evicted_blocks - known

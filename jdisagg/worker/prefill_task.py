@@ -6,6 +6,8 @@ import asyncio
 from jdisagg.errors import JdisaggError
 from jdisagg.messages.ports import FirstToken, HandoffEnd, PrefillCall, PrefillReply
 from jdisagg.prompt_logprobs import PromptLogprobs
+from jdisagg.request import CachedTokens
+from jdisagg.scheduler.brought_blocks import BroughtBlocks
 from jdisagg.scheduler.prefill_admission import QueuedPrompt
 from jdisagg.scheduler.prefill_batches import PrefillJob
 from jdisagg.scheduler.residency import Chain
@@ -16,15 +18,22 @@ from jdisagg.worker.outgoing_kv import OutgoingHandoff
 class PrefillTask:
     """One prompt, from the call until its KV is fetched. `rank`: where it has pages; -1: nowhere
     (yet, or any more). `chain`: its blocks that may be known. `cached_tokens`: positions that were,
-    when it got its pages. `extracting`: offers that are made of these and not out yet. `firsts`:
-    its tokens, once they are sampled."""
+    when it got its pages; `brought`: which of them came there for it. `extracting`: offers that are
+    made of these and not out yet. `firsts`: its tokens, once they are sampled."""
 
     def __init__(
-        self, prompt: QueuedPrompt, call: PrefillCall, chain: Chain, until: float, now: float
+        self,
+        prompt: QueuedPrompt,
+        call: PrefillCall,
+        chain: Chain,
+        brought: BroughtBlocks,
+        until: float,
+        now: float,
     ) -> None:
         self.prompt = prompt
         self.call = call
         self.chain = chain
+        self.brought = brought
         self.cached_tokens = self.epoch = 0
         self.extracting: set[int] = set()
         self.firsts: tuple[FirstToken, ...] | None = None
@@ -51,6 +60,12 @@ class PrefillTask:
         """Positions that need not be computed where they are known: all but the last, or none
         where each token's logits are wanted."""
         return self.prompt.tokens - 1 if self.of_prompt is None else 0
+
+    @property
+    def cached(self) -> CachedTokens:
+        """Of the prompt itself, without accepted tokens behind it, what was not computed."""
+        known = min(self.cached_tokens, len(self.call.request.prompt_token_ids))
+        return self.brought.split(self.rank, known)
 
     @property
     def scores(self) -> PromptLogprobs | None:

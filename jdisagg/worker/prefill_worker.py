@@ -49,6 +49,7 @@ from jdisagg.messages.step_commands import (
 )
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.scheduler.backlog import Backlog
+from jdisagg.scheduler.brought_blocks import BroughtBlocks
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
 from jdisagg.scheduler.prefill_admission import (
@@ -64,7 +65,7 @@ from jdisagg.scheduler.sequences import wanted_of_prompt
 from jdisagg.scheduler.state_slots import StateSlots
 from jdisagg.worker.fetched_kv import FetchedKv
 from jdisagg.worker.given_kv import GivenKv
-from jdisagg.worker.host_tier import HostTier
+from jdisagg.worker.host_tier import HostTier, RestorePlan
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.outgoing_kv import (
     OutgoingHandoff,
@@ -203,7 +204,7 @@ class PrefillWorker(MeshWorker):
                 break  # those withdrawn shared pages, and gave back fewer than they had
             self._waiting.remove(task.prompt)
             task.rank, task.cached_tokens, task.epoch = rank, cached, self._residency.epoch
-            self._count_reuse(task.prompt.tokens, cached)
+            self._count_reuse(task.prompt.tokens, task.brought.split(rank, cached))
             if cached:
                 self._host.disk.use(rank, task.chain[: cached // self._residency.block_tokens])
                 self._backlog.forget(key)
@@ -325,7 +326,8 @@ class PrefillWorker(MeshWorker):
             cached_tokens=self._known_tokens(() if every_token else chain, tokens),
             states=int(self._states.on),
         )
-        return PrefillTask(prompt, call, chain, now + call.deadline_seconds, now)
+        brought = BroughtBlocks(self._residency.block_tokens)
+        return PrefillTask(prompt, call, chain, brought, now + call.deadline_seconds, now)
 
     def _restore_first(self, task: PrefillTask) -> bool:
         """Whether some of the prompt is brought back from host memory before it queues."""
@@ -335,9 +337,8 @@ class PrefillWorker(MeshWorker):
         if not tokens:
             return False
         rank = worth.index(tokens)
-        self._host.bring_back(
-            rank, task.chain, tokens, self._clock.now, lambda: self._restored(task)
-        )
+        plan = RestorePlan(rank, task.chain, tokens)
+        self._host.bring_back(plan, self._clock.now, task.brought, lambda: self._restored(task))
         return True
 
     def _restored(self, task: PrefillTask) -> None:
@@ -352,7 +353,7 @@ class PrefillWorker(MeshWorker):
         ahead = max(0, self._backlog.tokens - task.prompt.tokens)
         wanted = self._fetched.worth(task.chain, task.call.peer, hinted, ahead)
         if wanted is not None:
-            task.fetching = self._fetched.begin(wanted, lambda: self._requeue(task))
+            task.fetching = self._fetched.begin(wanted, task.brought, lambda: self._requeue(task))
         return wanted is not None
 
     def _requeue(self, task: PrefillTask) -> None:
@@ -392,7 +393,7 @@ class PrefillWorker(MeshWorker):
         if not task.reply.done():
             task.reply.set_result(
                 PrefillReply(
-                    tokens, started - task.queued_at, now - started, task.cached_tokens, task.scores
+                    tokens, started - task.queued_at, now - started, task.cached, task.scores
                 )
             )
         self._end_if_done(task)
@@ -518,6 +519,7 @@ class PrefillWorker(MeshWorker):
             free_states=self._states.free_by_rank(),
             total_states=self._states.total_by_rank(),
             kv_channels=self._context.kv_channels(),
+            kept=self._kept_tiers(),
         )
 
 

@@ -87,6 +87,9 @@ class Collected:
         if event.finish_reason is not None:
             self.finish[event.child] = event.finish_reason
         self.usage, self.timings = event.usage, event.timings
+        if event.usage is not None:
+            assert event.usage.cached_by_tier is not None
+            assert event.usage.cached_by_tier.total == event.usage.cached_tokens
 
 
 class Cluster:

@@ -14,9 +14,17 @@ from jdisagg.dispatch.frontend import Frontend, ModelInfo
 from jdisagg.errors import JdisaggError, OverloadedError
 from jdisagg.grammar.compiler import GrammarCompiler, TokenizerText
 from jdisagg.layout.axes import Layout
-from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
+from jdisagg.messages.worker_status import KeptTier, WorkerRole, WorkerStatus
 from jdisagg.prompt_logprobs import PromptLogprobs, PromptToken
-from jdisagg.request import FinishReason, Request, StreamEvent, Timings, TokenLogprobs, Usage
+from jdisagg.request import (
+    CachedTokens,
+    FinishReason,
+    Request,
+    StreamEvent,
+    Timings,
+    TokenLogprobs,
+    Usage,
+)
 from jdisagg.service.server import GenerationServer
 from jdisagg.timeouts import RequestTimeouts, Timeouts
 from models.tokenizer import Tokenizer
@@ -38,6 +46,7 @@ MODEL = ModelInfo(
     decode_layout=Layout(dp=2, tp=2, ep=4),
     kv_bytes_per_token=64,
 )
+CACHED = CachedTokens(pages=1, host=20, disk=300, peer=4000)  # of every prompt
 STATUS = WorkerStatus(
     name="decode-0",
     role=WorkerRole.DECODE,
@@ -49,6 +58,7 @@ STATUS = WorkerStatus(
     slots=8,
     page_size=16,
     context_tokens=512,
+    kept=(KeptTier("pages", 3, 3072, 8192), KeptTier("disk", 5, 5120, 1 << 33)),
 )
 
 # a busy machine may take its time to try a grammar
@@ -139,7 +149,12 @@ class FakePath:
                         ),
                         finish_reason=FinishReason.LENGTH if last else None,
                         usage=(
-                            Usage(len(request.prompt_token_ids), sampling.max_tokens * sampling.n)
+                            Usage(
+                                len(request.prompt_token_ids),
+                                sampling.max_tokens * sampling.n,
+                                CACHED.total,
+                                cached_by_tier=CACHED,
+                            )
                             if end
                             else None
                         ),

@@ -132,7 +132,13 @@ Answered = dict[str, Any]
 
 def of_grpc(done: Completion) -> Answered:
     return {
-        "usage": done.usage and (done.usage.prompt_tokens, done.usage.completion_tokens),
+        "usage": done.usage
+        and (
+            done.usage.prompt_tokens,
+            done.usage.completion_tokens,
+            done.usage.cached_tokens,
+            done.usage.cached_by_tier and done.usage.cached_by_tier.by_tier(),
+        ),
         "choices": [
             {
                 "ids": list(choice.token_ids),
@@ -158,8 +164,14 @@ def of_http(objects: list[dict[str, Any]]) -> Answered:
         known["end"] = one["finish_reason"] or known["end"]
         known["logprobs"] += logprobs_of(one["logprobs"])
     usage = objects[-1]["usage"]
+    cached = usage["prompt_tokens_details"]
     return {
-        "usage": (usage["prompt_tokens"], usage["completion_tokens"]),
+        "usage": (
+            usage["prompt_tokens"],
+            usage["completion_tokens"],
+            cached["cached_tokens"],
+            cached["cached_tokens_by_tier"],
+        ),
         "choices": [choices[index] for index in sorted(choices)],
     }
 

@@ -21,7 +21,7 @@ from jdisagg.service.http_replies import (
     ReplyChoice,
 )
 from jdisagg.service.http_requests import Streaming
-from tests.service.doors import FakePath, expected_tokens, text_of
+from tests.service.doors import CACHED, FakePath, expected_tokens, text_of
 from tests.service.http_doors import HttpDoor, events, http_door
 
 CHAT: Any = [{"role": "user", "content": "hi"}]
@@ -182,6 +182,13 @@ async def test_a_prompt_is_text_or_ids_or_several_of_a_kind(
     assert logprobs.tokens == list(texts[-1]) and logprobs.token_logprobs == [-0.5] * 3
     assert logprobs.top_logprobs == [{letter: -0.5} for letter in texts[-1]]
     assert reply.usage is not None and reply.usage.prompt_tokens == sum(map(len, prompts))
+    assert reply.usage.prompt_tokens_details is not None
+    assert reply.usage.prompt_tokens_details.model_dump(exclude_none=True) == {
+        "cached_tokens": len(prompts) * CACHED.total,
+        "cached_tokens_by_tier": {
+            tier: len(prompts) * tokens for tier, tokens in CACHED.by_tier().items()
+        },
+    }
     streamed: dict[int, str] = {}
     async for chunk in await client.completions.create(
         model="tiny", prompt=prompt, max_tokens=3, n=2, stream=True
@@ -348,6 +355,9 @@ async def test_a_response_is_answered_whole(door: HttpDoor, client: openai.Async
     assert prompt == "<system>be<user>hi<assistant>ho<assistant>"
     usage = reply.usage
     assert usage and (usage.input_tokens, usage.output_tokens) == (len(prompt), 4)
+    assert usage.input_tokens_details.cached_tokens == CACHED.total
+    extra = usage.input_tokens_details.model_dump()
+    assert extra["cached_tokens_by_tier"] == CACHED.by_tier()
 
 
 async def test_a_response_is_streamed_as_the_events_that_build_it_up(
