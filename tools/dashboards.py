@@ -69,6 +69,9 @@ def quantiles(histogram: str) -> tuple[tuple[str, str], ...]:
     return tuple((f"p{part * 100:g}", quantile(part, histogram)) for part in (0.5, 0.9, 0.99))
 
 
+POOL = 'role=~"$pool"'
+
+
 def _by(labels: Sequence[str]) -> str:
     return f" by ({', '.join(labels)}) " if labels else ""
 
@@ -120,22 +123,17 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Pages",
             "short",
-            (
-                (
-                    "{{worker}} {{state}}",
-                    gauge("jdisagg_pages", "worker", "state", where='role=~"$pool"'),
-                ),
-            ),
+            (("{{worker}} {{state}}", gauge("jdisagg_pages", "worker", "state", where=POOL)),),
         ),
         Panel(
             "Running",
             "short",
-            (("{{worker}}", gauge("jdisagg_worker_running", "worker", where='role=~"$pool"')),),
+            (("{{worker}}", gauge("jdisagg_worker_running", "worker", where=POOL)),),
         ),
         Panel(
             "Waiting",
             "short",
-            (("{{worker}}", gauge("jdisagg_worker_waiting", "worker", where='role=~"$pool"')),),
+            (("{{worker}}", gauge("jdisagg_worker_waiting", "worker", where=POOL)),),
         ),
         Panel(
             "Commands, p99",
@@ -195,6 +193,37 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             ),
         ),
         Panel(
+            "Where known tokens were",
+            "short",
+            (("{{tier}}", rate("jdisagg_cached_tokens_total", "tier")),),
+        ),
+        Panel(
+            "Room taken",
+            "percentunit",
+            (
+                (
+                    "{{worker}} {{tier}}",
+                    f"{gauge('jdisagg_kept_bytes', 'worker', 'tier', where=POOL)}"
+                    f" / {gauge('jdisagg_kept_room_bytes', 'worker', 'tier', where=POOL)}",
+                ),
+            ),
+        ),
+        Panel(
+            "Blocks kept",
+            "short",
+            (("{{worker}} {{tier}}", gauge("jdisagg_kept_blocks", "worker", "tier", where=POOL)),),
+        ),
+        Panel(
+            "KV to and from tiers",
+            "Bps",
+            (("{{tier}} {{way}}", rate("jdisagg_kept_bytes_moved_total", "tier", "way")),),
+        ),
+        Panel(
+            "A piece to or from a tier, p99",
+            "s",
+            (("{{tier}} {{way}}", quantile(0.99, "jdisagg_kept_move_seconds", "tier", "way")),),
+        ),
+        Panel(
             "Blocks given up",
             "short",
             (("{{cause}}", rate("jdisagg_prefix_blocks_evicted_total", "cause")),),
@@ -217,6 +246,15 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                 ("brought back", rate("jdisagg_disk_blocks_restored_total")),
                 ("given up, {{cause}}", rate("jdisagg_disk_blocks_dropped_total", "cause")),
                 ("errors, {{cause}}", rate("jdisagg_disk_errors_total", "cause")),
+            ),
+        ),
+        Panel(
+            "Other workers",
+            "short",
+            (
+                ("fetched", rate("jdisagg_peer_blocks_fetched_total")),
+                ("given", rate("jdisagg_peer_blocks_given_total")),
+                ("not fetched, {{cause}}", rate("jdisagg_peer_fetch_failed_total", "cause")),
             ),
         ),
     ),
@@ -291,6 +329,22 @@ ALERTS = (
         "critical",
         "KV came to {{ $labels.owner }} that differs from what was computed",
         "it was computed again and cost no token; suspect memory, a network card or a link",
+    ),
+    Alert(
+        "DiskOfKvFails",
+        "sum by (owner, cause) (increase(jdisagg_disk_errors_total[10m])) > 0",
+        10,
+        "warning",
+        "files of KV at {{ $labels.owner }} fail: {{ $labels.cause }}",
+        "costs time, no token: see the disk of --disk_cache_dir, its room and its rights",
+    ),
+    Alert(
+        "KvComesLate",
+        "sum by (owner) (rate(jdisagg_host_restores_late_total[10m])) > 0.1",
+        10,
+        "warning",
+        "prompts at {{ $labels.owner }} stop waiting for KV from host memory or disk",
+        "jdisagg_kept_move_seconds by tier says which is slow; what is dear is asked for less",
     ),
     Alert(
         "CompilesWhileItServes",

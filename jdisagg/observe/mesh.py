@@ -1,24 +1,30 @@
 """An executor as seen by an observer: how long each command took, what it moved, whose it was.
 
 Commands run in order, so a command's time begins where the one before ended, not where it was
-enqueued; pulls run beside them and count from their posting. Works on the commands alone: a row's
-request is found by what it offers, a pull's by its offer, an admitted sequence's by who last wrote
-the page of its newest position."""
+enqueued; pulls and files run beside them and count from their posting. Works on the commands alone:
+a row's request is found by what it offers, a pull's by its offer, an admitted sequence's by who
+last wrote the page of its newest position."""
 
 import asyncio
 from collections.abc import Awaitable
+from dataclasses import dataclass
 from functools import partial
 
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.messages.step_commands import (
+    HOST,
     CopyPages,
     DecodeSteps,
+    DiskResult,
     ExtractBlock,
+    ExtractResult,
     InsertBlock,
+    LoadBlock,
     PrefillChunk,
     PrefillRow,
     PullBlock,
     PullResult,
+    SaveBlock,
     StepCommand,
     StepResult,
 )
@@ -34,6 +40,16 @@ _NAMES = {
     ExtractBlock: "extract",
     PullBlock: "pull",
 }
+_FILES = (SaveBlock, LoadBlock)
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """KV that went to a tier ("written") or came from it ("restored")."""
+
+    tier: str
+    way: str
+    bytes: float
 
 
 class ObservedExecutor:
@@ -55,7 +71,7 @@ class ObservedExecutor:
             self._remember(command)
         running: Awaitable[StepResult] = self._executor.run(command)
         future = asyncio.ensure_future(running)
-        if type(command) in _NAMES:
+        if type(command) in _NAMES or type(command) in _FILES:
             future.add_done_callback(partial(self._done, command, issued_at))
         return future
 
@@ -68,6 +84,12 @@ class ObservedExecutor:
         if future.cancelled() or future.exception() is not None:
             return
         now = self._observer.now()
+        if (move := _move(command, future.result(), self.limits)) is not None:
+            metrics, place = self._observer.metrics.tiers, (self._worker, move.tier, move.way)
+            metrics.moved.labels(*place).inc(move.bytes)
+            metrics.seconds.labels(*place).observe(now - issued_at)
+        if isinstance(command, _FILES):
+            return
         if isinstance(command, PullBlock):
             result = future.result()
             assert isinstance(result, PullResult)
@@ -81,13 +103,15 @@ class ObservedExecutor:
             self._record(command, started, now)
 
     def _pulled(self, command: PullBlock, result: PullResult, issued_at: float, now: float) -> None:
-        metrics, source = (
-            self._observer.metrics.transfers,
-            command.peer.partition("#")[0] or IN_PROCESS,
-        )
-        metrics.pulls.labels(source, self._worker, "failed" if result.error else "arrived").inc()
-        metrics.kv_bytes.labels(source, self._worker, command.codec).inc(result.bytes_moved)
-        metrics.pull_seconds.labels(source, self._worker).observe(now - issued_at)
+        source = command.peer.partition("#")[0] or IN_PROCESS
+        if command.peer != HOST:
+            metrics, ended = (
+                self._observer.metrics.transfers,
+                "failed" if result.error else "arrived",
+            )
+            metrics.pulls.labels(source, self._worker, ended).inc()
+            metrics.kv_bytes.labels(source, self._worker, command.codec).inc(result.bytes_moved)
+            metrics.pull_seconds.labels(source, self._worker).observe(now - issued_at)
         args: dict[str, Value] = {
             "source": source,
             "codec": command.codec,
@@ -180,6 +204,24 @@ class ObservedExecutor:
     def _page(self, pages: tuple[int, ...], end: int) -> int:
         """Of the last position before `end`."""
         return pages[(end - 1) // self.limits.page_size]
+
+
+def _move(command: StepCommand, result: StepResult, limits: MeshLimits) -> _Move | None:
+    """What a command brought to or from host memory or disk, if that is what it did."""
+    match command, result:
+        case ExtractBlock(to_host=True), ExtractResult():
+            part = command.groups / limits.layer_groups  # of the layers; in all pieces, all of them
+            return _Move(
+                "host", "written", command.valid_tokens * limits.kv_spec.bytes_per_token * part
+            )
+        case PullBlock(), PullResult(error="") if command.peer == HOST:
+            return _Move("host", "restored", result.bytes_moved)
+        case SaveBlock(), DiskResult(error=""):
+            return _Move("disk", "written", result.bytes_moved)
+        case LoadBlock(), DiskResult(error=""):
+            return _Move("disk", "restored", result.bytes_moved)
+        case _:
+            return None
 
 
 def _owner(worker: str, row: PrefillRow) -> Key:

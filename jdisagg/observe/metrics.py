@@ -123,6 +123,11 @@ class RequestMetrics(MetricGroup):
         self.prompt_tokens = self._counter(
             "prompt_tokens", "Prompt tokens of requests that finished."
         )
+        self.cached_tokens = self._counter(
+            "cached_tokens",
+            "Of prompt_tokens, those that were not computed, by where their KV was.",
+            "tier",
+        )
         self.generated_tokens = self._counter("generated_tokens", "Tokens delivered to clients.")
         self.retries = self._counter(
             "retries", "Further attempts at a request, by what ended the one before.", "cause"
@@ -159,6 +164,23 @@ class MeshMetrics(MetricGroup):
             "Commands on a mesh, from the end of the one before.",
             "worker",
             "command",
+        )
+
+
+class TierMetrics(MetricGroup):
+    """KV that stays, on its way between pages, host memory and disk."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        self.moved = self._counter(
+            "kept_bytes_moved",
+            "KV bytes written to host memory or disk, or read from there.",
+            *("worker", "tier", "way"),
+        )
+        self.seconds = self._histogram(
+            "kept_move_seconds",
+            "From asking for a piece (of a file on disk: a block) to its arrival.",
+            *("worker", "tier", "way"),
         )
 
 
@@ -201,6 +223,10 @@ class Metrics(NoRouterEvents):
     @cached_property
     def meshes(self) -> MeshMetrics:
         return MeshMetrics(self._registry)
+
+    @cached_property
+    def tiers(self) -> TierMetrics:
+        return TierMetrics(self._registry)
 
     @cached_property
     def predictions(self) -> PredictionMetrics:

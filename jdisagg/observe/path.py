@@ -27,6 +27,7 @@ class ObservedPath:
             self._observer.now(),
         )
         tracing, latest, result = observer.tracing, dict[int, float](), "cancelled"
+        cached: dict[str, int] = {}
         key = request_key(request.tenant, request.request_id)
         span, context = tracing.start(
             "request", started, None, request.request_id, SpanKind.SERVER, tenant=request.tenant
@@ -49,6 +50,7 @@ class ObservedPath:
                     metrics.generated_tokens.inc(len(event.token_ids))
                 if event.timings is not None and event.finish_reason is not None:
                     result = event.finish_reason.value
+                    cached = _cached_of(event)
                     self._finished(request, event)
                 yield event
         except (asyncio.CancelledError, GeneratorExit):
@@ -61,7 +63,8 @@ class ObservedPath:
             now = observer.now()
             metrics.finished.labels(result).inc()
             metrics.seconds.labels(result).observe(now - started)
-            tracing.end(span, now, result=result, prompt_tokens=len(request.prompt_token_ids))
+            prompt_tokens = len(request.prompt_token_ids)
+            tracing.end(span, now, result=result, prompt_tokens=prompt_tokens, **cached)
 
     async def status(self) -> tuple[WorkerStatus, ...]:
         return await self._path.status()
@@ -79,9 +82,22 @@ class ObservedPath:
         if usage is None:
             return
         metrics.prompt_tokens.inc(usage.prompt_tokens)
+        for tier, tokens in usage.cached_by_tier.by_tier().items() if usage.cached_by_tier else ():
+            if tokens:
+                metrics.cached_tokens.labels(tier).inc(tokens)
         metrics.prompt_sizes.observe(usage.prompt_tokens)
         metrics.generated_sizes.observe(usage.completion_tokens)
         # Of a stream that was resumed the beginning was not seen here.
         if usage.completion_tokens > request.sampling.n and request.resumption is None:
             metrics.tpot.observe(timings.tpot_seconds)
             metrics.handoff_gap.observe(timings.handoff_gap_seconds)
+
+
+def _cached_of(event: StreamEvent) -> dict[str, int]:
+    """For the root span: what of the prompt was not computed, and where its KV was."""
+    usage = event.usage
+    if usage is None or not usage.cached_tokens:
+        return {}
+    tiers = usage.cached_by_tier.by_tier() if usage.cached_by_tier else {}
+    by_tier = {f"cached_{tier}": tokens for tier, tokens in tiers.items() if tokens}
+    return {"cached_tokens": usage.cached_tokens, **by_tier}

@@ -150,11 +150,20 @@ def _statuses(prefix: str, statuses: Sequence[WorkerStatus]) -> list[Metric]:
     preemptions = CounterMetricFamily(
         f"{prefix}worker_preemptions", "Sequences whose pages were taken.", labels=labels
     )
+    tiers = [*labels, "tier"]
+    blocks = GaugeMetricFamily(f"{prefix}kept_blocks", "Blocks of KV that stays.", labels=tiers)
+    held = GaugeMetricFamily(f"{prefix}kept_bytes", "What these take.", labels=tiers)
+    room = GaugeMetricFamily(f"{prefix}kept_room_bytes", "What there is for them.", labels=tiers)
     for status in statuses:
+        for tier in status.kept:
+            place = [status.name, status.role.value, tier.tier]
+            blocks.add_metric(place, tier.blocks)
+            held.add_metric(place, tier.bytes)
+            room.add_metric(place, tier.room_bytes)
         preemptions.add_metric([status.name, status.role.value], status.preemptions)
         for rank, state, count in pages_by_state(status):
             pages.add_metric([status.name, status.role.value, str(rank), state], count)
-    return [*families, pages, preemptions]
+    return [*families, pages, preemptions, blocks, held, room]
 
 
 def routing_families(waiting: int) -> Iterator[Metric]:

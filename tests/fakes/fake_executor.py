@@ -400,7 +400,8 @@ class FakeExecutor:
                 assert found[0] == range(command.group, command.group + command.groups)
                 assert command.offer_id not in self.pulled, "pulled twice at a time"
                 self.pulled[command.offer_id] = list(found[1])
-            _set(future, PullResult(command.step, command.offer_id, 0, error))
+            moved = len(found[1]) * 8 if found else 0
+            _set(future, PullResult(command.step, command.offer_id, moved, error))
 
         loop = asyncio.get_running_loop()
         loop.call_at(loop.time() + self._costs.pull, arrive)

@@ -5,6 +5,7 @@ that served, or, of counters of rare events, where the code counts them."""
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from jdisagg.errors import UnavailableError
 from jdisagg.observe.canary import Canary
 from tests.fakes.cluster import toy_request
 from tests.fakes.virtual_time import run_virtually
-from tests.observe.observed import ObservedCluster
+from tests.observe.test_kept_kv import keeping
+from tests.worker.test_host_tier import other
 from tools import dashboards
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,12 +37,14 @@ def exported() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
 
     async def main() -> None:
-        async with ObservedCluster() as cluster:
+        async with keeping() as cluster:
             metrics = cluster.observer.metrics
             metrics.watch_waiting(lambda: 0)
             metrics.watch_canary(Canary(10.0), lambda: 0.0)
             for number in range(3):
                 await cluster.collect(toy_request(number))
+            for number in (1, 2, 1):
+                await cluster.collect(replace(other(number), request_id="again"))
             metrics.measured("ttft", 1.0, 2.0)
             metrics.requests.retries.labels(type(UnavailableError("")).__name__).inc()
             metrics.requests.errors.labels("UNAVAILABLE", "UnavailableError").inc()
