@@ -44,6 +44,7 @@ from jdisagg.observe.observer import Observer
 from jdisagg.request import Request, StreamEvent
 from jdisagg.router.cluster_state import Description
 from jdisagg.scheduler.executor import Executor
+from jdisagg.scheduler.kept_view import KeptBlock
 from jdisagg.scheduler.residency import BlockNames
 from jdisagg.transfer.disk_store import directory_secret
 from jdisagg.transfer.in_process import InProcessChannel
@@ -286,6 +287,17 @@ class EmbeddedCluster:
 
     async def status(self) -> tuple[WorkerStatus, ...]:
         return await self.path.status()
+
+    def kept_blocks(self) -> tuple[KeptBlock, ...]:
+        """A look at the KV that stays for later requests. Changes nothing; on the event loop that
+        started the cluster.
+
+        Returns:
+          One entry for each block and place where it lies: worker by worker, in each the device's
+          pages, host memory and disk, in each by last use: what was used longest ago, and goes
+          first, comes first. Empty without `prefix.reuse`.
+        """
+        return tuple(block for worker in self._workers for block in worker.kept_blocks())
 
     async def broken(self) -> UnavailableError:
         """Returns, with the reason, when a mesh is broken: what runs on it was ended, and nothing

@@ -14,7 +14,7 @@ Above capacity the least recently used goes. A block that is being read stays. P
 - what_was_cleared_is_not_known_again"""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from jdisagg.plain import plain
@@ -61,6 +61,10 @@ class DiskBlocks:
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._blocks
+
+    def __iter__(self) -> Iterator[DiskBlock]:
+        """Least recently used first."""
+        return iter(self._blocks.values())
 
     @property
     def writing(self) -> int:

@@ -16,7 +16,7 @@ Pure. Invariants (each is a test of the same name in tests/scheduler/test_host_b
 - what_was_cleared_does_not_come_back"""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from jdisagg.messages.ports import Offer
@@ -76,6 +76,10 @@ class HostBlocks:
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._blocks
+
+    def __iter__(self) -> Iterator[HostBlock]:
+        """Least recently used first."""
+        return iter(self._blocks.values())
 
     @property
     def free(self) -> int:

@@ -48,6 +48,10 @@ class PageLedger:
     def idle_pages(self) -> int:
         return len(self._idle)
 
+    def idle(self) -> Iterator[int]:
+        """Those pages, that which is given away first first."""
+        return iter(self._idle)
+
     def owners(self) -> Iterator[int]:
         return iter(self._held)
 

@@ -26,7 +26,7 @@ Invariants (each is a test of the same name in tests/scheduler/test_residency.py
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -172,6 +172,13 @@ class ResidencyTree:
         # also those that were known, so that every block lies behind all that continue it
         self._ledger.touch(reversed(self.pages(chain[: self.match(chain)])))
 
+    def by_last_use(self) -> Iterator[tuple[bytes, int, bool]]:
+        """Name, index in its chain, and whether an owner holds all of it: of each block, that which
+        is given away first first, those that are held last."""
+        idle = dict.fromkeys(self._names[page] for page in self._ledger.idle())
+        for name in (*idle, *(name for name in self._blocks if name not in idle)):
+            yield name, self._indices[name], name not in idle
+
     def clear(self) -> int:
         """Forgets all blocks; returns how many there were."""
         blocks = len(self._blocks)
@@ -247,6 +254,11 @@ class Residency:
     def kept_pages(self) -> tuple[int, ...]:
         """By rank, pages that stay and that nobody holds."""
         return tuple([ledger.idle_pages for ledger in self._ledgers])
+
+    @property
+    def trees(self) -> Sequence[ResidencyTree]:
+        """By rank; none where nothing stays."""
+        return self._trees
 
     @property
     def blocks(self) -> int:

@@ -28,6 +28,7 @@ from jdisagg.messages.worker_status import KeptTier, WorkerStatus
 from jdisagg.request import CachedTokens, Identity, Request
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.host_blocks import TierRoom
+from jdisagg.scheduler.kept_view import KeptBlock, kept_blocks
 from jdisagg.scheduler.residency import BlockNames, Residency
 from jdisagg.telemetry import Counters
 from jdisagg.worker.host_tier import HostTier
@@ -159,6 +160,12 @@ class MeshWorker(ABC):
     def kept_news(self, mark: KeptMark) -> KeptNews | None:
         """What a router that knows so much of what is kept here does not know yet."""
         return self._kept.log.news(self.name, mark)
+
+    def kept_blocks(self) -> tuple[KeptBlock, ...]:
+        """What it keeps for later requests, for people who look (`scheduler/kept_view.py`)."""
+        tier = self._tier
+        host, disk = (tier.blocks, tier.disk.blocks) if tier is not None else (None, None)
+        return tuple(kept_blocks(self.name, self._kept, host, disk))
 
     async def hello(self, hello: PeerHello) -> PeerHello:
         return await self._outgoing.hello(hello)

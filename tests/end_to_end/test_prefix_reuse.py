@@ -228,6 +228,7 @@ async def test_streams_are_the_same_when_they_come_back_from_disk_and_after_a_re
         monkeypatch.setattr(disk_tier, wait, time_scale.seconds(120))
     monkeypatch.setattr(host_tier, "COPY_SECONDS", time_scale.seconds(120))
     engine, waves, cached = on_disk(tmp_path / "kv"), list[list[Request]](), list[int]()
+    from_disk: list[int] = []
 
     async def ask_again(run: Running, name: str) -> int:
         """How many tokens were not computed; streams are those of before."""
@@ -240,8 +241,11 @@ async def test_streams_are_the_same_when_they_come_back_from_disk_and_after_a_re
                     replace(request, request_id=f"{name} {request.request_id}")
                 )
                 streams.append((one.tokens, one.text, one.finish))
-                assert one.last is not None and one.last.usage is not None
-                known += one.last.usage.cached_tokens
+                assert one.last is not None and (usage := one.last.usage) is not None
+                known += usage.cached_tokens
+                assert usage.cached_by_tier is not None
+                assert usage.cached_by_tier.total == usage.cached_tokens
+                from_disk.append(usage.cached_by_tier.disk)
         await on_disk_alone(run)
         assert streams == (await reference())[8:]
         counters = run.cluster._workers[0].counters
@@ -258,8 +262,16 @@ async def test_streams_are_the_same_when_they_come_back_from_disk_and_after_a_re
         before = counters["disk_tokens_restored"]
         cached.append(await ask_again(run, "third"))
         assert counters["disk_tokens_restored"] > before
+        told = (await run.cluster._workers[0].status()).kept
+        kept = [block for block in run.cluster.kept_blocks() if block.worker == "prefill-0"]
+        assert {tier.tier: tier.blocks for tier in told} == {
+            tier: sum(block.tier == tier for block in kept) for tier in ("pages", "host", "disk")
+        }
+        assert any(block.tier == "disk" for block in kept)
     async with running(engine) as run:
+        from_disk.clear()
         cached.append(await ask_again(run, "anew"))
         counters = run.cluster._workers[0].counters
+        assert 0 < sum(from_disk) <= counters["disk_tokens_restored"]
         assert counters["disk_blocks_found"] > 0 and counters["disk_tokens_restored"] > 0
     assert cached[1] >= 0.9 * cached[0] > 0
