@@ -1,10 +1,13 @@
-"""Opens the research face on a checkpoint directory: `engine = open_engine(devices=8)` in the first
-cell of a notebook."""
+"""Opens a checkpoint directory in the first cell of a notebook: on the research face,
+`engine = open_engine(devices=8)`, or in a cluster that serves, `cluster = open_cluster(config)`."""
+
+from dataclasses import replace
 
 from jdisagg.config import EngineConfig
+from jdisagg.engine.embedded import EmbeddedCluster
 from jdisagg.engine.research import Engine
-from jdisagg.node.deployment import prepare_runtime
-from launch.model import loader
+from jdisagg.node.deployment import prepare_engine, prepare_runtime
+from launch.model import deployment, loader
 from launch.shipped import SHIPPED_MODEL
 from models.tokenizer import Tokenizer
 
@@ -32,3 +35,25 @@ def open_engine(
         sessions_per_rank=sessions_per_rank,
         context_tokens=context_tokens,
     )
+
+
+def open_cluster(config: EngineConfig) -> EmbeddedCluster:
+    """An embedded cluster in this process, router, workers and all, to be asked on the notebook's
+    own event loop: `await cluster.start()`, `cluster.stream(request)`, `cluster.kept_blocks()`,
+    `await cluster.stop()`.
+
+    Args:
+        config: what `launch.serve` makes of its flags; without `model.directory`, of the shipped
+            model.
+
+    Returns:
+        The cluster, not started. On CPU its layouts' devices are virtual ones of this process, so
+        this must precede the first use of JAX, or follow another call with as many.
+
+    Raises:
+        ConfigError: it comes too late, or the configuration does not fit.
+    """
+    directory = config.model.directory or SHIPPED_MODEL
+    config = replace(config, model=replace(config.model, directory=directory))
+    prepare_engine(config)
+    return deployment(config).cluster
