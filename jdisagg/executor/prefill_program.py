@@ -29,17 +29,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdisagg.executor.block_sums import PrefillSums
+from jdisagg.executor.chunk_attention import ChunkAttention, RankChunk
 from jdisagg.executor.page_pool import LayerPages, Pools
 from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
 from jdisagg.executor.state_access import recur_over, runs_of
 from jdisagg.executor.weights import Weights
 from jdisagg.messages.step_commands import PrefillChunk
-from jdisagg.model_api import Attend, Latent, Shards
-from jdisagg.ops.kv_pages import as_kept, as_read, token_coordinates, write_tokens
+from jdisagg.model_api import Shards
 from jdisagg.ops.kv_rows import block_of
-from jdisagg.ops.paged_attention import paged_attention
-from jdisagg.ops.prefill_attention import PastPages, prefill_attention
-from jdisagg.ops.quarantine import seal
 from jdisagg.scheduler.executor import MeshLimits, buckets
 
 
@@ -286,15 +283,11 @@ class PrefillPrograms:
             [self._weights.layers[index] for index in group],
             len(self._weights.layers) - 1,
         )
-        shards, emit, page_size, rank_rows = (
-            self._shards,
-            self._emit,
-            self._pool.page_size,
-            self._pool.rank_rows,
-        )
+        shards, emit, sizes = self._shards, self._emit, (self._pool.rank_rows, self._pool.page_size)
         spec = self._sums.spec if self._sums else self._pool.spec
         kinds = spec.layers[group.start : group.stop]
         grain = self._grain if form.packed else _LONG_GRAIN
+        columns = form.columns if form.past else None
 
         def body(
             leaves: Sequence[Sequence[jax.Array]],
@@ -309,80 +302,15 @@ class PrefillPrograms:
             state: jax.Array,
             sampling: jax.Array,
         ) -> tuple[jax.Array, list[LayerPages], list[LayerPages], list[jax.Array]]:
-            positions_T, segment_T, table_RN, past_R = positions[0], segment[0], table[0], past[0]
+            positions_T, segment_T, past_R, slot_R = positions[0], segment[0], past[0], state[0]
             rows_R = sampling[0] if form.samples else jnp.zeros((0,), jnp.int32)
-            page_T, slot_T = token_coordinates(
-                table_RN, segment_T, positions_T, pages=rank_rows, slots=page_size
+            ours = (positions_T, segment_T, table[0], past_R, continuing[0], rows_R)
+            attention = ChunkAttention(
+                RankChunk(*ours, columns, form.packed), *sizes, shards.platform
             )
-            slot_R = state[0]
             begun_R = past_R[: slot_R.shape[0]]
             runs = runs_of(segment_T, positions_T, begun_R, grain)
-            new_pages: list[LayerPages] = []
             new_states: list[LayerPages] = []
-            emitted: list[tuple[jax.Array, ...]] = []
-
-            def attend_with(layer_pages: LayerPages, rows_alone: bool, sends: bool) -> Attend:
-                def attend(
-                    q_TNH: jax.Array,
-                    k_TKH: jax.Array,
-                    v_TKH: jax.Array | None,
-                    *,
-                    scale: float,
-                    window: int | None,
-                    cap: float = 0.0,
-                    sinks_N: jax.Array | None = None,
-                    latent: Latent | None = None,
-                ) -> jax.Array:
-                    kept = tuple(
-                        as_kept(part, pages.dtype)
-                        for part, pages in zip(seal(k_TKH, v_TKH), layer_pages, strict=True)
-                    )
-                    # Written before they are read, so that the scatter is ordered before the loop
-                    # over pages without a copy.
-                    written = tuple(
-                        write_tokens(pages, part, page_T, slot_T, unique=False)
-                        for pages, part in zip(layer_pages, kept, strict=True)
-                    )
-                    new_pages.append(written)
-                    if emit:
-                        emitted.append(tuple(part.swapaxes(0, 1) for part in kept if sends))
-                    seen = [as_read(part, k_TKH.dtype) for part in kept]
-                    k_TKH, k_pages = seen[0], written[0]
-                    v_TKH, v_pages = (None, None) if latent else (seen[1], written[1])
-                    how = {"scale": scale, "window": window, "platform": shards.platform}
-                    how |= {"cap": cap, "sinks_N": sinks_N, "latent": latent}
-                    if rows_alone:
-                        rows, at_R = rows_R.shape[0], jnp.take(positions_T, rows_R, mode="clip")
-                        return (
-                            paged_attention(q_TNH, k_pages, v_pages, table_RN[:rows], at_R, **how)
-                            if rows
-                            else q_TNH
-                        )
-                    cached = (
-                        PastPages(
-                            k_pages,
-                            v_pages,
-                            table_RN[:, : form.columns or None],
-                            past_R,
-                            continuing[0],
-                        )
-                        if form.past
-                        else None
-                    )
-                    return prefill_attention(
-                        q_TNH,
-                        k_TKH,
-                        v_TKH,
-                        segment_T,
-                        positions_T,
-                        cached,
-                        packed=form.packed,
-                        rows=table_RN.shape[0],
-                        **how,
-                    )
-
-                return attend
-
             x_TD = x[0]
             for index, part, part_leaves, layer_pages, layer_states, kind in zip(
                 group, parts, leaves, pages, states, kinds, strict=True
@@ -392,7 +320,7 @@ class PrefillPrograms:
                 x_TD = layer(
                     x_TD,
                     positions_T,
-                    attend_with(layer_pages, asked_R is not None, bool(kind.components)),
+                    attention.over(layer_pages, asked_R is not None, bool(kind.components)),
                     shards,
                     segment_T >= 0,
                     asked_R,
@@ -400,13 +328,11 @@ class PrefillPrograms:
                 )
                 # a layer is not asked for what it does not keep
                 if not layer_pages:
-                    new_pages.append(())
-                    if emit:
-                        emitted.append(())
+                    attention.without_kv()
                 if not layer_states:
                     new_states.append(())
             waited_for = x_TD if x_TD.shape[0] else x[0, :1]
-            blocks = [block_of(kinds, emitted, spec)[None]] if emit else []
-            return waited_for[None], new_pages, new_states, blocks
+            blocks = [block_of(kinds, attention.sent, spec)[None]] if emit else []
+            return waited_for[None], attention.pages, new_states, blocks
 
         return body
