@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jdisagg.ops.kv_pages import kept_dtype
 from tests.end_to_end.clusters import LLAMA, dense_greedy
 from tests.end_to_end.process_matrix.cases import ALL, CHUNK_TOKENS, NEW_TOKENS, PAIRWISE, Case
 from tests.end_to_end.process_matrix.processes import PROMPT_IDS, Matrix, in_process, two_processes
@@ -39,11 +40,14 @@ def dense(prompt: tuple[int, ...]) -> list[int]:
 
 
 def check_kv(case: Case, sent: np.ndarray, received: np.ndarray) -> None:
-    assert sent.shape == received.shape and sent.dtype == received.dtype == jnp.dtype(case.dtype)
+    assert sent.shape == received.shape
+    assert sent.dtype == received.dtype == kept_dtype(case.dtype, "cpu")
     if case.codec == "none":
         assert sent.tobytes() == received.tobytes()
         return
-    before, after = sent.astype(np.float32), received.astype(np.float32)
+    before, after = (
+        kept.view(jnp.dtype(case.dtype)).astype(np.float32) for kept in (sent, received)
+    )
     largest = np.max(np.abs(before), axis=-1, keepdims=True)
     assert np.all(np.abs(after - before) <= largest * (1 / 254 + ROUNDING[case.dtype]))
     assert np.any(after != before), "nothing was packed"

@@ -274,7 +274,7 @@ def four_zero_bytes() -> object:
 def fewer_transports_at_the_receiver() -> object:
     sender, receiver = server(4), server(2)
     sender.await_pull(1, [values()])
-    return seen(receiver.connect(sender.address()).pull(1, [aval()])[0], 3.0)
+    return seen(receiver.connect(sender.address()).pull(1, [aval()])[0], 20.0)
 
 
 def a_deleted_array() -> object:
