@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from jdisagg.config import EngineConfig
 from jdisagg.engine.embedded import EmbeddedCluster
-from jdisagg.engine.research import Engine
+from jdisagg.engine.research import Engine, MeshSizes
 from jdisagg.node.deployment import prepare_engine, prepare_runtime
 from launch.model import deployment, loader
 from launch.shipped import SHIPPED_MODEL
@@ -30,10 +30,7 @@ def open_engine(
     return Engine(
         loader(directory, dtype),
         Tokenizer.from_directory(directory),
-        page_size=page_size,
-        chunk_tokens=chunk_tokens,
-        sessions_per_rank=sessions_per_rank,
-        context_tokens=context_tokens,
+        sizes=MeshSizes(page_size, chunk_tokens, sessions_per_rank, context_tokens),
     )
 
 

@@ -7,9 +7,12 @@ layout, decode there.
     engine.generate_tokens(session, max_new_tokens=32)
     kv = engine.pull("a")                  # on the decode mesh, generated tokens included
 
-Everything runs on the caller's thread and returns when it is done; many sequences at once are the
-embedded cluster's affair. Executors, programs, pages and the channel are those that serve. How
-weights get onto a mesh is the caller's (`LoadModel`).
+What can be done to a cache itself (cut, join, change a layer) is in `engine/kv_cache.py`.
+
+Everything runs on the caller's thread and returns when it is done. Prompts can be computed
+together; many sequences that decode at once are the embedded cluster's affair. Executors, programs,
+pages and the channel are those that serve. How weights get onto a mesh is the caller's
+(`LoadModel`).
 
 Where meshes lie: prefill layouts take the engine's devices from the front, session layouts from the
 back, so that the two are disjoint while the devices suffice and OVERLAP where they do not;
@@ -24,19 +27,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
-import numpy as np
 
 from jdisagg.engine.instance import LoadModel
 from jdisagg.engine.kv_cache import KVCache
 from jdisagg.engine.layouts import DecoderLayout, PrefillLayout
+from jdisagg.engine.prompt_tokens import Prompt, TextCodec, prompt_tokens
 from jdisagg.engine.research_instance import ResearchInstance
 from jdisagg.engine.research_meshes import MeshSizes, ResearchMeshes
-from jdisagg.engine.session import Generation, Move, Session, TextCodec, choice_of
-from jdisagg.errors import ConfigError, InvalidRequestError
+from jdisagg.engine.session import Session, choice_of
+from jdisagg.engine.session_results import Generation, Move
+from jdisagg.errors import InvalidRequestError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.step_commands import SampleSpec
 from jdisagg.model_api import Device
-from jdisagg.request import MAX_TOP_LOGPROBS, SamplingParams, foreign_token
+from jdisagg.request import SamplingParams
 
 __all__ = [
     "DecoderLayout",
@@ -44,12 +48,14 @@ __all__ = [
     "Generation",
     "KVCache",
     "Layout",
+    "MeshSizes",
     "Move",
     "PrefillLayout",
     "Session",
 ]
 
 ONE_DEVICE = Layout()
+DEFAULT_SIZES = MeshSizes()
 DEFAULT_NEW_TOKENS = 64
 
 
@@ -60,13 +66,7 @@ class Engine:
         load: puts the model's weights onto a mesh.
         tokenizer: needed for text alone; without it prompts are token ids.
         devices: those to use; all of JAX's by default.
-        page_size: tokens of KV in a page.
-        chunk_tokens: the longest piece of a prompt that is computed at once.
-        sessions_per_rank: for how many sequences of full context each dp rank has pages.
-        context_tokens: caps the model's own.
-
-    Raises:
-        ConfigError: `sessions_per_rank` is below 1.
+        sizes: of each mesh: pages, chunks, context.
     """
 
     def __init__(
@@ -75,16 +75,10 @@ class Engine:
         tokenizer: TextCodec | None = None,
         devices: Sequence[Device] | None = None,
         *,
-        page_size: int = 16,
-        chunk_tokens: int = 256,
-        sessions_per_rank: int = 4,
-        context_tokens: int | None = None,
+        sizes: MeshSizes = DEFAULT_SIZES,
     ) -> None:
-        if sessions_per_rank < 1:
-            raise ConfigError(f"sessions_per_rank must be at least 1, got {sessions_per_rank}")
         self.tokenizer = tokenizer
         self.sessions: dict[str, Session] = {}
-        sizes = MeshSizes(page_size, chunk_tokens, sessions_per_rank, context_tokens)
         self._meshes = ResearchMeshes(
             load, tuple(jax.devices() if devices is None else devices), sizes
         )
@@ -109,7 +103,7 @@ class Engine:
 
     def prefill(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         layout: Layout = ONE_DEVICE,
         *,
         temperature: float = 0.0,
@@ -138,24 +132,8 @@ class Engine:
             LayoutError: the model or the devices do not suit the layout.
         """
         sampling = SamplingParams(1, temperature, top_k, top_p, seed=seed)
-        tokens = self._tokens(prompt)
-        instance = self._meshes.instance(
-            layout, self.devices[: layout.devices] if devices is None else devices
-        )
-        context, vocabulary = instance.limits.context_tokens, instance.vocabulary
-        if len(tokens) > context:
-            raise InvalidRequestError(
-                f"prompt has {len(tokens)} tokens; the context holds {context}; shorten the prompt"
-            )
-        if (at := foreign_token(tokens, vocabulary)) is not None:
-            raise InvalidRequestError(
-                f"prompt[{at}]={tokens[at]} is not a token id of the model; they are 0 to"
-                f" {vocabulary - 1}"
-            )
-        wanted = min(MAX_TOP_LOGPROBS, vocabulary)
-        choice = choice_of(sampling)
-        kv = instance.prefill(tokens, SampleSpec(0, replace(choice, logprobs=wanted)))
-        return replace(kv, next_token=replace(kv.next_token, sampling=choice))
+        instance = self._prefill_instance(layout, devices)
+        return self._prefill([self._prompt(prompt, instance)], instance, sampling)[0]
 
     def create_session(
         self,
@@ -211,8 +189,9 @@ class Engine:
         on_token: Callable[[int], None] | None = None,
     ) -> Generation:
         """Decodes where the source lies. A session goes on from there and keeps the new KV; a cache
-        is left as it is. If the source's next token was chosen under other sampling parameters, the
-        last token is run once more to choose anew.
+        is left as it is. If the source's next token was chosen under other sampling parameters, or
+        was not (behind a cache that was cut, joined or changed), the last token is run once more to
+        choose anew, and its KV is written anew.
 
         Args:
             source: what to go on from.
@@ -229,9 +208,7 @@ class Engine:
             InvalidRequestError: there is no room for so many tokens, or an option is out of range.
         """
         if not isinstance(source, Session):
-            devices = list(source.mesh.devices.flat)
-            with Session("", self._meshes, self.tokenizer, source.layout, devices) as session:
-                session.push(source)
+            with self._beside(source) as session:
                 return self.generate_tokens(
                     session,
                     max_new_tokens,
@@ -264,27 +241,39 @@ class Engine:
         if self.sessions.get(session.session_id) is session:
             del self.sessions[session.session_id]
 
-    def _tokens(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ConfigError(
-                    "prompt is text and the engine has no tokenizer; give token ids, or build the"
-                    " engine with a tokenizer"
-                )
-            # A tokenizer may put a token before the text: without text that would be a prompt that
-            # nobody wrote.
-            prompt = self.tokenizer.encode(prompt) if prompt else ()
-        for index, token in enumerate(prompt):
-            if not isinstance(token, int | np.integer) or isinstance(token, bool):
-                raise InvalidRequestError(
-                    f"prompt[{index}]={token!r} is not a token id; give text, or a sequence of"
-                    " integers"
-                )
-        if len(prompt) == 0:
+    def _prefill_instance(
+        self, layout: Layout, devices: Sequence[Device] | None
+    ) -> ResearchInstance:
+        chosen = self.devices[: layout.devices] if devices is None else devices
+        return self._meshes.instance(layout, chosen)
+
+    def _prefill(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        instance: ResearchInstance,
+        sampling: SamplingParams,
+    ) -> list[KVCache]:
+        choice = choice_of(sampling)
+        asked = replace(choice, logprobs=instance.logprobs_wanted)
+        caches = instance.prefill(prompts, SampleSpec(0, asked))
+        return [replace(kv, chosen=replace(kv.next_token, sampling=choice)) for kv in caches]
+
+    def _beside(self, kv: KVCache) -> Session:
+        """A session without a name that holds a copy of a cache, where that lies."""
+        devices = list(kv.mesh.devices.flat)
+        session = Session("", self._meshes, self.tokenizer, kv.layout, devices)
+        session.push(kv)
+        return session
+
+    def _prompt(
+        self, prompt: Prompt, instance: ResearchInstance, name: str = "prompt"
+    ) -> tuple[int, ...]:
+        tokens = prompt_tokens(prompt, self.tokenizer, instance.vocabulary, name=name)
+        if len(tokens) > (context := instance.limits.context_tokens):
             raise InvalidRequestError(
-                "prompt is empty: at least one token is needed to predict the next; send some text"
+                f"{name} has {len(tokens)} tokens; the context holds {context}; shorten the prompt"
             )
-        return tuple(int(token) for token in prompt)
+        return tokens
 
 
 def _within(session: Session, asked: int | None) -> int:

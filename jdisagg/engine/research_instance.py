@@ -9,30 +9,32 @@ ledger alone decides; every owner is a session or one running prefill.
 A sequence decodes alone, in slot 0 of its rank. Not thread-safe: a notebook has one thread."""
 
 import time
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jdisagg.engine.chunk_runs import Run, chunks, whole_token
 from jdisagg.engine.instance import Loaded
-from jdisagg.engine.kv_cache import KVBlock, KVCache, NextToken
-from jdisagg.errors import BrokenModelError, ConfigError, HandoffError, OverloadedError
+from jdisagg.engine.keeping_channel import KeepingChannel
+from jdisagg.engine.kv_blocks import KVBlock, KVPlace
+from jdisagg.engine.kv_cache import KVCache, NextToken
+from jdisagg.errors import ConfigError, HandoffError, OverloadedError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
-from jdisagg.executor.work_threads import POLL_SECONDS
+from jdisagg.executor.results import PrefillReading
+from jdisagg.executor.work_threads import POLL_SECONDS, Waiting
 from jdisagg.ids import random_id
 from jdisagg.layout.axes import Layout
-from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.messages.step_commands import (
-    BROKEN_TOKEN,
     DecodeResult,
     DecodeSteps,
     DropBlocks,
     InsertBlock,
-    OfferSpec,
+    InsertResult,
     PrefillChunk,
     PrefillResult,
-    PrefillRow,
     PullBlock,
     PullResult,
     SampleSpec,
@@ -40,58 +42,15 @@ from jdisagg.messages.step_commands import (
 )
 from jdisagg.ops.kv_pages import gather_tokens
 from jdisagg.ops.kv_rows import block_of
-from jdisagg.request import SamplingParams
+from jdisagg.request import MAX_TOP_LOGPROBS, SamplingParams
 from jdisagg.scheduler.blocks import padded, split_blocks
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
-from jdisagg.transfer.channel import BlockStamp, Channel, Offered, Pull, PullTarget
+from jdisagg.transfer.channel import BlockStamp, PullTarget
 from jdisagg.transfer.in_process import InProcessChannel
 
 PULL_SECONDS = 600.0
-_NO_STAMP = BlockStamp()
 STEP = 0  # commands run one by one: their results need no numbers
-
-
-class KeepingChannel:
-    """A `Channel` whose offers stay with the instance that makes them, until it takes them; all
-    else is the real channel's."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._kept: dict[int, jax.Array] = {}
-
-    def take(self, offer_id: int) -> jax.Array:
-        return self._kept.pop(offer_id)
-
-    def forget(self) -> None:
-        """Drops what a failed prefill left."""
-        self._kept.clear()
-
-    def connect(self, peer: str, card: MeshCard) -> None:
-        self._channel.connect(peer, card)
-
-    def disconnect(self, peer: str) -> None:
-        self._channel.disconnect(peer)
-
-    def offer(
-        self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = _NO_STAMP
-    ) -> None:
-        self._kept[offer_id] = block
-
-    def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> Pull:
-        return self._channel.pull(offer_id, target, deadline_seconds)
-
-    def release(self, offer_id: int) -> None:
-        self._kept.pop(offer_id, None)
-
-    def revoke(self, offer_id: int, reason: str) -> None:
-        self._kept.pop(offer_id, None)
-
-    def offered(self) -> Offered:
-        return Offered(len(self._kept), sum(block.nbytes for block in self._kept.values()))
-
-    def bytes_per_pair(self) -> dict[tuple[int, int], int]:
-        return self._channel.bytes_per_pair()
 
 
 class ResearchInstance(MeshExecutor):
@@ -120,46 +79,73 @@ class ResearchInstance(MeshExecutor):
         programs = Programs(loaded.mesh)
         super().__init__(name, loaded.model, programs, layout, limits, role, self._keeper)
 
+    @property
+    def logprobs_wanted(self) -> int:
+        """Of the token that a prefill chooses: as many as there can be."""
+        return min(MAX_TOP_LOGPROBS, self.vocabulary)
+
+    def place(self, rank: int = 0) -> KVPlace:
+        return KVPlace(self.mesh, rank, self.limits.kv_spec)
+
     def pull_target(self, block: PullBlock) -> PullTarget:
         """In pieces of one head: they fit every sender's layout, so that one set of resident zeros
         and insert programs serves them all."""
         return self._targets.target(block, self._blocks.layers(block.group, block.groups), 1)
 
-    def prefill(self, tokens: tuple[int, ...], spec: SampleSpec) -> KVCache:
-        """Runs the prompt chunk by chunk, chooses the next token, gives the pages back and the
-        blocks to the caller. Blocks."""
+    def prefill(self, prompts: Sequence[tuple[int, ...]], spec: SampleSpec) -> list[KVCache]:
+        """Runs prompts, as many at once as there are pages for, chooses the next token of each,
+        gives the pages back and the blocks to the caller. Blocks."""
         started = time.perf_counter()
-        rank, owner = self.reserve(len(tokens))
+        done: list[Run] = []
+        waiting: list[Run] = []
         try:
-            blocks: list[KVBlock] = []
-            for start in range(0, len(tokens), self.limits.chunk_buckets[-1]):
-                chosen, more = self._prefill_chunk(tokens, start, rank, owner, spec)
-                blocks += more
-        finally:
+            for tokens in prompts:
+                if waiting and not self._has_room(len(tokens)):
+                    self._finish(waiting)
+                    done, waiting = done + waiting, []
+                rank, owner = self.reserve(len(tokens))
+                waiting.append(Run(tokens, 0, rank, owner, (spec,), emits=True))
+            self._finish(waiting)
+        except BaseException:
             self._keeper.forget()
-            self.ledgers[rank].free(owner)
-        token = chosen.samples[0]
+            self._free(waiting)
+            raise
         seconds = time.perf_counter() - started
-        next_token = NextToken(_whole(token.token), spec.sampling, token.logprobs)
-        return self._cache(tokens, next_token, rank, blocks, seconds)
+        return [
+            self._cache(run.tokens, run.next_token(), run.rank, run.blocks, seconds)
+            for run in done + waiting
+        ]
 
-    def receive(self, kv: KVCache, rank: int, owner: int) -> int:
-        """Moves a cache, from whatever mesh, into the owner's pages. Blocks until it is there;
-        returns the bytes that moved."""
-        pages = self.ledgers[rank].pages(owner)
+    def compute(self, runs: Sequence[Run]) -> None:
+        """Computes what the runs ask for, chunk by chunk, and leaves it with them: blocks, samples,
+        log-probabilities. Blocks."""
+        for chunk in chunks(runs, self.limits):
+            rows = [part.row(self.limits, self.ledgers[part.run.rank]) for part in chunk]
+            length = max(
+                row.offset + padded(len(row.tokens), self.limits.granule_tokens) for row in rows
+            )
+            width = next(size for size in self.limits.chunk_buckets if size >= length)
+            reading = self._issue(PrefillChunk(STEP, width, tuple(rows)))
+            result = reading.result()
+            assert isinstance(reading, PrefillReading) and isinstance(result, PrefillResult)
+            for part, row in zip(chunk, rows, strict=True):
+                part.take(row, result, self._keeper)
+
+    def receive(self, kv: KVCache, rank: int, owner: int) -> None:
+        """Moves a cache, from whatever mesh, into the owner's pages. Blocks until it is there."""
+        pages, spec = self.ledgers[rank].pages(owner), self.limits.kv_spec
         offers = [(random_id(), block) for block in kv.blocks]
-        moved = 0
         try:
             pulls = []
             for offer_id, block in offers:
-                self._wire.offer(offer_id, block.array, kv.rank)
-                pulls.append(
-                    self._issue(
-                        PullBlock(
-                            STEP, offer_id, rank, block.layer, block.block_tokens, PULL_SECONDS
-                        )
-                    )
+                first_row = spec.first_row(block.layer)
+                stamp = BlockStamp(0, first_row, block.start, block.valid_tokens)
+                self._wire.offer(offer_id, block.array, kv.rank, stamp.of_offer(offer_id))
+                pull = PullBlock(
+                    STEP, offer_id, rank, block.layer, block.block_tokens, PULL_SECONDS
                 )
+                pulls.append(self._issue(pull))
+            inserts: list[Waiting] = []
             for (offer_id, block), pull in zip(offers, pulls, strict=True):
                 while not pull.is_ready():
                     time.sleep(POLL_SECONDS)
@@ -169,29 +155,32 @@ class ResearchInstance(MeshExecutor):
                     raise HandoffError(
                         f"layer {block.layer} of the cache did not arrive: {result.error}"
                     )
-                moved += result.bytes_moved
-                end = pages_for(block.start + block.valid_tokens, self.limits.page_size)
-                self._issue(
-                    InsertBlock(
-                        STEP,
-                        offer_id,
-                        rank,
-                        block.layer,
-                        block.block_tokens,
-                        block.valid_tokens,
-                        block.start,
-                        pages[:end],
-                    )
+                insert = InsertBlock(
+                    STEP,
+                    offer_id,
+                    rank,
+                    block.layer,
+                    block.block_tokens,
+                    block.valid_tokens,
+                    block.start,
+                    pages[: pages_for(block.stop, self.limits.page_size)],
                 )
-            jax.block_until_ready(self._pool.layers)
+                inserts.append(self._issue(insert))
+            for (_, block), insert in zip(offers, inserts, strict=True):
+                inserted = insert.result()
+                assert isinstance(inserted, InsertResult)
+                if not inserted.intact:
+                    raise HandoffError(
+                        f"layer {block.layer} of the cache, does not lie in"
+                        " its pages as it was sent; push it again"
+                    )
         finally:
             self._issue(DropBlocks(STEP, tuple(offer_id for offer_id, _ in offers)))
             for offer_id, _ in offers:
                 self._wire.release(offer_id)
-        return moved
 
     def extract(
-        self, tokens: tuple[int, ...], next_token: NextToken, rank: int, owner: int
+        self, tokens: tuple[int, ...], chosen: NextToken | None, rank: int, owner: int
     ) -> KVCache:
         """Copies the owner's pages out as blocks on this mesh. Blocks until they are there."""
         started = time.perf_counter()
@@ -211,7 +200,7 @@ class ResearchInstance(MeshExecutor):
             ]
         jax.block_until_ready([block.array for block in blocks])
         seconds = time.perf_counter() - started
-        return self._cache(tokens, next_token, rank, blocks, seconds)
+        return self._cache(tokens, chosen, rank, blocks, seconds)
 
     def admit(
         self, token: int, position: int, limit: int, spec: SampleSpec, rank: int, owner: int
@@ -233,7 +222,7 @@ class ResearchInstance(MeshExecutor):
         )
         assert isinstance(result, DecodeResult)
         logprobs = result.logprobs[rank][0][0] if result.logprobs else None
-        return NextToken(_whole(result.tokens[rank][0][0]), sampling, logprobs)
+        return NextToken(whole_token(result.tokens[rank][0][0]), sampling, logprobs)
 
     def reserve(self, tokens: int) -> tuple[int, int]:
         """Pages for so many tokens on the emptiest rank: (rank, owner). Raises `OverloadedError`
@@ -252,6 +241,18 @@ class ResearchInstance(MeshExecutor):
         if count > 0 and ledger.extend(owner, count) is None:
             raise self._full(count, rank)
 
+    def _has_room(self, tokens: int) -> bool:
+        free = max(ledger.free_pages for ledger in self.ledgers)
+        return free >= pages_for(tokens, self.limits.page_size)
+
+    def _finish(self, runs: list[Run]) -> None:
+        self.compute(runs)
+        self._free(runs)
+
+    def _free(self, runs: list[Run]) -> None:
+        for run in runs:
+            self.ledgers[run.rank].free(run.owner)
+
     def _full(self, count: int, rank: int) -> OverloadedError:
         free, total = self.ledgers[rank].free_pages, self.limits.pages_per_rank
         return OverloadedError(
@@ -260,48 +261,16 @@ class ResearchInstance(MeshExecutor):
             " sessions_per_rank"
         )
 
-    def _prefill_chunk(
-        self, tokens: tuple[int, ...], start: int, rank: int, owner: int, spec: SampleSpec
-    ) -> tuple[PrefillResult, list[KVBlock]]:
-        limits = self.limits
-        part = tokens[start : start + limits.chunk_buckets[-1]]
-        end = start + len(part)
-        width = next(
-            size
-            for size in limits.chunk_buckets
-            if size >= padded(len(part), limits.granule_tokens)
-        )
-        cuts = list(split_blocks(len(part), limits.granule_tokens))
-        offers = [
-            (OfferSpec(random_id(), layer, offset, size), valid)
-            for offset, size, valid in cuts
-            for layer in range(limits.layer_groups)
-        ]
-        pages = self.ledgers[rank].pages(owner)[: pages_for(end, limits.page_size)]
-        samples = (spec,) if end == len(tokens) else ()
-        row = PrefillRow(
-            owner, rank, 0, part, start, pages, samples, tuple(offer for offer, _ in offers)
-        )
-        result = self.issue_and_wait(PrefillChunk(STEP, width, (row,)))
-        assert isinstance(result, PrefillResult)
-        taken = [(offer, valid, self._keeper.take(offer.offer_id)) for offer, valid in offers]
-        return result, [
-            KVBlock(offer.group, start + offer.offset, valid, block)
-            for offer, valid, block in taken
-        ]
-
     def _cache(
         self,
         tokens: tuple[int, ...],
-        next_token: NextToken,
+        chosen: NextToken | None,
         rank: int,
         blocks: list[KVBlock],
         seconds: float,
     ) -> KVCache:
         spec = self.limits.kv_spec
-        return KVCache(
-            tokens, next_token, self.layout, self.mesh, rank, spec, tuple(blocks), seconds
-        )
+        return KVCache(tokens, chosen, self.layout, self.mesh, rank, spec, tuple(blocks), seconds)
 
     def _read(self, layer: int, coordinates: jax.Array) -> jax.Array:
         """One layer's rows at (page, slot) [dp, 2, T] of each rank, as a block [dp, C, K, T, H]."""
@@ -316,10 +285,3 @@ class ResearchInstance(MeshExecutor):
         build = lambda: self.programs.compile(body, (pages, coordinates), specs, BLOCK_SPEC)  # noqa: E731
         key = ("extract", coordinates.shape, kind.components)
         return self.programs.get(key, build)(pages, coordinates)
-
-
-def _whole(token: int) -> int:
-    """A token that was chosen from finite logits."""
-    if token == BROKEN_TOKEN:
-        raise BrokenModelError()
-    return token

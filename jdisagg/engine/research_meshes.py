@@ -9,7 +9,7 @@ from jdisagg.config import InstanceConfig, Mode
 from jdisagg.engine.instance import LoadModel
 from jdisagg.engine.limits import mesh_limits
 from jdisagg.engine.research_instance import ResearchInstance
-from jdisagg.errors import LayoutError
+from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Device
 from jdisagg.transfer.in_process import InProcessChannel
@@ -17,12 +17,27 @@ from jdisagg.transfer.in_process import InProcessChannel
 
 @dataclass(frozen=True, slots=True)
 class MeshSizes:
-    """As the arguments of `Engine`."""
+    """How large an engine's meshes are made.
 
-    page_size: int
-    chunk_tokens: int
-    sessions_per_rank: int
-    context_tokens: int | None
+    Args:
+        page_size: tokens of KV in a page.
+        chunk_tokens: the longest piece of a prompt that is computed at once, and what prompts share
+            that are computed together.
+        sessions_per_rank: for how many sequences of full context each dp rank has pages.
+        context_tokens: caps the model's own.
+
+    Raises:
+        ConfigError: `sessions_per_rank` is below 1.
+    """
+
+    page_size: int = 16
+    chunk_tokens: int = 256
+    sessions_per_rank: int = 4
+    context_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.sessions_per_rank < 1:
+            raise ConfigError(f"sessions_per_rank must be at least 1, got {self.sessions_per_rank}")
 
 
 class ResearchMeshes:

@@ -9,13 +9,14 @@ session knows temperature, filters and seed."""
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import jax
 
 from jdisagg.engine.kv_cache import KVCache, NextToken
+from jdisagg.engine.prompt_tokens import TextCodec
 from jdisagg.engine.research_instance import ResearchInstance
 from jdisagg.engine.research_meshes import ResearchMeshes
+from jdisagg.engine.session_results import Generation, Move
 from jdisagg.errors import IncompatiblePeerError, InvalidRequestError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.step_commands import SampleSpec
@@ -23,54 +24,6 @@ from jdisagg.model_api import Device
 from jdisagg.request import FinishReason, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
-
-
-class TextCodec(Protocol):
-    """What is asked of a tokenizer."""
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]: ...
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """One push. `bytes_per_pair`: (source device id, destination device id) -> bytes, counted where
-    they were moved, padding to blocks of 16 tokens included; `planned` is what the reshard plans
-    say. Bytes that a device held already are in neither. `seconds` includes the writing into pages,
-    and on the first push of a kind the compilation of its programs."""
-
-    tokens: int
-    source: Layout
-    target: Layout
-    bytes_per_pair: dict[tuple[int, int], int]
-    planned: dict[tuple[int, int], int]
-    seconds: float
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.bytes_per_pair.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """What one call generated. `step_seconds[i]` is the decode step that wrote token i's KV and
-    chose the token after it.
-
-    The first token was chosen with the prefill, so that a request's TTFT is `kv.seconds`, plus
-    whatever lay between."""
-
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason
-    step_seconds: tuple[float, ...]
-    next_token: NextToken
-
-    @property
-    def tpot_seconds(self) -> float:
-        """Mean time of a step; 0 where no token was generated."""
-        return sum(self.step_seconds) / len(self.step_seconds) if self.step_seconds else 0.0
 
 
 class Session:
@@ -126,7 +79,15 @@ class Session:
 
     @property
     def next_token(self) -> NextToken:
-        return self._holding().next_token
+        """Raises InvalidRequestError where none has been chosen: behind a cache that was cut,
+        joined or changed, until something is generated."""
+        chosen = self._holding().chosen
+        if chosen is None:
+            raise InvalidRequestError(
+                f"session {self.session_id!r} holds a cache that was cut, joined or changed, and no"
+                " next token has been chosen; generate"
+            )
+        return chosen
 
     @property
     def room_tokens(self) -> int:
@@ -153,7 +114,9 @@ class Session:
 
         Raises:
             IncompatiblePeerError: the cache is another model's.
-            InvalidRequestError: it is longer than the context, or the session is closed.
+            InvalidRequestError: it does not begin at position 0, is longer than the context, or
+                the session is closed.
+            OverloadedError: the mesh has no pages for it.
         """
         self._check_open()
         target = self._instance
@@ -163,6 +126,12 @@ class Session:
             raise IncompatiblePeerError(
                 f"the cache's KV geometry is {kv.spec} and this model's is {target.limits.kv_spec};"
                 " push caches of the same model"
+            )
+        if kv.first_position:
+            raise InvalidRequestError(
+                f"the cache begins at position {kv.first_position}: what its tokens attended to"
+                " before is not in it, and its keys are turned for where they were; join it behind"
+                f" a cache of positions 0 to {kv.first_position - 1}"
             )
         if len(kv) > target.limits.context_tokens:
             raise InvalidRequestError(
@@ -183,7 +152,7 @@ class Session:
             raise
         seconds = time.perf_counter() - started
         self._drop()
-        self._instance, self._held = target, _Held(rank, owner, kv.token_ids, kv.next_token)
+        self._instance, self._held = target, _Held(rank, owner, kv.token_ids, kv.chosen)
         moved, planned = (
             _minus(channel.bytes_per_pair(), moved),
             _minus(channel.planned_bytes_per_pair(), planned),
@@ -194,7 +163,7 @@ class Session:
         """A copy of the KV that the session holds, on its mesh. Raises InvalidRequestError where it
         holds none."""
         held = self._holding()
-        return self._instance.extract(held.tokens, held.next_token, held.rank, held.owner)
+        return self._instance.extract(held.tokens, held.chosen, held.rank, held.owner)
 
     def generate(
         self, sampling: SamplingParams, on_token: Callable[[int], None] | None = None
@@ -209,12 +178,12 @@ class Session:
         choice, first = replace(choice_of(sampling), logprobs=sampling.logprobs), len(held.tokens)
         spec = SampleSpec(0, choice)
         admit = None
-        if held.next_token.sampling != choice_of(sampling):
+        if held.chosen is None or held.chosen.sampling != choice_of(sampling):
             admit = instance.admit(held.tokens[-1], first - 1, limit, spec, held.rank, held.owner)
             held.choose(instance.decode_step(held.rank, choice, admit))
         step_seconds: list[float] = []
-        while len(held.tokens) < limit and held.next_token.token_id not in stop_ids:
-            started, token = time.perf_counter(), held.next_token.token_id
+        while len(held.tokens) < limit and self.next_token.token_id not in stop_ids:
+            started, token = time.perf_counter(), self.next_token.token_id
             fresh = (
                 instance.admit(token, len(held.tokens), limit, spec, held.rank, held.owner)
                 if admit is None
@@ -234,7 +203,7 @@ class Session:
             tokenizer.decode(new) if tokenizer else "",
             reason,
             tuple(step_seconds),
-            held.next_token,
+            self.next_token,
         )
 
     def close(self) -> None:
@@ -274,10 +243,10 @@ class _Held:
     rank: int
     owner: int
     tokens: tuple[int, ...]
-    next_token: NextToken
+    chosen: NextToken | None
 
     def choose(self, token: NextToken) -> None:
-        self.next_token = replace(token, sampling=choice_of(token.sampling))
+        self.chosen = replace(token, sampling=choice_of(token.sampling))
 
 
 def choice_of(sampling: SamplingParams) -> SamplingParams:

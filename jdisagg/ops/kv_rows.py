@@ -15,15 +15,18 @@ from jax import lax
 from jdisagg.layout.kv_spec import KVComponent, KVLayer, KVSpec
 
 
-def to_rows(part_KTH: jax.Array, part: KVComponent, spec: KVSpec) -> jax.Array:
-    """The rows [R, K, T, H] of one component on this device."""
+def to_rows(
+    part_KTH: jax.Array, part: KVComponent, spec: KVSpec, *, scatter: bool = True
+) -> jax.Array:
+    """The rows [R, K, T, H] of one component on this device. `scatter`: of one that is cut, all its
+    values are given, of which this device takes its part; else that part alone is given."""
     values = _retyped(part_KTH, spec.row_dtype)
     rows, width, tokens = spec.rows_of(part), spec.row_width, values.shape[1]
     if spec.is_cut(part):
-        shards = lax.axis_size("kv")
-        size = values.shape[2] // shards
-        values = lax.dynamic_slice_in_dim(values, lax.axis_index("kv") * size, size, axis=2)
-        cut = values.reshape(tokens, spec.row_heads // shards, rows, width)
+        if scatter:
+            size = values.shape[2] // lax.axis_size("kv")
+            values = lax.dynamic_slice_in_dim(values, lax.axis_index("kv") * size, size, axis=2)
+        cut = values.reshape(tokens, -1, rows, width)
         return cut.transpose(2, 1, 0, 3)
     if rows == 1:
         return values[None]
@@ -51,12 +54,16 @@ def from_rows(
 
 
 def block_of(
-    layers: Sequence[KVLayer], parts: Sequence[Sequence[jax.Array]], spec: KVSpec
+    layers: Sequence[KVLayer],
+    parts: Sequence[Sequence[jax.Array]],
+    spec: KVSpec,
+    *,
+    scatter: bool = True,
 ) -> jax.Array:
-    """All rows [R, K, T, H] of some layers, from their components."""
+    """All rows [R, K, T, H] of some layers, from their components; `scatter` as in `to_rows`."""
     return jnp.concatenate(
         [
-            to_rows(array, part, spec)
+            to_rows(array, part, spec, scatter=scatter)
             for layer, arrays in zip(layers, parts, strict=True)
             for part, array in zip(layer.components, arrays, strict=True)
         ]

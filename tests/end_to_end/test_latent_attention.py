@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jdisagg.config import Mode, PrefixConfig
-from jdisagg.engine.research import DecoderLayout, Engine, PrefillLayout
+from jdisagg.engine.research import DecoderLayout, Engine, MeshSizes, PrefillLayout
 from jdisagg.layout.axes import Layout
 from models.checkpoint import LoadedModel, load_model
 from tests.end_to_end.clusters import GOLDEN, config, golden_copy, golden_greedy, running
@@ -136,7 +136,8 @@ def test_a_sequence_that_is_moved_midway_goes_on_as_if_it_had_not_been() -> None
     def load(layout: Layout, devices: Sequence[jax.Device]) -> LoadedModel:
         return load_model(GOLDEN / NAME, layout, devices)
 
-    with Engine(load, page_size=8, chunk_tokens=16, context_tokens=112) as engine:
+    sizes = MeshSizes(page_size=8, chunk_tokens=16, context_tokens=112)
+    with Engine(load, sizes=sizes) as engine:
         kv = engine.prefill(prompt, layout=PrefillLayout(tp=4))
         with engine.create_session("s", layout=DecoderLayout(dp=2)) as session:
             session.push(kv)

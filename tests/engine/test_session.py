@@ -4,17 +4,14 @@ Oracles: greedy tokens that Hugging Face transformers gave for the same weights 
 and values of a dense forward pass, and byte counts by arithmetic. The whole matrix of layouts is
 marked slow."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdisagg.engine.kv_cache import KVCache
 from jdisagg.engine.research import DecoderLayout, Engine, PrefillLayout
 from jdisagg.errors import (
     BrokenModelError,
@@ -24,13 +21,17 @@ from jdisagg.errors import (
     OverloadedError,
 )
 from jdisagg.layout.axes import Layout
-from jdisagg.ops.dense_attention import dense_causal_attend
 from jdisagg.request import FinishReason
 from jdisagg.scheduler.page_ledger import PageLedger
-from models.checkpoint import LoadedModel, load_model
+from tests.engine.research_engines import (
+    CONTEXT_TOKENS,
+    assert_same_kv,
+    dense_keys_and_values,
+    hugging_face,
+    open_engine,
+)
 
-GOLDEN = Path(__file__).parent.parent / "golden"
-CHUNK_TOKENS, CONTEXT_TOKENS, NEW_TOKENS = 16, 112, 12
+NEW_TOKENS = 12
 PREFILL = [PrefillLayout(tp=1), PrefillLayout(tp=2), PrefillLayout(tp=4), PrefillLayout(dp=2, tp=2)]
 DECODE = [DecoderLayout(), DecoderLayout(dp=2), DecoderLayout(dp=4), DecoderLayout(dp=2, tp=2)]
 FEW = [
@@ -47,15 +48,6 @@ PAIRS = [
 ]
 
 
-def open_engine(name: str, **options: int) -> Engine:
-    def load(layout: Layout, devices: Sequence[jax.Device]) -> LoadedModel:
-        return load_model(GOLDEN / name, layout, devices)
-
-    return Engine(
-        load, page_size=8, chunk_tokens=CHUNK_TOKENS, context_tokens=CONTEXT_TOKENS, **options
-    )
-
-
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     with open_engine("llama_tied") as engine:
@@ -68,8 +60,8 @@ def engine() -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def golden() -> tuple[list[int], list[int]]:
     """Prompt and greedy continuation."""
-    expected = np.load(GOLDEN / "llama_tied" / "expected.npz")
-    return expected["prompt"].tolist(), expected["greedy"].tolist()
+    expected = hugging_face("llama_tied")
+    return expected.prompt, expected.greedy
 
 
 @pytest.mark.parametrize(("prefill", "decode"), PAIRS)
@@ -253,42 +245,14 @@ def test_a_push_without_room_leaves_the_session_as_it_was(engine: Engine) -> Non
 
 @pytest.mark.slow
 def test_a_model_of_experts_gives_the_same_tokens_from_tp_with_ep_to_dp_with_ep() -> None:
-    expected = np.load(GOLDEN / "qwen3_moe" / "expected.npz")
+    expected = hugging_face("qwen3_moe")
     with open_engine("qwen3_moe") as engine:
-        kv = engine.prefill(expected["prompt"].tolist(), layout=PrefillLayout(tp=4, ep=4))
+        kv = engine.prefill(expected.prompt, layout=PrefillLayout(tp=4, ep=4))
         session = engine.create_session("s", layout=DecoderLayout(dp=4, ep=4))
         session.push(kv)
         assert (
             list(engine.generate_tokens(session, NEW_TOKENS).token_ids)
-            == expected["greedy"][:NEW_TOKENS].tolist()
-        )
-
-
-def dense_keys_and_values(tokens: list[int]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Keys (after rope) and values [T, K, H] of each layer, from one dense pass on one device."""
-    model = load_model(GOLDEN / "llama_tied", Layout(), jax.devices()[:1]).model
-    seen: list[tuple[np.ndarray, np.ndarray]] = []
-
-    def attend(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, **how: Any) -> jax.Array:
-        seen.append((np.asarray(k_TKH), np.asarray(v_TKH)))
-        return dense_causal_attend(q_TNH, k_TKH, v_TKH, **how)
-
-    model(jnp.asarray(tokens, jnp.int32), jnp.arange(len(tokens), dtype=jnp.int32), attend)
-    return seen
-
-
-def assert_same_kv(one: KVCache, other: KVCache) -> None:
-    assert (
-        one.token_ids == other.token_ids
-        and one.next_token == other.next_token
-        and one.bytes == other.bytes
-    )
-    for index in range(one.layers):
-        np.testing.assert_array_equal(
-            np.asarray(one.layer(index).k), np.asarray(other.layer(index).k)
-        )
-        np.testing.assert_array_equal(
-            np.asarray(one.layer(index).v), np.asarray(other.layer(index).v)
+            == expected.greedy[:NEW_TOKENS]
         )
 
 
