@@ -5,7 +5,9 @@ layout, decode there.
     session = engine.create_session("a", layout=DecoderLayout(dp=2))
     session.push(kv)                       # over the channel, by the reshard plan
     engine.generate_tokens(session, max_new_tokens=32)
-    kv = engine.pull("a")                  # on the decode mesh, generated tokens included
+    session.append(" And then?")           # the next turn: only what is new is computed
+    kv = engine.pull("a")                  # on the decode mesh, all of that included
+    engine.score(" The end.", after=kv)    # how likely the model holds it
 
 What can be done to a cache itself (cut, join, change a layer) is in `engine/kv_cache.py`.
 
@@ -34,15 +36,17 @@ from jdisagg.engine.layouts import DecoderLayout, PrefillLayout
 from jdisagg.engine.prompt_tokens import Prompt, TextCodec, prompt_tokens
 from jdisagg.engine.research_instance import ResearchInstance
 from jdisagg.engine.research_meshes import MeshSizes, ResearchMeshes
-from jdisagg.engine.session import Session, choice_of
-from jdisagg.engine.session_results import Generation, Move
+from jdisagg.engine.scores import Scores
+from jdisagg.engine.session import GREEDY, Session, choice_of
+from jdisagg.engine.session_results import Append, Generation, Move
 from jdisagg.errors import InvalidRequestError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.step_commands import SampleSpec
 from jdisagg.model_api import Device
-from jdisagg.request import SamplingParams
+from jdisagg.request import MAX_TOP_LOGPROBS, SamplingParams
 
 __all__ = [
+    "Append",
     "DecoderLayout",
     "Engine",
     "Generation",
@@ -51,6 +55,7 @@ __all__ = [
     "MeshSizes",
     "Move",
     "PrefillLayout",
+    "Scores",
     "Session",
 ]
 
@@ -135,6 +140,36 @@ class Engine:
         instance = self._prefill_instance(layout, devices)
         return self._prefill([self._prompt(prompt, instance)], instance, sampling)[0]
 
+    def prefill_batch(
+        self,
+        prompts: Sequence[Prompt],
+        layout: Layout = ONE_DEVICE,
+        *,
+        devices: Sequence[Device] | None = None,
+    ) -> list[KVCache]:
+        """Computes several prompts, as many in one chunk as fit, on all dp ranks of the mesh. The
+        next tokens are chosen greedily.
+
+        Args:
+            prompts: texts, or token ids.
+            layout: of the mesh; `dp` of it computes as many chunks at once.
+            devices: as `prefill`.
+
+        Returns:
+            Their caches, in the same order, each on the rank that computed it; `seconds` is that of
+            all together.
+
+        Raises:
+            InvalidRequestError: one of them, named by its index, is empty, too long or no prompt.
+            LayoutError: as `prefill`.
+        """
+        instance = self._prefill_instance(layout, devices)
+        checked = [
+            self._prompt(prompt, instance, f"prompts[{index}]")
+            for index, prompt in enumerate(prompts)
+        ]
+        return self._prefill(checked, instance, GREEDY)
+
     def create_session(
         self,
         session_id: str,
@@ -174,6 +209,56 @@ class Engine:
                 f" {', '.join(self.sessions) or 'none'}"
             )
         return self.sessions[session_id].pull()
+
+    def score(
+        self,
+        tokens: Prompt,
+        after: KVCache | Session | None = None,
+        *,
+        layout: Layout = ONE_DEVICE,
+        devices: Sequence[Device] | None = None,
+        top: int = 0,
+        logits: bool = False,
+    ) -> Scores:
+        """What the model holds of given tokens, each after all those before it (teacher forcing).
+
+        Args:
+            tokens: text, or token ids.
+            after: what they follow, scored where it lies; it stays as it is. Its last token is run
+                anew, in a copy, for what predicts the first of `tokens`. None: nothing; all of
+                `tokens` but the first are scored.
+            layout, devices: of the mesh that computes a prompt, as `prefill`; not with `after`.
+            top: how many of the most likely tokens to give at each place, 0 to 20.
+            logits: give all logits, too: float32 [T, V] on the host.
+
+        Returns:
+            Log-probabilities, ranks, the likeliest tokens and logits of T tokens.
+
+        Raises:
+            InvalidRequestError: `tokens` is empty, of one token with nothing before it, too long or
+                no prompt; `top` is out of range; the session holds nothing.
+            BrokenModelError: logits are not finite.
+            LayoutError: as `prefill`.
+        """
+        if not 0 <= top <= MAX_TOP_LOGPROBS:
+            raise InvalidRequestError(f"top must be in [0, {MAX_TOP_LOGPROBS}], got {top}")
+        if after is not None and (layout != ONE_DEVICE or devices is not None):
+            raise InvalidRequestError(
+                f"layout={layout} and devices are of a prompt; what follows a cache is scored where"
+                " that lies: push it there first"
+            )
+        if after is not None:
+            kv = after.pull() if isinstance(after, Session) else after
+            with self._beside(kv) as session:
+                return session.score(tokens, top, logits)
+        instance = self._prefill_instance(layout, devices)
+        prompt = self._prompt(tokens, instance, "tokens")
+        if len(prompt) < 2:
+            raise InvalidRequestError(
+                "tokens has one token, and nothing before it that predicts it; give two or more, or"
+                " what it follows (after=)"
+            )
+        return instance.score_prompt(prompt, top, logits=logits)
 
     def generate_tokens(
         self,

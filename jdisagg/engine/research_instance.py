@@ -20,7 +20,8 @@ from jdisagg.engine.instance import Loaded
 from jdisagg.engine.keeping_channel import KeepingChannel
 from jdisagg.engine.kv_blocks import KVBlock, KVPlace
 from jdisagg.engine.kv_cache import KVCache, NextToken
-from jdisagg.errors import ConfigError, HandoffError, OverloadedError
+from jdisagg.engine.scores import Scores
+from jdisagg.errors import BrokenModelError, ConfigError, HandoffError, OverloadedError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
 from jdisagg.executor.results import PrefillReading
@@ -42,6 +43,7 @@ from jdisagg.messages.step_commands import (
 )
 from jdisagg.ops.kv_pages import gather_tokens
 from jdisagg.ops.kv_rows import block_of
+from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.request import MAX_TOP_LOGPROBS, SamplingParams
 from jdisagg.scheduler.blocks import padded, split_blocks
 from jdisagg.scheduler.executor import MeshLimits
@@ -116,8 +118,9 @@ class ResearchInstance(MeshExecutor):
             for run in done + waiting
         ]
 
-    def compute(self, runs: Sequence[Run]) -> None:
+    def compute(self, runs: Sequence[Run], *, logits: bool = False) -> None:
         """Computes what the runs ask for, chunk by chunk, and leaves it with them: blocks, samples,
+        log-probabilities. `logits`: all of each token's successor, too, where they ask for
         log-probabilities. Blocks."""
         for chunk in chunks(runs, self.limits):
             rows = [part.row(self.limits, self.ledgers[part.run.rank]) for part in chunk]
@@ -130,6 +133,27 @@ class ResearchInstance(MeshExecutor):
             assert isinstance(reading, PrefillReading) and isinstance(result, PrefillResult)
             for part, row in zip(chunk, rows, strict=True):
                 part.take(row, result, self._keeper)
+                if logits:
+                    part.run.logits.append(self._scorer.logits(row, reading.last))
+
+    def score(self, run: Run, *, logits: bool = False) -> Scores:
+        """What the model holds of the run's tokens behind the first that it computes. Blocks.
+        Raises BrokenModelError where logits are not finite."""
+        self.compute([run], logits=logits)
+        given = run.tokens[run.start + 1 :]
+        whole = np.concatenate(run.logits)[: len(given)] if logits else None
+        scores = Scores.of(given, PromptLogprobs.joined(run.scores), whole)
+        if np.isnan(scores.logprobs).any():
+            raise BrokenModelError()
+        return scores
+
+    def score_prompt(self, prompt: tuple[int, ...], top: int, *, logits: bool = False) -> Scores:
+        """As `score`, of a prompt that nobody holds. Blocks."""
+        rank, owner = self.reserve(len(prompt))
+        try:
+            return self.score(Run(prompt, 0, rank, owner, top=top), logits=logits)
+        finally:
+            self.ledgers[rank].free(owner)
 
     def receive(self, kv: KVCache, rank: int, owner: int) -> None:
         """Moves a cache, from whatever mesh, into the owner's pages. Blocks until it is there."""

@@ -1,5 +1,5 @@
 """A session of the research face: one sequence in the pages of one decode mesh, which receives,
-decodes and gives back.
+appends, decodes and gives back.
 
 It owns the pages that it holds and frees them when it is closed, moved or pushed anew. Between
 calls every token of `token_ids` has its KV in the pages; `next_token` is chosen and its KV is not
@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 
 import jax
 
+from jdisagg.engine.chunk_runs import Run
 from jdisagg.engine.kv_cache import KVCache, NextToken
-from jdisagg.engine.prompt_tokens import TextCodec
+from jdisagg.engine.prompt_tokens import Prompt, TextCodec, prompt_tokens
 from jdisagg.engine.research_instance import ResearchInstance
 from jdisagg.engine.research_meshes import ResearchMeshes
-from jdisagg.engine.session_results import Generation, Move
+from jdisagg.engine.scores import Scores
+from jdisagg.engine.session_results import Append, Generation, Move
 from jdisagg.errors import IncompatiblePeerError, InvalidRequestError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.step_commands import SampleSpec
@@ -80,12 +82,12 @@ class Session:
     @property
     def next_token(self) -> NextToken:
         """Raises InvalidRequestError where none has been chosen: behind a cache that was cut,
-        joined or changed, until something is generated."""
+        joined or changed, until something is generated or appended."""
         chosen = self._holding().chosen
         if chosen is None:
             raise InvalidRequestError(
                 f"session {self.session_id!r} holds a cache that was cut, joined or changed, and no"
-                " next token has been chosen; generate"
+                " next token has been chosen; generate, or append"
             )
         return chosen
 
@@ -165,6 +167,45 @@ class Session:
         held = self._holding()
         return self._instance.extract(held.tokens, held.chosen, held.rank, held.owner)
 
+    def append(self, continuation: Prompt) -> Append:
+        """Adds what somebody else wrote (the next turn) behind the tokens that are held: it alone
+        is computed, and the result is that of a prefill of the whole. The next token is chosen
+        greedily; `generate_tokens` with other parameters chooses anew.
+
+        `next_token`, chosen but never accepted, is left aside: where it belongs there (the token
+        that ended the last turn), begin `continuation` with it.
+
+        Args:
+            continuation: text, before which a tokenizer puts nothing, or token ids.
+
+        Returns:
+            The tokens, the token chosen after them with log-probabilities, and how long it took.
+
+        Raises:
+            InvalidRequestError: it is empty or no text or tokens, exceeds the context, or the
+                session holds nothing.
+            OverloadedError: the mesh has no pages for it.
+        """
+        held, instance, started = self._holding(), self._instance, time.perf_counter()
+        new = self._continued(continuation)
+        instance.grow(held.rank, held.owner, len(held.tokens) + len(new))
+        choice = replace(GREEDY, logprobs=instance.logprobs_wanted)
+        tokens = held.tokens + new
+        run = Run(tokens, len(held.tokens), held.rank, held.owner, (SampleSpec(0, choice),))
+        instance.compute([run])
+        token = replace(run.next_token(), sampling=GREEDY)
+        held.tokens, held.chosen = tokens, token
+        return Append(new, token, time.perf_counter() - started)
+
+    def score(self, continuation: Prompt, top: int, logits: bool) -> Scores:
+        """See `Engine.score`, which asks a session of its own: the last token is run anew, in its
+        place."""
+        held = self._holding()
+        tokens = held.tokens + self._continued(continuation)
+        self._instance.grow(held.rank, held.owner, len(tokens))
+        run = Run(tokens, len(held.tokens) - 1, held.rank, held.owner, top=top)
+        return self._instance.score(run, logits=logits)
+
     def generate(
         self, sampling: SamplingParams, on_token: Callable[[int], None] | None = None
     ) -> Generation:
@@ -217,6 +258,20 @@ class Session:
         return self._meshes.instance(
             layout, self._meshes.devices[-layout.devices :] if devices is None else devices
         )
+
+    def _continued(self, continuation: Prompt) -> tuple[int, ...]:
+        """What is to come behind the held tokens, checked."""
+        vocabulary = self._instance.vocabulary
+        new = prompt_tokens(
+            continuation, self._tokenizer, vocabulary, continues=True, name="continuation"
+        )
+        if len(new) > self.room_tokens:
+            held = len(self.token_ids)
+            raise InvalidRequestError(
+                f"continuation has {len(new)} tokens, and with the {held} tokens so far it exceeds"
+                f" the context of {held + self.room_tokens}; give at most {self.room_tokens}"
+            )
+        return new
 
     def _drop(self) -> None:
         if self._held:

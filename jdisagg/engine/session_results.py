@@ -28,6 +28,16 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
+class Append:
+    """Tokens that were added behind what a session held. `seconds`: what computing their KV took,
+    the choice of `next_token` included."""
+
+    token_ids: tuple[int, ...]
+    next_token: NextToken
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
     """What one call generated. `step_seconds[i]` is the decode step that wrote token i's KV and
     chose the token after it.

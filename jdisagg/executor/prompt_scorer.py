@@ -1,9 +1,9 @@
 """Log-probabilities of a chunk's own tokens: the head, over all tokens of a chunk instead of those
 that sample.
 
-It runs in blocks of tokens, so that logits of a whole chunk never exist, and each device keeps its
-part of the vocabulary. One program a chunk bucket, compiled when it is first asked for unless
-warm-up has: most instances never are."""
+It runs in blocks of tokens, so that logits of a whole chunk never exist (but for whoever asks for
+just these), and each device keeps its part of the vocabulary. One program a chunk bucket, compiled
+when it is first asked for unless warm-up has: most instances never are."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jdisagg.executor.programs import RANK, Programs
 from jdisagg.executor.weights import Weights
@@ -45,6 +46,29 @@ class PromptScorer:
             following[row.rank, span] = (*row.tokens[1:], max(row.following, 0))
         return self._program(x)(self._weights.stem.leaves, x, self._programs.put(following))
 
+    def logits(self, row: PrefillRow, x: jax.Array) -> np.ndarray:
+        """Of each token of a row, those of its successor: float32 [T, V], on the host, on a mesh of
+        one process. x as in `run`. Blocks; those of all tokens of the chunk exist at once."""
+        stem, shards = self._weights.stem, self._shards
+        assert not self._programs.spans_processes
+
+        def body(leaves: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
+            return self._local_logits(leaves, x[0])[None].astype(jnp.float32)
+
+        def build() -> Callable[..., jax.Array]:
+            parts = PartitionSpec("dp", None, shards.tp or None)
+            return self._programs.compile(body, (stem.leaves, x), (stem.specs, RANK), parts)
+
+        program = self._programs.get(("prompt logits", x.shape[1]), build)
+        whole = np.asarray(jax.device_get(program(stem.leaves, x)))
+        span = slice(row.offset, row.offset + len(row.tokens))
+        return whole[row.rank, span, : self._vocabulary]
+
+    def _local_logits(self, leaves: tuple[jax.Array, ...], x_TD: jax.Array) -> jax.Array:
+        """This device's part of the vocabulary."""
+        head: Any = self._weights.stem.merge(leaves)
+        return head.logits(reveal(x_TD), replace(self._shards, tp=()))
+
     def _program(self, x: jax.Array) -> Callable[..., TokenScores]:
         stem, shards, programs = self._weights.stem, self._shards, self._programs
         ranks, width, _ = x.shape
@@ -54,8 +78,7 @@ class PromptScorer:
         def of_block(
             leaves: tuple[jax.Array, ...], x_TD: jax.Array, token_T: jax.Array
         ) -> TokenScores:
-            head: Any = stem.merge(leaves)
-            logits_TV = head.logits(reveal(x_TD), replace(shards, tp=()))
+            logits_TV = self._local_logits(leaves, x_TD)
             shard = WHOLE
             if shards.tp:
                 shard = VocabularyShard(shards.tp, lax.axis_index(shards.tp) * logits_TV.shape[1])

@@ -274,6 +274,10 @@ def test_logits_that_are_not_finite_are_an_error_and_no_token() -> None:
             engine.prefill([5, 7, 6], layout=PrefillLayout(tp=1))
         with pytest.raises(BrokenModelError, match="not finite"):
             engine.generate_tokens(session, 4)
+        with pytest.raises(BrokenModelError, match="not finite"):
+            session.append([6, 7, 6])
+        with pytest.raises(BrokenModelError, match="not finite"):
+            engine.score([7, 6], after=kv)
         assert (session.token_ids, session.next_token) == ((5, 6), kv.next_token), (
             "a call that fails leaves the session as it was"
         )

@@ -1,0 +1,56 @@
+"""What a model held of given tokens, as a notebook wants it: arrays, one entry a token."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from jdisagg.prompt_logprobs import PromptLogprobs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """Of each of T given tokens, what the model expected there after all those before it (teacher
+    forcing). Log-probabilities are natural, of the model's own distribution: before bias,
+    penalties, temperature and filters.
+
+    token_ids: the T tokens.
+    logprobs: float32 [T].
+    ranks: int32 [T]; 1 is the most likely token of the vocabulary.
+    top_ids, top_logprobs: int32 and float32 [T, top], the most likely tokens, likeliest first; -inf
+        where the vocabulary has no more.
+    logits: float32 [T, V], where they were asked for.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: np.ndarray
+    ranks: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+    logits: np.ndarray | None = None
+
+    @classmethod
+    def of(
+        cls, token_ids: tuple[int, ...], scores: PromptLogprobs, logits: np.ndarray | None
+    ) -> "Scores":
+        top = (len(token_ids), scores.top)
+        return cls(
+            token_ids,
+            np.frombuffer(scores.logprobs, np.float32),
+            np.frombuffer(scores.ranks, np.int32),
+            np.frombuffer(scores.top_ids, np.int32).reshape(top),
+            np.frombuffer(scores.top_logprobs, np.float32).reshape(top),
+            logits,
+        )
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def total(self) -> float:
+        """The log-probability of all tokens together."""
+        return float(np.sum(self.logprobs, dtype=np.float64))
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(-self.total / len(self))
