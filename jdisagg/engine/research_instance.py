@@ -155,8 +155,9 @@ class ResearchInstance(MeshExecutor):
         finally:
             self.ledgers[rank].free(owner)
 
-    def receive(self, kv: KVCache, rank: int, owner: int) -> None:
-        """Moves a cache, from whatever mesh, into the owner's pages. Blocks until it is there."""
+    def receive(self, kv: KVCache, rank: int, owner: int, codec: str) -> None:
+        """Moves a cache, from whatever mesh, into the owner's pages, packed by this codec on its
+        way. Blocks until it is there."""
         pages, spec = self.ledgers[rank].pages(owner), self.limits.kv_spec
         offers = [(random_id(), block) for block in kv.blocks]
         try:
@@ -166,7 +167,7 @@ class ResearchInstance(MeshExecutor):
                 stamp = BlockStamp(0, first_row, block.start, block.valid_tokens)
                 self._wire.offer(offer_id, block.array, kv.rank, stamp.of_offer(offer_id))
                 pull = PullBlock(
-                    STEP, offer_id, rank, block.layer, block.block_tokens, PULL_SECONDS
+                    STEP, offer_id, rank, block.layer, block.block_tokens, PULL_SECONDS, codec=codec
                 )
                 pulls.append(self._issue(pull))
             inserts: list[Waiting] = []
@@ -188,6 +189,7 @@ class ResearchInstance(MeshExecutor):
                     block.valid_tokens,
                     block.start,
                     pages[: pages_for(block.stop, self.limits.page_size)],
+                    codec=codec,
                 )
                 inserts.append(self._issue(insert))
             for (_, block), insert in zip(offers, inserts, strict=True):
@@ -195,8 +197,8 @@ class ResearchInstance(MeshExecutor):
                 assert isinstance(inserted, InsertResult)
                 if not inserted.intact:
                     raise HandoffError(
-                        f"layer {block.layer} of the cache, does not lie in"
-                        " its pages as it was sent; push it again"
+                        f"layer {block.layer} of the cache, packed by {codec!r}, does not lie in"
+                        " its pages as it was packed; push it again"
                     )
         finally:
             self._issue(DropBlocks(STEP, tuple(offer_id for offer_id, _ in offers)))

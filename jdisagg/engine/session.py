@@ -24,6 +24,7 @@ from jdisagg.layout.axes import Layout
 from jdisagg.messages.step_commands import SampleSpec
 from jdisagg.model_api import Device
 from jdisagg.request import FinishReason, SamplingParams
+from jdisagg.transfer.codec import check_codec
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -102,6 +103,7 @@ class Session:
         target_layout: Layout | None = None,
         *,
         devices: Sequence[Device] | None = None,
+        codec: str = "none",
     ) -> Move:
         """Moves a copy of a cache into this session, over the channel, by the reshard plan; what
         the session held is dropped. If anything fails, the session is as it was.
@@ -110,6 +112,9 @@ class Session:
             kv: a cache of the same model, on any mesh.
             target_layout: the session moves to a mesh of this layout.
             devices: the session moves to a mesh of these.
+            codec: how it is packed on its way (`jdisagg.transfer.codec.CODECS`). What a lossy one
+                does is then in the session: compare `session.pull()` with `kv`. It packs what lies
+                on the right device already, too.
 
         Returns:
             What was moved, and how long it took.
@@ -118,6 +123,7 @@ class Session:
             IncompatiblePeerError: the cache is another model's.
             InvalidRequestError: it does not begin at position 0, is longer than the context, or
                 the session is closed.
+            ConfigError: there is no such codec, or it cannot pack this KV.
             OverloadedError: the mesh has no pages for it.
         """
         self._check_open()
@@ -129,6 +135,7 @@ class Session:
                 f"the cache's KV geometry is {kv.spec} and this model's is {target.limits.kv_spec};"
                 " push caches of the same model"
             )
+        check_codec(codec, kv.spec)
         if kv.first_position:
             raise InvalidRequestError(
                 f"the cache begins at position {kv.first_position}: what its tokens attended to"
@@ -148,7 +155,7 @@ class Session:
         )
         rank, owner = target.reserve(len(kv))
         try:
-            target.receive(kv, rank, owner)
+            target.receive(kv, rank, owner, codec)
         except BaseException:
             target.ledgers[rank].free(owner)
             raise
@@ -159,7 +166,7 @@ class Session:
             _minus(channel.bytes_per_pair(), moved),
             _minus(channel.planned_bytes_per_pair(), planned),
         )
-        return Move(len(kv), kv.layout, target.layout, moved, planned, seconds)
+        return Move(len(kv), kv.layout, target.layout, codec, moved, planned, seconds)
 
     def pull(self) -> KVCache:
         """A copy of the KV that the session holds, on its mesh. Raises InvalidRequestError where it

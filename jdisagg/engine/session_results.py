@@ -10,7 +10,7 @@ from jdisagg.request import FinishReason
 @dataclass(frozen=True, slots=True)
 class Move:
     """One push. `bytes_per_pair`: (source device id, destination device id) -> bytes, counted where
-    they were moved: padding to blocks of 16
+    they were moved: as the codec packs them, its scales and sums and the padding to blocks of 16
     tokens included; `planned` is what the reshard plans say. Bytes that a device held already are
     in neither. `seconds` includes the writing into pages, and on the first push of a kind the
     compilation of its programs."""
@@ -18,6 +18,7 @@ class Move:
     tokens: int
     source: Layout
     target: Layout
+    codec: str
     bytes_per_pair: dict[tuple[int, int], int]
     planned: dict[tuple[int, int], int]
     seconds: float

@@ -245,6 +245,45 @@ def test_more_prompts_than_there_are_pages_for_come_one_after_another(golden: Ex
         assert ledger.free_pages == ledger.total_pages
 
 
+@pytest.mark.parametrize(
+    ("codec", "bound"), first_quick([("int8", 1 / 254), ("int4", 1 / 14), ("fp8", 1 / 16)])
+)
+def test_what_a_codec_does_is_within_its_bound_and_can_be_looked_at(
+    engine: Engine, golden: Expected, codec: str, bound: float
+) -> None:
+    """`bound`: of an error, in shares of its vector's largest magnitude."""
+    kv = engine.prefill(golden.prompt, layout=TP4)
+    with engine.create_session("s", layout=DP2) as session:
+        plain = session.push(kv)
+        assert plain.codec == "none" and not kv.distances(session.pull()).any()
+        move = session.push(kv, codec=codec)
+        assert move.codec == codec and move.bytes_per_pair == move.planned
+        assert move.bytes < plain.bytes
+        came = session.pull()
+        for index in range(kv.layers):
+            for name, array in kv.layer(index).components.items():
+                values = np.asarray(array)
+                error = np.abs(values - np.asarray(came.layer(index).components[name]))
+                largest = np.abs(values).max(-1, keepdims=True)
+                assert (error <= largest * bound * 1.001).all(), name
+        assert (kv.distances(came) > 0).mean() > 0.9
+        assert session.next_token == kv.next_token, "chosen before it was packed"
+        with pytest.raises(ConfigError, match="codec 'zip' is unknown; choose one of"):
+            session.push(kv, codec="zip")
+        assert session.token_ids == kv.token_ids
+
+
+def test_a_codec_packs_what_is_on_the_right_device_already_too(
+    engine: Engine, golden: Expected
+) -> None:
+    kv = engine.prefill(golden.prompt, layout=TP4)
+    with engine.create_session("s", layout=TP4, devices=engine.devices[:4]) as session:
+        assert session.push(kv, codec="int8").bytes == 0
+        assert (kv.distances(session.pull()) > 0).mean() > 0.9
+        tokens = engine.generate_tokens(session, 2).token_ids
+    assert tokens[0] == golden.greedy[0], "chosen before it was packed"
+
+
 def test_a_model_that_keeps_state_beside_kv_is_refused() -> None:
     with open_engine("qwen3_next") as engine, pytest.raises(ConfigError, match="keeps state"):
         engine.prefill([5, 6])
