@@ -41,6 +41,11 @@ class CheckpointError(ConfigError):
     lists names and shapes."""
 
 
+class KVFileError(ConfigError):
+    """A file of a KV cache that is missing, truncated, spoiled, or of another model; names the
+    field and both values."""
+
+
 class WorkloadError(ConfigError):
     """A trace or workload that cannot be used: a column missing, a length below 1, no rows; names
     file, row, column and value."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from jdisagg.config import EngineConfig
 from jdisagg.engine.embedded import EmbeddedCluster
+from jdisagg.engine.fingerprint import model_fingerprint
 from jdisagg.engine.research import Engine, MeshSizes
 from jdisagg.node.deployment import prepare_engine, prepare_runtime
 from launch.model import deployment, loader
@@ -31,6 +32,7 @@ def open_engine(
         loader(directory, dtype),
         Tokenizer.from_directory(directory),
         sizes=MeshSizes(page_size, chunk_tokens, sessions_per_rank, context_tokens),
+        fingerprint=model_fingerprint(directory, dtype),
     )
 
 

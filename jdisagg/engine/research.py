@@ -8,6 +8,7 @@ layout, decode there.
     session.append(" And then?")           # the next turn: only what is new is computed
     kv = engine.pull("a")                  # on the decode mesh, all of that included
     engine.score(" The end.", after=kv)    # how likely the model holds it
+    engine.save(kv, "story.kv")            # and `engine.load` under another layout
 
 What can be done to a cache itself (cut, join, change a layer) is in `engine/kv_cache.py`.
 
@@ -25,6 +26,7 @@ own weights and pages, and kept until `engine.close()`.
 Invariant: the tokens of a cache or a session are those whose KV it holds; `next_token` is chosen,
 and its KV is not there yet."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -32,6 +34,7 @@ import jax
 
 from jdisagg.engine.instance import LoadModel
 from jdisagg.engine.kv_cache import KVCache
+from jdisagg.engine.kv_file import read_kv, write_kv
 from jdisagg.engine.layouts import DecoderLayout, PrefillLayout
 from jdisagg.engine.prompt_tokens import Prompt, TextCodec, prompt_tokens
 from jdisagg.engine.research_instance import ResearchInstance
@@ -39,7 +42,7 @@ from jdisagg.engine.research_meshes import MeshSizes, ResearchMeshes
 from jdisagg.engine.scores import Scores
 from jdisagg.engine.session import GREEDY, Session, choice_of
 from jdisagg.engine.session_results import Append, Generation, Move
-from jdisagg.errors import InvalidRequestError
+from jdisagg.errors import ConfigError, InvalidRequestError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.step_commands import SampleSpec
 from jdisagg.model_api import Device
@@ -72,6 +75,7 @@ class Engine:
         tokenizer: needed for text alone; without it prompts are token ids.
         devices: those to use; all of JAX's by default.
         sizes: of each mesh: pages, chunks, context.
+        fingerprint: of the model (`jdisagg.engine.fingerprint`); files of caches need it.
     """
 
     def __init__(
@@ -81,8 +85,10 @@ class Engine:
         devices: Sequence[Device] | None = None,
         *,
         sizes: MeshSizes = DEFAULT_SIZES,
+        fingerprint: str = "",
     ) -> None:
         self.tokenizer = tokenizer
+        self.fingerprint = fingerprint
         self.sessions: dict[str, Session] = {}
         self._meshes = ResearchMeshes(
             load, tuple(jax.devices() if devices is None else devices), sizes
@@ -260,6 +266,44 @@ class Engine:
             )
         return instance.score_prompt(prompt, top, logits=logits)
 
+    def save(self, kv: KVCache, path: str | os.PathLike[str]) -> None:
+        """Writes a cache into a file (safetensors), whole: it can be loaded under any layout.
+
+        Args:
+            kv: any, a part included.
+            path: of the file; one that is there is replaced.
+
+        Raises:
+            ConfigError: the engine was not told the model's fingerprint.
+            KVFileError: the file cannot be written.
+        """
+        write_kv(kv, path, self._known_fingerprint())
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        layout: Layout = ONE_DEVICE,
+        *,
+        devices: Sequence[Device] | None = None,
+    ) -> KVCache:
+        """Reads a cache that `save` wrote, of the same model in the same types.
+
+        Args:
+            path: of the file.
+            layout: of the mesh onto which it comes.
+            devices: as `prefill`.
+
+        Returns:
+            The cache that was saved, next token included, on dp rank 0 of that mesh.
+
+        Raises:
+            KVFileError: the file is missing, truncated, spoiled or of another model.
+            ConfigError: the engine was not told the model's fingerprint.
+            LayoutError: as `prefill`.
+        """
+        place = self._prefill_instance(layout, devices).place()
+        return read_kv(path, self._known_fingerprint(), layout, place)
+
     def generate_tokens(
         self,
         source: KVCache | Session,
@@ -325,6 +369,14 @@ class Engine:
     def _forget(self, session: Session) -> None:
         if self.sessions.get(session.session_id) is session:
             del self.sessions[session.session_id]
+
+    def _known_fingerprint(self) -> str:
+        if not self.fingerprint:
+            raise ConfigError(
+                "fingerprint: the engine was not told which model it has, so that a file could be"
+                " of another; build it with fingerprint=model_fingerprint(directory, dtype)"
+            )
+        return self.fingerprint
 
     def _prefill_instance(
         self, layout: Layout, devices: Sequence[Device] | None

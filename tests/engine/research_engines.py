@@ -36,13 +36,17 @@ def hugging_face(name: str) -> Expected:
 
 
 def open_engine(
-    name: str, dtype: str = "float32", sessions_per_rank: int = 4, tokenizer: Any = None
+    name: str,
+    dtype: str = "float32",
+    fingerprint: str = "",
+    sessions_per_rank: int = 4,
+    tokenizer: Any = None,
 ) -> Engine:
     def load(layout: Layout, devices: Sequence[jax.Device]) -> LoadedModel:
         return load_model(GOLDEN / name, layout, devices, dtype=dtype)
 
     sizes = MeshSizes(8, CHUNK_TOKENS, sessions_per_rank, CONTEXT_TOKENS)
-    return Engine(load, tokenizer, sizes=sizes)
+    return Engine(load, tokenizer, sizes=sizes, fingerprint=fingerprint)
 
 
 def dense_pass(
