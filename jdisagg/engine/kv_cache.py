@@ -28,8 +28,9 @@ from jax.sharding import Mesh
 from jdisagg.engine.kv_blocks import KVBlock, KVPlace, LayerArray
 from jdisagg.errors import IncompatiblePeerError, InvalidRequestError
 from jdisagg.layout.axes import Layout
-from jdisagg.layout.kv_spec import KVComponent, KVSpec
+from jdisagg.layout.kv_spec import KEPT_NAMES, KVComponent, KVSpec
 from jdisagg.model_api import Device
+from jdisagg.ops.kv_pages import as_kept
 from jdisagg.request import SamplingParams, TokenLogprobs
 
 
@@ -46,7 +47,8 @@ class NextToken:
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerKV:
     """The components of one layer by their names: global arrays [K, T, H], heads sharded as the
-    layout says. A component without heads is [1, T, H], replicated."""
+    layout says. A component without heads is [1, T, H], replicated. What is kept in fp8 is its
+    bytes."""
 
     components: Mapping[str, jax.Array]
 
@@ -276,7 +278,7 @@ class KVCache:
     def _vectors(self) -> list[np.ndarray]:
         """Of all layers, [K, T, H] of each component, on the host."""
         layers = [self.layer(index).components for index in range(self.layers)]
-        return [np.asarray(x).astype(np.float32) for layer in layers for x in layer.values()]
+        return [_values(np.asarray(x)) for layer in layers for x in layer.values()]
 
     def _layer_index(self, index: int) -> int:
         if not -self.layers <= index < self.layers:
@@ -292,13 +294,18 @@ class KVCache:
             )
         if array.dtype == wanted:
             return array
-        if not jnp.issubdtype(array.dtype, jnp.floating) or not jnp.issubdtype(
-            wanted, jnp.floating
-        ):
+        kept = KEPT_NAMES.get(wanted.name, wanted.name)
+        if not jnp.issubdtype(array.dtype, jnp.floating):
             raise InvalidRequestError(
-                f"component {part.name!r} is of type {array.dtype}; KV is kept as {wanted}"
+                f"component {part.name!r} is of type {array.dtype}; KV is kept as {kept}"
             )
-        return array.astype(wanted)
+        return as_kept(jnp.asarray(array), wanted)
+
+
+def _values(kept: np.ndarray) -> np.ndarray:
+    """In float32; bytes are fp8's."""
+    values = kept.view(jnp.float8_e4m3fn) if kept.dtype == np.uint8 else kept
+    return values.astype(np.float32)
 
 
 def blocks_of_layers(

@@ -41,9 +41,10 @@ def open_engine(
     fingerprint: str = "",
     sessions_per_rank: int = 4,
     tokenizer: Any = None,
+    kv_dtype: str = "",
 ) -> Engine:
     def load(layout: Layout, devices: Sequence[jax.Device]) -> LoadedModel:
-        return load_model(GOLDEN / name, layout, devices, dtype=dtype)
+        return load_model(GOLDEN / name, layout, devices, dtype=dtype, kv_dtype=kv_dtype)
 
     sizes = MeshSizes(8, CHUNK_TOKENS, sessions_per_rank, CONTEXT_TOKENS)
     return Engine(load, tokenizer, sizes=sizes, fingerprint=fingerprint)

@@ -161,6 +161,24 @@ def test_values_that_were_changed_are_what_the_next_token_attends_to(
             assert engine.generate_tokens(session, 1, ignore_eos=True).token_ids == (wanted,)
 
 
+@pytest.mark.ci
+def test_what_is_kept_in_fp8_is_compared_and_changed_as_values(
+    golden: Expected, kv: KVCache
+) -> None:
+    with open_engine(NAME, kv_dtype="fp8") as engine:
+        kept = engine.prefill(golden.prompt, layout=TP4)
+    # of the first layer, which does not depend on what others keep
+    np.testing.assert_allclose(kept.norms()[0], kv.norms()[0], rtol=1 / 16)
+    values = np.asarray(kv.layer(0).v)
+    again, other = kept.with_layer(0, v=values), kept.with_layer(0, v=-values)
+    lengths = np.linalg.norm(values, axis=-1)
+    assert (again.distances(kept)[0, 1] <= lengths / 16).all()
+    np.testing.assert_allclose(other.distances(kept)[0, 1], 2 * lengths, rtol=1 / 16)
+    assert not other.distances(kept)[1].any() and not other.distances(kept)[0, 0].any()
+    same = kept.with_layer(0, v=kept.layer(0).v)
+    assert not same.distances(kept).any(), "bytes are taken as they are"
+
+
 def test_what_cannot_be_cut_joined_or_changed_is_refused_by_name(kv: KVCache) -> None:
     for wrong, message in ((slice(3, 3), r"kv\[3:3\] of 24"), (slice(0, 9, 2), "step 1"), (4, "4")):
         with pytest.raises(InvalidRequestError, match=message):
