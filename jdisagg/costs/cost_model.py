@@ -268,7 +268,8 @@ class CostModel:
                 (shape.width * shape.ffn, dense, tp, shape.width, 0),
             ]
         if shape.experts:
-            count, layers = shape.experts.count, shape.expert_layers
+            count = shape.experts.count + shape.experts.shared_gate
+            layers = shape.expert_layers
             parts.append((shape.width * count, layers, 1, count, shape.width * count))
             if latent := shape.experts.latent:
                 parts.append((2 * shape.width * latent, layers, 1, shape.width + latent, 0))
