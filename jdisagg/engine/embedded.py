@@ -237,9 +237,10 @@ class EmbeddedCluster:
             await self.warm_up(progress)
         await self.start_workers()
 
-    async def warm_up(self, progress: Progress | None = None) -> None:
-        """Compiles every program, or loads it, one after the other: between them the meshes do what
-        workers that were started ask for."""
+    async def warm_up(self, progress: Progress | None = None, *, beside: bool = False) -> None:
+        """Compiles every program, or loads it, one after the other. `beside`: workers were started,
+        and a program is loaded only when their meshes have nothing to do; whoever needs one before
+        loads it."""
         steps = [
             (instance.executor, step)
             for instance in self.instances
@@ -247,6 +248,8 @@ class EmbeddedCluster:
         ]
         steps += [(self.decode.executor, step) for step in self._channel_steps()]
         for done, (executor, step) in enumerate(steps):
+            for instance in self.instances if beside else ():
+                await instance.executor.quiet()
             await executor.on_dispatch_thread(step)
             if progress:
                 progress(done + 1, len(steps))

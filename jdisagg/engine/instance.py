@@ -5,7 +5,7 @@ Assembly for whoever serves a worker (`launch.worker`), and the parts of it that
 shares. How weights get onto a mesh (`LoadModel`), what carries KV (`Channel`) and how peers are
 found are the caller's affair; this knows neither gRPC nor a model family."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -167,10 +167,17 @@ def layer_groups(role: WorkerRole, config: WorkerConfig) -> int | None:
     return 1 if role is WorkerRole.MIXED else config.instance.layer_groups
 
 
-async def warm_up(instance: Instance, progress: Progress | None = None) -> None:
-    """Compiles and runs every program that the instance can be asked for."""
+async def warm_up(
+    instance: Instance,
+    progress: Progress | None = None,
+    turn: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Compiles and runs every program that the instance can be asked for. `turn`: waited for before
+    each, where it serves meanwhile."""
     steps = warm_up_steps(instance.executor)
     for done, step in enumerate(steps):
+        if turn:
+            await turn()
         await instance.executor.on_dispatch_thread(step)
         if progress:
             progress(done + 1, len(steps))

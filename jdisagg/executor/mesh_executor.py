@@ -65,6 +65,8 @@ from jdisagg.transfer.codec import check_codec
 from jdisagg.transfer.host_store import HostStore
 from jdisagg.transfer.pieces import NO_CODEC, warm_pieces
 
+QUIET_SECONDS = 0.2  # without a command; longer than those of work under way lie apart
+
 
 @dataclass(frozen=True)
 class MeshRole:
@@ -182,7 +184,11 @@ class MeshExecutor:
             work()
             return Finished(-1)
 
-        return self._threads.submit(issue)
+        return self._threads.submit(issue, beside=True)
+
+    async def quiet(self) -> None:
+        """Returns when no command has come for `QUIET_SECONDS` and none is under way."""
+        await self._threads.quiet(QUIET_SECONDS)
 
     def close(self) -> None:
         self._saved.close()

@@ -47,6 +47,8 @@ class WorkThreads:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._issued: queue.SimpleQueue[tuple[_Job, Waiting] | None] = queue.SimpleQueue()
         self._closed = False
+        self._asked = 0  # jobs under way that somebody waits for
+        self._quiet_since = time.monotonic()
         self._threads = [
             threading.Thread(target=self._dispatch, name=f"{name}-dispatch", daemon=True),
             threading.Thread(target=self._complete, name=f"{name}-complete", daemon=True),
@@ -54,7 +56,10 @@ class WorkThreads:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, issue: Callable[[], Waiting]) -> asyncio.Future[StepResult]:
+    def submit(
+        self, issue: Callable[[], Waiting], *, beside: bool = False
+    ) -> asyncio.Future[StepResult]:
+        """`beside`: nobody's work, which `quiet` does not count."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[StepResult] = loop.create_future()
         if self._closed:
@@ -62,8 +67,20 @@ class WorkThreads:
                 UnavailableError("the mesh's executor is closed; send the work to another worker")
             )
         else:
+            if not beside:
+                self._asked += 1
+                future.add_done_callback(self._ended)
             self._jobs.put(_Job(issue, future, loop))
         return future
+
+    async def quiet(self, seconds: float) -> None:
+        """Returns when nothing has been asked for so long, and nothing that was is under way."""
+        while self._asked or time.monotonic() - self._quiet_since < seconds:
+            await asyncio.sleep(seconds / 4)
+
+    def _ended(self, _: asyncio.Future[StepResult]) -> None:
+        self._asked -= 1
+        self._quiet_since = time.monotonic()
 
     def close(self) -> None:
         """Lets what was issued finish, then ends the threads. Blocks until they have ended."""

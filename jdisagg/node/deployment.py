@@ -180,7 +180,7 @@ class Deployment:
     async def start(self, *, at_once: bool = False) -> None:
         """Warms up, with a progress bar on stderr where it takes long, and starts the workers.
         `at_once`: where one like this was warm on this machine before, the workers start first, and
-        its programs are loaded from the compilation cache while they serve."""
+        its programs are loaded from the compilation cache while they have nothing to do."""
         warmed = None
         if at_once and self.config.warm_up:
             warmed = WarmedBefore(self.config, None, self.frontend.model.version)
@@ -203,6 +203,6 @@ class Deployment:
     async def _load(self) -> None:
         """What fails here fails for a request, too, and is answered there."""
         try:
-            await self.cluster.warm_up()
+            await self.cluster.warm_up(beside=True)
         except Exception as error:
             _log.warning("programs could not be loaded beforehand: %s", error)

@@ -86,16 +86,25 @@ class WarmedBefore:
 
 
 class Loading:
-    """Seconds until all programs are loaded, as the pace so far foretells it."""
+    """Seconds of loading until all programs are there, as the pace so far foretells it."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._began = now()
+        self._since = now()
+        self._spent = 0.0
         self._done = self._left = 0
         self._over = False
 
+    def resume(self) -> None:
+        """What came before was waiting for a mesh with nothing to do, and is no part of the
+        pace."""
+        self._since = self._now()
+
     def progress(self, done: int, total: int) -> None:
         self._done, self._left = done, total - done
+        now = self._now()
+        self._spent += now - self._since
+        self._since = now
 
     def end(self) -> None:
         """No more are loaded, for whatever reason."""
@@ -106,4 +115,4 @@ class Loading:
             return 0.0
         if not self._done:
             return FIRST_GUESS_SECONDS
-        return (self._now() - self._began) / self._done * self._left
+        return self._spent / self._done * self._left

@@ -288,8 +288,8 @@ class WorkerRuntime:
         return status
 
     async def _serve_with(self, instance: Instance, executor: Executor, warm_up_later: bool) -> int:
-        """`warm_up_later`: serve at once; programs are loaded between the commands of whoever comes
-        first."""
+        """`warm_up_later`: serve at once; programs are loaded while nobody wants anything, and by
+        who needs one before."""
         state, spec = self._state, self._state.spec
         loading = Loading(state.clock.now)
         context = WorkerContext(
@@ -380,7 +380,12 @@ class WorkerRuntime:
                 if loading:
                     loading.progress(done, total)
 
-            await warm_up(instance, progress)
+            async def turn() -> None:
+                if loading:  # it serves
+                    await instance.executor.quiet()
+                    loading.resume()
+
+            await warm_up(instance, progress, turn)
         print(
             f"worker {self._state.spec.name} is warm after {self._state.clock.now() - began:.1f} s",
             flush=True,

@@ -4,12 +4,15 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jdisagg.config import EngineConfig, Mode
+from jdisagg.engine import embedded
+from jdisagg.executor.mesh_executor import MeshExecutor
 from jdisagg.executor.programs import Programs
 from jdisagg.request import Request, SamplingParams
 from launch.model import deployment
@@ -71,3 +74,49 @@ async def test_programs_are_loaded_while_it_serves_and_every_one_is(
     await another.start(at_once=True)
     assert another.cluster.compilations >= everything, "one of other sizes was never warm"
     await another.stop()
+
+
+async def test_a_stream_waits_for_no_program_that_it_does_not_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program of a large model takes seconds to load: between the tokens of a stream there is no
+    time for those of others."""
+    directory = golden_copy("llama_tied", tmp_path)
+    sizes = config(
+        Mode.UNIFIED,
+        decode="tp=1",
+        directory=directory,
+        chunk=64,
+        slots=1,
+        pages=16,
+        context=128,
+        warm_up=True,
+    )
+    engine = replace(sizes, compilation_cache=str(tmp_path))
+    first = deployment(engine)
+    await first.start(at_once=True)
+    await first.stop()
+    streaming, loaded = False, list[bool]()
+    steps_of = embedded.warm_up_steps
+
+    def watched(executor: MeshExecutor) -> list[Callable[[], None]]:
+        def step(load: Callable[[], None]) -> None:
+            loaded.append(streaming)
+            load()
+
+        return [partial(step, load) for load in steps_of(executor)]
+
+    monkeypatch.setattr(embedded, "warm_up_steps", watched)
+    again = deployment(engine)
+    await again.start(at_once=True)
+    streaming = True
+    while len(loaded) < 1:  # one may have begun
+        await asyncio.sleep(0.01)
+    before = len(loaded)
+    for _ in range(3):
+        assert await first_tokens(again) == dense_greedy(directory, (5, 6, 7, 8), 8)
+    assert len(loaded) <= before + 1, "loaded between the commands of a stream"
+    streaming = False
+    while len(loaded) < len(steps_of(again.cluster.instances[0].executor)):
+        await asyncio.sleep(0.05)
+    await again.stop()

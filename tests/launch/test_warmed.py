@@ -55,6 +55,11 @@ def test_how_long_loading_will_take_follows_its_pace_and_ends_with_it() -> None:
     now = 102.0
     loading.progress(4, 20)
     assert loading.seconds() == 8.0
+    now = 105.0  # requests ran
+    loading.resume()
+    now = 105.5
+    loading.progress(5, 20)
+    assert loading.seconds() == 7.5
     now = 110.0
     loading.progress(20, 20)
     assert loading.seconds() == 0.0
