@@ -22,6 +22,8 @@ VLLM = Path(__file__).with_name("vllm_command.py")
 PEER = "vLLM"
 KINDS = (PEER, "unified", "chunked", "disaggregated")
 STOP_SECONDS = 30.0
+QUIET_SECONDS = 5.0
+IDLE_PART = 0.1  # of a core
 _TAIL = 2000
 
 
@@ -96,7 +98,9 @@ def serving(kind: str, sizes: Sizes, peer_python: str, start_seconds: float) -> 
         try:
             for program in programs(kind, sizes, peer_python, http_port, port):
                 children.append(_start(program, log))
+            until = time.monotonic() + start_seconds
             _wait(_Starting(kind, url, sizes.folder.name, children, log), start_seconds)
+            settle(children, until)
             yield url
         finally:
             _stop(children)
@@ -160,6 +164,28 @@ def _wait(server: _Starting, seconds: float) -> None:
                     f" words: {words}"
                 ) from error
         time.sleep(0.5)
+
+
+def settle(children: Sequence[subprocess.Popen[bytes]], until: float) -> None:
+    """Until they have nothing to do: a server that answers may still load programs, on cores that
+    others are measured on."""
+    used, quiet = processor_seconds(children), 0.0
+    while quiet < QUIET_SECONDS and time.monotonic() < until:
+        time.sleep(1.0)
+        now = processor_seconds(children)
+        quiet = quiet + 1.0 if now - used < IDLE_PART else 0.0
+        used = now
+
+
+def processor_seconds(children: Sequence[subprocess.Popen[bytes]]) -> float:
+    """Of all processes of these sessions, so far."""
+    sessions, ticks = {child.pid for child in children}, 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[3]) in sessions:
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _stop(children: Sequence[subprocess.Popen[bytes]]) -> None:

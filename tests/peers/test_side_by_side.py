@@ -3,12 +3,14 @@ said where something fails. No server of a model runs here."""
 
 import asyncio
 import importlib
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks.peers import bench_serve, storm
+from benchmarks.peers import bench_serve, servers, storm
 from benchmarks.peers.bench_serve import Load
 from benchmarks.peers.servers import KINDS, PEER, Sizes, peer_versions, programs
 from jdisagg.errors import ConfigError, UnavailableError
@@ -49,6 +51,18 @@ def test_our_pages_have_the_flags_that_they_are_started_with(kind: str):
         page = importlib.import_module(program.command[2])
         asked = {argument[2:].partition("=")[0] for argument in program.command[3:]}
         assert asked <= {*page.flags.names}
+
+
+def test_a_server_that_still_works_when_it_answers_is_waited_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(servers, "QUIET_SECONDS", 2.0)
+    code = "import time\nwhile time.process_time() < 2: pass\ntime.sleep(600)"
+    child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    try:
+        servers.settle([child], time.monotonic() + 120)
+        assert servers.processor_seconds([child]) > 1.9  # of its two; counted in ticks
+    finally:
+        child.kill()
+        child.wait()
 
 
 def test_two_roles_on_one_core_are_refused():
