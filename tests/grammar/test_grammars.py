@@ -216,7 +216,8 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_a_hostile_grammar_brings_down_a_child_process_alone(name: str) -> None:
     kind, written = HOSTILE[name]
-    with pytest.raises(InvalidRequestError, match="simplify it"):
+    # On a fast machine the compiler's own bounds may refuse one before those of the child process.
+    with pytest.raises(InvalidRequestError, match="simplify it|too many expressions"):
         await COMPILER.admit(Grammar(kind, written), seconds(60))
     await COMPILER.admit(Grammar(GrammarKind.REGEX, "still (here|there)"), seconds(60))
 
