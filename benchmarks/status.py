@@ -93,12 +93,13 @@ def _source(name: str, script: str, results: Path) -> str:
         last = figures["random, ten minutes, seed 1"][-1]
         made = {**made, "commit": last["commit"], "load_average": last["load_average"], "date": ""}
     words = [made.get("processor", "").replace("(R)", "").replace(" Processor", "")]
-    words += [made["vectors"]] if "vectors" in made else []
-    words += [f"{made[key]} {word}" for key, word in [("cores", "cores")] if key in made]
-    words += [f"load {made['load_average']}"] if "load_average" in made else []
-    words += [f"JAX {made['jax']}"] if "jax" in made else []
     peer = figures.get("peer", {}).get("versions", {})
-    words += [" ".join(item) for item in peer.items() if item[0] != "python"]
+    if not peer:  # else there is no room: the file has it
+        words += [made["vectors"]] if "vectors" in made else []
+        words += [f"{made['cores']} cores"] if "cores" in made else []
+        words += [f"load {made['load_average']}"] if "load_average" in made else []
+    words += [f"JAX {made['jax']}"] if "jax" in made else []
+    words += [" ".join(item) for item in peer.items() if item[0] not in ("python", "torch")]
     date, commit = made.get("date") or "not recorded", made.get("commit", "not recorded")
     machine = ", ".join(word for word in words if word) or "not recorded"
     return f"| [{name}](results/{name}.json) | `{script}` | {date} | {commit} | {machine} |"
