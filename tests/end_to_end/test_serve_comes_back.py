@@ -22,6 +22,20 @@ from tests.end_to_end.clusters import collect, config, dense_greedy, golden_copy
 pytestmark = pytest.mark.ci
 
 
+def small_engine(directory: Path, cache: Path) -> EngineConfig:
+    sizes = config(
+        Mode.UNIFIED,
+        decode="tp=1",
+        directory=directory,
+        chunk=64,
+        slots=1,
+        pages=16,
+        context=128,
+        warm_up=True,
+    )
+    return replace(sizes, compilation_cache=str(cache))
+
+
 async def first_tokens(served: object) -> list[int]:
     prompt = (5, 6, 7, 8)
     request = Request(
@@ -35,17 +49,7 @@ async def test_programs_are_loaded_while_it_serves_and_every_one_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = golden_copy("llama_tied", tmp_path)  # of two layers: all of it is compiled twice
-    sizes = config(
-        Mode.UNIFIED,
-        decode="tp=1",
-        directory=directory,
-        chunk=64,
-        slots=1,
-        pages=16,
-        context=128,
-        warm_up=True,
-    )
-    engine: EngineConfig = replace(sizes, compilation_cache=str(tmp_path))
+    engine = small_engine(directory, tmp_path)
     expected = dense_greedy(directory, (5, 6, 7, 8), 8)
     first = deployment(engine)
     await first.start(at_once=True)
@@ -82,17 +86,7 @@ async def test_a_stream_waits_for_no_program_that_it_does_not_need(
     """A program of a large model takes seconds to load: between the tokens of a stream there is no
     time for those of others."""
     directory = golden_copy("llama_tied", tmp_path)
-    sizes = config(
-        Mode.UNIFIED,
-        decode="tp=1",
-        directory=directory,
-        chunk=64,
-        slots=1,
-        pages=16,
-        context=128,
-        warm_up=True,
-    )
-    engine = replace(sizes, compilation_cache=str(tmp_path))
+    engine = small_engine(directory, tmp_path)
     first = deployment(engine)
     await first.start(at_once=True)
     await first.stop()
