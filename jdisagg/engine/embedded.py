@@ -26,6 +26,7 @@ from jdisagg.engine.instance import (
     Progress,
     build_instance,
     context_tokens,
+    run_steps,
 )
 from jdisagg.engine.limits import check_reuse, hands_windows_apart
 from jdisagg.engine.memory_plan import tier_room
@@ -247,12 +248,11 @@ class EmbeddedCluster:
             for step in warm_up_steps(instance.executor)
         ]
         steps += [(self.decode.executor, step) for step in self._channel_steps()]
-        for done, (executor, step) in enumerate(steps):
-            for instance in self.instances if beside else ():
-                await instance.executor.quiet()
-            await executor.on_dispatch_thread(step)
-            if progress:
-                progress(done + 1, len(steps))
+        await run_steps(steps, progress, self._quiet if beside else None)
+
+    async def _quiet(self) -> None:
+        for instance in self.instances:
+            await instance.executor.quiet()
 
     async def start_workers(self) -> None:
         for worker in self._workers:

@@ -174,11 +174,20 @@ async def warm_up(
 ) -> None:
     """Compiles and runs every program that the instance can be asked for. `turn`: waited for before
     each, where it serves meanwhile."""
-    steps = warm_up_steps(instance.executor)
-    for done, step in enumerate(steps):
+    executor = instance.executor
+    await run_steps([(executor, step) for step in warm_up_steps(executor)], progress, turn)
+
+
+async def run_steps(
+    steps: Sequence[tuple[MeshExecutor, Callable[[], None]]],
+    progress: Progress | None,
+    turn: Callable[[], Awaitable[None]] | None,
+) -> None:
+    """One after the other, each between the commands of its mesh and after a `turn`."""
+    for done, (executor, step) in enumerate(steps):
         if turn:
             await turn()
-        await instance.executor.on_dispatch_thread(step)
+        await executor.on_dispatch_thread(step)
         if progress:
             progress(done + 1, len(steps))
 
