@@ -39,6 +39,8 @@ def _is_number(value: float) -> bool:
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:
+    if value.__class__ in (int, float) and low <= value <= high:  # NaN is in no range
+        return
     if not _is_number(value) or not low <= value <= high:
         raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value!r}")
 
@@ -153,7 +155,8 @@ class SamplingParams:
         _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _in_range("temperature", self.temperature, 0.0, 100.0)
         _in_range("top_k", self.top_k, 0, 2**31 - 1)
-        if not _is_number(self.top_p) or not 0.0 < self.top_p <= 1.0:
+        number = self.top_p.__class__ is float or _is_number(self.top_p)
+        if not number or not 0.0 < self.top_p <= 1.0:
             raise InvalidRequestError(
                 f"top_p must be in (0.0, 1.0], got {self.top_p!r}; temperature=0 decodes greedily"
             )
@@ -168,12 +171,8 @@ class SamplingParams:
             _in_range("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
         if self.prompt_logprobs is not None:
             _in_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
-        at_most("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
-        for token_id, bias in self.logit_bias:
-            _in_range("logit_bias token id", token_id, 0, 2**31 - 1)
-            _in_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
-        if len({token_id for token_id, _ in self.logit_bias}) != len(self.logit_bias):
-            raise InvalidRequestError("logit_bias names a token id twice; give each id one bias")
+        if self.logit_bias != ():
+            self._check_logit_bias()
         at_most("stop", len(self.stop), MAX_STOP_STRINGS)
         for text in self.stop:
             if not isinstance(text, str) or not text:
@@ -192,6 +191,14 @@ class SamplingParams:
         at_most("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         for token_id in self.stop_token_ids:
             _in_range("stop_token_ids", token_id, 0, 2**31 - 1)
+
+    def _check_logit_bias(self) -> None:
+        at_most("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
+        for token_id, bias in self.logit_bias:
+            _in_range("logit_bias token id", token_id, 0, 2**31 - 1)
+            _in_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        if len({token_id for token_id, _ in self.logit_bias}) != len(self.logit_bias):
+            raise InvalidRequestError("logit_bias names a token id twice; give each id one bias")
 
     @property
     def greedy(self) -> bool:
