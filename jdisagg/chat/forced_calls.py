@@ -1,7 +1,8 @@
 """Answers that must be calls: the grammar that makes them so, and their parser.
 
 Whatever the model's own form of calls is, such an answer is a JSON array of objects with a name and
-arguments, each by the schema of its tool."""
+arguments, each by the schema of its tool. At most one blank stands in a place: nobody reads them,
+and a model that is at a loss fills an answer with them."""
 
 import json
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from jdisagg.chat.answer import AnswerDelta
 from jdisagg.chat.messages import ChatPrompt, Json, ToolChoice
 from jdisagg.chat.tool_parsers import MistralParser
 from jdisagg.errors import InvalidRequestError
+from jdisagg.grammar.json_blanks import ONE_BLANK
 from jdisagg.request import Grammar, GrammarKind
 
 
@@ -39,7 +41,7 @@ def forced_calls(prompt: ChatPrompt) -> Grammar | None:
                 "additionalProperties": False,
             }
         )
-    answer: Json = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    answer: Json = {**ONE_BLANK, "type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if prompt.tool_name or not prompt.parallel_tool_calls:
         answer["maxItems"] = 1
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(answer, ensure_ascii=False))

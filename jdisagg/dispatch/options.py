@@ -68,10 +68,12 @@ def restricted(
 ) -> tuple[SamplingOptions, str]:
     """The options with what restricts the answer as their grammar, and the field that it comes
     from; "": the grammar's own. `prompt`: a chat, which was checked. Raises InvalidRequestError
-    where two want to."""
+    where two want to; but a grammar says what the words of an answer are, and an answer that must
+    be a call has none."""
     found: dict[str, Grammar] = {}
     if prompt is not None and (forced := forced_calls(prompt)) is not None:
         found["tools"] = forced
+        options = {**options, "grammar": None}
     allowed = tuple_of("allowed_token_ids", options.get("allowed_token_ids") or ())
     if allowed:
         found["allowed_token_ids"] = _of_allowed(allowed)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,16}"
 # The key of llguidance's own options. A schema that has it says for itself which blanks may come.
 OPTIONS = "x-guidance"
+ONE_BLANK: Mapping[str, object] = {OPTIONS: {"whitespace_pattern": r"\x20"}}
 _NONE = f'"{OPTIONS}":{{"whitespace_flexible":false}}'
 
 

@@ -2,6 +2,8 @@
 
 Only its shape is judged here; whether it is a conversation, the `Frontend` says."""
 
+from typing import NamedTuple
+
 from jdisagg.chat.messages import MAX_TOOLS, ChatMessage, ChatPrompt, ChatTool, ToolCall, ToolChoice
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import at_most
@@ -13,6 +15,7 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "audio": (([],), "the server knows text alone; put it into content"),
 }
 _CHOICES = {choice.value: choice for choice in ToolChoice}
+_MODES = ("auto", "required")
 
 
 def chat_prompt(fields: Fields) -> ChatPrompt:
@@ -27,16 +30,16 @@ def chat_prompt(fields: Fields) -> ChatPrompt:
     if effort := fields.read("reasoning_effort", TEXT):  # templates that know it ask for it
         arguments.setdefault("reasoning_effort", effort)
     several = fields.read("parallel_tool_calls", YES)
-    choice, name = tool_choice(fields)
+    offered = offered_tools(fields)
     return ChatPrompt(
         tuple(map(chat_message, messages)),
         add_generation_prompt=not goes_on if begins is None else begins,
         continue_final_message=goes_on,
         arguments=arguments,
-        tools=_tools(fields),
-        tool_choice=choice,
+        tools=offered.tools,
+        tool_choice=offered.choice,
         parallel_tool_calls=several is not False,
-        tool_name=name,
+        tool_name=offered.name,
     )
 
 
@@ -85,13 +88,58 @@ def _call(call: Fields) -> ToolCall:
     )
 
 
-def _tools(fields: Fields) -> tuple[ChatTool, ...]:
-    tools = fields.parts("tools") or []
-    at_most("tools", len(tools), MAX_TOOLS)
-    return tuple(chat_tool(tool, tool.part("function")) for tool in tools)
+class OfferedTools(NamedTuple):
+    """What the model may call, whether it does, and which tool it must call; empty: any."""
+
+    tools: tuple[ChatTool, ...]
+    choice: ToolChoice
+    name: str
 
 
-def chat_tool(tool: Fields, function: Fields) -> ChatTool:
+def offered_tools(fields: Fields, *, nested: bool = True) -> OfferedTools:
+    """Of the fields `tools` and `tool_choice`. `nested`: a function is described in a part of its
+    own, as chats have it."""
+    given = fields.parts("tools") or []
+    at_most("tools", len(given), MAX_TOOLS)
+    tools = tuple(_chat_tool(tool, _function(tool, nested)) for tool in given)
+    chosen = fields.read("tool_choice", ANYTHING) if fields.has("tool_choice") else "auto"
+    if isinstance(chosen, str) and chosen in _CHOICES:
+        return OfferedTools(tools, _CHOICES[chosen], "")
+    kind = chosen.get("type") if isinstance(chosen, dict) else None
+    part = fields.part("tool_choice") if kind in ("function", "allowed_tools") else Fields({})
+    if kind == "function":
+        return OfferedTools(tools, ToolChoice.REQUIRED, _function(part, nested).given("name", TEXT))
+    if kind == "allowed_tools":
+        return _allowed(part.part("allowed_tools") if nested else part, tools, nested)
+    named = '"function": {"name": ...}' if nested else '"name": ...'
+    raise InvalidRequestError(
+        f"tool_choice={shown(fields.raw('tool_choice'))} is not supported; send one of"
+        f' {", ".join(_CHOICES)}, {{"type": "function", {named}}} or one of the type allowed_tools'
+    )
+
+
+def _allowed(part: Fields, tools: tuple[ChatTool, ...], nested: bool) -> OfferedTools:
+    """Those that are named alone are shown to the model."""
+    mode = part.given("mode", TEXT)
+    if mode not in _MODES:
+        raise InvalidRequestError(
+            f"{part.path}mode must be {' or '.join(_MODES)}, got {mode[:80]!r}; send one of them"
+        )
+    names = {_function(one, nested).given("name", TEXT) for one in part.parts("tools") or ()}
+    if unknown := names - {tool.name for tool in tools}:
+        raise InvalidRequestError(
+            f"{part.path}tools names {min(unknown)[:64]!r}, which is none of the tools; send some"
+            " of their names"
+        )
+    kept = tuple(tool for tool in tools if tool.name in names)
+    return OfferedTools(kept, _CHOICES[mode], "")
+
+
+def _function(tool: Fields, nested: bool) -> Fields:
+    return tool.part("function") if nested else tool
+
+
+def _chat_tool(tool: Fields, function: Fields) -> ChatTool:
     """`function`: the part that describes it."""
     _check_kind(tool)
     function.ignore("strict")
@@ -108,18 +156,3 @@ def _check_kind(one: Fields) -> None:
         raise InvalidRequestError(
             f"{one.path}type must be function, got {kind[:80]!r}; the server knows no other"
         )
-
-
-def tool_choice(fields: Fields, *, nested: bool = True) -> tuple[ToolChoice, str]:
-    """The choice, and the name of the tool that is named; `nested`: in a part of its own."""
-    given = fields.read("tool_choice", ANYTHING) if fields.has("tool_choice") else "auto"
-    if isinstance(given, str) and given in _CHOICES:
-        return _CHOICES[given], ""
-    if isinstance(given, dict) and given.get("type") == "function":
-        part = fields.part("tool_choice")
-        return ToolChoice.REQUIRED, (part.part("function") if nested else part).given("name", TEXT)
-    named = '"function": {"name": ...}' if nested else '"name": ...'
-    raise InvalidRequestError(
-        f"tool_choice={shown(fields.raw('tool_choice'))} is not supported; send one of"
-        f' {", ".join(_CHOICES)}, or {{"type": "function", {named}}}'
-    )

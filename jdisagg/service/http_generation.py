@@ -81,7 +81,11 @@ class HttpGeneration:
                     runs = await self._runs(asked, request_id, record, records, kind.takes_apart)
                 model = self._frontend.model
                 heading = Heading(
-                    prefix + request_id, int(time.time()), model.name, model.version or None
+                    prefix + request_id,
+                    int(time.time()),
+                    model.name,
+                    model.version or None,
+                    asked.told,
                 )
                 pieces = Pieces(self._frontend.piece, self._pieces, asked.tokens_as_ids)
                 reply = kind(heading, asked.streaming, pieces, asked.token_ids)

@@ -3,7 +3,7 @@
 A chunk is preformatted: all but the text, the tokens and the end of it is bytes that were made once
 a request. One frame carries what one event of the stream carries. Knows no connection."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -41,12 +41,13 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """What every object of one reply says."""
+    """What every object of one reply says. `told`: what a response says again of what was asked."""
 
     id: str
     created: int
     model: str
     version: str | None
+    told: Mapping[str, msgspec.Raw] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -5,8 +5,8 @@ asks for nothing; those that mean nothing here are passed over. Values are for t
 judge. The names are OpenAI's, and vLLM's for what OpenAI's API lacks."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -87,7 +87,7 @@ class Asked:
     """One request. `streaming` None: the reply comes whole. `echo`: the prompt stands before the
     text. `token_ids`: the reply has them; `tokens_as_ids`: log-probabilities name tokens so.
     `of_prompt`: what the reply says of the prompt's own. `answerless`: of the one token that is
-    generated nothing is said."""
+    generated nothing is said. `told`: fields of the request that the reply says again."""
 
     prompts: tuple[Prompt, ...]
     options: SamplingOptions
@@ -103,6 +103,7 @@ class Asked:
     echo: bool = False
     of_prompt: OfPrompt = OfPrompt()
     answerless: bool = False
+    told: Mapping[str, msgspec.Raw] = field(default_factory=dict)
 
 
 def completion_from(fields: Fields) -> Asked:

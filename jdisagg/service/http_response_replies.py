@@ -26,6 +26,7 @@ class ResponseReply(ChatReply):
         self, heading: Heading, streaming: Streaming | None, pieces: Pieces, token_ids: bool
     ) -> None:
         super().__init__(heading, streaming, pieces, token_ids)
+        self._told = heading.told
         self._items: list[_Item] = []
         self._open = False  # the last of them
         self._held: list[Json] = []  # tokens that have given nothing yet
@@ -165,11 +166,12 @@ class ResponseReply(ChatReply):
             "metadata": {},
             "model": heading["model"],
             "output": output,
-            "parallel_tool_calls": False,
-            "tool_choice": "none",
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
             "tools": [],
             "store": False,
             "usage": _usage_of(usage) if usage is not None else None,
+            **self._told,
         }
 
     @property

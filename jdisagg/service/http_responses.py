@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import msgspec
 
-from jdisagg.chat.messages import MAX_TOOLS, ChatMessage, ChatPrompt, ToolCall
+from jdisagg.chat.messages import ChatMessage, ChatPrompt, ToolCall
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import at_most
-from jdisagg.service.http_chat import chat_message, chat_tool, text_of, tool_choice
+from jdisagg.service.http_chat import chat_message, offered_tools, text_of
 from jdisagg.service.http_fields import INTEGER, TEXT, TEXTS, YES, FieldKind, Fields
 from jdisagg.service.http_grammar import grammar_of_response
 from jdisagg.service.http_requests import Asked, asked_from, sampling_options
@@ -23,6 +23,11 @@ _INPUT = FieldKind(
     "a string or a list of messages",
     msgspec.json.Decoder(str | list[dict[str, msgspec.Raw]]).decode,
 )
+# What a response says again of what was asked.
+_TOLD = (
+    *("instructions", "max_output_tokens", "parallel_tool_calls", "reasoning", "temperature"),
+    *("text", "tool_choice", "tools", "top_logprobs", "top_p", "truncation"),
+)
 _STATELESS = "the server keeps nothing; send the whole conversation as input"
 _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "previous_response_id": ((), _STATELESS),
@@ -30,7 +35,8 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "prompt": ((), _STATELESS),
     "prompt_logprobs": ((), "ask /v1/chat/completions for them"),
     "background": ((False,), "wait for the reply"),
-    "truncation": (("disabled",), "leave out what does not fit"),
+    # auto: what fits is not cut, and what does not is refused, as without it
+    "truncation": (("disabled", "auto"), "leave out what does not fit"),
     "context_management": (([],), "leave out what does not fit"),
     "n": ((1,), "ask again"),
 }
@@ -39,7 +45,7 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 def response_from(fields: Fields) -> Asked:
     """A body of /v1/responses. Raises InvalidRequestError naming the field."""
     fields.refuse(_REFUSED)
-    fields.ignore("reasoning", "max_tool_calls")
+    fields.ignore("max_tool_calls")
     instructions = fields.read("instructions", TEXT)
     given = fields.given("input", _INPUT)
     messages = [ChatMessage("system", instructions)] if instructions else []
@@ -56,19 +62,20 @@ def response_from(fields: Fields) -> Asked:
     included = fields.read("include", TEXTS) or []
     if LOGPROBS in included or top is not None:
         options["logprobs"] = top or 0
-    return asked_from(fields, (_chat(fields, messages),), options)
+    asked = asked_from(fields, (_chat(fields, messages),), options)
+    return replace(asked, told={name: fields.raw(name) for name in _TOLD if fields.has(name)})
 
 
 def _chat(fields: Fields, messages: Sequence[ChatMessage]) -> ChatPrompt:
-    tools = fields.parts("tools") or []
-    at_most("tools", len(tools), MAX_TOOLS)
-    choice, name = tool_choice(fields, nested=False)
+    offered = offered_tools(fields, nested=False)
+    effort = fields.part("reasoning").read("effort", TEXT)
     return ChatPrompt(
         tuple(messages),
-        tools=tuple(chat_tool(tool, tool) for tool in tools),
-        tool_choice=choice,
+        arguments={"reasoning_effort": effort} if effort else {},
+        tools=offered.tools,
+        tool_choice=offered.choice,
         parallel_tool_calls=fields.read("parallel_tool_calls", YES) is not False,
-        tool_name=name,
+        tool_name=offered.name,
     )
 
 

@@ -18,6 +18,7 @@ from jdisagg.service.http_fields import INTEGERS, TEXT, YES, Fields
 from jdisagg.service.http_generation import IGNORED, HttpGeneration, check_model
 from jdisagg.service.http_guard import ANY_METHOD, Endpoint, HttpGuard
 from jdisagg.service.http_requests import completion_prompts, ignored_header
+from jdisagg.service.http_responses import response_from
 from jdisagg.service.page import Page, PageSources
 
 Scrape = Callable[[], Awaitable[bytes]]
@@ -63,6 +64,7 @@ class HttpRoutes:
             "/v1/completions": Endpoint(guard, "POST", generation.completions, logs=True),
             "/v1/chat/completions": Endpoint(guard, "POST", generation.chats, logs=True),
             "/v1/responses": Endpoint(guard, "POST", generation.responses, logs=True),
+            "/v1/responses/input_tokens": Endpoint(guard, "POST", self._input_tokens),
             "/v1/models": Endpoint(guard, "GET", self._models),
             "/v1/models/{name:path}": Endpoint(guard, "GET", self._model),
             "/tokenize": Endpoint(guard, "POST", self._tokenize),
@@ -116,6 +118,14 @@ class HttpRoutes:
                 }
             )
         )
+
+    async def _input_tokens(self, exchange: Exchange) -> None:
+        """How many tokens the input of a response has."""
+        fields = await self._fields(exchange)
+        (prompt,) = response_from(fields).prompts
+        _note_ignored(exchange, fields)
+        counted = len(await self._frontend.tokenize(prompt))
+        await exchange.reply(_encode({"object": "response.input_tokens", "input_tokens": counted}))
 
     async def _detokenize(self, exchange: Exchange) -> None:
         fields = await self._fields(exchange)

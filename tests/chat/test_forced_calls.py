@@ -72,6 +72,16 @@ def test_a_named_call_and_one_without_company_are_made_once() -> None:
     assert read(ForcedParser(), several).parsed() == [("weather", {"days": 7, "metric": True})] * 2
 
 
+def test_blanks_do_not_fill_an_answer() -> None:
+    grammar = grammar_of(required(tool_name="weather"))
+    spaced = '[ { "name" : "weather" , "arguments" : { "days" : 7 , "metric" : true } } ]'
+    for written in (spaced, spaced.replace(" ", "")):
+        assert may_end(grammar, written)
+    (blank,), (line,) = ids_of(" "), ids_of("\n")
+    for at in (at for at, character in enumerate(spaced) if character == " "):
+        assert not {blank, line} & set(allowed(begin(grammar, ids_of(spaced[: at + 1])))), at
+
+
 def test_a_call_is_given_out_as_it_is_written_and_cut_off_where_it_is() -> None:
     written = '[{"name": "weather", "arguments": {"days": 7'
     for at in range(len(written)):

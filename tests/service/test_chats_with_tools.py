@@ -432,6 +432,45 @@ async def test_a_response_may_be_made_to_call(door: HttpDoor, client: openai.Asy
     ]
 
 
+OTHER: Any = {"type": "function", "function": {"name": "other"}}
+OTHER_FLAT: Any = {"type": "function", "name": "other"}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_the_model_is_shown_the_tools_that_are_allowed(
+    door: HttpDoor, client: openai.AsyncOpenAI, mode: Any
+) -> None:
+    door.path.text = '[{"name": "weather", "arguments": {}}]'  # type: ignore[attr-defined]
+    choice: Any = {"type": "allowed_tools", "mode": mode, "tools": [OTHER_FLAT]}
+    await client.responses.create(
+        model="tiny", input="hi", tools=[FLAT, OTHER_FLAT], tool_choice=choice
+    )
+    allowed = {"mode": mode, "tools": [OTHER]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    await whole(client, tools=[WEATHER, OTHER], tool_choice=choice)
+    for request in door.path.requests:
+        prompt = bytes(request.prompt_token_ids).decode()
+        assert '"other"' in prompt and "weather" not in prompt
+        assert (request.sampling.grammar is None) == (mode == "auto")
+
+
+async def test_the_form_of_words_says_nothing_of_a_call_that_is_required(
+    door: HttpDoor, client: openai.AsyncOpenAI
+) -> None:
+    door.path.text = '[{"name": "weather", "arguments": {}}]'  # type: ignore[attr-defined]
+    asked: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required"}
+    schema: Any = {"type": "json_schema", "name": "dog", "schema": {"type": "object"}}
+    for form in ({}, {"response_format": {"type": "json_object"}}):
+        ((said,),) = [await whole(client, **asked, **form)]
+        assert [call[1:] for call in said.calls] == [("weather", "{}")]
+    reply = await client.responses.create(
+        model="tiny", input="hi", tools=[FLAT], tool_choice="required", text={"format": schema}
+    )
+    assert [item.type for item in reply.output] == ["function_call"]
+    grammars = {request.sampling.grammar for request in door.path.requests}
+    assert len(door.path.requests) == 3 and len(grammars) == 1 and None not in grammars
+
+
 async def test_an_answer_by_a_grammar_is_that_and_nothing_else() -> None:
     path = Script(text=CALLS)
     frontend = make_frontend(path, template=TEMPLATE)
@@ -507,18 +546,31 @@ ARGUMENTS = {"id": "c", "type": "function", "function": {"name": "f", "arguments
         ({"tools": [WEATHER], "tool_choice": "any"}, "is not supported"),
         (
             {
+                "tools": [WEATHER],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [{"function": {"name": "f"}}]},
+                },
+            },
+            "tool_choice.allowed_tools.tools names 'f', which is none of the tools",
+        ),
+        (
+            {
+                "tools": [WEATHER],
+                "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "all"}},
+            },
+            "tool_choice.allowed_tools.mode must be auto or required, got 'all'",
+        ),
+        (
+            {
                 "tools": [{"function": {"name": "f", "parameters": {"type": "thing"}}}],
                 "tool_choice": "required",
             },
             "tools: .*thing",
         ),
         (
-            {
-                "tools": [WEATHER],
-                "tool_choice": "required",
-                "response_format": {"type": "json_object"},
-            },
-            "tools and grammar cannot restrict one answer",
+            {"tools": [WEATHER], "tool_choice": "required", "bad_words": ["x"]},
+            "tools and bad_words cannot restrict one answer",
         ),
         ({"tools": [{"type": "web_search"}]}, r"tools\[0\].type"),
         ({"tools": [{"type": "function"}]}, r"tools\[0\].function.name is missing"),

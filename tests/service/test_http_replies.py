@@ -21,7 +21,7 @@ from jdisagg.service.http_replies import (
     ReplyChoice,
 )
 from jdisagg.service.http_requests import Streaming
-from tests.service.doors import CACHED, FakePath, expected_tokens, text_of
+from tests.service.doors import CACHED, TEMPLATE, FakePath, expected_tokens, text_of
 from tests.service.http_doors import HttpDoor, events, http_door
 
 CHAT: Any = [{"role": "user", "content": "hi"}]
@@ -41,7 +41,7 @@ async def client(door: HttpDoor) -> AsyncIterator[openai.AsyncOpenAI]:
 
 def strict(reply: Any, kind: type) -> None:
     """The client builds its objects of whatever comes; this holds the reply against their types."""
-    kind.model_validate(reply.model_dump(warnings=False), strict=True)
+    kind.model_validate(reply.model_dump(warnings=False, by_alias=True), strict=True)
 
 
 def made(path: FakePath, child: int = 0, request: int = 0) -> str:
@@ -358,6 +358,51 @@ async def test_a_response_is_answered_whole(door: HttpDoor, client: openai.Async
     assert usage.input_tokens_details.cached_tokens == CACHED.total
     extra = usage.input_tokens_details.model_dump()
     assert extra["cached_tokens_by_tier"] == CACHED.by_tier()
+
+
+async def test_a_response_says_again_what_was_asked(
+    door: HttpDoor, client: openai.AsyncOpenAI
+) -> None:
+    asked: dict[str, Any] = {
+        "instructions": "be",
+        "max_output_tokens": 4,
+        "temperature": 0.5,
+        "top_p": 0.75,
+        "truncation": "auto",
+        "tool_choice": "none",
+        "parallel_tool_calls": False,
+        "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}},
+        "reasoning": {"effort": "low"},
+    }
+    reply = await client.responses.create(model="tiny", input="hi", **asked)
+    stream = await client.responses.create(model="tiny", input="hi", stream=True, **asked)
+    *_, last = [event async for event in stream]
+    assert last.type == "response.incomplete"
+    for response in (reply, last.response):
+        strict(response, Response)
+        said = response.model_dump(exclude_unset=True, by_alias=True)
+        assert {name: said[name] for name in asked} == asked
+    plain = await client.responses.create(model="tiny", input="hi", max_output_tokens=1)
+    assert (plain.tool_choice, plain.tools, plain.parallel_tool_calls) == ("auto", [], True)
+
+
+async def test_how_much_a_response_is_to_think_is_said_to_the_chat_template() -> None:
+    async with http_door(template=TEMPLATE + "{{ reasoning_effort or '' }}") as door:
+        asked = {"input": "hi", "max_output_tokens": 1, "reasoning": {"effort": "low"}}
+        assert (await door.ask("/v1/responses", asked)).status == 200
+        assert bytes(door.path.requests[0].prompt_token_ids).endswith(b"low")
+
+
+async def test_the_tokens_of_a_response_are_counted_without_making_it(
+    door: HttpDoor, client: openai.AsyncOpenAI
+) -> None:
+    asked: Any = {"input": [{"role": "user", "content": "hi"}], "instructions": "be"}
+    counted = await client.responses.input_tokens.count(model="tiny", **asked)
+    strict(counted, type(counted))
+    assert not door.path.requests
+    made = await client.responses.create(model="tiny", max_output_tokens=1, **asked)
+    assert made.usage and counted.input_tokens == made.usage.input_tokens > 0
 
 
 async def test_a_response_is_streamed_as_the_events_that_build_it_up(
