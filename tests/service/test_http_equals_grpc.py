@@ -16,14 +16,17 @@ import pytest
 from jdisagg.client import AsyncClient, Completion
 from jdisagg.config import LimitsConfig, ServiceConfig
 from jdisagg.dispatch.frontend import Frontend
+from jdisagg.dispatch.options import SamplingOptions
 from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.dispatch.token_stream import TokenStream
 from jdisagg.observe.request_log import RequestLog
 from jdisagg.request import Grammar, GrammarKind
 from jdisagg.service.server import GenerationServer
+from jdisagg.timeouts import RequestTimeouts, Timeouts
 from tests.fakes.cluster import Cluster
 from tests.fakes.fake_executor import Costs
+from tests.fakes.toy_grammars import GRAMMARS
 from tests.fakes.toy_model import VOCABULARY
 from tests.service.doors import MODEL, FakePath, byte_tokenizer, eventually
 from tests.service.http_doors import HttpDoor, events, http_door, request
@@ -34,6 +37,16 @@ COSTS = Costs(prefill_token=1e-6, decode_step=1e-5, pull=1e-5, other=1e-6)
 TEMPLATE = (
     "{% if first %}{{ first }}{% endif %}{% for m in messages %}<{{ m.role | upper }}>"
     "{{ m.content }}{% endfor %}>"
+)
+# What an answer is held to, as the arguments of our client; few, for each is tried in a process.
+RESTRICTIONS: tuple[dict[str, Any], ...] = (
+    {"allowed_token_ids": [40, 41, 42, 50]},
+    {"bad_words": ["A", "BC"]},
+    {"grammar": Grammar(GrammarKind.REGEX, "[A-F]{3}-[0-9]{4}")},
+    {"grammar": Grammar(GrammarKind.LARK, 'start: ("a" | "b")+')},
+    {"grammar": Grammar(GrammarKind.JSON_OBJECT)},
+    {"grammar": Grammar(GrammarKind.JSON_SCHEMA, '{"enum": ["A", 17, {"B": null}]}')},
+    {"grammar": Grammar.of_choices(("ONE DOG", "TWO DOGS", "3"))},
 )
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ 0123456789.,"
 
@@ -50,7 +63,12 @@ async def toy_door(costs: Costs = COSTS) -> AsyncIterator[tuple[HttpDoor, Cluste
             new_id=cluster.new_id,
         )
         model = replace(MODEL, vocabulary=VOCABULARY, context_tokens=128)
-        frontend = Frontend(path, tokenizer, model, LimitsConfig())
+        for worker in (cluster.prefill, cluster.decode):
+            worker.constrain(GRAMMARS)
+        patient = Timeouts(request=RequestTimeouts(grammar_seconds=seconds(60)))
+        frontend = Frontend(
+            path, tokenizer, model, LimitsConfig(timeouts=patient), grammars=GRAMMARS
+        )
         server = GenerationServer(
             frontend, ServiceConfig(port=0, http_port=0), log=RequestLog(True)
         )
@@ -91,11 +109,16 @@ def some_request(draw: random.Random, number: int) -> dict[str, Any]:
         "include_stop_str_in_output": draw.random() < 0.5,
         "skip_special_tokens": draw.random() < 0.5,
         "logprobs": draw.randint(0, 5),
+        "prompt_logprobs": draw.randint(0, 5),
         "n": draw.randint(1, 3),
         "priority": draw.randint(-5, 5),
         "tenant": draw.choice("ab"),
+        "cache_salt": draw.choice(["", "salt"]),
+        "deadline_seconds": 600.0,
     }
     chosen = {name: value for name, value in options.items() if draw.random() < 0.5}
+    if (at := number % (2 * len(RESTRICTIONS))) < len(RESTRICTIONS):
+        chosen |= RESTRICTIONS[at]
     return {**prompts[number % 3], "seed": draw.getrandbits(40), "max_tokens": most, **chosen}
 
 
@@ -131,7 +154,11 @@ Answered = dict[str, Any]
 
 
 def of_grpc(done: Completion) -> Answered:
+    scores = done.prompt_logprobs
     return {
+        "prompt": None
+        if scores is None
+        else [(one.logprob, one.rank, dict(one.top)) for one in scores],
         "usage": done.usage
         and (
             done.usage.prompt_tokens,
@@ -163,9 +190,12 @@ def of_http(objects: list[dict[str, Any]]) -> Answered:
         known["text"] += one["text"] if said is None else said.get("content") or ""
         known["end"] = one["finish_reason"] or known["end"]
         known["logprobs"] += logprobs_of(one["logprobs"])
+    whole = {name: value for reply in objects for name, value in reply.items()}
+    first = whole | next(one for reply in objects for one in reply["choices"])
     usage = objects[-1]["usage"]
     cached = usage["prompt_tokens_details"]
     return {
+        "prompt": scores_of(first),
         "usage": (
             usage["prompt_tokens"],
             usage["completion_tokens"],
@@ -174,6 +204,21 @@ def of_http(objects: list[dict[str, Any]]) -> Answered:
         ),
         "choices": [choices[index] for index in sorted(choices)],
     }
+
+
+def scores_of(said: dict[str, Any]) -> list[tuple[float, int, dict[int, float]]] | None:
+    """Of the prompt's tokens but the first. vLLM's field has a token's own among the likely ones,
+    wherever it ranks, so that it is taken out where our client does not name it."""
+    if said.get("prompt_logprobs") is None:
+        return None
+    begins, *others = said["prompt_logprobs"]
+    assert begins is None
+    found = []
+    for token, entries in zip(said["prompt_token_ids"][1:], others, strict=True):
+        own = entries[str(token)]
+        likely = {int(one): entry["logprob"] for one, entry in entries.items()}
+        found.append((own["logprob"], own["rank"], likely))
+    return found
 
 
 def logprobs_of(said: dict[str, Any] | None) -> list[tuple[float, dict[int, float]]]:
@@ -205,6 +250,15 @@ async def over_http(door: HttpDoor, asked: dict[str, Any], stream: bool) -> Answ
     return of_http([json.loads(chunk) for chunk in chunks])
 
 
+def with_the_prompts_own(grpc: Answered, http: Answered) -> None:
+    """As vLLM's field: a token of the prompt is among its likely ones."""
+    if grpc["prompt"] is not None:
+        assert len(grpc["prompt"]) == len(http["prompt"])
+        for at, (logprob, rank, top) in enumerate(grpc["prompt"]):
+            (own,) = http["prompt"][at][2].keys() - top.keys() or [None]
+            grpc["prompt"][at] = (logprob, rank, top if own is None else top | {own: logprob})
+
+
 def with_the_chosen(answered: Answered) -> Answered:
     """As OpenAI's completions: the chosen token is among the likely ones."""
     for choice in answered["choices"]:
@@ -222,6 +276,7 @@ async def both(
     model computes in another batch each time."""
     grpc, http = await asyncio.gather(client.complete(**asked), over_http(door, asked, stream))
     expected = of_grpc(grpc)
+    with_the_prompts_own(expected, http)
     expected = expected if "messages" in asked else with_the_chosen(expected)
     if within:
         for ours, theirs in zip(http["choices"], expected["choices"], strict=True):
@@ -241,6 +296,8 @@ def near(some: list[Any], others: list[Any], within: float) -> None:
 async def test_random_requests_get_the_same_at_both_doors(count: int) -> None:
     draw = random.Random(count)
     requests = [some_request(draw, number) for number in range(count)]
+    every = SamplingOptions.__annotations__.keys() | {"priority", "tenant", "cache_salt"}
+    assert every <= {name for asked in requests for name in asked}
     async with toy_door() as (door, cluster), AsyncClient(door.target) as client:
         for first in range(0, count, 20):
             await asyncio.gather(
@@ -250,6 +307,24 @@ async def test_random_requests_get_the_same_at_both_doors(count: int) -> None:
                 )
             )
         await quiet(cluster)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_prompts_that_are_sent_together_get_what_each_gets_alone(stream: bool) -> None:
+    texts = ["ONE DAY", "A DOG", "THE END"]
+    for prompts in (texts, [list(text.encode()) for text in texts]):
+        options: dict[str, Any] = {"seed": 5, "max_tokens": 9, "n": 2, "logprobs": 2}
+        async with toy_door() as (door, cluster), AsyncClient(door.target) as client:
+            answers = await over_http(door, {"prompt": prompts, **options}, stream)
+            each = [
+                with_the_chosen(of_grpc(await client.complete(one, **options))) for one in texts
+            ]
+            assert answers["choices"] == [one for answer in each for one in answer["choices"]]
+            told = [answer["usage"] for answer in each]
+            assert answers["usage"][:3] == tuple(
+                map(sum, zip(*(one[:3] for one in told), strict=True))
+            )
+            await quiet(cluster)
 
 
 @pytest.mark.parametrize(
