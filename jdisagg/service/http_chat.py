@@ -2,12 +2,13 @@
 
 Only its shape is judged here; whether it is a conversation, the `Frontend` says."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
+
+import msgspec
 
 from jdisagg.chat.messages import MAX_TOOLS, ChatMessage, ChatPrompt, ChatTool, ToolCall, ToolChoice
 from jdisagg.errors import InvalidRequestError
-from jdisagg.request import at_most
-from jdisagg.service.http_fields import ANYTHING, PLAIN_OBJECT, TEXT, YES, Fields, shown
+from jdisagg.service.http_fields import ANYTHING, PLAIN_OBJECT, TEXT, YES, FieldKind, Fields, shown
 from jdisagg.service.wire_chat import MAX_MESSAGES
 
 _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
@@ -16,14 +17,15 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 }
 _CHOICES = {choice.value: choice for choice in ToolChoice}
 _MODES = ("auto", "required")
+_TextKind = Literal["text", "input_text", "output_text"]
+_TEXT_KINDS = get_args(_TextKind)
 
 
 def chat_prompt(fields: Fields) -> ChatPrompt:
     """Of the field `messages`, and of those that belong to it."""
-    messages = fields.parts("messages")
+    messages = fields.parts("messages", MAX_MESSAGES)
     if messages is None:
         raise InvalidRequestError("messages is missing: send a list of objects")
-    at_most("messages", len(messages), MAX_MESSAGES)
     goes_on = bool(fields.read("continue_final_message", YES))
     begins = fields.read("add_generation_prompt", YES)
     arguments = dict(fields.read("chat_template_kwargs", PLAIN_OBJECT) or {})
@@ -62,15 +64,29 @@ def chat_message(message: Fields) -> ChatMessage:
 
 def text_of(fields: Fields, name: str) -> str:
     """A field that is text, or parts of text."""
-    try:
-        return fields.read(name, TEXT) or ""
-    except InvalidRequestError:
-        return "\n".join(map(_part, fields.parts(name) or []))
+    for kind in (TEXT, _TEXT_PARTS):
+        try:
+            return fields.read(name, kind) or ""
+        except InvalidRequestError:
+            continue
+    return "\n".join(map(_part, fields.parts(name) or []))
+
+
+class _TextPart(msgspec.Struct):
+    type: _TextKind
+    text: str
+
+
+_text_parts = msgspec.json.Decoder(list[_TextPart]).decode
+# Read at once, for there may be many; which of them is wrong is found part by part.
+_TEXT_PARTS = FieldKind(
+    "parts of text", lambda raw: "\n".join([part.text for part in _text_parts(raw)])
+)
 
 
 def _part(part: Fields) -> str:
     kind = part.given("type", TEXT)
-    if kind not in ("text", "input_text", "output_text"):
+    if kind not in _TEXT_KINDS:
         raise InvalidRequestError(
             f"content parts must have the type text, got {kind[:80]!r}; the model reads text alone"
         )
@@ -99,8 +115,7 @@ class OfferedTools(NamedTuple):
 def offered_tools(fields: Fields, *, nested: bool = True) -> OfferedTools:
     """Of the fields `tools` and `tool_choice`. `nested`: a function is described in a part of its
     own, as chats have it."""
-    given = fields.parts("tools") or []
-    at_most("tools", len(given), MAX_TOOLS)
+    given = fields.parts("tools", MAX_TOOLS) or []
     tools = tuple(_chat_tool(tool, _function(tool, nested)) for tool in given)
     chosen = fields.read("tool_choice", ANYTHING) if fields.has("tool_choice") else "auto"
     if isinstance(chosen, str) and chosen in _CHOICES:

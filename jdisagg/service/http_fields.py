@@ -14,10 +14,14 @@ from typing import Generic, TypeVar
 import msgspec
 
 from jdisagg.errors import InvalidRequestError
+from jdisagg.request import at_most
 
 T = TypeVar("T")
 
 SHOWN_CHARACTERS = 80
+# What is beyond these would hold up other requests while it is looked at.
+MAX_FIELDS = 1024
+MAX_PARTS = 16_384
 
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _any = msgspec.json.Decoder()
@@ -56,7 +60,8 @@ BIASES = FieldKind(
 )
 OBJECT = FieldKind("an object", _object.decode)
 PLAIN_OBJECT = FieldKind("an object", msgspec.json.Decoder(dict[str, object]).decode)
-OBJECTS = FieldKind("a list of objects", msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode)
+_RULE_OF_PARTS = "a list of objects"
+_LIST = FieldKind(_RULE_OF_PARTS, msgspec.json.Decoder(list[msgspec.Raw]).decode)
 ANYTHING: FieldKind[object] = FieldKind("JSON", _any.decode)
 
 
@@ -73,7 +78,9 @@ class Fields:
         """Raises InvalidRequestError for what is no JSON object."""
         try:
             body.decode("utf-8")
-            return cls(_object.decode(body))
+            read = _object.decode(body)
+            at_most("fields of the body", len(read), MAX_FIELDS)
+            return cls(read)
         except UnicodeDecodeError as error:
             raise InvalidRequestError(
                 f"the body is not valid UTF-8 at byte {error.start}; send JSON in UTF-8"
@@ -130,11 +137,19 @@ class Fields:
         """The fields of an object in this one; of none where it is absent."""
         return Fields(self.read(name, OBJECT) or {}, f"{self._path}{name}.")
 
-    def parts(self, name: str) -> "list[Fields] | None":
-        """The fields of each object in a list; None where it is absent."""
-        objects = self.read(name, OBJECTS)
-        if objects is None:
+    def parts(self, name: str, most: int = MAX_PARTS) -> "list[Fields] | None":
+        """The fields of each object in a list; None where it is absent. Raises InvalidRequestError
+        for more than `most`, before they are looked at."""
+        listed = self.read(name, _LIST)
+        if listed is None:
             return None
+        at_most(f"{self._path}{name}", len(listed), most)
+        try:
+            objects = [_object.decode(one) for one in listed]
+        except (msgspec.MsgspecError, RecursionError):
+            raise InvalidRequestError(
+                f"{self._path}{name} must be {_RULE_OF_PARTS}, got {shown(self._raw[name])}"
+            ) from None
         return [Fields(one, f"{self._path}{name}[{at}].") for at, one in enumerate(objects)]
 
     def refuse(self, refused: Mapping[str, tuple[Collection[object], str]]) -> None:

@@ -112,11 +112,14 @@ class HttpServer:
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's, with bounds on the head of a request. The connection's state is `_due`, the timer
-    of a head that is not complete."""
+    """uvicorn's, with bounds on the head of a request, and on what is neither head nor body: what
+    stands beside the sizes of chunks, and behind the last of them. The connection's state is
+    `_due`, the timer of a head that is not complete."""
 
     _due: asyncio.TimerHandle | None = None
     _head_bytes = 0
+    _idle_bytes = 0  # in reads that brought a request no further
+    _advanced = False
     _refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -131,8 +134,11 @@ class _Protocol(HttpToolsProtocol):
         if self._refused:
             return
         self._head_bytes += len(data)
+        self._advanced = False
         super().data_received(data)
-        if self._due is not None and self._head_bytes > HEAD_BYTES:
+        self._idle_bytes = 0 if self._advanced else self._idle_bytes + len(data)
+        too_long = self._due is not None and self._head_bytes > HEAD_BYTES
+        if too_long or self._idle_bytes > HEAD_BYTES:
             self._refuse(
                 HttpRefusal(
                     f"the request's headers have more than {HEAD_BYTES} bytes; send fewer",
@@ -142,7 +148,16 @@ class _Protocol(HttpToolsProtocol):
                 b"431 Request Header Fields Too Large",
             )
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._due is not None:  # behind a body nobody reads them
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._advanced = True
+        super().on_body(body)
+
     def on_message_begin(self) -> None:
+        self._advanced = True
         super().on_message_begin()
         state = self.scope["state"]  # type: ignore[typeddict-item]
         state[ABORT], state[WRITE] = self.transport.abort, self._write
@@ -151,6 +166,7 @@ class _Protocol(HttpToolsProtocol):
             self._expect_head()
 
     def on_headers_complete(self) -> None:
+        self._advanced = True
         self._head_complete()
         super().on_headers_complete()
 
@@ -195,6 +211,10 @@ class _Protocol(HttpToolsProtocol):
         """An answer to what is no request, and the connection's end."""
         self._head_complete()
         if self._refused or self.transport.is_closing():
+            return
+        cycle = self.cycle
+        if cycle is not None and cycle.response_started and not cycle.response_complete:
+            self.transport.abort()  # nothing may stand within another answer
             return
         body = error_body(error)
         self.transport.write(

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from jdisagg.chat.messages import MAX_TOOLS
 from jdisagg.config import ServiceConfig
 from jdisagg.service import http_exchange, http_server
+from jdisagg.service.http_fields import MAX_FIELDS, MAX_PARTS
+from jdisagg.service.wire_chat import MAX_MESSAGES
 from tests.service.doors import eventually, expected_tokens, text_of
 from tests.service.http_doors import Answer, HttpDoor, events, http_door, one_answer, parse, request
 
@@ -233,6 +236,32 @@ async def test_a_body_that_is_no_json_object_is_refused(
     named(await door.ask(path, raw=body), 400, words)
 
 
+PART = {"type": "text", "text": ""}
+MANY_WORDS = {"role": "user", "content": [PART | {"type": "x"}] * (MAX_PARTS + 1)}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "words"),
+    [
+        (COMPLETIONS, {"prompt": "x"} | {f"k{at}": 1 for at in range(MAX_FIELDS)}, "fields of the"),
+        (CHATS, {"messages": [{}] * (MAX_MESSAGES + 1)}, "messages may hold at most"),
+        (CHATS, {"messages": [MANY_WORDS]}, "messages[0].content may hold at most"),
+        (CHATS, {"messages": [{}], "tools": [{}] * (MAX_TOOLS + 1)}, "tools may hold at most"),
+        (RESPONSES, {"input": [{}] * (MAX_MESSAGES + 1)}, "input may hold at most"),
+    ],
+    ids=["fields", "messages", "parts", "tools", "items"],
+)
+async def test_what_is_too_many_is_counted_before_it_is_looked_at(
+    door: HttpDoor, path: str, fields: dict[str, Any], words: str
+) -> None:
+    named(await door.ask(path, fields), 400, words)
+
+
+async def test_as_many_parts_of_text_as_are_sent_become_lines(door: HttpDoor) -> None:
+    asked = {"messages": [{"role": "user", "content": [PART] * (2 * MAX_PARTS)}]}
+    named(await door.ask(CHATS, asked), 400, "the model's context of 512")
+
+
 @pytest.mark.parametrize("value", [{"prompt": [[[1]]]}, {"tokens": "x"}, {"tokens": [-1]}, {}])
 async def test_tokens_that_are_none_are_refused(door: HttpDoor, value: object) -> None:
     for path in ("/tokenize", "/detokenize"):
@@ -267,6 +296,44 @@ async def test_one_header_without_an_end_is_refused(door: HttpDoor) -> None:
     writer.write(b"y" * (4 * http_server.HEAD_BYTES))
     named(parse(await reader.read()), 431)
     writer.close()
+
+
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+SMALL = b'{"prompt": 3}'
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [
+        CHUNKED + b"0\r\n" + b"a: b\r\n" * 100_000,
+        CHUNKED + b"0\r\na: " + b"b" * 1_000_000,
+        CHUNKED + b"1;" + b"x" * 1_000_000,
+    ],
+    ids=["trailers", "one-trailer", "chunk-extension"],
+)
+async def test_what_stands_around_a_body_without_an_end_is_refused_and_not_kept(
+    door: HttpDoor, flood: bytes
+) -> None:
+    known = set(connections(door))
+    reader, writer = await door.connect()
+    writer.write(flood[:4096])
+    await eventually(lambda: connections(door) - known)
+    (connection,) = connections(door) - known
+    await eventually(lambda: connection.scope)
+    headers = len(connection.headers)
+    for at in range(4096, len(flood), 1 << 16):
+        writer.write(flood[at : at + (1 << 16)])
+    named(parse(await reader.read()), 431, str(http_server.HEAD_BYTES))
+    assert len(connection.headers) == headers
+    writer.close()
+
+
+async def test_a_few_words_around_a_body_do_no_harm(door: HttpDoor) -> None:
+    body = b"%x;a=b\r\n%b\r\n0\r\nx-sum: 1\r\n\r\n" % (len(SMALL), SMALL)
+    named(await door.send(CHUNKED + body), 400, "prompt must be")
 
 
 @pytest.mark.parametrize(
