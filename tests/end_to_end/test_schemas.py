@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from datetime import date, datetime
 
 import jsonschema
+import numpy as np
 import pytest
 
 from jdisagg.config import Mode
+from jdisagg.grammar.matcher import mask_words
 from jdisagg.request import FinishReason, Grammar, GrammarKind, Request
 from tests.end_to_end.clusters import Completed, Running, config, running
 from tests.end_to_end.wide_schemas import wide_schema
@@ -94,11 +96,47 @@ def whole(requests: Sequence[Request], done: Sequence[Completed]) -> int:
     return ended
 
 
+def forced_runs(run: Running, requests: Sequence[Request], done: Sequence[Completed]) -> list[int]:
+    """How many tokens each time followed one another of which the grammar allowed that one alone:
+    what could be taken without choosing. llguidance, asked for such tokens, says the same."""
+    assert run.grammars is not None
+    mask = np.zeros(mask_words(run.cluster.model.vocabulary), np.uint32)
+    runs: list[int] = []
+    for request, one in zip(requests, done, strict=True):
+        grammar, length = request.sampling.grammar, 0
+        assert grammar is not None
+        matcher = run.grammars.matcher(grammar, request.sampling, request.stop_ids, ())
+        for token in one.tokens[0]:
+            matcher.fill(mask)
+            (allowed,) = np.nonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            assert token in allowed
+            assert (len(allowed) == 1) == bool(matcher._inner.compute_ff_tokens())
+            if len(allowed) == 1:
+                length += 1
+            elif length:
+                runs.append(length)
+                length = 0
+            matcher.consume((token,))
+        runs += [length] if length else []
+    return runs
+
+
+def forced_words(runs: Sequence[int], done: Sequence[Completed]) -> str:
+    tokens = sum(len(one.tokens[0]) for one in done)
+    share, long = sum(runs) / tokens, sum(length for length in runs if length >= 4) / tokens
+    return (
+        f"{share:.1%} of {tokens} tokens were forced, {long:.1%} of them all in runs of four or"
+        f" more; {sum(runs) / max(1, len(runs)):.1f} a run"
+    )
+
+
 @pytest.mark.ci
 async def test_what_is_sampled_under_schemas_of_all_kinds_is_valid() -> None:
     async with running(config(Mode.UNIFIED, decode="tp=1")) as run:
         requests = asked(run, range(FEW), 250)
-        assert whole(requests, await answered(run, requests)) > 2, "hardly any to judge"
+        done = await answered(run, requests)
+        assert whole(requests, done) > 2, "hardly any to judge"
+        assert sum(forced_runs(run, requests, done)) > FEW, "hardly any to compare"
 
 
 @pytest.mark.slow
@@ -110,6 +148,7 @@ async def test_what_is_sampled_under_five_hundred_schemas_is_valid() -> None:
         done = await answered(run, requests)
         ended = whole(requests, done)
         print(f"{MANY} schemas: {ended} whole, all valid; {MANY - ended} cut by their length")
+        print(forced_words(forced_runs(run, requests, done), done))
         assert ended > MANY / 3, "hardly any to judge"
     for first in range(0, PREEMPTED, TOGETHER):
         await preempted_equal(seeds[first : first + TOGETHER], done[first : first + TOGETHER])
