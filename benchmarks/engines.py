@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jdisagg.config import InstanceConfig, Mode, PrefixConfig
-from jdisagg.costs.cost_model import CostModel, Kernels
+from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.hardware import Accelerator, Link, accelerator
+from jdisagg.costs.kernels import OURS, Kernels
 from jdisagg.costs.model_geometry import CostGeometry, geometry
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.fleet import INSTANCE, LIMITS, Fleet, Pool
@@ -34,8 +35,15 @@ PATIENT = replace(
     LIMITS, handoff_lease_seconds=3600.0, reservation_lease_seconds=3600.0, pull_seconds=600.0
 )
 BLOCK_TOKENS = 16  # of its prefix cache
+# Runs of an engine with pipeline stages, and how much later a request comes in one of them: whom a
+# batch gets depends on where the loop stands when he comes, and the fuller batch gets more, so that
+# a moment decides over minutes.
+DRAWS = 5
+JITTER_SECONDS = 1e-3
 OPT = geometry("opt-13b")
-A100_MULTIPROCESSORS = 108
+# DistServe's kernels (SwiftTransformer, fused_decoding_stage_attention_mha.cu) are after vLLM's
+# first: both read a whole context with one block of threads a head.
+ON_A100 = Kernels(multiprocessors=108, whole_contexts=True)
 INSTANT = Link("none", 1e18, 0.0, 1.0)
 
 
@@ -66,7 +74,7 @@ class SimulatedEngine:
     chunk_tokens: int = 2048
     ranks: int = 1
     weights: str = "bfloat16"
-    multiprocessors: int = 0
+    kernels: Kernels = OURS
 
     @property
     def layout(self) -> Layout:
@@ -155,12 +163,20 @@ class SimulatedEngine:
             stages,
             dtype=self.weights,
             kv_dtype="bfloat16",
-            kernels=Kernels(multiprocessors=self.multiprocessors),
+            kernels=self.kernels,
         )
 
     def run(self, arrivals: Sequence[Arrival]) -> tuple[np.ndarray, np.ndarray]:
         """(TTFT, TPOT) in seconds of each request, as the measured runs define them; nan where a
-        request has no TPOT."""
+        request has no TPOT. With several stages the middle of what runs say whose arrivals differ
+        by less than anybody could have told."""
+        if self.stages == 1:
+            return self._run_once(arrivals)
+        drawn = [self._run_once(_jittered(arrivals, draw)) for draw in range(DRAWS)]
+        ttft, tpot = (np.median(values, axis=0) for values in zip(*drawn, strict=True))
+        return ttft, tpot
+
+    def _run_once(self, arrivals: Sequence[Arrival]) -> tuple[np.ndarray, np.ndarray]:
         front = self.constants.front_seconds
         shifted = [replace(item, at_seconds=item.at_seconds + front) for item in arrivals]
         if self.kv_tokens is not None:
@@ -202,6 +218,17 @@ class SimulatedEngine:
         return steps
 
 
+def _jittered(arrivals: Sequence[Arrival], draw: int) -> list[Arrival]:
+    """Later by up to a millisecond each, in the same order."""
+    at = np.array([item.at_seconds for item in arrivals])
+    later = np.random.default_rng(draw).uniform(0.0, JITTER_SECONDS, len(at))
+    moved = np.maximum.accumulate(at + later)
+    return [
+        replace(item, at_seconds=float(seconds))
+        for item, seconds in zip(arrivals, moved, strict=True)
+    ]
+
+
 def _own_blocks(number: int, arrival: Arrival) -> tuple[int, ...]:
     """Names that no other request has, of prompt and answer."""
     count = -(-(arrival.prompt_tokens + arrival.output_tokens) // BLOCK_TOKENS)
@@ -240,11 +267,9 @@ def starts() -> dict[str, SimulatedEngine]:
     ada, blackwell = accelerator("rtx-4090"), accelerator("rtx-pro-6000")
     return {
         "distserve": SimulatedEngine(
-            "distserve", Constants(a100(), 5e-3), slots=1024, multiprocessors=A100_MULTIPROCESSORS
+            "distserve", Constants(a100(), 5e-3), slots=1024, kernels=ON_A100
         ),
-        "vllm": SimulatedEngine(
-            "vllm", Constants(a100(), 5e-3), slots=1024, multiprocessors=A100_MULTIPROCESSORS
-        ),
+        "vllm": SimulatedEngine("vllm", Constants(a100(), 5e-3), slots=1024, kernels=ON_A100),
         "RTX4090/Llama-3.1-8B": SimulatedEngine(
             "chunked",
             Constants(

@@ -17,7 +17,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-import numpy as np
 from absl import app, flags
 
 from benchmarks.engines import SimulatedEngine, starts
@@ -28,8 +27,8 @@ from benchmarks.measured_runs import (
     TPOT_SLO,
     TTFT_SLO,
     MeasuredRun,
-    attainment,
     distserve_runs,
+    summary,
     vllm_runs,
 )
 from benchmarks.run_fitting import (
@@ -52,16 +51,6 @@ _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints onl
 
 SHORT_OF_MEMORY = "RTX4090/Llama-3.1-8B"  # its first requests fill it
 Figures = dict[str, object]
-
-
-def summary(ttft: np.ndarray, tpot: np.ndarray) -> dict[str, float]:
-    """Percent and milliseconds."""
-    found = {"attainment_percent": attainment(ttft, tpot)}
-    for name, values in (("ttft", ttft), ("tpot", tpot)):
-        found[f"{name}_mean_ms"] = 1e3 * float(np.nanmean(values))
-        for percent in (50, 90, 99):
-            found[f"{name}_p{percent}_ms"] = 1e3 * float(np.nanpercentile(values, percent))
-    return {name: round(value, 3) for name, value in found.items()}
 
 
 def compared(
@@ -189,6 +178,8 @@ def main(argv: list[str]) -> None:
         run = crowded[name] if name in crowded else lone[FITTED_RUNS[name]]
         engine = _prepared(name, engine, run, constants)
         constants[name] = report_constants(engine)
+        # What is told of is what the constants give as they are written.
+        engine = from_report(engine, constants[name])
         print(name, constants[name], flush=True)
         results |= (
             run_crowded(name, engine, run) if name in crowded else run_lone(name, engine, lone)

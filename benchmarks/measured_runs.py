@@ -38,6 +38,17 @@ def attainment(ttft: np.ndarray, tpot: np.ndarray) -> float:
     return 100 * float(np.mean((ttft <= TTFT_SLO) & (np.nan_to_num(tpot) <= TPOT_SLO)))
 
 
+def summary(ttft: np.ndarray, tpot: np.ndarray) -> dict[str, float]:
+    """Attainment in percent, and means and percentiles in milliseconds; arguments as in
+    `attainment`."""
+    found = {"attainment_percent": attainment(ttft, tpot)}
+    for name, values in (("ttft", ttft), ("tpot", tpot)):
+        found[f"{name}_mean_ms"] = 1e3 * float(np.nanmean(values))
+        for percent in (50, 90, 99):
+            found[f"{name}_p{percent}_ms"] = 1e3 * float(np.nanpercentile(values, percent))
+    return {name: round(value, 3) for name, value in found.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
     """One run, in order of arrival. Arrays [requests] of seconds; TPOT is nan where there was one

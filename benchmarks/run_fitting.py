@@ -6,8 +6,10 @@ busy; one that came in the midst of another's prefill had its first token a whol
 other's, without that part: so the two are told apart. A request's TPOT is the mean step of the
 batches that it was in, which the run's own times tell; what others cost who came in its life is
 taken off: their prefills in one pool, the fetching of their KV in two. A first token waits for half
-a step. These are observations as `costs/fitting.py` takes them. From a crowded run (`from_replay`)
-the constants are sought whose simulated run has the measured TTFT and TPOT, request by request.
+a step. How a step grows with its batch is not left to so few batches: the device's part is from the
+engine's published profile. These are observations as `costs/fitting.py` takes them. From a crowded
+run (`from_replay`) the constants are sought whose simulated run has the measured TTFT and TPOT,
+request by request.
 
 Knows engines and runs, no held-out data."""
 
@@ -45,6 +47,14 @@ FREE = {
         *COLLECTIVE,
     ),
 }
+# Seconds of a decode step of OPT-13B on one A100: (base, for each token of context, for each
+# sequence), as DistServe's authors fitted them to steps of fewer than 95 sequences that are equally
+# long, with no server around the engine (LLMServe/DistServe at 82831f1,
+# simdistserve/estimators/profile_data, Apache-2.0).
+PROFILES = {"distserve": (19.935e-3, 0.6269e-6, 38.51e-6), "vllm": (23.475e-3, 0.5929e-6, 60.73e-6)}
+PROFILED_TOKENS = 60_000  # at once: what memory holds
+# What a profile settles. The host's part of a step it only begins: a server adds its own.
+SETTLED = ("gemm_memory", "attention_memory")
 WARM_UP = 3  # requests: the first ones meet cold programs
 LEAST_TOKENS = 50  # of a request whose TPOT tells of steps
 TICK = 0.02  # seconds between looks at who decodes
@@ -54,29 +64,34 @@ LONG_WAIT = 5.0  # seconds that no engine with room lets a request wait
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How many decoded, and their tokens, at every tick."""
+    """How many decoded, their tokens, and the tokens of the longest, at every tick."""
 
     at: np.ndarray
     sequences: np.ndarray
     contexts: np.ndarray
+    longest: np.ndarray
 
     @classmethod
     def of(cls, run: MeasuredRun) -> "Load":
         at = np.arange(0.0, run.finish.max() + TICK, TICK)
-        sequences, contexts = np.zeros(len(at)), np.zeros(len(at))
+        sequences, contexts, longest = np.zeros((3, len(at)))
         for first, finish, prompt, output in zip(
             run.first, run.finish, run.prompts, run.outputs, strict=True
         ):
             if output > 1:
                 begin, end = int(first / TICK), int(finish / TICK) + 1
                 sequences[begin:end] += 1
-                contexts[begin:end] += prompt + np.linspace(1, output, end - begin)
-        return cls(at, sequences, contexts)
+                held = prompt + np.linspace(1, output, end - begin)
+                contexts[begin:end] += held
+                longest[begin:end] = np.maximum(longest[begin:end], held)
+        return cls(at, sequences, contexts, longest)
 
-    def during(self, first: float, finish: float) -> tuple[float, float]:
-        """Means of (sequences, their tokens)."""
+    def during(self, first: float, finish: float) -> tuple[float, float, float]:
+        """Means of (sequences, their tokens, tokens of the longest)."""
         within = slice(int(first / TICK), int(finish / TICK) + 1)
-        return float(self.sequences[within].mean()), float(self.contexts[within].mean())
+        each = (self.sequences, self.contexts, self.longest)
+        sequences, contexts, longest = (float(values[within].mean()) for values in each)
+        return sequences, contexts, longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +132,10 @@ def prefills_of(run: MeasuredRun, one_pool: bool) -> MeasuredPrefills:
 
 def steps_of(
     run: MeasuredRun, load: Load, stall: Callable[[int], float], one_pool: bool
-) -> list[tuple[float, float, float]]:
-    """(sequences, their tokens, seconds) of mean steps. `stall`: how long nobody steps when a
-    prompt of so many tokens joins them: while it is computed in one pool, while its KV is fetched
-    in two."""
+) -> list[tuple[float, float, float, float]]:
+    """(sequences, their tokens, the longest's, seconds) of mean steps. `stall`: how long nobody
+    steps when a prompt of so many tokens joins them: while it is computed in one pool, while its KV
+    is fetched in two."""
     found = []
     half = 0.0 if one_pool else 0.5  # a hand-off waits for the step under way, and for its own KV
     for index in np.flatnonzero(run.outputs >= LEAST_TOKENS):
@@ -142,10 +157,15 @@ def from_lone_steps(engine: SimulatedEngine, run: MeasuredRun, rounds: int = 3) 
     """The engine with constants fitted to a run at a low rate."""
     one_pool = engine.kind == "vllm"
     layouts = Layout(tp=1 if one_pool else engine.prefill_tp), Layout(tp=engine.decode_tp)
-    names = tuple(name for name in FREE[engine.kind] if name not in OUTSIDE)
+    names = tuple(name for name in FREE[engine.kind] if name not in OUTSIDE + SETTLED)
     prefills, load = prefills_of(run, one_pool), Load.of(run)
-    published, front = engine.constants.accelerator, engine.constants.front_seconds
-    card, link = published, engine.constants.link_bytes_per_second
+    profiled = fit(
+        engine.constants.accelerator,
+        published_steps(engine, layouts[1]),
+        (*SETTLED, "step_seconds", "sequence_seconds"),
+    )
+    front, link = engine.constants.front_seconds, engine.constants.link_bytes_per_second
+    card = profiled
     for _ in range(rounds):
         computing = engine.cost_model(OPT, card, layouts[0])
         seen = [
@@ -155,7 +175,7 @@ def from_lone_steps(engine: SimulatedEngine, run: MeasuredRun, rounds: int = 3) 
                 "prefill",
                 ((tokens, 0),),
                 max(1e-3, seconds - front),
-                multiprocessors=engine.multiprocessors,
+                kernels=engine.kernels,
             )
             for tokens, seconds in prefills.alone
         ]
@@ -164,19 +184,19 @@ def from_lone_steps(engine: SimulatedEngine, run: MeasuredRun, rounds: int = 3) 
         def stall(tokens: int, model: CostModel = computing, fetched: float = fetched) -> float:
             return model.prefill([(tokens, 0)]).seconds if one_pool else tokens * fetched
 
-        for sequences, tokens, seconds in steps_of(run, load, stall, one_pool):
+        for sequences, tokens, longest, seconds in steps_of(run, load, stall, one_pool):
             batch = max(1, round(sequences))
             seen.append(
                 Observation(
                     OPT,
                     layouts[1],
                     "decode",
-                    ((batch, int(tokens / batch)),),
+                    _rows(batch, tokens, longest),
                     seconds,
-                    multiprocessors=engine.multiprocessors,
+                    kernels=engine.kernels,
                 )
             )
-        card = fit(published, seen, names)
+        card = fit(profiled, seen, names)
         computing = engine.cost_model(OPT, card, layouts[0])
         late = [
             computing.prefill([(tokens, 0)]).seconds - seconds
@@ -200,8 +220,8 @@ def _link_speed(run: MeasuredRun, load: Load, decode: CostModel) -> float:
     bytes_per_token = wire_bytes_per_token(decode.geometry, decode.kv_value_bytes)
     moved, left = [], []
     for index in np.flatnonzero((run.outputs >= 2) & (run.outputs <= 16)):
-        sequences, tokens = load.during(float(run.first[index]), float(run.finish[index]))
-        step = decode.decode_of(max(1, round(sequences)), tokens).seconds
+        sequences, tokens, longest = load.during(float(run.first[index]), float(run.finish[index]))
+        step = decode.decode_of(max(1, round(sequences)), tokens, longest).seconds
         others = (run.first > run.first[index] + 1e-3) & (run.first <= run.finish[index])
         moved.append(float(run.prompts[index] + run.prompts[others].sum()) * bytes_per_token)
         left.append(
@@ -209,6 +229,32 @@ def _link_speed(run: MeasuredRun, load: Load, decode: CostModel) -> float:
         )
     sizes, seconds = np.array(moved), np.array(left)
     return float((sizes**2).sum() / max(1e-9, (sizes * seconds).sum()))
+
+
+def _rows(batch: int, tokens: float, longest: float) -> tuple[tuple[int, int], ...]:
+    """Of a batch's contexts: the longest, and the others, taken to be as long."""
+    if batch == 1:
+        return ((1, int(tokens)),)
+    return ((1, int(longest)), (batch - 1, max(1, int((tokens - longest) / (batch - 1)))))
+
+
+def published_steps(engine: SimulatedEngine, layout: Layout) -> list[Observation]:
+    """Decode steps by the profile that the engine's authors published: of sequences that are
+    equally long, and as many as memory held."""
+    base, each_token, each_sequence = PROFILES[engine.kind]
+    return [
+        Observation(
+            OPT,
+            layout,
+            "decode",
+            ((batch, context),),
+            base + each_token * batch * context + each_sequence * batch,
+            kernels=engine.kernels,
+        )
+        for batch in (1, 4, 16, 32, 64)
+        for context in (128, 512, 1024, 1536)
+        if batch * context <= PROFILED_TOKENS
+    ]
 
 
 # ---- a crowded run

@@ -119,15 +119,24 @@ class CostModel:
     def decode(self, contexts: Iterable[int]) -> Cost:
         """One step of sequences that have so many tokens each (the fullest rank's)."""
         counted = list(contexts)
-        return self.decode_of(len(counted), float(sum(counted)))
+        return self.decode_of(len(counted), float(sum(counted)), max(counted, default=0))
 
-    def decode_of(self, sequences: int, context_tokens: float) -> Cost:
-        """The same from sums. With a sliding window the mean context stands for all."""
+    def decode_of(self, sequences: int, context_tokens: float, longest: float = 0.0) -> Cost:
+        """The same from sums. With a sliding window the mean context stands for all. `longest` of
+        the contexts: what it matters to is in `Kernels.whole_contexts`; 0: all are as long."""
         if not sequences:
             return Cost()
         reached = self.accelerator.efficiency
-        cost = self.decode_layers(sequences) + self._decode_attention(sequences, context_tokens)
+        tokens = self._kernels.waited_for(
+            sequences, context_tokens, longest, self.geometry.attention.query_heads / self.layout.tp
+        )
+        cost = self.decode_layers(sequences) + self._decode_attention(sequences, tokens)
         return self._issued(cost, reached.launch_seconds, self.host_seconds(sequences))
+
+    @property
+    def whole_contexts(self) -> bool:
+        """Whether a decode step depends on the longest of its contexts."""
+        return self._kernels.whole_contexts
 
     def decode_layers(self, sequences: int) -> Cost:
         """All of a step but attention and the host's part."""

@@ -2,8 +2,8 @@
 `Cost` of each part, since whoever simulates asks for nothing else, several times a request.
 
 Where attention is linear in the context its rates are worked out once; layers are remembered by the
-number of sequences. Models with windows or with layers that keep state are asked the long way.
-Pure."""
+number of sequences. Models with windows or with layers that keep state, and kernels that read whole
+contexts, are asked the long way. Pure."""
 
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.model_geometry import LatentAttention
@@ -22,10 +22,11 @@ class DecodeSeconds:
         self._flops, self._size_bytes, self._over = model.attention_of_token()
         self._per_flop, self._per_byte = model.attention_per_flop, model.attention_per_byte
 
-    def __call__(self, sequences: int, context_tokens: float) -> float:
-        """Of a step of so many sequences, whose tokens add up to `context_tokens`."""
+    def __call__(self, sequences: int, context_tokens: float, longest: float = 0.0) -> float:
+        """Of a step of so many sequences, whose tokens add up to `context_tokens`; `longest` as in
+        `decode_of`."""
         if not self._linear or not sequences:
-            return self._model.decode_of(sequences, context_tokens).seconds
+            return self._model.decode_of(sequences, context_tokens, longest).seconds
         known = self._layers.get(sequences)
         if known is None:
             known = self._layers[sequences] = self._layers_of(sequences)
@@ -50,6 +51,6 @@ class DecodeSeconds:
 
 def _is_linear(model: CostModel) -> bool:
     attention = model.geometry.attention
-    if model.geometry.linear:
+    if model.geometry.linear or model.whole_contexts:
         return False
     return isinstance(attention, LatentAttention) or attention.window is None

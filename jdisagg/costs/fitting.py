@@ -14,8 +14,9 @@ from typing import Literal
 
 import numpy as np
 
-from jdisagg.costs.cost_model import Cost, CostModel, Kernels
+from jdisagg.costs.cost_model import Cost, CostModel
 from jdisagg.costs.hardware import Accelerator
+from jdisagg.costs.kernels import OURS, Kernels
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
@@ -36,7 +37,7 @@ WHOLE_STEP_CONSTANTS = (
 @dataclass(frozen=True, slots=True)
 class Observation:
     """One measured step of the fullest rank. Prefill: `rows` of (new, cached) tokens; decode:
-    `rows` of (sequences, context each). `multiprocessors`: as the cost model takes them."""
+    `rows` of (sequences, context each). `kernels`: of the engine that was measured."""
 
     geometry: CostGeometry
     layout: Layout
@@ -45,7 +46,7 @@ class Observation:
     seconds: float
     stages: int = 1
     dtype: str = "bfloat16"
-    multiprocessors: int = 0
+    kernels: Kernels = OURS
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.seconds) and self.seconds > 0):
@@ -75,10 +76,10 @@ class Errors:
 
 def predict(accelerator: Accelerator, observations: Sequence[Observation]) -> list[Cost]:
     """What the cost model says of each observation; one model for each geometry and layout."""
-    models: dict[tuple[str, Layout, int, str, int], CostModel] = {}
+    models: dict[tuple[str, Layout, int, str, Kernels], CostModel] = {}
     costs = []
     for seen in observations:
-        key = (seen.geometry.name, seen.layout, seen.stages, seen.dtype, seen.multiprocessors)
+        key = (seen.geometry.name, seen.layout, seen.stages, seen.dtype, seen.kernels)
         if key not in models:
             models[key] = CostModel(
                 seen.geometry,
@@ -86,17 +87,15 @@ def predict(accelerator: Accelerator, observations: Sequence[Observation]) -> li
                 seen.layout,
                 seen.stages,
                 dtype=seen.dtype,
-                kernels=Kernels(multiprocessors=seen.multiprocessors),
+                kernels=seen.kernels,
             )
         if seen.phase == "prefill":
             costs.append(models[key].prefill(seen.rows))
         else:
             count = sum(sequences for sequences, _ in seen.rows)
-            costs.append(
-                models[key].decode_of(
-                    count, float(sum(sequences * context for sequences, context in seen.rows))
-                )
-            )
+            held = float(sum(sequences * context for sequences, context in seen.rows))
+            longest = max(context for _, context in seen.rows)
+            costs.append(models[key].decode_of(count, held, longest))
     return costs
 
 

@@ -30,7 +30,9 @@ class Kernels:
     every device reads from all others at once, so that a collective's latency does not grow with
     their number. gathers: rows of routed tokens are copied to their experts and back.
     captured_tokens: steps that carry prompts and no more tokens than this are issued as decode
-    steps are, larger ones eagerly."""
+    steps are, larger ones eagerly. whole_contexts: decode attention has one block of threads a head
+    and sequence, which reads the whole context (vLLM's first kernels, DistServe's), so that a step
+    waits for the multiprocessor with the most of them; wants `multiprocessors`."""
 
     exchange: Literal["gather", "all_to_all"] = "gather"
     multiprocessors: int = 0
@@ -45,6 +47,7 @@ class Kernels:
     direct: bool = False
     gathers: bool = False
     captured_tokens: int = 0
+    whole_contexts: bool = False
 
     def tiled(self, tokens: float, columns: float) -> float:
         """As many tokens as would take as long if every multiprocessor had work all the time, with
@@ -56,6 +59,31 @@ class Kernels:
             waves = math.ceil(math.ceil(tokens / rows) * math.ceil(columns / wide) / at_once)
             best = min(best, waves * at_once * rows * wide / columns / speed)
         return best
+
+    def waited_for(
+        self, sequences: float, context_tokens: float, longest: float, heads: float
+    ) -> float:
+        """Tokens of context that could be read, by all multiprocessors at once, while decode
+        attention runs: `context_tokens` where it is cut evenly.
+
+        Whole contexts end by Graham's bound for lists of jobs ("Bounds on multiprocessing timing
+        anomalies", 1969): an even share, and the longest. Jobs that are equally long run in waves,
+        which the other bound says.
+
+        Args:
+            sequences: Of the step.
+            context_tokens: Theirs together.
+            longest: The longest of their contexts; 0: all are as long.
+            heads: Of queries, on one device.
+        """
+        if not (self.whole_contexts and self.multiprocessors and sequences):
+            return context_tokens
+        share = self.multiprocessors / heads  # of a sequence's heads that one of them has
+        alone = share * (longest or context_tokens / sequences)
+        return min(
+            context_tokens + (1 - 1 / self.multiprocessors) * alone,
+            math.ceil(sequences / share) * alone,
+        )
 
 
 OURS = Kernels()

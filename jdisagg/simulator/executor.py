@@ -51,7 +51,7 @@ from jdisagg.simulator.host_memory import HostMemory
 from jdisagg.simulator.serial_loop import SerialLoop
 from jdisagg.simulator.step_costs import Pace, StepCosts
 from jdisagg.simulator.timeline import Timeline
-from jdisagg.simulator.turns import Turns, load_of
+from jdisagg.simulator.turns import Load, Turns, load_of
 
 Result = asyncio.Future[StepResult]
 # of the event loop: more than a result needs to be read and the next command to be issued
@@ -263,9 +263,8 @@ class SimulatedExecutor:
             ]
             pace, steps = Pace(max(cycles)), 1
         else:
-            pace = self._costs.decode(
-                max(load[0] for load in loads), max(load[1] for load in loads), steps
-            )
+            sequences, tokens, longest = map(max, zip(*loads, strict=True))
+            pace = self._costs.decode(sequences, tokens, steps, longest)
         if pace.seconds(steps) > self._longest_span_seconds:
             steps = max(1, pace.steps_begun(self._longest_span_seconds))
         span = self._span = _Span(command, future, start, pace, steps)
@@ -273,11 +272,11 @@ class SimulatedExecutor:
             self._fuse(span, loads)
         self._reschedule(span)
 
-    def _step_parts(self, sequences: int, context_tokens: int) -> tuple[float, float]:
+    def _step_parts(self, sequences: int, context_tokens: int, longest: int) -> tuple[float, float]:
         host = self._costs.host(sequences)
-        return self._costs.decode(sequences, context_tokens, 1).first - host, host
+        return self._costs.decode(sequences, context_tokens, 1, longest).first - host, host
 
-    def _fuse(self, span: _Span, loads: Sequence[tuple[int, int]]) -> None:
+    def _fuse(self, span: _Span, loads: Sequence[Load]) -> None:
         """The chunk runs within the span's first step, which takes so much longer: as long as the
         rank that takes longest."""
         assert self._held is not None
@@ -288,11 +287,11 @@ class SimulatedExecutor:
             chunks[row.rank].append(sizes)
         tokens = [
             sum(new for new, _ in rows) + sequences
-            for rows, (sequences, _) in zip(chunks, loads, strict=True)
+            for rows, (sequences, _, _) in zip(chunks, loads, strict=True)
         ]
         seconds = max(
-            self._costs.mixed(rows, *load, sum(tokens) - own)
-            for rows, load, own in zip(chunks, loads, tokens, strict=True)
+            self._costs.mixed(rows, sequences, held, sum(tokens) - own)
+            for rows, (sequences, held, _), own in zip(chunks, loads, tokens, strict=True)
         )
         span.delay = max(0.0, seconds - span.pace.first)
         end = span.end_of(1)

@@ -20,10 +20,10 @@ EMPTY_TURN_SECONDS = 0.003  # that the loop sleeps in the turn of a batch of nob
 
 
 class SerialLoop:
-    """The batches of one dp rank. `step_parts(sequences, context tokens)`: what a step of a batch
-    takes; half of the host's part is before it is issued."""
+    """The batches of one dp rank. `step_parts(*load)`: what a step of a batch takes; half of the
+    host's part is before it is issued."""
 
-    def __init__(self, stages: int, step_parts: Callable[[int, int], Parts]) -> None:
+    def __init__(self, stages: int, step_parts: Callable[[int, int, int], Parts]) -> None:
         self._batches: list[set[int]] = [set() for _ in range(stages)]
         self._step_parts = step_parts
         self._came: list[tuple[int, float, float]] = []

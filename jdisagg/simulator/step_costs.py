@@ -52,9 +52,11 @@ class StepCosts(Protocol):
         """(seconds until its tokens are there, seconds until the next batch may begin)."""
         ...
 
-    def decode(self, sequences: int, context_tokens: float, steps: int) -> Pace:
-        """Of `steps` steps of so many sequences that hold `context_tokens` together at the
-        first."""
+    def decode(
+        self, sequences: int, context_tokens: float, steps: int, longest: float = 0.0
+    ) -> Pace:
+        """Of `steps` steps of so many sequences that hold `context_tokens` together at the first,
+        the `longest` of their contexts so many (0: all are as long)."""
         ...
 
     def host(self, sequences: int) -> float:
@@ -119,12 +121,15 @@ class ModelCosts:
             known = self._prefills[key] = (cost.seconds, self._model.interval_seconds(cost))
         return known
 
-    def decode(self, sequences: int, context_tokens: float, steps: int) -> Pace:
+    def decode(
+        self, sequences: int, context_tokens: float, steps: int, longest: float = 0.0
+    ) -> Pace:
         seconds = self._decode_seconds
-        first = seconds(sequences, context_tokens)
+        first = seconds(sequences, context_tokens, longest)
         if steps == 1:
             return Pace(first)
-        last = seconds(sequences, context_tokens + sequences * (steps - 1))
+        grown = longest and longest + steps - 1
+        last = seconds(sequences, context_tokens + sequences * (steps - 1), grown)
         return Pace(first, (last - first) / (steps - 1))
 
     def host(self, sequences: int) -> float:
@@ -166,7 +171,9 @@ class ConstantCosts:
         seconds = self.prefill_seconds * (len(rows) if self.by_row else 1)
         return seconds, seconds
 
-    def decode(self, sequences: int, context_tokens: float, steps: int) -> Pace:
+    def decode(
+        self, sequences: int, context_tokens: float, steps: int, longest: float = 0.0
+    ) -> Pace:
         return Pace(self.step_seconds)
 
     def host(self, sequences: int) -> float:

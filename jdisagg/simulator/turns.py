@@ -20,25 +20,29 @@ GOLDEN = 0.6180339887498949
 Parts = tuple[float, float]
 
 
-def load_of(slots: Collection[int], positions: Sequence[int]) -> tuple[int, int]:
-    """(sequences, their tokens) of a step of these slots, the step's own tokens among them."""
-    return len(slots), len(slots) + sum([positions[slot] for slot in slots])
+# sequences of a step, their tokens, the tokens of the longest; the step's own among them
+Load = tuple[int, int, int]
+
+
+def load_of(slots: Collection[int], positions: Sequence[int]) -> Load:
+    """Of a step of these slots."""
+    held = [positions[slot] for slot in slots]
+    return len(held), len(held) + sum(held), max(held, default=-1) + 1
 
 
 class Turns:
-    """The batches of one dp rank. `step_parts(sequences, context tokens)`: what a step of a batch
-    takes."""
+    """The batches of one dp rank. `step_parts(*load)`: what a step of a batch takes."""
 
-    def __init__(self, stages: int, step_parts: Callable[[int, int], Parts]) -> None:
+    def __init__(self, stages: int, step_parts: Callable[[int, int, int], Parts]) -> None:
         self._batches: list[set[int]] = [set() for _ in range(stages)]
         self._step_parts = step_parts
         self._phase = 0.0
 
     def fullest(
         self, slots: Sequence[int], admitted: Iterable[int], positions: Sequence[int]
-    ) -> tuple[int, int]:
-        """(sequences, context tokens) of the batch that takes longest, when these slots step; the
-        `admitted` among them are new there."""
+    ) -> Load:
+        """Of the batch that takes longest, when these slots step; the `admitted` among them are new
+        there."""
         new = set(admitted)
         stay = set(slots) - new
         for batch in self._batches:

@@ -9,7 +9,14 @@ import pytest
 
 from benchmarks.engines import SimulatedEngine, starts
 from benchmarks.measure import RESULTS
-from benchmarks.measured_runs import FITTED_RUNS, MeasuredRun, attainment, distserve_runs, vllm_runs
+from benchmarks.measured_runs import (
+    FITTED_RUNS,
+    MeasuredRun,
+    attainment,
+    distserve_runs,
+    summary,
+    vllm_runs,
+)
 from benchmarks.run_fitting import from_lone_steps, from_report, kv_tokens_seen, report_constants
 
 
@@ -46,6 +53,18 @@ def test_a_held_out_run_of_two_pools_is_predicted(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "name",
+    ["distserve-c21d12-400-4", pytest.param("distserve-c21d12-600-6", marks=pytest.mark.slow)],
+)
+def test_a_held_out_run_with_two_stages_of_decode_is_predicted(name: str) -> None:
+    run = distserve_runs()[name]
+    found = errors(run, replace(engine("distserve"), stages=2).run(run.arrivals))
+    assert abs(found["attainment"]) < 8
+    assert max(abs(found[key]) for key in ("ttft_p50", "tpot_p50")) < 0.15
+    assert abs(found["tpot_p90"]) < 0.4
+
+
+@pytest.mark.parametrize(
     "name", ["vllm-150-1.5", pytest.param("vllm-250-2.5", marks=pytest.mark.slow)]
 )
 def test_a_held_out_run_of_one_pool_that_prefills_first_is_predicted(name: str) -> None:
@@ -55,13 +74,29 @@ def test_a_held_out_run_of_one_pool_that_prefills_first_is_predicted(name: str) 
     assert max(abs(found[key]) for key in ("ttft_p50", "ttft_p90", "tpot_p50")) < 0.15
 
 
-def test_the_committed_constants_are_those_that_the_fitted_run_gives() -> None:
-    run = distserve_runs()[FITTED_RUNS["vllm"]]
+@pytest.mark.parametrize("kind", ["vllm", pytest.param("distserve", marks=pytest.mark.slow)])
+def test_the_committed_constants_are_those_that_the_fitted_run_gives(kind: str) -> None:
+    run = distserve_runs()[FITTED_RUNS[kind]]
     found, committed = (
-        report_constants(from_lone_steps(starts()["vllm"], run)),
-        report_constants(engine("vllm")),
+        report_constants(from_lone_steps(starts()[kind], run)),
+        report_constants(engine(kind)),
     )
     assert found == pytest.approx(committed, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vllm-150-1.5",
+        "distserve-c21d12-400-4",
+        pytest.param("distserve-c21d12-600-6", marks=pytest.mark.slow),
+    ],
+)
+def test_the_committed_table_is_what_the_code_gives(name: str) -> None:
+    run, stages = distserve_runs()[name], 2 if "c21d12" in name else 1
+    ours = replace(engine(name.split("-")[0]), stages=stages).run(run.arrivals)
+    committed = json.loads((RESULTS / "fidelity.json").read_text())["runs"][name]["predicted"]
+    assert summary(*ours) == pytest.approx(committed, rel=0.02)
 
 
 def test_memory_is_read_off_before_anybody_waited() -> None:

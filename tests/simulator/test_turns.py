@@ -109,7 +109,7 @@ def test_steps_of_uneven_batches_take_as_long_as_turns_moved_one_by_one() -> Non
     base, each, tokens = 0.02, 0.0007, 150
     arrivals = np.cumsum(np.random.default_rng(0).exponential(1 / 4.0, 400)).tolist()
     expected = (np.array(by_hand(arrivals, tokens, 2, base, each)) - arrivals) / tokens
-    turns = Turns(2, lambda sequences, context: (base + each * sequences, 0.0))
+    turns = Turns(2, lambda sequences, context, longest: (base + each * sequences, 0.0))
     found = moved(
         arrivals,
         tokens,
@@ -126,7 +126,7 @@ def test_one_loop_that_fetches_for_newcomers_takes_as_long_as_when_moved_turn_by
     base, each, host, tokens = 0.02, 0.0006, 0.004, 150
     arrivals = np.cumsum(np.random.default_rng(1).exponential(1 / 5.0, 400)).tolist()
     expected = (np.array(one_loop(arrivals, tokens, base, each, host, fetch)) - arrivals) / tokens
-    loop = SerialLoop(2, lambda sequences, context: (base + each * sequences, host))
+    loop = SerialLoop(2, lambda sequences, context, longest: (base + each * sequences, host))
 
     def cycle(now: float, slots: list[int], new: list[int]) -> float:
         for number in new:
@@ -139,10 +139,10 @@ def test_one_loop_that_fetches_for_newcomers_takes_as_long_as_when_moved_turn_by
 
 
 def test_a_newcomer_founds_a_batch_where_one_is_empty_and_who_is_gone_counts_no_more() -> None:
-    turns = Turns(2, lambda sequences, context: (1.0, 0.0))
-    assert turns.fullest([0, 1], [0, 1], [10, 20]) == (1, 21)
+    turns = Turns(2, lambda sequences, context, longest: (1.0, 0.0))
+    assert turns.fullest([0, 1], [0, 1], [10, 20]) == (1, 21, 21)
     assert turns.fullest([0, 1, 2, 3], [2, 3], [10, 20, 5, 5])[0] in (2, 3)
-    assert turns.fullest([3], [], [0, 0, 0, 5]) == (1, 6)
+    assert turns.fullest([3], [], [0, 0, 0, 5]) == (1, 6, 6)
 
 
 def full_decode_side(late: bool) -> Result:

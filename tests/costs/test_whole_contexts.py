@@ -1,0 +1,53 @@
+"""Decode attention whose blocks of threads read whole contexts (`Kernels.whole_contexts`), against
+multiprocessors that take one head after the other."""
+
+import heapq
+
+import numpy as np
+import pytest
+
+from jdisagg.costs.cost_model import CostModel
+from jdisagg.costs.decode_seconds import DecodeSeconds
+from jdisagg.costs.hardware import accelerator
+from jdisagg.costs.kernels import Kernels
+from jdisagg.costs.model_geometry import geometry
+
+
+def waves_by_hand(contexts: list[int], heads: int, multiprocessors: int) -> int:
+    """Tokens that the busiest multiprocessor reads when each takes the next head of the next
+    sequence as soon as it is free."""
+    read = [0] * multiprocessors
+    for context in contexts:
+        for _ in range(heads):
+            heapq.heapreplace(read, read[0] + context)
+    return max(read)
+
+
+@pytest.mark.parametrize("sequences", [1, 3, 8, 20, 60])
+def test_decode_attention_over_whole_contexts_waits_for_the_busiest_multiprocessor(
+    sequences: int,
+) -> None:
+    heads, kernels = 40, Kernels(multiprocessors=108, whole_contexts=True)
+    rng = np.random.default_rng(sequences)
+    per_token = heads / kernels.multiprocessors  # of all contexts, on one of them
+    equal = kernels.waited_for(sequences, 900.0 * sequences, 0, heads) * per_token
+    assert equal == pytest.approx(waves_by_hand([900] * sequences, heads, 108))
+    for _ in range(20):
+        contexts = rng.integers(20, 2000, sequences).tolist()
+        waited = kernels.waited_for(sequences, sum(contexts), max(contexts), heads) * per_token
+        by_hand = waves_by_hand(contexts, heads, 108)
+        assert by_hand <= waited * (1 + 1e-9)
+        assert waited <= by_hand + max(contexts)
+
+
+def test_only_kernels_that_read_whole_contexts_ask_for_the_longest() -> None:
+    shape, card = geometry("opt-13b"), accelerator("a100")
+    cut, whole = (
+        CostModel(shape, card, kernels=Kernels(multiprocessors=108, whole_contexts=each))
+        for each in (False, True)
+    )
+    even, uneven = [500] * 20, [100] * 19 + [8100]
+    assert cut.decode(even) == cut.decode(uneven)
+    assert whole.decode(even).seconds < whole.decode(uneven).seconds
+    seconds = DecodeSeconds(whole)(20, 10_000, 8100)
+    assert seconds == whole.decode(uneven).seconds
