@@ -35,17 +35,12 @@ LONE = (
     "sequence_seconds",
 )
 COLLECTIVE = ("collective_bandwidth", "collective_seconds")
+CROWDED = ("gemm_compute", "gemm_memory", "attention_memory", "step_seconds", "prefill_seconds")
 FREE = {
     "distserve": (*LONE, *COLLECTIVE, *OUTSIDE),
     "vllm": (*LONE, "front_seconds"),
-    "chunked": ("gemm_compute", "gemm_memory", "attention_memory", "step_seconds"),
-    "chunked ranks": (
-        "gemm_compute",
-        "gemm_memory",
-        "attention_memory",
-        "step_seconds",
-        *COLLECTIVE,
-    ),
+    "chunked": CROWDED,
+    "chunked ranks": (*CROWDED, *COLLECTIVE),
 }
 # Seconds of a decode step of OPT-13B on one A100: (base, for each token of context, for each
 # sequence), as DistServe's authors fitted them to steps of fewer than 95 sequences that are equally
